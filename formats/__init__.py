@@ -1,0 +1,22 @@
+"""The codecs: one file a family. Adding one is a file here, a row below, and a page in spec/codecs/."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .errors import UnknownCodec
+from .group import Group
+from .raw import Raw
+
+if TYPE_CHECKING:
+    from .base import Codec
+
+CODECS: dict[str, type[Codec]] = {codec.id: codec for codec in (Raw, Group)}
+
+
+def codec_class(codec_id: str) -> type[Codec]:
+    """The class of a codec id. Raises UnknownCodec, which lists the known ones."""
+    try:
+        return CODECS[codec_id]
+    except KeyError:
+        raise UnknownCodec(f"codec {codec_id!r} is unknown; this kvpack knows {', '.join(sorted(CODECS))}") from None

@@ -1,0 +1,198 @@
+"""What every codec is: frozen parameters, a layout, encode and decode.
+
+A codec file holds one frozen dataclass. Its fields are the parameters that the file header stores, so
+equality, repr and the header round trip come with it. An id and its meaning never change: two codecs of
+one id and equal parameters decode each other's bytes (spec/README.md, Versioning).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from .errors import InvalidParameter, InvalidPayload, OutOfRange
+from .lazy import numpy, torch
+from .rotation import Rotation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .columns import Columns
+    from .options import Options
+
+HALF_MAX = 65504.0
+"""The largest finite binary16."""
+
+DTYPE_BYTES = {"U8": 1, "U16": 2, "F16": 2, "BF16": 2, "F32": 4}
+"""Stored dtypes, by their safetensors names."""
+
+MAX_DIM = 1024
+
+Fields = tuple[tuple[str, int], ...]
+"""F of every code stream, in stream order."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Dtype and shape ``[batch, kv_head or 1, rows, ...]`` of one stored stream; a row covers ``tokens_per_row`` tokens."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    tokens_per_row: int = 1
+
+
+class Codec(ABC):
+    """A codec with its parameters bound to one head dim.
+
+    Every subclass is a frozen dataclass whose first field is ``dim``.
+    """
+
+    id: ClassVar[str]
+    dim: int
+
+    @classmethod
+    @abstractmethod
+    def create(cls, dim: int, side: str, options: Options) -> Self:
+        """The codec that a recipe asks for, with the defaults of this ``side`` ("k" or "v") filled in.
+
+        Raises InvalidParameter for an option that is unknown or out of range.
+        """
+
+    @property
+    @abstractmethod
+    def nominal_bits(self) -> float:
+        """Bits a value as the source paper counts them; the honest figure is what the file takes."""
+
+    @property
+    def rotation(self) -> Rotation:
+        """The rotation between the original and the coded frame."""
+        return Rotation("none", self.dim)
+
+    @property
+    def token_group(self) -> int:
+        """Tokens that are encoded together: new tokens are encoded in multiples of this."""
+        return 1
+
+    @abstractmethod
+    def packings(self) -> dict[str, Columns]:
+        """The packing of each code stream, in stored order."""
+
+    @abstractmethod
+    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        """The streams that are not packed codes, in stored order after the codes."""
+
+    @abstractmethod
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Encode finite float32 ``[batch, kv_head, token, dim]`` to the streams of ``layout``.
+
+        Raises OutOfRange when a scale or norm does not fit its stored width.
+        """
+
+    @abstractmethod
+    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Decode to float32 ``[batch, kv_head, token, dim]`` in the coded frame, before the inverse rotation."""
+
+    def decode(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Decode to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
+        return self.rotation.inverse(self.decode_frame(streams))
+
+    def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        """Name, dtype and shape of every stored stream for ``tokens`` tokens: one array a plane."""
+        layout = {
+            f"{stream}.{plane}": Layout("U16", (batch, heads, tokens, words))
+            for stream, packing in self.packings().items()
+            for plane, words in enumerate(packing.planes)
+        }
+        return layout | self.scales(batch, heads, tokens)
+
+    def pack(self, stream: str, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The planes of one code stream from its digits, each ``[batch, kv_head, token, symbols]``."""
+        return {f"{stream}.{plane}": words for plane, words in enumerate(self.packings()[stream].pack(digits))}
+
+    def unpack(self, stream: str, streams: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The digits of one code stream, int32 ``[batch, kv_head, token, symbols]`` each."""
+        packing = self.packings()[stream]
+        return packing.unpack([streams[f"{stream}.{plane}"] for plane in range(len(packing.planes))])
+
+    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+        """Refuse stored bytes that no writer may produce.
+
+        ``arrays`` are the streams as numpy arrays (bfloat16 never occurs in a scale). Raises InvalidPayload
+        for a digit outside its alphabet, a spare bit that is not zero, or a scale that is not finite.
+        """
+        names = set(arrays)
+        for stream, packing in self.packings().items():
+            planes = [f"{stream}.{plane}" for plane in range(len(packing.planes))]
+            packing.check([arrays[name] for name in planes], f"{where}.{stream}")
+            names.difference_update(planes)
+        for name in sorted(names):
+            array = arrays[name]
+            if array.dtype.kind == "f" and not numpy.isfinite(array).all():
+                at = [int(i) for i in numpy.argwhere(~numpy.isfinite(array))[0]]
+                raise InvalidPayload(f"{where}.{name}: the value at {at} is {array[tuple(at)]}, scales and norms are finite")
+
+    def params(self) -> dict[str, Any]:
+        """The header's map of this codec: ``id``, then every field by name."""
+        result: dict[str, Any] = {"id": self.id}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            result[field.name] = dict(value) if field.name == "fields" else value
+        return result
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> Self:
+        """The codec of a header map, ``id`` left out.
+
+        Raises InvalidParameter for a missing or unknown name, a wrong type or a value out of range.
+        """
+        fields = {field.name: field.type for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if set(params) != set(fields):
+            odd = ", ".join(sorted(set(params) ^ set(fields)))
+            raise InvalidParameter(f"codec {cls.id}: parameters missing or unknown: {odd}")
+        values = {}
+        for name, type_name in fields.items():
+            value = params[name]
+            if type_name == "Fields":
+                if not isinstance(value, dict) or not all(isinstance(k, str) and type(v) is int for k, v in value.items()):
+                    raise InvalidParameter(f"codec {cls.id}: fields is a map from stream name to integer, found {value!r}")
+                value = tuple(value.items())
+            elif type(value).__name__ != type_name:
+                raise InvalidParameter(f"codec {cls.id}: {name} is of type {type_name}, found {type(value).__name__}")
+            values[name] = value
+        return cls(**values)
+
+
+def check_range(codec: str, name: str, value: int, low: int, high: int) -> None:
+    """Raise InvalidParameter unless ``low <= value <= high``."""
+    if not low <= value <= high:
+        raise InvalidParameter(f"codec {codec}: {name} is {value}, allowed are {low} to {high}")
+
+
+def check_choice(codec: str, name: str, value: str, known: tuple[str, ...]) -> None:
+    """Raise InvalidParameter unless ``value`` is one of ``known``."""
+    if value not in known:
+        raise InvalidParameter(f"codec {codec}: {name} is {value!r}, known are {', '.join(known)}")
+
+
+def check_fields(codec: str, fields: Fields, expected: tuple[str, ...]) -> None:
+    """Raise InvalidParameter unless ``fields`` names exactly the ``expected`` streams, in order."""
+    found = tuple(name for name, _ in fields)
+    if found != expected:
+        raise InvalidParameter(f"codec {codec}: fields names the streams {', '.join(found) or 'none'}, expected {', '.join(expected)}")
+
+
+def stored_norm(values: torch.Tensor, dtype: str, what: str) -> torch.Tensor:
+    """Round ``values`` to the stored float ``dtype`` ("F16" or "F32").
+
+    Raises OutOfRange, naming ``what``, the place and both values, when one does not fit.
+    """
+    stored = values.to(torch.float16 if dtype == "F16" else torch.float32)
+    if values.numel() and not torch.isfinite(stored).all():
+        at = torch.nonzero(~torch.isfinite(stored))[0].tolist()
+        raise OutOfRange(
+            f"{what} at {at} is {values[tuple(at)].item():.6g}, the largest {'binary16' if dtype == 'F16' else 'binary32'} is "
+            f"{HALF_MAX if dtype == 'F16' else 3.4028235e38:.6g}; scale the input, or choose fp32 norms or a raw codec"
+        )
+    return stored

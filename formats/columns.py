@@ -1,0 +1,266 @@
+"""columns(n, A, F): the one primitive that packs symbols of any alphabet (spec/README.md, Bit packing).
+
+``symbols`` symbols go into W = ceil(symbols / fields) columns. Symbol i is field i div W of column
+i mod W, so field k of all columns is one contiguous block of symbols. A column is the integer
+sum_k s_k * base^k in the fewest bytes that hold its largest value; bytes 2p and 2p+1 of all columns
+are plane p, W little-endian 16-bit words. When the byte count is odd, the W last bytes are symbols
+of an alphabet of 256, packed in turn by columns(W, 256, 2).
+
+A symbol may have several digits: the fields of digit 0 come first (lowest), then those of digit 1.
+A digit's base may be above its alphabet (576 codewords in a base of 1024): the rest is never used.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+from .errors import InvalidParameter, InvalidPayload
+from .lazy import functional, numpy, torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_COLUMN_BYTES = 16
+"""Bytes of the widest column when every base is a power of two."""
+
+MAX_COLUMN_VALUES = 1 << 53
+"""Values of the widest column otherwise: a binary64 holds every one exactly."""
+
+_EXACT_IN_FLOAT32 = 1 << 24
+
+
+def is_power_of_two(value: int) -> bool:
+    """Whether ``value`` is 1, 2, 4, …"""
+    return value > 0 and value & (value - 1) == 0
+
+
+def next_power_of_two(value: int) -> int:
+    """The least power of two that is not below ``value``."""
+    return 1 << (value - 1).bit_length()
+
+
+def row_bytes(symbols: int, bases: Sequence[int], fields: int) -> int:
+    """Stored bytes of one row of ``symbols`` symbols."""
+    return Columns(symbols, tuple(bases), fields).row_bytes
+
+
+def default_fields(symbols: int, bases: Sequence[int]) -> int:
+    """The F that stores ``symbols`` symbols in the fewest bytes; among equals, the narrowest column of whole words.
+
+    Source: spec/README.md, Bit packing. F is written in every header, so a reader never needs this.
+    """
+    allowed = [f for f in range(1, symbols + 1) if _fits(bases, f)]
+    candidates = [Columns(symbols, tuple(bases), f) for f in allowed]
+    if not candidates:
+        raise InvalidParameter(f"no column holds one symbol of alphabets {tuple(bases)}")
+    best = min(candidates, key=lambda c: (c.row_bytes, c.column_bytes < 2, c.column_bytes, c.fields))
+    return best.fields
+
+
+def _fits(bases: Sequence[int], fields: int) -> bool:
+    values = math.prod(base**fields for base in bases)
+    return values <= (1 << 8 * MAX_COLUMN_BYTES if all(map(is_power_of_two, bases)) else MAX_COLUMN_VALUES)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The packing of ``symbols`` symbols, ``fields`` to a column; one base (and alphabet) a digit.
+
+    ``alphabets`` defaults to ``bases``. Raises InvalidParameter for a column wider than the format allows.
+    """
+
+    symbols: int
+    bases: tuple[int, ...]
+    fields: int
+    alphabets: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.alphabets:
+            object.__setattr__(self, "alphabets", self.bases)
+        text = f"columns({self.symbols}, {list(self.bases)}, {self.fields})"
+        if self.symbols < 1 or self.fields < 1 or not self.bases or min(self.bases) < 2:
+            raise InvalidParameter(f"{text}: symbols and fields are at least 1, bases at least 2")
+        if not _fits(self.bases, self.fields):
+            raise InvalidParameter(f"{text}: a column holds at most {MAX_COLUMN_BYTES} bytes when every base is a power of two, else at most 2^53 values")
+
+    @cached_property
+    def width(self) -> int:
+        """W, the number of columns."""
+        return -(-self.symbols // self.fields)
+
+    @cached_property
+    def place_values(self) -> tuple[tuple[int, ...], ...]:
+        """For each digit, what one unit in each of its fields adds to the column."""
+        values, weight = [], 1
+        for base in self.bases:
+            values.append(tuple(weight * base**k for k in range(self.fields)))
+            weight *= base**self.fields
+        return tuple(values)
+
+    @cached_property
+    def column_values(self) -> int:
+        """How many values a column can take."""
+        return math.prod(base**self.fields for base in self.bases)
+
+    @cached_property
+    def column_bytes(self) -> int:
+        """Q, the bytes of one column."""
+        return ((self.column_values - 1).bit_length() + 7) // 8
+
+    @cached_property
+    def planes(self) -> tuple[int, ...]:
+        """The words that a row has in each plane."""
+        full = (self.width,) * (self.column_bytes // 2)
+        return (*full, (self.width + 1) // 2) if self.column_bytes % 2 else full
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Stored bytes of one row of symbols."""
+        return 2 * sum(self.planes)
+
+    @cached_property
+    def binary(self) -> bool:
+        """Whether every base is a power of two, so that fields are bit fields."""
+        return all(map(is_power_of_two, self.bases))
+
+    def used_fields(self, column: int) -> int:
+        """How many fields of ``column`` carry a symbol; the others are zero."""
+        return -(-(self.symbols - column) // self.width)
+
+    def pack(self, digits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Pack digits, each ``[..., symbols]`` and holding integers below its alphabet in any dtype.
+
+        Returns one uint16 tensor ``[..., words]`` a plane.
+        """
+        if self.binary and self.column_values > _EXACT_IN_FLOAT32:
+            words = self._words_from_bits(digits)
+        else:
+            words = self._words_from_places(digits)
+        if self.column_bytes % 2:
+            half = (self.width + 1) // 2
+            tail = functional.pad(words[-1], (0, 2 * half - self.width))
+            words[-1] = tail[..., :half] | tail[..., half:] << 8
+        return [word.to(torch.int16).view(torch.uint16) for word in words]
+
+    def unpack(self, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Unpack uint16 planes ``[..., words]`` to one int32 tensor ``[..., symbols]`` a digit."""
+        words = [plane.view(torch.int16).to(torch.int32) & 0xFFFF for plane in planes]
+        if self.column_bytes % 2:
+            words[-1] = torch.cat([words[-1] & 0xFF, words[-1] >> 8], -1)[..., : self.width]
+        if not self.binary:
+            column = _joined(words)
+            return [self._symbols(column[..., None, :] // self._weights(digit, column) % base) for digit, base in enumerate(self.bases)]
+        return [self._digit_from_bits(words, digit) for digit in range(len(self.bases))]
+
+    def _weights(self, digit: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(self.place_values[digit], device=like.device)[:, None]
+
+    def _symbols(self, fields: torch.Tensor) -> torch.Tensor:
+        return fields.flatten(-2)[..., : self.symbols].to(torch.int32)
+
+    def _fields(self, digit: torch.Tensor) -> torch.Tensor:
+        padded = functional.pad(digit, (0, self.fields * self.width - self.symbols))
+        return padded.unflatten(-1, (self.fields, self.width))
+
+    def _words_from_places(self, digits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Columns as the product of digits and place values: a matrix product, exact in the float type chosen."""
+        dtype = torch.float32 if self.column_values <= _EXACT_IN_FLOAT32 else torch.float64
+        column = None
+        for digit, places in zip(digits, self.place_values, strict=True):
+            matrix = _place_matrix(places, self.symbols, self.width).to(digit.device, dtype)
+            part = digit.to(dtype) @ matrix
+            column = part if column is None else column + part
+        assert column is not None
+        whole = column.to(torch.int32 if dtype == torch.float32 else torch.int64)
+        return [(whole >> 16 * word & 0xFFFF).to(torch.int32) for word in range((self.column_bytes + 1) // 2)]
+
+    def _words_from_bits(self, digits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        words = [torch.zeros(*digits[0].shape[:-1], self.width, dtype=torch.int32, device=digits[0].device) for _ in range((self.column_bytes + 1) // 2)]
+        for digit, places in zip(digits, self.place_values, strict=True):
+            fields = self._fields(digit.to(torch.int32))
+            for k, place in enumerate(places):
+                word, shift = divmod(place.bit_length() - 1, 16)
+                shifted = fields[..., k, :] << shift
+                words[word] |= shifted & 0xFFFF
+                if word + 1 < len(words):
+                    words[word + 1] |= shifted >> 16
+        return words
+
+    def _digit_from_bits(self, words: list[torch.Tensor], digit: int) -> torch.Tensor:
+        fields = []
+        for place in self.place_values[digit]:
+            word, shift = divmod(place.bit_length() - 1, 16)
+            both = words[word] | words[word + 1] << 16 if word + 1 < len(words) else words[word]
+            # The sign bit of an int32 is a data bit here: the mask drops what an arithmetic shift brings in.
+            fields.append(both >> shift & self.bases[digit] - 1)
+        return self._symbols(torch.stack(fields, -2))
+
+    def check(self, planes: Sequence[numpy.ndarray[Any, Any]], where: str) -> None:
+        """Refuse a digit outside its alphabet, a spare bit or an unused field that is not zero.
+
+        ``planes`` are uint16 arrays ``[..., words]``. Raises InvalidPayload, which names ``where`` and the place.
+        """
+        if self.binary:
+            self._check_spare_bits(planes, where)
+            if self.alphabets == self.bases:
+                return
+        words = [plane.astype(numpy.uint64) for plane in planes]
+        if self.column_bytes % 2:
+            tail = numpy.concatenate([words[-1] & numpy.uint64(0xFF), words[-1] >> numpy.uint64(8)], -1)
+            _refuse(where, "the unused byte", tail[..., self.width :], 0)
+            words[-1] = tail[..., : self.width]
+        column = words[0].copy()
+        for number, word in enumerate(words[1:], 1):
+            column |= word << numpy.uint64(16 * number)
+        _refuse(where, "column", column, self.column_values - 1)
+        for base, alphabet, places in zip(self.bases, self.alphabets, self.place_values, strict=True):
+            for k, place in enumerate(places):
+                value = column // numpy.uint64(place) % numpy.uint64(base)
+                used = self.symbols - k * self.width
+                _refuse(where, f"symbol of field {k}", value[..., : max(used, 0)], alphabet - 1)
+                _refuse(where, f"unused field {k}", value[..., max(used, 0) :], 0)
+
+    def _check_spare_bits(self, planes: Sequence[numpy.ndarray[Any, Any]], where: str) -> None:
+        for number, (plane, allowed) in enumerate(zip(planes, self._allowed_bits, strict=True)):
+            if all(bits == 0xFFFF for bits in allowed):
+                continue
+            spare = plane & ~numpy.array(allowed, dtype=numpy.uint16)
+            _refuse(f"{where}, plane {number}", "spare bits of word", spare, 0)
+
+    @cached_property
+    def _allowed_bits(self) -> list[list[int]]:
+        """For bit fields: the bits that each word of each plane may set."""
+        columns = [
+            sum(place * (base - 1) for base, places in zip(self.bases, self.place_values, strict=True) for place in places[: self.used_fields(c)])
+            for c in range(self.width)
+        ]
+        planes = [[column >> 16 * word & 0xFFFF for column in columns] for word in range(self.column_bytes // 2)]
+        if self.column_bytes % 2:
+            tail = [column >> 8 * (self.column_bytes - 1) for column in columns] + [0] * (self.width % 2)
+            half = len(tail) // 2
+            planes.append([low | high << 8 for low, high in zip(tail[:half], tail[half:], strict=True)])
+        return planes
+
+
+def _joined(words: Sequence[torch.Tensor]) -> torch.Tensor:
+    column = words[0].to(torch.int64)
+    for number, word in enumerate(words[1:], 1):
+        column = column | word.to(torch.int64) << 16 * number
+    return column
+
+
+@cache
+def _place_matrix(places: tuple[int, ...], symbols: int, width: int) -> torch.Tensor:
+    matrix = torch.zeros(symbols, width, dtype=torch.float64)
+    for i in range(symbols):
+        matrix[i, i % width] = places[i // width]
+    return matrix
+
+
+def _refuse(where: str, what: str, values: numpy.ndarray[Any, Any], limit: int) -> None:
+    if values.size and int(values.max()) > limit:
+        at = numpy.unravel_index(int(values.argmax()), values.shape)
+        raise InvalidPayload(f"{where}: {what} at {[int(i) for i in at]} is {int(values[at])}, above {limit}")

@@ -1,0 +1,153 @@
+"""group: affine codes, one scale and one centre a group (spec/codecs/group.md).
+
+Holds KIVI and OScaR (keys in groups of tokens, values in groups of channels), QuaRot, and plain
+integer quantization. Sources: KIVI per OScaR Eq. 3-4; OScaR Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, stored_norm
+from .columns import Columns, default_fields
+from .errors import InvalidParameter
+from .lazy import torch
+from .rotation import KINDS, Rotation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .options import Options
+
+AXES = ("token", "channel")
+SIZES = (16, 32, 64, 128)
+TOKEN_SCALES = ("none", "fp16", "fp32")
+_SMALLEST_HALF = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Group(Codec):
+    """``bits`` a value in groups of ``size`` along ``axis``: x = (code - (2^bits - 1) / 2) * scale + centre.
+
+    ``token_scale`` other than none adds OScaR's factor, one a token over all heads, stored in that dtype.
+    """
+
+    id: ClassVar[str] = "group"
+
+    dim: int
+    bits: int
+    axis: str
+    size: int
+    rotation_kind: str
+    seed: int
+    token_scale: str
+    fields: Fields
+
+    def __post_init__(self) -> None:
+        check_range(self.id, "dim", self.dim, 1, MAX_DIM)
+        check_range(self.id, "bits", self.bits, 1, 8)
+        check_choice(self.id, "axis", self.axis, AXES)
+        check_choice(self.id, "rotation_kind", self.rotation_kind, KINDS)
+        check_choice(self.id, "token_scale", self.token_scale, TOKEN_SCALES)
+        check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
+        if self.size not in SIZES:
+            raise InvalidParameter(f"codec {self.id}: size is {self.size}, known are {', '.join(map(str, SIZES))}")
+        check_fields(self.id, self.fields, ("codes",))
+        self.packings()
+        _ = self.rotation
+
+    @classmethod
+    def create(cls, dim: int, side: str, options: Options) -> Self:
+        bits = options.integer("b", None, 1, 8)
+        size = int(options.choice("g", "32", tuple(map(str, SIZES))))
+        axis = options.choice("axis", "token" if side == "k" else "channel", AXES)
+        rotation = options.choice("rotation", "none", KINDS)
+        seed = options.integer("seed", 0, 0, 2**64 - 1)
+        token_scale = options.choice("token_scale", "none", TOKEN_SCALES)
+        options.finish()
+        return cls(dim, bits, axis, size, rotation, seed, token_scale, (("codes", default_fields(dim, (2**bits,))),))
+
+    @property
+    def nominal_bits(self) -> float:
+        return float(self.bits)
+
+    @property
+    def rotation(self) -> Rotation:
+        return Rotation(self.rotation_kind, self.dim, self.seed)
+
+    @property
+    def token_group(self) -> int:
+        return self.size if self.axis == "token" else 1
+
+    def packings(self) -> dict[str, Columns]:
+        return _packings(self.dim, self.bits, self.fields)
+
+    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        if self.axis == "token":
+            rows = -(-tokens // self.size)
+            result = {"scales": Layout("F16", (batch, heads, rows, self.dim, 2), self.size)}
+        else:
+            result = {"scales": Layout("F16", (batch, heads, tokens, -(-self.dim // self.size), 2))}
+        if self.token_scale != "none":
+            result["token_scale"] = Layout("F16" if self.token_scale == "fp16" else "F32", (batch, 1, tokens))
+        return result
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        u = self.rotation.forward(x)
+        streams = {}
+        if self.token_scale != "none":
+            # The root mean square rather than the norm: the scaled values are near 1, where binary16 scales are finest.
+            root = u.square().mean((1, 3), keepdim=True).sqrt()
+            stored = stored_norm(root[..., 0], "F16" if self.token_scale == "fp16" else "F32", "token scale")
+            factor = stored.to(torch.float32)[..., None]
+            u = u / torch.where(factor > 0, factor, 1.0)
+            streams["token_scale"] = stored
+        grouped, dim = self._grouped(u), 3 if self.axis == "token" else 4
+        low, high = grouped.amin(dim), grouped.amax(dim)
+        stored_centre = stored_norm((low + high) / 2, "F16", "centre of a group")
+        centre = stored_centre.to(torch.float32)
+        # Measured from the centre as stored, so that its rounding costs range and not accuracy.
+        half = torch.maximum(high - centre, centre - low)
+        scale = stored_norm(half * (2.0 / (2**self.bits - 1)), "F16", "scale of a group")
+        per_step = scale.to(torch.float32).clamp_min(_SMALLEST_HALF).reciprocal()
+        offset = self._middle - centre * per_step
+        codes = torch.addcmul(offset.unsqueeze(dim), grouped, per_step.unsqueeze(dim))
+        codes = codes.round_().clamp_(0, 2**self.bits - 1).reshape(*u.shape[:2], -1, *grouped.shape[4:])
+        codes = codes[:, :, : u.shape[2]] if self.axis == "token" else codes.reshape(*u.shape[:3], -1)[..., : self.dim]
+        return self.pack("codes", codes) | {"scales": torch.stack([scale, stored_centre], -1)} | streams
+
+    @property
+    def _middle(self) -> float:
+        return (2**self.bits - 1) / 2
+
+    def _grouped(self, u: torch.Tensor) -> torch.Tensor:
+        """Groups of tokens ``[batch, head, group, size, dim]`` or of channels ``[batch, head, token, group, size]``.
+
+        A partial last group repeats its last member, which moves neither its minimum nor its maximum.
+        """
+        axis = 2 if self.axis == "token" else 3
+        short = -u.shape[axis] % self.size
+        if short and u.shape[axis]:
+            last = u.narrow(axis, u.shape[axis] - 1, 1)
+            u = torch.cat([u, last.expand(*(short if a == axis else n for a, n in enumerate(u.shape)))], axis)
+        return u.unflatten(axis, (u.shape[axis] // self.size, self.size))
+
+    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        (codes,) = self.unpack("codes", streams)
+        tokens = codes.shape[2]
+        pairs = streams["scales"].to(torch.float32)
+        if self.axis == "token":
+            spread = pairs.repeat_interleave(self.size, 2)[:, :, :tokens]
+        else:
+            spread = pairs.repeat_interleave(self.size, 3)[:, :, :, : self.dim]
+        u = torch.addcmul(spread[..., 1], codes.to(torch.float32) - self._middle, spread[..., 0])
+        if self.token_scale != "none":
+            u = u * streams["token_scale"].to(torch.float32)[..., None]
+        return u
+
+
+@cache
+def _packings(dim: int, bits: int, fields: Fields) -> dict[str, Columns]:
+    return {"codes": Columns(dim, (2**bits,), dict(fields)["codes"])}

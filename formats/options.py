@@ -1,0 +1,61 @@
+"""The options of one codec in a recipe: words taken one by one, and what is left over is unknown."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class UnknownWord(InvalidParameter):
+    """An option or value that a codec does not know; ``word`` is what a recipe should point at."""
+
+    def __init__(self, message: str, word: str) -> None:
+        super().__init__(message)
+        self.word = word
+
+
+class Options:
+    """The ``name=value`` words given to ``codec``. Every reader names its default and its range."""
+
+    def __init__(self, codec: str, words: Mapping[str, str]) -> None:
+        self.codec = codec
+        self._words = dict(words)
+        self._known: list[str] = []
+
+    def integer(self, name: str, default: int | None, low: int, high: int) -> int:
+        """An integer from ``low`` to ``high``; without a default the word is required."""
+        text = self._take(name)
+        if text is None:
+            if default is None:
+                raise UnknownWord(f"codec {self.codec} needs {name}=<{low} to {high}>", self.codec)
+            return default
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise UnknownWord(f"{self.codec}:{name} is {text!r}, allowed are integers from {low} to {high}", f"{name}={text}")
+        return value
+
+    def choice(self, name: str, default: str, known: tuple[str, ...]) -> str:
+        """One of the words in ``known``."""
+        text = self._take(name)
+        if text is None:
+            return default
+        if text not in known:
+            raise UnknownWord(f"{self.codec}:{name} is {text!r}, known are {', '.join(known)}", f"{name}={text}")
+        return text
+
+    def finish(self) -> None:
+        """Refuse the words that no reader took."""
+        if self._words:
+            name, value = next(iter(self._words.items()))
+            raise UnknownWord(f"codec {self.codec} has no option {name!r}; its options are {', '.join(self._known) or 'none'}", f"{name}={value}")
+
+    def _take(self, name: str) -> str | None:
+        self._known.append(name)
+        return self._words.pop(name, None)

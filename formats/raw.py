@@ -1,0 +1,59 @@
+"""raw: every value as itself (spec/codecs/raw.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from .base import MAX_DIM, Codec, Layout, check_choice, check_range
+from .lazy import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    import numpy
+
+    from .columns import Columns
+    from .options import Options
+
+DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+
+
+@dataclass(frozen=True)
+class Raw(Codec):
+    """Values stored as ``dtype``: bf16, fp16 or fp32. NaN and infinity are kept."""
+
+    id: ClassVar[str] = "raw"
+
+    dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        check_range(self.id, "dim", self.dim, 1, MAX_DIM)
+        check_choice(self.id, "dtype", self.dtype, tuple(DTYPES))
+
+    @classmethod
+    def create(cls, dim: int, side: str, options: Options) -> Self:
+        dtype = options.choice("dtype", "bf16", tuple(DTYPES))
+        options.finish()
+        return cls(dim, dtype)
+
+    @property
+    def nominal_bits(self) -> float:
+        return 32.0 if self.dtype == "fp32" else 16.0
+
+    def packings(self) -> dict[str, Columns]:
+        return {}
+
+    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        return {"values": Layout(DTYPES[self.dtype], (batch, heads, tokens, self.dim))}
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"values": x.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype])}
+
+    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return streams["values"].to(torch.float32)
+
+    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+        """Any bytes are valid."""

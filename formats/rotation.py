@@ -1,0 +1,96 @@
+"""Orthogonal rotations of a head: Hadamard matrices of every head dim in use (spec/README.md, Rotation)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from .errors import InvalidParameter
+from .generator import signs
+from .lazy import torch
+
+KINDS = ("none", "hadamard", "signed-hadamard")
+PALEY_ORDERS = (12, 20, 28)
+
+
+@cache
+def hadamard(order: int) -> tuple[tuple[int, ...], ...]:
+    """The +1/-1 Hadamard matrix of ``order`` 2^k or 2^k x {12, 20, 28}: Sylvester's, times Paley's on the right.
+
+    Raises InvalidParameter for any other order.
+    """
+    paley = next((m for m in PALEY_ORDERS if order % m == 0 and (order // m) & (order // m - 1) == 0), 1)
+    sylvester = order // paley
+    if order < 1 or sylvester & (sylvester - 1):
+        raise InvalidParameter(f"no Hadamard rotation of head dim {order}: the known ones are 2^k and 2^k x 12, 20 or 28")
+    right = _paley(paley)
+    return tuple(
+        tuple((-1) ** (i & j).bit_count() * right[p][q] for j in range(sylvester) for q in range(paley)) for i in range(sylvester) for p in range(paley)
+    )
+
+
+def _paley(order: int) -> tuple[tuple[int, ...], ...]:
+    if order == 1:
+        return ((1,),)
+    if order == 28:
+        return _paley_second(13)
+    return _paley_first(order - 1)
+
+
+def _character(prime: int) -> list[int]:
+    squares = {i * i % prime for i in range(1, prime)}
+    return [0] + [1 if i in squares else -1 for i in range(1, prime)]
+
+
+def _paley_first(prime: int) -> tuple[tuple[int, ...], ...]:
+    """Paley's first construction, prime = 3 mod 4: I + S, S = [[0, 1], [-1, Q]], Q_ij = chi(i - j)."""
+    chi = _character(prime)
+    rows = [(1,) * (prime + 1)]
+    rows += [(-1, *(chi[(i - j) % prime] + (i == j) for j in range(prime))) for i in range(prime)]
+    return tuple(rows)
+
+
+def _paley_second(prime: int) -> tuple[tuple[int, ...], ...]:
+    """Paley's second construction, prime = 1 mod 4: C = [[0, 1], [1, Q]], each entry c becoming c x [[1, 1], [1, -1]] and 0 [[1, -1], [-1, -1]]."""
+    chi = _character(prime)
+    conference = [[0] + [1] * prime] + [[1] + [chi[(i - j) % prime] for j in range(prime)] for i in range(prime)]
+    blocks = {0: ((1, -1), (-1, -1)), 1: ((1, 1), (1, -1)), -1: ((-1, -1), (-1, 1))}
+    return tuple(tuple(value for entry in row for value in blocks[entry][half]) for row in conference for half in (0, 1))
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """u = H diag(s) x / sqrt(dim): ``kind`` none, hadamard (s = 1) or signed-hadamard (s from ``seed``).
+
+    Raises InvalidParameter for an unknown kind or a head dim without a Hadamard matrix.
+    """
+
+    kind: str
+    dim: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InvalidParameter(f"rotation {self.kind!r} is unknown; known: {', '.join(KINDS)}")
+        if self.kind != "none":
+            hadamard(self.dim)
+
+    def matrix(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The matrix R of u = R x, float32 ``[dim, dim]``."""
+        return _matrix(self.kind, self.dim, self.seed).to(device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotate ``[..., dim]`` float32 into the coded frame."""
+        return x if self.kind == "none" else x @ self.matrix(x.device).T
+
+    def inverse(self, u: torch.Tensor) -> torch.Tensor:
+        """Rotate ``[..., dim]`` float32 back into the original frame."""
+        return u if self.kind == "none" else u @ self.matrix(u.device)
+
+
+@cache
+def _matrix(kind: str, dim: int, seed: int) -> torch.Tensor:
+    matrix = torch.tensor(hadamard(dim), dtype=torch.float64)
+    if kind == "signed-hadamard":
+        matrix = matrix * torch.tensor(signs(seed, dim), dtype=torch.float64)
+    return (matrix / dim**0.5).to(torch.float32)

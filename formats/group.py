@@ -114,8 +114,8 @@ class Group(Codec):
         per_step = scale.to(torch.float32).clamp_min(_SMALLEST_HALF).reciprocal()
         offset = self._middle - centre * per_step
         codes = torch.addcmul(offset.unsqueeze(dim), grouped, per_step.unsqueeze(dim))
-        codes = codes.round_().clamp_(0, 2**self.bits - 1).reshape(*u.shape[:2], -1, *grouped.shape[4:])
-        codes = codes[:, :, : u.shape[2]] if self.axis == "token" else codes.reshape(*u.shape[:3], -1)[..., : self.dim]
+        codes = codes.round_().clamp_(0, 2**self.bits - 1)
+        codes = codes.flatten(2, 3)[:, :, : u.shape[2]] if self.axis == "token" else codes.flatten(3, 4)[..., : self.dim]
         return self.pack("codes", codes) | {"scales": torch.stack([scale, stored_centre], -1)} | streams
 
     @property

@@ -1,0 +1,31 @@
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+INSTALLED := .venv/installed
+CONSTRAINTS := .ci/constraints.txt
+
+.PHONY: demo test lint types unit
+
+demo: $(INSTALLED)
+	$(BIN)/kvpack demo
+
+test: lint types unit
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+
+# mypy sees what a user installs, from a folder where the checkout cannot stand in for it.
+types: $(INSTALLED)
+	rm -rf build
+	$(PIP) install --quiet --no-deps --no-build-isolation --target build/installed .
+	cd build/installed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache --package kvpack
+
+unit: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses 2
+
+# setuptools first: the package is then built without a second, unpinned download of it.
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv .venv
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) setuptools
+	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[test,transformers]'
+	touch $@

@@ -1,7 +1,54 @@
-"""kvpack: compressed KV caches as files, attended without unpacking."""
+"""kvpack: compressed KV caches as files, attended without unpacking.
+
+    cache = kvpack.pack(past_key_values, "octopus-3")
+    kvpack.save(cache, "prompt.kvpack")
+    cache = kvpack.load("prompt.kvpack")
+    out = kvpack.attend(q, cache[layer])
+    k, v = cache[layer].unpack()
+"""
 
 from pathlib import Path
 
 # A checkout keeps formats/ and kernels/ beside this package; a wheel holds them inside it.
 if not Path(__path__[0], "formats").is_dir():
     __path__.append(str(Path(__path__[0]).parent))
+
+from typing import TYPE_CHECKING, Any  # noqa: E402
+
+from .formats.errors import KvpackError  # noqa: E402
+
+if TYPE_CHECKING:
+    from .attention import attend
+    from .cache import Cache, Layer, Page, Side, concat
+    from .files import load, save
+    from .packing import pack
+    from .recipes import PRESETS, Recipe
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "attend": "attention",
+    "Cache": "cache",
+    "Layer": "cache",
+    "Page": "cache",
+    "Side": "cache",
+    "concat": "cache",
+    "load": "files",
+    "save": "files",
+    "pack": "packing",
+    "PRESETS": "recipes",
+    "Recipe": "recipes",
+}
+
+__all__ = ["PRESETS", "Cache", "KvpackError", "Layer", "Page", "Recipe", "Side", "attend", "concat", "load", "pack", "save"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: reading a file's header needs no torch, and most of these do."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvpack' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,123 @@
+"""attend: attention over packed pages, tile by tile, in bounded memory, on any device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
+
+from .cache import TILE_VALUES
+
+if TYPE_CHECKING:
+    from .cache import Layer, Side
+
+QUERIES_AT_A_TIME = 1024
+"""Queries of one head that share a pass over the pages; longer chunks take several passes."""
+
+
+def attend(
+    q: torch.Tensor,
+    layer: Layer,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """softmax(scale q k^T) v over a packed layer, without unpacking it.
+
+    ``q`` is ``[batch, q_head, q_len, dim_k]``; q_head is a multiple of kv_head (grouped-query attention). The
+    q_len queries are the last tokens of the layer: with ``causal``, query i sees tokens up to
+    tokens - q_len + i. ``scale`` defaults to 1 / sqrt(dim_k); ``softcap`` c squashes scores to c tanh(s / c);
+    ``sliding_window`` w lets a query see its w newest tokens. Returns ``[batch, q_head, q_len, dim_v]`` in q's dtype.
+    Raises InvalidShape, InvalidDtype or InvalidParameter. The query is rotated once and the values are summed in
+    their coded frame (OCTOPUS Eq. 13), with the running softmax of FlashAttention.
+    """
+    k, v = _sides(layer)
+    _check(q, k, v, causal, sliding_window, softcap)
+    scale = k.dim**-0.5 if scale is None else scale
+    out = torch.empty(*q.shape[:3], v.dim, dtype=q.dtype, device=q.device)
+    for first in range(0, q.shape[2], QUERIES_AT_A_TIME):
+        chunk = q[:, :, first : first + QUERIES_AT_A_TIME].to(torch.float32) * scale
+        position = k.tokens - q.shape[2] + first
+        out[:, :, first : first + QUERIES_AT_A_TIME] = _attend_chunk(chunk, k, v, position, causal, softcap, sliding_window)
+    return out
+
+
+def _attend_chunk(
+    q: torch.Tensor, k: Side, v: Side, position: int, causal: bool, softcap: float | None, sliding_window: int | None
+) -> torch.Tensor:
+    batch, q_heads, q_len, _ = q.shape
+    rows = q_heads // k.heads * q_len
+    raw_q = q.reshape(batch, k.heads, rows, k.dim)
+    coded_q = k.codec.rotation.forward(raw_q)
+    # The query's own position a row: head-major inside a group, so it repeats for each query head.
+    positions = (position + torch.arange(q_len, device=q.device)).repeat(q_heads // k.heads)
+    largest = torch.full((batch, k.heads, rows, 1), -torch.inf, device=q.device)
+    total = torch.zeros(batch, k.heads, rows, 1, device=q.device)
+    # Packed values are summed in their coded frame and rotated back once; the raw tail has a sum of its own.
+    sums = {coded: torch.zeros(batch, k.heads, rows, v.dim, device=q.device) for coded in (True, False)}
+    begin, end = _visible(position, q_len, k.tokens, causal, sliding_window)
+    per_tile = max(64, TILE_VALUES // max(1, batch * k.heads * max(k.dim, v.dim, rows)) // 64 * 64)
+    for start, stop in k.tiles(per_tile, [*v.boundaries, begin, end]):
+        if stop <= begin or start >= end:
+            continue
+        keys, coded = k.frame(start, stop)
+        scores = (coded_q if coded else raw_q) @ keys.transpose(-1, -2)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        _mask(scores, positions, start, stop, causal, sliding_window)
+        new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        # A row that has seen nothing yet keeps -inf as its largest: shift it by 0 so that exp gives 0, not NaN.
+        shift = torch.where(torch.isinf(new_largest), 0.0, new_largest)
+        weights = torch.exp(scores - shift)
+        kept = torch.exp(largest - shift)
+        values, coded = v.frame(start, stop)
+        for frame, accumulated in sums.items():
+            accumulated.mul_(kept)
+            if frame == coded:
+                accumulated.add_(weights @ values)
+        total = total * kept + weights.sum(-1, keepdim=True)
+        largest = new_largest
+    out = (v.codec.rotation.inverse(sums[True]) + sums[False]) / total
+    return out.reshape(batch, q_heads, q_len, v.dim)
+
+
+def _visible(position: int, q_len: int, tokens: int, causal: bool, sliding_window: int | None) -> tuple[int, int]:
+    """The range of tokens that at least one query of the chunk sees."""
+    end = min(tokens, position + q_len) if causal else tokens
+    begin = max(0, position - sliding_window + 1) if sliding_window else 0
+    return begin, end
+
+
+def _mask(scores: torch.Tensor, positions: torch.Tensor, start: int, stop: int, causal: bool, sliding_window: int | None) -> None:
+    tokens = torch.arange(start, stop, device=scores.device)
+    if causal and stop > int(positions[0]) + 1:
+        scores.masked_fill_(tokens > positions[:, None], -torch.inf)
+    if sliding_window is not None:
+        scores.masked_fill_(tokens <= positions[:, None] - sliding_window, -torch.inf)
+
+
+def _sides(layer: Layer) -> tuple[Side, Side]:
+    if layer.k is None or layer.v is None:
+        raise InvalidShape(f"attention needs keys and values; the layer holds only {', '.join(layer.sides) or 'nothing'}")
+    return layer.k, layer.v
+
+
+def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int | None, softcap: float | None) -> None:
+    if q.dim() != 4:
+        raise InvalidShape(f"q: rank {q.dim()}, shape {list(q.shape)}; queries are [batch, q_head, q_len, dim]")
+    if not q.dtype.is_floating_point:
+        raise InvalidDtype(f"q: dtype {q.dtype}; queries are floating point")
+    if q.shape[0] != k.batch or q.shape[1] % k.heads or not q.shape[1] or q.shape[3] != k.dim:
+        raise InvalidShape(f"q: shape {list(q.shape)} does not fit keys [{k.batch}, {k.heads}, {k.tokens}, {k.dim}]: batch and dim agree, q_head is a multiple of kv_head")
+    if v.heads != k.heads:
+        raise InvalidShape(f"keys have {k.heads} heads and values {v.heads}; attention needs as many of both")
+    if k.tokens == 0 or (causal and q.shape[2] > k.tokens):
+        raise InvalidShape(f"q: {q.shape[2]} queries over {k.tokens} tokens; causal queries are the last tokens of the cache, and there is at least one")
+    if sliding_window is not None and sliding_window < 1:
+        raise InvalidParameter(f"sliding_window is {sliding_window}, allowed are integers from 1")
+    if softcap is not None and not softcap > 0:
+        raise InvalidParameter(f"softcap is {softcap}, allowed are numbers above 0")

@@ -1,0 +1,376 @@
+"""The objects a packed cache is made of: Cache, Layer, Side, Page.
+
+All are immutable: a slice, an append or a concat gives a new object that shares the packed bytes.
+A side is a list of pages and a raw tail; a page is one run of packed tokens, its streams being plain
+arrays ``[batch, kv_head, rows, ...]``, so cutting and joining pages never touches a code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.formats.errors import InvalidDtype, InvalidShape, NotConsecutive, OutOfBounds
+
+from .encoding import RAW_DTYPES, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kvpack.formats.base import Codec
+
+    from .encoding import Progress
+    from .recipes import Recipe
+
+Pair = tuple["torch.Tensor | None", "torch.Tensor | None"]
+
+TILE_VALUES = 1 << 20
+"""Values decoded at a time when a page is unpacked, converted or attended."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """One run of ``tokens`` packed tokens: the codec's streams, laid out by ``Codec.layout``."""
+
+    codec: Codec
+    tokens: int
+    streams: Mapping[str, torch.Tensor]
+
+    def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """The streams of tokens ``[start, stop)`` as views; ``start`` is a multiple of the codec's token group."""
+        result = {}
+        for name, layout in self.codec.layout(1, 1, 0).items():
+            step = layout.tokens_per_row
+            result[name] = self.streams[name][:, :, start // step : -(-stop // step)]
+        return result
+
+    def frame(self, start: int, stop: int) -> torch.Tensor:
+        """Tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
+        aligned = start - start % self.codec.token_group
+        return self.codec.decode_frame(self.rows(aligned, stop))[:, :, start - aligned :]
+
+    def prefix(self, tokens: int) -> Page:
+        """The first ``tokens`` tokens, sharing the streams."""
+        return replace(self, tokens=tokens, streams=self.rows(0, tokens))
+
+    def continues(self) -> bool:
+        """Whether another page can be joined on: the last token group is whole."""
+        return self.tokens % self.codec.token_group == 0
+
+    def joined(self, other: Page) -> Page:
+        """Both pages as one; the streams are copied."""
+        streams = {name: torch.cat([stream, other.streams[name]], 2) for name, stream in self.streams.items()}
+        return replace(self, tokens=self.tokens + other.tokens, streams=streams)
+
+
+@dataclass(frozen=True)
+class Side:
+    """The keys or the values of one layer: packed pages, then a raw tail ``[batch, kv_head, token, dim]``.
+
+    ``window`` is the tail's size at which it is encoded (0: as soon as the codec has a whole group).
+    """
+
+    codec: Codec
+    pages: tuple[Page, ...]
+    tail: torch.Tensor
+    window: int = 0
+
+    @property
+    def batch(self) -> int:
+        return self.tail.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.tail.shape[1]
+
+    @property
+    def dim(self) -> int:
+        return self.codec.dim
+
+    @property
+    def device(self) -> torch.device:
+        return self.tail.device
+
+    @cached_property
+    def packed_tokens(self) -> int:
+        """Tokens in pages."""
+        return sum(page.tokens for page in self.pages)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in pages and tail."""
+        return self.packed_tokens + self.tail.shape[2]
+
+    @cached_property
+    def boundaries(self) -> list[int]:
+        """Token positions where a page or the tail starts or ends, ascending."""
+        edges = [0]
+        for page in self.pages:
+            edges.append(edges[-1] + page.tokens)
+        return [*edges, self.tokens]
+
+    def frame(self, start: int, stop: int) -> tuple[torch.Tensor, bool]:
+        """Tokens ``[start, stop)``, inside one page or the tail, as float32, and whether they are in the coded frame."""
+        if start >= self.packed_tokens:
+            return self.tail[:, :, start - self.packed_tokens : stop - self.packed_tokens].to(torch.float32), False
+        for page, first in zip(self.pages, self.boundaries, strict=False):
+            if first <= start and stop <= first + page.tokens:
+                return page.frame(start - first, stop - first), True
+        raise OutOfBounds(f"tokens {start} to {stop} are not inside one page of {self.boundaries}")
+
+    def tiles(self, per_tile: int, edges: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
+        """Token ranges of at most ``per_tile`` tokens that cross neither a boundary of this side nor an edge given."""
+        marks = sorted({*self.boundaries, *edges})
+        for first, last in zip(marks, marks[1:], strict=False):
+            for start in range(first, last, per_tile):
+                yield start, min(start + per_tile, last)
+
+    def unpack(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Decode everything to ``[batch, kv_head, token, dim]`` of ``dtype`` in the original frame, tile by tile."""
+        result = torch.empty(self.batch, self.heads, self.tokens, self.dim, dtype=dtype, device=self.device)
+        per_tile = max(128, TILE_VALUES // max(1, self.batch * self.heads * self.dim) // 128 * 128)
+        for start, stop in self.tiles(per_tile):
+            frame, coded = self.frame(start, stop)
+            result[:, :, start:stop] = self.codec.rotation.inverse(frame) if coded else frame
+        return result
+
+    def prefix(self, tokens: int) -> Side:
+        """The first ``tokens`` tokens; packed bytes are shared, nothing is decoded."""
+        if not 0 <= tokens <= self.tokens:
+            raise OutOfBounds(f"a prefix of {tokens} tokens was asked of a side that holds {self.tokens}")
+        pages = []
+        for page, first in zip(self.pages, self.boundaries, strict=False):
+            if first + page.tokens <= tokens:
+                pages.append(page)
+            elif first < tokens:
+                pages.append(page.prefix(tokens - first))
+        return replace(self, pages=tuple(pages), tail=self.tail[:, :, : max(0, tokens - self.packed_tokens)])
+
+    def append(self, x: torch.Tensor, where: str = "append") -> Side:
+        """Add tokens ``[batch, kv_head, token, dim]``: the tail grows, and is encoded in whole groups at ``window``.
+
+        Raises InvalidShape or InvalidDtype when ``x`` does not continue this side, NonFinite, OutOfRange.
+        """
+        check_tensor(x, where)
+        expected = (self.batch, self.heads, x.shape[2], self.dim)
+        if tuple(x.shape) != expected:
+            raise InvalidShape(f"{where}: shape {list(x.shape)} does not continue a side of shape {list(expected)}")
+        tail = torch.cat([self.tail, x.to(self.tail.dtype)], 2)
+        unit = self.window or self.codec.token_group
+        ready = tail.shape[2] // unit * unit
+        if not ready:
+            return replace(self, tail=tail)
+        streams = encode(self.codec, tail[:, :, :ready], where)
+        pages = _settled([*self.pages, Page(self.codec, ready, streams)])
+        return replace(self, pages=tuple(pages), tail=tail[:, :, ready:].clone())
+
+    def concat(self, other: Side) -> Side:
+        """This side, then ``other``. Raises NotConsecutive when they differ in codec or shape, or this one ends in a raw tail."""
+        if self.codec != other.codec or (self.batch, self.heads) != (other.batch, other.heads):
+            raise NotConsecutive(
+                f"codec {self.codec} on {self.batch} x {self.heads} heads is followed by {other.codec} on {other.batch} x {other.heads}: convert one first"
+            )
+        if self.tail.shape[2]:
+            raise NotConsecutive(
+                f"a side that ends in a raw tail of {self.tail.shape[2]} tokens cannot be followed by a page: append tokens instead, or pack it with tail=0"
+            )
+        return replace(other, pages=(*self.pages, *other.pages))
+
+    def merged(self) -> Side:
+        """The same tokens in the fewest pages: as a file stores them."""
+        pages: list[Page] = []
+        for page in self.pages:
+            if pages and pages[-1].continues():
+                pages[-1] = pages[-1].joined(page)
+            else:
+                pages.append(page)
+        return replace(self, pages=tuple(pages))
+
+    def to(self, device: torch.device | str) -> Side:
+        """The side with every buffer on ``device``."""
+        pages = tuple(replace(page, streams={name: stream.to(device) for name, stream in page.streams.items()}) for page in self.pages)
+        return replace(self, pages=pages, tail=self.tail.to(device))
+
+
+def _settled(pages: list[Page]) -> list[Page]:
+    """Join the last pages while the earlier is no longer: n appends cost n log n copies and leave log n pages."""
+    while len(pages) > 1 and pages[-2].tokens <= pages[-1].tokens and pages[-2].continues():
+        last = pages.pop()
+        pages[-1] = pages[-1].joined(last)
+    return pages
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: keys and values, each a Side; one of the two may be absent."""
+
+    k: Side | None
+    v: Side | None
+
+    @property
+    def sides(self) -> dict[str, Side]:
+        """The sides present, by name."""
+        return {name: side for name, side in (("k", self.k), ("v", self.v)) if side is not None}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held; K and V of a layer hold the same number."""
+        return next((side.tokens for side in self.sides.values()), 0)
+
+    def unpack(self, dtype: torch.dtype = torch.bfloat16) -> Pair:
+        """Dense K and V ``[batch, kv_head, token, dim]`` of ``dtype``; None for an absent side."""
+        return (self.k.unpack(dtype) if self.k else None, self.v.unpack(dtype) if self.v else None)
+
+    def prefix(self, tokens: int) -> Layer:
+        """The first ``tokens`` tokens. Raises OutOfBounds."""
+        return Layer(self.k.prefix(tokens) if self.k else None, self.v.prefix(tokens) if self.v else None)
+
+    def append(self, k: torch.Tensor | None, v: torch.Tensor | None, where: str = "append") -> Layer:
+        """Add tokens to both sides. Raises InvalidShape when a side is missing or K and V differ in tokens."""
+        sides = []
+        for name, side, x in (("k", self.k, k), ("v", self.v, v)):
+            if (side is None) != (x is None):
+                raise InvalidShape(f"{where}.{name}: the layer {'has no' if side is None else 'has a'} {name} side, the tokens appended {'have one' if side is None else 'none'}")
+            sides.append(None if side is None or x is None else side.append(x, f"{where}.{name}"))
+        if k is not None and v is not None and k.shape[2] != v.shape[2]:
+            raise InvalidShape(f"{where}: k has {k.shape[2]} tokens and v has {v.shape[2]}; a layer's sides hold the same tokens")
+        return Layer(*sides)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A packed KV cache: one Layer a model layer, the recipe's text, the model's identity, the first token's position.
+
+    ``cache[i]`` is a layer, ``cache[:, :n]`` the first n tokens of every layer.
+    """
+
+    layers: tuple[Layer, ...]
+    recipe: str
+    model: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    start: int = 0
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self.layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int):
+            if not -len(self) <= index < len(self):
+                raise OutOfBounds(f"layer {index} is out of range: the cache has {len(self)} layers")
+            return self.layers[index]
+        match index:
+            case (slice(start=None, stop=None, step=None), slice(start=None | 0, stop=int() | None as tokens, step=None | 1)):
+                return self.prefix(self.tokens if tokens is None else tokens)
+        raise OutOfBounds(f"cache[{index!r}]: a cache is indexed as cache[layer] or cache[:, :tokens]")
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens that a layer holds."""
+        return max((layer.tokens for layer in self.layers), default=0)
+
+    @property
+    def stop(self) -> int:
+        """The position after the last token."""
+        return self.start + self.tokens
+
+    @property
+    def values(self) -> int:
+        """Key and value numbers held, over all layers."""
+        return sum(side.batch * side.heads * side.tokens * side.dim for layer in self.layers for side in layer.sides.values())
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes that ``save`` writes without compression: codes, scales, tables, header and padding."""
+        from .files import file_size
+
+        return file_size(self)
+
+    @property
+    def bits_per_value(self) -> float:
+        """Honest bits a value: every byte of the file over every value (0 for an empty cache)."""
+        return 8 * self.nbytes / self.values if self.values else 0.0
+
+    @property
+    def nominal_bits(self) -> float:
+        """Bits a value as the source papers count them, averaged over the sides."""
+        sides = [side for layer in self.layers for side in layer.sides.values()]
+        weights = [side.batch * side.heads * side.tokens * side.dim for side in sides]
+        total = sum(weights)
+        return sum(side.codec.nominal_bits * weight for side, weight in zip(sides, weights, strict=True)) / total if total else 0.0
+
+    def prefix(self, tokens: int) -> Cache:
+        """The first ``tokens`` tokens of every layer, sharing the packed bytes.
+
+        Raises OutOfBounds when a layer holds fewer.
+        """
+        for number, layer in enumerate(self.layers):
+            if not 0 <= tokens <= layer.tokens:
+                raise OutOfBounds(f"a prefix of {tokens} tokens was asked of layers[{number}], which holds {layer.tokens}")
+        return replace(self, layers=tuple(layer.prefix(tokens) for layer in self.layers))
+
+    def append(self, pairs: Sequence[Pair]) -> Cache:
+        """Add one (k, v) of new tokens a layer; what is packed stays as it is.
+
+        Raises InvalidShape, InvalidDtype, NonFinite or OutOfRange; the cache itself never changes.
+        """
+        if len(pairs) != len(self):
+            raise InvalidShape(f"{len(pairs)} layers were appended to a cache of {len(self)}")
+        layers = [layer.append(k, v, f"layers[{i}]") for i, (layer, (k, v)) in enumerate(zip(self.layers, pairs, strict=True))]
+        return replace(self, layers=tuple(layers))
+
+    def convert(self, recipe: str | Recipe, *, progress: Progress | None = None) -> Cache:
+        """The cache in another recipe. A side whose codec and window stay is not touched.
+
+        Raises InvalidRecipe, or InvalidParameter when a codec cannot take a layer's head dim.
+        """
+        from .packing import convert
+
+        return convert(self, recipe, progress)
+
+    def unpack(self, dtype: torch.dtype = torch.bfloat16) -> list[Pair]:
+        """Dense (K, V) of every layer."""
+        return [layer.unpack(dtype) for layer in self.layers]
+
+    def to(self, device: torch.device | str) -> Cache:
+        """The cache with every buffer on ``device``."""
+        layers = [Layer(layer.k.to(device) if layer.k else None, layer.v.to(device) if layer.v else None) for layer in self.layers]
+        return replace(self, layers=tuple(layers))
+
+
+def concat(caches: Sequence[Cache]) -> Cache:
+    """Join caches of consecutive tokens; packed bytes are shared, nothing is encoded.
+
+    Raises NotConsecutive when they differ in model or layers, leave a gap, or a codec or shape changes.
+    """
+    if not caches:
+        raise NotConsecutive("concat of no caches: at least one is needed")
+    result = caches[0]
+    for other in caches[1:]:
+        if result.stop != other.start:
+            raise NotConsecutive(f"tokens {result.start} to {result.stop} are followed by tokens {other.start} to {other.stop}")
+        if dict(result.model) != dict(other.model) or len(result) != len(other):
+            raise NotConsecutive(f"a cache of {len(result)} layers of {dict(result.model)} is followed by {len(other)} layers of {dict(other.model)}")
+        layers = []
+        for number, (first, second) in enumerate(zip(result, other, strict=True)):
+            if set(first.sides) != set(second.sides):
+                raise NotConsecutive(f"layers[{number}] has the sides {list(first.sides)}, then {list(second.sides)}")
+            try:
+                layers.append(Layer(*(a.concat(b) if a and b else None for a, b in ((first.k, second.k), (first.v, second.v)))))
+            except NotConsecutive as error:
+                raise NotConsecutive(f"layers[{number}]: {error}") from None
+        result = replace(result, layers=tuple(layers))
+    return result
+
+
+def check_tensor(x: torch.Tensor, where: str) -> None:
+    """Raise InvalidShape unless ``x`` has rank 4, InvalidDtype unless it is bfloat16, float16 or float32."""
+    if x.dim() != 4:
+        raise InvalidShape(f"{where}: rank {x.dim()}, shape {list(x.shape)}; keys and values are [batch, kv_head, token, dim]")
+    if x.dtype not in RAW_DTYPES.values():
+        raise InvalidDtype(f"{where}: dtype {x.dtype}; keys and values are bfloat16, float16 or float32")

@@ -1,0 +1,114 @@
+"""pack: a model's KV cache into a packed one; convert: a packed one into another recipe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
+
+from .cache import Cache, Layer, Page, Pair, Side, check_tensor
+from .encoding import encode
+from .recipes import Recipe, parse_recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .encoding import Progress
+
+
+def pack(
+    past_key_values: Any,
+    recipe: str | Recipe,
+    *,
+    model: Mapping[str, str] | None = None,
+    start: int = 0,
+    progress: Progress | None = None,
+) -> Cache:
+    """Encode a KV cache with ``recipe`` (a preset's name or a recipe string).
+
+    ``past_key_values`` is a transformers Cache, a sequence of (k, v) a layer, or one (k, v); k and v are
+    ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, and either may be None. ``model`` is the
+    model's identity, ``start`` the position of the first token; both are stored. ``progress`` counts layers.
+    Raises InvalidRecipe, InvalidShape, InvalidDtype, NonFinite, OutOfRange or InvalidParameter.
+    """
+    recipe = parse_recipe(recipe)
+    if start < 0:
+        raise InvalidParameter(f"start is {start}, the position of the first token is at least 0")
+    pairs = _pairs(past_key_values)
+    recipe.check_layers(len(pairs))
+    layers = []
+    for number, pair in enumerate(pairs):
+        _check_pair(pair, f"layers[{number}]")
+        layers.append(Layer(*(_pack_side(x, recipe, number, len(pairs), side) for x, side in zip(pair, "kv", strict=True))))
+        if progress:
+            progress(number + 1, len(pairs))
+    return Cache(tuple(layers), recipe.text, MappingProxyType(dict(model or {})), start)
+
+
+def convert(cache: Cache, recipe: str | Recipe, progress: Progress | None) -> Cache:
+    """The cache in another recipe; a side that already has its codec is kept as it is."""
+    recipe = parse_recipe(recipe)
+    recipe.check_layers(len(cache))
+    layers = []
+    for number, layer in enumerate(cache.layers):
+        sides: list[Side | None] = []
+        for name, side in (("k", layer.k), ("v", layer.v)):
+            if side is None:
+                sides.append(None)
+                continue
+            codec = recipe.codec(number, len(cache), name, side.dim)
+            if codec == side.codec:
+                sides.append(replace(side, window=recipe.window))
+            else:
+                packed = _pack_side(side.unpack(torch.float32), recipe, number, len(cache), name)
+                assert packed is not None
+                sides.append(replace(packed, tail=packed.tail.to(side.tail.dtype)))
+        layers.append(Layer(*sides))
+        if progress:
+            progress(number + 1, len(cache))
+    return replace(cache, layers=tuple(layers), recipe=recipe.text)
+
+
+def _pack_side(x: torch.Tensor | None, recipe: Recipe, layer: int, layers: int, side: str) -> Side | None:
+    if x is None:
+        return None
+    where = f"layers[{layer}].{side}"
+    try:
+        codec = recipe.codec(layer, layers, side, x.shape[3])
+    except InvalidParameter as error:
+        raise InvalidParameter(f"{where}: {error}") from None
+    tokens = x.shape[2]
+    # With a residual window the newest tokens stay raw; without one everything is packed, a partial last group included.
+    packed = tokens - tokens % recipe.window if recipe.window else tokens
+    pages = (Page(codec, packed, encode(codec, x[:, :, :packed], where)),) if packed else ()
+    return Side(codec, pages, x[:, :, packed:].clone(), recipe.window)
+
+
+def _pairs(past: Any) -> list[Pair]:
+    """(k, v) a layer from whatever a caller may hold."""
+    if hasattr(past, "layers") and not isinstance(past, torch.Tensor):
+        return [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in past.layers]
+    if isinstance(past, (list, tuple)):
+        if len(past) == 2 and all(x is None or isinstance(x, torch.Tensor) for x in past):
+            return [(past[0], past[1])]
+        if all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in past):
+            return [(pair[0], pair[1]) for pair in past]
+    raise InvalidDtype(f"a {type(past).__name__} is not a KV cache: give a transformers Cache, a list of (k, v), or one (k, v)")
+
+
+def _check_pair(pair: Pair, where: str) -> None:
+    for name, x in zip("kv", pair, strict=True):
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor):
+            raise InvalidDtype(f"{where}.{name}: a {type(x).__name__} where a tensor or None is expected")
+        check_tensor(x, f"{where}.{name}")
+    k, v = pair
+    if k is None and v is None:
+        raise InvalidShape(f"{where}: both sides are absent; a layer holds keys, values or both")
+    if k is not None and v is not None and k.shape[:3] != v.shape[:3]:
+        raise InvalidShape(f"{where}: k is {list(k.shape)} and v is {list(v.shape)}; batch, kv_head and token agree")

@@ -1,0 +1,175 @@
+"""Recipes: which codec each layer and side gets, as a string or a preset's name.
+
+    recipe  = clause { ";" clause }            later clauses win
+    clause  = preset | side "=" codec | "layers=" list ":" side "=" codec | "tail=" tokens
+    side    = "k" | "v" | "kv"
+    codec   = id [ ":" option { "," option } ]
+    list    = item { "," item }                item = layer or first-last; -1 is the last layer
+
+For example "octopus-3", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;tail=32".
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NoReturn
+
+from kvpack.formats import CODECS
+from kvpack.formats.errors import InvalidParameter, InvalidRecipe, OutOfBounds
+from kvpack.formats.options import Options, UnknownWord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvpack.formats.base import Codec
+
+PRESETS: dict[str, str] = {
+    "bf16": "kv=raw:dtype=bf16",
+    **{f"octopus-{b}": f"k=octahedral:b={b};v=group:b={b},g=32" for b in (2, 3, 4)},
+    "oscar-2": "k=group:b=2,g=32,rotation=hadamard,token_scale=fp16;v=group:b=2,g=32,rotation=hadamard",
+    **{f"kivi-{b}": f"kv=group:b={b},g=32" for b in (2, 4)},
+    "turboangle-k8v4": "k=angle:n=128,norm=linear8;v=angle:n=64,norm=log4",
+    **{f"hqmq-s{s}-r{r}": f"kv=quaternion:s={s},r={r}" for s in (24, 48, 96, 192) for r in (3, 4, 6)},
+}
+"""The papers' published configurations, by name."""
+
+SIDES = ("k", "v")
+MAX_WINDOW = 1 << 20
+_CHECKED_DIM = 128
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``words`` for codec ``codec_id`` on ``sides``, in the layers of ``items`` (None: all)."""
+
+    sides: str
+    codec_id: str
+    words: tuple[tuple[str, str], ...]
+    items: tuple[tuple[int, int], ...] | None
+
+    def covers(self, layer: int, layers: int) -> bool:
+        """Whether the rule is about ``layer`` of ``layers``."""
+        if self.items is None:
+            return True
+        return any(_position(first, layers) <= layer <= _position(last, layers) for first, last in self.items)
+
+    def codec(self, dim: int, side: str) -> Codec:
+        """The rule's codec for one head dim. Raises InvalidParameter when it cannot take it."""
+        return CODECS[self.codec_id].create(dim, side, Options(self.codec_id, dict(self.words)))
+
+
+def _position(item: int, layers: int) -> int:
+    return item + layers if item < 0 else item
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A parsed recipe. Raises InvalidRecipe, which points at the word and lists what is known."""
+
+    text: str
+
+    def __post_init__(self) -> None:
+        for side in SIDES:
+            if not any(side in rule.sides and rule.items is None for rule in self.rules):
+                raise InvalidRecipe(f"recipe {self.text!r} says nothing of {side}: add {side}=<codec> or kv=<codec>; presets are {', '.join(PRESETS)}")
+        _ = self.window
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules in the order given; the last that covers a layer and side holds."""
+        return tuple(rule for clause in self._clauses() if (rule := self._rule(clause)) is not None)
+
+    @cached_property
+    def window(self) -> int:
+        """Tokens at which the raw tail is encoded; 0: as soon as the codec has a whole group."""
+        windows = [clause for clause in self._clauses() if clause.startswith("tail=")]
+        if not windows:
+            return 0
+        text = windows[-1].removeprefix("tail=")
+        if not text.isdecimal() or int(text) > MAX_WINDOW:
+            self._refuse(windows[-1], windows[-1], f"tail is {text!r}, allowed are integers from 0 to {MAX_WINDOW}")
+        window = int(text)
+        for rule in self.rules:
+            for side in rule.sides:
+                group = rule.codec(_CHECKED_DIM, side).token_group
+                if window % group:
+                    self._refuse(windows[-1], windows[-1], f"tail={window} is not a multiple of {group}, the tokens that {side}={rule.codec_id} encodes together")
+        return window
+
+    def codec(self, layer: int, layers: int, side: str, dim: int) -> Codec:
+        """The codec of ``side`` ("k" or "v") of ``layer`` of ``layers`` at head dim ``dim``.
+
+        Raises InvalidParameter when the codec cannot take this head dim.
+        """
+        rule = next(rule for rule in reversed(self.rules) if side in rule.sides and rule.covers(layer, layers))
+        return rule.codec(dim, side)
+
+    def check_layers(self, layers: int) -> None:
+        """Raise OutOfBounds when a clause names a layer that a cache of ``layers`` layers does not have."""
+        for rule in self.rules:
+            for item in {item for pair in rule.items or () for item in pair}:
+                if not -layers <= item < layers:
+                    raise OutOfBounds(f"recipe {self.text!r} names layer {item}; the cache has {layers} layers")
+
+    def _clauses(self) -> Iterator[str]:
+        for clause in self.text.split(";"):
+            if clause.strip() in PRESETS:
+                yield from PRESETS[clause.strip()].split(";")
+            else:
+                yield clause.strip()
+
+    def _rule(self, clause: str) -> Rule | None:
+        if clause.startswith("tail="):
+            return None
+        items, body = None, clause
+        if clause.startswith("layers="):
+            text, colon, body = clause.removeprefix("layers=").partition(":")
+            if not colon:
+                self._refuse(clause, clause, "a layers clause reads layers=<list>:<k, v or kv>=<codec>")
+            items = tuple(self._item(item, clause) for item in text.split(","))
+        sides, equals, codec = body.partition("=")
+        if not equals or sides not in ("k", "v", "kv"):
+            known = [*PRESETS, "k=", "v=", "kv=", "layers=", "tail="]
+            word = sides if equals else body
+            self._refuse(word, clause, f"unknown word {word!r}; known are {', '.join(known)}", known)
+        codec_id, _, options = codec.partition(":")
+        if codec_id not in CODECS:
+            self._refuse(codec_id or body, clause, f"unknown codec {codec_id!r}; known are {', '.join(sorted(CODECS))}", sorted(CODECS))
+        words: dict[str, str] = {}
+        for option in options.split(",") if options else []:
+            name, equals, value = option.partition("=")
+            if not equals:
+                self._refuse(option or codec, clause, f"option {option!r} of codec {codec_id} reads <name>=<value>")
+            if name in words:
+                self._refuse(option, clause, f"option {name!r} of codec {codec_id} is given twice, as {words[name]!r} and {value!r}")
+            words[name] = value
+        rule = Rule(sides, codec_id, tuple(words.items()), items)
+        try:
+            for side in sides:
+                rule.codec(_CHECKED_DIM, side)
+        except UnknownWord as error:
+            self._refuse(error.word, clause, str(error))
+        except InvalidParameter as error:
+            self._refuse(codec, clause, str(error))
+        return rule
+
+    def _item(self, text: str, clause: str) -> tuple[int, int]:
+        match = re.fullmatch(r"(-?\d+)(?:-(-?\d+))?", text)
+        if match is None:
+            self._refuse(text or "layers=", clause, f"layer {text!r} is not an integer or a range first-last")
+        return int(match[1]), int(match[2] if match[2] is not None else match[1])
+
+    def _refuse(self, word: str, clause: str, message: str, known: list[str] | None = None) -> NoReturn:
+        close = difflib.get_close_matches(word, known or [], 1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        at = self.text.find(word, max(0, self.text.find(clause)))
+        pointer = f"\n  {self.text}\n  {' ' * at}{'^' * len(word)}" if word and at >= 0 else ""
+        raise InvalidRecipe(f"recipe {self.text!r}: {message}{hint}{pointer}")
+
+
+def parse_recipe(recipe: str | Recipe) -> Recipe:
+    """A recipe from its text or a preset's name. Raises InvalidRecipe."""
+    return recipe if isinstance(recipe, Recipe) else Recipe(recipe)

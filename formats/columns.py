@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidParameter, InvalidPayload
@@ -23,11 +23,17 @@ from .lazy import functional, numpy, torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+MAX_BASE = 1 << 16
+"""The largest base of a digit."""
+
 MAX_COLUMN_BYTES = 16
 """Bytes of the widest column when every base is a power of two."""
 
 MAX_COLUMN_VALUES = 1 << 53
 """Values of the widest column otherwise: a binary64 holds every one exactly."""
+
+MAX_FIELDS = 8 * MAX_COLUMN_BYTES
+"""Fields of the widest column: its bytes hold no more, were every symbol one bit."""
 
 _EXACT_IN_FLOAT32 = 1 << 24
 
@@ -52,7 +58,7 @@ def default_fields(symbols: int, bases: Sequence[int]) -> int:
 
     Source: spec/README.md, Bit packing. F is written in every header, so a reader never needs this.
     """
-    allowed = [f for f in range(1, symbols + 1) if _fits(bases, f)]
+    allowed = [f for f in range(1, min(symbols, MAX_FIELDS) + 1) if _fits(bases, f)]
     candidates = [Columns(symbols, tuple(bases), f) for f in allowed]
     if not candidates:
         raise InvalidParameter(f"no column holds one symbol of alphabets {tuple(bases)}")
@@ -81,8 +87,13 @@ class Columns:
         if not self.alphabets:
             object.__setattr__(self, "alphabets", self.bases)
         text = f"columns({self.symbols}, {list(self.bases)}, {self.fields})"
-        if self.symbols < 1 or self.fields < 1 or not self.bases or min(self.bases) < 2:
-            raise InvalidParameter(f"{text}: symbols and fields are at least 1, bases at least 2")
+        if self.symbols < 1 or not self.bases or not all(2 <= base <= MAX_BASE for base in self.bases):
+            raise InvalidParameter(f"{text}: there is at least 1 symbol, and bases are 2 to {MAX_BASE}")
+        # Before any power is taken: a header may claim any number of fields.
+        if not 1 <= self.fields <= MAX_FIELDS:
+            raise InvalidParameter(f"{text}: {self.fields} fields, allowed are 1 to {MAX_FIELDS}")
+        if len(self.alphabets) != len(self.bases) or not all(1 <= a <= b for a, b in zip(self.alphabets, self.bases, strict=True)):
+            raise InvalidParameter(f"{text}: alphabets {list(self.alphabets)} are one a base and at most that base")
         if not _fits(self.bases, self.fields):
             raise InvalidParameter(f"{text}: a column holds at most {MAX_COLUMN_BYTES} bytes when every base is a power of two, else at most 2^53 values")
 
@@ -135,10 +146,7 @@ class Columns:
 
         Returns one uint16 tensor ``[..., words]`` a plane.
         """
-        if self.binary and self.column_values > _EXACT_IN_FLOAT32:
-            words = self._words_from_bits(digits)
-        else:
-            words = self._words_from_places(digits)
+        words = self._words_from_columns(digits) if self.column_values <= 1 << 63 else self._words_from_bits(digits)
         if self.column_bytes % 2:
             half = (self.width + 1) // 2
             tail = functional.pad(words[-1], (0, 2 * half - self.width))
@@ -162,20 +170,20 @@ class Columns:
         return fields.flatten(-2)[..., : self.symbols].to(torch.int32)
 
     def _fields(self, digit: torch.Tensor) -> torch.Tensor:
-        padded = functional.pad(digit, (0, self.fields * self.width - self.symbols))
+        spare = self.fields * self.width - self.symbols
+        padded = functional.pad(digit, (0, spare)) if spare else digit
         return padded.unflatten(-1, (self.fields, self.width))
 
-    def _words_from_places(self, digits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Columns as the product of digits and place values: a matrix product, exact in the float type chosen."""
-        dtype = torch.float32 if self.column_values <= _EXACT_IN_FLOAT32 else torch.float64
+    def _words_from_columns(self, digits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        dtype = torch.int32 if self.column_values <= 1 << 31 else torch.int64
         column = None
-        for digit, places in zip(digits, self.place_values, strict=True):
-            matrix = _place_matrix(places, self.symbols, self.width).to(digit.device, dtype)
-            part = digit.to(dtype) @ matrix
-            column = part if column is None else column + part
+        for digit, base, places in zip(digits, self.bases, self.place_values, strict=True):
+            exact = digit.dtype == torch.float32 and self.column_values <= _EXACT_IN_FLOAT32
+            part = _folded(self._fields(digit if exact else digit.to(dtype)), base).to(dtype)
+            column = part if column is None else torch.add(column, part, alpha=places[0])
         assert column is not None
-        whole = column.to(torch.int32 if dtype == torch.float32 else torch.int64)
-        return [(whole >> 16 * word & 0xFFFF).to(torch.int32) for word in range((self.column_bytes + 1) // 2)]
+        words = (self.column_bytes + 1) // 2
+        return [column] if words == 1 else [(column >> 16 * word & 0xFFFF).to(torch.int32) for word in range(words)]
 
     def _words_from_bits(self, digits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         words = [torch.zeros(*digits[0].shape[:-1], self.width, dtype=torch.int32, device=digits[0].device) for _ in range((self.column_bytes + 1) // 2)]
@@ -212,16 +220,20 @@ class Columns:
             tail = numpy.concatenate([words[-1] & numpy.uint64(0xFF), words[-1] >> numpy.uint64(8)], -1)
             _refuse(where, "the unused byte", tail[..., self.width :], 0)
             words[-1] = tail[..., : self.width]
-        column = words[0].copy()
-        for number, word in enumerate(words[1:], 1):
-            column |= word << numpy.uint64(16 * number)
-        _refuse(where, "column", column, self.column_values - 1)
+        column = words[0]
+        if not self.binary:
+            for number, word in enumerate(words[1:], 1):
+                column = column | word << numpy.uint64(16 * number)
+            _refuse(where, "column", column, self.column_values - 1)
         for base, alphabet, places in zip(self.bases, self.alphabets, self.place_values, strict=True):
             for k, place in enumerate(places):
-                value = column // numpy.uint64(place) % numpy.uint64(base)
-                used = self.symbols - k * self.width
-                _refuse(where, f"symbol of field {k}", value[..., : max(used, 0)], alphabet - 1)
-                _refuse(where, f"unused field {k}", value[..., max(used, 0) :], 0)
+                if self.binary:
+                    value = _bits_at(words, place.bit_length() - 1) & numpy.uint64(base - 1)
+                else:
+                    value = column // numpy.uint64(place) % numpy.uint64(base)
+                used = max(self.symbols - k * self.width, 0)
+                _refuse(where, f"symbol of field {k}", value[..., :used], alphabet - 1)
+                _refuse(where, f"unused field {k}", value[..., used:], 0)
 
     def _check_spare_bits(self, planes: Sequence[numpy.ndarray[Any, Any]], where: str) -> None:
         for number, (plane, allowed) in enumerate(zip(planes, self._allowed_bits, strict=True)):
@@ -252,12 +264,15 @@ def _joined(words: Sequence[torch.Tensor]) -> torch.Tensor:
     return column
 
 
-@cache
-def _place_matrix(places: tuple[int, ...], symbols: int, width: int) -> torch.Tensor:
-    matrix = torch.zeros(symbols, width, dtype=torch.float64)
-    for i in range(symbols):
-        matrix[i, i % width] = places[i // width]
-    return matrix
+def _folded(fields: torch.Tensor, base: int) -> torch.Tensor:
+    """sum_k base^k fields[..., k, :], halving the fields at each step: few passes, each over long contiguous runs."""
+    count = fields.shape[-2]
+    if count == 1:
+        return fields[..., 0, :]
+    if count % 2:
+        return torch.add(_folded(fields[..., :-1, :], base), fields[..., -1, :], alpha=base ** (count - 1))
+    half = count // 2
+    return _folded(torch.add(fields[..., :half, :], fields[..., half:, :], alpha=base**half), base)
 
 
 def _refuse(where: str, what: str, values: numpy.ndarray[Any, Any], limit: int) -> None:

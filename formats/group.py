@@ -113,8 +113,7 @@ class Group(Codec):
         scale = stored_norm(half * (2.0 / (2**self.bits - 1)), "F16", "scale of a group")
         per_step = scale.to(torch.float32).clamp_min(_SMALLEST_HALF).reciprocal()
         offset = self._middle - centre * per_step
-        codes = torch.addcmul(offset.unsqueeze(dim), grouped, per_step.unsqueeze(dim))
-        codes = codes.round_().clamp_(0, 2**self.bits - 1)
+        codes = (grouped * per_step.unsqueeze(dim)).add_(offset.unsqueeze(dim)).round_().clamp_(0, 2**self.bits - 1)
         codes = codes.flatten(2, 3)[:, :, : u.shape[2]] if self.axis == "token" else codes.flatten(3, 4)[..., : self.dim]
         return self.pack("codes", codes) | {"scales": torch.stack([scale, stored_centre], -1)} | streams
 

@@ -8,6 +8,7 @@ one id and equal parameters decode each other's bytes (spec/README.md, Versionin
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from .columns import Columns
     from .options import Options
 
-HALF_MAX = 65504.0
-"""The largest finite binary16."""
+HALF_LIMIT = 65520.0
+"""The least number that rounds to infinity in binary16; the largest finite one is 65504."""
 
 DTYPE_BYTES = {"U8": 1, "U16": 2, "F16": 2, "BF16": 2, "F32": 4}
 """Stored dtypes, by their safetensors names."""
@@ -46,7 +47,8 @@ class Layout:
 class Codec(ABC):
     """A codec with its parameters bound to one head dim.
 
-    Every subclass is a frozen dataclass whose first field is ``dim``.
+    Every subclass is a frozen dataclass whose first field is ``dim``. A field with ``metadata={"stored": False}`` and a
+    default steers the encoder only: no header holds it.
     """
 
     id: ClassVar[str]
@@ -134,9 +136,9 @@ class Codec(ABC):
                 raise InvalidPayload(f"{where}.{name}: the value at {at} is {array[tuple(at)]}, scales and norms are finite")
 
     def params(self) -> dict[str, Any]:
-        """The header's map of this codec: ``id``, then every field by name."""
+        """The header's map of this codec: ``id``, then every stored field by name."""
         result: dict[str, Any] = {"id": self.id}
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+        for field in _stored_fields(type(self)):
             value = getattr(self, field.name)
             result[field.name] = dict(value) if field.name == "fields" else value
         return result
@@ -147,7 +149,7 @@ class Codec(ABC):
 
         Raises InvalidParameter for a missing or unknown name, a wrong type or a value out of range.
         """
-        fields = {field.name: field.type for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        fields = {field.name: field.type for field in _stored_fields(cls)}
         if set(params) != set(fields):
             odd = ", ".join(sorted(set(params) ^ set(fields)))
             raise InvalidParameter(f"codec {cls.id}: parameters missing or unknown: {odd}")
@@ -162,6 +164,10 @@ class Codec(ABC):
                 raise InvalidParameter(f"codec {cls.id}: {name} is of type {type_name}, found {type(value).__name__}")
             values[name] = value
         return cls(**values)
+
+
+def _stored_fields(codec: type[Codec]) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(codec) if field.metadata.get("stored", True)]  # type: ignore[arg-type]
 
 
 def check_range(codec: str, name: str, value: int, low: int, high: int) -> None:
@@ -188,11 +194,12 @@ def stored_norm(values: torch.Tensor, dtype: str, what: str) -> torch.Tensor:
 
     Raises OutOfRange, naming ``what``, the place and both values, when one does not fit.
     """
-    stored = values.to(torch.float16 if dtype == "F16" else torch.float32)
-    if values.numel() and not torch.isfinite(stored).all():
-        at = torch.nonzero(~torch.isfinite(stored))[0].tolist()
+    half = dtype == "F16"
+    # One pass over the values as they are: 65520 and up would round to infinity.
+    if values.numel() and not values.abs().amax().item() < (HALF_LIMIT if half else math.inf):
+        at = [int(i) for i in torch.nonzero(~(values.abs() < (HALF_LIMIT if half else math.inf)))[0]]
         raise OutOfRange(
-            f"{what} at {at} is {values[tuple(at)].item():.6g}, the largest {'binary16' if dtype == 'F16' else 'binary32'} is "
-            f"{HALF_MAX if dtype == 'F16' else 3.4028235e38:.6g}; scale the input, or choose fp32 norms or a raw codec"
+            f"{what} at {at} is {values[tuple(at)].item():.6g}, the largest {'binary16 is 65504' if half else 'binary32 is 3.40282e+38'}; "
+            "scale the input, or choose fp32 norms or a raw codec"
         )
-    return stored
+    return values.to(torch.float16 if half else torch.float32)

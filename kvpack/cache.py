@@ -61,10 +61,13 @@ class Page:
         """Whether another page can be joined on: the last token group is whole."""
         return self.tokens % self.codec.token_group == 0
 
-    def joined(self, other: Page) -> Page:
-        """Both pages as one; the streams are copied."""
-        streams = {name: torch.cat([stream, other.streams[name]], 2) for name, stream in self.streams.items()}
-        return replace(self, tokens=self.tokens + other.tokens, streams=streams)
+    @staticmethod
+    def joined(pages: Sequence[Page]) -> Page:
+        """Consecutive pages as one; more than one are copied. All but the last end in a whole token group."""
+        if len(pages) == 1:
+            return pages[0]
+        streams = {name: torch.cat([page.streams[name] for page in pages], 2) for name in pages[0].streams}
+        return Page(pages[0].codec, sum(page.tokens for page in pages), streams)
 
 
 @dataclass(frozen=True)
@@ -182,13 +185,25 @@ class Side:
 
     def merged(self) -> Side:
         """The same tokens in the fewest pages: as a file stores them."""
-        pages: list[Page] = []
-        for page in self.pages:
-            if pages and pages[-1].continues():
-                pages[-1] = pages[-1].joined(page)
-            else:
-                pages.append(page)
+        pages, first = [], 0
+        for run in self.merged_runs():
+            last, tokens = first, 0
+            while tokens < run:
+                tokens += self.pages[last].tokens
+                last += 1
+            pages.append(Page.joined(self.pages[first:last]))
+            first = last
         return replace(self, pages=tuple(pages))
+
+    def merged_runs(self) -> tuple[int, ...]:
+        """The tokens of each page of ``merged()``."""
+        runs: list[int] = []
+        for page in self.pages:
+            if runs and runs[-1] % self.codec.token_group == 0:
+                runs[-1] += page.tokens
+            else:
+                runs.append(page.tokens)
+        return tuple(runs)
 
     def to(self, device: torch.device | str) -> Side:
         """The side with every buffer on ``device``."""
@@ -199,8 +214,7 @@ class Side:
 def _settled(pages: list[Page]) -> list[Page]:
     """Join the last pages while the earlier is no longer: n appends cost n log n copies and leave log n pages."""
     while len(pages) > 1 and pages[-2].tokens <= pages[-1].tokens and pages[-2].continues():
-        last = pages.pop()
-        pages[-1] = pages[-1].joined(last)
+        pages[-2:] = [Page.joined(pages[-2:])]
     return pages
 
 

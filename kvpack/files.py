@@ -1,0 +1,130 @@
+"""save and load: a Cache as a kvpack file, and back as views of the mapped file."""
+
+from __future__ import annotations
+
+import math
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import container
+from .cache import Cache, Layer, Page, Side
+from .encoding import RAW_DTYPES, TORCH_DTYPES
+from .formats.raw import DTYPES
+from .header import Contents, LayerEntry, SideEntry, side_tensors
+
+if TYPE_CHECKING:
+    import os
+
+    import numpy
+
+    from .encoding import Progress
+    from .formats.base import Codec
+
+_TAIL_DTYPES = {dtype: name for name, dtype in RAW_DTYPES.items()}
+
+
+def save(
+    cache: Cache,
+    path: str | os.PathLike[str],
+    *,
+    compress: bool = False,
+    durable: bool = False,
+    progress: Progress | None = None,
+) -> int:
+    """Write ``cache`` to ``path`` atomically and return the bytes written.
+
+    The file appears whole or not at all, and an older file stays until then. ``compress`` stores a tensor as a
+    zstd frame where that saves 3 % or more (such a file is decoded when loaded, not mapped); ``durable`` returns
+    after the file and its folder reached the disk; ``progress`` counts bytes.
+    Raises WriteFailed, or LimitExceeded when the cache is beyond the format's limits.
+    """
+    arrays = {}
+    for number, layer in enumerate(cache.layers):
+        for name, side in layer.sides.items():
+            merged = side.merged()
+            for stream, tensor in _stored_streams(merged).items():
+                arrays[f"{number}.{name}.{stream}"] = _bytes(tensor)
+    return container.write(path, _contents(cache), arrays, compress=compress, durable=durable, progress=progress)
+
+
+def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", max_bytes: int | None = None) -> Cache:
+    """Open a file as a Cache whose buffers are views of the mapped file, or copies on ``device``.
+
+    Every digest, spare bit, digit and scale is checked before a tensor is handed out. ``max_bytes`` bounds what the
+    file may take in memory. Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion,
+    UnknownCodec, InvalidHeader, InvalidPayload or LimitExceeded.
+    """
+    file = container.open_file(path, max_bytes=max_bytes)
+    file.verify()
+    header = file.header
+    layers = []
+    for number, layer in enumerate(header.layers):
+        sides = dict(layer.sides())
+        k, v = (_side(file, header.codecs[sides[name].codec], sides[name], f"{number}.{name}.") if name in sides else None for name in ("k", "v"))
+        layers.append(Layer(k, v))
+    cache = Cache(tuple(layers), header.recipe, MappingProxyType(dict(header.model)), header.start)
+    return cache if torch.device(device).type == "cpu" else cache.to(device)
+
+
+def file_size(cache: Cache) -> int:
+    """The bytes that ``save`` writes without compression."""
+    return container.file_size(_contents(cache))
+
+
+def _contents(cache: Cache) -> Contents:
+    codecs: dict[Codec, int] = {}
+    layers = []
+    for layer in cache.layers:
+        entries = {name: _entry(side.merged_runs(), side, codecs.setdefault(side.codec, len(codecs))) for name, side in layer.sides.items()}
+        layers.append(LayerEntry(entries.get("k"), entries.get("v")))
+    return Contents(codecs=tuple(codecs), layers=tuple(layers), model=dict(cache.model), recipe=cache.recipe, start=cache.start)
+
+
+def _entry(runs: tuple[int, ...], side: Side, codec: int) -> SideEntry:
+    return SideEntry(codec, side.batch, side.heads, runs, side.tail.shape[2], _TAIL_DTYPES[side.tail.dtype], side.window)
+
+
+def _stored_streams(side: Side) -> dict[str, torch.Tensor]:
+    """A merged side's streams in stored form: the rows of consecutive runs follow one another."""
+    names = side.codec.layout(side.batch, side.heads, 0)
+    if not side.pages:
+        streams = {name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype]) for name, entry in names.items()}
+    elif len(side.pages) == 1:
+        streams = dict(side.pages[0].streams)
+    else:
+        streams = {name: torch.cat([page.streams[name] for page in side.pages], 2) for name in names}
+    return {**streams, "tail": side.tail} if side.tail.shape[2] else streams
+
+
+def _bytes(tensor: torch.Tensor) -> numpy.ndarray:
+    array: numpy.ndarray = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return array
+
+
+def _side(file: container.File, codec: Codec, entry: SideEntry, prefix: str) -> Side:
+    tensors = {}
+    for name, layout in side_tensors(codec, entry).items():
+        dtype = TORCH_DTYPES[layout.dtype]
+        data = file.tensor(prefix + name)
+        flat = torch.frombuffer(data, dtype=dtype) if math.prod(layout.shape) else torch.empty(0, dtype=dtype)
+        tensors[name] = flat.view(layout.shape)
+    tail = tensors.pop("tail", None)
+    if tail is None:
+        tail = torch.empty(entry.batch, entry.heads, 0, codec.dim, dtype=TORCH_DTYPES[DTYPES[entry.tail_dtype]])
+    return Side(codec, tuple(_pages(codec, entry.runs, tensors)), tail, entry.window)
+
+
+def _pages(codec: Codec, runs: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> list[Page]:
+    rows_per_token = {name: layout.tokens_per_row for name, layout in codec.layout(1, 1, 0).items()}
+    first = dict.fromkeys(tensors, 0)
+    pages = []
+    for run in runs:
+        streams = {}
+        for name, tensor in tensors.items():
+            rows = -(-run // rows_per_token[name])
+            streams[name] = tensor[:, :, first[name] : first[name] + rows]
+            first[name] += rows
+        pages.append(Page(codec, run, streams))
+    return pages

@@ -1,0 +1,30 @@
+"""Caches that several tests share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from kvpack import Cache
+
+RECIPES = ["bf16", "kivi-2", "oscar-2", "octopus-3", "turboangle-k8v4", "hqmq-s24-r3", "kivi-4;tail=64"]
+
+
+def random_pairs(layers: int, tokens: int, *, batch: int = 1, heads: int = 2, dims: tuple[int, int] = (64, 64), seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def one(dim: int) -> torch.Tensor:
+        return torch.randn(batch, heads, tokens, dim, generator=generator).to(torch.bfloat16)
+
+    return [(one(dims[0]), one(dims[1])) for _ in range(layers)]
+
+
+def dense(cache: Cache) -> list[torch.Tensor]:
+    return [x for pair in cache.unpack(torch.float32) for x in pair if x is not None]
+
+
+def relative_error(cache: Cache, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    exact = [x.to(torch.float32) for pair in pairs for x in pair]
+    return max(((a - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in zip(dense(cache), exact, strict=True))

@@ -1,0 +1,133 @@
+"""attend over packed layers against a plain softmax over the unpacked tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvpack
+from kvpack import attention
+from kvpack.cache import Layer
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
+
+from caches import RECIPES, random_pairs  # isort: skip
+
+TOLERANCE = 2e-5
+
+
+def plain(q: torch.Tensor, layer: Layer, scale: float | None, causal: bool, softcap: float | None, sliding_window: int | None) -> torch.Tensor:
+    k, v = layer.unpack(torch.float32)
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1).to(torch.float64), v.repeat_interleave(repeat, 1).to(torch.float64)
+    scores = q.to(torch.float64) @ k.transpose(-1, -2) * (scale if scale is not None else q.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    tokens = torch.arange(k.shape[2])
+    position = k.shape[2] - q.shape[2] + torch.arange(q.shape[2])[:, None]
+    if causal:
+        scores = scores.masked_fill(tokens > position, -torch.inf)
+    if sliding_window is not None:
+        scores = scores.masked_fill(tokens <= position - sliding_window, -torch.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+MODES = {
+    "causal": (None, True, None, None),
+    "full": (0.3, False, None, None),
+    "softcap": (None, True, 5.0, None),
+    "sliding": (None, True, None, 40),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_attend_equals_softmax_over_unpacked(recipe: str, mode: str) -> None:
+    scale, causal, softcap, sliding_window = MODES[mode]
+    cache = kvpack.pack(random_pairs(1, 150, batch=2, dims=(64, 96)), recipe)
+    cache = cache.append(random_pairs(1, 9, batch=2, dims=(64, 96), seed=1))
+    q = torch.randn(2, 6, 7, 64, generator=torch.Generator().manual_seed(2))
+    out = kvpack.attend(q, cache[0], scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window)
+    assert out.shape == (2, 6, 7, 96)
+    torch.testing.assert_close(out.to(torch.float64), plain(q, cache[0], scale, causal, softcap, sliding_window), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 63, 150])
+def test_causal_chunks_agree_with_one_query_at_a_time(q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = kvpack.pack(random_pairs(1, 150), "kivi-4")
+    q = torch.randn(1, 4, q_len, 64)
+    whole = kvpack.attend(q, cache[0])
+    monkeypatch.setattr(attention, "QUERIES_AT_A_TIME", 1)
+    torch.testing.assert_close(kvpack.attend(q, cache[0]), whole, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_tiles_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = kvpack.pack(random_pairs(1, 1000), "k=group:b=3,g=32;v=group:b=3,g=32")
+    q = torch.randn(1, 2, 3, 64)
+    whole = kvpack.attend(q, cache[0])
+    monkeypatch.setattr(attention, "TILE_VALUES", 1)
+    torch.testing.assert_close(kvpack.attend(q, cache[0]), whole, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_memory_is_bounded_by_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    widest = 0
+    cache = kvpack.pack(random_pairs(1, 5000, heads=1), "kivi-2")
+    decode = type(cache[0].k).frame
+
+    def watched(self: kvpack.Side, start: int, stop: int) -> tuple[torch.Tensor, bool]:
+        nonlocal widest
+        widest = max(widest, stop - start)
+        return decode(self, start, stop)
+
+    monkeypatch.setattr(attention, "TILE_VALUES", 1 << 15)
+    monkeypatch.setattr(type(cache[0].k), "frame", watched)
+    kvpack.attend(torch.randn(1, 1, 1, 64), cache[0])
+    assert widest == (1 << 15) // 64
+
+
+def test_a_window_reads_only_the_pages_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = kvpack.pack(random_pairs(1, 2000, heads=1), "kivi-2")
+    seen = []
+    decode = type(cache[0].k).frame
+
+    def watched(self: kvpack.Side, start: int, stop: int) -> tuple[torch.Tensor, bool]:
+        seen.append((start, stop))
+        return decode(self, start, stop)
+
+    monkeypatch.setattr(type(cache[0].k), "frame", watched)
+    kvpack.attend(torch.randn(1, 1, 2, 64), cache[0], sliding_window=10)
+    assert min(start for start, _ in seen) == 2000 - 2 - 10 + 1
+
+
+def test_bfloat16_queries_keep_their_dtype() -> None:
+    cache = kvpack.pack(random_pairs(1, 40), "kivi-4")
+    out = kvpack.attend(torch.randn(1, 2, 1, 64).to(torch.bfloat16), cache[0])
+    assert out.dtype == torch.bfloat16
+    assert torch.isfinite(out).all()
+
+
+Q = torch.zeros(1, 4, 1, 64)
+BAD = {
+    "rank": (Q[0], {}, InvalidShape, "rank 3"),
+    "dtype": (Q.to(torch.int64), {}, InvalidDtype, "floating point"),
+    "head dim": (Q[..., :32], {}, InvalidShape, "does not fit keys"),
+    "heads": (Q[:, :3], {}, InvalidShape, "multiple of kv_head"),
+    "batch": (Q.expand(2, 4, 1, 64), {}, InvalidShape, "does not fit keys"),
+    "too many queries": (Q.expand(1, 4, 41, 64), {}, InvalidShape, "41 queries over 40 tokens"),
+    "window": (Q, {"sliding_window": 0}, InvalidParameter, "sliding_window is 0"),
+    "softcap": (Q, {"softcap": -1.0}, InvalidParameter, "softcap is -1.0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_queries_are_refused(name: str) -> None:
+    q, options, error, message = BAD[name]
+    cache = kvpack.pack(random_pairs(1, 40), "kivi-2")
+    with pytest.raises(error, match=message):
+        kvpack.attend(q, cache[0], **options)
+
+
+def test_an_empty_or_one_sided_layer_is_refused() -> None:
+    with pytest.raises(InvalidShape, match="1 queries over 0 tokens"):
+        kvpack.attend(Q, kvpack.pack(random_pairs(1, 0), "kivi-2")[0])
+    with pytest.raises(InvalidShape, match="holds only k"):
+        kvpack.attend(Q, kvpack.pack([(random_pairs(1, 8)[0][0], None)], "kivi-2")[0])

@@ -1,0 +1,262 @@
+"""Cache objects: pack, slice, append, concat and convert against dense tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import kvpack
+from kvpack.cache import Cache
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite, NotConsecutive, OutOfBounds, OutOfRange
+
+from caches import RECIPES, dense, random_pairs, relative_error  # isort: skip
+
+BOUNDS = {"bf16": 0.0, "kivi-2": 0.45, "oscar-2": 0.45, "octopus-3": 0.3, "turboangle-k8v4": 0.1, "hqmq-s24-r3": 0.25, "kivi-4;tail=64": 0.1}
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 31, 200], ids=lambda n: f"{n}-tokens")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_pack_and_unpack(recipe: str, tokens: int) -> None:
+    pairs = random_pairs(2, tokens, batch=2, dims=(64, 96))
+    cache = kvpack.pack(pairs, recipe)
+    assert (len(cache), cache.tokens, cache.values) == (2, tokens, 2 * 2 * 2 * tokens * (64 + 96))
+    assert [x.shape for x in dense(cache)] == [x.shape for pair in pairs for x in pair]
+    if tokens:
+        assert relative_error(cache, pairs) <= BOUNDS[recipe]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_prefix_decodes_to_the_prefix(recipe: str) -> None:
+    cache = kvpack.pack(random_pairs(2, 150), recipe)
+    for tokens in (0, 1, 32, 33, 128, 149, 150):
+        for cut, whole in zip(dense(cache[:, :tokens]), dense(cache), strict=True):
+            assert torch.equal(cut, whole[:, :, :tokens])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_append_encodes_each_token_once(recipe: str) -> None:
+    pairs = random_pairs(2, 300)
+    cut = [(k[:, :, :100], v[:, :, :100]) for k, v in pairs]
+    cache = kvpack.pack(cut, recipe)
+    first = dense(cache[:, :64])
+    sizes = [1, 1, 5, 32, 64, 97]
+    start = 100
+    for size in sizes:
+        cache = cache.append([(k[:, :, start : start + size], v[:, :, start : start + size]) for k, v in pairs])
+        start += size
+        window = cache[0].k.window or cache[0].k.codec.token_group
+        assert cache.tokens == start
+        assert cache[0].k.tail.shape[2] < window
+    assert start == 300
+    assert all(torch.equal(a, b) for a, b in zip(dense(cache[:, :64]), first, strict=True)), "packed tokens never change"
+    assert relative_error(cache, pairs) <= BOUNDS[recipe]
+    assert len(cache[0].k.pages) <= 12
+
+
+def test_append_grows_the_tail_raw_until_the_window() -> None:
+    pairs = random_pairs(1, 200)
+    cache = kvpack.pack([(k[:, :, :70], v[:, :, :70]) for k, v in pairs], "kivi-4;tail=64")
+    assert [side.tail.shape[2] for side in cache[0].sides.values()] == [6, 6]
+    cache = cache.append([(k[:, :, 70:127], v[:, :, 70:127]) for k, v in pairs])
+    assert cache[0].k.tail.shape[2] == 63
+    assert torch.equal(cache[0].unpack(torch.bfloat16)[0][:, :, 64:], pairs[0][0][:, :, 64:127])
+    cache = cache.append([(k[:, :, 127:128], v[:, :, 127:128]) for k, v in pairs])
+    assert cache[0].k.tail.shape[2] == 0
+    assert cache[0].k.packed_tokens == 128
+
+
+@pytest.mark.parametrize("recipe", ["kivi-2", "octopus-3", "bf16"])
+def test_concat_of_consecutive_pages(recipe: str) -> None:
+    pairs = random_pairs(2, 160)
+    parts = [kvpack.pack([(k[:, :, a:b], v[:, :, a:b]) for k, v in pairs], recipe, start=a) for a, b in ((0, 64), (64, 101), (101, 160))]
+    joined = kvpack.concat(parts)
+    assert (joined.start, joined.tokens) == (0, 160)
+    for whole, pieces in zip(dense(joined), zip(*map(dense, parts), strict=True), strict=True):
+        assert torch.equal(whole, torch.cat(pieces, 2))
+    assert len(joined[0].k.merged().pages) == (2 if recipe == "kivi-2" else 1)
+    assert torch.equal(joined[0].k.merged().unpack(), joined[0].k.unpack())
+
+
+def test_concat_refuses_what_does_not_continue() -> None:
+    pairs = random_pairs(1, 64)
+    a, b = kvpack.pack(pairs, "kivi-2"), kvpack.pack(pairs, "kivi-2", start=64)
+    with pytest.raises(NotConsecutive, match="tokens 0 to 64 are followed by tokens 0 to 64"):
+        kvpack.concat([a, a])
+    with pytest.raises(NotConsecutive, match="convert one first"):
+        kvpack.concat([a, b.convert("kivi-4")])
+    with pytest.raises(NotConsecutive, match="followed by 2 layers"):
+        kvpack.concat([a, kvpack.pack(random_pairs(2, 64), "kivi-2", start=64)])
+    with pytest.raises(NotConsecutive, match="model"):
+        kvpack.concat([a, kvpack.pack(pairs, "kivi-2", start=64, model={"name": "model"})])
+    with pytest.raises(NotConsecutive, match="raw tail of 6 tokens"):
+        tail = kvpack.pack(random_pairs(1, 70), "kivi-2;tail=64")
+        kvpack.concat([tail, kvpack.pack(pairs, "kivi-2;tail=64", start=70)])
+    with pytest.raises(NotConsecutive, match="no caches"):
+        kvpack.concat([])
+
+
+def test_convert_keeps_what_already_fits() -> None:
+    cache = kvpack.pack(random_pairs(2, 96), "kivi-2")
+    same = cache.convert("kivi-2;layers=1:k=group:b=4")
+    assert same[0].k.pages[0].streams["codes.0"].data_ptr() == cache[0].k.pages[0].streams["codes.0"].data_ptr()
+    assert same[1].k.codec.params()["bits"] == 4
+    exact = kvpack.pack(random_pairs(2, 96), "bf16").convert("kivi-2")
+    assert all(torch.equal(a, b) for a, b in zip(dense(exact), dense(cache), strict=True)), "bf16 loses nothing on the way"
+
+
+def test_layers_may_differ_and_a_side_may_be_missing() -> None:
+    (k, v), (k2, v2) = random_pairs(2, 40)
+    cache = kvpack.pack([(k, v), (k2[:, :1, :33], v2[:, :1, :33]), (k, None), (None, v)], "kivi-2")
+    assert [layer.tokens for layer in cache] == [40, 33, 40, 40]
+    assert list(cache[2].sides) == ["k"]
+    assert cache[3].unpack()[0] is None
+    assert cache[:, :33].tokens == 33
+    with pytest.raises(OutOfBounds, match=r"layers\[1\], which holds 33"):
+        cache[:, :34]
+
+
+@dataclass
+class _TransformersLayer:
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass
+class _TransformersCache:
+    layers: list[_TransformersLayer]
+
+
+def test_input_forms_agree() -> None:
+    pairs = random_pairs(1, 40)
+    forms = [pairs, tuple(pairs), pairs[0], [list(pairs[0])], _TransformersCache([_TransformersLayer(*pair) for pair in pairs])]
+    for form in forms:
+        assert torch.equal(dense(kvpack.pack(form, "kivi-2"))[0], dense(kvpack.pack(pairs, "kivi-2"))[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_raw_tails_keep_the_input_dtype(dtype: torch.dtype) -> None:
+    pairs = [(k.to(dtype), v.to(dtype)) for k, v in random_pairs(1, 40)]
+    side = kvpack.pack(pairs, "kivi-2;tail=32")[0].k
+    assert side.tail.dtype == dtype
+    assert torch.equal(side.tail, pairs[0][0][:, :, 32:])
+
+
+X = torch.zeros(1, 2, 8, 64)
+BAD_INPUT = {
+    "rank": ([(X[0], X)], InvalidShape, r"layers\[0\].k: rank 3"),
+    "dtype": ([(X.to(torch.int32), X)], InvalidDtype, r"layers\[0\].k: dtype torch.int32"),
+    "float64": ([(X, X.to(torch.float64))], InvalidDtype, r"layers\[0\].v: dtype torch.float64"),
+    "tokens": ([(X, X[:, :, :7])], InvalidShape, r"k is \[1, 2, 8, 64\] and v is \[1, 2, 7, 64\]"),
+    "heads": ([(X, X[:, :1])], InvalidShape, "batch, kv_head and token agree"),
+    "both missing": ([(None, None)], InvalidShape, "both sides are absent"),
+    "not a cache": (7, InvalidDtype, "a int is not a KV cache"),
+    "not a tensor": ([("k", X)], InvalidDtype, "a str where a tensor"),
+    "head dim": ([(X[..., :63], X[..., :63])], InvalidParameter, "head dim 63"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_refused_by_name(name: str) -> None:
+    past, error, message = BAD_INPUT[name]
+    with pytest.raises(error, match=message):
+        kvpack.pack(past, "octopus-3")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "bf16"])
+def test_non_finite_values_are_refused_with_their_place(recipe: str, value: float) -> None:
+    k, v = random_pairs(3, 40)[0]
+    bad = v.clone()
+    bad[0, 1, 17, 5] = value
+    with pytest.raises(NonFinite, match=r"layers\[1\].v: the value at batch 0, head 1, token 17, channel 5 is -?(nan|inf)"):
+        kvpack.pack([(k, v), (k, bad)], recipe.split(";")[0])
+    assert torch.equal(torch.isnan(kvpack.pack([(k, bad)], "bf16")[0].unpack()[1]), torch.isnan(bad)), "raw keeps any value"
+
+
+def test_a_norm_beyond_its_width_is_refused() -> None:
+    k, v = random_pairs(1, 40)[0]
+    with pytest.raises(OutOfRange, match=r"layers\[0\].k, tokens 0 to 40: .*65504"):
+        kvpack.pack([(k * 1e6, v)], "octopus-3")
+
+
+@pytest.mark.parametrize("index", [4, -5, "k", (0, slice(0, 2)), (slice(None), slice(1, 2)), (slice(None), slice(None, 9, 2)), (slice(None), slice(None, -1))], ids=str)
+def test_indices_out_of_range_are_refused(index: object) -> None:
+    cache = kvpack.pack(random_pairs(4, 8), "kivi-2")
+    with pytest.raises(OutOfBounds):
+        cache[index]
+
+
+def test_append_refuses_what_does_not_continue_and_keeps_the_cache() -> None:
+    pairs = random_pairs(1, 40)
+    cache = kvpack.pack(pairs, "kivi-2")
+    before = dense(cache)
+    k, v = pairs[0]
+    for bad, error in (
+        ([(k[:, :1], v)], InvalidShape),
+        ([(k, v[:, :, :3])], InvalidShape),
+        ([(k, None)], InvalidShape),
+        ([(k, v), (k, v)], InvalidShape),
+        ([(k[0], v)], InvalidShape),
+        ([(k.to(torch.int8), v)], InvalidDtype),
+        ([(k * float("nan"), v)], NonFinite),
+    ):
+        with pytest.raises(error):
+            cache.append(bad)
+    assert all(torch.equal(a, b) for a, b in zip(dense(cache), before, strict=True))
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Any sequence of appends, prefixes and merges holds the tokens that a list of dense tensors holds."""
+
+    @initialize(recipe=st.sampled_from(["kivi-4", "kivi-4;tail=32", "k=group:b=8,axis=channel;v=raw"]), tokens=st.integers(0, 70))
+    def begin(self, recipe: str, tokens: int) -> None:
+        self.pairs = random_pairs(1, tokens, dims=(32, 48))
+        self.cache = kvpack.pack(self.pairs, recipe)
+        self.seed = 1
+
+    @rule(tokens=st.integers(1, 70))
+    def append(self, tokens: int) -> None:
+        new = random_pairs(1, tokens, dims=(32, 48), seed=self.seed)
+        self.seed += 1
+        self.cache = self.cache.append(new)
+        self.pairs = [(torch.cat([k, a], 2), torch.cat([v, b], 2)) for (k, v), (a, b) in zip(self.pairs, new, strict=True)]
+
+    @precondition(lambda self: self.cache.tokens > 0)
+    @rule(data=st.data())
+    def cut(self, data: st.DataObject) -> None:
+        tokens = data.draw(st.integers(0, self.cache.tokens))
+        self.cache = self.cache[:, :tokens]
+        self.pairs = [(k[:, :, :tokens], v[:, :, :tokens]) for k, v in self.pairs]
+
+    @rule()
+    def merge(self) -> None:
+        layer = self.cache[0]
+        merged = kvpack.Layer(layer.k.merged(), layer.v.merged())
+        assert all(torch.equal(a, b) for a, b in zip(layer.unpack(), merged.unpack(), strict=True))
+        self.cache = Cache((merged,), self.cache.recipe)
+
+    @invariant()
+    def close_to_dense(self) -> None:
+        assert self.cache.tokens == self.pairs[0][0].shape[2]
+        if self.cache.tokens:
+            assert relative_error(self.cache, self.pairs) <= 0.12
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=25, stateful_step_count=12, deadline=None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(tokens=st.integers(0, 300), cut=st.integers(0, 300))
+def test_prefix_then_append_continues(tokens: int, cut: int) -> None:
+    cut = min(cut, tokens)
+    pairs = random_pairs(1, tokens, dims=(16, 16))
+    cache = kvpack.pack(pairs, "kivi-4")[:, :cut].append([(k[:, :, cut:], v[:, :, cut:]) for k, v in pairs])
+    assert cache.tokens == tokens
+    if tokens:
+        assert relative_error(cache, pairs) <= 0.12

@@ -1,0 +1,85 @@
+"""Recipes: the grammar, the presets, and messages that point at the word."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpack.formats.errors import InvalidRecipe, KvpackError, OutOfBounds
+from kvpack.recipes import PRESETS, Recipe, parse_recipe
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_give_a_codec_for_every_head_dim(name: str) -> None:
+    recipe = parse_recipe(name)
+    for dim in (64, 80, 96, 112, 128, 192, 256):
+        for side in "kv":
+            assert recipe.codec(0, 4, side, dim).dim == dim
+
+
+def test_later_clauses_win_and_layers_count_from_the_end() -> None:
+    recipe = Recipe("kivi-2;layers=0,-1:k=raw:dtype=fp16;layers=1-2:kv=group:b=5")
+    found = [[recipe.codec(layer, 4, side, 64).params() for side in "kv"] for layer in range(4)]
+    assert [params[0]["id"] for params in found] == ["raw", "group", "group", "raw"]
+    assert [params[1]["bits"] for params in found] == [2, 5, 5, 2]
+    assert Recipe("kivi-2;layers=-2--1:k=raw").codec(3, 4, "k", 64).id == "raw"
+
+
+def test_group_axis_follows_the_side() -> None:
+    recipe = Recipe("kv=group:b=2")
+    assert recipe.codec(0, 1, "k", 64).params()["axis"] == "token"
+    assert recipe.codec(0, 1, "v", 64).params()["axis"] == "channel"
+
+
+REFUSED = [
+    ("", "", "unknown word"),
+    ("octopuss-3", "octopuss-3", "did you mean octopus-3?"),
+    ("kivi-2;k=grp:b=2", "grp", "known are"),
+    ("kivi-2;q=group:b=2", "q", "unknown word 'q'"),
+    ("kivi-2;k=group:b=9", "b=9", "from 1 to 8"),
+    ("kivi-2;k=group", "group", "needs b="),
+    ("kivi-2;k=group:b", "b", "reads <name>=<value>"),
+    ("kivi-2;k=group:b=2,z=1", "z=1", "its options are b, g"),
+    ("kivi-2;k=group:b=2,b=3", "b=3", "given twice"),
+    ("kivi-2;k=group:b=2,g=48", "g=48", "16, 32, 64, 128"),
+    ("kivi-2;layers=x:k=raw", "x", "not an integer"),
+    ("kivi-2;layers=1", "layers=1", "layers clause reads"),
+    ("kivi-2;tail=-1", "tail=-1", "from 0 to"),
+    ("kivi-2;tail=33", "tail=33", "not a multiple of 32"),
+]
+
+
+@pytest.mark.parametrize(("text", "word", "message"), REFUSED, ids=[text or "empty" for text, _, _ in REFUSED])
+def test_a_refusal_points_at_the_word_and_says_what_is_known(text: str, word: str, message: str) -> None:
+    with pytest.raises(InvalidRecipe) as caught:
+        Recipe(text)
+    lines = str(caught.value).splitlines()
+    assert message in lines[0]
+    if word:
+        recipe, carets = lines[-2:]
+        start = carets.index("^")
+        assert recipe[start : start + carets.count("^")] == word
+
+
+def test_a_side_without_a_codec_is_refused() -> None:
+    with pytest.raises(InvalidRecipe, match="says nothing of v"):
+        Recipe("k=group:b=2")
+    with pytest.raises(InvalidRecipe, match="says nothing of k"):
+        Recipe("v=raw;layers=0:k=raw")
+
+
+def test_layers_beyond_the_cache_are_refused() -> None:
+    Recipe("kivi-2;layers=0,-4:k=raw").check_layers(4)
+    for text in ("kivi-2;layers=4:k=raw", "kivi-2;layers=-5:k=raw", "kivi-2;layers=0-9:k=raw"):
+        with pytest.raises(OutOfBounds, match="the cache has 4 layers"):
+            Recipe(text).check_layers(4)
+
+
+@given(st.text(alphabet="kv=;:,-0129abgroupwlaystein. ", max_size=40))
+def test_any_text_parses_or_is_refused(text: str) -> None:
+    try:
+        recipe = Recipe(text)
+    except KvpackError:
+        return
+    assert recipe.codec(0, 1, "k", 64).dim == 64

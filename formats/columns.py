@@ -67,7 +67,7 @@ def default_fields(symbols: int, bases: Sequence[int]) -> int:
 
 
 def _fits(bases: Sequence[int], fields: int) -> bool:
-    values = math.prod(base**fields for base in bases)
+    values: int = math.prod(base**fields for base in bases)
     return values <= (1 << 8 * MAX_COLUMN_BYTES if all(map(is_power_of_two, bases)) else MAX_COLUMN_VALUES)
 
 
@@ -95,7 +95,9 @@ class Columns:
         if len(self.alphabets) != len(self.bases) or not all(1 <= a <= b for a, b in zip(self.alphabets, self.bases, strict=True)):
             raise InvalidParameter(f"{text}: alphabets {list(self.alphabets)} are one a base and at most that base")
         if not _fits(self.bases, self.fields):
-            raise InvalidParameter(f"{text}: a column holds at most {MAX_COLUMN_BYTES} bytes when every base is a power of two, else at most 2^53 values")
+            raise InvalidParameter(
+                f"{text}: a column holds at most {MAX_COLUMN_BYTES} bytes when every base is a power of two, else at most 2^53 values"
+            )
 
     @cached_property
     def width(self) -> int:
@@ -172,7 +174,7 @@ class Columns:
     def _fields(self, digit: torch.Tensor) -> torch.Tensor:
         spare = self.fields * self.width - self.symbols
         padded = functional.pad(digit, (0, spare)) if spare else digit
-        return padded.unflatten(-1, (self.fields, self.width))
+        return padded.reshape(*digit.shape[:-1], self.fields, self.width)
 
     def _words_from_columns(self, digits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         dtype = torch.int32 if self.column_values <= 1 << 31 else torch.int64
@@ -186,7 +188,8 @@ class Columns:
         return [column] if words == 1 else [(column >> 16 * word & 0xFFFF).to(torch.int32) for word in range(words)]
 
     def _words_from_bits(self, digits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        words = [torch.zeros(*digits[0].shape[:-1], self.width, dtype=torch.int32, device=digits[0].device) for _ in range((self.column_bytes + 1) // 2)]
+        shape = (*digits[0].shape[:-1], self.width)
+        words = [torch.zeros(shape, dtype=torch.int32, device=digits[0].device) for _ in range((self.column_bytes + 1) // 2)]
         for digit, places in zip(digits, self.place_values, strict=True):
             fields = self._fields(digit.to(torch.int32))
             for k, place in enumerate(places):
@@ -245,10 +248,8 @@ class Columns:
     @cached_property
     def _allowed_bits(self) -> list[list[int]]:
         """For bit fields: the bits that each word of each plane may set."""
-        columns = [
-            sum(place * (base - 1) for base, places in zip(self.bases, self.place_values, strict=True) for place in places[: self.used_fields(c)])
-            for c in range(self.width)
-        ]
+        digits = list(zip(self.bases, self.place_values, strict=True))
+        columns = [sum(place * (base - 1) for base, places in digits for place in places[: self.used_fields(c)]) for c in range(self.width)]
         planes = [[column >> 16 * word & 0xFFFF for column in columns] for word in range(self.column_bytes // 2)]
         if self.column_bytes % 2:
             tail = [column >> 8 * (self.column_bytes - 1) for column in columns] + [0] * (self.width % 2)
@@ -273,6 +274,13 @@ def _folded(fields: torch.Tensor, base: int) -> torch.Tensor:
         return torch.add(_folded(fields[..., :-1, :], base), fields[..., -1, :], alpha=base ** (count - 1))
     half = count // 2
     return _folded(torch.add(fields[..., :half, :], fields[..., half:, :], alpha=base**half), base)
+
+
+def _bits_at(words: Sequence[numpy.ndarray[Any, Any]], position: int) -> numpy.ndarray[Any, Any]:
+    """The bits of every column from ``position`` up, at least 16 of them: a column may be wider than any numpy integer."""
+    word, shift = divmod(position, 16)
+    both = words[word] | words[word + 1] << numpy.uint64(16) if word + 1 < len(words) else words[word]
+    return both >> numpy.uint64(shift)
 
 
 def _refuse(where: str, what: str, values: numpy.ndarray[Any, Any], limit: int) -> None:

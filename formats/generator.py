@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import lru_cache
 
 _MASK = (1 << 64) - 1
 
@@ -35,7 +35,7 @@ class Generator:
                 return x, y, square
 
 
-@cache
+@lru_cache(maxsize=64)
 def signs(seed: int, count: int) -> tuple[int, ...]:
     """``count`` signs, +1 or -1: bit i mod 64 of word i div 64, lowest first; a set bit is -1."""
     generator = Generator(seed)
@@ -43,7 +43,7 @@ def signs(seed: int, count: int) -> tuple[int, ...]:
     return tuple(-1 if words[i // 64] >> i % 64 & 1 else 1 for i in range(count))
 
 
-@cache
+@lru_cache(maxsize=64)
 def unit_quaternions(seed: int, count: int) -> tuple[tuple[float, float, float, float], ...]:
     """``count`` unit quaternions (w, x, y, z), uniform on the 3-sphere, in binary64.
 

@@ -119,7 +119,7 @@ class Group(Codec):
 
     @property
     def _middle(self) -> float:
-        return (2**self.bits - 1) / 2
+        return ((1 << self.bits) - 1) / 2
 
     def _grouped(self, u: torch.Tensor) -> torch.Tensor:
         """Groups of tokens ``[batch, head, group, size, dim]`` or of channels ``[batch, head, token, group, size]``.
@@ -131,7 +131,7 @@ class Group(Codec):
         if short and u.shape[axis]:
             last = u.narrow(axis, u.shape[axis] - 1, 1)
             u = torch.cat([u, last.expand(*(short if a == axis else n for a, n in enumerate(u.shape)))], axis)
-        return u.unflatten(axis, (u.shape[axis] // self.size, self.size))
+        return u.reshape(*u.shape[:axis], u.shape[axis] // self.size, self.size, *u.shape[axis + 1 :])
 
     def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         (codes,) = self.unpack("codes", streams)

@@ -54,7 +54,8 @@ class Options:
         """Refuse the words that no reader took."""
         if self._words:
             name, value = next(iter(self._words.items()))
-            raise UnknownWord(f"codec {self.codec} has no option {name!r}; its options are {', '.join(self._known) or 'none'}", f"{name}={value}")
+            known = ", ".join(self._known) or "none"
+            raise UnknownWord(f"codec {self.codec} has no option {name!r}; its options are {known}", f"{name}={value}")
 
     def _take(self, name: str) -> str | None:
         self._known.append(name)

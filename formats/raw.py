@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from .base import MAX_DIM, Codec, Layout, check_choice, check_range
+from .errors import OutOfRange
 from .lazy import torch
 
 if TYPE_CHECKING:
@@ -50,7 +51,18 @@ class Raw(Codec):
         return {"values": Layout(DTYPES[self.dtype], (batch, heads, tokens, self.dim))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"values": x.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype])}
+        """Round ``x`` of any float dtype to ``dtype``, to nearest even; values that already have it keep their bits.
+
+        Raises OutOfRange when a finite value would become infinity.
+        """
+        values = x.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype])
+        # The sum is one cheap pass; only when it is not finite (it may merely overflow) is every value looked at.
+        if not torch.isfinite(values.sum()):
+            lost = torch.nonzero(torch.isinf(values) & torch.isfinite(x)).tolist()
+            if lost:
+                found, largest = x[tuple(lost[0])].item(), torch.finfo(values.dtype).max
+                raise OutOfRange(f"the value at {lost[0]} is {found:.6g}, the largest {self.dtype} is {largest:.6g}; choose a wider dtype")
+        return {"values": values}
 
     def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return streams["values"].to(torch.float32)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
+from .columns import is_power_of_two
 from .errors import InvalidParameter
 from .generator import signs
 from .lazy import torch
@@ -19,14 +21,19 @@ def hadamard(order: int) -> tuple[tuple[int, ...], ...]:
 
     Raises InvalidParameter for any other order.
     """
-    paley = next((m for m in PALEY_ORDERS if order % m == 0 and (order // m) & (order // m - 1) == 0), 1)
+    paley = _paley_order(order)
     sylvester = order // paley
-    if order < 1 or sylvester & (sylvester - 1):
-        raise InvalidParameter(f"no Hadamard rotation of head dim {order}: the known ones are 2^k and 2^k x 12, 20 or 28")
     right = _paley(paley)
-    return tuple(
-        tuple((-1) ** (i & j).bit_count() * right[p][q] for j in range(sylvester) for q in range(paley)) for i in range(sylvester) for p in range(paley)
-    )
+    columns = [(j, q) for j in range(sylvester) for q in range(paley)]
+    return tuple(tuple((-1) ** (i & j).bit_count() * right[p][q] for j, q in columns) for i in range(sylvester) for p in range(paley))
+
+
+def _paley_order(order: int) -> int:
+    """The order of the right factor of ``hadamard(order)``; 1 for a power of two."""
+    for paley in (1, *PALEY_ORDERS):
+        if order > 0 and order % paley == 0 and is_power_of_two(order // paley):
+            return paley
+    raise InvalidParameter(f"no Hadamard rotation of head dim {order}: the known ones are 2^k and 2^k x 12, 20 or 28")
 
 
 def _paley(order: int) -> tuple[tuple[int, ...], ...]:
@@ -51,9 +58,12 @@ def _paley_first(prime: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _paley_second(prime: int) -> tuple[tuple[int, ...], ...]:
-    """Paley's second construction, prime = 1 mod 4: C = [[0, 1], [1, Q]], each entry c becoming c x [[1, 1], [1, -1]] and 0 [[1, -1], [-1, -1]]."""
+    """Paley's second construction, prime = 1 mod 4: C = [[0, 1], [1, Q]], Q_ij = chi(i - j).
+
+    Each entry c = +1 or -1 becomes c x [[1, 1], [1, -1]], and 0 becomes [[1, -1], [-1, -1]].
+    """
     chi = _character(prime)
-    conference = [[0] + [1] * prime] + [[1] + [chi[(i - j) % prime] for j in range(prime)] for i in range(prime)]
+    conference = [[0, *[1] * prime], *([1, *(chi[(i - j) % prime] for j in range(prime))] for i in range(prime))]
     blocks = {0: ((1, -1), (-1, -1)), 1: ((1, 1), (1, -1)), -1: ((-1, -1), (-1, 1))}
     return tuple(tuple(value for entry in row for value in blocks[entry][half]) for row in conference for half in (0, 1))
 
@@ -73,7 +83,7 @@ class Rotation:
         if self.kind not in KINDS:
             raise InvalidParameter(f"rotation {self.kind!r} is unknown; known: {', '.join(KINDS)}")
         if self.kind != "none":
-            hadamard(self.dim)
+            _paley_order(self.dim)
 
     def matrix(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """The matrix R of u = R x, float32 ``[dim, dim]``."""
@@ -88,9 +98,9 @@ class Rotation:
         return u if self.kind == "none" else u @ self.matrix(u.device)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _matrix(kind: str, dim: int, seed: int) -> torch.Tensor:
     matrix = torch.tensor(hadamard(dim), dtype=torch.float64)
     if kind == "signed-hadamard":
         matrix = matrix * torch.tensor(signs(seed, dim), dtype=torch.float64)
-    return (matrix / dim**0.5).to(torch.float32)
+    return (matrix / math.sqrt(dim)).to(torch.float32)

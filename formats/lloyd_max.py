@@ -1,0 +1,80 @@
+"""Lloyd-Max tables of a known density, in binary64 (spec/codecs: tables travel in the header, so no reader needs this)."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from .errors import InvalidParameter
+from .lazy import numpy
+
+if TYPE_CHECKING:
+    Array = numpy.ndarray[Any, Any]
+
+CELLS = 1 << 16
+"""Cells of the quadrature grid that the marginals use."""
+
+_CLOSE_ENOUGH = 1e-10
+_STEPS = 100
+
+
+def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
+    """The ``levels`` centroids, ascending, that minimise the mean square error of a density.
+
+    ``edges`` float64 ``[cells + 1]`` ascending, ``masses`` float64 ``[cells]``: the density is constant inside a cell.
+    A fixed point of Lloyd's iteration (every centroid is the mean of its cell between midpoints), found
+    by Newton's method from the companding quantizer, whose point density is the cube root of the density
+    (Panter and Dite 1951). Raises InvalidParameter when 100 steps do not bring it within 1e-10.
+    """
+    middles = (edges[1:] + edges[:-1]) / 2
+    masses = masses / masses.sum()
+    density = masses / numpy.diff(edges)
+    below = numpy.append(0.0, numpy.cumsum(masses))
+    moment_below = numpy.append(0.0, numpy.cumsum(masses * middles))
+    companded = numpy.append(0.0, numpy.cumsum(numpy.cbrt(density) * numpy.diff(edges)))
+    centroids = numpy.interp((numpy.arange(levels) + 0.5) / levels * companded[-1], companded, edges)
+    for _ in range(_STEPS):
+        inner = (centroids[1:] + centroids[:-1]) / 2
+        bounds = numpy.concatenate([edges[:1], inner, edges[-1:]])
+        mass = numpy.diff(numpy.interp(bounds, edges, below))
+        means = numpy.diff(numpy.interp(bounds, edges, moment_below)) / mass
+        # A mean moves with both its bounds, and a bound moves half as much as either of its centroids.
+        at_bounds = numpy.interp(inner, middles, density) / 2
+        by_upper = numpy.append(at_bounds * (inner - means[:-1]), 0.0) / mass
+        by_lower = numpy.append(0.0, at_bounds * (means[1:] - inner)) / mass
+        slope = numpy.diag(1.0 - by_upper - by_lower) - numpy.diag(by_upper[:-1], 1) - numpy.diag(by_lower[1:], -1)
+        step = numpy.linalg.solve(slope, means - centroids)
+        centroids = centroids + step
+        if numpy.abs(step).max() < _CLOSE_ENOUGH:
+            return centroids
+    raise InvalidParameter(f"Lloyd-Max of {levels} levels does not settle within {_CLOSE_ENOUGH} in {_STEPS} steps")
+
+
+def octahedral_density(magnitude: Array) -> Array:
+    """Density on [0, 1] of |xi| (and of |eta|) for directions uniform on the sphere. Source: OCTOPUS Eq. 7, both signs."""
+    a = magnitude
+    return 2 / (numpy.pi * numpy.sqrt(a**2 + (1 - a) ** 2)) * ((1 - a) / (1 - 2 * a + 3 * a**2) + a / (2 - 4 * a + 3 * a**2))
+
+
+def triplet_norm_masses(edges: Array, dim: int) -> Array:
+    """Relative mass between ``edges`` of asin(norm), for three coordinates of a direction uniform in ``dim`` >= 4 dimensions.
+
+    Source: OCTOPUS Eq. 4 with r = sin(angle), which has no pole at r = 1 for any of these dims.
+    """
+    angle = (edges[1:] + edges[:-1]) / 2
+    return numpy.sin(angle) ** 2 * numpy.cos(angle) ** (dim - 4) * numpy.diff(edges)
+
+
+@cache
+def direction_table(levels: int) -> bytes:
+    """``levels`` centroids of |xi|, little-endian binary32."""
+    edges = numpy.linspace(0.0, 1.0, CELLS + 1)
+    masses = octahedral_density((edges[1:] + edges[:-1]) / 2) * numpy.diff(edges)
+    return lloyd_max(edges, masses, levels).astype("<f4").tobytes()
+
+
+@cache
+def triplet_norm_table(dim: int, levels: int) -> bytes:
+    """``levels`` centroids of a triplet's norm within a unit vector of ``dim`` coordinates, little-endian binary32."""
+    angles = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
+    return lloyd_max(numpy.sin(angles), triplet_norm_masses(angles, dim), levels).astype("<f4").tobytes()

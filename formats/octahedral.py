@@ -1,0 +1,293 @@
+"""octahedral: directions of triplets on the octahedron, triplet norms, one norm a token (spec/codecs/octahedral.md).
+
+Source: OCTOPUS Sec. 3, Eq. 1-13 and Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, stored_norm
+from .columns import Columns, default_fields
+from .errors import InvalidParameter, InvalidPayload
+from .lazy import functional, numpy, torch
+from .lloyd_max import direction_table, triplet_norm_table
+from .octahedral_search import ROUNDINGS, codebook, codebook_directions, midpoints, nearest_level
+from .rotation import KINDS, Rotation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from .options import Options
+
+ARRANGEMENTS = ("dense", "direct")
+NORMS = {"fp16": "F16", "fp32": "F32"}
+
+SMALLEST_DIM = 4
+"""Below it a triplet's norm has no density."""
+
+DIRECT_FIELDS = 3
+_DIRECT_MULTIPLE = 24
+_ONE_DIGIT_BITS = 8
+_SIGNS = 4
+_SMALLEST_NORMAL = 2.0**-126
+_SQUARES_FIT = (2.0**-40, 2.0**40)
+_CHUNK_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Octahedral(Codec):
+    """``b_dir`` bits for each of two octahedral coordinates and ``b_norm`` for the norm of every three rotated values.
+
+    ``direction_table`` is the 2^(b_dir - 1) magnitudes of a coordinate, ``norm_table`` the 2^b_norm triplet norms,
+    both ascending, little-endian binary32. ``rounding`` steers the encoder and is no part of a file.
+    """
+
+    id: ClassVar[str] = "octahedral"
+
+    dim: int
+    b_dir: int
+    b_norm: int
+    arrangement: str
+    norm: str
+    rotation_kind: str
+    seed: int
+    direction_table: bytes
+    norm_table: bytes
+    fields: Fields
+    rounding: str = field(default="local3x3", compare=False, metadata={"stored": False})
+
+    def __post_init__(self) -> None:
+        check_range(self.id, "dim", self.dim, SMALLEST_DIM, MAX_DIM)
+        check_range(self.id, "b_dir", self.b_dir, 1, 8)
+        check_range(self.id, "b_norm", self.b_norm, 0, 8)
+        check_choice(self.id, "arrangement", self.arrangement, ARRANGEMENTS)
+        check_choice(self.id, "norm", self.norm, tuple(NORMS))
+        check_choice(self.id, "rotation_kind", self.rotation_kind, KINDS)
+        check_choice(self.id, "rounding", self.rounding, ROUNDINGS)
+        check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
+        _check_table("direction_table", self.direction_table, 2 ** (self.b_dir - 1))
+        _check_table("norm_table", self.norm_table, 2**self.b_norm)
+        check_fields(self.id, self.fields, tuple(_bases(self.b_dir, self.b_norm, self.arrangement)))
+        if self.arrangement == "direct" and self.fields != (("symbol", DIRECT_FIELDS),):
+            raise InvalidParameter(f"codec {self.id}: the direct arrangement has {DIRECT_FIELDS} fields a column, found {self.fields}")
+        self.packings()
+        _ = self.rotation
+
+    @classmethod
+    def create(cls, dim: int, side: str, options: Options) -> Self:
+        b_dir, b_norm = options.integer("b_dir", 0, 1, 8), options.integer("b_norm", -1, 0, 8)
+        b = options.integer("b", 0 if b_dir and b_norm >= 0 else None, 1, 7)
+        b_dir, b_norm = b_dir or b + 1, b_norm if b_norm >= 0 else b - 1
+        arrangement = options.choice("arrangement", "dense", ARRANGEMENTS)
+        norm = options.choice("norm", "fp16", tuple(NORMS))
+        rotation = options.choice("rotation", "signed-hadamard", KINDS)
+        seed = options.integer("seed", 0, 0, 2**64 - 1)
+        rounding = options.choice("rounding", "local3x3", ROUNDINGS)
+        options.finish()
+        check_range(cls.id, "dim", dim, SMALLEST_DIM, MAX_DIM)
+        tables = direction_table(2 ** (b_dir - 1)), triplet_norm_table(dim, 2**b_norm)
+        fields = _default_fields(dim, b_dir, b_norm, arrangement)
+        return cls(dim, b_dir, b_norm, arrangement, norm, rotation, seed, *tables, fields, rounding)
+
+    @property
+    def nominal_bits(self) -> float:
+        """The paper's b, where its split (b + 1, b - 1) is in use; else the bits of a triplet over its three values."""
+        if self.b_dir - self.b_norm == 2:
+            return (self.b_dir + self.b_norm) / 2
+        return (2 * self.b_dir + self.b_norm) / 3
+
+    @property
+    def rotation(self) -> Rotation:
+        return Rotation(self.rotation_kind, self.dim, self.seed)
+
+    @property
+    def triplets(self) -> int:
+        """Triplets of a token; the last one may end in zeros."""
+        return -(-self.dim // 3)
+
+    def packings(self) -> dict[str, Columns]:
+        return _packings(self.dim, self.b_dir, self.b_norm, self.arrangement, self.fields)
+
+    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        return {"norm": Layout(NORMS[self.norm], (batch, heads, tokens))}
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        chunks = [self._encode_rows(rows) for rows in torch.split(x.reshape(-1, self.dim), _CHUNK_ROWS)]
+        streams = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        length = streams.pop("norm").view(x.shape[:-1])
+        planes = {name: plane.view(*x.shape[:-1], plane.shape[-1]) for name, plane in streams.items()}
+        return planes | {"norm": stored_norm(length, NORMS[self.norm], "norm of a token")}
+
+    def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The streams of rows ``[row, dim]``, their norms still float32."""
+        rows, length, norm = _measured(rows)
+        x, y, z = torch.tensor_split(rows @ _planar_rotation(self.rotation).to(rows.device), 3, -1)
+        sign, above = torch.empty(z.shape, device=z.device), torch.empty(z.shape, device=z.device)
+        sign = torch.lt(x, 0, out=sign).add_(torch.lt(y, 0, out=above), alpha=2)
+        x, y, z = x.abs().contiguous(), y.abs().contiguous(), z.contiguous()
+        book = codebook(self.direction_table, rows.device)
+        index = book.nearest(x, y, z, self.rounding)
+        # OCTOPUS Eq. 12: the best norm is the one nearest to the projection, not to the triplet's own length.
+        projection = book.projection(index, x, y, z).div_(length.clamp(min=_SMALLEST_NORMAL))
+        norm_index = nearest_level(projection, midpoints(self.norm_table))
+        digit = index.to(torch.float32)
+        if _norm_with_index(self.b_dir, self.b_norm):
+            digit.add_(norm_index, alpha=self._directions)
+        else:
+            sign.add_(norm_index, alpha=_SIGNS)
+        return self._packed(digit, sign) | {"norm": norm}
+
+    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        index, sign = self._unpacked(streams)
+        carrier, place = (index, self._directions) if _norm_with_index(self.b_dir, self.b_norm) else (sign, _SIGNS)
+        norm_index = carrier // place
+        symbol = index % self._directions + sign % _SIGNS * self._directions
+        triplet = functional.embedding(symbol, _signed_directions(self.direction_table).to(symbol.device))
+        triplet *= functional.embedding(norm_index, _column(self.norm_table).to(symbol.device))
+        return triplet.flatten(-2)[..., : self.dim] * streams["norm"].to(torch.float32)[..., None]
+
+    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+        super().check(arrays, where)
+        if self.arrangement == "direct":
+            for name, bits in _padding_bits(self.packings()["symbol"], self.triplets).items():
+                padding = arrays[name] & bits
+                if padding.any():
+                    at = [int(i) for i in numpy.argwhere(padding)[0]]
+                    found = int(padding[tuple(at)])
+                    raise InvalidPayload(f"{where}.{name}: the word at {at} sets bits {found:#x} of padding triplets, which are zero")
+
+    def rearranged(self, arrangement: str) -> Self:
+        """This codec in the other ``arrangement``, with that one's default fields."""
+        check_choice(self.id, "arrangement", arrangement, ARRANGEMENTS)
+        return replace(self, arrangement=arrangement, fields=_default_fields(self.dim, self.b_dir, self.b_norm, arrangement))
+
+    def convert_arrangement(self, streams: Mapping[str, torch.Tensor], other: Self) -> dict[str, torch.Tensor]:
+        """The streams of this codec as the streams of ``other``, which differs in arrangement and fields only: no code changes.
+
+        Raises InvalidParameter when ``other`` differs in anything else.
+        """
+        if replace(other, arrangement=self.arrangement, fields=self.fields) != self:
+            raise InvalidParameter(f"codec {self.id}: only arrangement and fields may differ in a conversion, found {self} and {other}")
+        return other._packed(*self._unpacked(streams)) | {"norm": streams["norm"]}
+
+    @property
+    def _directions(self) -> int:
+        """Directions of the quarter square: the place value of what follows them in a digit."""
+        return int(4 ** (self.b_dir - 1))
+
+    def _packed(self, index: torch.Tensor, sign: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The code streams of the two digits, each ``[..., triplets]``."""
+        packings = self.packings()
+        if self.arrangement == "dense":
+            low = self.pack("index", index) if "index" in packings else {}
+            return low | self.pack("sign", sign)
+        symbols = packings["symbol"].symbols
+        index, sign = (functional.pad(digit, (0, symbols - self.triplets)) for digit in (index, sign))
+        bits = _digit_bits(self.b_dir, self.b_norm)[0]
+        if len(packings["symbol"].bases) == 1:
+            return self.pack("symbol", index + sign * 2**bits)
+        return self.pack("symbol", index, sign)
+
+    def _unpacked(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two digits of the code streams, int32 ``[..., triplets]``."""
+        packings = self.packings()
+        if self.arrangement == "dense":
+            (sign,) = self.unpack("sign", streams)
+            return self.unpack("index", streams)[0] if "index" in packings else torch.zeros_like(sign), sign
+        digits = [digit[..., : self.triplets] for digit in self.unpack("symbol", streams)]
+        if len(digits) == 2:
+            return digits[0], digits[1]
+        bits = _digit_bits(self.b_dir, self.b_norm)[0]
+        return digits[0] & 2**bits - 1, digits[0] >> bits
+
+
+def _check_table(name: str, table: bytes, length: int) -> None:
+    if len(table) != 4 * length:
+        raise InvalidParameter(f"codec octahedral: {name} has {len(table)} bytes, {length} binary32 values need {4 * length}")
+    values = struct.unpack(f"<{length}f", table)
+    if not all(0 <= value <= 1 for value in values) or any(low >= high for low, high in pairwise(values)):
+        raise InvalidParameter(f"codec octahedral: {name} must ascend strictly within [0, 1], found {values}")
+
+
+def _norm_with_index(b_dir: int, b_norm: int) -> bool:
+    """Whether the norm bits complete the index digit to a divisor of 16 bits; else they lie above the signs."""
+    return 2 * (b_dir - 1) + b_norm in (1, 2, 4, 8, 16)
+
+
+def _digit_bits(b_dir: int, b_norm: int) -> tuple[int, int]:
+    """Bits of the index digit and of the sign digit."""
+    index = 2 * (b_dir - 1)
+    return (index + b_norm, 2) if _norm_with_index(b_dir, b_norm) else (index, 2 + b_norm)
+
+
+def _bases(b_dir: int, b_norm: int, arrangement: str) -> dict[str, tuple[int, ...]]:
+    """The bases of every code stream; a digit of no bits has no place in it."""
+    index, sign = _digit_bits(b_dir, b_norm)
+    if arrangement == "dense":
+        return {name: (2**bits,) for name, bits in (("index", index), ("sign", sign)) if bits}
+    if index + sign <= _ONE_DIGIT_BITS or not index:
+        return {"symbol": (2 ** (index + sign),)}
+    return {"symbol": (2**index, 2**sign)}
+
+
+def _symbols(dim: int, arrangement: str) -> int:
+    triplets = -(-dim // 3)
+    return triplets if arrangement == "dense" else -(-triplets // _DIRECT_MULTIPLE) * _DIRECT_MULTIPLE
+
+
+def _default_fields(dim: int, b_dir: int, b_norm: int, arrangement: str) -> Fields:
+    if arrangement == "direct":
+        return (("symbol", DIRECT_FIELDS),)
+    symbols = _symbols(dim, arrangement)
+    return tuple((stream, default_fields(symbols, bases)) for stream, bases in _bases(b_dir, b_norm, arrangement).items())
+
+
+@cache
+def _packings(dim: int, b_dir: int, b_norm: int, arrangement: str, fields: Fields) -> dict[str, Columns]:
+    bases = _bases(b_dir, b_norm, arrangement)
+    return {stream: Columns(_symbols(dim, arrangement), bases[stream], count) for stream, count in fields}
+
+
+@cache
+def _padding_bits(packing: Columns, triplets: int) -> dict[str, numpy.ndarray[Any, Any]]:
+    """For each plane of the direct arrangement, the bits of every word that belong to padding triplets."""
+    padding = torch.arange(packing.symbols) >= triplets
+    planes = packing.pack([padding * (base - 1) for base in packing.bases])
+    return {f"symbol.{number}": plane.numpy() for number, plane in enumerate(planes)}
+
+
+def _measured(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows on a scale where their squares fit binary32, their norms ``[row, 1]`` on that scale, and their norms ``[row]``."""
+    length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    if not rows.numel() or (length.min() > _SQUARES_FIT[0] and length.max() < _SQUARES_FIT[1]):
+        return rows, length, length[:, 0]
+    peak = rows.abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST_NORMAL)
+    rows = rows / peak
+    length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    return rows, length, (length * peak)[:, 0]
+
+
+@cache
+def _planar_rotation(rotation: Rotation) -> torch.Tensor:
+    """What a row is multiplied by for the first coordinates of all its triplets, then the second and the third ones."""
+    matrix = functional.pad(rotation.forward(torch.eye(rotation.dim)), (0, -rotation.dim % 3))
+    return matrix.view(rotation.dim, -1, 3).transpose(1, 2).flatten(1)
+
+
+@cache
+def _signed_directions(table: bytes) -> torch.Tensor:
+    """Unit directions, float32 ``[4 * levels^2, 3]``, by sign bits (high) and index (low)."""
+    quarter = codebook_directions(table).T
+    signs = torch.tensor([[1.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [1.0, -1.0, 1.0], [-1.0, -1.0, 1.0]])
+    return (signs[:, None] * quarter).flatten(0, 1)
+
+
+@cache
+def _column(table: bytes) -> torch.Tensor:
+    return torch.tensor(struct.unpack(f"<{len(table) // 4}f", table))[:, None]

@@ -1,0 +1,151 @@
+"""The octahedral map, and the nearest direction of an octahedral codebook: the roundings of the octahedral encoder.
+
+All of it happens in the quarter square xi, eta >= 0: a codeword is never nearer than its mirror image on the
+direction's own side of x = 0 and y = 0, so the signs are stored as they are and not searched. A direction is
+three float32 tensors of one shape: x and y, not negative, and z of any sign; its length does not matter.
+"""
+
+from __future__ import annotations
+
+from functools import cache, cached_property
+
+from .lazy import numpy, torch
+
+ROUNDINGS = ("scalar", "local2x2", "local3x3", "full")
+
+GRID = 512
+"""Cells along each side of the lookup grid."""
+
+_SETTLING = "local2x2"
+_LARGEST_GRID_CODEBOOK = 1 << 12
+_MOST_COMPARISONS = 15
+_FULL_SEARCH_PRODUCTS = 1 << 22
+_SMALLEST_SUM = 1e-30
+
+
+def octahedral_coordinates(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(|xi|, |eta|) in [0, 1] of a direction; (0, 0) of the zero vector. Source: OCTOPUS Eq. 5.
+
+    For z < 0 the fold 1 - y / l equals (x + |z|) / l, so adding max(-z, 0) to x and y serves both signs of z.
+    """
+    folded = (-z).clamp_(min=0)
+    scale = torch.add(x, y).add_(z).add_(folded, alpha=2).clamp_(min=_SMALLEST_SUM).reciprocal_()
+    return (x + folded).mul_(scale), folded.add_(y).mul_(scale)
+
+
+def codebook_directions(table: bytes) -> torch.Tensor:
+    """The unit directions, float32 ``[3, levels^2]``, of every pair of magnitudes; entry i + levels * j is xi = c_i, eta = c_j.
+
+    ``table`` is the ascending magnitudes c, little-endian binary32. Source: OCTOPUS Eq. 6, in binary64.
+    """
+    magnitudes = numpy.frombuffer(table, "<f4").astype(numpy.float64)
+    eta, xi = (axis.ravel() for axis in numpy.meshgrid(magnitudes, magnitudes, indexing="ij"))
+    z = 1 - xi - eta
+    vectors = numpy.stack([numpy.where(z < 0, 1 - eta, xi), numpy.where(z < 0, 1 - xi, eta), z])
+    return torch.from_numpy((vectors / numpy.sqrt((vectors**2).sum(0))).astype(numpy.float32))
+
+
+def midpoints(table: bytes) -> list[float]:
+    """The bounds between neighbouring centroids of ``table``."""
+    centroids = numpy.frombuffer(table, "<f4").astype(numpy.float64)
+    return [float(bound) for bound in (centroids[1:] + centroids[:-1]) / 2]
+
+
+def nearest_level(values: torch.Tensor, bounds: list[float]) -> torch.Tensor:
+    """How many of the ascending ``bounds`` each value is above, as float32 of the shape of ``values``."""
+    if len(bounds) > _MOST_COMPARISONS:
+        return torch.bucketize(values, torch.tensor(bounds, device=values.device)).to(torch.float32)
+    # A few comparisons are up to ten times faster than a binary search an element.
+    level, above = torch.zeros_like(values), torch.empty_like(values)
+    for bound in bounds:
+        level += torch.gt(values, bound, out=above)
+    return level
+
+
+@cache
+def codebook(table: bytes, device: torch.device) -> Codebook:
+    """The codebook of a table of magnitudes (see ``codebook_directions``), its tensors on ``device``."""
+    return Codebook(table, device)
+
+
+class Codebook:
+    """Searches for the nearest direction, the one of the greatest scalar product (OCTOPUS Eq. 12)."""
+
+    def __init__(self, table: bytes, device: torch.device) -> None:
+        self.levels = len(table) // 4
+        self._bounds = midpoints(table)
+        self._magnitudes = torch.from_numpy(numpy.frombuffer(table, "<f4").copy()).to(device)
+        self._directions = codebook_directions(table).to(device)
+        self._device = device
+
+    def nearest(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, rounding: str) -> torch.Tensor:
+        """The index ``i + levels * j`` that ``rounding`` finds, int32 of the shape of ``x``.
+
+        scalar: the nearest magnitudes. local2x2: the best of the magnitudes on either side.
+        local3x3: the best of the nearest magnitudes and their neighbours. full: the best of all.
+        """
+        if rounding == "full":
+            return self._full_search(x, y, z)
+        if rounding == "local3x3" and self.levels**2 <= _LARGEST_GRID_CODEBOOK:
+            return self._grid_search(x, y, z)
+        return self.local_search(x, y, z, rounding)
+
+    def projection(self, index: torch.Tensor, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """The scalar product of each direction with codeword ``index``."""
+        flat = index.reshape(-1)
+        nx, ny, nz = (axis.index_select(0, flat).view(index.shape) for axis in self._directions)
+        return nx.mul_(x).addcmul_(ny, y).addcmul_(nz, z)
+
+    def local_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, rounding: str) -> torch.Tensor:
+        """The search as OCTOPUS Algorithm 1 writes it, for every rounding but full; see ``nearest``."""
+        xi, eta = octahedral_coordinates(x, y, z)
+        columns, rows = self._candidates(xi, rounding), self._candidates(eta, rounding)
+        best = torch.add(columns[0], rows[0], alpha=self.levels)
+        product = self.projection(best, x, y, z)
+        for row in rows:
+            for column in columns:
+                index = torch.add(column, row, alpha=self.levels)
+                candidate = self.projection(index, x, y, z)
+                best = torch.where(candidate > product, index, best)
+                product = torch.maximum(product, candidate)
+        return best
+
+    def _candidates(self, coordinate: torch.Tensor, rounding: str) -> list[torch.Tensor]:
+        seed = nearest_level(coordinate, self._bounds).to(torch.int32)
+        if rounding == "scalar":
+            return [seed]
+        if rounding == "local2x2":
+            other_side = (coordinate - self._magnitudes[seed]).sign_().to(torch.int32)
+            return [seed, (seed + other_side).clamp_(0, self.levels - 1)]
+        return [seed, (seed - 1).clamp_(min=0), (seed + 1).clamp_(max=self.levels - 1)]
+
+    def _full_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        vectors = torch.stack([x, y, z], -1).reshape(-1, 3)
+        chunks = vectors.split(max(1, _FULL_SEARCH_PRODUCTS // self.levels**2))
+        return torch.cat([(chunk @ self._directions).argmax(-1) for chunk in chunks]).to(torch.int32).view(x.shape)
+
+    def _grid_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """What the local 3x3 search finds, looked up by grid cell and searched for only in the cells that codewords share."""
+        xi, eta = (coordinate.mul_(GRID).clamp_(max=GRID - 1).floor_() for coordinate in octahedral_coordinates(x, y, z))
+        cell = xi.add_(eta, alpha=GRID).to(torch.int32).view(-1)
+        index = self._grid.index_select(0, cell).to(torch.int32)
+        shared = torch.nonzero(index < 0).view(-1)
+        index[shared] = self.local_search(*(axis.view(-1).index_select(0, shared) for axis in (x, y, z)), _SETTLING)
+        return index.view(x.shape)
+
+    @cached_property
+    def _grid(self) -> torch.Tensor:
+        """Int16 ``[GRID * GRID]``: the codeword nearest to every direction of a cell, or -1.
+
+        The codeword of a cell is the one that its four corners agree on, and that settles the cell. The directions nearest
+        to one codeword are an intersection of half-spaces, hence convex; the map from the square is linear on either side
+        of the fold xi + eta = 1, which runs along diagonals of cells; so a cell, or each half of one on the fold, is the
+        cone over its corners. The local searches find the nearest codeword of all (the tests compare them with the full one).
+        """
+        corners = torch.arange(GRID + 1, dtype=torch.float32, device=self._device) / GRID
+        eta, xi = torch.meshgrid(corners, corners, indexing="ij")
+        z = 1 - xi - eta
+        nearest = self.local_search(torch.where(z < 0, 1 - eta, xi), torch.where(z < 0, 1 - xi, eta), z, _SETTLING)
+        first = nearest[:-1, :-1]
+        agreed = (first == nearest[:-1, 1:]) & (first == nearest[1:, :-1]) & (first == nearest[1:, 1:])
+        return torch.where(agreed, first, -1).to(torch.int16).view(-1)

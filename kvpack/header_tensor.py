@@ -1,0 +1,170 @@
+"""The tensor ``kvpack.header``: a Header as canonical msgpack (spec/container.md, msgpack profile)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from .checks import check_integer, check_keys, check_sequence, check_string, check_type
+from .formats import codec_class
+from .formats.errors import InvalidHeader, InvalidParameter, LimitExceeded, UnsupportedVersion
+from .header import FORMAT, Header, LayerEntry, SideEntry, TensorEntry, check_required, within
+from .limits import (
+    MAX_BINARY_BYTES,
+    MAX_CODECS,
+    MAX_HEADER_BYTES,
+    MAX_LAYERS,
+    MAX_NAMES,
+    MAX_RUNS,
+    MAX_STRING_BYTES,
+    MAX_TENSORS,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .formats.base import Codec
+
+_TOP_KEYS = ("format", "required", "ignorable", "model", "recipe", "start", "codecs", "layers", "tensors")
+_SIDE_KEYS = tuple(field.name for field in dataclasses.fields(SideEntry))
+_TENSOR_KEYS = tuple(field.name for field in dataclasses.fields(TensorEntry))
+_BYTES_PER_CONTAINER = 16
+"""In a valid header an array or a map comes with at least this many bytes, the top keys aside."""
+
+
+def pack_header(header: Header) -> bytes:
+    """The bytes of the header tensor. Raises LimitExceeded when they are more than the format allows."""
+    data: bytes = msgpack.packb(
+        {
+            "format": FORMAT,
+            "required": list(header.required),
+            "ignorable": dict(sorted(header.ignorable.items())),
+            "model": dict(sorted(header.model.items())),
+            "recipe": header.recipe,
+            "start": header.start,
+            "codecs": [codec.params() for codec in header.codecs],
+            "layers": [{"k": _packed_side(layer.k), "v": _packed_side(layer.v)} for layer in header.layers],
+            "tensors": [[t.name, t.dtype, t.shape, t.filter, t.stored_bytes, t.digest] for t in header.tensors],
+        }
+    )
+    _check_size(data)
+    return data
+
+
+def parse_header(data: bytes) -> Header:
+    """The Header that ``pack_header`` makes ``data`` of, and no other bytes.
+
+    Raises UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded, which name the place.
+    """
+    top = _unpacked(data)
+    check_type("kvpack.header", top, dict)
+    version = top.get("format")
+    if type(version) is int and version > FORMAT:
+        raise UnsupportedVersion(newer(version))
+    check_integer("format", version, FORMAT, FORMAT)
+    check_sequence("required", top.get("required"), list, MAX_NAMES)
+    check_required(tuple(top["required"]))
+    check_keys("kvpack.header", top, _TOP_KEYS)
+    check_sequence("codecs", top["codecs"], list, MAX_CODECS)
+    check_sequence("layers", top["layers"], list, MAX_LAYERS)
+    check_sequence("tensors", top["tensors"], list, MAX_TENSORS)
+    header = Header(
+        required=tuple(top["required"]),
+        ignorable=top["ignorable"],
+        model=top["model"],
+        recipe=top["recipe"],
+        start=top["start"],
+        codecs=tuple(_codec(f"codecs[{number}]", params) for number, params in enumerate(top["codecs"])),
+        layers=tuple(_layer(f"layers[{number}]", layer) for number, layer in enumerate(top["layers"])),
+        tensors=tuple(_tensor(number, row) for number, row in enumerate(top["tensors"])),
+    )
+    if pack_header(header) != data:
+        raise InvalidHeader("kvpack.header is not canonical msgpack: its values, written again, give other bytes")
+    return header
+
+
+def newer(version: int) -> str:
+    """The message for a file of a later major number."""
+    return f"written by a newer kvpack: format {version}, this one reads {FORMAT}"
+
+
+def _packed_side(side: SideEntry | None) -> dict[str, Any] | None:
+    return None if side is None else {name: getattr(side, name) for name in _SIDE_KEYS}
+
+
+def _unpacked(data: bytes) -> Any:
+    _check_size(data)
+    count = _counter(len(data) // _BYTES_PER_CONTAINER + len(_TOP_KEYS))
+    try:
+        return msgpack.unpackb(
+            data,
+            max_str_len=MAX_STRING_BYTES,
+            max_bin_len=MAX_BINARY_BYTES,
+            max_array_len=MAX_TENSORS,
+            max_map_len=MAX_NAMES,
+            max_ext_len=0,
+            list_hook=count,
+            object_hook=count,
+        )
+    except (ValueError, msgpack.UnpackException) as error:
+        raise InvalidHeader(f"kvpack.header is not msgpack within the format's limits: {str(error) or type(error).__name__}") from None
+
+
+def _counter(limit: int) -> Callable[[Any], Any]:
+    """A hook that refuses more arrays and maps than ``limit``: one byte of msgpack can become seventy of memory."""
+    left = limit
+
+    def count(container: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise LimitExceeded(f"kvpack.header has more than {limit} arrays and maps, its length allows no more")
+        return container
+
+    return count
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MAX_HEADER_BYTES:
+        raise LimitExceeded(f"kvpack.header has {len(data)} bytes, allowed are at most {MAX_HEADER_BYTES}")
+
+
+def _codec(where: str, params: Any) -> Codec:
+    check_type(where, params, dict)
+    for name in params:
+        check_string(f"a key of {where}", name)
+    check_string(f"{where}.id", params.get("id"))
+    try:
+        return codec_class(params["id"]).from_params({name: value for name, value in params.items() if name != "id"})
+    except InvalidParameter as error:
+        raise InvalidHeader(f"{where}: {error}") from None
+
+
+def _layer(where: str, layer: Any) -> LayerEntry:
+    check_keys(where, layer, ("k", "v"))
+    sides = {name: None if side is None else _side(f"{where}.{name}", side) for name, side in layer.items()}
+    try:
+        return LayerEntry(**sides)
+    except InvalidHeader as error:
+        raise within(where, error) from None
+
+
+def _side(where: str, side: Any) -> SideEntry:
+    check_keys(where, side, _SIDE_KEYS)
+    try:
+        check_sequence("runs", side["runs"], list, MAX_RUNS)
+        return SideEntry(**{**side, "runs": tuple(side["runs"])})
+    except (InvalidHeader, LimitExceeded) as error:
+        raise within(where, error) from None
+
+
+def _tensor(number: int, row: Any) -> TensorEntry:
+    if type(row) is not list or len(row) != len(_TENSOR_KEYS) or type(row[2]) is not list:
+        raise InvalidHeader(f"tensors[{number}] is {row!r:.200}, expected [{', '.join(_TENSOR_KEYS)}]")
+    name, dtype, shape, chosen, stored_bytes, digest = row
+    try:
+        return TensorEntry(name, dtype, tuple(shape), chosen, stored_bytes, digest)
+    except (InvalidHeader, LimitExceeded) as error:
+        raise within(f"tensors[{number}]", error) from None

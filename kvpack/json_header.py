@@ -1,0 +1,151 @@
+"""The front of a kvpack file: length and JSON header, a function of ``kvpack.header`` (spec/container.md, JSON header).
+
+A reader never parses the JSON. It takes the place of ``kvpack.header`` from the fixed beginning and, once that tensor's
+digest agrees, writes the whole front again and compares.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import xxhash
+
+from .formats.errors import DigestMismatch, InvalidHeader, LimitExceeded, NotKvpack, Truncated, UnsupportedVersion
+from .header import FORMAT, Header
+from .header_tensor import newer, pack_header, parse_header
+from .limits import MAX_FILE_BYTES, MAX_JSON_BYTES
+
+DATA_ALIGNMENT = 4096
+"""The data section starts at a multiple of this in the file."""
+TENSOR_ALIGNMENT = 64
+"""Every payload tensor starts at a multiple of this in the data section."""
+LENGTH_BYTES = 8
+
+_PREFIX = b'{"__metadata__":{"format":"kvpack","kvpack":"'
+_VERSION = re.compile(re.escape(_PREFIX) + rb"([1-9][0-9]{0,8})[ \"]")
+_HEADER_TENSOR = re.compile(
+    re.escape(_PREFIX) + rb'1 ([0-9a-f]{32})"},"kvpack\.header":\{"dtype":"U8","shape":\[([1-9][0-9]{0,8})\],"data_offsets":\[0,\2\]\}'
+)
+_BEGINNING_BYTES = 256
+"""More than the JSON header up to and with the entry of kvpack.header can take."""
+_OTHERS = {
+    b"GGUF": "a GGUF file",
+    b"PK\x03\x04": "a zip archive, such as a PyTorch checkpoint",
+    b"\x80\x02": "a pickle",
+    b"\x93NUMPY": "a NumPy array",
+    b"PAR1": "a Parquet file",
+    b"\x28\xb5\x2f\xfd": "a zstd frame",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a payload tensor is in the data section: the pad before it from ``pad``, itself from ``begin`` to ``end``."""
+
+    pad: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Front:
+    """What precedes the payload: ``text`` up to the data section, ``tensor`` (kvpack.header), and where the payload goes."""
+
+    text: bytes
+    tensor: bytes
+    places: dict[str, Place]
+
+    @property
+    def file_bytes(self) -> int:
+        return len(self.text) + max((place.end for place in self.places.values()), default=len(self.tensor))
+
+
+def make_front(header: Header) -> Front:
+    """The front of the file that holds ``header``. Raises LimitExceeded."""
+    tensor = pack_header(header)
+    digest = xxhash.xxh3_128_hexdigest(tensor)
+    rows = [
+        f'"__metadata__":{{"format":"kvpack","kvpack":"{FORMAT} {digest}"}}',
+        _row("kvpack.header", "U8", (len(tensor),), 0, len(tensor)),
+    ]
+    places = {}
+    pads, end = 0, len(tensor)
+    for entry in header.tensors:
+        pad, begin = end, end + -end % TENSOR_ALIGNMENT
+        if begin > pad:
+            rows.append(_row(f"kvpack.pad.{pads}", "U8", (begin - pad,), pad, begin))
+            pads += 1
+        end = begin + entry.stored_bytes
+        dtype, shape = (entry.dtype, entry.shape) if entry.filter == "none" else ("U8", (entry.stored_bytes,))
+        rows.append(_row(entry.name, dtype, shape, begin, end))
+        places[entry.name] = Place(pad, begin, end)
+    json = ("{" + ",".join(rows) + "}").encode()
+    json += b" " * (-(LENGTH_BYTES + len(json)) % DATA_ALIGNMENT)
+    if len(json) > MAX_JSON_BYTES:
+        raise LimitExceeded(f"the JSON header has {len(json)} bytes, allowed are at most {MAX_JSON_BYTES}")
+    front = Front(len(json).to_bytes(LENGTH_BYTES, "little") + json, tensor, places)
+    if front.file_bytes > MAX_FILE_BYTES:
+        raise LimitExceeded(f"the file has {front.file_bytes} bytes, allowed are at most {MAX_FILE_BYTES}")
+    return front
+
+
+def read_front(view: memoryview) -> tuple[Header, Front]:
+    """The header of the file ``view`` and its front, every byte of it checked, and the length of the file.
+
+    Raises NotKvpack, UnsupportedVersion, UnknownCodec, Truncated, DigestMismatch, InvalidHeader and LimitExceeded.
+    """
+    size = len(view)
+    length = int.from_bytes(view[:LENGTH_BYTES], "little")
+    beginning = bytes(view[LENGTH_BYTES : LENGTH_BYTES + _BEGINNING_BYTES])
+    if not beginning.startswith(_PREFIX):
+        raise NotKvpack(_not_kvpack(view, length))
+    version = _VERSION.match(beginning)
+    if version and int(version[1]) > FORMAT:
+        raise UnsupportedVersion(newer(int(version[1])))
+    if length > MAX_JSON_BYTES:
+        raise LimitExceeded(f"the JSON header has {length} bytes, allowed are at most {MAX_JSON_BYTES}")
+    start = LENGTH_BYTES + length
+    if start > size:
+        raise Truncated(f"has {size} bytes, its JSON header ends at {start}")
+    if start % DATA_ALIGNMENT:
+        raise InvalidHeader(f"the JSON header ends at byte {start}, expected a multiple of {DATA_ALIGNMENT}")
+    entry = _HEADER_TENSOR.match(beginning)
+    if not entry:
+        raise InvalidHeader("the JSON header does not begin with the metadata of format 1 and the entry of kvpack.header")
+    end = start + int(entry[2])
+    if end > size:
+        raise Truncated(f"has {size} bytes, kvpack.header ends at {end}")
+    tensor = bytes(view[start:end])
+    check_digest("kvpack.header", tensor, bytes.fromhex(entry[1].decode()))
+    header = parse_header(tensor)
+    front = make_front(header)
+    found = bytes(view[: len(front.text)])
+    if found != front.text:
+        at = next(i for i, (a, b) in enumerate(zip(found, front.text, strict=False)) if a != b)
+        raise InvalidHeader(f"the JSON header differs at byte {at} of the file from the one that kvpack.header gives")
+    if size != front.file_bytes:
+        raise Truncated(f"has {size} bytes, its header gives {front.file_bytes}")
+    return header, front
+
+
+def check_digest(name: str, stored: bytes | memoryview, expected: bytes) -> None:
+    """Raise DigestMismatch unless ``expected`` is the XXH3-128 of the ``stored`` bytes of tensor ``name``."""
+    found = xxhash.xxh3_128_digest(stored)
+    if found != expected:
+        raise DigestMismatch(f"{name}: damaged: its {len(stored)} bytes have the digest {found.hex()}, expected {expected.hex()}")
+
+
+def _row(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) -> str:
+    return f'"{name}":{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":[{begin},{end}]}}'
+
+
+def _not_kvpack(view: memoryview, length: int) -> str:
+    if len(view) < LENGTH_BYTES:
+        return f"is {f'only {len(view)} bytes long' if len(view) else 'empty'}, not a kvpack file"
+    if bytes(view[LENGTH_BYTES : LENGTH_BYTES + 1]) == b"{" and LENGTH_BYTES + length <= len(view):
+        return 'is another safetensors file, not a kvpack file: its metadata does not begin with "format":"kvpack"'
+    for magic, name in _OTHERS.items():
+        if view[: len(magic)] == magic:
+            return f"is {name}, not a kvpack file"
+    return f"is not a kvpack file: bytes 8 to {LENGTH_BYTES + len(_PREFIX) - 1} are not {_PREFIX.decode()}"

@@ -1,0 +1,208 @@
+"""kvpack bench io: encode, save, load and unpack on one KV cache, beside safetensors and a memory copy, in one run.
+
+Every speed is GB/s of the dense bf16 cache, whatever the bytes stored. Files are read from the page cache.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import kvpack
+from kvpack.demo import BOS, demo_text, model_folder, transformers_library
+from kvpack.formats.errors import InvalidParameter, MissingFile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvpack.encoding import Progress
+
+RECIPES = ("bf16", "kivi-2", "octopus-3", "hqmq-s24-r3", "turboangle-k8v4")
+DEFAULT_TOKENS = 4096
+
+_SYNTHETIC = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A KV cache to measure on: (k, v) a layer in bf16, and what it is."""
+
+    label: str
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by their names in a dense file."""
+        return {f"{number}.{side}": x for number, pair in enumerate(self.pairs) for side, x in zip("kv", pair, strict=True)}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.tensors.values())
+
+
+def source(model: str | None, text: str | None, tokens: int | None, synthetic: str | None) -> Source:
+    """The KV cache that the options of ``kvpack bench io`` ask for.
+
+    Raises InvalidParameter for a wrong shape or more tokens than the text has, MissingFile for a text that cannot be read.
+    """
+    if synthetic is not None:
+        return _synthetic(synthetic)
+    try:
+        data = demo_text() if text is None else Path(text).read_bytes()
+    except OSError as error:
+        raise MissingFile(f"{text}: could not be opened: {error.strerror}") from None
+    with model_folder(model) as folder:
+        return _prefilled(folder, text or "the demo's text", data, tokens)
+
+
+def _synthetic(words: str) -> Source:
+    match = _SYNTHETIC.fullmatch(words)
+    if match is None:
+        raise InvalidParameter(f"--synthetic is {words!r}, expected layers x batch x heads x tokens x dim, such as 8x1x8x4096x128")
+    layers, *shape = map(int, match.groups())
+    generator = torch.Generator().manual_seed(0)
+    pairs = [(_gaussian(shape, generator), _gaussian(shape, generator)) for _ in range(layers)]
+    return Source(f"Gaussian values, layers x batch x heads x tokens x dim = {words}", pairs)
+
+
+def _gaussian(shape: list[int], generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+
+def _prefilled(folder: Path, text: str, data: bytes, tokens: int | None) -> Source:
+    transformers = transformers_library()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        ids = transformers.AutoTokenizer.from_pretrained(folder)(data.decode(errors="replace"))["input_ids"]
+    else:
+        ids = [BOS, *data]
+    count = min(DEFAULT_TOKENS, len(ids)) if tokens is None else tokens
+    if not 1 <= count <= len(ids):
+        raise InvalidParameter(f"--tokens is {count}, {text} has {len(ids)}")
+    cache = transformers.DynamicCache()
+    with torch.inference_mode():
+        model.base_model(torch.tensor([ids[:count]]), past_key_values=cache)
+    pairs = [(layer.keys.to(torch.bfloat16), layer.values.to(torch.bfloat16)) for layer in cache.layers]
+    return Source(f"{folder.name}, {count:,} tokens of {text}", pairs)
+
+
+@dataclass
+class _Clock:
+    """Medians of several runs, and the count of them for the progress bar."""
+
+    repeats: int
+    total: int
+    progress: Progress | None
+    done: int = 0
+
+    def median(self, run: Callable[[], object]) -> float:
+        """Seconds that ``run`` takes: the median after one run that is not counted."""
+        run()
+        seconds = []
+        for _ in range(self.repeats):
+            started = time.perf_counter()
+            result = run()
+            seconds.append(time.perf_counter() - started)
+            # Freed outside the timing, before the next run allocates.
+            del result
+        self.done += 1
+        if self.progress:
+            self.progress(self.done, self.total)
+        return statistics.median(seconds)
+
+
+def run(
+    cache: Source, recipes: Sequence[str], *, repeats: int = 7, folder: str | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Measure everything on ``cache`` and return JSON values: one row an operation.
+
+    A row's ``of_memory_copy`` and ``of_safetensors`` are ratios of speeds (above 1 is faster). Raises InvalidParameter.
+    """
+    if repeats < 1:
+        raise InvalidParameter(f"--repeats is {repeats}, allowed are integers from 1")
+    clock = _Clock(repeats, 4 + 4 * len(recipes), progress)
+    with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as temporary:
+        rows = _peers(cache, clock, os.path.join(temporary, "dense.safetensors"))
+        copy, saved, _, loaded = (row["seconds"] for row in rows)
+        for recipe in recipes:
+            rows += _recipe(cache, recipe, clock, os.path.join(temporary, "packed.kvpack"))
+    peers = {"save": saved, "load": loaded, "save_file": saved, "load_file, then read": loaded}
+    for row in rows:
+        row["gb_per_s"] = cache.nbytes / row["seconds"] / 1e9
+        row["of_memory_copy"] = copy / row["seconds"]
+        row["of_safetensors"] = peers[row["operation"]] / row["seconds"] if row["operation"] in peers else None
+    return {"source": cache.label, "bf16_bytes": cache.nbytes, "repeats": repeats, "threads": torch.get_num_threads(), "rows": rows}
+
+
+def _peers(cache: Source, clock: _Clock, path: str) -> list[dict[str, Any]]:
+    tensors = cache.tensors
+    dense = torch.cat([x.flatten() for x in tensors.values()])
+    destination = torch.empty_like(dense)
+    copy = clock.median(lambda: destination.copy_(dense))
+    saved = clock.median(lambda: save_file(tensors, path))
+    size = os.path.getsize(path)
+    mapped = clock.median(lambda: load_file(path))
+    read = clock.median(lambda: [x.view(torch.int32).sum() for x in load_file(path).values()])
+    bits = 8 * size / dense.numel()
+    with open(path, "rb") as file:
+        header = 8 + int.from_bytes(file.read(8), "little")
+    return [
+        _row("memory copy", "copy", copy, dense.nbytes, 16.0),
+        _row("safetensors", "save_file", saved, size, bits),
+        _row("safetensors", "load_file", mapped, header, bits),
+        _row("safetensors", "load_file, then read", read, size, bits),
+    ]
+
+
+def _recipe(cache: Source, recipe: str, clock: _Clock, path: str) -> list[dict[str, Any]]:
+    encode = clock.median(lambda: kvpack.pack(cache.pairs, recipe))
+    packed = kvpack.pack(cache.pairs, recipe)
+    save = clock.median(lambda: kvpack.save(packed, path))
+    size, bits = packed.nbytes, packed.bits_per_value
+    load = clock.median(lambda: kvpack.load(path))
+    loaded = kvpack.load(path)
+    unpack = clock.median(lambda: [layer.unpack(torch.bfloat16) for layer in loaded])
+    return [
+        _row(recipe, "encode", encode, cache.nbytes, bits),
+        _row(recipe, "save", save, size, bits),
+        _row(recipe, "load", load, size, bits),
+        _row(recipe, "unpack", unpack, cache.nbytes, bits),
+    ]
+
+
+def _row(name: str, operation: str, seconds: float, touched: int, bits: float) -> dict[str, Any]:
+    return {"name": name, "operation": operation, "seconds": seconds, "bytes_touched": touched, "bits_per_value": bits}
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print one table and what its columns mean."""
+    from kvpack.commands.output import bytes_text, print_table
+
+    columns = ["what", "operation", "bits a value", "bytes touched", "ms", "GB/s of bf16", "x memory copy", "x safetensors"]
+    rows = [
+        [
+            row["name"],
+            row["operation"],
+            f"{row['bits_per_value']:.2f}",
+            bytes_text(row["bytes_touched"]),
+            f"{1000 * row['seconds']:.2f}",
+            f"{row['gb_per_s']:.2f}",
+            f"{row['of_memory_copy']:.3f}",
+            "" if row["of_safetensors"] is None else f"{row['of_safetensors']:.2f}",
+        ]
+        for row in report["rows"]
+    ]
+    title = f"{report['source']}: {report['bf16_bytes']:,} bytes in bf16, {report['threads']} threads, median of {report['repeats']}"
+    print_table(title, columns, rows, left=2)
+    print("GB/s count the bf16 cache's bytes in every row; files are in the page cache, and no save waits for the disk.")
+    print("safetensors' load_file maps the file and touches its header only; kvpack's load checks every byte.")
+    print("x safetensors compares save with save_file, and load with load_file followed by one read of every byte.")

@@ -1,0 +1,53 @@
+"""kvpack convert: a file in another recipe."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .output import add_json, print_json, progress
+
+if TYPE_CHECKING:
+    import argparse
+
+    from kvpack import Cache
+
+
+def add(commands: Any) -> None:
+    """Add ``convert`` to the command line."""
+    parser = commands.add_parser("convert", help="write a file in another recipe", description="Decode a kvpack file and encode it again.")
+    parser.add_argument("input", metavar="IN")
+    parser.add_argument("output", metavar="OUT")
+    parser.add_argument("recipe", metavar="RECIPE", help="a preset such as octopus-3, or a recipe string")
+    add_writing(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def add_writing(parser: argparse.ArgumentParser) -> None:
+    """The options of every command that writes a kvpack file."""
+    parser.add_argument("--compress", action="store_true", help="store tensors as zstd frames where that saves 3 %% or more")
+    parser.add_argument("--durable", action="store_true", help="return only when the file is on the disk")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Load, convert and save."""
+    import kvpack
+
+    cache = kvpack.load(arguments.input)
+    with progress("encode", arguments) as callback:
+        converted = cache.convert(arguments.recipe, progress=callback)
+    save(converted, arguments)
+    return 0
+
+
+def save(cache: Cache, arguments: argparse.Namespace) -> None:
+    """Write ``cache`` to ``arguments.output`` and report its size."""
+    import kvpack
+
+    with progress("write", arguments) as callback:
+        size = kvpack.save(cache, arguments.output, compress=arguments.compress, durable=arguments.durable, progress=callback)
+    bits = 8 * size / cache.values if cache.values else 0.0
+    if arguments.json:
+        print_json({"file": arguments.output, "bytes": size, "values": cache.values, "bits_per_value": bits, "recipe": cache.recipe})
+    else:
+        print(f"{arguments.output}: {size:,} bytes, {bits:.2f} bits a value")

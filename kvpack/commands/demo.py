@@ -1,0 +1,37 @@
+"""kvpack demo: a real model over packed files, one process writing and others reading."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .output import add_json, print_json, progress
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add(commands: Any) -> None:
+    """Add ``demo`` to the command line."""
+    parser = commands.add_parser(
+        "demo",
+        help="run a small model over packed files",
+        description="Pack a small model's KV cache in several recipes, and continue from each file in another process.",
+    )
+    parser.add_argument("--out", metavar="DIR", help="keep the files here (default: a temporary folder)")
+    parser.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to show; may be repeated (default: one a family)")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demo and print its table."""
+    from kvpack import demo
+
+    recipes = arguments.recipe or list(demo.RECIPES)
+    with progress("demo", arguments) as callback:
+        report = demo.run(recipes, arguments.out, progress=callback)
+    if arguments.json:
+        print_json(report)
+    else:
+        demo.show(report)
+    return 0

@@ -1,0 +1,141 @@
+"""kvpack unpack and kvpack pack: kvpack files to and from safetensors files of dense keys and values.
+
+A dense file holds the tensors ``{layer}.k`` and ``{layer}.v``, ``[batch, kv_head, token, dim]``, layers from 0.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from kvpack.formats.errors import InvalidParameter, MissingFile
+
+from .convert import add_writing, save
+from .output import add_json, print_json, progress
+
+if TYPE_CHECKING:
+    import argparse
+
+    import torch
+
+    from kvpack import Cache
+    from kvpack.encoding import Progress
+
+DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+"""safetensors names of the dtypes that ``unpack`` writes."""
+
+_NAME = re.compile(r"(0|[1-9][0-9]*)\.([kv])", re.ASCII)
+
+
+def add(commands: Any) -> None:
+    """Add ``unpack`` and ``pack`` to the command line."""
+    parser = commands.add_parser("unpack", help="decode to a safetensors file", description="Write dense K and V to a safetensors file.")
+    parser.add_argument("input", metavar="FILE")
+    parser.add_argument("output", metavar="OUT.safetensors")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="of the tensors written (default: bf16)")
+    add_json(parser)
+    parser.set_defaults(run=unpack)
+    parser = commands.add_parser("pack", help="encode a safetensors file", description="Encode the dense K and V of a safetensors file.")
+    parser.add_argument("input", metavar="IN.safetensors")
+    parser.add_argument("output", metavar="OUT")
+    parser.add_argument("--recipe", required=True, help="a preset such as octopus-3, or a recipe string")
+    add_writing(parser)
+    add_json(parser)
+    parser.set_defaults(run=pack)
+
+
+def unpack(arguments: argparse.Namespace) -> int:
+    """Decode every layer and write the dense file."""
+    import kvpack
+    from kvpack.atomic import write_file
+
+    cache = kvpack.load(arguments.input)
+    with progress("decode", arguments) as callback:
+        tensors = _dense(cache, arguments.dtype, callback)
+    with progress("write", arguments) as callback:
+        size = write_file(arguments.output, _safetensors(tensors, arguments.dtype, cache), progress=callback)
+    if arguments.json:
+        print_json({"file": arguments.output, "bytes": size, "dtype": arguments.dtype, "layers": len(cache), "tokens": cache.tokens})
+    else:
+        print(f"{arguments.output}: {size:,} bytes")
+    return 0
+
+
+def pack(arguments: argparse.Namespace) -> int:
+    """Read the dense file and write a kvpack file; position and model identity come along where ``unpack`` noted them."""
+    import kvpack
+
+    pairs, model, start = _read_dense(arguments.input)
+    with progress("encode", arguments) as callback:
+        cache = kvpack.pack(pairs, arguments.recipe, model=model, start=start, progress=callback)
+    save(cache, arguments)
+    return 0
+
+
+def _dense(cache: Cache, dtype: str, callback: Progress | None) -> dict[str, torch.Tensor]:
+    from kvpack.encoding import RAW_DTYPES
+
+    tensors = {}
+    for number, layer in enumerate(cache):
+        tensors.update({f"{number}.{name}": side.unpack(RAW_DTYPES[dtype]) for name, side in layer.sides.items()})
+        if callback:
+            callback(number + 1, len(cache))
+    return tensors
+
+
+def _safetensors(tensors: dict[str, torch.Tensor], dtype: str, cache: Cache) -> list[memoryview]:
+    """The dense file as pieces that share the tensors' memory: safetensors' own writer would hold a second copy."""
+    import torch
+
+    note = {"start": cache.start, "model": dict(cache.model)}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "kvpack.unpacked": json.dumps(note)}}
+    end, pieces = 0, []
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        pieces.append(memoryview(tensor.flatten().view(torch.uint8).numpy()))
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return [memoryview(len(text).to_bytes(8, "little") + text), *pieces]
+
+
+def _read_dense(path: str) -> tuple[list[tuple[torch.Tensor | None, torch.Tensor | None]], dict[str, str], int]:
+    """The (k, v) of every layer, the model's identity and the first position.
+
+    Raises MissingFile, or InvalidParameter when the file is no safetensors file or its names are not those of a dense cache.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            names, metadata = list(file.keys()), file.metadata() or {}
+            _check_names(path, names)
+            tensors = {name: file.get_tensor(name) for name in names}
+    except OSError as error:
+        raise MissingFile(f"{path}: could not be opened: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise InvalidParameter(f"{path}: is not a safetensors file: {error}") from None
+    layers = 1 + max(int(name.partition(".")[0]) for name in names)
+    note = _note(path, metadata.get("kvpack.unpacked", '{"start": 0, "model": {}}'))
+    return [(tensors.get(f"{n}.k"), tensors.get(f"{n}.v")) for n in range(layers)], note["model"], note["start"]
+
+
+def _check_names(path: str, names: list[str]) -> None:
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise InvalidParameter(f"{path}: the tensor {name!r} is not named {{layer}}.k or {{layer}}.v, such as 0.k")
+    layers = {int(name.partition(".")[0]) for name in names}
+    if layers != set(range(len(layers))) or not layers:
+        raise InvalidParameter(f"{path}: has the layers {sorted(layers)[:8]}, expected all from 0 to the last")
+
+
+def _note(path: str, text: str) -> dict[str, Any]:
+    try:
+        note = json.loads(text)
+    except ValueError:
+        note = None
+    match note:
+        case {"start": int(), "model": {**model}} if all(isinstance(word, str) for word in model.values()):
+            return dict(note)
+    raise InvalidParameter(f'{path}: its metadata kvpack.unpacked is {text!r:.200}, expected {{"start": integer, "model": {{name: text}}}}')

@@ -1,0 +1,140 @@
+"""kvpack inspect: what a file holds, from its checked header alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from .output import add_json, bytes_text, print_json, print_table, printable
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+    from kvpack.container import File
+    from kvpack.formats.base import Codec
+    from kvpack.header import SideEntry
+
+
+def add(commands: Any) -> None:
+    """Add ``inspect`` to the command line."""
+    what = "Show layers, codecs, bits, bytes by stream, model and token range of a kvpack file."
+    parser = commands.add_parser("inspect", help="show what a file holds", description=what)
+    parser.add_argument("file", metavar="FILE")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the summary of one file."""
+    from kvpack.container import open_file
+
+    with open_file(arguments.file) as file:
+        summary = summarize(file)
+    if arguments.json:
+        print_json(summary)
+    else:
+        _print(summary)
+    return 0
+
+
+def summarize(file: File) -> dict[str, Any]:
+    """Everything that the header says, as JSON values (bytes stay bytes)."""
+    from kvpack.header import FORMAT
+
+    header = file.header
+    stored: Counter[tuple[int, str]] = Counter()
+    streams: Counter[str] = Counter()
+    for tensor in header.tensors:
+        number, name, stream = tensor.name.split(".", 2)
+        stored[int(number), name] += tensor.stored_bytes
+        streams[f"{name}.{stream}"] += tensor.stored_bytes
+    layers = [
+        {name: _side(header.codecs[side.codec], side, stored[number, name]) for name, side in layer.sides()}
+        for number, layer in enumerate(header.layers)
+    ]
+    sides = [side for layer in layers for side in layer.values()]
+    values = sum(side["values"] for side in sides)
+    payload = sum(streams.values())
+    return {
+        "file": file.where,
+        "format": FORMAT,
+        "bytes": file.size,
+        "values": values,
+        "bits_per_value": 8 * file.size / values if values else 0.0,
+        "nominal_bits": sum(side["nominal_bits"] * side["values"] for side in sides) / values if values else 0.0,
+        "recipe": header.recipe,
+        "model": dict(header.model),
+        "start": header.start,
+        "stop": header.start + max((side["tokens"] for side in sides), default=0),
+        "codecs": [codec.params() for codec in header.codecs],
+        "layers": layers,
+        "streams": {**streams, "header and padding": file.size - payload},
+        "tensors": [
+            {"name": t.name, "dtype": t.dtype, "shape": t.shape, "filter": t.filter, "stored_bytes": t.stored_bytes, "xxh3_128": t.digest}
+            for t in header.tensors
+        ],
+    }
+
+
+def _side(codec: Codec, side: SideEntry, stored: int) -> dict[str, Any]:
+    values = side.batch * side.heads * side.tokens * codec.dim
+    return {
+        "codec": side.codec,
+        "batch": side.batch,
+        "heads": side.heads,
+        "tokens": side.tokens,
+        "packed_tokens": side.packed,
+        "tail_tokens": side.tail,
+        "tail_dtype": side.tail_dtype,
+        "window": side.window,
+        "dim": codec.dim,
+        "values": values,
+        "stored_bytes": stored,
+        "bits_per_value": 8 * stored / values if values else 0.0,
+        "nominal_bits": codec.nominal_bits,
+    }
+
+
+def _print(summary: dict[str, Any]) -> None:
+    model = printable(", ".join(f"{name} {value}" for name, value in summary["model"].items())) or "not named"
+    print(f"{summary['file']}: kvpack format {summary['format']}, {summary['bytes']:,} bytes")
+    print(f"{summary['values']:,} values, {summary['bits_per_value']:.3f} bits a value (nominal {summary['nominal_bits']:.3f})")
+    print(f"tokens {summary['start']} to {summary['stop']}, recipe {printable(summary['recipe']) or 'not named'}, model {model}")
+    codecs = [_describe(params) for params in summary["codecs"]]
+    print_table(
+        "layers",
+        ["layers", "side", "codec", "batch", "heads", "tokens", "raw tail", "dim", "bits", "bytes"],
+        (
+            [
+                f"{first}-{last}" if last > first else str(first),
+                name,
+                codecs[side["codec"]],
+                *(str(side[key]) for key in ("batch", "heads", "tokens", "tail_tokens", "dim")),
+                f"{side['bits_per_value']:.3f}",
+                bytes_text(side["stored_bytes"] * (last - first + 1)),
+            ]
+            for first, last, name, side in _alike(summary["layers"])
+        ),
+        left=3,
+    )
+    print_table(
+        "bytes by stream",
+        ["stream", "bytes", "share"],
+        ([name, bytes_text(count), f"{100 * count / summary['bytes']:.1f} %"] for name, count in summary["streams"].items()),
+    )
+
+
+def _alike(layers: list[dict[str, Any]]) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
+    """(first layer, last layer, side name, side) for runs of layers that are the same."""
+    for _, run in groupby(enumerate(layers), key=lambda numbered: numbered[1]):
+        numbered = list(run)
+        for name, side in numbered[0][1].items():
+            yield numbered[0][0], numbered[-1][0], name, side
+
+
+def _describe(params: dict[str, Any]) -> str:
+    """A codec's id and parameters in one line, without its tables, its packing and what is switched off."""
+    named = {name: value for name, value in params.items() if name not in ("id", "dim", "fields", "seed") and not isinstance(value, bytes)}
+    return " ".join([params["id"], *(f"{name}={value}" for name, value in named.items() if value != "none")])

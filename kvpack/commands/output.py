@@ -1,0 +1,62 @@
+"""What commands print: JSON, or tables and progress through rich, which is imported only then."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from kvpack.encoding import Progress
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The option that every command has."""
+    parser.add_argument("--json", action="store_true", help="print one JSON value instead of text")
+
+
+def print_json(value: Any) -> None:
+    """Print ``value``; bytes are written as hexadecimal digits."""
+    print(json.dumps(value, indent=2, default=lambda item: item.hex()))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
+    """Print a table whose first ``left`` columns are text and the others numbers; piped output is as wide as its cells."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(Text(column), justify="left" if number < left else "right", no_wrap=not sys.stdout.isatty())
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console(width=None if sys.stdout.isatty() else 1000).print(table)
+
+
+@contextlib.contextmanager
+def progress(label: str, arguments: argparse.Namespace) -> Iterator[Progress | None]:
+    """A progress bar on standard error as a callback, or None with ``--json`` and where nobody watches."""
+    if arguments.json or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def bytes_text(count: int) -> str:
+    """A byte count with thousands separators."""
+    return f"{count:,}"
+
+
+def printable(text: str) -> str:
+    """Text from a file with every control character written as an escape: a terminal must not obey it."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

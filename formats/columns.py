@@ -221,7 +221,7 @@ class Columns:
         words = [plane.astype(numpy.uint64) for plane in planes]
         if self.column_bytes % 2:
             tail = numpy.concatenate([words[-1] & numpy.uint64(0xFF), words[-1] >> numpy.uint64(8)], -1)
-            _refuse(where, "the unused byte", tail[..., self.width :], 0)
+            _refuse(where, "the unused byte", tail[..., self.width :], 0, self.width)
             words[-1] = tail[..., : self.width]
         column = words[0]
         if not self.binary:
@@ -236,7 +236,7 @@ class Columns:
                     value = column // numpy.uint64(place) % numpy.uint64(base)
                 used = max(self.symbols - k * self.width, 0)
                 _refuse(where, f"symbol of field {k}", value[..., :used], alphabet - 1)
-                _refuse(where, f"unused field {k}", value[..., used:], 0)
+                _refuse(where, f"unused field {k}", value[..., used:], 0, used)
 
     def _check_spare_bits(self, planes: Sequence[numpy.ndarray[Any, Any]], where: str) -> None:
         for number, (plane, allowed) in enumerate(zip(planes, self._allowed_bits, strict=True)):
@@ -283,7 +283,8 @@ def _bits_at(words: Sequence[numpy.ndarray[Any, Any]], position: int) -> numpy.n
     return both >> numpy.uint64(shift)
 
 
-def _refuse(where: str, what: str, values: numpy.ndarray[Any, Any], limit: int) -> None:
+def _refuse(where: str, what: str, values: numpy.ndarray[Any, Any], limit: int, first: int = 0) -> None:
+    """Raise InvalidPayload when a value is above ``limit``; ``values`` begin at column ``first``."""
     if values.size and int(values.max()) > limit:
-        at = numpy.unravel_index(int(values.argmax()), values.shape)
-        raise InvalidPayload(f"{where}: {what} at {[int(i) for i in at]} is {int(values[at])}, above {limit}")
+        *rows, column = (int(i) for i in numpy.unravel_index(int(values.argmax()), values.shape))
+        raise InvalidPayload(f"{where}: {what} at {[*rows, first + column]} is {int(values[*rows, column])}, above {limit}")

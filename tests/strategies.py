@@ -1,0 +1,190 @@
+"""Hypothesis strategies that several tests and the fuzzers share: packings, tensors, and codecs with any options.
+
+A new codec is one more row of ``CASES``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from hypothesis import reject
+from hypothesis import strategies as st
+
+from kvpack.formats import CODECS
+from kvpack.formats.columns import MAX_BASE, MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, Columns, is_power_of_two
+from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.options import Options
+from kvpack.formats.rotation import KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from hypothesis.strategies import DrawFn, SearchStrategy
+
+    from kvpack.formats.base import Codec
+    from kvpack.formats.group import Group
+
+DIMS = (1, 2, 3, 4, 5, 12, 16, 20, 28, 40, 63, 64, 80, 96, 112, 128, 192, 256)
+
+CONTENTS = ("gaussian", "outliers", "mixed", "constant", "zero", "denormal", "sparse", "ramp", "large")
+
+
+@st.composite
+def packings(draw: DrawFn) -> Columns:
+    """Any packing: one to three digits, bases that are powers of two or not, alphabets at most their bases."""
+    some_base = st.one_of(st.sampled_from([2**b for b in range(1, 17)]), st.integers(2, 40), st.integers(2, MAX_BASE))
+    bases = draw(st.lists(some_base, min_size=1, max_size=3).filter(lambda bases: max_fields(bases) > 0))
+    alphabets = [base - draw(st.integers(0, min(base - 1, 3))) for base in bases]
+    symbols = draw(st.integers(1, 80))
+    return Columns(symbols, tuple(bases), draw(st.integers(1, max_fields(bases))), tuple(alphabets))
+
+
+def max_fields(bases: list[int]) -> int:
+    """The most fields that a column of ``bases`` may have, by the limits of the specification."""
+    limit = 1 << 8 * MAX_COLUMN_BYTES if all(map(is_power_of_two, bases)) else MAX_COLUMN_VALUES
+    return next(f for f in range(200) if math.prod(bases) ** (f + 1) > limit)
+
+
+@st.composite
+def digits(draw: DrawFn, packing: Columns, rows: int = 2) -> list[list[list[int]]]:
+    """For each digit of ``packing``, ``rows`` rows of symbols."""
+    return [
+        draw(st.lists(st.lists(st.integers(0, a - 1), min_size=packing.symbols, max_size=packing.symbols), min_size=rows, max_size=rows))
+        for a in packing.alphabets
+    ]
+
+
+@st.composite
+def tensors(draw: DrawFn, dim: int, max_tokens: int = 70) -> torch.Tensor:
+    """Finite float32 ``[batch, kv_head, token, dim]``: ordinary and degenerate contents, no token as likely as any."""
+    tokens = draw(st.one_of(st.sampled_from([0, 1, 31, 32, 33]), st.integers(0, max_tokens)))
+    shape = (draw(st.integers(1, 2)), draw(st.integers(1, 3)), tokens, dim)
+    return contents(draw(st.sampled_from(CONTENTS)), shape, draw(st.integers(0, 2**32 - 1)))
+
+
+def contents(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """A float32 tensor of one kind of ``CONTENTS``."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    draw = torch.rand(shape, generator=generator)
+    if kind == "outliers":
+        return torch.where(draw < 0.02, x * 100, x)
+    if kind == "mixed":
+        return x * torch.exp2(torch.randint(-30, 10, (*shape[:-1], 1), generator=generator).float())
+    if kind == "constant":
+        return torch.full(shape, float(torch.randn(1, generator=generator)) * 10)
+    if kind == "zero":
+        return torch.where(draw < 0.5, 0.0, -0.0)
+    if kind == "denormal":
+        return x * 2.0**-130
+    if kind == "sparse":
+        return torch.where(draw < 0.1, x, 0.0)
+    if kind == "ramp":
+        return torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) / 16 - 3
+    if kind == "large":
+        return (x * 10.0 ** float(torch.randint(3, 39, (1,), generator=generator))).clamp(-3e38, 3e38)
+    return x
+
+
+@dataclass(frozen=True)
+class Case:
+    """The options a codec is tried with, and what must hold between ``x``, its streams and what they decode to."""
+
+    options: SearchStrategy[dict[str, str]]
+    check: Callable[[Codec, torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor], None]
+
+
+def _integers(low: int, high: int) -> SearchStrategy[str]:
+    return st.integers(low, high).map(str)
+
+
+_ROTATED = {"rotation": st.sampled_from(KINDS), "seed": _integers(0, 2**64 - 1)}
+
+
+def check_raw(codec: Codec, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
+    """The value itself, to half a unit in the last place of the stored type."""
+    precision, smallest = {"bf16": (2.0**-8, 2.0**-134), "fp16": (2.0**-11, 2.0**-25), "fp32": (0.0, 0.0)}[codec.dtype]  # type: ignore[attr-defined]
+    _check_errors(decoded - x, x.abs() * precision + smallest)
+
+
+def check_group(codec: Codec, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
+    """Half a step in the coded frame, plus the rounding that spec/codecs/group.md states."""
+    u = codec.rotation.forward(x)
+    bound = group_error_bound(codec, streams, u)  # type: ignore[arg-type]
+    _check_errors(codec.decode_frame(streams) - u, bound)
+    allowed = bound.double().square().sum(-1).sqrt() + 2.0**-19 * u.double().norm(dim=-1)
+    _check_errors((decoded - x).double().norm(dim=-1), allowed)
+
+
+def group_error_bound(codec: Group, streams: Mapping[str, torch.Tensor], u: torch.Tensor) -> torch.Tensor:
+    """The largest error of every value of ``u``, given the scales that the encoder chose."""
+    tokens, dim = u.shape[2], u.shape[3]
+    axis = 2 if codec.axis == "token" else 3
+    scale = streams["scales"].float()[..., 0].repeat_interleave(codec.size, axis)[:, :, :tokens, :dim]
+    factor = torch.ones(u.shape[0], 1, tokens)
+    if codec.token_scale != "none":
+        factor = streams["token_scale"].float()
+    factor = factor[..., None]
+    # A token whose factor is stored as zero is lost as a whole: its values are below that type's smallest number.
+    scaled = u / torch.where(factor > 0, factor, 1.0)
+    middle = (2**codec.bits - 1) / 2
+    rounding = middle * torch.clamp(scale * 2.0**-11, min=2.0**-25)
+    bound = scale / 2 + rounding + 2.0**-21 * _group_max(codec, scaled.abs())
+    lost = 2.0**-25 * math.sqrt(u.shape[1] * dim) if codec.token_scale == "fp16" else 2.0**-60
+    return torch.where(factor > 0, bound * factor * (1 + 2.0**-20), lost)
+
+
+def _group_max(codec: Group, values: torch.Tensor) -> torch.Tensor:
+    axis = 2 if codec.axis == "token" else 3
+    parts = [part.amax(axis, keepdim=True).expand_as(part) for part in values.split(codec.size, axis)] if values.numel() else [values]
+    return torch.cat(parts, axis)
+
+
+def _check_errors(error: torch.Tensor, allowed: torch.Tensor) -> None:
+    excess = (error.abs() - allowed).amax().item() if error.numel() else 0.0
+    assert excess <= 0, f"an error is {excess:.3g} above its bound"
+
+
+CASES: dict[str, Case] = {
+    "raw": Case(st.fixed_dictionaries({"dtype": st.sampled_from(("bf16", "fp16", "fp32"))}), check_raw),
+    "group": Case(
+        st.fixed_dictionaries(
+            {"b": _integers(1, 8)},
+            optional={
+                "g": st.sampled_from(("16", "32", "64", "128")),
+                "axis": st.sampled_from(("token", "channel")),
+                "token_scale": st.sampled_from(("none", "fp16", "fp32")),
+                **_ROTATED,
+            },
+        ),
+        check_group,
+    ),
+}
+
+
+def create(codec_id: str, dim: int, side: str = "k", **words: str) -> Codec:
+    """The codec that a recipe's words ask for."""
+    return CODECS[codec_id].create(dim, side, Options(codec_id, words))
+
+
+@st.composite
+def codecs(draw: DrawFn, codec_id: str | None = None) -> Codec:
+    """A codec of ``codec_id`` (any, by default) at any head dim that it takes, with any options."""
+    codec_id = codec_id or draw(st.sampled_from(sorted(CODECS)))
+    words = draw(CASES[codec_id].options)
+    dim, side = draw(st.sampled_from(DIMS)), draw(st.sampled_from("kv"))
+    try:
+        return create(codec_id, dim, side, **words)
+    except InvalidParameter:
+        reject()
+
+
+def poisoned(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as a view into a larger buffer whose other bytes are all ones (NaN, the largest code): reading them shows."""
+    larger = torch.full([n + 2 for n in x.shape[:-1]] + [(x.shape[-1] + 2) * x.element_size()], 0xFF, dtype=torch.uint8).view(x.dtype)
+    inner = larger[tuple(slice(1, n + 1) for n in x.shape)]
+    inner.copy_(x)
+    return inner

@@ -1,0 +1,211 @@
+"""quaternion: chunks of four values, a direction of 24 S codewords and a radius (spec/codecs/quaternion.md).
+
+Source: HQMQ Sec. 3, App. B and D.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from math import log2
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, stored_norm
+from .columns import Columns, default_fields, next_power_of_two, row_bytes
+from .errors import InvalidParameter
+from .generator import unit_quaternions
+from .lazy import functional, torch
+from .quaternion_search import UNITS, Search
+from .rotation import KINDS, Rotation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .options import Options
+
+ARRANGEMENTS = ("dense", "direct")
+NORMS = ("fp16", "fp32")
+MAX_SECONDARY = 4096
+MAX_BASE = 1 << 16
+_ROWS_AT_ONCE = 1 << 11
+_LARGEST_EXPONENT = 126
+
+
+@dataclass(frozen=True)
+class Quaternion(Codec):
+    """Four values are radius code * scale / (2^radius_bits - 1) times the product of a Hurwitz unit and a seeded unit quaternion.
+
+    ``secondary`` is S, the number of seeded quaternions; ``norm`` the dtype of the scale, one a token and head.
+    """
+
+    id: ClassVar[str] = "quaternion"
+
+    dim: int
+    secondary: int
+    radius_bits: int
+    arrangement: str
+    norm: str
+    rotation_kind: str
+    seed: int
+    rotation_seed: int
+    fields: Fields
+
+    def __post_init__(self) -> None:
+        check_range(self.id, "dim", self.dim, 1, MAX_DIM)
+        check_range(self.id, "secondary", self.secondary, 1, MAX_SECONDARY)
+        check_range(self.id, "radius_bits", self.radius_bits, 1, 8)
+        check_choice(self.id, "arrangement", self.arrangement, ARRANGEMENTS)
+        check_choice(self.id, "norm", self.norm, NORMS)
+        check_choice(self.id, "rotation_kind", self.rotation_kind, KINDS)
+        check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
+        check_range(self.id, "rotation_seed", self.rotation_seed, 0, 2**64 - 1)
+        bases = _stream_bases(self.dim, self.secondary, self.radius_bits, self.arrangement)
+        check_fields(self.id, self.fields, tuple(bases))
+        self.packings()
+        _ = self.rotation
+
+    @classmethod
+    def create(cls, dim: int, side: str, options: Options) -> Self:
+        secondary = options.integer("s", None, 1, MAX_SECONDARY)
+        radius_bits = options.integer("r", None, 1, 8)
+        arrangement = options.choice("arrangement", "dense", ARRANGEMENTS)
+        norm = options.choice("norm", "fp16", NORMS)
+        rotation = options.choice("rotation", "none", KINDS)
+        seed = options.integer("seed", 0, 0, 2**64 - 1)
+        rotation_seed = options.integer("rotation_seed", 0, 0, 2**64 - 1)
+        options.finish()
+        check_range(cls.id, "dim", dim, 1, MAX_DIM)
+        bases = _stream_bases(dim, secondary, radius_bits, arrangement)
+        fields = tuple((name, 1 if arrangement == "direct" else default_fields(-(-dim // 4), base)) for name, base in bases.items())
+        return cls(dim, secondary, radius_bits, arrangement, norm, rotation, seed, rotation_seed, fields)
+
+    @property
+    def nominal_bits(self) -> float:
+        return (log2(UNITS * self.secondary) + self.radius_bits) / 4 + 16 / self.dim
+
+    @property
+    def rotation(self) -> Rotation:
+        return Rotation(self.rotation_kind, self.dim, self.rotation_seed)
+
+    @property
+    def codebook(self) -> torch.Tensor:
+        """The 24 S codewords (w, x, y, z), float32 ``[24 S, 4]``; codeword s * 24 + p is unit p times secondary s."""
+        return _codebook(self.seed, self.secondary)
+
+    def packings(self) -> dict[str, Columns]:
+        return _packings(self.dim, self.secondary, self.radius_bits, self.arrangement, self.fields)
+
+    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        return {"scale": Layout(self._norm_dtype, (batch, heads, tokens))}
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows = self.rotation.forward(x).flatten(0, 2)
+        # Blocks of tokens keep the temporaries in a core's cache.
+        blocks = [self._encode_rows(block) for block in rows.split(_ROWS_AT_ONCE)]
+        return {name: torch.cat([block[name] for block in blocks]).unflatten(0, x.shape[:3]) for name in blocks[0]}
+
+    def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Encode ``[rows, dim]`` in the coded frame to streams with one leading axis."""
+        # A power of two brings every row near 1, where no square overflows or underflows.
+        exponent = torch.frexp(rows.abs().amax(1, keepdim=True)).exponent.clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+        near_one = functional.pad(rows * torch.ldexp(torch.ones_like(rows[:, :1]), -exponent), (0, -self.dim % 4))
+        planes = [near_one[:, component::4].contiguous() for component in range(4)]
+        radius = _length(planes) * torch.ldexp(torch.ones_like(rows[:, :1]), exponent)
+        scale = stored_norm(radius.amax(1), self._norm_dtype, "scale of row")
+        stored = scale.to(torch.float32)[:, None]
+        highest = 2**self.radius_bits - 1
+        # Rounded against the scale as stored; a zero scale gives zero codes.
+        codes = (radius / torch.where(stored > 0, stored, torch.inf)).mul_(highest).round_().clamp_max_(highest)
+        codeword = _search(self.seed, self.secondary).nearest([plane.flatten() for plane in planes]).view_as(codes)
+        return self._packed(codeword, codes) | {"scale": scale}
+
+    def _packed(self, codeword: torch.Tensor, radius: torch.Tensor) -> dict[str, torch.Tensor]:
+        names = dict(self.fields)
+        if "symbol" in names:
+            return self.pack("symbol", codeword, radius)
+        if "codeword" in names:
+            return self.pack("codeword", codeword) | self.pack("radius", radius)
+        low = _low_bits(self.secondary)
+        parts = self.pack("codeword_low", codeword & (1 << low) - 1) | self.pack("codeword_high", codeword >> low)
+        return parts | self.pack("radius", radius)
+
+    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        names = dict(self.fields)
+        if "symbol" in names:
+            codeword, radius = self.unpack("symbol", streams)
+        else:
+            (radius,) = self.unpack("radius", streams)
+            if "codeword" in names:
+                (codeword,) = self.unpack("codeword", streams)
+            else:
+                (low,), (high,) = self.unpack("codeword_low", streams), self.unpack("codeword_high", streams)
+                codeword = high << _low_bits(self.secondary) | low
+        step = streams["scale"].to(torch.float32)[..., None] / (2**self.radius_bits - 1)
+        direction = self.codebook.to(step.device)[codeword]
+        return ((radius * step)[..., None] * direction).flatten(3)[..., : self.dim]
+
+    @property
+    def _norm_dtype(self) -> str:
+        return "F16" if self.norm == "fp16" else "F32"
+
+
+def _length(planes: list[torch.Tensor]) -> torch.Tensor:
+    total = planes[0].square()
+    for plane in planes[1:]:
+        total.addcmul_(plane, plane)
+    return total.sqrt_()
+
+
+def _low_bits(secondary: int) -> int:
+    """k of the codeword alphabet 24 S = 2^k m, m odd."""
+    alphabet = UNITS * secondary
+    return (alphabet & -alphabet).bit_length() - 1
+
+
+@cache
+def _stream_bases(dim: int, secondary: int, radius_bits: int, arrangement: str) -> dict[str, tuple[int, ...]]:
+    """The bases of each code stream's digits: the rule of spec/codecs/quaternion.md, Layout."""
+    chunks, alphabet, radius = -(-dim // 4), UNITS * secondary, (1 << radius_bits,)
+    if arrangement == "direct":
+        base = next_power_of_two(alphabet)
+        if base > MAX_BASE:
+            raise InvalidParameter(f"codec quaternion: secondary is {secondary}, direct allows at most {MAX_BASE // UNITS}: {MAX_BASE} codewords")
+        return {"symbol": (base, *radius)}
+    low = 1 << _low_bits(secondary)
+    split = {"codeword_low": (low,), "codeword_high": (alphabet // low,)}
+    whole = {"codeword": (alphabet,)}
+    if alphabet <= MAX_BASE and _stored_bytes(chunks, whole) <= _stored_bytes(chunks, split):
+        return whole | {"radius": radius}
+    return split | {"radius": radius}
+
+
+def _stored_bytes(chunks: int, bases: dict[str, tuple[int, ...]]) -> int:
+    return sum(row_bytes(chunks, base, default_fields(chunks, base)) for base in bases.values())
+
+
+@cache
+def _packings(dim: int, secondary: int, radius_bits: int, arrangement: str, fields: Fields) -> dict[str, Columns]:
+    bases = _stream_bases(dim, secondary, radius_bits, arrangement)
+    alphabets = (UNITS * secondary, 1 << radius_bits) if arrangement == "direct" else ()
+    return {name: Columns(-(-dim // 4), bases[name], count, alphabets) for name, count in fields}
+
+
+@lru_cache(maxsize=16)
+def _secondary(seed: int, count: int) -> torch.Tensor:
+    return torch.tensor(unit_quaternions(seed, count), dtype=torch.float64).to(torch.float32)
+
+
+@lru_cache(maxsize=16)
+def _codebook(seed: int, count: int) -> torch.Tensor:
+    units = [[float(sign) if i == axis else 0.0 for i in range(4)] for axis in range(4) for sign in (1, -1)]
+    units += [[-0.5 if bits >> i & 1 else 0.5 for i in range(4)] for bits in range(16)]
+    # In binary64 and rounded once: the products with 0, 1/2 and 1 are exact, the sums run left to right.
+    a, b, c, d = torch.tensor(units, dtype=torch.float64).T
+    w, x, y, z = _secondary(seed, count).to(torch.float64).T[..., None]
+    product = (a * w - b * x - c * y - d * z, a * x + b * w + c * z - d * y, a * y - b * z + c * w + d * x, a * z + b * y - c * x + d * w)
+    return torch.stack(product, -1).flatten(0, 1).to(torch.float32)
+
+
+@lru_cache(maxsize=16)
+def _search(seed: int, count: int) -> Search:
+    return Search(_secondary(seed, count), _codebook(seed, count))

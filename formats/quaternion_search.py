@@ -1,0 +1,251 @@
+"""The nearest of the 24 S codewords of the quaternion codec, exactly (spec/codecs/quaternion.md, Encoder notes).
+
+Chunks travel as four planes w, x, y, z, float32 ``[chunks]`` each. Two searches find the same codewords:
+
+- explicit: one rotation a secondary quaternion, after which the nearest Hurwitz unit is a closed form;
+- grid: the octahedral map sends half of the directions (the other half is its negative) into a cube of cells.
+  A cell lists the codewords that can be nearest somewhere in it, mostly one to three, and only they are compared.
+
+A codeword leaves a cell's list only when another one beats it in the whole cell. The map is projective in every
+octant, so the difference of two inner products is linear in a cell: its least value is known in closed form.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from .lazy import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Planes = Sequence[torch.Tensor]
+    Weights = Sequence[float] | Sequence[torch.Tensor]
+
+UNITS = 24
+_BLOCK = 1 << 16
+_RESOLUTION = 64
+# Building the grid takes about as long as searching this many chunks explicitly, whatever the codebook.
+_PAYS_AFTER = 1 << 21
+# Comparisons decided by less than this stay in the list: it covers the rounding of cell coordinates many times.
+_MARGIN = 1e-5
+_INSIDE = 1.0 - 2.0**-20
+_SMALLEST = 2.0**-100
+_ENTRIES_AT_ONCE = 1 << 20
+
+
+class Search:
+    """Nearest codewords in one codebook.
+
+    ``secondary`` is float32 ``[S, 4]``; ``codebook`` float32 ``[24 S, 4]`` with unit p of secondary s in row s * 24 + p.
+    """
+
+    def __init__(self, secondary: torch.Tensor, codebook: torch.Tensor) -> None:
+        self._secondary, self._codebook = secondary, codebook
+        self._searched = 0
+
+    def nearest(self, planes: Planes) -> torch.Tensor:
+        """The codeword with the largest inner product with each chunk, int32 ``[chunks]``; any for a zero chunk.
+
+        Builds the grid once enough chunks have come to pay for it. Where two codewords differ by no more than
+        rounding (2^-20 of the chunk's norm) the two searches may choose differently, each always in the same way.
+        """
+        self._searched += planes[0].numel()
+        return self.by_grid(planes) if self._searched >= _PAYS_AFTER else self.explicit(planes)
+
+    def explicit(self, planes: Planes) -> torch.Tensor:
+        """The search over all secondary quaternions; of equals the lowest s, then an axis before a half unit."""
+        return _in_blocks(planes, self._explicit_block)
+
+    def by_grid(self, planes: Planes) -> torch.Tensor:
+        """The search among the codewords listed in the chunk's cell; of equals the first listed."""
+        return _in_blocks(planes, self._grid.nearest)
+
+    @cached_property
+    def _grid(self) -> Grid:
+        return Grid(self._codebook)
+
+    def _explicit_block(self, planes: Planes) -> torch.Tensor:
+        best = torch.full_like(planes[0], -1.0)
+        winner = torch.zeros_like(best, dtype=torch.int32)
+        for s, quaternion in enumerate(self._secondary.tolist()):
+            largest, half = _axis_and_half(_turned_back(planes, quaternion))
+            _keep_larger(best, winner, torch.maximum(largest, half), s)
+        chosen = self._secondary.to(best.device).T.index_select(1, winner)
+        return winner * UNITS + _nearest_unit(_turned_back(planes, tuple(chosen)))
+
+
+class Grid:
+    """For every cell of the octahedral map, the codewords of ``codebook`` that can be nearest in it.
+
+    ``_rows`` holds the row of each cell, several cells a row where one codeword serves all. Column k of a row is
+    its k-th codeword, or again its first. Rows are ordered by length: those with more than k codewords start at
+    ``_starts[k]``.
+    """
+
+    def __init__(self, codebook: torch.Tensor, resolution: int = _RESOLUTION) -> None:
+        self._resolution = resolution
+        rows, lists, lengths = _refined(codebook.cpu(), resolution)
+        order = lengths.argsort(stable=True)
+        self._rows = order.argsort().to(torch.int32)[rows.flatten()].to(codebook.device)
+        self._lists = lists[order].T.to(torch.int32).contiguous().to(codebook.device)
+        self._starts = [int((lengths <= k).sum()) for k in range(len(self._lists))]
+        self._components = codebook.T.contiguous()
+        unit = torch.arange(UNITS, dtype=torch.int32)
+        opposite = torch.where(unit < 8, unit ^ 1, 31 - unit)
+        secondary = torch.arange(0, len(codebook), UNITS, dtype=torch.int32)[:, None]
+        self._opposite = (secondary + opposite).flatten().to(codebook.device)
+
+    def nearest(self, planes: Planes) -> torch.Tensor:
+        """The nearest codeword of each chunk, int32 ``[chunks]``."""
+        total = sum(plane.abs() for plane in planes[1:]) + planes[0].abs()
+        towards = total.clamp_min_(_SMALLEST).reciprocal_().copysign_(planes[0])
+        mapped = [plane * towards for plane in planes]
+        half = self._resolution // 2
+        x, y, z = (torch.add(half, plane, alpha=half * _INSIDE).to(torch.int32) for plane in mapped[1:])
+        row = self._rows.index_select(0, x.mul_(self._resolution).add_(y).mul_(self._resolution).add_(z))
+        winner = self._lists[0].index_select(0, row)
+        best = self._inner_product(mapped, winner)
+        self._contest(mapped, row, best, winner, 1)
+        self._contest_longer(mapped, row, best, winner)
+        flipped = towards.view(torch.int32) >> 31
+        return winner.bitwise_xor_((winner ^ self._opposite.index_select(0, winner)).bitwise_and_(flipped))
+
+    def _contest_longer(self, planes: Planes, row: torch.Tensor, best: torch.Tensor, winner: torch.Tensor) -> None:
+        """Let the chunks of lists with more than two codewords meet the others, in place; fewer chunks every round."""
+        places = torch.arange(len(row), device=row.device)
+        won = winner
+        for k in range(2, len(self._lists)):
+            left = (row >= self._starts[k]).nonzero()[:, 0]
+            planes = [plane.index_select(0, left) for plane in planes]
+            row, best, won, places = (array.index_select(0, left) for array in (row, best, won, places))
+            self._contest(planes, row, best, won, k)
+            winner.index_copy_(0, places, won)
+
+    def _contest(self, planes: Planes, row: torch.Tensor, best: torch.Tensor, winner: torch.Tensor, k: int) -> None:
+        contender = self._lists[k].index_select(0, row)
+        _keep_larger(best, winner, self._inner_product(planes, contender), contender)
+
+    def _inner_product(self, planes: Planes, codeword: torch.Tensor) -> torch.Tensor:
+        return _combined(planes, [component.index_select(0, codeword) for component in self._components])
+
+
+def _refined(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Halve the cells down to ``resolution``, except those with one codeword left.
+
+    Returns the row of every cell ``[resolution] * 3``, the list of every row ``[rows, longest]`` and its length.
+    """
+    corners = torch.cartesian_prod(*[torch.arange(2)] * 3)
+    cells, size = corners, 2
+    lists, lengths = torch.arange(len(codebook)).expand(8, -1), torch.full((8,), len(codebook))
+    rows = torch.zeros(2, 2, 2, dtype=torch.int64)
+    finished: list[tuple[torch.Tensor, torch.Tensor]] = []
+    while True:
+        lists, lengths = _pruned_in_blocks(codebook, cells, size, lists, lengths)
+        done = (lengths == 1) | (size == resolution)
+        first = sum(len(length) for _, length in finished)
+        rows[tuple(cells[done].T)] = torch.arange(first, first + int(done.sum()))
+        finished.append((lists[done], lengths[done]))
+        if size == resolution:
+            # Before the last halving only lists of one codeword are finished: their first column says it all.
+            whole = [listed[:, :1].expand(-1, lists.shape[1]) for listed, _ in finished[:-1]]
+            return rows, torch.cat([*whole, lists]), torch.cat([length for _, length in finished])
+        size *= 2
+        rows = rows.repeat_interleave(2, 0).repeat_interleave(2, 1).repeat_interleave(2, 2)
+        cells = (2 * cells[~done, None] + corners).flatten(0, 1)
+        # Rounding may push a chunk over the surface of the octahedron, not further than a cell that touches it.
+        inside = torch.where(cells < size // 2, size // 2 - 1 - cells, cells - size // 2).sum(1) <= size // 2
+        lists, lengths = (array[~done].repeat_interleave(8, 0)[inside] for array in (lists, lengths))
+        cells = cells[inside]
+
+
+def _pruned_in_blocks(
+    codebook: torch.Tensor, cells: torch.Tensor, size: int, lists: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    block = max(1, _ENTRIES_AT_ONCE // lists.shape[1])
+    blocks = zip(cells.split(block), lists.split(block), lengths.split(block), strict=True)
+    keep = torch.cat([_needed(codebook, *parts, size) for parts in blocks])
+    lengths = keep.sum(1)
+    cell, column = keep.nonzero().T
+    position = keep.cumsum(1)[cell, column] - 1
+    first = lists.gather(1, keep.to(torch.int8).argmax(1, keepdim=True))
+    pruned = first.repeat(1, int(lengths.max()))
+    pruned[cell, position] = lists[cell, column]
+    return pruned, lengths
+
+
+def _needed(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, lengths: torch.Tensor, size: int) -> torch.Tensor:
+    """Whether each listed codeword can be nearest somewhere in its cell, bool like ``lists``.
+
+    The direction at map coordinates t is (1 - sum |t|, t). So an inner product is its value in the lowest corner
+    of the cell plus a slope along each of the three axes, and so is the difference of two; its minimum over
+    the cell adds the negative slopes.
+    """
+    low = cells * (2 / size) - 1
+    sign = torch.where(low < 0, -1.0, 1.0)
+    lowest = torch.cat([1 - (low * sign).sum(1, keepdim=True), low], 1)
+    w, x, y, z = (component[lists] for component in codebook.T)
+    value = _combined((w, x, y, z), lowest.T[..., None].unbind())
+    value = value.masked_fill_(torch.arange(lists.shape[1]) >= lengths[:, None], -torch.inf)
+    slopes = [(component - s[:, None] * w) * (2 / size) for component, s in zip((x, y, z), sign.T, strict=True)]
+    needed = torch.ones_like(lists, dtype=torch.bool)
+    for place in [(0.5, 0.5, 0.5), *torch.cartesian_prod(*[torch.arange(2.0)] * 3).tolist()]:
+        rival = _combined((value, *slopes), (1.0, *place)).argmax(1, keepdim=True)
+        lead = value.gather(1, rival) - value
+        for slope in slopes:
+            lead += (slope.gather(1, rival) - slope).clamp_max_(0)
+        needed &= lead <= _MARGIN
+    return needed
+
+
+def _in_blocks(planes: Planes, search: Callable[[Planes], torch.Tensor]) -> torch.Tensor:
+    """Search block by block, so that the temporaries stay in a core's cache."""
+    found = torch.empty_like(planes[0], dtype=torch.int32)
+    for start in range(0, found.numel(), _BLOCK):
+        found[start : start + _BLOCK] = search([plane[start : start + _BLOCK] for plane in planes])
+    return found
+
+
+def _combined(planes: Planes, weights: Weights) -> torch.Tensor:
+    """The sum of planes, each times its weight (a number, or one number a chunk)."""
+    total = planes[0] * weights[0]
+    for plane, weight in zip(planes[1:], weights[1:], strict=True):
+        if isinstance(weight, float):
+            total.add_(plane, alpha=weight)
+        else:
+            total.addcmul_(plane, weight)
+    return total
+
+
+def _turned_back(planes: Planes, quaternion: Weights) -> list[torch.Tensor]:
+    """The Hamilton product of each chunk with the conjugate of ``quaternion``."""
+    w, x, y, z = quaternion
+    rows = ((w, x, y, z), (-x, w, -z, y), (-y, z, w, -x), (-z, -y, x, w))
+    return [_combined(planes, row) for row in rows]
+
+
+def _axis_and_half(planes: Planes) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inner products with the nearest of the units +-1, +-i, +-j, +-k and with the nearest half unit."""
+    w, x, y, z = (plane.abs() for plane in planes)
+    largest = torch.maximum(torch.maximum(w, x), torch.maximum(y, z))
+    return largest, w.add_(x).add_(y).add_(z).mul_(0.5)
+
+
+def _nearest_unit(planes: Planes) -> torch.Tensor:
+    """The number p of the nearest Hurwitz unit, int32: 2 i + sign for axis i, 8 + one sign bit a component for a half unit."""
+    stacked = torch.stack(tuple(planes))
+    negative = (stacked < 0).to(torch.int32)
+    axis = stacked.abs().argmax(0, keepdim=True)
+    place = torch.arange(4, dtype=torch.int32, device=stacked.device)[:, None]
+    half_unit = 8 + (negative << place).sum(0, dtype=torch.int32)
+    axis_unit = 2 * axis[0].to(torch.int32) + negative.gather(0, axis)[0]
+    largest, half = _axis_and_half(planes)
+    return torch.where(half > largest, half_unit, axis_unit)
+
+
+def _keep_larger(best: torch.Tensor, winner: torch.Tensor, score: torch.Tensor, contender: torch.Tensor | int) -> None:
+    """Where ``score`` is above ``best``, put it and ``contender`` in place; a sign mask is several times faster than torch.where."""
+    above = (best - score).view(torch.int32) >> 31
+    winner.bitwise_xor_((winner ^ contender).bitwise_and_(above))
+    torch.maximum(best, score, out=best)

@@ -135,13 +135,11 @@ class Group(Codec):
 
     def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         (codes,) = self.unpack("codes", streams)
-        tokens = codes.shape[2]
-        pairs = streams["scales"].to(torch.float32)
-        if self.axis == "token":
-            spread = pairs.repeat_interleave(self.size, 2)[:, :, :tokens]
-        else:
-            spread = pairs.repeat_interleave(self.size, 3)[:, :, :, : self.dim]
-        u = torch.addcmul(spread[..., 1], codes.to(torch.float32) - self._middle, spread[..., 0])
+        scale, centre = streams["scales"].to(torch.float32).unbind(-1)
+        dim = 3 if self.axis == "token" else 4
+        grouped = self._grouped(codes.to(torch.float32).sub_(self._middle))
+        grouped = grouped.mul_(scale.unsqueeze(dim)).add_(centre.unsqueeze(dim))
+        u = grouped.flatten(dim - 1, dim).narrow(dim - 1, 0, codes.shape[dim - 1])
         if self.token_scale != "none":
             u = u * streams["token_scale"].to(torch.float32)[..., None]
         return u

@@ -17,8 +17,8 @@ TORCH_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "B
 RAW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """torch dtypes of raw tails by their names in the header."""
 
-BLOCK_VALUES = 1 << 18
-"""Values encoded at a time: the block and its temporaries stay in a core's cache."""
+BLOCK_VALUES = 1 << 20
+"""Values encoded at a time: few enough for the processor's cache, enough to hide the cost of a call."""
 
 _GROUP_MULTIPLE = 128
 

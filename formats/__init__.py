@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from .errors import UnknownCodec
 from .group import Group
 from .octahedral import Octahedral
+from .quaternion import Quaternion
 from .raw import Raw
 
 if TYPE_CHECKING:
     from .base import Codec
 
-CODECS: dict[str, type[Codec]] = {codec.id: codec for codec in (Raw, Group, Octahedral)}
+CODECS: dict[str, type[Codec]] = {codec.id: codec for codec in (Raw, Group, Octahedral, Quaternion)}
 
 
 def codec_class(codec_id: str) -> type[Codec]:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies that several tests and the fuzzers share: packings, tensors, and codecs with any options.
+"""What several tests and the fuzzers share: strategies for packings, tensors and codecs, and the round trip of a codec.
 
 A new codec is one more row of ``CASES``.
 """
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvpack.formats import CODECS
 from kvpack.formats.columns import MAX_BASE, MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, Columns, is_power_of_two
-from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.options import Options
 from kvpack.formats.rotation import KINDS
 
@@ -24,8 +24,16 @@ if TYPE_CHECKING:
 
     from hypothesis.strategies import DrawFn, SearchStrategy
 
-    from kvpack.formats.base import Codec
+    from kvpack.formats.base import Codec, Layout
     from kvpack.formats.group import Group
+
+STORED = {"U8": "torch.uint8", "U16": "torch.uint16", "F16": "torch.float16", "BF16": "torch.bfloat16", "F32": "torch.float32"}
+
+ROTATION_TOLERANCE = 2.0**-18
+"""Of the norm: how far from the exact one a rotation in binary32 may be (spec/README.md, Rotation)."""
+
+SMALLEST_REFUSED = 1000.0
+"""Below this no encoder may refuse a value as too large: a rotation and one bit make of it at most 64 times as much."""
 
 DIMS = (1, 2, 3, 4, 5, 12, 16, 20, 28, 40, 63, 64, 80, 96, 112, 128, 192, 256)
 
@@ -102,6 +110,7 @@ def _integers(low: int, high: int) -> SearchStrategy[str]:
 
 
 _ROTATED = {"rotation": st.sampled_from(KINDS), "seed": _integers(0, 2**64 - 1)}
+_DIRECTION = {"arrangement": st.sampled_from(("dense", "direct")), "norm": st.sampled_from(("fp16", "fp32")), **_ROTATED}
 
 
 def check_raw(codec: Codec, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
@@ -114,9 +123,16 @@ def check_group(codec: Codec, x: torch.Tensor, streams: Mapping[str, torch.Tenso
     """Half a step in the coded frame, plus the rounding that spec/codecs/group.md states."""
     u = codec.rotation.forward(x)
     bound = group_error_bound(codec, streams, u)  # type: ignore[arg-type]
-    _check_errors(codec.decode_frame(streams) - u, bound)
-    allowed = bound.double().square().sum(-1).sqrt() + 2.0**-19 * u.double().norm(dim=-1)
-    _check_errors((decoded - x).double().norm(dim=-1), allowed)
+    norm = u.double().norm(dim=-1)
+    rotated = 0.0 if codec.rotation.kind == "none" else ROTATION_TOLERANCE
+    _check_errors(codec.decode_frame(streams) - u, bound + rotated * norm[..., None])
+    _check_errors((decoded - x).double().norm(dim=-1), bound.double().square().sum(-1).sqrt() + 3 * ROTATION_TOLERANCE * norm)
+
+
+def check_direction(codec: Codec, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
+    """Codecs of directions and norms: what a token decodes to is no further from it than one and a half of its norm."""
+    smallest = 2.0**-24 * math.sqrt(codec.dim)
+    _check_errors((decoded - x).double().norm(dim=-1), 1.5 * x.double().norm(dim=-1) + smallest)
 
 
 def group_error_bound(codec: Group, streams: Mapping[str, torch.Tensor], u: torch.Tensor) -> torch.Tensor:
@@ -162,6 +178,20 @@ CASES: dict[str, Case] = {
         ),
         check_group,
     ),
+    "octahedral": Case(
+        st.one_of(
+            st.fixed_dictionaries({"b": _integers(1, 7)}, optional=_DIRECTION),
+            st.fixed_dictionaries({"b_dir": _integers(1, 8), "b_norm": _integers(0, 8)}, optional=_DIRECTION),
+        ),
+        check_direction,
+    ),
+    "quaternion": Case(
+        st.fixed_dictionaries(
+            {"s": st.one_of(st.sampled_from(("1", "24", "48", "96", "192")), _integers(1, 64)), "r": _integers(1, 8)},
+            optional={**_DIRECTION, "rotation_seed": _integers(0, 2**64 - 1)},
+        ),
+        check_direction,
+    ),
 }
 
 
@@ -180,6 +210,40 @@ def codecs(draw: DrawFn, codec_id: str | None = None) -> Codec:
         return create(codec_id, dim, side, **words)
     except InvalidParameter:
         reject()
+
+
+def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
+    """Encode, lay out, check and decode ``x``, and compare; False when the encoder refused a value as too large."""
+    batch, heads, tokens, _ = x.shape
+    try:
+        streams = codec.encode(poisoned(x))
+    except OutOfRange:
+        assert x.abs().max() > SMALLEST_REFUSED, "a value of ordinary size was refused"
+        return False
+    layout = codec.layout(batch, heads, tokens)
+    assert {name: (str(stream.dtype), tuple(stream.shape)) for name, stream in streams.items()} == {
+        name: (STORED[entry.dtype], entry.shape) for name, entry in layout.items()
+    }
+    assert list(layout) == [name for name in layout if name in streams]
+    if codec.id != "raw":
+        codec.check({name: stream.numpy() for name, stream in streams.items()}, "x")
+    params = codec.params()
+    assert params.pop("id") == codec.id
+    assert type(codec).from_params(params) == codec
+    decoded = codec.decode({name: poisoned(stream) for name, stream in streams.items()})
+    assert decoded.dtype == torch.float32
+    assert decoded.shape == x.shape
+    assert torch.isfinite(decoded).all()
+    CASES[codec.id].check(codec, x, streams, decoded)
+    _check_prefix(codec, streams, layout, tokens)
+    return True
+
+
+def _check_prefix(codec: Codec, streams: Mapping[str, torch.Tensor], layout: Mapping[str, Layout], tokens: int) -> None:
+    """The first rows of every stream decode to the first tokens."""
+    kept = tokens // 2
+    rows = {name: streams[name][:, :, : -(-kept // entry.tokens_per_row)] for name, entry in layout.items()}
+    assert torch.equal(codec.decode_frame(rows), codec.decode_frame(streams)[:, :, :kept])
 
 
 def poisoned(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,107 @@
+"""Encode and decode tensors of any content with codecs of any options, until the time is up.
+
+    python fuzz/roundtrip.py --seconds 60 --codec group
+
+Every example is encoded, compared with its layout, checked, and decoded within its codec's bound (tests/strategies.py
+has a row for each codec). Prints how many examples ran, the slowest and the failures; exits with 1 when there are any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from strategies import check_round_trip, codecs, tensors
+
+from kvpack.formats import CODECS
+
+EXAMPLES_AT_A_TIME = 50
+MOST_FAILURES = 5
+
+
+@dataclass
+class Report:
+    """What a run has seen: examples a codec, how many an encoder refused, the slowest, and the smallest failing ones."""
+
+    examples: Counter[str] = field(default_factory=Counter)
+    refused: int = 0
+    slowest_seconds: float = 0.0
+    slowest: str = "none"
+    failures: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """The report as text."""
+        total = ", ".join(f"{name} {count}" for name, count in sorted(self.examples.items()))
+        return [
+            f"examples: {self.examples.total()} ({total}), {self.refused} refused as too large",
+            f"slowest: {self.slowest_seconds * 1e3:.0f} ms, {self.slowest}",
+            f"failures: {len(self.failures)}",
+            *self.failures,
+        ]
+
+
+def run(seconds: float, codec_id: str | None, first_seed: int) -> Report:
+    """Examples of ``codec_id`` (None: every codec) for ``seconds``, at least one batch; each batch has a seed of its own.
+
+    Ends early after ``MOST_FAILURES`` failing batches.
+    """
+    report = Report()
+    end = time.monotonic() + seconds
+    number = first_seed
+    while True:
+        try:
+            _batch(number, codec_id, report)
+        except Exception:
+            report.failures.append(f"--seed {number}:\n{traceback.format_exc()}")
+        number += 1
+        if time.monotonic() >= end or len(report.failures) == MOST_FAILURES:
+            return report
+
+
+def _batch(number: int, codec_id: str | None, report: Report) -> None:
+    @seed(number)
+    @settings(
+        max_examples=EXAMPLES_AT_A_TIME,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def round_trip(data: st.DataObject) -> None:
+        codec = data.draw(codecs(codec_id), label="codec")
+        x = data.draw(tensors(codec.dim), label="x")
+        start = time.perf_counter()
+        report.refused += not check_round_trip(codec, x)
+        elapsed = time.perf_counter() - start
+        report.examples[codec.id] += 1
+        if elapsed > report.slowest_seconds:
+            report.slowest_seconds, report.slowest = elapsed, f"{codec} on {list(x.shape)}"
+
+    round_trip()
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60.0, help="stop after the batch during which they pass (default 60)")
+    parser.add_argument("--codec", choices=sorted(CODECS), help="only this codec (default: every one)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first batch; a failure names the one to repeat it with")
+    arguments = parser.parse_args()
+    report = run(arguments.seconds, arguments.codec, arguments.seed)
+    print("\n".join(report.lines()))
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,7 +19,6 @@ TEMPORARY_PREFIX = ".kvpack-"
 TEMPORARY_SUFFIX = ".tmp"
 """What the name of an unfinished file begins and ends with: a crash may leave one behind, and whoever owns the folder may remove it."""
 
-
 _PIECES_AT_ONCE = 64
 _PIECE_BYTES = 4 * 2**20
 
@@ -33,13 +32,15 @@ def write_file(
     the bytes, then the rename, to the disk before returning. ``progress(done, total)`` counts bytes.
     Raises WriteFailed, which names the path and the system's reason, after removing the new file; the old one is as it was.
     """
-    target = os.fspath(path)
+    target = os.fsdecode(path)
+    if "\0" in target:
+        raise WriteFailed(f"{target!r}: could not be written: a path holds no zero byte")
     folder = os.path.dirname(target) or "."
     temporary = os.path.join(folder, f"{TEMPORARY_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
     try:
         # KV states are as private as the prompt that they hold.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise WriteFailed(_reason(target, error)) from None
     try:
         try:
@@ -87,6 +88,5 @@ def _sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
-def _reason(target: str, error: OSError | ValueError) -> str:
-    reason = error.strerror if isinstance(error, OSError) else None
-    return f"{target}: could not be written: {reason or error}"
+def _reason(target: str, error: OSError) -> str:
+    return f"{target}: could not be written: {error.strerror or error}"

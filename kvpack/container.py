@@ -67,7 +67,7 @@ def open_file(path: str | os.PathLike[str], *, max_bytes: int | None = None) -> 
     ``max_bytes`` limits both the file and what its tensors take when decoded. Order: spec/container.md, Reading.
     Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded.
     """
-    where = os.fspath(path)
+    where = os.fsdecode(path)
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer.
         descriptor = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -24,7 +24,8 @@ def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
     ``edges`` float64 ``[cells + 1]`` ascending, ``masses`` float64 ``[cells]``: the density is constant inside a cell.
     A fixed point of Lloyd's iteration (every centroid is the mean of its cell between midpoints), found
     by Newton's method from the companding quantizer, whose point density is the cube root of the density
-    (Panter and Dite 1951). Raises InvalidParameter when 100 steps do not bring it within 1e-10.
+    (Panter and Dite 1951). Raises InvalidParameter when 100 steps do not bring it within 1e-10,
+    or when a cell loses all mass.
     """
     middles = (edges[1:] + edges[:-1]) / 2
     masses = masses / masses.sum()
@@ -32,11 +33,13 @@ def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
     below = numpy.append(0.0, numpy.cumsum(masses))
     moment_below = numpy.append(0.0, numpy.cumsum(masses * middles))
     companded = numpy.append(0.0, numpy.cumsum(numpy.cbrt(density) * numpy.diff(edges)))
-    centroids = numpy.interp((numpy.arange(levels) + 0.5) / levels * companded[-1], companded, edges)
+    centroids: Array = numpy.interp((numpy.arange(levels) + 0.5) / levels * companded[-1], companded, edges)
     for _ in range(_STEPS):
         inner = (centroids[1:] + centroids[:-1]) / 2
         bounds = numpy.concatenate([edges[:1], inner, edges[-1:]])
         mass = numpy.diff(numpy.interp(bounds, edges, below))
+        if not (mass > 0).all():
+            break
         means = numpy.diff(numpy.interp(bounds, edges, moment_below)) / mass
         # A mean moves with both its bounds, and a bound moves half as much as either of its centroids.
         at_bounds = numpy.interp(inner, middles, density) / 2
@@ -53,7 +56,8 @@ def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
 def octahedral_density(magnitude: Array) -> Array:
     """Density on [0, 1] of |xi| (and of |eta|) for directions uniform on the sphere. Source: OCTOPUS Eq. 7, both signs."""
     a = magnitude
-    return 2 / (numpy.pi * numpy.sqrt(a**2 + (1 - a) ** 2)) * ((1 - a) / (1 - 2 * a + 3 * a**2) + a / (2 - 4 * a + 3 * a**2))
+    density: Array = 2 / (numpy.pi * numpy.sqrt(a**2 + (1 - a) ** 2)) * ((1 - a) / (1 - 2 * a + 3 * a**2) + a / (2 - 4 * a + 3 * a**2))
+    return density
 
 
 def triplet_norm_masses(edges: Array, dim: int) -> Array:
@@ -62,7 +66,8 @@ def triplet_norm_masses(edges: Array, dim: int) -> Array:
     Source: OCTOPUS Eq. 4 with r = sin(angle), which has no pole at r = 1 for any of these dims.
     """
     angle = (edges[1:] + edges[:-1]) / 2
-    return numpy.sin(angle) ** 2 * numpy.cos(angle) ** (dim - 4) * numpy.diff(edges)
+    masses: Array = numpy.sin(angle) ** 2 * numpy.cos(angle) ** (dim - 4) * numpy.diff(edges)
+    return masses
 
 
 @cache

@@ -31,7 +31,7 @@ NORMS = {"fp16": "F16", "fp32": "F32"}
 SMALLEST_DIM = 4
 """Below it a triplet's norm has no density."""
 
-DIRECT_FIELDS = 3
+_DIRECT_FIELDS = 3
 _DIRECT_MULTIPLE = 24
 _ONE_DIGIT_BITS = 8
 _SIGNS = 4
@@ -74,8 +74,6 @@ class Octahedral(Codec):
         _check_table("direction_table", self.direction_table, 2 ** (self.b_dir - 1))
         _check_table("norm_table", self.norm_table, 2**self.b_norm)
         check_fields(self.id, self.fields, tuple(_bases(self.b_dir, self.b_norm, self.arrangement)))
-        if self.arrangement == "direct" and self.fields != (("symbol", DIRECT_FIELDS),):
-            raise InvalidParameter(f"codec {self.id}: the direct arrangement has {DIRECT_FIELDS} fields a column, found {self.fields}")
         self.packings()
         _ = self.rotation
 
@@ -243,7 +241,7 @@ def _symbols(dim: int, arrangement: str) -> int:
 
 def _default_fields(dim: int, b_dir: int, b_norm: int, arrangement: str) -> Fields:
     if arrangement == "direct":
-        return (("symbol", DIRECT_FIELDS),)
+        return (("symbol", _DIRECT_FIELDS),)
     symbols = _symbols(dim, arrangement)
     return tuple((stream, default_fields(symbols, bases)) for stream, bases in _bases(b_dir, b_norm, arrangement).items())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 import struct
 import tracemalloc
@@ -78,11 +79,10 @@ def test_the_order_of_names_changes_no_byte() -> None:
     assert pack_header(with_tensors(made[0])) == pack_header(with_tensors(made[1]))
 
 
-def test_the_top_map_has_the_keys_of_the_specification() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", SPECIFICATION.read_text().split("## Fields")[1].split("## ")[0], re.MULTILINE)
+def test_the_fields_are_those_of_the_specification() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", SPECIFICATION.read_text().split("## Fields")[1].split("\n## ")[0], re.MULTILINE)
     top = header_map()
-    listed = [*top, *top["layers"][0]["k"]]
-    assert rows == listed
+    assert rows == [*top, *top["layers"][0]["k"], *(field.name for field in dataclasses.fields(TensorEntry))]
 
 
 def test_the_limits_are_those_of_the_specification() -> None:
@@ -237,7 +237,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[KvpackError], str]
     "long map": (put("model", {str(i): "" for i in range(MAX_NAMES + 1)}), InvalidHeader, r"limits: 257 exceeds max_map_len"),
     "nested map": (put("model", {"a": {"a": {}}}), InvalidHeader, r"^model\['a'\] is of type dict"),
     "extension type": (put("model", msgpack.ExtType(5, b"")), InvalidHeader, r"^model is of type ExtType"),
-    "long extension type": (put("model", msgpack.ExtType(5, b"ab")), InvalidHeader, r"limits: 2 exceeds max_ext_len"),
+    "long extension type": (put("model", msgpack.ExtType(5, b"ab")), InvalidHeader, r"limits: \d exceeds max_ext_len"),
     "not a map": (lambda top: top.clear(), InvalidHeader, r"^format is of type NoneType"),
 }
 

@@ -28,7 +28,8 @@ NORMS = ("fp16", "fp32")
 MAX_SECONDARY = 4096
 MAX_BASE = 1 << 16
 _ROWS_AT_ONCE = 1 << 11
-_LARGEST_EXPONENT = 126
+_EXPONENT_BITS = 0x7F800000
+_SMALLEST_NORMAL = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,12 @@ class Quaternion(Codec):
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode ``[rows, dim]`` in the coded frame to streams with one leading axis."""
-        # A power of two brings every row near 1, where no square overflows or underflows.
-        exponent = torch.frexp(rows.abs().amax(1, keepdim=True)).exponent.clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
-        near_one = functional.pad(rows * torch.ldexp(torch.ones_like(rows[:, :1]), -exponent), (0, -self.dim % 4))
+        # Divided by a power of two every row is near 1, where no square overflows or underflows.
+        largest = rows.abs().amax(1, keepdim=True)
+        power = (largest.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_min_(_SMALLEST_NORMAL)
+        near_one = functional.pad(rows / power, (0, -self.dim % 4))
         planes = [near_one[:, component::4].contiguous() for component in range(4)]
-        radius = _length(planes) * torch.ldexp(torch.ones_like(rows[:, :1]), exponent)
+        radius = _length(planes).mul_(power)
         scale = stored_norm(radius.amax(1), self._norm_dtype, "scale of row")
         stored = scale.to(torch.float32)[:, None]
         highest = 2**self.radius_bits - 1
@@ -169,7 +171,7 @@ def _stream_bases(dim: int, secondary: int, radius_bits: int, arrangement: str) 
     if arrangement == "direct":
         base = next_power_of_two(alphabet)
         if base > MAX_BASE:
-            raise InvalidParameter(f"codec quaternion: secondary is {secondary}, direct allows at most {MAX_BASE // UNITS}: {MAX_BASE} codewords")
+            raise InvalidParameter(f"codec quaternion: secondary is {secondary}, direct allows 1 to {MAX_BASE // UNITS}")
         return {"symbol": (base, *radius)}
     low = 1 << _low_bits(secondary)
     split = {"codeword_low": (low,), "codeword_high": (alphabet // low,)}

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 UNITS = 24
 _BLOCK = 1 << 16
-_RESOLUTION = 64
+_RESOLUTION = 128
 # Building the grid takes about as long as searching this many chunks explicitly, whatever the codebook.
-_PAYS_AFTER = 1 << 21
+_PAYS_AFTER = 1 << 20
 # Comparisons decided by less than this stay in the list: it covers the rounding of cell coordinates many times.
 _MARGIN = 1e-5
 _INSIDE = 1.0 - 2.0**-20
@@ -79,19 +79,28 @@ class Search:
 class Grid:
     """For every cell of the octahedral map, the codewords of ``codebook`` that can be nearest in it.
 
-    ``_rows`` holds the row of each cell, several cells a row where one codeword serves all. Column k of a row is
-    its k-th codeword, or again its first. Rows are ordered by length: those with more than k codewords start at
-    ``_starts[k]``.
+    Row r is a list of codewords: column k of ``_lists`` holds its k-th, or again its first. The pairs come first,
+    each once however many cells share it; longer lists follow by length, those of more than k from ``_starts[k]``.
     """
 
     def __init__(self, codebook: torch.Tensor, resolution: int = _RESOLUTION) -> None:
         self._resolution = resolution
         rows, lists, lengths = _refined(codebook.cpu(), resolution)
-        order = lengths.argsort(stable=True)
-        self._rows = order.argsort().to(torch.int32)[rows.flatten()].to(codebook.device)
-        self._lists = lists[order].T.to(torch.int32).contiguous().to(codebook.device)
-        self._starts = [int((lengths <= k).sum()) for k in range(len(self._lists))]
-        self._components = codebook.T.contiguous()
+        short = lengths <= 2
+        keys, pair_of = torch.unique(lists[short, 0] * len(codebook) + lists[short, 1], return_inverse=True)
+        pairs = torch.stack([keys // len(codebook), keys % len(codebook)], 1)
+        longer = (~short).nonzero()[:, 0]
+        longer = longer[lengths[longer].argsort(stable=True)]
+        renumbered = torch.empty_like(lengths)
+        renumbered[short], renumbered[longer] = pair_of, torch.arange(len(pairs), len(pairs) + len(longer))
+        lists = torch.cat([pairs[:, [0, 1, *[0] * (lists.shape[1] - 2)]], lists[longer]])
+        self._starts = [len(pairs) + int((lengths[longer] <= k).sum()) for k in range(lists.shape[1])]
+        self._rows = renumbered.to(torch.int32)[rows.flatten()].to(codebook.device)
+        self._lists = lists.T.to(torch.int32).contiguous().to(codebook.device)
+        self._pairs = self._lists[:2].T.flatten()
+        self._codebook = codebook.T.contiguous()
+        # The bisecting plane of the first two: which side a chunk is on decides between them.
+        self._bisectors = self._codebook[:, self._lists[0]] - self._codebook[:, self._lists[1]]
         unit = torch.arange(UNITS, dtype=torch.int32)
         opposite = torch.where(unit < 8, unit ^ 1, 31 - unit)
         secondary = torch.arange(0, len(codebook), UNITS, dtype=torch.int32)[:, None]
@@ -99,40 +108,41 @@ class Grid:
 
     def nearest(self, planes: Planes) -> torch.Tensor:
         """The nearest codeword of each chunk, int32 ``[chunks]``."""
-        total = sum(plane.abs() for plane in planes[1:]) + planes[0].abs()
-        towards = total.clamp_min_(_SMALLEST).reciprocal_().copysign_(planes[0])
+        w, x, y, z = planes
+        total = w.abs().add_(x.abs()).add_(y.abs()).add_(z.abs())
+        towards = total.clamp_min_(_SMALLEST).reciprocal_().copysign_(w)
         mapped = [plane * towards for plane in planes]
         half = self._resolution // 2
-        x, y, z = (torch.add(half, plane, alpha=half * _INSIDE).to(torch.int32) for plane in mapped[1:])
-        row = self._rows.index_select(0, x.mul_(self._resolution).add_(y).mul_(self._resolution).add_(z))
-        winner = self._lists[0].index_select(0, row)
-        best = self._inner_product(mapped, winner)
-        self._contest(mapped, row, best, winner, 1)
-        self._contest_longer(mapped, row, best, winner)
+        i, j, k = (torch.add(half, plane, alpha=half * _INSIDE).to(torch.int32) for plane in mapped[1:])
+        row = self._rows.index_select(0, i.mul_(self._resolution).add_(j).mul_(self._resolution).add_(k))
+        second = _combined(mapped, _gathered(self._bisectors, row)).view(torch.int32) >> 31
+        winner = self._pairs.index_select(0, (row << 1).sub_(second))
+        self._contest_longer(mapped, row, winner)
         flipped = towards.view(torch.int32) >> 31
         return winner.bitwise_xor_((winner ^ self._opposite.index_select(0, winner)).bitwise_and_(flipped))
 
-    def _contest_longer(self, planes: Planes, row: torch.Tensor, best: torch.Tensor, winner: torch.Tensor) -> None:
-        """Let the chunks of lists with more than two codewords meet the others, in place; fewer chunks every round."""
-        places = torch.arange(len(row), device=row.device)
+    def _contest_longer(self, planes: Planes, row: torch.Tensor, winner: torch.Tensor) -> None:
+        """Let the winners of lists with more than two codewords meet the others, in place; fewer chunks every round."""
+        places = best = None
         won = winner
         for k in range(2, len(self._lists)):
             left = (row >= self._starts[k]).nonzero()[:, 0]
             planes = [plane.index_select(0, left) for plane in planes]
-            row, best, won, places = (array.index_select(0, left) for array in (row, best, won, places))
-            self._contest(planes, row, best, won, k)
+            row, won = row.index_select(0, left), won.index_select(0, left)
+            places = left if places is None else places.index_select(0, left)
+            best = _combined(planes, _gathered(self._codebook, won)) if best is None else best.index_select(0, left)
+            contender = self._lists[k].index_select(0, row)
+            _keep_larger(best, won, _combined(planes, _gathered(self._codebook, contender)), contender)
             winner.index_copy_(0, places, won)
 
-    def _contest(self, planes: Planes, row: torch.Tensor, best: torch.Tensor, winner: torch.Tensor, k: int) -> None:
-        contender = self._lists[k].index_select(0, row)
-        _keep_larger(best, winner, self._inner_product(planes, contender), contender)
 
-    def _inner_product(self, planes: Planes, codeword: torch.Tensor) -> torch.Tensor:
-        return _combined(planes, [component.index_select(0, codeword) for component in self._components])
+def _gathered(table: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
+    """The columns ``index`` of each row of ``table``: one row at a time, which is several times faster."""
+    return [row.index_select(0, index) for row in table]
 
 
 def _refined(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Halve the cells down to ``resolution``, except those with one codeword left.
+    """Halve the cells down to ``resolution``, except those with one or two codewords left.
 
     Returns the row of every cell ``[resolution] * 3``, the list of every row ``[rows, longest]`` and its length.
     """
@@ -143,14 +153,12 @@ def _refined(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, tor
     finished: list[tuple[torch.Tensor, torch.Tensor]] = []
     while True:
         lists, lengths = _pruned_in_blocks(codebook, cells, size, lists, lengths)
-        done = (lengths == 1) | (size == resolution)
+        done = (lengths <= 2) | (size == resolution)
         first = sum(len(length) for _, length in finished)
         rows[tuple(cells[done].T)] = torch.arange(first, first + int(done.sum()))
         finished.append((lists[done], lengths[done]))
         if size == resolution:
-            # Before the last halving only lists of one codeword are finished: their first column says it all.
-            whole = [listed[:, :1].expand(-1, lists.shape[1]) for listed, _ in finished[:-1]]
-            return rows, torch.cat([*whole, lists]), torch.cat([length for _, length in finished])
+            return rows, _concatenated([listed for listed, _ in finished]), torch.cat([length for _, length in finished])
         size *= 2
         rows = rows.repeat_interleave(2, 0).repeat_interleave(2, 1).repeat_interleave(2, 2)
         cells = (2 * cells[~done, None] + corners).flatten(0, 1)
@@ -158,6 +166,12 @@ def _refined(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, tor
         inside = torch.where(cells < size // 2, size // 2 - 1 - cells, cells - size // 2).sum(1) <= size // 2
         lists, lengths = (array[~done].repeat_interleave(8, 0)[inside] for array in (lists, lengths))
         cells = cells[inside]
+
+
+def _concatenated(lists: list[torch.Tensor]) -> torch.Tensor:
+    """Rows of all ``lists`` in one width, that of the last and at least two; what is cut off repeats the first column."""
+    width = max(2, lists[-1].shape[1])
+    return torch.cat([torch.cat([part, part[:, :1].expand(-1, width)], 1)[:, :width] for part in lists])
 
 
 def _pruned_in_blocks(
@@ -185,7 +199,7 @@ def _needed(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, le
     low = cells * (2 / size) - 1
     sign = torch.where(low < 0, -1.0, 1.0)
     lowest = torch.cat([1 - (low * sign).sum(1, keepdim=True), low], 1)
-    w, x, y, z = (component[lists] for component in codebook.T)
+    w, x, y, z = (component.view_as(lists) for component in _gathered(codebook.T.contiguous(), lists.flatten()))
     value = _combined((w, x, y, z), lowest.T[..., None].unbind())
     value = value.masked_fill_(torch.arange(lists.shape[1]) >= lengths[:, None], -torch.inf)
     slopes = [(component - s[:, None] * w) * (2 / size) for component, s in zip((x, y, z), sign.T, strict=True)]
@@ -234,14 +248,13 @@ def _axis_and_half(planes: Planes) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _nearest_unit(planes: Planes) -> torch.Tensor:
     """The number p of the nearest Hurwitz unit, int32: 2 i + sign for axis i, 8 + one sign bit a component for a half unit."""
-    stacked = torch.stack(tuple(planes))
-    negative = (stacked < 0).to(torch.int32)
-    axis = stacked.abs().argmax(0, keepdim=True)
-    place = torch.arange(4, dtype=torch.int32, device=stacked.device)[:, None]
-    half_unit = 8 + (negative << place).sum(0, dtype=torch.int32)
-    axis_unit = 2 * axis[0].to(torch.int32) + negative.gather(0, axis)[0]
-    largest, half = _axis_and_half(planes)
-    return torch.where(half > largest, half_unit, axis_unit)
+    negative = [plane.view(torch.int32) >> 31 & 1 for plane in planes]
+    best, number = planes[0].abs(), negative[0].clone()
+    for axis in (1, 2, 3):
+        _keep_larger(best, number, planes[axis].abs(), 2 * axis + negative[axis])
+    _, half = _axis_and_half(planes)
+    _keep_larger(best, number, half, 8 + sum(sign << axis for axis, sign in enumerate(negative)))
+    return number
 
 
 def _keep_larger(best: torch.Tensor, winner: torch.Tensor, score: torch.Tensor, contender: torch.Tensor | int) -> None:

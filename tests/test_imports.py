@@ -1,0 +1,162 @@
+"""What the package imports, and what it never calls."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvpack
+from kvpack import formats
+
+FORMATS = Path(formats.__file__).parent
+PACKAGE = Path(kvpack.__file__).parent
+SOURCES = sorted({*PACKAGE.rglob("*.py"), *FORMATS.rglob("*.py")})
+
+EXECUTES_DATA = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "code", "codeop", "imp", "runpy", "pkgutil"}
+BUILTINS = {"eval", "exec", "compile", "__import__"}
+LOADERS = {("torch", "load"), ("numpy", "load"), ("np", "load"), ("os", "system"), ("os", "popen")}
+
+LIGHT = [
+    pytest.param("import kvpack", id="kvpack"),
+    pytest.param("import kvpack.formats; assert kvpack.formats.CODECS", id="kvpack.formats"),
+    pytest.param(
+        "from kvpack.formats.group import Group\n"
+        "codec = Group(128, 3, 'token', 32, 'signed-hadamard', 7, 'fp16', (('codes', 8),))\n"
+        "assert Group.from_params({k: v for k, v in codec.params().items() if k != 'id'}) == codec\n"
+        "assert codec.layout(1, 8, 4096)['scales'].shape == (1, 8, 128, 128, 2)",
+        id="a codec's parameters",
+    ),
+]
+
+
+def imports_of(path: Path) -> list[tuple[int, str]]:
+    """(level, dotted name) of every import statement of a file; ``from a import b`` counts as a.b."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [(node.level, f"{node.module}.{alias.name}" if node.module else alias.name) for alias in node.names]
+    return found
+
+
+def offences(source: str) -> list[str]:
+    """Names in ``source`` by which bytes could become code."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.partition(".")[0] in EXECUTES_DATA]
+        elif isinstance(node, ast.ImportFrom):
+            parts = {(node.module or "").partition(".")[0], *(alias.name for alias in node.names if not node.level)}
+            found += sorted(parts & (EXECUTES_DATA | BUILTINS))
+            found += [f"{node.module}.{alias.name}" for alias in node.names if (node.module, alias.name) in LOADERS]
+        elif isinstance(node, ast.Name) and node.id in BUILTINS:
+            found.append(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            pair = (node.value.id, node.attr)
+            found += [".".join(pair)] if pair in LOADERS or pair[0] == "builtins" else []
+        elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only", "shell"):
+            found.append(node.arg)
+    return found
+
+
+def dynamic_imports(source: str) -> int:
+    """How often ``source`` names import_module or the machinery below it."""
+    names = {"import_module", "spec_from_file_location", "module_from_spec", "exec_module", "load_module", "SourceFileLoader"}
+    nodes = ast.walk(ast.parse(source))
+    used = [node.id if isinstance(node, ast.Name) else node.attr for node in nodes if isinstance(node, (ast.Name, ast.Attribute))]
+    return len([name for name in used if name in names])
+
+
+def test_the_sources_are_found() -> None:
+    assert {"container.py", "columns.py", "group.py", "cache.py"} <= {path.name for path in SOURCES}
+
+
+def assert_light(code: str) -> None:
+    """Run ``code`` in a process of its own and fail when that imported torch or another heavy package."""
+    check = "import sys; heavy = {'torch', 'triton', 'transformers', 'rich'} & set(sys.modules); assert not heavy, heavy"
+    result = subprocess.run([sys.executable, "-W", "error", "-c", f"{code}\n{check}"], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("code", LIGHT)
+def test_codecs_need_no_torch(code: str) -> None:
+    assert_light(code)
+
+
+def test_reading_and_verifying_a_file_needs_no_torch(tmp_path: Path) -> None:
+    path = tmp_path / "cache.kvpack"
+    x = torch.randn(1, 2, 40, 64)
+    kvpack.save(kvpack.pack([(x, x)], "k=group:b=3,rotation=hadamard;v=raw:dtype=fp16"), path)
+    assert_light(
+        "from kvpack.container import open_file\n"
+        f"file = open_file({str(path)!r})\n"
+        "assert [codec.id for codec in file.header.codecs] == ['group', 'raw']\n"
+        "file.verify()"
+    )
+
+
+def test_a_heavy_import_is_seen() -> None:
+    with pytest.raises(AssertionError, match="rich"):
+        assert_light("import rich")
+
+
+@pytest.mark.parametrize("path", sorted(FORMATS.glob("*.py")), ids=lambda path: path.name)
+def test_formats_import_nothing_of_kvpack(path: Path) -> None:
+    allowed = {"torch", "numpy"} | set(sys.stdlib_module_names)
+    for level, name in imports_of(path):
+        if level == 0:
+            assert name.partition(".")[0] in allowed, f"{path.name} imports {name}"
+        else:
+            assert level == 1, f"{path.name} imports {'.' * level}{name}, above formats"
+
+
+@pytest.mark.parametrize("path", sorted(FORMATS.glob("*.py")), ids=lambda path: path.name)
+def test_formats_import_torch_lazily(path: Path) -> None:
+    module = ast.parse(path.read_text(encoding="utf-8"))
+    names = [alias.name for node in module.body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in module.body if isinstance(node, ast.ImportFrom) and not node.level]
+    assert not {name.partition(".")[0] for name in names} & {"torch", "numpy"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_no_bytes_become_code(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert offences(source) == []
+    # kvpack/__init__.py maps its public names to its own modules by a constant table.
+    assert dynamic_imports(source) == (1 if path == PACKAGE / "__init__.py" else 0)
+
+
+def test_public_names_come_from_a_constant_table() -> None:
+    module = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    homes = next(node.value for node in module.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES")
+    assert all(home.isidentifier() for home in ast.literal_eval(homes).values())
+    assert set(ast.literal_eval(homes)) | {"KvpackError"} == set(kvpack.__all__)
+    with pytest.raises(AttributeError, match="module 'kvpack' has no attribute 'os'"):
+        kvpack.__getattr__("os")
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import pickle", "pickle"),
+        ("from marshal import loads", "marshal"),
+        ("import dill.session", "dill.session"),
+        ("x = eval(y)", "eval"),
+        ("f = exec", "exec"),
+        ("__import__(name)", "__import__"),
+        ("import torch\ntorch.load(p)", "torch.load"),
+        ("from torch import load", "torch.load"),
+        ("numpy.load(p, allow_pickle=True)", "numpy.load"),
+        ("builtins.compile(s)", "builtins.compile"),
+    ],
+)
+def test_the_gate_sees_what_it_forbids(source: str, found: str) -> None:
+    assert found in offences(source)
+    assert dynamic_imports("from importlib import import_module\nimport_module(name)") == 1
+    assert dynamic_imports("importlib.util.spec_from_file_location(a, b)") == 1

@@ -27,7 +27,7 @@ ARRANGEMENTS = ("dense", "direct")
 NORMS = ("fp16", "fp32")
 MAX_SECONDARY = 4096
 MAX_BASE = 1 << 16
-_ROWS_AT_ONCE = 1 << 11
+_TOKENS_OF_ONE_HEAD = 1 << 11
 _EXPONENT_BITS = 0x7F800000
 _SMALLEST_NORMAL = 2.0**-126
 
@@ -100,21 +100,21 @@ class Quaternion(Codec):
         return {"scale": Layout(self._norm_dtype, (batch, heads, tokens))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        rows = self.rotation.forward(x).flatten(0, 2)
         # Blocks of tokens keep the temporaries in a core's cache.
-        blocks = [self._encode_rows(block) for block in rows.split(_ROWS_AT_ONCE)]
-        return {name: torch.cat([block[name] for block in blocks]).unflatten(0, x.shape[:3]) for name in blocks[0]}
+        size = max(1, _TOKENS_OF_ONE_HEAD // (x.shape[0] * x.shape[1]))
+        blocks = [self._encode_block(block, size * number) for number, block in enumerate(torch.split(x, size, 2))]
+        return {name: torch.cat([block[name] for block in blocks], 2) for name in blocks[0]}
 
-    def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode ``[rows, dim]`` in the coded frame to streams with one leading axis."""
-        # Divided by a power of two every row is near 1, where no square overflows or underflows.
-        largest = rows.abs().amax(1, keepdim=True)
+    def _encode_block(self, x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
+        u = self.rotation.forward(x)
+        # Divided by a power of two every token is near 1, where no square overflows or underflows.
+        largest = u.abs().amax(-1, keepdim=True)
         power = (largest.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_min_(_SMALLEST_NORMAL)
-        near_one = functional.pad(rows / power, (0, -self.dim % 4))
-        planes = [near_one[:, component::4].contiguous() for component in range(4)]
+        near_one = functional.pad(u / power, (0, -self.dim % 4))
+        planes = [near_one[..., component::4].contiguous() for component in range(4)]
         radius = _length(planes).mul_(power)
-        scale = stored_norm(radius.amax(1), self._norm_dtype, "scale of row")
-        stored = scale.to(torch.float32)[:, None]
+        scale = stored_norm(radius.amax(-1), self._norm_dtype, f"scale, tokens from {start},")
+        stored = scale.to(torch.float32)[..., None]
         highest = 2**self.radius_bits - 1
         # Rounded against the scale as stored; a zero scale gives zero codes.
         codes = (radius / torch.where(stored > 0, stored, torch.inf)).mul_(highest).round_().clamp_max_(highest)
@@ -152,10 +152,8 @@ class Quaternion(Codec):
 
 
 def _length(planes: list[torch.Tensor]) -> torch.Tensor:
-    total = planes[0].square()
-    for plane in planes[1:]:
-        total.addcmul_(plane, plane)
-    return total.sqrt_()
+    w, x, y, z = planes
+    return (w * w).addcmul_(x, x).addcmul_(y, y).addcmul_(z, z).sqrt_()
 
 
 def _low_bits(secondary: int) -> int:
@@ -174,8 +172,8 @@ def _stream_bases(dim: int, secondary: int, radius_bits: int, arrangement: str) 
             raise InvalidParameter(f"codec quaternion: secondary is {secondary}, direct allows 1 to {MAX_BASE // UNITS}")
         return {"symbol": (base, *radius)}
     low = 1 << _low_bits(secondary)
-    split = {"codeword_low": (low,), "codeword_high": (alphabet // low,)}
-    whole = {"codeword": (alphabet,)}
+    split: dict[str, tuple[int, ...]] = {"codeword_low": (low,), "codeword_high": (alphabet // low,)}
+    whole: dict[str, tuple[int, ...]] = {"codeword": (alphabet,)}
     if alphabet <= MAX_BASE and _stored_bytes(chunks, whole) <= _stored_bytes(chunks, split):
         return whole | {"radius": radius}
     return split | {"radius": radius}

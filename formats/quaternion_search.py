@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     Planes = Sequence[torch.Tensor]
-    Weights = Sequence[float] | Sequence[torch.Tensor]
+    Weights = Sequence[float | torch.Tensor]
 
 UNITS = 24
 _BLOCK = 1 << 16
@@ -178,7 +178,7 @@ def _pruned_in_blocks(
     codebook: torch.Tensor, cells: torch.Tensor, size: int, lists: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     block = max(1, _ENTRIES_AT_ONCE // lists.shape[1])
-    blocks = zip(cells.split(block), lists.split(block), lengths.split(block), strict=True)
+    blocks = zip(torch.split(cells, block), torch.split(lists, block), torch.split(lengths, block), strict=True)
     keep = torch.cat([_needed(codebook, *parts, size) for parts in blocks])
     lengths = keep.sum(1)
     cell, column = keep.nonzero().T
@@ -225,10 +225,10 @@ def _combined(planes: Planes, weights: Weights) -> torch.Tensor:
     """The sum of planes, each times its weight (a number, or one number a chunk)."""
     total = planes[0] * weights[0]
     for plane, weight in zip(planes[1:], weights[1:], strict=True):
-        if isinstance(weight, float):
-            total.add_(plane, alpha=weight)
-        else:
+        if isinstance(weight, torch.Tensor):
             total.addcmul_(plane, weight)
+        else:
+            total.add_(plane, alpha=weight)
     return total
 
 

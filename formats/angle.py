@@ -1,0 +1,213 @@
+"""angle: pairs of values, an angle in one of n bins and a norm (spec/codecs/angle.md).
+
+Source: TurboAngle Sec. 3, except that a bin decodes to its centre, which has a quarter of the error of its lower edge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from math import log2, pi
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, stored_norm
+from .columns import Columns, default_fields, is_power_of_two, next_power_of_two, row_bytes
+from .errors import InvalidParameter
+from .lazy import torch
+from .rotation import KINDS, Rotation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .options import Options
+
+MAX_BINS = 1 << 16
+NORMS = ("fp32", "linear", "log")
+ARRANGEMENTS = ("dense", "direct")
+RANGES = ("fp16", "fp32")
+_NORM_WORDS = ("fp32", *(f"{kind}{bits}" for kind in NORMS[1:] for bits in range(1, 9)))
+_TOKENS_OF_ONE_HEAD = 1 << 11
+# The minimum of a token of zeros, the most negative binary16: 2^-65504 is 0 in binary32.
+_ZERO = -65504.0
+# Smaller norms cost a logarithmic code more of its range than they are worth: they are stored as 1/256 of the largest.
+_OCTAVES = 8.0
+
+
+@dataclass(frozen=True)
+class Angle(Codec):
+    """Consecutive pairs are r (cos, sin) of 2 pi (k + 1/2) / ``bins``, with the norm r as ``norm`` says.
+
+    fp32: r itself; linear: r = minimum + step * code; log: r = 2^(minimum + step * code), with one pair
+    (step, minimum) a token and head in the dtype ``range`` and codes of ``norm_bits``.
+    """
+
+    id: ClassVar[str] = "angle"
+
+    dim: int
+    bins: int
+    norm: str
+    norm_bits: int
+    arrangement: str
+    range: str
+    rotation_kind: str
+    seed: int
+    fields: Fields
+
+    def __post_init__(self) -> None:
+        check_range(self.id, "dim", self.dim, 2, MAX_DIM)
+        if self.dim % 2:
+            raise InvalidParameter(f"codec {self.id}: dim is {self.dim}, allowed are even ones: channels go in pairs")
+        check_range(self.id, "bins", self.bins, 2, MAX_BINS)
+        check_choice(self.id, "norm", self.norm, NORMS)
+        check_choice(self.id, "arrangement", self.arrangement, ARRANGEMENTS if self.norm != "fp32" else ("dense",))
+        check_choice(self.id, "range", self.range, RANGES if self.norm != "fp32" else ("fp16",))
+        check_range(self.id, "norm_bits", self.norm_bits, *((1, 8) if self.norm != "fp32" else (0, 0)))
+        check_choice(self.id, "rotation_kind", self.rotation_kind, KINDS)
+        check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
+        check_fields(self.id, self.fields, tuple(_streams(self.dim, self.bins, self.norm_bits, self.arrangement)))
+        self.packings()
+        _ = self.rotation
+
+    @classmethod
+    def create(cls, dim: int, side: str, options: Options) -> Self:
+        bins = options.integer("n", None, 2, MAX_BINS)
+        word = options.choice("norm", "linear8", _NORM_WORDS)
+        norm, norm_bits = (word, 0) if word == "fp32" else (word[:-1], int(word[-1]))
+        arrangement = options.choice("arrangement", "dense", ARRANGEMENTS)
+        range_dtype = options.choice("range", "fp16", RANGES)
+        rotation = options.choice("rotation", "signed-hadamard", KINDS)
+        seed = options.integer("seed", 0, 0, 2**64 - 1)
+        options.finish()
+        check_range(cls.id, "dim", dim, 2, MAX_DIM)
+        streams = _streams(dim, bins, norm_bits, arrangement)
+        fields = tuple((name, 1 if arrangement == "direct" else default_fields(dim // 2, bases)) for name, (bases, _) in streams.items())
+        return cls(dim, bins, norm, norm_bits, arrangement, range_dtype, rotation, seed, fields)
+
+    @property
+    def nominal_bits(self) -> float:
+        norms = 16.0 if self.norm == "fp32" else self.norm_bits / 2 + 64 / self.dim
+        return log2(self.bins) / 2 + norms
+
+    @property
+    def rotation(self) -> Rotation:
+        return Rotation(self.rotation_kind, self.dim, self.seed)
+
+    @property
+    def directions(self) -> torch.Tensor:
+        """(cos, sin) of the centre of every bin, correctly rounded, float32 ``[bins, 2]``."""
+        return _directions(self.bins)
+
+    def packings(self) -> dict[str, Columns]:
+        return _packings(self.dim, self.bins, self.norm_bits, self.arrangement, self.fields)
+
+    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        if self.norm == "fp32":
+            return {"norm": Layout("F32", (batch, heads, tokens, self.dim // 2))}
+        return {"range": Layout(self._range_dtype, (batch, heads, tokens, 2))}
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        # Blocks of tokens keep the temporaries in a core's cache.
+        size = max(1, _TOKENS_OF_ONE_HEAD // (x.shape[0] * x.shape[1]))
+        blocks = [self._encode_block(block, size * number) for number, block in enumerate(torch.split(x, size, 2))]
+        return {name: torch.cat([block[name] for block in blocks], 2) for name in blocks[0]}
+
+    def _encode_block(self, x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
+        u = self.rotation.forward(x)
+        first, second = u[..., 0::2].contiguous(), u[..., 1::2].contiguous()
+        turns = torch.atan2(second, first).mul_(1 / (2 * pi))
+        # A turn is in [0, 1], 1 when a tiny negative angle rounds up: that is the last bin.
+        bins = turns.sub_(turns.floor()).mul_(self.bins).floor_().clamp_max_(self.bins - 1).to(torch.int32)
+        norms = torch.hypot(first, second)
+        if self.norm == "fp32":
+            return self._packed(bins) | {"norm": stored_norm(norms, "F32", f"norm of a pair, tokens from {start},")}
+        if self.norm == "log":
+            norms.log2_()
+            # A token of zeros has only logarithms of minus infinity.
+            norms = torch.maximum(norms, norms.amax(-1, keepdim=True) - _OCTAVES).clamp_min_(_ZERO)
+        low, high = norms.aminmax(dim=-1)
+        span = torch.stack([(high - low) / (2**self.norm_bits - 1), low], -1)
+        stored = stored_norm(span, self._range_dtype, f"step or minimum of the norms, tokens from {start},")
+        step, minimum = stored.to(torch.float32)[..., None].unbind(-2)
+        # Rounded against the range as stored; a zero step gives zero codes.
+        codes = norms.sub_(minimum).div_(torch.where(step > 0, step, torch.inf)).round_().clamp_(0, 2**self.norm_bits - 1)
+        return self._packed(bins, codes) | {"range": stored}
+
+    def _packed(self, bins: torch.Tensor, *codes: torch.Tensor) -> dict[str, torch.Tensor]:
+        names = dict(self.fields)
+        if "symbol" in names:
+            return self.pack("symbol", bins, *codes)
+        if "angle" in names:
+            streams = self.pack("angle", bins)
+        else:
+            low = _low_bits(self.bins)
+            streams = self.pack("angle_low", bins & (1 << low) - 1) | self.pack("angle_high", bins >> low)
+        return streams | (self.pack("norm_codes", *codes) if codes else {})
+
+    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        names = dict(self.fields)
+        codes = None
+        if "symbol" in names:
+            bins, codes = self.unpack("symbol", streams)
+        elif "angle" in names:
+            (bins,) = self.unpack("angle", streams)
+        else:
+            (low,), (high,) = self.unpack("angle_low", streams), self.unpack("angle_high", streams)
+            bins = high << _low_bits(self.bins) | low
+        if self.norm == "fp32":
+            norms = streams["norm"]
+        else:
+            if codes is None:
+                (codes,) = self.unpack("norm_codes", streams)
+            step, minimum = streams["range"].to(torch.float32)[..., None].unbind(-2)
+            norms = torch.addcmul(minimum, step, codes.to(torch.float32))
+            norms = norms.exp2_() if self.norm == "log" else norms
+        return (norms[..., None] * self.directions.to(norms.device)[bins]).flatten(3)
+
+    @property
+    def _range_dtype(self) -> str:
+        return "F16" if self.range == "fp16" else "F32"
+
+
+def _low_bits(bins: int) -> int:
+    """k of bins = 2^k m, m odd."""
+    return (bins & -bins).bit_length() - 1
+
+
+Stream = tuple[tuple[int, ...], tuple[int, ...]]
+"""Bases and alphabets of a code stream's digits."""
+
+
+@cache
+def _streams(dim: int, bins: int, norm_bits: int, arrangement: str) -> dict[str, Stream]:
+    """The digits of each code stream: the rule of spec/codecs/angle.md, Layout."""
+    rounded, norm = next_power_of_two(bins), 1 << norm_bits
+    if arrangement == "direct":
+        return {"symbol": ((rounded, norm), (bins, norm))}
+    low = 1 << _low_bits(bins)
+    candidates: list[dict[str, Stream]] = [{"angle": ((rounded,), (bins,))}]
+    if 1 < low < bins:
+        candidates.append({"angle_low": ((low,), (low,)), "angle_high": ((bins // low,), (bins // low,))})
+    if not is_power_of_two(bins):
+        candidates.append({"angle": ((bins,), (bins,))})
+
+    def stored_bytes(streams: dict[str, Stream]) -> int:
+        return sum(row_bytes(dim // 2, bases, default_fields(dim // 2, bases)) for bases, _ in streams.values())
+
+    return min(candidates, key=stored_bytes) | ({"norm_codes": ((norm,), (norm,))} if norm_bits else {})
+
+
+@cache
+def _packings(dim: int, bins: int, norm_bits: int, arrangement: str, fields: Fields) -> dict[str, Columns]:
+    streams = _streams(dim, bins, norm_bits, arrangement)
+    return {name: Columns(dim // 2, streams[name][0], count, streams[name][1]) for name, count in fields}
+
+
+@lru_cache(maxsize=16)
+def _directions(bins: int) -> torch.Tensor:
+    # Reduced in integers to the first eighth of a turn, where binary64 rounds both to the right binary32 and zero to zero.
+    quadrant, part = torch.div(odd := 4 * (2 * torch.arange(bins) + 1), 2 * bins, rounding_mode="floor"), odd % (2 * bins)
+    beyond = part > bins
+    angle = torch.where(beyond, 2 * bins - part, part).to(torch.float64) * (pi / (4 * bins))
+    cosine, sine = torch.where(beyond, angle.sin(), angle.cos()), torch.where(beyond, angle.cos(), angle.sin())
+    turned = torch.stack([torch.stack([cosine, -sine, -cosine, sine]), torch.stack([sine, cosine, -sine, -cosine])])
+    return turned.gather(1, quadrant.expand(2, 1, -1))[:, 0].T.to(torch.float32).contiguous()

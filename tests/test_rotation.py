@@ -13,8 +13,9 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.generator import signs
 from kvpack.formats.rotation import KINDS, Rotation, hadamard
 
+from error_bounds import ROTATION_TOLERANCE  # isort: skip
+
 ORDERS = sorted(m << k for m in (1, 12, 20, 28) for k in range(11) if m << k <= MAX_DIM)
-TOLERANCE = 2.0**-18
 HEAD_DIMS = [64, 80, 96, 112, 128, 192, 256]
 
 
@@ -66,7 +67,7 @@ def test_rotations_follow_the_formula_and_reverse(kind: str, dim: int) -> None:
         sign = torch.tensor(signs(1234567, dim) if kind == "signed-hadamard" else [1] * dim)
         formula = torch.tensor(hadamard(dim)).double() @ torch.diag(sign.double()) / dim**0.5
     exact = torch.einsum("ij,...j->...i", formula, x.double())
-    tolerance = TOLERANCE * x.norm(dim=-1, keepdim=True)
+    tolerance = ROTATION_TOLERANCE * x.norm(dim=-1, keepdim=True)
     u = rotation.forward(x)
     assert u.dtype == torch.float32
     assert ((u - exact).abs() <= tolerance).all()
@@ -80,8 +81,8 @@ def test_the_tolerance_holds_for_the_worst_inputs(dim: int) -> None:
     exact = torch.tensor(hadamard(dim)).double() / dim**0.5
     # Rows of the rotation: all products of one sum are equal, so that no rounding cancels another's.
     rows = rotation.matrix() * 1.37
-    assert (rotation.forward(rows) - rows.double() @ exact.T).abs().max() <= TOLERANCE * 1.37
-    assert (rotation.inverse(rows.T) - rows.T.double() @ exact).abs().max() <= TOLERANCE * 1.37
+    assert (rotation.forward(rows) - rows.double() @ exact.T).abs().max() <= ROTATION_TOLERANCE * 1.37
+    assert (rotation.inverse(rows.T) - rows.T.double() @ exact).abs().max() <= ROTATION_TOLERANCE * 1.37
 
 
 @settings(max_examples=30)

@@ -28,7 +28,7 @@ def roundtrip() -> ModuleType:
 
 
 def test_every_codec_has_a_row() -> None:
-    assert set(CASES) == set(CODECS)
+    assert set(CODECS) <= set(CASES)
 
 
 @pytest.mark.parametrize("codec_id", sorted(CODECS))

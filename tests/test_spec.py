@@ -22,7 +22,8 @@ from kvpack.formats.group import AXES, SIZES, TOKEN_SCALES
 from kvpack.formats.raw import DTYPES
 from kvpack.formats.rotation import KINDS, hadamard
 
-from strategies import ROTATION_TOLERANCE, create, packings  # isort: skip
+from error_bounds import ROTATION_TOLERANCE  # isort: skip
+from strategies import create, packings  # isort: skip
 
 SPEC = Path(__file__).resolve().parents[1] / "spec"
 PAGES = {path.stem: path for path in (SPEC / "codecs").glob("*.md")}

@@ -1,0 +1,95 @@
+"""How far a codec's decoded values may be from what was encoded; one function a codec, or a family of them.
+
+Each takes the codec, ``x`` ``[batch, kv_head, token, dim]``, its streams and what they decode to, and asserts the bound.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvpack.formats.angle import Angle
+    from kvpack.formats.base import Codec
+    from kvpack.formats.group import Group
+    from kvpack.formats.raw import Raw
+
+ROTATION_TOLERANCE = 2.0**-18
+"""Of the norm: how far from the exact one a rotation in binary32 may be (spec/README.md, Rotation)."""
+
+
+def check_raw(codec: Raw, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
+    """The value itself, to half a unit in the last place of the stored type."""
+    precision, smallest = {"bf16": (2.0**-8, 2.0**-134), "fp16": (2.0**-11, 2.0**-25), "fp32": (0.0, 0.0)}[codec.dtype]
+    _check_errors(decoded - x, x.abs() * precision + smallest)
+
+
+def check_group(codec: Group, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
+    """Half a step in the coded frame, plus the rounding that spec/codecs/group.md states."""
+    u = codec.rotation.forward(x)
+    bound = group_error_bound(codec, streams, u)
+    norm = u.double().norm(dim=-1)
+    rotated = 0.0 if codec.rotation.kind == "none" else ROTATION_TOLERANCE
+    _check_errors(codec.decode_frame(streams) - u, bound + rotated * norm[..., None])
+    _check_errors((decoded - x).double().norm(dim=-1), bound.double().square().sum(-1).sqrt() + 3 * ROTATION_TOLERANCE * norm)
+
+
+def check_direction(codec: Codec, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
+    """Codecs of directions and norms: what a token decodes to is no further from it than one and a half of its norm."""
+    smallest = 2.0**-24 * math.sqrt(codec.dim)
+    _check_errors((decoded - x).double().norm(dim=-1), 1.5 * x.double().norm(dim=-1) + smallest)
+
+
+def group_error_bound(codec: Group, streams: Mapping[str, torch.Tensor], u: torch.Tensor) -> torch.Tensor:
+    """The largest error of every value of ``u``, given the scales that the encoder chose."""
+    tokens, dim = u.shape[2], u.shape[3]
+    axis = 2 if codec.axis == "token" else 3
+    scale = streams["scales"].float()[..., 0].repeat_interleave(codec.size, axis)[:, :, :tokens, :dim]
+    factor = torch.ones(u.shape[0], 1, tokens)
+    if codec.token_scale != "none":
+        factor = streams["token_scale"].float()
+    factor = factor[..., None]
+    # A token whose factor is stored as zero is lost as a whole: its values are below that type's smallest number.
+    scaled = u / torch.where(factor > 0, factor, 1.0)
+    middle = (2**codec.bits - 1) / 2
+    rounding = middle * torch.clamp(scale * 2.0**-11, min=2.0**-25)
+    bound = scale / 2 + rounding + 2.0**-21 * _group_max(codec, scaled.abs())
+    lost = 2.0**-25 * math.sqrt(u.shape[1] * dim) if codec.token_scale == "fp16" else 2.0**-60
+    return torch.where(factor > 0, bound * factor * (1 + 2.0**-20), lost)
+
+
+def _group_max(codec: Group, values: torch.Tensor) -> torch.Tensor:
+    axis = 2 if codec.axis == "token" else 3
+    parts = [part.amax(axis, keepdim=True).expand_as(part) for part in values.split(codec.size, axis)] if values.numel() else [values]
+    return torch.cat(parts, axis)
+
+
+def check_angle(codec: Angle, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
+    """Half a bin of every pair's angle, and half a step of its norm plus the rounding of the range as stored."""
+    u = codec.rotation.forward(x).double()
+    norm = u.unflatten(-1, (-1, 2)).norm(dim=-1)
+    allowed = norm * (math.pi / codec.bins + 2.0**-15) + 2.0**-120
+    if codec.norm != "fp32":
+        step, minimum = streams["range"].double()[..., None].unbind(-2)
+        span = step * (2**codec.norm_bits - 1)
+        rounding = (minimum.abs() + span) * 2.0**-10
+        if codec.norm == "linear":
+            allowed += step / 2 + rounding + 2.0**-24 * 2**codec.norm_bits
+        else:
+            # Norms below 1/256 of the token's largest are raised to it (spec/codecs/angle.md, Encoder notes).
+            raised = norm.maximum(norm.amax(-1, keepdim=True) / 256)
+            allowed += raised - norm + raised * torch.expm1(math.log(2) * (step / 2 + rounding).clamp(max=100))
+    error = (codec.decode_frame(streams) - u).unflatten(-1, (-1, 2)).norm(dim=-1)
+    rotated = 0.0 if codec.rotation.kind == "none" else ROTATION_TOLERANCE
+    _check_errors(error, allowed + rotated * u.norm(dim=-1, keepdim=True))
+    whole = allowed.square().sum(-1).sqrt() + 3 * rotated * (u.norm(dim=-1) + decoded.double().norm(dim=-1))
+    _check_errors((decoded - x).double().norm(dim=-1), whole * (1 + 2.0**-20))
+
+
+def _check_errors(error: torch.Tensor, allowed: torch.Tensor) -> None:
+    excess = (error.abs() - allowed).amax().item() if error.numel() else 0.0
+    assert excess <= 0, f"an error is {excess:.3g} above its bound"

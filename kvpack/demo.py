@@ -23,6 +23,7 @@ import torch
 from torch.nn import functional
 
 import kvpack
+from kvpack.commands.output import bytes_text, print_table, printable
 from kvpack.formats.errors import MissingFile
 from kvpack.recipes import parse_recipe
 
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from kvpack import Cache
     from kvpack.encoding import Progress
 
-RECIPES = ("bf16", "octopus-3", "kivi-2", "turboangle-k8v4", "hqmq-s24-r3")
-"""One a family, after the uncompressed baseline."""
+RECIPES = ("bf16", "turboangle-k8v4", "octopus-4", "hqmq-s96-r4", "octopus-3", "hqmq-s24-r3", "oscar-2")
+"""The uncompressed baseline, then every family of codecs, from most bits to fewest."""
 
 PROMPT_BYTES = 2000
 SAMPLE_BYTES = 60
@@ -51,7 +52,7 @@ def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | 
     """
     for recipe in recipes:
         parse_recipe(recipe)
-    with tempfile.TemporaryDirectory(prefix="kvpack-demo-") as temporary:
+    with one_thread(), tempfile.TemporaryDirectory(prefix="kvpack-demo-") as temporary:
         folder = Path(out or temporary)
         folder.mkdir(parents=True, exist_ok=True)
         steps = 2 * len(recipes) + 1
@@ -73,6 +74,17 @@ def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | 
             rows.append(row | _read_elsewhere(row["file"]))
             step()
     return {"prompt_tokens": PROMPT_BYTES, "uncompressed": plain, "files": rows}
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """One PyTorch thread: the model's tensors are small, and on a busy machine more threads wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -152,8 +164,6 @@ def continue_from(past: Cache | Any) -> dict[str, Any]:
 
 def show(report: dict[str, Any]) -> None:
     """Print the table and, under it, what each file's reader wrote next."""
-    from kvpack.commands.output import bytes_text, print_table
-
     plain = report["uncompressed"]
     columns = [
         "recipe", "file bytes", "bits a value", "nominal", "smaller than bf16", "K cosine", "V cosine",
@@ -184,7 +194,7 @@ def show(report: dict[str, Any]) -> None:
 
 def _answer(source: dict[str, Any]) -> tuple[str, str]:
     first = source["answers"][0]
-    return f"{first['answer']} {'right' if first['right'] else 'wrong'}", f"{source['right']} of {source['asked']}"
+    return f"{printable(first['answer'])} {'right' if first['right'] else 'wrong'}", f"{source['right']} of {source['asked']}"
 
 
 def _read_elsewhere(path: str) -> dict[str, Any]:
@@ -256,7 +266,8 @@ def main(words: Sequence[str]) -> int:
     command, path = words
     if command != "reader":
         raise SystemExit(f"unknown command {command!r}, expected reader")
-    print(json.dumps(read(path)))
+    with one_thread():
+        print(json.dumps(read(path)))
     return 0
 
 

@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
         description="Pack a small model's KV cache in several recipes, and continue from each file in another process.",
     )
     parser.add_argument("--out", metavar="DIR", help="keep the files here (default: a temporary folder)")
-    parser.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to show; may be repeated (default: several of every family)")
+    parser.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to show; may be repeated (default: seven)")
     add_json(parser)
     parser.set_defaults(run=run)
 

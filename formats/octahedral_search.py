@@ -125,7 +125,7 @@ class Codebook:
         xi, eta = (coordinate.mul_(self._cells).floor_() for coordinate in octahedral_coordinates(x, y, z))
         cell = xi.add_(eta, alpha=self._cells + 1).to(torch.int32).view(-1)
         index = self._grid.index_select(0, cell).to(torch.int32)
-        shared = _positions(index < 0)
+        shared = _negative(index)
         index[shared] = self.local_search(*(axis.view(-1).index_select(0, shared) for axis in (x, y, z)), _SETTLING)
         return index.view(x.shape)
 
@@ -154,6 +154,8 @@ class Codebook:
         return functional.pad(settled[None, None], (0, 1, 0, 1), mode="replicate").to(torch.int16).view(-1)
 
 
-def _positions(mask: torch.Tensor) -> torch.Tensor:
-    """Where a flat ``mask`` is set; numpy looks for it four times as fast as torch does on a CPU."""
-    return torch.from_numpy(numpy.flatnonzero(mask.numpy())) if mask.device.type == "cpu" else torch.nonzero(mask).view(-1)
+def _negative(values: torch.Tensor) -> torch.Tensor:
+    """Where a flat tensor is negative; numpy looks for it four times as fast as torch does on a CPU."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(numpy.flatnonzero(values.numpy() < 0))
+    return torch.nonzero(values < 0).view(-1)

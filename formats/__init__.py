@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .angle import Angle
 from .errors import UnknownCodec
 from .group import Group
 from .octahedral import Octahedral
@@ -13,7 +14,7 @@ from .raw import Raw
 if TYPE_CHECKING:
     from .base import Codec
 
-CODECS: dict[str, type[Codec]] = {codec.id: codec for codec in (Raw, Group, Octahedral, Quaternion)}
+CODECS: dict[str, type[Codec]] = {codec.id: codec for codec in (Raw, Group, Octahedral, Angle, Quaternion)}
 
 
 def codec_class(codec_id: str) -> type[Codec]:

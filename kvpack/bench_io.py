@@ -153,7 +153,7 @@ def _peers(cache: Source, clock: _Clock, path: str) -> list[dict[str, Any]]:
     size = os.path.getsize(path)
     mapped = clock.median(lambda: load_file(path))
     # The digest is the fastest of several ways to read every byte once; summing or cloning the tensors takes longer.
-    read = clock.median(lambda: [xxhash.xxh3_128_digest(x.flatten().view(torch.uint8).numpy()) for x in load_file(path).values()])
+    read = clock.median(lambda: [xxhash.xxh3_128_digest(x.flatten().view(torch.uint8).numpy().data) for x in load_file(path).values()])
     bits = 8 * size / dense.numel()
     with open(path, "rb") as file:
         header = 8 + int.from_bytes(file.read(8), "little")

@@ -104,9 +104,7 @@ def write(pairs: list[tuple[torch.Tensor, torch.Tensor]], recipe: str, path: Pat
     packed = time.perf_counter()
     size = save(cache, path)
     saved = time.perf_counter()
-    k, v = (
-        _mean_cosine([(pair[side], layer.unpack(torch.float32)[side]) for pair, layer in zip(pairs, cache, strict=True)]) for side in (0, 1)
-    )
+    k, v = (_mean_cosine([pair[side] for pair in pairs], [pair[side] for pair in cache.unpack(torch.float32)]) for side in (0, 1))
     return {
         "recipe": recipe,
         "file": str(path),
@@ -137,13 +135,12 @@ def continue_from(past: Cache | Any) -> dict[str, Any]:
     """
     from kvpack.integrations.transformers import KvpackCache
 
-    packed = isinstance(past, kvpack.Cache)
-    model = _model("kvpack" if packed else "sdpa")
+    model = _model("kvpack" if isinstance(past, kvpack.Cache) else "sdpa")
     text = demo_text()
     prompt, rest = text[:PROMPT_BYTES], text[PROMPT_BYTES:]
 
     def fresh() -> Any:
-        return KvpackCache(past) if packed else _dense([(layer.keys, layer.values) for layer in past.layers])
+        return KvpackCache(past) if isinstance(past, kvpack.Cache) else _dense([(layer.keys, layer.values) for layer in past.layers])
 
     answers = []
     with torch.inference_mode():
@@ -215,9 +212,10 @@ def _greedy(model: Any, cache: Any, given: bytes, count: int) -> str:
     return bytes(result).decode(errors="backslashreplace")
 
 
-def _mean_cosine(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+def _mean_cosine(originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tensor | None]) -> float:
     """The cosine between original and decoded vectors, averaged over layers, heads and tokens."""
-    return sum(functional.cosine_similarity(x.float(), y, dim=-1).mean().item() for x, y in pairs) / len(pairs)
+    cosines = [functional.cosine_similarity(x, y, dim=-1).mean().item() for x, y in zip(originals, decoded, strict=True) if y is not None]
+    return sum(cosines) / len(cosines)
 
 
 def _dense(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:

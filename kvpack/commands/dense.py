@@ -94,7 +94,7 @@ def _safetensors(tensors: dict[str, torch.Tensor], dtype: str, cache: Cache) -> 
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": DTYPES[dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        pieces.append(memoryview(tensor.flatten().view(torch.uint8).numpy()))
+        pieces.append(tensor.flatten().view(torch.uint8).numpy().data)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return [memoryview(len(text).to_bytes(8, "little") + text), *pieces]

@@ -31,7 +31,7 @@ QUERIES_AT_A_TIME = 128
 """Rows of a mask that are compared at a time with the mask that attention applies by itself."""
 
 
-class KvpackCache(TransformersCache):  # type: ignore[misc, unused-ignore]
+class KvpackCache(TransformersCache):  # type: ignore[misc]
     """A transformers cache over a packed one: new tokens are appended packed, old ones are never unpacked.
 
     Give the model the token ids that follow the cache, or give ``generate`` all of them. Raises
@@ -56,10 +56,11 @@ class KvpackCache(TransformersCache):  # type: ignore[misc, unused-ignore]
         """
         if layer_idx >= len(self.layers):
             raise OutOfBounds(f"the model asks for layer {layer_idx}, the packed cache has {len(self.layers)} layers")
-        return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return, unused-ignore]
+        layer: PackedLayer = self.layers[layer_idx]
+        return layer.update(key_states, value_states)
 
 
-class PackedLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
+class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     """One packed layer that has seen ``seen`` tokens; a sliding-window layer may hold only the newest of them."""
 
     # Cropping leaves packed what was raw before, so transformers must not take it for an exact undo.
@@ -166,7 +167,8 @@ def attention(
     if attention_mask is None and causal:
         attention_mask = _lower_right_mask(query, key, sliding_window)
     options = kwargs | {"softcap": softcap, "is_causal": causal}
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)  # type: ignore[no-any-return, unused-ignore]
+    result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+    return result
 
 
 def _check_window(older: int, sliding_window: int | None) -> None:
@@ -220,7 +222,8 @@ def no_mask(
         return
     window = getattr(config, "sliding_window", None)
     rows, token = torch.arange(batch_size, device=device)[:, None, None], torch.arange(kv_offset, kv_offset + kv_length, device=device)
-    for position in torch.arange(int(q_offset), int(q_offset) + q_length, device=device).split(QUERIES_AT_A_TIME):
+    for first in range(int(q_offset), int(q_offset) + q_length, QUERIES_AT_A_TIME):
+        position = torch.arange(first, min(first + QUERIES_AT_A_TIME, int(q_offset) + q_length), device=device)
         expected = token <= position[:, None]
         if window is not None:
             expected &= token > position[:, None] - window

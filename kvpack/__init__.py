@@ -1,10 +1,10 @@
 """kvpack: compressed KV caches as files, attended without unpacking.
 
-    cache = kvpack.pack(past_key_values, "octopus-3")
-    kvpack.save(cache, "prompt.kvpack")
-    cache = kvpack.load("prompt.kvpack")
-    out = kvpack.attend(q, cache[layer])
-    k, v = cache[layer].unpack()
+cache = kvpack.pack(past_key_values, "octopus-3")
+kvpack.save(cache, "prompt.kvpack")
+cache = kvpack.load("prompt.kvpack")
+out = kvpack.attend(q, cache[layer])
+k, v = cache[layer].unpack()
 """
 
 from pathlib import Path
@@ -13,9 +13,9 @@ from pathlib import Path
 if not Path(__path__[0], "formats").is_dir():
     __path__.append(str(Path(__path__[0]).parent))
 
-from typing import TYPE_CHECKING, Any  # noqa: E402
+from typing import TYPE_CHECKING, Any
 
-from .formats.errors import KvpackError  # noqa: E402
+from .formats.errors import KvpackError
 
 if TYPE_CHECKING:
     from .attention import attend

@@ -112,11 +112,16 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
     if not q.dtype.is_floating_point:
         raise InvalidDtype(f"q: dtype {q.dtype}; queries are floating point")
     if q.shape[0] != k.batch or q.shape[1] % k.heads or not q.shape[1] or q.shape[3] != k.dim:
-        raise InvalidShape(f"q: shape {list(q.shape)} does not fit keys [{k.batch}, {k.heads}, {k.tokens}, {k.dim}]: batch and dim agree, q_head is a multiple of kv_head")
+        raise InvalidShape(
+            f"q: shape {list(q.shape)} does not fit keys [{k.batch}, {k.heads}, {k.tokens}, {k.dim}]: "
+            "batch and dim agree, q_head is a multiple of kv_head"
+        )
     if v.heads != k.heads:
         raise InvalidShape(f"keys have {k.heads} heads and values {v.heads}; attention needs as many of both")
     if k.tokens == 0 or (causal and q.shape[2] > k.tokens):
-        raise InvalidShape(f"q: {q.shape[2]} queries over {k.tokens} tokens; causal queries are the last tokens of the cache, and there is at least one")
+        raise InvalidShape(
+            f"q: {q.shape[2]} queries over {k.tokens} tokens; causal queries are the last tokens of the cache, and there is at least one"
+        )
     if sliding_window is not None and sliding_window < 1:
         raise InvalidParameter(f"sliding_window is {sliding_window}, allowed are integers from 1")
     if softcap is not None and not softcap > 0:

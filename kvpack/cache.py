@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import torch
 
 from kvpack.formats.errors import InvalidDtype, InvalidShape, NotConsecutive, OutOfBounds
 
+from .dispatch import decode_frame
 from .encoding import RAW_DTYPES, encode
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ class Page:
     def frame(self, start: int, stop: int) -> torch.Tensor:
         """Tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
         aligned = start - start % self.codec.token_group
-        return self.codec.decode_frame(self.rows(aligned, stop))[:, :, start - aligned :]
+        return decode_frame(self.codec, self.rows(aligned, stop))[:, :, start - aligned :]
 
     def prefix(self, tokens: int) -> Page:
         """The first ``tokens`` tokens, sharing the streams."""
@@ -128,7 +130,7 @@ class Side:
     def tiles(self, per_tile: int, edges: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
         """Token ranges of at most ``per_tile`` tokens that cross neither a boundary of this side nor an edge given."""
         marks = sorted({*self.boundaries, *edges})
-        for first, last in zip(marks, marks[1:], strict=False):
+        for first, last in pairwise(marks):
             for start in range(first, last, per_tile):
                 yield start, min(start + per_tile, last)
 
@@ -172,14 +174,18 @@ class Side:
         return replace(self, pages=tuple(pages), tail=tail[:, :, ready:].clone())
 
     def concat(self, other: Side) -> Side:
-        """This side, then ``other``. Raises NotConsecutive when they differ in codec or shape, or this one ends in a raw tail."""
-        if self.codec != other.codec or (self.batch, self.heads) != (other.batch, other.heads):
-            raise NotConsecutive(
-                f"codec {self.codec} on {self.batch} x {self.heads} heads is followed by {other.codec} on {other.batch} x {other.heads}: convert one first"
-            )
+        """This side, then ``other``.
+
+        Raises NotConsecutive when they differ in codec or shape, or this one ends in a raw tail.
+        """
+        if self.codec != other.codec:
+            raise NotConsecutive(f"codec {self.codec} is followed by {other.codec}: convert one first")
+        if (self.batch, self.heads) != (other.batch, other.heads):
+            raise NotConsecutive(f"{self.batch} x {self.heads} heads are followed by {other.batch} x {other.heads}")
         if self.tail.shape[2]:
             raise NotConsecutive(
-                f"a side that ends in a raw tail of {self.tail.shape[2]} tokens cannot be followed by a page: append tokens instead, or pack it with tail=0"
+                f"a side that ends in a raw tail of {self.tail.shape[2]} tokens cannot be followed by a page: "
+                "append the tokens instead, or pack it with tail=0"
             )
         return replace(other, pages=(*self.pages, *other.pages))
 
@@ -248,7 +254,8 @@ class Layer:
         sides = []
         for name, side, x in (("k", self.k, k), ("v", self.v, v)):
             if (side is None) != (x is None):
-                raise InvalidShape(f"{where}.{name}: the layer {'has no' if side is None else 'has a'} {name} side, the tokens appended {'have one' if side is None else 'none'}")
+                held, given = ("no", "some") if side is None else ("a", "none")
+                raise InvalidShape(f"{where}.{name}: the layer has {held} {name} side, and {given} was appended")
             sides.append(None if side is None or x is None else side.append(x, f"{where}.{name}"))
         if k is not None and v is not None and k.shape[2] != v.shape[2]:
             raise InvalidShape(f"{where}: k has {k.shape[2]} tokens and v has {v.shape[2]}; a layer's sides hold the same tokens")
@@ -369,7 +376,9 @@ def concat(caches: Sequence[Cache]) -> Cache:
         if result.stop != other.start:
             raise NotConsecutive(f"tokens {result.start} to {result.stop} are followed by tokens {other.start} to {other.stop}")
         if dict(result.model) != dict(other.model) or len(result) != len(other):
-            raise NotConsecutive(f"a cache of {len(result)} layers of {dict(result.model)} is followed by {len(other)} layers of {dict(other.model)}")
+            raise NotConsecutive(
+                f"a cache of {len(result)} layers of {dict(result.model)} is followed by {len(other)} layers of {dict(other.model)}"
+            )
         layers = []
         for number, (first, second) in enumerate(zip(result, other, strict=True)):
             if set(first.sides) != set(second.sides):

@@ -41,8 +41,9 @@ def encode(codec: Codec, x: torch.Tensor, where: str) -> dict[str, torch.Tensor]
     block = max(_GROUP_MULTIPLE, BLOCK_VALUES // row // _GROUP_MULTIPLE * _GROUP_MULTIPLE)
     for start in range(0, tokens, block):
         stop = min(start + block, tokens)
-        part = x[:, :, start:stop].to(torch.float32)
+        part = x[:, :, start:stop]
         if codec.id != "raw":
+            part = part.to(torch.float32)
             _refuse_non_finite(part, start, where)
         try:
             encoded = codec.encode(part)

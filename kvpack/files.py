@@ -62,7 +62,10 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", ma
     layers = []
     for number, layer in enumerate(header.layers):
         sides = dict(layer.sides())
-        k, v = (_side(file, header.codecs[sides[name].codec], sides[name], f"{number}.{name}.") if name in sides else None for name in ("k", "v"))
+        k, v = (
+            _side(file, header.codecs[sides[name].codec], sides[name], f"{number}.{name}.") if name in sides else None
+            for name in ("k", "v")
+        )
         layers.append(Layer(k, v))
     cache = Cache(tuple(layers), header.recipe, MappingProxyType(dict(header.model)), header.start)
     return cache if torch.device(device).type == "cpu" else cache.to(device)

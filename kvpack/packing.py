@@ -15,7 +15,7 @@ from .encoding import encode
 from .recipes import Recipe, parse_recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from .encoding import Progress
 

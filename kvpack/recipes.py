@@ -74,7 +74,9 @@ class Recipe:
     def __post_init__(self) -> None:
         for side in SIDES:
             if not any(side in rule.sides and rule.items is None for rule in self.rules):
-                raise InvalidRecipe(f"recipe {self.text!r} says nothing of {side}: add {side}=<codec> or kv=<codec>; presets are {', '.join(PRESETS)}")
+                raise InvalidRecipe(
+                    f"recipe {self.text!r} says nothing of {side}: add {side}=<codec> or kv=<codec>; presets are {', '.join(PRESETS)}"
+                )
         _ = self.window
 
     @cached_property
@@ -96,7 +98,11 @@ class Recipe:
             for side in rule.sides:
                 group = rule.codec(_CHECKED_DIM, side).token_group
                 if window % group:
-                    self._refuse(windows[-1], windows[-1], f"tail={window} is not a multiple of {group}, the tokens that {side}={rule.codec_id} encodes together")
+                    self._refuse(
+                        windows[-1],
+                        windows[-1],
+                        f"tail={window} is not a multiple of {group}, the tokens that {side}={rule.codec_id} encodes together",
+                    )
         return window
 
     def codec(self, layer: int, layers: int, side: str, dim: int) -> Codec:

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 RECIPES = ["bf16", "kivi-2", "oscar-2", "octopus-3", "turboangle-k8v4", "hqmq-s24-r3", "kivi-4;tail=64"]
 
 
-def random_pairs(layers: int, tokens: int, *, batch: int = 1, heads: int = 2, dims: tuple[int, int] = (64, 64), seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def random_pairs(
+    layers: int, tokens: int, *, batch: int = 1, heads: int = 2, dims: tuple[int, int] = (64, 64), seed: int = 0
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
 
     def one(dim: int) -> torch.Tensor:

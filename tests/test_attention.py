@@ -15,7 +15,9 @@ from caches import RECIPES, random_pairs  # isort: skip
 TOLERANCE = 2e-5
 
 
-def plain(q: torch.Tensor, layer: Layer, scale: float | None, causal: bool, softcap: float | None, sliding_window: int | None) -> torch.Tensor:
+def plain(
+    q: torch.Tensor, layer: Layer, scale: float | None, causal: bool, softcap: float | None, sliding_window: int | None
+) -> torch.Tensor:
     k, v = layer.unpack(torch.float32)
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1).to(torch.float64), v.repeat_interleave(repeat, 1).to(torch.float64)
@@ -48,7 +50,9 @@ def test_attend_equals_softmax_over_unpacked(recipe: str, mode: str) -> None:
     q = torch.randn(2, 6, 7, 64, generator=torch.Generator().manual_seed(2))
     out = kvpack.attend(q, cache[0], scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window)
     assert out.shape == (2, 6, 7, 96)
-    torch.testing.assert_close(out.to(torch.float64), plain(q, cache[0], scale, causal, softcap, sliding_window), rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(
+        out.to(torch.float64), plain(q, cache[0], scale, causal, softcap, sliding_window), rtol=TOLERANCE, atol=TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("q_len", [1, 2, 63, 150])

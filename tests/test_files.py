@@ -33,7 +33,9 @@ def test_what_is_loaded_is_what_was_saved(recipe: str, compress: bool, tmp_path:
     assert size == cache.nbytes or (compress and size < cache.nbytes)
     assert (loaded.recipe, dict(loaded.model), loaded.start, loaded.tokens) == (recipe, {"name": "test", "revision": "1"}, 7, 141)
     assert all(torch.equal(a, b) for a, b in zip(dense(loaded), dense(cache), strict=True))
-    assert [side.codec for layer in loaded for side in layer.sides.values()] == [side.codec for layer in cache for side in layer.sides.values()]
+    assert [side.codec for layer in loaded for side in layer.sides.values()] == [
+        side.codec for layer in cache for side in layer.sides.values()
+    ]
     q = torch.randn(2, 4, 3, 64)
     assert torch.equal(kvpack.attend(q, loaded[1]), kvpack.attend(q, kvpack.load(tmp_path / "a.kvpack")[1]))
     kvpack.save(loaded, tmp_path / "b.kvpack", compress=compress)

@@ -1,0 +1,83 @@
+"""Which code decodes packed rows: torch operations on any device, or the Triton kernels.
+
+The environment variable KVPACK_KERNELS names it, "torch" or "triton". Unset: Triton for tensors on a CUDA
+device when it is installed, else torch. On the CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from functools import cache
+from importlib.util import find_spec
+from types import new_class
+from typing import TYPE_CHECKING
+
+from kvpack.formats.base import Codec
+from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.group import Group
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+VARIABLE = "KVPACK_KERNELS"
+BACKENDS = ("torch", "triton")
+
+
+def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Decode to float32 ``[batch, kv_head, token, dim]`` in the coded frame: ``codec.decode_frame``, on kernels where ``uses_triton``.
+
+    Raises InvalidShape when a stream is not laid out as the codec says, and what ``uses_triton`` raises.
+    """
+    if not uses_triton(next(iter(streams.values())).device):
+        return codec.decode_frame(streams)
+    if isinstance(codec, Group):
+        from kvpack.kernels import group
+
+        return group.decode_frame(codec, streams)
+    return _unpacking_on_kernels(codec).decode_frame(streams)
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Whether tensors on ``device`` are decoded by Triton kernels.
+
+    Raises InvalidParameter when KVPACK_KERNELS is unknown, or is "triton" where Triton cannot run.
+    """
+    backend = os.environ.get(VARIABLE, "")
+    if backend not in ("", *BACKENDS):
+        raise InvalidParameter(f"the environment variable {VARIABLE} is {backend!r}, known are {', '.join(BACKENDS)}")
+    if backend != "triton":
+        return not backend and device.type == "cuda" and triton_installed()
+    if not triton_installed():
+        raise InvalidParameter(f"the environment variable {VARIABLE} is 'triton', and Triton is not installed")
+    if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        raise InvalidParameter(
+            f"the environment variable {VARIABLE} is 'triton', which takes tensors on cuda (on cpu: with TRITON_INTERPRET=1); "
+            f"this one is on {device.type}"
+        )
+    return True
+
+
+@cache
+def triton_installed() -> bool:
+    """Whether Triton can be imported."""
+    return find_spec("triton") is not None
+
+
+class _UnpackingOnKernels(Codec):
+    """Put before a codec class: its codes are unpacked by a kernel, the rest of its decoding stays torch operations."""
+
+    def unpack(self, stream: str, streams: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        from kvpack.kernels import columns
+
+        packing = self.packings()[stream]
+        return columns.unpack(packing, [streams[f"{stream}.{plane}"] for plane in range(len(packing.planes))])
+
+
+@cache
+def _unpacking_on_kernels(codec: Codec) -> Codec:
+    values = {field.name: getattr(codec, field.name) for field in dataclasses.fields(codec)}  # type: ignore[arg-type]
+    on_kernels: Codec = new_class(type(codec).__name__, (_UnpackingOnKernels, type(codec)))(**values)
+    return on_kernels

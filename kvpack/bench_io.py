@@ -189,7 +189,7 @@ def show(report: dict[str, Any]) -> None:
     """Print one table and what its columns mean."""
     from kvpack.commands.output import bytes_text, print_table
 
-    columns = ["what", "operation", "bits a value", "bytes touched", "ms", "GB/s of bf16", "x memory copy", "x safetensors"]
+    columns = ["what", "operation", "bits a\nvalue", "bytes\ntouched", "ms", "GB/s\nof bf16", "x memory\ncopy", "x safe-\ntensors"]
     rows = [
         [
             row["name"],

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,8 @@ RECIPES = ("bf16", "turboangle-k8v4", "octopus-4", "hqmq-s96-r4", "octopus-3", "
 
 PROMPT_BYTES = 2000
 SAMPLE_BYTES = 60
+READERS = 2
+"""Reading processes at a time."""
 BOS = 256
 IDENTITY = {"name": "tinylm"}
 
@@ -69,10 +73,12 @@ def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | 
         step()
         rows = []
         for number, recipe in enumerate(recipes):
-            row = write(pairs, recipe, folder / f"{number}-{_file_name(recipe)}.kvpack")
+            rows.append(write(pairs, recipe, folder / f"{number}-{_file_name(recipe)}.kvpack"))
             step()
-            rows.append(row | _read_elsewhere(row["file"]))
-            step()
+        with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as readers:
+            for row, found in zip(rows, readers.map(_read_elsewhere, [row["file"] for row in rows]), strict=True):
+                row.update(found)
+                step()
     return {"prompt_tokens": PROMPT_BYTES, "uncompressed": plain, "files": rows}
 
 
@@ -163,8 +169,8 @@ def show(report: dict[str, Any]) -> None:
     """Print the table and, under it, what each file's reader wrote next."""
     plain = report["uncompressed"]
     columns = [
-        "recipe", "file bytes", "bits a value", "nominal", "smaller than bf16", "K cosine", "V cosine",
-        "byte perplexity", "first key's answer", "keys right", "save ms", "load ms",
+        "recipe", "file\nbytes", "bits a\nvalue", "nominal\nbits", "smaller\nthan bf16", "K\ncosine", "V\ncosine",
+        "byte\nperplexity", "first key's\nanswer", "keys\nright", "save\nms", "load\nms",
     ]  # fmt: skip
     rows = [["in memory, float32", *[""] * 6, f"{plain['byte_perplexity']:.4f}", *_answer(plain), "", ""]]
     for file in report["files"]:

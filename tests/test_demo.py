@@ -72,7 +72,7 @@ def test_nothing_is_unpacked(report: Any, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_table(report: Any, capsys: pytest.CaptureFixture[str]) -> None:
     demo.show(report)
     text = capsys.readouterr().out
-    row = next(line for line in text.splitlines() if line.startswith(f"│ {RECIPE}"))
+    row = next(line for line in text.splitlines() if line.strip().startswith(RECIPE))
     assert f"{report['files'][0]['bytes']:,}" in row
     assert "DP3EIW8U right" in row
     assert "5 of 5" in row

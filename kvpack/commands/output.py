@@ -25,17 +25,21 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
-    """Print a table whose first ``left`` columns are text and the others numbers; piped output is as wide as its cells."""
+    """Print a table whose first ``left`` columns are text and the others numbers; it is as wide as its cells, never cut."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title), title_justify="left")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for number, column in enumerate(columns):
-        table.add_column(Text(column), justify="left" if number < left else "right", no_wrap=not sys.stdout.isatty())
+        table.add_column(Text(column), justify="left" if number < left else "right", no_wrap=True, vertical="bottom")
     for row in rows:
         table.add_row(*map(Text, row))
-    Console(width=None if sys.stdout.isatty() else 1000).print(table)
+    console = Console()
+    console.width = console.measure(table, options=console.options.update(width=1000)).maximum
+    print(f"\n{title}")
+    console.print(table)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from .checks import check_integer, check_names, check_sequence, check_string, ch
 from .formats.base import DTYPE_BYTES, Codec, Layout
 from .formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnsupportedVersion
 from .formats.raw import DTYPES
-from .limits import MAX_BATCH, MAX_CODECS, MAX_FILE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_NAMES, MAX_RATIO, MAX_RUNS, MAX_TENSORS, MAX_TOKENS
+from .limits import MAX_BATCH, MAX_CODECS, MAX_ENTRIES, MAX_FILE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_NAMES, MAX_RATIO, MAX_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -51,7 +51,7 @@ class SideEntry:
         check_integer("codec", self.codec, 0, MAX_CODECS - 1)
         check_integer("batch", self.batch, 1, MAX_BATCH)
         check_integer("heads", self.heads, 1, MAX_HEADS)
-        check_sequence("runs", self.runs, tuple, MAX_RUNS)
+        check_sequence("runs", self.runs, tuple, MAX_ENTRIES)
         for number, run in enumerate(self.runs):
             check_integer(f"runs[{number}]", run, 1, MAX_TOKENS)
         check_integer("tail", self.tail, 0, MAX_TOKENS)
@@ -163,7 +163,6 @@ class Contents:
                 self._check_side(side)
             except InvalidHeader as error:
                 raise within(f"layers[{number}].{name}", error) from None
-        check_integer("the number of tensors", len(self.layouts), 0, MAX_TENSORS)
 
     @cached_property
     def _first_uses(self) -> dict[tuple[int, str], SideEntry]:
@@ -203,7 +202,7 @@ class Header(Contents):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sequence("tensors", self.tensors, tuple, MAX_TENSORS)
+        check_sequence("tensors", self.tensors, tuple, MAX_ENTRIES)
         if len(self.tensors) != len(self.layouts):
             raise InvalidHeader(f"tensors has {len(self.tensors)} entries, the layers and codecs give {len(self.layouts)}")
         for number, (tensor, (name, layout)) in enumerate(zip(self.tensors, self.layouts.items(), strict=True)):

@@ -7,20 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from .checks import check_integer, check_keys, check_sequence, check_string, check_type
+from .checks import check_integer, check_keys, check_string, check_type
 from .formats import codec_class
 from .formats.errors import InvalidHeader, InvalidParameter, LimitExceeded, UnsupportedVersion
 from .header import FORMAT, Header, LayerEntry, SideEntry, TensorEntry, check_required, within
-from .limits import (
-    MAX_BINARY_BYTES,
-    MAX_CODECS,
-    MAX_HEADER_BYTES,
-    MAX_LAYERS,
-    MAX_NAMES,
-    MAX_RUNS,
-    MAX_STRING_BYTES,
-    MAX_TENSORS,
-)
+from .limits import MAX_BINARY_BYTES, MAX_ENTRIES, MAX_HEADER_BYTES, MAX_NAMES, MAX_STRING_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,12 +55,11 @@ def parse_header(data: bytes) -> Header:
     if type(version) is int and version > FORMAT:
         raise UnsupportedVersion(newer(version))
     check_integer("format", version, FORMAT, FORMAT)
-    check_sequence("required", top.get("required"), list, MAX_NAMES)
+    check_type("required", top.get("required"), list)
     check_required(tuple(top["required"]))
     check_keys("kvpack.header", top, _TOP_KEYS)
-    check_sequence("codecs", top["codecs"], list, MAX_CODECS)
-    check_sequence("layers", top["layers"], list, MAX_LAYERS)
-    check_sequence("tensors", top["tensors"], list, MAX_TENSORS)
+    for name in ("codecs", "layers", "tensors"):
+        check_type(name, top[name], list)
     header = Header(
         required=tuple(top["required"]),
         ignorable=top["ignorable"],
@@ -102,7 +92,7 @@ def _unpacked(data: bytes) -> Any:
             data,
             max_str_len=MAX_STRING_BYTES,
             max_bin_len=MAX_BINARY_BYTES,
-            max_array_len=MAX_TENSORS,
+            max_array_len=MAX_ENTRIES,
             max_map_len=MAX_NAMES,
             max_ext_len=0,
             list_hook=count,
@@ -154,7 +144,7 @@ def _layer(where: str, layer: Any) -> LayerEntry:
 def _side(where: str, side: Any) -> SideEntry:
     check_keys(where, side, _SIDE_KEYS)
     try:
-        check_sequence("runs", side["runs"], list, MAX_RUNS)
+        check_type("runs", side["runs"], list)
         return SideEntry(**{**side, "runs": tuple(side["runs"])})
     except (InvalidHeader, LimitExceeded) as error:
         raise within(where, error) from None

@@ -12,10 +12,8 @@ MAX_CODECS = 4096
 """Entries of ``codecs``."""
 MAX_LAYERS = 4096
 """Entries of ``layers``."""
-MAX_TENSORS = 2**17
-"""Entries of ``tensors``."""
-MAX_RUNS = 2**17
-"""Entries of the ``runs`` of one side."""
+MAX_ENTRIES = 2**17
+"""Entries of any array, such as ``tensors`` and the ``runs`` of a side."""
 MAX_BATCH = 65536
 """``batch`` of a side."""
 MAX_HEADS = 65536

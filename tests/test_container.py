@@ -258,6 +258,14 @@ def test_a_json_header_above_its_limit_is_not_written(monkeypatch: pytest.Monkey
         small_file()
 
 
+def test_a_file_above_its_limit_is_not_written() -> None:
+    half = side(0, 2**15, batch=65536, heads=65536)
+    made = Contents(codecs=(create("raw", 1024, dtype="fp32"),), layers=(LayerEntry(half, None),))
+    assert container.file_size(made) == 4096 + 256 + 2**59
+    with pytest.raises(LimitExceeded, match=r"the file has 11529215046068\d+ bytes, allowed are at most 1152921504606846975"):
+        container.file_size(Contents(codecs=made.codecs, layers=(LayerEntry(half, half),)))
+
+
 # Failing writes.
 
 

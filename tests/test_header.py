@@ -75,8 +75,9 @@ def test_what_is_packed_is_parsed(made: Contents) -> None:
 
 
 def test_the_order_of_names_changes_no_byte() -> None:
-    made = [Contents(codecs=(), layers=(), model=model) for model in ({"a": "1", "b": "2"}, {"b": "2", "a": "1"})]
-    assert pack_header(with_tensors(made[0])) == pack_header(with_tensors(made[1]))
+    first = Contents(codecs=(), layers=(), model={"a": "1", "b": "2"}, ignorable={"c": b"3", "d": b"4"})
+    other = Contents(codecs=(), layers=(), model={"b": "2", "a": "1"}, ignorable={"d": b"4", "c": b"3"})
+    assert pack_header(with_tensors(first)) == pack_header(with_tensors(other))
 
 
 def test_the_fields_are_those_of_the_specification() -> None:
@@ -194,6 +195,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[KvpackError], str]
     "batches differ": (put(*K, "batch", 2), InvalidHeader, r"^layers\[0\]\.k\.batch is 2 and v\.batch 1"),
     "tokens differ": (put(*K, "tail", 3), InvalidHeader, r"^layers\[0\]\.k\.tokens is 23 and v\.tokens 22"),
     "runs number": (put(*K, "runs", 20), InvalidHeader, r"^layers\[0\]\.k\.runs is of type int"),
+    "long runs": (put(*K, "runs", [1] * (2**17 + 1)), InvalidHeader, r"limits: 131073 exceeds max_array_len"),
     "empty run": (put(*K, "runs", [0, 20]), InvalidHeader, r"^layers\[0\]\.k\.runs\[0\] is 0, allowed are at least 1"),
     "run above the limit": (put(*K, "runs", [2**40]), LimitExceeded, r"^layers\[0\]\.k\.runs\[0\] is 1099511627776"),
     "runs above the limit": (put(*K, "runs", [2**39, 2**39]), LimitExceeded, r"^layers\[0\]\.k\.tokens is 1099511627778"),
@@ -332,6 +334,39 @@ def test_layers_of_the_largest_side_are_measured_without_overflow() -> None:
     assert layout_bytes(made.layouts["0.k.values"]) == 2**32 * MAX_TOKENS * 4096
     with pytest.raises(LimitExceeded, match=r"stored_bytes is \d+, allowed are at most 1152921504606846975"):
         with_tensors(made)
+
+
+ENTRY = TensorEntry("0.k.values", "F16", (1,), "none", 2, bytes(16))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Contents(codecs=(create("raw", 4),) * 4097, layers=()), "codecs has 4097 entries, allowed are at most 4096"),
+        (lambda: Contents(codecs=(), layers=(LayerEntry(None, None),) * 4097), "layers has 4097 entries, allowed are at most 4096"),
+        (
+            lambda: Contents(codecs=(), layers=(), model=dict.fromkeys(map(str, range(257)), "")),
+            "model has 257 entries, allowed are at most 256",
+        ),
+        (
+            lambda: Contents(codecs=(), layers=(), ignorable={"a": bytes(65537)}),
+            r"ignorable\['a'\] has 65537 bytes, allowed are at most 65536",
+        ),
+        (
+            lambda: Header.of(Contents(codecs=(), layers=()), (ENTRY,) * (2**17 + 1)),
+            "tensors has 131073 entries, allowed are at most 131072",
+        ),
+        (lambda: side(0, runs=(1,) * (2**17 + 1)), "runs has 131073 entries, allowed are at most 131072"),
+        (
+            lambda: pack_header(with_tensors(Contents(codecs=(), layers=(), ignorable={str(i): bytes(65536) for i in range(128)}))),
+            r"kvpack.header has 8\d{6} bytes, allowed are at most 8388608",
+        ),
+    ],
+    ids=["codecs", "layers", "names", "binary", "tensors", "runs", "header"],
+)
+def test_writers_keep_the_limits(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(LimitExceeded, match=message):
+        make()
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a" * (MAX_STRING_BYTES + 1)], ids=["surrogate", "long"])

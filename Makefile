@@ -4,7 +4,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 INSTALLED := .venv/installed
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo test lint types unit
+.PHONY: demo test lint types unit gpu-test
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -22,6 +22,10 @@ types: $(INSTALLED)
 
 unit: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses 2
+
+# The kernels compiled, on a machine with a CUDA device; elsewhere in Triton's interpreter alone.
+gpu-test: $(INSTALLED)
+	$(BIN)/pytest --quiet tests/test_kernels.py
 
 # setuptools first: the package is then built without a second, unpinned download of it.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)

@@ -6,7 +6,8 @@ columns is then one block of consecutive symbols. Addresses are 64-bit, and none
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -38,24 +39,24 @@ def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tenso
         places = tuple(tuple(place.bit_length() - 1 for place in row) for row in places)
     block_tokens, block_columns = tile(packing)
     programs = batch * heads * -(-tokens // block_tokens)
-    if programs:
-        with torch.cuda.device_of(planes[0]):
-            _unpack[(programs,)](
-                digits,
-                tuple(planes),
-                tuple(plane.stride() for plane in planes),
-                heads,
-                tokens,
-                BASES=packing.bases,
-                PLACES=places,
-                BINARY=packing.binary,
-                SYMBOLS=packing.symbols,
-                WIDTH=packing.width,
-                COLUMN_BYTES=packing.column_bytes,
-                BLOCK_TOKENS=block_tokens,
-                BLOCK_COLUMNS=block_columns,
-                enable_fp_fusion=False,
-            )
+    launch(
+        _unpack,
+        programs,
+        planes[0].device,
+        digits,
+        tuple(planes),
+        tuple(plane.stride() for plane in planes),
+        heads,
+        tokens,
+        BASES=packing.bases,
+        PLACES=places,
+        BINARY=packing.binary,
+        SYMBOLS=packing.symbols,
+        WIDTH=packing.width,
+        COLUMN_BYTES=packing.column_bytes,
+        BLOCK_TOKENS=block_tokens,
+        BLOCK_COLUMNS=block_columns,
+    )
     return list(digits)
 
 
@@ -68,6 +69,13 @@ def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> N
     """Raise InvalidShape unless ``tensor`` has the ``expected`` shape: a kernel reads that many elements of it."""
     if tuple(tensor.shape) != expected:
         raise InvalidShape(f"{name}: shape {list(tensor.shape)}, the codec lays out {list(expected)}")
+
+
+def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any) -> None:
+    """Run a kernel of ``programs`` programs, which may be none, on ``device``: products and sums round apart, as torch's do."""
+    if programs:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            kernel[(programs,)](*arguments, **constants, enable_fp_fusion=False)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -95,7 +103,7 @@ def load_words(
 
     ``strides`` are those of each plane ``[batch, kv_head, token, words]``; ``mask`` admits only columns below ``WIDTH``.
     """
-    words = ()
+    words: tl.tuple = ()
     for plane in tl.static_range(COLUMN_BYTES // 2):
         row = planes[plane] + batch * strides[plane][0] + head * strides[plane][1] + token * strides[plane][2]
         words = words + (tl.load(row[:, None] + column[None, :] * strides[plane][3], mask, 0).to(tl.int32),)  # noqa: RUF005

@@ -8,7 +8,7 @@ import torch
 import triton
 from triton import language as tl
 
-from .columns import bit_field, check_shape, load_words, tile, tile_origin
+from .columns import bit_field, check_shape, launch, load_words, tile, tile_origin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,28 +33,28 @@ def decode_frame(codec: Group, streams: Mapping[str, torch.Tensor]) -> torch.Ten
         # A tile then lies inside one group of tokens, and loads its scales once.
         block_tokens = min(block_tokens, codec.size)
     programs = batch * heads * -(-tokens // block_tokens)
-    if programs:
-        with torch.cuda.device_of(out):
-            _decode_frame[(programs,)](
-                out,
-                planes,
-                tuple(plane.stride() for plane in planes),
-                pairs,
-                pairs.stride(),
-                token_scale,
-                None if token_scale is None else token_scale.stride(),
-                heads,
-                tokens,
-                BITS=codec.bits,
-                DIM=codec.dim,
-                SIZE=codec.size,
-                ALONG_TOKENS=codec.axis == "token",
-                WIDTH=packing.width,
-                COLUMN_BYTES=packing.column_bytes,
-                BLOCK_TOKENS=block_tokens,
-                BLOCK_COLUMNS=block_columns,
-                enable_fp_fusion=False,
-            )
+    launch(
+        _decode_frame,
+        programs,
+        out.device,
+        out,
+        planes,
+        tuple(plane.stride() for plane in planes),
+        pairs,
+        pairs.stride(),
+        token_scale,
+        None if token_scale is None else token_scale.stride(),
+        heads,
+        tokens,
+        BITS=codec.bits,
+        DIM=codec.dim,
+        SIZE=codec.size,
+        ALONG_TOKENS=codec.axis == "token",
+        WIDTH=packing.width,
+        COLUMN_BYTES=packing.column_bytes,
+        BLOCK_TOKENS=block_tokens,
+        BLOCK_COLUMNS=block_columns,
+    )
     return out
 
 
@@ -114,7 +114,6 @@ def _decode_frame(
             pair = tl.load(row + token * pair_strides[2], token < tokens, 0)[:, None]
         else:
             pair = tl.load(pair_row + token[:, None] * pair_strides[2] + (channel // SIZE)[None, :] * pair_strides[3], inside, 0)
-        # The product has at most 19 significant bits, so it is exact: a fused multiply-add rounds as the two steps do.
         value = (bit_field(words, field * BITS, 1 << BITS).to(tl.float32) - middle) * _half(pair) + _half(pair >> 16)
         if token_scale is not None:
             value = value * factor.to(tl.float32)[:, None]

@@ -1,0 +1,298 @@
+"""Triton kernels against formats/: in Triton's interpreter anywhere, compiled where there is a CUDA device.
+
+The interpreter must be chosen before Triton is imported. So one test runs this file again, in a process that has
+chosen it; there the tests of kernels run on the CPU. Without that choice they need a CUDA device.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvpack
+from kvpack import dispatch
+from kvpack.formats.base import Codec
+from kvpack.formats.columns import Columns
+from kvpack.formats.errors import InvalidParameter, InvalidShape
+from kvpack.formats.group import AXES, TOKEN_SCALES, Group
+
+from caches import random_pairs  # isort: skip
+from strategies import create, packings, poisoned  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+on_cuda = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="compiled kernels need a CUDA device")
+on_kernels = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="runs in the interpreter's process, and on CUDA")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+@pytest.mark.skipif(not dispatch.triton_installed(), reason="Triton is not installed")
+def test_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", __file__]
+    # Not a worker of this run, if that has several processes.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    run = subprocess.run(command, env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
+
+
+@pytest.fixture
+def uninitialized_is_poisoned() -> Iterator[None]:
+    """torch.empty gives NaN, and the largest integer: an element that no program writes shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def on_device(streams: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The streams as views into larger buffers of ones: neither contiguous nor aligned."""
+    with torch.device(DEVICE):
+        return {name: poisoned(stream) for name, stream in streams.items()}
+
+
+def random_streams(codec: Codec, batch: int, heads: int, tokens: int, seed: int) -> dict[str, torch.Tensor]:
+    """Any words (also those that no writer produces) and any finite scales: subnormal, negative, largest."""
+    generator = torch.Generator().manual_seed(seed)
+    streams = {}
+    for name, layout in codec.layout(batch, heads, tokens).items():
+        bits = torch.randint(-(2**15), 2**15, layout.shape, dtype=torch.int16, generator=generator)
+        if layout.dtype == "F16":
+            # The highest exponent is infinity or NaN.
+            bits = torch.where(bits & 0x7C00 == 0x7C00, bits & ~0x400, bits).to(torch.int16)
+            streams[name] = bits.view(torch.float16)
+        elif layout.dtype == "F32":
+            streams[name] = bits.to(torch.float32) * torch.exp2(torch.randint(-150, 80, layout.shape, generator=generator).float())
+        else:
+            streams[name] = bits.view(torch.uint16)
+    return streams
+
+
+def check_group(codec: Group, batch: int, heads: int, tokens: int) -> None:
+    from kvpack.kernels import group
+
+    streams = random_streams(codec, batch, heads, tokens, seed=codec.bits)
+    decoded = group.decode_frame(codec, on_device(streams))
+    assert decoded.device.type == DEVICE
+    assert decoded.dtype == torch.float32
+    assert torch.equal(decoded.cpu(), codec.decode_frame(streams)), codec
+
+
+@on_kernels
+@pytest.mark.usefixtures("uninitialized_is_poisoned")
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("bits", range(1, 9), ids=lambda bits: f"{bits} bits")
+def test_group_kernel_equals_the_format(bits: int, axis: str) -> None:
+    # Columns of one field, of a byte left over, of fields across words, and the widest; widths off every power of two.
+    for number, (dim, fields) in enumerate(((40, 1), (80, 3), (63, 5), (40, 128 // bits))):
+        size, token_scale = (16, 32, 64, 128)[(number + bits) % 4], TOKEN_SCALES[(number + bits) % 3]
+        check_group(Group(dim, bits, axis, size, "none", 0, token_scale, (("codes", fields),)), 1, 2, 18)
+
+
+@on_kernels
+@pytest.mark.usefixtures("uninitialized_is_poisoned")
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8], ids=lambda bits: f"{bits} bits")
+def test_group_kernel_on_the_default_layout(bits: int, side: str) -> None:
+    for dim, batch, heads, tokens in ((128, 2, 1, 33), (1, 1, 2, 66), (300, 1, 1, 3)):
+        codec = create("group", dim, side, b=str(bits), token_scale="fp16")
+        assert isinstance(codec, Group)
+        check_group(codec, batch, heads, tokens)
+
+
+@on_kernels
+def test_group_kernel_of_no_tokens() -> None:
+    codec = create("group", 64, "k", b="2")
+    assert isinstance(codec, Group)
+    check_group(codec, 2, 1, 0)
+
+
+@on_kernels
+def test_group_kernel_copies_only_scales_that_are_not_aligned() -> None:
+    from kvpack.kernels import group
+
+    scales = torch.arange(24, dtype=torch.float16).reshape(1, 1, 3, 4, 2)
+    aligned = group._pairs(scales[:, :, 1:])
+    assert aligned.data_ptr() == scales[:, :, 1:].data_ptr()
+    for view in (poisoned(scales), scales.transpose(3, 4).contiguous().transpose(3, 4)):
+        assert torch.equal(group._pairs(view).view(torch.float16), scales)
+
+
+@on_kernels
+@pytest.mark.parametrize("stream", ["codes.1", "scales", "token_scale"])
+def test_group_kernel_refuses_streams_that_it_would_read_past(stream: str) -> None:
+    from kvpack.kernels import group
+
+    codec = create("group", 80, "v", b="3", token_scale="fp32")
+    assert isinstance(codec, Group)
+    streams = random_streams(codec, 1, 2, 9, seed=0)
+    shape = list(streams[stream].shape)
+    streams[stream] = streams[stream][:, :, :8]
+    with pytest.raises(InvalidShape, match=rf"{stream}: shape \[.*\], the codec lays out \[{', '.join(map(str, shape))}\]"):
+        group.decode_frame(codec, streams)
+
+
+def check_unpack(packing: Columns, seed: int = 0) -> None:
+    from kvpack.kernels import columns
+
+    generator = torch.Generator().manual_seed(seed)
+    words = {
+        str(plane): torch.randint(-(2**15), 2**15, (2, 1, 5, count), dtype=torch.int16, generator=generator).view(torch.uint16)
+        for plane, count in enumerate(packing.planes)
+    }
+    expected = packing.unpack(list(words.values()))
+    digits = columns.unpack(packing, list(on_device(words).values()))
+    assert len(digits) == len(expected)
+    for digit, reference in zip(digits, expected, strict=True):
+        assert digit.dtype == torch.int32
+        assert torch.equal(digit.cpu(), reference), packing
+
+
+@on_kernels
+@pytest.mark.usefixtures("uninitialized_is_poisoned")
+@pytest.mark.parametrize(
+    ("symbols", "bases", "fields"),
+    [
+        pytest.param(43, (3,), 10, id="one word of ternary digits"),
+        pytest.param(32, (24,), 5, id="3 bytes"),
+        pytest.param(32, (48,), 5, id="4 bytes, above the largest int32"),
+        pytest.param(32, (576, 16), 3, id="two digits"),
+        pytest.param(31, (6,), 20, id="2^53 values"),
+        pytest.param(43, (256, 4), 1, id="two binary digits"),
+        pytest.param(130, (2,), 128, id="16 bytes"),
+        pytest.param(7, (65536,), 8, id="fields of a whole word"),
+    ],
+)
+def test_unpack_kernel_equals_the_format(symbols: int, bases: tuple[int, ...], fields: int) -> None:
+    check_unpack(Columns(symbols, bases, fields))
+
+
+@on_kernels
+@settings(max_examples=15)
+@given(packings(), st.integers(0, 2**32 - 1))
+def test_unpack_kernel_on_any_packing(packing: Columns, seed: int) -> None:
+    check_unpack(packing, seed)
+
+
+@on_kernels
+def test_unpack_kernel_refuses_planes_that_it_would_read_past() -> None:
+    from kvpack.kernels import columns
+
+    packing = Columns(32, (8,), 8)
+    planes = packing.pack([torch.zeros(1, 1, 3, 32, dtype=torch.int32)])
+    with pytest.raises(InvalidShape, match=r"plane: shape \[1, 1, 3, 1\], the codec lays out \[1, 1, 3, 2\]"):
+        columns.unpack(packing, [planes[0], planes[1][..., :1]])
+
+
+@on_kernels
+@pytest.mark.parametrize(
+    ("recipe", "kernels"),
+    [
+        pytest.param("oscar-2", {"group.decode_frame"}, id="group"),
+        pytest.param("k=octahedral:b=3;v=group:b=4;tail=32", {"columns.unpack", "group.decode_frame"}, id="octahedral keys, group values"),
+        pytest.param("hqmq-s24-r3", {"columns.unpack"}, id="quaternion"),
+        pytest.param("bf16", set(), id="raw"),
+    ],
+)
+def test_kernels_decode_the_pages_of_a_cache(recipe: str, kernels: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels import columns, group
+
+    called = set()
+
+    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            called.add(name)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(group, "decode_frame", recorded("group.decode_frame", group.decode_frame))
+    monkeypatch.setattr(columns, "unpack", recorded("columns.unpack", columns.unpack))
+    cache = kvpack.pack(random_pairs(1, 40, dims=(80, 64)), recipe).to(DEVICE)
+    q = torch.randn(1, 4, 3, 80, device=DEVICE)
+    found = {}
+    for backend, expected in (("torch", set()), ("triton", kernels)):
+        monkeypatch.setenv(dispatch.VARIABLE, backend)
+        called.clear()
+        found[backend] = [*cache[0].unpack(torch.float32), kvpack.attend(q, cache[0])]
+        assert called == expected
+    for by_torch, by_triton in zip(found["torch"], found["triton"], strict=True):
+        assert torch.equal(by_torch, by_triton)
+
+
+@on_cuda
+def test_kernel_addresses_are_64_bit() -> None:
+    from kvpack.kernels import group
+
+    codec = create("group", 128, "k", b="2")
+    assert isinstance(codec, Group)
+    tokens = 2**24 + 64
+    if torch.cuda.mem_get_info()[0] < 12 << 30:
+        pytest.skip("needs 12 GiB of free memory on the device")
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    streams = {
+        name: torch.randint(0, 2**14, layout.shape, dtype=torch.int16, device=DEVICE, generator=generator).view(
+            torch.float16 if layout.dtype == "F16" else torch.uint16
+        )
+        for name, layout in codec.layout(1, 1, tokens).items()
+    }
+    last = {name: stream[:, :, -64 // (32 if name == "scales" else 1) :].cpu() for name, stream in streams.items()}
+    assert torch.equal(group.decode_frame(codec, streams)[:, :, -64:].cpu(), codec.decode_frame(last))
+
+
+@pytest.mark.parametrize(
+    ("variable", "device", "installed", "expected"),
+    [
+        pytest.param(None, "cuda", True, True, id="cuda"),
+        pytest.param(None, "cuda", False, False, id="cuda, not installed"),
+        pytest.param(None, "cpu", True, False, id="cpu"),
+        pytest.param("", "cuda", True, True, id="empty is unset"),
+        pytest.param("torch", "cuda", True, False, id="torch on cuda"),
+        pytest.param("triton", "cuda", True, True, id="triton on cuda"),
+    ],
+)
+def test_choice(variable: str | None, device: str, installed: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, variable, installed)
+    assert dispatch.uses_triton(torch.device(device)) == expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "device", "installed", "message"),
+    [
+        pytest.param("cuda", "cpu", True, r"KVPACK_KERNELS is 'cuda', known are torch, triton", id="unknown"),
+        pytest.param("triton", "cuda", False, "KVPACK_KERNELS is 'triton', and Triton is not installed", id="not installed"),
+        pytest.param("triton", "cpu", True, r"takes tensors on cuda \(on cpu: with TRITON_INTERPRET=1\); this one is on cpu", id="cpu"),
+        pytest.param("triton", "meta", True, "this one is on meta", id="another device"),
+    ],
+)
+def test_a_choice_that_cannot_be_met_is_refused(
+    variable: str, device: str, installed: bool, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_environment(monkeypatch, variable, installed)
+    with pytest.raises(InvalidParameter, match=message):
+        dispatch.uses_triton(torch.device(device))
+
+
+def test_a_page_is_decoded_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = kvpack.pack(random_pairs(1, 32), "kivi-2")
+    monkeypatch.setenv(dispatch.VARIABLE, "gpu")
+    with pytest.raises(InvalidParameter, match="KVPACK_KERNELS is 'gpu'"):
+        cache.unpack()
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, variable: str | None, installed: bool) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(dispatch.VARIABLE, variable)
+    monkeypatch.setattr(dispatch, "triton_installed", lambda: installed)

@@ -188,14 +188,17 @@ def test_a_closed_file_gives_no_tensors(tmp_path: Path) -> None:
         file.tensor("0.k.tail")
 
 
-def test_many_files_leave_no_descriptor_open(tmp_path: Path) -> None:
+def test_closed_and_refused_files_hold_no_descriptor(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(small_file())
     (tmp_path / "b").write_bytes(small_file()[:-1])
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
-        container.open_file(tmp_path / "a").close()
-        with pytest.raises(Truncated):
+    held: list[object] = []
+    for _ in range(3):
+        file = container.open_file(tmp_path / "a")
+        file.close()
+        with pytest.raises(Truncated) as caught:
             container.open_file(tmp_path / "b")
+        held += [file, caught.value]
     assert len(os.listdir("/proc/self/fd")) == before
 
 

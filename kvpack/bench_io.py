@@ -98,15 +98,15 @@ def _prefilled(folder: Path, text: str, data: bytes, tokens: int | None) -> Sour
 
 @dataclass
 class _Clock:
-    """Medians of several runs, and the count of them for the progress bar."""
+    """Times of several runs, and the count of them for the progress bar."""
 
     repeats: int
     total: int
     progress: Progress | None
     done: int = 0
 
-    def median(self, run: Callable[[], object]) -> float:
-        """Seconds that ``run`` takes: the median after one run that is not counted."""
+    def seconds(self, run: Callable[[], object]) -> list[float]:
+        """Seconds that ``run`` takes, ``repeats`` times after one that is not counted."""
         run()
         seconds = []
         for _ in range(self.repeats):
@@ -118,7 +118,7 @@ class _Clock:
         self.done += 1
         if self.progress:
             self.progress(self.done, self.total)
-        return statistics.median(seconds)
+        return seconds
 
 
 def run(
@@ -130,12 +130,18 @@ def run(
     """
     if repeats < 1:
         raise InvalidParameter(f"--repeats is {repeats}, allowed are integers from 1")
-    clock = _Clock(repeats, 4 + 4 * len(recipes), progress)
+    clock = _Clock(repeats, 2 * 4 + 4 * len(recipes), progress)
     with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as temporary:
-        rows = _peers(cache, clock, os.path.join(temporary, "dense.safetensors"))
-        copy, saved, _, loaded = (row["seconds"] for row in rows)
+        dense, packed = os.path.join(temporary, "dense.safetensors"), os.path.join(temporary, "packed.kvpack")
+        rows = _peers(cache, clock, dense)
         for recipe in recipes:
-            rows += _recipe(cache, recipe, clock, os.path.join(temporary, "packed.kvpack"))
+            rows += _recipe(cache, recipe, clock, packed)
+        # Everything is measured against the peers: timed before and after, they are as loaded as what is between.
+        for row, again in zip(rows, _peers(cache, clock, dense), strict=False):
+            row["times"] += again["times"]
+    for row in rows:
+        row["seconds"] = statistics.median(row.pop("times"))
+    copy, saved, _, loaded = (row["seconds"] for row in rows[:4])
     peers = {"save": saved, "load": loaded, "save_file": saved, "load_file, then read": loaded}
     for row in rows:
         row["gb_per_s"] = cache.nbytes / row["seconds"] / 1e9
@@ -148,12 +154,12 @@ def _peers(cache: Source, clock: _Clock, path: str) -> list[dict[str, Any]]:
     tensors = cache.tensors
     dense = torch.cat([x.flatten() for x in tensors.values()])
     destination = torch.empty_like(dense)
-    copy = clock.median(lambda: destination.copy_(dense))
-    saved = clock.median(lambda: save_file(tensors, path))
-    size = os.path.getsize(path)
-    mapped = clock.median(lambda: load_file(path))
+    copy = clock.seconds(lambda: destination.copy_(dense))
+    saved = clock.seconds(lambda: save_file(tensors, path))
+    mapped = clock.seconds(lambda: load_file(path))
     # The digest is the fastest of several ways to read every byte once; summing or cloning the tensors takes longer.
-    read = clock.median(lambda: [xxhash.xxh3_128_digest(x.flatten().view(torch.uint8).numpy().data) for x in load_file(path).values()])
+    read = clock.seconds(lambda: [xxhash.xxh3_128_digest(x.flatten().view(torch.uint8).numpy().data) for x in load_file(path).values()])
+    size = os.path.getsize(path)
     bits = 8 * size / dense.numel()
     with open(path, "rb") as file:
         header = 8 + int.from_bytes(file.read(8), "little")
@@ -166,13 +172,13 @@ def _peers(cache: Source, clock: _Clock, path: str) -> list[dict[str, Any]]:
 
 
 def _recipe(cache: Source, recipe: str, clock: _Clock, path: str) -> list[dict[str, Any]]:
-    encode = clock.median(lambda: kvpack.pack(cache.pairs, recipe))
+    encode = clock.seconds(lambda: kvpack.pack(cache.pairs, recipe))
     packed = kvpack.pack(cache.pairs, recipe)
-    save = clock.median(lambda: kvpack.save(packed, path))
+    save = clock.seconds(lambda: kvpack.save(packed, path))
     size, bits = packed.nbytes, packed.bits_per_value
-    load = clock.median(lambda: kvpack.load(path))
+    load = clock.seconds(lambda: kvpack.load(path))
     loaded = kvpack.load(path)
-    unpack = clock.median(lambda: [layer.unpack(torch.bfloat16) for layer in loaded])
+    unpack = clock.seconds(lambda: [layer.unpack(torch.bfloat16) for layer in loaded])
     return [
         _row(recipe, "encode", encode, cache.nbytes, bits),
         _row(recipe, "save", save, size, bits),
@@ -181,8 +187,8 @@ def _recipe(cache: Source, recipe: str, clock: _Clock, path: str) -> list[dict[s
     ]
 
 
-def _row(name: str, operation: str, seconds: float, touched: int, bits: float) -> dict[str, Any]:
-    return {"name": name, "operation": operation, "seconds": seconds, "bytes_touched": touched, "bits_per_value": bits}
+def _row(name: str, operation: str, times: list[float], touched: int, bits: float) -> dict[str, Any]:
+    return {"name": name, "operation": operation, "times": times, "bytes_touched": touched, "bits_per_value": bits}
 
 
 def show(report: dict[str, Any]) -> None:

@@ -28,8 +28,8 @@ PAGE = Path(__file__).parent.parent / "spec" / "codecs" / "quaternion.md"
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 
 
-def quaternion(dim: int = 128, **words: object) -> Quaternion:
-    options = {"s": 24, "r": 3} | words
+def quaternion(dim: int = 128, **words: Any) -> Quaternion:
+    options = {"s": 24, "r": 3, **words}
     return Quaternion.create(dim, "k", Options("quaternion", {name: str(value) for name, value in options.items()}))
 
 
@@ -117,8 +117,7 @@ def check_nearest(found: torch.Tensor, chunks: torch.Tensor, codebook: torch.Ten
 
 @pytest.mark.parametrize("kind", ["explicit", "by_grid"])
 @pytest.mark.parametrize("secondary", [1, 5, 24, 48, 192])
-def test_both_searches_equal_brute_force(secondary: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quaternion_search, "_RESOLUTION", 32)
+def test_both_searches_equal_brute_force(secondary: int, kind: str) -> None:
     searched = search(secondary)
     codebook = quaternion(s=secondary).codebook
     chunks = directions(codebook)
@@ -142,15 +141,19 @@ def test_ties_are_broken_alike_whatever_the_block(monkeypatch: pytest.MonkeyPatc
 
 def test_the_grid_takes_over_once_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quaternion_search, "_PAYS_AFTER", 2000)
-    monkeypatch.setattr(quaternion_search, "_RESOLUTION", 8)
-    used = []
-    for name in ("explicit", "by_grid"):
-        original = getattr(Search, name)
-        monkeypatch.setattr(Search, name, lambda self, planes, name=name, original=original: used.append(name) or original(self, planes))
-    searched = search(24)
-    found = [searched.nearest(list(gaussian(4, 800))) for _ in range(4)]
-    assert used == ["explicit", "explicit", "by_grid", "by_grid"]
-    assert all(torch.equal(found[0], other) for other in found)
+    calls: list[torch.Tensor] = []
+    built: list[int] = []
+
+    def build(codebook: torch.Tensor) -> Grid:
+        built.append(len(calls))
+        return Grid(codebook, 8)
+
+    monkeypatch.setattr(quaternion_search, "Grid", build)
+    searched, planes = search(24), list(gaussian(4, 800))
+    for _ in range(4):
+        calls.append(searched.nearest(planes))
+    assert built == [2]
+    assert all(torch.equal(calls[0], other) for other in calls)
 
 
 # Accuracy and rate
@@ -189,7 +192,7 @@ def test_radius_codes_are_the_nearest_to_the_scale_as_stored() -> None:
     codec = quaternion(r=4)
     x = gaussian(1, 2, 100, 128) * 1000
     streams = codec.encode(x)
-    radii = x.unflatten(-1, (32, 4)).norm(dim=-1)
+    radii = x.reshape(1, 2, 100, 32, 4).norm(dim=-1)
     assert torch.equal(streams["scale"], radii.amax(-1).half())
     step = streams["scale"].float()[..., None] / 15
     (codes,) = codec.unpack("radius", streams)
@@ -208,7 +211,7 @@ def test_codewords_are_split_when_that_is_smaller(dim: int, secondary: int, radi
     low = next(2**k for k in range(20) if alphabet % 2 ** (k + 1))
 
     def fewest(base: int) -> int:
-        sizes = []
+        sizes: list[int] = []
         for fields in range(1, min(chunks, 128) + 1):
             if base**fields > (2**128 if base & (base - 1) == 0 else 2**53):
                 break
@@ -363,7 +366,7 @@ def test_a_scale_above_binary16_is_refused_and_fits_in_fp32() -> None:
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_options_out_of_range_are_refused(words: dict[str, object], message: str) -> None:
+def test_options_out_of_range_are_refused(words: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         quaternion(**words)
 

@@ -131,7 +131,7 @@ class Codec(ABC):
             names.difference_update(planes)
         for name in sorted(names):
             array = arrays[name]
-            if array.dtype.kind == "f" and not numpy.isfinite(array).all():
+            if array.dtype.kind == "f" and not _all_finite(array):
                 at = [int(i) for i in numpy.argwhere(~numpy.isfinite(array))[0]]
                 raise InvalidPayload(f"{where}.{name}: the value at {at} is {array[tuple(at)]}, scales and norms are finite")
 
@@ -168,6 +168,17 @@ class Codec(ABC):
 
 def _stored_fields(codec: type[Codec]) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(codec) if field.metadata.get("stored", True)]  # type: ignore[arg-type]
+
+
+def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:
+    """Whether binary16 or binary32 values are all finite: two reductions of their bits, many times faster than isfinite.
+
+    As integers, the values that are not finite are the largest positive ones and, unsigned, the largest of all.
+    """
+    size = array.itemsize
+    infinity = 0x7C00 if size == 2 else 0x7F800000
+    sign = 1 << 8 * size - 1
+    return not array.size or bool(array.view(f"<i{size}").max() < infinity and array.view(f"<u{size}").max() < sign + infinity)
 
 
 def check_range(codec: str, name: str, value: int, low: int, high: int) -> None:

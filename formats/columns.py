@@ -218,6 +218,8 @@ class Columns:
             self._check_spare_bits(planes, where)
             if self.alphabets == self.bases:
                 return
+        elif self._column_limits is not None and (planes[0] <= self._column_limits).all():
+            return
         words = [plane.astype(numpy.uint64) for plane in planes]
         if self.column_bytes % 2:
             tail = numpy.concatenate([words[-1] & numpy.uint64(0xFF), words[-1] >> numpy.uint64(8)], -1)
@@ -240,10 +242,23 @@ class Columns:
 
     def _check_spare_bits(self, planes: Sequence[numpy.ndarray[Any, Any]], where: str) -> None:
         for number, (plane, allowed) in enumerate(zip(planes, self._allowed_bits, strict=True)):
-            if all(bits == 0xFFFF for bits in allowed):
+            limited = [c for c, bits in enumerate(allowed) if bits != 0xFFFF]
+            if not limited:
                 continue
-            spare = plane & ~numpy.array(allowed, dtype=numpy.uint16)
-            _refuse(f"{where}, plane {number}", "spare bits of word", spare, 0)
+            # Mostly the last words only: the rest of the plane need not be read.
+            first, stop = limited[0], limited[-1] + 1
+            spare = plane[..., first:stop] & ~numpy.array(allowed[first:stop], dtype=numpy.uint16)
+            _refuse(f"{where}, plane {number}", "spare bits of word", spare, 0, first)
+
+    @cached_property
+    def _column_limits(self) -> numpy.ndarray[Any, Any] | None:
+        """The largest value of each column, where a column is one word of one digit; None elsewhere.
+
+        Unused fields are the highest ones, so a column is valid exactly when it is below base^(used fields).
+        """
+        if len(self.bases) > 1 or self.alphabets != self.bases or self.column_bytes != 2:
+            return None
+        return numpy.array([self.bases[0] ** self.used_fields(c) - 1 for c in range(self.width)], dtype=numpy.uint16)
 
     @cached_property
     def _allowed_bits(self) -> list[list[int]]:

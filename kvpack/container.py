@@ -147,18 +147,21 @@ class File:
                 self._verified.add(name)
             return stored if entry.filter == "none" else decompressed(name, stored, layout_bytes(self.header.layouts[name]))
 
-    def check_side(self, layer: int, side: str) -> None:
-        """Check every tensor of one side ("k" or "v"): digests, pads, and the rules of its codec.
+    def read_side(self, layer: int, side: str) -> dict[str, memoryview]:
+        """The decoded bytes of every tensor of one side ("k" or "v") by stream name, checked: digests, pads, and the rules of its codec.
 
         Raises DigestMismatch and InvalidPayload, and OutOfBounds when the file does not have the side.
         """
-        arrays = {}
+        data, arrays = {}, {}
+        codec = self.header.codecs[self._side(layer, side).codec]
         for stream, name in self._side_names(layer, side).items():
-            layout = self.header.layouts[name]
-            arrays[stream] = numpy.frombuffer(self.tensor(name), _NUMPY_DTYPES[layout.dtype]).reshape(layout.shape)
-        arrays.pop("tail", None)
+            data[stream] = self.tensor(name)
+            if stream != "tail":
+                layout = self.header.layouts[name]
+                arrays[stream] = numpy.frombuffer(data[stream], _NUMPY_DTYPES[layout.dtype]).reshape(layout.shape)
         with _located(self.where):
-            self.header.codecs[self._side(layer, side).codec].check(arrays, f"{layer}.{side}")
+            codec.check(arrays, f"{layer}.{side}")
+        return data
 
     def verify(self, progress: Progress | None = None) -> None:
         """Check every byte that opening did not: all sides. ``progress(done, total)`` counts stored bytes.
@@ -168,7 +171,7 @@ class File:
         done, total = 0, sum(tensor.stored_bytes for tensor in self.header.tensors)
         for number, layer in enumerate(self.header.layers):
             for side, _ in layer.sides():
-                self.check_side(number, side)
+                self.read_side(number, side)
                 done += sum(self.tensors[name].stored_bytes for name in self._side_names(number, side).values())
                 if progress is not None:
                     progress(done, total)

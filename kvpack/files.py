@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from .header import Contents, LayerEntry, SideEntry, side_tensors
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
 
     import numpy
 
@@ -57,16 +57,11 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", ma
     UnknownCodec, InvalidHeader, InvalidPayload or LimitExceeded.
     """
     file = container.open_file(path, max_bytes=max_bytes)
-    file.verify()
     header = file.header
     layers = []
     for number, layer in enumerate(header.layers):
-        sides = dict(layer.sides())
-        k, v = (
-            _side(file, header.codecs[sides[name].codec], sides[name], f"{number}.{name}.") if name in sides else None
-            for name in ("k", "v")
-        )
-        layers.append(Layer(k, v))
+        sides = {name: _side(header.codecs[entry.codec], entry, file.read_side(number, name)) for name, entry in layer.sides()}
+        layers.append(Layer(sides.get("k"), sides.get("v")))
     cache = Cache(tuple(layers), header.recipe, MappingProxyType(dict(header.model)), header.start)
     return cache if torch.device(device).type == "cpu" else cache.to(device)
 
@@ -106,12 +101,12 @@ def _bytes(tensor: torch.Tensor) -> numpy.ndarray:
     return array
 
 
-def _side(file: container.File, codec: Codec, entry: SideEntry, prefix: str) -> Side:
+def _side(codec: Codec, entry: SideEntry, data: Mapping[str, memoryview]) -> Side:
     tensors = {}
     for name, layout in side_tensors(codec, entry).items():
         dtype = TORCH_DTYPES[layout.dtype]
-        data = file.tensor(prefix + name)
-        flat = torch.frombuffer(data, dtype=dtype) if math.prod(layout.shape) else torch.empty(0, dtype=dtype)
+        # torch makes no tensor of an empty buffer.
+        flat = torch.frombuffer(data[name], dtype=dtype) if len(data[name]) else torch.empty(0, dtype=dtype)
         tensors[name] = flat.view(layout.shape)
     tail = tensors.pop("tail", None)
     if tail is None:
@@ -120,13 +115,15 @@ def _side(file: container.File, codec: Codec, entry: SideEntry, prefix: str) -> 
 
 
 def _pages(codec: Codec, runs: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> list[Page]:
-    rows_per_token = {name: layout.tokens_per_row for name, layout in codec.layout(1, 1, 0).items()}
+    if len(runs) == 1:
+        return [Page(codec, runs[0], tensors)]
+    tokens_per_row = {name: layout.tokens_per_row for name, layout in codec.layout(1, 1, 0).items()}
     first = dict.fromkeys(tensors, 0)
     pages = []
     for run in runs:
         streams = {}
         for name, tensor in tensors.items():
-            rows = -(-run // rows_per_token[name])
+            rows = -(-run // tokens_per_row[name])
             streams[name] = tensor[:, :, first[name] : first[name] + rows]
             first[name] += rows
         pages.append(Page(codec, run, streams))

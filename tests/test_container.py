@@ -209,7 +209,7 @@ def test_unknown_names_are_out_of_bounds() -> None:
             file.tensor(name)
     for layer, name in ((1, "k"), (2, "v"), (3, "k"), (-1, "v"), (0, "q")):
         with pytest.raises(OutOfBounds, match=f"has no side {layer}.{name}"):
-            file.check_side(layer, name)
+            file.read_side(layer, name)
 
 
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """columns(n, A, F) on the GPU: the fields of packed words, and whole streams unpacked to digits (spec/README.md, Bit packing).
 
-A program holds a tile of tokens by columns. It loads each 16-bit word of its columns once; field k of all
-columns is then one block of consecutive symbols. Addresses are 64-bit, and none depends on a code.
+A program holds a tile of tokens by symbols, and each thread gathers the words of its symbols: they come from
+the cache, and what is written is contiguous whatever the width. Addresses are 64-bit, and none depends on a code.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
     from kvpack.formats.columns import Columns
 
-TILE_SYMBOLS = 1 << 12
+TILE_SYMBOLS = 1 << 11
 """Symbols that a program decodes, over all its tokens."""
+
+WARPS = 2
+"""Warps of a program: 32 symbols a thread hide the latency of a load, and share its scales among tokens."""
 
 
 def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -34,10 +37,10 @@ def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tenso
     for words, plane in zip(packing.planes, planes, strict=True):
         check_shape("plane", plane, (batch, heads, tokens, words))
     digits = tuple(torch.empty(batch, heads, tokens, packing.symbols, dtype=torch.int32, device=planes[0].device) for _ in packing.bases)
-    places = packing.place_values
+    first, bases = [places[0] for places in packing.place_values], list(packing.bases)
     if packing.binary:
-        places = tuple(tuple(place.bit_length() - 1 for place in row) for row in places)
-    block_tokens, block_columns = tile(packing)
+        first, bases = ([value.bit_length() - 1 for value in values] for values in (first, bases))
+    block_tokens, block_symbols = tile(packing)
     programs = batch * heads * -(-tokens // block_tokens)
     launch(
         _unpack,
@@ -48,21 +51,23 @@ def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tenso
         tuple(plane.stride() for plane in planes),
         heads,
         tokens,
-        BASES=packing.bases,
-        PLACES=places,
+        BASES=tuple(bases),
+        FIRST=tuple(first),
         BINARY=packing.binary,
         SYMBOLS=packing.symbols,
+        FIELDS=packing.fields,
         WIDTH=packing.width,
         COLUMN_BYTES=packing.column_bytes,
         BLOCK_TOKENS=block_tokens,
-        BLOCK_COLUMNS=block_columns,
+        BLOCK_SYMBOLS=block_symbols,
     )
     return list(digits)
 
 
 def tile(packing: Columns) -> tuple[int, int]:
-    """Tokens and columns of a program's tile, both powers of two: every column of as many tokens as ``TILE_SYMBOLS`` allows."""
-    return max(1, TILE_SYMBOLS // next_power_of_two(packing.symbols)), next_power_of_two(packing.width)
+    """Tokens and symbols of a program's tile, both powers of two: every symbol of as many tokens as ``TILE_SYMBOLS`` allows."""
+    symbols = next_power_of_two(packing.symbols)
+    return max(1, TILE_SYMBOLS // symbols), symbols
 
 
 def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> None:
@@ -75,7 +80,7 @@ def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **
     """Run a kernel of ``programs`` programs, which may be none, on ``device``: products and sums round apart, as torch's do."""
     if programs:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            kernel[(programs,)](*arguments, **constants, enable_fp_fusion=False)
+            kernel[(programs,)](*arguments, **constants, num_warps=WARPS, enable_fp_fusion=False)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -88,7 +93,7 @@ def tile_origin(heads: tl.tensor, tokens: tl.tensor, BLOCK_TOKENS: tl.constexpr)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def load_words(
+def load_word(
     planes: tl.tuple,
     strides: tl.tuple,
     batch: tl.tensor,
@@ -96,46 +101,80 @@ def load_words(
     token: tl.tensor,
     column: tl.tensor,
     mask: tl.tensor,
+    WORD: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
-) -> tl.tuple:
-    """The words of every column, lowest first, each int32 ``[token, column]``; a byte left over is the last word.
+) -> tl.tensor:
+    """Word ``WORD`` of each ``column``, int32; a byte left over is the last word.
 
-    ``strides`` are those of each plane ``[batch, kv_head, token, words]``; ``mask`` admits only columns below ``WIDTH``.
+    ``strides`` are those of each plane ``[batch, kv_head, token, words]``; ``token`` is ``[:, 1]``, ``column`` ``[1, :]``.
     """
-    words: tl.tuple = ()
-    for plane in tl.static_range(COLUMN_BYTES // 2):
-        row = planes[plane] + batch * strides[plane][0] + head * strides[plane][1] + token * strides[plane][2]
-        words = words + (tl.load(row[:, None] + column[None, :] * strides[plane][3], mask, 0).to(tl.int32),)  # noqa: RUF005
-    if COLUMN_BYTES % 2 == 1:
+    row = planes[WORD] + batch * strides[WORD][0] + head * strides[WORD][1] + token * strides[WORD][2]
+    if COLUMN_BYTES // 2 == WORD:
         half: tl.constexpr = (WIDTH + 1) // 2
-        last: tl.constexpr = COLUMN_BYTES // 2
-        row = planes[last] + batch * strides[last][0] + head * strides[last][1] + token * strides[last][2]
-        word = tl.load(row[:, None] + (column % half)[None, :] * strides[last][3], mask, 0).to(tl.int32)
-        words = words + (word >> (column // half * 8).to(tl.int32)[None, :] & 0xFF,)  # noqa: RUF005
-    return words
+        bits = tl.load(row + (column % half).to(tl.int64) * strides[WORD][3], mask, 0).to(tl.int32) >> column // half * 8 & 0xFF
+    else:
+        bits = tl.load(row + column.to(tl.int64) * strides[WORD][3], mask, 0).to(tl.int32)
+    return bits
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def bit_field(words: tl.tuple, POSITION: tl.constexpr, BASE: tl.constexpr) -> tl.tensor:
-    """The field of every column that begins at bit ``POSITION``, its base a power of two of at most 16 bits; it may straddle two words."""
-    word: tl.constexpr = POSITION // 16
-    shift: tl.constexpr = POSITION % 16
-    field = words[word] >> shift
-    if (BASE - 1) << shift > 0xFFFF:
-        field |= words[word + 1] << (16 - shift)
-    return field & (BASE - 1)
+def load_bit_fields(
+    planes: tl.tuple,
+    strides: tl.tuple,
+    batch: tl.tensor,
+    head: tl.tensor,
+    token: tl.tensor,
+    symbol: tl.tensor,
+    mask: tl.tensor,
+    FIRST_BIT: tl.constexpr,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMN_BYTES: tl.constexpr,
+) -> tl.tensor:
+    """Symbols of ``BITS`` bits (at most 16), int32 ``[token, symbol]``; their field 0 begins at bit ``FIRST_BIT`` of a column."""
+    column = symbol % WIDTH
+    position = FIRST_BIT + symbol // WIDTH * BITS
+    word = position // 16
+    shift = position % 16
+    value = tl.full(mask.shape, 0, tl.int32)
+    for plane in tl.static_range((COLUMN_BYTES + 1) // 2):
+        begins = word == plane
+        goes_on = (word == plane - 1) & (shift + BITS > 16)
+        bits = load_word(planes, strides, batch, head, token, column, mask & (begins | goes_on), plane, WIDTH, COLUMN_BYTES)
+        value |= tl.where(begins, bits >> shift, bits << (16 - shift))
+    return value & ((1 << BITS) - 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def joined(words: tl.tuple, COLUMN_BYTES: tl.constexpr) -> tl.tensor:
-    """Columns of at most 7 bytes as integers that are never negative: int32 up to 3 bytes, else int64."""
-    column = words[0]
-    if COLUMN_BYTES > 3:
-        column = column.to(tl.int64)
-    for word in tl.static_range(1, (COLUMN_BYTES + 1) // 2):
-        column |= words[word].to(column.dtype) << (16 * word)
-    return column
+def load_columns(
+    planes: tl.tuple,
+    strides: tl.tuple,
+    batch: tl.tensor,
+    head: tl.tensor,
+    token: tl.tensor,
+    symbol: tl.tensor,
+    mask: tl.tensor,
+    WIDTH: tl.constexpr,
+    COLUMN_BYTES: tl.constexpr,
+) -> tl.tensor:
+    """The columns that hold each symbol, at most 7 bytes, never negative: int32 up to 3 bytes, else int64."""
+    column = symbol % WIDTH
+    value = tl.full(mask.shape, 0, tl.int32 if COLUMN_BYTES <= 3 else tl.int64)
+    for plane in tl.static_range((COLUMN_BYTES + 1) // 2):
+        word = load_word(planes, strides, batch, head, token, column, mask, plane, WIDTH, COLUMN_BYTES)
+        value |= word.to(value.dtype) << (16 * plane)
+    return value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def digit_of_field(columns: tl.tensor, field: tl.tensor, FIRST: tl.constexpr, BASE: tl.constexpr, FIELDS: tl.constexpr) -> tl.tensor:
+    """columns // (FIRST * BASE^field) % BASE, int32: one division by a constant for each bit of ``field``, which is below 64."""
+    rest = columns // FIRST
+    for bit in tl.static_range(6):
+        if 1 << bit < FIELDS:
+            rest = tl.where((field >> bit & 1) == 1, rest // BASE ** (1 << bit), rest)
+    return (rest % BASE).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -146,27 +185,26 @@ def _unpack(
     heads: tl.tensor,
     tokens: tl.tensor,
     BASES: tl.constexpr,
-    PLACES: tl.constexpr,
+    FIRST: tl.constexpr,
     BINARY: tl.constexpr,
     SYMBOLS: tl.constexpr,
+    FIELDS: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_SYMBOLS: tl.constexpr,
 ) -> None:
-    """One tile of tokens; ``PLACES`` are a field's bit positions when ``BINARY``, else its place values."""
+    """One tile; ``FIRST`` is each digit's first bit and ``BASES`` its bits when ``BINARY``, else its place value and base."""
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
-    token = first + tl.arange(0, BLOCK_TOKENS)
-    column = tl.arange(0, BLOCK_COLUMNS)
-    mask = (token < tokens)[:, None] & (column < WIDTH)[None, :]
-    words = load_words(planes, strides, batch, head, token, column.to(tl.int64), mask, WIDTH, COLUMN_BYTES)
-    row = ((batch * heads + head) * tokens + token) * SYMBOLS
-    # Fields past the last symbol are skipped; the last one that is used may be used in part.
+    token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
+    symbol = tl.arange(0, BLOCK_SYMBOLS)[None, :]
+    mask = (token < tokens) & (symbol < SYMBOLS)
+    place = ((batch * heads + head) * tokens + token) * SYMBOLS + symbol
+    if not BINARY:
+        columns = load_columns(planes, strides, batch, head, token, symbol, mask, WIDTH, COLUMN_BYTES)
     for digit in tl.static_range(len(BASES)):
-        for field in tl.static_range((SYMBOLS + WIDTH - 1) // WIDTH):
-            if BINARY:
-                value = bit_field(words, PLACES[digit][field], BASES[digit])
-            else:
-                value = (joined(words, COLUMN_BYTES) // PLACES[digit][field] % BASES[digit]).to(tl.int32)
-            symbol = field * WIDTH + column
-            tl.store(digits[digit] + row[:, None] + symbol[None, :], value, mask & (symbol < SYMBOLS)[None, :])
+        if BINARY:
+            value = load_bit_fields(planes, strides, batch, head, token, symbol, mask, FIRST[digit], BASES[digit], WIDTH, COLUMN_BYTES)
+        else:
+            value = digit_of_field(columns, symbol // WIDTH, FIRST[digit], BASES[digit], FIELDS)
+        tl.store(digits[digit] + place, value, mask)

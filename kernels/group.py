@@ -8,7 +8,7 @@ import torch
 import triton
 from triton import language as tl
 
-from .columns import bit_field, check_shape, launch, load_words, tile, tile_origin
+from .columns import check_shape, launch, load_bit_fields, tile, tile_origin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +28,7 @@ def decode_frame(codec: Group, streams: Mapping[str, torch.Tensor]) -> torch.Ten
     planes = tuple(streams[f"codes.{plane}"] for plane in range(len(packing.planes)))
     pairs, token_scale = _pairs(streams["scales"]), streams.get("token_scale")
     out = torch.empty(batch, heads, tokens, codec.dim, device=pairs.device)
-    block_tokens, block_columns = tile(packing)
+    block_tokens, block_channels = tile(packing)
     if codec.axis == "token":
         # A tile then lies inside one group of tokens, and loads its scales once.
         block_tokens = min(block_tokens, codec.size)
@@ -53,7 +53,7 @@ def decode_frame(codec: Group, streams: Mapping[str, torch.Tensor]) -> torch.Ten
         WIDTH=packing.width,
         COLUMN_BYTES=packing.column_bytes,
         BLOCK_TOKENS=block_tokens,
-        BLOCK_COLUMNS=block_columns,
+        BLOCK_CHANNELS=block_channels,
     )
     return out
 
@@ -90,31 +90,21 @@ def _decode_frame(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
 ) -> None:
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
-    token = first + tl.arange(0, BLOCK_TOKENS)
-    column = tl.arange(0, BLOCK_COLUMNS).to(tl.int64)
-    mask = (token < tokens)[:, None] & (column < WIDTH)[None, :]
-    words = load_words(planes, plane_strides, batch, head, token, column, mask, WIDTH, COLUMN_BYTES)
+    token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
+    channel = tl.arange(0, BLOCK_CHANNELS)[None, :]
+    mask = (token < tokens) & (channel < DIM)
+    code = load_bit_fields(planes, plane_strides, batch, head, token, channel, mask, 0, BITS, WIDTH, COLUMN_BYTES)
+    pair_row = pairs + batch * pair_strides[0] + head * pair_strides[1]
+    if ALONG_TOKENS:
+        pair = tl.load(pair_row + first // SIZE * pair_strides[2] + channel.to(tl.int64) * pair_strides[3], channel < DIM, 0)
+    else:
+        pair = tl.load(pair_row + token * pair_strides[2] + (channel // SIZE).to(tl.int64) * pair_strides[3], mask, 0)
+    middle: tl.constexpr = ((1 << BITS) - 1) / 2
+    value = (code.to(tl.float32) - middle) * _half(pair) + _half(pair >> 16)
     if token_scale is not None:
         factor = tl.load(token_scale + batch * token_scale_strides[0] + token * token_scale_strides[2], token < tokens, 0.0)
-    pair_row = pairs + batch * pair_strides[0] + head * pair_strides[1]
-    out_row = out + ((batch * heads + head) * tokens + token) * DIM
-    middle: tl.constexpr = ((1 << BITS) - 1) / 2
-    for field in tl.static_range((DIM + WIDTH - 1) // WIDTH):
-        channel = field * WIDTH + column
-        inside = mask & (channel < DIM)[None, :]
-        if ALONG_TOKENS:
-            row = pair_row + first // SIZE * pair_strides[2]
-            pair = tl.load(row + channel * pair_strides[3], (column < WIDTH) & (channel < DIM), 0)[None, :]
-        elif SIZE % WIDTH == 0:
-            # All channels of the field are of one group.
-            row = pair_row + field * WIDTH // SIZE * pair_strides[3]
-            pair = tl.load(row + token * pair_strides[2], token < tokens, 0)[:, None]
-        else:
-            pair = tl.load(pair_row + token[:, None] * pair_strides[2] + (channel // SIZE)[None, :] * pair_strides[3], inside, 0)
-        value = (bit_field(words, field * BITS, 1 << BITS).to(tl.float32) - middle) * _half(pair) + _half(pair >> 16)
-        if token_scale is not None:
-            value = value * factor.to(tl.float32)[:, None]
-        tl.store(out_row[:, None] + channel[None, :], value, inside)
+        value = value * factor.to(tl.float32)
+    tl.store(out + ((batch * heads + head) * tokens + token) * DIM + channel, value, mask)

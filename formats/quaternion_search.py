@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Weights = Sequence[float | torch.Tensor]
 
 UNITS = 24
-_BLOCK = 1 << 16
+_BLOCK = 1 << 17
 _RESOLUTION = 128
 # Building the grid takes about as long as searching this many chunks explicitly, whatever the codebook.
 _PAYS_AFTER = 1 << 20
@@ -97,14 +97,14 @@ class Grid:
         self._starts = [len(pairs) + int((lengths[longer] <= k).sum()) for k in range(lists.shape[1])]
         self._rows = renumbered.to(torch.int32)[rows.flatten()].to(codebook.device)
         self._lists = lists.T.to(torch.int32).contiguous().to(codebook.device)
-        self._pairs = self._lists[:2].T.flatten()
+        unit = torch.arange(UNITS)
+        opposite = torch.arange(0, len(codebook), UNITS)[:, None] + torch.where(unit < 8, unit ^ 1, 31 - unit)
+        self._opposite = opposite.flatten().to(torch.int32).to(codebook.device)
+        # Entries 4 r to 4 r + 3: the two codewords of pair r, then their opposites.
+        self._pairs = torch.cat([self._lists[:2], self._opposite[self._lists[:2]]]).T.flatten()
         self._codebook = codebook.T.contiguous()
-        # The bisecting plane of the first two: which side a chunk is on decides between them.
+        # The plane between the first two of a list: the side that a chunk is on decides between them.
         self._bisectors = self._codebook[:, self._lists[0]] - self._codebook[:, self._lists[1]]
-        unit = torch.arange(UNITS, dtype=torch.int32)
-        opposite = torch.where(unit < 8, unit ^ 1, 31 - unit)
-        secondary = torch.arange(0, len(codebook), UNITS, dtype=torch.int32)[:, None]
-        self._opposite = (secondary + opposite).flatten().to(codebook.device)
 
     def nearest(self, planes: Planes) -> torch.Tensor:
         """The nearest codeword of each chunk, int32 ``[chunks]``."""
@@ -112,33 +112,37 @@ class Grid:
         total = w.abs().add_(x.abs()).add_(y.abs()).add_(z.abs())
         towards = total.clamp_min_(_SMALLEST).reciprocal_().copysign_(w)
         mapped = [plane * towards for plane in planes]
-        half = self._resolution // 2
-        i, j, k = (torch.add(half, plane, alpha=half * _INSIDE).to(torch.int32) for plane in mapped[1:])
+        middle = self._resolution // 2
+        i, j, k = (torch.add(middle, plane, alpha=middle * _INSIDE).to(torch.int32) for plane in mapped[1:])
         row = self._rows.index_select(0, i.mul_(self._resolution).add_(j).mul_(self._resolution).add_(k))
-        second = _combined(mapped, _gathered(self._bisectors, row)).view(torch.int32) >> 31
-        winner = self._pairs.index_select(0, (row << 1).sub_(second))
-        self._contest_longer(mapped, row, winner)
-        flipped = towards.view(torch.int32) >> 31
-        return winner.bitwise_xor_((winner ^ self._opposite.index_select(0, winner)).bitwise_and_(flipped))
+        second = _sign_bit(_combined(mapped, _gathered(self._bisectors, row)))
+        entry, flipped = (row << 2).add_(second), _sign_bit(towards)
+        winner = self._pairs.index_select(0, torch.add(entry, flipped, alpha=2))
+        longer = (row >= self._starts[2]).nonzero()[:, 0]
+        row, entry, flipped = (array.index_select(0, longer) for array in (row, entry, flipped))
+        found = self._nearest_of_longer(_gathered(mapped, longer), row, self._pairs.index_select(0, entry))
+        found ^= (found ^ self._opposite.index_select(0, found)) & -flipped
+        return winner.index_copy_(0, longer, found)
 
-    def _contest_longer(self, planes: Planes, row: torch.Tensor, winner: torch.Tensor) -> None:
-        """Let the winners of lists with more than two codewords meet the others, in place; fewer chunks every round."""
-        places = best = None
-        won = winner
+    def _nearest_of_longer(self, planes: Planes, row: torch.Tensor, winner: torch.Tensor) -> torch.Tensor:
+        """The nearest of lists of three and more, given the nearer of the first two; every round fewer chunks are left."""
+        best = _combined(planes, _gathered(self._codebook, winner))
+        places = torch.arange(len(row), device=row.device)
+        nearest = winner.clone()
         for k in range(2, len(self._lists)):
-            left = (row >= self._starts[k]).nonzero()[:, 0]
-            planes = [plane.index_select(0, left) for plane in planes]
-            row, won = row.index_select(0, left), won.index_select(0, left)
-            places = left if places is None else places.index_select(0, left)
-            best = _combined(planes, _gathered(self._codebook, won)) if best is None else best.index_select(0, left)
+            if k > 2:
+                left = (row >= self._starts[k]).nonzero()[:, 0]
+                planes = _gathered(planes, left)
+                places, row, best, winner = (array.index_select(0, left) for array in (places, row, best, winner))
             contender = self._lists[k].index_select(0, row)
-            _keep_larger(best, won, _combined(planes, _gathered(self._codebook, contender)), contender)
-            winner.index_copy_(0, places, won)
+            _keep_larger(best, winner, _combined(planes, _gathered(self._codebook, contender)), contender)
+            nearest.index_copy_(0, places, winner)
+        return nearest
 
 
-def _gathered(table: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
-    """The columns ``index`` of each row of ``table``: one row at a time, which is several times faster."""
-    return [row.index_select(0, index) for row in table]
+def _gathered(rows: torch.Tensor | Planes, index: torch.Tensor) -> list[torch.Tensor]:
+    """The entries ``index`` of every row: one row at a time, which is several times faster."""
+    return [row.index_select(0, index) for row in rows]
 
 
 def _refined(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -246,9 +250,14 @@ def _axis_and_half(planes: Planes) -> tuple[torch.Tensor, torch.Tensor]:
     return largest, w.add_(x).add_(y).add_(z).mul_(0.5)
 
 
+def _sign_bit(values: torch.Tensor) -> torch.Tensor:
+    """1 where the float32 is negative, -0 included, else 0: int32, several times faster than a comparison."""
+    return values.view(torch.int32) >> 31 & 1
+
+
 def _nearest_unit(planes: Planes) -> torch.Tensor:
     """The number p of the nearest Hurwitz unit, int32: 2 i + sign for axis i, 8 + one sign bit a component for a half unit."""
-    negative = [plane.view(torch.int32) >> 31 & 1 for plane in planes]
+    negative = [_sign_bit(plane) for plane in planes]
     best, number = planes[0].abs(), negative[0].clone()
     for axis in (1, 2, 3):
         _keep_larger(best, number, planes[axis].abs(), 2 * axis + negative[axis])

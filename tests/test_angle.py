@@ -360,7 +360,8 @@ def test_huge_norms_are_refused_and_fit_in_fp32() -> None:
     x[0, 1, 3] *= 1e9
     with pytest.raises(OutOfRange, match=r"step or minimum of the norms, tokens from 0, at \[0, 1, 3, \d\] is .*largest binary16 is 65504"):
         angle().encode(x)
-    for words in ({"range": "fp32"}, {"norm": "log8"}, {"norm": "fp32"}):
+    others: list[dict[str, Any]] = [{"range": "fp32"}, {"norm": "log8"}, {"norm": "fp32"}]
+    for words in others:
         codec = angle(n=256, **words)
         assert (codec.decode(codec.encode(x)) - x)[0, 1, 3].norm() < 0.03 * x[0, 1, 3].norm()
     with pytest.raises(OutOfRange, match=r"norm of a pair, tokens from 0, at \[0, 0, 0, 0\].*binary32"):

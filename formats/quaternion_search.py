@@ -12,7 +12,6 @@ octant, so the difference of two inner products is linear in a cell: its least v
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from .lazy import torch
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 UNITS = 24
 _BLOCK = 1 << 17
 _RESOLUTION = 128
-# Building the grid takes about as long as searching this many chunks explicitly, whatever the codebook.
-_PAYS_AFTER = 1 << 20
+# Building the grid takes as long as searching some 2^18 (S = 4096) to 2^21 chunks (S = 24) explicitly.
+_PAYS_AFTER = 1 << 19
 # Comparisons decided by less than this stay in the list: it covers the rounding of cell coordinates many times.
 _MARGIN = 1e-5
 _INSIDE = 1.0 - 2.0**-20
@@ -43,6 +42,7 @@ class Search:
 
     def __init__(self, secondary: torch.Tensor, codebook: torch.Tensor) -> None:
         self._secondary, self._codebook = secondary, codebook
+        self._grids: dict[torch.device, Grid] = {}
         self._searched = 0
 
     def nearest(self, planes: Planes) -> torch.Tensor:
@@ -60,11 +60,10 @@ class Search:
 
     def by_grid(self, planes: Planes) -> torch.Tensor:
         """The search among the codewords listed in the chunk's cell; of equals the first listed."""
-        return _in_blocks(planes, self._grid.nearest)
-
-    @cached_property
-    def _grid(self) -> Grid:
-        return Grid(self._codebook)
+        device = planes[0].device
+        if device not in self._grids:
+            self._grids[device] = Grid(self._codebook.to(device))
+        return _in_blocks(planes, self._grids[device].nearest)
 
     def _explicit_block(self, planes: Planes) -> torch.Tensor:
         best = torch.full_like(planes[0], -1.0)

@@ -109,12 +109,15 @@ class Quaternion(Codec):
 
     def _encode_block(self, x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
         u = self.rotation.forward(x)
-        # Divided by a power of two every token is near 1, where no square overflows or underflows.
-        largest = u.abs().amax(-1, keepdim=True)
-        power = (largest.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_min_(_SMALLEST_NORMAL)
         padded = functional.pad(u, (0, -self.dim % 4)) if self.dim % 4 else u
-        planes = [padded[..., component::4] / power for component in range(4)]
-        radius = _length(planes).mul_(power)
+        planes = [padded[..., component::4].contiguous() for component in range(4)]
+        radius = _length(planes)
+        if not _squares_are_safe(radius):
+            # Divided by a power of two every token is near 1, where no square overflows or underflows.
+            largest = u.abs().amax(-1, keepdim=True)
+            power = (largest.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_min_(_SMALLEST_NORMAL)
+            planes = [plane.div_(power) for plane in planes]
+            radius = _length(planes).mul_(power)
         scale = stored_norm(radius.amax(-1), self._norm_dtype, f"scale, tokens from {start},")
         stored = scale.to(torch.float32)[..., None]
         highest = 2**self.radius_bits - 1
@@ -156,6 +159,12 @@ class Quaternion(Codec):
 def _length(planes: list[torch.Tensor]) -> torch.Tensor:
     w, x, y, z = planes
     return torch.sqrt((w * w).addcmul_(x, x).addcmul_(y, y).addcmul_(z, z))
+
+
+def _squares_are_safe(radius: torch.Tensor) -> bool:
+    """Whether the largest radius of every token is far from where a square overflows or underflows."""
+    smallest, largest = radius.amax(-1).aminmax() if radius.numel() else (radius.new_ones(()), radius.new_ones(()))
+    return bool(smallest > 2.0**-40) and bool(largest < 2.0**60)
 
 
 def _low_bits(secondary: int) -> int:

@@ -85,6 +85,9 @@ class Codec(ABC):
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         """The streams that are not packed codes, in stored order after the codes."""
 
+    def expect(self, x: torch.Tensor) -> None:  # noqa: B027 (most codecs search without tables)
+        """Told that ``x`` is about to be encoded, block by block: the time to build a table that will pay."""
+
     @abstractmethod
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode finite float32 ``[batch, kv_head, token, dim]`` to the streams of ``layout``.

@@ -101,6 +101,9 @@ class Quaternion(Codec):
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         return {"scale": Layout(self._norm_dtype, (batch, heads, tokens))}
 
+    def expect(self, x: torch.Tensor) -> None:
+        _search(self.seed, self.secondary).expect(x.numel() // 4, x.device)
+
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         # Blocks of tokens keep the temporaries in a core's cache.
         size = max(1, _TOKENS_OF_ONE_HEAD // (x.shape[0] * x.shape[1]))

@@ -43,16 +43,24 @@ class Search:
     def __init__(self, secondary: torch.Tensor, codebook: torch.Tensor) -> None:
         self._secondary, self._codebook = secondary, codebook
         self._grids: dict[torch.device, Grid] = {}
-        self._searched = 0
+        self._expected = 0
+
+    def expect(self, chunks: int, device: torch.device) -> None:
+        """Told that ``chunks`` more chunks will be searched on ``device``: builds the grid once enough have come to pay for it.
+
+        Ahead of the search and not during it, so that how the work is cut into blocks and threads changes no codeword.
+        """
+        self._expected += chunks
+        if self._expected >= _PAYS_AFTER and device not in self._grids:
+            self._grids[device] = Grid(self._codebook.to(device))
 
     def nearest(self, planes: Planes) -> torch.Tensor:
         """The codeword with the largest inner product with each chunk, int32 ``[chunks]``; any for a zero chunk.
 
-        Builds the grid once enough chunks have come to pay for it. Where two codewords differ by no more than
-        rounding (2^-20 of the chunk's norm) the two searches may choose differently, each always in the same way.
+        By the grid where there is one. Where two codewords differ by no more than rounding (2^-20 of the chunk's norm)
+        the two searches may choose differently, each always in the same way.
         """
-        self._searched += planes[0].numel()
-        return self.by_grid(planes) if self._searched >= _PAYS_AFTER else self.explicit(planes)
+        return self.by_grid(planes) if planes[0].device in self._grids else self.explicit(planes)
 
     def explicit(self, planes: Planes) -> torch.Tensor:
         """The search over all secondary quaternions; of equals the lowest s, then an axis before a half unit."""

@@ -17,6 +17,7 @@ import torch
 
 from kvpack.formats.errors import InvalidDtype, InvalidShape, NotConsecutive, OutOfBounds
 
+from .blocks import for_each_block
 from .dispatch import decode_frame
 from .encoding import RAW_DTYPES, encode
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 Pair = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
-TILE_VALUES = 1 << 20
+TILE_VALUES = 1 << 19
 """Values decoded at a time when a page is unpacked, converted or attended."""
 
 
@@ -138,9 +139,12 @@ class Side:
         """Decode everything to ``[batch, kv_head, token, dim]`` of ``dtype`` in the original frame, tile by tile."""
         result = torch.empty(self.batch, self.heads, self.tokens, self.dim, dtype=dtype, device=self.device)
         per_tile = max(128, TILE_VALUES // max(1, self.batch * self.heads * self.dim) // 128 * 128)
-        for start, stop in self.tiles(per_tile):
+
+        def unpack_tile(start: int, stop: int) -> None:
             frame, coded = self.frame(start, stop)
             result[:, :, start:stop] = self.codec.rotation.inverse(frame) if coded else frame
+
+        for_each_block(unpack_tile, list(self.tiles(per_tile)), self.device)
         return result
 
     def prefix(self, tokens: int) -> Side:

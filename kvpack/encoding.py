@@ -8,6 +8,8 @@ import torch
 
 from kvpack.formats.errors import NonFinite, OutOfRange
 
+from .blocks import for_each_block
+
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
@@ -17,7 +19,7 @@ TORCH_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "B
 RAW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """torch dtypes of raw tails by their names in the header."""
 
-BLOCK_VALUES = 1 << 20
+BLOCK_VALUES = 1 << 19
 """Values encoded at a time: few enough for the processor's cache, enough to hide the cost of a call."""
 
 _GROUP_MULTIPLE = 128
@@ -38,9 +40,9 @@ def encode(codec: Codec, x: torch.Tensor, where: str) -> dict[str, torch.Tensor]
     layout = codec.layout(batch, heads, tokens)
     streams = {name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device=x.device) for name, entry in layout.items()}
     row = max(1, batch * heads * codec.dim)
-    block = max(_GROUP_MULTIPLE, BLOCK_VALUES // row // _GROUP_MULTIPLE * _GROUP_MULTIPLE)
-    for start in range(0, tokens, block):
-        stop = min(start + block, tokens)
+    size = max(_GROUP_MULTIPLE, BLOCK_VALUES // row // _GROUP_MULTIPLE * _GROUP_MULTIPLE)
+
+    def encode_block(start: int, stop: int) -> None:
         part = x[:, :, start:stop]
         if codec.id != "raw":
             part = part.to(torch.float32)
@@ -52,6 +54,9 @@ def encode(codec: Codec, x: torch.Tensor, where: str) -> dict[str, torch.Tensor]
         for name, entry in layout.items():
             step = entry.tokens_per_row
             streams[name][:, :, start // step : -(-stop // step)] = encoded[name]
+
+    codec.expect(x)
+    for_each_block(encode_block, [(start, min(start + size, tokens)) for start in range(0, tokens, size)], x.device)
     return streams
 
 

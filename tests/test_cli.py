@@ -290,7 +290,8 @@ def test_bench_io(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     report = run_json(capsys, *words)
     assert report["bf16_bytes"] == 2 * 2 * 2 * 96 * 64 * 2
     assert [(row["name"], row["operation"]) for row in report["rows"]] == [
-        ("memory copy", "copy"),
+        ("memory copy", "into new memory"),
+        ("memory copy", "into memory in use"),
         ("safetensors", "save_file"),
         ("safetensors", "load_file"),
         ("safetensors", "load_file, then read"),
@@ -299,7 +300,8 @@ def test_bench_io(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     by_name = {(row["name"], row["operation"]): row for row in report["rows"]}
     for row in report["rows"]:
         assert row["gb_per_s"] == pytest.approx(report["bf16_bytes"] / row["seconds"] / 1e9)
-        assert row["of_memory_copy"] == pytest.approx(by_name["memory copy", "copy"]["seconds"] / row["seconds"])
+        assert row["of_new_copy"] == pytest.approx(by_name["memory copy", "into new memory"]["seconds"] / row["seconds"])
+        assert row["of_reused_copy"] == pytest.approx(by_name["memory copy", "into memory in use"]["seconds"] / row["seconds"])
     packed = by_name["kivi-2", "load"]
     assert packed["of_safetensors"] == pytest.approx(by_name["safetensors", "load_file, then read"]["seconds"] / packed["seconds"])
     assert packed["bytes_touched"] * 8 == pytest.approx(packed["bits_per_value"] * report["bf16_bytes"] / 2)

@@ -151,6 +151,7 @@ def test_the_grid_takes_over_once_it_pays(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(quaternion_search, "Grid", build)
     searched, planes = search(24), list(gaussian(4, 800))
     for _ in range(4):
+        searched.expect(800, planes[0].device)
         calls.append(searched.nearest(planes))
     assert built == [2]
     assert all(torch.equal(calls[0], other) for other in calls)

@@ -20,12 +20,16 @@ def add(commands: Any) -> None:
         description="Time encode, save, load and unpack on one KV cache, beside safetensors and a memory copy.",
     )
     source = io.add_mutually_exclusive_group()
-    source.add_argument("--model", metavar="DIR", help="take the KV cache of this transformers model (default: the demo's model)")
-    source.add_argument("--synthetic", metavar="LxBxHxTxD", help="take Gaussian values: layers x batch x heads x tokens x dim")
-    io.add_argument("--text", metavar="FILE", help="the model's input (default: the demo's text)")
+    source.add_argument("--model", metavar="DIR", help="take the KV cache of this transformers model")
+    source.add_argument(
+        "--synthetic",
+        metavar="LxBxHxTxD",
+        help="take Gaussian values: layers x batch x heads x tokens x dim (default: 8x1x8x4096x128)",
+    )
+    io.add_argument("--text", metavar="FILE", help="the model's input (default: the demo's text; its model without --model)")
     io.add_argument("--tokens", type=int, metavar="N", help="of the model's input (default: 4096, or what the text has)")
     io.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: one a family)")
-    io.add_argument("--repeats", type=int, default=7, metavar="N", help="timings whose median is reported (default: 7)")
+    io.add_argument("--repeats", type=int, default=5, metavar="N", help="timings whose median is reported (default: 5)")
     io.add_argument("--folder", metavar="DIR", help="write the files here (default: a temporary folder)")
     add_json(io)
     io.set_defaults(run=run_io)

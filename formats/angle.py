@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, stored_norm
 from .columns import Columns, default_fields, is_power_of_two, next_power_of_two, row_bytes
 from .errors import InvalidParameter
-from .lazy import torch
+from .lazy import functional, torch
 from .rotation import KINDS, Rotation
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Angle(Codec):
         bins = turns.sub_(turns.floor()).mul_(self.bins).floor_().clamp_max_(self.bins - 1).to(torch.int32)
         norms = torch.hypot(first, second)
         if self.norm == "fp32":
-            return self._packed(bins) | {"norm": stored_norm(norms, "F32", f"norm of a pair, tokens from {start},")}
+            return self.pack_digits(bins) | {"norm": stored_norm(norms, "F32", f"norm of a pair, tokens from {start},")}
         if self.norm == "log":
             norms.log2_()
             # A token of zeros has only logarithms of minus infinity.
@@ -130,9 +130,10 @@ class Angle(Codec):
         step, minimum = stored.to(torch.float32)[..., None].unbind(-2)
         # Rounded against the range as stored; a zero step gives zero codes.
         codes = norms.sub_(minimum).div_(torch.where(step > 0, step, torch.inf)).round_().clamp_(0, 2**self.norm_bits - 1)
-        return self._packed(bins, codes) | {"range": stored}
+        return self.pack_digits(bins, codes) | {"range": stored}
 
-    def _packed(self, bins: torch.Tensor, *codes: torch.Tensor) -> dict[str, torch.Tensor]:
+    def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
+        bins, *codes = digits
         names = dict(self.fields)
         if "symbol" in names:
             return self.pack("symbol", bins, *codes)
@@ -143,25 +144,25 @@ class Angle(Codec):
             streams = self.pack("angle_low", bins & (1 << low) - 1) | self.pack("angle_high", bins >> low)
         return streams | (self.pack("norm_codes", *codes) if codes else {})
 
-    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def digits(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         names = dict(self.fields)
-        codes = None
         if "symbol" in names:
-            bins, codes = self.unpack("symbol", streams)
-        elif "angle" in names:
-            (bins,) = self.unpack("angle", streams)
-        else:
-            (low,), (high,) = self.unpack("angle_low", streams), self.unpack("angle_high", streams)
-            bins = high << _low_bits(self.bins) | low
+            return tuple(self.unpack("symbol", streams))
+        codes = self.unpack("norm_codes", streams) if "norm_codes" in names else []
+        if "angle" in names:
+            return *self.unpack("angle", streams), *codes
+        (low,), (high,) = self.unpack("angle_low", streams), self.unpack("angle_high", streams)
+        return high << _low_bits(self.bins) | low, *codes
+
+    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        bins, *codes = self.digits(streams)
         if self.norm == "fp32":
             norms = streams["norm"]
         else:
-            if codes is None:
-                (codes,) = self.unpack("norm_codes", streams)
             step, minimum = streams["range"].to(torch.float32)[..., None].unbind(-2)
-            norms = torch.addcmul(minimum, step, codes.to(torch.float32))
+            norms = torch.addcmul(minimum, step, codes[0].to(torch.float32))
             norms = norms.exp2_() if self.norm == "log" else norms
-        return (norms[..., None] * self.directions.to(norms.device)[bins]).flatten(3)
+        return functional.embedding(bins, self.directions.to(norms.device)).mul_(norms[..., None]).flatten(3)
 
     @property
     def _range_dtype(self) -> str:

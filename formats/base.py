@@ -31,6 +31,9 @@ DTYPE_BYTES = {"U8": 1, "U16": 2, "F16": 2, "BF16": 2, "F32": 4}
 
 MAX_DIM = 1024
 
+_PACKING = {"arrangement", "fields"}
+"""Parameters that say how codes are packed, and nothing of what they are."""
+
 Fields = tuple[tuple[str, int], ...]
 """F of every code stream, in stream order."""
 
@@ -120,6 +123,27 @@ class Codec(ABC):
         """The digits of one code stream, int32 ``[batch, kv_head, token, symbols]`` each."""
         packing = self.packings()[stream]
         return packing.unpack([streams[f"{stream}.{plane}"] for plane in range(len(packing.planes))])
+
+    def digits(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The codes themselves, int32 ``[batch, kv_head, token, symbols]`` a digit, however this codec packs them."""
+        return tuple(digit for stream in self.packings() for digit in self.unpack(stream, streams))
+
+    def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The code streams of ``digits``: the inverse of ``digits``."""
+        packed = {}
+        for stream, digit in zip(self.packings(), digits, strict=True):
+            packed |= self.pack(stream, digit)
+        return packed
+
+    def same_codes(self, other: Codec) -> bool:
+        """Whether ``other`` stores the same codes, only packed otherwise."""
+        mine, others = self.params(), other.params()
+        return mine.keys() == others.keys() and all(mine[name] == others[name] for name in mine.keys() - _PACKING)
+
+    def repack(self, streams: Mapping[str, torch.Tensor], other: Codec) -> dict[str, torch.Tensor]:
+        """The streams of ``other``, which has ``same_codes``: digits move, nothing is decoded or lost."""
+        scales = {name: streams[name] for name in self.scales(1, 1, 0)}
+        return other.pack_digits(*self.digits(streams)) | scales
 
     def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
         """Refuse stored bytes that no writer may produce.

@@ -6,7 +6,7 @@ Source: OCTOPUS Sec. 3, Eq. 1-13 and Algorithm 1.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -139,10 +139,10 @@ class Octahedral(Codec):
             digit.add_(norm_index, alpha=self._directions)
         else:
             sign.add_(norm_index, alpha=_SIGNS)
-        return self._packed(digit, sign) | {"norm": norm}
+        return self.pack_digits(digit, sign) | {"norm": norm}
 
     def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        index, sign = self._unpacked(streams)
+        index, sign = self.digits(streams)
         carrier, place = (index, self._directions) if _norm_with_index(self.b_dir, self.b_norm) else (sign, _SIGNS)
         norm_index = carrier // place
         symbol = index % self._directions + sign % _SIGNS * self._directions
@@ -160,27 +160,13 @@ class Octahedral(Codec):
                     found = int(padding[tuple(at)])
                     raise InvalidPayload(f"{where}.{name}: the word at {at} sets bits {found:#x} of padding triplets, which are zero")
 
-    def rearranged(self, arrangement: str) -> Self:
-        """This codec in the other ``arrangement``, with that one's default fields."""
-        check_choice(self.id, "arrangement", arrangement, ARRANGEMENTS)
-        return replace(self, arrangement=arrangement, fields=_default_fields(self.dim, self.b_dir, self.b_norm, arrangement))
-
-    def convert_arrangement(self, streams: Mapping[str, torch.Tensor], other: Self) -> dict[str, torch.Tensor]:
-        """The streams of this codec as the streams of ``other``, which differs in arrangement and fields only: no code changes.
-
-        Raises InvalidParameter when ``other`` differs in anything else.
-        """
-        if replace(other, arrangement=self.arrangement, fields=self.fields) != self:
-            raise InvalidParameter(f"codec {self.id}: only arrangement and fields may differ in a conversion, found {self} and {other}")
-        return other._packed(*self._unpacked(streams)) | {"norm": streams["norm"]}
-
     @property
     def _directions(self) -> int:
         """Directions of the quarter square: the place value of what follows them in a digit."""
         return int(4 ** (self.b_dir - 1))
 
-    def _packed(self, index: torch.Tensor, sign: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The code streams of the two digits, each ``[..., triplets]``."""
+    def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
+        index, sign = digits
         packings = self.packings()
         if self.arrangement == "dense":
             low = self.pack("index", index) if "index" in packings else {}
@@ -192,8 +178,7 @@ class Octahedral(Codec):
             return self.pack("symbol", index + sign * 2**bits)
         return self.pack("symbol", index, sign)
 
-    def _unpacked(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two digits of the code streams, int32 ``[..., triplets]``."""
+    def digits(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         packings = self.packings()
         if self.arrangement == "dense":
             (sign,) = self.unpack("sign", streams)

@@ -127,9 +127,10 @@ class Quaternion(Codec):
         # Rounded against the scale as stored; a zero scale gives zero codes.
         codes = (radius / torch.where(stored > 0, stored, torch.inf)).mul_(highest).round_().clamp_max_(highest)
         codeword = _search(self.seed, self.secondary).nearest([plane.flatten() for plane in planes]).view_as(codes)
-        return self._packed(codeword, codes) | {"scale": scale}
+        return self.pack_digits(codeword, codes) | {"scale": scale}
 
-    def _packed(self, codeword: torch.Tensor, radius: torch.Tensor) -> dict[str, torch.Tensor]:
+    def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
+        codeword, radius = digits
         names = dict(self.fields)
         if "symbol" in names:
             return self.pack("symbol", codeword, radius)
@@ -139,19 +140,20 @@ class Quaternion(Codec):
         parts = self.pack("codeword_low", codeword & (1 << low) - 1) | self.pack("codeword_high", codeword >> low)
         return parts | self.pack("radius", radius)
 
-    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def digits(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         names = dict(self.fields)
         if "symbol" in names:
-            codeword, radius = self.unpack("symbol", streams)
-        else:
-            (radius,) = self.unpack("radius", streams)
-            if "codeword" in names:
-                (codeword,) = self.unpack("codeword", streams)
-            else:
-                (low,), (high,) = self.unpack("codeword_low", streams), self.unpack("codeword_high", streams)
-                codeword = high << _low_bits(self.secondary) | low
+            return tuple(self.unpack("symbol", streams))
+        (radius,) = self.unpack("radius", streams)
+        if "codeword" in names:
+            return *self.unpack("codeword", streams), radius
+        (low,), (high,) = self.unpack("codeword_low", streams), self.unpack("codeword_high", streams)
+        return high << _low_bits(self.secondary) | low, radius
+
+    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        codeword, radius = self.digits(streams)
         step = streams["scale"].to(torch.float32)[..., None] / (2**self.radius_bits - 1)
-        chunks: torch.Tensor = (radius * step)[..., None] * self.codebook.to(step.device)[codeword]
+        chunks = functional.embedding(codeword, self.codebook.to(step.device)).mul_((radius * step)[..., None])
         return chunks.flatten(3)[..., : self.dim]
 
     @property

@@ -50,7 +50,7 @@ def pack(
 
 
 def convert(cache: Cache, recipe: str | Recipe, progress: Progress | None) -> Cache:
-    """The cache in another recipe; a side that already has its codec is kept as it is."""
+    """The cache in another recipe; a side that has its codec already is kept, one that only packs otherwise is repacked."""
     recipe = parse_recipe(recipe)
     recipe.check_layers(len(cache))
     layers = []
@@ -63,6 +63,9 @@ def convert(cache: Cache, recipe: str | Recipe, progress: Progress | None) -> Ca
             codec = recipe.codec(number, len(cache), name, side.dim)
             if codec == side.codec:
                 sides.append(replace(side, window=recipe.window))
+            elif codec.same_codes(side.codec):
+                pages = tuple(Page(codec, page.tokens, side.codec.repack(page.streams, codec)) for page in side.pages)
+                sides.append(replace(side, codec=codec, pages=pages, window=recipe.window))
             else:
                 packed = _pack_side(side.unpack(torch.float32), recipe, number, len(cache), name)
                 assert packed is not None

@@ -118,6 +118,28 @@ def test_convert_keeps_what_already_fits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(dense(exact), dense(cache), strict=True)), "bf16 loses nothing on the way"
 
 
+@pytest.mark.parametrize(
+    "codec",
+    ["octahedral:b=3", "octahedral:b=2", "quaternion:s=24,r=3", "quaternion:s=5,r=8", "angle:n=48,norm=log4", "angle:n=56"],
+)
+def test_convert_to_another_arrangement_loses_nothing(codec: str) -> None:
+    dense_cache = kvpack.pack(random_pairs(1, 70), f"kv={codec}")
+    direct = dense_cache.convert(f"kv={codec},arrangement=direct")
+    assert direct[0].k.codec.params()["arrangement"] == "direct"
+    assert direct.nbytes >= dense_cache.nbytes
+    assert all(torch.equal(a, b) for a, b in zip(dense(direct), dense(dense_cache), strict=True))
+    back = direct.convert(f"kv={codec}")
+    for name, stream in dense_cache[0].k.pages[0].streams.items():
+        assert torch.equal(back[0].k.pages[0].streams[name], stream), name
+
+
+def test_codecs_that_differ_in_more_than_packing_are_encoded_anew() -> None:
+    side = kvpack.pack(random_pairs(1, 70), "kv=octahedral:b=3")[0].k
+    assert side.codec.same_codes(kvpack.Recipe("kv=octahedral:b=3,arrangement=direct").codec(0, 1, "k", 64))
+    for other in ("octahedral:b=3,seed=1", "octahedral:b=2", "quaternion:s=24,r=3", "octahedral:b=3,norm=fp32"):
+        assert not side.codec.same_codes(kvpack.Recipe(f"kv={other}").codec(0, 1, "k", 64))
+
+
 def test_layers_may_differ_and_a_side_may_be_missing() -> None:
     (k, v), (k2, v2) = random_pairs(2, 40)
     cache = kvpack.pack([(k, v), (k2[:, :1, :33], v2[:, :1, :33]), (k, None), (None, v)], "kivi-2")

@@ -130,7 +130,7 @@ class Codec(ABC):
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
         """The code streams of ``digits``: the inverse of ``digits``."""
-        packed = {}
+        packed: dict[str, torch.Tensor] = {}
         for stream, digit in zip(self.packings(), digits, strict=True):
             packed |= self.pack(stream, digit)
         return packed

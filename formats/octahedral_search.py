@@ -92,7 +92,7 @@ class Codebook:
     def projection(self, index: torch.Tensor, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """The scalar product of each direction with codeword ``index``."""
         flat = index.reshape(-1)
-        nx, ny, nz = (axis.index_select(0, flat).view(index.shape) for axis in self._directions)
+        nx, ny, nz = (self._directions[axis].index_select(0, flat).view(index.shape) for axis in range(3))
         return nx.mul_(x).addcmul_(ny, y).addcmul_(nz, z)
 
     def local_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, rounding: str) -> torch.Tensor:
@@ -126,7 +126,8 @@ class Codebook:
         cell = xi.add_(eta, alpha=self._cells + 1).to(torch.int32).view(-1)
         index = self._grid.index_select(0, cell).to(torch.int32)
         shared = _negative(index)
-        index[shared] = self.local_search(*(axis.view(-1).index_select(0, shared) for axis in (x, y, z)), _SETTLING)
+        px, py, pz = (axis.view(-1).index_select(0, shared) for axis in (x, y, z))
+        index[shared] = self.local_search(px, py, pz, _SETTLING)
         return index.view(x.shape)
 
     @property

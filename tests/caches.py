@@ -11,6 +11,17 @@ if TYPE_CHECKING:
 
 RECIPES = ["bf16", "kivi-2", "oscar-2", "octopus-3", "turboangle-k8v4", "hqmq-s24-r3", "kivi-4;tail=64"]
 
+BOUNDS = {
+    "bf16": 0.0,
+    "kivi-2": 0.45,
+    "oscar-2": 0.45,
+    "octopus-3": 0.3,
+    "turboangle-k8v4": 0.1,
+    "hqmq-s24-r3": 0.25,
+    "kivi-4;tail=64": 0.1,
+}
+"""Relative error (2-norm over a whole side) that each recipe stays below on Gaussian values."""
+
 
 def random_pairs(
     layers: int, tokens: int, *, batch: int = 1, heads: int = 2, dims: tuple[int, int] = (64, 64), seed: int = 0

@@ -14,17 +14,7 @@ import kvpack
 from kvpack.cache import Cache
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite, NotConsecutive, OutOfBounds, OutOfRange
 
-from caches import RECIPES, dense, random_pairs, relative_error  # isort: skip
-
-BOUNDS = {
-    "bf16": 0.0,
-    "kivi-2": 0.45,
-    "oscar-2": 0.45,
-    "octopus-3": 0.3,
-    "turboangle-k8v4": 0.1,
-    "hqmq-s24-r3": 0.25,
-    "kivi-4;tail=64": 0.1,
-}
+from caches import BOUNDS, RECIPES, dense, random_pairs, relative_error  # isort: skip
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 31, 200], ids=lambda n: f"{n}-tokens")

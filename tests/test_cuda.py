@@ -1,0 +1,45 @@
+"""The same cache on a CUDA device: encoded, appended, attended and unpacked as on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvpack
+
+from caches import BOUNDS, RECIPES, dense, random_pairs, relative_error  # isort: skip
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("KVPACK_KERNELS", request.param)
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_loaded_cache_attends_and_unpacks_alike(recipe: str, tmp_path: object) -> None:
+    cache = kvpack.pack(random_pairs(2, 700, batch=2, dims=(64, 96)), recipe)
+    kvpack.save(cache, f"{tmp_path}/a.kvpack")
+    there = kvpack.load(f"{tmp_path}/a.kvpack", device="cuda")
+    for here, moved in zip(dense(cache), dense(there), strict=True):
+        torch.testing.assert_close(moved.cpu(), here, rtol=TOLERANCE, atol=TOLERANCE)
+    q = torch.randn(2, 6, 5, 64, generator=torch.Generator().manual_seed(0))
+    for options in ({}, {"sliding_window": 100}, {"causal": False, "softcap": 20.0}):
+        found = kvpack.attend(q.cuda(), there[1], **options)
+        torch.testing.assert_close(found.cpu(), kvpack.attend(q, cache[1], **options), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_cache_is_encoded_on_the_device(recipe: str, tmp_path: object) -> None:
+    pairs = random_pairs(1, 500)
+    cache = kvpack.pack([(k[:, :, :400].cuda(), v[:, :, :400].cuda()) for k, v in pairs], recipe)
+    cache = cache.append([(k[:, :, 400:].cuda(), v[:, :, 400:].cuda()) for k, v in pairs])
+    assert relative_error(cache.to("cpu"), pairs) <= BOUNDS[recipe]
+    kvpack.save(cache, f"{tmp_path}/a.kvpack")
+    loaded = kvpack.load(f"{tmp_path}/a.kvpack")
+    assert all(torch.equal(a, b) for a, b in zip(dense(loaded), dense(cache.to("cpu")), strict=True))

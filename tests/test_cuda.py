@@ -14,24 +14,19 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(params=["torch", "triton"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("KVPACK_KERNELS", request.param)
-    return str(request.param)
-
-
-@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_loaded_cache_attends_and_unpacks_alike(recipe: str, tmp_path: object) -> None:
+def test_a_loaded_cache_attends_and_unpacks_alike(recipe: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     cache = kvpack.pack(random_pairs(2, 700, batch=2, dims=(64, 96)), recipe)
     kvpack.save(cache, f"{tmp_path}/a.kvpack")
-    there = kvpack.load(f"{tmp_path}/a.kvpack", device="cuda")
-    for here, moved in zip(dense(cache), dense(there), strict=True):
-        torch.testing.assert_close(moved.cpu(), here, rtol=TOLERANCE, atol=TOLERANCE)
     q = torch.randn(2, 6, 5, 64, generator=torch.Generator().manual_seed(0))
-    for options in ({}, {"sliding_window": 100}, {"causal": False, "softcap": 20.0}):
-        found = kvpack.attend(q.cuda(), there[1], **options)
-        torch.testing.assert_close(found.cpu(), kvpack.attend(q, cache[1], **options), rtol=TOLERANCE, atol=TOLERANCE)
+    modes = [{}, {"sliding_window": 100}, {"causal": False, "softcap": 20.0}]
+    expected = [*dense(cache), *(kvpack.attend(q, cache[1], **mode) for mode in modes)]
+    monkeypatch.setenv("KVPACK_KERNELS", backend)
+    there = kvpack.load(f"{tmp_path}/a.kvpack", device="cuda")
+    found = [*dense(there), *(kvpack.attend(q.cuda(), there[1], **mode) for mode in modes)]
+    for here, moved in zip(expected, found, strict=True):
+        torch.testing.assert_close(moved.cpu(), here, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

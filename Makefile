@@ -4,7 +4,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 INSTALLED := .venv/installed
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo test lint types unit gpu-test
+.PHONY: demo test lint types unit fuzz gpu-test
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -22,6 +22,9 @@ types: $(INSTALLED)
 
 unit: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses 2
+
+fuzz: $(INSTALLED)
+	$(BIN)/python fuzz/roundtrip.py --seconds $(or $(SECONDS),60)
 
 # The kernels compiled, on a machine with a CUDA device; elsewhere in Triton's interpreter alone.
 gpu-test: $(INSTALLED)

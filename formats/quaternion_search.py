@@ -1,7 +1,8 @@
 """The nearest of the 24 S codewords of the quaternion codec, exactly (spec/codecs/quaternion.md, Encoder notes).
 
-Chunks travel as four planes w, x, y, z, float32 ``[chunks]`` each. Two searches find the same codewords:
+Chunks travel as four planes w, x, y, z, float32 ``[chunks]`` each. Three searches find the same codewords:
 
+- products: all inner products, for a few chunks;
 - explicit: one rotation a secondary quaternion, after which the nearest Hurwitz unit is a closed form;
 - grid: the octahedral map sends half of the directions (the other half is its negative) into a cube of cells.
   A cell lists the codewords that can be nearest somewhere in it, mostly one to three, and only they are compared.
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 UNITS = 24
 _BLOCK = 1 << 17
 _RESOLUTION = 128
+# So few chunks (a token or two, as generation appends them) take longer to call the other searches than to search.
+_FEW = 512
 # Building the grid takes as long as searching some 2^18 (S = 4096) to 2^21 chunks (S = 24) explicitly.
 _PAYS_AFTER = 1 << 19
 # Comparisons decided by less than this stay in the list: it covers the rounding of cell coordinates many times.
@@ -57,10 +60,17 @@ class Search:
     def nearest(self, planes: Planes) -> torch.Tensor:
         """The codeword with the largest inner product with each chunk, int32 ``[chunks]``; any for a zero chunk.
 
-        By the grid where there is one. Where two codewords differ by no more than rounding (2^-20 of the chunk's norm)
-        the two searches may choose differently, each always in the same way.
+        All products at once for a few chunks, else by the grid where there is one. Where two codewords differ by no more
+        than rounding (2^-20 of the chunk's norm) the searches may choose differently, each always in the same way.
         """
+        if len(planes[0]) <= _FEW:
+            return self.by_products(planes)
         return self.by_grid(planes) if planes[0].device in self._grids else self.explicit(planes)
+
+    def by_products(self, planes: Planes) -> torch.Tensor:
+        """The search among all codewords, as one matrix product; of equals the lowest s, then the lowest unit."""
+        products = torch.stack(list(planes), 1) @ self._codebook.to(planes[0].device).T
+        return products.argmax(1).to(torch.int32)
 
     def explicit(self, planes: Planes) -> torch.Tensor:
         """The search over all secondary quaternions; of equals the lowest s, then an axis before a half unit."""

@@ -115,7 +115,7 @@ def check_nearest(found: torch.Tensor, chunks: torch.Tensor, codebook: torch.Ten
         assert torch.equal(chosen[ahead], wanted[ahead].int())
 
 
-@pytest.mark.parametrize("kind", ["explicit", "by_grid"])
+@pytest.mark.parametrize("kind", ["explicit", "by_grid", "by_products"])
 @pytest.mark.parametrize("secondary", [1, 5, 24, 48, 192])
 def test_both_searches_equal_brute_force(secondary: int, kind: str) -> None:
     searched = search(secondary)

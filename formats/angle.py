@@ -6,7 +6,7 @@ Source: TurboAngle Sec. 3, except that a bin decodes to its centre, which has a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from math import log2, pi
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -15,6 +15,7 @@ from .columns import Columns, default_fields, is_power_of_two, next_power_of_two
 from .errors import InvalidParameter
 from .lazy import functional, torch
 from .rotation import KINDS, Rotation
+from .tables import kept_on_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,7 +96,7 @@ class Angle(Codec):
     @property
     def directions(self) -> torch.Tensor:
         """(cos, sin) of the centre of every bin, correctly rounded, float32 ``[bins, 2]``."""
-        return _directions(self.bins)
+        return _directions(self.bins, "cpu")
 
     def packings(self) -> dict[str, Columns]:
         return _packings(self.dim, self.bins, self.norm_bits, self.arrangement, self.fields)
@@ -162,7 +163,7 @@ class Angle(Codec):
             step, minimum = streams["range"].to(torch.float32)[..., None].unbind(-2)
             norms = torch.addcmul(minimum, step, codes[0].to(torch.float32))
             norms = norms.exp2_() if self.norm == "log" else norms
-        return functional.embedding(bins, self.directions.to(norms.device)).mul_(norms[..., None]).flatten(3)
+        return functional.embedding(bins, _directions(self.bins, norms.device)).mul_(norms[..., None]).flatten(3)
 
     @property
     def _range_dtype(self) -> str:
@@ -203,7 +204,7 @@ def _packings(dim: int, bins: int, norm_bits: int, arrangement: str, fields: Fie
     return {name: Columns(dim // 2, streams[name][0], count, streams[name][1]) for name, count in fields}
 
 
-@lru_cache(maxsize=16)
+@kept_on_device
 def _directions(bins: int) -> torch.Tensor:
     # Reduced in integers to the first eighth of a turn, where binary64 rounds both to the right binary32 and zero to zero.
     quadrant, part = torch.div(odd := 4 * (2 * torch.arange(bins) + 1), 2 * bins, rounding_mode="floor"), odd % (2 * bins)

@@ -18,6 +18,7 @@ from .lazy import functional, numpy, torch
 from .lloyd_max import direction_table, triplet_norm_table
 from .octahedral_search import ROUNDINGS, codebook, codebook_directions, midpoints, nearest_level
 from .rotation import KINDS, Rotation
+from .tables import kept_on_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -125,7 +126,7 @@ class Octahedral(Codec):
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """The streams of rows ``[row, dim]``, their norms still float32."""
         rows, length, norm = _measured(rows)
-        x, y, z = torch.tensor_split(rows @ _planar_rotation(self.rotation).to(rows.device), 3, -1)
+        x, y, z = torch.tensor_split(rows @ _planar_rotation(self.rotation, rows.device), 3, -1)
         sign, above = torch.empty(z.shape, device=z.device), torch.empty(z.shape, device=z.device)
         sign = torch.lt(x, 0, out=sign).add_(torch.lt(y, 0, out=above), alpha=2)
         x, y, z = x.abs().contiguous(), y.abs().contiguous(), z.contiguous()
@@ -146,8 +147,8 @@ class Octahedral(Codec):
         carrier, place = (index, self._directions) if _norm_with_index(self.b_dir, self.b_norm) else (sign, _SIGNS)
         norm_index = carrier // place
         symbol = index % self._directions + sign % _SIGNS * self._directions
-        triplet = functional.embedding(symbol, _signed_directions(self.direction_table).to(symbol.device))
-        triplet *= functional.embedding(norm_index, _column(self.norm_table).to(symbol.device))
+        triplet = functional.embedding(symbol, _signed_directions(self.direction_table, symbol.device))
+        triplet *= functional.embedding(norm_index, _column(self.norm_table, symbol.device))
         return triplet.flatten(-2)[..., : self.dim] * streams["norm"].to(torch.float32)[..., None]
 
     def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
@@ -256,14 +257,14 @@ def _measured(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return rows, length, (length * peak)[:, 0]
 
 
-@cache
+@kept_on_device
 def _planar_rotation(rotation: Rotation) -> torch.Tensor:
     """What a row is multiplied by for the first coordinates of all its triplets, then the second and the third ones."""
     matrix = functional.pad(rotation.forward(torch.eye(rotation.dim)), (0, -rotation.dim % 3))
     return matrix.view(rotation.dim, -1, 3).transpose(1, 2).flatten(1)
 
 
-@cache
+@kept_on_device
 def _signed_directions(table: bytes) -> torch.Tensor:
     """Unit directions, float32 ``[4 * levels^2, 3]``, by sign bits (high) and index (low)."""
     quarter = codebook_directions(table).T
@@ -271,6 +272,6 @@ def _signed_directions(table: bytes) -> torch.Tensor:
     return (signs[:, None] * quarter).flatten(0, 1)
 
 
-@cache
+@kept_on_device
 def _column(table: bytes) -> torch.Tensor:
     return torch.tensor(struct.unpack(f"<{len(table) // 4}f", table))[:, None]

@@ -7,9 +7,10 @@ three float32 tensors of one shape: x and y, not negative, and z of any sign; it
 
 from __future__ import annotations
 
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 
 from .lazy import functional, numpy, torch
+from .tables import TABLES_KEPT
 
 ROUNDINGS = ("scalar", "local2x2", "local3x3", "full")
 
@@ -61,7 +62,7 @@ def nearest_level(values: torch.Tensor, bounds: list[float]) -> torch.Tensor:
     return level
 
 
-@cache
+@lru_cache(TABLES_KEPT)
 def codebook(table: bytes, device: torch.device) -> Codebook:
     """The codebook of a table of magnitudes (see ``codebook_directions``), its tensors on ``device``."""
     return Codebook(table, device)

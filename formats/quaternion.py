@@ -17,6 +17,7 @@ from .generator import unit_quaternions
 from .lazy import functional, torch
 from .quaternion_search import UNITS, Search
 from .rotation import KINDS, Rotation
+from .tables import kept_on_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,7 +94,7 @@ class Quaternion(Codec):
     @property
     def codebook(self) -> torch.Tensor:
         """The 24 S codewords (w, x, y, z), float32 ``[24 S, 4]``; codeword s * 24 + p is unit p times secondary s."""
-        return _codebook(self.seed, self.secondary)
+        return _codebook(self.seed, self.secondary, "cpu")
 
     def packings(self) -> dict[str, Columns]:
         return _packings(self.dim, self.secondary, self.radius_bits, self.arrangement, self.fields)
@@ -153,7 +154,7 @@ class Quaternion(Codec):
     def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         codeword, radius = self.digits(streams)
         step = streams["scale"].to(torch.float32)[..., None] / (2**self.radius_bits - 1)
-        chunks = functional.embedding(codeword, self.codebook.to(step.device)).mul_((radius * step)[..., None])
+        chunks = functional.embedding(codeword, _codebook(self.seed, self.secondary, step.device)).mul_((radius * step)[..., None])
         return chunks.flatten(3)[..., : self.dim]
 
     @property
@@ -206,22 +207,22 @@ def _packings(dim: int, secondary: int, radius_bits: int, arrangement: str, fiel
     return {name: Columns(-(-dim // 4), bases[name], count, alphabets) for name, count in fields}
 
 
-@lru_cache(maxsize=16)
+@kept_on_device
 def _secondary(seed: int, count: int) -> torch.Tensor:
     return torch.tensor(unit_quaternions(seed, count), dtype=torch.float64).to(torch.float32)
 
 
-@lru_cache(maxsize=16)
+@kept_on_device
 def _codebook(seed: int, count: int) -> torch.Tensor:
     units = [[float(sign) if i == axis else 0.0 for i in range(4)] for axis in range(4) for sign in (1, -1)]
     units += [[-0.5 if bits >> i & 1 else 0.5 for i in range(4)] for bits in range(16)]
     # In binary64 and rounded once: the products with 0, 1/2 and 1 are exact, the sums run left to right.
     a, b, c, d = torch.tensor(units, dtype=torch.float64).T
-    w, x, y, z = _secondary(seed, count).to(torch.float64).T[..., None]
+    w, x, y, z = _secondary(seed, count, "cpu").to(torch.float64).T[..., None]
     product = (a * w - b * x - c * y - d * z, a * x + b * w + c * z - d * y, a * y - b * z + c * w + d * x, a * z + b * y - c * x + d * w)
     return torch.stack(product, -1).flatten(0, 1).to(torch.float32)
 
 
 @lru_cache(maxsize=16)
 def _search(seed: int, count: int) -> Search:
-    return Search(_secondary(seed, count), _codebook(seed, count))
+    return Search(_secondary(seed, count, "cpu"), _codebook(seed, count, "cpu"))

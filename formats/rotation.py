@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 
 from .columns import is_power_of_two
 from .errors import InvalidParameter
 from .generator import signs
 from .lazy import torch
+from .tables import kept_on_device
 
 KINDS = ("none", "hadamard", "signed-hadamard")
 PALEY_ORDERS = (12, 20, 28)
@@ -87,7 +88,7 @@ class Rotation:
 
     def matrix(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """The matrix R of u = R x, float32 ``[dim, dim]``."""
-        return _matrix(self.kind, self.dim, self.seed).to(device)
+        return _matrix(self.kind, self.dim, self.seed, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate ``[..., dim]`` float32 into the coded frame."""
@@ -98,7 +99,7 @@ class Rotation:
         return u if self.kind == "none" else u @ self.matrix(u.device)
 
 
-@lru_cache(maxsize=64)
+@kept_on_device
 def _matrix(kind: str, dim: int, seed: int) -> torch.Tensor:
     matrix = torch.tensor(hadamard(dim), dtype=torch.float64)
     if kind == "signed-hadamard":

@@ -36,6 +36,7 @@ MAX_FIELDS = 8 * MAX_COLUMN_BYTES
 """Fields of the widest column: its bytes hold no more, were every symbol one bit."""
 
 _EXACT_IN_FLOAT32 = 1 << 24
+_ROWS_SIDE_BY_SIDE = 64
 
 
 def is_power_of_two(value: int) -> bool:
@@ -218,7 +219,7 @@ class Columns:
             self._check_spare_bits(planes, where)
             if self.alphabets == self.bases:
                 return
-        elif self._column_limits is not None and (planes[0] <= self._column_limits).all():
+        elif self._column_limits is not None and (_over_rows(planes[0], numpy.maximum) <= self._column_limits).all():
             return
         words = [plane.astype(numpy.uint64) for plane in planes]
         if self.column_bytes % 2:
@@ -242,13 +243,11 @@ class Columns:
 
     def _check_spare_bits(self, planes: Sequence[numpy.ndarray[Any, Any]], where: str) -> None:
         for number, (plane, allowed) in enumerate(zip(planes, self._allowed_bits, strict=True)):
-            limited = [c for c, bits in enumerate(allowed) if bits != 0xFFFF]
-            if not limited:
+            if all(bits == 0xFFFF for bits in allowed):
                 continue
-            # Mostly the last words only: the rest of the plane need not be read.
-            first, stop = limited[0], limited[-1] + 1
-            spare = plane[..., first:stop] & ~numpy.array(allowed[first:stop], dtype=numpy.uint16)
-            _refuse(f"{where}, plane {number}", "spare bits of word", spare, 0, first)
+            spare = ~numpy.array(allowed, dtype=numpy.uint16)
+            if (_over_rows(plane, numpy.bitwise_or) & spare).any():
+                _refuse(f"{where}, plane {number}", "spare bits of word", plane & spare, 0)
 
     @cached_property
     def _column_limits(self) -> numpy.ndarray[Any, Any] | None:
@@ -296,6 +295,15 @@ def _bits_at(words: Sequence[numpy.ndarray[Any, Any]], position: int) -> numpy.n
     word, shift = divmod(position, 16)
     both = words[word] | words[word + 1] << numpy.uint64(16) if word + 1 < len(words) else words[word]
     return both >> numpy.uint64(shift)
+
+
+def _over_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.ndarray[Any, Any]:
+    """Each word of a row combined over all rows; many rows side by side make the reduction run along memory."""
+    rows = plane.reshape(-1, plane.shape[-1])
+    whole = len(rows) // _ROWS_SIDE_BY_SIDE * _ROWS_SIDE_BY_SIDE
+    wide = combine.reduce(rows[:whole].reshape(-1, _ROWS_SIDE_BY_SIDE * rows.shape[1]), axis=0, initial=0)
+    result: numpy.ndarray[Any, Any] = combine.reduce(numpy.concatenate([wide.reshape(-1, rows.shape[1]), rows[whole:]]), axis=0, initial=0)
+    return result
 
 
 def _refuse(where: str, what: str, values: numpy.ndarray[Any, Any], limit: int, first: int = 0) -> None:

@@ -16,7 +16,7 @@ import xxhash
 from .atomic import write_file
 from .formats.errors import InvalidParameter, InvalidPayload, InvalidShape, KvpackError, LimitExceeded, MissingFile, OutOfBounds
 from .formats.lazy import numpy
-from .header import DIGEST_BYTES, Contents, Header, TensorEntry, layout_bytes, side_tensors
+from .header import DIGEST_BYTES, Contents, Header, TensorEntry, layout_bytes
 from .json_header import check_digest, make_front, read_front
 from .zstd import compressed, decompressed
 
@@ -153,14 +153,13 @@ class File:
         Raises DigestMismatch and InvalidPayload, and OutOfBounds when the file does not have the side.
         """
         data, arrays = {}, {}
-        codec = self.header.codecs[self._side(layer, side).codec]
-        for stream, name in self._side_names(layer, side).items():
-            data[stream] = self.tensor(name)
+        entry = self._side(layer, side)
+        for stream, layout in self.header.streams[entry].items():
+            data[stream] = self.tensor(f"{layer}.{side}.{stream}")
             if stream != "tail":
-                layout = self.header.layouts[name]
                 arrays[stream] = numpy.frombuffer(data[stream], _NUMPY_DTYPES[layout.dtype]).reshape(layout.shape)
         with _located(self.where):
-            codec.check(arrays, f"{layer}.{side}")
+            self.header.codecs[entry.codec].check(arrays, f"{layer}.{side}")
         return data
 
     def verify(self, progress: Progress | None = None) -> None:
@@ -170,9 +169,9 @@ class File:
         """
         done, total = 0, sum(tensor.stored_bytes for tensor in self.header.tensors)
         for number, layer in enumerate(self.header.layers):
-            for side, _ in layer.sides():
+            for side, entry in layer.sides():
                 self.read_side(number, side)
-                done += sum(self.tensors[name].stored_bytes for name in self._side_names(number, side).values())
+                done += sum(self.tensors[f"{number}.{side}.{stream}"].stored_bytes for stream in self.header.streams[entry])
                 if progress is not None:
                     progress(done, total)
 
@@ -182,11 +181,6 @@ class File:
         if entry is None:
             raise OutOfBounds(f"{self.where}: has no side {layer}.{side}")
         return entry
-
-    def _side_names(self, layer: int, side: str) -> dict[str, str]:
-        """From the streams of a side to its tensors' names."""
-        entry = self._side(layer, side)
-        return {stream: f"{layer}.{side}.{stream}" for stream in side_tensors(self.header.codecs[entry.codec], entry)}
 
 
 def _pieces(contents: Contents, arrays: Mapping[str, Any], compress: bool) -> list[memoryview]:

@@ -11,7 +11,7 @@ from . import container
 from .cache import Cache, Layer, Page, Side
 from .encoding import RAW_DTYPES, TORCH_DTYPES
 from .formats.raw import DTYPES
-from .header import Contents, LayerEntry, SideEntry, side_tensors
+from .header import Contents, LayerEntry, SideEntry
 
 if TYPE_CHECKING:
     import os
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from .encoding import Progress
     from .formats.base import Codec
+    from .header import Header
 
 _TAIL_DTYPES = {dtype: name for name, dtype in RAW_DTYPES.items()}
 
@@ -60,7 +61,7 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", ma
     header = file.header
     layers = []
     for number, layer in enumerate(header.layers):
-        sides = {name: _side(header.codecs[entry.codec], entry, file.read_side(number, name)) for name, entry in layer.sides()}
+        sides = {name: _side(header, entry, file.read_side(number, name)) for name, entry in layer.sides()}
         layers.append(Layer(sides.get("k"), sides.get("v")))
     cache = Cache(tuple(layers), header.recipe, MappingProxyType(dict(header.model)), header.start)
     return cache if torch.device(device).type == "cpu" else cache.to(device)
@@ -101,9 +102,9 @@ def _bytes(tensor: torch.Tensor) -> numpy.ndarray:
     return array
 
 
-def _side(codec: Codec, entry: SideEntry, data: Mapping[str, memoryview]) -> Side:
-    tensors = {}
-    for name, layout in side_tensors(codec, entry).items():
+def _side(header: Header, entry: SideEntry, data: Mapping[str, memoryview]) -> Side:
+    codec, tensors = header.codecs[entry.codec], {}
+    for name, layout in header.streams[entry].items():
         dtype = TORCH_DTYPES[layout.dtype]
         # torch makes no tensor of an empty buffer.
         flat = torch.frombuffer(data[name], dtype=dtype) if len(data[name]) else torch.empty(0, dtype=dtype)

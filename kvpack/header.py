@@ -185,13 +185,17 @@ class Contents:
     @cached_property
     def layouts(self) -> dict[str, Layout]:
         """Name, dtype and shape of every payload tensor, in file order."""
-        streams = {side: side_tensors(self.codecs[side.codec], side) for side in self._first_uses.values()}
         return {
             f"{number}.{name}.{stream}": layout
             for number, layer in enumerate(self.layers)
             for name, side in layer.sides()
-            for stream, layout in streams[side].items()
+            for stream, layout in self.streams[side].items()
         }
+
+    @cached_property
+    def streams(self) -> dict[SideEntry, dict[str, Layout]]:
+        """The tensors of every side by stream name, in file order; sides that are alike share them."""
+        return {side: side_tensors(self.codecs[side.codec], side) for side in self._first_uses.values()}
 
 
 @dataclass(frozen=True, kw_only=True)

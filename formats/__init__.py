@@ -10,11 +10,12 @@ from .group import Group
 from .octahedral import Octahedral
 from .quaternion import Quaternion
 from .raw import Raw
+from .scalar import Scalar
 
 if TYPE_CHECKING:
     from .base import Codec
 
-CODECS: dict[str, type[Codec]] = {codec.id: codec for codec in (Raw, Group, Octahedral, Angle, Quaternion)}
+CODECS: dict[str, type[Codec]] = {codec.id: codec for codec in (Raw, Group, Scalar, Octahedral, Angle, Quaternion)}
 
 
 def codec_class(codec_id: str) -> type[Codec]:

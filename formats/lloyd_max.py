@@ -70,6 +70,15 @@ def triplet_norm_masses(edges: Array, dim: int) -> Array:
     return masses
 
 
+def coordinate_masses(edges: Array, dim: int) -> Array:
+    """Relative mass between ``edges`` of asin(|u|), for a coordinate of a direction uniform in ``dim`` >= 2 dimensions.
+
+    Source: OCTOPUS Eq. 3 with u = sin(angle), which has no pole at u = 1 for any of these dims.
+    """
+    masses: Array = numpy.cos((edges[1:] + edges[:-1]) / 2) ** (dim - 2) * numpy.diff(edges)
+    return masses
+
+
 @cache
 def direction_table(levels: int) -> bytes:
     """``levels`` centroids of |xi|, little-endian binary32."""
@@ -83,3 +92,10 @@ def triplet_norm_table(dim: int, levels: int) -> bytes:
     """``levels`` centroids of a triplet's norm within a unit vector of ``dim`` coordinates, little-endian binary32."""
     angles = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
     return lloyd_max(numpy.sin(angles), triplet_norm_masses(angles, dim), levels).astype("<f4").tobytes()
+
+
+@cache
+def coordinate_table(dim: int, levels: int) -> bytes:
+    """``levels`` centroids of the magnitude of a coordinate within a unit vector of ``dim`` coordinates, little-endian binary32."""
+    angles = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
+    return lloyd_max(numpy.sin(angles), coordinate_masses(angles, dim), levels).astype("<f4").tobytes()

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 PRESETS: dict[str, str] = {
     "bf16": "kv=raw:dtype=bf16",
     **{f"octopus-{b}": f"k=octahedral:b={b};v=group:b={b},g=32" for b in (2, 3, 4)},
+    **{f"turboquant-{b}": f"k=scalar:b={b};v=group:b={b},g=32" for b in (2, 3, 4)},
+    "turboquant-2.5": "kv=scalar:b=2,high=3",
     "oscar-2": "k=group:b=2,g=32,rotation=hadamard,token_scale=fp16;v=group:b=2,g=32,rotation=hadamard",
     **{f"kivi-{b}": f"kv=group:b={b},g=32" for b in (2, 4)},
     "turboangle-k8v4": "k=angle:n=128,norm=linear8;v=angle:n=64,norm=log4",

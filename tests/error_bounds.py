@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
     from kvpack.formats.group import Group
     from kvpack.formats.raw import Raw
+    from kvpack.formats.scalar import Scalar
 
 ROTATION_TOLERANCE = 2.0**-18
 """Of the norm: how far from the exact one a rotation in binary32 may be (spec/README.md, Rotation)."""
@@ -88,6 +89,22 @@ def check_angle(codec: Angle, x: torch.Tensor, streams: Mapping[str, torch.Tenso
     _check_errors(error, allowed + rotated * u.norm(dim=-1, keepdim=True))
     whole = allowed.square().sum(-1).sqrt() + 3 * rotated * (u.norm(dim=-1) + decoded.double().norm(dim=-1))
     _check_errors((decoded - x).double().norm(dim=-1), whole * (1 + 2.0**-20))
+
+
+def check_scalar(codec: Scalar, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
+    """The level of its table nearest to every coordinate, plus the rounding of the norm as stored."""
+    u = x.double() @ codec.rotation.matrix().double().T if codec.rotation.kind != "none" else x.double()
+    norm = u.norm(dim=-1, keepdim=True)
+    nearest = torch.empty_like(u)
+    for part, table in zip(codec.parts, (codec.magnitude_table, codec.high_magnitude_table), strict=False):
+        levels = torch.frombuffer(bytearray(table), dtype=torch.float32).double()
+        values = u[..., list(part.channels)]
+        nearest[..., list(part.channels)] = (values.abs()[..., None] - levels * norm[..., None]).abs().amin(-1)
+    # Directions of tokens near the smallest normal number are coarse.
+    allowed = nearest + (streams["norm"].double()[..., None] - norm).abs() + ROTATION_TOLERANCE * norm + 2.0**-120
+    _check_errors(codec.decode_frame(streams) - u, allowed)
+    whole = allowed.square().sum(-1).sqrt() + 3 * ROTATION_TOLERANCE * (norm[..., 0] + decoded.double().norm(dim=-1))
+    _check_errors((decoded - x).double().norm(dim=-1), whole)
 
 
 def _check_errors(error: torch.Tensor, allowed: torch.Tensor) -> None:

@@ -45,6 +45,9 @@ FILES: dict[str, tuple[str, int, int, tuple[int, ...], int, str]] = {
     "quaternion-s24-r3": ("kv=quaternion:s=24,r=3", 64, 128, (3,), 1, "bf16"),
     "quaternion-s192-r6": ("kv=quaternion:s=192,r=6,norm=fp32,seed=3", 64, 112, (2,), 0, "bf16"),
     "quaternion-s5-direct": ("kv=quaternion:s=5,r=4,arrangement=direct,rotation=signed-hadamard,rotation_seed=9", 64, 80, (2,), 0, "bf16"),
+    "scalar-2": ("kv=scalar:b=2", 64, 128, (3,), 2, "bf16"),
+    "scalar-3": ("kv=scalar:b=3,norm=fp32,rotation=hadamard", 80, 112, (2,), 0, "bf16"),
+    "scalar-2-and-3": ("k=scalar:b=2,high=3;v=scalar:b=1,high=8,share=13,rotation=none", 128, 80, (3,), 1, "bf16"),
     "no-tokens": ("kivi-2", 64, 64, (), 0, "bf16"),
     "one-side": ("oscar-2", 128, 0, (32, 1), 0, "bf16"),
 }

@@ -19,7 +19,7 @@ from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.options import Options
 from kvpack.formats.rotation import KINDS
 
-from error_bounds import check_angle, check_direction, check_group, check_raw  # isort: skip
+from error_bounds import check_angle, check_direction, check_group, check_raw, check_scalar  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -109,6 +109,7 @@ def _integers(low: int, high: int) -> SearchStrategy[str]:
 
 _ROTATED = {"rotation": st.sampled_from(KINDS), "seed": _integers(0, 2**64 - 1)}
 _DIRECTION = {"arrangement": st.sampled_from(("dense", "direct")), "norm": st.sampled_from(("fp16", "fp32")), **_ROTATED}
+_SCALAR = {"norm": st.sampled_from(("fp16", "fp32")), **_ROTATED}
 
 
 CASES: dict[str, Case] = {
@@ -138,6 +139,13 @@ CASES: dict[str, Case] = {
             optional={**_DIRECTION, "rotation_seed": _integers(0, 2**64 - 1)},
         ),
         check_direction,
+    ),
+    "scalar": Case(
+        st.one_of(
+            st.fixed_dictionaries({"b": _integers(1, 8)}, optional=_SCALAR),
+            st.fixed_dictionaries({"b": _integers(1, 7), "high": _integers(2, 8)}, optional=_SCALAR | {"share": _integers(1, 70)}),
+        ),
+        check_scalar,
     ),
     "angle": Case(
         st.fixed_dictionaries(

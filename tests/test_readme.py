@@ -43,7 +43,7 @@ def _prefilled(model: Any, token_ids: torch.Tensor) -> DynamicCache:
 
 
 def _rows() -> dict[str, list[str]]:
-    rows = re.findall(r"^\| `([\w-]+)` \|(.*)\|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w.-]+)` \|(.*)\|$", README, re.MULTILINE)
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
 
 

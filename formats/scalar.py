@@ -1,0 +1,227 @@
+"""scalar: every rotated coordinate from a Lloyd-Max table, one norm a token (spec/codecs/scalar.md).
+
+Holds TurboQuant-MSE and, with a second width on some channels, TurboQuant+. Sources: OCTOPUS Sec. 3.1, Eq. 1-3; OScaR App. N.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+
+from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, stored_norm
+from .columns import Columns, default_fields
+from .errors import InvalidParameter
+from .lazy import torch
+from .lloyd_max import coordinate_table
+from .octahedral_search import midpoints, nearest_level
+from .rotation import KINDS, Rotation
+from .tables import TABLES_KEPT, kept_on_device
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .options import Options
+
+NORMS = {"fp16": "F16", "fp32": "F32"}
+
+SMALLEST_DIM = 2
+"""Below it a coordinate of a unit vector has no density."""
+
+_MOST_COMPARISONS = 15
+_SMALLEST_NORMAL = 2.0**-126
+_CHUNK_ROWS = 2048
+
+
+class Part(NamedTuple):
+    """The channels of the coded frame that have ``bits`` bits, ascending."""
+
+    bits: int
+    channels: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scalar(Codec):
+    """``bits`` a value, its sign included, and ``bits_high`` on the channels of the coded frame that ``high_channels`` sets.
+
+    ``magnitude_table`` is the 2^(bits - 1) magnitudes within a unit vector, ascending, little-endian binary32;
+    ``high_magnitude_table`` those of ``bits_high``. ``high_channels`` has a bit a channel, the lowest first.
+    Without a second width these are 0 and empty.
+    """
+
+    id: ClassVar[str] = "scalar"
+
+    dim: int
+    bits: int
+    bits_high: int
+    high_channels: bytes
+    norm: str
+    rotation_kind: str
+    seed: int
+    magnitude_table: bytes
+    high_magnitude_table: bytes
+    fields: Fields
+
+    def __post_init__(self) -> None:
+        check_range(self.id, "dim", self.dim, SMALLEST_DIM, MAX_DIM)
+        check_range(self.id, "bits", self.bits, 1, 8)
+        if self.bits_high:
+            check_range(self.id, "bits_high", self.bits_high, self.bits + 1, 8)
+        _check_high_channels(self.high_channels, self.dim, self.bits_high)
+        check_choice(self.id, "norm", self.norm, tuple(NORMS))
+        check_choice(self.id, "rotation_kind", self.rotation_kind, KINDS)
+        check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
+        _check_table("magnitude_table", self.magnitude_table, 2 ** (self.bits - 1))
+        _check_table("high_magnitude_table", self.high_magnitude_table, 2 ** (self.bits_high - 1) if self.bits_high else 0)
+        check_fields(self.id, self.fields, ("codes", "codes_high") if self.bits_high else ("codes",))
+        self.packings()
+        _ = self.rotation
+
+    @classmethod
+    def create(cls, dim: int, side: str, options: Options) -> Self:
+        bits = options.integer("b", None, 1, 8)
+        high = options.integer("high", 0, bits + 1, 8)
+        share = options.integer("share", 0, 1, MAX_DIM)
+        norm = options.choice("norm", "fp16", tuple(NORMS))
+        rotation = options.choice("rotation", "signed-hadamard", KINDS)
+        seed = options.integer("seed", 0, 0, 2**64 - 1)
+        options.finish()
+        check_range(cls.id, "dim", dim, SMALLEST_DIM, MAX_DIM)
+        if share and not high:
+            raise InvalidParameter(f"codec {cls.id}: share is {share}, without high=<bits> no channel has another width")
+        table, fields = coordinate_table(dim, 2 ** (bits - 1)), ("codes", default_fields(dim, (2**bits,)))
+        if not high:
+            return cls(dim, bits, 0, b"", norm, rotation, seed, table, b"", (fields,))
+        count = share or dim // 2
+        check_range(cls.id, "share", count, 1, dim - 1)
+        channels = ((1 << count) - 1).to_bytes(-(-dim // 8), "little")
+        both = (("codes", default_fields(dim - count, (2**bits,))), ("codes_high", default_fields(count, (2**high,))))
+        return cls(dim, bits, high, channels, norm, rotation, seed, table, coordinate_table(dim, 2 ** (high - 1)), both)
+
+    @property
+    def nominal_bits(self) -> float:
+        return sum(part.bits * len(part.channels) for part in self.parts) / self.dim
+
+    @property
+    def rotation(self) -> Rotation:
+        return Rotation(self.rotation_kind, self.dim, self.seed)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The channels of each width, in the order of the code streams."""
+        return _parts(self.dim, self.bits, self.bits_high, self.high_channels)
+
+    def packings(self) -> dict[str, Columns]:
+        return _packings(self.parts, self.fields)
+
+    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        return {"norm": Layout(NORMS[self.norm], (batch, heads, tokens))}
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        # Chunks of rows keep the temporaries in a core's cache.
+        chunks = [self._encode_rows(rows) for rows in torch.split(x.reshape(-1, self.dim), _CHUNK_ROWS)]
+        streams = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        norm = streams.pop("norm").view(x.shape[:-1])
+        planes = {name: plane.view(*x.shape[:-1], plane.shape[-1]) for name, plane in streams.items()}
+        return planes | {"norm": stored_norm(norm, NORMS[self.norm], "norm of a token")}
+
+    def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The streams of rows ``[row, dim]``, their norms still float32."""
+        # In binary64 no square overflows or underflows.
+        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float64).to(torch.float32)
+        unit = self.rotation.forward(rows) * norm.clamp(min=_SMALLEST_NORMAL).reciprocal_()
+        codes = []
+        for part, table in zip(self.parts, self._tables, strict=True):
+            values = unit if self.bits_high == 0 else unit.index_select(-1, _channels(part, unit.device))
+            level = _nearest(values.abs(), table)
+            negative = torch.lt(values, 0, out=torch.empty_like(level))
+            codes.append(level.add_(negative, alpha=2 ** (part.bits - 1)))
+        return self.pack_digits(*codes) | {"norm": norm[:, 0]}
+
+    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        norm = streams["norm"].to(torch.float32)[..., None]
+        # Rows of a matrix: torch takes channels of them ten times as fast as of four axes.
+        values = []
+        for codes, table in zip(self.digits(streams), self._tables, strict=True):
+            values.append(_signed(table, codes.device).index_select(0, codes.reshape(-1)).view(-1, codes.shape[-1]))
+        unit = values[0] if self.bits_high == 0 else torch.cat(values, -1).index_select(-1, _order(self.parts, norm.device))
+        return unit.view(*norm.shape[:-1], self.dim).mul_(norm)
+
+    @property
+    def _tables(self) -> tuple[bytes, ...]:
+        return (self.magnitude_table, self.high_magnitude_table) if self.bits_high else (self.magnitude_table,)
+
+
+def _check_high_channels(channels: bytes, dim: int, bits_high: int) -> None:
+    length = -(-dim // 8)
+    if not bits_high:
+        if channels:
+            raise InvalidParameter(f"codec scalar: high_channels has {len(channels)} bytes, without bits_high it is empty")
+        return
+    if len(channels) != length:
+        raise InvalidParameter(f"codec scalar: high_channels has {len(channels)} bytes, a bit for each of {dim} channels needs {length}")
+    mask = int.from_bytes(channels, "little")
+    if mask >> dim or not 0 < mask.bit_count() < dim:
+        raise InvalidParameter(f"codec scalar: high_channels sets some of {dim} bits, not all and no other, found {channels.hex()}")
+
+
+def _check_table(name: str, table: bytes, length: int) -> None:
+    if len(table) != 4 * length:
+        raise InvalidParameter(f"codec scalar: {name} has {len(table)} bytes, {length} binary32 values need {4 * length}")
+    values = struct.unpack(f"<{length}f", table)
+    if not all(0 <= value <= 1 for value in values) or any(low >= high for low, high in pairwise(values)):
+        raise InvalidParameter(f"codec scalar: {name} must ascend strictly within [0, 1], found {values}")
+
+
+@lru_cache(TABLES_KEPT)
+def _parts(dim: int, bits: int, bits_high: int, high_channels: bytes) -> tuple[Part, ...]:
+    mask = int.from_bytes(high_channels, "little")
+    sets = [tuple(c for c in range(dim) if mask >> c & 1 == high) for high in (0, 1)]
+    return tuple(Part(bits, channels) for bits, channels in zip((bits, bits_high), sets, strict=True) if channels)
+
+
+@lru_cache(TABLES_KEPT)
+def _packings(parts: tuple[Part, ...], fields: Fields) -> dict[str, Columns]:
+    return {name: Columns(len(part.channels), (2**part.bits,), count) for part, (name, count) in zip(parts, fields, strict=True)}
+
+
+def _nearest(magnitudes: torch.Tensor, table: bytes) -> torch.Tensor:
+    """The level of ``table`` nearest to each magnitude, in float32 or int32."""
+    bounds = midpoints(table)
+    if len(bounds) <= _MOST_COMPARISONS:
+        return nearest_level(magnitudes, bounds)
+    # Bisection with one lookup a step, several times as fast as a search element by element.
+    values, stored = magnitudes.view(-1), _bounds(table, magnitudes.device)
+    level = torch.zeros_like(values, dtype=torch.int32)
+    above, bound = torch.empty_like(level), torch.empty_like(values)
+    step = len(table) // 8
+    while step:
+        torch.index_select(stored[step - 1 :], 0, level, out=bound)
+        level.add_(torch.gt(values, bound, out=above), alpha=step)
+        step //= 2
+    return level.view(magnitudes.shape)
+
+
+@kept_on_device
+def _bounds(table: bytes) -> torch.Tensor:
+    return torch.tensor(midpoints(table))
+
+
+@kept_on_device
+def _signed(table: bytes) -> torch.Tensor:
+    """What each code decodes to, float32 ``[2 * levels]``: the magnitudes, then their negatives."""
+    magnitudes = torch.tensor(struct.unpack(f"<{len(table) // 4}f", table))
+    return torch.cat([magnitudes, -magnitudes])
+
+
+@kept_on_device
+def _channels(part: Part) -> torch.Tensor:
+    return torch.tensor(part.channels)
+
+
+@kept_on_device
+def _order(parts: tuple[Part, ...]) -> torch.Tensor:
+    """For each channel, its place among the channels of all ``parts`` one after another."""
+    return torch.tensor([channel for part in parts for channel in part.channels]).argsort()

@@ -127,7 +127,7 @@ class Octahedral(Codec):
         """The streams of rows ``[row, dim]``, their norms still float32."""
         rows, length, norm = _measured(rows)
         x, y, z = torch.tensor_split(rows @ _planar_rotation(self.rotation, rows.device), 3, -1)
-        sign, above = torch.empty(z.shape, device=z.device), torch.empty(z.shape, device=z.device)
+        sign, above = torch.empty_like(z), torch.empty_like(z)
         sign = torch.lt(x, 0, out=sign).add_(torch.lt(y, 0, out=above), alpha=2)
         x, y, z = x.abs().contiguous(), y.abs().contiguous(), z.contiguous()
         book = codebook(self.direction_table, rows.device)
@@ -241,7 +241,7 @@ def _packings(dim: int, b_dir: int, b_norm: int, arrangement: str, fields: Field
 @cache
 def _padding_bits(packing: Columns, triplets: int) -> dict[str, numpy.ndarray[Any, Any]]:
     """For each plane of the direct arrangement, the bits of every word that belong to padding triplets."""
-    padding = torch.arange(packing.symbols) >= triplets
+    padding = torch.arange(packing.symbols, device="cpu") >= triplets
     planes = packing.pack([padding * (base - 1) for base in packing.bases])
     return {f"symbol.{number}": plane.numpy() for number, plane in enumerate(planes)}
 
@@ -260,7 +260,7 @@ def _measured(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 @kept_on_device
 def _planar_rotation(rotation: Rotation) -> torch.Tensor:
     """What a row is multiplied by for the first coordinates of all its triplets, then the second and the third ones."""
-    matrix = functional.pad(rotation.forward(torch.eye(rotation.dim)), (0, -rotation.dim % 3))
+    matrix = functional.pad(rotation.forward(torch.eye(rotation.dim, dtype=torch.float32)), (0, -rotation.dim % 3))
     return matrix.view(rotation.dim, -1, 3).transpose(1, 2).flatten(1)
 
 
@@ -268,10 +268,10 @@ def _planar_rotation(rotation: Rotation) -> torch.Tensor:
 def _signed_directions(table: bytes) -> torch.Tensor:
     """Unit directions, float32 ``[4 * levels^2, 3]``, by sign bits (high) and index (low)."""
     quarter = codebook_directions(table).T
-    signs = torch.tensor([[1.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [1.0, -1.0, 1.0], [-1.0, -1.0, 1.0]])
+    signs = torch.tensor([[1.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [1.0, -1.0, 1.0], [-1.0, -1.0, 1.0]], dtype=torch.float32)
     return (signs[:, None] * quarter).flatten(0, 1)
 
 
 @kept_on_device
 def _column(table: bytes) -> torch.Tensor:
-    return torch.tensor(struct.unpack(f"<{len(table) // 4}f", table))[:, None]
+    return torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float32)[:, None]

@@ -54,7 +54,7 @@ def midpoints(table: bytes) -> list[float]:
 def nearest_level(values: torch.Tensor, bounds: list[float]) -> torch.Tensor:
     """How many of the ascending ``bounds`` each value is above, as float32 of the shape of ``values``."""
     if len(bounds) > _MOST_COMPARISONS:
-        return torch.bucketize(values, torch.tensor(bounds, device=values.device)).to(torch.float32)
+        return torch.bucketize(values, torch.tensor(bounds, dtype=torch.float32, device=values.device)).to(torch.float32)
     # A few comparisons are up to ten times faster than a binary search an element.
     level, above = torch.zeros_like(values), torch.empty_like(values)
     for bound in bounds:

@@ -55,7 +55,7 @@ class Search:
         """
         self._expected += chunks
         if self._expected >= _PAYS_AFTER and device not in self._grids:
-            self._grids[device] = Grid(self._codebook.to(device))
+            self._build_grid(device)
 
     def nearest(self, planes: Planes) -> torch.Tensor:
         """The codeword with the largest inner product with each chunk, int32 ``[chunks]``; any for a zero chunk.
@@ -80,8 +80,13 @@ class Search:
         """The search among the codewords listed in the chunk's cell; of equals the first listed."""
         device = planes[0].device
         if device not in self._grids:
-            self._grids[device] = Grid(self._codebook.to(device))
+            self._build_grid(device)
         return _in_blocks(planes, self._grids[device].nearest)
+
+    def _build_grid(self, device: torch.device) -> None:
+        # From tensors on the CPU, whatever the caller's default device is.
+        with torch.device("cpu"):
+            self._grids[device] = Grid(self._codebook.to(device))
 
     def _explicit_block(self, planes: Planes) -> torch.Tensor:
         best = torch.full_like(planes[0], -1.0)

@@ -19,8 +19,8 @@ def kept_on_device(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
     @lru_cache(TABLES_KEPT)
     def kept(device: str, *arguments: Any) -> torch.Tensor:
-        # A tensor made in inference mode could never meet autograd afterwards.
-        with torch.inference_mode(False):
+        # A tensor made in inference mode could never meet autograd afterwards; the caller's default device may be another.
+        with torch.inference_mode(False), torch.device("cpu"):
             return compute(*arguments).to(device)
 
     def table(*arguments: Any) -> torch.Tensor:

@@ -27,7 +27,7 @@ def decode_frame(codec: Group, streams: Mapping[str, torch.Tensor]) -> torch.Ten
         check_shape(name, streams[name], layout.shape)
     planes = tuple(streams[f"codes.{plane}"] for plane in range(len(packing.planes)))
     pairs, token_scale = _pairs(streams["scales"]), streams.get("token_scale")
-    out = torch.empty(batch, heads, tokens, codec.dim, device=pairs.device)
+    out = torch.empty(batch, heads, tokens, codec.dim, dtype=torch.float32, device=pairs.device)
     block_tokens, block_channels = tile(packing)
     if codec.axis == "token":
         # A tile then lies inside one group of tokens, and loads its scales once.

@@ -9,6 +9,7 @@ import torch
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
 
 from .cache import TILE_VALUES
+from .modes import without_autocast
 
 if TYPE_CHECKING:
     from .cache import Layer, Side
@@ -39,10 +40,11 @@ def attend(
     _check(q, k, v, causal, sliding_window, softcap)
     scale = k.dim**-0.5 if scale is None else scale
     out = torch.empty(*q.shape[:3], v.dim, dtype=q.dtype, device=q.device)
-    for first in range(0, q.shape[2], QUERIES_AT_A_TIME):
-        chunk = q[:, :, first : first + QUERIES_AT_A_TIME].to(torch.float32) * scale
-        position = k.tokens - q.shape[2] + first
-        out[:, :, first : first + QUERIES_AT_A_TIME] = _attend_chunk(chunk, k, v, position, causal, softcap, sliding_window)
+    with without_autocast(q.device):
+        for first in range(0, q.shape[2], QUERIES_AT_A_TIME):
+            chunk = q[:, :, first : first + QUERIES_AT_A_TIME].to(torch.float32) * scale
+            position = k.tokens - q.shape[2] + first
+            out[:, :, first : first + QUERIES_AT_A_TIME] = _attend_chunk(chunk, k, v, position, causal, softcap, sliding_window)
     return out
 
 
@@ -55,10 +57,10 @@ def _attend_chunk(
     coded_q = k.codec.rotation.forward(raw_q)
     # The query's own position a row: head-major inside a group, so it repeats for each query head.
     positions = (position + torch.arange(q_len, device=q.device)).repeat(q_heads // k.heads)
-    largest = torch.full((batch, k.heads, rows, 1), -torch.inf, device=q.device)
-    total = torch.zeros(batch, k.heads, rows, 1, device=q.device)
+    largest = torch.full((batch, k.heads, rows, 1), -torch.inf, dtype=torch.float32, device=q.device)
+    total = torch.zeros_like(largest)
     # Packed values are summed in their coded frame and rotated back once; the raw tail has a sum of its own.
-    sums = {coded: torch.zeros(batch, k.heads, rows, v.dim, device=q.device) for coded in (True, False)}
+    sums = {coded: torch.zeros(batch, k.heads, rows, v.dim, dtype=torch.float32, device=q.device) for coded in (True, False)}
     begin, end = _visible(position, q_len, k.tokens, causal, sliding_window)
     per_tile = max(64, TILE_VALUES // max(1, batch * k.heads * max(k.dim, v.dim, rows)) // 64 * 64)
     for start, stop in k.tiles(per_tile, [*v.boundaries, begin, end]):

@@ -7,47 +7,54 @@ blocks of its own here, and torch runs one thread in each.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
 
+from .modes import own_modes
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 Block = tuple[int, int]
 
-_lock = threading.Lock()
-_users = 0
-_threads = 1
-
 
 def for_each_block(work: Callable[[int, int], None], blocks: Sequence[Block], device: torch.device) -> None:
-    """Call ``work(start, stop)`` for every block, on the CPU in as many threads as torch has; the first error is raised."""
-    if len(blocks) < 2 or device.type != "cpu" or torch.get_num_threads() < 2:
+    """Call ``work(start, stop)`` for every block, on the CPU in as many threads as torch has; the first error is raised.
+
+    The caller is in ``own_modes``, and so are the threads here: modes belong to a thread.
+    """
+    threads = torch.get_num_threads()
+    if len(blocks) < 2 or device.type != "cpu" or threads < 2:
         for start, stop in blocks:
             work(start, stop)
         return
-    with _one_thread_each() as threads, ThreadPoolExecutor(min(threads, len(blocks))) as pool:
-        for _ in pool.map(lambda block: work(*block), blocks):
+
+    def work_on(block: Block) -> None:
+        with own_modes(device):
+            work(*block)
+
+    workers = min(threads, len(blocks))
+    all_started = threading.Barrier(workers + 1)
+
+    def start_worker() -> None:
+        # A thread that has asked once keeps its number, whatever others set.
+        torch.get_num_threads()
+        torch.set_num_threads(1)
+        all_started.wait()
+
+    with ThreadPoolExecutor(workers, initializer=start_worker) as pool:
+        try:
+            # No worker is idle before all have started, so the pool starts them all here.
+            results = pool.map(work_on, blocks)
+            all_started.wait()
+        except BaseException:
+            all_started.abort()
+            raise
+        finally:
+            # And one that asks for the first time takes what any thread has set last.
+            torch.set_num_threads(threads)
+        for _ in results:
             pass
-
-
-@contextlib.contextmanager
-def _one_thread_each() -> Iterator[int]:
-    """While any user is inside, torch starts no threads of its own; gives the number it had."""
-    global _users, _threads
-    with _lock:
-        if not _users:
-            _threads = torch.get_num_threads()
-            torch.set_num_threads(1)
-        _users += 1
-    try:
-        yield _threads
-    finally:
-        with _lock:
-            _users -= 1
-            if not _users:
-                torch.set_num_threads(_threads)

@@ -20,6 +20,7 @@ from kvpack.formats.errors import InvalidDtype, InvalidShape, NotConsecutive, Ou
 from .blocks import for_each_block
 from .dispatch import decode_frame
 from .encoding import RAW_DTYPES, encode
+from .modes import own_modes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -69,7 +70,8 @@ class Page:
         """Consecutive pages as one; more than one are copied. All but the last end in a whole token group."""
         if len(pages) == 1:
             return pages[0]
-        streams = {name: torch.cat([page.streams[name] for page in pages], 2) for name in pages[0].streams}
+        with own_modes(next(iter(pages[0].streams.values())).device):
+            streams = {name: torch.cat([page.streams[name] for page in pages], 2) for name in pages[0].streams}
         return Page(pages[0].codec, sum(page.tokens for page in pages), streams)
 
 
@@ -137,14 +139,15 @@ class Side:
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Decode everything to ``[batch, kv_head, token, dim]`` of ``dtype`` in the original frame, tile by tile."""
-        result = torch.empty(self.batch, self.heads, self.tokens, self.dim, dtype=dtype, device=self.device)
         per_tile = max(128, TILE_VALUES // max(1, self.batch * self.heads * self.dim) // 128 * 128)
 
         def unpack_tile(start: int, stop: int) -> None:
             frame, coded = self.frame(start, stop)
             result[:, :, start:stop] = self.codec.rotation.inverse(frame) if coded else frame
 
-        for_each_block(unpack_tile, list(self.tiles(per_tile)), self.device)
+        with own_modes(self.device):
+            result = torch.empty(self.batch, self.heads, self.tokens, self.dim, dtype=dtype, device=self.device)
+            for_each_block(unpack_tile, list(self.tiles(per_tile)), self.device)
         return result
 
     def prefix(self, tokens: int) -> Side:
@@ -168,14 +171,15 @@ class Side:
         expected = (self.batch, self.heads, x.shape[2], self.dim)
         if tuple(x.shape) != expected:
             raise InvalidShape(f"{where}: shape {list(x.shape)} does not continue a side of shape {list(expected)}")
-        tail = torch.cat([self.tail, x.to(self.tail.dtype)], 2)
-        unit = self.window or self.codec.token_group
-        ready = tail.shape[2] // unit * unit
-        if not ready:
-            return replace(self, tail=tail)
-        streams = encode(self.codec, tail[:, :, :ready], where)
-        pages = _settled([*self.pages, Page(self.codec, ready, streams)])
-        return replace(self, pages=tuple(pages), tail=tail[:, :, ready:].clone())
+        with own_modes(self.device):
+            tail = torch.cat([self.tail, x.to(self.tail.dtype)], 2)
+            unit = self.window or self.codec.token_group
+            ready = tail.shape[2] // unit * unit
+            if not ready:
+                return replace(self, tail=tail)
+            streams = encode(self.codec, tail[:, :, :ready], where)
+            pages = _settled([*self.pages, Page(self.codec, ready, streams)])
+            return replace(self, pages=tuple(pages), tail=tail[:, :, ready:].clone())
 
     def concat(self, other: Side) -> Side:
         """This side, then ``other``.

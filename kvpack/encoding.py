@@ -9,6 +9,7 @@ import torch
 from kvpack.formats.errors import NonFinite, OutOfRange
 
 from .blocks import for_each_block
+from .modes import own_modes
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -38,7 +39,6 @@ def encode(codec: Codec, x: torch.Tensor, where: str) -> dict[str, torch.Tensor]
     """
     batch, heads, tokens, _ = x.shape
     layout = codec.layout(batch, heads, tokens)
-    streams = {name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device=x.device) for name, entry in layout.items()}
     row = max(1, batch * heads * codec.dim)
     size = max(_GROUP_MULTIPLE, BLOCK_VALUES // row // _GROUP_MULTIPLE * _GROUP_MULTIPLE)
 
@@ -55,8 +55,10 @@ def encode(codec: Codec, x: torch.Tensor, where: str) -> dict[str, torch.Tensor]
             step = entry.tokens_per_row
             streams[name][:, :, start // step : -(-stop // step)] = encoded[name]
 
-    codec.expect(x)
-    for_each_block(encode_block, [(start, min(start + size, tokens)) for start in range(0, tokens, size)], x.device)
+    with own_modes(x.device):
+        streams = {name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device=x.device) for name, entry in layout.items()}
+        codec.expect(x)
+        for_each_block(encode_block, [(start, min(start + size, tokens)) for start in range(0, tokens, size)], x.device)
     return streams
 
 

@@ -12,6 +12,7 @@ from .cache import Cache, Layer, Page, Side
 from .encoding import RAW_DTYPES, TORCH_DTYPES
 from .formats.raw import DTYPES
 from .header import Contents, LayerEntry, SideEntry
+from .modes import own_modes
 
 if TYPE_CHECKING:
     import os
@@ -45,8 +46,9 @@ def save(
     for number, layer in enumerate(cache.layers):
         for name, side in layer.sides.items():
             merged = side.merged()
-            for stream, tensor in _stored_streams(merged).items():
-                arrays[f"{number}.{name}.{stream}"] = _bytes(tensor)
+            with own_modes(side.device):
+                for stream, tensor in _stored_streams(merged).items():
+                    arrays[f"{number}.{name}.{stream}"] = _bytes(tensor)
     return container.write(path, _contents(cache), arrays, compress=compress, durable=durable, progress=progress)
 
 
@@ -60,9 +62,10 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", ma
     file = container.open_file(path, max_bytes=max_bytes)
     header = file.header
     layers = []
-    for number, layer in enumerate(header.layers):
-        sides = {name: _side(header, entry, file.read_side(number, name)) for name, entry in layer.sides()}
-        layers.append(Layer(sides.get("k"), sides.get("v")))
+    with own_modes(torch.device("cpu")):
+        for number, layer in enumerate(header.layers):
+            sides = {name: _side(header, entry, file.read_side(number, name)) for name, entry in layer.sides()}
+            layers.append(Layer(sides.get("k"), sides.get("v")))
     cache = Cache(tuple(layers), header.recipe, MappingProxyType(dict(header.model)), header.start)
     return cache if torch.device(device).type == "cpu" else cache.to(device)
 
@@ -89,7 +92,7 @@ def _stored_streams(side: Side) -> dict[str, torch.Tensor]:
     """A merged side's streams in stored form: the rows of consecutive runs follow one another."""
     names = side.codec.layout(side.batch, side.heads, 0)
     if not side.pages:
-        streams = {name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype]) for name, entry in names.items()}
+        streams = {name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="cpu") for name, entry in names.items()}
     elif len(side.pages) == 1:
         streams = dict(side.pages[0].streams)
     else:
@@ -107,11 +110,11 @@ def _side(header: Header, entry: SideEntry, data: Mapping[str, memoryview]) -> S
     for name, layout in header.streams[entry].items():
         dtype = TORCH_DTYPES[layout.dtype]
         # torch makes no tensor of an empty buffer.
-        flat = torch.frombuffer(data[name], dtype=dtype) if len(data[name]) else torch.empty(0, dtype=dtype)
+        flat = torch.frombuffer(data[name], dtype=dtype) if len(data[name]) else torch.empty(0, dtype=dtype, device="cpu")
         tensors[name] = flat.view(layout.shape)
     tail = tensors.pop("tail", None)
     if tail is None:
-        tail = torch.empty(entry.batch, entry.heads, 0, codec.dim, dtype=TORCH_DTYPES[DTYPES[entry.tail_dtype]])
+        tail = torch.empty(entry.batch, entry.heads, 0, codec.dim, dtype=TORCH_DTYPES[DTYPES[entry.tail_dtype]], device="cpu")
     return Side(codec, tuple(_pages(codec, entry.runs, tensors)), tail, entry.window)
 
 

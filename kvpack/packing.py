@@ -12,6 +12,7 @@ from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
 
 from .cache import Cache, Layer, Page, Pair, Side, check_tensor
 from .encoding import encode
+from .modes import own_modes
 from .recipes import Recipe, parse_recipe
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def convert(cache: Cache, recipe: str | Recipe, progress: Progress | None) -> Ca
             if codec == side.codec:
                 sides.append(replace(side, window=recipe.window))
             elif codec.same_codes(side.codec):
-                pages = tuple(Page(codec, page.tokens, side.codec.repack(page.streams, codec)) for page in side.pages)
+                with own_modes(side.device):
+                    pages = tuple(Page(codec, page.tokens, side.codec.repack(page.streams, codec)) for page in side.pages)
                 sides.append(replace(side, codec=codec, pages=pages, window=recipe.window))
             else:
                 packed = _pack_side(side.unpack(torch.float32), recipe, number, len(cache), name)
@@ -87,8 +89,9 @@ def _pack_side(x: torch.Tensor | None, recipe: Recipe, layer: int, layers: int, 
     tokens = x.shape[2]
     # With a residual window the newest tokens stay raw; without one everything is packed, a partial last group included.
     packed = tokens - tokens % recipe.window if recipe.window else tokens
-    pages = (Page(codec, packed, encode(codec, x[:, :, :packed], where)),) if packed else ()
-    return Side(codec, pages, x[:, :, packed:].clone(), recipe.window)
+    with own_modes(x.device):
+        pages = (Page(codec, packed, encode(codec, x[:, :, :packed], where)),) if packed else ()
+        return Side(codec, pages, x[:, :, packed:].clone(), recipe.window)
 
 
 def _pairs(past: Any) -> list[Pair]:

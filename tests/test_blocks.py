@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvpack
+from kvpack import cache as cache_module
 from kvpack import encoding
 from kvpack.blocks import for_each_block
 from kvpack.formats.errors import NonFinite
@@ -58,19 +59,64 @@ def test_an_error_is_raised_and_the_threads_are_given_back() -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_users_at_the_same_time_give_the_threads_back_once() -> None:
-    barrier = threading.Barrier(2)
+def test_users_at_the_same_time_each_keep_their_threads() -> None:
+    first_is_inside, second_is_inside, first_is_out = threading.Event(), threading.Event(), threading.Event()
+    after = {}
 
-    def work(start: int, stop: int) -> None:
-        if start == 0:
-            barrier.wait(10)
+    def use(name: str, inside: threading.Event, leave: threading.Event) -> None:
+        torch.set_num_threads(2)
 
-    users = [threading.Thread(target=for_each_block, args=(work, [(0, 1), (1, 2)], CPU)) for _ in range(2)]
+        def work(start: int, stop: int) -> None:
+            inside.set()
+            assert leave.wait(10)
+
+        if name == "second":
+            assert first_is_inside.wait(10)
+        for_each_block(work, [(0, 1), (1, 2)], CPU)
+        after[name] = torch.get_num_threads()
+        if name == "first":
+            first_is_out.set()
+
+    users = [
+        threading.Thread(target=use, args=("first", first_is_inside, second_is_inside)),
+        threading.Thread(target=use, args=("second", second_is_inside, first_is_out)),
+    ]
     for user in users:
         user.start()
     for user in users:
         user.join()
+    late = threading.Thread(target=lambda: after.update(late=torch.get_num_threads()))
+    late.start()
+    late.join()
+    assert after == {"first": 2, "second": 2, "late": 2}
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inference_mode_reaches_no_tensor(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)
+    monkeypatch.setattr(cache_module, "TILE_VALUES", 1)
+    first, second = random_pairs(1, 600), random_pairs(1, 20, seed=1)
+    expected = kvpack.pack(first, recipe).append(second)
+    with torch.inference_mode():
+        found = kvpack.pack([(k + 0, v + 0) for k, v in first], recipe).append(second)
+        assert all(torch.equal(a, b) for a, b in zip(dense(found), dense(expected), strict=True))
+    tensors = [x for side in found[0].sides.values() for page in side.pages for x in (*page.streams.values(), side.tail)]
+    assert not any(tensor.is_inference() for tensor in tensors)
+    q = torch.randn(1, 2, 1, 64, requires_grad=True)
+    kvpack.attend(q, found[0]).sum().backward()
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("tokens", [40, 600], ids=["one block", "several blocks"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_packed_cache_keeps_no_gradients(recipe: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)
+    pairs = [(k.requires_grad_(), v.requires_grad_()) for k, v in random_pairs(1, tokens)]
+    cache = kvpack.pack(pairs, recipe).append(pairs)
+    tensors = [x for side in cache[0].sides.values() for page in side.pages for x in (*page.streams.values(), side.tail)]
+    assert not any(tensor.requires_grad for tensor in [*tensors, *dense(cache)])
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -1,0 +1,34 @@
+"""The modes of torch that kvpack computes in, whatever its caller has set."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+
+def own_modes(device: torch.device) -> AbstractContextManager[None]:
+    """float32 as written, and ordinary tensors without gradients: to encode and decode on ``device``.
+
+    Autocast would round the rotation to bfloat16. Tensors made in inference mode refuse what other threads, or autograd
+    later, do with them; and a cache that keeps gradients keeps all that its model computed.
+    """
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type):
+        return _set_modes(device)
+    return contextlib.nullcontext()
+
+
+def without_autocast(device: torch.device) -> torch.autocast:
+    """float32 products in float32."""
+    return torch.autocast(device.type, enabled=False)
+
+
+@contextlib.contextmanager
+def _set_modes(device: torch.device) -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad(), without_autocast(device):
+        yield

@@ -8,6 +8,7 @@ from .angle import Angle
 from .errors import UnknownCodec
 from .group import Group
 from .octahedral import Octahedral
+from .polar import Polar
 from .quaternion import Quaternion
 from .raw import Raw
 from .scalar import Scalar
@@ -15,7 +16,7 @@ from .scalar import Scalar
 if TYPE_CHECKING:
     from .base import Codec
 
-CODECS: dict[str, type[Codec]] = {codec.id: codec for codec in (Raw, Group, Scalar, Octahedral, Angle, Quaternion)}
+CODECS: dict[str, type[Codec]] = {codec.id: codec for codec in (Raw, Group, Scalar, Octahedral, Angle, Polar, Quaternion)}
 
 
 def codec_class(codec_id: str) -> type[Codec]:

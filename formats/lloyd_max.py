@@ -79,6 +79,16 @@ def coordinate_masses(edges: Array, dim: int) -> Array:
     return masses
 
 
+def polar_angle_masses(edges: Array, first: int, second: int) -> Array:
+    """Relative mass between ``edges`` of the angle whose tangent is the norm of ``second`` Gaussian values over that of ``first``.
+
+    Source: PolarQuant, the polar form of a Gaussian vector, where both numbers are equal: sin^(first - 1) of twice the angle.
+    """
+    angle = (edges[1:] + edges[:-1]) / 2
+    masses: Array = numpy.cos(angle) ** (first - 1) * numpy.sin(angle) ** (second - 1) * numpy.diff(edges)
+    return masses
+
+
 @cache
 def direction_table(levels: int) -> bytes:
     """``levels`` centroids of |xi|, little-endian binary32."""
@@ -99,3 +109,10 @@ def coordinate_table(dim: int, levels: int) -> bytes:
     """``levels`` centroids of the magnitude of a coordinate within a unit vector of ``dim`` coordinates, little-endian binary32."""
     angles = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
     return lloyd_max(numpy.sin(angles), coordinate_masses(angles, dim), levels).astype("<f4").tobytes()
+
+
+@cache
+def polar_angle_table(first: int, second: int, levels: int) -> bytes:
+    """``levels`` centroids of the angle between two radii, of ``first`` and ``second`` values, little-endian binary32."""
+    edges = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
+    return lloyd_max(edges, polar_angle_masses(edges, first, second), levels).astype("<f4").tobytes()

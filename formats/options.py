@@ -41,6 +41,19 @@ class Options:
             raise UnknownWord(f"{self.codec}:{name} is {text!r}, allowed are integers from {low} to {high}", f"{name}={text}")
         return value
 
+    def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
+        """One or more integers from ``low`` to ``high``, joined by dots; the word is required."""
+        text = self._take(name)
+        if text is None:
+            raise UnknownWord(f"codec {self.codec} needs {name}=<{low} to {high}>", self.codec)
+        known = {str(value): value for value in range(low, high + 1)}
+        words = text.split(".")
+        if not set(words) <= set(known):
+            raise UnknownWord(
+                f"{self.codec}:{name} is {text!r}, allowed are integers from {low} to {high} joined by dots", f"{name}={text}"
+            )
+        return tuple(known[word] for word in words)
+
     def choice(self, name: str, default: str, known: tuple[str, ...]) -> str:
         """One of the words in ``known``."""
         text = self._take(name)

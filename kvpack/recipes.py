@@ -34,6 +34,7 @@ PRESETS: dict[str, str] = {
     "oscar-2": "k=group:b=2,g=32,rotation=hadamard,token_scale=fp16;v=group:b=2,g=32,rotation=hadamard",
     **{f"kivi-{b}": f"kv=group:b={b},g=32" for b in (2, 4)},
     "turboangle-k8v4": "k=angle:n=128,norm=linear8;v=angle:n=64,norm=log4",
+    **{f"polarquant-{b}": f"k=polar:b={b};v=group:b={b},g=32" for b in (2, 3, 4)},
     **{f"hqmq-s{s}-r{r}": f"kv=quaternion:s={s},r={r}" for s in (24, 48, 96, 192) for r in (3, 4, 6)},
 }
 """The papers' published configurations, by name."""

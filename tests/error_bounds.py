@@ -6,6 +6,7 @@ Each takes the codec, ``x`` ``[batch, kv_head, token, dim]``, its streams and wh
 from __future__ import annotations
 
 import math
+import struct
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
     from kvpack.formats.base import Codec
     from kvpack.formats.group import Group
+    from kvpack.formats.polar import Polar
     from kvpack.formats.raw import Raw
     from kvpack.formats.scalar import Scalar
 
@@ -89,6 +91,37 @@ def check_angle(codec: Angle, x: torch.Tensor, streams: Mapping[str, torch.Tenso
     _check_errors(error, allowed + rotated * u.norm(dim=-1, keepdim=True))
     whole = allowed.square().sum(-1).sqrt() + 3 * rotated * (u.norm(dim=-1) + decoded.double().norm(dim=-1))
     _check_errors((decoded - x).double().norm(dim=-1), whole * (1 + 2.0**-20))
+
+
+def check_polar(codec: Polar, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
+    """Every angle is off by its distance to the nearest stored one, which turns all below it; radii are off by their rounding."""
+    radii = u = codec.rotation.forward(x).double()
+    error = torch.zeros_like(u)
+    for level, tables in zip(codec.levels, codec.tables, strict=True):
+        paired, alone = (2 * level.angles, radii.shape[-1] - 2 * level.angles)
+        (pairs, passed), (errors, passed_errors) = radii.split((paired, alone), -1), error.split((paired, alone), -1)
+        first, second = pairs.unflatten(-1, (-1, 2)).unbind(-1)
+        angle = torch.atan2(second, first)
+        if tables:
+            nearest = torch.cat([_nearest(part, table) for part, table in zip(angle.split(level.counts, -1), tables, strict=True)], -1)
+        else:
+            step = 2 * math.pi / 2**level.bits
+            nearest = (torch.floor(angle / step) + 0.5) * step
+        first_error, second_error = errors.unflatten(-1, (-1, 2)).unbind(-1)
+        below = torch.hypot(nearest.cos() * first_error, nearest.sin() * second_error)
+        error = torch.cat([(angle - nearest).abs() + below, passed_errors], -1)
+        radii = torch.cat([torch.hypot(first, second), passed], -1)
+    precision, smallest = (2.0**-11, 2.0**-25) if codec.norm == "fp16" else (0.0, 0.0)
+    allowed = (radii.abs() * (error + precision + 2.0**-17) + smallest + 2.0**-118).square().sum(-1).sqrt()
+    norm = u.norm(dim=-1)
+    rotated = 0.0 if codec.rotation.kind == "none" else ROTATION_TOLERANCE
+    _check_errors((codec.decode_frame(streams) - u).norm(dim=-1), allowed + rotated * norm)
+    _check_errors((decoded - x).double().norm(dim=-1), allowed + 3 * rotated * (norm + decoded.double().norm(dim=-1)))
+
+
+def _nearest(angles: torch.Tensor, table: bytes) -> torch.Tensor:
+    values = torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float64)
+    return values[torch.bucketize(angles.contiguous(), (values[1:] + values[:-1]) / 2)]
 
 
 def check_scalar(codec: Scalar, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.options import Options
 from kvpack.formats.rotation import KINDS
 
-from error_bounds import check_angle, check_direction, check_group, check_raw, check_scalar  # isort: skip
+from error_bounds import check_angle, check_direction, check_group, check_polar, check_raw, check_scalar  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -158,6 +158,13 @@ CASES: dict[str, Case] = {
             },
         ),
         check_angle,
+    ),
+    "polar": Case(
+        st.fixed_dictionaries(
+            {"b": st.one_of(_integers(1, 8), st.lists(_integers(1, 8), min_size=2, max_size=7).map(".".join))},
+            optional={"norm": st.sampled_from(("fp16", "fp32")), **_ROTATED},
+        ),
+        check_polar,
     ),
 }
 

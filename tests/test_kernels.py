@@ -202,6 +202,7 @@ def test_unpack_kernel_refuses_planes_that_it_would_read_past() -> None:
         pytest.param("k=octahedral:b=3;v=group:b=4;tail=32", {"columns.unpack", "group.decode_frame"}, id="octahedral keys, group values"),
         pytest.param("hqmq-s24-r3", {"columns.unpack"}, id="quaternion"),
         pytest.param("turboquant-2.5", {"columns.unpack"}, id="scalar"),
+        pytest.param("kv=polar:b=4.2.2.2", {"columns.unpack"}, id="polar"),
         pytest.param("bf16", set(), id="raw"),
     ],
 )

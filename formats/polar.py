@@ -1,0 +1,255 @@
+"""polar: pairs of channels, then pairs of radii, level by level: an angle for each and the last radii (spec/codecs/polar.md).
+
+Source: PolarQuant (Han et al. 2025, arXiv 2502.02617), as OCTOPUS Table 1 runs it when every level has the same bits.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import groupby, islice, pairwise
+from math import pi
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, stored_norm
+from .columns import Columns, default_fields
+from .errors import InvalidParameter
+from .lazy import functional, torch
+from .lloyd_max import polar_angle_table
+from .octahedral_search import midpoints, nearest_level
+from .rotation import KINDS, Rotation
+from .tables import TABLES_KEPT, kept_on_device
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .options import Options
+
+NORMS = {"fp16": "F16", "fp32": "F32"}
+MAX_BITS = 8
+
+_TOKENS_OF_ONE_HEAD = 1 << 11
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level: the ``bits`` of its angles and how many angles each of its ``pairs`` has.
+
+    ``pairs`` are the channels below the first and below the second radius: first equal ones, then an unequal last one.
+    """
+
+    bits: int
+    counts: tuple[int, ...]
+    pairs: tuple[tuple[int, int], ...]
+
+    @property
+    def angles(self) -> int:
+        """Angles of a token; twice as many radii go into them, and one more may pass on as it is."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True)
+class Polar(Codec):
+    """``bits`` of the angles of each level, joined by dots; what is left after the last level are radii in the dtype ``norm``.
+
+    ``angle_table`` is the angles of every level above the first, ascending, little-endian binary32; the first is uniform.
+    """
+
+    id: ClassVar[str] = "polar"
+
+    dim: int
+    bits: str
+    norm: str
+    rotation_kind: str
+    seed: int
+    angle_table: bytes
+    fields: Fields
+
+    def __post_init__(self) -> None:
+        _check_dim(self.dim)
+        check_choice(self.id, "norm", self.norm, tuple(NORMS))
+        check_choice(self.id, "rotation_kind", self.rotation_kind, KINDS)
+        check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
+        _check_tables(self.levels, self.angle_table)
+        check_fields(self.id, self.fields, tuple(_streams(self.levels)))
+        self.packings()
+        _ = self.rotation
+
+    @classmethod
+    def create(cls, dim: int, side: str, options: Options) -> Self:
+        words = options.integers("b", 1, MAX_BITS)
+        norm = options.choice("norm", "fp16", tuple(NORMS))
+        rotation = options.choice("rotation", "signed-hadamard", KINDS)
+        seed = options.integer("seed", 0, 0, 2**64 - 1)
+        options.finish()
+        _check_dim(dim)
+        bits = ".".join(map(str, words * _most_levels(dim) if len(words) == 1 else words))
+        levels = _levels(dim, bits)
+        table = b"".join(polar_angle_table(*pair, 2**level.bits) for level in levels[1:] for pair in level.pairs)
+        fields = tuple((name, default_fields(_symbols(run), (2 ** run[0].bits,))) for name, run in _streams(levels).items())
+        return cls(dim, bits, norm, rotation, seed, table, fields)
+
+    @property
+    def nominal_bits(self) -> float:
+        """OCTOPUS's b, where every angle has it and one radius is left; else PolarQuant's count, with 16 bits a radius."""
+        angle_bits = {level.bits for level in self.levels}
+        if len(angle_bits) == 1 and self.radii == 1:
+            return float(angle_bits.pop())
+        return (sum(level.bits * level.angles for level in self.levels) + 16 * self.radii) / self.dim
+
+    @property
+    def rotation(self) -> Rotation:
+        return Rotation(self.rotation_kind, self.dim, self.seed)
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """The levels from the pairs of channels up."""
+        return _levels(self.dim, self.bits)
+
+    @property
+    def radii(self) -> int:
+        """Radii of a token after the last level."""
+        return self.dim - sum(level.angles for level in self.levels)
+
+    @property
+    def tables(self) -> tuple[tuple[bytes, ...], ...]:
+        """The part of ``angle_table`` for every kind of pairs of every level; the first level has none."""
+        return _tables(self.levels, self.angle_table)
+
+    def packings(self) -> dict[str, Columns]:
+        return _packings(self.levels, self.fields)
+
+    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        return {"radius": Layout(NORMS[self.norm], (batch, heads, tokens, self.radii))}
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        # Blocks of tokens keep the temporaries in a core's cache.
+        size = max(1, _TOKENS_OF_ONE_HEAD // (x.shape[0] * x.shape[1]))
+        blocks = [self._encode_block(block, size * number) for number, block in enumerate(torch.split(x, size, 2))]
+        return {name: torch.cat([block[name] for block in blocks], 2) for name in blocks[0]}
+
+    def _encode_block(self, x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
+        radii = self.rotation.forward(x)
+        codes = []
+        for level, tables in zip(self.levels, self.tables, strict=True):
+            paired = radii[..., : 2 * level.angles]
+            first, second = paired[..., 0::2].contiguous(), paired[..., 1::2].contiguous()
+            angles = torch.atan2(second, first)
+            codes.append(_nearest(angles, level.counts, tables) if tables else _bins(angles, 2**level.bits))
+            radii = torch.cat([torch.hypot(first, second), radii[..., 2 * level.angles :]], -1)
+        stored = stored_norm(radii, NORMS[self.norm], f"radius, tokens from {start},")
+        of_level = iter(codes)
+        digits = [torch.cat(list(islice(of_level, len(run))), -1) for run in _streams(self.levels).values()]
+        return self.pack_digits(*digits) | {"radius": stored}
+
+    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        radii = streams["radius"].to(torch.float32)
+        runs = zip(_streams(self.levels).values(), self.digits(streams), strict=True)
+        codes = [code for run, digit in runs for code in torch.split(digit, [level.angles for level in run], -1)]
+        for level, tables, code in reversed(list(zip(self.levels, self.tables, codes, strict=True))):
+            if tables:
+                parts = zip(torch.split(code, list(level.counts), -1), tables, strict=True)
+                pairs = torch.cat([functional.embedding(part, _directions(table, code.device)) for part, table in parts], -2)
+            else:
+                pairs = functional.embedding(code, _bin_directions(2**level.bits, code.device))
+            pairs = pairs.mul_(radii[..., : level.angles, None]).flatten(-2)
+            radii = torch.cat([pairs, radii[..., level.angles :]], -1)
+        return radii
+
+
+def _check_dim(dim: int) -> None:
+    check_range("polar", "dim", dim, 2, MAX_DIM)
+    if dim % 2:
+        raise InvalidParameter(f"codec polar: dim is {dim}, allowed are even ones: channels go in pairs")
+
+
+def _check_tables(levels: tuple[Level, ...], angle_table: bytes) -> None:
+    angles = sum(len(level.pairs) << level.bits for level in levels[1:])
+    if len(angle_table) != 4 * angles:
+        raise InvalidParameter(f"codec polar: angle_table has {len(angle_table)} bytes, {angles} binary32 angles need {4 * angles}")
+    for number, tables in enumerate(_tables(levels, angle_table), 1):
+        for table in tables:
+            values = struct.unpack(f"<{len(table) // 4}f", table)
+            if not all(0 <= value <= pi / 2 for value in values) or any(low >= high for low, high in pairwise(values)):
+                raise InvalidParameter(
+                    f"codec polar: the angles of level {number} in angle_table must ascend strictly within [0, pi / 2], found {values}"
+                )
+
+
+def _most_levels(dim: int) -> int:
+    """The levels after which one radius is left."""
+    return (dim - 1).bit_length()
+
+
+@cache
+def _levels(dim: int, bits: str) -> tuple[Level, ...]:
+    words = bits.split(".")
+    if not 1 <= len(words) <= _most_levels(dim) or not set(words) <= set(map(str, range(1, MAX_BITS + 1))):
+        raise InvalidParameter(
+            f"codec polar: bits is {bits!r}, allowed are 1 to {_most_levels(dim)} integers from 1 to {MAX_BITS} joined by dots at dim {dim}"
+        )
+    levels = []
+    for number, word in enumerate(words):
+        # Radii of 2^number channels each go into this level, of which the last may have fewer.
+        size = 1 << number
+        radii = -(-dim // size)
+        last = dim - (radii - 1) * size
+        unequal = int(radii % 2 == 0 and last < size)
+        counted = [((size, size), radii // 2 - unequal), ((size, last), unequal)]
+        pairs, counts = zip(*((pair, count) for pair, count in counted if count), strict=True)
+        levels.append(Level(int(word), counts, pairs))
+    return tuple(levels)
+
+
+@lru_cache(TABLES_KEPT)
+def _tables(levels: tuple[Level, ...], angle_table: bytes) -> tuple[tuple[bytes, ...], ...]:
+    rest = iter(angle_table)
+    return ((), *(tuple(bytes(islice(rest, 4 << level.bits)) for _ in level.pairs) for level in levels[1:]))
+
+
+def _symbols(run: tuple[Level, ...]) -> int:
+    return sum(level.angles for level in run)
+
+
+@cache
+def _streams(levels: tuple[Level, ...]) -> dict[str, tuple[Level, ...]]:
+    """The levels of each code stream: consecutive ones of equal bits share one, named by the first of them."""
+    streams = {}
+    for _, run in groupby(enumerate(levels, 1), lambda numbered: numbered[1].bits):
+        numbers, members = zip(*run, strict=True)
+        streams[f"angles{numbers[0]}"] = members
+    return streams
+
+
+@cache
+def _packings(levels: tuple[Level, ...], fields: Fields) -> dict[str, Columns]:
+    streams = _streams(levels)
+    return {name: Columns(_symbols(streams[name]), (2 ** streams[name][0].bits,), count) for name, count in fields}
+
+
+def _bins(angles: torch.Tensor, bins: int) -> torch.Tensor:
+    turns = angles.mul_(1 / (2 * pi))
+    # A turn is in [0, 1], 1 when a tiny negative angle rounds up: that is the last bin.
+    return turns.sub_(turns.floor()).mul_(bins).floor_().clamp_max_(bins - 1)
+
+
+def _nearest(angles: torch.Tensor, counts: tuple[int, ...], tables: tuple[bytes, ...]) -> torch.Tensor:
+    parts = zip(torch.split(angles, list(counts), -1), tables, strict=True)
+    return torch.cat([nearest_level(part.contiguous(), midpoints(table)) for part, table in parts], -1)
+
+
+@kept_on_device
+def _bin_directions(bins: int) -> torch.Tensor:
+    """(cos, sin) of the centre of every bin, float32 ``[bins, 2]``."""
+    return _cos_sin((torch.arange(bins, dtype=torch.float64) + 0.5) * (2 * pi / bins))
+
+
+@kept_on_device
+def _directions(table: bytes) -> torch.Tensor:
+    """(cos, sin) of every angle of a table, float32 ``[angles, 2]``."""
+    return _cos_sin(torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float64))
+
+
+def _cos_sin(angles: torch.Tensor) -> torch.Tensor:
+    return torch.stack([angles.cos(), angles.sin()], -1).to(torch.float32)

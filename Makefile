@@ -34,5 +34,5 @@ gpu-test: $(INSTALLED)
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) setuptools
-	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[test,transformers]'
+	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[bench,test,transformers]'
 	touch $@

@@ -33,19 +33,40 @@ def add(commands: Any) -> None:
     io.add_argument("--folder", metavar="DIR", help="write the files here (default: a temporary folder)")
     add_json(io)
     io.set_defaults(run=run_io)
+    _add_quality(kinds)
+
+
+def _add_quality(kinds: Any) -> None:
+    quality = kinds.add_parser(
+        "quality",
+        help="what packing costs a model: perplexity, divergence, errors, recall",
+        description="Run a model over packed files of its own KV caches, and compare it with itself over the uncompressed cache.",
+    )
+    quality.add_argument("--model", metavar="DIR", help="a transformers causal language model; bytes are tokens without a tokenizer")
+    quality.add_argument("--text", metavar="FILE", help="the text that it reads (default: the demo's text; its model without --model)")
+    quality.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: the papers')")
+    quality.add_argument("--tokens", type=int, metavar="N", help="of a window (default: 4096, or what the model and the text have)")
+    quality.add_argument("--score", type=int, metavar="N", help="the window's last tokens, scored over what is packed (default: 512)")
+    quality.add_argument("--windows", type=int, metavar="N", help="of the text (default: 12, or what the text has)")
+    quality.add_argument("--needles", type=int, metavar="N", help="prompts with 5 needles, for models of bytes (default: 8 or what fits)")
+    quality.add_argument("--twin", type=float, metavar="C", help="multiply two pairs of key channels a head by C, the function unchanged")
+    quality.add_argument("--seed", type=int, default=0, metavar="N", help="of the windows, the needles and the twin (default: 0)")
+    quality.add_argument("--out", metavar="DIR", help="write the picture and the report here: quality.png, quality.svg, quality.json")
+    add_json(quality)
+    quality.set_defaults(run=run_quality)
 
 
 def run_io(arguments: argparse.Namespace) -> int:
     """Measure and print one table."""
-    from kvpack import bench_io
+    from kvpack.bench import io
     from kvpack.recipes import parse_recipe
 
-    recipes = arguments.recipe or list(bench_io.RECIPES)
+    recipes = arguments.recipe or list(io.RECIPES)
     for recipe in recipes:
         parse_recipe(recipe)
     with progress("bench io", arguments) as callback:
-        report = bench_io.run(
-            bench_io.source(arguments.model, arguments.text, arguments.tokens, arguments.synthetic),
+        report = io.run(
+            io.source(arguments.model, arguments.text, arguments.tokens, arguments.synthetic),
             recipes,
             repeats=arguments.repeats,
             folder=arguments.folder,
@@ -54,5 +75,30 @@ def run_io(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(report)
     else:
-        bench_io.show(report)
+        io.show(report)
+    return 0
+
+
+def run_quality(arguments: argparse.Namespace) -> int:
+    """Measure, print one table and write the picture."""
+    from kvpack.demo import transformers_library
+
+    # Refuses with a message where transformers is missing; what follows imports it.
+    transformers_library()
+    from kvpack.bench import quality
+
+    settings = quality.Settings(arguments.tokens, arguments.score, arguments.windows, arguments.needles, arguments.twin, arguments.seed)
+    with progress("bench quality", arguments) as callback:
+        report = quality.run(
+            arguments.model,
+            arguments.text,
+            arguments.recipe or list(quality.RECIPES),
+            settings,
+            out=arguments.out,
+            progress=callback,
+        )
+    if arguments.json:
+        print_json(report)
+    else:
+        quality.show(report)
     return 0

@@ -11,7 +11,6 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +18,14 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 import kvpack
-from kvpack.demo import BOS, demo_text, model_folder, transformers_library
-from kvpack.formats.errors import InvalidParameter, MissingFile
+from kvpack.demo import model_folder, transformers_library
+from kvpack.formats.errors import InvalidParameter
+
+from .models import load_model, read_text, vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from kvpack.encoding import Progress
 
@@ -62,12 +64,8 @@ def source(model: str | None, text: str | None, tokens: int | None, synthetic: s
     """
     if synthetic is not None or (model is None and text is None):
         return _synthetic(synthetic or DEFAULT_SYNTHETIC)
-    try:
-        data = demo_text() if text is None else Path(text).read_bytes()
-    except OSError as error:
-        raise MissingFile(f"{text}: could not be opened: {error.strerror}") from None
     with model_folder(model) as folder:
-        return _prefilled(folder, text or "the demo's text", data, tokens)
+        return _prefilled(folder, text, tokens)
 
 
 def _synthetic(words: str) -> Source:
@@ -84,21 +82,18 @@ def _gaussian(shape: list[int], generator: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(torch.bfloat16)
 
 
-def _prefilled(folder: Path, text: str, data: bytes, tokens: int | None) -> Source:
-    transformers = transformers_library()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        ids = transformers.AutoTokenizer.from_pretrained(folder)(data.decode(errors="replace"))["input_ids"]
-    else:
-        ids = [BOS, *data]
+def _prefilled(folder: Path, path: str | None, tokens: int | None) -> Source:
+    model = load_model(folder)
+    text = read_text(path, folder, vocabulary(model))
+    ids = [*text.start, *text.ids]
     count = min(DEFAULT_TOKENS, len(ids)) if tokens is None else tokens
     if not 1 <= count <= len(ids):
-        raise InvalidParameter(f"--tokens is {count}, {text} has {len(ids)}")
-    cache = transformers.DynamicCache()
+        raise InvalidParameter(f"--tokens is {count}, {text.name} has {len(ids)}")
+    cache = transformers_library().DynamicCache()
     with torch.inference_mode():
         model.base_model(torch.tensor([ids[:count]]), past_key_values=cache)
     pairs = [(layer.keys.to(torch.bfloat16), layer.values.to(torch.bfloat16)) for layer in cache.layers]
-    return Source(f"{folder.name}, {count:,} tokens of {text}", pairs)
+    return Source(f"{folder.name}, {count:,} tokens of {text.name}", pairs)
 
 
 @dataclass

@@ -1,0 +1,47 @@
+"""Confidence intervals of 95 %."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CONFIDENCE = 0.95
+_GRID = 1 << 18
+
+
+def student_t(values: Sequence[float]) -> tuple[float, float] | None:
+    """The interval of the mean of independent ``values``, by Student's t with one degree of freedom less; None for one value."""
+    if len(values) < 2:
+        return None
+    mean, half = float(numpy.mean(values)), t_quantile(len(values) - 1) * float(numpy.std(values, ddof=1)) / math.sqrt(len(values))
+    return mean - half, mean + half
+
+
+@cache
+def t_quantile(freedom: int) -> float:
+    """The t that Student's distribution with ``freedom`` degrees of freedom exceeds, in size, 5 % of the time.
+
+    With t = sqrt(freedom) tan(angle) the density is proportional to cos(angle)^(freedom - 1), which a sum over a grid integrates.
+    """
+    # Midpoints of equal cells; the quantile lies where 95 % of the sum is reached.
+    width = math.pi / 2 / _GRID
+    density = numpy.cos((numpy.arange(_GRID) + 0.5) * width) ** (freedom - 1)
+    reached = numpy.concatenate([[0.0], numpy.cumsum(density)])
+    angle = numpy.interp(CONFIDENCE * reached[-1], reached, numpy.arange(_GRID + 1) * width)
+    return math.sqrt(freedom) * math.tan(angle)
+
+
+def wilson(right: int, asked: int) -> tuple[float, float]:
+    """Wilson's score interval of a share, from ``right`` of ``asked`` answers; ``asked`` is at least 1."""
+    z = 1.959964
+    share = right / asked
+    centre = (share + z * z / (2 * asked)) / (1 + z * z / asked)
+    half = z / (1 + z * z / asked) * math.sqrt(share * (1 - share) / asked + z * z / (4 * asked * asked))
+    # At a share of 0 or 1 the interval ends there; rounding would leave it a little off.
+    return (0.0 if right == 0 else centre - half), (1.0 if right == asked else centre + half)

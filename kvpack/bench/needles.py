@@ -1,0 +1,63 @@
+"""Needle recall of a byte-level model: key lines planted in a text, asked for after it.
+
+A key line reads ``[[key QWERTY = 8J2K9XPL]]``, with 6 and 8 random characters of A-Z and 0-9. An answer is right when every one
+of the 8 bytes is the model's first choice, the true bytes before it given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LINES = 5
+"""Key lines in a prompt; each is asked for."""
+
+LINE_BYTES = len(b"\n[[key QWERTY = 8J2K9XPL]]\n")
+
+QUESTION_TOKENS = 32
+"""Tokens that a prompt leaves free for a question and its answer."""
+
+_CHARACTERS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text with key lines in it, and the (question, value) of each line: bytes all."""
+
+    text: bytes
+    questions: tuple[tuple[bytes, bytes], ...]
+
+
+def plant(text: bytes, generator: torch.Generator) -> Prompt:
+    """``text`` with LINES key lines inserted at random places and its end cut off, so that the length stays.
+
+    ``text`` is longer than the lines together.
+    """
+    pairs = [(_word(6, generator), _word(8, generator)) for _ in range(LINES)]
+    lines = [b"\n[[key %s = %s]]\n" % pair for pair in pairs]
+    kept = text[: len(text) - LINES * LINE_BYTES]
+    places = sorted(torch.randint(len(kept) + 1, (LINES,), generator=generator).tolist())
+    edges = [0, *places, len(kept)]
+    parts = [kept[first:last] for first, last in pairwise(edges)]
+    planted = parts[0] + b"".join(line + part for line, part in zip(lines, parts[1:], strict=True))
+    return Prompt(planted, tuple((b"\n[[key %s = " % key, value) for key, value in pairs))
+
+
+def answers(model: Any, prompt: Prompt, cache: Callable[[], Any]) -> list[bool]:
+    """Whether each answer is right; ``cache`` gives the model's cache of the prompt, anew for each question."""
+    right = []
+    with torch.inference_mode():
+        for question, value in prompt.questions:
+            logits = model(torch.tensor([[*question, *value[:-1]]]), past_key_values=cache()).logits[0, -len(value) :]
+            right.append(logits.argmax(-1).tolist() == [*value])
+    return right
+
+
+def _word(length: int, generator: torch.Generator) -> bytes:
+    return bytes(_CHARACTERS[i] for i in torch.randint(len(_CHARACTERS), (length,), generator=generator).tolist())

@@ -1,0 +1,227 @@
+"""kvpack bench quality: what packing costs a model, measured over the packed files of its own KV caches.
+
+A window of ``tokens`` tokens is read in two parts. The first is prefilled by the uncompressed model; its KV cache is packed,
+saved and loaded, and the model reads the last ``score`` tokens over the packed layers, appending their keys and values, which are
+packed too. What it predicts there is compared with what the uncompressed model predicts in the same place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.demo import model_folder, transformers_library
+from kvpack.formats.errors import InvalidParameter, WriteFailed
+from kvpack.integrations.transformers import KvpackCache
+from kvpack.recipes import parse_recipe
+
+from . import needles, picture
+from .models import OUTLIER_PAIRS, Text, load_model, make_twin, read_text, vocabulary
+from .summary import show, summary
+from .windows import Measured, measure, packed_file, prefill, read_exactly
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpack.encoding import Progress
+
+__all__ = ["RECIPES", "Settings", "run", "show"]
+
+RECIPES = (
+    "bf16",
+    "turboangle-k8v4",
+    "kivi-4",
+    "octopus-4",
+    "hqmq-s96-r4",
+    "octopus-3",
+    "turboquant-3",
+    "polarquant-3",
+    "hqmq-s24-r3",
+    "oscar-2",
+    "kivi-2",
+    "octopus-2",
+    "turboquant-2",
+)
+"""The baseline and the papers' configurations, from most bits to fewest."""
+
+DEFAULT_TOKENS = 4096
+DEFAULT_SCORE = 512
+DEFAULT_WINDOWS = 12
+DEFAULT_NEEDLES = 8
+
+_TWIN_SAMPLE = 256
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of a measurement; None stands for the default, or for what the model and the text have where that is less.
+
+    ``tokens`` of a window, of which the last ``score`` are scored; ``windows`` of the text; ``needles`` are prompts;
+    ``twin`` is the factor of the outlier-heavy twin, None for the model as it is.
+    """
+
+    tokens: int | None = None
+    score: int | None = None
+    windows: int | None = None
+    needles: int | None = None
+    twin: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    tokens: int
+    score: int
+    windows: int
+    needles: int
+
+
+def run(
+    model: str | None,
+    text: str | None,
+    recipes: Sequence[str],
+    settings: Settings,
+    *,
+    out: str | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure every recipe on the model in folder ``model`` and the file ``text``, and return JSON values.
+
+    ``out`` is a folder that gets the picture and the report. Two runs with one seed differ in the times alone, and in
+    rounding where torch has another number of threads. Raises InvalidRecipe, InvalidParameter for sizes that do not fit,
+    MissingFile, WriteFailed, and and, for ``out``, KvpackError when matplotlib is not installed.
+    """
+    for recipe in recipes:
+        parse_recipe(recipe)
+    if out is not None:
+        picture.library()
+        _make_folder(out)
+    with model_folder(model) as folder:
+        network = load_model(folder)
+        words = read_text(text, folder, vocabulary(network))
+        name = folder.name
+    sizes = _sizes(settings, words, getattr(network.config.get_text_config(), "max_position_embeddings", None))
+    sample = torch.tensor([[*words.start, *words.ids[:_TWIN_SAMPLE]]])
+    twin = None
+    if settings.twin is not None:
+        difference = make_twin(network, settings.twin, sample, settings.seed)
+        twin = {"factor": settings.twin, "pairs_a_head": OUTLIER_PAIRS, "largest_logit_difference": difference}
+    report = {
+        "model": name,
+        "text": words.name,
+        "twin": twin,
+        "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
+        **_Measurement(network, words, sizes, tuple(recipes), settings.seed, progress).run(),
+    }
+    if out is not None:
+        _write(report, Path(out))
+    return report
+
+
+def _sizes(settings: Settings, text: Text, positions: int | None) -> _Sizes:
+    opening, ids = len(text.start), len(text.ids)
+    # One id more than the window's tokens: what follows the last of them is scored too.
+    most = min(ids + opening - 1, positions or ids)
+    tokens = min(DEFAULT_TOKENS, most) if settings.tokens is None else settings.tokens
+    if not 2 <= tokens <= most:
+        raise InvalidParameter(f"--tokens is {tokens}, allowed are integers from 2 to {most}, by the model's positions and {text.name}")
+    score = min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
+    room = ids // (tokens + 1 - opening)
+    needed = needles.LINES * needles.LINE_BYTES * 2 + needles.QUESTION_TOKENS
+    prompts = room if text.of_bytes and tokens >= needed else 0
+    windows = min(DEFAULT_WINDOWS, room) if settings.windows is None else settings.windows
+    asked = min(DEFAULT_NEEDLES, prompts) if settings.needles is None else settings.needles
+    for option, value, least, largest, why in (
+        ("score", score, 1, tokens - 1, f"of a window of {tokens} tokens"),
+        ("windows", windows, 1, room, f"of {tokens} tokens in {text.name}"),
+        ("needles", asked, 0, prompts, f"prompts in {text.name}, for a model of bytes and windows of {needed} tokens or more"),
+    ):
+        if not least <= value <= largest:
+            raise InvalidParameter(f"--{option} is {value}, allowed are integers from {least} to {largest} {why}")
+    return _Sizes(tokens, score, windows, asked)
+
+
+def _starts(ids: int, size: int, count: int, seed: int) -> list[int]:
+    """Where ``count`` windows of ``size`` begin: one at a random place in each of as many equal parts of the text."""
+    generator = torch.Generator().manual_seed(seed)
+    part = ids // count
+    return [number * part + int(torch.randint(part - size + 1, (), generator=generator)) for number in range(count)]
+
+
+@dataclass
+class _Measurement:
+    """One run over all windows, then all needle prompts; a window's exact results are kept only while the recipes are measured on it."""
+
+    model: Any
+    text: Text
+    sizes: _Sizes
+    recipes: tuple[str, ...]
+    seed: int
+    progress: Progress | None
+    done: int = 0
+
+    def run(self) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="kvpack-bench-") as folder:
+            path = os.path.join(folder, "window.kvpack")
+            starts, exact_losses, measured = self._windows(path)
+            exact_answers, answers = self._needles(path)
+        return summary(starts, exact_losses, exact_answers, list(zip(self.recipes, measured, answers, strict=True)))
+
+    def _windows(self, path: str) -> tuple[list[int], list[float], list[list[Measured]]]:
+        exact_losses: list[float] = []
+        measured: list[list[Measured]] = [[] for _ in self.recipes]
+        size = self.sizes.tokens + 1 - len(self.text.start)
+        starts = _starts(len(self.text.ids), size, self.sizes.windows, self.seed)
+        for start in starts:
+            tokens = torch.tensor([[*self.text.start, *self.text.ids[start : start + size]]])
+            exact = read_exactly(self.model, tokens, self.sizes.score)
+            exact_losses.append(exact.loss)
+            self._step()
+            for recipe, rows in zip(self.recipes, measured, strict=True):
+                rows.append(measure(self.model, exact, recipe, path))
+                self._step()
+        return starts, exact_losses, measured
+
+    def _needles(self, path: str) -> tuple[list[bool], list[list[bool]]]:
+        exact_answers: list[bool] = []
+        found: list[list[bool]] = [[] for _ in self.recipes]
+        if not self.sizes.needles:
+            return exact_answers, found
+        generator = torch.Generator().manual_seed(self.seed)
+        size = self.sizes.tokens - needles.QUESTION_TOKENS - len(self.text.start)
+        for start in _starts(len(self.text.ids), size, self.sizes.needles, self.seed + 1):
+            prompt = needles.plant(bytes(self.text.ids[start : start + size]), generator)
+            pairs = prefill(self.model, torch.tensor([[*self.text.start, *prompt.text]]))
+            exact_answers += needles.answers(self.model, prompt, partial(transformers_library().DynamicCache, pairs))
+            self._step()
+            for recipe, right in zip(self.recipes, found, strict=True):
+                right += needles.answers(self.model, prompt, partial(KvpackCache, packed_file(pairs, recipe, path)))
+                self._step()
+        return exact_answers, found
+
+    def _step(self) -> None:
+        self.done += 1
+        if self.progress:
+            self.progress(self.done, (self.sizes.windows + self.sizes.needles) * (1 + len(self.recipes)))
+
+
+def _make_folder(path: str) -> None:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WriteFailed(f"{path}: could not be made: {error.strerror}") from None
+
+
+def _write(report: dict[str, Any], folder: Path) -> None:
+    try:
+        (folder / "quality.json").write_text(json.dumps(report, indent=2) + "\n")
+        picture.draw(report, folder / "quality")
+    except OSError as error:
+        raise WriteFailed(f"{error.filename}: could not be written: {error.strerror}") from None

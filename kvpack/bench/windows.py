@@ -1,0 +1,188 @@
+"""One window of text: what the uncompressed model does in it, and what the model does over a packed file."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+
+import kvpack
+from kvpack.attention import attend
+from kvpack.integrations.transformers import KvpackCache, attention, no_mask
+
+if TYPE_CHECKING:
+    from kvpack.cache import Cache, Layer
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+QUERIES = 128
+"""The newest queries of a window, on which the attention's error is measured."""
+
+_ROWS = 64
+"""Positions whose distributions are compared at a time."""
+
+_RECORDED = "kvpack-recorded"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One layer's newest queries ``[1, q_head, token, dim]``, the exact output over them, and the options of attention."""
+
+    query: torch.Tensor
+    output: torch.Tensor
+    options: dict[str, Any]
+
+
+@dataclass
+class _Recorder:
+    """kvpack's attention function, which keeps what the last forward pass gave it and got."""
+
+    layers: dict[int, Seen] = field(default_factory=dict)
+
+    def __call__(
+        self, module: torch.nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        output, weights = attention(module, query, key, value, attention_mask, **options)
+        newest = output[:, -QUERIES:].transpose(1, 2).clone()
+        kept = {"scale": options.get("scaling")} | {name: options.get(name) for name in ("softcap", "sliding_window")}
+        self.layers[int(module.layer_idx)] = Seen(query[:, :, -QUERIES:].clone(), newest, kept)  # type: ignore[arg-type]
+        return output, weights
+
+
+_recorder = _Recorder()
+AttentionInterface.register(_RECORDED, _recorder)
+AttentionMaskInterface.register(_RECORDED, no_mask)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What the uncompressed model does in a window, the tensors in float32.
+
+    ``tokens`` is ``[1, prefix + score + 1]``; ``pairs`` holds (k, v) a layer of prefix + score tokens; ``log_probabilities``
+    is ``[score, vocabulary]`` and ``loss`` the mean of the negative ones of the tokens that follow.
+    """
+
+    tokens: torch.Tensor
+    prefix: int
+    pairs: Pairs
+    log_probabilities: torch.Tensor
+    loss: float
+    seen: dict[int, Seen]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one recipe does in a window; the errors are one number a layer."""
+
+    log_perplexity: float
+    kl_divergence: float
+    k_cosine: list[float]
+    v_cosine: list[float]
+    attention_error: list[float]
+    bytes: int
+    values: int
+    nominal_bits: float
+    encode_seconds: float
+    load_seconds: float
+
+
+def prefill(model: Any, tokens: torch.Tensor) -> Pairs:
+    """The (k, v) of every layer ``[1, kv_head, token, dim]`` float32 after ``tokens`` ``[1, token]``."""
+    cache = DynamicCache()
+    model.set_attn_implementation("kvpack")
+    with torch.inference_mode():
+        model.base_model(tokens, past_key_values=cache)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def read_exactly(model: Any, tokens: torch.Tensor, score: int) -> Exact:
+    """Read a window ``[1, prefix + score + 1]`` over the uncompressed cache; the last token is scored and not read."""
+    prefix = tokens.shape[1] - 1 - score
+    cache = DynamicCache(prefill(model, tokens[:, :prefix]))
+    model.set_attn_implementation(_RECORDED)
+    _recorder.layers.clear()
+    with torch.inference_mode():
+        logits = model(tokens[:, prefix:-1], past_key_values=cache).logits[0]
+        log_probabilities = functional.log_softmax(logits.float(), -1)
+    loss = functional.nll_loss(log_probabilities, tokens[0, prefix + 1 :]).item()
+    pairs = [(layer.keys, layer.values) for layer in cache.layers]
+    seen = dict(_recorder.layers)
+    _recorder.layers.clear()
+    return Exact(tokens, prefix, pairs, log_probabilities, loss, seen)
+
+
+def packed_file(pairs: Pairs, recipe: str, path: str) -> Cache:
+    """``pairs`` as models hold them, in bf16, packed, saved to ``path`` and loaded from it."""
+    kvpack.save(_pack(pairs, recipe), path)
+    return kvpack.load(path)
+
+
+def _pack(pairs: Pairs, recipe: str) -> Cache:
+    return kvpack.pack([(k.to(torch.bfloat16), v.to(torch.bfloat16)) for k, v in pairs], recipe)
+
+
+def measure(model: Any, exact: Exact, recipe: str, path: str) -> Measured:
+    """Pack the window's first part, save it to ``path``, load it, and read the rest over it.
+
+    The bytes are those of a file of the whole window, what was appended included.
+    """
+    first = [(k[:, :, : exact.prefix], v[:, :, : exact.prefix]) for k, v in exact.pairs]
+    started = time.perf_counter()
+    packed = _pack(first, recipe)
+    encoded = time.perf_counter()
+    kvpack.save(packed, path)
+    saved = time.perf_counter()
+    cache = kvpack.load(path)
+    loaded = time.perf_counter()
+    over = KvpackCache(cache)
+    model.set_attn_implementation("kvpack")
+    with torch.inference_mode():
+        logits = model(exact.tokens[:, exact.prefix : -1], past_key_values=over).logits[0]
+        log_probabilities = functional.log_softmax(logits.float(), -1)
+        errors = [_layer_errors(layer, exact, number) for number, layer in enumerate(cache)]
+    k_cosine, v_cosine, attention_error = (list(column) for column in zip(*errors, strict=True))
+    whole = over.packed
+    return Measured(
+        log_perplexity=functional.nll_loss(log_probabilities, exact.tokens[0, exact.prefix + 1 :]).item(),
+        kl_divergence=_divergence(exact.log_probabilities, log_probabilities),
+        k_cosine=k_cosine,
+        v_cosine=v_cosine,
+        attention_error=attention_error,
+        bytes=kvpack.save(whole, path),
+        values=whole.values,
+        nominal_bits=whole.nominal_bits,
+        encode_seconds=encoded - started,
+        load_seconds=loaded - saved,
+    )
+
+
+def _layer_errors(layer: Layer, exact: Exact, number: int) -> tuple[float, float, float]:
+    """The cosines of keys and values and the relative error of attention, of a layer whose input is exact."""
+    k, v = exact.pairs[number]
+    layer = layer.append(k[:, :, exact.prefix :], v[:, :, exact.prefix :])
+    packed_k, packed_v = layer.unpack(torch.float32)
+    assert packed_k is not None
+    assert packed_v is not None
+    seen = exact.seen[number]
+    output = attend(seen.query, layer, **seen.options)
+    error = float((output - seen.output).norm() / seen.output.norm())
+    return _cosine(k, packed_k), _cosine(v, packed_v), error
+
+
+def _cosine(x: torch.Tensor, y: torch.Tensor) -> float:
+    """The cosine between the vectors of two tensors, averaged over heads and tokens."""
+    return functional.cosine_similarity(x, y, dim=-1).mean().item()
+
+
+def _divergence(exact: torch.Tensor, found: torch.Tensor) -> float:
+    """KL(exact || found) in nats of log-probabilities ``[position, vocabulary]``, averaged over positions."""
+    total = 0.0
+    for first in range(0, len(exact), _ROWS):
+        p, q = exact[first : first + _ROWS].double(), found[first : first + _ROWS].double()
+        # The terms cancel to a millionth of themselves: hence float64.
+        total += functional.kl_div(q, p, reduction="sum", log_target=True).item()
+    return total / len(exact)

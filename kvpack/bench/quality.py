@@ -96,7 +96,7 @@ def run(
 
     ``out`` is a folder that gets the picture and the report. Two runs with one seed differ in the times alone, and in
     rounding where torch has another number of threads. Raises InvalidRecipe, InvalidParameter for sizes that do not fit,
-    MissingFile, WriteFailed, and and, for ``out``, KvpackError when matplotlib is not installed.
+    MissingFile, WriteFailed and, for ``out``, KvpackError when matplotlib is not installed.
     """
     for recipe in recipes:
         parse_recipe(recipe)
@@ -106,7 +106,7 @@ def run(
     with model_folder(model) as folder:
         network = load_model(folder)
         words = read_text(text, folder, vocabulary(network))
-        name = folder.name
+        name = folder.resolve().name
     sizes = _sizes(settings, words, getattr(network.config.get_text_config(), "max_position_embeddings", None))
     sample = torch.tensor([[*words.start, *words.ids[:_TWIN_SAMPLE]]])
     twin = None

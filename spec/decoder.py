@@ -1,0 +1,1486 @@
+"""A second decoder of kvpack 1, written from the text of this folder alone, in Python's standard library.
+
+It shares no code with the library and follows the pages section by section, so that a question about the text has an
+answer that runs. It is slow and keeps whole files in memory. ``python spec/decoder.py FILE`` describes a file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal, localcontext
+from functools import cache
+from itertools import pairwise
+from operator import mul
+from typing import Any, NoReturn
+
+
+class Refused(Exception):
+    """A file breaks a rule of the text: ``rule`` names the page and the section, ``detail`` says where and how."""
+
+    def __init__(self, rule: str, detail: str) -> None:
+        super().__init__(f"{rule}: {detail}")
+        self.rule = rule
+
+
+def refuse(rule: str, detail: str) -> NoReturn:
+    raise Refused(rule, detail)
+
+
+def require(holds: bool, rule: str, detail: str) -> None:
+    if not holds:
+        refuse(rule, detail)
+
+
+# README.md, Conventions ----------------------------------------------------------------------------------------------
+
+DTYPE_BYTES = {"U8": 1, "U16": 2, "F16": 2, "BF16": 2, "F32": 4}
+FORMATS = {"U16": "H", "F16": "e", "F32": "f"}
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def f32(x: float) -> float:
+    """``x`` correctly rounded to binary32.
+
+    Python computes in binary64, whose 53 bits are more than 2 * 24 + 1: rounding the sum, product or quotient of two
+    binary32 numbers once more gives what binary32 arithmetic gives.
+    """
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", x))[0])
+    except OverflowError:
+        return math.copysign(math.inf, x)
+
+
+def numbers(data: bytes, dtype: str) -> list[Any]:
+    """The numbers of a stored array: integers for ``U16``, floats otherwise."""
+    if dtype == "BF16":  # "the upper 16 bits of a binary32"
+        words = struct.unpack(f"<{len(data) // 2}H", data)
+        return list(struct.unpack(f"<{len(words)}f", struct.pack(f"<{len(words)}I", *(word << 16 for word in words))))
+    return list(struct.unpack(f"<{len(data) // DTYPE_BYTES[dtype]}{FORMATS[dtype]}", data))
+
+
+# README.md, Bit packing ----------------------------------------------------------------------------------------------
+
+MAX_BASE = 65536
+MAX_FIELDS = 128
+MAX_COLUMN_BYTES = 16
+MAX_COLUMN_VALUES = 2**53
+MAX_DIM = 1024
+
+
+def power_of_two_at_least(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def within_limits(bases: Sequence[int], fields: int) -> bool:
+    if not (min(bases) >= 2 and max(bases) <= MAX_BASE and 1 <= fields <= MAX_FIELDS):
+        return False
+    powers = all(base == power_of_two_at_least(base) for base in bases)
+    limit = 256**MAX_COLUMN_BYTES if powers else MAX_COLUMN_VALUES
+    return int(math.prod(bases) ** fields) <= limit
+
+
+@dataclass(frozen=True)
+class Columns:
+    """columns(n, [B0, B1, ...], F), with the alphabets of the digits; the numbers are within the limits."""
+
+    symbols: int
+    bases: tuple[int, ...]
+    fields: int
+    alphabets: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        return ceil_div(self.symbols, self.fields)
+
+    @property
+    def column_bytes(self) -> int:
+        return ceil_div((math.prod(self.bases) ** self.fields - 1).bit_length(), 8)
+
+    @property
+    def plane_words(self) -> list[int]:
+        """The words a row of every plane."""
+        return [self.width] * (self.column_bytes // 2) + [ceil_div(self.width, 2)] * (self.column_bytes % 2)
+
+    @property
+    def row_bytes(self) -> int:
+        return 2 * sum(self.plane_words)
+
+    def unpack(self, planes: Sequence[Sequence[int]], where: str) -> list[list[int]]:
+        """For each digit its ``symbols`` values, from the words of one row of each plane."""
+        rule = "README.md, Bit packing"
+        columns = []
+        for c in range(self.width):
+            data = b"".join(struct.pack("<H", plane[c]) for plane in planes[: self.column_bytes // 2])
+            if self.column_bytes % 2:  # step 6: columns(W, 256, 2)
+                half = ceil_div(self.width, 2)
+                data += bytes([planes[-1][c % half] >> 8 * (c // half) & 0xFF])
+            columns.append(int.from_bytes(data, "little"))
+        if self.column_bytes % 2 and self.width % 2:
+            require(planes[-1][-1] < 256, rule, f"{where}: the high byte of the last word is not zero")
+        digits = [[0] * self.symbols for _ in self.bases]
+        for c, column in enumerate(columns):
+            rest = column
+            for digit, base, alphabet in zip(digits, self.bases, self.alphabets, strict=True):
+                for k in range(self.fields):
+                    rest, value = divmod(rest, base)
+                    symbol = k * self.width + c
+                    if symbol < self.symbols:
+                        require(value < alphabet, rule, f"{where}: digit {value} of symbol {symbol} is not below {alphabet}")
+                        digit[symbol] = value
+                    else:
+                        require(value == 0, rule, f"{where}: field {k} of column {c} has no symbol and is {value}")
+            require(rest == 0, rule, f"{where}: column {c} has bits above its largest value")
+        return digits
+
+
+def default_fields(symbols: int, bases: tuple[int, ...]) -> int:
+    """Default F: "the one from 1 to n, within the limits, whose row takes the fewest bytes; among equals one ..."."""
+
+    def order(fields: int) -> tuple[int, bool, int, int]:
+        packing = Columns(symbols, bases, fields, bases)
+        return packing.row_bytes, packing.column_bytes < 2, packing.column_bytes, fields
+
+    return min((f for f in range(1, min(symbols, MAX_FIELDS) + 1) if within_limits(bases, f)), key=order)
+
+
+def default_row_bytes(symbols: int, *bases: int) -> int:
+    """The bytes a row of several streams of one digit each, each at its default F."""
+    return sum(Columns(symbols, (base,), default_fields(symbols, (base,)), (base,)).row_bytes for base in bases)
+
+
+# README.md, Generator ------------------------------------------------------------------------------------------------
+
+MASK = 2**64 - 1
+
+
+def words(seed: int) -> Iterator[int]:
+    """SplitMix64."""
+    state = seed
+    while True:
+        state = (state + 0x9E3779B97F4A7C15) & MASK
+        z = state
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+        yield z ^ z >> 31
+
+
+def signs(seed: int, count: int) -> list[int]:
+    source = words(seed)
+    bits = [word >> i & 1 for word in (next(source) for _ in range(ceil_div(count, 64))) for i in range(64)]
+    return [-1 if bit else 1 for bit in bits[:count]]
+
+
+def unit_quaternions(seed: int, count: int) -> list[tuple[float, float, float, float]]:
+    source = words(seed)
+
+    def symmetric_value() -> float:
+        return ((next(source) >> 11) - 2**52) / 2**52
+
+    def point_of_the_disc() -> tuple[float, float, float]:
+        while True:
+            x, y = symmetric_value(), symmetric_value()
+            q = x * x + y * y
+            if 0 < q < 1:
+                return x, y, q
+
+    quaternions = []
+    for _ in range(count):
+        a, b, q1 = point_of_the_disc()
+        c, d, q2 = point_of_the_disc()
+        t = math.sqrt((1 - q1) / q2)
+        quaternions.append((a, b, c * t, d * t))
+    return quaternions
+
+
+# README.md, Rotation -------------------------------------------------------------------------------------------------
+
+ROTATION_KINDS = ("none", "hadamard", "signed-hadamard")
+
+
+def factors(dim: int) -> tuple[int, int] | None:
+    """(2^k, m) with dim = 2^k * m and m of 1, 12, 20 and 28; None where there is no such pair."""
+    for m in (1, 12, 20, 28):
+        if dim % m == 0 and dim // m == power_of_two_at_least(dim // m):
+            return dim // m, m
+    return None
+
+
+def paley(m: int) -> list[list[int]]:
+    if m == 1:
+        return [[1]]
+    r = 13 if m == 28 else m - 1
+    squares = {a * a % r for a in range(1, r)}
+
+    def chi(a: int) -> int:
+        return 0 if a % r == 0 else 1 if a % r in squares else -1
+
+    if m == 28:  # Paley's second construction
+        c = [[0] + [1] * r] + [[1] + [chi(i - j) for j in range(r)] for i in range(r)]
+
+        def block(entry: int) -> list[list[int]]:
+            return [[entry, entry], [entry, -entry]] if entry else [[1, -1], [-1, -1]]
+
+        return [[block(entry)[a][b] for entry in row for b in range(2)] for row in c for a in range(2)]
+    return [[1] * m] + [[-1] + [1 if i == j else chi(i - j) for j in range(r)] for i in range(r)]
+
+
+@cache
+def hadamard_columns(dim: int) -> list[list[int]]:
+    order, m = factors(dim) or refuse("README.md, Rotation", f"there is no Hadamard matrix of order {dim} here")
+    p = paley(m)
+
+    def entry(row: int, column: int) -> int:
+        sylvester = -1 if (row // m & column // m).bit_count() % 2 else 1
+        return sylvester * p[row % m][column % m]
+
+    return [[entry(row, column) for row in range(dim)] for column in range(order * m)]
+
+
+@cache
+def cached_signs(seed: int, count: int) -> list[int]:
+    return signs(seed, count)
+
+
+def rotate_back(kind: str, seed: int, u: list[float]) -> list[float]:
+    """x_j = (s_j / sqrt(dim)) * sum over i of H_ij * u_i, in binary64, then rounded to binary32."""
+    if kind == "none":
+        return u
+    s = cached_signs(seed, len(u)) if kind == "signed-hadamard" else [1] * len(u)
+    factor = 1 / math.sqrt(len(u))
+    return [f32(sign * factor * sum(map(mul, column, u))) for sign, column in zip(s, hadamard_columns(len(u)), strict=True)]
+
+
+def rotated_tolerance(kind: str, u: list[float], tolerance: list[float]) -> list[float]:
+    """README.md, Conformance: that of the codec as a Euclidean norm of the head, plus that of the rotation."""
+    if kind == "none":
+        return tolerance
+    return [math.hypot(*tolerance) + 2.0**-18 * math.hypot(*u)] * len(u)
+
+
+# container.md, Limits ------------------------------------------------------------------------------------------------
+
+FORMAT = 1
+MAX_JSON_BYTES = 16_777_216
+MAX_HEADER_BYTES = 8_388_608
+MAX_CODECS = 4_096
+MAX_LAYERS = 4_096
+MAX_ENTRIES = 131_072
+MAX_BATCH = 65_536
+MAX_HEADS = 65_536
+MAX_TOKENS = 1_099_511_627_775
+MAX_NAMES = 256
+MAX_STRING_BYTES = 4_096
+MAX_BINARY_BYTES = 65_536
+MAX_WINDOW_BYTES = 8_388_608
+MAX_RATIO = 256
+MAX_DEPTH = 5
+
+
+# container.md, msgpack profile ---------------------------------------------------------------------------------------
+
+
+class Msgpack:
+    """One value in canonical msgpack. Forms that are not the shortest are refused, so nothing need be written again."""
+
+    RULE = "container.md, msgpack profile"
+    # First byte of a form, by type: (first byte, bytes of the number that follows), shortest first.
+    INTEGERS = ((0xCC, 1), (0xCD, 2), (0xCE, 4), (0xCF, 8))
+    STRINGS = ((0xD9, 1), (0xDA, 2), (0xDB, 4))
+    BINARIES = ((0xC4, 1), (0xC5, 2), (0xC6, 4))
+    ARRAYS = ((0xDC, 2), (0xDD, 4))
+    MAPS = ((0xDE, 2), (0xDF, 4))
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+
+    def take(self, count: int) -> bytes:
+        require(self.at + count <= len(self.data), self.RULE, f"the header ends within the value at byte {self.at}")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, first: int, forms: tuple[tuple[int, int], ...], below: int) -> int | None:
+        """The number after ``first`` when that is one of ``forms``; ``below`` is the least that no fixed form holds."""
+        for form, count in forms:
+            if first == form:
+                value = int.from_bytes(self.take(count), "big")
+                require(value >= below, self.RULE, f"the number at byte {self.at - count} is not in its shortest form")
+                return value
+            below = 256**count
+        return None
+
+    def value(self, depth: int = 0) -> Any:
+        require(depth <= MAX_DEPTH, self.RULE, f"the value at byte {self.at} is nested too deep")
+        first = self.take(1)[0]
+        if first < 0x80:
+            return first
+        if first == 0xC0:
+            return None
+        if (integer := self.number(first, self.INTEGERS, 0x80)) is not None:
+            return integer
+        length = first & 0x1F if first & 0xE0 == 0xA0 else self.number(first, self.STRINGS, 0x20)
+        if length is not None:
+            require(length <= MAX_STRING_BYTES, "container.md, Limits", f"a string has {length} bytes")
+            try:
+                return self.take(length).decode("utf-8")
+            except UnicodeDecodeError:
+                refuse(self.RULE, f"the string before byte {self.at} is not UTF-8")
+        length = self.number(first, self.BINARIES, 0)
+        if length is not None:
+            require(length <= MAX_BINARY_BYTES, "container.md, Limits", f"a binary value has {length} bytes")
+            return self.take(length)
+        length = first & 0x0F if first & 0xF0 == 0x90 else self.number(first, self.ARRAYS, 0x10)
+        if length is not None:
+            require(length <= MAX_ENTRIES, "container.md, Limits", f"an array has {length} entries")
+            return [self.value(depth + 1) for _ in range(length)]
+        length = first & 0x0F if first & 0xF0 == 0x80 else self.number(first, self.MAPS, 0x10)
+        if length is not None:
+            require(length <= MAX_NAMES, "container.md, Limits", f"a map has {length} entries")
+            return self.map(length, depth + 1)
+        refuse(self.RULE, f"the type of first byte 0x{first:02x} does not occur")
+
+    def map(self, length: int, depth: int) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        for _ in range(length):
+            key = self.value(depth)
+            require(isinstance(key, str), self.RULE, f"a key of a map is {key!r}, not a string")
+            require(key not in entries, self.RULE, f"the key {key!r} occurs twice in a map")
+            entries[key] = self.value(depth)
+        return entries
+
+
+def parse_msgpack(data: bytes) -> dict[str, Any]:
+    parser = Msgpack(data)
+    top = parser.value()
+    require(isinstance(top, dict), parser.RULE, "the header is not a map")
+    require(parser.at == len(data), parser.RULE, f"{len(data) - parser.at} bytes follow the map")
+    return dict(top)
+
+
+# container.md, Digests: "XXH3-128 with seed 0 ... in canonical form: 16 bytes, most significant first" ---------------
+
+PRIME32_1, PRIME32_2, PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+PRIME64_1, PRIME64_2, PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+PRIME64_4, PRIME64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+PRIME_MX1, PRIME_MX2 = 0x165667919E3779F9, 0x9FB21C651E98DF25
+SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+STRIPE, LANES = 64, 8
+STRIPES_PER_BLOCK = (len(SECRET) - STRIPE) // 8
+
+
+def word64(data: bytes, at: int) -> int:
+    return int.from_bytes(data[at : at + 8], "little")
+
+
+def word32(data: bytes, at: int) -> int:
+    return int.from_bytes(data[at : at + 4], "little")
+
+
+def swap_bytes(x: int, count: int) -> int:
+    return int.from_bytes(x.to_bytes(count, "little"), "big")
+
+
+def fold(a: int, b: int) -> int:
+    """The two halves of the 128-bit product, xored."""
+    product = a * b
+    return product & MASK ^ product >> 64
+
+
+def avalanche(x: int) -> int:
+    x = (x ^ x >> 37) * PRIME_MX1 & MASK
+    return x ^ x >> 32
+
+
+def avalanche_short(x: int) -> int:
+    x = (x ^ x >> 33) * PRIME64_2 & MASK
+    x = (x ^ x >> 29) * PRIME64_3 & MASK
+    return x ^ x >> 32
+
+
+def xxh3_128(data: bytes) -> bytes:
+    """XXH3-128 of ``data`` with seed 0, in canonical form."""
+    size = len(data)
+    if size > 240:
+        low, high = _xxh3_long(data)
+    elif size > 16:
+        low, high = _xxh3_middle(data)
+    elif size > 8:
+        low, high = _xxh3_9_to_16(data)
+    elif size > 3:
+        low, high = _xxh3_4_to_8(data)
+    elif size > 0:
+        low, high = _xxh3_1_to_3(data)
+    else:
+        low = avalanche_short(word64(SECRET, 64) ^ word64(SECRET, 72))
+        high = avalanche_short(word64(SECRET, 80) ^ word64(SECRET, 88))
+    return high.to_bytes(8, "big") + low.to_bytes(8, "big")
+
+
+def _xxh3_1_to_3(data: bytes) -> tuple[int, int]:
+    size = len(data)
+    combined = data[-1] | size << 8 | data[0] << 16 | data[size // 2] << 24
+    swapped = swap_bytes(combined, 4)
+    turned = (swapped << 13 | swapped >> 19) & 0xFFFFFFFF
+    low = word32(SECRET, 0) ^ word32(SECRET, 4) ^ combined
+    high = word32(SECRET, 8) ^ word32(SECRET, 12) ^ turned
+    return avalanche_short(low), avalanche_short(high)
+
+
+def _xxh3_4_to_8(data: bytes) -> tuple[int, int]:
+    size = len(data)
+    value = word64(SECRET, 16) ^ word64(SECRET, 24) ^ (word32(data, 0) | word32(data, size - 4) << 32)
+    product = value * (PRIME64_1 + (size << 2))
+    low, high = product & MASK, product >> 64 & MASK
+    high = high + (low << 1) & MASK
+    low ^= high >> 3
+    low = (low ^ low >> 35) * PRIME_MX2 & MASK
+    return low ^ low >> 28, avalanche(high)
+
+
+def _xxh3_9_to_16(data: bytes) -> tuple[int, int]:
+    size = len(data)
+    first, last = word64(data, 0), word64(data, size - 8)
+    product = (word64(SECRET, 32) ^ word64(SECRET, 40) ^ first ^ last) * PRIME64_1
+    other = word64(SECRET, 48) ^ word64(SECRET, 56) ^ last
+    low = (product & MASK) + (size - 1 << 54) & MASK
+    high = (product >> 64) + other + (other & 0xFFFFFFFF) * (PRIME32_2 - 1) & MASK
+    low ^= swap_bytes(high, 8)
+    product = (high << 64 | low) * PRIME64_2
+    return avalanche(product & MASK), avalanche(product >> 64 & MASK)
+
+
+def _xxh3_middle(data: bytes) -> tuple[int, int]:
+    size = len(data)
+    low, high = size * PRIME64_1 & MASK, 0
+
+    def mix(at: int, secret: int) -> int:
+        return fold(word64(data, at) ^ word64(SECRET, secret), word64(data, at + 8) ^ word64(SECRET, secret + 8))
+
+    def mix_two(at: int, other: int, secret: int) -> None:
+        nonlocal low, high
+        low = (low + mix(at, secret) & MASK) ^ (word64(data, other) + word64(data, other + 8) & MASK)
+        high = (high + mix(other, secret + 16) & MASK) ^ (word64(data, at) + word64(data, at + 8) & MASK)
+
+    if size <= 128:
+        for i in reversed(range((size - 1) // 32 + 1)):
+            mix_two(16 * i, size - 16 * i - 16, 32 * i)
+    else:
+        for i in range(4):
+            mix_two(32 * i, 32 * i + 16, 32 * i)
+        low, high = avalanche(low), avalanche(high)
+        for i in range(4, size // 32):
+            mix_two(32 * i, 32 * i + 16, 32 * (i - 4) + 3)
+        mix_two(size - 16, size - 32, 103)
+    ended = avalanche(low * PRIME64_1 + high * PRIME64_4 + size * PRIME64_2 & MASK)
+    return avalanche(low + high & MASK), -ended & MASK
+
+
+def _xxh3_long(data: bytes) -> tuple[int, int]:
+    size = len(data)
+    sums = [PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1]
+
+    def accumulate(at: int, secret: int) -> None:
+        stripe = struct.unpack_from("<8Q", data, at)
+        keys = struct.unpack_from("<8Q", SECRET, secret)
+        for i in range(LANES):
+            value = stripe[i] ^ keys[i]
+            sums[i ^ 1] = sums[i ^ 1] + stripe[i] & MASK
+            sums[i] = sums[i] + (value & 0xFFFFFFFF) * (value >> 32) & MASK
+
+    # All full stripes but the last bytes; a block of stripes ends in a scramble, unless it is the last one.
+    for n in range((size - 1) // STRIPE):
+        place = n % STRIPES_PER_BLOCK
+        if n and place == 0:
+            _scramble(sums)
+        accumulate(STRIPE * n, 8 * place)
+    if (size - 1) // STRIPE % STRIPES_PER_BLOCK == 0:
+        _scramble(sums)
+    accumulate(size - STRIPE, len(SECRET) - 71)
+
+    def merge(start: int, secret: int) -> int:
+        keys = struct.unpack_from("<8Q", SECRET, secret)
+        folds = (fold(sums[i] ^ keys[i], sums[i + 1] ^ keys[i + 1]) for i in range(0, LANES, 2))
+        return avalanche(start + sum(folds) & MASK)
+
+    return merge(size * PRIME64_1 & MASK, 11), merge(~(size * PRIME64_2) & MASK, len(SECRET) - 75)
+
+
+def _scramble(sums: list[int]) -> None:
+    keys = struct.unpack_from("<8Q", SECRET, len(SECRET) - STRIPE)
+    for i in range(LANES):
+        sums[i] = (sums[i] ^ sums[i] >> 47 ^ keys[i]) * PRIME32_1 & MASK
+
+
+# codecs/: what every codec's page defines ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NumberStream:
+    """An array of scales, norms or raw values: ``[batch, heads or 1, rows, *sizes]``, one row for ``tokens`` tokens."""
+
+    name: str
+    dtype: str
+    sizes: tuple[int, ...]
+    tokens: int = 1
+    per_head: bool = True
+    any_bits: bool = False
+
+
+Digits = Mapping[str, list[list[int]]]
+"""Of one token: for each code stream its digits, each a list with one integer a symbol."""
+Numbers = Mapping[str, list[float]]
+"""Of one token: for each number stream its row."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A codec with its parameters.
+
+    ``decode`` takes a token of one head to the coded frame; ``tolerance`` gives how far from the exact value every value
+    there may be, by the codec's page; ``check`` refuses what the page says beyond digits and numbers that are not finite.
+    """
+
+    id: str
+    dim: int
+    token_group: int
+    codes: Mapping[str, Columns]
+    numbers: Sequence[NumberStream]
+    decode: Callable[[Digits, Numbers], list[float]]
+    tolerance: Callable[[Digits, Numbers], list[float]]
+    check: Callable[[str, Digits, Numbers], None] = lambda where, digits, numbers: None
+    rotation_kind: str = "none"
+    rotation_seed: int = 0
+
+
+SEEDS = range(2**64)
+HALF_OR_SINGLE = {"fp16": "F16", "fp32": "F32"}
+RAW_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+
+
+def take_parameters(entry: Mapping[str, Any], ranges: Mapping[str, Any]) -> list[Any]:
+    """The parameters in the page's order, each within its range: a range of integers, the strings allowed, or a type."""
+    rule = f"codecs/{entry['id']}.md, Parameters and ranges"
+    require(list(entry) == ["id", *ranges], rule, f"the keys are {list(entry)}, not {['id', *ranges]}")
+    for name, allowed in ranges.items():
+        value = entry[name]
+        if isinstance(allowed, type):
+            require(isinstance(value, allowed), rule, f"{name} is {value!r}")
+        elif isinstance(allowed, range):
+            require(isinstance(value, int) and value in allowed, rule, f"{name} is {value!r}")
+        else:
+            require(isinstance(value, str) and value in allowed, rule, f"{name} is {value!r}")
+    return [entry[name] for name in ranges]
+
+
+def check_rotation(kind: str, dim: int) -> None:
+    require(kind == "none" or factors(dim) is not None, "README.md, Rotation", f"{kind} has no head dim {dim}")
+
+
+def packings(
+    codec_id: str, fields: Mapping[str, Any], symbols: int, streams: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+) -> dict[str, Columns]:
+    """The packing of every code stream, from its bases and alphabets and the F of the header."""
+    rule = f"codecs/{codec_id}.md, Parameters and ranges"
+    require(list(fields) == list(streams), rule, f"fields names {list(fields)}, not {list(streams)}")
+    made = {}
+    for name, (bases, alphabets) in streams.items():
+        count = fields[name]
+        require(isinstance(count, int), rule, f"fields of {name} is {count!r}")
+        require(within_limits(bases, count), "README.md, Bit packing", f"{name} with bases {bases} has {count} fields a column")
+        made[name] = Columns(symbols, bases, count, alphabets)
+    return made
+
+
+def one_digit(base: int, alphabet: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (base,), (alphabet or base,)
+
+
+# codecs/raw.md -------------------------------------------------------------------------------------------------------
+
+
+def raw(entry: Mapping[str, Any]) -> Codec:
+    dim, dtype = take_parameters(entry, {"dim": range(1, MAX_DIM + 1), "dtype": RAW_DTYPES})
+    values = NumberStream("values", RAW_DTYPES[dtype], (dim,), any_bits=True)
+    return Codec("raw", dim, 1, {}, [values], lambda _, row: row["values"], lambda _, row: [0.0] * dim)
+
+
+# codecs/group.md -----------------------------------------------------------------------------------------------------
+
+
+def group(entry: Mapping[str, Any]) -> Codec:
+    dim, bits, axis, size, rotation_kind, seed, token_scale, fields = take_parameters(
+        entry,
+        {
+            "dim": range(1, MAX_DIM + 1),
+            "bits": range(1, 9),
+            "axis": ("token", "channel"),
+            "size": range(16, 129),
+            "rotation_kind": ROTATION_KINDS,
+            "seed": SEEDS,
+            "token_scale": ("none", *HALF_OR_SINGLE),
+            "fields": dict,
+        },
+    )
+    require(size in (16, 32, 64, 128), "codecs/group.md, Parameters and ranges", f"size is {size}")
+    check_rotation(rotation_kind, dim)
+    codes = packings("group", fields, dim, {"codes": one_digit(2**bits)})
+    by_token = axis == "token"
+    scales = NumberStream("scales", "F16", (dim, 2) if by_token else (ceil_div(dim, size), 2), size if by_token else 1)
+    streams = [scales]
+    if token_scale != "none":
+        streams.append(NumberStream("token_scale", HALF_OR_SINGLE[token_scale], (), per_head=False))
+
+    def decode(digits: Digits, row: Numbers) -> list[float]:
+        m = (2**bits - 1) / 2
+        u = []
+        for j, c in enumerate(digits["codes"][0]):
+            at = j if by_token else j // size
+            scale, centre = row["scales"][2 * at : 2 * at + 2]
+            value = f32((c - m) * scale + centre)
+            u.append(value if token_scale == "none" else f32(value * row["token_scale"][0]))
+        return u
+
+    def tolerance(digits: Digits, row: Numbers) -> list[float]:
+        return [0.0] * dim
+
+    token_group = size if by_token else 1
+    return Codec("group", dim, token_group, codes, streams, decode, tolerance, rotation_kind=rotation_kind, rotation_seed=seed)
+
+
+# codecs/octahedral.md ------------------------------------------------------------------------------------------------
+
+
+def ascending_table(rule: str, name: str, data: bytes, length: int, highest: float) -> list[float]:
+    require(len(data) == 4 * length, rule, f"{name} has {len(data)} bytes, not {4 * length}")
+    values: list[float] = numbers(data, "F32")
+    require(all(0 <= value <= highest for value in values), rule, f"a value of {name} is not in [0, {highest}]")
+    require(all(a < b for a, b in pairwise(values)), rule, f"{name} does not ascend strictly")
+    return values
+
+
+def octahedral(entry: Mapping[str, Any]) -> Codec:
+    rule = "codecs/octahedral.md, Parameters and ranges"
+    dim, b_dir, b_norm, arrangement, norm, rotation_kind, seed, direction_bytes, norm_bytes, fields = take_parameters(
+        entry,
+        {
+            "dim": range(4, MAX_DIM + 1),
+            "b_dir": range(1, 9),
+            "b_norm": range(9),
+            "arrangement": ("dense", "direct"),
+            "norm": HALF_OR_SINGLE,
+            "rotation_kind": ROTATION_KINDS,
+            "seed": SEEDS,
+            "direction_table": bytes,
+            "norm_table": bytes,
+            "fields": dict,
+        },
+    )
+    check_rotation(rotation_kind, dim)
+    levels = 2 ** (b_dir - 1)
+    direction_table = ascending_table(rule, "direction_table", direction_bytes, levels, 1.0)
+    norm_table = ascending_table(rule, "norm_table", norm_bytes, 2**b_norm, 1.0)
+    triplets = ceil_div(dim, 3)
+
+    with_index = 2 * (b_dir - 1) + b_norm in (1, 2, 4, 8, 16)
+    index_bits = 2 * (b_dir - 1) + (b_norm if with_index else 0)
+    sign_bits = 2 + (0 if with_index else b_norm)
+    merged = index_bits + sign_bits <= 8 or index_bits == 0
+    streams: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    if arrangement == "dense":
+        streams = {"index": one_digit(2**index_bits)} if index_bits else {}
+        streams["sign"] = one_digit(2**sign_bits)
+        symbols = triplets
+    else:
+        bases: tuple[int, ...] = (2 ** (index_bits + sign_bits),) if merged else (2**index_bits, 2**sign_bits)
+        streams = {"symbol": (bases, bases)}
+        symbols = ceil_div(triplets, 24) * 24
+
+    def index_and_sign(digits: Digits) -> tuple[list[int], list[int]]:
+        if arrangement == "dense":
+            return digits["index"][0] if index_bits else [0] * triplets, digits["sign"][0]
+        if merged:
+            symbol = digits["symbol"][0]
+            return [s % 2**index_bits for s in symbol], [s >> index_bits for s in symbol]
+        return digits["symbol"][0], digits["symbol"][1]
+
+    def check(where: str, digits: Digits, row: Numbers) -> None:
+        for digit in digits.get("symbol", []):
+            require(not any(digit[triplets:]), "codecs/octahedral.md, Layout", f"{where}: a triplet beyond the last is not zero")
+
+    def decode(digits: Digits, row: Numbers) -> list[float]:
+        u: list[float] = []
+        for index, sign in list(zip(*index_and_sign(digits), strict=True))[:triplets]:
+            magnitudes, n = (index % levels**2, index // levels**2) if with_index else (index, sign // 4)
+            direction = _octahedral_direction(direction_table[magnitudes % levels], direction_table[magnitudes // levels], sign)
+            u += [f32(f32(part * norm_table[n]) * row["norm"][0]) for part in direction]
+        return u[:dim]
+
+    def tolerance(digits: Digits, row: Numbers) -> list[float]:
+        return [2.0**-20 * abs(row["norm"][0])] * dim
+
+    codes = packings("octahedral", fields, symbols, streams)
+    norms = NumberStream("norm", HALF_OR_SINGLE[norm], ())
+    return Codec("octahedral", dim, 1, codes, [norms], decode, tolerance, check, rotation_kind, seed)
+
+
+def _octahedral_direction(xi: float, eta: float, sign: int) -> tuple[float, float, float]:
+    """Steps 1 to 4 of Decode."""
+    z = (1 - xi) - eta
+    x, y = (xi, eta) if z >= 0 else (1 - eta, 1 - xi)
+    length = math.sqrt(x * x + y * y + z * z)
+    x, y, z = f32(x / length), f32(y / length), f32(z / length)
+    return -x if sign & 1 else x, -y if sign & 2 else y, z
+
+
+# codecs/quaternion.md ------------------------------------------------------------------------------------------------
+
+UNITS = [
+    tuple((1.0 if p % 2 == 0 else -1.0) if part == p // 2 else 0.0 for part in range(4))
+    if p < 8
+    else tuple(-0.5 if p - 8 >> part & 1 else 0.5 for part in range(4))
+    for p in range(24)
+]
+
+
+def odd_part(n: int) -> tuple[int, int]:
+    """(k, m) with n = 2^k * m and m odd."""
+    k = (n & -n).bit_length() - 1
+    return k, n >> k
+
+
+@cache
+def secondary_quaternions(seed: int, count: int) -> list[tuple[float, ...]]:
+    return [tuple(map(f32, quaternion)) for quaternion in unit_quaternions(seed, count)]
+
+
+def hamilton_product(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    a, b, c, d = left
+    w, x, y, z = right
+    product = (
+        a * w - b * x - c * y - d * z,
+        a * x + b * w + c * z - d * y,
+        a * y - b * z + c * w + d * x,
+        a * z + b * y - c * x + d * w,
+    )
+    return [f32(part) for part in product]
+
+
+def quaternion(entry: Mapping[str, Any]) -> Codec:
+    dim, secondary, radius_bits, arrangement, norm, rotation_kind, seed, rotation_seed, fields = take_parameters(
+        entry,
+        {
+            "dim": range(1, MAX_DIM + 1),
+            "secondary": range(1, 4097),
+            "radius_bits": range(1, 9),
+            "arrangement": ("dense", "direct"),
+            "norm": HALF_OR_SINGLE,
+            "rotation_kind": ROTATION_KINDS,
+            "seed": SEEDS,
+            "rotation_seed": SEEDS,
+            "fields": dict,
+        },
+    )
+    if arrangement == "direct":
+        require(secondary <= 2730, "codecs/quaternion.md, Parameters and ranges", f"secondary is {secondary}, but direct")
+    check_rotation(rotation_kind, dim)
+    chunks = ceil_div(dim, 4)
+    codewords = 24 * secondary
+    k, m = odd_part(codewords)
+    split = codewords > MAX_BASE or default_row_bytes(chunks, 2**k, m) < default_row_bytes(chunks, codewords)
+    streams: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    if arrangement == "direct":
+        streams = {"symbol": ((power_of_two_at_least(codewords), 2**radius_bits), (codewords, 2**radius_bits))}
+    else:
+        streams = {"codeword_low": one_digit(2**k), "codeword_high": one_digit(m)} if split else {"codeword": one_digit(codewords)}
+        streams["radius"] = one_digit(2**radius_bits)
+
+    def codes_of(digits: Digits) -> tuple[list[int], list[int]]:
+        if arrangement == "direct":
+            return digits["symbol"][0], digits["symbol"][1]
+        if split:
+            pairs = zip(digits["codeword_high"][0], digits["codeword_low"][0], strict=True)
+            return [high * 2**k + low for high, low in pairs], digits["radius"][0]
+        return digits["codeword"][0], digits["radius"][0]
+
+    def decode(digits: Digits, row: Numbers) -> list[float]:
+        u: list[float] = []
+        unit_radius = f32(row["scale"][0] / (2**radius_bits - 1))
+        for g, c in zip(*codes_of(digits), strict=True):
+            r = f32(c * unit_radius)
+            u += [f32(r * part) for part in hamilton_product(UNITS[g % 24], secondary_quaternions(seed, secondary)[g // 24])]
+        return u[:dim]
+
+    def tolerance(digits: Digits, row: Numbers) -> list[float]:
+        return [2.0**-22 * abs(value) + 2.0**-118 for value in decode(digits, row)]
+
+    scales = NumberStream("scale", HALF_OR_SINGLE[norm], ())
+    codes = packings("quaternion", fields, chunks, streams)
+    return Codec("quaternion", dim, 1, codes, [scales], decode, tolerance, rotation_kind=rotation_kind, rotation_seed=rotation_seed)
+
+
+# codecs/angle.md -----------------------------------------------------------------------------------------------------
+
+PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
+
+
+def nearest_f32(x: Decimal) -> float:
+    """``x`` correctly rounded to binary32, not by way of binary64; what is below 10^-40 is a zero."""
+    guess = f32(float(x))
+    if abs(x) < Decimal("1e-40"):
+        return 0.0
+    (bits,) = struct.unpack("<I", struct.pack("<f", guess))
+    near = struct.unpack("<3f", struct.pack("<3I", bits - 1, bits, bits + 1))
+    return float(min(near, key=lambda y: abs(Decimal(y) - x)))
+
+
+def cosine_and_sine(theta: Decimal) -> tuple[float, float]:
+    """Both of an angle in [0, 2 pi), correctly rounded to binary32, from their power series to 50 digits."""
+    with localcontext() as context:
+        context.prec = 60
+        sums, term, n = [Decimal(0), Decimal(0)], Decimal(1), 0
+        while abs(term) > Decimal("1e-50"):
+            sums[n % 2] += term if n % 4 < 2 else -term
+            n += 1
+            term = term * theta / n
+        return nearest_f32(sums[0]), nearest_f32(sums[1])
+
+
+@cache
+def bin_direction(k: int, bins: int) -> tuple[float, float]:
+    """(cos, sin) of 2 pi (k + 1/2) / bins."""
+    with localcontext() as context:
+        context.prec = 60
+        theta = PI * (2 * k + 1) / bins
+    return cosine_and_sine(theta)
+
+
+def angle(entry: Mapping[str, Any]) -> Codec:
+    rule = "codecs/angle.md, Parameters and ranges"
+    dim, bins, norm, norm_bits, arrangement, range_dtype, rotation_kind, seed, fields = take_parameters(
+        entry,
+        {
+            "dim": range(2, MAX_DIM + 1, 2),
+            "bins": range(2, MAX_BASE + 1),
+            "norm": ("fp32", "linear", "log"),
+            "norm_bits": range(9),
+            "arrangement": ("dense", "direct"),
+            "range": HALF_OR_SINGLE,
+            "rotation_kind": ROTATION_KINDS,
+            "seed": SEEDS,
+            "fields": dict,
+        },
+    )
+    coded = norm != "fp32"
+    require((norm_bits > 0) == coded, rule, f"norm_bits is {norm_bits} with norm {norm}")
+    require(coded or (arrangement, range_dtype) == ("dense", "fp16"), rule, f"{arrangement} and range {range_dtype} with fp32 norms")
+    check_rotation(rotation_kind, dim)
+    pairs = dim // 2
+    k, m = odd_part(bins)
+    rounded = power_of_two_at_least(bins)
+    choices = [(default_row_bytes(pairs, rounded), "rounded")]
+    if k > 0 and m > 1:
+        choices.append((default_row_bytes(pairs, 2**k, m), "split"))
+    choices.append((default_row_bytes(pairs, bins), "exact"))
+    base = min(choices, key=lambda choice: choice[0])[1]
+    streams: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    if arrangement == "direct":
+        streams = {"symbol": ((rounded, 2**norm_bits), (bins, 2**norm_bits))}
+    else:
+        if base == "split":
+            streams = {"angle_low": one_digit(2**k), "angle_high": one_digit(m)}
+        else:
+            streams = {"angle": one_digit(rounded if base == "rounded" else bins, bins)}
+        if coded:
+            streams["norm_codes"] = one_digit(2**norm_bits)
+    stored = NumberStream("range", HALF_OR_SINGLE[range_dtype], (2,)) if coded else NumberStream("norm", "F32", (pairs,))
+
+    def bins_of(digits: Digits) -> list[int]:
+        if arrangement == "direct":
+            return digits["symbol"][0]
+        if base == "split":
+            return [high * 2**k + low for high, low in zip(digits["angle_high"][0], digits["angle_low"][0], strict=True)]
+        return digits["angle"][0]
+
+    def norm_codes(digits: Digits) -> list[int]:
+        return digits["symbol"][1] if arrangement == "direct" else digits["norm_codes"][0]
+
+    def norms_of(digits: Digits, row: Numbers) -> list[float]:
+        if not coded:
+            return row["norm"]
+        step, minimum = row["range"]
+        sums = [f32(minimum + f32(step * c)) for c in norm_codes(digits)]
+        return sums if norm == "linear" else [f32(2.0**e) if e < 128 else math.inf for e in sums]
+
+    def tolerance(digits: Digits, row: Numbers) -> list[float]:
+        if not coded:
+            return [2.0**-22 * abs(r) + 2.0**-118 for r in row["norm"] for _ in range(2)]
+        step, minimum = row["range"]
+        products = [abs(step) * c for c in norm_codes(digits)]
+        if norm == "linear":
+            return [2.0**-21 * (abs(minimum) + product) + 2.0**-118 for product in products for _ in range(2)]
+        relative = [2.0**-17 + 2.0**-24 * product for product in products]
+        return [share * r + 2.0**-118 for share, r in zip(relative, norms_of(digits, row), strict=True) for _ in range(2)]
+
+    def decode(digits: Digits, row: Numbers) -> list[float]:
+        points = zip(norms_of(digits, row), bins_of(digits), strict=True)
+        return [f32(r * part) for r, number in points for part in bin_direction(number, bins)]
+
+    codes = packings("angle", fields, pairs, streams)
+    return Codec("angle", dim, 1, codes, [stored], decode, tolerance, rotation_kind=rotation_kind, rotation_seed=seed)
+
+
+# codecs/scalar.md ----------------------------------------------------------------------------------------------------
+
+
+def scalar(entry: Mapping[str, Any]) -> Codec:
+    rule = "codecs/scalar.md, Parameters and ranges"
+    dim, bits, bits_high, high_channels, norm, rotation_kind, seed, table_bytes, high_table_bytes, fields = take_parameters(
+        entry,
+        {
+            "dim": range(2, MAX_DIM + 1),
+            "bits": range(1, 9),
+            "bits_high": range(9),
+            "high_channels": bytes,
+            "norm": HALF_OR_SINGLE,
+            "rotation_kind": ROTATION_KINDS,
+            "seed": SEEDS,
+            "magnitude_table": bytes,
+            "high_magnitude_table": bytes,
+            "fields": dict,
+        },
+    )
+    check_rotation(rotation_kind, dim)
+    require(bits_high == 0 or bits_high > bits, rule, f"bits_high is {bits_high} with {bits} bits")
+    flags = int.from_bytes(high_channels, "little")
+    require(len(high_channels) == (ceil_div(dim, 8) if bits_high else 0), rule, f"high_channels has {len(high_channels)} bytes")
+    require(flags >> dim == 0, rule, "high_channels sets a bit beyond the channels")
+    high = [bool(flags >> c & 1) for c in range(dim)]
+    require(bits_high == 0 or 0 < sum(high) < dim, rule, f"high_channels sets {sum(high)} of {dim} channels")
+    tables = [
+        ascending_table(rule, "magnitude_table", table_bytes, 2 ** (bits - 1), 1.0),
+        ascending_table(rule, "high_magnitude_table", high_table_bytes, 2 ** (bits_high - 1) if bits_high else 0, 1.0),
+    ]
+    codes = packings("scalar", {"codes": fields.get("codes")}, dim - sum(high), {"codes": one_digit(2**bits)})
+    if bits_high:
+        codes |= packings("scalar", {"codes_high": fields.get("codes_high")}, sum(high), {"codes_high": one_digit(2**bits_high)})
+    require(list(fields) == list(codes), rule, f"fields names {list(fields)}, not {list(codes)}")
+
+    def decode(digits: Digits, row: Numbers) -> list[float]:
+        u = []
+        places = [0, 0]
+        for of_high in high:
+            s = digits["codes_high" if of_high else "codes"][0][places[of_high]]
+            places[of_high] += 1
+            negative, level = divmod(s, len(tables[of_high]))
+            magnitude = tables[of_high][level]
+            u.append(f32((-magnitude if negative else magnitude) * row["norm"][0]))
+        return u
+
+    def tolerance(digits: Digits, row: Numbers) -> list[float]:
+        return [2.0**-20 * abs(row["norm"][0]) + 2.0**-126] * dim
+
+    stored = NumberStream("norm", HALF_OR_SINGLE[norm], ())
+    return Codec("scalar", dim, 1, codes, [stored], decode, tolerance, rotation_kind=rotation_kind, rotation_seed=seed)
+
+
+# codecs/polar.md -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def angle_direction(psi: float) -> tuple[float, float]:
+    return cosine_and_sine(Decimal(psi))
+
+
+def polar(entry: Mapping[str, Any]) -> Codec:
+    rule = "codecs/polar.md, Parameters and ranges"
+    dim, dotted, norm, rotation_kind, seed, table_bytes, fields = take_parameters(
+        entry,
+        {
+            "dim": range(2, MAX_DIM + 1, 2),
+            "bits": str,
+            "norm": HALF_OR_SINGLE,
+            "rotation_kind": ROTATION_KINDS,
+            "seed": SEEDS,
+            "angle_table": bytes,
+            "fields": dict,
+        },
+    )
+    require(re.fullmatch(r"[1-8](\.[1-8])*", dotted) is not None, rule, f"bits is {dotted!r}")
+    bits = [0, *map(int, dotted.split("."))]
+    levels = len(bits) - 1
+    require(2 ** (levels - 1) < dim, rule, f"bits has {levels} levels for {dim} channels")
+    check_rotation(rotation_kind, dim)
+    radii = [ceil_div(dim, 2**level) for level in range(levels + 1)]
+    pairs = [0] + [radii[level - 1] // 2 for level in range(1, levels + 1)]
+
+    def unequal(level: int) -> bool:
+        """Whether the last pair of ``level`` has a second radius of fewer channels than the first."""
+        of_equal_pairs: int = pairs[level] << level
+        return bool(of_equal_pairs > dim)
+
+    # Tables: per level, the directions of equal pairs and those of the unequal one.
+    directions: list[tuple[list[tuple[float, float]], list[tuple[float, float]]]] = [([], [])]
+    directions.append(([bin_direction(code, 2 ** bits[1]) for code in range(2 ** bits[1])], []))
+    at = 0
+    for level in range(2, levels + 1):
+        tables = []
+        for present in (pairs[level] > unequal(level), unequal(level)):
+            size = 4 * 2 ** bits[level] if present else 0
+            psi = ascending_table(rule, "angle_table", table_bytes[at : at + size], size // 4, math.pi / 2)
+            tables.append([angle_direction(value) for value in psi])
+            at += size
+        directions.append((tables[0], tables[1]))
+    require(at == len(table_bytes), rule, f"angle_table has {len(table_bytes)} bytes, not {at}")
+
+    # Streams: consecutive levels of equal bits share one.
+    first_level: dict[str, list[int]] = {}
+    for level in range(1, levels + 1):
+        if bits[level] != bits[level - 1]:
+            name = f"angles{level}"
+            first_level[name] = []
+        first_level[name].append(level)
+    codes: dict[str, Columns] = {}
+    require(list(fields) == list(first_level), rule, f"fields names {list(fields)}, not {list(first_level)}")
+    for name, members in first_level.items():
+        symbols = sum(pairs[level] for level in members)
+        codes |= packings("polar", {name: fields[name]}, symbols, {name: one_digit(2 ** bits[members[0]])})
+
+    def decode(digits: Digits, row: Numbers) -> list[float]:
+        by_level: dict[int, list[int]] = {}
+        for name, members in first_level.items():
+            rest = digits[name][0]
+            for level in members:
+                by_level[level], rest = rest[: pairs[level]], rest[pairs[level] :]
+        rho = row["radius"]
+        for level in range(levels, 0, -1):
+            below: list[float] = []
+            for i, code in enumerate(by_level[level]):
+                odd = unequal(level) and i == pairs[level] - 1
+                c, s = directions[level][odd][code]
+                below += [f32(rho[i] * c), f32(rho[i] * s)]
+            rho = below + rho[pairs[level] :]
+        return rho
+
+    def tolerance(digits: Digits, row: Numbers) -> list[float]:
+        return [2.0**-19 * abs(row["radius"][channel // 2**levels]) + 2.0**-118 for channel in range(dim)]
+
+    stored = NumberStream("radius", HALF_OR_SINGLE[norm], (radii[levels],))
+    return Codec("polar", dim, 1, codes, [stored], decode, tolerance, rotation_kind=rotation_kind, rotation_seed=seed)
+
+
+CODECS: dict[str, Callable[[Mapping[str, Any]], Codec]] = {
+    "raw": raw,
+    "group": group,
+    "octahedral": octahedral,
+    "quaternion": quaternion,
+    "angle": angle,
+    "scalar": scalar,
+    "polar": polar,
+}
+
+
+# container.md, Fields ------------------------------------------------------------------------------------------------
+
+HEADER_KEYS = ["format", "required", "ignorable", "model", "recipe", "start", "codecs", "layers", "tensors"]
+SIDE_KEYS = ["codec", "batch", "heads", "runs", "tail", "tail_dtype", "window"]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    filter: str = "none"
+    stored_bytes: int = 0
+    digest: bytes = b""
+
+    @property
+    def bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
+
+
+@dataclass
+class Side:
+    """One side of a layer, and what ``read`` makes of its tensors.
+
+    ``digits`` holds the rows of every code stream, ``numbers`` every other stream; ``values`` are ``shape`` in C order, in the
+    original frame, and ``tolerances`` say how far from each another reader's value may be.
+    """
+
+    codec: Codec
+    batch: int
+    heads: int
+    runs: list[int]
+    tail: int
+    tail_dtype: str
+    window: int
+    digits: dict[str, list[list[list[int]]]] = field(default_factory=dict)
+    numbers: dict[str, list[float]] = field(default_factory=dict)
+    values: list[float] = field(default_factory=list)
+    tolerances: list[float] = field(default_factory=list)
+
+    @property
+    def packed(self) -> int:
+        return sum(self.runs)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads, self.packed + self.tail, self.codec.dim
+
+    def rows(self, stream: NumberStream) -> int:
+        """container.md, Runs and tail: a stream with one row for every g tokens starts a fresh row at each run."""
+        return sum(ceil_div(run, stream.tokens) for run in self.runs)
+
+    def tensors(self, prefix: str) -> list[Tensor]:
+        """The tensors that container.md and the codec's page give, in order, without what only the header says."""
+        made = []
+        for name, packing in self.codec.codes.items():
+            for plane, width in enumerate(packing.plane_words):
+                made.append(Tensor(f"{prefix}{name}.{plane}", "U16", (self.batch, self.heads, self.packed, width)))
+        for stream in self.codec.numbers:
+            heads = self.heads if stream.per_head else 1
+            made.append(Tensor(prefix + stream.name, stream.dtype, (self.batch, heads, self.rows(stream), *stream.sizes)))
+        if self.tail:
+            made.append(Tensor(f"{prefix}tail", RAW_DTYPES[self.tail_dtype], (self.batch, self.heads, self.tail, self.codec.dim)))
+        return made
+
+
+@dataclass
+class File:
+    """What a file holds."""
+
+    ignorable: dict[str, bytes]
+    model: dict[str, str]
+    recipe: str
+    start: int
+    codecs: list[Codec]
+    layers: list[dict[str, Side | None]]
+    tensors: list[Tensor]
+
+
+FIELDS = "container.md, Fields"
+LIMITS = "container.md, Limits"
+
+
+def take_keys(value: Any, keys: list[str], what: str) -> list[Any]:
+    found = list(value) if isinstance(value, dict) else type(value).__name__
+    require(found == keys, FIELDS, f"{what} has the keys {found}, not {keys}")
+    return list(value.values())
+
+
+def is_integer(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and low <= value <= high
+
+
+def take_names(value: Any, of: type, what: str) -> dict[str, Any]:
+    require(isinstance(value, dict) and all(isinstance(entry, of) for entry in value.values()), FIELDS, f"{what} has another type")
+    require(list(value) == sorted(value), Msgpack.RULE, f"the keys of {what} do not ascend")
+    return dict(value)
+
+
+def take_header(header: dict[str, Any]) -> File:
+    """container.md, Fields; ``format`` and ``required`` "before anything else"."""
+    require(is_integer(header.get("format"), FORMAT, FORMAT), FIELDS, f"format is {header.get('format')!r}")
+    required = header.get("required")
+    require(isinstance(required, list) and all(isinstance(name, str) for name in required), FIELDS, "required is no array of strings")
+    require(not required, "container.md, Header tensor", f"unknown required features {required}")
+    _, _, ignorable, model, recipe, start, codecs, layers, tensors = take_keys(header, HEADER_KEYS, "the header")
+    ignorable, model = take_names(ignorable, bytes, "ignorable"), take_names(model, str, "model")
+    require(isinstance(recipe, str), FIELDS, "recipe is no string")
+    require(is_integer(start, 0, MAX_TOKENS), FIELDS, f"start is {start!r}")
+    require(isinstance(codecs, list) and len(codecs) <= MAX_CODECS, LIMITS, "codecs")
+    require(isinstance(layers, list) and len(layers) <= MAX_LAYERS, LIMITS, "layers")
+    made = [take_codec(entry, f"codec {number}") for number, entry in enumerate(codecs)]
+    file = File(ignorable, model, recipe, start, made, [], [])
+    for number, layer in enumerate(layers):
+        sides = take_keys(layer, ["k", "v"], f"layer {number}")
+        k, v = (None if side is None else take_side(side, made, f"layer {number}") for side in sides)
+        if k and v:
+            require((k.batch, k.shape[2]) == (v.batch, v.shape[2]), FIELDS, f"layer {number}: k and v differ in batch or tokens")
+        file.layers.append({"k": k, "v": v})
+    expected = [
+        tensor
+        for number, layer in enumerate(file.layers)
+        for name, side in layer.items()
+        if side
+        for tensor in side.tensors(f"{number}.{name}.")
+    ]
+    require(isinstance(tensors, list) and len(tensors) == len(expected), FIELDS, f"tensors has not {len(expected)} entries")
+    file.tensors = [take_tensor(entry, tensor) for entry, tensor in zip(tensors, expected, strict=True)]
+    return file
+
+
+def take_codec(entry: Any, what: str) -> Codec:
+    require(isinstance(entry, dict) and isinstance(entry.get("id"), str), FIELDS, f"{what} has no id")
+    require(entry["id"] in CODECS, FIELDS, f"{what} has the unknown id {entry['id']!r}")
+    return CODECS[entry["id"]](entry)
+
+
+def take_side(value: Any, codecs: list[Codec], what: str) -> Side:
+    number, batch, heads, runs, tail, tail_dtype, window = take_keys(value, SIDE_KEYS, f"a side of {what}")
+    require(is_integer(number, 0, len(codecs) - 1), FIELDS, f"{what}: there is no codec {number!r}")
+    codec = codecs[number]
+    require(is_integer(batch, 1, MAX_BATCH), FIELDS, f"{what}: batch is {batch!r}")
+    require(is_integer(heads, 1, MAX_HEADS), FIELDS, f"{what}: heads is {heads!r}")
+    require(isinstance(runs, list) and all(is_integer(run, 1, MAX_TOKENS) for run in runs), FIELDS, f"{what}: runs")
+    require(is_integer(tail, 0, MAX_TOKENS), FIELDS, f"{what}: tail is {tail!r}")
+    require(sum(runs) + tail <= MAX_TOKENS, LIMITS, f"{what}: {sum(runs) + tail} tokens")
+    require(isinstance(tail_dtype, str) and tail_dtype in RAW_DTYPES, FIELDS, f"{what}: tail_dtype is {tail_dtype!r}")
+    require(is_integer(window, 0, MAX_TOKENS), FIELDS, f"{what}: window is {window!r}")
+    require(window % codec.token_group == 0, FIELDS, f"{what}: window {window} is no multiple of the token group {codec.token_group}")
+    require(codec.token_group > 1 or len(runs) <= 1, "container.md, Runs and tail", f"{what}: {len(runs)} runs of token group 1")
+    return Side(codec, batch, heads, runs, tail, tail_dtype, window)
+
+
+def take_tensor(entry: Any, expected: Tensor) -> Tensor:
+    require(isinstance(entry, list) and len(entry) == 6, FIELDS, f"the entry of tensor {expected.name} has not six places")
+    name, dtype, shape, filter_, stored_bytes, digest = entry
+    same = (name, dtype, shape) == (expected.name, expected.dtype, list(expected.shape))
+    require(same, FIELDS, f"tensor {expected.name} is listed as {name!r} {dtype!r} {shape!r}")
+    require(filter_ in ("none", "zstd"), FIELDS, f"the filter of {name} is {filter_!r}")
+    require(is_integer(stored_bytes, 0, 2**64 - 1), FIELDS, f"stored_bytes of {name} is {stored_bytes!r}")
+    require(isinstance(digest, bytes) and len(digest) == 16, FIELDS, f"the digest of {name} has not 16 bytes")
+    if filter_ == "none":
+        require(stored_bytes == expected.bytes, FIELDS, f"{name} takes {stored_bytes} bytes, not {expected.bytes}")
+    else:
+        require(expected.bytes <= MAX_RATIO * stored_bytes, LIMITS, f"{name} decodes to {expected.bytes} bytes from {stored_bytes}")
+    return Tensor(name, dtype, expected.shape, filter_, stored_bytes, digest)
+
+
+# container.md, JSON header -------------------------------------------------------------------------------------------
+
+JSON_START = b'{"__metadata__":{"format":"kvpack","kvpack":"'
+JSON_HEADER = re.compile(
+    re.escape(JSON_START.decode()) + r'1 ([0-9a-f]{32})"\},'
+    r'"kvpack\.header":\{"dtype":"U8","shape":\[([1-9][0-9]{0,18})\],"data_offsets":\[0,\2\]\}'
+)
+ALIGNMENT = 64
+BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor or pad lies in the data section; ``tensor`` is None for a pad."""
+
+    begin: int
+    end: int
+    tensor: Tensor | None
+
+
+def places(header_bytes: int, tensors: Sequence[Tensor]) -> list[Place]:
+    """container.md, Tensors and alignment."""
+    made, at = [], header_bytes
+    for tensor in tensors:
+        if at % ALIGNMENT:
+            made.append(Place(at, ceil_div(at, ALIGNMENT) * ALIGNMENT, None))
+            at = made[-1].end
+        made.append(Place(at, at + tensor.stored_bytes, tensor))
+        at += tensor.stored_bytes
+    return made
+
+
+def json_header(header: bytes, tensors: Sequence[Tensor]) -> bytes:
+    """The JSON header, a function of the tensor ``kvpack.header`` and of what it lists."""
+    parts = [JSON_START.decode() + f'{FORMAT} {xxh3_128(header).hex()}"}}']
+
+    def entry(name: str, dtype: str, shape: Sequence[int], begin: int, end: int) -> str:
+        return f',"{name}":{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":[{begin},{end}]}}'
+
+    parts.append(entry("kvpack.header", "U8", [len(header)], 0, len(header)))
+    pads = 0
+    for place in places(len(header), tensors):
+        size = place.end - place.begin
+        if place.tensor is None:
+            parts.append(entry(f"kvpack.pad.{pads}", "U8", [size], place.begin, place.end))
+            pads += 1
+        elif place.tensor.filter == "none":
+            parts.append(entry(place.tensor.name, place.tensor.dtype, place.tensor.shape, place.begin, place.end))
+        else:
+            parts.append(entry(place.tensor.name, "U8", [size], place.begin, place.end))
+    text = "".join(parts).encode("ascii") + b"}"
+    return text + b" " * (-(8 + len(text)) % BLOCK)
+
+
+# container.md, zstd: RFC 8878, Sec. 3.1.1 ----------------------------------------------------------------------------
+
+
+def check_frame(name: str, frame: bytes, content: int) -> None:
+    """One frame with a content size, without a dictionary, its window within the limit, nothing before or after it."""
+    rule = "container.md, zstd"
+
+    def take(at: int, count: int) -> int:
+        require(at + count <= len(frame), rule, f"{name}: the frame is cut off")
+        return int.from_bytes(frame[at : at + count], "little")
+
+    require(take(0, 4) == 0xFD2FB528, rule, f"{name}: no Zstandard frame")
+    descriptor = take(4, 1)
+    single_segment, checksum = descriptor >> 5 & 1, descriptor >> 2 & 1
+    require(descriptor & 0x08 == 0, rule, f"{name}: the reserved bit of the frame is set")
+    at, window = 5, None
+    if not single_segment:
+        exponent, mantissa = take(at, 1) >> 3, take(at, 1) & 7
+        window = (1 << 10 + exponent) * (8 + mantissa) // 8
+        at += 1
+    dictionary_bytes = (0, 1, 2, 4)[descriptor & 3]
+    require(take(at, dictionary_bytes) == 0, rule, f"{name}: the frame needs a dictionary")
+    at += dictionary_bytes
+    size_bytes = (single_segment, 2, 4, 8)[descriptor >> 6]
+    require(size_bytes > 0, rule, f"{name}: the frame has no content size")
+    size = take(at, size_bytes) + (256 if size_bytes == 2 else 0)
+    at += size_bytes
+    require(size == content, rule, f"{name}: the content has {size} bytes, not {content}")
+    window = size if window is None else window
+    require(window <= MAX_WINDOW_BYTES, rule, f"{name}: the window has {window} bytes")
+    last = 0
+    while not last:
+        block = take(at, 3)
+        last, kind, size = block & 1, block >> 1 & 3, block >> 3
+        require(kind < 3, rule, f"{name}: a block of the reserved type")
+        at += 3 + (1 if kind == 1 else size)
+    require(at + 4 * checksum == len(frame), rule, f"{name}: the frame does not end where the tensor ends")
+
+
+# container.md, Reading -----------------------------------------------------------------------------------------------
+
+Decompress = Callable[[bytes, int], bytes]
+"""Takes a Zstandard frame and the size of its content, and gives the content."""
+
+
+def read(data: bytes, decompress: Decompress | None = None) -> File:
+    """Check a whole file and decode it, in the order of container.md, Reading; raises ``Refused``."""
+    rule = "container.md, JSON header"
+    require(data[8 : 8 + len(JSON_START)] == JSON_START, rule, "this is no kvpack file")
+    major = re.match(rb'([1-9][0-9]{0,8})[ "]', data[8 + len(JSON_START) : 8 + len(JSON_START) + 10])
+    number = major[1] if major else refuse(rule, "there is no major number")
+    require(int(number) <= FORMAT, rule, f"a newer version wrote this file: its format is {int(number)}, known is {FORMAT}")
+
+    rule = "container.md, File"
+    length = int.from_bytes(data[:8], "little")
+    require(length <= MAX_JSON_BYTES, LIMITS, f"the JSON header has {length} bytes")
+    require((8 + length) % BLOCK == 0, rule, f"8 + {length} is no multiple of {BLOCK}")
+    require(8 + length <= len(data), rule, f"the JSON header has {length} bytes, and the file {len(data)}")
+
+    json, section = data[8 : 8 + length], memoryview(data)[8 + length :]
+    matched = JSON_HEADER.match(json.decode("latin-1"))
+    require(matched is not None, "container.md, JSON header", "it does not begin with the metadata and kvpack.header")
+    assert matched is not None
+    header_bytes = int(matched[2])
+    require(header_bytes <= MAX_HEADER_BYTES, LIMITS, f"kvpack.header has {header_bytes} bytes")
+    require(header_bytes <= len(section), rule, "the file ends within kvpack.header")
+    header = bytes(section[:header_bytes])
+    require(xxh3_128(header).hex() == matched[1], "container.md, Digests", "kvpack.header has another digest")
+
+    file = take_header(parse_msgpack(header))
+
+    require(json == json_header(header, file.tensors), "container.md, JSON header", "its bytes do not follow from kvpack.header")
+    laid = places(header_bytes, file.tensors)
+    end = laid[-1].end if laid else header_bytes
+    require(len(section) == end, rule, f"the data section has {len(section)} bytes, and its tensors {end}")
+
+    contents: dict[str, bytes] = {}
+    for place in laid:
+        stored = bytes(section[place.begin : place.end])
+        if place.tensor is None:
+            require(not any(stored), "container.md, Tensors and alignment", f"the pad at {place.begin} is not zero")
+        else:
+            contents[place.tensor.name] = take_content(place.tensor, stored, decompress)
+    for number_, layer in enumerate(file.layers):
+        for name, side in layer.items():
+            if side is not None:
+                decode_side(side, f"{number_}.{name}.", contents)
+    return file
+
+
+def take_content(tensor: Tensor, stored: bytes, decompress: Decompress | None) -> bytes:
+    require(xxh3_128(stored) == tensor.digest, "container.md, Digests", f"{tensor.name} has another digest")
+    if tensor.filter == "none":
+        return stored
+    check_frame(tensor.name, stored, tensor.bytes)
+    if decompress is None:
+        refuse("container.md, zstd", f"{tensor.name}: no decompressor was given, and the standard library of Python 3.11 has none")
+    content = decompress(stored, tensor.bytes)
+    require(len(content) == tensor.bytes, "container.md, zstd", f"{tensor.name}: {len(content)} bytes came out, not {tensor.bytes}")
+    return content
+
+
+def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes]) -> None:
+    """Step 9 of Reading: the rules of the codec, then its values; all tokens of a head, the packed ones before the tail."""
+    codec = side.codec
+    for name, packing in codec.codes.items():
+        widths = packing.plane_words
+        planes = [numbers(contents[f"{prefix}{name}.{plane}"], "U16") for plane in range(len(widths))]
+        side.digits[name] = [
+            packing.unpack([plane[row * w : (row + 1) * w] for plane, w in zip(planes, widths, strict=True)], f"{prefix}{name} row {row}")
+            for row in range(side.batch * side.heads * side.packed if side.packed else 0)
+        ]
+    for stream in codec.numbers:
+        values: list[float] = numbers(contents[prefix + stream.name], stream.dtype)
+        finite = stream.any_bits or all(map(math.isfinite, values))
+        require(finite, "README.md, Conformance", f"{prefix}{stream.name} holds a number that is not finite")
+        side.numbers[stream.name] = values
+    tail: list[float] = numbers(contents[f"{prefix}tail"], RAW_DTYPES[side.tail_dtype]) if side.tail else []
+    if side.shape[2] == 0:
+        return
+    tokens = [(number, token) for number, run in enumerate(side.runs) for token in range(run)]
+    for b in range(side.batch):
+        for h in range(side.heads):
+            head = b * side.heads + h
+            for t, (run, token) in enumerate(tokens):
+                digits = {name: rows[head * side.packed + t] for name, rows in side.digits.items()}
+                row = {stream.name: number_row(side, stream, b, h, run, token) for stream in codec.numbers}
+                codec.check(f"{prefix}* batch {b}, head {h}, token {t}", digits, row)
+                u, tolerance = codec.decode(digits, row), codec.tolerance(digits, row)
+                side.values += rotate_back(codec.rotation_kind, codec.rotation_seed, u)
+                side.tolerances += rotated_tolerance(codec.rotation_kind, u, tolerance)
+            size = side.tail * codec.dim
+            side.values += tail[head * size : (head + 1) * size]
+            side.tolerances += [0.0] * size
+
+
+def number_row(side: Side, stream: NumberStream, b: int, h: int, run: int, token: int) -> list[float]:
+    """The numbers of ``stream`` for token ``token``, counted from the start of run ``run``."""
+    row = sum(ceil_div(tokens, stream.tokens) for tokens in side.runs[:run]) + token // stream.tokens
+    if stream.per_head:
+        row += (b * side.heads + h) * side.rows(stream)
+    else:
+        row += b * side.rows(stream)
+    size = math.prod(stream.sizes)
+    return side.numbers[stream.name][row * size : (row + 1) * size]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print layers, codecs, shapes and the first values of the file that is named."""
+    if len(arguments) != 1:
+        print("usage: python spec/decoder.py FILE", file=sys.stderr)
+        return 2
+    try:
+        with open(arguments[0], "rb") as source:
+            file = read(source.read())
+    except (OSError, Refused) as error:
+        print(f"{arguments[0]}: {error}", file=sys.stderr)
+        return 1
+    print(f"{len(file.layers)} layers from position {file.start}, recipe {file.recipe!r}, model {file.model}")
+    for number, layer in enumerate(file.layers):
+        for name, side in layer.items():
+            if side is None:
+                print(f"{number}.{name}  absent")
+            else:
+                first = " ".join(f"{value:.9g}" for value in side.values[:6])
+                print(f"{number}.{name}  {side.codec.id}  {'x'.join(map(str, side.shape))}  {first}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,591 @@
+"""The library against the decoder of spec/decoder.py, which was written from the text alone: what either reads, both read alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import io
+import math
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import numpy
+import pytest
+import torch
+import xxhash
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvpack
+from kvpack import container
+from kvpack.cache import Cache, Layer, Page, Side
+from kvpack.encoding import TORCH_DTYPES
+from kvpack.formats import CODECS
+from kvpack.formats.columns import Columns
+from kvpack.formats.errors import KvpackError
+
+from caches import RECIPES, random_pairs  # isort: skip
+from golden_files import FOLDER, expected_path  # isort: skip
+from small_files import KINDS, small_file  # isort: skip
+from strategies import codecs, create, packings  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvpack.formats.base import Codec
+
+_PATH = Path(__file__).resolve().parents[1] / "spec" / "decoder.py"
+_SPEC = importlib.util.spec_from_file_location("spec_decoder", _PATH)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+decoder = importlib.util.module_from_spec(_SPEC)
+sys.modules["spec_decoder"] = decoder
+_SPEC.loader.exec_module(decoder)
+
+
+def decompress(frame: bytes, size: int) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+
+
+def verdict(data: bytes) -> tuple[str | None, str | None]:
+    """The rule by which the decoder refuses ``data``, and the class of the library's error; None where they accept it."""
+    rule = error = None
+    try:
+        decoder.read(data, decompress)
+    except decoder.Refused as refused:
+        rule = refused.rule
+    except zstandard.ZstdError:
+        rule = "container.md, zstd"
+    try:
+        container.open_bytes(data).verify()
+    except KvpackError as refused:
+        error = type(refused).__name__
+    return rule, error
+
+
+def refused_alike(data: bytes) -> bool:
+    """Whether both refuse ``data``; fails when only one does."""
+    rule, error = verdict(data)
+    assert (rule is None) == (error is None), f"the decoder: {rule}; the library: {error}"
+    return rule is not None
+
+
+def load(data: bytes, folder: Path) -> Cache:
+    path = folder / "file.kvpack"
+    path.write_bytes(data)
+    return kvpack.load(path)
+
+
+def saved(cache: Cache, folder: Path, **options: bool) -> bytes:
+    path = folder / "saved.kvpack"
+    kvpack.save(cache, path, **options)
+    return path.read_bytes()
+
+
+def assert_within(values: list[float], expected: list[float], tolerances: list[float]) -> None:
+    a, b, allowed = (numpy.array(x, numpy.float64) for x in (values, expected, tolerances))
+    assert a.shape == b.shape == allowed.shape
+    # What is not finite in a binary32 sum depends on its order; raw values are any bits.
+    exact = allowed == 0
+    assert ((a == b) | (numpy.isnan(a) & numpy.isnan(b)))[exact].all()
+    compared = numpy.isfinite(a) & numpy.isfinite(b) & ~exact
+    excess = numpy.abs(a[compared] - b[compared]) - allowed[compared]
+    assert not len(excess) or excess.max() <= 0, f"a value is {excess.max():.3g} beyond its tolerance"
+
+
+def assert_decoded_alike(data: bytes, folder: Path) -> Any:
+    """Both decode ``data`` to the same values, each within the tolerance of the text. Returns the decoder's file."""
+    file = decoder.read(data, decompress)
+    cache = load(data, folder)
+    assert (file.start, file.recipe, file.model) == (cache.start, cache.recipe, dict(cache.model))
+    for layer, expected in zip(file.layers, cache, strict=True):
+        assert [name for name, side in layer.items() if side] == list(expected.sides)
+        for name, side in expected.sides.items():
+            values = side.unpack(torch.float32)
+            assert layer[name].shape == values.shape
+            assert_within(layer[name].values, values.flatten().tolist(), layer[name].tolerances)
+    return file
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.kvpack")))
+def test_a_golden_file_decodes_to_the_stored_values(name: str) -> None:
+    file = decoder.read((FOLDER / f"{name}.kvpack").read_bytes())
+    expected = numpy.fromfile(expected_path(name), "<f4").tolist()
+    sides = [side for layer in file.layers for side in layer.values() if side]
+    assert_within([x for side in sides for x in side.values], expected, [x for side in sides for x in side.tolerances])
+
+
+def test_the_decoder_knows_every_codec_and_imports_the_standard_library_alone() -> None:
+    assert set(CODECS) <= set(decoder.CODECS)
+    lines = _PATH.read_text(encoding="utf-8").splitlines()
+    imported = {line.split()[1].split(".")[0] for line in lines if line.startswith(("import ", "from "))}
+    assert imported <= set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_file_of_a_recipe(recipe: str, tmp_path: Path) -> None:
+    pairs = random_pairs(2, 33, batch=2, heads=1, dims=(64, 80), seed=1)
+    cache = kvpack.pack(pairs, recipe, model={"name": "test"}, start=11)
+    assert_decoded_alike(saved(cache, tmp_path), tmp_path)
+
+
+def test_a_compressed_file(tmp_path: Path) -> None:
+    pairs = [(k.round(), v.round()) for k, v in random_pairs(1, 40)]
+    data = saved(kvpack.pack(pairs, "k=raw:dtype=fp32;v=group:b=2,g=32"), tmp_path, compress=True)
+    assert "zstd" in {tensor.filter for tensor in assert_decoded_alike(data, tmp_path).tensors}
+
+
+def test_logarithmic_norms_whose_terms_cancel_stay_within_the_tolerance() -> None:
+    codec = create("angle", 2, "k", n="4", norm="log8", range="fp32", rotation="none")
+    source = random.Random(3)
+    for _ in range(50):
+        step = float(numpy.float32(source.uniform(3, 3.9)))
+        minimum = float(numpy.float32(-255 * step + source.uniform(-3, 3)))
+        streams = codec.pack("angle", torch.zeros(1, 1, 1, 1, dtype=torch.int32))
+        streams |= codec.pack("norm_codes", torch.full((1, 1, 1, 1), 255, dtype=torch.int32))
+        streams["range"] = torch.tensor([[[[step, minimum]]]])
+        # The product and the sum are exact in binary64.
+        exact = [2.0 ** (minimum + step * 255) * part for part in decoder.bin_direction(0, 4)]
+        other = decoder.CODECS["angle"](codec.params())
+        row = {"angle": [[0]], "norm_codes": [[255]]}, {"range": [step, minimum]}
+        for values in (codec.decode_frame(streams).flatten().tolist(), other.decode(*row)):
+            assert_within(values, exact, other.tolerance(*row))
+
+
+def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: random.Random) -> list[torch.Tensor]:
+    """For each digit of ``packing`` any valid values, zeros from symbol ``used`` on."""
+    return [
+        torch.tensor([source.randrange(a) if i % packing.symbols < used else 0 for i in range(math.prod(rows) * packing.symbols)]).view(
+            *rows, packing.symbols
+        )
+        for a in packing.alphabets
+    ]
+
+
+def random_page(codec: Codec, batch: int, heads: int, tokens: int, source: random.Random) -> tuple[Page, dict[str, list[torch.Tensor]]]:
+    """A run of any valid digits, with numbers of either sign, and the digits."""
+    streams, digits = {}, {}
+    for name, packing in codec.packings().items():
+        used = -(-codec.dim // 3) if (codec.id, name) == ("octahedral", "symbol") else packing.symbols
+        digits[name] = random_digits(packing, used, (batch, heads, tokens), source)
+        streams |= codec.pack(name, *(digit.to(torch.int32) for digit in digits[name]))
+    for name, layout in codec.layout(batch, heads, tokens).items():
+        if name not in streams:
+            size = 0.1 if name == "range" else 1.0
+            numbers = torch.tensor([size * source.gauss(0, 1) for _ in range(math.prod(layout.shape))], dtype=torch.float32)
+            streams[name] = numbers.view(layout.shape).to(TORCH_DTYPES[layout.dtype])
+    return Page(codec, tokens, streams), digits
+
+
+@given(data=st.data(), seed=st.integers(0, 2**32))
+@settings(max_examples=60)
+def test_any_valid_digits_of_any_codec(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int) -> None:
+    codec = data.draw(codecs())
+    source = random.Random(seed)
+    batch, heads = source.randint(1, 2), source.randint(1, 2)
+    most = 2 if codec.token_group > 1 else 1
+    runs = [source.randint(1, 3 + codec.token_group) for _ in range(source.randint(0, most))]
+    made = [random_page(codec, batch, heads, run, source) for run in runs]
+    tail = torch.randn(batch, heads, source.randint(0, 2), codec.dim).to(torch.bfloat16)
+    cache = Cache((Layer(Side(codec, tuple(page for page, _ in made), tail, 0), None),), "test", {}, start=0)
+    folder = tmp_path_factory.mktemp("digits")
+    side = assert_decoded_alike(saved(cache, folder), folder).layers[0]["k"]
+    for name, rows in side.digits.items():
+        for number in range(len(codec.packings()[name].alphabets)):
+            expected = torch.cat([digits[name][number] for _, digits in made], 2).flatten(0, 2).tolist() if made else []
+            assert [row[number] for row in rows] == expected
+
+
+@given(packing=packings(), seed=st.integers(0, 2**32))
+def test_any_packing(packing: Columns, seed: int) -> None:
+    digits = random_digits(packing, packing.symbols, (2,), random.Random(seed))
+    planes = [plane.to(torch.int32).tolist() for plane in packing.pack([digit.to(torch.int32) for digit in digits])]
+    columns = decoder.Columns(packing.symbols, packing.bases, packing.fields, packing.alphabets)
+    assert columns.plane_words == list(packing.planes)
+    for row in range(2):
+        assert columns.unpack([plane[row] for plane in planes], "") == [digit[row].tolist() for digit in digits]
+
+
+def test_digests_around_every_branch_of_xxh3() -> None:
+    data = random.Random(0).randbytes(3000)
+    edges = [*range(0, 3000, 64), *range(1024, 3000, 1024)]
+    for length in {*range(260), *(edge + step for edge in edges for step in (-1, 0, 1) if edge + step >= 0), 3000}:
+        assert decoder.xxh3_128(data[:length]) == xxhash.xxh3_128_digest(data[:length]), length
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    data = bytearray((FOLDER / "group-2-bits.kvpack").read_bytes())
+    path = tmp_path / "file.kvpack"
+    path.write_bytes(data)
+    command = [sys.executable, str(_PATH), str(path)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert shown[1].split()[:3] == ["0.k", "group", "1x2x45x64"]
+    assert shown[2].split()[:3] == ["0.v", "group", "1x2x45x128"]
+    data[-1] ^= 1
+    path.write_bytes(data)
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "container.md, Digests: 0.v.tail" in refused.stderr
+
+
+# Damage ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flipped_lost_and_added_bytes_are_refused(kind: str) -> None:
+    data = small_file(kind)
+    source = random.Random(kind)
+    for at in sorted({*range(0, len(data), 29), *range(len(data) - 40, len(data)), *range(60)}):
+        damaged = bytearray(data)
+        damaged[at] ^= 1 << source.randrange(8)
+        assert refused_alike(bytes(damaged)), at
+    for length in {0, 7, 8, 60, 4095, 4096, 4100, len(data) - 64, len(data) - 1}:
+        assert refused_alike(data[:length]), length
+    assert refused_alike(data + b"\0")
+    assert not refused_alike(data)
+
+
+@dataclasses.dataclass
+class Parts:
+    """A file taken apart: the header as plain values and the stored bytes of every tensor, to be changed and joined again."""
+
+    header: dict[str, Any]
+    tensors: list[bytes]
+
+    @classmethod
+    def of(cls, data: bytes) -> Parts:
+        start = 8 + int.from_bytes(data[:8], "little")
+        unpacker = msgpack.Unpacker(io.BytesIO(data[start:]))
+        header = unpacker.unpack()
+        at = unpacker.tell()
+        tensors = []
+        for row in header["tensors"]:
+            at += -at % 64
+            tensors.append(data[start + at : start + at + row[4]])
+            at += row[4]
+        return cls(header, tensors)
+
+    def joined(self, packed: bytes | None = None) -> bytes:
+        """The file, all lengths and digests right; ``packed`` replaces the bytes of the header tensor."""
+        for row, stored in zip(self.header["tensors"], self.tensors, strict=True):
+            row[4:] = [len(stored), xxhash.xxh3_128_digest(stored)]
+        packed = msgpack.packb(self.header) if packed is None else packed
+        rows = [decoder.Tensor(row[0], row[1], tuple(row[2]), *row[3:]) for row in self.header["tensors"]]
+        json = decoder.json_header(packed, rows)
+        data = len(json).to_bytes(8, "little") + json + packed
+        for place, stored in zip([p for p in decoder.places(len(packed), rows) if p.tensor], self.tensors, strict=True):
+            data += bytes(place.begin + 8 + len(json) - len(data)) + stored
+        return data
+
+    def tensor(self, name: str) -> int:
+        return next(number for number, row in enumerate(self.header["tensors"]) if row[0] == name)
+
+    def store(self, name: str, stored: bytes, chosen: str = "none") -> None:
+        number = self.tensor(name)
+        self.tensors[number] = stored
+        self.header["tensors"][number][3] = chosen
+
+    def set_bits(self, name: str, at: int, value: bytes) -> None:
+        number = self.tensor(name)
+        stored = self.tensors[number]
+        self.tensors[number] = stored[:at] + value + stored[at + len(value) :]
+
+
+def one_side(codec: Codec, runs: tuple[int, ...] = (2,), tail: int = 1) -> bytes:
+    source = random.Random(codec.id)
+    pages = tuple(random_page(codec, 1, 2, run, source)[0] for run in runs)
+    ones = torch.ones(1, 2, tail, codec.dim).to(torch.bfloat16)
+    cache = Cache((Layer(Side(codec, pages, ones, 0), None),), "test", {"name": "x"}, start=3)
+    with tempfile.TemporaryDirectory() as folder:
+        return saved(cache, Path(folder))
+
+
+GROUP = create("group", 5, "k", b="3", g="16")
+QUATERNION = create("quaternion", 9, "k", s="5", r="4", arrangement="direct")
+OCTAHEDRAL = create("octahedral", 5, "k", b="2", arrangement="direct", rotation="none")
+ANGLE = create("angle", 6, "k", n="100", norm="linear8", rotation="none")
+RAW = create("raw", 3, dtype="fp16")
+
+
+def edit(path: str, value: Any) -> Callable[[Parts], None]:
+    """Sets the entry of the header at ``path``, keys and indices between dots."""
+
+    def apply(parts: Parts) -> None:
+        *keys, last = path.split(".")
+        at: Any = parts.header
+        for key in keys:
+            at = at[int(key) if isinstance(at, list) else key]
+        at[int(last) if isinstance(at, list) else last] = value
+
+    return apply
+
+
+def drop(key: str) -> Callable[[Parts], None]:
+    return lambda parts: parts.header.pop(key)
+
+
+def bits(name: str, at: int, value: str) -> Callable[[Parts], None]:
+    return lambda parts: parts.set_bits(name, at, bytes.fromhex(value))
+
+
+def frame(change: Callable[[bytes, zstandard.ZstdCompressor], bytes]) -> Callable[[Parts], None]:
+    """Stores the values of ``RAW`` as what ``change`` makes of them with a compressor."""
+
+    def apply(parts: Parts) -> None:
+        raw = parts.tensors[parts.tensor("0.k.values")]
+        parts.store("0.k.values", change(raw, zstandard.ZstdCompressor()), "zstd")
+
+    return apply
+
+
+def swap_runs_and_tail(parts: Parts) -> None:
+    side = parts.header["layers"][0]["k"]
+    keys = list(side)
+    keys[3:5] = keys[4:2:-1]
+    parts.header["layers"][0]["k"] = {key: side[key] for key in keys}
+
+
+FIELDS, PROFILE, LIMITS = "container.md, Fields", "container.md, msgpack profile", "container.md, Limits"
+PACKING, FINITE, ZSTD = "README.md, Bit packing", "README.md, Conformance", "container.md, zstd"
+
+# name: (codec, change, the decoder's rule or None, the library's error or None)
+CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]] = {
+    "nothing": (GROUP, lambda parts: None, None, None),
+    "a later format": (GROUP, edit("format", 2), FIELDS, "UnsupportedVersion"),
+    "an earlier format": (GROUP, edit("format", 0), FIELDS, "InvalidHeader"),
+    "an unknown required feature": (GROUP, edit("required", ["x"]), "container.md, Header tensor", "UnsupportedVersion"),
+    "required of another type": (GROUP, edit("required", {}), FIELDS, "InvalidHeader"),
+    "an unknown ignorable feature": (GROUP, edit("ignorable", {"x": b"1", "y": b""}), None, None),
+    "ignorable features in another order": (GROUP, edit("ignorable", {"y": b"1", "x": b""}), PROFILE, "InvalidHeader"),
+    "an ignorable feature that is no bytes": (GROUP, edit("ignorable", {"x": "1"}), FIELDS, "InvalidHeader"),
+    "a model key beyond ASCII": (GROUP, edit("model", {"\uffff": "a", "\U00010000": "b"}), None, None),
+    "model keys by UTF-16": (GROUP, edit("model", {"\U00010000": "a", "\uffff": "b"}), PROFILE, "InvalidHeader"),
+    "an unknown codec": (GROUP, edit("codecs.0.id", "other"), FIELDS, "UnknownCodec"),
+    "an unused codec": (GROUP, lambda parts: parts.header["codecs"].append(RAW.params()), None, None),
+    "an unknown codec that no side uses": (GROUP, lambda parts: parts.header["codecs"].append({"id": "x"}), FIELDS, "UnknownCodec"),
+    "the same codec twice": (GROUP, lambda parts: parts.header["codecs"].append(GROUP.params()), None, None),
+    "a layer without sides": (GROUP, lambda parts: parts.header["layers"].append({"k": None, "v": None}), None, None),
+    "no layers": (GROUP, lambda parts: (edit("layers", [])(parts), edit("tensors", [])(parts), parts.tensors.clear()), None, None),
+    "a key too many": (GROUP, edit("more", 1), FIELDS, "InvalidHeader"),
+    "a key too few": (GROUP, drop("recipe"), FIELDS, "InvalidHeader"),
+    "keys in another order": (GROUP, swap_runs_and_tail, FIELDS, "InvalidHeader"),
+    "a string too long": (GROUP, edit("recipe", "x" * 4097), LIMITS, "InvalidHeader"),
+    "a long string": (GROUP, edit("recipe", "x" * 4096), None, None),
+    "the last start": (GROUP, edit("start", 2**40 - 1), None, None),
+    "a start too high": (GROUP, edit("start", 2**40), FIELDS, "LimitExceeded"),
+    "a negative start": (GROUP, edit("start", -1), PROFILE, "InvalidHeader"),
+    "true for one": (GROUP, edit("format", True), PROFILE, "InvalidHeader"),
+    "a float": (GROUP, edit("start", 3.0), PROFILE, "InvalidHeader"),
+    "no batch": (GROUP, edit("layers.0.k.batch", 0), FIELDS, "InvalidHeader"),
+    "too many heads": (GROUP, edit("layers.0.k.heads", 65537), FIELDS, "LimitExceeded"),
+    "an empty run": (GROUP, edit("layers.0.k.runs", [2, 0]), FIELDS, "InvalidHeader"),
+    "runs of fewer tokens": (GROUP, edit("layers.0.k.runs", [1]), FIELDS, "InvalidHeader"),
+    "a tail dtype": (GROUP, edit("layers.0.k.tail_dtype", "F16"), FIELDS, "InvalidHeader"),
+    "a window": (GROUP, edit("layers.0.k.window", 32), None, None),
+    "a window that no token group fills": (GROUP, edit("layers.0.k.window", 24), FIELDS, "InvalidHeader"),
+    "a codec index": (GROUP, edit("layers.0.k.codec", 1), FIELDS, "InvalidHeader"),
+    "another shape of equal size": (GROUP, edit("tensors.0.2", [2, 1, 2, 1]), FIELDS, "InvalidHeader"),
+    "another dtype": (GROUP, edit("tensors.0.1", "F16"), FIELDS, "InvalidHeader"),
+    "an unknown filter": (GROUP, edit("tensors.0.3", "lz4"), FIELDS, "InvalidHeader"),
+    "a tensor too few": (GROUP, lambda parts: (parts.header["tensors"].pop(), parts.tensors.pop()), FIELDS, "InvalidHeader"),
+    "two runs of a codec that encodes tokens one by one": (
+        RAW,
+        edit("layers.0.k.runs", [1, 1]),
+        "container.md, Runs and tail",
+        "InvalidHeader",
+    ),
+    "head dim 0": (GROUP, edit("codecs.0.dim", 0), "codecs/group.md, Parameters and ranges", "InvalidHeader"),
+    "a rotation that the head dim lacks": (GROUP, edit("codecs.0.rotation_kind", "hadamard"), "README.md, Rotation", "InvalidHeader"),
+    "no fields": (GROUP, edit("codecs.0.fields", {"codes": 0}), PACKING, "InvalidHeader"),
+    "129 fields": (GROUP, edit("codecs.0.fields", {"codes": 129}), PACKING, "InvalidHeader"),
+    "a column of 129 bits": (GROUP, edit("codecs.0.fields", {"codes": 43}), PACKING, "InvalidHeader"),
+    "fields of another stream": (GROUP, edit("codecs.0.fields", {"code": 5}), "codecs/group.md, Parameters and ranges", "InvalidHeader"),
+    "a spare bit": (GROUP, bits("0.k.codes.0", 1, "80"), PACKING, "InvalidPayload"),
+    "a digit beyond its alphabet": (QUATERNION, bits("0.k.symbol.0", 0, "7f00"), PACKING, "InvalidPayload"),
+    "a bit above both digits": (QUATERNION, bits("0.k.symbol.0", 1, "08"), PACKING, "InvalidPayload"),
+    "a bin beyond the bins": (ANGLE, bits("0.k.angle.0", 0, "7f"), PACKING, "InvalidPayload"),
+    "a padding triplet": (OCTAHEDRAL, bits("0.k.symbol.0", 4, "01"), "codecs/octahedral.md, Layout", "InvalidPayload"),
+    "a table that does not ascend": (
+        OCTAHEDRAL,
+        edit("codecs.0.norm_table", bytes(8)),
+        "codecs/octahedral.md, Parameters and ranges",
+        "InvalidHeader",
+    ),
+    "a table with a number above 1": (
+        OCTAHEDRAL,
+        edit("codecs.0.norm_table", bytes.fromhex("0000803f 0100803f")),
+        "codecs/octahedral.md, Parameters and ranges",
+        "InvalidHeader",
+    ),
+    "an infinite scale": (GROUP, bits("0.k.scales", 0, "007c"), FINITE, "InvalidPayload"),
+    "a norm that is no number": (OCTAHEDRAL, bits("0.k.norm", 0, "01fe"), FINITE, "InvalidPayload"),
+    "a negative norm": (OCTAHEDRAL, bits("0.k.norm", 0, "00bc"), None, None),
+    "a raw value that is no number": (RAW, bits("0.k.values", 0, "007c01fe"), None, None),
+    "a tail value that is no number": (GROUP, bits("0.k.tail", 0, "80ffc17f"), None, None),
+    "a frame": (RAW, frame(lambda raw, zstd: zstd.compress(raw)), None, None),
+    "a frame without its size": (
+        RAW,
+        frame(lambda raw, _: zstandard.ZstdCompressor(write_content_size=False).compress(raw)),
+        ZSTD,
+        "InvalidPayload",
+    ),
+    "a frame of another size": (RAW, frame(lambda raw, zstd: zstd.compress(raw + b"0")), ZSTD, "InvalidPayload"),
+    "a frame cut off": (RAW, frame(lambda raw, zstd: zstd.compress(raw)[:-1]), ZSTD, "InvalidPayload"),
+    "two frames": (RAW, frame(lambda raw, zstd: zstd.compress(raw[:6]) + zstd.compress(raw[6:])), ZSTD, "InvalidPayload"),
+    "a frame and an empty one": (RAW, frame(lambda raw, zstd: zstd.compress(raw) + zstd.compress(b"")), ZSTD, "InvalidPayload"),
+    "a skippable frame before": (
+        RAW,
+        frame(lambda raw, zstd: bytes.fromhex("502a4d18 00000000") + zstd.compress(raw)),
+        ZSTD,
+        "InvalidPayload",
+    ),
+    "a frame and a skippable one": (
+        RAW,
+        frame(lambda raw, zstd: zstd.compress(raw) + bytes.fromhex("502a4d18 00000000")),
+        ZSTD,
+        "InvalidPayload",
+    ),
+    "a frame with a checksum": (RAW, frame(lambda raw, _: zstandard.ZstdCompressor(write_checksum=True).compress(raw)), None, None),
+    "a frame of many blocks of one byte": (RAW, frame(lambda raw, _: _run_length_frame(len(raw))), None, None),
+    "values that are no frame": (RAW, frame(lambda raw, _: raw), ZSTD, "InvalidPayload"),
+    "a frame with the dictionary 0": (RAW, frame(lambda raw, _: _raw_frame(raw, "21 00 18")), None, None),
+    "a frame with the dictionary 7": (RAW, frame(lambda raw, _: _raw_frame(raw, "21 07 18")), ZSTD, "InvalidPayload"),
+    "a frame with its reserved bit": (RAW, frame(lambda raw, _: _raw_frame(raw, "28 18")), ZSTD, "InvalidPayload"),
+    "a frame with the largest window": (RAW, frame(lambda raw, _: _raw_frame(raw, "80 68 18000000")), None, None),
+    "a frame with a larger window": (RAW, frame(lambda raw, _: _raw_frame(raw, "80 69 18000000")), ZSTD, "InvalidPayload"),
+    "a frame of no bytes": (RAW, frame(lambda raw, _: b""), LIMITS, "LimitExceeded"),
+}
+
+
+def _run_length_frame(size: int) -> bytes:
+    """A frame of a block of repeated zeros, and a last, empty raw one."""
+    return bytes.fromhex("28b52ffd 20") + bytes([size]) + (size << 3 | 2).to_bytes(3, "little") + b"\0" + bytes([1, 0, 0])
+
+
+def _raw_frame(raw: bytes, descriptor: str) -> bytes:
+    """A frame of one block that is not compressed, after a descriptor that says 24 bytes."""
+    return bytes.fromhex("28b52ffd" + descriptor) + (len(raw) << 3 | 1).to_bytes(3, "little") + raw
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_with_right_digests_is_refused_or_accepted_alike(name: str) -> None:
+    codec, change, rule, error = CHANGES[name]
+    original = one_side(codec)
+    parts = Parts.of(original)
+    assert parts.joined() == original
+    change(parts)
+    data = parts.joined()
+    assert verdict(data) == (rule, error)
+    if rule is None:
+        assert decoder.read(data, decompress).ignorable == parts.header["ignorable"]
+
+
+def other_forms(packed: bytes, start: int) -> Iterator[bytes]:
+    """Header tensors of the same values in forms that are not canonical; the integer at ``start`` is a fixint."""
+    yield packed[:start] + b"\xcc" + packed[start:]
+    yield packed[:start] + b"\xcd\0" + packed[start:]
+    yield packed[:start] + b"\xd0" + packed[start:]
+    yield b"\xde\0\x09" + packed[1:]
+    yield packed[:1] + b"\xd9\x06" + packed[2:]
+    yield packed + b"\0"
+    yield packed[:-1]
+
+
+def test_a_header_that_is_not_canonical_is_refused() -> None:
+    parts = Parts.of(one_side(GROUP))
+    packed = msgpack.packb(parts.header)
+    start = packed.index(b"\xa5start") + 6
+    for form in other_forms(packed, start):
+        assert refused_alike(parts.joined(form)), form
+    for text in (b"\xa4t\xff\xffst", b"\xa4t\xed\xa0\x80", b"\xc4\x04test", b"\xd9\x04test"):
+        assert refused_alike(parts.joined(packed.replace(b"\xa4test", text[:6]))), text
+
+
+def test_any_byte_of_a_header_with_right_digests() -> None:
+    source = random.Random(5)
+    accepted = 0
+    for codec in (GROUP, QUATERNION, OCTAHEDRAL, ANGLE, RAW):
+        parts = Parts.of(one_side(codec, runs=(3,)))
+        packed = msgpack.packb(parts.header)
+        for _ in range(100):
+            at = source.randrange(len(packed))
+            flipped = packed[:at] + bytes([packed[at] ^ 1 << source.randrange(8)]) + packed[at + 1 :]
+            accepted += not refused_alike(parts.joined(flipped))
+    assert accepted > 5
+
+
+def test_any_bit_of_the_payload_with_right_digests() -> None:
+    source = random.Random(6)
+    refused = accepted = 0
+    for codec in (GROUP, QUATERNION, OCTAHEDRAL, ANGLE, RAW):
+        original = Parts.of(one_side(codec, runs=(3,)))
+        for _ in range(60):
+            parts = Parts(original.header, list(original.tensors))
+            number = source.randrange(len(parts.tensors))
+            stored = bytearray(parts.tensors[number])
+            stored[source.randrange(len(stored))] ^= 1 << source.randrange(8)
+            parts.tensors[number] = bytes(stored)
+            if refused_alike(parts.joined()):
+                refused += 1
+            else:
+                accepted += 1
+    assert refused > 20
+    assert accepted > 20
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ('"kvpack":"1 ', '"kvpack":"2 ', "UnsupportedVersion"),
+        ('"kvpack":"1 ', '"kvpack":"10 ', "UnsupportedVersion"),
+        ('"kvpack":"1 ', '"kvpack":"0 ', "InvalidHeader"),
+        ('"kvpack":"1 ', '"kvpack":"01', "InvalidHeader"),
+        ('"kvpack":"1 ', '"kvpack": 1', "NotKvpack"),
+        ('"format":"kvpack"', '"format":"kvpacK"', "NotKvpack"),
+    ],
+    ids=["2", "two digits", "0", "leading zero", "number", "format"],
+)
+def test_another_version_is_refused_whatever_else_the_file_holds(old: str, new: str, error: str) -> None:
+    data = small_file("raw").replace(old.encode(), new.encode())
+    rule, found = verdict(data)
+    assert rule == "container.md, JSON header"
+    assert found == error
+
+
+def test_a_pad_that_is_not_zero_is_refused() -> None:
+    parts = Parts.of(one_side(GROUP))
+    parts.header["recipe"] = "a recipe of another length"
+    data = bytearray(parts.joined())
+    header = len(msgpack.packb(parts.header))
+    assert header % 64
+    data[8 + int.from_bytes(data[:8], "little") + header] = 1
+    assert verdict(bytes(data)) == ("container.md, Tensors and alignment", "InvalidPayload")
+
+
+def test_a_frame_of_no_content_is_a_tensor_without_bytes() -> None:
+    parts = Parts.of(one_side(RAW, runs=()))
+    frame(lambda raw, zstd: zstd.compress(raw))(parts)
+    assert parts.header["tensors"][0][2:4] == [[1, 2, 0, 3], "zstd"]
+    assert not refused_alike(parts.joined())
+
+
+def test_without_a_decompressor_a_frame_is_refused_by_name() -> None:
+    parts = Parts.of(one_side(RAW))
+    frame(lambda raw, zstd: zstd.compress(raw))(parts)
+    with pytest.raises(decoder.Refused, match=r"0\.k\.values: no decompressor was given"):
+        decoder.read(parts.joined())
+
+
+@pytest.mark.parametrize("fields", [5, 42], ids=["whole", "more fields than symbols"])
+def test_any_number_of_fields_within_the_limits_is_read(fields: int, tmp_path: Path) -> None:
+    codec = dataclasses.replace(GROUP, fields=(("codes", fields),))
+    assert_decoded_alike(one_side(codec), tmp_path)

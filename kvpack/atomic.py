@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -35,6 +36,9 @@ def write_file(
     target = os.fsdecode(path)
     if "\0" in target:
         raise WriteFailed(f"{target!r}: could not be written: a path holds no zero byte")
+    # A rename would put a file in the place of a device or a pipe, /dev/null as well.
+    if _is_special(target):
+        raise WriteFailed(f"{target}: could not be written: it is a device, a pipe or a socket, expected a file or nothing")
     folder = os.path.dirname(target) or "."
     temporary = os.path.join(folder, f"{TEMPORARY_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
     try:
@@ -78,6 +82,14 @@ def _write_all(descriptor: int, pieces: Sequence[memoryview], progress: Progress
         if progress is not None:
             progress(done, total)
     return total
+
+
+def _is_special(target: str) -> bool:
+    try:
+        mode = os.stat(target).st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def _sync_folder(folder: str) -> None:

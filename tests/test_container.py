@@ -24,7 +24,7 @@ import torch
 import zstandard
 
 from kvpack import container, zstd
-from kvpack.atomic import TEMPORARY_PREFIX, TEMPORARY_SUFFIX
+from kvpack.atomic import TEMPORARY_PREFIX, TEMPORARY_SUFFIX, write_file
 from kvpack.formats.errors import (
     DigestMismatch,
     InvalidHeader,
@@ -323,6 +323,17 @@ def test_an_interrupt_leaves_no_trace(calls: int, tmp_path: Path, monkeypatch: p
     with pytest.raises(KeyboardInterrupt):
         container.write(tmp_path / "a", made, arrays, progress=interrupt)
     assert not os.listdir(tmp_path)
+
+
+def test_a_device_or_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "null").symlink_to(os.devnull)
+    for name in ("fifo", "null"):
+        with pytest.raises(WriteFailed, match=f"{name}: could not be written: it is a device, a pipe or a socket"):
+            write_file(tmp_path / name, [memoryview(b"new")])
+    assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
+    assert (tmp_path / "null").is_symlink()
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

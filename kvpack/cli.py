@@ -14,6 +14,7 @@ from kvpack.commands import bench, convert, demo, dense, inspect, verify
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+SYSTEM_REFUSED = 3
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
@@ -33,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     An error's message goes to standard error as ``kvpack: <message>``, the message that Python gives.
     """
+    # Python has no stream where the caller closed the descriptor.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -46,7 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered has no reader: without this, the interpreter reports the pipe again when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return BROKEN_PIPE
+    except OSError as error:
+        _drop_output()
+        print(f"kvpack: {error}", file=sys.stderr)
+        return SYSTEM_REFUSED
     return code
+
+
+def _drop_output() -> None:
+    """What is still buffered cannot be written: without this, the interpreter tries and reports it again when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

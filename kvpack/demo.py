@@ -26,7 +26,7 @@ from torch.nn import functional
 
 import kvpack
 from kvpack.commands.output import bytes_text, print_table, printable
-from kvpack.formats.errors import MissingFile
+from kvpack.formats.errors import MissingFile, WriteFailed
 from kvpack.recipes import parse_recipe
 
 if TYPE_CHECKING:
@@ -58,7 +58,10 @@ def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | 
         parse_recipe(recipe)
     with one_thread(), tempfile.TemporaryDirectory(prefix="kvpack-demo-") as temporary:
         folder = Path(out or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WriteFailed(f"{folder}: could not be made: {error.strerror or error}") from None
         steps = 2 * len(recipes) + 1
         done = 0
 

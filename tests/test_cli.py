@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import kvpack
 from kvpack import cli
-from kvpack.commands.output import printable
+from kvpack.commands.output import printable, progress
 from kvpack.formats import errors
 
 if TYPE_CHECKING:
@@ -222,8 +223,10 @@ def test_pack_of_one_sided_layers(tmp_path: Path) -> None:
         ({"0.k": (1, 4, 64)}, None, r"layers\[0\]\.k: rank 3"),
         ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": '{"start": "x"}'}, "its metadata kvpack.unpacked is"),
         ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": "{"}, "its metadata kvpack.unpacked is"),
+        ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": "[" * 100_000}, "its metadata kvpack.unpacked is"),
+        ({"9" * 5000 + ".k": (1, 1, 4, 64)}, None, "is not named"),
     ],
-    ids=["name", "gap", "no tensor", "rank", "note", "note that is no JSON"],
+    ids=["name", "gap", "no tensor", "rank", "note", "note that is no JSON", "note that is too deep", "long number"],
 )
 def test_dense_files_that_are_refused(
     tensors: dict[str, tuple[int, ...]], metadata: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -273,6 +276,40 @@ def test_a_reader_that_leaves(file: Path) -> None:
     os.close(write)
     _, err = process.communicate()
     assert (process.returncode, err) == (141, b"")
+
+
+def _closed_streams() -> None:
+    os.close(1)
+    os.close(2)
+
+
+@pytest.mark.parametrize(("command", "more"), [("verify", []), ("inspect", []), ("convert", ["out", "kivi-4"])])
+def test_closed_streams(command: str, more: list[str], file: Path, tmp_path: Path) -> None:
+    # Closed in the shell's way, before the interpreter starts.
+    words = [sys.executable, "-m", "kvpack", command, str(file), *more]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(words, preexec_fn=_closed_streams, cwd=tmp_path, env=environment, check=False)
+    assert run.returncode == 0
+    assert (tmp_path / "out").exists() == bool(more)
+
+
+def test_a_full_device_for_the_output(file: Path) -> None:
+    with open("/dev/full", "w") as full:
+        run = subprocess.run([sys.executable, "-m", "kvpack", "inspect", file], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (run.returncode, run.stderr) == (3, "kvpack: [Errno 28] No space left on device\n")
+
+
+def test_a_demo_folder_that_is_a_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("demo", "--out", file, "--recipe", "bf16") == 3
+    assert capsys.readouterr().err == f"kvpack: {file}: could not be made: File exists\n"
+
+
+def test_a_progress_label_is_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with progress("[/b] [red]\x1b", argparse.Namespace(json=False)) as callback:
+        assert callback is not None
+        callback(1, 2)
+    assert "[/b] [red]\\x1b" in capsys.readouterr().err
 
 
 def test_a_terminal_without_unicode(file: Path) -> None:

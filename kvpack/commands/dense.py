@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 """safetensors names of the dtypes that ``unpack`` writes."""
 
-_NAME = re.compile(r"(0|[1-9][0-9]*)\.([kv])", re.ASCII)
+_NAME = re.compile(r"(0|[1-9][0-9]{0,8})\.([kv])", re.ASCII)
 
 
 def add(commands: Any) -> None:
@@ -133,7 +133,7 @@ def _check_names(path: str, names: list[str]) -> None:
 def _note(path: str, text: str) -> dict[str, Any]:
     try:
         note = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         note = None
     match note:
         case {"start": int(), "model": {**model}} if all(isinstance(word, str) for word in model.values()):

@@ -49,10 +49,11 @@ def progress(label: str, arguments: argparse.Namespace) -> Iterator[Progress | N
         yield None
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import Progress as Bar
 
     with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label)
+        task = bar.add_task(escape(printable(label)))
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

@@ -94,7 +94,7 @@ class Recipe:
         if not windows:
             return 0
         text = windows[-1].removeprefix("tail=")
-        if not text.isdecimal() or int(text) > MAX_WINDOW:
+        if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) > MAX_WINDOW:
             self._refuse(windows[-1], windows[-1], f"tail is {text!r}, allowed are integers from 0 to {MAX_WINDOW}")
         window = int(text)
         for rule in self.rules:
@@ -166,10 +166,13 @@ class Recipe:
         return rule
 
     def _item(self, text: str, clause: str) -> tuple[int, int]:
-        match = re.fullmatch(r"(-?\d+)(?:-(-?\d+))?", text)
+        match = re.fullmatch(r"(-?[0-9]{1,9})(?:-(-?[0-9]{1,9}))?", text)
         if match is None:
             self._refuse(text or "layers=", clause, f"layer {text!r} is not an integer or a range first-last")
-        return int(match[1]), int(match[2] if match[2] is not None else match[1])
+        first, last = int(match[1]), int(match[2] if match[2] is not None else match[1])
+        if last < first and (first < 0) == (last < 0):
+            self._refuse(text, clause, f"layers {text} end before they begin")
+        return first, last
 
     def _refuse(self, word: str, clause: str, message: str, known: list[str] | None = None) -> NoReturn:
         close = difflib.get_close_matches(word, known or [], 1)

@@ -45,12 +45,17 @@ REFUSED = [
     ("kivi-2;k=group:b=2,g=48", "g=48", "16, 32, 64, 128"),
     ("kivi-2;layers=x:k=raw", "x", "not an integer"),
     ("kivi-2;layers=1", "layers=1", "layers clause reads"),
+    ("kivi-2;layers=2-1:k=raw", "2-1", "end before they begin"),
+    ("kivi-2;layers=-1--2:k=raw", "-1--2", "end before they begin"),
+    ("kivi-2;layers=" + "1" * 5000 + ":k=raw", "1" * 5000, "not an integer"),
+    ("kivi-2;layers=\u0663:k=raw", "\u0663", "not an integer"),
+    ("kivi-2;tail=" + "3" * 5000, "tail=" + "3" * 5000, "from 0 to"),
     ("kivi-2;tail=-1", "tail=-1", "from 0 to"),
     ("kivi-2;tail=33", "tail=33", "not a multiple of 32"),
 ]
 
 
-@pytest.mark.parametrize(("text", "word", "message"), REFUSED, ids=[text or "empty" for text, _, _ in REFUSED])
+@pytest.mark.parametrize(("text", "word", "message"), REFUSED, ids=[text[:40] or "empty" for text, _, _ in REFUSED])
 def test_a_refusal_points_at_the_word_and_says_what_is_known(text: str, word: str, message: str) -> None:
     with pytest.raises(InvalidRecipe) as caught:
         Recipe(text)
@@ -71,6 +76,7 @@ def test_a_side_without_a_codec_is_refused() -> None:
 
 def test_layers_beyond_the_cache_are_refused() -> None:
     Recipe("kivi-2;layers=0,-4:k=raw").check_layers(4)
+    Recipe("kivi-2;layers=1--2:k=raw").check_layers(2)
     for text in ("kivi-2;layers=4:k=raw", "kivi-2;layers=-5:k=raw", "kivi-2;layers=0-9:k=raw"):
         with pytest.raises(OutOfBounds, match="the cache has 4 layers"):
             Recipe(text).check_layers(4)

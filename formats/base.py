@@ -178,7 +178,7 @@ class Codec(ABC):
         """
         fields = {field.name: field.type for field in _stored_fields(cls)}
         if set(params) != set(fields):
-            odd = ", ".join(sorted(set(params) ^ set(fields)))
+            odd = ", ".join(name if name.isprintable() else repr(name) for name in sorted(set(params) ^ set(fields)))
             raise InvalidParameter(f"codec {cls.id}: parameters missing or unknown: {odd}")
         values = {}
         for name, type_name in fields.items():

@@ -54,7 +54,12 @@ def check_keys(where: str, value: Any, expected: tuple[str, ...]) -> None:
     """Raise InvalidHeader unless ``value`` is a map with exactly the ``expected`` keys, in order."""
     check_type(where, value, dict)
     if tuple(value) != expected:
-        raise InvalidHeader(f"{where} has the keys {', '.join(map(str, value))}, expected {', '.join(expected)}")
+        raise InvalidHeader(f"{where} has the keys {', '.join(map(_shown, value))}, expected {', '.join(expected)}")
+
+
+def _shown(name: Any) -> str:
+    """A name from a file, without a character that a terminal would obey."""
+    return name if isinstance(name, str) and name.isprintable() else repr(name)
 
 
 def check_type(where: str, value: Any, kind: type) -> None:

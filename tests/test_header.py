@@ -183,6 +183,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[KvpackError], str]
     ),
     "layers map": (put("layers", {}), InvalidHeader, r"^layers is of type dict"),
     "layer list": (put("layers", 0, []), InvalidHeader, r"^layers\[0\] is of type list"),
+    "key to obey": (put("a\x1b[2J", 1), InvalidHeader, r"has the keys .*'a\\x1b\[2J', expected format"),
     "layer key": (put("layers", 0, "q", None), InvalidHeader, r"^layers\[0\] has the keys k, v, q"),
     "side list": (put(*K, []), InvalidHeader, r"^layers\[0\]\.k is of type list"),
     "side key missing": (remove(*K, "tail"), InvalidHeader, r"^layers\[0\]\.k has the keys"),

@@ -207,13 +207,13 @@ def _nearest(magnitudes: torch.Tensor, table: bytes) -> torch.Tensor:
 
 @kept_on_device
 def _bounds(table: bytes) -> torch.Tensor:
-    return torch.tensor(midpoints(table))
+    return torch.tensor(midpoints(table), dtype=torch.float32)
 
 
 @kept_on_device
 def _signed(table: bytes) -> torch.Tensor:
     """What each code decodes to, float32 ``[2 * levels]``: the magnitudes, then their negatives."""
-    magnitudes = torch.tensor(struct.unpack(f"<{len(table) // 4}f", table))
+    magnitudes = torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float32)
     return torch.cat([magnitudes, -magnitudes])
 
 

@@ -27,7 +27,7 @@ elif mode != "none":
     torch.set_default_dtype(getattr(torch, mode))
 recipes = [
     "bf16", "octopus-3", "kv=octahedral:b=5,arrangement=direct", "kv=octahedral:b=2,rounding=full", "oscar-2", "kivi-4;tail=32",
-    "turboangle-k8v4", "kv=angle:n=48,norm=log4", "hqmq-s24-r3",
+    "turboangle-k8v4", "kv=scalar:b=3", "kv=angle:n=48,norm=log4", "hqmq-s24-r3",
 ]
 with context:
     from kvpack.formats.quaternion import _search

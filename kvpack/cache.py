@@ -1,6 +1,7 @@
 """The objects a packed cache is made of: Cache, Layer, Side, Page.
 
-All are immutable: a slice, an append or a concat gives a new object that shares the packed bytes.
+All are immutable: a slice, an append or a concat gives a new object that shares the packed bytes, and a copy is the object.
+Two are equal when they are one.
 A side is a list of pages and a raw tail; a page is one run of packed tokens, its streams being plain
 arrays ``[batch, kv_head, rows, ...]``, so cutting and joining pages never touches a code.
 """
@@ -19,7 +20,7 @@ from kvpack.formats.errors import InvalidDtype, InvalidShape, NotConsecutive, Ou
 
 from .blocks import for_each_block
 from .dispatch import decode_frame
-from .encoding import RAW_DTYPES, encode
+from .encoding import RAW_DTYPES, encode, raw_values
 from .modes import own_modes
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ TILE_VALUES = 1 << 19
 """Values decoded at a time when a page is unpacked, converted or attended."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Page:
     """One run of ``tokens`` packed tokens: the codec's streams, laid out by ``Codec.layout``."""
 
@@ -75,7 +76,7 @@ class Page:
         return Page(pages[0].codec, sum(page.tokens for page in pages), streams)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Side:
     """The keys or the values of one layer: packed pages, then a raw tail ``[batch, kv_head, token, dim]``.
 
@@ -172,7 +173,7 @@ class Side:
         if tuple(x.shape) != expected:
             raise InvalidShape(f"{where}: shape {list(x.shape)} does not continue a side of shape {list(expected)}")
         with own_modes(self.device):
-            tail = torch.cat([self.tail, x.to(self.tail.dtype)], 2)
+            tail = torch.cat([self.tail, raw_values(x, self.tail.dtype, where)], 2)
             unit = self.window or self.codec.token_group
             ready = tail.shape[2] // unit * unit
             if not ready:
@@ -232,12 +233,15 @@ def _settled(pages: list[Page]) -> list[Page]:
     return pages
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layer:
     """One layer: keys and values, each a Side; one of the two may be absent."""
 
     k: Side | None
     v: Side | None
+
+    def __deepcopy__(self, memo: object) -> Layer:
+        return self
 
     @property
     def sides(self) -> dict[str, Side]:
@@ -270,7 +274,7 @@ class Layer:
         return Layer(*sides)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cache:
     """A packed KV cache: one Layer a model layer, the recipe's text, the model's identity, the first token's position.
 
@@ -281,6 +285,9 @@ class Cache:
     recipe: str
     model: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     start: int = 0
+
+    def __deepcopy__(self, memo: object) -> Cache:
+        return self
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -389,6 +396,11 @@ def concat(caches: Sequence[Cache]) -> Cache:
             )
         layers = []
         for number, (first, second) in enumerate(zip(result, other, strict=True)):
+            if second.sides and second.tokens != other.tokens:
+                raise NotConsecutive(
+                    f"layers[{number}] of the cache from token {other.start} holds {second.tokens} of its {other.tokens} tokens: "
+                    "those before them would be missing in between"
+                )
             if set(first.sides) != set(second.sides):
                 raise NotConsecutive(f"layers[{number}] has the sides {list(first.sides)}, then {list(second.sides)}")
             try:

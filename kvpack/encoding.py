@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kvpack.formats.errors import NonFinite, OutOfRange
+from kvpack.formats.raw import Raw
 
 from .blocks import for_each_block
 from .modes import own_modes
@@ -60,6 +61,17 @@ def encode(codec: Codec, x: torch.Tensor, where: str) -> dict[str, torch.Tensor]
         codec.expect(x)
         for_each_block(encode_block, [(start, min(start + size, tokens)) for start in range(0, tokens, size)], x.device)
     return streams
+
+
+def raw_values(x: torch.Tensor, dtype: torch.dtype, where: str) -> torch.Tensor:
+    """``x`` in the ``dtype`` of a raw tail. Raises OutOfRange, naming ``where``, for a finite value that would become infinity."""
+    if x.dtype == dtype:
+        return x
+    name = next(name for name, known in RAW_DTYPES.items() if known == dtype)
+    try:
+        return Raw(x.shape[-1], name).encode(x)["values"]
+    except OutOfRange as error:
+        raise OutOfRange(f"{where}: {error}") from None
 
 
 def _refuse_non_finite(x: torch.Tensor, first: int, where: str) -> None:

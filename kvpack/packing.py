@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
+from kvpack.formats.errors import InvalidDtype, InvalidHeader, InvalidParameter, InvalidShape, LimitExceeded
 
 from .cache import Cache, Layer, Page, Pair, Side, check_tensor
-from .encoding import encode
+from .checks import check_integer, check_names, check_string
+from .encoding import encode, raw_values
+from .limits import MAX_TOKENS
 from .modes import own_modes
 from .recipes import Recipe, parse_recipe
 
@@ -37,8 +39,13 @@ def pack(
     Raises InvalidRecipe, InvalidShape, InvalidDtype, NonFinite, OutOfRange or InvalidParameter.
     """
     recipe = parse_recipe(recipe)
-    if start < 0:
-        raise InvalidParameter(f"start is {start}, the position of the first token is at least 0")
+    start, model = int(start), dict(model or {})
+    try:
+        check_integer("start", start, 0, MAX_TOKENS)
+        check_names("model", model, str)
+        check_string("recipe", recipe.text)
+    except (InvalidHeader, LimitExceeded) as error:
+        raise InvalidParameter(str(error)) from None
     pairs = _pairs(past_key_values)
     recipe.check_layers(len(pairs))
     layers = []
@@ -47,7 +54,7 @@ def pack(
         layers.append(Layer(*(_pack_side(x, recipe, number, len(pairs), side) for x, side in zip(pair, "kv", strict=True))))
         if progress:
             progress(number + 1, len(pairs))
-    return Cache(tuple(layers), recipe.text, MappingProxyType(dict(model or {})), start)
+    return Cache(tuple(layers), recipe.text, MappingProxyType(model), start)
 
 
 def convert(cache: Cache, recipe: str | Recipe, progress: Progress | None) -> Cache:
@@ -63,19 +70,32 @@ def convert(cache: Cache, recipe: str | Recipe, progress: Progress | None) -> Ca
                 continue
             codec = recipe.codec(number, len(cache), name, side.dim)
             if codec == side.codec:
-                sides.append(replace(side, window=recipe.window))
+                sides.append(_with_window(side, recipe.window, f"layers[{number}].{name}"))
             elif codec.same_codes(side.codec):
                 with own_modes(side.device):
                     pages = tuple(Page(codec, page.tokens, side.codec.repack(page.streams, codec)) for page in side.pages)
-                sides.append(replace(side, codec=codec, pages=pages, window=recipe.window))
+                sides.append(_with_window(replace(side, codec=codec, pages=pages), recipe.window, f"layers[{number}].{name}"))
             else:
                 packed = _pack_side(side.unpack(torch.float32), recipe, number, len(cache), name)
                 assert packed is not None
-                sides.append(replace(packed, tail=packed.tail.to(side.tail.dtype)))
+                sides.append(replace(packed, tail=raw_values(packed.tail, side.tail.dtype, f"layers[{number}].{name}")))
         layers.append(Layer(*sides))
         if progress:
             progress(number + 1, len(cache))
     return replace(cache, layers=tuple(layers), recipe=recipe.text)
+
+
+def _with_window(side: Side, window: int, where: str) -> Side:
+    """The side at another window: what its tail may no longer hold is encoded, as ``pack`` would."""
+    if window == side.window:
+        return side
+    tokens = side.tail.shape[2]
+    ready = tokens - tokens % window if window else tokens
+    if not ready:
+        return replace(side, window=window)
+    with own_modes(side.device):
+        page = Page(side.codec, ready, encode(side.codec, side.tail[:, :, :ready], where))
+        return replace(side, pages=(*side.pages, page), tail=side.tail[:, :, ready:].clone(), window=window)
 
 
 def _pack_side(x: torch.Tensor | None, recipe: Recipe, layer: int, layers: int, side: str) -> Side | None:
@@ -96,14 +116,30 @@ def _pack_side(x: torch.Tensor | None, recipe: Recipe, layer: int, layers: int, 
 
 def _pairs(past: Any) -> list[Pair]:
     """(k, v) a layer from whatever a caller may hold."""
+    if isinstance(past, Cache) or isinstance(getattr(past, "packed", None), Cache):
+        raise InvalidDtype(f"a {type(past).__name__} is packed already: Cache.convert gives it another recipe")
     if hasattr(past, "layers") and not isinstance(past, torch.Tensor):
-        return [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in past.layers]
+        return [_states(layer, f"layers[{number}]") for number, layer in enumerate(past.layers)]
     if isinstance(past, (list, tuple)):
         if len(past) == 2 and all(x is None or isinstance(x, torch.Tensor) for x in past):
             return [(past[0], past[1])]
         if all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in past):
             return [(pair[0], pair[1]) for pair in past]
     raise InvalidDtype(f"a {type(past).__name__} is not a KV cache: give a transformers Cache, a list of (k, v), or one (k, v)")
+
+
+def _states(layer: Any, where: str) -> Pair:
+    """The (k, v) of a transformers cache layer: of a static one, the part that is filled."""
+    k, v = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor) or k.dim() != 4 or not hasattr(layer, "get_seq_length"):
+        return k, v
+    seen, held = int(layer.get_seq_length()), k.shape[2]
+    if seen > held and not getattr(layer, "is_sliding", False):
+        raise InvalidShape(
+            f"{where}: a {type(layer).__name__} that has seen {seen} tokens holds the keys of {held}; "
+            "pack a cache that holds all, as DynamicCache does"
+        )
+    return k[:, :, :seen], v[:, :, :seen]
 
 
 def _check_pair(pair: Pair, where: str) -> None:
@@ -113,6 +149,8 @@ def _check_pair(pair: Pair, where: str) -> None:
         if not isinstance(x, torch.Tensor):
             raise InvalidDtype(f"{where}.{name}: a {type(x).__name__} where a tensor or None is expected")
         check_tensor(x, f"{where}.{name}")
+        if not x.shape[0] or not x.shape[1]:
+            raise InvalidShape(f"{where}.{name}: shape {list(x.shape)}; there is at least one sequence and one head")
     k, v = pair
     if k is None and v is None:
         raise InvalidShape(f"{where}: both sides are absent; a layer holds keys, values or both")

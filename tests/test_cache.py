@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +101,42 @@ def test_concat_refuses_what_does_not_continue() -> None:
         kvpack.concat([])
 
 
+def test_concat_refuses_a_layer_without_its_oldest_tokens() -> None:
+    pairs = random_pairs(2, 64)
+    newest = [pairs[0], tuple(x[:, :, 40:] for x in pairs[1])]
+    first, second = (kvpack.pack(given, "kivi-2", start=start) for given, start in ((newest, 0), (pairs, 64)))
+    assert [layer.tokens for layer in kvpack.concat([first, second])] == [128, 88]
+    with pytest.raises(NotConsecutive, match=r"layers\[1\] of the cache from token 64 holds 24 of its 64 tokens"):
+        kvpack.concat([first, kvpack.pack(newest, "kivi-2", start=64)])
+
+
+def test_caches_compare_by_identity_and_copy_as_themselves() -> None:
+    cache, other = (kvpack.pack(random_pairs(1, 40), "kivi-2") for _ in range(2))
+    assert copy.deepcopy(cache) is cache
+    assert (cache == other, cache in [other, cache], len({cache, other})) == (False, True, 2)
+    assert (cache[0] == other[0], cache[0].k == other[0].k, cache[0].k.pages == other[0].k.pages) == (False,) * 3
+
+
+def test_a_tail_holds_no_value_beyond_its_dtype() -> None:
+    k, v = (x.to(torch.float16) for x in random_pairs(1, 40)[0])
+    cache = kvpack.pack([(k, v)], "kivi-2;tail=64")
+    with pytest.raises(OutOfRange, match=r"layers\[0\].k: the value at \[0, 0, 0, 0\] is 7\d+, the largest fp16 is 65504"):
+        cache.append([(torch.full((1, 2, 1, 64), 7e4), v[:, :, :1])])
+    assert cache.append([(k[:, :, :1].float(), v[:, :, :1].float())])[0].k.tail.dtype == torch.float16
+
+
+@pytest.mark.parametrize("codec", ["group:b=4", "octahedral:b=3", "raw"])
+def test_convert_to_another_window_leaves_the_tail_that_pack_leaves(codec: str) -> None:
+    pairs = random_pairs(2, 250)
+    for before, after in ((128, 0), (128, 64), (64, 128)):
+        cache = kvpack.pack(pairs, f"kv={codec};tail={before}").convert(f"kv={codec};tail={after}")
+        found = [(side.packed_tokens, side.tail.shape[2], side.window) for side in cache[1].sides.values()]
+        assert found == [(192, 58, after) if after else (250, 0, 0)] * 2
+        assert relative_error(cache, pairs) <= 0.2
+    direct = kvpack.pack(pairs, "kv=octahedral:b=3;tail=64").convert("kv=octahedral:b=3,arrangement=direct")
+    assert direct[0].k.packed_tokens == 250
+
+
 def test_convert_keeps_what_already_fits() -> None:
     cache = kvpack.pack(random_pairs(2, 96), "kivi-2")
     same = cache.convert("kivi-2;layers=1:k=group:b=4")
@@ -177,6 +215,8 @@ BAD_INPUT = {
     "both missing": ([(None, None)], InvalidShape, "both sides are absent"),
     "not a cache": (7, InvalidDtype, "a int is not a KV cache"),
     "not a tensor": ([("k", X)], InvalidDtype, "a str where a tensor"),
+    "no heads": ([(X[:, :0], X[:, :0])], InvalidShape, r"layers\[0\].k: shape \[1, 0, 8, 64\]; there is at least one"),
+    "no sequences": ([(X[:0], X[:0])], InvalidShape, r"layers\[0\].k: shape \[0, 2, 8, 64\]; there is at least one"),
     "head dim": ([(X[..., :63], X[..., :63])], InvalidParameter, "head dim 63"),
 }
 
@@ -186,6 +226,22 @@ def test_bad_input_is_refused_by_name(name: str) -> None:
     past, error, message = BAD_INPUT[name]
     with pytest.raises(error, match=message):
         kvpack.pack(past, "octopus-3")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start": -1}, "start is -1, allowed are at least 0"),
+        ({"start": 2**40}, "start is 1099511627776, allowed are at most"),
+        ({"model": {"layers": 32}}, r"model\['layers'\] is of type int, expected str"),
+        ({"model": {"name": "\ud800"}}, "which UTF-8 cannot hold"),
+        ({"recipe": "kivi-2" + " " * 4096}, "recipe has 4102 bytes, allowed are at most 4096"),
+    ],
+    ids=["negative start", "large start", "number", "surrogate", "long recipe"],
+)
+def test_what_no_file_can_hold_is_refused_when_packed(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        kvpack.pack([(X, X)], **{"recipe": "kivi-2"} | options)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from transformers import (
     Gemma2ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    StaticCache,
 )
 
 from kvpack.cache import Cache, Layer
-from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.packing import pack
 
@@ -212,6 +214,40 @@ def test_static_caches_are_refused() -> None:
     model = small_model()
     with pytest.raises(InvalidParameter, match="spans positions up to 31, the queries end at 4"):
         model.generate(token_ids(1, 4), cache_implementation="static", max_new_tokens=28, disable_compile=True, pad_token_id=0)
+
+
+def test_of_a_static_cache_the_filled_part_is_packed() -> None:
+    model = small_model("eager")
+    cache, dense = StaticCache(config=model.config, max_cache_len=40), prefill(model, token_ids(1, 25))
+    model(token_ids(1, 25), past_key_values=cache)
+    found, expected = pack(cache, "kv=raw:dtype=fp32"), pack(dense, "kv=raw:dtype=fp32")
+    assert found.tokens == 25
+    for mine, theirs in zip(found.unpack(torch.float32), expected.unpack(torch.float32), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_cache_that_holds_some_of_its_tokens_elsewhere_is_refused() -> None:
+    cache = prefill(small_model(), token_ids(1, 25))
+    layer = cache.layers[1]
+    layer.get_seq_length = lambda: 30
+    with pytest.raises(InvalidShape, match=r"layers\[1\]: a DynamicLayer that has seen 30 tokens holds the keys of 25"):
+        pack(cache, "kivi-2")
+
+
+def test_a_packed_cache_is_not_packed_again() -> None:
+    packed = pack(prefill(small_model(), token_ids(1, 25)), "kivi-2")
+    for past, name in ((packed, "a Cache"), (KvpackCache(packed), "a KvpackCache")):
+        with pytest.raises(InvalidDtype, match=f"{name} is packed already: Cache.convert"):
+            pack(past, "kivi-4")
+
+
+def test_a_copy_continues_on_its_own() -> None:
+    model = small_model()
+    cache = KvpackCache(pack(prefill(model, token_ids(1, 40)), "kivi-2"))
+    other = copy.deepcopy(cache)
+    first = model(token_ids(1, 7, seed=1), past_key_values=other).logits
+    assert (cache.get_seq_length(), other.get_seq_length()) == (40, 47)
+    assert torch.equal(model(token_ids(1, 7, seed=1), past_key_values=cache).logits, first)
 
 
 def test_a_cache_that_does_not_fit_is_refused() -> None:

@@ -92,7 +92,7 @@ def _plot(axes: Any, report: dict[str, Any]) -> None:
         mine = [row for row in rows if row["family"] == family]
         x, y = ([row[name] for row in mine] for name in ("bits_per_value", "perplexity"))
         axes.errorbar(x, y, yerr=_bars(mine, exact), fmt="none", ecolor=colour, elinewidth=0.8, alpha=0.5, zorder=3)
-        axes.plot(x, y, color=colour, marker=marker, linestyle="none", markersize=6, markeredgecolor="white", label=family, zorder=4)
+        axes.plot(x, y, color=colour, marker=marker, linestyle="none", markersize=7, markeredgecolor="white", label=family, zorder=4)
     settings = report["settings"]
     twin = "" if report["twin"] is None else f", its twin with key channels x {report['twin']['factor']:g}"
     axes.set_title(
@@ -143,7 +143,7 @@ def _label(renderer: Any, axes: Any, rows: list[dict[str, Any]]) -> None:
 
     scale = renderer.dpi / 72
     points = axes.transData.transform([(row["bits_per_value"], row["perplexity"]) for row in rows])
-    taken = [Bbox.from_extents(*(point - 5 * scale), *(point + 5 * scale)) for point in points]
+    taken = [Bbox.from_extents(*(point - 6 * scale), *(point + 6 * scale)) for point in points]
     taken.append(axes.get_legend().get_window_extent(renderer))
     inside, lines = axes.get_window_extent(renderer), _line_points(axes, 2 * scale)
     for row, point in zip(rows, points, strict=True):

@@ -113,6 +113,7 @@ def show(report: dict[str, Any]) -> None:
     print("The tokens before the scored ones are packed, saved and loaded; the scored ones are appended and packed by the cache.")
     print("bits: every byte of a window's file. Perplexity a token; the change of its log is paired by window, with Student's t over them.")
     print("KL: of the next token, uncompressed || packed. Attention error: relative, of a layer with exact input, mean over the layers.")
+    print("Encode and load: seconds and milliseconds for the tokens before the scored ones, median of the windows.")
     if exact["needles"] is not None:
         print(f"Needles: {exact['needles']['asked']} questions in {settings['needles']} prompts, Wilson's interval.")
 

@@ -8,11 +8,12 @@ arrays ``[batch, kv_head, rows, ...]``, so cutting and joining pages never touch
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
@@ -139,7 +140,12 @@ class Side:
                 yield start, min(start + per_tile, last)
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Decode everything to ``[batch, kv_head, token, dim]`` of ``dtype`` in the original frame, tile by tile."""
+        """Decode everything to ``[batch, kv_head, token, dim]`` of ``dtype`` in the original frame, tile by tile.
+
+        Raises InvalidDtype unless ``dtype`` is a floating-point one.
+        """
+        if not dtype.is_floating_point:
+            raise InvalidDtype(f"{dtype} cannot hold decoded values: they are floating point")
         per_tile = max(128, TILE_VALUES // max(1, self.batch * self.heads * self.dim) // 128 * 128)
 
         def unpack_tile(start: int, stop: int) -> None:
@@ -296,13 +302,14 @@ class Cache:
         return iter(self.layers)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, int):
+        if isinstance(index, SupportsIndex):
+            index = operator.index(index)
             if not -len(self) <= index < len(self):
                 raise OutOfBounds(f"layer {index} is out of range: the cache has {len(self)} layers")
             return self.layers[index]
         match index:
-            case (slice(start=None, stop=None, step=None), slice(start=None | 0, stop=int() | None as tokens, step=None | 1)):
-                return self.prefix(self.tokens if tokens is None else tokens)
+            case (slice(start=None, stop=None, step=None), slice(start=None | 0, stop=SupportsIndex() | None as tokens, step=None | 1)):
+                return self.prefix(self.tokens if tokens is None else operator.index(tokens))
         raise OutOfBounds(f"cache[{index!r}]: a cache is indexed as cache[layer] or cache[:, :tokens]")
 
     @property
@@ -411,8 +418,10 @@ def concat(caches: Sequence[Cache]) -> Cache:
     return result
 
 
-def check_tensor(x: torch.Tensor, where: str) -> None:
-    """Raise InvalidShape unless ``x`` has rank 4, InvalidDtype unless it is bfloat16, float16 or float32."""
+def check_tensor(x: Any, where: str) -> None:
+    """Raise InvalidDtype unless ``x`` is a tensor of bfloat16, float16 or float32, InvalidShape unless it has rank 4."""
+    if not isinstance(x, torch.Tensor):
+        raise InvalidDtype(f"{where}: a {type(x).__name__} where a tensor or None is expected")
     if x.dim() != 4:
         raise InvalidShape(f"{where}: rank {x.dim()}, shape {list(x.shape)}; keys and values are [batch, kv_head, token, dim]")
     if x.dtype not in RAW_DTYPES.values():

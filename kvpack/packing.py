@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ def pack(
     Raises InvalidRecipe, InvalidShape, InvalidDtype, NonFinite, OutOfRange or InvalidParameter.
     """
     recipe = parse_recipe(recipe)
-    start, model = int(start), dict(model or {})
+    start, model = operator.index(start), dict(model or {})
     try:
         check_integer("start", start, 0, MAX_TOKENS)
         check_names("model", model, str)
@@ -146,8 +147,6 @@ def _check_pair(pair: Pair, where: str) -> None:
     for name, x in zip("kv", pair, strict=True):
         if x is None:
             continue
-        if not isinstance(x, torch.Tensor):
-            raise InvalidDtype(f"{where}.{name}: a {type(x).__name__} where a tensor or None is expected")
         check_tensor(x, f"{where}.{name}")
         if not x.shape[0] or not x.shape[1]:
             raise InvalidShape(f"{where}.{name}: shape {list(x.shape)}; there is at least one sequence and one head")

@@ -184,4 +184,6 @@ class Recipe:
 
 def parse_recipe(recipe: str | Recipe) -> Recipe:
     """A recipe from its text or a preset's name. Raises InvalidRecipe."""
+    if not isinstance(recipe, str | Recipe):
+        raise InvalidRecipe(f"a recipe is text, such as 'octopus-3'; found a {type(recipe).__name__}")
     return recipe if isinstance(recipe, Recipe) else Recipe(recipe)

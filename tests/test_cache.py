@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -272,6 +273,20 @@ def test_indices_out_of_range_are_refused(index: object) -> None:
         cache[index]
 
 
+def test_indices_may_be_of_any_integer_type() -> None:
+    cache = kvpack.pack(random_pairs(2, 8), "kivi-2", start=numpy.int64(3))
+    assert cache[numpy.int64(1)] is cache[1]
+    assert cache[:, : numpy.int64(5)].tokens == 5
+    assert type(cache.start) is int
+    with pytest.raises(TypeError):
+        kvpack.pack(random_pairs(2, 8), "kivi-2", start=1.5)
+
+
+def test_values_are_unpacked_to_floating_point_only() -> None:
+    with pytest.raises(InvalidDtype, match=r"torch.int8 cannot hold"):
+        kvpack.pack(random_pairs(1, 8), "kivi-2").unpack(torch.int8)
+
+
 def test_append_refuses_what_does_not_continue_and_keeps_the_cache() -> None:
     pairs = random_pairs(1, 40)
     cache = kvpack.pack(pairs, "kivi-2")
@@ -284,6 +299,7 @@ def test_append_refuses_what_does_not_continue_and_keeps_the_cache() -> None:
         ([(k, v), (k, v)], InvalidShape),
         ([(k[0], v)], InvalidShape),
         ([(k.to(torch.int8), v)], InvalidDtype),
+        ([(k.float().numpy(), v)], InvalidDtype),
         ([(k * float("nan"), v)], NonFinite),
     ):
         with pytest.raises(error):

@@ -67,6 +67,12 @@ def test_a_refusal_points_at_the_word_and_says_what_is_known(text: str, word: st
         assert recipe[start : start + carets.count("^")] == word
 
 
+@pytest.mark.parametrize("recipe", [None, b"kivi-2"], ids=str)
+def test_what_is_no_text_is_refused(recipe: object) -> None:
+    with pytest.raises(InvalidRecipe, match=r"found a (NoneType|bytes)"):
+        parse_recipe(recipe)
+
+
 def test_a_side_without_a_codec_is_refused() -> None:
     with pytest.raises(InvalidRecipe, match="says nothing of v"):
         Recipe("k=group:b=2")

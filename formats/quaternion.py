@@ -125,6 +125,8 @@ class Quaternion(Codec):
         scale = stored_norm(radius.amax(-1), self._norm_dtype, f"scale, tokens from {start},")
         stored = scale.to(torch.float32)[..., None]
         highest = 2**self.radius_bits - 1
+        # As a decoder computes it: the rounded quotient may lead beyond the largest binary32 where the scale did not.
+        stored_norm(stored / highest * highest, "F32", f"largest radius as decoded, tokens from {start},")
         # Rounded against the scale as stored; a zero scale gives zero codes.
         codes = (radius / torch.where(stored > 0, stored, torch.inf)).mul_(highest).round_().clamp_max_(highest)
         codeword = _search(self.seed, self.secondary).nearest([plane.flatten() for plane in planes]).view_as(codes)

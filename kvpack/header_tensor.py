@@ -11,7 +11,7 @@ from .checks import check_integer, check_keys, check_string, check_type
 from .formats import codec_class
 from .formats.errors import InvalidHeader, InvalidParameter, LimitExceeded, UnsupportedVersion
 from .header import FORMAT, Header, LayerEntry, SideEntry, TensorEntry, check_required, within
-from .limits import MAX_BINARY_BYTES, MAX_ENTRIES, MAX_HEADER_BYTES, MAX_NAMES, MAX_STRING_BYTES
+from .limits import MAX_BINARY_BYTES, MAX_ENTRIES, MAX_HEADER_BYTES, MAX_LAYERS, MAX_NAMES, MAX_STRING_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ _TOP_KEYS = ("format", "required", "ignorable", "model", "recipe", "start", "cod
 _SIDE_KEYS = tuple(field.name for field in dataclasses.fields(SideEntry))
 _TENSOR_KEYS = tuple(field.name for field in dataclasses.fields(TensorEntry))
 _BYTES_PER_CONTAINER = 16
-"""In a valid header an array or a map comes with at least this many bytes, the top keys aside."""
+"""In a valid header an array or a map comes with at least this many bytes, the top keys and layers without sides aside."""
 
 
 def pack_header(header: Header) -> bytes:
@@ -86,7 +86,7 @@ def _packed_side(side: SideEntry | None) -> dict[str, Any] | None:
 
 def _unpacked(data: bytes) -> Any:
     _check_size(data)
-    count = _counter(len(data) // _BYTES_PER_CONTAINER + len(_TOP_KEYS))
+    count = _counter(len(data) // _BYTES_PER_CONTAINER + len(_TOP_KEYS) + MAX_LAYERS)
     try:
         return msgpack.unpackb(
             data,

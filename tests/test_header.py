@@ -329,6 +329,12 @@ def test_many_empty_containers_take_little_memory(container: bytes) -> None:
     assert peak < 8 * len(data)
 
 
+@pytest.mark.parametrize("layers", [0, 1, 19, 20, 4096])
+def test_layers_without_sides_are_read(layers: int) -> None:
+    header = with_tensors(Contents(codecs=(), layers=(LayerEntry(None, None),) * layers))
+    assert parse_header(pack_header(header)) == header
+
+
 def test_layers_of_the_largest_side_are_measured_without_overflow() -> None:
     largest = side(0, batch=65536, heads=65536, runs=(MAX_TOKENS,))
     made = Contents(codecs=(create("raw", 1024, dtype="fp32"),), layers=(LayerEntry(largest, None),))

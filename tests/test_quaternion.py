@@ -349,6 +349,18 @@ def test_a_scale_above_binary16_is_refused_and_fits_in_fp32() -> None:
         codec.encode(torch.full((1, 1, 1, 128), 3e38))
 
 
+@pytest.mark.parametrize("radius_bits", range(1, 9), ids=lambda bits: f"{bits} bits")
+def test_what_would_decode_to_infinity_is_refused(radius_bits: int) -> None:
+    codec = quaternion(dim=4, r=radius_bits, norm="fp32")
+    x = torch.zeros(1, 1, 1, 4)
+    x[..., 0] = torch.finfo(torch.float32).max
+    if radius_bits in (5, 7):
+        with pytest.raises(OutOfRange, match="largest radius as decoded, tokens from 0"):
+            codec.encode(x)
+    else:
+        assert torch.isfinite(codec.decode(codec.encode(x))).all()
+
+
 # Refusals
 
 

@@ -19,6 +19,7 @@ types: $(INSTALLED)
 	rm -rf build
 	$(PIP) install --quiet --no-deps --no-build-isolation --target build/installed .
 	cd build/installed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache --package kvpack
+	$(BIN)/mypy spec/decoder.py
 
 unit: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses 2

@@ -8,11 +8,11 @@ import torch
 
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
 
-from .cache import TILE_VALUES
+from .cache import TILE_VALUES, Layer
 from .modes import without_autocast
 
 if TYPE_CHECKING:
-    from .cache import Layer, Side
+    from .cache import Side
 
 QUERIES_AT_A_TIME = 1024
 """Queries of one head that share a pass over the pages; longer chunks take several passes."""
@@ -103,6 +103,8 @@ def _mask(scores: torch.Tensor, positions: torch.Tensor, start: int, stop: int, 
 
 
 def _sides(layer: Layer) -> tuple[Side, Side]:
+    if not isinstance(layer, Layer):
+        raise InvalidShape(f"attention is over one layer, such as cache[0]; found a {type(layer).__name__}")
     if layer.k is None or layer.v is None:
         raise InvalidShape(f"attention needs keys and values; the layer holds only {', '.join(layer.sides) or 'nothing'}")
     return layer.k, layer.v

@@ -21,7 +21,7 @@ from kvpack.formats.errors import InvalidDtype, InvalidShape, NotConsecutive, Ou
 
 from .blocks import for_each_block
 from .dispatch import decode_frame
-from .encoding import RAW_DTYPES, encode, raw_values
+from .encoding import RAW_DTYPES, check_finite, encode, raw_values
 from .modes import own_modes
 
 if TYPE_CHECKING:
@@ -38,13 +38,16 @@ TILE_VALUES = 1 << 19
 """Values decoded at a time when a page is unpacked, converted or attended."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Page:
     """One run of ``tokens`` packed tokens: the codec's streams, laid out by ``Codec.layout``."""
 
     codec: Codec
     tokens: int
     streams: Mapping[str, torch.Tensor]
+
+    def __repr__(self) -> str:
+        return f"Page({self.codec.id}, {self.tokens} tokens)"
 
     def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """The streams of tokens ``[start, stop)`` as views; ``start`` is a multiple of the codec's token group."""
@@ -77,7 +80,7 @@ class Page:
         return Page(pages[0].codec, sum(page.tokens for page in pages), streams)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Side:
     """The keys or the values of one layer: packed pages, then a raw tail ``[batch, kv_head, token, dim]``.
 
@@ -88,6 +91,10 @@ class Side:
     pages: tuple[Page, ...]
     tail: torch.Tensor
     window: int = 0
+
+    def __repr__(self) -> str:
+        shape = f"{self.batch} x {self.heads} x {self.tokens} x {self.dim}"
+        return f"Side({self.codec.id}, {shape}, {len(self.pages)} pages and a raw tail of {self.tail.shape[2]} tokens)"
 
     @property
     def batch(self) -> int:
@@ -179,6 +186,9 @@ class Side:
         if tuple(x.shape) != expected:
             raise InvalidShape(f"{where}: shape {list(x.shape)} does not continue a side of shape {list(expected)}")
         with own_modes(self.device):
+            if self.codec.id != "raw":
+                # Here and not when the tail is encoded: by then the tokens that came with it could not be told apart.
+                check_finite(x, self.tokens, where)
             tail = torch.cat([self.tail, raw_values(x, self.tail.dtype, where)], 2)
             unit = self.window or self.codec.token_group
             ready = tail.shape[2] // unit * unit
@@ -280,7 +290,7 @@ class Layer:
         return Layer(*sides)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Cache:
     """A packed KV cache: one Layer a model layer, the recipe's text, the model's identity, the first token's position.
 
@@ -294,6 +304,9 @@ class Cache:
 
     def __deepcopy__(self, memo: object) -> Cache:
         return self
+
+    def __repr__(self) -> str:
+        return f"Cache({self.recipe!r}, {len(self)} layers, tokens {self.start} to {self.stop}, model {dict(self.model)})"
 
     def __len__(self) -> int:
         return len(self.layers)

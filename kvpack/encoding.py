@@ -47,7 +47,7 @@ def encode(codec: Codec, x: torch.Tensor, where: str) -> dict[str, torch.Tensor]
         part = x[:, :, start:stop]
         if codec.id != "raw":
             part = part.to(torch.float32)
-            _refuse_non_finite(part, start, where)
+            check_finite(part, start, where)
         try:
             encoded = codec.encode(part)
         except OutOfRange as error:
@@ -74,7 +74,8 @@ def raw_values(x: torch.Tensor, dtype: torch.dtype, where: str) -> torch.Tensor:
         raise OutOfRange(f"{where}: {error}") from None
 
 
-def _refuse_non_finite(x: torch.Tensor, first: int, where: str) -> None:
+def check_finite(x: torch.Tensor, first: int, where: str) -> None:
+    """Raise NonFinite, naming ``where``, the place and the value, unless ``x``, whose tokens count from ``first``, is finite."""
     # The sum is one cheap pass; only when it is not finite (it may merely overflow) is every value looked at.
     if torch.isfinite(x.sum()) or torch.isfinite(x).all():
         return

@@ -13,7 +13,7 @@ from kvpack.formats.errors import InvalidDtype, InvalidHeader, InvalidParameter,
 
 from .cache import Cache, Layer, Page, Pair, Side, check_tensor
 from .checks import check_integer, check_names, check_string
-from .encoding import encode, raw_values
+from .encoding import check_finite, encode, raw_values
 from .limits import MAX_TOKENS
 from .modes import own_modes
 from .recipes import Recipe, parse_recipe
@@ -111,6 +111,8 @@ def _pack_side(x: torch.Tensor | None, recipe: Recipe, layer: int, layers: int, 
     # With a residual window the newest tokens stay raw; without one everything is packed, a partial last group included.
     packed = tokens - tokens % recipe.window if recipe.window else tokens
     with own_modes(x.device):
+        if codec.id != "raw":
+            check_finite(x[:, :, packed:], packed, where)
         pages = (Page(codec, packed, encode(codec, x[:, :, :packed], where)),) if packed else ()
         return Side(codec, pages, x[:, :, packed:].clone(), recipe.window)
 

@@ -130,6 +130,11 @@ def test_bad_queries_are_refused(name: str) -> None:
         kvpack.attend(q, cache[0], **options)
 
 
+def test_attention_over_a_whole_cache_is_refused() -> None:
+    with pytest.raises(InvalidShape, match=r"such as cache\[0\]; found a Cache"):
+        kvpack.attend(Q, kvpack.pack(random_pairs(1, 8), "kivi-2"))
+
+
 def test_an_empty_or_one_sided_layer_is_refused() -> None:
     with pytest.raises(InvalidShape, match="1 queries over 0 tokens"):
         kvpack.attend(Q, kvpack.pack(random_pairs(1, 0), "kivi-2")[0])

@@ -256,6 +256,27 @@ def test_non_finite_values_are_refused_with_their_place(recipe: str, value: floa
     assert torch.equal(torch.isnan(kvpack.pack([(k, bad)], "bf16")[0].unpack()[1]), torch.isnan(bad)), "raw keeps any value"
 
 
+def test_non_finite_values_never_reach_a_raw_tail() -> None:
+    (k, v), *_ = random_pairs(1, 70)
+    bad = v.clone()
+    bad[0, 1, 69, 5] = float("nan")
+    with pytest.raises(NonFinite, match=r"layers\[0\].v: .* token 69, channel 5"):
+        kvpack.pack([(k, bad)], "kivi-2;tail=64")
+    cache = kvpack.pack([(k, v)], "kivi-2;tail=64")
+    with pytest.raises(NonFinite, match=r"layers\[0\].v: .* token 139, channel 5"):
+        cache.append([(k, bad)])
+    assert kvpack.pack([(k, bad)], "bf16;tail=64").tokens == 70, "raw keeps any value"
+
+
+def test_objects_describe_themselves_in_a_line() -> None:
+    cache = kvpack.pack(random_pairs(2, 70), "octopus-3;tail=64", model={"name": "m"}, start=3)
+    assert repr(cache) == "Cache('octopus-3;tail=64', 2 layers, tokens 3 to 73, model {'name': 'm'})"
+    side = "Side(octahedral, 1 x 2 x 70 x 64, 1 pages and a raw tail of 6 tokens)"
+    assert repr(cache[0].k) == side
+    assert side in repr(cache[0])
+    assert repr(cache[0].k.pages) == "(Page(octahedral, 64 tokens),)"
+
+
 def test_a_norm_beyond_its_width_is_refused() -> None:
     k, v = random_pairs(1, 40)[0]
     with pytest.raises(OutOfRange, match=r"layers\[0\].k, tokens 0 to 40: .*65504"):

@@ -42,6 +42,9 @@ def encode(codec: Codec, x: torch.Tensor, where: str) -> dict[str, torch.Tensor]
     layout = codec.layout(batch, heads, tokens)
     row = max(1, batch * heads * codec.dim)
     size = max(_GROUP_MULTIPLE, BLOCK_VALUES // row // _GROUP_MULTIPLE * _GROUP_MULTIPLE)
+    if codec.id == "raw":
+        # One copy without temporaries.
+        size = max(1, tokens)
 
     def encode_block(start: int, stop: int) -> None:
         part = x[:, :, start:stop]

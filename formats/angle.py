@@ -10,8 +10,8 @@ from functools import cache
 from math import log2, pi
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, stored_norm
-from .columns import Columns, default_fields, is_power_of_two, next_power_of_two, row_bytes
+from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
+from .columns import Columns, default_fields, factors_of_two, is_power_of_two, next_power_of_two, row_bytes
 from .errors import InvalidParameter
 from .lazy import functional, torch
 from .rotation import KINDS, Rotation
@@ -107,10 +107,7 @@ class Angle(Codec):
         return {"range": Layout(self._range_dtype, (batch, heads, tokens, 2))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        # Blocks of tokens keep the temporaries in a core's cache.
-        size = max(1, _TOKENS_OF_ONE_HEAD // (x.shape[0] * x.shape[1]))
-        blocks = [self._encode_block(block, size * number) for number, block in enumerate(torch.split(x, size, 2))]
-        return {name: torch.cat([block[name] for block in blocks], 2) for name in blocks[0]}
+        return encoded_in_blocks(x, _TOKENS_OF_ONE_HEAD, self._encode_block)
 
     def _encode_block(self, x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
         u = self.rotation.forward(x)
@@ -138,11 +135,7 @@ class Angle(Codec):
         names = dict(self.fields)
         if "symbol" in names:
             return self.pack("symbol", bins, *codes)
-        if "angle" in names:
-            streams = self.pack("angle", bins)
-        else:
-            low = _low_bits(self.bins)
-            streams = self.pack("angle_low", bins & (1 << low) - 1) | self.pack("angle_high", bins >> low)
+        streams = self.pack_factored("angle", bins)
         return streams | (self.pack("norm_codes", *codes) if codes else {})
 
     def digits(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -150,10 +143,7 @@ class Angle(Codec):
         if "symbol" in names:
             return tuple(self.unpack("symbol", streams))
         codes = self.unpack("norm_codes", streams) if "norm_codes" in names else []
-        if "angle" in names:
-            return *self.unpack("angle", streams), *codes
-        (low,), (high,) = self.unpack("angle_low", streams), self.unpack("angle_high", streams)
-        return high << _low_bits(self.bins) | low, *codes
+        return self.unpack_factored("angle", streams), *codes
 
     def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         bins, *codes = self.digits(streams)
@@ -170,11 +160,6 @@ class Angle(Codec):
         return "F16" if self.range == "fp16" else "F32"
 
 
-def _low_bits(bins: int) -> int:
-    """k of bins = 2^k m, m odd."""
-    return (bins & -bins).bit_length() - 1
-
-
 Stream = tuple[tuple[int, ...], tuple[int, ...]]
 """Bases and alphabets of a code stream's digits."""
 
@@ -185,7 +170,7 @@ def _streams(dim: int, bins: int, norm_bits: int, arrangement: str) -> dict[str,
     rounded, norm = next_power_of_two(bins), 1 << norm_bits
     if arrangement == "direct":
         return {"symbol": ((rounded, norm), (bins, norm))}
-    low = 1 << _low_bits(bins)
+    low = 1 << factors_of_two(bins)
     candidates: list[dict[str, Stream]] = [{"angle": ((rounded,), (bins,))}]
     if 1 < low < bins:
         candidates.append({"angle_low": ((low,), (low,)), "angle_high": ((bins // low,), (bins // low,))})

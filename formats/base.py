@@ -18,7 +18,7 @@ from .lazy import numpy, torch
 from .rotation import Rotation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from .columns import Columns
     from .options import Options
@@ -135,6 +135,22 @@ class Codec(ABC):
             packed |= self.pack(stream, digit)
         return packed
 
+    def pack_factored(self, stream: str, digit: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The planes of a digit whose alphabet is packed whole, as ``stream``, or in two factors, as ``stream_low`` and ``stream_high``."""
+        packings = self.packings()
+        if stream in packings:
+            return self.pack(stream, digit)
+        low = packings[f"{stream}_low"].bases[0]
+        return self.pack(f"{stream}_low", digit & low - 1) | self.pack(f"{stream}_high", digit >> low.bit_length() - 1)
+
+    def unpack_factored(self, stream: str, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The digit that ``pack_factored`` packed."""
+        packings = self.packings()
+        if stream in packings:
+            return self.unpack(stream, streams)[0]
+        (low,), (high,) = self.unpack(f"{stream}_low", streams), self.unpack(f"{stream}_high", streams)
+        return high << packings[f"{stream}_low"].bases[0].bit_length() - 1 | low
+
     def same_codes(self, other: Codec) -> bool:
         """Whether ``other`` stores the same codes, only packed otherwise."""
         mine, others = self.params(), other.params()
@@ -206,6 +222,27 @@ def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:
     infinity = 0x7C00 if size == 2 else 0x7F800000
     sign = 1 << 8 * size - 1
     return not array.size or bool(array.view(f"<i{size}").max() < infinity and array.view(f"<u{size}").max() < sign + infinity)
+
+
+def encoded_in_blocks(
+    x: torch.Tensor, tokens_of_one_head: int, encode_block: Callable[[torch.Tensor, int], dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """``encode_block`` of blocks of tokens and the number of their first one, joined: its temporaries stay in a core's cache.
+
+    ``x`` is ``[batch, kv_head, token, dim]``; a block has as many tokens as make ``tokens_of_one_head`` over all heads.
+    """
+    size = max(1, tokens_of_one_head // (x.shape[0] * x.shape[1]))
+    blocks = [encode_block(block, size * number) for number, block in enumerate(torch.split(x, size, 2))]
+    return {name: torch.cat([block[name] for block in blocks], 2) for name in blocks[0]}
+
+
+def encoded_by_rows(
+    x: torch.Tensor, rows_at_once: int, encode_rows: Callable[[torch.Tensor], dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """``encode_rows`` of chunks of rows ``[row, dim]``, joined into ``x``'s shape: its temporaries stay in a core's cache."""
+    chunks = [encode_rows(rows) for rows in torch.split(x.reshape(-1, x.shape[-1]), rows_at_once)]
+    joined = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    return {name: stream.view(*x.shape[:-1], *stream.shape[1:]) for name, stream in joined.items()}
 
 
 def check_range(codec: str, name: str, value: int, low: int, high: int) -> None:

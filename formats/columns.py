@@ -44,6 +44,11 @@ def is_power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
 
+def factors_of_two(value: int) -> int:
+    """k of ``value`` = 2^k m, m odd."""
+    return (value & -value).bit_length() - 1
+
+
 def next_power_of_two(value: int) -> int:
     """The least power of two that is not below ``value``."""
     return 1 << (value - 1).bit_length()

@@ -12,7 +12,7 @@ from itertools import groupby, islice, pairwise
 from math import pi
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, stored_norm
+from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter
 from .lazy import functional, torch
@@ -124,10 +124,7 @@ class Polar(Codec):
         return {"radius": Layout(NORMS[self.norm], (batch, heads, tokens, self.radii))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        # Blocks of tokens keep the temporaries in a core's cache.
-        size = max(1, _TOKENS_OF_ONE_HEAD // (x.shape[0] * x.shape[1]))
-        blocks = [self._encode_block(block, size * number) for number, block in enumerate(torch.split(x, size, 2))]
-        return {name: torch.cat([block[name] for block in blocks], 2) for name in blocks[0]}
+        return encoded_in_blocks(x, _TOKENS_OF_ONE_HEAD, self._encode_block)
 
     def _encode_block(self, x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
         radii = self.rotation.forward(x)

@@ -10,8 +10,8 @@ from functools import cache, lru_cache
 from math import log2
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, stored_norm
-from .columns import MAX_BASE, Columns, default_fields, next_power_of_two, row_bytes
+from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
+from .columns import MAX_BASE, Columns, default_fields, factors_of_two, next_power_of_two, row_bytes
 from .errors import InvalidParameter
 from .generator import unit_quaternions
 from .lazy import functional, torch
@@ -106,10 +106,7 @@ class Quaternion(Codec):
         _search(self.seed, self.secondary).expect(x.numel() // 4, x.device)
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        # Blocks of tokens keep the temporaries in a core's cache.
-        size = max(1, _TOKENS_OF_ONE_HEAD // (x.shape[0] * x.shape[1]))
-        blocks = [self._encode_block(block, size * number) for number, block in enumerate(torch.split(x, size, 2))]
-        return {name: torch.cat([block[name] for block in blocks], 2) for name in blocks[0]}
+        return encoded_in_blocks(x, _TOKENS_OF_ONE_HEAD, self._encode_block)
 
     def _encode_block(self, x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
         u = self.rotation.forward(x)
@@ -137,21 +134,13 @@ class Quaternion(Codec):
         names = dict(self.fields)
         if "symbol" in names:
             return self.pack("symbol", codeword, radius)
-        if "codeword" in names:
-            return self.pack("codeword", codeword) | self.pack("radius", radius)
-        low = _low_bits(self.secondary)
-        parts = self.pack("codeword_low", codeword & (1 << low) - 1) | self.pack("codeword_high", codeword >> low)
-        return parts | self.pack("radius", radius)
+        return self.pack_factored("codeword", codeword) | self.pack("radius", radius)
 
     def digits(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         names = dict(self.fields)
         if "symbol" in names:
             return tuple(self.unpack("symbol", streams))
-        (radius,) = self.unpack("radius", streams)
-        if "codeword" in names:
-            return *self.unpack("codeword", streams), radius
-        (low,), (high,) = self.unpack("codeword_low", streams), self.unpack("codeword_high", streams)
-        return high << _low_bits(self.secondary) | low, radius
+        return self.unpack_factored("codeword", streams), *self.unpack("radius", streams)
 
     def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         codeword, radius = self.digits(streams)
@@ -175,12 +164,6 @@ def _squares_are_safe(radius: torch.Tensor) -> bool:
     return bool(smallest > 2.0**-40) and bool(largest < 2.0**60)
 
 
-def _low_bits(secondary: int) -> int:
-    """k of the codeword alphabet 24 S = 2^k m, m odd."""
-    alphabet = UNITS * secondary
-    return (alphabet & -alphabet).bit_length() - 1
-
-
 @cache
 def _stream_bases(dim: int, secondary: int, radius_bits: int, arrangement: str) -> dict[str, tuple[int, ...]]:
     """The bases of each code stream's digits: the rule of spec/codecs/quaternion.md, Layout."""
@@ -190,7 +173,7 @@ def _stream_bases(dim: int, secondary: int, radius_bits: int, arrangement: str) 
         if base > MAX_BASE:
             raise InvalidParameter(f"codec quaternion: secondary is {secondary}, direct allows 1 to {MAX_BASE // UNITS}")
         return {"symbol": (base, *radius)}
-    low = 1 << _low_bits(secondary)
+    low = 1 << factors_of_two(alphabet)
     split: dict[str, tuple[int, ...]] = {"codeword_low": (low,), "codeword_high": (alphabet // low,)}
     whole: dict[str, tuple[int, ...]] = {"codeword": (alphabet,)}
     if alphabet <= MAX_BASE and _stored_bytes(chunks, whole) <= _stored_bytes(chunks, split):

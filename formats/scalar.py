@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, stored_norm
+from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, encoded_by_rows, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter
 from .lazy import torch
@@ -121,12 +121,8 @@ class Scalar(Codec):
         return {"norm": Layout(NORMS[self.norm], (batch, heads, tokens))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        # Chunks of rows keep the temporaries in a core's cache.
-        chunks = [self._encode_rows(rows) for rows in torch.split(x.reshape(-1, self.dim), _CHUNK_ROWS)]
-        streams = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
-        norm = streams.pop("norm").view(x.shape[:-1])
-        planes = {name: plane.view(*x.shape[:-1], plane.shape[-1]) for name, plane in streams.items()}
-        return planes | {"norm": stored_norm(norm, NORMS[self.norm], "norm of a token")}
+        streams = encoded_by_rows(x, _CHUNK_ROWS, self._encode_rows)
+        return streams | {"norm": stored_norm(streams["norm"], NORMS[self.norm], "norm of a token")}
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """The streams of rows ``[row, dim]``, their norms still float32."""

@@ -22,6 +22,7 @@ from kvpack.formats.options import Options
 from kvpack.formats.polar import Polar
 
 from strategies import CONTENTS, check_round_trip, contents  # isort: skip
+from worked_examples import example, example_params  # isort: skip
 
 PAGE = Path(__file__).parent.parent / "spec" / "codecs" / "polar.md"
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
@@ -288,18 +289,10 @@ def test_levels_of_equal_bits_share_a_stream(dim: int, b: str, streams: dict[str
     assert codec.layout(2, 3, 5)["radius"].shape == (2, 3, 5, radii)
 
 
-def example(*columns: str) -> list[dict[str, str]]:
-    """The rows of the table of the page's worked example with these columns, code marks removed."""
-    text = PAGE.read_text(encoding="utf-8").split("## Worked example")[1].split("\n## ")[0].replace("`", "")
-    (block,) = re.findall(rf"\| {re.escape(' | '.join(columns))} \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", text)
-    return [dict(zip(columns, (cell.strip() for cell in row.strip("|").split("|")), strict=True)) for row in block.strip().split("\n")]
-
-
 def test_the_worked_example_of_the_specification() -> None:
-    params: dict[str, Any] = {row["parameter"]: row["value"] for row in example("parameter", "value")}
+    params = example_params(PAGE)
     params |= {name: int(params[name]) for name in ("dim", "seed")}
-    params["fields"] = {name: int(fields) for name, fields in (entry.split() for entry in params["fields"].split(", "))}
-    tables = example("angle_table", "bytes", "angles")
+    tables = example(PAGE, "angle_table", "bytes", "angles")
     params["angle_table"] = bytes.fromhex("".join(row["bytes"] for row in tables))
     codec = Polar.from_params(params)
     assert codec == polar(10, b=params["bits"], rotation="none")
@@ -308,12 +301,12 @@ def test_the_worked_example_of_the_specification() -> None:
     source = re.findall(r"what was encoded is `([^`]*)`", PAGE.read_text(encoding="utf-8"))[0]
     streams = codec.encode(torch.tensor([float(value) for value in source.split()])[None, None, None])
     layout = codec.layout(1, 1, 1)
-    rows = example("stream", "dtype", "shape", "bytes")
+    rows = example(PAGE, "stream", "dtype", "shape", "bytes")
     assert [(row["stream"], row["dtype"], row["shape"]) for row in rows] == [
         (name, entry.dtype, " ".join(map(str, entry.shape))) for name, entry in layout.items()
     ]
     assert [streams[row["stream"]].numpy().tobytes() for row in rows] == [bytes.fromhex(row["bytes"]) for row in rows]
-    steps = {int(row["level"]): row for row in example("level", "codes", "radii of the level below")}
+    steps = {int(row["level"]): row for row in example(PAGE, "level", "codes", "radii of the level below")}
     for level, codes in enumerate(codes_of(codec, streams), 1):
         assert codes.flatten().tolist() == [int(code) for code in steps[level]["codes"].split()]
         below = [float(value) for value in steps[level]["radii of the level below"].split()]

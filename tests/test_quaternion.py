@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from kvpack.formats.quaternion import Quaternion
 from kvpack.formats.quaternion_search import Grid, Search
 
 from strategies import CONTENTS, check_round_trip, contents  # isort: skip
+from worked_examples import example, example_codec, example_streams  # isort: skip
 
 PAGE = Path(__file__).parent.parent / "spec" / "codecs" / "quaternion.md"
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
@@ -257,32 +257,16 @@ def test_any_codes_decode_by_the_formula(data: st.DataObject) -> None:
     assert ((decoded[0].double() - exact).abs() <= exact.abs() * 2.0**-22).all()
 
 
-def example(*columns: str) -> list[dict[str, str]]:
-    """The rows of the table of the page's worked example with these columns, code marks removed."""
-    text = PAGE.read_text(encoding="utf-8").split("## Worked example")[1].split("\n## ")[0].replace("`", "")
-    (block,) = re.findall(rf"\| {re.escape(' | '.join(columns))} \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", text)
-    return [dict(zip(columns, (cell.strip() for cell in row.strip("|").split("|")), strict=True)) for row in block.strip().split("\n")]
-
-
 def test_the_worked_example_of_the_specification() -> None:
-    params: dict[str, Any] = {row["parameter"]: row["value"] for row in example("parameter", "value")}
-    params = {name: int(value) if value.isdigit() else value for name, value in params.items()}
-    params["fields"] = {name: int(fields) for name, fields in (entry.split() for entry in params["fields"].split(", "))}
-    codec = Quaternion.from_params(params)
-    layout = codec.layout(1, 1, 2)
-    streams = {}
-    for row in example("stream", "dtype", "shape", "bytes"):
-        entry = layout[row["stream"]]
-        assert (row["dtype"], row["shape"]) == (entry.dtype, " ".join(map(str, entry.shape)))
-        dtype = {"U16": torch.uint16, "F16": torch.float16}[entry.dtype]
-        streams[row["stream"]] = torch.frombuffer(bytearray.fromhex(row["bytes"]), dtype=dtype).reshape(entry.shape)
-    assert list(streams) == list(layout)
+    codec = example_codec(PAGE, Quaternion)
+    assert isinstance(codec, Quaternion)
+    streams = example_streams(PAGE, codec)
     codec.check(arrays(streams), "example")
-    for token, row in enumerate(example("token", "scale", "codewords", "radius codes")):
+    for token, row in enumerate(example(PAGE, "token", "scale", "codewords", "radius codes")):
         assert streams["scale"][0, 0, token].item() == numpy.float32(row["scale"])
         for name, stream in (("codewords", "codeword"), ("radius codes", "radius")):
             assert codec.unpack(stream, streams)[0][0, 0, token].tolist() == [int(value) for value in row[name].split()]
-    values = torch.tensor([[float(value) for value in row["values"].split()] for row in example("token", "values")])
+    values = torch.tensor([[float(value) for value in row["values"].split()] for row in example(PAGE, "token", "values")])
     torch.testing.assert_close(codec.decode(streams)[0, 0], values, rtol=2.0**-22, atol=0)
 
 

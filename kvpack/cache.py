@@ -62,9 +62,9 @@ class Page:
         aligned = start - start % self.codec.token_group
         return decode_frame(self.codec, self.rows(aligned, stop))[:, :, start - aligned :]
 
-    def prefix(self, tokens: int) -> Page:
-        """The first ``tokens`` tokens, sharing the streams."""
-        return replace(self, tokens=tokens, streams=self.rows(0, tokens))
+    def slice(self, start: int, stop: int) -> Page:
+        """Tokens ``[start, stop)``, sharing the streams; ``start`` is a multiple of the codec's token group."""
+        return replace(self, tokens=stop - start, streams=self.rows(start, stop))
 
     def continues(self) -> bool:
         """Whether another page can be joined on: the last token group is whole."""
@@ -166,15 +166,28 @@ class Side:
 
     def prefix(self, tokens: int) -> Side:
         """The first ``tokens`` tokens; packed bytes are shared, nothing is decoded."""
-        if not 0 <= tokens <= self.tokens:
-            raise OutOfBounds(f"a prefix of {tokens} tokens was asked of a side that holds {self.tokens}")
+        return self.slice(0, tokens)
+
+    def slice(self, start: int, stop: int) -> Side:
+        """Tokens ``[start, stop)``; packed bytes are shared, nothing is decoded.
+
+        Raises OutOfBounds for tokens that the side does not hold, and for a start inside a token group.
+        """
+        if not 0 <= start <= stop <= self.tokens:
+            raise OutOfBounds(f"tokens {start} to {stop} were asked of a side that holds {self.tokens}")
         pages = []
         for page, first in zip(self.pages, self.boundaries, strict=False):
-            if first + page.tokens <= tokens:
-                pages.append(page)
-            elif first < tokens:
-                pages.append(page.prefix(tokens - first))
-        return replace(self, pages=tuple(pages), tail=self.tail[:, :, : max(0, tokens - self.packed_tokens)])
+            begin, end = max(start - first, 0), min(stop - first, page.tokens)
+            if begin >= end:
+                continue
+            if begin % self.codec.token_group:
+                raise OutOfBounds(
+                    f"a slice from token {start} begins {begin} tokens into a page of a codec that encodes "
+                    f"{self.codec.token_group} tokens together, expected a multiple of that"
+                )
+            pages.append(page if end - begin == page.tokens else page.slice(begin, end))
+        tail_start, tail_stop = (max(0, position - self.packed_tokens) for position in (start, stop))
+        return replace(self, pages=tuple(pages), tail=self.tail[:, :, tail_start:tail_stop])
 
     def append(self, x: torch.Tensor, where: str = "append") -> Side:
         """Add tokens ``[batch, kv_head, token, dim]``: the tail grows, and is encoded in whole groups at ``window``.
@@ -275,7 +288,11 @@ class Layer:
 
     def prefix(self, tokens: int) -> Layer:
         """The first ``tokens`` tokens. Raises OutOfBounds."""
-        return Layer(self.k.prefix(tokens) if self.k else None, self.v.prefix(tokens) if self.v else None)
+        return self.slice(0, tokens)
+
+    def slice(self, start: int, stop: int) -> Layer:
+        """Tokens ``[start, stop)``. Raises OutOfBounds."""
+        return Layer(self.k.slice(start, stop) if self.k else None, self.v.slice(start, stop) if self.v else None)
 
     def append(self, k: torch.Tensor | None, v: torch.Tensor | None, where: str = "append") -> Layer:
         """Add tokens to both sides. Raises InvalidShape when a side is missing or K and V differ in tokens."""
@@ -294,7 +311,7 @@ class Layer:
 class Cache:
     """A packed KV cache: one Layer a model layer, the recipe's text, the model's identity, the first token's position.
 
-    ``cache[i]`` is a layer, ``cache[:, :n]`` the first n tokens of every layer.
+    ``cache[i]`` is a layer, ``cache[:, a:b]`` the tokens ``[a, b)`` of every layer.
     """
 
     layers: tuple[Layer, ...]
@@ -321,9 +338,15 @@ class Cache:
                 raise OutOfBounds(f"layer {index} is out of range: the cache has {len(self)} layers")
             return self.layers[index]
         match index:
-            case (slice(start=None, stop=None, step=None), slice(start=None | 0, stop=SupportsIndex() | None as tokens, step=None | 1)):
-                return self.prefix(self.tokens if tokens is None else operator.index(tokens))
-        raise OutOfBounds(f"cache[{index!r}]: a cache is indexed as cache[layer] or cache[:, :tokens]")
+            case (
+                slice(start=None, stop=None, step=None),
+                slice(start=SupportsIndex() | None as start, stop=SupportsIndex() | None as stop, step=None | 1),
+            ):
+                return self.slice(
+                    0 if start is None else operator.index(start),
+                    self.tokens if stop is None else operator.index(stop),
+                )
+        raise OutOfBounds(f"cache[{index!r}]: a cache is indexed as cache[layer] or cache[:, start:stop]")
 
     @property
     def tokens(self) -> int:
@@ -365,10 +388,22 @@ class Cache:
 
         Raises OutOfBounds when a layer holds fewer.
         """
+        return self.slice(0, tokens)
+
+    def slice(self, start: int, stop: int) -> Cache:
+        """Tokens ``[start, stop)`` of every layer, counted from the cache's first, sharing the packed bytes.
+
+        Raises OutOfBounds when a layer holds fewer, and when ``start`` is inside tokens that a codec encoded together.
+        """
+        layers = []
         for number, layer in enumerate(self.layers):
-            if not 0 <= tokens <= layer.tokens:
-                raise OutOfBounds(f"a prefix of {tokens} tokens was asked of layers[{number}], which holds {layer.tokens}")
-        return replace(self, layers=tuple(layer.prefix(tokens) for layer in self.layers))
+            if not 0 <= start <= stop <= layer.tokens:
+                raise OutOfBounds(f"tokens {start} to {stop} were asked of layers[{number}], which holds {layer.tokens}")
+            try:
+                layers.append(layer.slice(start, stop))
+            except OutOfBounds as error:
+                raise OutOfBounds(f"layers[{number}]: {error}") from None
+        return replace(self, layers=tuple(layers), start=self.start + start)
 
     def append(self, pairs: Sequence[Pair]) -> Cache:
         """Add one (k, v) of new tokens a layer; what is packed stays as it is.

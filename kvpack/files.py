@@ -42,14 +42,8 @@ def save(
     after the file and its folder reached the disk; ``progress`` counts bytes.
     Raises WriteFailed, or LimitExceeded when the cache is beyond the format's limits.
     """
-    arrays = {}
-    for number, layer in enumerate(cache.layers):
-        for name, side in layer.sides.items():
-            merged = side.merged()
-            with own_modes(side.device):
-                for stream, tensor in _stored_streams(merged).items():
-                    arrays[f"{number}.{name}.{stream}"] = _bytes(tensor)
-    return container.write(path, _contents(cache), arrays, compress=compress, durable=durable, progress=progress)
+    contents, arrays = stored(cache)
+    return container.write(path, contents, arrays, compress=compress, durable=durable, progress=progress)
 
 
 def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", max_bytes: int | None = None) -> Cache:
@@ -59,29 +53,52 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", ma
     file may take in memory. Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion,
     UnknownCodec, InvalidHeader, InvalidPayload or LimitExceeded.
     """
-    file = container.open_file(path, max_bytes=max_bytes)
+    cache = read(container.open_file(path, max_bytes=max_bytes))
+    return cache if torch.device(device).type == "cpu" else cache.to(device)
+
+
+def file_size(cache: Cache) -> int:
+    """The bytes that ``save`` writes without compression."""
+    return container.file_size(_contents(cache, {}))
+
+
+def stored(cache: Cache, ignorable: Mapping[str, bytes] = MappingProxyType({})) -> tuple[Contents, dict[str, numpy.ndarray]]:
+    """What ``container.write`` takes of a cache, with the ``ignorable`` features of its header. Raises LimitExceeded."""
+    arrays = {}
+    for number, layer in enumerate(cache.layers):
+        for name, side in layer.sides.items():
+            merged = side.merged()
+            with own_modes(side.device):
+                for stream, tensor in _stored_streams(merged).items():
+                    arrays[f"{number}.{name}.{stream}"] = _bytes(tensor)
+    return _contents(cache, ignorable), arrays
+
+
+def read(file: container.File) -> Cache:
+    """The cache that an open file holds, as views of its bytes, every side checked. Raises DigestMismatch and InvalidPayload."""
     header = file.header
     layers = []
     with own_modes(torch.device("cpu")):
         for number, layer in enumerate(header.layers):
             sides = {name: _side(header, entry, file.read_side(number, name)) for name, entry in layer.sides()}
             layers.append(Layer(sides.get("k"), sides.get("v")))
-    cache = Cache(tuple(layers), header.recipe, MappingProxyType(dict(header.model)), header.start)
-    return cache if torch.device(device).type == "cpu" else cache.to(device)
+    return Cache(tuple(layers), header.recipe, MappingProxyType(dict(header.model)), header.start)
 
 
-def file_size(cache: Cache) -> int:
-    """The bytes that ``save`` writes without compression."""
-    return container.file_size(_contents(cache))
-
-
-def _contents(cache: Cache) -> Contents:
+def _contents(cache: Cache, ignorable: Mapping[str, bytes]) -> Contents:
     codecs: dict[Codec, int] = {}
     layers = []
     for layer in cache.layers:
         entries = {name: _entry(side.merged_runs(), side, codecs.setdefault(side.codec, len(codecs))) for name, side in layer.sides.items()}
         layers.append(LayerEntry(entries.get("k"), entries.get("v")))
-    return Contents(codecs=tuple(codecs), layers=tuple(layers), model=dict(cache.model), recipe=cache.recipe, start=cache.start)
+    return Contents(
+        codecs=tuple(codecs),
+        layers=tuple(layers),
+        model=dict(cache.model),
+        recipe=cache.recipe,
+        start=cache.start,
+        ignorable=dict(ignorable),
+    )
 
 
 def _entry(runs: tuple[int, ...], side: Side, codec: int) -> SideEntry:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
@@ -18,6 +18,9 @@ from kvpack.cache import Cache
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite, NotConsecutive, OutOfBounds, OutOfRange
 
 from caches import BOUNDS, RECIPES, dense, random_pairs, relative_error  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 31, 200], ids=lambda n: f"{n}-tokens")
@@ -37,6 +40,36 @@ def test_a_prefix_decodes_to_the_prefix(recipe: str) -> None:
     for tokens in (0, 1, 32, 33, 128, 149, 150):
         for cut, whole in zip(dense(cache[:, :tokens]), dense(cache), strict=True):
             assert torch.equal(cut, whole[:, :, :tokens])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_slice_decodes_to_the_slice(recipe: str, tmp_path: Path) -> None:
+    pairs = random_pairs(2, 300)
+    whole = kvpack.pack([(k[:, :, :96], v[:, :, :96]) for k, v in pairs], recipe, start=5)
+    whole = whole.append([(k[:, :, 96:], v[:, :, 96:]) for k, v in pairs])
+    for start, stop in ((0, 300), (64, 128), (96, 96), (128, 299), (64, 300), (256, 300), (300, 300)):
+        cut = whole[:, start:stop]
+        assert (cut.start, cut.tokens) == (5 + start, stop - start)
+        assert all(torch.equal(a, b[:, :, start:stop]) for a, b in zip(dense(cut), dense(whole), strict=True))
+        kvpack.save(cut, tmp_path / "cut.kvpack")
+        assert all(torch.equal(a, b) for a, b in zip(dense(kvpack.load(tmp_path / "cut.kvpack")), dense(cut), strict=True))
+    if not whole[0].k.tail.shape[2]:
+        joined = kvpack.concat([whole[:, :64], whole[:, 64:128], whole[:, 128:]])
+        assert all(torch.equal(a, b) for a, b in zip(dense(joined), dense(whole), strict=True))
+    stream = next(iter(whole[0].k.pages[0].streams.values()))
+    part = next(iter(whole[:, 64:96][0].k.pages[0].streams.values()))
+    assert part.untyped_storage().data_ptr() == stream.untyped_storage().data_ptr(), "a slice shares the bytes"
+
+
+def test_a_slice_begins_where_a_token_group_does() -> None:
+    cache = kvpack.pack(random_pairs(2, 100), "kivi-2").append(random_pairs(2, 64))
+    assert [page.tokens for page in cache[0].k.pages] == [100, 64]
+    assert cache[:, 100:164].tokens == 64
+    assert cache[:, 96:97].tokens == 1
+    with pytest.raises(OutOfBounds, match=r"layers\[0\]: a slice from token 33 begins 33 tokens into a page .* 32 tokens together"):
+        cache[:, 33:64]
+    with pytest.raises(OutOfBounds, match=r"from token 128 begins 28 tokens into a page"):
+        cache[:, 128:164]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

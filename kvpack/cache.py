@@ -25,6 +25,7 @@ from .encoding import RAW_DTYPES, check_finite, encode, raw_values
 from .modes import own_modes
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator, Mapping, Sequence
 
     from kvpack.formats.base import Codec
@@ -415,10 +416,11 @@ class Cache:
         layers = [layer.append(k, v, f"layers[{i}]") for i, (layer, (k, v)) in enumerate(zip(self.layers, pairs, strict=True))]
         return replace(self, layers=tuple(layers))
 
-    def convert(self, recipe: str | Recipe, *, progress: Progress | None = None) -> Cache:
-        """The cache in another recipe. A side whose codec and window stay is not touched.
+    def convert(self, recipe: str | os.PathLike[str] | Recipe, *, progress: Progress | None = None) -> Cache:
+        """The cache in another recipe (as ``pack`` takes it). A side whose codec and window stay is not touched.
 
-        Raises InvalidRecipe, or InvalidParameter when a codec cannot take a layer's head dim.
+        Raises InvalidRecipe, MissingFile for a recipe file that is not there, or InvalidParameter when a codec cannot take a
+        layer's head dim.
         """
         from .packing import convert
 

@@ -19,6 +19,7 @@ from .modes import own_modes
 from .recipes import Recipe, parse_recipe
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     from .encoding import Progress
@@ -26,27 +27,27 @@ if TYPE_CHECKING:
 
 def pack(
     past_key_values: Any,
-    recipe: str | Recipe,
+    recipe: str | os.PathLike[str] | Recipe,
     *,
     model: Mapping[str, str] | None = None,
     start: int = 0,
     progress: Progress | None = None,
 ) -> Cache:
-    """Encode a KV cache with ``recipe`` (a preset's name or a recipe string).
+    """Encode a KV cache with ``recipe``: a preset's name, a recipe string, or ``"@path"`` or a Path of a recipe file.
 
     ``past_key_values`` is a transformers Cache, a sequence of (k, v) a layer, or one (k, v); k and v are
     ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, and either may be None. ``model`` is the
     model's identity, ``start`` the position of the first token; both are stored. ``progress`` counts layers.
-    Raises InvalidRecipe, InvalidShape, InvalidDtype, NonFinite, OutOfRange or InvalidParameter.
+    Raises InvalidRecipe, MissingFile, InvalidShape, InvalidDtype, NonFinite, OutOfRange or InvalidParameter.
     """
     recipe = parse_recipe(recipe)
     start, model = operator.index(start), dict(model or {})
     try:
         check_integer("start", start, 0, MAX_TOKENS)
         check_names("model", model, str)
-        check_string("recipe", recipe.text)
     except (InvalidHeader, LimitExceeded) as error:
         raise InvalidParameter(str(error)) from None
+    _check_length(recipe)
     pairs = _pairs(past_key_values)
     recipe.check_layers(len(pairs))
     layers = []
@@ -58,9 +59,10 @@ def pack(
     return Cache(tuple(layers), recipe.text, MappingProxyType(model), start)
 
 
-def convert(cache: Cache, recipe: str | Recipe, progress: Progress | None) -> Cache:
+def convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, progress: Progress | None) -> Cache:
     """The cache in another recipe; a side that has its codec already is kept, one that only packs otherwise is repacked."""
     recipe = parse_recipe(recipe)
+    _check_length(recipe)
     recipe.check_layers(len(cache))
     layers = []
     for number, layer in enumerate(cache.layers):
@@ -84,6 +86,14 @@ def convert(cache: Cache, recipe: str | Recipe, progress: Progress | None) -> Ca
         if progress:
             progress(number + 1, len(cache))
     return replace(cache, layers=tuple(layers), recipe=recipe.text)
+
+
+def _check_length(recipe: Recipe) -> None:
+    """Raise InvalidParameter for a recipe that no header can hold."""
+    try:
+        check_string("recipe", recipe.text)
+    except (InvalidHeader, LimitExceeded) as error:
+        raise InvalidParameter(str(error)) from None
 
 
 def _with_window(side: Side, window: int, where: str) -> Side:

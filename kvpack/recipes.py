@@ -7,6 +7,7 @@
     list    = item { "," item }                item = layer or first-last; -1 is the last layer
 
 For example "octopus-3", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;tail=32".
+Where a recipe is asked for, "@path" names a file of clauses (kvpack/recipe_files.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter, InvalidRecipe, OutOfBounds
 from kvpack.formats.options import Options, UnknownWord
 
+from .recipe_files import read_clauses, split_path
+
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator
 
     from kvpack.formats.base import Codec
@@ -42,6 +46,20 @@ PRESETS: dict[str, str] = {
 SIDES = ("k", "v")
 MAX_WINDOW = 1 << 20
 _CHECKED_DIM = 128
+
+
+class InvalidClause(InvalidRecipe):
+    """A clause that is refused for ``reason``, by the ``word`` in it."""
+
+    def __init__(self, text: str, clause: str, word: str, reason: str) -> None:
+        super().__init__(f"recipe {text!r}: {reason}{pointer(text, word, max(0, text.find(clause)))}")
+        self.clause, self.word, self.reason = clause, word, reason
+
+
+def pointer(text: str, word: str, start: int = 0) -> str:
+    """Two lines that show ``text`` and, below it, where ``word`` stands in it; nothing when it does not."""
+    at = text.find(word, start)
+    return f"\n  {text}\n  {' ' * at}{'^' * len(word)}" if word and at >= 0 else ""
 
 
 @dataclass(frozen=True)
@@ -177,13 +195,27 @@ class Recipe:
     def _refuse(self, word: str, clause: str, message: str, known: list[str] | None = None) -> NoReturn:
         close = difflib.get_close_matches(word, known or [], 1)
         hint = f" (did you mean {close[0]}?)" if close else ""
-        at = self.text.find(word, max(0, self.text.find(clause)))
-        pointer = f"\n  {self.text}\n  {' ' * at}{'^' * len(word)}" if word and at >= 0 else ""
-        raise InvalidRecipe(f"recipe {self.text!r}: {message}{hint}{pointer}")
+        raise InvalidClause(self.text, clause, word, f"{message}{hint}")
 
 
-def parse_recipe(recipe: str | Recipe) -> Recipe:
-    """A recipe from its text or a preset's name. Raises InvalidRecipe."""
-    if not isinstance(recipe, str | Recipe):
+def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
+    """A recipe from its text, a preset's name or a recipe file.
+
+    Raises InvalidRecipe, which names the line of a file, and MissingFile.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str) and not hasattr(recipe, "__fspath__"):
         raise InvalidRecipe(f"a recipe is text, such as 'octopus-3'; found a {type(recipe).__name__}")
-    return recipe if isinstance(recipe, Recipe) else Recipe(recipe)
+    named = split_path(recipe, PRESETS)
+    if named is None:
+        return Recipe(str(recipe))
+    path, added = named
+    clauses = read_clauses(path)
+    try:
+        return Recipe(";".join([*(clause for _, clause in clauses), *([added] if added else [])]))
+    except InvalidClause as error:
+        line = next((f", line {number}" for number, clause in clauses if clause == error.clause), "")
+        raise InvalidRecipe(f"{path}{line}: {error.reason}{pointer(error.clause, error.word)}") from None
+    except InvalidRecipe as error:
+        raise InvalidRecipe(f"{path}: {error}") from None

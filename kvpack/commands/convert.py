@@ -12,12 +12,15 @@ if TYPE_CHECKING:
     from kvpack import Cache
 
 
+RECIPE_HELP = "a preset such as octopus-3, a recipe string, or @FILE of a recipe file"
+
+
 def add(commands: Any) -> None:
     """Add ``convert`` to the command line."""
     parser = commands.add_parser("convert", help="write a file in another recipe", description="Decode a kvpack file and encode it again.")
     parser.add_argument("input", metavar="IN")
     parser.add_argument("output", metavar="OUT")
-    parser.add_argument("recipe", metavar="RECIPE", help="a preset such as octopus-3, or a recipe string")
+    parser.add_argument("recipe", metavar="RECIPE", help=RECIPE_HELP)
     add_writing(parser)
     add_json(parser)
     parser.set_defaults(run=run)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter, MissingFile
 
-from .convert import add_writing, save
+from .convert import RECIPE_HELP, add_writing, save
 from .output import add_json, print_json, progress
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("pack", help="encode a safetensors file", description="Encode the dense K and V of a safetensors file.")
     parser.add_argument("input", metavar="IN.safetensors")
     parser.add_argument("output", metavar="OUT")
-    parser.add_argument("--recipe", required=True, help="a preset such as octopus-3, or a recipe string")
+    parser.add_argument("--recipe", required=True, help=RECIPE_HELP)
     add_writing(parser)
     add_json(parser)
     parser.set_defaults(run=pack)

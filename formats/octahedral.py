@@ -129,9 +129,9 @@ class Octahedral(Codec):
         x, y, z = x.abs().contiguous(), y.abs().contiguous(), z.contiguous()
         book = codebook(self.direction_table, rows.device)
         index = book.nearest(x, y, z, self.rounding)
-        # OCTOPUS Eq. 12: the best norm is the one nearest to the projection, not to the triplet's own length.
-        projection = book.projection(index, x, y, z).div_(length.clamp(min=_SMALLEST_NORMAL))
-        norm_index = nearest_level(projection, midpoints(self.norm_table))
+        # OCTOPUS Eq. 12: the best norm is the one nearest to the projection; scalar rounding takes the triplet's own length.
+        radius = _length(x, y, z) if self.rounding == "scalar" else book.projection(index, x, y, z)
+        norm_index = nearest_level(radius.div_(length.clamp(min=_SMALLEST_NORMAL)), midpoints(self.norm_table))
         digit = index.to(torch.float32)
         if _norm_with_index(self.b_dir, self.b_norm):
             digit.add_(norm_index, alpha=self._directions)
@@ -252,6 +252,10 @@ def _measured(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     rows = rows / peak
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     return rows, length, (length * peak)[:, 0]
+
+
+def _length(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    return (x * x).addcmul_(y, y).addcmul_(z, z).sqrt_()
 
 
 @kept_on_device

@@ -1,12 +1,12 @@
 """group: affine codes, one scale and one centre a group (spec/codecs/group.md).
 
-Holds KIVI and OScaR (keys in groups of tokens, values in groups of channels), QuaRot, and plain
-integer quantization. Sources: KIVI per OScaR Eq. 3-4; OScaR Algorithm 1.
+Holds KIVI and OScaR (keys in groups of tokens, values in groups of channels), QuaRot, plain integer quantization
+and TurboAngle's TurboQuant baselines. Sources: KIVI per OScaR Eq. 3-4; OScaR Algorithm 1; TurboAngle Sec. 4.2.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from .options import Options
 
 AXES = ("token", "channel")
-SIZES = (16, 32, 64, 128)
+SIZES = (4, 8, 16, 32, 64, 128)
 TOKEN_SCALES = ("none", "fp16", "fp32")
+CENTRES = ("middle", "zero")
 _SMALLEST_HALF = 2.0**-24
 
 
@@ -32,6 +33,7 @@ class Group(Codec):
     """``bits`` a value in groups of ``size`` along ``axis``: x = (code - (2^bits - 1) / 2) * scale + centre.
 
     ``token_scale`` other than none adds OScaR's factor, one a token over all heads, stored in that dtype.
+    ``centre`` is what the encoder takes for one, the middle of the group's range or (symmetric) zero, and no part of a file.
     """
 
     id: ClassVar[str] = "group"
@@ -44,6 +46,7 @@ class Group(Codec):
     seed: int
     token_scale: str
     fields: Fields
+    centre: str = field(default="middle", compare=False, metadata={"stored": False})
 
     def __post_init__(self) -> None:
         check_range(self.id, "dim", self.dim, 1, MAX_DIM)
@@ -51,6 +54,7 @@ class Group(Codec):
         check_choice(self.id, "axis", self.axis, AXES)
         check_choice(self.id, "rotation_kind", self.rotation_kind, KINDS)
         check_choice(self.id, "token_scale", self.token_scale, TOKEN_SCALES)
+        check_choice(self.id, "centre", self.centre, CENTRES)
         check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
         if self.size not in SIZES:
             raise InvalidParameter(f"codec {self.id}: size is {self.size}, known are {', '.join(map(str, SIZES))}")
@@ -66,8 +70,9 @@ class Group(Codec):
         rotation = options.choice("rotation", "none", KINDS)
         seed = options.integer("seed", 0, 0, 2**64 - 1)
         token_scale = options.choice("token_scale", "none", TOKEN_SCALES)
+        centre = options.choice("centre", "middle", CENTRES)
         options.finish()
-        return cls(dim, bits, axis, size, rotation, seed, token_scale, (("codes", default_fields(dim, (2**bits,))),))
+        return cls(dim, bits, axis, size, rotation, seed, token_scale, (("codes", default_fields(dim, (2**bits,))),), centre)
 
     @property
     def nominal_bits(self) -> float:
@@ -106,7 +111,8 @@ class Group(Codec):
             streams["token_scale"] = stored
         grouped, dim = self._grouped(u), 3 if self.axis == "token" else 4
         low, high = grouped.amin(dim), grouped.amax(dim)
-        stored_centre = stored_norm((low + high) / 2, "F16", "centre of a group")
+        middle = (low + high) / 2 if self.centre == "middle" else torch.zeros_like(low)
+        stored_centre = stored_norm(middle, "F16", "centre of a group")
         centre = stored_centre.to(torch.float32)
         # Measured from the centre as stored, so that its rounding costs range and not accuracy.
         half = torch.maximum(high - centre, centre - low)

@@ -1,12 +1,13 @@
 """Recipes: which codec each layer and side gets, as a string or a preset's name.
 
     recipe  = clause { ";" clause }            later clauses win
-    clause  = preset | side "=" codec | "layers=" list ":" side "=" codec | "tail=" tokens
+    clause  = preset | addition | side "=" codec | "layers=" list ":" side "=" codec | "tail=" tokens
     side    = "k" | "v" | "kv"
     codec   = id [ ":" option { "," option } ]
     list    = item { "," item }                item = layer or first-last; -1 is the last layer
 
-For example "octopus-3", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;tail=32".
+Presets and additions are in kvpack/presets.py: the addition "boundary-1" says "layers=0,-1:k=raw".
+For example "octopus-3", "octopus-3;boundary-1;tail=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;tail=32".
 Where a recipe is asked for, "@path" names a file of clauses (kvpack/recipe_files.py).
 """
 
@@ -22,6 +23,7 @@ from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter, InvalidRecipe, OutOfBounds
 from kvpack.formats.options import Options, UnknownWord
 
+from .presets import ADDITIONS, PUBLISHED
 from .recipe_files import read_clauses, split_path
 
 if TYPE_CHECKING:
@@ -30,17 +32,7 @@ if TYPE_CHECKING:
 
     from kvpack.formats.base import Codec
 
-PRESETS: dict[str, str] = {
-    "bf16": "kv=raw:dtype=bf16",
-    **{f"octopus-{b}": f"k=octahedral:b={b};v=group:b={b},g=32" for b in (2, 3, 4)},
-    **{f"turboquant-{b}": f"k=scalar:b={b};v=group:b={b},g=32" for b in (2, 3, 4)},
-    "turboquant-2.5": "kv=scalar:b=2,high=3",
-    "oscar-2": "k=group:b=2,g=32,rotation=hadamard,token_scale=fp16;v=group:b=2,g=32,rotation=hadamard",
-    **{f"kivi-{b}": f"kv=group:b={b},g=32" for b in (2, 4)},
-    "turboangle-k8v4": "k=angle:n=128,norm=linear8;v=angle:n=64,norm=log4",
-    **{f"polarquant-{b}": f"k=polar:b={b};v=group:b={b},g=32" for b in (2, 3, 4)},
-    **{f"hqmq-s{s}-r{r}": f"kv=quaternion:s={s},r={r}" for s in (24, 48, 96, 192) for r in (3, 4, 6)},
-}
+PRESETS: dict[str, str] = {name: preset.recipe for name, preset in PUBLISHED.items()}
 """The papers' published configurations, by name."""
 
 SIDES = ("k", "v")
@@ -64,12 +56,13 @@ def pointer(text: str, word: str, start: int = 0) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """``words`` for codec ``codec_id`` on ``sides``, in the layers of ``items`` (None: all)."""
+    """``words`` for codec ``codec_id`` on ``sides``, in the layers of ``items`` (None: all); ``written`` is its clause in the text."""
 
     sides: str
     codec_id: str
     words: tuple[tuple[str, str], ...]
     items: tuple[tuple[int, int], ...] | None
+    written: str
 
     def covers(self, layer: int, layers: int) -> bool:
         """Whether the rule is about ``layer`` of ``layers``."""
@@ -99,16 +92,17 @@ class Recipe:
                     f"recipe {self.text!r} says nothing of {side}: add {side}=<codec> or kv=<codec>; presets are {', '.join(PRESETS)}"
                 )
         _ = self.window
+        self._check_order()
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
         """The rules in the order given; the last that covers a layer and side holds."""
-        return tuple(rule for clause in self._clauses() if (rule := self._rule(clause)) is not None)
+        return tuple(rule for clause, written in self._clauses() if (rule := self._rule(clause, written)) is not None)
 
     @cached_property
     def window(self) -> int:
         """Tokens at which the raw tail is encoded; 0: as soon as the codec has a whole group."""
-        windows = [clause for clause in self._clauses() if clause.startswith("tail=")]
+        windows = [clause for clause, _ in self._clauses() if clause.startswith("tail=")]
         if not windows:
             return 0
         text = windows[-1].removeprefix("tail=")
@@ -141,14 +135,25 @@ class Recipe:
                 if not -layers <= item < layers:
                     raise OutOfBounds(f"recipe {self.text!r} names layer {item}; the cache has {layers} layers")
 
-    def _clauses(self) -> Iterator[str]:
-        for clause in self.text.split(";"):
-            if clause.strip() in PRESETS:
-                yield from PRESETS[clause.strip()].split(";")
-            else:
-                yield clause.strip()
+    def _check_order(self) -> None:
+        """Refuse a clause about some layers when what follows says otherwise of all layers: nothing would come of it."""
+        covered: set[str] = set()
+        for rule in reversed(self.rules):
+            if rule.items is None:
+                covered.update(rule.sides)
+            elif covered.issuperset(rule.sides) and rule.written not in PUBLISHED:
+                message = f"{rule.written!r} comes to nothing, for what follows says otherwise of all layers: put it last"
+                self._refuse(rule.written, rule.written, message)
 
-    def _rule(self, clause: str) -> Rule | None:
+    def _clauses(self) -> Iterator[tuple[str, str]]:
+        """Every clause, those of presets and additions spelled out, and how it is written in the text."""
+        for text in self.text.split(";"):
+            written = text.strip()
+            named = PUBLISHED.get(written) or ADDITIONS.get(written)
+            for clause in named.recipe.split(";") if named else [written]:
+                yield clause, written
+
+    def _rule(self, clause: str, written: str) -> Rule | None:
         if clause.startswith("tail="):
             return None
         items, body = None, clause
@@ -159,7 +164,7 @@ class Recipe:
             items = tuple(self._item(item, clause) for item in text.split(","))
         sides, equals, codec = body.partition("=")
         if not equals or sides not in ("k", "v", "kv"):
-            known = [*PRESETS, "k=", "v=", "kv=", "layers=", "tail="]
+            known = [*PUBLISHED, *ADDITIONS, "k=", "v=", "kv=", "layers=", "tail="]
             word = sides if equals else body
             self._refuse(word, clause, f"unknown word {word!r}; known are {', '.join(known)}", known)
         codec_id, _, options = codec.partition(":")
@@ -173,7 +178,7 @@ class Recipe:
             if name in words:
                 self._refuse(option, clause, f"option {name!r} of codec {codec_id} is given twice, as {words[name]!r} and {value!r}")
             words[name] = value
-        rule = Rule(sides, codec_id, tuple(words.items()), items)
+        rule = Rule(sides, codec_id, tuple(words.items()), items, written)
         try:
             for side in sides:
                 rule.codec(_CHECKED_DIM, side)

@@ -626,14 +626,14 @@ def group(entry: Mapping[str, Any]) -> Codec:
             "dim": range(1, MAX_DIM + 1),
             "bits": range(1, 9),
             "axis": ("token", "channel"),
-            "size": range(16, 129),
+            "size": range(4, 129),
             "rotation_kind": ROTATION_KINDS,
             "seed": SEEDS,
             "token_scale": ("none", *HALF_OR_SINGLE),
             "fields": dict,
         },
     )
-    require(size in (16, 32, 64, 128), "codecs/group.md, Parameters and ranges", f"size is {size}")
+    require(size in (4, 8, 16, 32, 64, 128), "codecs/group.md, Parameters and ranges", f"size is {size}")
     check_rotation(rotation_kind, dim)
     codes = packings("group", fields, dim, {"codes": one_digit(2**bits)})
     by_token = axis == "token"

@@ -34,6 +34,7 @@ FILES: dict[str, tuple[str, int, int, tuple[int, ...], int, str]] = {
     "group-3-bits": ("kv=group:b=3,g=32,rotation=hadamard,token_scale=fp16", 80, 112, (34,), 3, "fp16"),
     "group-4-bits": ("kv=group:b=4,g=64", 96, 64, (65,), 1, "fp32"),
     "group-8-bits": ("kv=group:b=8,g=128,token_scale=fp32,rotation=signed-hadamard,seed=7", 64, 192, (2,), 0, "bf16"),
+    "group-4-bits-of-4": ("k=group:b=4,g=4,axis=channel,rotation=signed-hadamard;v=group:b=3,g=8,axis=token", 64, 80, (9,), 0, "bf16"),
     "octahedral-2": ("kv=octahedral:b=2", 64, 128, (3,), 2, "bf16"),
     "octahedral-3": ("kv=octahedral:b=3,seed=18446744073709551615", 80, 128, (3,), 0, "bf16"),
     "octahedral-4-direct": ("kv=octahedral:b=4,arrangement=direct,norm=fp32", 64, 96, (2,), 0, "bf16"),

@@ -118,9 +118,10 @@ CASES: dict[str, Case] = {
         st.fixed_dictionaries(
             {"b": _integers(1, 8)},
             optional={
-                "g": st.sampled_from(("16", "32", "64", "128")),
+                "g": st.sampled_from(("4", "8", "16", "32", "64", "128")),
                 "axis": st.sampled_from(("token", "channel")),
                 "token_scale": st.sampled_from(("none", "fp16", "fp32")),
+                "centre": st.sampled_from(("middle", "zero")),
                 **_ROTATED,
             },
         ),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvpack.formats.base import DTYPE_BYTES, Layout
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
-from kvpack.formats.group import AXES, SIZES, TOKEN_SCALES, Group
+from kvpack.formats.group import AXES, CENTRES, SIZES, TOKEN_SCALES, Group
 
 from strategies import check_round_trip, codecs, contents, create, tensors  # isort: skip
 
@@ -130,6 +130,23 @@ def test_a_constant_group_decodes_exactly(value: float, axis: str) -> None:
     assert torch.equal(codec.decode(streams), x)
 
 
+@pytest.mark.parametrize("axis", AXES)
+def test_a_zero_centre_is_symmetric_and_keeps_the_largest_magnitude(axis: str) -> None:
+    x = contents("gaussian", (1, 2, 33, 80), seed=4)
+    for bits in range(1, 9):
+        symmetric, middle = (group(80, b=bits, g=8, axis=axis, centre=centre) for centre in reversed(CENTRES))
+        assert symmetric == middle
+        streams = symmetric.encode(x)
+        assert not streams["scales"][..., 1].any()
+        decoded = symmetric.decode(streams)
+        # A value halfway between two steps may go to either.
+        torch.testing.assert_close(symmetric.decode(symmetric.encode(-x)), -decoded, rtol=0, atol=1e-6)
+        largest = x.abs().amax().item()
+        assert decoded.flatten()[x.abs().flatten().argmax()].abs().item() == pytest.approx(largest, rel=2.0**-10)
+        if bits > 1:
+            assert (decoded - x).square().mean() > (middle.decode(middle.encode(x)) - x).square().mean()
+
+
 @pytest.mark.parametrize("token_scale", TOKEN_SCALES)
 @pytest.mark.parametrize("rotation", ["none", "hadamard", "signed-hadamard"])
 def test_zeros_decode_to_zeros(rotation: str, token_scale: str) -> None:
@@ -214,7 +231,7 @@ VALID = group(64).params()
         pytest.param({"bits": 0}, "bits is 0, allowed are 1 to 8", id="bits below"),
         pytest.param({"bits": 9}, "bits is 9, allowed are 1 to 8", id="bits above"),
         pytest.param({"axis": "head"}, "axis is 'head', known are token, channel", id="axis"),
-        pytest.param({"size": 48}, "size is 48, known are 16, 32, 64, 128", id="size"),
+        pytest.param({"size": 48}, "size is 48, known are 4, 8, 16, 32, 64, 128", id="size"),
         pytest.param({"rotation_kind": "dct"}, "rotation_kind is 'dct', known are none, hadamard, signed-hadamard", id="rotation"),
         pytest.param({"rotation_kind": "hadamard", "dim": 72}, "no Hadamard rotation of head dim 72", id="rotation of a head dim"),
         pytest.param({"seed": -1}, "seed is -1", id="seed below"),
@@ -247,7 +264,8 @@ def test_a_missing_parameter_is_refused() -> None:
         pytest.param({}, "codec group needs b=<1 to 8>", id="no bits"),
         pytest.param({"b": "9"}, "group:b is '9', allowed are integers from 1 to 8", id="bits"),
         pytest.param({"b": "two"}, "group:b is 'two', allowed are integers from 1 to 8", id="not a number"),
-        pytest.param({"b": "2", "g": "48"}, "group:g is '48', known are 16, 32, 64, 128", id="size"),
+        pytest.param({"b": "2", "g": "48"}, "group:g is '48', known are 4, 8, 16, 32, 64, 128", id="size"),
+        pytest.param({"b": "2", "centre": "low"}, "group:centre is 'low', known are middle, zero", id="centre"),
         pytest.param({"b": "2", "bits": "2"}, "codec group has no option 'bits'; its options are b, g, axis", id="unknown option"),
     ],
 )

@@ -26,6 +26,37 @@ def test_later_clauses_win_and_layers_count_from_the_end() -> None:
     assert Recipe("kivi-2;layers=-2--1:k=raw").codec(3, 4, "k", 64).id == "raw"
 
 
+def test_an_addition_changes_what_stands_before_it() -> None:
+    recipe = Recipe("octopus-3;boundary-1;tail=32")
+    found = [[recipe.codec(layer, 4, side, 64).id for side in "kv"] for layer in range(4)]
+    assert found == [["raw", "group"], ["octahedral", "group"], ["octahedral", "group"], ["raw", "group"]]
+    assert recipe.window == 32
+    assert Recipe("kivi-2-g128").window == 128
+    assert Recipe("kivi-2-g128;tail=0").window == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("boundary-1;octopus-3", "boundary-1"),
+        ("octopus-3;boundary-1;k=raw", "boundary-1"),
+        ("layers=0:kv=raw;kivi-2", "layers=0:kv=raw"),
+        ("kivi-2;layers=0:v=raw;tail=32;v=raw", "layers=0:v=raw"),
+    ],
+)
+def test_a_clause_that_comes_to_nothing_is_refused(text: str, word: str) -> None:
+    with pytest.raises(InvalidRecipe) as caught:
+        Recipe(text)
+    first, recipe, carets = str(caught.value).splitlines()
+    assert f"{word!r} comes to nothing" in first
+    assert recipe[carets.index("^") : carets.rindex("^") + 1] == word
+
+
+def test_what_is_changed_in_part_is_no_mistake() -> None:
+    assert Recipe("kivi-2;layers=0:kv=raw;v=group:b=4").codec(0, 2, "k", 64).id == "raw"
+    assert Recipe("mixedkv-mistral-7b;k=raw").codec(0, 32, "v", 64).params()["bins"] == 128
+
+
 def test_group_axis_follows_the_side() -> None:
     recipe = Recipe("kv=group:b=2")
     assert recipe.codec(0, 1, "k", 64).params()["axis"] == "token"
@@ -42,7 +73,7 @@ REFUSED = [
     ("kivi-2;k=group:b", "b", "reads <name>=<value>"),
     ("kivi-2;k=group:b=2,z=1", "z=1", "its options are b, g"),
     ("kivi-2;k=group:b=2,b=3", "b=3", "given twice"),
-    ("kivi-2;k=group:b=2,g=48", "g=48", "16, 32, 64, 128"),
+    ("kivi-2;k=group:b=2,g=48", "g=48", "4, 8, 16, 32, 64, 128"),
     ("kivi-2;layers=x:k=raw", "x", "not an integer"),
     ("kivi-2;layers=1", "layers=1", "layers clause reads"),
     ("kivi-2;layers=2-1:k=raw", "2-1", "end before they begin"),

@@ -1,0 +1,112 @@
+"""kvpack recipes: the published configurations by name, and what any recipe costs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvpack.formats.base import MAX_DIM
+from kvpack.formats.errors import InvalidParameter, OutOfBounds
+from kvpack.limits import MAX_HEADS, MAX_LAYERS, MAX_TOKENS
+
+from .output import add_json, print_json, print_table
+
+if TYPE_CHECKING:
+    import argparse
+
+    from kvpack.recipes import Recipe
+
+DEFAULTS = {"layers": 32, "heads": 8, "tokens": 4096, "dim": 128}
+"""The shape of a cache, where a preset is for no model of its own."""
+
+_LIMITS = {"layers": MAX_LAYERS, "heads": MAX_HEADS, "tokens": MAX_TOKENS, "dim": MAX_DIM}
+
+
+def add(commands: Any) -> None:
+    """Add ``recipes`` to the command line."""
+    what = (
+        "List the presets, or the recipes given, with their bits a value: the nominal ones of the papers, "
+        "and all bytes of the file of a cache of that shape over all its values."
+    )
+    parser = commands.add_parser("recipes", help="list presets, and what recipes cost", description=what)
+    parser.add_argument("recipes", metavar="RECIPE", nargs="*")
+    for name, what in (("layers", "layers"), ("heads", "KV heads"), ("tokens", "tokens"), ("dim", "head dim")):
+        of_model = "that of the preset's model, else " if name in ("layers", "dim") else ""
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} of the cache (default: {of_model}{DEFAULTS[name]})")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print one row a recipe, and the additions after the presets."""
+    from kvpack.presets import ADDITIONS, PUBLISHED
+
+    asked = {name: getattr(arguments, name) for name in DEFAULTS if getattr(arguments, name) is not None}
+    for name, value in asked.items():
+        if not 1 <= value <= _LIMITS[name]:
+            raise InvalidParameter(f"--{name} is {value}, allowed are 1 to {_LIMITS[name]}")
+    rows = [_row(name, asked, listed=not arguments.recipes) for name in arguments.recipes or PUBLISHED]
+    additions = [] if arguments.recipes else [{"name": name, "source": it.source, "recipe": it.recipe} for name, it in ADDITIONS.items()]
+    if arguments.json:
+        print_json({"recipes": rows, "additions": additions})
+        return 0
+    shape = DEFAULTS | asked
+    print_table(
+        f"bits a value in files of {shape['tokens']:,} tokens of {shape['heads']} heads",
+        ["recipe", "from", "layers", "head dim", "nominal bits", "bits in the file"],
+        (
+            [row["name"], row["source"], str(row["layers"]), str(row["dim"]), _bits(row["nominal_bits"]), _bits(row["bits_per_value"])]
+            for row in rows
+        ),
+        left=2,
+    )
+    if additions:
+        print_table("additions: after what they change", ["name", "from"], ([it["name"], it["source"]] for it in additions), left=2)
+    return 0
+
+
+def _bits(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _row(name: str, asked: dict[str, int], *, listed: bool) -> dict[str, Any]:
+    """One recipe with its shape and bits; ``listed`` ones that cannot take the shape have none."""
+    from kvpack.presets import PUBLISHED, Preset
+    from kvpack.recipes import parse_recipe
+
+    recipe = parse_recipe(name)
+    preset = PUBLISHED.get(name, Preset(recipe.text, ""))
+    of_model = {name: value for name, value in (("layers", preset.layers), ("dim", preset.dim)) if value is not None}
+    shape = DEFAULTS | of_model | asked
+    nominal: float | None = None
+    stored: float | None = None
+    try:
+        nominal, stored = rates(recipe, **shape)
+    except (InvalidParameter, OutOfBounds):
+        if not listed:
+            raise
+    return {"name": name, "source": preset.source, "recipe": preset.recipe, **shape, "nominal_bits": nominal, "bits_per_value": stored}
+
+
+def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
+    """Nominal bits a value, and all bytes of a file over all values: what one sequence would take, nothing being encoded.
+
+    Raises OutOfBounds when the recipe names other layers, InvalidParameter when a codec cannot take ``dim``,
+    InvalidHeader or LimitExceeded for sizes that no file holds.
+    """
+    from kvpack.container import file_size
+    from kvpack.header import Contents, LayerEntry, SideEntry
+
+    recipe.check_layers(layers)
+    codecs: dict[Any, int] = {}
+    entries, nominal = [], 0.0
+    tail = tokens % recipe.window if recipe.window else 0
+    for layer in range(layers):
+        sides = []
+        for side in "kv":
+            codec = recipe.codec(layer, layers, side, dim)
+            runs = (tokens - tail,) if tokens > tail else ()
+            sides.append(SideEntry(codecs.setdefault(codec, len(codecs)), 1, heads, runs, tail, "bf16", recipe.window))
+            nominal += codec.nominal_bits / (2 * layers)
+        entries.append(LayerEntry(*sides))
+    contents = Contents(codecs=tuple(codecs), layers=tuple(entries), model={}, recipe=recipe.text, start=0)
+    return nominal, 8 * file_size(contents) / (2 * layers * heads * tokens * dim)

@@ -1,0 +1,84 @@
+"""The papers' published configurations as recipes, by name.
+
+A preset says what both sides of every layer get. An addition changes some of it, and stands in a recipe after what it changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named recipe and the ``source`` that it is from; ``layers`` and head ``dim`` of the model it is for, None for any model."""
+
+    recipe: str
+    source: str
+    layers: int | None = None
+    dim: int | None = None
+
+
+_MIXED_KV = {
+    # model: (layers, head dim, boosted layers, bins of K, bins of V)
+    "tinyllama-1.1b": (22, 64, "0-3", 128, 256),
+    "mistral-7b": (32, 128, "0-3", 256, 128),
+    "smollm2-1.7b": (24, 64, "0-19", 256, 128),
+    "phi-1.5": (24, 64, "0-7,16-23", 256, 128),
+    "stablelm-2-1.6b": (32, 64, "0-23", 256, 128),
+    "starcoder2-3b": (40, 64, "0-15", 256, 128),
+    "olmo-1b": (32, 64, "0-3", 256, 64),
+}
+"""TurboAngle Tables 2, 3 and 5; all other layers keep 128 and 64 bins."""
+
+
+def _turboangle(k_bins: int, v_bins: int) -> tuple[str, str]:
+    """The clauses of both sides with the norms K8V4-log (TurboAngle Sec. 3.3)."""
+    return f"k=angle:n={k_bins},norm=linear8", f"v=angle:n={v_bins},norm=log4"
+
+
+def _mixed_kv(boosted: str, k_bins: int, v_bins: int) -> str:
+    uniform = _turboangle(128, 64)
+    changed = (clause for clause in _turboangle(k_bins, v_bins) if clause not in uniform)
+    return ";".join([*uniform, *(f"layers={boosted}:{clause}" for clause in changed)])
+
+
+def _all() -> dict[str, Preset]:
+    rotated = "rotation=hadamard"
+    found = {"bf16": Preset("kv=raw:dtype=bf16", "no compression")}
+    for b in (2, 3, 4):
+        found[f"octopus-{b}"] = Preset(f"k=octahedral:b={b};v=group:b={b},g=32", "OCTOPUS keys, values in groups")
+    for b in (2, 3, 4):
+        found[f"turboquant-{b}"] = Preset(f"k=scalar:b={b};v=group:b={b},g=32", "TurboQuant keys, values in groups")
+    found["turboquant-2.5"] = Preset("kv=scalar:b=2,high=3", "TurboQuant+")
+    for b in (3, 4):
+        words = f"b={b},g=4,axis=channel,rotation=signed-hadamard,centre=zero"
+        found[f"turboquant-sym{b}-g4"] = Preset(f"kv=group:{words}", "TurboAngle's baseline, symmetric groups of 4")
+    for b in (2, 3, 4):
+        found[f"polarquant-{b}"] = Preset(f"k=polar:b={b};v=group:b={b},g=32", "PolarQuant keys, values in groups")
+    for name, g, window in (("oscar-2", 32, ""), ("oscar-2-g128", 128, ";tail=128")):
+        words = f"b=2,g={g},{rotated}"
+        source = "OScaR" if g == 32 else f"OScaR in groups of {g}, its residual window"
+        found[name] = Preset(f"k=group:{words},token_scale=fp16;v=group:{words}{window}", source)
+    for b in (2, 4):
+        found[f"kivi-{b}"] = Preset(f"kv=group:b={b},g=32", "KIVI")
+    for b in (2, 4):
+        found[f"kivi-{b}-g128"] = Preset(f"kv=group:b={b},g=128;tail=128", "KIVI in groups of 128, OScaR's residual window")
+    for b in (2, 4):
+        found[f"quarot-{b}"] = Preset(f"kv=group:b={b},g=128,axis=channel,{rotated}", "QuaRot, groups of 128 channels")
+    for b in (2, 3, 4):
+        found[f"int-{b}"] = Preset(f"kv=group:b={b},g=128,axis=channel", "HQMQ's naive int, groups of 128 channels")
+    found["turboangle-k8v4"] = Preset(";".join(_turboangle(128, 64)), "TurboAngle K8V4-log")
+    found["turboangle-norm8"] = Preset("k=angle:n=128,norm=linear8;v=angle:n=64,norm=linear8", "TurboAngle norm8")
+    for model, (layers, dim, boosted, k_bins, v_bins) in _MIXED_KV.items():
+        found[f"mixedkv-{model}"] = Preset(_mixed_kv(boosted, k_bins, v_bins), "TurboAngle MixedKV early boost, K8V4-log", layers, dim)
+    for s in (24, 48, 96, 192):
+        for r in (3, 4, 6):
+            found[f"hqmq-s{s}-r{r}"] = Preset(f"kv=quaternion:s={s},r={r}", "HQMQ")
+    return found
+
+
+PUBLISHED: dict[str, Preset] = _all()
+
+ADDITIONS: dict[str, Preset] = {
+    "boundary-1": Preset("layers=0,-1:k=raw", "OCTOPUS Sec. 4.2: the keys of the first and the last layer raw"),
+}

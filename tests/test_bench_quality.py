@@ -31,6 +31,7 @@ from kvpack import cli
 from kvpack.bench import needles, picture, quality, windows
 from kvpack.bench.intervals import student_t, t_quantile, wilson
 from kvpack.bench.models import make_twin, read_text
+from kvpack.bench.sizes import starts
 from kvpack.demo import demo_text, model_folder
 from kvpack.formats.errors import InvalidParameter
 from kvpack.recipes import PRESETS
@@ -168,7 +169,7 @@ def test_divergence() -> None:
 def test_one_seed_one_result(report: Any) -> None:
     assert without_times(quality.run(None, None, RECIPES, SETTINGS)) == without_times(report)
     other = quality.run(None, None, ["bf16"], quality.Settings(tokens=256, score=8, windows=2, needles=0, seed=1))
-    assert [window["start"] for window in other["uncompressed"]["windows"]] != quality._starts(2500, 256, 2, 0)
+    assert [window["start"] for window in other["uncompressed"]["windows"]] != starts(2500, 256, 2, 0)
     assert other["uncompressed"]["needles"] is other["recipes"][0]["needles"] is None
 
 

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.demo import model_folder, transformers_library
-from kvpack.formats.errors import InvalidParameter, WriteFailed
+from kvpack.formats.errors import WriteFailed
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.recipes import parse_recipe
 
 from . import needles, picture
 from .models import OUTLIER_PAIRS, Text, load_model, make_twin, read_text, vocabulary
+from .sizes import check_size, positions, starts, window, window_ids, window_tokens
 from .summary import show, summary
 from .windows import Measured, measure, packed_file, prefill, read_exactly
 
@@ -107,8 +108,8 @@ def run(
         network = load_model(folder)
         words = read_text(text, folder, vocabulary(network))
         name = folder.resolve().name
-    sizes = _sizes(settings, words, getattr(network.config.get_text_config(), "max_position_embeddings", None))
-    sample = torch.tensor([[*words.start, *words.ids[:_TWIN_SAMPLE]]])
+    sizes = _sizes(settings, words, positions(network))
+    sample = window(words, 0, _TWIN_SAMPLE)
     twin = None
     if settings.twin is not None:
         difference = make_twin(network, settings.twin, sample, settings.seed)
@@ -125,34 +126,18 @@ def run(
     return report
 
 
-def _sizes(settings: Settings, text: Text, positions: int | None) -> _Sizes:
-    opening, ids = len(text.start), len(text.ids)
-    # One id more than the window's tokens: what follows the last of them is scored too.
-    most = min(ids + opening - 1, positions or ids)
-    tokens = min(DEFAULT_TOKENS, most) if settings.tokens is None else settings.tokens
-    if not 2 <= tokens <= most:
-        raise InvalidParameter(f"--tokens is {tokens}, allowed are integers from 2 to {most}, by the model's positions and {text.name}")
+def _sizes(settings: Settings, text: Text, most_positions: int | None) -> _Sizes:
+    tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, text, most_positions)
     score = min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
-    room = ids // (tokens + 1 - opening)
+    room = len(text.ids) // window_ids(tokens, text)
     needed = needles.LINES * needles.LINE_BYTES * 2 + needles.QUESTION_TOKENS
     prompts = room if text.of_bytes and tokens >= needed else 0
     windows = min(DEFAULT_WINDOWS, room) if settings.windows is None else settings.windows
     asked = min(DEFAULT_NEEDLES, prompts) if settings.needles is None else settings.needles
-    for option, value, least, largest, why in (
-        ("score", score, 1, tokens - 1, f"of a window of {tokens} tokens"),
-        ("windows", windows, 1, room, f"of {tokens} tokens in {text.name}"),
-        ("needles", asked, 0, prompts, f"prompts in {text.name}, for a model of bytes and windows of {needed} tokens or more"),
-    ):
-        if not least <= value <= largest:
-            raise InvalidParameter(f"--{option} is {value}, allowed are integers from {least} to {largest} {why}")
+    check_size("score", score, 1, tokens - 1, f"of a window of {tokens} tokens")
+    check_size("windows", windows, 1, room, f"of {tokens} tokens in {text.name}")
+    check_size("needles", asked, 0, prompts, f"prompts in {text.name}, for a model of bytes and windows of {needed} tokens or more")
     return _Sizes(tokens, score, windows, asked)
-
-
-def _starts(ids: int, size: int, count: int, seed: int) -> list[int]:
-    """Where ``count`` windows of ``size`` begin: one at a random place in each of as many equal parts of the text."""
-    generator = torch.Generator().manual_seed(seed)
-    part = ids // count
-    return [number * part + int(torch.randint(part - size + 1, (), generator=generator)) for number in range(count)]
 
 
 @dataclass
@@ -170,24 +155,23 @@ class _Measurement:
     def run(self) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="kvpack-bench-") as folder:
             path = os.path.join(folder, "window.kvpack")
-            starts, exact_losses, measured = self._windows(path)
+            begun, exact_losses, measured = self._windows(path)
             exact_answers, answers = self._needles(path)
-        return summary(starts, exact_losses, exact_answers, list(zip(self.recipes, measured, answers, strict=True)))
+        return summary(begun, exact_losses, exact_answers, list(zip(self.recipes, measured, answers, strict=True)))
 
     def _windows(self, path: str) -> tuple[list[int], list[float], list[list[Measured]]]:
         exact_losses: list[float] = []
         measured: list[list[Measured]] = [[] for _ in self.recipes]
-        size = self.sizes.tokens + 1 - len(self.text.start)
-        starts = _starts(len(self.text.ids), size, self.sizes.windows, self.seed)
-        for start in starts:
-            tokens = torch.tensor([[*self.text.start, *self.text.ids[start : start + size]]])
-            exact = read_exactly(self.model, tokens, self.sizes.score)
+        size = window_ids(self.sizes.tokens, self.text)
+        begun = starts(len(self.text.ids), size, self.sizes.windows, self.seed)
+        for start in begun:
+            exact = read_exactly(self.model, window(self.text, start, size), self.sizes.score)
             exact_losses.append(exact.loss)
             self._step()
             for recipe, rows in zip(self.recipes, measured, strict=True):
                 rows.append(measure(self.model, exact, recipe, path))
                 self._step()
-        return starts, exact_losses, measured
+        return begun, exact_losses, measured
 
     def _needles(self, path: str) -> tuple[list[bool], list[list[bool]]]:
         exact_answers: list[bool] = []
@@ -196,7 +180,7 @@ class _Measurement:
             return exact_answers, found
         generator = torch.Generator().manual_seed(self.seed)
         size = self.sizes.tokens - needles.QUESTION_TOKENS - len(self.text.start)
-        for start in _starts(len(self.text.ids), size, self.sizes.needles, self.seed + 1):
+        for start in starts(len(self.text.ids), size, self.sizes.needles, self.seed + 1):
             prompt = needles.plant(bytes(self.text.ids[start : start + size]), generator)
             pairs = prefill(self.model, torch.tensor([[*self.text.start, *prompt.text]]))
             exact_answers += needles.answers(self.model, prompt, partial(transformers_library().DynamicCache, pairs))

@@ -73,6 +73,20 @@ class Exact:
     loss: float
     seen: dict[int, Seen]
 
+    @property
+    def first(self) -> Pairs:
+        """The pairs of the prefix."""
+        return [(k[:, :, : self.prefix], v[:, :, : self.prefix]) for k, v in self.pairs]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the model predicts over packed layers; ``whole`` is the cache with the scored tokens appended."""
+
+    log_perplexity: float
+    kl_divergence: float
+    whole: Cache
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -125,30 +139,37 @@ def _pack(pairs: Pairs, recipe: str) -> Cache:
     return kvpack.pack([(k.to(torch.bfloat16), v.to(torch.bfloat16)) for k, v in pairs], recipe)
 
 
-def measure(model: Any, exact: Exact, recipe: str, path: str) -> Measured:
-    """Pack the window's first part, save it to ``path``, load it, and read the rest over it.
-
-    The bytes are those of a file of the whole window, what was appended included.
-    """
-    first = [(k[:, :, : exact.prefix], v[:, :, : exact.prefix]) for k, v in exact.pairs]
-    started = time.perf_counter()
-    packed = _pack(first, recipe)
-    encoded = time.perf_counter()
-    kvpack.save(packed, path)
-    saved = time.perf_counter()
-    cache = kvpack.load(path)
-    loaded = time.perf_counter()
+def read_packed(model: Any, exact: Exact, cache: Cache) -> Predicted:
+    """Read the scored tokens of a window over ``cache``, its packed prefix; they are appended and packed."""
     over = KvpackCache(cache)
     model.set_attn_implementation("kvpack")
     with torch.inference_mode():
         logits = model(exact.tokens[:, exact.prefix : -1], past_key_values=over).logits[0]
         log_probabilities = functional.log_softmax(logits.float(), -1)
+    loss = functional.nll_loss(log_probabilities, exact.tokens[0, exact.prefix + 1 :]).item()
+    return Predicted(loss, _divergence(exact.log_probabilities, log_probabilities), over.packed)
+
+
+def measure(model: Any, exact: Exact, recipe: str, path: str) -> Measured:
+    """Pack the window's first part, save it to ``path``, load it, and read the rest over it.
+
+    The bytes are those of a file of the whole window, what was appended included.
+    """
+    started = time.perf_counter()
+    packed = _pack(exact.first, recipe)
+    encoded = time.perf_counter()
+    kvpack.save(packed, path)
+    saved = time.perf_counter()
+    cache = kvpack.load(path)
+    loaded = time.perf_counter()
+    predicted = read_packed(model, exact, cache)
+    whole = predicted.whole
+    with torch.inference_mode():
         errors = [_layer_errors(layer, exact, number) for number, layer in enumerate(cache)]
     k_cosine, v_cosine, attention_error = (list(column) for column in zip(*errors, strict=True))
-    whole = over.packed
     return Measured(
-        log_perplexity=functional.nll_loss(log_probabilities, exact.tokens[0, exact.prefix + 1 :]).item(),
-        kl_divergence=_divergence(exact.log_probabilities, log_probabilities),
+        log_perplexity=predicted.log_perplexity,
+        kl_divergence=predicted.kl_divergence,
         k_cosine=k_cosine,
         v_cosine=v_cosine,
         attention_error=attention_error,

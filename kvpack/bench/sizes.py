@@ -1,0 +1,51 @@
+"""How many windows of which size a model and a text have room for, and where they begin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.formats.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from .models import Text
+
+
+def positions(model: Any) -> int | None:
+    """The positions that the model was made for, None where its configuration does not say."""
+    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if found is None else int(found)
+
+
+def window_tokens(asked: int | None, default: int, text: Text, most_positions: int | None) -> int:
+    """Tokens of a window: what is asked, else ``default`` or what the model and the text have. Raises InvalidParameter."""
+    # One id more than the window's tokens: what follows the last of them is scored too.
+    most = min(len(text.ids) + len(text.start) - 1, most_positions or len(text.ids))
+    tokens = min(default, most) if asked is None else asked
+    if not 2 <= tokens <= most:
+        raise InvalidParameter(f"--tokens is {tokens}, allowed are integers from 2 to {most}, by the model's positions and {text.name}")
+    return tokens
+
+
+def check_size(option: str, value: int, least: int, largest: int, why: str) -> None:
+    """Raise InvalidParameter, naming the ``option``, unless ``least <= value <= largest``."""
+    if not least <= value <= largest:
+        raise InvalidParameter(f"--{option} is {value}, allowed are integers from {least} to {largest} {why}")
+
+
+def window_ids(tokens: int, text: Text) -> int:
+    """Ids of ``text`` in a window of ``tokens`` tokens and the one that follows; the text's opening comes before them."""
+    return tokens + 1 - len(text.start)
+
+
+def starts(ids: int, size: int, count: int, seed: int) -> list[int]:
+    """Where ``count`` windows of ``size`` ids begin: one at a random place in each of as many equal parts of the text."""
+    generator = torch.Generator().manual_seed(seed)
+    part = ids // count
+    return [number * part + int(torch.randint(part - size + 1, (), generator=generator)) for number in range(count)]
+
+
+def window(text: Text, start: int, size: int) -> torch.Tensor:
+    """The token ids ``[1, token]`` of the text's opening and ``size`` ids from ``start``."""
+    return torch.tensor([[*text.start, *text.ids[start : start + size]]])

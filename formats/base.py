@@ -18,7 +18,7 @@ from .lazy import numpy, torch
 from .rotation import Rotation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from .columns import Columns
     from .options import Options
@@ -40,11 +40,39 @@ Fields = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Dtype and shape ``[batch, kv_head or 1, rows, ...]`` of one stored stream; a row covers ``tokens_per_row`` tokens."""
+    """Dtype and shape ``[batch, kv_head or 1, rows, ...]`` of one stored stream.
+
+    ``per`` says what has a row: "token" (then one covers ``tokens_per_row`` tokens), "run", or "entry", of which
+    each token has as many as its flags say (``Codec.entries``).
+    """
 
     dtype: str
     shape: tuple[int, ...]
     tokens_per_row: int = 1
+    per: str = "token"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The tokens that are about to be encoded as one run, for a codec that must see all before it encodes the first.
+
+    ``blocks()`` goes through the values, finite float32 ``[batch, kv_head, token, dim]`` in token order, once a call.
+    """
+
+    shape: tuple[int, int, int, int]
+    device: torch.device
+    blocks: Callable[[], Iterator[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class RunEncoder:
+    """What encodes a run: ``streams`` with one row a run, and ``encode(block, start)``, which gives the others.
+
+    A block is finite float32 ``[batch, kv_head, token, dim]``, its first token ``start``, a multiple of the token group.
+    """
+
+    streams: Mapping[str, torch.Tensor]
+    encode: Callable[[torch.Tensor, int], dict[str, torch.Tensor]]
 
 
 class Codec(ABC):
@@ -88,8 +116,12 @@ class Codec(ABC):
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         """The streams that are not packed codes, in stored order after the codes."""
 
-    def expect(self, x: torch.Tensor) -> None:  # noqa: B027 (most codecs search without tables)
-        """Told that ``x`` is about to be encoded, block by block: the time to build a table that will pay."""
+    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+        """What encodes ``run``, block by block: the time to measure the whole of it, or to build a table that will pay.
+
+        ``before`` are the streams of the run that precedes it in its side: with equal run rows the two can be joined.
+        """
+        return RunEncoder({}, lambda block, _: self.encode(block))
 
     @abstractmethod
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -104,7 +136,19 @@ class Codec(ABC):
 
     def decode(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Decode to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
-        return self.rotation.inverse(self.decode_frame(streams))
+        return self.original(self.decode_frame(streams), streams)
+
+    def original(self, u: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Bring ``[batch, kv_head, row, dim]`` float32 from the coded frame of a run, whose ``streams`` these are, to the original one."""
+        return self.rotation.inverse(u)
+
+    def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The queries whose products with coded keys are those of ``q`` with original ones: the transpose of ``original``."""
+        return self.rotation.forward(q)
+
+    def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """How many rows each token has in every stream with a row an entry, integers ``[token]``."""
+        return {}
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         """Name, dtype and shape of every stored stream for ``tokens`` tokens: one array a plane."""

@@ -5,12 +5,12 @@ Source: HQMQ Sec. 3, App. B and D.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from math import log2
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
+from .base import MAX_DIM, Codec, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
 from .columns import MAX_BASE, Columns, default_fields, factors_of_two, next_power_of_two, row_bytes
 from .errors import InvalidParameter
 from .generator import unit_quaternions
@@ -85,7 +85,7 @@ class Quaternion(Codec):
 
     @property
     def nominal_bits(self) -> float:
-        return (log2(UNITS * self.secondary) + self.radius_bits) / 4 + 16 / self.dim
+        return (math.log2(UNITS * self.secondary) + self.radius_bits) / 4 + 16 / self.dim
 
     @property
     def rotation(self) -> Rotation:
@@ -102,8 +102,9 @@ class Quaternion(Codec):
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         return {"scale": Layout(self._norm_dtype, (batch, heads, tokens))}
 
-    def expect(self, x: torch.Tensor) -> None:
-        _search(self.seed, self.secondary).expect(x.numel() // 4, x.device)
+    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+        _search(self.seed, self.secondary).expect(math.prod(run.shape) // 4, run.device)
+        return super().begin(run, before)
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return encoded_in_blocks(x, _TOKENS_OF_ONE_HEAD, self._encode_block)

@@ -54,20 +54,23 @@ def _attend_chunk(
     batch, q_heads, q_len, _ = q.shape
     rows = q_heads // k.heads * q_len
     raw_q = q.reshape(batch, k.heads, rows, k.dim)
-    coded_q = k.codec.rotation.forward(raw_q)
     # The query's own position a row: head-major inside a group, so it repeats for each query head.
     positions = (position + torch.arange(q_len, device=q.device)).repeat(q_heads // k.heads)
     largest = torch.full((batch, k.heads, rows, 1), -torch.inf, dtype=torch.float32, device=q.device)
     total = torch.zeros_like(largest)
-    # Packed values are summed in their coded frame and rotated back once; the raw tail has a sum of its own.
-    sums = {coded: torch.zeros(batch, k.heads, rows, v.dim, dtype=torch.float32, device=q.device) for coded in (True, False)}
+    # A page's values are summed in its coded frame, and the sum is brought to the original one once.
+    out = torch.zeros(batch, k.heads, rows, v.dim, dtype=torch.float32, device=q.device)
+    page_sum, summed_page = torch.zeros_like(out), None
+    page_q, queried_page = raw_q, None
     begin, end = _visible(position, q_len, k.tokens, causal, sliding_window)
     per_tile = max(64, TILE_VALUES // max(1, batch * k.heads * max(k.dim, v.dim, rows)) // 64 * 64)
     for start, stop in k.tiles(per_tile, [*v.boundaries, begin, end]):
         if stop <= begin or start >= end:
             continue
-        keys, coded = k.frame(start, stop)
-        scores = (coded_q if coded else raw_q) @ keys.transpose(-1, -2)
+        keys, page = k.frame(start, stop)
+        if page is not queried_page:
+            page_q, queried_page = raw_q if page is None else page.query(raw_q), page
+        scores = page_q @ keys.transpose(-1, -2)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         _mask(scores, positions, start, stop, causal, sliding_window)
@@ -76,14 +79,15 @@ def _attend_chunk(
         shift = torch.where(torch.isinf(new_largest), 0.0, new_largest)
         weights = torch.exp(scores - shift)
         kept = torch.exp(largest - shift)
-        values, coded = v.frame(start, stop)
-        for frame, accumulated in sums.items():
-            accumulated.mul_(kept)
-            if frame == coded:
-                accumulated.add_(weights @ values)
+        values, page = v.frame(start, stop)
+        if page is not summed_page:
+            out.add_(page_sum if summed_page is None else summed_page.original(page_sum))
+            page_sum, summed_page = torch.zeros_like(out), page
+        out.mul_(kept)
+        page_sum.mul_(kept).add_(weights @ values)
         total = total * kept + weights.sum(-1, keepdim=True)
         largest = new_largest
-    out = (v.codec.rotation.inverse(sums[True]) + sums[False]) / total
+    out.add_(page_sum if summed_page is None else summed_page.original(page_sum)).div_(total)
     return out.reshape(batch, q_heads, q_len, v.dim)
 
 

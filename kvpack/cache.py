@@ -20,7 +20,7 @@ import torch
 from kvpack.formats.errors import InvalidDtype, InvalidShape, NotConsecutive, OutOfBounds
 
 from .blocks import for_each_block
-from .dispatch import decode_frame
+from .dispatch import decode, decode_frame
 from .encoding import RAW_DTYPES, check_finite, encode, raw_values
 from .modes import own_modes
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
-    from kvpack.formats.base import Codec
+    from kvpack.formats.base import Codec, Layout
 
     from .encoding import Progress
     from .recipes import Recipe
@@ -50,12 +50,27 @@ class Page:
     def __repr__(self) -> str:
         return f"Page({self.codec.id}, {self.tokens} tokens)"
 
+    @cached_property
+    def _layout(self) -> dict[str, Layout]:
+        return self.codec.layout(1, 1, 0)
+
+    @cached_property
+    def _first_entries(self) -> dict[str, list[int]]:
+        """For every stream with a row an entry, the first row of each token, and the end."""
+        counts = self.codec.entries(self.streams)
+        return {name: [0, *count.cumsum(0).tolist()] for name, count in counts.items()}
+
     def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """The streams of tokens ``[start, stop)`` as views; ``start`` is a multiple of the codec's token group."""
         result = {}
-        for name, layout in self.codec.layout(1, 1, 0).items():
-            step = layout.tokens_per_row
-            result[name] = self.streams[name][:, :, start // step : -(-stop // step)]
+        for name, layout in self._layout.items():
+            stream, step = self.streams[name], layout.tokens_per_row
+            if layout.per == "entry":
+                first = self._first_entries[name]
+                stream = stream[:, :, first[start] : first[stop]]
+            elif layout.per == "token":
+                stream = stream[:, :, start // step : -(-stop // step)]
+            result[name] = stream
         return result
 
     def frame(self, start: int, stop: int) -> torch.Tensor:
@@ -67,18 +82,38 @@ class Page:
         """Tokens ``[start, stop)``, sharing the streams; ``start`` is a multiple of the codec's token group."""
         return replace(self, tokens=stop - start, streams=self.rows(start, stop))
 
-    def continues(self) -> bool:
-        """Whether another page can be joined on: the last token group is whole."""
-        return self.tokens % self.codec.token_group == 0
+    def decode(self, start: int, stop: int) -> torch.Tensor:
+        """Tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
+        aligned = start - start % self.codec.token_group
+        rows = self.rows(aligned, stop)
+        return decode(self.codec, rows)[:, :, start - aligned :]
+
+    def query(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries ``[batch, kv_head, row, dim]`` as ``frame``'s keys take them."""
+        return self.codec.query(q, self.streams)
+
+    def original(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums ``[batch, kv_head, row, dim]`` of ``frame``'s values, in the original frame."""
+        return self.codec.original(sums, self.streams)
+
+    def continued_by(self, other: Page) -> bool:
+        """Whether ``other`` can be joined on: the last token group is whole, and what a run has once is equal."""
+        if self.tokens % self.codec.token_group:
+            return False
+        return all(torch.equal(self.streams[name], other.streams[name]) for name, layout in self._layout.items() if layout.per == "run")
 
     @staticmethod
     def joined(pages: Sequence[Page]) -> Page:
-        """Consecutive pages as one; more than one are copied. All but the last end in a whole token group."""
+        """Consecutive pages as one; more than one are copied. Each but the last is ``continued_by`` the next."""
+        first = pages[0]
         if len(pages) == 1:
-            return pages[0]
-        with own_modes(next(iter(pages[0].streams.values())).device):
-            streams = {name: torch.cat([page.streams[name] for page in pages], 2) for name in pages[0].streams}
-        return Page(pages[0].codec, sum(page.tokens for page in pages), streams)
+            return first
+        with own_modes(next(iter(first.streams.values())).device):
+            streams = {
+                name: first.streams[name] if layout.per == "run" else torch.cat([page.streams[name] for page in pages], 2)
+                for name, layout in first._layout.items()
+            }
+        return Page(first.codec, sum(page.tokens for page in pages), streams)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -131,14 +166,21 @@ class Side:
             edges.append(edges[-1] + page.tokens)
         return [*edges, self.tokens]
 
-    def frame(self, start: int, stop: int) -> tuple[torch.Tensor, bool]:
-        """Tokens ``[start, stop)``, inside one page or the tail, as float32, and whether they are in the coded frame."""
+    def place(self, start: int, stop: int) -> tuple[Page | None, int]:
+        """The page that holds tokens ``[start, stop)``, or None for the tail, and its first token. Raises OutOfBounds."""
         if start >= self.packed_tokens:
-            return self.tail[:, :, start - self.packed_tokens : stop - self.packed_tokens].to(torch.float32), False
+            return None, self.packed_tokens
         for page, first in zip(self.pages, self.boundaries, strict=False):
             if first <= start and stop <= first + page.tokens:
-                return page.frame(start - first, stop - first), True
+                return page, first
         raise OutOfBounds(f"tokens {start} to {stop} are not inside one page of {self.boundaries}")
+
+    def frame(self, start: int, stop: int) -> tuple[torch.Tensor, Page | None]:
+        """Tokens ``[start, stop)``, inside one page or the tail, as float32, and the page in whose coded frame they are."""
+        page, first = self.place(start, stop)
+        if page is None:
+            return self.tail[:, :, start - first : stop - first].to(torch.float32), None
+        return page.frame(start - first, stop - first), page
 
     def tiles(self, per_tile: int, edges: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
         """Token ranges of at most ``per_tile`` tokens that cross neither a boundary of this side nor an edge given."""
@@ -157,8 +199,9 @@ class Side:
         per_tile = max(128, TILE_VALUES // max(1, self.batch * self.heads * self.dim) // 128 * 128)
 
         def unpack_tile(start: int, stop: int) -> None:
-            frame, coded = self.frame(start, stop)
-            result[:, :, start:stop] = self.codec.rotation.inverse(frame) if coded else frame
+            page, first = self.place(start, stop)
+            source = self.tail[:, :, start - first : stop - first] if page is None else page.decode(start - first, stop - first)
+            result[:, :, start:stop] = source
 
         with own_modes(self.device):
             result = torch.empty(self.batch, self.heads, self.tokens, self.dim, dtype=dtype, device=self.device)
@@ -208,7 +251,8 @@ class Side:
             ready = tail.shape[2] // unit * unit
             if not ready:
                 return replace(self, tail=tail)
-            streams = encode(self.codec, tail[:, :, :ready], where)
+            before = self.pages[-1].streams if self.pages else None
+            streams = encode(self.codec, tail[:, :, :ready], where, before)
             pages = _settled([*self.pages, Page(self.codec, ready, streams)])
             return replace(self, pages=tuple(pages), tail=tail[:, :, ready:].clone())
 
@@ -230,25 +274,22 @@ class Side:
 
     def merged(self) -> Side:
         """The same tokens in the fewest pages: as a file stores them."""
-        pages, first = [], 0
-        for run in self.merged_runs():
-            last, tokens = first, 0
-            while tokens < run:
-                tokens += self.pages[last].tokens
-                last += 1
-            pages.append(Page.joined(self.pages[first:last]))
-            first = last
-        return replace(self, pages=tuple(pages))
+        return replace(self, pages=tuple(Page.joined(pages) for pages in self._runs))
 
     def merged_runs(self) -> tuple[int, ...]:
         """The tokens of each page of ``merged()``."""
-        runs: list[int] = []
+        return tuple(sum(page.tokens for page in pages) for pages in self._runs)
+
+    @cached_property
+    def _runs(self) -> list[list[Page]]:
+        """The pages, those together that make one run."""
+        runs: list[list[Page]] = []
         for page in self.pages:
-            if runs and runs[-1] % self.codec.token_group == 0:
-                runs[-1] += page.tokens
+            if runs and runs[-1][-1].continued_by(page):
+                runs[-1].append(page)
             else:
-                runs.append(page.tokens)
-        return tuple(runs)
+                runs.append([page])
+        return runs
 
     def to(self, device: torch.device | str) -> Side:
         """The side with every buffer on ``device``."""
@@ -258,7 +299,7 @@ class Side:
 
 def _settled(pages: list[Page]) -> list[Page]:
     """Join the last pages while the earlier is no longer: n appends cost n log n copies and leave log n pages."""
-    while len(pages) > 1 and pages[-2].tokens <= pages[-1].tokens and pages[-2].continues():
+    while len(pages) > 1 and pages[-2].tokens <= pages[-1].tokens and pages[-2].continued_by(pages[-1]):
         pages[-2:] = [Page.joined(pages[-2:])]
     return pages
 

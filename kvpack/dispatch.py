@@ -40,6 +40,11 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
     return _unpacking_on_kernels(codec).decode_frame(streams)
 
 
+def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Decode to float32 ``[batch, kv_head, token, dim]`` in the original frame, as ``decode_frame``."""
+    return codec.original(decode_frame(codec, streams), streams)
+
+
 def uses_triton(device: torch.device) -> bool:
     """Whether tensors on ``device`` are decoded by Triton kernels.
 

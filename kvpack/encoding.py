@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from kvpack.formats.base import Run
 from kvpack.formats.errors import NonFinite, OutOfRange
 from kvpack.formats.raw import Raw
 
@@ -13,6 +15,8 @@ from .blocks import for_each_block
 from .modes import own_modes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from kvpack.formats.base import Codec
 
 TORCH_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
@@ -33,37 +37,61 @@ class Progress(Protocol):
     def __call__(self, done: int, total: int) -> None: ...
 
 
-def encode(codec: Codec, x: torch.Tensor, where: str) -> dict[str, torch.Tensor]:
-    """Encode ``x`` ``[batch, kv_head, token, dim]`` of any float dtype to the streams of ``codec.layout``.
+def encode(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """Encode ``x`` ``[batch, kv_head, token, dim]`` of any float dtype, as one run, to the streams of ``codec.layout``.
 
-    Raises NonFinite for NaN or infinity (raw keeps them), OutOfRange for a norm that its width cannot hold; both name ``where``.
+    ``before`` are the streams of the run that it continues. Raises NonFinite for NaN or infinity (raw keeps them),
+    OutOfRange for a norm that its width cannot hold; both name ``where``.
     """
-    batch, heads, tokens, _ = x.shape
+    batch, heads, tokens, dim = x.shape
     layout = codec.layout(batch, heads, tokens)
     row = max(1, batch * heads * codec.dim)
     size = max(_GROUP_MULTIPLE, BLOCK_VALUES // row // _GROUP_MULTIPLE * _GROUP_MULTIPLE)
     if codec.id == "raw":
         # One copy without temporaries.
         size = max(1, tokens)
+    blocks = [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+    entries: dict[int, dict[str, torch.Tensor]] = {}
 
-    def encode_block(start: int, stop: int) -> None:
+    def values(start: int, stop: int) -> torch.Tensor:
         part = x[:, :, start:stop]
         if codec.id != "raw":
             part = part.to(torch.float32)
             check_finite(part, start, where)
-        try:
-            encoded = codec.encode(part)
-        except OutOfRange as error:
-            raise OutOfRange(f"{where}, tokens {start} to {stop}: {error}") from None
+        return part
+
+    def encode_block(start: int, stop: int) -> None:
+        part = values(start, stop)
+        with _placed(f"{where}, tokens {start} to {stop}"):
+            encoded = run.encode(part, start)
         for name, entry in layout.items():
-            step = entry.tokens_per_row
-            streams[name][:, :, start // step : -(-stop // step)] = encoded[name]
+            if entry.per == "token":
+                streams[name][:, :, start // entry.tokens_per_row : -(-stop // entry.tokens_per_row)] = encoded[name]
+        entries[start] = {name: encoded[name] for name, entry in layout.items() if entry.per == "entry"}
 
     with own_modes(x.device):
-        streams = {name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device=x.device) for name, entry in layout.items()}
-        codec.expect(x)
-        for_each_block(encode_block, [(start, min(start + size, tokens)) for start in range(0, tokens, size)], x.device)
-    return streams
+        streams = {
+            name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device=x.device)
+            for name, entry in layout.items()
+            if entry.per == "token"
+        }
+        with _placed(where):
+            run = codec.begin(Run((batch, heads, tokens, dim), x.device, lambda: (values(*block) for block in blocks)), before)
+        for_each_block(encode_block, blocks, x.device)
+        for name, entry in layout.items():
+            if entry.per == "entry":
+                none = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device=x.device)
+                streams[name] = torch.cat([none, *(entries[start][name] for start, _ in blocks)], 2)
+    streams |= run.streams
+    return {name: streams[name] for name in layout}
+
+
+@contextlib.contextmanager
+def _placed(where: str) -> Iterator[None]:
+    try:
+        yield
+    except OutOfRange as error:
+        raise OutOfRange(f"{where}: {error}") from None
 
 
 def raw_values(x: torch.Tensor, dtype: torch.dtype, where: str) -> torch.Tensor:

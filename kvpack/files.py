@@ -89,7 +89,7 @@ def _contents(cache: Cache, ignorable: Mapping[str, bytes]) -> Contents:
     codecs: dict[Codec, int] = {}
     layers = []
     for layer in cache.layers:
-        entries = {name: _entry(side.merged_runs(), side, codecs.setdefault(side.codec, len(codecs))) for name, side in layer.sides.items()}
+        entries = {name: _entry(side, codecs.setdefault(side.codec, len(codecs))) for name, side in layer.sides.items()}
         layers.append(LayerEntry(entries.get("k"), entries.get("v")))
     return Contents(
         codecs=tuple(codecs),
@@ -101,8 +101,13 @@ def _contents(cache: Cache, ignorable: Mapping[str, bytes]) -> Contents:
     )
 
 
-def _entry(runs: tuple[int, ...], side: Side, codec: int) -> SideEntry:
-    return SideEntry(codec, side.batch, side.heads, runs, side.tail.shape[2], _TAIL_DTYPES[side.tail.dtype], side.window)
+def _entry(side: Side, codec: int) -> SideEntry:
+    rows = {name: 0 for name, layout in side.codec.layout(1, 1, 0).items() if layout.per == "entry"}
+    for page in side.pages:
+        for name in rows:
+            rows[name] += page.streams[name].shape[2]
+    tail, dtype = side.tail.shape[2], _TAIL_DTYPES[side.tail.dtype]
+    return SideEntry(codec, side.batch, side.heads, side.merged_runs(), tail, dtype, side.window, tuple(rows.items()))
 
 
 def _stored_streams(side: Side) -> dict[str, torch.Tensor]:
@@ -138,14 +143,22 @@ def _side(header: Header, entry: SideEntry, data: Mapping[str, memoryview]) -> S
 def _pages(codec: Codec, runs: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> list[Page]:
     if len(runs) == 1:
         return [Page(codec, runs[0], tensors)]
-    tokens_per_row = {name: layout.tokens_per_row for name, layout in codec.layout(1, 1, 0).items()}
+    layouts = codec.layout(1, 1, 0)
     first = dict.fromkeys(tensors, 0)
     pages = []
+
+    def next_rows(name: str, rows: int) -> torch.Tensor:
+        start = first[name]
+        first[name] += rows
+        return tensors[name][:, :, start : start + rows]
+
     for run in runs:
-        streams = {}
-        for name, tensor in tensors.items():
-            rows = -(-run // tokens_per_row[name])
-            streams[name] = tensor[:, :, first[name] : first[name] + rows]
-            first[name] += rows
-        pages.append(Page(codec, run, streams))
+        streams = {
+            name: next_rows(name, 1 if layout.per == "run" else -(-run // layout.tokens_per_row))
+            for name, layout in layouts.items()
+            if layout.per != "entry"
+        }
+        for name, counts in codec.entries(streams).items():
+            streams[name] = next_rows(name, int(counts.sum()))
+        pages.append(Page(codec, run, {name: streams[name] for name in layouts}))
     return pages

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,7 @@ class SideEntry:
     """The keys or the values of one layer: ``runs`` of packed tokens, then ``tail`` raw tokens of ``tail_dtype``.
 
     ``codec`` is an index into the codec list. ``window`` is the number of raw tokens at which a writer encodes the tail.
+    ``entries`` are the rows of every stream that has a row an entry, by its name.
     Raises InvalidHeader or LimitExceeded, which name the field.
     """
 
@@ -46,6 +47,7 @@ class SideEntry:
     tail: int
     tail_dtype: str
     window: int
+    entries: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         check_integer("codec", self.codec, 0, MAX_CODECS - 1)
@@ -57,6 +59,9 @@ class SideEntry:
         check_integer("tail", self.tail, 0, MAX_TOKENS)
         check_integer("window", self.window, 0, MAX_TOKENS)
         check_integer("tokens", self.tokens, 0, MAX_TOKENS)
+        for name, count in self.entries:
+            check_string("a key of entries", name)
+            check_integer(f"entries.{name}", count, 0, MAX_TOKENS)
         check_string("tail_dtype", self.tail_dtype)
         if self.tail_dtype not in DTYPES:
             raise InvalidHeader(f"tail_dtype is {self.tail_dtype!r}, known are {', '.join(DTYPES)}")
@@ -176,9 +181,14 @@ class Contents:
     def _check_side(self, side: SideEntry) -> None:
         if side.codec >= len(self.codecs):
             raise InvalidHeader(f"codec is {side.codec}, the file has {len(self.codecs)} codecs")
-        group = self.codecs[side.codec].token_group
-        if group == 1 and len(side.runs) > 1:
+        codec = self.codecs[side.codec]
+        group, layouts = codec.token_group, codec.layout(1, 1, 0)
+        if group == 1 and len(side.runs) > 1 and all(layout.per != "run" for layout in layouts.values()):
             raise InvalidHeader(f"runs has {len(side.runs)} entries, a codec that encodes tokens one by one has at most 1")
+        expected = [name for name, layout in layouts.items() if layout.per == "entry"]
+        if [name for name, _ in side.entries] != expected:
+            found = ", ".join(dict(side.entries)) or "none"
+            raise InvalidHeader(f"entries names {found}, the codec has {', '.join(expected) or 'none'}")
         if side.window % group:
             raise InvalidHeader(f"window is {side.window}, expected a multiple of the codec's token group {group}")
 
@@ -223,13 +233,13 @@ class Header(Contents):
 
 def side_tensors(codec: Codec, side: SideEntry, prefix: str = "") -> dict[str, Layout]:
     """Name (after ``prefix``), dtype and shape of every tensor of a side, in file order (spec/container.md, Runs and tail)."""
-    result = {}
+    result, entries = {}, dict(side.entries)
     for stream, layout in codec.layout(side.batch, side.heads, side.packed).items():
-        group = layout.tokens_per_row
-        if group > 1:
-            rows = sum(-(-run // group) for run in side.runs)
-            layout = Layout(layout.dtype, (*layout.shape[:2], rows, *layout.shape[3:]), group)
-        result[f"{prefix}{stream}"] = layout
+        if layout.per == "token":
+            rows = sum(-(-run // layout.tokens_per_row) for run in side.runs)
+        else:
+            rows = len(side.runs) if layout.per == "run" else entries[stream]
+        result[f"{prefix}{stream}"] = replace(layout, shape=(*layout.shape[:2], rows, *layout.shape[3:]))
     if side.tail:
         result[f"{prefix}tail"] = Layout(DTYPES[side.tail_dtype], (side.batch, side.heads, side.tail, codec.dim))
     return result

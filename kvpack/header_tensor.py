@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .formats.base import Codec
 
 _TOP_KEYS = ("format", "required", "ignorable", "model", "recipe", "start", "codecs", "layers", "tensors")
-_SIDE_KEYS = tuple(field.name for field in dataclasses.fields(SideEntry))
+_SIDE_KEYS = tuple(field.name for field in dataclasses.fields(SideEntry) if field.name != "entries")
 _TENSOR_KEYS = tuple(field.name for field in dataclasses.fields(TensorEntry))
 _BYTES_PER_CONTAINER = 16
 """In a valid header an array or a map comes with at least this many bytes, the top keys and layers without sides aside."""
@@ -81,7 +81,10 @@ def newer(version: int) -> str:
 
 
 def _packed_side(side: SideEntry | None) -> dict[str, Any] | None:
-    return None if side is None else {name: getattr(side, name) for name in _SIDE_KEYS}
+    if side is None:
+        return None
+    packed = {name: getattr(side, name) for name in _SIDE_KEYS}
+    return {**packed, "entries": dict(side.entries)} if side.entries else packed
 
 
 def _unpacked(data: bytes) -> Any:
@@ -142,10 +145,13 @@ def _layer(where: str, layer: Any) -> LayerEntry:
 
 
 def _side(where: str, side: Any) -> SideEntry:
-    check_keys(where, side, _SIDE_KEYS)
+    has_entries = type(side) is dict and "entries" in side
+    check_keys(where, side, (*_SIDE_KEYS, "entries") if has_entries else _SIDE_KEYS)
     try:
         check_type("runs", side["runs"], list)
-        return SideEntry(**{**side, "runs": tuple(side["runs"])})
+        entries = side.get("entries", {})
+        check_type("entries", entries, dict)
+        return SideEntry(**{**side, "runs": tuple(side["runs"]), "entries": tuple(entries.items())})
     except (InvalidHeader, LimitExceeded) as error:
         raise within(where, error) from None
 

@@ -105,7 +105,8 @@ def _with_window(side: Side, window: int, where: str) -> Side:
     if not ready:
         return replace(side, window=window)
     with own_modes(side.device):
-        page = Page(side.codec, ready, encode(side.codec, side.tail[:, :, :ready], where))
+        before = side.pages[-1].streams if side.pages else None
+        page = Page(side.codec, ready, encode(side.codec, side.tail[:, :, :ready], where, before))
         return replace(side, pages=(*side.pages, page), tail=side.tail[:, :, ready:].clone(), window=window)
 
 

@@ -34,6 +34,7 @@ def add(commands: Any) -> None:
     add_json(io)
     io.set_defaults(run=run_io)
     _add_quality(kinds)
+    _add_fidelity(kinds)
 
 
 def _add_quality(kinds: Any) -> None:
@@ -54,6 +55,20 @@ def _add_quality(kinds: Any) -> None:
     quality.add_argument("--out", metavar="DIR", help="write the picture and the report here: quality.png, quality.svg, quality.json")
     add_json(quality)
     quality.set_defaults(run=run_quality)
+
+
+def _add_fidelity(kinds: Any) -> None:
+    fidelity = kinds.add_parser(
+        "fidelity",
+        help="the papers' own figures, measured and published",
+        description="Measure the papers' errors, rates and ablations with the codecs on packed streams, beside the published figures.",
+    )
+    papers = ("octopus", "hqmq", "turboangle", "oscar")
+    fidelity.add_argument("--only", action="append", choices=papers, help="one paper's figures; may be repeated (default: all)")
+    fidelity.add_argument("--seed", type=int, default=0, metavar="N", help="of the keys and the rotations (default: 0)")
+    fidelity.add_argument("--quick", action="store_true", help="fewer keys and seeds: seconds, and more scatter")
+    add_json(fidelity)
+    fidelity.set_defaults(run=run_fidelity)
 
 
 def run_io(arguments: argparse.Namespace) -> int:
@@ -102,3 +117,17 @@ def run_quality(arguments: argparse.Namespace) -> int:
     else:
         quality.show(report)
     return 0
+
+
+def run_fidelity(arguments: argparse.Namespace) -> int:
+    """Measure and print the tables; 1 when a figure differs for no known reason."""
+    from kvpack.bench import fidelity
+
+    settings = fidelity.Settings(arguments.seed, arguments.quick)
+    with progress("bench fidelity", arguments) as callback:
+        report = fidelity.run(arguments.only or (), settings, progress=callback)
+    if arguments.json:
+        print_json(report)
+    else:
+        fidelity.show(report)
+    return int("differs" in report["verdicts"])

@@ -1,0 +1,84 @@
+"""kvpack bench fidelity: the papers' own figures beside what this library measures, with its codecs on packed streams."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.commands.output import print_table
+from kvpack.formats.errors import InvalidParameter
+
+from . import hqmq, octopus, oscar, turboangle
+from .measure import Settings
+from .rows import TOLERANCE, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpack.encoding import Progress
+
+__all__ = ["LARGEST_SEED", "PAPERS", "Settings", "run", "show"]
+
+PAPERS = {
+    "octopus": ("OCTOPUS", octopus.SECTIONS),
+    "hqmq": ("HQMQ", hqmq.SECTIONS),
+    "turboangle": ("TurboAngle", turboangle.SECTIONS),
+    "oscar": ("OScaR", oscar.SECTIONS),
+}
+"""A paper's name and the functions that give its rows."""
+
+LARGEST_SEED = 2**32 - 1
+
+
+def run(papers: Sequence[str] = (), settings: Settings | None = None, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Measure the figures of ``papers`` (keys of PAPERS; all without any) and return JSON values.
+
+    Two runs with one seed and one number of threads give the same report. Raises InvalidParameter for a seed out of range.
+    """
+    settings = settings or Settings()
+    if not 0 <= settings.seed <= LARGEST_SEED:
+        raise InvalidParameter(f"--seed is {settings.seed}, allowed are integers from 0 to {LARGEST_SEED}")
+    chosen = [paper for paper in PAPERS if paper in papers or not papers]
+    sections = [(paper, section) for paper in chosen for section in PAPERS[paper][1]]
+    rows: list[tuple[str, Row]] = []
+    for done, (paper, section) in enumerate(sections, 1):
+        with torch.inference_mode():
+            rows += [(PAPERS[paper][0], row) for row in section(settings)]
+        if progress:
+            progress(done, len(sections))
+    return {
+        "seed": settings.seed,
+        "quick": settings.quick,
+        "threads": torch.get_num_threads(),
+        "tolerance": TOLERANCE,
+        "verdicts": Counter(row.verdict for _, row in rows),
+        "rows": [{"paper": paper, **row.as_json()} for paper, row in rows],
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print a table for each table of each paper, and why rows are as they are."""
+    columns = ["figure", "measured", "published", "deviation", "verdict"]
+    for (paper, table), group in groupby(report["rows"], lambda row: (row["paper"], row["table"])):
+        rows = list(group)
+        notes = list(dict.fromkeys(row["note"] for row in rows if row["note"]))
+        lines = []
+        for row in rows:
+            relation = "" if row["relation"] == "=" else f"{row['relation']} "
+            mark = f" [{notes.index(row['note']) + 1}]" if row["note"] else ""
+            deviation = "" if row["deviation"] is None else f"{row['deviation']:+.1%}"
+            lines.append([row["name"], _text(row["measured"]), relation + _text(row["published"]), deviation, row["verdict"] + mark])
+        print_table(f"{paper}, {table}", columns, lines)
+        for number, note in enumerate(notes, 1):
+            print(f"[{number}] {note}")
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in report["verdicts"].items())
+    print(f"\n{len(report['rows'])} figures: {counts}.")
+    print(f"within: {report['tolerance']:.0%} of the published value. holds: the paper gives an order, and so it is.")
+    print("explained: further off, and as far as the reason in the note leads to. differs: for no known reason.")
+
+
+def _text(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"

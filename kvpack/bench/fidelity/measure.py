@@ -1,0 +1,124 @@
+"""What every figure is measured with: the codecs themselves, on the streams that a file would hold."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from kvpack.encoding import encode
+from kvpack.recipes import parse_recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvpack.formats.base import Codec
+
+DIM = 128
+"""Head dim of all figures that name no other."""
+
+_RATE_HEADS = 8
+_RATE_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``seed`` of all random draws; ``quick`` takes the smaller of two sizes everywhere."""
+
+    seed: int = 0
+    quick: bool = False
+
+    def size(self, full: int, quick: int) -> int:
+        """The size in use."""
+        return quick if self.quick else full
+
+    def draw(self, number: int) -> int:
+        """The seed of draw ``number``, for keys and for rotations."""
+        return self.seed << 20 | number
+
+    def generator(self, number: int) -> torch.Generator:
+        """The generator of draw ``number``."""
+        return torch.Generator().manual_seed(self.draw(number))
+
+
+def codec(words: str, dim: int = DIM, side: str = "k") -> Codec:
+    """The codec that a recipe would give ``side`` for ``words``, such as "scalar:b=2,norm=fp32"."""
+    return parse_recipe(f"kv={words}").codec(0, 1, side, dim)
+
+
+def decoded(words: str, x: torch.Tensor) -> torch.Tensor:
+    """Float32 ``[..., token, dim]`` encoded to packed streams and decoded; leading axes are heads."""
+    four = x.reshape(1, -1, *x.shape[-2:])
+    chosen = codec(words, x.shape[-1])
+    return chosen.decode(encode(chosen, four, words)).view_as(x)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Bits a value, by stream: as ``stored`` and, of the code streams, were every alphabet packed without loss."""
+
+    stored: Mapping[str, float]
+    alphabets: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """All that is stored."""
+        return sum(self.stored.values())
+
+    @property
+    def codes(self) -> float:
+        """What the code streams take as stored."""
+        return sum(bits for name, bits in self.stored.items() if name in self.alphabets)
+
+    @property
+    def counted(self) -> float:
+        """As papers count: logarithms of the alphabets, and everything else as stored."""
+        return sum(self.alphabets.values()) + self.total - self.codes
+
+
+@cache
+def rate(chosen: Codec) -> Rate:
+    """Counted from the bytes of the encoded streams of 8 heads of 256 Gaussian tokens."""
+    x = torch.randn(1, _RATE_HEADS, _RATE_TOKENS, chosen.dim, generator=torch.Generator().manual_seed(0))
+    stored: Counter[str] = Counter()
+    for name, stream in encode(chosen, x, "the benchmark's keys").items():
+        stored[name.split(".")[0]] += 8 * stream.nbytes
+    packings = chosen.packings()
+    alphabets = {name: packing.symbols * math.log2(math.prod(packing.alphabets)) / chosen.dim for name, packing in packings.items()}
+    return Rate({name: bits / x.numel() for name, bits in stored.items()}, alphabets)
+
+
+def mean_square_error(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Of a value."""
+    return (x - y).square().mean(dtype=torch.float64).item()
+
+
+class Errors(NamedTuple):
+    """Means over seeds; ``tail95`` is the 95th percentile of a key's MSE."""
+
+    cosine: float
+    mse: float
+    inner_product: float
+    tail95: float
+
+
+def errors(words: str, settings: Settings, seeds: int, keys: int, queries: int) -> Errors:
+    """Errors of ``words`` on isotropic Gaussian keys and queries, every seed with a rotation of its own."""
+    found = []
+    for number in range(seeds):
+        generator = settings.generator(number)
+        k, q = torch.randn(keys, DIM, generator=generator), torch.randn(queries, DIM, generator=generator)
+        y = decoded(f"{words},seed={settings.draw(number)}", k)
+        found.append(
+            (
+                torch.cosine_similarity(k, y, dim=-1).mean(dtype=torch.float64).item(),
+                mean_square_error(k, y),
+                (q @ (k - y).T).abs().mean(dtype=torch.float64).item(),
+                (k - y).square().mean(-1).quantile(0.95).item(),
+            )
+        )
+    return Errors(*(sum(column) / seeds for column in zip(*found, strict=True)))

@@ -1,0 +1,149 @@
+"""TurboAngle: its rates, by bins and by model, and how uniform the angles are."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from kvpack.encoding import encode
+from kvpack.presets import PUBLISHED
+from kvpack.recipes import parse_recipe
+
+from .measure import DIM, Settings, codec, rate
+from .rows import Row, around
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvpack.formats.angle import Angle
+
+_ANGLE_BITS = {32: 2.50, 48: 2.79, 64: 3.00, 128: 3.50}
+"""Table 1: bits a value of both sides' angles, by bins."""
+
+_UNIFORM = "turboangle-k8v4"
+_UNIFORM_ANGLE_BITS = 3.25
+_UNIFORM_BITS = 6.75
+
+_MODELS = {
+    "tinyllama-1.1b": (3.34, 6.84, "fp16"),
+    "mistral-7b": (3.31, 6.56, "fp16"),
+    "smollm2-1.7b": (3.67, 7.67, "fp32"),
+    "phi-1.5": (3.58, 7.58, "fp32"),
+    "stablelm-2-1.6b": (3.63, 7.63, "fp32"),
+    "starcoder2-3b": (3.45, 7.45, "fp32"),
+    "olmo-1b": (3.28, 7.28, "fp32"),
+}
+"""Angle bits (Table 2), bits with K8V4-log norms (Table 5), and the dtype in which the latter has a token's range of norms."""
+
+_NORM8_BITS = {"mistral-7b": 7.81, "tinyllama-1.1b": 8.3}
+"""With 8-bit linear norms on both sides: Table 6, and Sec. 4.6 for a head dim of 64."""
+
+_RANGE_NOTE = "Table 5 counts a token's least and largest norm with 16 bits each for TinyLlama and Mistral, with 32 for the other five"
+_EQUATION_NOTE = "Eq. 3 as written has 32 bits for each of the two, 32 / d bits a value more than Table 5 has for this model"
+_STORED_NOTE = "a file holds a token's least and largest norm with 16 bits each, Eq. 3 counts 32"
+
+
+def _mean(recipe: str, layers: int, dim: int, bits: Callable[[Angle], float]) -> float:
+    """``bits`` of the codecs that ``recipe`` gives both sides of all layers, their mean."""
+    parsed = parse_recipe(recipe)
+    found = [bits(cast("Angle", parsed.codec(layer, layers, side, dim))) for layer in range(layers) for side in "kv"]
+    return sum(found) / len(found)
+
+
+def _angle_bits(chosen: Angle) -> float:
+    return sum(bits for name, bits in rate(chosen).alphabets.items() if name.startswith("angle"))
+
+
+def _counted(dtype: str) -> Callable[[Angle], float]:
+    """As the paper counts, with a token's range of norms in ``dtype``."""
+    return lambda chosen: rate(replace(chosen, range=dtype)).counted
+
+
+def _bins(settings: Settings) -> list[Row]:
+    uniform = PUBLISHED[_UNIFORM].recipe
+    rows = []
+    for bins, published in _ANGLE_BITS.items():
+        found = rate(codec(f"angle:n={bins},norm=fp32"))
+        rows.append(Row("Table 1", f"n = {bins}: angle bits", sum(found.alphabets.values()), published))
+    return [
+        *rows,
+        Row("Sec. 3.2", "K128V64: angle bits", _mean(uniform, 1, DIM, _angle_bits), _UNIFORM_ANGLE_BITS),
+        Row("Eq. 3", "K128V64, K8V4-log, d = 128: bits", _mean(uniform, 1, DIM, _counted("fp32")), _UNIFORM_BITS),
+        Row(
+            "Eq. 3",
+            "K128V64, K8V4-log, d = 128: bits as stored",
+            _mean(uniform, 1, DIM, _stored),
+            _UNIFORM_BITS,
+            expected=around(6.5),
+            note=_STORED_NOTE,
+        ),
+    ]
+
+
+def _stored(chosen: Angle) -> float:
+    return rate(chosen).total
+
+
+def _models(settings: Settings) -> list[Row]:
+    angles, totals, norm8 = [], [], []
+    for model, (angle_bits, bits, dtype) in _MODELS.items():
+        preset = PUBLISHED[f"mixedkv-{model}"]
+        # These presets are for one model each, and say its sizes.
+        layers, dim = cast("int", preset.layers), cast("int", preset.dim)
+        mean = partial(_mean, layers=layers, dim=dim)
+        label = f"{model}, d = {dim}"
+        angles.append(Row("Table 2", f"{label}: angle bits", mean(preset.recipe, bits=_angle_bits), angle_bits))
+        totals.append(Row("Table 5", f"{label}: K8V4-log bits", mean(preset.recipe, bits=_counted(dtype)), bits, note=_RANGE_NOTE))
+        if dtype == "fp16":
+            equation = mean(preset.recipe, bits=_counted("fp32"))
+            expected = around(bits + 32 / dim)
+            totals.append(Row("Table 5", f"{label}: K8V4-log bits by Eq. 3", equation, bits, expected=expected, note=_EQUATION_NOTE))
+        if model in _NORM8_BITS:
+            recipe = preset.recipe.replace("log4", "linear8")
+            norm8.append(Row("Table 6", f"{label}: norm8 bits", mean(recipe, bits=_counted("fp32")), _NORM8_BITS[model]))
+    return [*angles, *totals, *norm8]
+
+
+_EQUAL_BINS = 128
+_ROTATIONS = 16
+_OUTLIERS = 8
+_OUTLIER_SIZE = 20.0
+_OFFSET_NOTE = "one rotation serves all tokens, so channels that keep their sign point every pair the same way in all of them"
+_KEYS: dict[str, tuple[int, str]] = {
+    "Gaussian keys, d = 128": (128, ""),
+    "Gaussian keys, d = 64": (64, ""),
+    f"{_OUTLIERS} channels {_OUTLIER_SIZE:g} times as large, d = 128": (128, "scaled"),
+    f"{_OUTLIERS} channels {_OUTLIER_SIZE:g} times as large, d = 64": (64, "scaled"),
+    f"{_OUTLIERS} channels off zero by {_OUTLIER_SIZE:g}, d = 128": (128, "moved"),
+}
+
+
+def _uniformity(settings: Settings) -> list[Row]:
+    """Sec. 2: angles after the rotation are uniform, and all bins in equal use; the mean over rotations."""
+    rows = []
+    for label, (dim, outliers) in _KEYS.items():
+        x = torch.randn(1, 1, settings.size(4096, 1024), dim, generator=settings.generator(0))
+        if outliers == "scaled":
+            x[..., :_OUTLIERS] *= _OUTLIER_SIZE
+        elif outliers == "moved":
+            x[..., :_OUTLIERS] += _OUTLIER_SIZE
+        used = statistics.mean(_bins_in_use(x, settings.draw(number)) for number in range(_ROTATIONS))
+        expected, note = ((25.0, 65.0), _OFFSET_NOTE) if outliers == "moved" else (None, "")
+        rows.append(Row("Sec. 2", f"{label}: angle bins in equal use", used, _EQUAL_BINS, expected=expected, note=note))
+    return rows
+
+
+def _bins_in_use(x: torch.Tensor, seed: int) -> float:
+    """Two to the entropy of the bins of ``x``, in bits: their number when all are as frequent, and less otherwise."""
+    chosen = codec(f"angle:n={_EQUAL_BINS},norm=fp32,seed={seed}", x.shape[-1])
+    bins = chosen.digits(encode(chosen, x, "the benchmark's keys"))[0]
+    share = torch.bincount(bins.flatten(), minlength=_EQUAL_BINS).double() / bins.numel()
+    return math.exp(torch.special.entr(share).sum().item())
+
+
+SECTIONS: tuple[Callable[[Settings], list[Row]], ...] = (_bins, _models, _uniformity)

@@ -1,0 +1,177 @@
+"""The fidelity benchmark: its rows and verdicts, that a broken codec shows, and its output."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from kvpack import cli
+from kvpack.bench import fidelity
+from kvpack.bench.fidelity import hqmq, octopus
+from kvpack.bench.fidelity.measure import codec, rate
+from kvpack.bench.fidelity.rows import Row, around
+from kvpack.formats.base import Layout
+from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.scalar import Scalar
+
+QUICK = fidelity.Settings(quick=True)
+
+
+@pytest.fixture(scope="module")
+def report() -> Any:
+    steps: list[tuple[int, int]] = []
+    found = fidelity.run(settings=QUICK, progress=lambda done, total: steps.append((done, total)))
+    total = sum(len(sections) for _, sections in fidelity.PAPERS.values())
+    assert steps == [(number, total) for number in range(1, total + 1)]
+    return found
+
+
+def figures(report: Any, paper: str, table: str) -> dict[str, Any]:
+    return {row["name"]: row for row in report["rows"] if (row["paper"], row["table"]) == (paper, table)}
+
+
+def test_no_figure_differs_for_an_unknown_reason(report: Any) -> None:
+    assert [row for row in report["rows"] if row["verdict"] == "differs"] == []
+    assert report["verdicts"]["within"] > 150
+    assert all(row["note"] for row in report["rows"] if row["verdict"] == "explained")
+
+
+def test_names_are_unique(report: Any) -> None:
+    names = [(row["paper"], row["table"], row["name"]) for row in report["rows"]]
+    assert len(set(names)) == len(names)
+
+
+def test_table_1_has_every_system(report: Any) -> None:
+    names = figures(report, "OCTOPUS", "Table 1")
+    for b in (2, 3, 4):
+        for system in ("TurboQuant-MSE", "TurboQuant-QJL", "PolarQuant", "OCTOPUS"):
+            for measure in ("1 - cosine", "MSE", "inner-product error"):
+                assert f"b = {b}, {system}: {measure}" in names
+
+
+@pytest.mark.parametrize(
+    ("paper", "table", "count"),
+    [
+        ("OCTOPUS", "Needle", 5),
+        ("OCTOPUS", "Table 4", 26),
+        ("OCTOPUS", "Table 5", 64),
+        ("OCTOPUS", "Table 6", 6),
+        ("HQMQ", "Table 12", 12),
+        ("HQMQ", "Table 21", 18),
+        ("HQMQ", "Table 14", 8),
+        ("HQMQ", "Table 16", 6),
+        ("TurboAngle", "Table 1", 4),
+        ("TurboAngle", "Table 2", 7),
+        ("TurboAngle", "Table 5", 9),
+        ("TurboAngle", "Table 6", 2),
+        ("TurboAngle", "Sec. 2", 5),
+        ("OScaR", "Table 2", 6),
+        ("OScaR", "Table 9", 4),
+        ("OScaR", "Bits", 10),
+    ],
+)
+def test_tables_have_their_figures(report: Any, paper: str, table: str, count: int) -> None:
+    assert len(figures(report, paper, table)) >= count
+
+
+def test_known_figures(report: Any) -> None:
+    """Some of the published figures themselves, to catch a table copied wrongly."""
+    assert figures(report, "OCTOPUS", "Table 1")["b = 3, OCTOPUS: MSE"]["published"] == 0.0260
+    assert figures(report, "OCTOPUS", "Needle")["b = 2, fp32: mass"]["published"] == 0.960
+    assert figures(report, "TurboAngle", "Table 5")["mistral-7b, d = 128: K8V4-log bits"]["published"] == 6.56
+    assert figures(report, "HQMQ", "Table 21")["s24_r3: bits a value with the scale"]["published"] == 3.17
+
+
+@pytest.mark.parametrize(
+    ("measured", "relation", "expected", "verdict"),
+    [
+        (1.0199, "=", None, "within"),
+        (1.03, "=", None, "differs"),
+        (0.97, "=", None, "differs"),
+        (1.5, "=", around(1.51), "explained"),
+        (1.5, "=", around(1.6), "differs"),
+        (1.001, "=", around(1.5), "within"),
+        (1.5, ">", None, "holds"),
+        (0.9, ">", None, "differs"),
+        (0.9, ">", (0.8, 1.0), "explained"),
+        (0.9, "<", None, "holds"),
+        (math.nan, "=", around(1.0), "differs"),
+        (math.nan, "<", None, "differs"),
+    ],
+)
+def test_verdicts(measured: float, relation: str, expected: tuple[float, float] | None, verdict: str) -> None:
+    row = Row("Table", "figure", measured, 1.0, relation, expected)
+    assert row.verdict == verdict
+    assert row.as_json()["measured"] == (None if math.isnan(measured) else measured)
+
+
+def test_a_broken_codec_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A decoder that is off by a tenth is seen in every figure of its systems, and in no other."""
+    right = Scalar.decode_frame
+    monkeypatch.setattr(Scalar, "decode_frame", lambda self, streams: 1.1 * right(self, streams))
+    monkeypatch.setitem(fidelity.PAPERS, "octopus", ("OCTOPUS", octopus.SECTIONS[1:2]))
+    assert cli.main(["bench", "fidelity", "--only", "octopus", "--quick"]) == 1
+    rows = fidelity.run(["octopus"], QUICK)["rows"]
+    differing = {row["name"] for row in rows if row["verdict"] == "differs"}
+    assert {f"b = 3, {system}: MSE" for system in ("TurboQuant-MSE", "TurboQuant-QJL")} <= differing
+    assert not any("PolarQuant" in name or "OCTOPUS" in name for name in differing)
+    assert "differs" in capsys.readouterr().out
+
+
+def test_bits_are_those_of_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = codec("scalar:b=3")
+    assert rate(chosen).total == 3.125
+    assert (rate(chosen).codes, rate(chosen).counted) == (3.0, 3.125)
+    wider = codec("scalar:b=3,seed=1")
+    monkeypatch.setattr(Scalar, "scales", lambda self, *sizes: {"norm": Layout("F32", sizes)})
+    assert rate(wider).total == 3.25
+
+
+def test_the_additive_codebook_is_searched_whole() -> None:
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    one = hqmq.additive(x, 4, 8, 5, unit=False)
+    chunks = x.view(-1, 4)
+    scale = chunks.norm(dim=-1)
+    exact = (one.view(-1, 4) / scale[:, None] - chunks / scale[:, None]).square().sum(-1)
+    assert (exact < 1.5).all()
+    finer = hqmq.additive(x, 64, 8, 5, unit=True)
+    assert (finer - x).square().mean() < (one - x).square().mean()
+
+
+def refuse(name: str) -> NoReturn:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_json_is_strict_and_the_same_again(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for _ in range(2):
+        assert cli.main(["bench", "fidelity", "--only", "oscar", "--quick", "--seed", "7", "--json"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    found = json.loads(printed[0], parse_constant=refuse)
+    assert (found["seed"], found["quick"], found["tolerance"]) == (7, True, 0.02)
+    assert {row["paper"] for row in found["rows"]} == {"OScaR"}
+    assert sum(found["verdicts"].values()) == len(found["rows"])
+
+
+def test_tables_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "fidelity", "--only", "oscar", "--only", "turboangle", "--quick"]) == 0
+    out = capsys.readouterr().out
+    for text in ("TurboAngle, Table 5", "OScaR, Table 9", "explained [1]", "\n[1] "):
+        assert text in out
+    assert "OCTOPUS" not in out
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_seeds_out_of_range_are_refused(seed: int) -> None:
+    with pytest.raises(InvalidParameter, match=f"--seed is {seed}"):
+        fidelity.run(settings=fidelity.Settings(seed))
+
+
+def test_other_seeds_draw_other_keys() -> None:
+    first, second = (fidelity.Settings(seed).generator(0) for seed in (0, 1))
+    assert not torch.equal(torch.randn(8, generator=first), torch.randn(8, generator=second))

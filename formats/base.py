@@ -217,10 +217,8 @@ class Codec(ABC):
             packing.check([arrays[name] for name in planes], f"{where}.{stream}")
             names.difference_update(planes)
         for name in sorted(names):
-            array = arrays[name]
-            if array.dtype.kind == "f" and not _all_finite(array):
-                at = [int(i) for i in numpy.argwhere(~numpy.isfinite(array))[0]]
-                raise InvalidPayload(f"{where}.{name}: the value at {at} is {array[tuple(at)]}, scales and norms are finite")
+            if arrays[name].dtype.kind == "f":
+                check_finite(f"{where}.{name}", arrays[name], "scales and norms")
 
     def params(self) -> dict[str, Any]:
         """The header's map of this codec: ``id``, then every stored field by name."""
@@ -255,6 +253,13 @@ class Codec(ABC):
 
 def _stored_fields(codec: type[Codec]) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(codec) if field.metadata.get("stored", True)]  # type: ignore[arg-type]
+
+
+def check_finite(where: str, array: numpy.ndarray[Any, Any], what: str) -> None:
+    """Raise InvalidPayload, naming the place, unless binary16 or binary32 values, which are ``what``, are all finite."""
+    if not _all_finite(array):
+        at = [int(i) for i in numpy.argwhere(~numpy.isfinite(array))[0]]
+        raise InvalidPayload(f"{where}: the value at {at} is {array[tuple(at)]}, {what} are finite")
 
 
 def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:

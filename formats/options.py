@@ -25,6 +25,12 @@ class Options:
         self.codec = codec
         self._words = dict(words)
         self._known: list[str] = []
+        self._extra: tuple[str, ...] = ()
+
+    def mention(self, names: tuple[str, ...]) -> bool:
+        """Whether one of ``names``, which are options too, is among the words."""
+        self._extra = names
+        return not self._words.keys().isdisjoint(names)
 
     def integer(self, name: str, default: int | None, low: int, high: int) -> int:
         """An integer from ``low`` to ``high``; without a default the word is required."""
@@ -67,7 +73,7 @@ class Options:
         """Refuse the words that no reader took."""
         if self._words:
             name, value = next(iter(self._words.items()))
-            known = ", ".join(self._known) or "none"
+            known = ", ".join([*self._known, *(name for name in self._extra if name not in self._known)])
             raise UnknownWord(f"codec {self.codec} has no option {name!r}; its options are {known}", f"{name}={value}")
 
     def _take(self, name: str) -> str | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from kvpack.formats.base import Codec
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.group import Group
+from kvpack.formats.side_cars import WithSideCars
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,6 +32,8 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 
     Raises InvalidShape when a stream is not laid out as the codec says, and what ``uses_triton`` raises.
     """
+    if isinstance(codec, WithSideCars):
+        return codec.complete(decode_frame(codec.codec, streams), streams)
     if not uses_triton(next(iter(streams.values())).device):
         return codec.decode_frame(streams)
     if isinstance(codec, Group):
@@ -42,6 +45,8 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 
 def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Decode to float32 ``[batch, kv_head, token, dim]`` in the original frame, as ``decode_frame``."""
+    if isinstance(codec, WithSideCars):
+        return codec.complete_original(decode_frame(codec.codec, streams), streams)
     return codec.original(decode_frame(codec, streams), streams)
 
 

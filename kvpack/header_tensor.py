@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from .checks import check_integer, check_keys, check_string, check_type
-from .formats import codec_class
+from .formats import codec_from_params
 from .formats.errors import InvalidHeader, InvalidParameter, LimitExceeded, UnsupportedVersion
 from .header import FORMAT, Header, LayerEntry, SideEntry, TensorEntry, check_required, within
 from .limits import MAX_BINARY_BYTES, MAX_ENTRIES, MAX_HEADER_BYTES, MAX_LAYERS, MAX_NAMES, MAX_STRING_BYTES
@@ -130,7 +130,7 @@ def _codec(where: str, params: Any) -> Codec:
         check_string(f"a key of {where}", name)
     check_string(f"{where}.id", params.get("id"))
     try:
-        return codec_class(params["id"]).from_params({name: value for name, value in params.items() if name != "id"})
+        return codec_from_params(params)
     except InvalidParameter as error:
         raise InvalidHeader(f"{where}: {error}") from None
 

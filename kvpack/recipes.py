@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
-from kvpack.formats import CODECS
+from kvpack.formats import CODECS, create_codec
 from kvpack.formats.errors import InvalidParameter, InvalidRecipe, OutOfBounds
 from kvpack.formats.options import Options, UnknownWord
 
@@ -72,7 +72,7 @@ class Rule:
 
     def codec(self, dim: int, side: str) -> Codec:
         """The rule's codec for one head dim. Raises InvalidParameter when it cannot take it."""
-        return CODECS[self.codec_id].create(dim, side, Options(self.codec_id, dict(self.words)))
+        return create_codec(self.codec_id, dim, side, Options(self.codec_id, dict(self.words)))
 
 
 def _position(item: int, layers: int) -> int:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvpack import limits
 from kvpack.formats.base import Layout
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnknownCodec, UnsupportedVersion
-from kvpack.header import Contents, Header, LayerEntry, TensorEntry, layout_bytes, side_tensors
+from kvpack.header import Contents, Header, LayerEntry, SideEntry, TensorEntry, layout_bytes, side_tensors
 from kvpack.header_tensor import pack_header, parse_header
 from kvpack.limits import MAX_BINARY_BYTES, MAX_HEADER_BYTES, MAX_NAMES, MAX_STRING_BYTES, MAX_TOKENS
 
@@ -83,7 +83,8 @@ def test_the_order_of_names_changes_no_byte() -> None:
 def test_the_fields_are_those_of_the_specification() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", SPECIFICATION.read_text().split("## Fields")[1].split("\n## ")[0], re.MULTILINE)
     top = header_map()
-    assert rows == [*top, *top["layers"][0]["k"], *(field.name for field in dataclasses.fields(TensorEntry))]
+    sides = [field.name for field in dataclasses.fields(SideEntry)]
+    assert rows == [*top, *sides, *(field.name for field in dataclasses.fields(TensorEntry))]
 
 
 def test_the_limits_are_those_of_the_specification() -> None:

@@ -137,4 +137,6 @@ def _alike(layers: list[dict[str, Any]]) -> Iterator[tuple[int, int, str, dict[s
 def _describe(params: dict[str, Any]) -> str:
     """A codec's id and parameters in one line, without its tables, its packing and what is switched off."""
     named = {name: value for name, value in params.items() if name not in ("id", "dim", "fields", "seed") and not isinstance(value, bytes)}
-    return " ".join([params["id"], *(f"{name}={value}" for name, value in named.items() if value != "none")])
+    # Of a side-car that is a map, the name says enough.
+    words = (name if isinstance(value, dict) else f"{name}={value}" for name, value in named.items() if value != "none")
+    return " ".join([params["id"], *words])

@@ -1,0 +1,64 @@
+"""channel_scale: each channel of a head divided by a factor before anything else is done with it (spec/side-cars.md).
+
+Keys of many models have a few channels far larger than the others; a rotation spreads them over all, and every code then
+describes them. Divided out, they cost one number a channel, head and run, which attention folds into the query.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .base import Layout
+from .errors import InvalidPayload
+from .lazy import numpy, torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .base import Run
+
+STREAM = "channel_scale"
+DTYPES = {"fp16": "F16", "fp32": "F32"}
+
+_ORDINARY = 4.0
+"""A channel is left as it is up to this many times the median root mean square."""
+
+_LARGEST = 65504.0
+
+
+@dataclass(frozen=True)
+class ChannelScale:
+    """``dtype`` of the factors; ``paired`` gives the channels j and j + dim / 2, which RoPE mixes, the larger factor of the two."""
+
+    dtype: str
+    paired: bool = field(default=True, compare=False)
+
+    def layout(self, batch: int, heads: int, dim: int) -> dict[str, Layout]:
+        """The stream ``channel_scale``."""
+        return {STREAM: Layout(DTYPES[self.dtype], (batch, heads, 1, dim), per="run")}
+
+    def measure(self, run: Run) -> torch.Tensor:
+        """The factors of a run, ``[batch, kv_head, 1, dim]``: max(1, rms / (4 median rms)), where rms is a channel's root mean square."""
+        norms = [torch.linalg.vector_norm(block, dim=2, keepdim=True, dtype=torch.float64) for block in run.blocks()]
+        size = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        ordinary = _ORDINARY * size.median(3, keepdim=True).values
+        # Where half of the channels are zero nothing is known of an ordinary one.
+        factor = torch.where(ordinary > 0, size / ordinary, 1.0).clamp(1.0, _LARGEST)
+        if self.paired and factor.shape[3] % 2 == 0:
+            low, high = factor.chunk(2, 3)
+            factor = torch.maximum(low, high).repeat(1, 1, 1, 2)
+        return factor.to(torch.float16 if self.dtype == "fp16" else torch.float32)
+
+    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+        """Raise InvalidPayload unless every factor is finite and above 0."""
+        factors = arrays[STREAM]
+        odd = numpy.argwhere(~((factors > 0) & numpy.isfinite(factors)))
+        if len(odd):
+            at = [int(i) for i in odd[0]]
+            raise InvalidPayload(f"{where}.{STREAM}: the value at {at} is {factors[tuple(at)]}, channel scales are finite and above 0")
+
+
+def factors(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The stored factors, float32 ``[batch, kv_head, 1, dim]``."""
+    return streams[STREAM].to(torch.float32)

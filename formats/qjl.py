@@ -1,0 +1,76 @@
+"""qjl: what a codec leaves over, as the signs of a second rotation of it and its norm (spec/side-cars.md).
+
+It makes inner products with a query unbiased. Source: OCTOPUS Sec. 3.6 and App. C.15, after QJL.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from .base import Layout, check_choice, check_finite, check_range, stored_norm
+from .columns import Columns
+from .lazy import numpy, torch
+from .rotation import Rotation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SIGNS, NORM = "qjl_signs", "qjl_norm"
+NORMS = {"fp16": "F16", "fp32": "F32"}
+DEFAULT_SEED = 1
+"""Not that of the rotations: the two are to be independent."""
+
+
+@dataclass(frozen=True)
+class Qjl:
+    """The sketch of residuals of head dim ``dim``: signs of a signed Hadamard rotation by ``seed``, norms stored as ``norm``."""
+
+    dim: int
+    seed: int
+    norm: str
+    fields: int
+
+    def __post_init__(self) -> None:
+        check_range("qjl", "seed", self.seed, 0, 2**64 - 1)
+        check_choice("qjl", "norm", self.norm, tuple(NORMS))
+        _ = self.rotation, self.packing
+
+    def params(self) -> dict[str, Any]:
+        return {"seed": self.seed, "norm": self.norm, "fields": self.fields}
+
+    @property
+    def rotation(self) -> Rotation:
+        """The second rotation, R' in the paper."""
+        return Rotation("signed-hadamard", self.dim, self.seed)
+
+    @cached_property
+    def packing(self) -> Columns:
+        return Columns(self.dim, (2,), self.fields)
+
+    def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        """The planes of ``qjl_signs``, and ``qjl_norm``."""
+        planes = {
+            f"{SIGNS}.{plane}": Layout("U16", (batch, heads, tokens, words)) for plane, words in enumerate(self.packing.planes)
+        }
+        return planes | {NORM: Layout(NORMS[self.norm], (batch, heads, tokens))}
+
+    def encode(self, residual: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The streams of residuals ``[batch, kv_head, token, dim]``. Raises OutOfRange when a norm does not fit its width."""
+        norm = torch.linalg.vector_norm(residual, dim=-1, dtype=torch.float64).to(torch.float32)
+        negative = (self.rotation.forward(residual) < 0).to(torch.int32)
+        planes = {f"{SIGNS}.{plane}": words for plane, words in enumerate(self.packing.pack([negative]))}
+        return planes | {NORM: stored_norm(norm, NORMS[self.norm], "norm of a residual")}
+
+    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+        """Raise InvalidPayload for spare bits and norms that are not finite."""
+        self.packing.check([arrays[f"{SIGNS}.{plane}"] for plane in range(len(self.packing.planes))], f"{where}.{SIGNS}")
+        check_finite(f"{where}.{NORM}", arrays[NORM], "norms")
+
+    def correction(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The estimated residuals, float32 ``[batch, kv_head, token, dim]`` (OCTOPUS Sec. 3.6)."""
+        (negative,) = self.packing.unpack([streams[f"{SIGNS}.{plane}"] for plane in range(len(self.packing.planes))])
+        size = streams[NORM].to(torch.float32) * math.sqrt(math.pi / (2 * self.dim))
+        return self.rotation.inverse((1 - 2 * negative).to(torch.float32)) * size[..., None]

@@ -1,0 +1,85 @@
+"""raw_tokens: some tokens kept as they are, in every head (spec/side-cars.md).
+
+Attention sinks and tokens of low norm are few, and spoil the groups that they are in. Source: OScaR Sec. 3.1, after OTT.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .base import Layout
+from .errors import InvalidPayload, OutOfRange
+from .lazy import numpy, torch
+from .raw import DTYPES, Raw
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .base import Run
+
+FLAGS, VALUES = "raw_token_flags", "raw_tokens"
+
+
+@dataclass(frozen=True)
+class RawTokens:
+    """Tokens of a side stored as ``dtype``: the ``first`` ones of it, and the ``low_norm`` ones with the least norm in its first run."""
+
+    dim: int
+    dtype: str
+    first: int = field(default=0, compare=False)
+    low_norm: int = field(default=0, compare=False)
+
+    def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        """``raw_token_flags``, 1 for a raw token, and ``raw_tokens``, the raw ones by token and sequence."""
+        return {
+            FLAGS: Layout("U8", (batch, 1, tokens)),
+            VALUES: Layout(DTYPES[self.dtype], (1, 1, 0, heads, self.dim), per="entry"),
+        }
+
+    def choose(self, run: Run, continues: bool) -> torch.Tensor:
+        """Which tokens of a run to keep raw, bool ``[batch, token]``: none where it ``continues`` another."""
+        batch, _, tokens, _ = run.shape
+        chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=run.device)
+        if continues:
+            return chosen
+        chosen[:, : self.first] = True
+        if self.low_norm:
+            norms = torch.cat([torch.linalg.vector_norm(block, dim=(1, 3), dtype=torch.float64) for block in run.blocks()], 1)
+            least = norms.topk(min(self.low_norm, tokens), 1, largest=False).indices
+            chosen.scatter_(1, least, True)
+        return chosen
+
+    def encode(self, x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """``x`` ``[batch, kv_head, token, dim]`` without the ``chosen`` tokens, and the streams that hold these.
+
+        In their place is the mean of the others, which widens no group. Raises OutOfRange when a value does not fit the dtype.
+        """
+        if chosen.any():
+            kept = ~chosen[:, None, :, None]
+            # In binary64 no sum overflows.
+            mean = (x * kept).sum(2, keepdim=True, dtype=torch.float64) / kept.sum(2, keepdim=True).clamp_min(1)
+            rest = torch.where(kept, x, mean.to(torch.float32))
+        else:
+            rest = x
+        try:
+            values = Raw(self.dim, self.dtype).encode(x.permute(2, 0, 1, 3)[chosen.T][None, None])["values"]
+        except OutOfRange as error:
+            raise OutOfRange(f"raw token: {error}") from None
+        flags = chosen.to(torch.uint8)[:, None]
+        return rest, {FLAGS: flags, VALUES: values}
+
+    def put(self, values: torch.Tensor, raw: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """``values`` ``[batch, kv_head, token, dim]`` with ``raw`` ones, ``[entry, kv_head, dim]``, in their places."""
+        result = values.clone()
+        result.permute(2, 0, 1, 3)[(streams[FLAGS] != 0)[:, 0].T] = raw
+        return result
+
+    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+        """Raise InvalidPayload for a flag above 1, and flags that are more or fewer than the raw tokens, whose values may be any."""
+        flags, rows = arrays[FLAGS], arrays[VALUES].shape[2]
+        if flags.size and flags.max() > 1:
+            at = [int(i) for i in numpy.argwhere(flags > 1)[0]]
+            raise InvalidPayload(f"{where}.{FLAGS}: the value at {at} is {flags[tuple(at)]}, expected 0 or 1")
+        if (count := int(flags.sum(dtype=numpy.int64))) != rows:
+            raise InvalidPayload(f"{where}.{FLAGS}: {count} tokens are flagged, {where}.{VALUES} holds {rows}")

@@ -1,0 +1,302 @@
+"""What any lossy codec can be given besides its own streams (spec/side-cars.md).
+
+``WithSideCars`` is a codec and the side-cars of one side. Values go through them in this order: raw tokens are taken out,
+channels are scaled, the codec's rotation leads to the coded frame, outliers are taken out, the codec encodes the rest, and
+qjl describes what that loses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from .base import Codec, Run, RunEncoder
+from .channel_scale import DTYPES as SCALE_DTYPES
+from .channel_scale import STREAM as CHANNEL_SCALE
+from .channel_scale import ChannelScale, factors
+from .columns import default_fields
+from .errors import InvalidParameter
+from .lazy import numpy, torch
+from .outliers import CHUNK, Outliers
+from .outliers import VALUES as OUTLIERS
+from .qjl import DEFAULT_SEED, NORMS, Qjl
+from .raw import DTYPES as RAW_DTYPES
+from .raw_tokens import FLAGS as RAW_FLAGS
+from .raw_tokens import VALUES as RAW_TOKENS
+from .raw_tokens import RawTokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from .base import Layout
+    from .columns import Columns
+    from .options import Options
+    from .rotation import Rotation
+
+SIDE_CARS = ("channel_scale", "outliers", "qjl", "raw_tokens")
+"""Their names in a codec's map in the header, after the codec's own parameters and in this order."""
+
+_LARGEST_MULTIPLIER = 1000
+_MOST_RAW_TOKENS = 1 << 16
+
+
+@dataclass(frozen=True)
+class WithSideCars(Codec):
+    """``codec`` with at least one side-car. Raises InvalidParameter when the codec is raw: it has nothing to add to."""
+
+    id: ClassVar[str] = ""
+
+    dim: int = field(init=False)
+    codec: Codec
+    channel_scale: ChannelScale | None = None
+    outliers: Outliers | None = None
+    qjl: Qjl | None = None
+    raw_tokens: RawTokens | None = None
+
+    def __post_init__(self) -> None:
+        names = [name for name in SIDE_CARS if getattr(self, name) is not None]
+        if self.codec.id == "raw":
+            raise InvalidParameter(f"codec raw takes no side-cars, found {', '.join(names)}")
+        # The codec's own id and dim: by them files and messages call it.
+        object.__setattr__(self, "id", self.codec.id)
+        object.__setattr__(self, "dim", self.codec.dim)
+
+    @classmethod
+    def create(cls, dim: int, side: str, options: Options) -> Self:
+        from . import codec_class
+
+        found = {
+            "channel_scale": _channel_scale(side, options),
+            "outliers": _outliers(dim, options),
+            "qjl": _qjl(dim, options),
+            "raw_tokens": _raw_tokens(dim, options),
+        }
+        return cls(codec_class(options.codec).create(dim, side, options), **found)  # type: ignore[arg-type]
+
+    def params(self) -> dict[str, Any]:
+        result = self.codec.params()
+        if self.channel_scale is not None:
+            result["channel_scale"] = self.channel_scale.dtype
+        if self.outliers is not None:
+            result["outliers"] = self.outliers.params()
+        if self.qjl is not None:
+            result["qjl"] = self.qjl.params()
+        if self.raw_tokens is not None:
+            result["raw_tokens"] = self.raw_tokens.dtype
+        return result
+
+    @property
+    def nominal_bits(self) -> float:
+        flags = 1 / CHUNK if self.outliers is not None else 0.0
+        return self.codec.nominal_bits + flags + (1.0 if self.qjl is not None else 0.0)
+
+    @property
+    def rotation(self) -> Rotation:
+        return self.codec.rotation
+
+    @property
+    def token_group(self) -> int:
+        return self.codec.token_group
+
+    def packings(self) -> dict[str, Columns]:
+        return self.codec.packings()
+
+    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        return self.codec.scales(batch, heads, tokens) | self._own_layout(batch, heads, tokens)
+
+    def _own_layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        result: dict[str, Layout] = {}
+        if self.channel_scale is not None:
+            result |= self.channel_scale.layout(batch, heads, self.dim)
+        for side_car in (self.outliers, self.qjl, self.raw_tokens):
+            if side_car is not None:
+                result |= side_car.layout(batch, heads, tokens)
+        return result
+
+    def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        counts = self.codec.entries(streams)
+        if self.outliers is not None:
+            counts[OUTLIERS] = self.outliers.flags(streams).sum((0, 1, 3))
+        if self.raw_tokens is not None:
+            counts[RAW_TOKENS] = streams[RAW_FLAGS].sum((0, 1), dtype=torch.int64)
+        return counts
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        batch, heads, tokens, dim = x.shape
+        encoder = self.begin(Run((batch, heads, tokens, dim), x.device, lambda: iter([x])), None)
+        return {**encoder.streams, **encoder.encode(x, 0)}
+
+    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+        own: dict[str, torch.Tensor] = {}
+        chosen = self.raw_tokens.choose(run, before is not None) if self.raw_tokens is not None else None
+
+        def kept(block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            """The block without its raw tokens, and the streams that hold these."""
+            if self.raw_tokens is None or chosen is None:
+                return block, {}
+            return self.raw_tokens.encode(block, chosen[:, start : start + block.shape[2]])
+
+        def kept_blocks() -> Iterator[torch.Tensor]:
+            start = 0
+            for block in run.blocks():
+                yield kept(block, start)[0]
+                start += block.shape[2]
+
+        if self.channel_scale is not None:
+            known = None if before is None else before.get(CHANNEL_SCALE)
+            own[CHANNEL_SCALE] = self.channel_scale.measure(Run(run.shape, run.device, kept_blocks)) if known is None else known
+
+        def scaled(block: torch.Tensor) -> torch.Tensor:
+            return block if self.channel_scale is None else block / factors(own)
+
+        threshold = None
+        if self.outliers is not None:
+            threshold = self.outliers.threshold(self.rotation.forward(scaled(block)) for block in kept_blocks())
+
+        def without_outliers(block: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            """The scaled block without its outliers, and the streams that hold these."""
+            if self.outliers is None or threshold is None:
+                return block, {}
+            rest, streams = self.outliers.encode(self.rotation.forward(block), threshold)
+            return self.rotation.inverse(rest), streams
+
+        inner = self.codec.begin(
+            Run(run.shape, run.device, lambda: (without_outliers(scaled(block))[0] for block in kept_blocks())), before
+        )
+
+        def encode(block: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
+            block, raw = kept(block, start)
+            block, outliers = without_outliers(scaled(block))
+            streams = inner.encode(block, start)
+            if self.qjl is not None:
+                residual = self.rotation.forward(block) - self.codec.decode_frame({**inner.streams, **streams})
+                if self.outliers is not None:
+                    # What is stored as it is leaves nothing over.
+                    residual = self.outliers.put(residual, outliers | {OUTLIERS: torch.zeros_like(outliers[OUTLIERS])})
+                streams |= self.qjl.encode(residual)
+            return streams | outliers | raw
+
+        return RunEncoder({**inner.streams, **own}, encode)
+
+    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.complete(self.codec.decode_frame(streams), streams)
+
+    def complete(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What the codec alone decodes to, with everything that the side-cars know, in the coded frame."""
+        frame = self._corrected(frame, streams)
+        if self.raw_tokens is None:
+            return frame
+        raw = streams[RAW_TOKENS][0, 0].to(torch.float32)
+        if self.channel_scale is not None:
+            # A channel scale is that of a sequence and head; one of the raw token's sequence.
+            sequence = (streams[RAW_FLAGS] != 0)[:, 0].T.nonzero()[:, 1]
+            raw = raw / factors(streams)[sequence, :, 0]
+        return self.raw_tokens.put(frame, self.rotation.forward(raw), streams)
+
+    def decode(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.complete_original(self.codec.decode_frame(streams), streams)
+
+    def complete_original(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What the codec alone decodes to, with everything that the side-cars know, in the original frame."""
+        values = self.original(self._corrected(frame, streams), streams)
+        if self.raw_tokens is None:
+            return values
+        return self.raw_tokens.put(values, streams[RAW_TOKENS][0, 0].to(torch.float32), streams)
+
+    def _corrected(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if self.outliers is not None:
+            frame = self.outliers.put(frame, streams)
+        return frame if self.qjl is None else frame + self.qjl.correction(streams)
+
+    def original(self, u: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        values = self.codec.original(u, streams)
+        return values if self.channel_scale is None else values * factors(streams)
+
+    def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.codec.query(q if self.channel_scale is None else q * factors(streams), streams)
+
+    def same_codes(self, other: Codec) -> bool:
+        return isinstance(other, WithSideCars) and self._side_cars == other._side_cars and self.codec.same_codes(other.codec)
+
+    def repack(self, streams: Mapping[str, torch.Tensor], other: Codec) -> dict[str, torch.Tensor]:
+        assert isinstance(other, WithSideCars)
+        return self.codec.repack(streams, other.codec) | {name: streams[name] for name in self._own_layout(1, 1, 0)}
+
+    @property
+    def _side_cars(self) -> tuple[Any, ...]:
+        return self.channel_scale, self.outliers, self.qjl, self.raw_tokens
+
+    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+        own = self._own_layout(1, 1, 0)
+        self.codec.check({name: array for name, array in arrays.items() if name not in own}, where)
+        for side_car in self._side_cars:
+            if side_car is not None:
+                side_car.check(arrays, where)
+
+
+def codec_with(codec: Codec, params: Mapping[str, Any]) -> Codec:
+    """``codec`` with the side-cars of a header's map ``params``, which has no other keys; ``codec`` itself without any.
+
+    Raises InvalidParameter for a name, a type or a value that the specification does not have.
+    """
+    if not params:
+        return codec
+    found: dict[str, Any] = {}
+    for name, value in params.items():
+        if name == "channel_scale":
+            found[name] = ChannelScale(_known_word(name, value, SCALE_DTYPES))
+        elif name == "raw_tokens":
+            found[name] = RawTokens(codec.dim, _known_word(name, value, RAW_DTYPES))
+        elif name == "outliers":
+            found[name] = Outliers(codec.dim, **_typed(name, value, {"fields": int}))
+        else:
+            found[name] = Qjl(codec.dim, **_typed(name, value, {"seed": int, "norm": str, "fields": int}))
+    return WithSideCars(codec, **found)
+
+
+def _known_word(name: str, value: Any, known: Mapping[str, str]) -> str:
+    if type(value) is not str or value not in known:
+        raise InvalidParameter(f"side-car {name} is {value!r}, known are {', '.join(known)}")
+    return value
+
+
+def _typed(name: str, value: Any, types: dict[str, type]) -> dict[str, Any]:
+    if type(value) is not dict or tuple(value) != tuple(types) or any(type(value[key]) is not kind for key, kind in types.items()):
+        expected = ", ".join(f"{key}: {kind.__name__}" for key, kind in types.items())
+        raise InvalidParameter(f"side-car {name} is {value!r}, expected a map {{{expected}}}")
+    return value
+
+
+OPTIONS = ("channel_scale", "outliers", "qjl", "qjl_seed", "raw_tokens", "sinks", "low_norm_tokens")
+"""The words of a recipe that ask for side-cars."""
+
+
+def _channel_scale(side: str, options: Options) -> ChannelScale | None:
+    dtype = options.choice("channel_scale", "", tuple(SCALE_DTYPES))
+    return ChannelScale(dtype, paired=side == "k") if dtype else None
+
+
+def _outliers(dim: int, options: Options) -> Outliers | None:
+    multiplier = options.integer("outliers", 0, 1, _LARGEST_MULTIPLIER)
+    return Outliers(dim, default_fields(max(1, dim // CHUNK), (2,)), multiplier) if multiplier else None
+
+
+def _qjl(dim: int, options: Options) -> Qjl | None:
+    norm = options.choice("qjl", "", tuple(NORMS))
+    seed = options.integer("qjl_seed", -1, 0, 2**64 - 1)
+    if not norm:
+        if seed >= 0:
+            raise InvalidParameter(f"codec {options.codec}: qjl_seed is {seed}, without qjl=fp16 there is nothing that it is for")
+        return None
+    return Qjl(dim, DEFAULT_SEED if seed < 0 else seed, norm, default_fields(dim, (2,)))
+
+
+def _raw_tokens(dim: int, options: Options) -> RawTokens | None:
+    dtype = options.choice("raw_tokens", "", tuple(RAW_DTYPES))
+    first = options.integer("sinks", 0, 1, _MOST_RAW_TOKENS)
+    low_norm = options.integer("low_norm_tokens", 0, 1, _MOST_RAW_TOKENS)
+    if not (first or low_norm):
+        if dtype:
+            raise InvalidParameter(f"codec {options.codec}: raw_tokens is {dtype}, sinks=<count> or low_norm_tokens=<count> say which")
+        return None
+    return RawTokens(dim, dtype or "bf16", first, low_norm)

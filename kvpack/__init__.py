@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .files import load, save
     from .packing import pack
     from .recipes import PRESETS, Recipe
+    from .store import Identity, Store
 
 __version__ = "0.1.0"
 
@@ -38,9 +39,26 @@ _HOMES = {
     "pack": "packing",
     "PRESETS": "recipes",
     "Recipe": "recipes",
+    "Identity": "store",
+    "Store": "store",
 }
 
-__all__ = ["PRESETS", "Cache", "KvpackError", "Layer", "Page", "Recipe", "Side", "attend", "concat", "load", "pack", "save"]
+__all__ = [
+    "PRESETS",
+    "Cache",
+    "Identity",
+    "KvpackError",
+    "Layer",
+    "Page",
+    "Recipe",
+    "Side",
+    "Store",
+    "attend",
+    "concat",
+    "load",
+    "pack",
+    "save",
+]
 
 
 def __getattr__(name: str) -> Any:

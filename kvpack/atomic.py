@@ -25,12 +25,20 @@ _PIECE_BYTES = 4 * 2**20
 
 
 def write_file(
-    path: str | os.PathLike[str], pieces: Sequence[memoryview], *, durable: bool = False, progress: Progress | None = None
+    path: str | os.PathLike[str],
+    pieces: Sequence[memoryview],
+    *,
+    durable: bool = False,
+    progress: Progress | None = None,
+    unfinished: str | None = None,
+    complete: Callable[[int], None] | None = None,
 ) -> int:
     """Replace ``path`` by the bytes of ``pieces``, and return their number.
 
-    They go to a new file of mode 0600 in the same folder, which is renamed over ``path`` when complete. ``durable`` forces
-    the bytes, then the rename, to the disk before returning. ``progress(done, total)`` counts bytes.
+    They go to a new file of mode 0600 in the folder ``unfinished`` of the same file system (without one, in that of
+    ``path``), which is renamed over ``path`` when complete. ``durable`` forces the bytes, then the rename, to the disk
+    before returning. ``progress(done, total)`` counts bytes. ``complete(descriptor)`` is called when all are written, before
+    the rename: what it raises ends the writing.
     Raises WriteFailed, which names the path and the system's reason, after removing the new file; the old one is as it was.
     """
     target = os.fsdecode(path)
@@ -40,7 +48,7 @@ def write_file(
     if _is_special(target):
         raise WriteFailed(f"{target}: could not be written: it is a device, a pipe or a socket, expected a file or nothing")
     folder = os.path.dirname(target) or "."
-    temporary = os.path.join(folder, f"{TEMPORARY_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
+    temporary = os.path.join(unfinished or folder, f"{TEMPORARY_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
     try:
         # KV states are as private as the prompt that they hold.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -49,6 +57,8 @@ def write_file(
     try:
         try:
             total = _write_all(descriptor, pieces, progress)
+            if complete is not None:
+                complete(descriptor)
             if durable:
                 os.fsync(descriptor)
         finally:
@@ -62,7 +72,7 @@ def write_file(
         raise
     if durable:
         try:
-            _sync_folder(folder)
+            sync_folder(folder)
         except OSError as error:
             raise WriteFailed(f"{target}: written, but its folder could not be synced: {error.strerror or error}") from None
     return total
@@ -92,7 +102,8 @@ def _is_special(target: str) -> bool:
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
-def _sync_folder(folder: str) -> None:
+def sync_folder(folder: str) -> None:
+    """Force the names in a folder to the disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -53,12 +53,33 @@ def write(
     frame where that saves 3 % or more. ``durable`` syncs file and folder. ``progress(done, total)`` counts bytes.
     Raises InvalidParameter, InvalidShape and LimitExceeded before anything is written, then WriteFailed.
     """
-    return write_file(path, _pieces(contents, arrays, compress), durable=durable, progress=progress)
+    return write_file(path, pieces(contents, arrays, compress=compress), durable=durable, progress=progress)
 
 
 def to_bytes(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> bytes:
     """The bytes of the file that ``write`` makes. Raises InvalidParameter, InvalidShape and LimitExceeded."""
-    return b"".join(_pieces(contents, arrays, compress))
+    return b"".join(pieces(contents, arrays, compress=compress))
+
+
+def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> list[memoryview]:
+    """The file that ``write`` makes, as pieces in order. Raises InvalidParameter, InvalidShape and LimitExceeded."""
+    if set(arrays) != set(contents.layouts):
+        odd = sorted(map(str, set(arrays) ^ set(contents.layouts)))
+        raise InvalidParameter(f"arrays missing or not in the layout: {', '.join(odd[:8])}")
+    stored, tensors = {}, []
+    for name, layout in contents.layouts.items():
+        raw = _flat(name, arrays[name])
+        if len(raw) != layout_bytes(layout):
+            raise InvalidShape(f"{name} has {len(raw)} bytes, {layout.dtype} {list(layout.shape)} takes {layout_bytes(layout)}")
+        frame = compressed(raw) if compress else None
+        stored[name] = raw if frame is None else memoryview(frame)
+        chosen = "none" if frame is None else "zstd"
+        tensors.append(TensorEntry(name, layout.dtype, layout.shape, chosen, len(stored[name]), xxhash.xxh3_128_digest(stored[name])))
+    front = make_front(Header.of(contents, tuple(tensors)))
+    result = [memoryview(front.text), memoryview(front.tensor)]
+    for name, place in front.places.items():
+        result += [memoryview(bytes(place.begin - place.pad)), stored[name]]
+    return result
 
 
 def open_file(path: str | os.PathLike[str], *, max_bytes: int | None = None) -> File:
@@ -147,19 +168,21 @@ class File:
                 self._verified.add(name)
             return stored if entry.filter == "none" else decompressed(name, stored, layout_bytes(self.header.layouts[name]))
 
-    def read_side(self, layer: int, side: str) -> dict[str, memoryview]:
+    def read_side(self, layer: int, side: str, *, check_values: bool = True) -> dict[str, memoryview]:
         """The decoded bytes of every tensor of one side ("k" or "v") by stream name, checked: digests, pads, and the rules of its codec.
 
+        Without ``check_values`` the codec's rules are left: for bytes of a writer that is known to keep them.
         Raises DigestMismatch and InvalidPayload, and OutOfBounds when the file does not have the side.
         """
         data, arrays = {}, {}
         entry = self._side(layer, side)
         for stream, layout in self.header.streams[entry].items():
             data[stream] = self.tensor(f"{layer}.{side}.{stream}")
-            if stream != "tail":
+            if check_values and stream != "tail":
                 arrays[stream] = numpy.frombuffer(data[stream], _NUMPY_DTYPES[layout.dtype]).reshape(layout.shape)
-        with _located(self.where):
-            self.header.codecs[entry.codec].check(arrays, f"{layer}.{side}")
+        if check_values:
+            with _located(self.where):
+                self.header.codecs[entry.codec].check(arrays, f"{layer}.{side}")
         return data
 
     def verify(self, progress: Progress | None = None) -> None:
@@ -181,27 +204,6 @@ class File:
         if entry is None:
             raise OutOfBounds(f"{self.where}: has no side {layer}.{side}")
         return entry
-
-
-def _pieces(contents: Contents, arrays: Mapping[str, Any], compress: bool) -> list[memoryview]:
-    """The whole file, in order."""
-    if set(arrays) != set(contents.layouts):
-        odd = sorted(map(str, set(arrays) ^ set(contents.layouts)))
-        raise InvalidParameter(f"arrays missing or not in the layout: {', '.join(odd[:8])}")
-    stored, tensors = {}, []
-    for name, layout in contents.layouts.items():
-        raw = _flat(name, arrays[name])
-        if len(raw) != layout_bytes(layout):
-            raise InvalidShape(f"{name} has {len(raw)} bytes, {layout.dtype} {list(layout.shape)} takes {layout_bytes(layout)}")
-        frame = compressed(raw) if compress else None
-        stored[name] = raw if frame is None else memoryview(frame)
-        chosen = "none" if frame is None else "zstd"
-        tensors.append(TensorEntry(name, layout.dtype, layout.shape, chosen, len(stored[name]), xxhash.xxh3_128_digest(stored[name])))
-    front = make_front(Header.of(contents, tuple(tensors)))
-    pieces = [memoryview(front.text), memoryview(front.tensor)]
-    for name, place in front.places.items():
-        pieces += [memoryview(bytes(place.begin - place.pad)), stored[name]]
-    return pieces
 
 
 def _flat(name: str, array: Any) -> memoryview:

@@ -74,13 +74,16 @@ def stored(cache: Cache, ignorable: Mapping[str, bytes] = MappingProxyType({})) 
     return _contents(cache, ignorable), arrays
 
 
-def read(file: container.File) -> Cache:
-    """The cache that an open file holds, as views of its bytes, every side checked. Raises DigestMismatch and InvalidPayload."""
+def read(file: container.File, *, check_values: bool = True) -> Cache:
+    """The cache that an open file holds, as views of its bytes, every side checked (``File.read_side``).
+
+    Raises DigestMismatch and InvalidPayload.
+    """
     header = file.header
     layers = []
     with own_modes(torch.device("cpu")):
         for number, layer in enumerate(header.layers):
-            sides = {name: _side(header, entry, file.read_side(number, name)) for name, entry in layer.sides()}
+            sides = {name: _side(header, entry, file.read_side(number, name, check_values=check_values)) for name, entry in layer.sides()}
             layers.append(Layer(sides.get("k"), sides.get("v")))
     return Cache(tuple(layers), header.recipe, MappingProxyType(dict(header.model)), header.start)
 

@@ -1,0 +1,67 @@
+"""The interface of what holds a store's entries: bytes by key, of which any may vanish at any time."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+Data = mmap.mmap | bytes | bytearray | memoryview
+"""An entry's bytes: a mapped file where there is one."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One entry of a listing: its key, its bytes, and when it was last used, in nanoseconds since 1970 (0: unknown)."""
+
+    key: bytes
+    size: int
+    used_ns: int
+
+
+class Backend(Protocol):
+    """Entries by key. No method raises for a fault of the system or the server: it counts the fault, and is a miss.
+
+    Keys come in the order of a chain, an ancestor before what follows it.
+    """
+
+    @property
+    def private(self) -> bool:
+        """Whether only this user can have written what is read, so that digests alone are enough."""
+
+    def present(self, keys: Sequence[bytes]) -> int:
+        """How many of ``keys`` are there, from the first to the one before the first that is not."""
+
+    def get(self, keys: Sequence[bytes]) -> list[Data]:
+        """The bytes of ``keys``, up to the first that is not there, and their use noted for eviction."""
+
+    def put(self, key: bytes, pieces: Sequence[memoryview], depth: int) -> bool:
+        """Store an entry unless it is there already; ``depth`` is its place in its chain. Whether it is there now."""
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that ``keys``, a chain from its first chunk on, are in use."""
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Remove entries, the last first, and return how many there were."""
+
+    def list(self) -> Iterator[Stored]:
+        """Every entry, in no order."""
+
+    def size(self) -> tuple[int, int]:
+        """Entries and their bytes."""
+
+    def pin(self, keys: Sequence[bytes]) -> bool:
+        """Keep a chain from eviction until ``unpin``, in every process. Whether it is pinned now."""
+
+    def unpin(self, keys: Sequence[bytes]) -> bool:
+        """Undo ``pin`` of the same chain. Whether it was pinned."""
+
+    def pinned(self) -> set[bytes]:
+        """The keys that are pinned."""
+
+    def collect(self) -> None:
+        """Remove unfinished files, count afresh, and evict what is above the budget."""
+
+    def close(self) -> None:
+        """Give back connections; the entries stay."""

@@ -1,0 +1,108 @@
+"""What a store has done, as numbers: a dict for programs, Prometheus' text format for a server to show."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+log = logging.getLogger("kvpack.store")
+
+NAMES = {
+    "loads": "Calls of load.",
+    "load_tokens": "Tokens that load was asked for.",
+    "hit_tokens": "Tokens that load returned.",
+    "saves": "Calls of save.",
+    "saved_chunks": "Chunks that save has written.",
+    "saved_bytes": "Bytes of those chunks.",
+    "present_chunks": "Chunks that save found in the store.",
+    "refused_chunks": "Chunks that did not fit: the budget, or the disk, is taken by entries that may not be removed.",
+    "damaged_entries": "Entries that a check refused; each was a miss and was removed.",
+    "undecryptable_entries": "Entries that no key at hand opens; each was a miss.",
+    "evicted_entries": "Entries removed to make room.",
+    "evicted_bytes": "Bytes of those entries.",
+    "deleted_entries": "Entries removed by delete.",
+    "swept_files": "Unfinished files of dead writers that were removed.",
+    "faults": "Operations that the system or the server refused, by operation and reason.",
+}
+"""Every counter, and what it counts; ``faults`` has the labels operation and reason."""
+
+
+class Counters:
+    """Counts from 0 since the store was opened; safe to use from any thread, and after a fork."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._faults: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.Lock()
+        _ALL.add(self)
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Add ``amount`` to the counter ``name`` of ``NAMES``."""
+        with self._lock:
+            self._counts[name] += amount
+
+    def fault(self, operation: str, error: BaseException) -> None:
+        """Count a refusal, and log the first of its kind."""
+        reason = fault_reason(error)
+        with self._lock:
+            self._faults[operation, reason] += 1
+            first = self._faults[operation, reason] == 1
+        if first:
+            log.warning("%s: %s; this and what follows of its kind is a miss, and is counted", operation, error)
+
+    def as_dict(self) -> dict[str, int | dict[str, int]]:
+        """Every counter by name; ``faults`` by "operation reason"."""
+        with self._lock:
+            counts: dict[str, int | dict[str, int]] = {name: self._counts[name] for name in NAMES if name != "faults"}
+            counts["faults"] = {f"{operation} {reason}": count for (operation, reason), count in sorted(self._faults.items())}
+        return counts
+
+    def prometheus(self, gauges: Mapping[str, tuple[str, int]]) -> str:
+        """Prometheus' text format, version 0.0.4; ``gauges`` are values by name, each after what it means."""
+        lines = []
+        counts = self.as_dict()
+        faults = counts.pop("faults")
+        assert isinstance(faults, dict)
+        for name, value in counts.items():
+            lines += [f"# HELP kvpack_store_{name}_total {NAMES[name]}", f"# TYPE kvpack_store_{name}_total counter"]
+            lines.append(f"kvpack_store_{name}_total {value}")
+        lines += [f"# HELP kvpack_store_faults_total {NAMES['faults']}", "# TYPE kvpack_store_faults_total counter"]
+        for both, count in faults.items():
+            operation, _, reason = both.partition(" ")
+            lines.append(f'kvpack_store_faults_total{{operation="{operation}",reason="{reason}"}} {count}')
+        for name, (meaning, value) in gauges.items():
+            lines += [f"# HELP kvpack_store_{name} {meaning}", f"# TYPE kvpack_store_{name} gauge", f"kvpack_store_{name} {value}"]
+        return "\n".join(lines) + "\n"
+
+    def _after_fork(self) -> None:
+        # Another thread of the parent may have held it.
+        self._lock = threading.Lock()
+
+
+def fault_reason(error: BaseException) -> str:
+    """The system's name of an error, such as ENOSPC, or the name of its class."""
+    known: BaseException | None = error
+    while known is not None:
+        if isinstance(known, OSError) and known.errno is not None:
+            return errno.errorcode.get(known.errno, str(known.errno))
+        known = known.__cause__ or known.__context__
+    return type(error).__name__
+
+
+_ALL: weakref.WeakSet[Counters] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    for counters in _ALL:
+        counters._after_fork()
+
+
+os.register_at_fork(after_in_child=_renew_locks)

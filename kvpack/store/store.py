@@ -1,0 +1,241 @@
+"""Store: the packed prefixes that processes share, cut into chunks of tokens, each an entry of its own."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Self
+
+from kvpack.formats.errors import InvalidParameter, KvpackError
+
+from ..recipes import parse_recipe
+from .counters import Counters
+from .directory import Directory
+from .entries import from_data, to_pieces
+from .identity import Identity
+from .keys import ID_BYTES, chained, chunk_keys, token_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..cache import Cache
+    from .backend import Backend
+
+CHUNK_TOKENS = 256
+
+_FAULTS = (KvpackError, OSError, MemoryError)
+"""What an entry may fail with: each is a miss, and is counted."""
+
+
+class Store:
+    """Packed prefixes of one ``identity``, in chunks of ``chunk`` tokens, shared by every process that opens ``location``.
+
+    A folder, which is made with the first entry (/dev/shm/... keeps the entries in memory). ``max_bytes`` is a hard
+    budget of all entries there, whoever saved them, and ``min_free`` the bytes that stay free on the disk: what was used longest
+    ago goes first. ``durable`` forces entries to the disk before ``save`` returns. ``check_values`` checks
+    the rules of the codecs on every load, and not digests alone (default: where others than this user may write).
+
+    Full disks, damaged entries and the like are misses that ``stats`` counts; they raise nothing. Raises
+    InvalidParameter for arguments that can never work, such as a chunk that is no multiple of the recipe's token groups.
+    """
+
+    def __init__(
+        self,
+        location: str | os.PathLike[str],
+        identity: Identity,
+        *,
+        chunk: int = CHUNK_TOKENS,
+        max_bytes: int | None = None,
+        min_free: int = 0,
+        durable: bool = False,
+        check_values: bool | None = None,
+    ) -> None:
+        if not isinstance(identity, Identity):
+            raise InvalidParameter(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")
+        _check_count("chunk", chunk, 1)
+        _check_count("min_free", min_free, 0)
+        if max_bytes is not None:
+            _check_count("max_bytes", max_bytes, 0)
+        _check_groups(identity, chunk)
+        self.identity, self.chunk = identity, chunk
+        self._counters = Counters()
+        self._backend: Backend = Directory(location, self._counters, max_bytes=max_bytes, min_free=min_free, durable=durable)
+        self._check_values = not self._backend.private if check_values is None else check_values
+        self._root = identity.digest
+        self._model = identity.header_model
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back connections; what was loaded stays valid, and the entries stay."""
+        self._backend.close()
+
+    def match(self, token_ids: Any) -> int:
+        """The length in tokens of the longest stored prefix, without loading it: a multiple of ``chunk``.
+
+        ``token_ids`` is a list or an array ``[token]`` or ``[1, token]`` of integers, as for every method. Raises InvalidParameter.
+        """
+        return self.chunk * self._backend.present(self._keys(token_ids))
+
+    def load(self, token_ids: Any, *, device: torch.device | str = "cpu") -> tuple[int, Cache | None]:
+        """The longest stored prefix: its length in tokens and its cache, (0, None) when there is none.
+
+        Every digest is checked; the cache's pages are views of mapped files, or copies on ``device``. A model needs a token
+        to go on from: give all but the last. Raises InvalidParameter.
+        """
+        from ..cache import concat
+
+        keys = self._keys(token_ids)
+        self._counters.add("loads")
+        self._counters.add("load_tokens", len(keys) * self.chunk)
+        chunks = []
+        for number, data in enumerate(self._backend.get(keys)):
+            try:
+                chunk = from_data(
+                    data,
+                    keys[number],
+                    start=number * self.chunk,
+                    model=self._model,
+                    where=f"entry {keys[number].hex()}",
+                    check_values=self._check_values,
+                )
+                self._check_chunk(chunk)
+            except _FAULTS as error:
+                self._refuse(keys[number], error)
+                break
+            chunks.append(chunk)
+        while chunks:
+            try:
+                cache = concat(chunks)
+                break
+            except KvpackError as error:
+                # Whole by itself, but no continuation of the ones before it.
+                self._refuse(keys[len(chunks) - 1], error)
+                chunks.pop()
+        else:
+            return 0, None
+        self._counters.add("hit_tokens", cache.tokens)
+        return cache.tokens, cache if str(device) == "cpu" else cache.to(device)
+
+    def save(self, token_ids: Any, cache: Cache) -> int:
+        """Store every whole chunk of the prefix that ``cache`` holds packed, and return the tokens that are stored now.
+
+        ``cache`` is a packed cache, or what holds one as ``packed``, from the first token on; one of fewer or more tokens than
+        ``token_ids`` is stored as far as both go, and tokens of a raw tail are not. Raises InvalidParameter for a cache of
+        another recipe, another model or another start than position 0, or of several sequences.
+        """
+        cache = getattr(cache, "packed", cache)
+        self._check_cache(cache)
+        ids = token_bytes(token_ids)
+        self._counters.add("saves")
+        packed = min((side.packed_tokens for layer in cache for side in layer.sides.values()), default=0)
+        links = list(chained(self._root, ids[: packed * ID_BYTES], self.chunk))
+        keys = [key for key, _, _ in links]
+        stored = self._backend.present(keys)
+        self._counters.add("present_chunks", stored)
+        # Ancestors must be the last to go, so they are in use from now on.
+        self._backend.touch(keys[:stored])
+        for number, (key, parent, part) in enumerate(links[stored:], stored):
+            try:
+                chunk = self._named(cache.slice(number * self.chunk, (number + 1) * self.chunk))
+                pieces = to_pieces(chunk, key, parent, part)
+            except _FAULTS as error:
+                # Such as a chunk that begins inside a token group of a cache that was packed in parts.
+                self._counters.fault("encode", error)
+                break
+            if not self._backend.put(key, pieces, number):
+                break
+            stored += 1
+        return stored * self.chunk
+
+    def pin(self, token_ids: Any) -> int:
+        """Keep the longest stored prefix from eviction, in every process, until ``unpin`` or ``delete``; its length in tokens."""
+        keys = self._keys(token_ids)
+        found = keys[: self._backend.present(keys)]
+        return len(found) * self.chunk if found and self._backend.pin(found) else 0
+
+    def unpin(self, token_ids: Any) -> bool:
+        """Undo ``pin`` of the same prefix, and say whether it was pinned."""
+        keys = self._keys(token_ids)
+        return any([self._backend.unpin(keys[:count]) for count in range(len(keys), 0, -1)])
+
+    def delete(self, token_ids: Any, *, start: int = 0) -> int:
+        """Remove the stored chunks of a prefix that lie from token ``start`` on, pins of them too, and return how many there were.
+
+        Longer prefixes that continue them are no longer found, and go when room is needed.
+        """
+        keys = self._keys(token_ids)
+        removed = keys[-(-start // self.chunk) :]
+        for count in range(len(keys), len(keys) - len(removed), -1):
+            self._backend.unpin(keys[:count])
+        count = self._backend.delete(removed)
+        self._counters.add("deleted_entries", count)
+        return count
+
+    def collect(self) -> None:
+        """Remove what dead writers left, count the entries afresh, and evict what is above the budget."""
+        self._backend.collect()
+
+    def stats(self) -> dict[str, Any]:
+        """Every counter of this store since it was opened, and ``entries`` and ``bytes`` of all that is stored at its location."""
+        entries, size = self._backend.size()
+        return {**self._counters.as_dict(), "entries": entries, "bytes": size}
+
+    def prometheus(self) -> str:
+        """``stats`` in Prometheus' text format."""
+        entries, size = self._backend.size()
+        return self._counters.prometheus({"entries": ("Entries at the location.", entries), "bytes": ("Bytes of those entries.", size)})
+
+    def _keys(self, token_ids: Any) -> list[bytes]:
+        return chunk_keys(self._root, token_bytes(token_ids), self.chunk)
+
+    def _refuse(self, key: bytes, error: BaseException) -> None:
+        """A bad entry is a miss, and goes so that a good one can take its place."""
+        self._counters.add("damaged_entries")
+        self._counters.fault("load", error)
+        self._backend.delete([key])
+
+    def _check_chunk(self, chunk: Cache) -> None:
+        if chunk.recipe != self.identity.recipe or any(layer.tokens != self.chunk for layer in chunk if layer.sides):
+            raise InvalidParameter(f"an entry of {chunk!r}, expected {self.chunk} tokens a layer in the recipe {self.identity.recipe!r}")
+
+    def _named(self, chunk: Cache) -> Cache:
+        from dataclasses import replace
+
+        return replace(chunk, model=self._model, recipe=self.identity.recipe)
+
+    def _check_cache(self, cache: Any) -> None:
+        from ..cache import Cache
+
+        if not isinstance(cache, Cache):
+            raise InvalidParameter(f"a {type(cache).__name__} is no packed cache: kvpack.pack makes one")
+        if cache.start:
+            raise InvalidParameter(f"the cache starts at position {cache.start}, a prefix starts at 0")
+        if parse_recipe(cache.recipe).text != parse_recipe(self.identity.recipe).text:
+            raise InvalidParameter(f"the cache is packed with {cache.recipe!r}, the store's identity says {self.identity.recipe!r}")
+        for name, value in cache.model.items():
+            if self._model.get(name, value) != value:
+                raise InvalidParameter(f"the cache's model has {name} {value!r}, the store's identity says {self._model[name]!r}")
+        for number, layer in enumerate(cache):
+            for name, side in layer.sides.items():
+                if side.batch != 1:
+                    raise InvalidParameter(f"layers[{number}].{name} holds {side.batch} sequences, a prefix is one")
+            if layer.sides and layer.tokens != cache.tokens:
+                raise InvalidParameter(
+                    f"layers[{number}] holds {layer.tokens} of {cache.tokens} tokens: a prefix needs all of them, and sliding windows drop some"
+                )
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise InvalidParameter(f"{name} is {value!r}, allowed are integers from {least}")
+
+
+def _check_groups(identity: Identity, chunk: int) -> None:
+    """Raise InvalidParameter unless every codec of the recipe encodes ``chunk`` tokens in whole groups."""
+    for codec_id, group in parse_recipe(identity.recipe).token_groups().items():
+        if chunk % group:
+            raise InvalidParameter(f"chunk is {chunk}, {codec_id} of the recipe encodes {group} tokens together: allowed are multiples")

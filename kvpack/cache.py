@@ -256,21 +256,23 @@ class Side:
             pages = _settled([*self.pages, Page(self.codec, ready, streams)])
             return replace(self, pages=tuple(pages), tail=tail[:, :, ready:].clone())
 
-    def concat(self, other: Side) -> Side:
-        """This side, then ``other``.
+    def concat(self, *others: Side) -> Side:
+        """This side, then ``others``.
 
-        Raises NotConsecutive when they differ in codec or shape, or this one ends in a raw tail.
+        Raises NotConsecutive when they differ in codec or shape, or one but the last ends in a raw tail.
         """
-        if self.codec != other.codec:
-            raise NotConsecutive(f"codec {self.codec} is followed by {other.codec}: convert one first")
-        if (self.batch, self.heads) != (other.batch, other.heads):
-            raise NotConsecutive(f"{self.batch} x {self.heads} heads are followed by {other.batch} x {other.heads}")
-        if self.tail.shape[2]:
-            raise NotConsecutive(
-                f"a side that ends in a raw tail of {self.tail.shape[2]} tokens cannot be followed by a page: "
-                "append the tokens instead, or pack it with tail=0"
-            )
-        return replace(other, pages=(*self.pages, *other.pages))
+        for side, other in pairwise((self, *others)):
+            if side.codec != other.codec:
+                raise NotConsecutive(f"codec {side.codec} is followed by {other.codec}: convert one first")
+            if (side.batch, side.heads) != (other.batch, other.heads):
+                raise NotConsecutive(f"{side.batch} x {side.heads} heads are followed by {other.batch} x {other.heads}")
+            if side.tail.shape[2]:
+                raise NotConsecutive(
+                    f"a side that ends in a raw tail of {side.tail.shape[2]} tokens cannot be followed by a page: "
+                    "append the tokens instead, or pack it with tail=0"
+                )
+        sides = (self, *others)
+        return replace(sides[-1], pages=tuple(page for side in sides for page in side.pages))
 
     def merged(self) -> Side:
         """The same tokens in the fewest pages: as a file stores them."""
@@ -484,29 +486,33 @@ def concat(caches: Sequence[Cache]) -> Cache:
     """
     if not caches:
         raise NotConsecutive("concat of no caches: at least one is needed")
-    result = caches[0]
-    for other in caches[1:]:
-        if result.stop != other.start:
-            raise NotConsecutive(f"tokens {result.start} to {result.stop} are followed by tokens {other.start} to {other.stop}")
-        if dict(result.model) != dict(other.model) or len(result) != len(other):
-            raise NotConsecutive(
-                f"a cache of {len(result)} layers of {dict(result.model)} is followed by {len(other)} layers of {dict(other.model)}"
-            )
-        layers = []
-        for number, (first, second) in enumerate(zip(result, other, strict=True)):
-            if second.sides and second.tokens != other.tokens:
+    first, tokens = caches[0], [cache.tokens for cache in caches]
+    stop, model = first.start + tokens[0], dict(first.model)
+    for other, count in zip(caches[1:], tokens[1:], strict=True):
+        if stop != other.start:
+            raise NotConsecutive(f"tokens {first.start} to {stop} are followed by tokens {other.start} to {other.start + count}")
+        if model != dict(other.model) or len(first) != len(other):
+            raise NotConsecutive(f"a cache of {len(first)} layers of {model} is followed by {len(other)} layers of {dict(other.model)}")
+        for number, layer in enumerate(other):
+            if layer.sides and layer.tokens != count:
                 raise NotConsecutive(
-                    f"layers[{number}] of the cache from token {other.start} holds {second.tokens} of its {other.tokens} tokens: "
+                    f"layers[{number}] of the cache from token {other.start} holds {layer.tokens} of its {count} tokens: "
                     "those before them would be missing in between"
                 )
-            if set(first.sides) != set(second.sides):
-                raise NotConsecutive(f"layers[{number}] has the sides {list(first.sides)}, then {list(second.sides)}")
-            try:
-                layers.append(Layer(*(a.concat(b) if a and b else None for a, b in ((first.k, second.k), (first.v, second.v)))))
-            except NotConsecutive as error:
-                raise NotConsecutive(f"layers[{number}]: {error}") from None
-        result = replace(result, layers=tuple(layers))
-    return result
+        stop += count
+    return replace(first, layers=tuple(_joined_layers(number, [cache[number] for cache in caches]) for number in range(len(first))))
+
+
+def _joined_layers(number: int, layers: Sequence[Layer]) -> Layer:
+    """Layer ``number`` of consecutive caches. Raises NotConsecutive."""
+    for first, second in pairwise(layers):
+        if (first.k is None, first.v is None) != (second.k is None, second.v is None):
+            raise NotConsecutive(f"layers[{number}] has the sides {list(first.sides)}, then {list(second.sides)}")
+    try:
+        k, v = [layer.k for layer in layers if layer.k], [layer.v for layer in layers if layer.v]
+        return Layer(k[0].concat(*k[1:]) if k else None, v[0].concat(*v[1:]) if v else None)
+    except NotConsecutive as error:
+        raise NotConsecutive(f"layers[{number}]: {error}") from None
 
 
 def check_tensor(x: Any, where: str) -> None:

@@ -65,6 +65,7 @@ class Directory:
         self._usage = Usage(os.path.join(self.root, "usage"), self._unfinished)
         self._evictor = Evictor(self, self._usage, counters, max_bytes, min_free)
         self._check_owner()
+        self._evictor.sweep()
 
     def present(self, keys: Sequence[bytes]) -> int:
         for number, key in enumerate(keys):
@@ -206,12 +207,15 @@ class Directory:
     def _pin_path(self, keys: Sequence[bytes]) -> str:
         return os.path.join(self._pins, keys[-1].hex())
 
-    def _mapped(self, path: str) -> mmap.mmap:
+    def _mapped(self, path: str) -> Data:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError(f"{path} is no regular file")
+            if not status.st_size:
+                # It cannot be mapped, and is refused as any file that is cut short.
+                return b""
             # Private and writable, as tensors are: what is written to them never reaches the file.
             data = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
         finally:

@@ -108,7 +108,7 @@ class Evictor:
         with self._locked() as held:
             if not held:
                 return None
-            self._sweep()
+            self.sweep()
             self._usage.replace(evict)
         return removed
 
@@ -155,12 +155,12 @@ class Evictor:
                 self._counters.add("evicted_bytes", removed)
         return count, total
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Remove unfinished files whose writer is gone, by its process number or by their age."""
         for name, status in self._directory.unfinished():
             process = name.removeprefix(TEMPORARY_PREFIX).partition("-")[0]
             age = time.time() - status.st_mtime
-            if _runs(process) and not STALE_SECONDS <= abs(age):
+            if _runs(process) and abs(age) < STALE_SECONDS:
                 continue
             if self._directory.remove(os.path.join(self._directory.root, "unfinished", name)) is not None:
                 self._counters.add("swept_files")

@@ -53,11 +53,18 @@ class Identity:
                 check_string(f"identity.{field.name}", value)
             except (InvalidHeader, LimitExceeded) as error:
                 raise InvalidParameter(str(error)) from None
-        parse_recipe(self.recipe)
+        object.__setattr__(self, "recipe", parse_recipe(self.recipe).text)
 
     @classmethod
     def of(
-        cls, model: Any, recipe: str | Recipe, *, name: str | None = None, weights: str | None = None, adapter: str | None = None, tenant: str = ""
+        cls,
+        model: Any,
+        recipe: str | Recipe,
+        *,
+        name: str | None = None,
+        weights: str | None = None,
+        adapter: str | None = None,
+        tenant: str = "",
     ) -> Self:
         """The identity of a transformers ``model`` whose caches are packed with ``recipe``.
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 256
 
+_ANY_DIM = 128
+"""A head dim that every codec takes; the tokens that it encodes together are those of any other."""
+
 _FAULTS = (KvpackError, OSError, MemoryError)
 """What an entry may fail with: each is a miss, and is counted."""
 
@@ -56,7 +59,7 @@ class Store:
         if max_bytes is not None:
             _check_count("max_bytes", max_bytes, 0)
         _check_groups(identity, chunk)
-        self.identity, self.chunk = identity, chunk
+        self.location, self.identity, self.chunk = location, identity, chunk
         self._counters = Counters()
         self._backend: Backend = Directory(location, self._counters, max_bytes=max_bytes, min_free=min_free, durable=durable)
         self._check_values = not self._backend.private if check_values is None else check_values
@@ -73,12 +76,16 @@ class Store:
         """Give back connections; what was loaded stays valid, and the entries stay."""
         self._backend.close()
 
+    def keys(self, token_ids: Any) -> list[bytes]:
+        """The keys of a prefix's whole chunks, first chunk first (spec/store.md). Raises InvalidParameter."""
+        return chunk_keys(self._root, token_bytes(token_ids), self.chunk)
+
     def match(self, token_ids: Any) -> int:
         """The length in tokens of the longest stored prefix, without loading it: a multiple of ``chunk``.
 
         ``token_ids`` is a list or an array ``[token]`` or ``[1, token]`` of integers, as for every method. Raises InvalidParameter.
         """
-        return self.chunk * self._backend.present(self._keys(token_ids))
+        return self.chunk * self._backend.present(self.keys(token_ids))
 
     def load(self, token_ids: Any, *, device: torch.device | str = "cpu") -> tuple[int, Cache | None]:
         """The longest stored prefix: its length in tokens and its cache, (0, None) when there is none.
@@ -88,7 +95,7 @@ class Store:
         """
         from ..cache import concat
 
-        keys = self._keys(token_ids)
+        keys = self.keys(token_ids)
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.chunk)
         chunks = []
@@ -153,21 +160,21 @@ class Store:
 
     def pin(self, token_ids: Any) -> int:
         """Keep the longest stored prefix from eviction, in every process, until ``unpin`` or ``delete``; its length in tokens."""
-        keys = self._keys(token_ids)
+        keys = self.keys(token_ids)
         found = keys[: self._backend.present(keys)]
         return len(found) * self.chunk if found and self._backend.pin(found) else 0
 
     def unpin(self, token_ids: Any) -> bool:
         """Undo ``pin`` of the same prefix, and say whether it was pinned."""
-        keys = self._keys(token_ids)
-        return any([self._backend.unpin(keys[:count]) for count in range(len(keys), 0, -1)])
+        keys = self.keys(token_ids)
+        return any(self._backend.unpin(keys[:count]) for count in range(len(keys), 0, -1))
 
     def delete(self, token_ids: Any, *, start: int = 0) -> int:
         """Remove the stored chunks of a prefix that lie from token ``start`` on, pins of them too, and return how many there were.
 
         Longer prefixes that continue them are no longer found, and go when room is needed.
         """
-        keys = self._keys(token_ids)
+        keys = self.keys(token_ids)
         removed = keys[-(-start // self.chunk) :]
         for count in range(len(keys), len(keys) - len(removed), -1):
             self._backend.unpin(keys[:count])
@@ -179,18 +186,19 @@ class Store:
         """Remove what dead writers left, count the entries afresh, and evict what is above the budget."""
         self._backend.collect()
 
+    def counters(self) -> dict[str, Any]:
+        """What this store has done since it was opened: counts by name, and ``faults`` by operation and reason."""
+        return self._counters.as_dict()
+
     def stats(self) -> dict[str, Any]:
-        """Every counter of this store since it was opened, and ``entries`` and ``bytes`` of all that is stored at its location."""
+        """``counters``, and ``entries`` and ``bytes`` of all that is stored at its location, which it looks through."""
         entries, size = self._backend.size()
-        return {**self._counters.as_dict(), "entries": entries, "bytes": size}
+        return {**self.counters(), "entries": entries, "bytes": size}
 
     def prometheus(self) -> str:
         """``stats`` in Prometheus' text format."""
         entries, size = self._backend.size()
         return self._counters.prometheus({"entries": ("Entries at the location.", entries), "bytes": ("Bytes of those entries.", size)})
-
-    def _keys(self, token_ids: Any) -> list[bytes]:
-        return chunk_keys(self._root, token_bytes(token_ids), self.chunk)
 
     def _refuse(self, key: bytes, error: BaseException) -> None:
         """A bad entry is a miss, and goes so that a good one can take its place."""
@@ -214,7 +222,7 @@ class Store:
             raise InvalidParameter(f"a {type(cache).__name__} is no packed cache: kvpack.pack makes one")
         if cache.start:
             raise InvalidParameter(f"the cache starts at position {cache.start}, a prefix starts at 0")
-        if parse_recipe(cache.recipe).text != parse_recipe(self.identity.recipe).text:
+        if cache.recipe != self.identity.recipe:
             raise InvalidParameter(f"the cache is packed with {cache.recipe!r}, the store's identity says {self.identity.recipe!r}")
         for name, value in cache.model.items():
             if self._model.get(name, value) != value:
@@ -225,7 +233,7 @@ class Store:
                     raise InvalidParameter(f"layers[{number}].{name} holds {side.batch} sequences, a prefix is one")
             if layer.sides and layer.tokens != cache.tokens:
                 raise InvalidParameter(
-                    f"layers[{number}] holds {layer.tokens} of {cache.tokens} tokens: a prefix needs all of them, and sliding windows drop some"
+                    f"layers[{number}] holds {layer.tokens} of {cache.tokens} tokens: a prefix needs all, and a sliding window drops some"
                 )
 
 
@@ -236,6 +244,8 @@ def _check_count(name: str, value: Any, least: int) -> None:
 
 def _check_groups(identity: Identity, chunk: int) -> None:
     """Raise InvalidParameter unless every codec of the recipe encodes ``chunk`` tokens in whole groups."""
-    for codec_id, group in parse_recipe(identity.recipe).token_groups().items():
-        if chunk % group:
-            raise InvalidParameter(f"chunk is {chunk}, {codec_id} of the recipe encodes {group} tokens together: allowed are multiples")
+    for rule in parse_recipe(identity.recipe).rules:
+        for side in rule.sides:
+            group = rule.codec(_ANY_DIM, side).token_group
+            if chunk % group:
+                raise InvalidParameter(f"chunk is {chunk}, {side}={rule.codec_id} encodes {group} tokens together: allowed are multiples")

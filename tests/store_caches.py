@@ -1,0 +1,57 @@
+"""Small caches, prompts and identities that the tests of the store share."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import kvpack
+
+from caches import dense, random_pairs  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHUNK = 32
+IDENTITY = kvpack.Identity("model", "kivi-2", weights="w1", dtype="bfloat16", tenant="tenant")
+
+
+def prompt(chunks: int, first: int = 0, seed: int = 0) -> list[int]:
+    """Token ids of ``chunks`` chunks and 5 tokens more, the first ``first`` chunks the same for every seed."""
+    shared = list(range(CHUNK * min(first, chunks)))
+    own = [1000 * (1 + seed) + n for n in range(CHUNK * (chunks - min(first, chunks)) + 5)]
+    return shared + own
+
+
+def cache(tokens: int, recipe: str = "kivi-2", seed: int = 0, layers: int = 2) -> kvpack.Cache:
+    return kvpack.pack(random_pairs(layers, tokens, dims=(32, 32), seed=seed), recipe)
+
+
+def open_store(folder: Path | str, identity: kvpack.Identity = IDENTITY, **options: Any) -> kvpack.Store:
+    return kvpack.Store(folder, identity, **{"chunk": CHUNK, **options})
+
+
+def save(store: kvpack.Store, ids: list[int], seed: int = 0) -> kvpack.Cache:
+    """Save a cache of ``ids`` whole and return it."""
+    whole = cache(len(ids), store.identity.recipe, seed)
+    assert store.save(ids, whole) == len(ids) // CHUNK * CHUNK
+    return whole
+
+
+def same(found: kvpack.Cache | None, whole: kvpack.Cache) -> bool:
+    """Whether ``found`` is a prefix of ``whole``, value for value."""
+    assert found is not None
+    return all(torch.equal(a, b[:, :, : found.tokens]) for a, b in zip(dense(found), dense(whole), strict=True))
+
+
+def entries(folder: Path | str) -> list[str]:
+    """The paths of the entries of a directory."""
+    return sorted(os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names if len(name) == 64)
+
+
+def entry_of(store: kvpack.Store, ids: list[int], number: int) -> str:
+    """The path of the entry of chunk ``number``."""
+    (path,) = (path for path in entries(store.location) if path.endswith(store.keys(ids)[number].hex()))
+    return path

@@ -1,0 +1,64 @@
+"""Which codec each layer and side gets, and the recipe that says so in few words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kvpack.formats.errors import InvalidParameter
+from kvpack.limits import MAX_STRING_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Place = tuple[int, str]
+"""A layer and a side of it, "k" or "v"."""
+
+Allocation = dict[Place, str]
+"""The codec of every place, in the words of a recipe."""
+
+
+def uniform(places: Sequence[Place], k: str, v: str) -> Allocation:
+    """The same codecs in every layer."""
+    return {(layer, side): k if side == "k" else v for layer, side in places}
+
+
+def recipe_clauses(allocation: Allocation) -> list[str]:
+    """The clauses of a recipe: the commonest codec of each side, then the layers that differ, as ranges."""
+    common = {}
+    for side in "kv":
+        counts = Counter(codec for (_, of), codec in sorted(allocation.items()) if of == side)
+        common[side] = counts.most_common(1)[0][0]
+    clauses = [f"kv={common['k']}"] if common["k"] == common["v"] else [f"{side}={codec}" for side, codec in common.items()]
+    different: dict[str, dict[str, list[int]]] = {}
+    for (layer, side), codec in sorted(allocation.items()):
+        if codec != common[side]:
+            different.setdefault(codec, {"k": [], "v": []})[side].append(layer)
+    for codec, layers in different.items():
+        if layers["k"] == layers["v"]:
+            clauses.append(f"layers={ranges(layers['k'])}:kv={codec}")
+        else:
+            clauses += [f"layers={ranges(numbers)}:{side}={codec}" for side, numbers in layers.items() if numbers]
+    return clauses
+
+
+def recipe_text(allocation: Allocation) -> str:
+    """The recipe in one line. Raises InvalidParameter when no file's header can hold it."""
+    text = ";".join(recipe_clauses(allocation))
+    if len(text) > MAX_STRING_BYTES:
+        raise InvalidParameter(
+            f"the recipe of {len(allocation) // 2} layers takes {len(text)} bytes as text, and the header of a file holds at most "
+            f"{MAX_STRING_BYTES}: give fewer candidates"
+        )
+    return text
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending layer numbers as a recipe lists them: ``0-2,5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -1,0 +1,122 @@
+"""The codecs that a search chooses from, and the bytes that they take in a model's files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+import kvpack
+from kvpack.cache import Cache, Layer
+from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.recipes import Recipe
+
+from .allocation import Allocation, Place, recipe_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpack.bench.windows import Exact
+    from kvpack.cache import Side
+
+LADDER = (
+    *(f"kv=scalar:b={b}" for b in ("1", "2", "2,high=3", "3", "4", "6", "8")),
+    *(f"kv=octahedral:b={b}" for b in (2, 3, 4)),
+    *(f"kv=group:b={b},g=128,rotation=hadamard" for b in (2, 3, 4, 6)),
+    "kv=group:b=2,g=32,rotation=hadamard",
+    "kv=group:b=2,g=32",
+    "kv=group:b=4,g=32",
+)
+"""What the thorough search chooses from, from 1 to 8 bits: the families that cost least for what they keep."""
+
+RUNGS = (
+    *(f"k=group:b={b},g=128,rotation=hadamard" for b in (2, 3, 4, 5, 6, 8)),
+    *(f"v=scalar:b={b}" for b in (2, 3, 4, 5, 6, 8)),
+)
+"""What the fast search chooses from: one family a side, so that more bytes are fewer errors without a measurement."""
+
+SIDES = ("k", "v")
+
+
+def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
+    """The codecs of each side from texts such as ``k=scalar:b=3``, ``kv=...``, or a codec alone, which is for both sides.
+
+    Raises InvalidRecipe for a codec that is none, InvalidParameter where a side has no codec or a text has several clauses.
+    """
+    found: dict[str, list[str]] = {"k": [], "v": []}
+    for text in texts:
+        sides, equals, codec = text.strip().partition("=")
+        if not equals or sides not in ("k", "v", "kv"):
+            sides, codec = "kv", text.strip()
+        if ";" in codec:
+            raise InvalidParameter(f"--candidate is {text!r}: a candidate is one codec, such as k=scalar:b=3")
+        for side in sides:
+            Recipe(";".join(f"{other}={codec if other == side else 'raw'}" for other in SIDES))
+            if codec not in found[side]:
+                found[side].append(codec)
+    for side, codecs in found.items():
+        if not codecs:
+            raise InvalidParameter(f"--candidate names no codec for {side}: add {side}=<codec>")
+    return found
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Every candidate of every place, packed: what a file takes with any of them is known without packing again.
+
+    ``left_out`` says why a candidate cannot have a place.
+    """
+
+    packed: dict[Place, dict[str, Side]]
+    left_out: dict[Place, dict[str, str]]
+
+    @property
+    def places(self) -> list[Place]:
+        return list(self.packed)
+
+    def file_bytes(self, allocation: Allocation) -> int:
+        """Bytes of the file of one window with these codecs."""
+        layers = [Layer(*(self.packed[layer, side][allocation[layer, side]] for side in SIDES)) for layer in range(len(self.packed) // 2)]
+        return Cache(tuple(layers), recipe_text(allocation)).nbytes
+
+    def stream_bytes(self, place: Place, codec: str) -> int:
+        """Bytes of one place's streams alone."""
+        side = self.packed[place][codec]
+        return side.tail.nbytes + sum(stream.nbytes for page in side.pages for stream in page.streams.values())
+
+    def values(self) -> int:
+        """Values of one window."""
+        return sum(side.batch * side.heads * side.tokens * side.dim for sides in self.packed.values() for side in list(sides.values())[:1])
+
+
+def price(exact: Exact, candidates: dict[str, list[str]]) -> Priced:
+    """Pack the whole window with every candidate, as a measurement does: its prefix, then the scored tokens appended.
+
+    Raises InvalidParameter when a place can have none of the candidates.
+    """
+    packed: dict[Place, dict[str, Side]] = {}
+    left_out: dict[Place, dict[str, str]] = {}
+    for layer, pair in enumerate(exact.pairs):
+        for side, x in zip(SIDES, pair, strict=True):
+            place = layer, side
+            packed[place], left_out[place] = {}, {}
+            for codec in candidates[side]:
+                try:
+                    packed[place][codec] = _pack(x.to(torch.bfloat16), exact.prefix, side, codec)
+                except (InvalidParameter, OutOfRange) as error:
+                    left_out[place][codec] = str(error).removeprefix(f"layers[0].{side}: ")
+            if not packed[place]:
+                reason = next(iter(left_out[place].values()))
+                raise InvalidParameter(f"no candidate can hold layers[{layer}].{side}: {reason}")
+    return Priced(packed, left_out)
+
+
+def _pack(x: torch.Tensor, prefix: int, side: str, codec: str) -> Side:
+    def pair(values: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return (values, None) if side == "k" else (None, values)
+
+    recipe = ";".join(f"{other}={codec if other == side else 'raw'}" for other in SIDES)
+    layer = kvpack.pack([pair(x[:, :, :prefix])], recipe)[0].append(*pair(x[:, :, prefix:]))
+    found: Side = layer.sides[side]
+    return found

@@ -1,0 +1,88 @@
+"""The best codecs for a budget when the losses of all layers and sides add up."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+from kvpack.formats.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .allocation import Allocation, Place
+    from .candidates import Priced
+
+Losses = dict["Place", dict[str, float]]
+"""The loss of every place with each of the codecs that it may have."""
+
+Point = tuple[int, float, str]
+"""Bytes, loss and codec."""
+
+
+def allocate(priced: Priced, losses: Losses, budget: int) -> Allocation:
+    """The codecs of a file of at most ``budget`` bytes whose losses have the least sum.
+
+    Everything starts with its smallest codec; the step with the largest decrease of loss a byte is taken as long as one fits
+    (Lagrangian bit allocation: Shoham and Gersho, 1988). What is left over then pays for any codec that still fits.
+    Raises InvalidParameter when the smallest file is larger than the budget.
+    """
+    hulls = {place: hull((priced.stream_bytes(place, codec), loss, codec) for codec, loss in of.items()) for place, of in losses.items()}
+    chosen = {place: points[0][2] for place, points in hulls.items()}
+    smallest = priced.file_bytes(chosen)
+    if smallest > budget:
+        bits = 8 / priced.values()
+        raise InvalidParameter(
+            f"the smallest file of the candidates takes {smallest:,} bytes a window, {smallest * bits:.3f} bits a value; "
+            f"the budget is {budget:,} bytes, {budget * bits:.3f} bits a value"
+        )
+    steps = [(_slope(points, 1), place, 1) for place, points in hulls.items() if len(points) > 1]
+    heapq.heapify(steps)
+    while steps:
+        _, place, number = heapq.heappop(steps)
+        points = hulls[place]
+        tried = chosen | {place: points[number][2]}
+        if priced.file_bytes(tried) > budget:
+            continue
+        chosen = tried
+        if number + 1 < len(points):
+            heapq.heappush(steps, (_slope(points, number + 1), place, number + 1))
+    return _fill(priced, losses, budget, chosen)
+
+
+def _fill(priced: Priced, losses: Losses, budget: int, chosen: Allocation) -> Allocation:
+    while True:
+        left = budget - priced.file_bytes(chosen)
+        gains = sorted(
+            (loss - losses[place][chosen[place]], place, codec)
+            for place, of in losses.items()
+            for codec, loss in of.items()
+            if loss < losses[place][chosen[place]] and priced.stream_bytes(place, codec) - priced.stream_bytes(place, chosen[place]) <= left
+        )
+        fitting = (chosen | {place: codec} for _, place, codec in gains)
+        better = next((tried for tried in fitting if priced.file_bytes(tried) <= budget), None)
+        if better is None:
+            return chosen
+        chosen = better
+
+
+def hull(points: Iterable[Point]) -> list[Point]:
+    """The lower convex hull from the point of fewest bytes to that of least loss: each step gains less a byte than the one before."""
+    kept: list[Point] = []
+    for point in sorted(points):
+        if kept and (point[1] >= kept[-1][1] or point[0] == kept[-1][0]):
+            continue
+        while len(kept) > 1 and _gain(kept[-2], kept[-1]) <= _gain(kept[-2], point):
+            kept.pop()
+        kept.append(point)
+    return kept
+
+
+def _gain(first: Point, second: Point) -> float:
+    """The decrease of loss a byte."""
+    return (first[1] - second[1]) / (second[0] - first[0])
+
+
+def _slope(points: list[Point], number: int) -> float:
+    """The key by which a heap gives the largest gain first."""
+    return -_gain(points[number - 1], points[number])

@@ -1,0 +1,77 @@
+"""The report of a search as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpack.commands.output import print_table, printable
+
+from .tune import uniform_name
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print what was found beside the best uniform recipe, the codecs of the layers, and whether tuning paid."""
+    settings = report["settings"]
+    title = (
+        f"{printable(report['model'])}, {printable(report['text'])}: {report['mode']} search, at most {report['bits']:g} bits a value; "
+        f"{settings['windows']} windows of {settings['tokens']:,} tokens and as many held out, the last {settings['score']:,} scored"
+    )
+    columns = [
+        "what",
+        "bits a\nvalue",
+        "KL, searched\n(nats)",
+        "KL, held out\n(nats)",
+        "perplexity\nheld out",
+        "change of\nits log",
+        "95 %\n+-",
+    ]
+    rows = [["uncompressed", "32.00", "", "", f"{report['tuned']['held_out']['uncompressed_perplexity']:.4f}", "", ""]]
+    rows += [_row(name, report[key]) for name, key in ((uniform_name(report), "uniform"), ("tuned", "tuned")) if report[key] is not None]
+    print_table(title, columns, rows)
+    print_table("codecs", ["layers", "keys", "values"], _layers(report["layers"]), left=3)
+    print("bits: every byte of a window's file. KL: of the next token, uncompressed || packed. Perplexity a token.")
+    print(_verdict(report))
+    if report["file"] is not None:
+        print(f"{printable(report['file'])}: the recipe, for --recipe @{printable(report['file'])}")
+
+
+def _row(name: str, found: dict[str, Any]) -> list[str]:
+    held_out = found["held_out"]
+    interval = held_out["log_perplexity_difference_interval"]
+    return [
+        name,
+        f"{found['bits_per_value']:.3f}",
+        f"{found['searched']['kl_divergence']:.5f}",
+        f"{held_out['kl_divergence']:.5f}",
+        f"{held_out['perplexity']:.4f}",
+        f"{held_out['log_perplexity_difference']:+.5f}",
+        "" if interval is None else f"{(interval[1] - interval[0]) / 2:.5f}",
+    ]
+
+
+def _layers(layers: list[dict[str, str]]) -> list[list[str]]:
+    """One row for every run of layers with the same codecs."""
+    rows: list[tuple[int, int, dict[str, str]]] = []
+    for number, codecs in enumerate(layers):
+        if rows and rows[-1][2] == codecs:
+            rows[-1] = (rows[-1][0], number, codecs)
+        else:
+            rows.append((number, number, codecs))
+    return [[str(first) if first == last else f"{first}-{last}", codecs["k"], codecs["v"]] for first, last, codecs in rows]
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    tuned, uniform, comparison = report["tuned"], report["uniform"], report["comparison"]
+    if uniform is None:
+        return "No uniform recipe of the candidates is within the budget."
+    losses = f"KL {tuned['held_out']['kl_divergence']:.5f} against {uniform['held_out']['kl_divergence']:.5f} nats on held-out text"
+    same = f"the {uniform_name(report)}, {uniform['recipe']}"
+    if comparison["verdict"] == "the same":
+        return f"The search found nothing better than {same}."
+    if comparison["verdict"] == "better":
+        return f"Tuning pays: {losses}, beside {same}."
+    interval = comparison["interval"]
+    if comparison["verdict"] == "worse":
+        return f"Tuning does not pay here: {losses}. Take {same}."
+    spread = "one window gives no interval" if interval is None else f"the difference is between {interval[0]:+.5f} and {interval[1]:+.5f}"
+    return f"Whether tuning pays is not decided: {losses}, and {spread} (95 %), beside {same}. More --windows would tell."

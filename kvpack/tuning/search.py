@@ -1,0 +1,158 @@
+"""The thorough search: the sensitivity of every layer and side, a greedy allocation, and exchanges that the real loss confirms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING
+
+from kvpack.formats.errors import InvalidParameter, OutOfRange
+
+from .allocation import Allocation, Place, recipe_text, uniform
+from .greedy import Losses, allocate, hull
+
+if TYPE_CHECKING:
+    from .candidates import Priced
+    from .measurement import Loss, Windows
+
+UNIFORM = 6
+"""Uniform recipes that are measured: those that the sensitivities promise most of."""
+
+ROUNDS = 2
+"""Rounds of exchanges at the most."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """An allocation whose real loss was measured, and ``what`` it was in the search."""
+
+    what: str
+    allocation: Allocation
+    loss: Loss
+
+
+@dataclass
+class Search:
+    """What both searches know and keep: the measurements in their order."""
+
+    priced: Priced
+    windows: Windows
+    budget: int
+    """Bytes of one window's file."""
+    measured: list[Measurement] = field(default_factory=list)
+    sensitivities: Losses = field(default_factory=dict)
+
+    def measure(self, what: str, allocation: Allocation) -> Measurement:
+        """Measure the real loss and keep it in the list."""
+        found = Measurement(what, allocation, self.windows.loss(recipe_text(allocation)))
+        self.measured.append(found)
+        return found
+
+    def fits(self, allocation: Allocation) -> bool:
+        """Whether one window's file is within the budget."""
+        return self.priced.file_bytes(allocation) <= self.budget
+
+    def everywhere(self, side: str) -> list[str]:
+        """The candidates that every layer can have on ``side``, from fewest bytes to most."""
+        first, *others = [codecs for (_, of), codecs in self.priced.packed.items() if of == side]
+        common = [codec for codec in first if all(codec in codecs for codecs in others)]
+        return sorted(common, key=lambda codec: self.priced.stream_bytes((0, side), codec))
+
+
+def best(measured: list[Measurement]) -> Measurement:
+    """The least divergence; of equals the first."""
+    return min(measured, key=lambda found: found.loss.kl_divergence)
+
+
+def thorough(search: Search) -> tuple[Measurement, Measurement | None]:
+    """The tuned allocation and the best uniform one, None when no uniform recipe fits.
+
+    The losses of single places are measured with all others uncompressed, where they add up best, and only promise the loss
+    of an allocation; what decides is always the loss of all of it. Raises InvalidParameter for an impossible budget.
+    """
+    _check_budget(search)
+    search.sensitivities = sensitivities(search)
+    found = _fitting(search, "greedy", search.sensitivities)
+    uniforms = [search.measure("uniform", allocation) for allocation in _promising(search)]
+    tuned = best([found, *uniforms])
+    for _ in range(ROUNDS):
+        changed = _exchange(search, tuned)
+        if changed is None:
+            break
+        tuned = changed
+    return tuned, best(uniforms) if uniforms else None
+
+
+def steps(search: Search) -> int:
+    """Recipes that the thorough search measures at the most."""
+    places = search.priced.packed
+    return sum(map(len, places.values())) + 1 + UNIFORM + ROUNDS * (2 * len(places) + 1)
+
+
+def sensitivities(search: Search) -> Losses:
+    """The loss of every candidate in every place, all others uncompressed; candidates that cannot hold a window's values are left out."""
+    found: Losses = {}
+    for (layer, side), codecs in search.priced.packed.items():
+        found[layer, side] = {}
+        for codec in codecs:
+            try:
+                loss = search.windows.loss(f"kv=raw:dtype=bf16;layers={layer}:{side}={codec}")
+            except OutOfRange as error:
+                search.priced.left_out[layer, side][codec] = str(error)
+                continue
+            found[layer, side][codec] = loss.kl_divergence
+        if not found[layer, side]:
+            reason = next(iter(search.priced.left_out[layer, side].values()))
+            raise InvalidParameter(f"no candidate can hold layers[{layer}].{side}: {reason}")
+    return found
+
+
+def _check_budget(search: Search) -> None:
+    """Refuse an impossible budget before anything is measured."""
+    allocate(search.priced, {place: dict.fromkeys(codecs, 0.0) for place, codecs in search.priced.packed.items()}, search.budget)
+
+
+def _fitting(search: Search, what: str, losses: Losses) -> Measurement:
+    """The allocation of least loss whose files are within the budget in every window: some codecs take more bytes in some windows."""
+    budget = search.budget
+    while True:
+        found = search.measure(what, allocate(search.priced, losses, budget))
+        excess = found.loss.bytes - search.budget * len(search.windows.exact)
+        if excess <= 0:
+            return found
+        search.measured.pop()
+        budget -= -(-excess // len(search.windows.exact))
+
+
+def _promising(search: Search) -> list[Allocation]:
+    """The uniform allocations within the budget that promise least loss, best first."""
+    places, known = search.priced.places, search.sensitivities
+    found = []
+    for k, v in product(search.everywhere("k"), search.everywhere("v")):
+        allocation = uniform(places, k, v)
+        if search.fits(allocation) and all(codec in known[place] for place, codec in allocation.items()):
+            found.append((sum(known[place][codec] for place, codec in allocation.items()), k, v))
+    return [uniform(places, k, v) for _, k, v in sorted(found)[:UNIFORM]]
+
+
+def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
+    """``tuned`` with some places given more bytes and others fewer, or None when that does not lower the real loss.
+
+    What a place gains or loses is measured where it counts: with all others as they are in ``tuned``.
+    """
+    losses: Losses = {}
+    for place, codec in tuned.allocation.items():
+        losses[place] = {codec: tuned.loss.kl_divergence}
+        for other in _neighbours(search, place, codec):
+            losses[place][other] = search.windows.loss(recipe_text(tuned.allocation | {place: other})).kl_divergence
+    found = _fitting(search, "exchange", losses)
+    return found if found.loss.kl_divergence < tuned.loss.kl_divergence else None
+
+
+def _neighbours(search: Search, place: Place, codec: str) -> list[str]:
+    """The next smaller and the next larger codec that are worth their bytes in this place."""
+    size = search.priced.stream_bytes(place, codec)
+    points = hull((search.priced.stream_bytes(place, other), loss, other) for other, loss in search.sensitivities[place].items())
+    smaller = [other for bytes_, _, other in points if bytes_ < size][-1:]
+    larger = [other for bytes_, _, other in points if bytes_ > size][:1]
+    return smaller + larger

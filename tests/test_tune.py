@@ -21,7 +21,7 @@ from kvpack.bench.sizes import starts, window
 from kvpack.demo import model_folder
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.recipes import Recipe, parse_recipe
-from kvpack.tuning import candidates, early_boost, greedy, search, tune
+from kvpack.tuning import candidates, early_boost, greedy, results, search, tune
 from kvpack.tuning.allocation import ranges, recipe_clauses, recipe_text, uniform
 from kvpack.tuning.measurement import Loss
 from kvpack.tuning.report import show
@@ -112,6 +112,16 @@ def test_one_seed_one_result(found: Any) -> None:
     assert first == again
     assert first["file"] is None
     assert first["tuned"] != found["tuned"]
+
+
+@pytest.mark.parametrize("quick", [True, False], ids=["fast", "thorough"])
+def test_progress_ends_at_its_total(quick: bool) -> None:
+    seen: list[tuple[int, int]] = []
+    settings = tune.Settings(tokens=64, score=16, windows=1)
+    tune.run(None, None, 4.5, settings, quick=quick, candidates=["scalar:b=2", "scalar:b=3"], progress=lambda *step: seen.append(step))
+    assert len({total for _, total in seen}) == 1
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] == seen[-1][1] >= len(seen) - 1
 
 
 def test_the_report(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,7 +347,7 @@ def test_a_uniform_recipe_that_is_better_is_kept() -> None:
     tuned, plain = search.thorough(scripted(2, loss, budget=10))
     assert plain is not None
     assert tuned.allocation == plain.allocation
-    assert tune._comparison(tuned.loss, tuned.loss)["verdict"] == "the same"
+    assert results.comparison(tuned.loss, tuned.loss)["verdict"] == "the same"
 
 
 def test_files_that_grow_in_a_window_stay_within_the_budget() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvpack.commands.output import print_table, printable
 
-from .tune import uniform_name
+from .results import uniform_name
 
 
 def show(report: dict[str, Any]) -> None:

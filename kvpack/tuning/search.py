@@ -83,10 +83,9 @@ def thorough(search: Search) -> tuple[Measurement, Measurement | None]:
     return tuned, best(uniforms) if uniforms else None
 
 
-def steps(search: Search) -> int:
-    """Recipes that the thorough search measures at the most."""
-    places = search.priced.packed
-    return sum(map(len, places.values())) + 1 + UNIFORM + ROUNDS * (2 * len(places) + 1)
+def steps(layers: int, candidates: dict[str, list[str]]) -> int:
+    """Recipes that the thorough search measures at the most, with these candidates of each side."""
+    return layers * sum(map(len, candidates.values())) + 1 + UNIFORM + ROUNDS * (4 * layers + 1)
 
 
 def sensitivities(search: Search) -> Losses:

@@ -1,0 +1,108 @@
+"""What a search found, as JSON values and as a recipe file."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from kvpack.bench.intervals import student_t
+from kvpack.commands.output import printable
+
+from .allocation import recipe_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .measurement import Loss, Windows
+    from .search import Measurement, Search
+
+
+def results(search: Search, held_out: Windows, tuned: Measurement, uniform: Measurement | None) -> dict[str, Any]:
+    """What was found, what the best uniform recipe does, and every measurement on the way."""
+    layers = len(search.priced.places) // 2
+    found = _row(tuned, search.windows, held_out)
+    return {
+        "tuned": found,
+        "uniform": None if uniform is None else _row(uniform, search.windows, held_out),
+        "comparison": None if uniform is None else comparison(*(held_out.loss(recipe_text(it.allocation)) for it in (tuned, uniform))),
+        "layers": [{side: tuned.allocation[layer, side] for side in "kv"} for layer in range(layers)],
+        "measured": [
+            {
+                "what": it.what,
+                "recipe": recipe_text(it.allocation),
+                "bits_per_value": it.loss.bits_per_value,
+                "kl_divergence": it.loss.kl_divergence,
+            }
+            for it in search.measured
+        ],
+        "sensitivities": [
+            {"layer": layer, "side": side, "codec": codec, "bytes": search.priced.stream_bytes((layer, side), codec), "kl_divergence": loss}
+            for (layer, side), of in search.sensitivities.items()
+            for codec, loss in of.items()
+        ],
+        "left_out": [
+            {"layer": layer, "side": side, "codec": codec, "why": why}
+            for (layer, side), of in search.priced.left_out.items()
+            for codec, why in of.items()
+        ],
+    }
+
+
+def _row(found: Measurement, searched: Windows, held_out: Windows) -> dict[str, Any]:
+    recipe = recipe_text(found.allocation)
+    return {
+        "recipe": recipe,
+        "bits_per_value": found.loss.bits_per_value,
+        "bytes": found.loss.bytes // len(searched.exact),
+        "searched": _losses(found.loss, searched),
+        "held_out": _losses(held_out.loss(recipe), held_out),
+    }
+
+
+def _losses(loss: Loss, windows: Windows) -> dict[str, Any]:
+    exact = [it.loss for it in windows.exact]
+    differences = [found - of for found, of in zip(loss.log_perplexities, exact, strict=True)]
+    return {
+        "kl_divergence": loss.kl_divergence,
+        "kl_divergences": loss.kl_divergences,
+        "perplexity": math.exp(fmean(loss.log_perplexities)),
+        "uncompressed_perplexity": math.exp(fmean(exact)),
+        "log_perplexity_difference": fmean(differences),
+        "log_perplexity_difference_interval": student_t(differences),
+    }
+
+
+def comparison(tuned: Loss, uniform: Loss) -> dict[str, Any]:
+    """The difference of the divergences on held-out windows, paired by window; below 0 the tuned recipe is better.
+
+    ``verdict`` is "better" or "worse" where Student's interval leaves out 0, "the same" for one recipe, else "undecided".
+    """
+    differences = [found - of for found, of in zip(tuned.kl_divergences, uniform.kl_divergences, strict=True)]
+    interval = student_t(differences)
+    if tuned is uniform:
+        verdict = "the same"
+    elif interval is None or interval[0] <= 0 <= interval[1]:
+        verdict = "undecided"
+    else:
+        verdict = "better" if interval[1] < 0 else "worse"
+    return {"kl_divergence_difference": fmean(differences), "interval": interval, "verdict": verdict}
+
+
+def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
+    """The recipe file: what it is, as comments, then a clause a line."""
+    found, uniform = report["tuned"], report["uniform"]
+    comments = [
+        f"kvpack tune: {report['model']}, {report['text']}, at most {report['bits']:g} bits a value ({report['mode']} search)",
+        f"{found['bits_per_value']:.3f} bits a value in files of {report['settings']['tokens']:,} tokens; "
+        f"KL divergence {found['held_out']['kl_divergence']:.3g} nats a token on held-out text",
+    ]
+    if uniform is not None:
+        loss = uniform["held_out"]["kl_divergence"]
+        comments.append(f"{uniform_name(report)}: {uniform['recipe']}, {uniform['bits_per_value']:.3f} bits, {loss:.3g} nats")
+    return "".join(f"{line}\n" for line in [*(f"# {printable(comment)}" for comment in comments), *clauses])
+
+
+def uniform_name(report: dict[str, Any]) -> str:
+    """What the uniform recipe of a report is: the fast search takes the largest and looks for no other."""
+    return "largest uniform recipe" if report["mode"] == "fast" else "best uniform recipe"

@@ -79,7 +79,8 @@ class Codec(ABC):
     """A codec with its parameters bound to one head dim.
 
     Every subclass is a frozen dataclass whose first field is ``dim``. A field with ``metadata={"stored": False}`` and a
-    default steers the encoder only: no header holds it.
+    default steers the encoder only: no header holds it. One with ``metadata={"optional": True}`` is stored unless it has its
+    default, so that files from before it came are as they were.
     """
 
     id: ClassVar[str]
@@ -221,26 +222,30 @@ class Codec(ABC):
                 check_finite(f"{where}.{name}", arrays[name], "scales and norms")
 
     def params(self) -> dict[str, Any]:
-        """The header's map of this codec: ``id``, then every stored field by name."""
+        """The header's map of this codec: ``id``, then every stored field by name, an optional one only where it is not the default."""
         result: dict[str, Any] = {"id": self.id}
         for field in _stored_fields(type(self)):
             value = getattr(self, field.name)
-            result[field.name] = dict(value) if field.name == "fields" else value
+            if not _is_optional(field) or value != field.default:
+                result[field.name] = dict(value) if field.name == "fields" else value
         return result
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Self:
         """The codec of a header map, ``id`` left out.
 
-        Raises InvalidParameter for a missing or unknown name, a wrong type or a value out of range.
+        Raises InvalidParameter for a missing or unknown name, an optional one with its default, a wrong type or a value out of range.
         """
-        fields = {field.name: field.type for field in _stored_fields(cls)}
-        if set(params) != set(fields):
-            odd = ", ".join(name if name.isprintable() else repr(name) for name in sorted(set(params) ^ set(fields)))
-            raise InvalidParameter(f"codec {cls.id}: parameters missing or unknown: {odd}")
+        fields = [field for field in _stored_fields(cls) if field.name in params or not _is_optional(field)]
+        odd = set(params) ^ {field.name for field in fields}
+        if odd:
+            names = ", ".join(name if name.isprintable() else repr(name) for name in sorted(odd))
+            raise InvalidParameter(f"codec {cls.id}: parameters missing or unknown: {names}")
         values = {}
-        for name, type_name in fields.items():
-            value = params[name]
+        for field in fields:
+            name, type_name, value = field.name, field.type, params[field.name]
+            if _is_optional(field) and value == field.default:
+                raise InvalidParameter(f"codec {cls.id}: {name} is {value!r}, which is said by leaving it out")
             if type_name == "Fields":
                 if not isinstance(value, dict) or not all(isinstance(k, str) and type(v) is int for k, v in value.items()):
                     raise InvalidParameter(f"codec {cls.id}: fields is a map from stream name to integer, found {value!r}")
@@ -253,6 +258,10 @@ class Codec(ABC):
 
 def _stored_fields(codec: type[Codec]) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(codec) if field.metadata.get("stored", True)]  # type: ignore[arg-type]
+
+
+def _is_optional(field: dataclasses.Field[Any]) -> bool:
+    return bool(field.metadata.get("optional", False))
 
 
 def check_finite(where: str, array: numpy.ndarray[Any, Any], what: str) -> None:

@@ -6,24 +6,27 @@ and TurboAngle's TurboQuant baselines. Sources: KIVI per OScaR Eq. 3-4; OScaR Al
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, stored_norm
+from . import scale_range
+from .base import MAX_DIM, Codec, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter
-from .lazy import torch
+from .lazy import numpy, torch
 from .rotation import KINDS, Rotation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+    from typing import Any
 
     from .options import Options
 
 AXES = ("token", "channel")
 SIZES = (4, 8, 16, 32, 64, 128)
 TOKEN_SCALES = ("none", "fp16", "fp32")
+SCALE_DTYPES = ("fp16", "u8")
 CENTRES = ("middle", "zero")
 _SMALLEST_HALF = 2.0**-24
 
@@ -33,6 +36,7 @@ class Group(Codec):
     """``bits`` a value in groups of ``size`` along ``axis``: x = (code - (2^bits - 1) / 2) * scale + centre.
 
     ``token_scale`` other than none adds OScaR's factor, one a token over all heads, stored in that dtype.
+    ``scale_dtype`` u8 stores scales and centres in 8 bits, over a range of every head and run.
     ``centre`` is what the encoder takes for one, the middle of the group's range or (symmetric) zero, and no part of a file.
     """
 
@@ -46,6 +50,7 @@ class Group(Codec):
     seed: int
     token_scale: str
     fields: Fields
+    scale_dtype: str = field(default="fp16", metadata={"optional": True})
     centre: str = field(default="middle", compare=False, metadata={"stored": False})
 
     def __post_init__(self) -> None:
@@ -54,6 +59,7 @@ class Group(Codec):
         check_choice(self.id, "axis", self.axis, AXES)
         check_choice(self.id, "rotation_kind", self.rotation_kind, KINDS)
         check_choice(self.id, "token_scale", self.token_scale, TOKEN_SCALES)
+        check_choice(self.id, "scale_dtype", self.scale_dtype, SCALE_DTYPES)
         check_choice(self.id, "centre", self.centre, CENTRES)
         check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
         if self.size not in SIZES:
@@ -70,9 +76,11 @@ class Group(Codec):
         rotation = options.choice("rotation", "none", KINDS)
         seed = options.integer("seed", 0, 0, 2**64 - 1)
         token_scale = options.choice("token_scale", "none", TOKEN_SCALES)
+        scale_dtype = options.choice("scales", "fp16", SCALE_DTYPES)
         centre = options.choice("centre", "middle", CENTRES)
         options.finish()
-        return cls(dim, bits, axis, size, rotation, seed, token_scale, (("codes", default_fields(dim, (2**bits,))),), centre)
+        fields = (("codes", default_fields(dim, (2**bits,))),)
+        return cls(dim, bits, axis, size, rotation, seed, token_scale, fields, scale_dtype, centre)
 
     @property
     def nominal_bits(self) -> float:
@@ -90,38 +98,91 @@ class Group(Codec):
         return _packings(self.dim, self.bits, self.fields)
 
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        dtype = "F16" if self.scale_dtype == "fp16" else "U8"
         if self.axis == "token":
             rows = -(-tokens // self.size)
-            result = {"scales": Layout("F16", (batch, heads, rows, self.dim, 2), self.size)}
+            result = {"scales": Layout(dtype, (batch, heads, rows, self.dim, 2), self.size)}
         else:
-            result = {"scales": Layout("F16", (batch, heads, tokens, -(-self.dim // self.size), 2))}
+            result = {"scales": Layout(dtype, (batch, heads, tokens, -(-self.dim // self.size), 2))}
+        if self.scale_dtype == "u8":
+            result["scale_range"] = Layout("F16", (batch, heads, 1, 4), per="run")
         if self.token_scale != "none":
             result["token_scale"] = Layout("F16" if self.token_scale == "fp16" else "F32", (batch, 1, tokens))
         return result
 
+    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+        if self.scale_dtype == "fp16":
+            return RunEncoder({}, lambda block, _: self._encode(block, None))
+        empty = torch.zeros(*run.shape[:2], 1, 4, dtype=torch.float16, device=run.device)
+        last = before["scale_range"] if before else None
+        chosen = scale_range.chosen(self._scales_and_centres(run), last, empty, self._middle)
+        return RunEncoder({"scale_range": chosen}, lambda block, _: self._encode(block, chosen))
+
+    def _scales_and_centres(self, run: Run) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for block in run.blocks():
+            if block.numel():
+                grouped = self._grouped(self._divided(block)[0])
+                low, high = grouped.amin(self._members), grouped.amax(self._members)
+                centre = self._centre(low, high)
+                yield self._scale(low, high, centre), centre
+
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        u = self.rotation.forward(x)
-        streams = {}
-        if self.token_scale != "none":
-            # The root mean square rather than the norm: the scaled values are near 1, where binary16 scales are finest.
-            root = u.square().mean((1, 3), keepdim=True).sqrt()
-            stored = stored_norm(root[..., 0], "F16" if self.token_scale == "fp16" else "F32", "token scale")
-            factor = stored.to(torch.float32)[..., None]
-            u = u / torch.where(factor > 0, factor, 1.0)
-            streams["token_scale"] = stored
-        grouped, dim = self._grouped(u), 3 if self.axis == "token" else 4
+        batch, heads, tokens, dim = x.shape
+        run = self.begin(Run((batch, heads, tokens, dim), x.device, lambda: iter((x,))), None)
+        return {**run.encode(x, 0), **run.streams}
+
+    def _encode(self, x: torch.Tensor, chosen_range: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        u, streams = self._divided(x)
+        grouped, dim = self._grouped(u), self._members
         low, high = grouped.amin(dim), grouped.amax(dim)
-        middle = (low + high) / 2 if self.centre == "middle" else torch.zeros_like(low)
-        stored_centre = stored_norm(middle, "F16", "centre of a group")
-        centre = stored_centre.to(torch.float32)
-        # Measured from the centre as stored, so that its rounding costs range and not accuracy.
-        half = torch.maximum(high - centre, centre - low)
-        scale = stored_norm(half * (2.0 / (2**self.bits - 1)), "F16", "scale of a group")
-        per_step = scale.to(torch.float32).clamp_min(_SMALLEST_HALF).reciprocal()
+        # The scale is measured from the centre as stored, so that its rounding costs range and not accuracy.
+        if chosen_range is None:
+            stored_centre = stored_norm(self._centre(low, high), "F16", "centre of a group")
+            centre = stored_centre.to(torch.float32)
+            stored_scale = stored_norm(self._scale(low, high, centre), "F16", "scale of a group")
+            scale = stored_scale.to(torch.float32)
+        else:
+            stored_centre, centre = scale_range.nearest(self._centre(low, high), chosen_range, scale_range.CENTRE)
+            stored_scale, scale = scale_range.nearest(self._scale(low, high, centre), chosen_range, scale_range.SCALE)
+        per_step = scale.clamp_min(_SMALLEST_HALF).reciprocal()
         offset = self._middle - centre * per_step
         codes = (grouped * per_step.unsqueeze(dim)).add_(offset.unsqueeze(dim)).round_().clamp_(0, 2**self.bits - 1)
         codes = codes.flatten(2, 3)[:, :, : u.shape[2]] if self.axis == "token" else codes.flatten(3, 4)[..., : self.dim]
-        return self.pack("codes", codes) | {"scales": torch.stack([scale, stored_centre], -1)} | streams
+        return self.pack("codes", codes) | {"scales": torch.stack([stored_scale, stored_centre], -1)} | streams
+
+    def _divided(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """``x`` in the coded frame, divided by the token scales where there are some, and their stream."""
+        u = self.rotation.forward(x)
+        if self.token_scale == "none":
+            return u, {}
+        # The root mean square rather than the norm: the scaled values are near 1, where binary16 scales are finest.
+        root = u.square().mean((1, 3), keepdim=True).sqrt()
+        stored = stored_norm(root[..., 0], "F16" if self.token_scale == "fp16" else "F32", "token scale")
+        factor = stored.to(torch.float32)[..., None]
+        return u / torch.where(factor > 0, factor, 1.0), {"token_scale": stored}
+
+    def _centre(self, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        return (low + high) / 2 if self.centre == "middle" else torch.zeros_like(low)
+
+    def _scale(self, low: torch.Tensor, high: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(high - centre, centre - low) * (1.0 / self._middle)
+
+    @property
+    def _members(self) -> int:
+        """The axis of ``_grouped`` along which a group's members lie."""
+        return 3 if self.axis == "token" else 4
+
+    def with_pairs(self, streams: Mapping[str, torch.Tensor]) -> tuple[Group, dict[str, torch.Tensor]]:
+        """A codec with binary16 scales, and its streams, that decode to the same bits: 8-bit ones are looked up."""
+        if self.scale_dtype == "fp16":
+            return self, dict(streams)
+        pairs = scale_range.pairs(streams["scales"], streams["scale_range"])
+        return replace(self, scale_dtype="fp16"), {name: streams[name] for name in streams if name != "scale_range"} | {"scales": pairs}
+
+    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+        super().check(arrays, where)
+        if self.scale_dtype == "u8":
+            scale_range.check(arrays["scale_range"], f"{where}.scale_range")
 
     @property
     def _middle(self) -> float:
@@ -141,8 +202,8 @@ class Group(Codec):
 
     def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         (codes,) = self.unpack("codes", streams)
-        scale, centre = streams["scales"].to(torch.float32).unbind(-1)
-        dim = 3 if self.axis == "token" else 4
+        scale, centre = self.with_pairs(streams)[1]["scales"].to(torch.float32).unbind(-1)
+        dim = self._members
         grouped = self._grouped(codes.to(torch.float32).sub_(self._middle))
         grouped = grouped.mul_(scale.unsqueeze(dim)).add_(centre.unsqueeze(dim))
         u = grouped.flatten(dim - 1, dim).narrow(dim - 1, 0, codes.shape[dim - 1])

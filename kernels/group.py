@@ -25,6 +25,8 @@ def decode_frame(codec: Group, streams: Mapping[str, torch.Tensor]) -> torch.Ten
     batch, heads, tokens = streams["codes.0"].shape[:3]
     for name, layout in codec.layout(batch, heads, tokens).items():
         check_shape(name, streams[name], layout.shape)
+    # Scales of 8 bits are few: they are looked up before the kernel reads them.
+    codec, streams = codec.with_pairs(streams)
     planes = tuple(streams[f"codes.{plane}"] for plane in range(len(packing.planes)))
     pairs, token_scale = _pairs(streams["scales"]), streams.get("token_scale")
     out = torch.empty(batch, heads, tokens, codec.dim, dtype=torch.float32, device=pairs.device)

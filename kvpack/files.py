@@ -117,7 +117,9 @@ def _stored_streams(side: Side) -> dict[str, torch.Tensor]:
     """A merged side's streams in stored form: the rows of consecutive runs follow one another."""
     names = side.codec.layout(side.batch, side.heads, 0)
     if not side.pages:
-        streams = {name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="cpu") for name, entry in names.items()}
+        # Without a run, a stream with one row a run has none either.
+        shapes = {name: (*entry.shape[:2], 0, *entry.shape[3:]) for name, entry in names.items()}
+        streams = {name: torch.empty(shapes[name], dtype=TORCH_DTYPES[entry.dtype], device="cpu") for name, entry in names.items()}
     elif len(side.pages) == 1:
         streams = dict(side.pages[0].streams)
     else:

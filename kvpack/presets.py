@@ -59,8 +59,11 @@ def _all() -> dict[str, Preset]:
         words = f"b=2,g={g},{rotated}"
         source = "OScaR" if g == 32 else f"OScaR in groups of {g}, its residual window"
         found[name] = Preset(f"k=group:{words},token_scale=fp16;v=group:{words}{window}", source)
+    words = f"b=2,g=32,{rotated},scales=u8"
+    found["oscar-2-u8"] = Preset(f"k=group:{words},token_scale=fp16;v=group:{words}", "OScaR with scales of 8 bits")
     for b in (2, 4):
         found[f"kivi-{b}"] = Preset(f"kv=group:b={b},g=32", "KIVI")
+    found["kivi-2-u8"] = Preset("kv=group:b=2,g=32,scales=u8", "KIVI with scales of 8 bits")
     for b in (2, 4):
         found[f"kivi-{b}-g128"] = Preset(f"kv=group:b={b},g=128;tail=128", "KIVI in groups of 128, OScaR's residual window")
     for b in (2, 4):

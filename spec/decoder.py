@@ -39,7 +39,7 @@ def require(holds: bool, rule: str, detail: str) -> None:
 # README.md, Conventions ----------------------------------------------------------------------------------------------
 
 DTYPE_BYTES = {"U8": 1, "U16": 2, "F16": 2, "BF16": 2, "F32": 4}
-FORMATS = {"U16": "H", "F16": "e", "F32": "f"}
+FORMATS = {"U8": "B", "U16": "H", "F16": "e", "F32": "f"}
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -58,8 +58,16 @@ def f32(x: float) -> float:
         return math.copysign(math.inf, x)
 
 
+def f16(x: float) -> float:
+    """``x`` correctly rounded to binary16."""
+    try:
+        return float(struct.unpack("<e", struct.pack("<e", x))[0])
+    except OverflowError:
+        return math.copysign(math.inf, x)
+
+
 def numbers(data: bytes, dtype: str) -> list[Any]:
-    """The numbers of a stored array: integers for ``U16``, floats otherwise."""
+    """The numbers of a stored array: integers for ``U8`` and ``U16``, floats otherwise."""
     if dtype == "BF16":  # "the upper 16 bits of a binary32"
         words = struct.unpack(f"<{len(data) // 2}H", data)
         return list(struct.unpack(f"<{len(words)}f", struct.pack(f"<{len(words)}I", *(word << 16 for word in words))))
@@ -528,7 +536,7 @@ def _scramble(sums: list[int]) -> None:
 
 @dataclass(frozen=True)
 class NumberStream:
-    """An array of scales, norms or raw values: ``[batch, heads or 1, rows, *sizes]``, one row for ``tokens`` tokens."""
+    """An array of scales, norms or raw values: ``[batch, heads or 1, rows, *sizes]``, one row for ``tokens`` tokens or for a run."""
 
     name: str
     dtype: str
@@ -536,6 +544,7 @@ class NumberStream:
     tokens: int = 1
     per_head: bool = True
     any_bits: bool = False
+    per_run: bool = False
 
 
 Digits = Mapping[str, list[list[int]]]
@@ -569,11 +578,16 @@ HALF_OR_SINGLE = {"fp16": "F16", "fp32": "F32"}
 RAW_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
-def take_parameters(entry: Mapping[str, Any], ranges: Mapping[str, Any]) -> list[Any]:
-    """The parameters in the page's order, each within its range: a range of integers, the strings allowed, or a type."""
+def take_parameters(entry: Mapping[str, Any], ranges: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> list[Any]:
+    """The parameters in the page's order, each within its range: a range of integers, the strings allowed, or a type.
+
+    Those of ``optional``, which come last, are None where they are left out.
+    """
     rule = f"codecs/{entry['id']}.md, Parameters and ranges"
-    require(list(entry) == ["id", *ranges], rule, f"the keys are {list(entry)}, not {['id', *ranges]}")
-    for name, allowed in ranges.items():
+    optional = {} if optional is None else optional
+    expected = ["id", *ranges, *(name for name in optional if name in entry)]
+    require(list(entry) == expected, rule, f"the keys are {list(entry)}, not {expected}")
+    for name, allowed in [*ranges.items(), *((name, optional[name]) for name in optional if name in entry)]:
         value = entry[name]
         if isinstance(allowed, type):
             require(isinstance(value, allowed), rule, f"{name} is {value!r}")
@@ -581,7 +595,7 @@ def take_parameters(entry: Mapping[str, Any], ranges: Mapping[str, Any]) -> list
             require(isinstance(value, int) and value in allowed, rule, f"{name} is {value!r}")
         else:
             require(isinstance(value, str) and value in allowed, rule, f"{name} is {value!r}")
-    return [entry[name] for name in ranges]
+    return [*(entry[name] for name in ranges), *(entry.get(name) for name in optional)]
 
 
 def check_rotation(kind: str, dim: int) -> None:
@@ -620,7 +634,7 @@ def raw(entry: Mapping[str, Any]) -> Codec:
 
 
 def group(entry: Mapping[str, Any]) -> Codec:
-    dim, bits, axis, size, rotation_kind, seed, token_scale, fields = take_parameters(
+    dim, bits, axis, size, rotation_kind, seed, token_scale, fields, scale_dtype = take_parameters(
         entry,
         {
             "dim": range(1, MAX_DIM + 1),
@@ -632,13 +646,16 @@ def group(entry: Mapping[str, Any]) -> Codec:
             "token_scale": ("none", *HALF_OR_SINGLE),
             "fields": dict,
         },
+        optional={"scale_dtype": ("u8",)},
     )
     require(size in (4, 8, 16, 32, 64, 128), "codecs/group.md, Parameters and ranges", f"size is {size}")
     check_rotation(rotation_kind, dim)
     codes = packings("group", fields, dim, {"codes": one_digit(2**bits)})
     by_token = axis == "token"
-    scales = NumberStream("scales", "F16", (dim, 2) if by_token else (ceil_div(dim, size), 2), size if by_token else 1)
-    streams = [scales]
+    dtype = "U8" if scale_dtype else "F16"
+    streams = [NumberStream("scales", dtype, (dim, 2) if by_token else (ceil_div(dim, size), 2), size if by_token else 1)]
+    if scale_dtype:
+        streams.append(NumberStream("scale_range", "F16", (4,), per_run=True))
     if token_scale != "none":
         streams.append(NumberStream("token_scale", HALF_OR_SINGLE[token_scale], (), per_head=False))
 
@@ -648,6 +665,8 @@ def group(entry: Mapping[str, Any]) -> Codec:
         for j, c in enumerate(digits["codes"][0]):
             at = j if by_token else j // size
             scale, centre = row["scales"][2 * at : 2 * at + 2]
+            if scale_dtype:
+                scale, centre = of_8_bits(row, 0, scale), of_8_bits(row, 1, centre)
             value = f32((c - m) * scale + centre)
             u.append(value if token_scale == "none" else f32(value * row["token_scale"][0]))
         return u
@@ -655,8 +674,21 @@ def group(entry: Mapping[str, Any]) -> Codec:
     def tolerance(digits: Digits, row: Numbers) -> list[float]:
         return [0.0] * dim
 
+    def check(where: str, digits: Digits, row: Numbers) -> None:
+        for member in (0, 1) if scale_dtype else ():
+            for k in (0, 255):
+                finite = math.isfinite(of_8_bits(row, member, k))
+                require(finite, "codecs/group.md, Writer duties", f"{where}: scale_range gives an infinite number for {k}")
+
     token_group = size if by_token else 1
-    return Codec("group", dim, token_group, codes, streams, decode, tolerance, rotation_kind=rotation_kind, rotation_seed=seed)
+    return Codec("group", dim, token_group, codes, streams, decode, tolerance, check, rotation_kind, seed)
+
+
+def of_8_bits(row: Numbers, member: int, k: float) -> float:
+    """Scales of 8 bits: the scale (``member`` 0) or the centre (1) that the integer ``k`` stands for."""
+    step, minimum = row["scale_range"][2 * member : 2 * member + 2]
+    r = f32(minimum + step * k)
+    return f16(f32(r * abs(r)))
 
 
 # codecs/octahedral.md ------------------------------------------------------------------------------------------------
@@ -1141,6 +1173,8 @@ class Side:
 
     def rows(self, stream: NumberStream) -> int:
         """container.md, Runs and tail: a stream with one row for every g tokens starts a fresh row at each run."""
+        if stream.per_run:
+            return len(self.runs)
         return sum(ceil_div(run, stream.tokens) for run in self.runs)
 
     def tensors(self, prefix: str) -> list[Tensor]:
@@ -1240,7 +1274,8 @@ def take_side(value: Any, codecs: list[Codec], what: str) -> Side:
     require(isinstance(tail_dtype, str) and tail_dtype in RAW_DTYPES, FIELDS, f"{what}: tail_dtype is {tail_dtype!r}")
     require(is_integer(window, 0, MAX_TOKENS), FIELDS, f"{what}: window is {window!r}")
     require(window % codec.token_group == 0, FIELDS, f"{what}: window {window} is no multiple of the token group {codec.token_group}")
-    require(codec.token_group > 1 or len(runs) <= 1, "container.md, Runs and tail", f"{what}: {len(runs)} runs of token group 1")
+    several = codec.token_group > 1 or any(stream.per_run for stream in codec.numbers)
+    require(several or len(runs) <= 1, "container.md, Runs and tail", f"{what}: {len(runs)} runs of token group 1")
     return Side(codec, batch, heads, runs, tail, tail_dtype, window)
 
 
@@ -1451,7 +1486,7 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes]) -> None:
 
 def number_row(side: Side, stream: NumberStream, b: int, h: int, run: int, token: int) -> list[float]:
     """The numbers of ``stream`` for token ``token``, counted from the start of run ``run``."""
-    row = sum(ceil_div(tokens, stream.tokens) for tokens in side.runs[:run]) + token // stream.tokens
+    row = run if stream.per_run else sum(ceil_div(tokens, stream.tokens) for tokens in side.runs[:run]) + token // stream.tokens
     if stream.per_head:
         row += (b * side.heads + h) * side.rows(stream)
     else:

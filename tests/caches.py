@@ -9,11 +9,23 @@ import torch
 if TYPE_CHECKING:
     from kvpack import Cache
 
-RECIPES = ["bf16", "kivi-2", "oscar-2", "octopus-3", "turboquant-2.5", "polarquant-3", "turboangle-k8v4", "hqmq-s24-r3", "kivi-4;tail=64"]
+RECIPES = [
+    "bf16",
+    "kivi-2",
+    "kivi-2-u8",
+    "oscar-2",
+    "octopus-3",
+    "turboquant-2.5",
+    "polarquant-3",
+    "turboangle-k8v4",
+    "hqmq-s24-r3",
+    "kivi-4;tail=64",
+]
 
 BOUNDS = {
     "bf16": 0.0,
     "kivi-2": 0.45,
+    "kivi-2-u8": 0.45,
     "oscar-2": 0.45,
     "octopus-3": 0.3,
     "turboquant-2.5": 0.35,

@@ -51,7 +51,8 @@ def group_error_bound(codec: Group, streams: Mapping[str, torch.Tensor], u: torc
     """The largest error of every value of ``u``, given the scales that the encoder chose."""
     tokens, dim = u.shape[2], u.shape[3]
     axis = 2 if codec.axis == "token" else 3
-    scale = streams["scales"].float()[..., 0].repeat_interleave(codec.size, axis)[:, :, :tokens, :dim]
+    pairs = codec.with_pairs(streams)[1]["scales"].float()
+    scale, centre = (pairs[..., member].repeat_interleave(codec.size, axis)[:, :, :tokens, :dim] for member in (0, 1))
     factor = torch.ones(u.shape[0], 1, tokens)
     if codec.token_scale != "none":
         factor = streams["token_scale"].float()
@@ -61,6 +62,12 @@ def group_error_bound(codec: Group, streams: Mapping[str, torch.Tensor], u: torc
     middle = (2**codec.bits - 1) / 2
     rounding = middle * torch.clamp(scale * 2.0**-11, min=2.0**-25)
     bound = scale / 2 + rounding + 2.0**-21 * _group_max(codec, scaled.abs())
+    if codec.scale_dtype == "u8":
+        # A root is off by half a step and the rounding of the range; a scale that it makes too small clamps the codes at the ends.
+        step, minimum = streams["scale_range"].float()[..., :2, None].unbind(-2)
+        root = (_group_max(codec, (scaled - centre).abs()) / middle).sqrt()
+        off = step / 2 + 2.0**-10 * (minimum + 255 * step)
+        bound = bound + middle * (2 * root + off) * off
     lost = 2.0**-25 * math.sqrt(u.shape[1] * dim) if codec.token_scale == "fp16" else 2.0**-60
     return torch.where(factor > 0, bound * factor * (1 + 2.0**-20), lost)
 

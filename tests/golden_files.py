@@ -35,6 +35,7 @@ FILES: dict[str, tuple[str, int, int, tuple[int, ...], int, str]] = {
     "group-4-bits": ("kv=group:b=4,g=64", 96, 64, (65,), 1, "fp32"),
     "group-8-bits": ("kv=group:b=8,g=128,token_scale=fp32,rotation=signed-hadamard,seed=7", 64, 192, (2,), 0, "bf16"),
     "group-4-bits-of-4": ("k=group:b=4,g=4,axis=channel,rotation=signed-hadamard;v=group:b=3,g=8,axis=token", 64, 80, (9,), 0, "bf16"),
+    "group-2-bits-u8": ("kv=group:b=2,g=32,scales=u8,token_scale=fp16", 64, 80, (32, 3), 1, "bf16"),
     "octahedral-2": ("kv=octahedral:b=2", 64, 128, (3,), 2, "bf16"),
     "octahedral-3": ("kv=octahedral:b=3,seed=18446744073709551615", 80, 128, (3,), 0, "bf16"),
     "octahedral-4-direct": ("kv=octahedral:b=4,arrangement=direct,norm=fp32", 64, 96, (2,), 0, "bf16"),
@@ -78,7 +79,8 @@ def golden_cache(name: str, codecs: dict[str, Codec]) -> Cache:
     sides: dict[str, Side] = {}
     for side, codec in codecs.items():
         batch, heads = (2, 1) if name.endswith("direct") else (1, 2)
-        side_runs = (sum(runs),) if codec.token_group == 1 and runs else runs
+        several = codec.token_group > 1 or any(layout.per == "run" for layout in codec.layout(1, 1, 0).values())
+        side_runs = runs if several or not runs else (sum(runs),)
         pages = tuple(Page(codec, run, _streams(codec, batch, heads, run, generator)) for run in side_runs)
         raw = _halves(generator, (batch, heads, tail, codec.dim)).to(RAW_DTYPES[tail_dtype])
         sides[side] = Side(codec, pages, raw, Recipe(recipe).window)
@@ -101,11 +103,14 @@ def _streams(codec: Codec, batch: int, heads: int, tokens: int, generator: Gener
             digits.append(digit.view(shape) * (torch.arange(packing.symbols) < used))
         streams |= codec.pack(stream, *digits)
     for name, layout in codec.layout(batch, heads, tokens).items():
-        if name not in streams:
+        if name not in streams and layout.dtype == "U8":
+            count = torch.Size(layout.shape).numel()
+            streams[name] = torch.tensor([generator.word() % 256 for _ in range(count)], dtype=torch.uint8).view(layout.shape)
+        elif name not in streams:
             values = _halves(generator, layout.shape)
             if codec.id != "raw":
-                # Scales and norms are not negative, and a range is a power of two's exponent: small steps keep it finite.
-                values = values.abs() / (16 if name == "range" else 1)
+                # Scales and norms are not negative, and a range is an exponent or a root: small steps keep it finite.
+                values = values.abs() / (16 if name.endswith("range") else 1)
             streams[name] = values.to(TORCH_DTYPES[layout.dtype])
     return streams
 

@@ -73,8 +73,13 @@ def random_streams(codec: Codec, batch: int, heads: int, tokens: int, seed: int)
             streams[name] = bits.view(torch.float16)
         elif layout.dtype == "F32":
             streams[name] = bits.to(torch.float32) * torch.exp2(torch.randint(-150, 80, layout.shape, generator=generator).float())
+        elif layout.dtype == "U8":
+            streams[name] = (bits & 0xFF).to(torch.uint8)
         else:
             streams[name] = bits.view(torch.uint16)
+        if name == "scale_range":
+            # Steps and minima of roots: what they give stays finite.
+            streams[name] = streams[name].float().frexp().mantissa.half() / 4
     return streams
 
 
@@ -104,8 +109,8 @@ def test_group_kernel_equals_the_format(bits: int, axis: str) -> None:
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8], ids=lambda bits: f"{bits} bits")
 def test_group_kernel_on_the_default_layout(bits: int, side: str) -> None:
-    for dim, batch, heads, tokens in ((128, 2, 1, 33), (1, 1, 2, 66), (300, 1, 1, 3)):
-        codec = create("group", dim, side, b=str(bits), token_scale="fp16")
+    for dim, batch, heads, tokens, scales in ((128, 2, 1, 33, "fp16"), (1, 1, 2, 66, "u8"), (300, 1, 1, 3, "fp16"), (80, 2, 2, 45, "u8")):
+        codec = create("group", dim, side, b=str(bits), token_scale="fp16", scales=scales)
         assert isinstance(codec, Group)
         check_group(codec, batch, heads, tokens)
 

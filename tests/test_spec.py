@@ -18,7 +18,7 @@ from kvpack.formats import CODECS
 from kvpack.formats.base import DTYPE_BYTES, MAX_DIM, Codec
 from kvpack.formats.columns import MAX_BASE, MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, MAX_FIELDS, Columns, default_fields
 from kvpack.formats.generator import Generator, signs, unit_quaternions
-from kvpack.formats.group import AXES, SIZES, TOKEN_SCALES
+from kvpack.formats.group import AXES, SCALE_DTYPES, SIZES, TOKEN_SCALES
 from kvpack.formats.raw import DTYPES
 from kvpack.formats.rotation import KINDS, hadamard
 
@@ -207,6 +207,7 @@ def test_ranges_of_raw_and_group() -> None:
         "seed": "0 to 2^64 - 1",
         "token_scale": ", ".join(TOKEN_SCALES),
         "fields": "codes: F of the stream codes",
+        "scale_dtype": ", ".join(SCALE_DTYPES[1:]) + "; left out: " + SCALE_DTYPES[0],
     }
 
 

@@ -1,0 +1,115 @@
+"""8-bit scales and centres: squares of equal steps over what each head of a run needs (spec/codecs/group.md, Scales of 8 bits).
+
+Equal steps of the root are finer for small values: groups of ordinary channels suffer little from outlier channels of their head.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import InvalidPayload, OutOfRange
+from .lazy import numpy, torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SCALE, CENTRE = 0, 1
+"""Members of a pair, and of a range: its four numbers are the step and the minimum of the root of either."""
+
+LARGEST = 255.0**2
+"""Of the scales and centres that are encoded: the rounding of a range keeps squares below the largest of binary16."""
+
+_STEPS = 255
+_HALF_LIMIT = 65520.0
+_HEADROOM = 1 / 8
+_GROWTH = 1 / 2
+
+
+def pairs(codes: torch.Tensor, scale_range: torch.Tensor) -> torch.Tensor:
+    """The pairs (scale, centre) that ``codes``, uint8 ``[batch, kv_head, row, group, 2]``, stand for, binary16.
+
+    ``scale_range`` is the run's, binary16 ``[batch, kv_head, 1, 4]``.
+    """
+    return torch.stack([_squares(codes[..., member], scale_range, member) for member in (SCALE, CENTRE)], -1).to(torch.float16)
+
+
+def nearest(values: torch.Tensor, scale_range: torch.Tensor, member: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes, uint8, nearest to scales or centres ``[batch, kv_head, row, group]`` and the float32 values that they stand for."""
+    step, minimum = _step_and_minimum(scale_range, member)
+    codes = ((_root(values) - minimum) / torch.where(step > 0, step, torch.inf)).round_().clamp_(0, _STEPS).to(torch.uint8)
+    return codes, _squares(codes, scale_range, member).to(torch.float16).to(torch.float32)
+
+
+def _squares(codes: torch.Tensor, scale_range: torch.Tensor, member: int) -> torch.Tensor:
+    step, minimum = _step_and_minimum(scale_range, member)
+    # The product has at most 19 bits, so the sum is rounded once, fused or not.
+    root = torch.addcmul(minimum, step, codes.to(torch.float32))
+    return root * root.abs()
+
+
+def _step_and_minimum(scale_range: torch.Tensor, member: int) -> tuple[torch.Tensor, torch.Tensor]:
+    step, minimum = scale_range[..., 2 * member : 2 * member + 2, None].to(torch.float32).unbind(-2)
+    return step, minimum
+
+
+def _root(values: torch.Tensor) -> torch.Tensor:
+    return values.sign() * values.abs().sqrt()
+
+
+def chosen(
+    blocks: Iterable[tuple[torch.Tensor, torch.Tensor]], before: torch.Tensor | None, empty: torch.Tensor, middle: float
+) -> torch.Tensor:
+    """The range for a run whose ``blocks`` have these scales and centres, ``[batch, kv_head, row, group]`` each.
+
+    ``before`` is the range of the run that precedes it: kept where all fits, so that the runs can be joined, and otherwise
+    widened, so that a run of many appended ones seldom needs another. ``empty`` is returned for no values at all.
+    A group reaches ``middle`` scales to either side. Raises OutOfRange, naming the place, for a value beyond ``LARGEST``.
+    """
+    ends: list[torch.Tensor] = []
+    for scale, centre in blocks:
+        for values, what in ((scale, "scale"), (centre, "centre")):
+            _check_size(values, what)
+        ends.append(torch.stack([torch.stack(_root(values).flatten(2).aminmax(dim=2), -1) for values in (scale, centre)], -2))
+    if not ends:
+        return empty
+    # [batch, kv_head, 1, member]
+    low = torch.stack([end[..., 0] for end in ends]).amin(0)[:, :, None]
+    high = torch.stack([end[..., 1] for end in ends]).amax(0)[:, :, None]
+    # From zero on: that halves a precision which is ample, and any smaller group that is appended fits.
+    low[..., SCALE] = 0
+    wider = _HEADROOM
+    if before is not None:
+        step, first = (before[..., number::2].to(torch.float32) for number in (0, 1))
+        last = first + _STEPS * step
+        if ((low >= first - step / 2) & (high <= last + step / 2)).all():
+            return before
+        low, high, wider = low.minimum(first), high.maximum(last), _GROWTH
+    limit = LARGEST**0.5
+    span = high - low
+    lowest = torch.tensor([0.0, -limit], device=low.device)
+    low, high = (low - wider * span).maximum(lowest), (high + wider * span).clamp_max(limit)
+    # Where the centre is off, by half a step and the rounding of the range, the group reaches further from it.
+    root = torch.maximum(low.abs(), high.abs())[..., CENTRE]
+    off = (high - low)[..., CENTRE] / (2 * _STEPS) + root * 2.0**-10
+    high[..., SCALE] = (high[..., SCALE].square() + (2 * root + off) * off / middle).sqrt().clamp_max(limit)
+    return torch.stack([(high - low) / _STEPS, low], -1).flatten(-2).to(torch.float16)
+
+
+def _check_size(values: torch.Tensor, what: str) -> None:
+    if not values.abs().amax().item() <= LARGEST:
+        at = [int(i) for i in torch.nonzero(~(values.abs() <= LARGEST))[0]]
+        raise OutOfRange(
+            f"{what} of a group at {at} is {values[tuple(at)].item():.6g}, the largest of 8 bits is {LARGEST:.0f}; "
+            "scale the input, or choose fp16 scales or a raw codec"
+        )
+
+
+def check(scale_range: numpy.ndarray[Any, Any], where: str) -> None:
+    """Raise InvalidPayload for a range ``[batch, kv_head, run, 4]`` with a code whose square is infinite in binary16."""
+    step, minimum = scale_range[..., 0::2].astype(numpy.float32), scale_range[..., 1::2].astype(numpy.float32)
+    for code in (0, _STEPS):
+        root = minimum + step * numpy.float32(code)
+        infinite = numpy.argwhere(~(root * root < numpy.float32(_HALF_LIMIT)))
+        if len(infinite):
+            at = [int(i) for i in infinite[0]]
+            raise InvalidPayload(f"{where}: code {code} of the range at {at} is {root[tuple(at)]} squared, the largest binary16 is 65504")

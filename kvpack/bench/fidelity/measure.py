@@ -23,6 +23,8 @@ DIM = 128
 
 _RATE_HEADS = 8
 _RATE_TOKENS = 256
+# Beyond all seeds of rotations: the two are to be independent.
+_QJL_SEEDS = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,12 @@ class Settings:
 def codec(words: str, dim: int = DIM, side: str = "k") -> Codec:
     """The codec that a recipe would give ``side`` for ``words``, such as "scalar:b=2,norm=fp32"."""
     return parse_recipe(f"kv={words}").codec(0, 1, side, dim)
+
+
+def seeded(words: str, settings: Settings, number: int) -> str:
+    """``words`` with the seeds of draw ``number`` for the codec's rotation and for that of a qjl side-car."""
+    seed = settings.draw(number)
+    return f"{words},seed={seed}" + (f",qjl_seed={_QJL_SEEDS | seed}" if ",qjl=" in words else "")
 
 
 def decoded(words: str, x: torch.Tensor) -> torch.Tensor:
@@ -82,8 +90,12 @@ class Rate:
 
 @cache
 def rate(chosen: Codec) -> Rate:
-    """Counted from the bytes of the encoded streams of 8 heads of 256 Gaussian tokens."""
-    x = torch.randn(1, _RATE_HEADS, _RATE_TOKENS, chosen.dim, generator=torch.Generator().manual_seed(0))
+    """Of 8 heads of 256 Gaussian tokens."""
+    return rate_of(chosen, torch.randn(1, _RATE_HEADS, _RATE_TOKENS, chosen.dim, generator=torch.Generator().manual_seed(0)))
+
+
+def rate_of(chosen: Codec, x: torch.Tensor) -> Rate:
+    """Counted from the bytes of the streams that ``x`` ``[batch, head, token, dim]`` is encoded to."""
     stored: Counter[str] = Counter()
     for name, stream in encode(chosen, x, "the benchmark's keys").items():
         stored[name.split(".")[0]] += 8 * stream.nbytes
@@ -112,7 +124,7 @@ def errors(words: str, settings: Settings, seeds: int, keys: int, queries: int) 
     for number in range(seeds):
         generator = settings.generator(number)
         k, q = torch.randn(keys, DIM, generator=generator), torch.randn(queries, DIM, generator=generator)
-        y = decoded(f"{words},seed={settings.draw(number)}", k)
+        y = decoded(seeded(words, settings, number), k)
         found.append(
             (
                 torch.cosine_similarity(k, y, dim=-1).mean(dtype=torch.float64).item(),

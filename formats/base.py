@@ -147,6 +147,10 @@ class Codec(ABC):
         """The queries whose products with coded keys are those of ``q`` with original ones: the transpose of ``original``."""
         return self.rotation.forward(q)
 
+    def usual_entries(self, batch: int, tokens: int) -> dict[str, int]:
+        """The rows that every stream with a row an entry has in a run of ``tokens`` tokens of ordinary values."""
+        return {}
+
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """How many rows each token has in every stream with a row an entry, integers ``[token]``."""
         return {}

@@ -113,6 +113,14 @@ class WithSideCars(Codec):
                 result |= side_car.layout(batch, heads, tokens)
         return result
 
+    def usual_entries(self, batch: int, tokens: int) -> dict[str, int]:
+        rows = self.codec.usual_entries(batch, tokens)
+        if self.outliers is not None:
+            rows[OUTLIERS] = 0
+        if self.raw_tokens is not None:
+            rows[RAW_TOKENS] = batch * min(tokens, self.raw_tokens.first + self.raw_tokens.low_norm)
+        return rows
+
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         counts = self.codec.entries(streams)
         if self.outliers is not None:

@@ -49,6 +49,11 @@ def _all() -> dict[str, Preset]:
         found[f"octopus-{b}"] = Preset(f"k=octahedral:b={b};v=group:b={b},g=32", "OCTOPUS keys, values in groups")
     for b in (2, 3, 4):
         found[f"turboquant-{b}"] = Preset(f"k=scalar:b={b};v=group:b={b},g=32", "TurboQuant keys, values in groups")
+    for b in (2, 3, 4):
+        found[f"octopus-qjl-{b}"] = Preset(f"k=octahedral:b={b},qjl=fp16;v=group:b={b},g=32", "OCTOPUS-QJL keys, values in groups")
+    for b in (2, 3, 4):
+        recipe = f"k=scalar:b={b - 1},qjl=fp16;v=group:b={b},g=32"
+        found[f"turboquant-qjl-{b}"] = Preset(recipe, "TurboQuant-QJL keys, one bit of them QJL's, values in groups")
     found["turboquant-2.5"] = Preset("kv=scalar:b=2,high=3", "TurboQuant+")
     for b in (3, 4):
         words = f"b={b},g=4,axis=channel,rotation=signed-hadamard,centre=zero"
@@ -70,6 +75,8 @@ def _all() -> dict[str, Preset]:
         found[f"quarot-{b}"] = Preset(f"kv=group:b={b},g=128,axis=channel,{rotated}", "QuaRot, groups of 128 channels")
     for b in (2, 3, 4):
         found[f"int-{b}"] = Preset(f"kv=group:b={b},g=128,axis=channel", "HQMQ's naive int, groups of 128 channels")
+    for b in (2, 3, 4):
+        found[f"int-{b}-med3"] = Preset(f"kv=group:b={b},g=128,axis=channel,outliers=3", "HQMQ's naive int with Med3x")
     found["turboangle-k8v4"] = Preset(";".join(_turboangle(128, 64)), "TurboAngle K8V4-log")
     found["turboangle-norm8"] = Preset("k=angle:n=128,norm=linear8;v=angle:n=64,norm=linear8", "TurboAngle norm8")
     for model, (layers, dim, boosted, k_bins, v_bins) in _MIXED_KV.items():
@@ -77,6 +84,12 @@ def _all() -> dict[str, Preset]:
     for s in (24, 48, 96, 192):
         for r in (3, 4, 6):
             found[f"hqmq-s{s}-r{r}"] = Preset(f"kv=quaternion:s={s},r={r}", "HQMQ")
+    for s in (24, 48, 96, 192):
+        for r in (4, 6):
+            found[f"hqmq-s{s}-r{r}-med3"] = Preset(f"kv=quaternion:s={s},r={r},outliers=3", "HQMQ + Med3x")
+    for name in ("octopus-2", "octopus-3", "octopus-4", "turboquant-2", "turboquant-3", "turboquant-4", "oscar-2", "oscar-2-u8"):
+        keys, values = found[name].recipe.split(";")
+        found[f"{name}-scaled"] = Preset(f"{keys},channel_scale=fp16;{values}", f"{found[name].source}, for keys with outlier channels")
     return found
 
 

@@ -314,7 +314,7 @@ def test_what_is_refused(words: list[str], code: int, message: str, capsys: pyte
 
 def test_default_recipes() -> None:
     assert set(quality.RECIPES) <= set(PRESETS)
-    assert len(quality.RECIPES) <= 13
+    assert len(quality.RECIPES) <= 16
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

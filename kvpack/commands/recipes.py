@@ -90,6 +90,7 @@ def _row(name: str, asked: dict[str, int], *, listed: bool) -> dict[str, Any]:
 def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
     """Nominal bits a value, and all bytes of a file over all values: what one sequence would take, nothing being encoded.
 
+    How many outliers a cache has depends on its values; here it has none.
     Raises OutOfBounds when the recipe names other layers, InvalidParameter when a codec cannot take ``dim``,
     InvalidHeader or LimitExceeded for sizes that no file holds.
     """
@@ -105,7 +106,8 @@ def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tup
         for side in "kv":
             codec = recipe.codec(layer, layers, side, dim)
             runs = (tokens - tail,) if tokens > tail else ()
-            sides.append(SideEntry(codecs.setdefault(codec, len(codecs)), 1, heads, runs, tail, "bf16", recipe.window))
+            rows = tuple(codec.usual_entries(1, sum(runs)).items())
+            sides.append(SideEntry(codecs.setdefault(codec, len(codecs)), 1, heads, runs, tail, "bf16", recipe.window, rows))
             nominal += codec.nominal_bits / (2 * layers)
         entries.append(LayerEntry(*sides))
     contents = Contents(codecs=tuple(codecs), layers=tuple(entries), model={}, recipe=recipe.text, start=0)

@@ -9,6 +9,7 @@ arrays ``[batch, kv_head, rows, ...]``, so cutting and joining pages never touch
 from __future__ import annotations
 
 import operator
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -170,10 +171,11 @@ class Side:
         """The page that holds tokens ``[start, stop)``, or None for the tail, and its first token. Raises OutOfBounds."""
         if start >= self.packed_tokens:
             return None, self.packed_tokens
-        for page, first in zip(self.pages, self.boundaries, strict=False):
-            if first <= start and stop <= first + page.tokens:
-                return page, first
-        raise OutOfBounds(f"tokens {start} to {stop} are not inside one page of {self.boundaries}")
+        number = bisect_right(self.boundaries, start, 0, len(self.pages)) - 1
+        page, first = self.pages[number], self.boundaries[number]
+        if not first <= start <= stop <= first + page.tokens:
+            raise OutOfBounds(f"tokens {start} to {stop} are not inside one page of {self.boundaries}")
+        return page, first
 
     def frame(self, start: int, stop: int) -> tuple[torch.Tensor, Page | None]:
         """Tokens ``[start, stop)``, inside one page or the tail, as float32, and the page in whose coded frame they are."""

@@ -107,7 +107,7 @@ def open_file(path: str | os.PathLike[str], *, max_bytes: int | None = None) -> 
     return File(data, where, max_bytes)
 
 
-def open_bytes(data: mmap.mmap | bytes | bytearray | memoryview, *, where: str = "bytes", max_bytes: int | None = None) -> File:
+def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", max_bytes: int | None = None) -> File:
     """A file that is already in memory; tensors are views of ``data``. Raises as ``open_file``, naming ``where``."""
     _check_limit(where, len(data), max_bytes, "has")
     return File(data, where, max_bytes)

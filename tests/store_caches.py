@@ -48,7 +48,8 @@ def same(found: kvpack.Cache | None, whole: kvpack.Cache) -> bool:
 
 def entries(folder: Path | str) -> list[str]:
     """The paths of the entries of a directory."""
-    return sorted(os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names if len(name) == 64)
+    folders = [(parent, names) for parent, _, names in os.walk(folder) if len(os.path.basename(parent)) == 1]
+    return sorted(os.path.join(parent, name) for parent, names in folders for name in names)
 
 
 def entry_of(store: kvpack.Store, ids: list[int], number: int) -> str:

@@ -118,8 +118,8 @@ def bytes_stored(folder: str) -> int:
     """Bytes of entries, and of what is unfinished."""
     total = 0
     for parent, _, names in os.walk(folder):
-        for name in names:
-            if os.path.basename(parent) == "unfinished" or len(name) == 64:
+        if os.path.basename(parent) == "unfinished" or len(os.path.basename(parent)) == 1:
+            for name in names:
                 try:
                     total += os.stat(os.path.join(parent, name)).st_size
                 except FileNotFoundError:
@@ -254,7 +254,7 @@ def operations(folder: str, processes: int, threads: int, count: int) -> dict[st
         most = max(most, bytes_stored(folder))
         samples += 1
         time.sleep(0.005)
-    largest = max(os.stat(os.path.join(parent, name)).st_size for parent, _, names in os.walk(folder) for name in names if len(name) == 64)
+    largest = max(len(packed(0, model)[:, :CHUNK].layers) * CHUNK * 64 * 4 + 16384 for model in range(len(LAYERS)))
     return {
         "processes": processes,
         "threads": threads,

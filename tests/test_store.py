@@ -88,6 +88,8 @@ def test_pages_are_views_of_the_mapped_files(tmp_path: Path) -> None:
             if len(fields) == 6 and str(tmp_path) in fields[5]:
                 maps[fields[5].strip()] = tuple(int(end, 16) for end in fields[0].split("-"))
     assert len(maps) == 3
+    descriptors = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    assert not any(path.startswith(str(tmp_path)) for path in descriptors), "a long prefix has more files than a process may open"
     for layer in found:
         for side in layer.sides.values():
             assert len(side.pages) == 3

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-Data = mmap.mmap | bytes | bytearray | memoryview
+Data = bytes | bytearray | memoryview
 """An entry's bytes: a mapped file where there is one."""
 
 
@@ -36,11 +35,11 @@ class Backend(Protocol):
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         """The bytes of ``keys``, up to the first that is not there, and their use noted for eviction."""
 
-    def put(self, key: bytes, pieces: Sequence[memoryview], depth: int) -> bool:
-        """Store an entry unless it is there already; ``depth`` is its place in its chain. Whether it is there now."""
+    def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
+        """Store the last entry of ``chain`` unless it is there already, in use since ``now_ns``. Whether it is there now."""
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Note that ``keys``, a chain from its first chunk on, are in use."""
+    def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
+        """Note that ``chain``, from its first chunk on, is in use."""
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Remove entries, the last first, and return how many there were."""

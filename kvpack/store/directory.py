@@ -12,7 +12,6 @@ entry's last use is its modification time, an ancestor's always later than that 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import stat
 import time
@@ -22,8 +21,9 @@ from kvpack.atomic import TEMPORARY_PREFIX, sync_folder, write_file
 from kvpack.formats.errors import InvalidParameter, KvpackError
 
 from .backend import Stored
-from .eviction import Evictor, NoRoom
+from .eviction import FUTURE_NS, Evictor, NoRoom
 from .keys import KEY_BYTES
+from .mapping import map_file
 from .usage import Usage
 
 if TYPE_CHECKING:
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 ENTRY_FOLDERS = [f"{first:x}/{second:x}" for first in range(16) for second in range(16)]
 UNFINISHED, PINS = "unfinished", "pins"
-
-_MADV_POPULATE_READ = 22
-"""Linux 5.14: map all pages now, and fail instead of ending the process later where one cannot be read."""
 
 
 class Directory:
@@ -78,26 +75,25 @@ class Directory:
         for key in keys:
             try:
                 data = self._mapped(self.path(key))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, MemoryError) as error:
                 if not isinstance(error, FileNotFoundError):
                     self._counters.fault("get", error)
                 break
             found.append(data)
-        self.touch(keys[: len(found)])
+        self.touch(keys[: len(found)], time.time_ns())
         return found
 
-    def put(self, key: bytes, pieces: Sequence[memoryview], depth: int) -> bool:
-        path, size = self.path(key), sum(map(len, pieces))
+    def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
+        path, size = self.path(chain[-1]), sum(map(len, pieces))
         try:
             if os.access(path, os.F_OK):
                 return True
-            self._make_folders(os.path.dirname(path))
-            # Entries of one chain that are used at one time: the deeper, the earlier it goes.
-            used = time.time_ns() - depth
+            self.make_folders(os.path.dirname(path))
+            used = now_ns - len(chain) + 1
 
             def complete(descriptor: int) -> None:
                 os.utime(descriptor, ns=(used, used))
-                self._evictor.reserve(size)
+                self._evictor.reserve(size, chain)
 
             write_file(path, pieces, durable=self.durable, unfinished=self._unfinished, complete=complete)
         except NoRoom:
@@ -110,13 +106,13 @@ class Directory:
         self._counters.add("saved_bytes", size)
         return True
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        now = time.time_ns()
-        # From the first on: at every moment an ancestor's time is the later one. No time goes back, whatever the clock does.
-        for depth, key in enumerate(keys):
-            path, used = self.path(key), now - depth
+    def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
+        # From the first on: at every moment an ancestor's time is the later one.
+        for depth, key in enumerate(chain):
+            path, used = self.path(key), now_ns - depth
             try:
-                if os.stat(path).st_mtime_ns < used:
+                noted = os.stat(path).st_mtime_ns
+                if noted < used or noted > now_ns + FUTURE_NS:
                     os.utime(path, ns=(used, used))
             except FileNotFoundError:
                 continue
@@ -168,7 +164,7 @@ class Directory:
 
     def pin(self, keys: Sequence[bytes]) -> bool:
         try:
-            self._make_folders(self._pins)
+            self.make_folders(self._pins)
             write_file(self._pin_path(keys), [memoryview(b"".join(keys))], durable=self.durable, unfinished=self._unfinished)
         except (OSError, KvpackError) as error:
             self._counters.fault("pin", error)
@@ -216,11 +212,9 @@ class Directory:
             if not status.st_size:
                 # It cannot be mapped, and is refused as any file that is cut short.
                 return b""
-            # Private and writable, as tensors are: what is written to them never reaches the file.
-            data = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
+            return map_file(descriptor, status.st_size)
         finally:
             os.close(descriptor)
-        return data
 
     def _files(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
         try:
@@ -243,10 +237,11 @@ class Directory:
         except OSError as error:
             self._counters.fault("count", error)
 
-    def _make_folders(self, folder: str) -> None:
-        for wanted in (self._unfinished, folder):
-            if not os.path.isdir(wanted):
-                self._make_folder(wanted)
+    def make_folders(self, *folders: str) -> None:
+        """Make ``folders`` and that of unfinished files, where they are not there. Raises OSError."""
+        for folder in (self._unfinished, *folders):
+            if not os.path.isdir(folder):
+                self._make_folder(folder)
 
     def _make_folder(self, folder: str) -> None:
         parent = os.path.dirname(folder)

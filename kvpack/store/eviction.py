@@ -15,7 +15,7 @@ from kvpack.atomic import TEMPORARY_PREFIX
 from kvpack.formats.errors import KvpackError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from .counters import Counters
     from .directory import Directory
@@ -27,6 +27,9 @@ _POLL_SECONDS = 0.001
 
 STALE_SECONDS = 3600
 """Age at which an unfinished file is taken for one whose writer is gone, where its process number is in use."""
+
+FUTURE_NS = 3600 * 10**9
+"""A last use that is further ahead than this was noted by a clock that was wrong: such entries go first, in their order."""
 
 _BEYOND = 64
 """A round removes a 64th of the entries beyond the budget, so that counting them costs each writer little."""
@@ -43,8 +46,11 @@ class Evictor:
         self._directory, self._usage, self._counters = directory, usage, counters
         self._max_bytes, self._min_free = max_bytes, min_free
 
-    def reserve(self, size: int) -> None:
-        """Count ``size`` bytes, whose unfinished file is complete, and make room for them. Raises NoRoom and OSError."""
+    def reserve(self, size: int, chain: Sequence[bytes]) -> None:
+        """Count ``size`` bytes for the last of ``chain``, whose unfinished file is complete, and make room for them.
+
+        Its ancestors stay: without them it would never be found. Raises NoRoom and OSError.
+        """
         if self._max_bytes is not None and size > self._max_bytes:
             raise NoRoom
         try:
@@ -52,7 +58,7 @@ class Evictor:
         except FileNotFoundError:
             total = None
         try:
-            self._make_room(total)
+            self._make_room(total, set(chain))
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 self._usage.add(-size)
@@ -62,14 +68,15 @@ class Evictor:
         """Remove unfinished files of dead writers, count afresh and evict what is above the budget."""
         try:
             if os.path.isdir(self._directory.root):
-                self._try_round()
+                self._directory.make_folders()
+                self._try_round(set())
         except (OSError, KvpackError) as error:
             self._counters.fault("collect", error)
 
-    def _make_room(self, total: int | None) -> None:
+    def _make_room(self, total: int | None, kept: set[bytes]) -> None:
         deadline = time.monotonic() + WAIT_SECONDS
         while not self._fits(total):
-            removed = self._try_round()
+            removed = self._try_round(kept)
             total = self._total()
             if removed == 0 and not self._fits(total):
                 raise NoRoom
@@ -96,13 +103,13 @@ class Evictor:
         disk = os.statvfs(self._directory.root)
         return self._min_free - disk.f_bavail * disk.f_frsize
 
-    def _try_round(self) -> int | None:
+    def _try_round(self, kept: set[bytes]) -> int | None:
         """Sweep, count and evict, and return the entries removed, or None when another process is at it."""
         removed = 0
 
         def evict() -> int:
             nonlocal removed
-            removed, total = self._evict()
+            removed, total = self._evict(kept)
             return total
 
         with self._locked() as held:
@@ -126,27 +133,28 @@ class Evictor:
         finally:
             os.close(descriptor)
 
-    def _evict(self) -> tuple[int, int]:
-        """Remove what is above the budget; (entries removed, bytes that stay, complete unfinished files among them)."""
+    def _evict(self, kept: set[bytes]) -> tuple[int, int]:
+        """Remove what is above the budget and not in ``kept``; (entries removed, bytes that stay, complete unfinished files among them)."""
         # Unfinished files first: one that is renamed meanwhile is then counted twice, not missed.
         pending = sum(status.st_size for _, status in self._directory.unfinished())
-        entries = [(status.st_mtime_ns, status.st_size, name) for name, status in self._directory.scan()]
-        total = pending + sum(size for _, size, _ in entries)
+        latest = time.time_ns() + FUTURE_NS
+        entries = [(status.st_mtime_ns <= latest, status.st_mtime_ns, status.st_size, name) for name, status in self._directory.scan()]
+        total = pending + sum(size for *_, size, _ in entries)
         excess = self._missing_on_disk()
         if self._max_bytes is not None:
             excess = max(excess, total - self._max_bytes)
         count = 0
         if excess <= 0:
             return count, total
-        pinned = self._directory.pinned()
+        kept = kept | self._directory.pinned()
         beyond = len(entries) // _BEYOND
-        for _, _, name in sorted(entries):
+        for *_, name in sorted(entries):
             if excess <= 0:
                 if beyond <= 0:
                     break
                 beyond -= 1
             key = _key(name)
-            if key is None or key in pinned:
+            if key is None or key in kept:
                 continue
             removed = self._directory.remove(self._directory.path(key))
             if removed is not None:
@@ -159,7 +167,8 @@ class Evictor:
         """Remove unfinished files whose writer is gone, by its process number or by their age."""
         for name, status in self._directory.unfinished():
             process = name.removeprefix(TEMPORARY_PREFIX).partition("-")[0]
-            age = time.time() - status.st_mtime
+            # Not the time that its writer sets, which will be the time of its last use.
+            age = time.time() - status.st_ctime
             if _runs(process) and abs(age) < STALE_SECONDS:
                 continue
             if self._directory.remove(os.path.join(self._directory.root, "unfinished", name)) is not None:

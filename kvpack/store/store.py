@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING, Any, Self
 
 from kvpack.formats.errors import InvalidParameter, KvpackError
@@ -144,7 +145,8 @@ class Store:
         stored = self._backend.present(keys)
         self._counters.add("present_chunks", stored)
         # Ancestors must be the last to go, so they are in use from now on.
-        self._backend.touch(keys[:stored])
+        now = time.time_ns()
+        self._backend.touch(keys[:stored], now)
         for number, (key, parent, part) in enumerate(links[stored:], stored):
             try:
                 chunk = self._named(cache.slice(number * self.chunk, (number + 1) * self.chunk))
@@ -153,7 +155,7 @@ class Store:
                 # Such as a chunk that begins inside a token group of a cache that was packed in parts.
                 self._counters.fault("encode", error)
                 break
-            if not self._backend.put(key, pieces, number):
+            if not self._backend.put(keys[: number + 1], pieces, now):
                 break
             stored += 1
         return stored * self.chunk

@@ -17,8 +17,10 @@ from kvpack.atomic import write_file
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_MAGIC = b"kvpu"
+"""What the file begins with; 4 random bytes follow, which tell one file from the next, then the changes."""
 _RECORD = 8
-"""Bytes of a change, a signed integer, little-endian, and of the random number before them that tells one file from the next.
+"""Bytes of a change, a signed integer, little-endian, and of what is before them.
 
 An append of so few bytes is never torn on a local file system.
 """
@@ -30,7 +32,7 @@ class Usage:
 
     def __init__(self, path: str, unfinished: str) -> None:
         self._path, self._unfinished = path, unfinished
-        self._number = b""
+        self._beginning = b""
         self._read_to = _RECORD
         self._sum = 0
         self._lock = threading.Lock()
@@ -76,18 +78,18 @@ class Usage:
             os.close(replaced)
 
     def _write(self, total: int) -> int:
-        write_file(self._path, [memoryview(os.urandom(_RECORD) + _record(total))], unfinished=self._unfinished)
+        write_file(self._path, [memoryview(_MAGIC + os.urandom(_RECORD - len(_MAGIC)) + _record(total))], unfinished=self._unfinished)
         return total
 
     def _summed(self, descriptor: int) -> int | None:
         with self._lock:
-            number = os.pread(descriptor, _RECORD, 0)
-            if number != self._number:
-                self._number, self._read_to, self._sum = number, _RECORD, 0
+            beginning = os.pread(descriptor, _RECORD, 0)
+            if beginning != self._beginning:
+                self._beginning, self._read_to, self._sum = beginning, _RECORD, 0
             changes = _changes(descriptor, self._read_to)
             self._sum += sum(changes)
             self._read_to += _RECORD * len(changes)
-            whole = os.fstat(descriptor).st_size % _RECORD == 0 and len(number) == _RECORD
+            whole = beginning.startswith(_MAGIC) and os.fstat(descriptor).st_size % _RECORD == 0
             return self._sum if whole and self._sum >= 0 else None
 
     def _after_fork(self) -> None:

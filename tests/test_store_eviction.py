@@ -1,0 +1,268 @@
+"""Eviction: the budget holds, what was used longest ago goes first and leaves before their ancestors, whoever else is at work."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from kvpack.store import directory, eviction
+
+from caches import dense  # isort: skip
+from store_caches import CHUNK, cache, entries, entry_of, open_store, prompt, same, save  # isort: skip
+from store_stress import FORK  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import kvpack
+
+
+@pytest.fixture(scope="module")
+def entry_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """Bytes of each entry of these tests: all are of one shape, and positions below 128 have one length."""
+    folder = tmp_path_factory.mktemp("size")
+    save(open_store(folder), prompt(3))
+    (size,) = {os.stat(path).st_size for path in entries(folder)}
+    return size
+
+
+def total(folder: Path) -> int:
+    return sum(os.stat(path).st_size for path in entries(folder))
+
+
+def test_the_budget_holds_after_every_save(tmp_path: Path, entry_bytes: int) -> None:
+    store = open_store(tmp_path, max_bytes=5 * entry_bytes + 10)
+    for seed in range(12):
+        ids = prompt(2, seed=seed)
+        save(store, ids)
+        assert total(tmp_path) <= 5 * entry_bytes + 10
+        assert store.match(ids) == 2 * CHUNK
+    counts = store.counters()
+    assert counts["evicted_entries"] == 24 - 5 + 0
+    assert counts["evicted_bytes"] == counts["evicted_entries"] * entry_bytes
+    assert os.listdir(tmp_path / "unfinished") == []
+
+
+def test_what_was_used_longest_ago_goes_first(tmp_path: Path, entry_bytes: int) -> None:
+    store = open_store(tmp_path, max_bytes=3 * entry_bytes)
+    prompts = [prompt(1, seed=seed) for seed in range(5)]
+    for ids in prompts[:3]:
+        save(store, ids)
+    store.load(prompts[0])
+    save(store, prompts[3])
+    assert [store.match(ids) > 0 for ids in prompts] == [True, False, True, True, False]
+    store.save(prompts[2], cache(len(prompts[2])))
+    save(store, prompts[4])
+    assert [store.match(ids) > 0 for ids in prompts] == [False, False, True, True, True]
+
+
+def test_leaves_go_before_their_ancestors(tmp_path: Path, entry_bytes: int) -> None:
+    store = open_store(tmp_path, max_bytes=8 * entry_bytes)
+    branches = [prompt(4, first=2, seed=seed) for seed in (1, 2)]
+    for ids in branches:
+        save(store, ids)
+    store.load(branches[0])
+    found = []
+    for seed in range(8):
+        save(store, prompt(1, seed=10 + seed))
+        found.append([store.match(ids) // CHUNK for ids in branches])
+    # Two free places, then the branch that was not loaded from its leaf on, then the other, and their root at the end.
+    assert found == [[4, 4], [4, 4], [4, 3], [4, 2], [3, 2], [2, 2], [1, 1], [0, 0]]
+
+
+def test_pins_keep_a_chain_in_every_process(tmp_path: Path, entry_bytes: int) -> None:
+    ids = prompt(2, seed=1)
+    first = open_store(tmp_path, max_bytes=4 * entry_bytes)
+    save(first, ids)
+    assert first.pin(ids) == 2 * CHUNK
+    second = open_store(tmp_path, max_bytes=4 * entry_bytes)
+    for seed in range(2, 8):
+        save(second, prompt(2, seed=seed))
+    assert second.match(ids) == 2 * CHUNK
+    assert second.unpin(ids)
+    assert not first.unpin(ids)
+    for seed in range(2, 4):
+        save(second, prompt(2, seed=seed))
+    assert second.match(ids) == 0
+    assert first.pin(ids) == 0
+
+
+def test_what_cannot_fit_is_refused_and_nothing_is_lost(tmp_path: Path, entry_bytes: int) -> None:
+    store = open_store(tmp_path, max_bytes=2 * entry_bytes)
+    ids = prompt(2)
+    save(store, ids)
+    store.pin(ids)
+    other = prompt(3, seed=1)
+    assert store.save(other, cache(len(other))) == 0
+    assert store.counters()["refused_chunks"] == 1
+    assert store.load(ids)[0] == 2 * CHUNK
+    assert os.listdir(tmp_path / "unfinished") == []
+    store.unpin(ids)
+    assert store.save(other, cache(len(other))) == 2 * CHUNK
+    tiny = open_store(tmp_path / "tiny", max_bytes=entry_bytes - 1)
+    assert tiny.save(ids, cache(len(ids))) == 0
+    assert entries(tmp_path / "tiny") == []
+
+
+def test_a_minimum_of_free_disk_is_kept(tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    capacity = 6 * entry_bytes
+
+    class Disk:
+        f_frsize = 1
+
+        @property
+        def f_bavail(self) -> int:
+            return capacity - sum(os.stat(os.path.join(p, n)).st_size for p, _, names in os.walk(tmp_path) for n in names if len(n) > 30)
+
+    monkeypatch.setattr(eviction.os, "statvfs", lambda path: Disk())
+    store = open_store(tmp_path, min_free=2 * entry_bytes)
+    for seed in range(5):
+        save(store, prompt(2, seed=seed))
+        assert Disk().f_bavail >= 2 * entry_bytes
+    assert store.counters()["evicted_entries"] == 6
+    capacity = entry_bytes
+    assert store.save(prompt(1, seed=9), cache(40)) == 0
+    assert store.counters()["refused_chunks"] == 1
+
+
+def test_loaded_caches_outlive_the_eviction_of_their_files(tmp_path: Path, entry_bytes: int) -> None:
+    store = open_store(tmp_path, max_bytes=4 * entry_bytes)
+    ids = prompt(3)
+    whole = save(store, ids)
+    _, held = store.load(ids)
+    before = [x.clone() for x in dense(held)]
+    for seed in range(1, 8):
+        save(store, prompt(3, seed=seed))
+    assert store.match(ids) == 0
+    assert all(torch.equal(a, b) for a, b in zip(dense(held), before, strict=True))
+    assert same(held, whole)
+
+
+@pytest.mark.parametrize("hours", [-24 * 365, 24 * 365])
+def test_clocks_that_jump_break_no_rule(hours: int, tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path, max_bytes=6 * entry_bytes)
+    branches = [prompt(3, first=1, seed=seed) for seed in (1, 2)]
+    save(store, branches[0])
+    real = time.time_ns
+    monkeypatch.setattr(directory.time, "time_ns", lambda: real() + hours * 3600 * 10**9)
+    save(store, branches[1])
+    store.load(branches[0])
+    for seed in range(6):
+        save(store, prompt(1, seed=20 + seed))
+        assert total(tmp_path) <= 6 * entry_bytes
+        for ids in branches:
+            stored = [os.path.basename(path) for path in entries(tmp_path)]
+            there = [key.hex() in stored for key in store.keys(ids)]
+            assert there == sorted(there, reverse=True), "an ancestor went before what follows it"
+
+
+def test_times_fall_along_a_chain(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    long, short = prompt(4, first=2, seed=1), prompt(3, first=2, seed=2)
+    save(store, long)
+    save(store, short)
+    for use in (lambda: store.load(short), lambda: store.load(long[: 3 * CHUNK]), lambda: store.save(long, cache(len(long)))):
+        use()
+        for ids in (long, short):
+            times = [os.stat(entry_of(store, ids, number)).st_mtime_ns for number in range(len(ids) // CHUNK)]
+            assert times == sorted(times, reverse=True)
+            assert len(set(times)) == len(times)
+
+
+def test_what_a_lost_count_says_is_counted_again(tmp_path: Path, entry_bytes: int) -> None:
+    for damage in (None, b"", b"x" * 13, b"x" * 8 + (-1).to_bytes(8, "little", signed=True)):
+        store = open_store(tmp_path, max_bytes=4 * entry_bytes)
+        save(store, prompt(4, seed=1))
+        usage = tmp_path / "usage"
+        if damage is None:
+            usage.unlink()
+        else:
+            usage.write_bytes(damage)
+        for reader in (store, open_store(tmp_path, max_bytes=4 * entry_bytes)):
+            save(reader, prompt(1, seed=2))
+            save(reader, prompt(4, seed=3))
+            assert total(tmp_path) <= 4 * entry_bytes
+
+
+def test_unfinished_files_go_when_their_writer_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    save(store, prompt(1))
+    dead = FORK.Process(target=int)
+    dead.start()
+    dead.join()
+    mine, gone = f".kvpack-{os.getpid()}", f".kvpack-{dead.pid}"
+    names = {f"{gone}-aa.tmp": False, f"{mine}-bb.tmp": True, f"{mine}-cc.tmp": False, "other": True}
+    for name in names:
+        (tmp_path / "unfinished" / name).write_bytes(b"part")
+    store = open_store(tmp_path)
+    assert {name: (tmp_path / "unfinished" / name).exists() for name in names} == {**names, f"{mine}-cc.tmp": True}
+    (tmp_path / "unfinished" / f"{mine}-bb.tmp").unlink()
+    real = time.time
+    monkeypatch.setattr(eviction.time, "time", lambda: real() + eviction.STALE_SECONDS + 60)
+    store.collect()
+    assert os.listdir(tmp_path / "unfinished") == ["other"]
+    assert store.counters()["swept_files"] == 2
+
+
+def test_an_evictor_that_is_stopped_stalls_nobody_for_long(tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "WAIT_SECONDS", 0.05)
+    store = open_store(tmp_path, max_bytes=2 * entry_bytes)
+    save(store, prompt(2))
+    other = open_store(tmp_path, max_bytes=2 * entry_bytes)
+    with other._backend._evictor._locked() as held:
+        assert held
+        assert store.save(prompt(1, seed=1), cache(40)) == 0
+        assert store.counters()["refused_chunks"] == 1
+        assert store.load(prompt(2))[0] == 2 * CHUNK
+    assert store.save(prompt(1, seed=1), cache(40)) == CHUNK
+
+
+def _save_in_child(store: kvpack.Store, results: Any) -> None:
+    ids = prompt(2, seed=7)
+    results.put((store.load(prompt(2))[0], store.save(ids, cache(len(ids))), store.load(ids)[0]))
+
+
+def test_a_store_goes_on_in_a_fork(tmp_path: Path, entry_bytes: int) -> None:
+    store = open_store(tmp_path, max_bytes=4 * entry_bytes)
+    save(store, prompt(2))
+    results = FORK.Queue()
+    # As another thread of the parent would leave them at that moment.
+    locks = [store._counters._lock, store._backend._usage._lock]
+    for lock in locks:
+        lock.acquire()
+    child = FORK.Process(target=_save_in_child, args=(store, results), daemon=True)
+    child.start()
+    for lock in locks:
+        lock.release()
+    assert results.get(timeout=60) == (2 * CHUNK, 2 * CHUNK, 2 * CHUNK)
+    child.join()
+    assert store.match(prompt(2, seed=7)) == 2 * CHUNK
+    save(store, prompt(3, seed=8))
+    assert total(tmp_path) <= 4 * entry_bytes
+
+
+@pytest.mark.parametrize("mutant", ["truncates", "newest first", "no budget"])
+def test_the_rules_above_are_seen_to_break(mutant: str, tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the tests that matter most fails on a store that breaks its rule."""
+    if mutant == "truncates":
+        # In place of unlink: a mapped file that is cut short ends the process that reads it, so only its size is looked at.
+        monkeypatch.setattr(directory.os, "unlink", lambda path: os.truncate(path, 0))
+        store = open_store(tmp_path, max_bytes=2 * entry_bytes)
+        save(store, prompt(2))
+        path = entry_of(store, prompt(2), 1)
+        with open(path, "rb") as held:
+            save(store, prompt(1, seed=1))
+            assert os.fstat(held.fileno()).st_size == 0
+        return
+    if mutant == "newest first":
+        monkeypatch.setattr(eviction, "sorted", lambda entries: sorted(entries, reverse=True), raising=False)
+        failing: Any = test_what_was_used_longest_ago_goes_first
+    else:
+        monkeypatch.setattr(eviction.Evictor, "_fits", lambda self, total: total is not None)
+        failing = test_the_budget_holds_after_every_save
+    with pytest.raises(AssertionError):
+        failing(tmp_path, entry_bytes)

@@ -178,6 +178,14 @@ def test_tables_are_printed(report: Any, capsys: pytest.CaptureFixture[str]) -> 
         assert text in out
 
 
+def test_the_command_knows_every_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    for paper in fidelity.PAPERS:
+        assert cli.parser().parse_args(["bench", "fidelity", "--only", paper]).only == [paper]
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", "fidelity", "--only", "kivi"])
+    assert "octopus" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("seed", [-1, 2**32])
 def test_seeds_out_of_range_are_refused(seed: int) -> None:
     with pytest.raises(InvalidParameter, match=f"--seed is {seed}"):

@@ -77,6 +77,7 @@ def test_table_1_has_every_system(report: Any) -> None:
         ("OScaR", "Table 2", 6),
         ("OScaR", "Table 9", 4),
         ("OScaR", "Bits", 10),
+        ("OScaR", "HQMQ Table 3", 6),
     ],
 )
 def test_tables_have_their_figures(report: Any, paper: str, table: str, count: int) -> None:

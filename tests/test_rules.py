@@ -1,0 +1,66 @@
+"""Every MUST of spec/ has a number of its own, and every number its row in rules.md."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvpack.formats import errors
+
+from numbered_rules import KEPT_BY, PAGES, RULES, SPEC, marked, rules  # isort: skip
+
+
+@pytest.mark.parametrize("prefix", PAGES)
+def test_every_must_has_a_number(prefix: str) -> None:
+    for line in (SPEC / PAGES[prefix]).read_text(encoding="utf-8").splitlines():
+        if "BCP 14" not in line and "every MUST and MUST NOT" not in line:
+            numbers = [number for number, _, marked_line in marked(prefix) if marked_line == line]
+            assert len(numbers) == len(re.findall(r"\bMUST\b", line)), line
+
+
+@pytest.mark.parametrize("prefix", PAGES)
+def test_numbers_run_without_gaps_and_occur_once(prefix: str) -> None:
+    numbers = [number for number, _, _ in marked(prefix)]
+    assert sorted(numbers) == sorted(f"{prefix}-{n}" for n in range(1, len(numbers) + 1))
+
+
+def test_every_page_is_numbered() -> None:
+    pages = {str(path.relative_to(SPEC)) for path in SPEC.rglob("*.md") if re.search(r"\bMUST\b", path.read_text(encoding="utf-8"))}
+    assert pages <= {*PAGES.values(), "rules.md", "side-cars.md"}
+
+
+def test_the_table_has_every_rule() -> None:
+    listed = list(rules())
+    assert listed == sorted(listed, key=lambda number: (listed_page(number), int(number.rpartition("-")[2])))
+    assert set(listed) == {number for prefix in PAGES for number, _, _ in marked(prefix)}
+    assert len(listed) == len(re.findall(r"^\| [a-z-]+-\d+ \|", RULES.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def listed_page(number: str) -> int:
+    """The place in rules.md of the heading of the rule's page."""
+    return RULES.read_text(encoding="utf-8").index(f"\n## {PAGES[number.rpartition('-')[0]]}\n")
+
+
+@pytest.mark.parametrize("number", rules())
+def test_a_row_of_the_table(number: str) -> None:
+    rule = rules()[number]
+    assert rule.kept_by in KEPT_BY
+    assert bool(rule.errors) == (rule.kept_by == "refusal")
+    for name in rule.errors:
+        assert issubclass(getattr(errors, name), errors.KvpackError)
+
+
+def test_the_classes_of_refusals_are_those_of_the_library() -> None:
+    text = (SPEC / "README.md").read_text(encoding="utf-8")
+    classes = re.findall(r"^\| `(\w+)` \|", text[text.index("### Refusals") : text.index("### Writers")], re.MULTILINE)
+    assert {error for rule in rules().values() for error in rule.errors} == set(classes)
+    refusing = {name for name, kind in vars(errors).items() if isinstance(kind, type) and kind.exit_code == 1} - {"KvpackError"}
+    assert set(classes) == refusing
+
+
+def test_rules_that_the_text_names_exist() -> None:
+    for path in SPEC.rglob("*.md"):
+        for text in re.findall(r"\brules? ((?:[a-z-]+-\d+(?:, | and )?)+)", path.read_text(encoding="utf-8")):
+            for number in re.findall(r"[a-z-]+-\d+", text):
+                assert number in rules(), f"{path.name}: {number}"

@@ -21,14 +21,14 @@ from kvpack.bench.sizes import starts, window
 from kvpack.demo import model_folder
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.recipes import Recipe, parse_recipe
-from kvpack.tuning import candidates, early_boost, greedy, results, search, tune
+from kvpack.tuning import candidates, early_boost, greedy, journal, measurement, results, search, tune
 from kvpack.tuning.allocation import ranges, recipe_clauses, recipe_text, uniform
 from kvpack.tuning.measurement import Loss
 from kvpack.tuning.report import show
 
 CANDIDATES = ["scalar:b=2", "scalar:b=3", "k=group:b=4,g=32", "v=octahedral:b=3"]
-SETTINGS = tune.Settings(tokens=128, score=32, windows=2, seed=3)
-WORDS = ["tune", "--tokens", "128", "--score", "32", "--windows", "1"]
+SETTINGS = tune.Settings(tokens=128, score=32, windows=2, held_out=2, seed=3)
+WORDS = ["tune", "--tokens", "128", "--score", "32", "--windows", "1", "--held-out", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +43,11 @@ def tinylm() -> Any:
         return models.load_model(folder)
 
 
-def tuning_windows(held_out: bool) -> list[torch.Tensor]:
+def tuning_windows() -> dict[str, list[torch.Tensor]]:
     with model_folder(None) as folder:
         text = models.read_text(None, folder, 264)
-    return [window(text, start, 128) for start in starts(2500, 128, 4, SETTINGS.seed)[held_out::2]]
+    first, second, third, fourth = (window(text, start, 128) for start in starts(2500, 128, 4, SETTINGS.seed))
+    return {"searched": [second, fourth], "held_out": [first, third]}
 
 
 def strict(text: str) -> Any:
@@ -74,13 +75,13 @@ def test_the_recipe_file_is_the_recipe(found: Any) -> None:
 
 
 def test_the_loss_can_be_measured_again(found: Any, tinylm: Any, tmp_path: Path) -> None:
-    for held_out, part in ((False, "searched"), (True, "held_out")):
-        exact = [windows.read_exactly(tinylm, tokens, 32) for tokens in tuning_windows(held_out)]
+    for part, of_text in tuning_windows().items():
+        exact = [windows.read_exactly(tinylm, tokens, 32) for tokens in of_text]
         measured = [windows.measure(tinylm, it, found["recipe"], str(tmp_path / "window")) for it in exact]
         assert [it.kl_divergence for it in measured] == pytest.approx(found["tuned"][part]["kl_divergences"], rel=1e-4)
         differences = [it.log_perplexity - of.loss for it, of in zip(measured, exact, strict=True)]
         assert sum(differences) / 2 == pytest.approx(found["tuned"][part]["log_perplexity_difference"], abs=1e-5)
-        if not held_out:
+        if part == "searched":
             assert 8 * sum(it.bytes for it in measured) / sum(it.values for it in measured) == found["tuned"]["bits_per_value"]
 
 
@@ -107,17 +108,69 @@ def test_every_candidate_was_tried_in_every_place(found: Any) -> None:
 
 
 def test_one_seed_one_result(found: Any) -> None:
-    settings = tune.Settings(tokens=64, score=16, windows=1)
+    settings = tune.Settings(tokens=64, score=16, windows=1, held_out=1)
     first, again = (tune.run(None, None, 4.5, settings, candidates=["scalar:b=2", "scalar:b=4"]) for _ in range(2))
     assert first == again
     assert first["file"] is None
     assert first["tuned"] != found["tuned"]
 
 
+def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "measurements.json"
+    words = [*WORDS, "--candidate", "scalar:b=2", "--candidate", "scalar:b=3", "--json", "--measurements", str(path)]
+    monkeypatch.chdir(tmp_path)
+    read, measure = [], measurement.Windows._measure
+
+    def interrupted(self: Any, exact: Any, recipe: str) -> Loss:
+        if len(read) == 5:
+            raise KeyboardInterrupt
+        read.append(recipe)
+        return measure(self, exact, recipe)
+
+    monkeypatch.setattr(measurement.Windows, "_measure", interrupted)
+    assert cli.main([*words, "--bits", "3.4"]) == 130
+    assert list(strict(path.read_text())["losses"]) == read
+    monkeypatch.setattr(measurement.Windows, "_measure", lambda *given: read.append(given[2]) or measure(*given))
+    assert cli.main([*words, "--bits", "3.4"]) == 0
+    resumed = strict(capsys.readouterr().out)
+    # Nothing was measured twice, but for the held-out windows.
+    assert len(read) == len(set(read)) + len({resumed["tuned"]["recipe"], resumed["uniform"]["recipe"]})
+    before = len(read)
+    assert cli.main([*words, "--bits", "3.4"]) == 0
+    assert strict(capsys.readouterr().out) == resumed
+    assert len(read) == before + 2
+    assert cli.main([*words, "--bits", "3.4", "--seed", "1"]) == 2
+    assert f"{path}: holds measurements of another model, text, size, seed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no measurements of kvpack tune"),
+        ("[" * 100000, "holds no measurements of kvpack tune"),
+        ('{"format": "kvpack measurements"}', "holds no measurements of kvpack tune"),
+        ("{}", "what it holds of recipe 'a' is no measurement"),
+        ('{"kl_divergences": [NaN], "log_perplexities": [1.0], "bytes": 1, "values": 1}', "what it holds of recipe 'a'"),
+        ('{"kl_divergences": [], "log_perplexities": [], "bytes": 1, "values": 1}', "what it holds of recipe 'a'"),
+        ('{"kl_divergences": ["x"], "log_perplexities": [1.0], "bytes": 1, "values": 1}', "what it holds of recipe 'a'"),
+    ],
+    ids=["empty", "deep", "no losses", "no loss", "not finite", "no windows", "no number"],
+)
+def test_other_files_hold_no_measurements(tmp_path: Path, content: str, message: str) -> None:
+    exact: Any = [SimpleNamespace(tokens=torch.zeros(1, 2, dtype=torch.long), log_probabilities=torch.zeros(1, 2))]
+    path = tmp_path / "file"
+    if "recipe" in message:
+        head = {"format": "kvpack measurements", "kvpack": kvpack.__version__, "windows": journal.identity(exact)}
+        content = json.dumps(head)[:-1] + f', "losses": {{"a": {content}}}}}'
+    path.write_text(content)
+    with pytest.raises(InvalidParameter, match=message):
+        journal.open_journal(str(path), exact)
+
+
 @pytest.mark.parametrize("quick", [True, False], ids=["fast", "thorough"])
 def test_progress_ends_at_its_total(quick: bool) -> None:
     seen: list[tuple[int, int]] = []
-    settings = tune.Settings(tokens=64, score=16, windows=1)
+    settings = tune.Settings(tokens=64, score=16, windows=1, held_out=1)
     tune.run(None, None, 4.5, settings, quick=quick, candidates=["scalar:b=2", "scalar:b=3"], progress=lambda *step: seen.append(step))
     assert len({total for _, total in seen}) == 1
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -148,7 +201,7 @@ def test_the_sensitive_layer_gets_the_bytes(tmp_path: Path, factor: float, sensi
     model.save_pretrained(tmp_path)
     words = ["k=scalar:b=2", "k=scalar:b=6", "v=scalar:b=4"]
     # Room for the finer keys of one layer, and not of two.
-    report = tune.run(str(tmp_path), None, 4.6, tune.Settings(tokens=128, score=32, windows=1), candidates=words)
+    report = tune.run(str(tmp_path), None, 4.6, tune.Settings(tokens=128, score=32, windows=1, held_out=1), candidates=words)
     assert [layer["k"] for layer in report["layers"]].count("scalar:b=6") == 1
     assert (report["recipe"] == "k=scalar:b=2;v=scalar:b=4;layers=2:k=scalar:b=6") == sensitive
     assert report["uniform"]["recipe"] == "k=scalar:b=2;v=scalar:b=4"
@@ -182,10 +235,11 @@ def test_the_fast_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (
             ["--bits", "1"],
             2,
-            r"the smallest file of the candidates takes [\d,]+ bytes a window, 1\.\d+ bits a value; the budget is [\d,]+ bytes",
+            r"the smallest file of the candidates takes [\d,]+ bytes a window, 2\.\d+ bits a value; the budget is [\d,]+ bytes",
         ),
         (["--bits", "1", "--fast"], 2, r"the smallest uniform recipe of the candidates takes [\d,]+ bytes"),
-        (["--bits", "3", "--windows", "10"], 2, r"--windows is 10, allowed are integers from 1 to 9 of 128 tokens"),
+        (["--bits", "3", "--windows", "19"], 2, r"--windows is 19, allowed are integers from 1 to 18 of 128 tokens"),
+        (["--bits", "3", "--windows", "9", "--held-out", "11"], 2, r"--held-out is 11, allowed are integers from 1 to 10 windows"),
         (["--bits", "3", "--score", "128"], 2, r"--score is 128, allowed are integers from 1 to 127"),
         (["--bits", "3", "--tokens", "4000"], 2, r"--tokens is 4000"),
         (["--bits", "3", "--candidate", "scalar:b=99"], 2, r".*b is '99'"),

@@ -30,9 +30,11 @@ def add(commands: Any) -> None:
         "--candidate", action="append", metavar="CODEC", help="a codec to choose from, such as k=scalar:b=3; may be repeated"
     )
     parser.add_argument("--out", default="recipe.txt", metavar="FILE", help="the recipe file to write (default: recipe.txt)")
+    parser.add_argument("--measurements", metavar="FILE", help="keep what was measured here, and go on from what it holds")
     parser.add_argument("--tokens", type=int, metavar="N", help="of a window (default: 1024, or what the model and the text have)")
     parser.add_argument("--score", type=int, metavar="N", help="the window's last tokens, scored over what is packed (default: 256)")
-    parser.add_argument("--windows", type=int, metavar="N", help="for the search; as many again are held out (default: 4, or what fits)")
+    parser.add_argument("--windows", type=int, metavar="N", help="of the text, for the search (default: 4, or what fits)")
+    parser.add_argument("--held-out", type=int, metavar="N", help="windows for the comparison alone (default: 16, or what fits)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the windows (default: 0)")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -51,10 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.model,
             arguments.text,
             arguments.bits,
-            tune.Settings(arguments.tokens, arguments.score, arguments.windows, arguments.seed),
+            tune.Settings(arguments.tokens, arguments.score, arguments.windows, arguments.held_out, arguments.seed),
             quick=arguments.fast,
             candidates=arguments.candidate,
             out=arguments.out,
+            measurements=arguments.measurements,
             progress=callback,
         )
     if arguments.json:

@@ -38,16 +38,30 @@ class Loss:
     def bits_per_value(self) -> float:
         return 8 * self.bytes / self.values
 
+    @staticmethod
+    def joined(losses: Sequence[Loss]) -> Loss:
+        """The losses of one recipe in several windows."""
+        return Loss(
+            [divergence for loss in losses for divergence in loss.kl_divergences],
+            [perplexity for loss in losses for perplexity in loss.log_perplexities],
+            sum(loss.bytes for loss in losses),
+            sum(loss.values for loss in losses),
+        )
+
 
 @dataclass
 class Windows:
-    """Windows of one text and the losses measured in them; ``step`` is told of every window read."""
+    """Windows of one text that are read again and again; ``step`` is told of every window read, ``measured`` of every new loss.
+
+    ``exact`` holds what the uncompressed model does, of the pairs only the prefix in the precision that is packed.
+    """
 
     model: Any
     folder: str
     step: Callable[[], None]
     exact: list[Exact] = field(default_factory=list)
     losses: dict[str, Loss] = field(default_factory=dict)
+    measured: Callable[[str, Loss], None] | None = None
 
     def read(self, windows: Sequence[torch.Tensor], score: int) -> Exact:
         """Read windows ``[1, token]`` without packing, and return all of the first one."""
@@ -55,7 +69,6 @@ class Windows:
         for tokens in windows:
             found = read_exactly(self.model, tokens, score)
             first = first or found
-            # Of the others only what a measurement needs is kept, in the precision that it packs.
             pairs = [(k.to(torch.bfloat16), v.to(torch.bfloat16)) for k, v in found.first]
             self.exact.append(replace(found, pairs=pairs, seen={}))
             self.step()
@@ -64,21 +77,30 @@ class Windows:
 
     def loss(self, recipe: str) -> Loss:
         """What the recipe costs, measured once for every text of a recipe. Raises OutOfRange where a codec cannot hold the values."""
-        if recipe not in self.losses:
-            self.losses[recipe] = self._measure(recipe)
-        else:
+        if recipe in self.losses:
             for _ in self.exact:
                 self.step()
+        else:
+            self.losses[recipe] = Loss.joined([self._measure(exact, recipe) for exact in self.exact])
+            if self.measured:
+                self.measured(recipe, self.losses[recipe])
         return self.losses[recipe]
 
-    def _measure(self, recipe: str) -> Loss:
-        path = os.path.join(self.folder, "window.kvpack")
-        divergences, perplexities, size, values = [], [], 0, 0
-        for exact in self.exact:
-            predicted = read_packed(self.model, exact, packed_file(exact.first, recipe, path))
-            divergences.append(predicted.kl_divergence)
-            perplexities.append(predicted.log_perplexity)
-            size += predicted.whole.nbytes
-            values += predicted.whole.values
-            self.step()
-        return Loss(divergences, perplexities, size, values)
+    def _measure(self, exact: Exact, recipe: str) -> Loss:
+        predicted = read_packed(self.model, exact, packed_file(exact.first, recipe, os.path.join(self.folder, "window.kvpack")))
+        self.step()
+        return Loss([predicted.kl_divergence], [predicted.log_perplexity], predicted.whole.nbytes, predicted.whole.values)
+
+
+def read_once(
+    searched: Windows, windows: Sequence[torch.Tensor], score: int, recipes: Sequence[str]
+) -> tuple[list[float], dict[str, Loss]]:
+    """The exact loss and those of ``recipes`` in ``windows``, with the model of ``searched``; one window is held at a time."""
+    exact: list[float] = []
+    losses: dict[str, list[Loss]] = {recipe: [] for recipe in recipes}
+    for tokens in windows:
+        window = Windows(searched.model, searched.folder, searched.step)
+        exact.append(window.read([tokens], score).loss)
+        for recipe, found in losses.items():
+            found.append(window.loss(recipe))
+    return exact, {recipe: Loss.joined(found) for recipe, found in losses.items()}

@@ -14,7 +14,7 @@ def show(report: dict[str, Any]) -> None:
     settings = report["settings"]
     title = (
         f"{printable(report['model'])}, {printable(report['text'])}: {report['mode']} search, at most {report['bits']:g} bits a value; "
-        f"{settings['windows']} windows of {settings['tokens']:,} tokens and as many held out, the last {settings['score']:,} scored"
+        f"{settings['windows']} windows of {settings['tokens']:,} tokens and {settings['held_out']} held out, {settings['score']:,} scored"
     )
     columns = [
         "what",
@@ -74,4 +74,4 @@ def _verdict(report: dict[str, Any]) -> str:
     if comparison["verdict"] == "worse":
         return f"Tuning does not pay here: {losses}. Take {same}."
     spread = "one window gives no interval" if interval is None else f"the difference is between {interval[0]:+.5f} and {interval[1]:+.5f}"
-    return f"Whether tuning pays is not decided: {losses}, and {spread} (95 %), beside {same}. More --windows would tell."
+    return f"Whether tuning pays is not decided: {losses}, and {spread} (95 %), beside {same}. A larger --held-out would tell."

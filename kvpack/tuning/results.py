@@ -14,18 +14,24 @@ from .allocation import recipe_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .measurement import Loss, Windows
+    from .measurement import Loss
     from .search import Measurement, Search
 
 
-def results(search: Search, held_out: Windows, tuned: Measurement, uniform: Measurement | None) -> dict[str, Any]:
-    """What was found, what the best uniform recipe does, and every measurement on the way."""
+def results(
+    search: Search, held_out: tuple[list[float], dict[str, Loss]], tuned: Measurement, uniform: Measurement | None
+) -> dict[str, Any]:
+    """What was found, what the best uniform recipe does, and every measurement on the way.
+
+    ``held_out`` has the exact losses of the held-out windows, and those of both recipes.
+    """
     layers = len(search.priced.places) // 2
-    found = _row(tuned, search.windows, held_out)
+    exact, losses = held_out
+    found, plain = (None if it is None else losses[recipe_text(it.allocation)] for it in (tuned, uniform))
     return {
-        "tuned": found,
-        "uniform": None if uniform is None else _row(uniform, search.windows, held_out),
-        "comparison": None if uniform is None else comparison(*(held_out.loss(recipe_text(it.allocation)) for it in (tuned, uniform))),
+        "tuned": _row(tuned, search, exact, losses),
+        "uniform": None if uniform is None else _row(uniform, search, exact, losses),
+        "comparison": None if found is None or plain is None else comparison(found, plain),
         "layers": [{side: tuned.allocation[layer, side] for side in "kv"} for layer in range(layers)],
         "measured": [
             {
@@ -49,19 +55,18 @@ def results(search: Search, held_out: Windows, tuned: Measurement, uniform: Meas
     }
 
 
-def _row(found: Measurement, searched: Windows, held_out: Windows) -> dict[str, Any]:
+def _row(found: Measurement, search: Search, exact: list[float], losses: dict[str, Loss]) -> dict[str, Any]:
     recipe = recipe_text(found.allocation)
     return {
         "recipe": recipe,
         "bits_per_value": found.loss.bits_per_value,
-        "bytes": found.loss.bytes // len(searched.exact),
-        "searched": _losses(found.loss, searched),
-        "held_out": _losses(held_out.loss(recipe), held_out),
+        "bytes": found.loss.bytes // len(search.windows.exact),
+        "searched": _losses(found.loss, [it.loss for it in search.windows.exact]),
+        "held_out": _losses(losses[recipe], exact),
     }
 
 
-def _losses(loss: Loss, windows: Windows) -> dict[str, Any]:
-    exact = [it.loss for it in windows.exact]
+def _losses(loss: Loss, exact: list[float]) -> dict[str, Any]:
     differences = [found - of for found, of in zip(loss.log_perplexities, exact, strict=True)]
     return {
         "kl_divergence": loss.kl_divergence,

@@ -21,6 +21,9 @@ UNIFORM = 6
 ROUNDS = 2
 """Rounds of exchanges at the most."""
 
+EXCHANGES = 4
+"""Recipes that a round usually measures after its single changes, for the progress alone."""
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -84,8 +87,8 @@ def thorough(search: Search) -> tuple[Measurement, Measurement | None]:
 
 
 def steps(layers: int, candidates: dict[str, list[str]]) -> int:
-    """Recipes that the thorough search measures at the most, with these candidates of each side."""
-    return layers * sum(map(len, candidates.values())) + 1 + UNIFORM + ROUNDS * (4 * layers + 1)
+    """About how many recipes the thorough search measures with these candidates of each side."""
+    return layers * sum(map(len, candidates.values())) + 1 + UNIFORM + ROUNDS * (4 * layers + EXCHANGES)
 
 
 def sensitivities(search: Search) -> Losses:
@@ -137,15 +140,29 @@ def _promising(search: Search) -> list[Allocation]:
 def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
     """``tuned`` with some places given more bytes and others fewer, or None when that does not lower the real loss.
 
-    What a place gains or loses is measured where it counts: with all others as they are in ``tuned``.
+    What a place gains or loses is measured where it counts: with all others as they are in ``tuned``. Many changes at once may
+    not do what they do alone; then fewer are tried, those that gain most.
     """
     losses: Losses = {}
     for place, codec in tuned.allocation.items():
         losses[place] = {codec: tuned.loss.kl_divergence}
         for other in _neighbours(search, place, codec):
             losses[place][other] = search.windows.loss(recipe_text(tuned.allocation | {place: other})).kl_divergence
-    found = _fitting(search, "exchange", losses)
-    return found if found.loss.kl_divergence < tuned.loss.kl_divergence else None
+    free = set(losses)
+    while True:
+        kept = {place: of if place in free else {tuned.allocation[place]: 0.0} for place, of in losses.items()}
+        found = _fitting(search, "exchange", kept)
+        if found.loss.kl_divergence < tuned.loss.kl_divergence:
+            return found
+        grown = [place for place in free if _grows(search, place, tuned.allocation[place], found.allocation[place])]
+        grown.sort(key=lambda place: (losses[place][found.allocation[place]], place))
+        if len(grown) < 2:
+            return None
+        free = {place for place in free if place not in grown} | set(grown[: len(grown) // 2])
+
+
+def _grows(search: Search, place: Place, before: str, after: str) -> bool:
+    return search.priced.stream_bytes(place, after) > search.priced.stream_bytes(place, before)
 
 
 def _neighbours(search: Search, place: Place, codec: str) -> list[str]:

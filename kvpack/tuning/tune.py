@@ -1,7 +1,7 @@
 """kvpack tune: a search over the recipes of one model, and its report.
 
 Windows of a text are read in two parts, as ``kvpack bench quality`` reads them: the first part is packed, saved and loaded, and
-the model reads the second over it. Every other window is held out: the search never sees it, and the report compares there.
+the model reads the second over it. Some windows are held out: the search never sees them, and the report compares there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from kvpack.formats.errors import InvalidParameter, WriteFailed
 from .allocation import recipe_clauses, recipe_text
 from .candidates import LADDER, RUNGS, parse_candidates, price
 from .early_boost import RUNS, fast
-from .measurement import Windows
+from .journal import open_journal
+from .measurement import Windows, read_once
 from .results import recipe_file, results
 from .search import Search, steps, thorough
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 DEFAULT_TOKENS = 1024
 DEFAULT_SCORE = 256
 DEFAULT_WINDOWS = 4
+DEFAULT_HELD_OUT = 16
 
 MAX_BITS = 32
 
@@ -47,13 +49,14 @@ MAX_TOKEN_GROUP = 128
 class Settings:
     """Sizes of a search; None stands for the default, or for what the model and the text have where that is less.
 
-    ``tokens`` of a window, of which the last ``score`` are scored; ``windows`` that the search reads, as many again being held out.
+    ``tokens`` of a window, of which the last ``score`` are scored; ``windows`` that the search reads, ``held_out`` for the report.
     Codecs that encode tokens in groups keep a part of a group raw, and those bytes count: multiples of 128 leave none.
     """
 
     tokens: int | None = None
     score: int | None = None
     windows: int | None = None
+    held_out: int | None = None
     seed: int = 0
 
 
@@ -62,6 +65,7 @@ class _Sizes:
     tokens: int
     score: int
     windows: int
+    held_out: int
 
 
 @dataclass
@@ -91,19 +95,22 @@ def run(
     quick: bool = False,
     candidates: Sequence[str] | None = None,
     out: str | None = None,
+    measurements: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Search a recipe of at most ``bits`` bits a value, counted as all bytes of a window's file, and return JSON values.
 
     ``quick`` is the search of three to five recipes; ``candidates`` are codecs such as ``k=scalar:b=3``; ``out`` is the recipe
-    file to write. Two runs with one seed find the same, where torch has the same number of threads. Raises InvalidRecipe,
-    InvalidParameter for sizes that do not fit and for an impossible budget, MissingFile and WriteFailed.
+    file to write; ``measurements`` is a file that keeps the losses, and gives those that it holds. Two runs with one seed find
+    the same, where torch has the same number of threads. Raises InvalidRecipe, InvalidParameter for sizes that do not fit and
+    for an impossible budget, MissingFile and WriteFailed.
     """
     if not 0 < bits <= MAX_BITS:
         raise InvalidParameter(f"--bits is {bits}, allowed are numbers above 0 and up to {MAX_BITS}")
     codecs = parse_candidates(candidates or (RUNGS if quick else LADDER))
-    if out is not None:
-        _check_folder(out)
+    for path in (out, measurements):
+        if path is not None:
+            _check_folder(path)
     with model_folder(model) as folder:
         network = load_model(folder)
         words = read_text(text, folder, vocabulary(network))
@@ -111,15 +118,19 @@ def run(
     sizes = _sizes(settings, words, positions(network))
     counter = _Counter(progress)
     with tempfile.TemporaryDirectory(prefix="kvpack-tune-") as folder_name:
-        searched, held_out = (Windows(network, folder_name, counter) for _ in range(2))
-        every = _windows(words, sizes, settings.seed)
+        searched = Windows(network, folder_name, counter)
+        chosen, kept = _windows(words, sizes, settings.seed)
         layers = network.config.get_text_config().num_hidden_layers
-        # All windows are read without packing, and the held-out ones in two recipes.
-        counter.total = sizes.windows * (4 + (RUNS if quick else steps(layers, codecs)))
-        priced = price(searched.read(every[::2], sizes.score), codecs)
+        counter.total = sizes.windows * (1 + (RUNS if quick else steps(layers, codecs))) + 3 * sizes.held_out
+        priced = price(searched.read(chosen, sizes.score), codecs)
         search = Search(priced, searched, math.floor(bits * priced.values() / 8))
-        tuned, uniform = (fast if quick else thorough)(search)
-        held_out.read(every[1::2], sizes.score)
+        journal = open_journal(measurements, searched.exact)
+        searched.losses, searched.measured = dict(journal.losses), journal.keep
+        try:
+            tuned, uniform = (fast if quick else thorough)(search)
+        finally:
+            journal.write()
+        held_out = read_once(searched, kept, sizes.score, [recipe_text(it.allocation) for it in (tuned, uniform) if it is not None])
         report = {
             "model": name,
             "text": words.name,
@@ -154,13 +165,18 @@ def _sizes(settings: Settings, text: Text, most_positions: int | None) -> _Sizes
         tokens = max(2, min(tokens, len(text.ids) // 2 + len(text.start) - 1))
         tokens -= tokens % (2 * MAX_TOKEN_GROUP) if tokens > 2 * MAX_TOKEN_GROUP else 0
     score = min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
-    room = len(text.ids) // window_ids(tokens, text) // 2
-    windows = min(DEFAULT_WINDOWS, room) if settings.windows is None else settings.windows
+    room = len(text.ids) // window_ids(tokens, text)
+    windows = min(DEFAULT_WINDOWS, room // 2) if settings.windows is None else settings.windows
     check_size("score", score, 1, tokens - 1, f"of a window of {tokens} tokens")
-    check_size("windows", windows, 1, room, f"of {tokens} tokens in {text.name}, as many again being held out")
-    return _Sizes(tokens, score, windows)
+    check_size("windows", windows, 1, room - 1, f"of {tokens} tokens in {text.name}, one at least being held out")
+    held_out = min(DEFAULT_HELD_OUT, room - windows) if settings.held_out is None else settings.held_out
+    check_size("held-out", held_out, 1, room - windows, f"windows of {tokens} tokens in {text.name}, beside {windows} for the search")
+    return _Sizes(tokens, score, windows, held_out)
 
 
-def _windows(text: Text, sizes: _Sizes, seed: int) -> list[torch.Tensor]:
-    size = window_ids(sizes.tokens, text)
-    return [window(text, start, size) for start in starts(len(text.ids), size, 2 * sizes.windows, seed)]
+def _windows(text: Text, sizes: _Sizes, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The windows of the search, spread over the text, and those held out between them."""
+    size, count = window_ids(sizes.tokens, text), sizes.windows + sizes.held_out
+    every = [window(text, start, size) for start in starts(len(text.ids), size, count, seed)]
+    chosen = {(2 * number + 1) * count // (2 * sizes.windows) for number in range(sizes.windows)}
+    return [every[number] for number in sorted(chosen)], [every[number] for number in range(count) if number not in chosen]

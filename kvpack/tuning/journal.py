@@ -1,0 +1,105 @@
+"""Losses kept in a file: an interrupted search goes on where it was, and one for another budget measures little anew."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+import kvpack
+from kvpack.atomic import write_file
+from kvpack.formats.errors import InvalidParameter, MissingFile
+
+from .measurement import Loss
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpack.bench.windows import Exact
+
+EVERY = 16
+"""Recipes after which the file is written again."""
+
+_FORMAT = "kvpack measurements"
+
+
+def identity(exact: Sequence[Exact]) -> str:
+    """Names the model, the text and the sizes, by what the uncompressed model reads and predicts in the windows."""
+    digest = xxhash.xxh3_128()
+    for window in exact:
+        digest.update(window.tokens.numpy().tobytes())
+        digest.update(window.log_probabilities.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+@dataclass
+class Journal:
+    """The losses of recipes in the windows called ``of``, kept in the file ``path`` (None: in memory alone)."""
+
+    path: str | None
+    of: str
+    losses: dict[str, Loss] = field(default_factory=dict)
+    unwritten: int = 0
+
+    def keep(self, recipe: str, loss: Loss) -> None:
+        """Add the loss of a recipe, and write the file now and then. Raises WriteFailed."""
+        self.losses[recipe] = loss
+        self.unwritten += 1
+        if self.unwritten >= EVERY:
+            self.write()
+
+    def write(self) -> None:
+        """Write what is not in the file yet. Raises WriteFailed."""
+        if self.path is None or not self.unwritten:
+            return
+        content = {
+            "format": _FORMAT,
+            "kvpack": kvpack.__version__,
+            "windows": self.of,
+            "losses": {recipe: asdict(loss) for recipe, loss in self.losses.items()},
+        }
+        write_file(self.path, [memoryview(json.dumps(content).encode())])
+        self.unwritten = 0
+
+
+def open_journal(path: str | None, exact: Sequence[Exact]) -> Journal:
+    """The journal of these windows, with what the file holds where there is one.
+
+    Raises MissingFile when it cannot be read, InvalidParameter when it is none or one of other windows.
+    """
+    made = Journal(path, identity(exact))
+    if path is None or not os.path.lexists(path):
+        return made
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise MissingFile(f"{path}: could not be opened: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or content.get("format") != _FORMAT or not isinstance(content.get("losses"), dict):
+        raise InvalidParameter(f"{path}: holds no measurements of kvpack tune; give a new file's name or remove it")
+    if (content.get("kvpack"), content.get("windows")) != (kvpack.__version__, made.of):
+        raise InvalidParameter(
+            f"{path}: holds measurements of another model, text, size, seed or number of threads, or of another kvpack; "
+            "give a new file's name or remove it"
+        )
+    made.losses = {recipe: _loss(path, recipe, found, len(exact)) for recipe, found in content["losses"].items()}
+    return made
+
+
+def _loss(path: str, recipe: str, found: Any, windows: int) -> Loss:
+    try:
+        loss = Loss(**found)
+        numbers = [*loss.kl_divergences, *loss.log_perplexities]
+        right = len(loss.kl_divergences) == len(loss.log_perplexities) == windows and all(map(math.isfinite, numbers))
+        right = right and type(loss.bytes) is type(loss.values) is int and min(loss.bytes, loss.values) > 0
+    except TypeError:
+        right = False
+    if not right:
+        raise InvalidParameter(f"{path}: what it holds of recipe {recipe!r} is no measurement; remove the file")
+    return loss

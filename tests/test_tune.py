@@ -249,7 +249,9 @@ def test_the_fast_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["--bits", "3", "--model", "/nowhere"], 3, r"/nowhere: has no config.json"),
         (["--bits", "3", "--text", "/nowhere"], 3, r"/nowhere: could not be opened"),
         (["--bits", "3", "--out", "none/x"], 3, r"none/x: could not be written: none is no folder"),
-        (["--bits", "3", "--out", "."], 3, r"\.: could not be written: it is a folder"),
+        (["--bits", "3", "--out", "."], 3, r"'\.': could not be written: it is no regular file"),
+        (["--bits", "3", "--out", "/dev/null"], 3, r"'/dev/null': could not be written: it is no regular file"),
+        (["--bits", "3", "--measurements", ""], 3, r"'': could not be written"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else None,
 )

@@ -150,8 +150,8 @@ def run(
 def _check_folder(path: str) -> None:
     """Refuse a file that cannot be written before the search takes its time."""
     folder = os.path.dirname(path) or "."
-    if os.path.isdir(path) or not path:
-        raise WriteFailed(f"{path or 'the recipe file'}: could not be written: it is a folder, expected a file or nothing")
+    if not path or (os.path.exists(path) and not os.path.isfile(path)):
+        raise WriteFailed(f"{path!r}: could not be written: it is no regular file, expected a file or nothing")
     if not os.path.isdir(folder):
         raise WriteFailed(f"{path}: could not be written: {folder} is no folder")
     if not os.access(folder, os.W_OK):

@@ -99,6 +99,34 @@ class Rotation:
         return u if self.kind == "none" else u @ self.matrix(u.device)
 
 
+@dataclass(frozen=True)
+class BlockRotation:
+    """The Hadamard rotation of every ``size`` consecutive channels of a head (spec/side-cars.md).
+
+    Raises InvalidParameter for a size that does not divide ``dim`` or has no Hadamard matrix.
+    """
+
+    dim: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if not (2 <= self.size <= self.dim and self.dim % self.size == 0):
+            raise InvalidParameter(f"block_rotation is {self.size}, allowed are sizes from 2 that divide the head dim {self.dim}")
+        _paley_order(self.size)
+
+    @property
+    def _rotation(self) -> Rotation:
+        return Rotation("hadamard", self.size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotate the blocks of ``[..., dim]`` float32."""
+        return self._rotation.forward(x.reshape(*x.shape[:-1], self.dim // self.size, self.size)).reshape(x.shape)
+
+    def inverse(self, u: torch.Tensor) -> torch.Tensor:
+        """Rotate the blocks of ``[..., dim]`` float32 back."""
+        return self._rotation.inverse(u.reshape(*u.shape[:-1], self.dim // self.size, self.size)).reshape(u.shape)
+
+
 @kept_on_device
 def _matrix(kind: str, dim: int, seed: int) -> torch.Tensor:
     matrix = torch.tensor(hadamard(dim), dtype=torch.float64)

@@ -1,8 +1,8 @@
 """What any lossy codec can be given besides its own streams (spec/side-cars.md).
 
 ``WithSideCars`` is a codec and the side-cars of one side. Values go through them in this order: raw tokens are taken out,
-channels are scaled, the codec's rotation leads to the coded frame, outliers are taken out, the codec encodes the rest, and
-qjl describes what that loses.
+channels are scaled, put in another order and rotated in blocks, the codec's rotation leads to the coded frame, outliers are
+taken out, the codec encodes the rest, and qjl describes what that loses.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .base import Codec, Run, RunEncoder
+from .base import MAX_DIM, Codec, Run, RunEncoder
+from .channel_order import DTYPES as ORDER_DTYPES
+from .channel_order import STREAM as CHANNEL_ORDER
+from .channel_order import ChannelOrder, reordered, restored
 from .channel_scale import DTYPES as SCALE_DTYPES
 from .channel_scale import STREAM as CHANNEL_SCALE
 from .channel_scale import ChannelScale, factors
@@ -24,6 +27,7 @@ from .raw import DTYPES as RAW_DTYPES
 from .raw_tokens import FLAGS as RAW_FLAGS
 from .raw_tokens import VALUES as RAW_TOKENS
 from .raw_tokens import RawTokens
+from .rotation import BlockRotation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     from .options import Options
     from .rotation import Rotation
 
-SIDE_CARS = ("channel_scale", "outliers", "qjl", "raw_tokens")
+SIDE_CARS = ("channel_scale", "channel_order", "block_rotation", "outliers", "qjl", "raw_tokens")
 """Their names in a codec's map in the header, after the codec's own parameters and in this order."""
 
 _LARGEST_MULTIPLIER = 1000
@@ -49,6 +53,8 @@ class WithSideCars(Codec):
     dim: int = field(init=False)
     codec: Codec
     channel_scale: ChannelScale | None = None
+    channel_order: ChannelOrder | None = None
+    block_rotation: BlockRotation | None = None
     outliers: Outliers | None = None
     qjl: Qjl | None = None
     raw_tokens: RawTokens | None = None
@@ -67,6 +73,7 @@ class WithSideCars(Codec):
 
         found = {
             "channel_scale": _channel_scale(side, options),
+            **_blocks(dim, options),
             "outliers": _outliers(dim, options),
             "qjl": _qjl(dim, options),
             "raw_tokens": _raw_tokens(dim, options),
@@ -77,6 +84,10 @@ class WithSideCars(Codec):
         result = self.codec.params()
         if self.channel_scale is not None:
             result["channel_scale"] = self.channel_scale.dtype
+        if self.channel_order is not None:
+            result["channel_order"] = self.channel_order.dtype
+        if self.block_rotation is not None:
+            result["block_rotation"] = self.block_rotation.size
         if self.outliers is not None:
             result["outliers"] = self.outliers.params()
         if self.qjl is not None:
@@ -108,6 +119,8 @@ class WithSideCars(Codec):
         result: dict[str, Layout] = {}
         if self.channel_scale is not None:
             result |= self.channel_scale.layout(batch, heads, self.dim)
+        if self.channel_order is not None:
+            result |= self.channel_order.layout(batch, heads)
         for side_car in (self.outliers, self.qjl, self.raw_tokens):
             if side_car is not None:
                 result |= side_car.layout(batch, heads, tokens)
@@ -150,31 +163,39 @@ class WithSideCars(Codec):
                 yield kept(block, start)[0]
                 start += block.shape[2]
 
-        if self.channel_scale is not None:
-            known = None if before is None else before.get(CHANNEL_SCALE)
-            own[CHANNEL_SCALE] = self.channel_scale.measure(Run(run.shape, run.device, kept_blocks)) if known is None else known
-
         def scaled(block: torch.Tensor) -> torch.Tensor:
             return block if self.channel_scale is None else block / factors(own)
 
+        def prepared(block: torch.Tensor) -> torch.Tensor:
+            """The block as the codec is given it."""
+            return self._turned(scaled(block), own)
+
+        if self.channel_scale is not None:
+            known = None if before is None else before.get(CHANNEL_SCALE)
+            own[CHANNEL_SCALE] = self.channel_scale.measure(Run(run.shape, run.device, kept_blocks)) if known is None else known
+        if self.channel_order is not None:
+            known = None if before is None else before.get(CHANNEL_ORDER)
+            blocks = map(scaled, kept_blocks())
+            own[CHANNEL_ORDER] = self.channel_order.measure(blocks, *run.shape[:2], run.device) if known is None else known
+
         threshold = None
         if self.outliers is not None:
-            threshold = self.outliers.threshold(self.rotation.forward(scaled(block)) for block in kept_blocks())
+            threshold = self.outliers.threshold(self.rotation.forward(prepared(block)) for block in kept_blocks())
 
         def without_outliers(block: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            """The scaled block without its outliers, and the streams that hold these."""
+            """The prepared block without its outliers, and the streams that hold these."""
             if self.outliers is None or threshold is None:
                 return block, {}
             rest, streams = self.outliers.encode(self.rotation.forward(block), threshold)
             return self.rotation.inverse(rest), streams
 
         inner = self.codec.begin(
-            Run(run.shape, run.device, lambda: (without_outliers(scaled(block))[0] for block in kept_blocks())), before
+            Run(run.shape, run.device, lambda: (without_outliers(prepared(block))[0] for block in kept_blocks())), before
         )
 
         def encode(block: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
             block, raw = kept(block, start)
-            block, outliers = without_outliers(scaled(block))
+            block, outliers = without_outliers(prepared(block))
             streams = inner.encode(block, start)
             if self.qjl is not None:
                 residual = self.rotation.forward(block) - self.codec.decode_frame({**inner.streams, **streams})
@@ -195,10 +216,11 @@ class WithSideCars(Codec):
         if self.raw_tokens is None:
             return frame
         raw = streams[RAW_TOKENS][0, 0].to(torch.float32)
-        if self.channel_scale is not None:
-            # A channel scale is that of a sequence and head; one of the raw token's sequence.
-            sequence = (streams[RAW_FLAGS] != 0)[:, 0].T.nonzero()[:, 1]
-            raw = raw / factors(streams)[sequence, :, 0]
+        # What a run has once is of every sequence and head; for a raw token it is that of its sequence.
+        sequence = (streams[RAW_FLAGS] != 0)[:, 0].T.nonzero()[:, 1]
+        rows = {name: streams[name][sequence] for name in (CHANNEL_SCALE, CHANNEL_ORDER) if name in streams}
+        raw = raw if self.channel_scale is None else raw / factors(rows)[:, :, 0]
+        raw = self._turned(raw[:, :, None], rows)[:, :, 0]
         return self.raw_tokens.put(frame, self.rotation.forward(raw), streams)
 
     def decode(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -217,11 +239,20 @@ class WithSideCars(Codec):
         return frame if self.qjl is None else frame + self.qjl.correction(streams)
 
     def original(self, u: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        values = self.codec.original(u, streams)
+        values = self._turned_back(self.codec.original(u, streams), streams)
         return values if self.channel_scale is None else values * factors(streams)
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.codec.query(q if self.channel_scale is None else q * factors(streams), streams)
+        return self.codec.query(self._turned(q if self.channel_scale is None else q * factors(streams), streams), streams)
+
+    def _turned(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """``[batch, kv_head, row, dim]`` in the order of its run and rotated in blocks; an orthogonal map."""
+        x = x if self.channel_order is None else reordered(x, streams)
+        return x if self.block_rotation is None else self.block_rotation.forward(x)
+
+    def _turned_back(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        x = x if self.block_rotation is None else self.block_rotation.inverse(x)
+        return x if self.channel_order is None else restored(x, streams)
 
     def same_codes(self, other: Codec) -> bool:
         return isinstance(other, WithSideCars) and self._side_cars == other._side_cars and self.codec.same_codes(other.codec)
@@ -232,13 +263,13 @@ class WithSideCars(Codec):
 
     @property
     def _side_cars(self) -> tuple[Any, ...]:
-        return self.channel_scale, self.outliers, self.qjl, self.raw_tokens
+        return tuple(getattr(self, name) for name in SIDE_CARS)
 
     def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
         own = self._own_layout(1, 1, 0)
         self.codec.check({name: array for name, array in arrays.items() if name not in own}, where)
         for side_car in self._side_cars:
-            if side_car is not None:
+            if side_car is not None and not isinstance(side_car, BlockRotation):
                 side_car.check(arrays, where)
 
 
@@ -253,6 +284,12 @@ def codec_with(codec: Codec, params: Mapping[str, Any]) -> Codec:
     for name, value in params.items():
         if name == "channel_scale":
             found[name] = ChannelScale(_known_word(name, value, SCALE_DTYPES))
+        elif name == "channel_order":
+            found[name] = ChannelOrder(codec.dim, _known_word(name, value, ORDER_DTYPES))
+        elif name == "block_rotation":
+            if type(value) is not int:
+                raise InvalidParameter(f"side-car block_rotation is {value!r}, expected an integer")
+            found[name] = BlockRotation(codec.dim, value)
         elif name == "raw_tokens":
             found[name] = RawTokens(codec.dim, _known_word(name, value, RAW_DTYPES))
         elif name == "outliers":
@@ -275,13 +312,22 @@ def _typed(name: str, value: Any, types: dict[str, type]) -> dict[str, Any]:
     return value
 
 
-OPTIONS = ("channel_scale", "outliers", "qjl", "qjl_seed", "raw_tokens", "sinks", "low_norm_tokens")
+OPTIONS = ("channel_scale", "channel_order", "block_rotation", "outliers", "qjl", "qjl_seed", "raw_tokens", "sinks", "low_norm_tokens")
 """The words of a recipe that ask for side-cars."""
 
 
 def _channel_scale(side: str, options: Options) -> ChannelScale | None:
     dtype = options.choice("channel_scale", "", tuple(SCALE_DTYPES))
     return ChannelScale(dtype, paired=side == "k") if dtype else None
+
+
+def _blocks(dim: int, options: Options) -> dict[str, ChannelOrder | BlockRotation | None]:
+    size = options.integer("block_rotation", 0, 2, MAX_DIM)
+    dtype = options.choice("channel_order", "", tuple(ORDER_DTYPES))
+    if dtype and not size:
+        raise InvalidParameter(f"codec {options.codec}: channel_order is {dtype}, without block_rotation=<size> it would change nothing")
+    rotation = BlockRotation(dim, size) if size else None
+    return {"channel_order": ChannelOrder(dim, dtype, size) if dtype else None, "block_rotation": rotation}
 
 
 def _outliers(dim: int, options: Options) -> Outliers | None:

@@ -73,6 +73,9 @@ def _all() -> dict[str, Preset]:
         found[f"kivi-{b}-g128"] = Preset(f"kv=group:b={b},g=128;tail=128", "KIVI in groups of 128, OScaR's residual window")
     for b in (2, 4):
         found[f"quarot-{b}"] = Preset(f"kv=group:b={b},g=128,axis=channel,{rotated}", "QuaRot, groups of 128 channels")
+    words = "b=2,g=32,axis=channel,channel_order=u8,block_rotation=32,sinks=4"
+    found["rotatekv-2"] = Preset(f"k=group:{words};v=group:b=2,g=32,{rotated}", "RotateKV after RoPE, in blocks of a group's channels")
+    found["ott-2"] = Preset("kv=group:b=2,g=32,low_norm_tokens=5;tail=128", "OTT: KIVI with 5 tokens of least norm raw, OScaR's settings")
     for b in (2, 3, 4):
         found[f"int-{b}"] = Preset(f"kv=group:b={b},g=128,axis=channel", "HQMQ's naive int, groups of 128 channels")
     for b in (2, 3, 4):

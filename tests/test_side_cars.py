@@ -19,10 +19,13 @@ from kvpack.formats.side_cars import WithSideCars
 RECIPES = {
     "channel scale": "kv=octahedral:b=3,channel_scale=fp16",
     "channel scale of groups": "kv=group:b=2,g=32,rotation=hadamard,token_scale=fp16,channel_scale=fp32",
+    "block rotation": "kv=group:b=2,g=32,axis=channel,block_rotation=16",
+    "channel order": "k=group:b=2,g=32,axis=channel,block_rotation=32,channel_order=u8;v=scalar:b=3,block_rotation=16,channel_order=u16",
     "qjl": "kv=scalar:b=2,qjl=fp16",
     "outliers": "kv=quaternion:s=24,r=3,outliers=3",
     "raw tokens": "kv=group:b=2,g=32,sinks=4,low_norm_tokens=3",
-    "all": "kv=group:b=2,g=32,rotation=hadamard,channel_scale=fp16,outliers=3,qjl=fp32,sinks=4,raw_tokens=fp32;tail=64",
+    "all": "kv=group:b=2,g=32,rotation=hadamard,channel_scale=fp16,channel_order=u8,block_rotation=8,outliers=3,qjl=fp32,sinks=4,"
+    "raw_tokens=fp32;tail=64",
 }
 
 

@@ -1,0 +1,74 @@
+"""channel_order: the channels of a head in another order, which spreads the large ones over the blocks of a rotation (spec/side-cars.md).
+
+Source: RotateKV, outlier-aware rotation. A rotation of blocks evens out the channels of a block; with large channels in every
+block alike, it does so for all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .base import Layout
+from .errors import InvalidParameter, InvalidPayload
+from .lazy import numpy, torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+STREAM = "channel_order"
+DTYPES = {"u8": "U8", "u16": "U16"}
+_MOST_OF_U8 = 256
+
+
+@dataclass(frozen=True)
+class ChannelOrder:
+    """Channel i is channel ``channel_order[i]`` of the head, stored as ``dtype``; the encoder spreads over blocks of ``size`` channels.
+
+    Raises InvalidParameter when ``dim`` channels are more than the dtype can name.
+    """
+
+    dim: int
+    dtype: str
+    size: int = field(default=1, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.dtype == "u8" and self.dim > _MOST_OF_U8:
+            raise InvalidParameter(f"side-car {STREAM} is u8, which names {_MOST_OF_U8} channels, and the head dim is {self.dim}")
+
+    def layout(self, batch: int, heads: int) -> dict[str, Layout]:
+        """The stream ``channel_order``."""
+        return {STREAM: Layout(DTYPES[self.dtype], (batch, heads, 1, self.dim), per="run")}
+
+    def measure(self, blocks: Iterable[torch.Tensor], batch: int, heads: int, device: torch.device) -> torch.Tensor:
+        """The order for a run of ``blocks``, ``[batch, kv_head, 1, dim]``: the channels by their size, dealt to the blocks to and fro."""
+        size = torch.zeros(batch, heads, 1, self.dim, dtype=torch.float64, device=device)
+        for block in blocks:
+            size = torch.hypot(size, torch.linalg.vector_norm(block, dim=2, keepdim=True, dtype=torch.float64))
+        # One round deals a channel to every block.
+        rounds = size.argsort(dim=-1, descending=True, stable=True).reshape(batch, heads, 1, self.size, self.dim // self.size)
+        rounds[..., 1::2, :] = rounds[..., 1::2, :].flip(-1)
+        order: torch.Tensor = rounds.transpose(-1, -2).flatten(-2).to(torch.uint8 if self.dtype == "u8" else torch.uint16)
+        return order
+
+    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+        """Raise InvalidPayload unless every row names each channel once."""
+        orders = arrays[STREAM]
+        wrong = numpy.argwhere((numpy.sort(orders, -1) != numpy.arange(self.dim)).any(-1))
+        if len(wrong):
+            at = [int(i) for i in wrong[0]]
+            raise InvalidPayload(f"{where}.{STREAM}: the row at {at} does not name each of {self.dim} channels once")
+
+
+def reordered(x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """``[batch, kv_head, row, dim]`` with the channels in the stored order."""
+    return x.gather(-1, _order(streams).expand(x.shape))
+
+
+def restored(x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """``[batch, kv_head, row, dim]`` with the channels back in their own order."""
+    return x.gather(-1, _order(streams).argsort(-1).expand(x.shape))
+
+
+def _order(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return streams[STREAM].to(torch.int64)

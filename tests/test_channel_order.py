@@ -1,0 +1,159 @@
+"""channel_order and block_rotation: the order chosen, what it saves, and what is refused (spec/side-cars.md)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import kvpack
+from kvpack.formats import codec_from_params, create_codec
+from kvpack.formats.base import Codec, Layout
+from kvpack.formats.channel_order import ChannelOrder
+from kvpack.formats.errors import InvalidParameter, InvalidPayload, InvalidRecipe
+from kvpack.formats.options import Options
+from kvpack.formats.rotation import BlockRotation, hadamard
+from kvpack.formats.side_cars import WithSideCars
+
+WORDS = {"b": "2", "axis": "channel", "block_rotation": "32", "channel_order": "u8"}
+
+
+def codec(dim: int = 128, codec_id: str = "group", **words: str) -> Codec:
+    return create_codec(codec_id, dim, "k", Options(codec_id, words))
+
+
+def keys(tokens: int = 96, dim: int = 128, *, seed: int = 0, batch: int = 2, heads: int = 3) -> torch.Tensor:
+    return torch.randn(batch, heads, tokens, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def test_channels_are_dealt_to_the_blocks_to_and_fro_by_their_size() -> None:
+    x = torch.ones(1, 2, 5, 8)
+    x[0, 0] *= torch.tensor([1, 8, 2, 7, 3, 6, 4, 5.0])
+    order = ChannelOrder(8, "u8", size=2).measure(iter(x.split(2, 2)), 1, 2, x.device)
+    # By size: 1 3 5 7 | 6 4 2 0 backwards; equal sizes keep their order.
+    assert order[0, 0, 0].tolist() == [1, 0, 3, 2, 5, 4, 7, 6]
+    assert order[0, 1, 0].tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
+    blocks = ChannelOrder(8, "u16", size=4).measure(iter([x]), 1, 2, x.device)
+    assert blocks.dtype == torch.uint16
+    assert blocks[0, 0, 0].tolist() == [1, 7, 6, 0, 3, 5, 4, 2]
+
+
+def test_every_block_gets_an_outlier_channel() -> None:
+    x = keys()
+    outliers = [3, 4, 5, 67]
+    x[..., outliers] *= 30
+    order = codec(**WORDS).encode(x)["channel_order"].long()
+    assert torch.equal(order.sort(-1).values, torch.arange(128).expand(order.shape))
+    for row in order.flatten(0, 2).unflatten(-1, (4, 32)):
+        assert [sum(channel in outliers for channel in block.tolist()) for block in row] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("dim", "size"), [(128, 32), (96, 24), (80, 20), (64, 64), (12, 2)])
+def test_a_block_rotation_is_a_hadamard_matrix_a_block(dim: int, size: int) -> None:
+    rotation, x = BlockRotation(dim, size), keys(5, dim)
+    matrix = torch.tensor(hadamard(size), dtype=torch.float64) / size**0.5
+    expected = (x.double().unflatten(-1, (dim // size, size)) @ matrix.T).flatten(-2)
+    torch.testing.assert_close(rotation.forward(x).double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(rotation.inverse(rotation.forward(x)), x, rtol=0, atol=1e-5)
+
+
+def test_the_order_undoes_itself() -> None:
+    one = codec(b="8", axis="channel", block_rotation="32", channel_order="u8")
+    x = keys() * torch.linspace(0.1, 10, 128)
+    decoded = one.decode(one.encode(x))
+    assert ((decoded - x).norm() / x.norm()).item() < 0.01
+    assert isinstance(one, WithSideCars)
+    streams, q = one.encode(x), keys(4, seed=1)
+    scores = one.query(q, streams) @ one.decode_frame(streams).transpose(-1, -2)
+    torch.testing.assert_close(scores, q @ decoded.transpose(-1, -2), rtol=0, atol=1e-4 * scores.abs().max().item())
+
+
+def test_the_order_saves_keys_whose_groups_lie_along_channels_from_outlier_channels() -> None:
+    x = keys(256)
+    outliers = [3, 4, 67, 68]
+    x[..., outliers] *= 30
+    ordinary = [channel for channel in range(128) if channel not in outliers]
+    errors = {}
+    for name, words in (
+        ("rotation", {"rotation": "hadamard"}),
+        ("blocks", {"block_rotation": "32"}),
+        ("order", {"block_rotation": "32", "channel_order": "u8"}),
+    ):
+        one = codec(b="2", axis="channel", **words)
+        errors[name] = (one.decode(one.encode(x)) - x)[..., ordinary].square().mean().item()
+    assert errors["order"] < errors["blocks"] / 1.5
+    assert errors["order"] < errors["rotation"] / 1.5
+
+
+def test_layout() -> None:
+    assert codec(**WORDS).layout(2, 3, 9)["channel_order"] == Layout("U8", (2, 3, 1, 128), per="run")
+    wide = codec(512, **(WORDS | {"channel_order": "u16"}))
+    assert wide.layout(1, 2, 0)["channel_order"] == Layout("U16", (1, 2, 1, 512), per="run")
+    x = keys(8, 512, batch=1, heads=1)
+    assert ((wide.decode(wide.encode(x)) - x).norm() / x.norm()).item() < 0.5
+    assert list(codec(**WORDS).params())[-2:] == ["channel_order", "block_rotation"]
+    for words in (WORDS, {**WORDS, "channel_scale": "fp16", "sinks": "2", "qjl": "fp16"}):
+        assert codec_from_params(codec(**words).params()) == codec(**words)
+
+
+def test_no_tokens() -> None:
+    one = codec(**WORDS, sinks="4", raw_tokens="fp32")
+    streams = one.encode(keys(0))
+    assert one.decode(streams).shape == one.decode_frame(streams).shape == (2, 3, 0, 128)
+    one.check({name: stream.numpy() for name, stream in streams.items()}, "k")
+
+
+def test_what_is_appended_takes_the_order_of_its_side_and_joins_it() -> None:
+    x = keys(130)
+    cache = kvpack.pack([(x[:, :, :100], None)], "k=group:b=2,axis=channel,block_rotation=32,channel_order=u8;v=raw")
+    for token in range(100, 130):
+        cache = cache.append([(x[:, :, token : token + 1], None)])
+    assert cache[0].k.merged_runs() == (130,)
+    other = cache.convert("k=group:b=2,axis=channel,block_rotation=32;v=raw")
+    assert "channel_order" not in other[0].k.pages[0].streams
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("block_rotation=24", "block_rotation is 24, allowed are sizes from 2 that divide the head dim 128"),
+        ("block_rotation=1", "from 2 to 1024"),
+        ("channel_order=u8", "without block_rotation=<size> it would change nothing"),
+        ("block_rotation=32,channel_order=u32", "known are u8, u16"),
+    ],
+)
+def test_recipes_that_are_refused(words: str, message: str) -> None:
+    with pytest.raises(InvalidRecipe, match=message):
+        kvpack.pack([(keys(4), keys(4))], f"kv=group:b=2,{words}")
+
+
+@pytest.mark.parametrize(
+    ("dim", "side_cars", "message"),
+    [
+        (64, {"block_rotation": True}, "expected an integer"),
+        (64, {"block_rotation": "32"}, "expected an integer"),
+        (64, {"block_rotation": 1}, "allowed are sizes from 2"),
+        (64, {"block_rotation": 48}, "that divide the head dim 64"),
+        (72, {"block_rotation": 36}, "no Hadamard rotation"),
+        (64, {"channel_order": "u32"}, "known are u8, u16"),
+        (300, {"channel_order": "u8"}, "names 256 channels, and the head dim is 300"),
+    ],
+)
+def test_header_maps_that_are_refused(dim: int, side_cars: dict[str, Any], message: str) -> None:
+    params = codec(dim, b="2").params()
+    with pytest.raises(InvalidParameter, match=message):
+        codec_from_params({**params, **side_cars})
+
+
+@pytest.mark.parametrize("value", [0, 64, 255], ids=["twice", "beyond", "largest"])
+def test_rows_that_are_no_permutation_are_refused(value: int) -> None:
+    one = codec(64, **WORDS)
+    arrays = {name: stream.numpy().copy() for name, stream in one.encode(keys(5, 64)).items()}
+    one.check(arrays, "0.k")
+    place = tuple(int(i) for i in numpy.argwhere(arrays["channel_order"] == 7)[-1])
+    arrays["channel_order"][place] = value
+    message = rf"0\.k\.channel_order: the row at \[{place[0]}, {place[1]}, 0\] does not name each of 64 channels once"
+    with pytest.raises(InvalidPayload, match=message):
+        one.check(arrays, "0.k")

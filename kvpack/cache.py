@@ -264,7 +264,7 @@ class Side:
         Raises NotConsecutive when they differ in codec or shape, or one but the last ends in a raw tail.
         """
         for side, other in pairwise((self, *others)):
-            if side.codec != other.codec:
+            if side.codec is not other.codec and side.codec != other.codec:
                 raise NotConsecutive(f"codec {side.codec} is followed by {other.codec}: convert one first")
             if (side.batch, side.heads) != (other.batch, other.heads):
                 raise NotConsecutive(f"{side.batch} x {side.heads} heads are followed by {other.batch} x {other.heads}")
@@ -502,7 +502,7 @@ def concat(caches: Sequence[Cache]) -> Cache:
                     "those before them would be missing in between"
                 )
         stop += count
-    return replace(first, layers=tuple(_joined_layers(number, [cache[number] for cache in caches]) for number in range(len(first))))
+    return replace(first, layers=tuple(_joined_layers(number, [cache.layers[number] for cache in caches]) for number in range(len(first))))
 
 
 def _joined_layers(number: int, layers: Sequence[Layer]) -> Layer:

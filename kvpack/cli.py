@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvpack import KvpackError, __version__
-from kvpack.commands import bench, convert, demo, dense, inspect, recipes, tune, verify
+from kvpack.commands import bench, convert, demo, dense, inspect, recipes, store, tune, verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="kvpack", description="Compressed KV caches as files.", allow_abbrev=False)
     result.add_argument("--version", action="version", version=f"kvpack {__version__}")
     commands = result.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (inspect, verify, convert, dense, recipes, demo, bench, tune):
+    for command in (inspect, verify, convert, dense, recipes, demo, bench, tune, store):
         command.add(commands)
     return result
 

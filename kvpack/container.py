@@ -114,7 +114,7 @@ def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", ma
 
 
 class File:
-    """An open kvpack file: ``header``, ``size`` in bytes, ``tensors`` by name. A context manager.
+    """An open kvpack file: ``header``, ``front``, ``size`` in bytes, ``tensors`` by name. A context manager.
 
     Made by ``open_file`` and ``open_bytes``. Every error names ``where``.
     """
@@ -126,7 +126,7 @@ class File:
         self._view = memoryview(data)
         try:
             with _located(where):
-                self.header, self._front = read_front(self._view)
+                self.header, self.front = read_front(self._view)
             decoded = sum(map(layout_bytes, self.header.layouts.values()))
             _check_limit(where, decoded, max_bytes, "its tensors, decoded, take")
         except BaseException:
@@ -156,8 +156,8 @@ class File:
         """
         if name not in self.tensors:
             raise OutOfBounds(f"{self.where}: has no tensor {name!r}")
-        entry, place = self.tensors[name], self._front.places[name]
-        data = self._view[len(self._front.text) :]
+        entry, place = self.tensors[name], self.front.places[name]
+        data = self._view[len(self.front.text) :]
         stored = data[place.begin : place.end]
         with _located(self.where):
             if name not in self._verified:

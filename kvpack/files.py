@@ -59,11 +59,11 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", ma
 
 def file_size(cache: Cache) -> int:
     """The bytes that ``save`` writes without compression."""
-    return container.file_size(_contents(cache, {}))
+    return container.file_size(_contents(cache))
 
 
-def stored(cache: Cache, ignorable: Mapping[str, bytes] = MappingProxyType({})) -> tuple[Contents, dict[str, numpy.ndarray]]:
-    """What ``container.write`` takes of a cache, with the ``ignorable`` features of its header. Raises LimitExceeded."""
+def stored(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
+    """What ``container.write`` takes of a cache. Raises LimitExceeded."""
     arrays = {}
     for number, layer in enumerate(cache.layers):
         for name, side in layer.sides.items():
@@ -71,7 +71,7 @@ def stored(cache: Cache, ignorable: Mapping[str, bytes] = MappingProxyType({})) 
             with own_modes(side.device):
                 for stream, tensor in _stored_streams(merged).items():
                     arrays[f"{number}.{name}.{stream}"] = _bytes(tensor)
-    return _contents(cache, ignorable), arrays
+    return _contents(cache), arrays
 
 
 def read(file: container.File, *, check_values: bool = True) -> Cache:
@@ -88,20 +88,13 @@ def read(file: container.File, *, check_values: bool = True) -> Cache:
     return Cache(tuple(layers), header.recipe, MappingProxyType(dict(header.model)), header.start)
 
 
-def _contents(cache: Cache, ignorable: Mapping[str, bytes]) -> Contents:
+def _contents(cache: Cache) -> Contents:
     codecs: dict[Codec, int] = {}
     layers = []
     for layer in cache.layers:
         entries = {name: _entry(side, codecs.setdefault(side.codec, len(codecs))) for name, side in layer.sides.items()}
         layers.append(LayerEntry(entries.get("k"), entries.get("v")))
-    return Contents(
-        codecs=tuple(codecs),
-        layers=tuple(layers),
-        model=dict(cache.model),
-        recipe=cache.recipe,
-        start=cache.start,
-        ignorable=dict(ignorable),
-    )
+    return Contents(codecs=tuple(codecs), layers=tuple(layers), model=dict(cache.model), recipe=cache.recipe, start=cache.start)
 
 
 def _entry(side: Side, codec: int) -> SideEntry:

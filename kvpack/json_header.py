@@ -23,6 +23,8 @@ TENSOR_ALIGNMENT = 64
 LENGTH_BYTES = 8
 
 _PREFIX = b'{"__metadata__":{"format":"kvpack","kvpack":"'
+DIGEST_PLACE = slice(LENGTH_BYTES + len(_PREFIX) + 2, LENGTH_BYTES + len(_PREFIX) + 34)
+"""Where the digest of kvpack.header is in a file, in hexadecimal digits."""
 _VERSION = re.compile(re.escape(_PREFIX) + rb"([1-9][0-9]{0,8})[ \"]")
 _HEADER_TENSOR = re.compile(
     re.escape(_PREFIX) + rb'1 ([0-9a-f]{32})"},"kvpack\.header":\{"dtype":"U8","shape":\[([1-9][0-9]{0,8})\],"data_offsets":\[0,\2\]\}'

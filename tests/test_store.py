@@ -20,6 +20,7 @@ import torch
 import kvpack
 from kvpack.formats.errors import InvalidParameter, InvalidRecipe
 from kvpack.integrations.transformers import KvpackCache
+from kvpack.store import entries as entries_module
 from kvpack.store.counters import NAMES
 
 from caches import dense, random_pairs  # isort: skip
@@ -379,3 +380,46 @@ def test_the_identity_of_a_model() -> None:
     model.config.rope_parameters["rope_theta"] *= 2
     assert kvpack.Identity.of(model, "octopus-3", weights="w").rope != mine.rope
     assert kvpack.Identity.of(model, "octopus-3", weights="w", name="n", adapter="a").adapter == "a"
+
+
+def test_entries_of_one_shape_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    ids = prompt(12)
+    whole = save(store, ids)
+    opened: list[str] = []
+    real = entries_module.container.open_bytes
+    monkeypatch.setattr(entries_module.container, "open_bytes", lambda data, where: opened.append(where) or real(data, where=where))
+    for parsed in (3, 0):
+        opened.clear()
+        assert same(store.load(ids)[1], whole)
+        # Positions from 0, 128 and 256 on take different numbers of bytes.
+        assert len(opened) == parsed
+    checking = open_store(tmp_path, check_values=True)
+    opened.clear()
+    assert same(checking.load(ids)[1], whole)
+    assert len(opened) == 12
+
+
+@pytest.mark.parametrize("recipe", ["kivi-2", "octopus-3"])
+def test_no_flipped_bit_of_an_entry_passes(recipe: str, tmp_path: Path) -> None:
+    """Every byte of the front, and bytes throughout the payload, by the path that parses and by the one that compares."""
+    store = open_store(tmp_path, dataclasses.replace(IDENTITY, recipe=recipe))
+    ids = prompt(2)
+    save(store, ids)
+    key = store.keys(ids)[1]
+    with open(entry_of(store, ids, 1), "rb") as file:
+        data = bytearray(file.read())
+    readers = [store._reader, dataclasses.replace(store._reader, check_values=True, _shapes={})]
+    for reader in readers:
+        assert reader._one(memoryview(bytearray(data)), key, 1).tokens == CHUNK
+    assert readers[0]._shapes
+    front = 4096 * 2
+    places = [*range(0, front, 3), *range(front, len(data), 97)]
+    for place in places:
+        bit = 1 << place % 8
+        data[place] ^= bit
+        for reader in readers:
+            # The rest of the front is parsed anew where it is not what the shape says, as a whole file is.
+            with pytest.raises(kvpack.KvpackError):
+                reader._one(memoryview(data), key, 1)
+        data[place] ^= bit

@@ -35,6 +35,9 @@ class Backend(Protocol):
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         """The bytes of ``keys``, up to the first that is not there, and their use noted for eviction."""
 
+    def peek(self, key: bytes) -> Data | None:
+        """The bytes of one entry, or None, without noting its use: to look at."""
+
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         """Store the last entry of ``chain`` unless it is there already, in use since ``now_ns``. Whether it is there now."""
 

@@ -2,56 +2,153 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvpack.formats.errors import InvalidHeader
+import xxhash
+
+from kvpack.formats.errors import DigestMismatch, InvalidHeader
 
 from .. import container
+from ..header import DIGEST_BYTES
+from ..json_header import TENSOR_ALIGNMENT
 from .keys import KEY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ..cache import Cache
     from .backend import Data
+    from .shapes import Shape
 
 FEATURE = "prefix-store"
-"""The ignorable feature of a header that holds a chunk's key, its parent's key, and its token ids."""
+"""The ignorable feature that names a chunk: its key, its parent's, the digest of its payload, then its token ids."""
+_DIGEST_END = 2 * KEY_BYTES + DIGEST_BYTES
+
+_THREADS = 4
+_SHAPES = 32
+
+
+@dataclass(frozen=True)
+class Named:
+    """What an entry's header says of its chunk."""
+
+    key: bytes
+    parent: bytes
+    payload: bytes
+    ids: bytes
+
+    @classmethod
+    def of(cls, feature: bytes) -> Named:
+        """The parts of the feature."""
+        return cls(feature[:KEY_BYTES], feature[KEY_BYTES : 2 * KEY_BYTES], feature[2 * KEY_BYTES : _DIGEST_END], feature[_DIGEST_END:])
 
 
 def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes) -> list[memoryview]:
     """The entry of one chunk, its header naming ``key``, ``parent`` and the token ``ids``. Raises LimitExceeded."""
     from .. import files
 
-    contents, arrays = files.stored(cache, {FEATURE: key + parent + ids})
+    contents, arrays = files.stored(cache)
+    payload = xxhash.xxh3_128()
+    end = 0
+    for name in contents.layouts:
+        pad = -end % TENSOR_ALIGNMENT
+        payload.update(bytes(pad))
+        payload.update(arrays[name].data)
+        end += pad + arrays[name].nbytes
+    contents = replace(contents, ignorable={FEATURE: key + parent + payload.digest() + ids})
     return container.pieces(contents, arrays)
 
 
-def from_data(data: Data, key: bytes, *, start: int, model: Mapping[str, str], where: str, check_values: bool) -> Cache:
-    """The chunk ``key`` that ``data`` holds, as views of it, its digests checked, and with ``check_values`` the rules of its codecs.
+@dataclass
+class Reader:
+    """Reads the entries of one identity: ``model`` and ``recipe`` are those that their headers must name."""
 
-    Raises what ``container.open_bytes`` raises, and InvalidHeader when it is another chunk.
-    """
-    from .. import files
+    model: Mapping[str, str]
+    recipe: str
+    chunk: int
+    check_values: bool
+    _shapes: dict[tuple[int, int], Shape] = field(default_factory=dict)
 
-    file = container.open_bytes(data, where=where)
-    check_entry(file, key, start, model)
-    return files.read(file, check_values=check_values)
+    def read(self, entries: Sequence[Data], keys: Sequence[bytes]) -> Iterator[Cache]:
+        """The caches of a chain's entries in order, as views of them, checked.
+
+        Raises what ``container.open_bytes`` raises, and InvalidHeader when an entry is not the chunk of its key.
+        """
+        views = [memoryview(data) for data in entries]
+        if len(views) < 2:
+            yield from (self._one(view, key, number) for number, (view, key) in enumerate(zip(views, keys, strict=False)))
+            return
+        with ThreadPoolExecutor(min(_THREADS, len(views))) as pool:
+            # Hashing needs no Python: the next entries are hashed while this one becomes tensors.
+            digests = pool.map(self._payload_digest, views, range(len(views)))
+            for number, (view, key, digest) in enumerate(zip(views, keys, digests, strict=False)):
+                yield self._one(view, key, number, digest)
+
+    def _payload_digest(self, view: memoryview, number: int) -> bytes | None:
+        """The digest of the payload of an entry of a known shape."""
+        shape = self._shape(view, number)
+        return None if shape is None else xxhash.xxh3_128_digest(view[shape.payload :])
+
+    def _shape(self, view: memoryview, number: int) -> Shape | None:
+        return self._shapes.get((len(view), _start_bytes(number * self.chunk)))
+
+    def _one(self, view: memoryview, key: bytes, number: int, digest: bytes | None = None) -> Cache:
+        start = number * self.chunk
+        where = f"entry {key.hex()}"
+        shape = None if self.check_values else self._shape(view, number)
+        feature = shape.feature(view, start) if shape is not None else None
+        if shape is None or feature is None:
+            return self._parsed(view, key, start, where)
+        named = Named.of(feature)
+        self._check_key(named, key, where)
+        _check_payload(named, digest or xxhash.xxh3_128_digest(view[shape.payload :]), where)
+        return shape.cache(view, start)
+
+    def _parsed(self, view: memoryview, key: bytes, start: int, where: str) -> Cache:
+        from .. import files
+        from .shapes import Shape
+
+        file = container.open_bytes(view, where=where)
+        named = check_entry(file, start, self.model, self.recipe)
+        self._check_key(named, key, where)
+        cache = files.read(file, check_values=self.check_values)
+        begin = min((place.begin for place in file.front.places.values()), default=0)
+        _check_payload(named, xxhash.xxh3_128_digest(view[len(file.front.text) + begin :]), where)
+        if any(layer.tokens != self.chunk for layer in cache if layer.sides):
+            raise InvalidHeader(f"{where}: holds {[layer.tokens for layer in cache]} tokens, expected {self.chunk} a layer")
+        if not self.check_values:
+            shape = Shape.of(file, FEATURE, cache)
+            if shape is not None and len(self._shapes) < _SHAPES:
+                self._shapes[len(view), _start_bytes(start)] = shape
+        return cache
+
+    def _check_key(self, named: Named, key: bytes, where: str) -> None:
+        if named.key != key:
+            raise InvalidHeader(f"{where}: the entry's key is {named.key.hex()}")
 
 
-def check_entry(file: container.File, key: bytes, start: int, model: Mapping[str, str]) -> None:
-    """Raise InvalidHeader unless the file's header names ``key``, the first token ``start`` and the ``model``."""
-    named = file.header.ignorable.get(FEATURE, b"")[:KEY_BYTES]
+def check_entry(file: container.File, start: int | None, model: Mapping[str, str] | None, recipe: str | None) -> Named:
+    """What a file says of its chunk. Raises InvalidHeader unless it is an entry, with this start, model and recipe (None: any)."""
+    header = file.header
+    if FEATURE not in header.ignorable:
+        raise InvalidHeader(f"{file.where}: is no entry of a store: its header has no feature {FEATURE!r}")
     for what, found, expected in (
-        ("key", named.hex(), key.hex()),
-        ("start", file.header.start, start),
-        ("model", dict(file.header.model), dict(model)),
+        ("start", header.start, start),
+        ("model", dict(header.model), None if model is None else dict(model)),
+        ("recipe", header.recipe, recipe),
     ):
-        if found != expected:
+        if expected is not None and found != expected:
             raise InvalidHeader(f"{file.where}: the entry's {what} is {found!r}, expected {expected!r}")
+    return Named.of(header.ignorable[FEATURE])
 
 
-def token_ids(header_bytes: bytes) -> Sequence[int]:
-    """The token ids that an entry's feature holds."""
-    ids = header_bytes[2 * KEY_BYTES :]
-    return memoryview(ids).cast("I")
+def _check_payload(named: Named, digest: bytes, where: str) -> None:
+    if named.payload != digest:
+        raise DigestMismatch(f"{where}: damaged: its payload has the digest {digest.hex()}, expected {named.payload.hex()}")
+
+
+def _start_bytes(start: int) -> int:
+    """The bytes that msgpack writes a start in."""
+    return next(size for size, limit in ((1, 1 << 7), (2, 1 << 8), (3, 1 << 16), (5, 1 << 32), (9, 1 << 64)) if start < limit)

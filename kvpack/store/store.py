@@ -10,10 +10,10 @@ from kvpack.formats.errors import InvalidParameter, KvpackError
 
 from ..recipes import parse_recipe
 from .counters import Counters
-from .directory import Directory
-from .entries import from_data, to_pieces
+from .entries import Reader, to_pieces
 from .identity import Identity
 from .keys import ID_BYTES, chained, chunk_keys, token_bytes
+from .locations import open_backend
 
 if TYPE_CHECKING:
     import torch
@@ -62,10 +62,12 @@ class Store:
         _check_groups(identity, chunk)
         self.location, self.identity, self.chunk = location, identity, chunk
         self._counters = Counters()
-        self._backend: Backend = Directory(location, self._counters, max_bytes=max_bytes, min_free=min_free, durable=durable)
-        self._check_values = not self._backend.private if check_values is None else check_values
+        self._backend: Backend = open_backend(location, self._counters, max_bytes=max_bytes, min_free=min_free, durable=durable)
         self._root = identity.digest
         self._model = identity.header_model
+        self._reader = Reader(
+            self._model, identity.recipe, chunk, check_values=not self._backend.private if check_values is None else check_values
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -99,22 +101,11 @@ class Store:
         keys = self.keys(token_ids)
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.chunk)
-        chunks = []
-        for number, data in enumerate(self._backend.get(keys)):
-            try:
-                chunk = from_data(
-                    data,
-                    keys[number],
-                    start=number * self.chunk,
-                    model=self._model,
-                    where=f"entry {keys[number].hex()}",
-                    check_values=self._check_values,
-                )
-                self._check_chunk(chunk)
-            except _FAULTS as error:
-                self._refuse(keys[number], error)
-                break
-            chunks.append(chunk)
+        chunks: list[Cache] = []
+        try:
+            chunks.extend(self._reader.read(self._backend.get(keys), keys))
+        except _FAULTS as error:
+            self._refuse(keys[len(chunks)], error)
         while chunks:
             try:
                 cache = concat(chunks)
@@ -207,10 +198,6 @@ class Store:
         self._counters.add("damaged_entries")
         self._counters.fault("load", error)
         self._backend.delete([key])
-
-    def _check_chunk(self, chunk: Cache) -> None:
-        if chunk.recipe != self.identity.recipe or any(layer.tokens != self.chunk for layer in chunk if layer.sides):
-            raise InvalidParameter(f"an entry of {chunk!r}, expected {self.chunk} tokens a layer in the recipe {self.identity.recipe!r}")
 
     def _named(self, chunk: Cache) -> Cache:
         from dataclasses import replace

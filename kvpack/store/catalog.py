@@ -1,0 +1,147 @@
+"""What a location holds, by its entries' headers: prefixes, identities, and what is wrong with an entry. Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError
+
+from .. import container
+from .entries import Named, check_entry
+from .identity import length_prefixed
+from .keys import ID_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from .backend import Backend, Stored
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry: where it is listed, what its header says, and the position of its first token."""
+
+    stored: Stored
+    named: Named
+    model: Mapping[str, str]
+    recipe: str
+    start: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.named.ids) // ID_BYTES
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A stored prefix: the entries of its chain, first chunk first. ``whole`` unless ancestors are missing."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def key(self) -> bytes:
+        """The key of its last chunk."""
+        return self.entries[-1].stored.key
+
+    @property
+    def whole(self) -> bool:
+        return self.entries[0].start == 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(entry.tokens for entry in self.entries)
+
+    @property
+    def size(self) -> int:
+        return sum(entry.stored.size for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All readable entries by key, and why each other one is not."""
+
+    entries: Mapping[bytes, Entry]
+    unreadable: Mapping[bytes, str]
+
+    def prefixes(self) -> list[Prefix]:
+        """One for every entry that no other continues, the last used first."""
+        parents = {entry.named.parent for entry in self.entries.values()}
+        leaves = [entry for key, entry in self.entries.items() if key not in parents]
+        return [self.prefix(leaf.stored.key) for leaf in sorted(leaves, key=lambda entry: -entry.stored.used_ns)]
+
+    def prefix(self, key: bytes) -> Prefix:
+        """The chain that ends with the entry ``key``."""
+        chain: list[Entry] = []
+        found = self.entries.get(key)
+        while found is not None:
+            chain.insert(0, found)
+            # Positions fall along a chain that is right, so one that is wrong cannot go round for ever.
+            parent = self.entries.get(found.named.parent)
+            found = parent if parent is not None and parent.start < found.start else None
+        return Prefix(tuple(chain))
+
+    def find(self, text: str) -> Prefix:
+        """The prefix whose last key begins with the hexadecimal digits ``text``. Raises InvalidParameter unless there is one."""
+        keys = [key for key in self.entries if key.hex().startswith(text.lower())]
+        if len(keys) != 1 or not text:
+            raise InvalidParameter(f"key {text!r} is the beginning of {len(keys)} entries' keys, expected one")
+        return self.prefix(keys[0])
+
+    def identities(self) -> list[tuple[dict[str, str], str, Counter[str]]]:
+        """(model, recipe, counts of entries, bytes and tokens) of every identity, as far as headers tell them apart."""
+        counts: dict[tuple[tuple[tuple[str, str], ...], str], Counter[str]] = {}
+        for entry in self.entries.values():
+            identity = (tuple(sorted(entry.model.items())), entry.recipe)
+            counts.setdefault(identity, Counter()).update(entries=1, bytes=entry.stored.size, tokens=entry.tokens)
+        return [(dict(model), recipe, count) for (model, recipe), count in sorted(counts.items())]
+
+
+def read_catalog(backend: Backend, progress: Callable[[int, int], None] | None = None) -> Catalog:
+    """Read the header of every entry. ``progress`` counts entries."""
+    entries, unreadable = {}, {}
+    listed = list(backend.list())
+    for number, stored in enumerate(listed):
+        try:
+            with _opened(backend, stored) as file:
+                named = check_entry(file, None, None, None)
+                header = file.header
+                entries[stored.key] = Entry(stored, named, dict(header.model), header.recipe, header.start)
+        except FileNotFoundError:
+            continue
+        except KvpackError as error:
+            unreadable[stored.key] = str(error)
+        if progress:
+            progress(number + 1, len(listed))
+    return Catalog(entries, unreadable)
+
+
+def verify(backend: Backend, progress: Callable[[int, int], None] | None = None) -> Iterator[tuple[Stored, str | None]]:
+    """(entry, what is wrong or None) for every entry: every byte, the rules of its codecs, and its key by its parent and its ids."""
+    listed = list(backend.list())
+    for number, stored in enumerate(listed):
+        try:
+            with _opened(backend, stored) as file:
+                named = check_entry(file, None, None, None)
+                key = hashlib.sha256(length_prefixed(named.parent) + length_prefixed(named.ids)).digest()
+                if not named.key == key == stored.key:
+                    raise InvalidHeader(f"{file.where}: names the key {named.key.hex()}, its parent and token ids give {key.hex()}")
+                file.verify()
+        except FileNotFoundError:
+            continue
+        except KvpackError as error:
+            yield stored, str(error)
+        else:
+            yield stored, None
+        if progress:
+            progress(number + 1, len(listed))
+
+
+def _opened(backend: Backend, stored: Stored) -> container.File:
+    """An entry's file. Raises FileNotFoundError for one that is gone meanwhile."""
+    data = backend.peek(stored.key)
+    if data is None:
+        raise FileNotFoundError
+    return container.open_bytes(data, where=f"entry {stored.key.hex()}")

@@ -1,0 +1,153 @@
+"""Reading entries that are alike: of a store's chunks only the first of a shape has its header parsed.
+
+A chunk's header differs from that of the next in its digests, its start and the feature that names it. A Shape is made of an
+entry that was read and checked whole. Another entry has it when every other byte of its front is the same; then its tensors lie
+where that entry's lie.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Self
+
+import msgpack
+import torch
+import xxhash
+
+from kvpack.formats.base import DTYPE_BYTES
+
+from ..cache import Cache, Layer, Page, Side
+from ..encoding import TORCH_DTYPES
+from ..header_tensor import pack_header
+from ..json_header import DIGEST_PLACE
+from ..modes import own_modes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..container import File
+    from ..header import Header, SideEntry
+
+Stream = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]
+"""Name, dtype, shape, strides and first element (of the file as an array of that dtype)."""
+
+
+@dataclass(frozen=True)
+class SidePlan:
+    """What is the same of one side in every entry of a shape."""
+
+    entry: SideEntry
+    streams: tuple[Stream, ...]
+    like: Side
+
+    def side(self, arrays: Mapping[torch.dtype, torch.Tensor]) -> Side:
+        """The side of the entry that ``arrays`` hold, whole and by dtype."""
+        streams = {name: torch.as_strided(arrays[dtype], shape, strides, first) for name, dtype, shape, strides, first in self.streams}
+        return Side(self.like.codec, (Page(self.like.codec, self.entry.runs[0], streams),), self.like.tail, self.like.window)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The bytes that entries of a shape have in common, and where their tensors are."""
+
+    size: int
+    text: bytes
+    header: torch.Tensor
+    fixed: torch.Tensor
+    start_place: slice
+    feature_place: slice
+    payload: int
+    recipe: str
+    model: Mapping[str, str]
+    plans: tuple[tuple[SidePlan | None, SidePlan | None], ...]
+
+    @classmethod
+    def of(cls, file: File, feature: str, cache: Cache) -> Self | None:
+        """The shape of a file that holds one run a side, as a chunk does, without filters; None for any other."""
+        header = file.header
+        if any(tensor.filter != "none" for tensor in header.tensors):
+            return None
+        plans = []
+        for number, layer in enumerate(header.layers):
+            sides = dict(layer.sides())
+            if any(len(entry.runs) != 1 or entry.tail or entry.entries for entry in sides.values()):
+                return None
+            plans.append(tuple(_plan(file, number, name, sides[name], cache) if name in sides else None for name in ("k", "v")))
+        packed = pack_header(header)
+        digests = tuple(dataclasses.replace(tensor, digest=_flipped(tensor.digest)) for tensor in header.tensors)
+        without_digests = _differing(packed, pack_header(dataclasses.replace(header, tensors=digests)))
+        named = header.ignorable[feature]
+        other = {**header.ignorable, feature: _flipped(named)}
+        feature_at = int(_differing(packed, pack_header(dataclasses.replace(header, ignorable=other))).nonzero()[0])
+        start_place = _start_place(header, packed)
+        fixed = ~without_digests
+        fixed[start_place] = fixed[feature_at : feature_at + len(named)] = False
+        return cls(
+            size=file.size,
+            text=file.front.text,
+            header=_array(packed)[fixed],
+            fixed=fixed,
+            start_place=start_place,
+            feature_place=slice(feature_at, feature_at + len(named)),
+            payload=len(file.front.text) + min((place.begin for place in file.front.places.values()), default=len(packed)),
+            recipe=header.recipe,
+            model=MappingProxyType(dict(header.model)),
+            plans=tuple(plans),  # type: ignore[arg-type]
+        )
+
+    def feature(self, data: memoryview, start: int) -> bytes | None:
+        """The feature of an entry of this shape whose first token is ``start``; None when the front of ``data`` is another's."""
+        if len(data) != self.size:
+            return None
+        header_end = len(self.text) + len(self.fixed)
+        header = bytes(data[len(self.text) : header_end])
+        text = bytearray(data[: len(self.text)])
+        digest = xxhash.xxh3_128_hexdigest(header).encode()
+        if text[DIGEST_PLACE] != digest:
+            return None
+        text[DIGEST_PLACE] = self.text[DIGEST_PLACE]
+        if text != self.text or header[self.start_place] != msgpack.packb(start):
+            return None
+        if any(data[header_end : self.payload]) or not torch.equal(_array(header)[self.fixed], self.header):
+            return None
+        return header[self.feature_place]
+
+    def cache(self, data: memoryview, start: int) -> Cache:
+        """The cache of an entry of this shape, as views of it."""
+        with own_modes(torch.device("cpu")):
+            dtypes = {dtype for sides in self.plans for plan in sides if plan for _, dtype, *_ in plan.streams}
+            arrays = {dtype: torch.frombuffer(data, dtype=dtype, count=self.size // dtype.itemsize) for dtype in dtypes}
+            layers = tuple(Layer(*(plan.side(arrays) if plan is not None else None for plan in sides)) for sides in self.plans)
+        return Cache(layers, self.recipe, self.model, start)
+
+
+def _plan(file: File, number: int, name: str, entry: SideEntry, cache: Cache) -> SidePlan:
+    streams = []
+    for stream, layout in file.header.streams[entry].items():
+        place = file.front.places[f"{number}.{name}.{stream}"]
+        strides = torch.empty(layout.shape, device="meta").stride()
+        first = (len(file.front.text) + place.begin) // DTYPE_BYTES[layout.dtype]
+        streams.append((stream, TORCH_DTYPES[layout.dtype], layout.shape, strides, first))
+    return SidePlan(entry, tuple(streams), cache[number].sides[name])
+
+
+def _start_place(header: Header, packed: bytes) -> slice:
+    """Where the header's start is: it ends with the byte that another start of the same length changes."""
+    other = header.start ^ 1
+    last = int(_differing(packed, pack_header(dataclasses.replace(header, start=other))).nonzero()[-1])
+    length = len(msgpack.packb(header.start))
+    return slice(last - length + 1, last + 1)
+
+
+def _flipped(data: bytes) -> bytes:
+    return bytes(byte ^ 0xFF for byte in data)
+
+
+def _array(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _differing(one: bytes, other: bytes) -> torch.Tensor:
+    return _array(one) != _array(other)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from .base import Layout, check_finite, stored_norm
+from .base import HALF_LIMIT, Layout, check_finite
 from .columns import Columns
-from .errors import InvalidParameter, InvalidPayload
+from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .lazy import numpy, torch
 
 if TYPE_CHECKING:
@@ -20,10 +20,16 @@ if TYPE_CHECKING:
 FLAGS, VALUES = "outlier_flags", "outliers"
 CHUNK = 4
 
+_LEAST_NORM = 2.0**-13
+"""A chunk of less is left to the codec: binary16 holds numbers below 2^-14 with ever fewer bits."""
+
 
 @dataclass(frozen=True)
 class Outliers:
-    """Chunks of the coded frame whose norm is above ``multiplier`` times the median of their head are stored in binary16."""
+    """Chunks of the coded frame whose norm is above ``multiplier`` times the median of their head are stored in binary16.
+
+    The median is that of the chunks that are not zero: those of padding say nothing of the others.
+    """
 
     dim: int
     fields: int
@@ -43,15 +49,16 @@ class Outliers:
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         """The planes of ``outlier_flags``, a flag a chunk, and ``outliers``, the flagged ones by token, sequence, head and chunk."""
-        planes = {
-            f"{FLAGS}.{plane}": Layout("U16", (batch, heads, tokens, words)) for plane, words in enumerate(self.packing.planes)
-        }
+        planes = {f"{FLAGS}.{plane}": Layout("U16", (batch, heads, tokens, words)) for plane, words in enumerate(self.packing.planes)}
         return planes | {VALUES: Layout("F16", (1, 1, 0, CHUNK), per="entry")}
 
     def threshold(self, blocks: Iterator[torch.Tensor]) -> torch.Tensor:
         """The norm ``[kv_head, 1, 1]`` above which a chunk of the coded frame is an outlier."""
         norms = torch.cat([_norms(_chunks(block)).transpose(0, 1).flatten(1) for block in blocks], 1)
-        return (self.multiplier * norms.median(1).values)[:, None, None]
+        if not norms.shape[1]:
+            return norms.new_full((norms.shape[0], 1, 1), torch.inf)
+        median = norms.masked_fill(norms == 0, torch.nan).nanmedian(1).values
+        return (self.multiplier * median).clamp_min(_LEAST_NORM)[:, None, None]
 
     def encode(self, u: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """``u`` ``[batch, kv_head, token, dim]`` with zeros for its outliers, and the streams that hold them.
@@ -60,10 +67,12 @@ class Outliers:
         """
         chunks = _chunks(u)
         flagged = _norms(chunks) > threshold
-        values = stored_norm(chunks.permute(2, 0, 1, 3, 4)[flagged.permute(2, 0, 1, 3)], "F16", "outlier")
+        values = chunks.permute(2, 0, 1, 3, 4)[flagged.permute(2, 0, 1, 3)]
+        if not (values.abs() < HALF_LIMIT).all():
+            _refuse_first(chunks, flagged)
         planes = {f"{FLAGS}.{plane}": words for plane, words in enumerate(self.packing.pack([flagged.to(torch.int32)]))}
         rest = chunks.masked_fill(flagged[..., None], 0.0).flatten(3)
-        return rest, planes | {VALUES: values[None, None]}
+        return rest, planes | {VALUES: values.to(torch.float16)[None, None]}
 
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """``frame`` ``[batch, kv_head, token, dim]``, float32, with the outliers in their places."""
@@ -86,6 +95,15 @@ class Outliers:
         if flags != values.shape[2]:
             raise InvalidPayload(f"{where}.{FLAGS}: {flags} chunks are flagged, {where}.{VALUES} holds {values.shape[2]}")
         check_finite(f"{where}.{VALUES}", values, "outliers")
+
+
+def _refuse_first(chunks: torch.Tensor, flagged: torch.Tensor) -> NoReturn:
+    """Raise OutOfRange, which names the first outlier that does not fit."""
+    batch, head, token, chunk, k = torch.nonzero(flagged[..., None] & ~(chunks.abs() < HALF_LIMIT))[0].tolist()
+    raise OutOfRange(
+        f"the outlier at batch {batch}, head {head}, token {token}, channel {CHUNK * chunk + k} of the coded frame is "
+        f"{chunks[batch, head, token, chunk, k].item():.6g}, the largest binary16 is 65504; scale the input, or leave the outliers out"
+    )
 
 
 def _chunks(u: torch.Tensor) -> torch.Tensor:

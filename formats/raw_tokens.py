@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from .base import Layout
 from .errors import InvalidPayload, OutOfRange
-from .lazy import numpy, torch
-from .raw import DTYPES, Raw
+from .lazy import functional, numpy, torch
+from .raw import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,24 +50,24 @@ class RawTokens:
             chosen.scatter_(1, least, True)
         return chosen
 
-    def encode(self, x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def encode(self, x: torch.Tensor, chosen: torch.Tensor, token_group: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """``x`` ``[batch, kv_head, token, dim]`` without the ``chosen`` tokens, and the streams that hold these.
 
-        In their place is the mean of the others, which widens no group. Raises OutOfRange when a value does not fit the dtype.
+        In their place is the mean of the others of their token group, which widens no group, or zero where there are none.
+        Raises OutOfRange when a value does not fit the dtype.
         """
-        if chosen.any():
-            kept = ~chosen[:, None, :, None]
-            # In binary64 no sum overflows.
-            mean = (x * kept).sum(2, keepdim=True, dtype=torch.float64) / kept.sum(2, keepdim=True).clamp_min(1)
-            rest = torch.where(kept, x, mean.to(torch.float32))
-        else:
-            rest = x
-        try:
-            values = Raw(self.dim, self.dtype).encode(x.permute(2, 0, 1, 3)[chosen.T][None, None])["values"]
-        except OutOfRange as error:
-            raise OutOfRange(f"raw token: {error}") from None
+        rest = torch.where(chosen[:, None, :, None], _means(x, ~chosen, token_group), x) if chosen.any() else x
+        exact = x.permute(2, 0, 1, 3)[chosen.T]
+        values = exact.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype])
+        if torch.isinf(values).any():
+            entry, head, channel = torch.nonzero(torch.isinf(values))[0].tolist()
+            token, batch = torch.nonzero(chosen.T)[entry].tolist()
+            raise OutOfRange(
+                f"the raw token at batch {batch}, head {head}, token {token} is {exact[entry, head, channel].item():.6g} at channel "
+                f"{channel}, the largest {self.dtype} is {torch.finfo(values.dtype).max:.6g}; choose a wider dtype for raw_tokens"
+            )
         flags = chosen.to(torch.uint8)[:, None]
-        return rest, {FLAGS: flags, VALUES: values}
+        return rest, {FLAGS: flags, VALUES: values[None, None]}
 
     def put(self, values: torch.Tensor, raw: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """``values`` ``[batch, kv_head, token, dim]`` with ``raw`` ones, ``[entry, kv_head, dim]``, in their places."""
@@ -83,3 +83,14 @@ class RawTokens:
             raise InvalidPayload(f"{where}.{FLAGS}: the value at {at} is {flags[tuple(at)]}, expected 0 or 1")
         if (count := int(flags.sum(dtype=numpy.int64))) != rows:
             raise InvalidPayload(f"{where}.{FLAGS}: {count} tokens are flagged, {where}.{VALUES} holds {rows}")
+
+
+def _means(x: torch.Tensor, kept: torch.Tensor, token_group: int) -> torch.Tensor:
+    """For each token of ``x`` the mean of the ``kept`` tokens, bool ``[batch, token]``, of its token group."""
+    tokens = x.shape[2]
+    spare = -tokens % token_group
+    of_groups = functional.pad(x.masked_fill(~kept[:, None, :, None], 0.0), (0, 0, 0, spare)).unflatten(2, (-1, token_group))
+    counts = functional.pad(kept.to(torch.int64), (0, spare)).unflatten(1, (-1, token_group)).sum(2)
+    # In binary64 no sum overflows.
+    means = of_groups.sum(3, dtype=torch.float64) / counts.clamp_min(1)[:, None, :, None]
+    return means.to(torch.float32).repeat_interleave(token_group, 2)[:, :, :tokens]

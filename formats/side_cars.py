@@ -155,7 +155,7 @@ class WithSideCars(Codec):
             """The block without its raw tokens, and the streams that hold these."""
             if self.raw_tokens is None or chosen is None:
                 return block, {}
-            return self.raw_tokens.encode(block, chosen[:, start : start + block.shape[2]])
+            return self.raw_tokens.encode(block, chosen[:, start : start + block.shape[2]], self.token_group)
 
         def kept_blocks() -> Iterator[torch.Tensor]:
             start = 0

@@ -11,7 +11,7 @@ import re
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal, localcontext
 from functools import cache
 from itertools import pairwise
@@ -266,11 +266,12 @@ def rotate_back(kind: str, seed: int, u: list[float]) -> list[float]:
     return [f32(sign * factor * sum(map(mul, column, u))) for sign, column in zip(s, hadamard_columns(len(u)), strict=True)]
 
 
-def rotated_tolerance(kind: str, u: list[float], tolerance: list[float]) -> list[float]:
-    """README.md, Conformance: that of the codec as a Euclidean norm of the head, plus that of the rotation."""
-    if kind == "none":
-        return tolerance
-    return [math.hypot(*tolerance) + 2.0**-18 * math.hypot(*u)] * len(u)
+def rotated_tolerance(u: list[float], tolerance: list[float], of_head: float = 0.0) -> list[float]:
+    """README.md, Conformance: the tolerances before it as a Euclidean norm of the head, plus that of the rotation.
+
+    ``of_head`` is a part that is itself a Euclidean norm of the head.
+    """
+    return [math.hypot(*tolerance) + of_head + 2.0**-18 * math.hypot(*u)] * len(u)
 
 
 # container.md, Limits ------------------------------------------------------------------------------------------------
@@ -536,7 +537,10 @@ def _scramble(sums: list[int]) -> None:
 
 @dataclass(frozen=True)
 class NumberStream:
-    """An array of scales, norms or raw values: ``[batch, heads or 1, rows, *sizes]``, one row for ``tokens`` tokens or for a run."""
+    """An array of scales, norms or raw values: ``[batch, heads or 1, rows, *sizes]``.
+
+    It has one row for ``tokens`` tokens, or ``per`` "run", or per "entry" in an array of ``[1, 1, entry, *sizes]``.
+    """
 
     name: str
     dtype: str
@@ -544,7 +548,17 @@ class NumberStream:
     tokens: int = 1
     per_head: bool = True
     any_bits: bool = False
-    per_run: bool = False
+    per: str = "tokens"
+
+
+@dataclass(frozen=True)
+class SideCar:
+    """What a side-car adds to a codec: its streams, those of codes before the others."""
+
+    codes: Mapping[str, Columns]
+    numbers: Sequence[NumberStream]
+    seed: int = 0
+    block: int = 0
 
 
 Digits = Mapping[str, list[list[int]]]
@@ -571,6 +585,16 @@ class Codec:
     check: Callable[[str, Digits, Numbers], None] = lambda where, digits, numbers: None
     rotation_kind: str = "none"
     rotation_seed: int = 0
+    side_cars: Mapping[str, SideCar] = field(default_factory=dict)
+
+    @property
+    def streams(self) -> dict[str, Columns | NumberStream]:
+        """All streams in order: those of the codec, then those of its side-cars."""
+        made: dict[str, Columns | NumberStream] = {}
+        parts: list[Codec | SideCar] = [self, *self.side_cars.values()]
+        for part in parts:
+            made |= {**part.codes, **{stream.name: stream for stream in part.numbers}}
+        return made
 
 
 SEEDS = range(2**64)
@@ -655,7 +679,7 @@ def group(entry: Mapping[str, Any]) -> Codec:
     dtype = "U8" if scale_dtype else "F16"
     streams = [NumberStream("scales", dtype, (dim, 2) if by_token else (ceil_div(dim, size), 2), size if by_token else 1)]
     if scale_dtype:
-        streams.append(NumberStream("scale_range", "F16", (4,), per_run=True))
+        streams.append(NumberStream("scale_range", "F16", (4,), per="run"))
     if token_scale != "none":
         streams.append(NumberStream("token_scale", HALF_OR_SINGLE[token_scale], (), per_head=False))
 
@@ -1123,6 +1147,86 @@ CODECS: dict[str, Callable[[Mapping[str, Any]], Codec]] = {
 }
 
 
+# side-cars.md --------------------------------------------------------------------------------------------------------
+
+SIDE_CARS = "side-cars.md"
+SIDE_CAR_KEYS = ("channel_scale", "channel_order", "block_rotation", "outliers", "qjl", "raw_tokens")
+
+
+def take_choice(value: Any, allowed: Mapping[str, str], what: str) -> str:
+    require(isinstance(value, str) and value in allowed, SIDE_CARS, f"{what} is {value!r}")
+    return allowed[value]
+
+
+def take_flags(value: Mapping[str, Any], symbols: int, what: str) -> Columns:
+    fields = value["fields"]
+    require(isinstance(fields, int), SIDE_CARS, f"{what}: fields is {fields!r}")
+    require(within_limits((2,), fields), "README.md, Bit packing", f"{what} has {fields} fields a column")
+    return Columns(symbols, (2,), fields, (2,))
+
+
+def take_side_cars(entry: Mapping[str, Any], codec: Codec) -> dict[str, SideCar]:
+    """The side-cars that the map of a codec names, each within its ranges."""
+    names = [name for name in SIDE_CAR_KEYS if name in entry]
+    require(list(entry)[len(entry) - len(names) :] == names, SIDE_CARS, f"the keys of {codec.id} are in the order {list(entry)}")
+    require(not names or codec.id != "raw", SIDE_CARS, f"raw has the side-cars {names}")
+    return {name: take_side_car(name, entry[name], codec) for name in names}
+
+
+def take_side_car(name: str, value: Any, codec: Codec) -> SideCar:
+    dim = codec.dim
+    if name == "channel_scale":
+        return SideCar({}, [NumberStream(name, take_choice(value, HALF_OR_SINGLE, name), (dim,), per="run")])
+    if name == "channel_order":
+        dtype = take_choice(value, {"u8": "U8", "u16": "U16"}, name)
+        require(dtype == "U16" or dim <= 256, SIDE_CARS, f"channel_order in 8 bits with head dim {dim}")
+        return SideCar({}, [NumberStream(name, dtype, (dim,), per="run")])
+    if name == "block_rotation":
+        require(is_integer(value, 2, dim) and dim % value == 0, SIDE_CARS, f"block_rotation is {value!r} with head dim {dim}")
+        require(factors(value) is not None, "README.md, Rotation", f"block_rotation has no blocks of {value}")
+        return SideCar({}, [], block=value)
+    if name == "raw_tokens":
+        dtype = take_choice(value, RAW_DTYPES, name)
+        flags = NumberStream("raw_token_flags", "U8", (), per_head=False)
+        return SideCar({}, [flags, NumberStream(name, dtype, (), any_bits=True, per="entry")])
+    keys = {"outliers": ["fields"], "qjl": ["seed", "norm", "fields"]}[name]
+    if not isinstance(value, dict) or list(value) != keys:
+        refuse(SIDE_CARS, f"{name} is {value!r}, not a map of {keys}")
+    if name == "outliers":
+        require(dim % 4 == 0, SIDE_CARS, f"outliers with head dim {dim}")
+        codes = {"outlier_flags": take_flags(value, dim // 4, name)}
+        return SideCar(codes, [NumberStream(name, "F16", (4,), per="entry")])
+    require(is_integer(value["seed"], 0, MASK), SIDE_CARS, f"the seed of qjl is {value['seed']!r}")
+    norm = take_choice(value["norm"], HALF_OR_SINGLE, "the norm of qjl")
+    require(factors(dim) is not None, "README.md, Rotation", f"qjl has no head dim {dim}")
+    return SideCar({"qjl_signs": take_flags(value, dim, name)}, [NumberStream("qjl_norm", norm, ())], value["seed"])
+
+
+def entry_places(flags: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], int]:
+    """The entry of each flag that is 1; keys of ``flags`` begin with token, sequence, and then what else the entries follow."""
+    return {place: number for number, place in enumerate(sorted(place for place, flag in flags.items() if flag))}
+
+
+def check_special_values(name: str, stream: NumberStream, values: Sequence[float]) -> None:
+    """Special values, of codecs and side-cars."""
+    finite = stream.any_bits or all(map(math.isfinite, values))
+    require(finite, "README.md, Conformance", f"{name} holds a number that is not finite")
+    if stream.name == "channel_scale":
+        require(all(value > 0 for value in values), f"{SIDE_CARS}, Special values", f"{name} holds a scale that is not above 0")
+    if stream.name == "channel_order":
+        dim = stream.sizes[0]
+        for row in range(0, len(values), dim):
+            once = sorted(values[row : row + dim]) == list(range(dim))
+            require(once, f"{SIDE_CARS}, Special values", f"{name} row {row // dim} does not name every channel once")
+    if stream.name == "raw_token_flags":
+        require(all(value < 2 for value in values), f"{SIDE_CARS}, Special values", f"{name} holds a flag that is neither 0 nor 1")
+
+
+def signs_of_residual(seed: int, digit: Sequence[int]) -> list[float]:
+    """R'ᵀ s of step 3 of Decode."""
+    return rotate_back("signed-hadamard", seed, [-1.0 if bit else 1.0 for bit in digit])
+
+
 # container.md, Fields ------------------------------------------------------------------------------------------------
 
 HEADER_KEYS = ["format", "required", "ignorable", "model", "recipe", "start", "codecs", "layers", "tensors"]
@@ -1158,6 +1262,7 @@ class Side:
     tail: int
     tail_dtype: str
     window: int
+    entries: Mapping[str, int] = field(default_factory=dict)
     digits: dict[str, list[list[list[int]]]] = field(default_factory=dict)
     numbers: dict[str, list[float]] = field(default_factory=dict)
     values: list[float] = field(default_factory=list)
@@ -1173,19 +1278,24 @@ class Side:
 
     def rows(self, stream: NumberStream) -> int:
         """container.md, Runs and tail: a stream with one row for every g tokens starts a fresh row at each run."""
-        if stream.per_run:
-            return len(self.runs)
-        return sum(ceil_div(run, stream.tokens) for run in self.runs)
+        if stream.per == "entry":
+            return self.entries[stream.name]
+        return len(self.runs) if stream.per == "run" else sum(ceil_div(run, stream.tokens) for run in self.runs)
+
+    def sizes(self, stream: NumberStream) -> tuple[int, ...]:
+        """The sizes of a row; an entry of raw tokens has those of all heads."""
+        return (self.heads, self.codec.dim) if stream.name == "raw_tokens" else stream.sizes
 
     def tensors(self, prefix: str) -> list[Tensor]:
         """The tensors that container.md and the codec's page give, in order, without what only the header says."""
         made = []
-        for name, packing in self.codec.codes.items():
-            for plane, width in enumerate(packing.plane_words):
-                made.append(Tensor(f"{prefix}{name}.{plane}", "U16", (self.batch, self.heads, self.packed, width)))
-        for stream in self.codec.numbers:
-            heads = self.heads if stream.per_head else 1
-            made.append(Tensor(prefix + stream.name, stream.dtype, (self.batch, heads, self.rows(stream), *stream.sizes)))
+        for name, stream in self.codec.streams.items():
+            if isinstance(stream, Columns):
+                for plane, width in enumerate(stream.plane_words):
+                    made.append(Tensor(f"{prefix}{name}.{plane}", "U16", (self.batch, self.heads, self.packed, width)))
+            else:
+                batch, heads = (1, 1) if stream.per == "entry" else (self.batch, self.heads if stream.per_head else 1)
+                made.append(Tensor(prefix + name, stream.dtype, (batch, heads, self.rows(stream), *self.sizes(stream))))
         if self.tail:
             made.append(Tensor(f"{prefix}tail", RAW_DTYPES[self.tail_dtype], (self.batch, self.heads, self.tail, self.codec.dim)))
         return made
@@ -1259,11 +1369,14 @@ def take_header(header: dict[str, Any]) -> File:
 def take_codec(entry: Any, what: str) -> Codec:
     require(isinstance(entry, dict) and isinstance(entry.get("id"), str), FIELDS, f"{what} has no id")
     require(entry["id"] in CODECS, FIELDS, f"{what} has the unknown id {entry['id']!r}")
-    return CODECS[entry["id"]](entry)
+    codec = CODECS[entry["id"]]({key: value for key, value in entry.items() if key not in SIDE_CAR_KEYS})
+    return replace(codec, side_cars=take_side_cars(entry, codec))
 
 
 def take_side(value: Any, codecs: list[Codec], what: str) -> Side:
-    number, batch, heads, runs, tail, tail_dtype, window = take_keys(value, SIDE_KEYS, f"a side of {what}")
+    entries = value.get("entries") if isinstance(value, dict) else None
+    own = {key: value[key] for key in value if key != "entries"} if isinstance(value, dict) else value
+    number, batch, heads, runs, tail, tail_dtype, window = take_keys(own, SIDE_KEYS, f"a side of {what}")
     require(is_integer(number, 0, len(codecs) - 1), FIELDS, f"{what}: there is no codec {number!r}")
     codec = codecs[number]
     require(is_integer(batch, 1, MAX_BATCH), FIELDS, f"{what}: batch is {batch!r}")
@@ -1274,9 +1387,25 @@ def take_side(value: Any, codecs: list[Codec], what: str) -> Side:
     require(isinstance(tail_dtype, str) and tail_dtype in RAW_DTYPES, FIELDS, f"{what}: tail_dtype is {tail_dtype!r}")
     require(is_integer(window, 0, MAX_TOKENS), FIELDS, f"{what}: window is {window!r}")
     require(window % codec.token_group == 0, FIELDS, f"{what}: window {window} is no multiple of the token group {codec.token_group}")
-    several = codec.token_group > 1 or any(stream.per_run for stream in codec.numbers)
-    require(several or len(runs) <= 1, "container.md, Runs and tail", f"{what}: {len(runs)} runs of token group 1")
-    return Side(codec, batch, heads, runs, tail, tail_dtype, window)
+    rows_of_runs = any(isinstance(stream, NumberStream) and stream.per == "run" for stream in codec.streams.values())
+    whole = codec.token_group > 1 or rows_of_runs or len(runs) <= 1
+    require(whole, "container.md, Runs and tail", f"{what}: {len(runs)} runs of token group 1")
+    of_entries = [name for name, stream in codec.streams.items() if isinstance(stream, NumberStream) and stream.per == "entry"]
+    if of_entries:
+        require(list(value) == [*SIDE_KEYS, "entries"], FIELDS, f"a side of {what} has the keys {list(value)}, the last not entries")
+    else:
+        require("entries" not in value, FIELDS, f"{what}: entries is {entries!r}, and no stream has a row an entry")
+    return Side(codec, batch, heads, runs, tail, tail_dtype, window, take_entries(entries, of_entries, what))
+
+
+def take_entries(value: Any, names: list[str], what: str) -> dict[str, int]:
+    """The rows of the streams ``names``, which have a row an entry."""
+    if not names:
+        return {}
+    if not isinstance(value, dict) or list(value) != names:
+        refuse(FIELDS, f"{what}: entries is {value!r}, not of {names}")
+    require(all(is_integer(count, 0, MAX_TOKENS) for count in value.values()), FIELDS, f"{what}: entries is {value!r}")
+    return value
 
 
 def take_tensor(entry: Any, expected: Tensor) -> Tensor:
@@ -1453,18 +1582,16 @@ def take_content(tensor: Tensor, stored: bytes, decompress: Decompress | None) -
 def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes]) -> None:
     """Step 9 of Reading: the rules of the codec, then its values; all tokens of a head, the packed ones before the tail."""
     codec = side.codec
-    for name, packing in codec.codes.items():
-        widths = packing.plane_words
-        planes = [numbers(contents[f"{prefix}{name}.{plane}"], "U16") for plane in range(len(widths))]
-        side.digits[name] = [
-            packing.unpack([plane[row * w : (row + 1) * w] for plane, w in zip(planes, widths, strict=True)], f"{prefix}{name} row {row}")
-            for row in range(side.batch * side.heads * side.packed if side.packed else 0)
-        ]
-    for stream in codec.numbers:
-        values: list[float] = numbers(contents[prefix + stream.name], stream.dtype)
-        finite = stream.any_bits or all(map(math.isfinite, values))
-        require(finite, "README.md, Conformance", f"{prefix}{stream.name} holds a number that is not finite")
-        side.numbers[stream.name] = values
+    for name, stream in codec.streams.items():
+        if isinstance(stream, Columns):
+            side.digits[name] = code_rows(side, prefix + name, stream, contents)
+        else:
+            side.numbers[name] = numbers(contents[prefix + name], stream.dtype)
+            check_special_values(prefix + name, stream, side.numbers[name])
+    places = {name: entry_places(flags) for name, flags in flags_of(side).items()}
+    for name, found in places.items():
+        rule = f"{SIDE_CARS}, Layout"
+        require(len(found) == side.entries[name], rule, f"{prefix}{name} has {side.entries[name]} entries for {len(found)} flags")
     tail: list[float] = numbers(contents[f"{prefix}tail"], RAW_DTYPES[side.tail_dtype]) if side.tail else []
     if side.shape[2] == 0:
         return
@@ -1474,19 +1601,85 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes]) -> None:
             head = b * side.heads + h
             for t, (run, token) in enumerate(tokens):
                 digits = {name: rows[head * side.packed + t] for name, rows in side.digits.items()}
-                row = {stream.name: number_row(side, stream, b, h, run, token) for stream in codec.numbers}
+                of_tokens = [stream for stream in codec.streams.values() if isinstance(stream, NumberStream) and stream.per != "entry"]
+                row = {stream.name: number_row(side, stream, b, h, run, token) for stream in of_tokens}
                 codec.check(f"{prefix}* batch {b}, head {h}, token {t}", digits, row)
-                u, tolerance = codec.decode(digits, row), codec.tolerance(digits, row)
-                side.values += rotate_back(codec.rotation_kind, codec.rotation_seed, u)
-                side.tolerances += rotated_tolerance(codec.rotation_kind, u, tolerance)
+                x, tolerance = decode_token(side, places, (t, b, h), digits, row)
+                side.values += x
+                side.tolerances += tolerance
             size = side.tail * codec.dim
             side.values += tail[head * size : (head + 1) * size]
             side.tolerances += [0.0] * size
 
 
+def code_rows(side: Side, name: str, packing: Columns, contents: Mapping[str, bytes]) -> list[list[list[int]]]:
+    """The digits of every row of a code stream."""
+    widths = packing.plane_words
+    planes = [numbers(contents[f"{name}.{plane}"], "U16") for plane in range(len(widths))]
+    return [
+        packing.unpack([plane[row * w : (row + 1) * w] for plane, w in zip(planes, widths, strict=True)], f"{name} row {row}")
+        for row in range(side.batch * side.heads * side.packed if side.packed else 0)
+    ]
+
+
+def flags_of(side: Side) -> dict[str, dict[tuple[int, ...], int]]:
+    """side-cars.md, Layout: for each stream with a row an entry, the flags by token, sequence, and head and chunk."""
+    made: dict[str, dict[tuple[int, ...], int]] = {}
+    if "outliers" in side.codec.side_cars:
+        rows = enumerate(side.digits["outlier_flags"])
+        per_head = ((*divmod(row, side.packed), flag) for row, (flag,) in rows)
+        made["outliers"] = {(t, *divmod(head, side.heads), c): one for head, t, flag in per_head for c, one in enumerate(flag)}
+    if "raw_tokens" in side.codec.side_cars:
+        flags: list[Any] = side.numbers["raw_token_flags"]
+        made["raw_tokens"] = {(row % side.packed, row // side.packed): flag for row, flag in enumerate(flags)}
+    return made
+
+
+def decode_token(
+    side: Side, places: Mapping[str, Mapping[tuple[int, ...], int]], place: tuple[int, int, int], digits: Digits, row: Numbers
+) -> tuple[list[float], list[float]]:
+    """side-cars.md, Decode: the values of the token, sequence and head of ``place``, and their tolerances."""
+    codec, (t, b, h) = side.codec, place
+    if (t, b) in places.get("raw_tokens", {}):
+        at = (places["raw_tokens"][t, b] * side.heads + h) * codec.dim
+        return side.numbers["raw_tokens"][at : at + codec.dim], [0.0] * codec.dim
+    u, tolerance = list(codec.decode(digits, row)), list(codec.tolerance(digits, row))
+    of_head = 0.0
+    for c in range(codec.dim // 4 if "outliers" in places else 0):
+        if (*place, c) in places["outliers"]:
+            entry = 4 * places["outliers"][*place, c]
+            u[4 * c : 4 * c + 4] = side.numbers["outliers"][entry : entry + 4]
+            tolerance[4 * c : 4 * c + 4] = [0.0] * 4
+    if "qjl" in codec.side_cars:
+        (norm,) = row["qjl_norm"]
+        gamma = norm * math.sqrt(math.pi / (2 * codec.dim))
+        residual = signs_of_residual(codec.side_cars["qjl"].seed, digits["qjl_signs"][0])
+        u = [f32(one + gamma * sign) for one, sign in zip(u, residual, strict=True)]
+        tolerance = [before + 2.0**-23 * abs(one) + 2.0**-126 for before, one in zip(tolerance, u, strict=True)]
+        of_head = 2.0**-18 * abs(norm)
+    x = rotate_back(codec.rotation_kind, codec.rotation_seed, u)
+    if codec.rotation_kind != "none":
+        tolerance, of_head = rotated_tolerance(u, tolerance, of_head), 0.0
+    if "block_rotation" in codec.side_cars:
+        size = codec.side_cars["block_rotation"].block
+        blocks = [slice(first, first + size) for first in range(0, codec.dim, size)]
+        tolerance = [one for block in blocks for one in rotated_tolerance(x[block], tolerance[block], of_head)]
+        x, of_head = [one for block in blocks for one in rotate_back("hadamard", 0, x[block])], 0.0
+    tolerance = [one + of_head for one in tolerance]
+    if "channel_order" in codec.side_cars:
+        placed = sorted(zip(row["channel_order"], x, tolerance, strict=True))
+        x, tolerance = [one for _, one, _ in placed], [one for _, _, one in placed]
+    if "channel_scale" in codec.side_cars:
+        scales = row["channel_scale"]
+        x = [f32(one * scale) for one, scale in zip(x, scales, strict=True)]
+        products = zip(tolerance, scales, x, strict=True)
+        tolerance = [scale * before + 2.0**-23 * abs(one) + 2.0**-126 if before else 0.0 for before, scale, one in products]
+    return x, tolerance
+
+
 def number_row(side: Side, stream: NumberStream, b: int, h: int, run: int, token: int) -> list[float]:
     """The numbers of ``stream`` for token ``token``, counted from the start of run ``run``."""
-    row = run if stream.per_run else sum(ceil_div(tokens, stream.tokens) for tokens in side.runs[:run]) + token // stream.tokens
+    row = run if stream.per == "run" else sum(ceil_div(tokens, stream.tokens) for tokens in side.runs[:run]) + token // stream.tokens
     if stream.per_head:
         row += (b * side.heads + h) * side.rows(stream)
     else:

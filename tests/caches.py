@@ -20,6 +20,8 @@ RECIPES = [
     "turboangle-k8v4",
     "hqmq-s24-r3",
     "kivi-4;tail=64",
+    "kv=octahedral:b=3,channel_scale=fp16,outliers=3,sinks=2",
+    "kv=group:b=2,g=32,rotation=hadamard,channel_scale=fp16,outliers=3,qjl=fp32,sinks=2,low_norm_tokens=3;tail=64",
 ]
 
 BOUNDS = {
@@ -33,6 +35,8 @@ BOUNDS = {
     "turboangle-k8v4": 0.1,
     "hqmq-s24-r3": 0.25,
     "kivi-4;tail=64": 0.1,
+    "kv=octahedral:b=3,channel_scale=fp16,outliers=3,sinks=2": 0.3,
+    "kv=group:b=2,g=32,rotation=hadamard,channel_scale=fp16,outliers=3,qjl=fp32,sinks=2,low_norm_tokens=3;tail=64": 0.45,
 }
 """Relative error (2-norm over a whole side) that each recipe stays below on Gaussian values."""
 

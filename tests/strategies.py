@@ -13,20 +13,23 @@ import torch
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from kvpack.formats import CODECS
+from kvpack.cache import Page
+from kvpack.formats import CODECS, codec_from_params, create_codec
 from kvpack.formats.columns import MAX_BASE, MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, Columns, is_power_of_two
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.options import Options
 from kvpack.formats.rotation import KINDS
+from kvpack.formats.side_cars import WithSideCars
 
 from error_bounds import check_angle, check_direction, check_group, check_polar, check_raw, check_scalar  # isort: skip
+from side_car_bounds import check_side_cars  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hypothesis.strategies import DrawFn, SearchStrategy
 
-    from kvpack.formats.base import Codec, Layout
+    from kvpack.formats.base import Codec
 
 STORED = {"U8": "torch.uint8", "U16": "torch.uint16", "F16": "torch.float16", "BF16": "torch.bfloat16", "F32": "torch.float32"}
 
@@ -171,17 +174,44 @@ CASES: dict[str, Case] = {
 }
 
 
+SIDE_CARS: dict[str, SearchStrategy[dict[str, str]]] = {
+    "channel_scale": st.fixed_dictionaries({"channel_scale": st.sampled_from(("fp16", "fp32"))}),
+    "blocks": st.fixed_dictionaries(
+        {"block_rotation": st.sampled_from(("2", "4", "8", "16", "20", "64"))}, optional={"channel_order": st.sampled_from(("u8", "u16"))}
+    ),
+    "outliers": st.fixed_dictionaries({"outliers": st.sampled_from(("1", "2", "3", "10"))}),
+    "qjl": st.fixed_dictionaries({"qjl": st.sampled_from(("fp16", "fp32"))}, optional={"qjl_seed": _integers(0, 2**64 - 1)}),
+    "raw_tokens": st.fixed_dictionaries(
+        {"sinks": _integers(1, 9)},
+        optional={"low_norm_tokens": _integers(1, 9), "raw_tokens": st.sampled_from(("bf16", "fp16", "fp32"))},
+    ),
+}
+"""The options that each side-car is tried with, those together that need one another."""
+
+SIDE_CAR_DIMS = {
+    "channel_scale": set(DIMS),
+    "blocks": {dim for dim in DIMS if dim % 2 == 0},
+    "outliers": {dim for dim in DIMS if dim % 4 == 0},
+    "qjl": set(DIMS) - {3, 5, 63},
+    "raw_tokens": set(DIMS),
+}
+"""The head dims of ``DIMS`` that each side-car takes."""
+
+
 def create(codec_id: str, dim: int, side: str = "k", **words: str) -> Codec:
-    """The codec that a recipe's words ask for."""
-    return CODECS[codec_id].create(dim, side, Options(codec_id, words))
+    """The codec, with side-cars or without, that a recipe's words ask for."""
+    return create_codec(codec_id, dim, side, Options(codec_id, words))
 
 
 @st.composite
 def codecs(draw: DrawFn, codec_id: str | None = None) -> Codec:
-    """A codec of ``codec_id`` (any, by default) at any head dim that it takes, with any options."""
+    """A codec of ``codec_id`` (any, by default) at any head dim that it takes, with any options and any subset of the side-cars."""
     codec_id = codec_id or draw(st.sampled_from(sorted(CODECS)))
     words = draw(CASES[codec_id].options)
     dim, side = draw(st.sampled_from(DIMS)), draw(st.sampled_from("kv"))
+    if codec_id != "raw":
+        for name in sorted(draw(st.sets(st.sampled_from([name for name in SIDE_CARS if dim in SIDE_CAR_DIMS[name]])))):
+            words = words | draw(SIDE_CARS[name].filter(lambda found: dim % int(found.get("block_rotation", 1)) == 0))
     try:
         return create(codec_id, dim, side, **words)
     except InvalidParameter:
@@ -197,32 +227,40 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
         assert x.abs().max() > SMALLEST_REFUSED, "a value of ordinary size was refused"
         return False
     layout = codec.layout(batch, heads, tokens)
+    rows = {name: int(count.sum()) for name, count in codec.entries(streams).items()}
     assert {name: (str(stream.dtype), tuple(stream.shape)) for name, stream in streams.items()} == {
-        name: (STORED[entry.dtype], entry.shape) for name, entry in layout.items()
+        name: (STORED[entry.dtype], (*entry.shape[:2], rows.get(name, entry.shape[2]), *entry.shape[3:])) for name, entry in layout.items()
     }
     assert list(layout) == [name for name in layout if name in streams]
+    assert list(rows) == [name for name, entry in layout.items() if entry.per == "entry"]
     if codec.id != "raw":
-        codec.check({name: stream.numpy() for name, stream in streams.items()}, "x")
+        # numpy has no bfloat16, which raw tokens may have.
+        bits = {name: stream.view(torch.uint16) if stream.dtype == torch.bfloat16 else stream for name, stream in streams.items()}
+        codec.check({name: stream.numpy() for name, stream in bits.items()}, "x")
     params = codec.params()
-    assert params.pop("id") == codec.id
-    assert type(codec).from_params(params) == codec
+    assert params["id"] == codec.id
+    assert codec_from_params(params) == codec
     decoded = codec.decode({name: poisoned(stream) for name, stream in streams.items()})
     assert decoded.dtype == torch.float32
     assert decoded.shape == x.shape
     assert torch.isfinite(decoded).all()
-    CASES[codec.id].check(codec, x, streams, decoded)
-    _check_prefix(codec, streams, layout, tokens)
+    check = CASES[codec.id].check
+    if isinstance(codec, WithSideCars):
+        check_side_cars(codec, x, streams, decoded, check)
+    else:
+        check(codec, x, streams, decoded)
+    _check_prefix(codec, streams, tokens)
     return True
 
 
-def _check_prefix(codec: Codec, streams: Mapping[str, torch.Tensor], layout: Mapping[str, Layout], tokens: int) -> None:
+def _check_prefix(codec: Codec, streams: Mapping[str, torch.Tensor], tokens: int) -> None:
     """The first rows of every stream decode to the first tokens, but for how the last elements of an array are rounded."""
     kept = tokens // 2
-    rows = {
-        name: streams[name] if entry.per == "run" else streams[name][:, :, : -(-kept // entry.tokens_per_row)]
-        for name, entry in layout.items()
-    }
-    torch.testing.assert_close(codec.decode_frame(rows), codec.decode_frame(streams)[:, :, :kept], rtol=2.0**-18, atol=2.0**-140)
+    found = codec.decode_frame(Page(codec, tokens, streams).rows(0, kept))
+    whole = codec.decode_frame(streams)[:, :, :kept]
+    # A rotation rounds every value of a head by a share of its norm.
+    rounded = 2.0**-18 * whole.double().norm(dim=-1, keepdim=True) if isinstance(codec, WithSideCars) else 0.0
+    assert ((found.double() - whole).abs() <= 2.0**-18 * whole.abs() + 2.0**-140 + rounded).all()
 
 
 def poisoned(x: torch.Tensor) -> torch.Tensor:

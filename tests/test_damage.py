@@ -94,7 +94,8 @@ def test_some_bits_of_every_codec(recipe: str, tmp_path: Path) -> None:
     damaged = bytearray(data)
     generator = random.Random(0)
     for begin, end, name in parts(data)[1:]:
-        for bit in [8 * begin, 8 * end - 1, *(generator.randrange(8 * begin, 8 * end) for _ in range(8))]:
+        # A tensor without bytes, where nothing is stored as it is, may need no pad.
+        for bit in [] if begin == end else [8 * begin, 8 * end - 1, *(generator.randrange(8 * begin, 8 * end) for _ in range(8))]:
             damaged[bit // 8] ^= 1 << bit % 8
             assert name in refusal(damaged)
             damaged[bit // 8] ^= 1 << bit % 8

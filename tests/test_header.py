@@ -49,13 +49,15 @@ def any_contents(draw: DrawFn) -> Contents:
         sides = []
         for _ in "kv":
             index = draw(st.integers(0, len(listed) - 1))
-            group = listed[index].token_group
+            group, layouts = listed[index].token_group, listed[index].layout(1, 1, 0)
             tail = draw(st.integers(0, tokens))
-            cut = draw(st.integers(0, tokens - tail)) if group > 1 else 0
+            several = group > 1 or any(layout.per == "run" for layout in layouts.values())
+            cut = draw(st.integers(0, tokens - tail)) if several else 0
+            rows = tuple((name, draw(st.integers(0, MAX_TOKENS))) for name, layout in layouts.items() if layout.per == "entry")
             runs = tuple(run for run in (cut, tokens - tail - cut) if run)
             dtype, window = draw(st.sampled_from(("bf16", "fp16", "fp32"))), group * draw(st.integers(0, 3))
             entry = side(index, batch=batch, heads=draw(st.integers(1, 9)), runs=runs, tail=tail, tail_dtype=dtype, window=window)
-            sides.append(draw(st.sampled_from((entry, None))))
+            sides.append(draw(st.sampled_from((dataclasses.replace(entry, entries=rows), None))))
         layers.append(LayerEntry(*sides))
     names = st.text(max_size=9)
     return Contents(

@@ -31,7 +31,7 @@ from kvpack.formats.columns import Columns
 from kvpack.formats.errors import KvpackError
 
 from caches import RECIPES, random_pairs  # isort: skip
-from golden_files import FOLDER, expected_path  # isort: skip
+from golden_files import FOLDER, expected_path, side_car_packings  # isort: skip
 from small_files import KINDS, small_file  # isort: skip
 from strategies import codecs, create, packings  # isort: skip
 
@@ -171,19 +171,36 @@ def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: ra
 
 
 def random_page(codec: Codec, batch: int, heads: int, tokens: int, source: random.Random) -> tuple[Page, dict[str, list[torch.Tensor]]]:
-    """A run of any valid digits, with numbers of either sign, and the digits."""
+    """A run of any valid digits, with numbers of either sign and any entries, and the digits."""
     streams, digits = {}, {}
     for name, packing in codec.packings().items():
         used = -(-codec.dim // 3) if (codec.id, name) == ("octahedral", "symbol") else packing.symbols
         digits[name] = random_digits(packing, used, (batch, heads, tokens), source)
         streams |= codec.pack(name, *(digit.to(torch.int32) for digit in digits[name]))
-    for name, layout in codec.layout(batch, heads, tokens).items():
+    for name, packing in side_car_packings(codec).items():
+        digits[name] = random_digits(packing, packing.symbols, (batch, heads, tokens), source)
+        planes = packing.pack([digit.to(torch.int32) for digit in digits[name]])
+        streams |= {f"{name}.{plane}": words for plane, words in enumerate(planes)}
+    layouts = codec.layout(batch, heads, tokens)
+    if "raw_token_flags" in layouts:
+        flags = torch.tensor([source.randrange(2) for _ in range(batch * tokens)], dtype=torch.uint8)
+        streams["raw_token_flags"] = flags.view(batch, 1, tokens)
+    rows = {name: int(count.sum()) for name, count in codec.entries(streams).items()}
+    for name, layout in layouts.items():
         if name not in streams:
+            shape = (*layout.shape[:2], rows.get(name, layout.shape[2]), *layout.shape[3:])
             size = 0.1 if name.endswith("range") else 1.0
-            draws = (source.randrange(256) if layout.dtype == "U8" else size * source.gauss(0, 1) for _ in range(math.prod(layout.shape)))
+            draws = (source.randrange(256) if layout.dtype == "U8" else size * source.gauss(0, 1) for _ in range(math.prod(shape)))
             numbers = torch.tensor(list(draws), dtype=torch.float32)
-            streams[name] = numbers.view(layout.shape).to(TORCH_DTYPES[layout.dtype])
-    return Page(codec, tokens, streams), digits
+            if name == "channel_order":
+                orders = [source.sample(range(shape[-1]), shape[-1]) for _ in range(math.prod(shape[:-1]))]
+                numbers = torch.tensor(orders, dtype=torch.int32)
+            elif name == "channel_scale":
+                numbers = numbers.abs() + 2.0**-10
+            elif name == "raw_tokens" and source.random() < 0.2:
+                numbers[::7] = float(source.choice(("nan", "inf", "-inf", "-0.0")))
+            streams[name] = numbers.view(shape).to(TORCH_DTYPES[layout.dtype])
+    return Page(codec, tokens, {name: streams[name] for name in layouts}), digits
 
 
 @given(data=st.data(), seed=st.integers(0, 2**32))
@@ -200,8 +217,10 @@ def test_any_valid_digits_of_any_codec(tmp_path_factory: pytest.TempPathFactory,
     cache = Cache((Layer(Side(codec, tuple(page for page, _ in made), tail, 0), None),), "test", {}, start=0)
     folder = tmp_path_factory.mktemp("digits")
     side = assert_decoded_alike(saved(cache, folder), folder).layers[0]["k"]
+    all_packings = codec.packings() | side_car_packings(codec)
+    assert set(side.digits) == set(all_packings)
     for name, rows in side.digits.items():
-        for number in range(len(codec.packings()[name].alphabets)):
+        for number in range(len(all_packings[name].alphabets)):
             expected = torch.cat([digits[name][number] for _, digits in made], 2).flatten(0, 2).tolist() if made else []
             assert [row[number] for row in rows] == expected
 
@@ -316,23 +335,34 @@ OCTAHEDRAL = create("octahedral", 5, "k", b="2", arrangement="direct", rotation=
 ANGLE = create("angle", 6, "k", n="100", norm="linear8", rotation="none")
 SCALAR = create("scalar", 10, "k", b="2", high="3", rotation="none")
 RAW = create("raw", 3, dtype="fp16")
+SIDE_CARS = create("scalar", 16, "k", b="2", rotation="none", channel_scale="fp16", outliers="3", qjl="fp16", sinks="1", raw_tokens="fp16")
+BLOCKS = create("group", 12, "k", b="2", axis="channel", block_rotation="4", channel_order="u8")
+WIDE_BLOCKS = create("group", 260, "k", b="2", axis="channel", block_rotation="20", channel_order="u16")
+
+
+def place(parts: Parts, path: str) -> Any:
+    """The map or array of the header at ``path``, keys and indices between dots."""
+    at: Any = parts.header
+    for key in path.split(".") if path else []:
+        at = at[int(key) if isinstance(at, list) else key]
+    return at
 
 
 def edit(path: str, value: Any) -> Callable[[Parts], None]:
     """Sets the entry of the header at ``path``, keys and indices between dots."""
 
     def apply(parts: Parts) -> None:
-        *keys, last = path.split(".")
-        at: Any = parts.header
-        for key in keys:
-            at = at[int(key) if isinstance(at, list) else key]
+        above, _, last = path.rpartition(".")
+        at = place(parts, above)
         at[int(last) if isinstance(at, list) else last] = value
 
     return apply
 
 
-def drop(key: str) -> Callable[[Parts], None]:
-    return lambda parts: parts.header.pop(key)
+def drop(path: str) -> Callable[[Parts], None]:
+    """Takes the entry at ``path`` out of its map."""
+    above, _, key = path.rpartition(".")
+    return lambda parts: place(parts, above).pop(key)
 
 
 def bits(name: str, at: int, value: str) -> Callable[[Parts], None]:
@@ -355,6 +385,13 @@ def add_a_side_without_tokens(parts: Parts) -> None:
     parts.tensors.append(b"")
 
 
+def add_an_outlier(parts: Parts) -> None:
+    number = parts.tensor("0.k.outliers")
+    parts.header["layers"][0]["k"]["entries"]["outliers"] += 1
+    parts.header["tensors"][number][2][2] += 1
+    parts.tensors[number] += bytes(8)
+
+
 def swap_runs_and_tail(parts: Parts) -> None:
     side = parts.header["layers"][0]["k"]
     keys = list(side)
@@ -362,7 +399,18 @@ def swap_runs_and_tail(parts: Parts) -> None:
     parts.header["layers"][0]["k"] = {key: side[key] for key in keys}
 
 
+def move_to_end(path: str, key: str) -> Callable[[Parts], None]:
+    """Makes ``key`` the last of the map of the header at ``path``."""
+
+    def apply(parts: Parts) -> None:
+        at = place(parts, path)
+        at[key] = at.pop(key)
+
+    return apply
+
+
 FIELDS, PROFILE, LIMITS = "container.md, Fields", "container.md, msgpack profile", "container.md, Limits"
+SIDE_CAR_RULES, SIDE_CAR_LAYOUT, SIDE_CAR_VALUES = "side-cars.md", "side-cars.md, Layout", "side-cars.md, Special values"
 PACKING, FINITE, ZSTD = "README.md, Bit packing", "README.md, Conformance", "container.md, zstd"
 
 # name: (codec, change, the decoder's rule or None, the library's error or None)
@@ -491,6 +539,63 @@ CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]]
     "a frame with the largest window": (RAW, frame(lambda raw, _: _raw_frame(raw, "80 68 18000000")), None, None),
     "a frame with a larger window": (RAW, frame(lambda raw, _: _raw_frame(raw, "80 69 18000000")), ZSTD, "InvalidPayload"),
     "a frame of no bytes": (RAW, frame(lambda raw, _: b""), LIMITS, "LimitExceeded"),
+    "side-cars": (SIDE_CARS, lambda parts: None, None, None),
+    "an unknown side-car": (SIDE_CARS, edit("codecs.0.other", "fp16"), "codecs/scalar.md, Parameters and ranges", "InvalidHeader"),
+    "side-cars in another order": (SIDE_CARS, move_to_end("codecs.0", "outliers"), SIDE_CAR_RULES, "InvalidHeader"),
+    "a side-car before a parameter": (SIDE_CARS, move_to_end("codecs.0", "fields"), SIDE_CAR_RULES, "InvalidHeader"),
+    "a side-car of raw": (RAW, edit("codecs.0.channel_scale", "fp16"), SIDE_CAR_RULES, "InvalidHeader"),
+    "a dtype of channel scales": (SIDE_CARS, edit("codecs.0.channel_scale", "bf16"), SIDE_CAR_RULES, "InvalidHeader"),
+    "a channel scale of another type": (SIDE_CARS, edit("codecs.0.channel_scale", {}), SIDE_CAR_RULES, "InvalidHeader"),
+    "raw tokens of another type": (SIDE_CARS, edit("codecs.0.raw_tokens", 16), SIDE_CAR_RULES, "InvalidHeader"),
+    "outliers of another type": (SIDE_CARS, edit("codecs.0.outliers", 16), SIDE_CAR_RULES, "InvalidHeader"),
+    "outliers without fields": (SIDE_CARS, edit("codecs.0.outliers", {}), SIDE_CAR_RULES, "InvalidHeader"),
+    "outliers of too many fields": (SIDE_CARS, edit("codecs.0.outliers.fields", 129), PACKING, "InvalidHeader"),
+    "outliers of a head dim that is no multiple of 4": (GROUP, edit("codecs.0.outliers", {"fields": 1}), SIDE_CAR_RULES, "InvalidHeader"),
+    "qjl of no fields": (SIDE_CARS, edit("codecs.0.qjl.fields", 0), PACKING, "InvalidHeader"),
+    "qjl of a large seed": (SIDE_CARS, edit("codecs.0.qjl.seed", 2**64 - 1), None, None),
+    "qjl of another norm": (SIDE_CARS, edit("codecs.0.qjl.norm", "fp64"), SIDE_CAR_RULES, "InvalidHeader"),
+    "qjl in another order": (SIDE_CARS, move_to_end("codecs.0.qjl", "seed"), SIDE_CAR_RULES, "InvalidHeader"),
+    "qjl of a head dim without a Hadamard matrix": (
+        GROUP,
+        edit("codecs.0.qjl", {"seed": 1, "norm": "fp16", "fields": 1}),
+        "README.md, Rotation",
+        "InvalidHeader",
+    ),
+    "no entries": (SIDE_CARS, drop("layers.0.k.entries"), FIELDS, "InvalidHeader"),
+    "entries of a codec that has none": (GROUP, edit("layers.0.k.entries", {"outliers": 0}), FIELDS, "InvalidHeader"),
+    "empty entries": (GROUP, edit("layers.0.k.entries", {}), FIELDS, "InvalidHeader"),
+    "entries of another type": (SIDE_CARS, edit("layers.0.k.entries", [1, 1]), FIELDS, "InvalidHeader"),
+    "entries in another order": (SIDE_CARS, move_to_end("layers.0.k.entries", "outliers"), FIELDS, "InvalidHeader"),
+    "entries of fewer streams": (SIDE_CARS, drop("layers.0.k.entries.outliers"), FIELDS, "InvalidHeader"),
+    "entries of more streams": (SIDE_CARS, edit("layers.0.k.entries.qjl", 1), FIELDS, "InvalidHeader"),
+    "entries before window": (SIDE_CARS, move_to_end("layers.0.k", "window"), FIELDS, "InvalidHeader"),
+    "entries that the tensor lacks": (SIDE_CARS, edit("layers.0.k.entries.outliers", 1000), FIELDS, "InvalidHeader"),
+    "the most entries, which the tensor lacks": (SIDE_CARS, edit("layers.0.k.entries.outliers", 2**40 - 1), FIELDS, "InvalidHeader"),
+    "too many entries": (SIDE_CARS, edit("layers.0.k.entries.outliers", 2**40), FIELDS, "LimitExceeded"),
+    "negative entries": (SIDE_CARS, edit("layers.0.k.entries.outliers", -1), PROFILE, "InvalidHeader"),
+    "one entry more than flags": (SIDE_CARS, add_an_outlier, SIDE_CAR_LAYOUT, "InvalidPayload"),
+    "a flag less than entries": (SIDE_CARS, bits("0.k.outlier_flags.0", 0, "00"), SIDE_CAR_LAYOUT, "InvalidPayload"),
+    "a flag of no chunk": (SIDE_CARS, bits("0.k.outlier_flags.0", 1, "04"), PACKING, "InvalidPayload"),
+    "a flag of a raw token that is 2": (SIDE_CARS, bits("0.k.raw_token_flags", 0, "02"), SIDE_CAR_VALUES, "InvalidPayload"),
+    "flags of no raw token": (SIDE_CARS, bits("0.k.raw_token_flags", 0, "0000"), SIDE_CAR_LAYOUT, "InvalidPayload"),
+    "an infinite outlier": (SIDE_CARS, bits("0.k.outliers", 2, "00fc"), FINITE, "InvalidPayload"),
+    "a norm of a residual that is no number": (SIDE_CARS, bits("0.k.qjl_norm", 0, "017c"), FINITE, "InvalidPayload"),
+    "a negative norm of a residual": (SIDE_CARS, bits("0.k.qjl_norm", 0, "00c0"), None, None),
+    "a channel scale of zero": (SIDE_CARS, bits("0.k.channel_scale", 0, "0000"), SIDE_CAR_VALUES, "InvalidPayload"),
+    "a negative channel scale": (SIDE_CARS, bits("0.k.channel_scale", 0, "01bc"), SIDE_CAR_VALUES, "InvalidPayload"),
+    "an infinite channel scale": (SIDE_CARS, bits("0.k.channel_scale", 0, "007c"), FINITE, "InvalidPayload"),
+    "a subnormal channel scale": (SIDE_CARS, bits("0.k.channel_scale", 0, "0100"), None, None),
+    "channel_order after block_rotation": (BLOCKS, move_to_end("codecs.0", "channel_order"), SIDE_CAR_RULES, "InvalidHeader"),
+    "a dtype of channel orders": (BLOCKS, edit("codecs.0.channel_order", "u32"), SIDE_CAR_RULES, "InvalidHeader"),
+    "an order in 8 bits of 260 channels": (WIDE_BLOCKS, edit("codecs.0.channel_order", "u8"), SIDE_CAR_RULES, "InvalidHeader"),
+    "blocks of a size that does not divide the head dim": (BLOCKS, edit("codecs.0.block_rotation", 8), SIDE_CAR_RULES, "InvalidHeader"),
+    "blocks of one channel": (BLOCKS, edit("codecs.0.block_rotation", 1), SIDE_CAR_RULES, "InvalidHeader"),
+    "blocks of another type": (BLOCKS, edit("codecs.0.block_rotation", "4"), SIDE_CAR_RULES, "InvalidHeader"),
+    "blocks without a Hadamard matrix": (BLOCKS, edit("codecs.0.block_rotation", 6), "README.md, Rotation", "InvalidHeader"),
+    "blocks of another size": (BLOCKS, edit("codecs.0.block_rotation", 12), None, None),
+    "an order that names a channel twice": (BLOCKS, bits("0.k.channel_order", 0, "0000"), SIDE_CAR_VALUES, "InvalidPayload"),
+    "an order that names a channel beyond the head": (BLOCKS, bits("0.k.channel_order", 13, "0c"), SIDE_CAR_VALUES, "InvalidPayload"),
+    "a raw token that is no number": (SIDE_CARS, bits("0.k.raw_tokens", 0, "007c01fe"), None, None),
 }
 
 
@@ -546,7 +651,7 @@ def test_a_header_that_is_not_canonical_is_refused() -> None:
 def test_any_byte_of_a_header_with_right_digests() -> None:
     source = random.Random(5)
     accepted = 0
-    for codec in (GROUP, QUATERNION, OCTAHEDRAL, ANGLE, RAW):
+    for codec in (GROUP, QUATERNION, OCTAHEDRAL, ANGLE, RAW, SIDE_CARS, BLOCKS):
         parts = Parts.of(one_side(codec, runs=(3,)))
         packed = msgpack.packb(parts.header)
         for _ in range(100):
@@ -559,7 +664,7 @@ def test_any_byte_of_a_header_with_right_digests() -> None:
 def test_any_bit_of_the_payload_with_right_digests() -> None:
     source = random.Random(6)
     refused = accepted = 0
-    for codec in (GROUP, QUATERNION, OCTAHEDRAL, ANGLE, RAW):
+    for codec in (GROUP, QUATERNION, OCTAHEDRAL, ANGLE, RAW, SIDE_CARS, BLOCKS):
         original = Parts.of(one_side(codec, runs=(3,)))
         for _ in range(60):
             parts = Parts(original.header, list(original.tensors))

@@ -1,0 +1,101 @@
+"""How far values decoded by a codec with side-cars may be from what was encoded: stage by stage, the codec's own bound inside."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.formats.channel_order import reordered
+from kvpack.formats.channel_scale import factors
+
+from error_bounds import ROTATION_TOLERANCE  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kvpack.formats.base import Codec
+    from kvpack.formats.outliers import Outliers
+    from kvpack.formats.raw_tokens import RawTokens
+    from kvpack.formats.side_cars import WithSideCars
+
+    Streams = Mapping[str, torch.Tensor]
+
+QJL_WORST = math.sqrt(1 + math.pi / 2)
+"""How much longer the error can become by the correction of qjl (spec/side-cars.md, Decode)."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def check_side_cars(
+    codec: WithSideCars,
+    x: torch.Tensor,
+    streams: Streams,
+    decoded: torch.Tensor,
+    check: Callable[[Codec, torch.Tensor, Streams, torch.Tensor], None],
+) -> None:
+    """What is stored as it is comes back exactly, the codec inside stays within its bound (``check``), and nothing else is lost."""
+    raw, rest = torch.zeros(x.shape[0], 1, x.shape[2], dtype=torch.bool), x
+    if codec.raw_tokens is not None:
+        raw = streams["raw_token_flags"] != 0
+        rest = _check_raw_tokens(codec, codec.raw_tokens, x, raw, decoded)
+    factor = torch.ones(1, 1, 1, codec.dim) if codec.channel_scale is None else factors(streams)
+    scaled = rest / factor
+    turned = scaled if codec.channel_order is None else reordered(scaled, streams)
+    turned = turned if codec.block_rotation is None else codec.block_rotation.forward(turned)
+    u = codec.rotation.forward(turned)
+    coded, error = turned, torch.zeros(u.shape[:3], dtype=torch.float64)
+    flagged = torch.zeros_like(u, dtype=torch.bool)
+    if codec.outliers is not None:
+        flagged, error = _check_outliers(codec, codec.outliers, u, raw, streams)
+        coded = codec.rotation.inverse(u.masked_fill(flagged, 0.0))
+    inner = codec.codec
+    own = {name: streams[name] for name in inner.layout(1, 1, 0)}
+    check(inner, coded, own, inner.decode(own))
+    residual = (codec.rotation.forward(coded).double() - inner.decode_frame(own)).masked_fill(flagged, 0.0).norm(dim=-1)
+    rounding = ROTATION_TOLERANCE * scaled.double().norm(dim=-1)
+    if codec.qjl is not None:
+        norm = streams["qjl_norm"].double()
+        precision, smallest = (2.0**-11, 2.0**-25) if codec.qjl.norm == "fp16" else (2.0**-23, 2.0**-149)
+        lost = residual * precision + smallest + rounding
+        assert ((norm - residual).abs() <= lost).all()
+        residual = residual * QJL_WORST * (1 + 2.0**-8) + math.sqrt(math.pi / 2) * lost
+    error = error + residual
+    found = ((decoded.double() - rest) / factor).norm(dim=-1)
+    allowed = error + 5 * (rounding + ROTATION_TOLERANCE * (decoded.double() / factor).norm(dim=-1)) + 2.0**-120
+    excess = torch.where(raw, 0.0, found - allowed)
+    assert (excess <= 0).all(), f"an error is {excess.max():.3g} above its bound"
+
+
+def _check_raw_tokens(
+    codec: WithSideCars, raw_tokens: RawTokens, x: torch.Tensor, raw: torch.Tensor, decoded: torch.Tensor
+) -> torch.Tensor:
+    """Raw tokens are as many as were asked for, and exact. Returns what the encoder encodes in their place too."""
+    tokens = x.shape[2]
+    assert raw[:, :, : raw_tokens.first].all()
+    least = max(min(raw_tokens.first, tokens), min(raw_tokens.low_norm, tokens))
+    assert ((raw.sum(2) >= least) & (raw.sum(2) <= raw_tokens.first + raw_tokens.low_norm)).all()
+    stored = x.to(_DTYPES[raw_tokens.dtype]).to(torch.float32)
+    of_raw = raw[..., None].expand_as(x)
+    assert torch.equal(decoded[of_raw].view(torch.int32), stored[of_raw].view(torch.int32))
+    return raw_tokens.encode(x, raw[:, 0], codec.token_group)[0]
+
+
+def _check_outliers(
+    codec: WithSideCars, outliers: Outliers, u: torch.Tensor, raw: torch.Tensor, streams: Streams
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outliers are those of ``u``, rounded once, and exact in the coded frame. Returns where they are, and their rounding's norm."""
+    flagged = outliers.flags(streams)
+    stored = streams["outliers"][0, 0].to(torch.float32)
+    placed = torch.zeros_like(u).unflatten(-1, (-1, 4))
+    placed.permute(2, 0, 1, 3, 4)[flagged.permute(2, 0, 1, 3)] = stored
+    wide = flagged.repeat_interleave(4, -1)
+    lost = (placed.flatten(-2).double() - u).masked_fill(~wide, 0.0)
+    unrotated = codec.rotation.kind == "none" and codec.block_rotation is None
+    rotated = 0.0 if unrotated else 2 * ROTATION_TOLERANCE * u.double().norm(dim=-1, keepdim=True)
+    assert (lost.abs() <= u.abs() * 2.0**-11 + 2.0**-25 + rotated).all()
+    if codec.qjl is None:
+        exact = wide & ~raw[..., None]
+        assert torch.equal(codec.decode_frame(streams)[exact], placed.flatten(-2)[exact])
+    return wide, lost.norm(dim=-1)

@@ -29,7 +29,7 @@ fuzz: $(INSTALLED)
 
 # The kernels compiled, on a machine with a CUDA device; elsewhere in Triton's interpreter alone.
 gpu-test: $(INSTALLED)
-	$(BIN)/pytest --quiet tests/test_kernels.py tests/test_cuda.py
+	$(BIN)/pytest --quiet tests/test_kernels.py tests/test_attention_kernels.py tests/test_cuda.py
 
 # setuptools first: the package is then built without a second, unpinned download of it.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)

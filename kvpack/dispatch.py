@@ -1,4 +1,4 @@
-"""Which code decodes packed rows: torch operations on any device, or the Triton kernels.
+"""Which code decodes and attends packed rows: torch operations on any device, or the Triton kernels.
 
 The environment variable KVPACK_KERNELS names it, "torch" or "triton". Unset: Triton for tensors on a CUDA
 device when it is installed, else torch. On the CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1).
@@ -20,8 +20,11 @@ from kvpack.formats.side_cars import WithSideCars
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import ModuleType
 
     import torch
+
+    from .cache import Layer
 
 VARIABLE = "KVPACK_KERNELS"
 BACKENDS = ("torch", "triton")
@@ -48,6 +51,18 @@ def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if isinstance(codec, WithSideCars):
         return codec.complete_original(decode_frame(codec.codec, streams), streams)
     return codec.original(decode_frame(codec, streams), streams)
+
+
+def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
+    """``kvpack.kernels.attention`` where it attends ``layer`` with ``q``, else None: what it lacks is decoded and attended by torch.
+
+    Raises what ``uses_triton`` raises.
+    """
+    if not uses_triton(q.device) or q.requires_grad:
+        return None
+    from kvpack.kernels import attention
+
+    return attention if attention.supports(q, layer) else None
 
 
 def uses_triton(device: torch.device) -> bool:

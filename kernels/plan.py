@@ -1,0 +1,285 @@
+"""Which tokens of a layer each program attends, and with which loaders.
+
+A layer's tokens are cut where a page of either side begins or ends, and where a program has enough. All that has the same two
+codecs is one launch, the raw tail being a page of raw values; its work is a table on the device, one row a program's tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvpack.formats.group import Group
+from kvpack.formats.raw import Raw
+
+from . import loaders, shared_table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvpack.cache import Layer, Side
+    from kvpack.formats.base import Codec
+
+    from .tiles import Tiles
+
+VARIABLE = "KVPACK_INLINE_ASSEMBLY"
+
+INTERPRETED_MULTIPROCESSORS = 2
+
+LARGE_TABLE = 2048
+"""Values of a table above which programs are few and share it among more warps."""
+
+MOST_BYTES_IN_FLIGHT = 96 << 10
+"""Of all tiles that a program fetches ahead of time; a multiprocessor has 227 KiB."""
+
+RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+_plans: WeakKeyDictionary[Layer, dict[Any, list[Launch]]] = WeakKeyDictionary()
+
+
+class Run(NamedTuple):
+    """Consecutive tokens of one side that one codec stores: a page, or the raw tail."""
+
+    codec: Codec
+    first: int
+    tokens: int
+    streams: Mapping[str, torch.Tensor]
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of a layer inside one run of each side."""
+
+    first: int
+    tokens: int
+    k: Run
+    v: Run
+
+
+class Shape(NamedTuple):
+    """Warps of a program, tiles that a warp attends at once and their tokens, stages of tiles in flight, and programs a multiprocessor.
+
+    ``registers`` a thread may have; 0 leaves them to the compiler.
+    """
+
+    warps: int
+    tiles: int
+    tokens: int
+    stages: int
+    programs: int
+    registers: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One kernel over all segments of the same two codecs: its ``work`` (see ``split.attend_split``) and compile-time constants.
+
+    ``held`` are the tensors that the work's addresses refer to, ``allowed`` the variants that ``shared_table.allow`` has seen.
+    """
+
+    k: Codec
+    v: Codec
+    shape: Shape
+    work: torch.Tensor
+    tables: tuple[torch.Tensor, torch.Tensor]
+    constants: dict[str, Any]
+    held: tuple[torch.Tensor, ...]
+    allowed: set[Any] = field(default_factory=set)
+
+    @property
+    def parts(self) -> int:
+        """Partial results that it writes for each row of a query."""
+        return self.work.shape[0] * self.shape.warps
+
+
+def runs(side: Side) -> list[Run]:
+    """The pages of ``side`` and its tail, which is a run of raw values."""
+    found, first = [], 0
+    for page in side.pages:
+        codec, streams = page.codec, page.streams
+        if type(codec) is Group:
+            # Scales of 8 bits are few: they are looked up once.
+            codec, streams = codec.with_pairs(streams)
+        found.append(Run(codec, first, page.tokens, streams))
+        first += page.tokens
+    if side.tail.shape[2]:
+        found.append(Run(Raw(side.dim, RAW_DTYPES[side.tail.dtype]), first, side.tail.shape[2], {"values": side.tail}))
+    return found
+
+
+def loader(codec: Codec) -> Tiles:
+    """The tile loader of a codec that has one."""
+    found = loaders.tiles_of(codec)
+    assert found is not None
+    return found
+
+
+def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int) -> list[Launch]:
+    """The launches that attend tokens ``[begin, end)``, kept with the layer; every query sees all of ``whole``."""
+    fast = k.device.type == "cuda" and os.environ.get(VARIABLE, "") != "0"
+    kept = _plans.setdefault(layer, {})
+    key = (begin, end, whole, row_blocks, fast)
+    if key not in kept:
+        kept[key] = _launches(k, v, begin, end, whole, row_blocks, fast)
+    return kept[key]
+
+
+def _launches(k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, fast: bool) -> list[Launch]:
+    groups: dict[tuple[Codec, Codec], list[Segment]] = {}
+    for segment in _segments(runs(k), runs(v), begin, end):
+        groups.setdefault((segment.k.codec, segment.v.codec), []).append(segment)
+    # Partial results of one frame of the values lie side by side.
+    frames = list(dict.fromkeys(v_codec for _, v_codec in groups))
+    ordered = sorted(groups, key=lambda pair: frames.index(pair[1]))
+    sequences = k.batch * k.heads * row_blocks
+    return [_launch(groups[pair], *pair, whole, sequences, k.device, fast) for pair in ordered]
+
+
+def _segments(k: Sequence[Run], v: Sequence[Run], begin: int, end: int) -> list[Segment]:
+    edges = sorted({begin, end, *(edge for run in (*k, *v) for edge in (run.first, run.first + run.tokens) if begin < edge < end)})
+
+    def holding(found: Sequence[Run], token: int) -> Run:
+        return next(run for run in found if run.first <= token < run.first + run.tokens)
+
+    return [Segment(first, last - first, holding(k, first), holding(v, first)) for first, last in pairwise(edges)]
+
+
+def _launch(
+    segments: list[Segment], k: Codec, v: Codec, whole: tuple[int, int], sequences: int, device: torch.device, fast: bool
+) -> Launch:
+    k_tiles, v_tiles = loader(k), loader(v)
+    shape = _shape(k_tiles, v_tiles, fast)
+    tile = shape.warps * shape.tiles * shape.tokens
+    programs = max(1, _multiprocessors(device) * shape.programs // sequences)
+    size = -(-sum(segment.tokens for segment in segments) // programs)
+    size = max(tile, -(-size // tile) * tile)
+    rows: list[list[int]] = []
+    held: list[torch.Tensor] = []
+    for segment in segments:
+        first_rows = segment.first - segment.k.first, segment.first - segment.v.first
+        addresses = [*_addresses(segment.k, k_tiles, held), *_addresses(segment.v, v_tiles, held)]
+        for start in range(0, segment.tokens, size):
+            count, first = min(size, segment.tokens - start), segment.first + start
+            seen_by_all = min(count, whole[1] - first) // tile * tile if first >= whole[0] else 0
+            rows.append([first, count, max(0, seen_by_all), *(row + start for row in first_rows), *addresses])
+    table_bytes, tables, places = _tables(k_tiles, v_tiles, device, fast)
+    streams = len(k_tiles.streams)
+    constants = {
+        "K_LOAD": k_tiles.load,
+        "K_DECODE": k_tiles.decode,
+        "K_FACTOR": k_tiles.factor,
+        "K_STEPS": k_tiles.steps,
+        "K_CONSTANTS": k_tiles.constants,
+        "K_SHARED": places[0],
+        "K_STREAMS": _aligned(rows, k_tiles, 5),
+        "K_WIDTHS": tuple(map(len, k_tiles.channels)),
+        "K_KIND": k_tiles.dtype if fast or k_tiles.dtype != "bf16" else "fp32",
+        "K_WHOLE": _whole(rows, 3, k_tiles, shape),
+        "V_LOAD": v_tiles.load,
+        "V_DECODE": v_tiles.decode,
+        "V_FACTOR": v_tiles.factor,
+        "V_STEPS": v_tiles.steps,
+        "V_CONSTANTS": v_tiles.constants,
+        "V_SHARED": places[1],
+        "V_STREAMS": _aligned(rows, v_tiles, 5 + 3 * streams),
+        "V_WIDTHS": tuple(map(len, v_tiles.channels)),
+        "V_WHOLE": _whole(rows, 4, v_tiles, shape),
+        "TABLES": table_bytes,
+        "WORK_ROW": len(rows[0]),
+        "WARPS": shape.warps,
+        "TILES": shape.tiles,
+        "TOKENS": shape.tokens,
+        "STAGES": shape.stages,
+        "FAST": fast,
+    }
+    return Launch(k, v, shape, torch.tensor(rows, dtype=torch.int64).to(device), tables, constants, tuple(held))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_MULTIPROCESSORS
+
+
+def _shape(k: Tiles, v: Tiles, fast: bool) -> Shape:
+    """What was fastest on an H200, of one to eight warps, one or two tiles and two to four in flight."""
+    if not fast:
+        return Shape(2, 1, 32, 1, 4)
+    tables = [tiles.table for tiles in (k, v) if tiles.table is not None]
+    if any(table.numel() > LARGE_TABLE for table in tables):
+        shape = Shape(4, 1, 32, 3, 2)
+    elif tables:
+        # Programs share a table's copies among their warps.
+        shape = Shape(2, 1, 32, 3, 4)
+    elif k.dtype == v.dtype == "fp16" and not any(stream.name == "values" for stream in (*k.streams, *v.streams)):
+        shape = Shape(1, 1, 32, 3, 8)
+    else:
+        shape = Shape(2, 1, 32, 2, 4)
+    tile_bytes = shape.warps * shape.tiles * shape.tokens * sum(stream.row * stream.bits // 8 for stream in (*k.streams, *v.streams))
+    return shape._replace(stages=max(1, min(shape.stages, MOST_BYTES_IN_FLIGHT // tile_bytes)))
+
+
+def _addresses(run: Run, tiles: Tiles, held: list[torch.Tensor]) -> list[int]:
+    """Address, batch stride and head stride in bytes of each stream; a stream whose rows are not dense and aligned is copied."""
+    found: list[int] = []
+    for stream in tiles.streams:
+        tensor = run.streams[stream.name]
+        dense = tensor.stride()[2:] == torch.empty(tensor.shape[2:], device="meta").stride()
+        if not dense or any(
+            place * tensor.element_size() % (stream.bits // 8) for place in (tensor.storage_offset(), *tensor.stride()[:2])
+        ):
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        batch, head = (
+            step * tensor.element_size() if size > 1 else 0 for step, size in zip(tensor.stride(), tensor.shape[:2], strict=False)
+        )
+        held.append(tensor)
+        found += [tensor.data_ptr(), batch, head]
+    return found
+
+
+def _aligned(rows: list[list[int]], tiles: Tiles, first: int) -> tuple[tuple[int, int], ...]:
+    """The bits of each stream's elements and the largest power of two, at most 16, that divides all its addresses and strides."""
+    found = []
+    for number, stream in enumerate(tiles.streams):
+        at = first + 3 * number
+        found.append((stream.bits, math.gcd(16, *(value for row in rows for value in row[at : at + 3]))))
+    return tuple(found)
+
+
+def _whole(rows: list[list[int]], at: int, tiles: Tiles, shape: Shape) -> bool:
+    """Whether the tokens of a warp's tile always lie in one token group."""
+    return tiles.whole_groups % shape.tokens == 0 and all(row[at] % shape.tokens == 0 for row in rows)
+
+
+def _tables(
+    k: Tiles, v: Tiles, device: torch.device, fast: bool
+) -> tuple[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor], list[tuple[int, int]]]:
+    """What ``split.attend_split`` declares and fills, both tables in global memory, and (offset, copies) of each in shared memory."""
+    tables = [tiles.table for tiles in (k, v)]
+    same = tables[0] is not None and tables[1] is not None and torch.equal(tables[0], tables[1])
+    distinct = 1 if same else sum(table is not None for table in tables)
+    places, fills, offset = [], [], 0
+    for side, table in enumerate(tables):
+        if table is None or not fast:
+            places.append((0, 0))
+        elif same and side == 1:
+            places.append(places[0])
+        else:
+            entry_bytes = 2 * table.shape[1]
+            copies = shared_table.copies_of(table.shape[0], entry_bytes, shared_table.LARGEST_BYTES // distinct)
+            places.append((offset, copies))
+            if copies:
+                fills.append((side, offset, table.numel() // 2, table.shape[1] // 2, copies))
+                offset += table.numel() * 2 * copies
+    on_device = tuple(_on_device(tiles, str(device)) for tiles in (k, v))
+    return (offset, *fills), (on_device[0], on_device[1]), places
+
+
+@lru_cache(maxsize=256)
+def _on_device(tiles: Tiles, device: str) -> torch.Tensor:
+    table = tiles.table if tiles.table is not None else torch.zeros(1, dtype=torch.float16)
+    return table.to(device)

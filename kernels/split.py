@@ -1,0 +1,419 @@
+"""The attention kernels: one run of packed tokens a program, and the merge of all runs (log-sum-exp).
+
+A program holds a block of query rows (the query heads of one KV head, and their q_len queries) and walks its tokens in tiles
+``[warp, token]``: each warp has tokens, scores and sums of its own, and meets no other before the merge. Scores are
+S^T = K q^T and sums O^T = V^T P^T, so that the few query rows are the short side of the matrix units' product.
+
+Sources: split-K flash decoding with a log-sum-exp merge; OCTOPUS Eq. 13 for queries and values in the coded frame.
+"""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005, SIM108
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+from .shared_table import declare, fill
+
+UNSEEN = tl.constexpr(-1.0e30)
+"""The largest score of a row that has seen no token: finite, so that no difference of two is NaN."""
+
+COUNTS = ["items", "heads", "row_blocks", "first_part", "parts", "position", "q_len", "ahead", "window"]
+"""Arguments that change from call to call, and for whose values nothing is compiled anew."""
+
+HEADER = 5
+"""Integers of a work row before the addresses: first token, tokens, whole tokens, first K row, first V row."""
+
+
+@triton.constexpr_function
+def sum_of(numbers: tuple[int, ...]) -> int:
+    """Their sum, when the kernel is compiled."""
+    return sum(numbers)
+
+
+@triton.jit
+def _pointers(row: tl.tensor, batch: tl.tensor, head: tl.tensor, STREAMS: tl.constexpr) -> tl.tuple:
+    """Pointers to the first row of this head in each stream; ``STREAMS`` is (bits, aligned bytes) of each."""
+    pointers = ()
+    for number in tl.static_range(len(STREAMS)):
+        pointers = pointers + (_pointer(row + 3 * number, batch, head, STREAMS[number][0], STREAMS[number][1]),)
+    return pointers
+
+
+@triton.jit
+def _pointer(at: tl.tensor, batch: tl.tensor, head: tl.tensor, BITS: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
+    address = tl.load(at) + batch * tl.load(at + 1) + head * tl.load(at + 2)
+    if BITS == 16:
+        pointer = address.to(tl.pointer_type(tl.int16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.int32))
+    return tl.multiple_of(pointer, ALIGNED)
+
+
+@triton.jit
+def _products(tiles: tl.tuple, q: tl.tuple, scores: tl.tensor, FIRST: tl.constexpr) -> tl.tensor:
+    """Add K q^T of some tiles; ``q`` holds high and low halves for bfloat16 tiles, whose products with both are exact enough."""
+    for number in tl.static_range(len(tiles)):
+        tile = tiles[number]
+        if tile.dtype == tl.bfloat16:
+            scores = tl.dot(tile, q[2 * (FIRST + number)], scores)
+            scores = tl.dot(tile, q[2 * (FIRST + number) + 1], scores)
+        else:
+            scores = tl.dot(tile, q[FIRST + number], scores, input_precision="tf32x3")
+    return scores
+
+
+@triton.jit
+def _scores(
+    raw: tl.tuple,
+    q: tl.tuple,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    table: tl.tensor,
+    like: tl.tensor,
+    DECODE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    STEPS: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tensor:
+    """Base-2 logarithms of weights, ``[warp, token, row]``."""
+    scores = tl.zeros(like.shape, tl.float32)
+    for step in tl.static_range(STEPS):
+        tiles = DECODE(raw, table, step, CONSTANTS, SHARED, False, FAST)
+        scores = _products(tiles, q, scores, step * len(tiles))
+    if FACTOR is not None:
+        scores = scores * FACTOR(raw, CONSTANTS, FAST)[:, :, None]
+    scores = scores * scale
+    if SOFTCAP:
+        # cap * tanh(s / cap): 1 / cap is in scale, and the logarithm's base in cap.
+        scores = (1 - 2 / (tl.exp2(scores * 2.885390081777927) + 1)) * cap
+    return scores
+
+
+@triton.jit
+def _power_and_rest(factor: tl.tensor) -> tl.tuple:
+    """``factor`` as 2^e times a rest of 1 to 2 in size: e, 2^-e and the rest. Exact down to 2^-100; below it the rest is 0.
+
+    A token of factor 0 takes the largest e of its tile: its weight counts, and must not vanish beside theirs.
+    """
+    bits = factor.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) & 0xFF
+    tiny = exponent < 27
+    exponent = tl.where(tiny, tl.maximum(tl.max(exponent, 1), 27)[:, None], exponent)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    rest = tl.where(tiny, 0, (bits & ~0x7F800000) | 0x3F800000).to(tl.float32, bitcast=True)
+    return (exponent - 127).to(tl.float32), inverse, rest
+
+
+@triton.jit
+def _weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl.constexpr) -> tl.tuple:
+    """Add V^T P^T of some tiles ``[warp, column, token]`` to the sums from number ``FIRST`` on; returns those sums."""
+    new = ()
+    for number in tl.static_range(len(tiles)):
+        tile = tiles[number]
+        value_sum = sums[FIRST + number]
+        if tile.dtype == tl.bfloat16:
+            high = weights.to(tl.bfloat16)
+            value_sum = tl.dot(tile, high, value_sum)
+            value_sum = tl.dot(tile, (weights - high.to(tl.float32)).to(tl.bfloat16), value_sum)
+        elif tile.dtype == tl.float16:
+            value_sum = tl.dot(tile, weights.to(tl.float16), value_sum)
+        else:
+            value_sum = tl.dot(tile, weights, value_sum, input_precision="tf32x3")
+        new = new + (value_sum,)
+    return new
+
+
+@triton.jit
+def _tiles(
+    k_raws: tl.tuple,
+    v_raws: tl.tuple,
+    q: tl.tuple,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    position: tl.tensor,
+    token: tl.tensor,
+    end: tl.tensor,
+    ahead: tl.tensor,
+    window: tl.tensor,
+    k_table: tl.tensor,
+    v_table: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    sums: tl.tuple,
+    K_DECODE: tl.constexpr,
+    K_FACTOR: tl.constexpr,
+    K_STEPS: tl.constexpr,
+    K_CONSTANTS: tl.constexpr,
+    K_SHARED: tl.constexpr,
+    V_DECODE: tl.constexpr,
+    V_FACTOR: tl.constexpr,
+    V_STEPS: tl.constexpr,
+    V_CONSTANTS: tl.constexpr,
+    V_SHARED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """Tiles of tokens added to (largest score, sum of weights, sums of values), which are rescaled once for all of them.
+
+    A value's factor is 2^e times a rest: e joins the score and the rest the weight, so that weights never leave [-2, 2].
+    """
+    TOKENS: tl.constexpr = total.shape[1]
+    scores = ()
+    powers = ()
+    new_largest = largest
+    for tile in tl.static_range(len(k_raws)):
+        score = _scores(
+            k_raws[tile], q, scale, cap, k_table, total, K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, SOFTCAP, FAST
+        )  # fmt: skip
+        if MASKED:
+            at = (token + tile * TOKENS)[:, :, None]
+            seen = (at < end) & (at <= position + ahead) & (at > position - window)
+            score = tl.where(seen, score, float("-inf"))
+        if V_FACTOR is not None:
+            power = _power_and_rest(V_FACTOR(v_raws[tile], V_CONSTANTS, FAST))
+            score = score + power[0][:, :, None]
+            powers = powers + (power,)
+        scores = scores + (score,)
+        new_largest = tl.maximum(new_largest, tl.max(score, 1)[:, None, :])
+    kept = tl.exp2(largest - new_largest)
+    total = total * kept
+    weights = ()
+    for tile in tl.static_range(len(k_raws)):
+        weight = tl.exp2(scores[tile] - new_largest)
+        if V_FACTOR is not None:
+            total += weight * powers[tile][1][:, :, None]
+            weight = weight * powers[tile][2][:, :, None]
+        else:
+            total += weight
+        weights = weights + (weight,)
+    rescaled = ()
+    for number in tl.static_range(len(sums)):
+        rescaled = rescaled + (sums[number] * kept,)
+    for tile in tl.static_range(len(k_raws)):
+        new_sums = ()
+        for step in tl.static_range(V_STEPS):
+            decoded = V_DECODE(v_raws[tile], v_table, step, V_CONSTANTS, V_SHARED, True, FAST)
+            new_sums = new_sums + _weighted(decoded, weights[tile], rescaled, step * len(decoded))
+        rescaled = new_sums
+    return new_largest, total, rescaled
+
+
+@triton.jit
+def _load_tiles(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    end: tl.tensor,
+    LOAD: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    MASKED: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    raws = ()
+    for tile in tl.static_range(TILES):
+        raws = raws + (LOAD(pointers, first, token + tile * TOKENS, token + tile * TOKENS < end, CONSTANTS, MASKED, WHOLE, TURNED, FAST),)
+    return raws
+
+
+@triton.jit
+def _query_tiles(
+    q: tl.tensor, row: tl.tensor, stride: tl.tensor, WIDTHS: tl.constexpr, KIND: tl.constexpr, WARPS: tl.constexpr
+) -> tl.tuple:
+    """The query in the key tiles' column order, ``[warp, column, row]`` a tile; of ``KIND`` bf16 a high and a low half."""
+    tiles = ()
+    for number in tl.static_range(len(WIDTHS)):
+        tile = _query_tile(q, row, stride, WIDTHS[number], WARPS)
+        if KIND == "bf16":
+            high = tile.to(tl.bfloat16)
+            tiles = tiles + (high, (tile - high.to(tl.float32)).to(tl.bfloat16))
+        elif KIND == "fp16":
+            tiles = tiles + (tile.to(tl.float16),)
+        else:
+            tiles = tiles + (tile,)
+        q += WIDTHS[number] * stride
+    return tiles
+
+
+@triton.jit
+def _query_tile(q: tl.tensor, row: tl.tensor, stride: tl.tensor, WIDTH: tl.constexpr, WARPS: tl.constexpr) -> tl.tensor:
+    tile = tl.load(q + tl.arange(0, WIDTH)[None, :, None] * stride + row[None, None, :])
+    return tl.broadcast_to(tile, (WARPS, WIDTH, row.shape[0]))
+
+
+@triton.jit
+def _zeros(WARPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    return tl.zeros((WARPS, WIDTH, ROWS), tl.float32)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def attend_split(
+    sums_out: tl.tensor,
+    largest_out: tl.tensor,
+    total_out: tl.tensor,
+    q: tl.tensor,
+    scales: tl.tensor,
+    work: tl.tensor,
+    k_table: tl.tensor,
+    v_table: tl.tensor,
+    cap: tl.tensor,
+    items: tl.tensor,
+    heads: tl.tensor,
+    row_blocks: tl.tensor,
+    first_part: tl.tensor,
+    parts: tl.tensor,
+    position: tl.tensor,
+    q_len: tl.tensor,
+    ahead: tl.tensor,
+    window: tl.tensor,
+    K_LOAD: tl.constexpr,
+    K_DECODE: tl.constexpr,
+    K_FACTOR: tl.constexpr,
+    K_STEPS: tl.constexpr,
+    K_CONSTANTS: tl.constexpr,
+    K_SHARED: tl.constexpr,
+    K_STREAMS: tl.constexpr,
+    K_WIDTHS: tl.constexpr,
+    K_KIND: tl.constexpr,
+    K_WHOLE: tl.constexpr,
+    V_LOAD: tl.constexpr,
+    V_DECODE: tl.constexpr,
+    V_FACTOR: tl.constexpr,
+    V_STEPS: tl.constexpr,
+    V_CONSTANTS: tl.constexpr,
+    V_SHARED: tl.constexpr,
+    V_STREAMS: tl.constexpr,
+    V_WIDTHS: tl.constexpr,
+    V_WHOLE: tl.constexpr,
+    TABLES: tl.constexpr,
+    WORK_ROW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WARPS: tl.constexpr,
+    TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    FAST: tl.constexpr,
+) -> None:
+    """Attend one work item for one head and one block of rows; write a partial result a warp.
+
+    ``work`` is int64 ``[item, HEADER + 3 a stream]``, a stream being its address and its batch and head strides in bytes;
+    ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32 ``[batch, head, row]`` are padded to whole row blocks.
+    ``sums_out`` is float32 ``[batch, head, row, part, column]``, ``largest_out`` and ``total_out`` ``[batch, head, row, part]``.
+    """
+    program = tl.program_id(0)
+    item = program % items
+    block = program // items % row_blocks
+    sequence = program // items // row_blocks
+    batch = (sequence // heads).to(tl.int64)
+    head = (sequence % heads).to(tl.int64)
+    if TABLES[0]:
+        declare(TABLES[0], WARPS)
+        for number in tl.static_range(len(TABLES) - 1):
+            if TABLES[number + 1][0] == 0:
+                fill(k_table, TABLES[number + 1][1], TABLES[number + 1][2], TABLES[number + 1][3], TABLES[number + 1][4], WARPS)
+            else:
+                fill(v_table, TABLES[number + 1][1], TABLES[number + 1][2], TABLES[number + 1][3], TABLES[number + 1][4], WARPS)
+    row = work + item * WORK_ROW
+    begin = tl.load(row)
+    count = tl.load(row + 1).to(tl.int32)
+    whole = tl.load(row + 2).to(tl.int32)
+    k_first = tl.load(row + 3)
+    v_first = tl.load(row + 4)
+    k_pointers = _pointers(row + 5, batch, head, K_STREAMS)
+    v_pointers = _pointers(row + 5 + 3 * len(K_STREAMS), batch, head, V_STREAMS)
+    padded = row_blocks * ROWS
+    first_row = block * ROWS
+    columns: tl.constexpr = sum_of(K_WIDTHS)
+    row_number = first_row + tl.arange(0, ROWS)
+    q_tiles = _query_tiles(q + sequence.to(tl.int64) * columns * padded, row_number, padded, K_WIDTHS, K_KIND, WARPS)
+    scale = tl.load(scales + sequence * padded + row_number)[None, None, :]
+    at = position + (row_number % q_len)[None, None, :]
+    # Tokens of a warp lie side by side, whatever tiles they are cut into.
+    token = tl.arange(0, WARPS)[:, None] * (TILES * TOKENS) + tl.arange(0, TOKENS)[None, :]
+    near = tl.arange(0, WARPS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    largest = tl.full((WARPS, 1, ROWS), UNSEEN, tl.float32)
+    total = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
+    sums = ()
+    for number in tl.static_range(len(V_WIDTHS)):
+        sums = sums + (_zeros(WARPS, V_WIDTHS[number], ROWS),)
+    for offset in tl.range(0, whole, WARPS * TILES * TOKENS, num_stages=STAGES):
+        k_raws = _load_tiles(k_pointers, k_first + offset, token, count, K_LOAD, K_CONSTANTS, K_WHOLE, TILES, TOKENS, False, False, FAST)
+        v_raws = _load_tiles(v_pointers, v_first + offset, token, count, V_LOAD, V_CONSTANTS, V_WHOLE, TILES, TOKENS, False, True, FAST)
+        largest, total, sums = _tiles(
+            k_raws, v_raws, q_tiles, scale, cap, at, token, count, ahead, window, k_table, v_table, largest, total, sums,
+            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED,
+            SOFTCAP, False, FAST,
+        )  # fmt: skip
+    # Query positions relative to the run's first token: all counts of tokens in a run fit an int32.
+    at = (at - begin).to(tl.int32)
+    for offset in tl.range(whole, count, WARPS * TOKENS, num_stages=1):
+        k_raws = _load_tiles(k_pointers, k_first + offset, near, count - offset, K_LOAD, K_CONSTANTS, K_WHOLE, 1, TOKENS, True, False, FAST)
+        v_raws = _load_tiles(v_pointers, v_first + offset, near, count - offset, V_LOAD, V_CONSTANTS, V_WHOLE, 1, TOKENS, True, True, FAST)
+        largest, total, sums = _tiles(
+            k_raws, v_raws, q_tiles, scale, cap, at, near + offset, count, ahead, window, k_table, v_table, largest, total, sums,
+            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED,
+            SOFTCAP, True, FAST,
+        )  # fmt: skip
+    warp = tl.arange(0, WARPS)[:, None, None]
+    part = (sequence.to(tl.int64) * padded + row_number[None, None, :]) * parts + first_part + item * WARPS + warp
+    tl.store(largest_out + part, largest)
+    tl.store(total_out + part, tl.sum(total, 1)[:, None, :])
+    done = 0
+    for number in tl.static_range(len(V_WIDTHS)):
+        tl.store(sums_out + part * COLUMNS + done + tl.arange(0, V_WIDTHS[number])[None, :, None], sums[number])
+        done += V_WIDTHS[number]
+
+
+@triton.jit(do_not_specialize=["parts", "first_part", "last_part", "rows", "padded"])
+def merge(
+    out: tl.tensor,
+    sums: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    columns_of: tl.tensor,
+    parts: tl.tensor,
+    first_part: tl.tensor,
+    last_part: tl.tensor,
+    rows: tl.tensor,
+    padded: tl.tensor,
+    COLUMNS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> None:
+    """Sum parts ``[first_part, last_part)`` of one row, weighted by all parts' largest scores and over all parts' weights.
+
+    ``out`` is float32 ``[batch, head, row, DIM]``; ``columns_of`` int32 ``[DIM]`` is the column of each channel.
+    """
+    program = tl.program_id(0)
+    row = (program // rows * padded + program % rows).to(tl.int64) * parts
+    channel = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    column = tl.load(columns_of + channel, channel < DIM, 0)
+    part = tl.arange(0, BLOCK_PARTS)
+    most = tl.max(tl.load(largest + row + part, part < parts, UNSEEN), 0)
+    for begin in range(BLOCK_PARTS, parts, BLOCK_PARTS):
+        most = tl.maximum(most, tl.max(tl.load(largest + row + begin + part, begin + part < parts, UNSEEN), 0))
+    weight_sum = tl.zeros((BLOCK_PARTS,), tl.float32)
+    value = tl.zeros((BLOCK_DIM,), tl.float32)
+    for begin in range(0, parts, BLOCK_PARTS):
+        number = begin + part
+        kept = tl.exp2(tl.load(largest + row + number, number < parts, UNSEEN) - most)
+        weight_sum += kept * tl.load(total + row + number, number < parts, 0.0)
+        mine = (number >= first_part) & (number < last_part)
+        place = (row + number)[:, None] * COLUMNS + column[None, :]
+        value += tl.sum(tl.load(sums + place, mine[:, None] & (channel < DIM)[None, :], 0.0) * kept[:, None], 0)
+    tl.store(out + program.to(tl.int64) * DIM + channel, value / tl.sum(weight_sum, 0), channel < DIM)

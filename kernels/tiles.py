@@ -1,0 +1,98 @@
+"""How packed rows become tiles of binary16 values for the matrix units: the common part of all tile loaders.
+
+A loader is three Triton functions over tiles ``[warp, token]``. ``load`` reads what the rows of a tile hold and nothing else, so
+that the compiler fetches it ahead of time; ``decode`` makes of it the value tiles ``[warp, token, column]`` of one step;
+``factor`` gives what a token's values are to be multiplied by, if anything. Columns are channels in an order of the loader's own:
+a query is put in that order once, and the output once put back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvpack.formats.columns import Columns, is_power_of_two, next_power_of_two
+
+if TYPE_CHECKING:
+    import torch
+
+SMALLEST_WIDTH = 16
+"""Columns of a tile at least: the matrix units' step."""
+
+WIDEST_DIGIT = 14
+"""Bits of a digit at most: a table of it, an index into which one word holds."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stored stream as a loader reads it: elements of ``bits`` (16 or 32; a pair of binary16 is one of 32), ``row`` of them a row."""
+
+    name: str
+    bits: int
+    row: int
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """One codec's loader. ``channels`` is the channel of every column of every tile, -1 for none; ``steps`` calls of ``decode`` make them.
+
+    ``table``, binary16 ``[entries, 2 or 4]``, is what ``decode`` looks values up in.
+    """
+
+    load: Any
+    decode: Any
+    factor: Any
+    constants: tuple[Any, ...]
+    steps: int
+    channels: tuple[tuple[int, ...], ...]
+    streams: tuple[Stream, ...]
+    table: torch.Tensor | None = None
+    whole_groups: int = 1
+    """Tokens: a tile that begins at a multiple of them, and is no longer, lies in one token group."""
+    dtype: str = "fp16"
+    """Of the tiles: fp16, or that of raw values; without inline PTX, bf16 ones are widened to fp32."""
+
+
+def plane_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
+    """The planes of one code stream."""
+    return tuple(Stream(f"{name}.{plane}", 16, words) for plane, words in enumerate(packing.planes))
+
+
+def tile_width(packing: Columns) -> int:
+    """Columns of a tile of whole rows of words."""
+    return max(SMALLEST_WIDTH, next_power_of_two(packing.width))
+
+
+def fields_side_by_side(packing: Columns) -> int:
+    """Fields that one tile holds: more than one where a row has fewer words than the matrix units' step."""
+    return tile_width(packing) // packing.width if is_power_of_two(packing.width) else 1
+
+
+def takes_whole_words(packing: Columns) -> bool:
+    """Whether a tile of the words of every row serves all fields: bit fields that lie in at most two words."""
+    return packing.binary and all(base.bit_length() - 1 <= WIDEST_DIGIT for base in packing.bases)
+
+
+def packing_constants(first: int, packing: Columns) -> tuple[int, ...]:
+    """What ``fields.load_planes`` needs; ``first`` is the number of the stream of plane 0."""
+    return (first, packing.column_bytes, packing.width, tile_width(packing), packing.fields)
+
+
+def step_symbols(packing: Columns) -> tuple[tuple[int, ...], ...]:
+    """The symbol of every column of every step, -1 for none: ``fields_side_by_side`` fields a step."""
+    width, beside = packing.width, fields_side_by_side(packing)
+    steps = []
+    for first in range(0, packing.fields, beside):
+        symbols = []
+        for column in range(tile_width(packing)):
+            field = first + column // width
+            symbol = field * width + column % width
+            real = column < beside * width and field < packing.fields and symbol < packing.symbols
+            symbols.append(symbol if real else -1)
+        steps.append(tuple(symbols))
+    return tuple(steps)
+
+
+def channels_of(symbols: tuple[int, ...], values: int, value: int, dim: int) -> tuple[int, ...]:
+    """Channel ``value`` of each symbol, which has ``values`` of them."""
+    return tuple(s * values + value if s >= 0 and s * values + value < dim else -1 for s in symbols)

@@ -1,0 +1,163 @@
+"""angle as tiles (spec/codecs/angle.md): two tiles a field, the cosines and the sines of its pairs times their norms.
+
+Norms are decoded over the token's largest, which joins its factor, so that none leaves binary16. Direct arrangement only.
+"""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.columns import next_power_of_two
+
+from .fields import affine_bits, load_per_token, load_planes, of_columns, of_tokens, power_of_two, product, whole_planes
+from .shared_table import look_up_bits
+from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
+
+if TYPE_CHECKING:
+    from kvpack.formats.angle import Angle
+
+VALUES = 2
+
+
+def tiles(codec: Angle) -> Tiles | None:
+    """The loader of ``codec``, None for the dense arrangement."""
+    packing = codec.packings().get("symbol")
+    if packing is None or not takes_whole_words(packing):
+        return None
+    symbols = step_symbols(packing)
+    bin_bits = packing.bases[0].bit_length() - 1
+    table = torch.zeros(next_power_of_two(codec.bins), VALUES)
+    table[: codec.bins] = codec.directions
+    streams = plane_streams("symbol", packing)
+    half = codec.range == "fp16"
+    streams = (*streams, Stream("range", 32, 1 if half else 2))
+    constants = (
+        packing_constants(0, packing), fields_side_by_side(packing), bin_bits, codec.norm_bits, int(codec.norm == "log"),
+        len(streams) - 1, int(half),
+    )  # fmt: skip
+    channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
+    return Tiles(load, decode, factor, constants, len(symbols), channels, streams, table.to(torch.float16))
+
+
+@triton.jit
+def load(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    C: tl.constexpr,
+    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The planes, then the ranges: a pair of binary16 in one word, or two words."""
+    PACKING: tl.constexpr = C[0]
+    raw = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
+    if C[6]:
+        raw = raw + (load_per_token(pointers[C[5]], first, token, valid, 1, 0, MASKED),)
+    else:
+        raw = raw + (load_per_token(pointers[C[5]], first, token, valid, 2, 0, MASKED),)
+        raw = raw + (load_per_token(pointers[C[5]], first, token, valid, 2, 1, MASKED),)
+    return raw
+
+
+@triton.jit
+def _half(bits: tl.tensor) -> tl.tensor:
+    """The low 16 bits as a binary16, widened to float32."""
+    return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _range(raw: tl.tuple, C: tl.constexpr) -> tl.tuple:
+    """(step, minimum) of each token, float32."""
+    if C[6]:
+        pair = raw[C[5]]
+        step = _half(pair)
+        minimum = _half(pair >> 16)
+    else:
+        step = raw[C[5]].to(tl.float32, bitcast=True)
+        minimum = raw[C[5] + 1].to(tl.float32, bitcast=True)
+    return step, minimum
+
+
+@triton.jit
+def _power_above(step: tl.tensor, minimum: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
+    """The exponent field of a binary32 power of two that is above all norms of a linear range in size, but the largest binary32s."""
+    largest = tl.maximum(tl.abs(minimum), tl.abs(minimum + step * LARGEST))
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) + 1
+    return tl.minimum(tl.maximum(exponent, 27), 253)
+
+
+@triton.jit
+def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """A power of two above a token's norms, or their largest possible one."""
+    step, minimum = _range(raw, C)
+    LARGEST: tl.constexpr = (1 << C[3]) - 1
+    if C[4]:
+        value = tl.exp2(minimum + tl.maximum(step * LARGEST, 0.0))
+    else:
+        value = (_power_above(step, minimum, LARGEST) << 23).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def decode(
+    raw: tl.tuple, table: tl.tensor, STEP: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
+    """The two coordinates of the pairs of ``STEP``, over the token's factor."""
+    PACKING: tl.constexpr = C[0]
+    BESIDE: tl.constexpr = C[1]
+    MIDDLE: tl.constexpr = 1 << (C[3] - 1)
+    LARGEST: tl.constexpr = (1 << C[3]) - 1
+    planes = whole_planes(raw, PACKING, TURNED, FAST)
+    step, minimum = _range(raw, C)
+    if C[4]:
+        scale = step
+        centre = step * MIDDLE - tl.maximum(step * LARGEST, 0.0)
+    else:
+        inverse = ((254 - _power_above(step, minimum, LARGEST)) << 23).to(tl.float32, bitcast=True)
+        scale = step * inverse
+        centre = (minimum + step * MIDDLE) * inverse
+    scale = of_tokens(scale.to(tl.float16), TURNED)
+    centre = of_tokens(centre.to(tl.float16), TURNED)
+    column = of_columns(tl.arange(0, PACKING[3])[None, :], TURNED)
+    for beside in tl.static_range(BESIDE):
+        if STEP * BESIDE + beside < PACKING[4]:
+            found = _field(planes, table, scale, centre, STEP * BESIDE + beside, C, SHARED, FAST)
+            if beside == 0:
+                x, y = found
+            else:
+                x = tl.where(column < beside * PACKING[2], x, found[0])
+                y = tl.where(column < beside * PACKING[2], y, found[1])
+    return (x, y)
+
+
+@triton.jit
+def _field(
+    planes: tl.tuple,
+    table: tl.tensor,
+    scale: tl.tensor,
+    centre: tl.tensor,
+    FIELD: tl.constexpr,
+    C: tl.constexpr,
+    SHARED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    PACKING: tl.constexpr = C[0]
+    BIN_BITS: tl.constexpr = C[2]
+    NORM_BITS: tl.constexpr = C[3]
+    found = look_up_bits(planes, table, FIELD * BIN_BITS, BIN_BITS, 2, 0, SHARED, FAST)
+    norm = affine_bits(planes, scale, centre, PACKING[4] * BIN_BITS + FIELD * NORM_BITS, NORM_BITS, FAST)
+    if C[4]:
+        norm = power_of_two(norm, FAST)
+    return (product(found[0], norm, FAST), product(found[1], norm, FAST))

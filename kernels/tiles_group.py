@@ -1,0 +1,146 @@
+"""group as tiles (spec/codecs/group.md): one affine step a field."""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005, SIM108
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+from triton import language as tl
+
+from .fields import (
+    affine_bits,
+    load_factor,
+    load_per_token,
+    load_planes,
+    of_columns,
+    of_tokens,
+    read_factor,
+    scale_and_centre,
+    whole_planes,
+)
+from .tiles import Stream, Tiles, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
+
+if TYPE_CHECKING:
+    from kvpack.formats.group import Group
+
+ALONG_TOKENS, ALONG_CHANNELS, EACH_VALUE = range(3)
+"""Which pairs of scale and centre a tile needs: one a column, one a token, or one a value."""
+
+
+def tiles(codec: Group) -> Tiles | None:
+    """The loader of ``codec``, None where its packing has none."""
+    packing = codec.packings()["codes"]
+    if not takes_whole_words(packing):
+        return None
+    planes = plane_streams("codes", packing)
+    symbols = step_symbols(packing)
+    along_tokens = codec.axis == "token"
+    pairs_a_row = codec.dim if along_tokens else -(-codec.dim // codec.size)
+    span = packing.width * fields_side_by_side(packing)
+    one_a_token = not along_tokens and (codec.size % span == 0 or pairs_a_row == 1)
+    kind = ALONG_TOKENS if along_tokens else ALONG_CHANNELS if one_a_token else EACH_VALUE
+    streams = (*planes, Stream("scales", 32, pairs_a_row))
+    scale_bits = {"none": 0, "fp16": 16, "fp32": 32}[codec.token_scale]
+    if scale_bits:
+        streams = (*streams, Stream("token_scale", scale_bits, 1))
+    constants = (
+        packing_constants(0, packing), codec.bits, fields_side_by_side(packing), codec.dim, codec.size, kind, along_tokens,
+        pairs_a_row, span, scale_bits, len(symbols), len(planes),
+    )  # fmt: skip
+    return Tiles(load, decode, factor if scale_bits else None, constants, len(symbols), symbols, streams, whole_groups=codec.size)
+
+
+@triton.jit
+def load(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    C: tl.constexpr,
+    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """Planes, then the pairs of each step, then the token scale. ``WHOLE``: every warp's tokens lie in one token group."""
+    PACKING: tl.constexpr = C[0]
+    DIM: tl.constexpr = C[3]
+    SIZE: tl.constexpr = C[4]
+    KIND: tl.constexpr = C[5]
+    PAIRS: tl.constexpr = C[7]
+    SPAN: tl.constexpr = C[8]
+    STEPS: tl.constexpr = C[10]
+    PLANES: tl.constexpr = C[11]
+    PAD: tl.constexpr = PACKING[3]
+    pairs = pointers[PLANES]
+    raw = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
+    column = tl.arange(0, PAD)
+    for step in tl.static_range(STEPS):
+        channel = step * SPAN + column
+        if KIND == 0 and WHOLE:
+            # The first token of each warp stands for all of its own.
+            row = (first + tl.min(token, 1)) // SIZE
+            mask = (channel < DIM)[None, :]
+            if MASKED:
+                mask = mask & (tl.max(valid.to(tl.int32), 1) > 0)[:, None]
+            raw = raw + (tl.load(pairs + row[:, None] * PAIRS + channel[None, :], mask, 0),)
+        elif KIND == 1:
+            raw = raw + (load_per_token(pairs, first, token, valid, PAIRS, step * SPAN // SIZE, MASKED),)
+        else:
+            row = first + of_tokens(token, TURNED)
+            at = of_columns(channel[None, :], TURNED)
+            if KIND == 0:
+                row = row // SIZE
+            else:
+                at = at // SIZE
+            mask = of_columns((channel < DIM)[None, :], TURNED)
+            if MASKED:
+                mask = mask & of_tokens(valid, TURNED)
+            raw = raw + (tl.load(pairs + row * PAIRS + at, mask, 0),)
+    if C[9]:
+        raw = raw + load_factor(pointers[PLANES + 1], first, token, valid, C[9], MASKED, FAST)
+    return raw
+
+
+@triton.jit
+def decode(
+    raw: tl.tuple, table: tl.tensor, STEP: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
+    """(code - middle) * scale + centre of the fields of ``STEP``."""
+    PACKING: tl.constexpr = C[0]
+    BITS: tl.constexpr = C[1]
+    BESIDE: tl.constexpr = C[2]
+    KIND: tl.constexpr = C[5]
+    PLANES: tl.constexpr = C[11]
+    WIDTH: tl.constexpr = PACKING[2]
+    PAD: tl.constexpr = PACKING[3]
+    FIELDS: tl.constexpr = PACKING[4]
+    planes = whole_planes(raw, PACKING, TURNED, FAST)
+    pair = raw[PLANES + STEP]
+    scale, centre = scale_and_centre(pair, FAST)
+    if KIND == 1:
+        scale = of_tokens(scale, TURNED)
+        centre = of_tokens(centre, TURNED)
+    elif len(pair.shape) == 2:
+        scale = of_columns(scale, TURNED)
+        centre = of_columns(centre, TURNED)
+    column = of_columns(tl.arange(0, PAD)[None, :], TURNED)
+    for beside in tl.static_range(BESIDE):
+        if STEP * BESIDE + beside < FIELDS:
+            one = affine_bits(planes, scale, centre, (STEP * BESIDE + beside) * BITS, BITS, FAST)
+            if beside == 0:
+                value = one
+            else:
+                value = tl.where(column < beside * WIDTH, value, one)
+    return (value,)
+
+
+@triton.jit
+def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The token scale."""
+    return read_factor(raw, C[11] + C[10], C[9], FAST)

@@ -1,0 +1,131 @@
+"""octahedral as tiles (spec/codecs/octahedral.md): three tiles a field, first, second and third coordinates of its triplets.
+
+A table holds the directions of positive signs; signs are turned afterwards. Where a symbol is one short digit, the table holds
+everything. Direct arrangement only: the dense one has columns of other widths for indices and signs.
+"""
+
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.octahedral_search import codebook_directions
+
+from .fields import load_factor, load_planes, negated, of_columns, product, read_factor, whole_planes
+from .shared_table import look_up_bits
+from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
+
+if TYPE_CHECKING:
+    from kvpack.formats.octahedral import Octahedral
+
+VALUES = 3
+SIGN_BITS = 2
+DIGITS_THAT_HOLD_NORMS = (1, 2, 4, 8, 16)
+"""Bits of an index digit that the norm's bits complete: spec/codecs/octahedral.md, Layout."""
+
+
+def tiles(codec: Octahedral) -> Tiles | None:
+    """The loader of ``codec``, None for the dense arrangement."""
+    if codec.arrangement != "direct":
+        return None
+    packing = codec.packings()["symbol"]
+    if not takes_whole_words(packing):
+        return None
+    symbols = step_symbols(packing)
+    index_bits, *more = (base.bit_length() - 1 for base in packing.bases)
+    table = _table(codec, whole=not more)
+    streams = plane_streams("symbol", packing)
+    norm_bits = 16 if codec.norm == "fp16" else 32
+    constants = (
+        packing_constants(0, packing), fields_side_by_side(packing), index_bits, more[0] if more else 0,
+        codec.b_norm if more and more[0] > SIGN_BITS else 0, len(streams), norm_bits,
+    )  # fmt: skip
+    channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
+    return Tiles(load, decode, factor, constants, len(symbols), channels, (*streams, Stream("norm", norm_bits, 1)), table)
+
+
+def _table(codec: Octahedral, whole: bool) -> torch.Tensor:
+    """Directions (x, y, z, 0) by the first digit, times the triplet norm where the digit has it; else the norms follow.
+
+    ``whole``: by the whole symbol, signs included.
+    """
+    norms = torch.frombuffer(bytearray(codec.norm_table), dtype=torch.float32)
+    directions = torch.nn.functional.pad(codebook_directions(codec.direction_table).T, (0, 1))
+    norm_in_index = 2 * (codec.b_dir - 1) + codec.b_norm in DIGITS_THAT_HOLD_NORMS
+    if whole:
+        signs = torch.tensor([[1.0, 1.0, 1.0, 1.0], [-1.0, 1.0, 1.0, 1.0], [1.0, -1.0, 1.0, 1.0], [-1.0, -1.0, 1.0, 1.0]])
+        signs, norms = signs[:, None, :], norms[:, None, None]
+        outer, inner = (signs[:, None], norms) if norm_in_index else (norms[:, None], signs)
+        return (outer * inner * directions).reshape(-1, 4).to(torch.float16)
+    if norm_in_index or codec.b_norm == 0:
+        return (norms[:, None, None] * directions).reshape(-1, 4).to(torch.float16)
+    return torch.cat([directions, norms[:, None].expand(-1, 4)]).to(torch.float16)
+
+
+@triton.jit
+def load(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    C: tl.constexpr,
+    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The planes, then the norms."""
+    PACKING: tl.constexpr = C[0]
+    planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
+    return planes + load_factor(pointers[C[5]], first, token, valid, C[6], MASKED, FAST)
+
+
+@triton.jit
+def decode(
+    raw: tl.tuple, table: tl.tensor, STEP: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
+    """The three coordinates of the triplets of ``STEP``, within a unit vector."""
+    PACKING: tl.constexpr = C[0]
+    BESIDE: tl.constexpr = C[1]
+    planes = whole_planes(raw, PACKING, TURNED, FAST)
+    column = of_columns(tl.arange(0, PACKING[3])[None, :], TURNED)
+    for beside in tl.static_range(BESIDE):
+        if STEP * BESIDE + beside < PACKING[4]:
+            found = _field(planes, table, STEP * BESIDE + beside, C, SHARED, FAST)
+            if beside == 0:
+                x, y, z = found
+            else:
+                x = tl.where(column < beside * PACKING[2], x, found[0])
+                y = tl.where(column < beside * PACKING[2], y, found[1])
+                z = tl.where(column < beside * PACKING[2], z, found[2])
+    return (x, y, z)
+
+
+@triton.jit
+def _field(planes: tl.tuple, table: tl.tensor, FIELD: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+    PACKING: tl.constexpr = C[0]
+    INDEX_BITS: tl.constexpr = C[2]
+    SIGN_BITS: tl.constexpr = C[3]
+    NORM_BITS: tl.constexpr = C[4]
+    found = look_up_bits(planes, table, FIELD * INDEX_BITS, INDEX_BITS, 4, 0, SHARED, FAST)
+    x, y, z = found[0], found[1], found[2]
+    if SIGN_BITS:
+        SIGNS: tl.constexpr = PACKING[4] * INDEX_BITS + FIELD * SIGN_BITS
+        x = negated(x, planes[SIGNS // 16], SIGNS % 16, FAST)
+        y = negated(y, planes[(SIGNS + 1) // 16], (SIGNS + 1) % 16, FAST)
+        if NORM_BITS:
+            norm = look_up_bits(planes, table, SIGNS + 2, NORM_BITS, 4, 1 << INDEX_BITS, SHARED, FAST)
+            x, y, z = product(x, norm[0], FAST), product(y, norm[0], FAST), product(z, norm[0], FAST)
+    return (x, y, z)
+
+
+@triton.jit
+def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The norm."""
+    return read_factor(raw, C[5], C[6], FAST)

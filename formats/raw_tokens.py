@@ -87,10 +87,11 @@ class RawTokens:
 
 def _means(x: torch.Tensor, kept: torch.Tensor, token_group: int) -> torch.Tensor:
     """For each token of ``x`` the mean of the ``kept`` tokens, bool ``[batch, token]``, of its token group."""
-    tokens = x.shape[2]
-    spare = -tokens % token_group
-    of_groups = functional.pad(x.masked_fill(~kept[:, None, :, None], 0.0), (0, 0, 0, spare)).unflatten(2, (-1, token_group))
-    counts = functional.pad(kept.to(torch.int64), (0, spare)).unflatten(1, (-1, token_group)).sum(2)
+    batch, heads, tokens, dim = x.shape
+    groups, spare = -(-tokens // token_group), -tokens % token_group
+    of_groups = functional.pad(x.masked_fill(~kept[:, None, :, None], 0.0), (0, 0, 0, spare))
+    counts = functional.pad(kept.to(torch.int64), (0, spare)).reshape(batch, groups, token_group).sum(2)
     # In binary64 no sum overflows.
-    means = of_groups.sum(3, dtype=torch.float64) / counts.clamp_min(1)[:, None, :, None]
-    return means.to(torch.float32).repeat_interleave(token_group, 2)[:, :, :tokens]
+    sums = of_groups.reshape(batch, heads, groups, token_group, dim).sum(3, dtype=torch.float64)
+    means = (sums / counts.clamp_min(1)[:, None, :, None]).to(torch.float32)
+    return means.repeat_interleave(token_group, 2)[:, :, :tokens]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -40,7 +41,7 @@ def pack_header(header: Header) -> bytes:
             "tensors": [[t.name, t.dtype, t.shape, t.filter, t.stored_bytes, t.digest] for t in header.tensors],
         }
     )
-    _check_size(data)
+    check_header_size(len(data))
     return data
 
 
@@ -88,7 +89,7 @@ def _packed_side(side: SideEntry | None) -> dict[str, Any] | None:
 
 
 def _unpacked(data: bytes) -> Any:
-    _check_size(data)
+    check_header_size(len(data))
     count = _counter(len(data) // _BYTES_PER_CONTAINER + len(_TOP_KEYS) + MAX_LAYERS)
     try:
         return msgpack.unpackb(
@@ -102,7 +103,8 @@ def _unpacked(data: bytes) -> Any:
             object_hook=count,
         )
     except (ValueError, msgpack.UnpackException) as error:
-        raise InvalidHeader(f"kvpack.header is not msgpack within the format's limits: {str(error) or type(error).__name__}") from None
+        kind = LimitExceeded if re.search("exceeds max_(str|bin|array|map)_len", str(error)) else InvalidHeader
+        raise kind(f"kvpack.header is not msgpack within the format's limits: {str(error) or type(error).__name__}") from None
 
 
 def _counter(limit: int) -> Callable[[Any], Any]:
@@ -119,9 +121,10 @@ def _counter(limit: int) -> Callable[[Any], Any]:
     return count
 
 
-def _check_size(data: bytes) -> None:
-    if len(data) > MAX_HEADER_BYTES:
-        raise LimitExceeded(f"kvpack.header has {len(data)} bytes, allowed are at most {MAX_HEADER_BYTES}")
+def check_header_size(size: int) -> None:
+    """Raise LimitExceeded for a ``kvpack.header`` of more bytes than the format allows."""
+    if size > MAX_HEADER_BYTES:
+        raise LimitExceeded(f"kvpack.header has {size} bytes, allowed are at most {MAX_HEADER_BYTES}")
 
 
 def _codec(where: str, params: Any) -> Codec:

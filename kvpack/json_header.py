@@ -13,7 +13,7 @@ import xxhash
 
 from .formats.errors import DigestMismatch, InvalidHeader, LimitExceeded, NotKvpack, Truncated, UnsupportedVersion
 from .header import FORMAT, Header
-from .header_tensor import newer, pack_header, parse_header
+from .header_tensor import check_header_size, newer, pack_header, parse_header
 from .limits import MAX_FILE_BYTES, MAX_JSON_BYTES
 
 DATA_ALIGNMENT = 4096
@@ -115,6 +115,7 @@ def read_front(view: memoryview) -> tuple[Header, Front]:
     entry = _HEADER_TENSOR.match(beginning)
     if not entry:
         raise InvalidHeader("the JSON header does not begin with the metadata of format 1 and the entry of kvpack.header")
+    check_header_size(int(entry[2]))
     end = start + int(entry[2])
     if end > size:
         raise Truncated(f"has {size} bytes, kvpack.header ends at {end}")

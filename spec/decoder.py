@@ -1094,11 +1094,11 @@ def polar(entry: Mapping[str, Any]) -> Codec:
         tables = []
         for present in (pairs[level] > unequal(level), unequal(level)):
             size = 4 * 2 ** bits[level] if present else 0
-            psi = ascending_table(rule, "angle_table", table_bytes[at : at + size], size // 4, math.pi / 2)
+            psi = ascending_table("codecs/polar.md, Layout", "angle_table", table_bytes[at : at + size], size // 4, math.pi / 2)
             tables.append([angle_direction(value) for value in psi])
             at += size
         directions.append((tables[0], tables[1]))
-    require(at == len(table_bytes), rule, f"angle_table has {len(table_bytes)} bytes, not {at}")
+    require(at == len(table_bytes), "codecs/polar.md, Layout", f"angle_table has {len(table_bytes)} bytes, not {at}")
 
     # Streams: consecutive levels of equal bits share one.
     first_level: dict[str, list[int]] = {}
@@ -1328,6 +1328,12 @@ def is_integer(value: object, low: int, high: int) -> bool:
     return isinstance(value, int) and low <= value <= high
 
 
+def require_integer(value: object, low: int, high: int, what: str) -> None:
+    """An integer of the range in Fields, within its limit."""
+    require(isinstance(value, int) and value >= low, FIELDS, f"{what} is {value!r}")
+    require(is_integer(value, low, high), LIMITS, f"{what} is {value!r}")
+
+
 def take_names(value: Any, of: type, what: str) -> dict[str, Any]:
     require(isinstance(value, dict) and all(isinstance(entry, of) for entry in value.values()), FIELDS, f"{what} has another type")
     require(list(value) == sorted(value), Msgpack.RULE, f"the keys of {what} do not ascend")
@@ -1343,9 +1349,10 @@ def take_header(header: dict[str, Any]) -> File:
     _, _, ignorable, model, recipe, start, codecs, layers, tensors = take_keys(header, HEADER_KEYS, "the header")
     ignorable, model = take_names(ignorable, bytes, "ignorable"), take_names(model, str, "model")
     require(isinstance(recipe, str), FIELDS, "recipe is no string")
-    require(is_integer(start, 0, MAX_TOKENS), FIELDS, f"start is {start!r}")
-    require(isinstance(codecs, list) and len(codecs) <= MAX_CODECS, LIMITS, "codecs")
-    require(isinstance(layers, list) and len(layers) <= MAX_LAYERS, LIMITS, "layers")
+    require_integer(start, 0, MAX_TOKENS, "start")
+    require(isinstance(codecs, list) and isinstance(layers, list), FIELDS, "codecs or layers is no array")
+    require(len(codecs) <= MAX_CODECS, LIMITS, f"{len(codecs)} codecs")
+    require(len(layers) <= MAX_LAYERS, LIMITS, f"{len(layers)} layers")
     made = [take_codec(entry, f"codec {number}") for number, entry in enumerate(codecs)]
     file = File(ignorable, model, recipe, start, made, [], [])
     for number, layer in enumerate(layers):
@@ -1379,13 +1386,15 @@ def take_side(value: Any, codecs: list[Codec], what: str) -> Side:
     number, batch, heads, runs, tail, tail_dtype, window = take_keys(own, SIDE_KEYS, f"a side of {what}")
     require(is_integer(number, 0, len(codecs) - 1), FIELDS, f"{what}: there is no codec {number!r}")
     codec = codecs[number]
-    require(is_integer(batch, 1, MAX_BATCH), FIELDS, f"{what}: batch is {batch!r}")
-    require(is_integer(heads, 1, MAX_HEADS), FIELDS, f"{what}: heads is {heads!r}")
-    require(isinstance(runs, list) and all(is_integer(run, 1, MAX_TOKENS) for run in runs), FIELDS, f"{what}: runs")
-    require(is_integer(tail, 0, MAX_TOKENS), FIELDS, f"{what}: tail is {tail!r}")
+    require_integer(batch, 1, MAX_BATCH, f"{what}: batch")
+    require_integer(heads, 1, MAX_HEADS, f"{what}: heads")
+    require(isinstance(runs, list), FIELDS, f"{what}: runs is {runs!r}")
+    for run in runs:
+        require_integer(run, 1, MAX_TOKENS, f"{what}: a run")
+    require_integer(tail, 0, MAX_TOKENS, f"{what}: tail")
     require(sum(runs) + tail <= MAX_TOKENS, LIMITS, f"{what}: {sum(runs) + tail} tokens")
     require(isinstance(tail_dtype, str) and tail_dtype in RAW_DTYPES, FIELDS, f"{what}: tail_dtype is {tail_dtype!r}")
-    require(is_integer(window, 0, MAX_TOKENS), FIELDS, f"{what}: window is {window!r}")
+    require_integer(window, 0, MAX_TOKENS, f"{what}: window")
     require(window % codec.token_group == 0, FIELDS, f"{what}: window {window} is no multiple of the token group {codec.token_group}")
     rows_of_runs = any(isinstance(stream, NumberStream) and stream.per == "run" for stream in codec.streams.values())
     whole = codec.token_group > 1 or rows_of_runs or len(runs) <= 1

@@ -43,9 +43,7 @@ def marked(prefix: str) -> list[tuple[str, str, str]]:
 @cache
 def rules() -> dict[str, Rule]:
     """The rules by number, in the order of rules.md."""
-    sections = {
-        number: f"{page}, {heading}".removesuffix(", ") for prefix, page in PAGES.items() for number, heading, _ in marked(prefix)
-    }
+    sections = {number: f"{page}, {heading}".removesuffix(", ") for prefix, page in PAGES.items() for number, heading, _ in marked(prefix)}
     rows = re.findall(r"^\| ([a-z-]+-\d+) \| [^|]+ \| (\w+) \| ([^|]*) ?\|$", RULES.read_text(encoding="utf-8"), re.MULTILINE)
     return {
         number: Rule(number, sections.get(number, ""), kept_by, tuple(re.findall(r"`(\w+)`", errors))) for number, kept_by, errors in rows

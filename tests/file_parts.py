@@ -1,0 +1,188 @@
+"""Files taken apart, changed and joined again with right lengths and digests, so that one rule alone is broken."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import torch
+import xxhash
+import zstandard
+
+import kvpack
+from kvpack.cache import Cache, Layer, Page, Side
+from kvpack.encoding import RAW_DTYPES, TORCH_DTYPES
+
+from second_decoder import decoder  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvpack.formats.base import Codec
+    from kvpack.formats.columns import Columns
+
+
+@dataclass
+class Parts:
+    """The header of a file as plain values and the stored bytes of every tensor."""
+
+    header: dict[str, Any]
+    tensors: list[bytes]
+
+    @classmethod
+    def of(cls, data: bytes) -> Parts:
+        start = 8 + int.from_bytes(data[:8], "little")
+        unpacker = msgpack.Unpacker(io.BytesIO(data[start:]))
+        header = unpacker.unpack()
+        at = unpacker.tell()
+        tensors = []
+        for row in header["tensors"]:
+            at += -at % 64
+            tensors.append(data[start + at : start + at + row[4]])
+            at += row[4]
+        return cls(header, tensors)
+
+    def joined(self, packed: bytes | None = None, *, keep_sizes: bool = False) -> bytes:
+        """The file; ``packed`` replaces the bytes of the header tensor, ``keep_sizes`` leaves what it says of stored bytes."""
+        for row, stored in zip(self.header["tensors"], self.tensors, strict=True):
+            if not keep_sizes:
+                row[4:] = [len(stored), xxhash.xxh3_128_digest(stored)]
+        packed = msgpack.packb(self.header) if packed is None else packed
+        rows = [
+            decoder.Tensor(row[0], row[1], tuple(row[2]), row[3], len(stored))
+            for row, stored in zip(self.header["tensors"], self.tensors, strict=True)
+        ]
+        json = decoder.json_header(packed, rows)
+        data = len(json).to_bytes(8, "little") + json + packed
+        for place, stored in zip([p for p in decoder.places(len(packed), rows) if p.tensor], self.tensors, strict=True):
+            data += bytes(place.begin + 8 + len(json) - len(data)) + stored
+        return data
+
+    def tensor(self, name: str) -> int:
+        return next(number for number, row in enumerate(self.header["tensors"]) if row[0] == name)
+
+    def store(self, name: str, stored: bytes, chosen: str = "none") -> None:
+        number = self.tensor(name)
+        self.tensors[number] = stored
+        self.header["tensors"][number][3] = chosen
+
+
+def edit(path: str, value: Any) -> Callable[[Parts], None]:
+    """Sets the entry of the header at ``path``, keys and indices between dots."""
+
+    def apply(parts: Parts) -> None:
+        *keys, last = path.split(".")
+        at: Any = parts.header
+        for key in keys:
+            at = at[int(key) if isinstance(at, list) else key]
+        at[int(last) if isinstance(at, list) else last] = value
+
+    return apply
+
+
+def reorder(path: str, *keys: str) -> Callable[[Parts], None]:
+    """Gives the map of the header at ``path`` these keys in this order; new ones are 0."""
+
+    def apply(parts: Parts) -> None:
+        at: Any = parts.header
+        for key in path.split(".") if path else ():
+            at = at[int(key) if isinstance(at, list) else key]
+        entries = {key: at.get(key, 0) for key in keys}
+        at.clear()
+        at.update(entries)
+
+    return apply
+
+
+def bits(name: str, at: int, value: str) -> Callable[[Parts], None]:
+    """Sets bytes of the tensor ``name`` from byte ``at`` on."""
+
+    def apply(parts: Parts) -> None:
+        number, new = parts.tensor(name), bytes.fromhex(value)
+        stored = parts.tensors[number]
+        assert at + len(new) <= len(stored)
+        parts.tensors[number] = stored[:at] + new + stored[at + len(new) :]
+
+    return apply
+
+
+def frame(change: Callable[[bytes], bytes], name: str = "0.k.values") -> Callable[[Parts], None]:
+    """Stores a tensor as what ``change`` makes of its bytes, with the filter zstd."""
+    return lambda parts: parts.store(name, change(parts.tensors[parts.tensor(name)]), "zstd")
+
+
+def compressed(raw: bytes, **options: bool) -> bytes:
+    return zstandard.ZstdCompressor(**options).compress(raw)
+
+
+def raw_frame(raw: bytes, descriptor: str, block_type: int = 0) -> bytes:
+    """A frame of one block that is not compressed, its header the bytes of ``descriptor``."""
+    return bytes.fromhex("28b52ffd" + descriptor) + (len(raw) << 3 | block_type << 1 | 1).to_bytes(3, "little") + raw
+
+
+def repeated_frame(content_size: int, blocks: list[int]) -> bytes:
+    """A frame that says ``content_size`` (below 256) and whose blocks repeat a zero so many times each."""
+    body = b"".join((size << 3 | 2).to_bytes(3, "little") + b"\0" for size in blocks)
+    return bytes.fromhex("28b52ffd 20") + bytes([content_size]) + body + bytes([1, 0, 0])
+
+
+def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: random.Random) -> list[torch.Tensor]:
+    """For each digit of ``packing`` any valid values, zeros from symbol ``used`` on."""
+    return [
+        torch.tensor(
+            [source.randrange(a) if i % packing.symbols < used else 0 for i in range(math.prod(rows) * packing.symbols)],
+            dtype=torch.int32,
+        ).view(*rows, packing.symbols)
+        for a in packing.alphabets
+    ]
+
+
+def random_page(codec: Codec, batch: int, heads: int, tokens: int, source: random.Random) -> Page:
+    """A run of any valid digits, with numbers of either sign."""
+    streams: dict[str, torch.Tensor] = {}
+    for name, packing in codec.packings().items():
+        used = -(-codec.dim // 3) if (codec.id, name) == ("octahedral", "symbol") else packing.symbols
+        streams |= codec.pack(name, *random_digits(packing, used, (batch, heads, tokens), source))
+    for name, layout in codec.layout(batch, heads, tokens).items():
+        if name not in streams:
+            size = 0.1 if name.endswith("range") else 1.0
+            draws = (source.randrange(256) if layout.dtype == "U8" else size * source.gauss(0, 1) for _ in range(math.prod(layout.shape)))
+            streams[name] = torch.tensor(list(draws), dtype=torch.float32).view(layout.shape).to(TORCH_DTYPES[layout.dtype])
+    return Page(codec, tokens, streams)
+
+
+def random_side(
+    codec: Codec, runs: tuple[int, ...] = (2,), tail: int = 1, batch: int = 1, heads: int = 2, tail_dtype: str = "bf16", seed: str = ""
+) -> Side:
+    source = random.Random(f"{codec!r} {seed}")
+    pages = tuple(random_page(codec, batch, heads, run, source) for run in runs)
+    values = torch.tensor([source.gauss(0, 1) for _ in range(batch * heads * tail * codec.dim)])
+    return Side(codec, pages, values.view(batch, heads, tail, codec.dim).to(RAW_DTYPES[tail_dtype]), 0)
+
+
+def file_of(*layers: tuple[Side | None, Side | None]) -> bytes:
+    """A file of these layers, each k and v."""
+    cache = Cache(tuple(Layer(k, v) for k, v in layers), "test", {"name": "x"}, start=3)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        kvpack.save(cache, path)
+        return path.read_bytes()
+
+
+def one_side(codec: Codec, *changes: Callable[[Parts], Any], runs: tuple[int, ...] = (2,), tail: int = 1, **options: Any) -> bytes:
+    """A file of one layer that has keys alone, after ``changes``."""
+    return changed(file_of((random_side(codec, runs, tail, **options), None)), *changes)
+
+
+def changed(data: bytes, *changes: Callable[[Parts], Any]) -> bytes:
+    """The file ``data`` after ``changes``, its digests right again."""
+    parts = Parts.of(data)
+    for change in changes:
+        change(parts)
+    return parts.joined()

@@ -1,0 +1,103 @@
+"""The conformance vectors: none changed, none unlisted, a vector for every rule, and both readers give what each expects."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import kvpack
+from kvpack import container
+from kvpack.formats.errors import KvpackError
+
+from numbered_rules import rules  # isort: skip
+from second_decoder import decoder, decompress  # isort: skip
+from vector_files import DEFINED, FOLDER, MANIFEST, described, digest, manifest, profile_of, values_of, values_path  # isort: skip
+
+LINES = manifest()
+DECODED = [file for file, line in LINES.items() if "error" not in line]
+REFUSED = [file for file, line in LINES.items() if "error" in line]
+MAX_BYTES = 2_000_000
+"""Of all vectors: they travel with the source, and a reader in another language runs them all."""
+
+
+@cache
+def read(file: str) -> Any:
+    """What the second decoder reads; no test changes it."""
+    return decoder.read((FOLDER / file).read_bytes(), decompress)
+
+
+def test_no_vector_was_changed_added_or_lost() -> None:
+    listed = {MANIFEST.relative_to(FOLDER).as_posix(): None}
+    for file, line in LINES.items():
+        listed[file] = line["sha256"]
+        if "error" not in line:
+            assert line["values"] == values_path(file)
+            listed[line["values"]] = line["values_sha256"]
+    found = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*") if path.is_file()}
+    assert set(found) == set(listed)
+    for name, expected in listed.items():
+        assert expected is None or digest(found[name].read_bytes()) == expected, name
+    assert sum(path.stat().st_size for path in found.values()) <= MAX_BYTES
+
+
+def test_every_vector_is_listed_as_it_is_defined() -> None:
+    assert list(LINES) == list(DEFINED)
+    for file, vector in DEFINED.items():
+        assert LINES[file].items() >= described(vector).items(), file
+
+
+@pytest.mark.parametrize("number", [number for number, rule in rules().items() if rule.kept_by in ("refusal", "values")])
+def test_every_rule_that_a_file_can_show_has_a_vector(number: str) -> None:
+    shown = [file for file, line in LINES.items() if number in line["rules"]]
+    wanted = REFUSED if rules()[number].kept_by == "refusal" else DECODED
+    assert set(shown) & set(wanted), f"no vector for {number}"
+
+
+@pytest.mark.parametrize("file", REFUSED)
+def test_both_readers_refuse_a_vector_by_its_rule(file: str) -> None:
+    data = (FOLDER / file).read_bytes()
+    (number,) = LINES[file]["rules"]
+    rule, error = rules()[number], LINES[file]["error"]
+    assert error in rule.errors
+    with pytest.raises(decoder.Refused) as refused:
+        decoder.read(data, decompress)
+    assert refused.value.rule == rule.section
+    with pytest.raises(KvpackError) as raised:
+        container.open_bytes(data).verify()
+    assert type(raised.value).__name__ == error
+
+
+@pytest.mark.parametrize("file", DECODED)
+def test_both_readers_decode_a_vector_to_its_values(file: str) -> None:
+    decoded = read(file)
+    assert LINES[file]["profile"] == profile_of(decoded)
+    expected = numpy.fromfile(FOLDER / LINES[file]["values"], "<f4")
+    tolerances = numpy.array([x for layer in decoded.layers for side in layer.values() if side for x in side.tolerances])
+    container.open_file(FOLDER / file).verify()
+    sides = [side for layer in kvpack.load(FOLDER / file) for side in layer.sides.values()]
+    library = torch.cat([side.unpack(torch.float32).flatten() for side in sides] or [torch.zeros(0)]).numpy()
+    for values in (library, numpy.array(values_of(decoded), numpy.float32)):
+        assert_within(values, expected, tolerances)
+
+
+def assert_within(values: Any, expected: Any, tolerances: Any) -> None:
+    """Each value within its tolerance; what has none has equal bits, but for the payload of NaN."""
+    assert values.shape == expected.shape == tolerances.shape
+    exact = tolerances == 0
+    nan = numpy.isnan(expected)
+    assert (numpy.isnan(values) == nan)[exact].all()
+    assert (values.view(numpy.uint32) == expected.view(numpy.uint32))[exact & ~nan].all()
+    finite = ~exact & numpy.isfinite(expected)
+    assert finite.sum() == (~exact).sum(), "a vector whose values need a tolerance has finite ones"
+    excess = numpy.abs(values[finite].astype(numpy.float64) - expected[finite]) - tolerances[finite]
+    assert excess.max(initial=-math.inf) <= 0
+
+
+def test_unknown_ignorable_features_are_kept() -> None:
+    file = "unsupported/ignorable-features.kvpack"
+    assert list(container.open_file(FOLDER / file).header.ignorable) == list(read(file).ignorable) == ["a-feature", "new-feature"]

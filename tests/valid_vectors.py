@@ -1,0 +1,268 @@
+"""The conformance vectors that every reader of their profile decodes: parameters at their corners, odd shapes, special values."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from file_parts import bits, changed, compressed, edit, file_of, frame, one_side, random_side, raw_frame, repeated_frame  # isort: skip
+from strategies import create  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvpack.formats.base import Codec
+
+
+@dataclass(frozen=True)
+class Valid:
+    """What a vector shows, the rules that a reader keeps when it decodes it right, and its bytes."""
+
+    shows: str
+    rules: tuple[str, ...]
+    make: Callable[[], bytes]
+
+
+VALID: dict[str, Valid] = {}
+
+
+def add(name: str, shows: str, make: Callable[[], bytes], *rules: str) -> None:
+    assert name not in VALID
+    VALID[name] = Valid(shows, rules, make)
+
+
+def with_fields(codec: Codec, *fields: int) -> Codec:
+    """``codec`` with another F for each code stream."""
+    return dataclasses.replace(codec, fields=tuple((name, count) for name, count in zip(codec.packings(), fields, strict=True)))  # type: ignore[call-arg]
+
+
+def add_raw() -> None:
+    specials = {
+        "bf16": "0000 0080 0100 ff80 807f 80ff c07f 01ff",
+        "fp16": "0000 0080 0100 ff83 007c 00fc 007e 01fe",
+        "fp32": "00000000 00000080 01000000 ffff7f80 0000807f 000080ff 0000c07f 0100c0ff",
+    }
+    for dtype, values in specials.items():
+        codec = create("raw", 4, dtype=dtype)
+        shows = f"{dtype}: zeros of both signs, subnormal and largest subnormal numbers, infinities, NaN"
+        add(
+            f"raw-{dtype}-special-values",
+            shows,
+            lambda c=codec, v=values: one_side(c, bits("0.k.values", 0, v), tail=0),
+            "raw-3",
+            "front-12",
+        )
+    add("raw-one-channel", "head dim 1, two sequences", lambda: one_side(create("raw", 1, dtype="fp16"), batch=2), "raw-3")
+    add(
+        "raw-1024-channels",
+        "the largest head dim",
+        lambda: one_side(create("raw", 1024, dtype="bf16"), runs=(1,), tail=0, heads=1),
+        "raw-3",
+    )
+
+
+def add_group() -> None:
+    dims, sizes, scales = (1, 2, 3, 7, 12, 20, 28, 129), ("4", "8", "16", "32", "64", "128", "4", "8"), ("none", "fp16", "fp32")
+    for number, (dim, size) in enumerate(zip(dims, sizes, strict=True)):
+        words = {"b": str(number + 1), "g": size, "token_scale": scales[number % 3], "axis": ("token", "channel")[number // 2 % 2]}
+        if dim in (12, 20, 28):
+            words |= {"rotation": ("hadamard", "signed-hadamard")[number % 2], "seed": "18446744073709551615"}
+        runs = (3, int(size) + 1) if words["axis"] == "token" and int(size) < 32 else (2,)
+        rules = ("front-12", *(["front-8"] if "rotation" in words else []))
+        codec = create("group", dim, **words)
+        shows = f"{number + 1} bits, head dim {dim}, groups of {size} along {words['axis']}s, token_scale {words['token_scale']}"
+        add(f"group-dim-{dim}", shows, lambda c=codec, r=runs: one_side(c, runs=r), *rules)
+    small = create("group", 5, b="3", g="4", axis="channel")
+    for count, shows in ((1, "one field a column"), (42, "more fields than channels, in columns of 16 bytes")):
+        codec = with_fields(small, count)
+        add(f"group-fields-{count}", shows, lambda c=codec: one_side(c), "front-12")
+    wide = with_fields(create("group", 130, b="1", g="128", axis="channel"), 128)
+    add("group-fields-128", "the most fields a column, and a second column of two symbols", lambda: one_side(wide), "front-12")
+    subnormal = bits("0.k.scales", 0, "0100 0000 0180 ff83 0200 0100")
+    plain = create("group", 4, b="2", g="4", axis="channel")
+    shows = "subnormal scales and centres of either sign"
+    add("group-subnormal-scales", shows, lambda: one_side(plain, subnormal, tail=0), "group-6", "front-1")
+    scaled = create("group", 4, b="2", g="4", axis="channel", token_scale="fp16")
+    token_scale = bits("0.k.token_scale", 0, "0100 ff83")
+    add("group-subnormal-token-scales", "subnormal token scales", lambda: one_side(scaled, token_scale, tail=0), "front-1")
+    eight = create("group", 5, b="2", g="4", axis="channel", scales="u8")
+    span = bits("0.k.scale_range", 0, "0000 000c 0000 008c 0002 0090 0000 0000")
+    add(
+        "group-8-bit-scales-subnormal",
+        "8-bit scales whose binary16 numbers are subnormal",
+        lambda: one_side(eight, span),
+        "group-5",
+        "front-1",
+    )
+    widest = bits("0.k.scale_range", 0, "fe3b 0000 013c fedb 0000 f85b 0000 f8db")
+    add("group-8-bit-scales-largest", "8-bit scales near the largest that binary16 holds", lambda: one_side(eight, widest), "front-12")
+
+
+def add_octahedral() -> None:
+    corners = ((4, 1, 0), (5, 1, 8), (6, 8, 0), (12, 8, 8), (20, 3, 1), (28, 2, 2))
+    for number, (dim, b_dir, b_norm) in enumerate(corners):
+        for arrangement in ("dense", "direct"):
+            rotation = ("none", "hadamard", "signed-hadamard")[number % 3] if dim in (4, 12, 20, 28) else "none"
+            words = {"b_dir": str(b_dir), "b_norm": str(b_norm), "arrangement": arrangement, "norm": ("fp16", "fp32")[number % 2]}
+            codec = create("octahedral", dim, rotation=rotation, **words)
+            shows = f"b_dir {b_dir}, b_norm {b_norm}, {arrangement}, head dim {dim}, rotation {rotation}"
+            add(f"octahedral-{b_dir}-{b_norm}-{arrangement}", shows, lambda c=codec: one_side(c), "octahedral-6", "front-12")
+    small = create("octahedral", 4, b="2", rotation="none")
+    shows = "norms that are negative, subnormal and zero"
+    add(
+        "octahedral-special-norms", shows, lambda: one_side(small, bits("0.k.norm", 0, "01bc 0100 0080"), tail=0), "front-1", "octahedral-6"
+    )
+
+
+def add_quaternion() -> None:
+    corners = (
+        ("1", "1", 1, "dense"),
+        ("3", "8", 5, "dense"),
+        ("2730", "8", 6, "direct"),
+        ("4096", "2", 9, "dense"),
+        ("7", "3", 12, "dense"),
+    )
+    for secondary, radius, dim, arrangement in corners:
+        rotation = "signed-hadamard" if dim == 12 else "none"
+        words = {"s": secondary, "r": radius, "arrangement": arrangement, "norm": "fp32" if dim == 9 else "fp16", "seed": str(dim)}
+        codec = create("quaternion", dim, rotation=rotation, rotation_seed="5", **words)
+        shows = f"{secondary} secondary quaternions, {radius} bits a radius, {arrangement}, head dim {dim}, rotation {rotation}"
+        add(f"quaternion-{secondary}-{radius}-{arrangement}", shows, lambda c=codec: one_side(c), "quaternion-4", "front-12")
+    small = create("quaternion", 4, s="2", r="2", rotation="none")
+    shows = "scales that are subnormal, negative and zero"
+    add("quaternion-special-scales", shows, lambda: one_side(small, bits("0.k.scale", 0, "0100 ff83 0080")), "quaternion-5", "front-1")
+
+
+def add_angle() -> None:
+    corners = (
+        ("2", "fp32", 2, "dense", "fp16"),
+        ("3", "log1", 4, "dense", "fp32"),
+        ("3", "linear8", 6, "direct", "fp32"),
+        ("65536", "linear1", 6, "dense", "fp16"),
+        ("65535", "log8", 6, "dense", "fp16"),
+        ("100", "linear4", 24, "direct", "fp16"),
+        ("96", "log4", 40, "dense", "fp16"),
+        ("20", "linear3", 80, "dense", "fp16"),
+        ("5", "linear3", 80, "dense", "fp16"),
+    )
+    for bins, norm, dim, arrangement, span in corners:
+        rotation = "signed-hadamard" if dim >= 24 else "none"
+        codec = create("angle", dim, n=bins, norm=norm, arrangement=arrangement, range=span, rotation=rotation)
+        shows = f"{bins} bins ({', '.join(codec.packings())}), norms {norm}, range {span}, head dim {dim}, rotation {rotation}"
+        add(f"angle-{bins}-{norm}-{arrangement}", shows, lambda c=codec: one_side(c), "angle-4", "front-12")
+    small = create("angle", 4, n="8", norm="linear2", rotation="none")
+    span = bits("0.k.range", 0, "0100 0000 ff83 0100")
+    add("angle-special-ranges", "subnormal and negative steps and minima", lambda: one_side(small, span), "angle-5", "front-1")
+    logarithmic = create("angle", 4, n="8", norm="log2", rotation="none")
+    zero = bits("0.k.range", 0, "0000 fffb")
+    add("angle-zero-by-logarithm", "a token of zeros: the minimum -65504 of logarithms", lambda: one_side(logarithmic, zero), "angle-4")
+
+
+def add_polar() -> None:
+    corners = (("1", 2, "fp16"), ("8.1.8", 6, "fp32"), ("3.3", 10, "fp16"), ("2", 28, "fp16"), ("1.2.3.4.5.4.3.2.1.1", 1024, "fp16"))
+    for levels, dim, norm in corners:
+        rotation = "hadamard" if dim == 28 else "none"
+        codec = create("polar", dim, b=levels, norm=norm, rotation=rotation)
+        shows = f"bits {levels} at head dim {dim}, radii {norm}, rotation {rotation}"
+        add(f"polar-dim-{dim}", shows, lambda c=codec: one_side(c, runs=(1,), tail=0), "polar-5", "front-12")
+    small = create("polar", 4, b="2", rotation="none")
+    shows = "radii that are subnormal, negative and zero"
+    add("polar-special-radii", shows, lambda: one_side(small, bits("0.k.radius", 0, "0100 ff83 0080")), "polar-6", "front-1")
+
+
+def add_scalar() -> None:
+    corners: tuple[tuple[int, dict[str, str]], ...] = (
+        (2, {"b": "1"}),
+        (3, {"b": "8", "norm": "fp32"}),
+        (9, {"b": "7", "high": "8", "share": "8"}),
+        (12, {"b": "1", "high": "2", "share": "1", "rotation": "signed-hadamard"}),
+        (17, {"b": "4", "high": "6"}),
+    )
+    for dim, words in corners:
+        codec = create("scalar", dim, **{"rotation": "none", **words})
+        shows = f"head dim {dim}, {', '.join(f'{name} {value}' for name, value in words.items())}"
+        add(f"scalar-dim-{dim}", shows, lambda c=codec: one_side(c), "scalar-7", "front-12")
+    scattered = create("scalar", 10, b="2", high="3", share="4", rotation="none")
+    channels = edit("codecs.0.high_channels", b"\x95\x00")
+    add("scalar-scattered-channels", "high channels here and there", lambda: one_side(scattered, channels), "scalar-7")
+    small = create("scalar", 4, b="2", rotation="none")
+    shows = "norms that are subnormal, negative and zero"
+    add("scalar-special-norms", shows, lambda: one_side(small, bits("0.k.norm", 0, "0100 ff83 0080")), "scalar-7", "front-1")
+
+
+def add_usual_head_dims() -> None:
+    """Every codec at head dims that models have, as recipes set it up."""
+    words: dict[str, dict[str, str]] = {
+        "group": {"b": "2", "g": "32", "axis": "channel", "rotation": "hadamard"},
+        "octahedral": {"b": "3"},
+        "quaternion": {"s": "24", "r": "3"},
+        "angle": {"n": "128", "norm": "linear8"},
+        "polar": {"b": "3"},
+        "scalar": {"b": "2", "high": "3"},
+    }
+    dims = ((64, 80), (96, 112), (128, 192), (224, 256), (80, 128), (128, 96))
+    for (codec_id, options), pair in zip(words.items(), dims, strict=True):
+        k, v = (create(codec_id, dim, **options) for dim in pair)
+        shows = f"keys of head dim {k.dim} and values of head dim {v.dim}, rotated"
+        make = lambda k=k, v=v: file_of((random_side(k, (1,), 0, heads=1), random_side(v, (1,), 0, heads=1)))  # noqa: E731
+        add(f"{codec_id}-dims-{k.dim}-and-{v.dim}", shows, make, "front-8", "front-12")
+
+
+def add_container() -> None:
+    raw, group = create("raw", 3, dtype="fp16"), create("group", 6, b="2", g="4")
+    add("no-layers", "no layers, no codecs, no tensors", lambda: file_of())
+    add(
+        "absent-sides",
+        "layers without keys, without values, without both",
+        lambda: file_of((None, random_side(raw)), (None, None), (random_side(group), None)),
+    )
+    sides = [
+        random_side(group, (5, 4, 1), 2, 2, 3, "fp32"),
+        random_side(raw, (), 12, 2, 1, "fp16"),
+        random_side(group, (4,), 0),
+        random_side(raw, (4,), 0),
+    ]
+    add(
+        "layers-of-two-shapes",
+        "layers of different batch, heads, tokens and codecs; sides of different runs and tails",
+        lambda: file_of((sides[0], sides[1]), (sides[2], sides[3])),
+    )
+    add("no-tokens-in-runs", "a tail alone", lambda: one_side(group, runs=(), tail=3))
+    twice = changed(one_side(group), lambda parts: parts.header["codecs"].extend([raw.params(), group.params()]))
+    add("unused-codecs", "a codec that no side uses, and one that is listed twice", lambda: twice)
+    names = {"\uffff": "a", "\U00010000": "b"}
+    add(
+        "model-beyond-ascii",
+        "keys of model by code points, which are not in the order of UTF-16",
+        lambda: one_side(raw, edit("model", names)),
+    )
+    limits = edit("start", 2**40 - 1), edit("recipe", "x" * 4096), edit("layers.0.k.window", 2**40 - 4)
+    add("largest-numbers", "start, window and a string at their limits", lambda: one_side(group, *limits))
+    frames: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+        "zstd": ("a frame", compressed),
+        "zstd-checksum": ("a frame with a content checksum", lambda values: compressed(values, write_checksum=True)),
+        "zstd-repeated-bytes": (
+            "a frame of a block that repeats a byte, and of an empty one",
+            lambda values: repeated_frame(len(values), [len(values)]),
+        ),
+        "zstd-dictionary-0": ("a frame with the Dictionary_ID 0", lambda values: raw_frame(values, "21 00 18")),
+        "zstd-largest-window": ("a frame with the largest window", lambda values: raw_frame(values, "80 68 18000000")),
+    }
+    for name, (shows, change) in frames.items():
+        add(name, shows, lambda c=change: one_side(raw, frame(c), runs=(4,), heads=1))
+    add("zstd-no-content", "a frame of no content, for a tensor without bytes", lambda: one_side(raw, frame(compressed), runs=()))
+
+
+for add_vectors in (
+    add_raw,
+    add_group,
+    add_octahedral,
+    add_quaternion,
+    add_angle,
+    add_polar,
+    add_scalar,
+    add_usual_head_dims,
+    add_container,
+):
+    add_vectors()

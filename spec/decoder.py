@@ -1413,7 +1413,8 @@ def take_entries(value: Any, names: list[str], what: str) -> dict[str, int]:
         return {}
     if not isinstance(value, dict) or list(value) != names:
         refuse(FIELDS, f"{what}: entries is {value!r}, not of {names}")
-    require(all(is_integer(count, 0, MAX_TOKENS) for count in value.values()), FIELDS, f"{what}: entries is {value!r}")
+    for name, count in value.items():
+        require_integer(count, 0, MAX_TOKENS, f"{what}: entries of {name}")
     return value
 
 

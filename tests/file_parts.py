@@ -19,6 +19,7 @@ import kvpack
 from kvpack.cache import Cache, Layer, Page, Side
 from kvpack.encoding import RAW_DTYPES, TORCH_DTYPES
 
+from golden_files import side_car_packings  # isort: skip
 from second_decoder import decoder  # isort: skip
 
 if TYPE_CHECKING:
@@ -73,29 +74,49 @@ class Parts:
         self.header["tensors"][number][3] = chosen
 
 
+def place(parts: Parts, path: str) -> Any:
+    """The map or array of the header at ``path``, keys and indices between dots."""
+    at: Any = parts.header
+    for key in path.split(".") if path else []:
+        at = at[int(key) if isinstance(at, list) else key]
+    return at
+
+
 def edit(path: str, value: Any) -> Callable[[Parts], None]:
     """Sets the entry of the header at ``path``, keys and indices between dots."""
 
     def apply(parts: Parts) -> None:
-        *keys, last = path.split(".")
-        at: Any = parts.header
-        for key in keys:
-            at = at[int(key) if isinstance(at, list) else key]
+        above, _, last = path.rpartition(".")
+        at = place(parts, above)
         at[int(last) if isinstance(at, list) else last] = value
 
     return apply
+
+
+def drop(path: str) -> Callable[[Parts], None]:
+    """Takes the entry at ``path`` out of its map."""
+    above, _, key = path.rpartition(".")
+    return lambda parts: place(parts, above).pop(key)
 
 
 def reorder(path: str, *keys: str) -> Callable[[Parts], None]:
     """Gives the map of the header at ``path`` these keys in this order; new ones are 0."""
 
     def apply(parts: Parts) -> None:
-        at: Any = parts.header
-        for key in path.split(".") if path else ():
-            at = at[int(key) if isinstance(at, list) else key]
+        at = place(parts, path)
         entries = {key: at.get(key, 0) for key in keys}
         at.clear()
         at.update(entries)
+
+    return apply
+
+
+def move_to_end(path: str, key: str) -> Callable[[Parts], None]:
+    """Makes ``key`` the last of the map of the header at ``path``."""
+
+    def apply(parts: Parts) -> None:
+        at = place(parts, path)
+        at[key] = at.pop(key)
 
     return apply
 
@@ -143,25 +164,44 @@ def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: ra
     ]
 
 
-def random_page(codec: Codec, batch: int, heads: int, tokens: int, source: random.Random) -> Page:
-    """A run of any valid digits, with numbers of either sign."""
-    streams: dict[str, torch.Tensor] = {}
+def random_page(codec: Codec, batch: int, heads: int, tokens: int, source: random.Random) -> tuple[Page, dict[str, list[torch.Tensor]]]:
+    """A run of any valid digits, with numbers of either sign and any entries, and the digits."""
+    streams, digits = {}, {}
     for name, packing in codec.packings().items():
         used = -(-codec.dim // 3) if (codec.id, name) == ("octahedral", "symbol") else packing.symbols
-        streams |= codec.pack(name, *random_digits(packing, used, (batch, heads, tokens), source))
-    for name, layout in codec.layout(batch, heads, tokens).items():
+        digits[name] = random_digits(packing, used, (batch, heads, tokens), source)
+        streams |= codec.pack(name, *(digit.to(torch.int32) for digit in digits[name]))
+    for name, packing in side_car_packings(codec).items():
+        digits[name] = random_digits(packing, packing.symbols, (batch, heads, tokens), source)
+        planes = packing.pack([digit.to(torch.int32) for digit in digits[name]])
+        streams |= {f"{name}.{plane}": words for plane, words in enumerate(planes)}
+    layouts = codec.layout(batch, heads, tokens)
+    if "raw_token_flags" in layouts:
+        flags = torch.tensor([source.randrange(2) for _ in range(batch * tokens)], dtype=torch.uint8)
+        streams["raw_token_flags"] = flags.view(batch, 1, tokens)
+    rows = {name: int(count.sum()) for name, count in codec.entries(streams).items()}
+    for name, layout in layouts.items():
         if name not in streams:
+            shape = (*layout.shape[:2], rows.get(name, layout.shape[2]), *layout.shape[3:])
             size = 0.1 if name.endswith("range") else 1.0
-            draws = (source.randrange(256) if layout.dtype == "U8" else size * source.gauss(0, 1) for _ in range(math.prod(layout.shape)))
-            streams[name] = torch.tensor(list(draws), dtype=torch.float32).view(layout.shape).to(TORCH_DTYPES[layout.dtype])
-    return Page(codec, tokens, streams)
+            draws = (source.randrange(256) if layout.dtype == "U8" else size * source.gauss(0, 1) for _ in range(math.prod(shape)))
+            numbers = torch.tensor(list(draws), dtype=torch.float32)
+            if name == "channel_order":
+                orders = [source.sample(range(shape[-1]), shape[-1]) for _ in range(math.prod(shape[:-1]))]
+                numbers = torch.tensor(orders, dtype=torch.int32)
+            elif name == "channel_scale":
+                numbers = numbers.abs() + 2.0**-10
+            elif name == "raw_tokens" and source.random() < 0.2:
+                numbers[::7] = float(source.choice(("nan", "inf", "-inf", "-0.0")))
+            streams[name] = numbers.view(shape).to(TORCH_DTYPES[layout.dtype])
+    return Page(codec, tokens, {name: streams[name] for name in layouts}), digits
 
 
 def random_side(
     codec: Codec, runs: tuple[int, ...] = (2,), tail: int = 1, batch: int = 1, heads: int = 2, tail_dtype: str = "bf16", seed: str = ""
 ) -> Side:
     source = random.Random(f"{codec!r} {seed}")
-    pages = tuple(random_page(codec, batch, heads, run, source) for run in runs)
+    pages = tuple(random_page(codec, batch, heads, run, source)[0] for run in runs)
     values = torch.tensor([source.gauss(0, 1) for _ in range(batch * heads * tail * codec.dim)])
     return Side(codec, pages, values.view(batch, heads, tail, codec.dim).to(RAW_DTYPES[tail_dtype]), 0)
 

@@ -12,6 +12,7 @@ RULES = SPEC / "rules.md"
 PAGES = {
     "front": "README.md",
     "container": "container.md",
+    "side-cars": "side-cars.md",
     "store": "store.md",
     **{path.stem: f"codecs/{path.name}" for path in sorted((SPEC / "codecs").glob("*.md"))},
 }

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import io
-import math
 import random
 import subprocess
 import sys
@@ -18,20 +15,20 @@ import numpy
 import pytest
 import torch
 import xxhash
-import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvpack
 from kvpack import container
-from kvpack.cache import Cache, Layer, Page, Side
-from kvpack.encoding import TORCH_DTYPES
+from kvpack.cache import Cache, Layer, Side
 from kvpack.formats import CODECS
 from kvpack.formats.columns import Columns
 from kvpack.formats.errors import KvpackError
 
 from caches import RECIPES, random_pairs  # isort: skip
+from file_parts import Parts, bits, compressed, drop, edit, frame, move_to_end, random_digits, random_page  # isort: skip
 from golden_files import FOLDER, expected_path, side_car_packings  # isort: skip
+from second_decoder import PATH, decoder, decompress  # isort: skip
 from small_files import KINDS, small_file  # isort: skip
 from strategies import codecs, create, packings  # isort: skip
 
@@ -39,18 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvpack.formats.base import Codec
-
-_PATH = Path(__file__).resolve().parents[1] / "spec" / "decoder.py"
-_SPEC = importlib.util.spec_from_file_location("spec_decoder", _PATH)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-decoder = importlib.util.module_from_spec(_SPEC)
-sys.modules["spec_decoder"] = decoder
-_SPEC.loader.exec_module(decoder)
-
-
-def decompress(frame: bytes, size: int) -> bytes:
-    return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
 
 
 def verdict(data: bytes) -> tuple[str | None, str | None]:
@@ -125,7 +110,7 @@ def test_a_golden_file_decodes_to_the_stored_values(name: str) -> None:
 
 def test_the_decoder_knows_every_codec_and_imports_the_standard_library_alone() -> None:
     assert set(CODECS) <= set(decoder.CODECS)
-    lines = _PATH.read_text(encoding="utf-8").splitlines()
+    lines = PATH.read_text(encoding="utf-8").splitlines()
     imported = {line.split()[1].split(".")[0] for line in lines if line.startswith(("import ", "from "))}
     assert imported <= set(sys.stdlib_module_names)
 
@@ -158,49 +143,6 @@ def test_logarithmic_norms_whose_terms_cancel_stay_within_the_tolerance() -> Non
         row = {"angle": [[0]], "norm_codes": [[255]]}, {"range": [step, minimum]}
         for values in (codec.decode_frame(streams).flatten().tolist(), other.decode(*row)):
             assert_within(values, exact, other.tolerance(*row))
-
-
-def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: random.Random) -> list[torch.Tensor]:
-    """For each digit of ``packing`` any valid values, zeros from symbol ``used`` on."""
-    return [
-        torch.tensor([source.randrange(a) if i % packing.symbols < used else 0 for i in range(math.prod(rows) * packing.symbols)]).view(
-            *rows, packing.symbols
-        )
-        for a in packing.alphabets
-    ]
-
-
-def random_page(codec: Codec, batch: int, heads: int, tokens: int, source: random.Random) -> tuple[Page, dict[str, list[torch.Tensor]]]:
-    """A run of any valid digits, with numbers of either sign and any entries, and the digits."""
-    streams, digits = {}, {}
-    for name, packing in codec.packings().items():
-        used = -(-codec.dim // 3) if (codec.id, name) == ("octahedral", "symbol") else packing.symbols
-        digits[name] = random_digits(packing, used, (batch, heads, tokens), source)
-        streams |= codec.pack(name, *(digit.to(torch.int32) for digit in digits[name]))
-    for name, packing in side_car_packings(codec).items():
-        digits[name] = random_digits(packing, packing.symbols, (batch, heads, tokens), source)
-        planes = packing.pack([digit.to(torch.int32) for digit in digits[name]])
-        streams |= {f"{name}.{plane}": words for plane, words in enumerate(planes)}
-    layouts = codec.layout(batch, heads, tokens)
-    if "raw_token_flags" in layouts:
-        flags = torch.tensor([source.randrange(2) for _ in range(batch * tokens)], dtype=torch.uint8)
-        streams["raw_token_flags"] = flags.view(batch, 1, tokens)
-    rows = {name: int(count.sum()) for name, count in codec.entries(streams).items()}
-    for name, layout in layouts.items():
-        if name not in streams:
-            shape = (*layout.shape[:2], rows.get(name, layout.shape[2]), *layout.shape[3:])
-            size = 0.1 if name.endswith("range") else 1.0
-            draws = (source.randrange(256) if layout.dtype == "U8" else size * source.gauss(0, 1) for _ in range(math.prod(shape)))
-            numbers = torch.tensor(list(draws), dtype=torch.float32)
-            if name == "channel_order":
-                orders = [source.sample(range(shape[-1]), shape[-1]) for _ in range(math.prod(shape[:-1]))]
-                numbers = torch.tensor(orders, dtype=torch.int32)
-            elif name == "channel_scale":
-                numbers = numbers.abs() + 2.0**-10
-            elif name == "raw_tokens" and source.random() < 0.2:
-                numbers[::7] = float(source.choice(("nan", "inf", "-inf", "-0.0")))
-            streams[name] = numbers.view(shape).to(TORCH_DTYPES[layout.dtype])
-    return Page(codec, tokens, {name: streams[name] for name in layouts}), digits
 
 
 @given(data=st.data(), seed=st.integers(0, 2**32))
@@ -246,7 +188,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     data = bytearray((FOLDER / "group-2-bits.kvpack").read_bytes())
     path = tmp_path / "file.kvpack"
     path.write_bytes(data)
-    command = [sys.executable, str(_PATH), str(path)]
+    command = [sys.executable, str(PATH), str(path)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert shown[1].split()[:3] == ["0.k", "group", "1x2x45x64"]
     assert shown[2].split()[:3] == ["0.v", "group", "1x2x45x128"]
@@ -274,52 +216,6 @@ def test_flipped_lost_and_added_bytes_are_refused(kind: str) -> None:
     assert not refused_alike(data)
 
 
-@dataclasses.dataclass
-class Parts:
-    """A file taken apart: the header as plain values and the stored bytes of every tensor, to be changed and joined again."""
-
-    header: dict[str, Any]
-    tensors: list[bytes]
-
-    @classmethod
-    def of(cls, data: bytes) -> Parts:
-        start = 8 + int.from_bytes(data[:8], "little")
-        unpacker = msgpack.Unpacker(io.BytesIO(data[start:]))
-        header = unpacker.unpack()
-        at = unpacker.tell()
-        tensors = []
-        for row in header["tensors"]:
-            at += -at % 64
-            tensors.append(data[start + at : start + at + row[4]])
-            at += row[4]
-        return cls(header, tensors)
-
-    def joined(self, packed: bytes | None = None) -> bytes:
-        """The file, all lengths and digests right; ``packed`` replaces the bytes of the header tensor."""
-        for row, stored in zip(self.header["tensors"], self.tensors, strict=True):
-            row[4:] = [len(stored), xxhash.xxh3_128_digest(stored)]
-        packed = msgpack.packb(self.header) if packed is None else packed
-        rows = [decoder.Tensor(row[0], row[1], tuple(row[2]), *row[3:]) for row in self.header["tensors"]]
-        json = decoder.json_header(packed, rows)
-        data = len(json).to_bytes(8, "little") + json + packed
-        for place, stored in zip([p for p in decoder.places(len(packed), rows) if p.tensor], self.tensors, strict=True):
-            data += bytes(place.begin + 8 + len(json) - len(data)) + stored
-        return data
-
-    def tensor(self, name: str) -> int:
-        return next(number for number, row in enumerate(self.header["tensors"]) if row[0] == name)
-
-    def store(self, name: str, stored: bytes, chosen: str = "none") -> None:
-        number = self.tensor(name)
-        self.tensors[number] = stored
-        self.header["tensors"][number][3] = chosen
-
-    def set_bits(self, name: str, at: int, value: bytes) -> None:
-        number = self.tensor(name)
-        stored = self.tensors[number]
-        self.tensors[number] = stored[:at] + value + stored[at + len(value) :]
-
-
 def one_side(codec: Codec, runs: tuple[int, ...] = (2,), tail: int = 1) -> bytes:
     source = random.Random(codec.id)
     pages = tuple(random_page(codec, 1, 2, run, source)[0] for run in runs)
@@ -338,45 +234,6 @@ RAW = create("raw", 3, dtype="fp16")
 SIDE_CARS = create("scalar", 16, "k", b="2", rotation="none", channel_scale="fp16", outliers="3", qjl="fp16", sinks="1", raw_tokens="fp16")
 BLOCKS = create("group", 12, "k", b="2", axis="channel", block_rotation="4", channel_order="u8")
 WIDE_BLOCKS = create("group", 260, "k", b="2", axis="channel", block_rotation="20", channel_order="u16")
-
-
-def place(parts: Parts, path: str) -> Any:
-    """The map or array of the header at ``path``, keys and indices between dots."""
-    at: Any = parts.header
-    for key in path.split(".") if path else []:
-        at = at[int(key) if isinstance(at, list) else key]
-    return at
-
-
-def edit(path: str, value: Any) -> Callable[[Parts], None]:
-    """Sets the entry of the header at ``path``, keys and indices between dots."""
-
-    def apply(parts: Parts) -> None:
-        above, _, last = path.rpartition(".")
-        at = place(parts, above)
-        at[int(last) if isinstance(at, list) else last] = value
-
-    return apply
-
-
-def drop(path: str) -> Callable[[Parts], None]:
-    """Takes the entry at ``path`` out of its map."""
-    above, _, key = path.rpartition(".")
-    return lambda parts: place(parts, above).pop(key)
-
-
-def bits(name: str, at: int, value: str) -> Callable[[Parts], None]:
-    return lambda parts: parts.set_bits(name, at, bytes.fromhex(value))
-
-
-def frame(change: Callable[[bytes, zstandard.ZstdCompressor], bytes]) -> Callable[[Parts], None]:
-    """Stores the values of ``RAW`` as what ``change`` makes of them with a compressor."""
-
-    def apply(parts: Parts) -> None:
-        raw = parts.tensors[parts.tensor("0.k.values")]
-        parts.store("0.k.values", change(raw, zstandard.ZstdCompressor()), "zstd")
-
-    return apply
 
 
 def add_a_side_without_tokens(parts: Parts) -> None:
@@ -399,19 +256,9 @@ def swap_runs_and_tail(parts: Parts) -> None:
     parts.header["layers"][0]["k"] = {key: side[key] for key in keys}
 
 
-def move_to_end(path: str, key: str) -> Callable[[Parts], None]:
-    """Makes ``key`` the last of the map of the header at ``path``."""
-
-    def apply(parts: Parts) -> None:
-        at = place(parts, path)
-        at[key] = at.pop(key)
-
-    return apply
-
-
 FIELDS, PROFILE, LIMITS = "container.md, Fields", "container.md, msgpack profile", "container.md, Limits"
 SIDE_CAR_RULES, SIDE_CAR_LAYOUT, SIDE_CAR_VALUES = "side-cars.md", "side-cars.md, Layout", "side-cars.md, Special values"
-PACKING, FINITE, ZSTD = "README.md, Bit packing", "README.md, Conformance", "container.md, zstd"
+PACKING, FINITE = "README.md, Bit packing", "README.md, Conformance"
 
 # name: (codec, change, the decoder's rule or None, the library's error or None)
 CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]] = {
@@ -506,39 +353,6 @@ CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]]
     "a negative norm": (OCTAHEDRAL, bits("0.k.norm", 0, "00bc"), None, None),
     "a raw value that is no number": (RAW, bits("0.k.values", 0, "007c01fe"), None, None),
     "a tail value that is no number": (GROUP, bits("0.k.tail", 0, "80ffc17f"), None, None),
-    "a frame": (RAW, frame(lambda raw, zstd: zstd.compress(raw)), None, None),
-    "a frame without its size": (
-        RAW,
-        frame(lambda raw, _: zstandard.ZstdCompressor(write_content_size=False).compress(raw)),
-        ZSTD,
-        "InvalidPayload",
-    ),
-    "a frame of another size": (RAW, frame(lambda raw, zstd: zstd.compress(raw + b"0")), ZSTD, "InvalidPayload"),
-    "a frame cut off": (RAW, frame(lambda raw, zstd: zstd.compress(raw)[:-1]), ZSTD, "InvalidPayload"),
-    "two frames": (RAW, frame(lambda raw, zstd: zstd.compress(raw[:6]) + zstd.compress(raw[6:])), ZSTD, "InvalidPayload"),
-    "a frame and an empty one": (RAW, frame(lambda raw, zstd: zstd.compress(raw) + zstd.compress(b"")), ZSTD, "InvalidPayload"),
-    "a skippable frame before": (
-        RAW,
-        frame(lambda raw, zstd: bytes.fromhex("502a4d18 00000000") + zstd.compress(raw)),
-        ZSTD,
-        "InvalidPayload",
-    ),
-    "a frame and a skippable one": (
-        RAW,
-        frame(lambda raw, zstd: zstd.compress(raw) + bytes.fromhex("502a4d18 00000000")),
-        ZSTD,
-        "InvalidPayload",
-    ),
-    "a frame with a checksum": (RAW, frame(lambda raw, _: zstandard.ZstdCompressor(write_checksum=True).compress(raw)), None, None),
-    "a frame of many blocks of one byte": (RAW, frame(lambda raw, _: _run_length_frame(len(raw))), None, None),
-    "values that are no frame": (RAW, frame(lambda raw, _: raw), ZSTD, "InvalidPayload"),
-    "a frame with the dictionary 0": (RAW, frame(lambda raw, _: _raw_frame(raw, "21 00 18")), None, None),
-    "a frame with the dictionary 7": (RAW, frame(lambda raw, _: _raw_frame(raw, "21 07 18")), ZSTD, "InvalidPayload"),
-    "a frame with its reserved bit": (RAW, frame(lambda raw, _: _raw_frame(raw, "28 18")), ZSTD, "InvalidPayload"),
-    "a frame with a reserved block": (RAW, frame(lambda raw, _: _raw_frame(raw, "20 18", 3)), ZSTD, "InvalidPayload"),
-    "a frame with the largest window": (RAW, frame(lambda raw, _: _raw_frame(raw, "80 68 18000000")), None, None),
-    "a frame with a larger window": (RAW, frame(lambda raw, _: _raw_frame(raw, "80 69 18000000")), ZSTD, "InvalidPayload"),
-    "a frame of no bytes": (RAW, frame(lambda raw, _: b""), LIMITS, "LimitExceeded"),
     "side-cars": (SIDE_CARS, lambda parts: None, None, None),
     "an unknown side-car": (SIDE_CARS, edit("codecs.0.other", "fp16"), "codecs/scalar.md, Parameters and ranges", "InvalidHeader"),
     "side-cars in another order": (SIDE_CARS, move_to_end("codecs.0", "outliers"), SIDE_CAR_RULES, "InvalidHeader"),
@@ -571,7 +385,7 @@ CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]]
     "entries before window": (SIDE_CARS, move_to_end("layers.0.k", "window"), FIELDS, "InvalidHeader"),
     "entries that the tensor lacks": (SIDE_CARS, edit("layers.0.k.entries.outliers", 1000), FIELDS, "InvalidHeader"),
     "the most entries, which the tensor lacks": (SIDE_CARS, edit("layers.0.k.entries.outliers", 2**40 - 1), FIELDS, "InvalidHeader"),
-    "too many entries": (SIDE_CARS, edit("layers.0.k.entries.outliers", 2**40), FIELDS, "LimitExceeded"),
+    "too many entries": (SIDE_CARS, edit("layers.0.k.entries.outliers", 2**40), LIMITS, "LimitExceeded"),
     "negative entries": (SIDE_CARS, edit("layers.0.k.entries.outliers", -1), PROFILE, "InvalidHeader"),
     "one entry more than flags": (SIDE_CARS, add_an_outlier, SIDE_CAR_LAYOUT, "InvalidPayload"),
     "a flag less than entries": (SIDE_CARS, bits("0.k.outlier_flags.0", 0, "00"), SIDE_CAR_LAYOUT, "InvalidPayload"),
@@ -597,16 +411,6 @@ CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]]
     "an order that names a channel beyond the head": (BLOCKS, bits("0.k.channel_order", 13, "0c"), SIDE_CAR_VALUES, "InvalidPayload"),
     "a raw token that is no number": (SIDE_CARS, bits("0.k.raw_tokens", 0, "007c01fe"), None, None),
 }
-
-
-def _run_length_frame(size: int) -> bytes:
-    """A frame of a block of repeated zeros, and a last, empty raw one."""
-    return bytes.fromhex("28b52ffd 20") + bytes([size]) + (size << 3 | 2).to_bytes(3, "little") + b"\0" + bytes([1, 0, 0])
-
-
-def _raw_frame(raw: bytes, descriptor: str, block_type: int = 0) -> bytes:
-    """A frame of one block that is not compressed, after a descriptor that says 24 bytes."""
-    return bytes.fromhex("28b52ffd" + descriptor) + (len(raw) << 3 | block_type << 1 | 1).to_bytes(3, "little") + raw
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -711,14 +515,14 @@ def test_a_pad_that_is_not_zero_is_refused() -> None:
 
 def test_a_frame_of_no_content_is_a_tensor_without_bytes() -> None:
     parts = Parts.of(one_side(RAW, runs=()))
-    frame(lambda raw, zstd: zstd.compress(raw))(parts)
+    frame(compressed)(parts)
     assert parts.header["tensors"][0][2:4] == [[1, 2, 0, 3], "zstd"]
     assert not refused_alike(parts.joined())
 
 
 def test_without_a_decompressor_a_frame_is_refused_by_name() -> None:
     parts = Parts.of(one_side(RAW))
-    frame(lambda raw, zstd: zstd.compress(raw))(parts)
+    frame(compressed)(parts)
     with pytest.raises(decoder.Refused, match=r"0\.k\.values: no decompressor was given"):
         decoder.read(parts.joined())
 

@@ -21,7 +21,7 @@ from vector_files import DEFINED, FOLDER, MANIFEST, described, digest, manifest,
 LINES = manifest()
 DECODED = [file for file, line in LINES.items() if "error" not in line]
 REFUSED = [file for file, line in LINES.items() if "error" in line]
-MAX_BYTES = 2_000_000
+MAX_BYTES = 2**21
 """Of all vectors: they travel with the source, and a reader in another language runs them all."""
 
 
@@ -65,7 +65,8 @@ def test_both_readers_refuse_a_vector_by_its_rule(file: str) -> None:
     rule, error = rules()[number], LINES[file]["error"]
     assert error in rule.errors
     with pytest.raises(decoder.Refused) as refused:
-        decoder.read(data, decompress)
+        # The decoder refuses frames by itself, but for blocks that a decompressor alone can tell are wrong.
+        decoder.read(data, decompress if number == "container-24" else lambda frame, size: bytes(size))
     assert refused.value.rule == rule.section
     with pytest.raises(KvpackError) as raised:
         container.open_bytes(data).verify()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from container_vectors import UNSUPPORTED  # isort: skip
 from invalid_vectors import INVALID, Invalid  # isort: skip
 from second_decoder import decoder, decompress  # isort: skip
+from side_car_vectors import add_decoded, add_refused  # isort: skip
 from valid_vectors import VALID, Valid  # isort: skip
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ FOLDER = Path(__file__).resolve().parents[1] / "spec" / "vectors"
 MANIFEST = FOLDER / "manifest.json"
 CORE = {"raw", "group"}
 """Codecs of the profile core, which has no side-cars and no filters."""
+
+add_decoded()
+add_refused()
 
 DEFINED: dict[str, Valid | Invalid] = {
     f"{folder}/{name}.kvpack": vector
@@ -83,7 +87,8 @@ def main() -> None:
     for folder in {Path(file).parent for file in DEFINED}:
         (FOLDER / folder).mkdir(parents=True, exist_ok=True)
     lines = {file: lines.get(file) or written(file, vector) for file, vector in DEFINED.items()}
-    MANIFEST.write_text(json.dumps(lines, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    rows = ",\n".join(f"{json.dumps(file)}: {json.dumps(line, ensure_ascii=False)}" for file, line in lines.items())
+    MANIFEST.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

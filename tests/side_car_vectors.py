@@ -1,0 +1,140 @@
+"""The conformance vectors of side-cars: those that every reader of the profile full decodes, and those that readers refuse."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from file_parts import Parts, bits, drop, edit, file_of, move_to_end, one_side, random_side  # isort: skip
+from invalid_vectors import GROUP, RAW, add, add_header, add_payload  # isort: skip
+from strategies import create  # isort: skip
+from valid_vectors import add as add_valid  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ALL = create("scalar", 16, "k", b="2", rotation="none", channel_scale="fp16", outliers="3", qjl="fp16", sinks="1", raw_tokens="fp16")
+BLOCKS = create("group", 12, "k", b="2", axis="channel", block_rotation="4", channel_order="u8")
+WIDE_BLOCKS = create("group", 260, "k", b="2", axis="channel", block_rotation="20", channel_order="u16")
+
+
+def add_decoded() -> None:
+    for name, shows, codec_id, dim, words, runs in (
+        (
+            "channel-scale",
+            "scales of two runs, of a codec that encodes tokens one by one",
+            "scalar",
+            6,
+            {"b": "2", "rotation": "none", "channel_scale": "fp16"},
+            (1, 2),
+        ),
+        (
+            "channel-scale-rotated",
+            "scales in binary32 after a rotation",
+            "group",
+            12,
+            {"b": "2", "axis": "channel", "rotation": "hadamard", "channel_scale": "fp32"},
+            (2,),
+        ),
+        ("outliers", "chunks as they are, of a rotated head", "octahedral", 20, {"b": "2", "outliers": "3"}, (2,)),
+        ("outliers-of-groups", "entries of two runs", "group", 8, {"b": "3", "g": "4", "outliers": "3"}, (5, 2)),
+        ("qjl", "signs of residuals, of a rotated head", "quaternion", 20, {"s": "3", "r": "2", "qjl": "fp16"}, (2,)),
+        (
+            "qjl-not-rotated",
+            "signs of residuals, with norms in binary32 and the largest seed",
+            "angle",
+            12,
+            {"n": "8", "rotation": "none", "qjl": "fp32", "qjl_seed": "18446744073709551615"},
+            (2,),
+        ),
+        ("raw-tokens", "tokens as they are", "polar", 6, {"b": "2", "rotation": "none", "sinks": "1", "raw_tokens": "fp32"}, (3,)),
+        ("block-rotation", "blocks of four channels", "group", 12, {"b": "2", "axis": "channel", "block_rotation": "4"}, (2,)),
+        (
+            "block-rotation-and-order",
+            "blocks of four channels in another order",
+            "group",
+            12,
+            {"b": "2", "axis": "channel", "block_rotation": "4", "channel_order": "u8"},
+            (2, 1),
+        ),
+        (
+            "channel-order-u16",
+            "an order of 260 channels",
+            "group",
+            260,
+            {"b": "2", "axis": "channel", "block_rotation": "20", "channel_order": "u16"},
+            (1,),
+        ),
+    ):
+        codec = create(codec_id, dim, "k", **words)
+        add_valid(f"side-car-{name}", shows, lambda c=codec, r=runs: one_side(c, runs=r, tail=0), "side-cars-10", "front-12")
+    add_valid(
+        "side-cars", "four side-cars of two sequences and two runs", lambda: file_of((random_side(ALL, (3, 2), 1, 2), None)), "side-cars-10"
+    )
+    subnormal = bits("0.k.channel_scale", 0, "0100")
+    add_valid("side-car-subnormal-scale", "a subnormal channel scale", lambda: one_side(ALL, subnormal), "side-cars-9", "side-cars-10")
+
+
+def add_refused() -> None:
+    def changed(name: str, rule: str, shows: str, change: Callable[[Parts], Any], error: str = "InvalidHeader") -> None:
+        add(f"side-car-{name}", rule, error, shows, lambda: one_side(ALL, change))
+
+    add_header("side-car-of-raw", "side-cars-1", RAW, "codecs.0.channel_scale", "fp16", "a side-car of raw")
+    changed("order", "side-cars-2", "outliers are the last key", move_to_end("codecs.0", "outliers"))
+    for number, (codec, path, value) in enumerate(
+        (
+            (ALL, "channel_scale", "bf16"),
+            (ALL, "raw_tokens", 16),
+            (ALL, "outliers", {}),
+            (ALL, "qjl.norm", "fp64"),
+            (WIDE_BLOCKS, "channel_order", "u8"),
+            (BLOCKS, "block_rotation", 8),
+        )
+    ):
+        shows = f"{path} is {value!r} at head dim {codec.dim}"
+        add_header(f"side-car-value-{number + 1}", "side-cars-3", codec, f"codecs.0.{path}", value, shows)
+    changed("qjl-order", "side-cars-3", "the keys of qjl in another order", move_to_end("codecs.0.qjl", "seed"))
+    add_header("side-car-outliers-of-5-channels", "side-cars-4", GROUP, "codecs.0.outliers", {"fields": 1}, "outliers of 5 channels")
+    add_header(
+        "side-car-qjl-of-5-channels", "front-7", GROUP, "codecs.0.qjl", {"seed": 1, "norm": "fp16", "fields": 1}, "qjl of 5 channels"
+    )
+    add_header("side-car-blocks-of-6", "front-7", BLOCKS, "codecs.0.block_rotation", 6, "blocks of six channels")
+    changed("no-entries", "container-11", "a side without entries", drop("layers.0.k.entries"))
+    changed("entries-missing", "container-11", "entries lacks a stream", drop("layers.0.k.entries.outliers"))
+    changed("entries-limit", "container-29", "entries above their limit", edit("layers.0.k.entries.outliers", 2**40), "LimitExceeded")
+    changed("entry-too-many", "side-cars-5", "an entry more than flags", add_an_outlier, "InvalidPayload")
+    changed(
+        "flag-of-outliers", "side-cars-5", "another number of flags than outliers", turn_first_flag("0.k.outlier_flags.0"), "InvalidPayload"
+    )
+    changed(
+        "flag-of-raw-tokens",
+        "side-cars-5",
+        "another number of flags than raw tokens",
+        turn_first_flag("0.k.raw_token_flags"),
+        "InvalidPayload",
+    )
+    add_payload("side-car-scale-0", "side-cars-6", ALL, "channel_scale", 0, "0000", "a channel scale of zero")
+    add_payload("side-car-flag-2", "side-cars-7", ALL, "raw_token_flags", 0, "02", "a flag of 2")
+    add_payload("side-car-channel-twice", "side-cars-8", BLOCKS, "channel_order", 0, "0000", "an order that names a channel twice")
+    add_payload(
+        "side-car-channel-beyond", "side-cars-8", BLOCKS, "channel_order", 13, "0c", "an order that names a channel beyond the head"
+    )
+    for stream, value in (("outliers", "00fc"), ("qjl_norm", "017c"), ("channel_scale", "007c")):
+        add_payload(f"side-car-not-finite-{stream.replace('_', '-')}", "front-13", ALL, stream, 0, value, f"{stream} is not finite")
+    add_payload("side-car-flag-of-no-chunk", "front-3", ALL, "outlier_flags.0", 1, "04", "a flag of no chunk")
+
+
+def add_an_outlier(parts: Parts) -> None:
+    number = parts.tensor("0.k.outliers")
+    parts.header["layers"][0]["k"]["entries"]["outliers"] += 1
+    parts.header["tensors"][number][2][2] += 1
+    parts.tensors[number] += bytes(8)
+
+
+def turn_first_flag(name: str) -> Callable[[Parts], None]:
+    """Makes the first flag of a tensor 0 where it is 1, and 1 where it is 0."""
+
+    def apply(parts: Parts) -> None:
+        first, *rest = parts.tensors[parts.tensor(name)]
+        parts.tensors[parts.tensor(name)] = bytes([first ^ 1, *rest])
+
+    return apply

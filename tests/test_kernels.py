@@ -25,6 +25,7 @@ from kvpack.formats.group import AXES, SIZES, TOKEN_SCALES, Group
 
 from caches import random_pairs  # isort: skip
 from strategies import create, packings, poisoned  # isort: skip
+from vector_checks import DECODED, check_values, unpacked  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -234,6 +235,13 @@ def test_kernels_decode_the_pages_of_a_cache(recipe: str, kernels: set[str], mon
         assert called == expected
     for by_torch, by_triton in zip(found["torch"], found["triton"], strict=True):
         assert torch.equal(by_torch, by_triton)
+
+
+@on_kernels
+@pytest.mark.parametrize("file", DECODED)
+def test_kernels_decode_a_vector_to_its_values(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    check_values(file, unpacked(file, DEVICE))
 
 
 @on_cuda

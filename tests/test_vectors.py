@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from functools import cache
-from typing import Any
-
-import numpy
 import pytest
-import torch
 
-import kvpack
 from kvpack import container
 from kvpack.formats.errors import KvpackError
 
 from numbered_rules import rules  # isort: skip
 from second_decoder import decoder, decompress  # isort: skip
-from vector_files import DEFINED, FOLDER, MANIFEST, described, digest, manifest, profile_of, values_of, values_path  # isort: skip
+from vector_checks import DECODED, LINES, check_values, read, unpacked  # isort: skip
+from vector_files import DEFINED, FOLDER, MANIFEST, described, digest, profile_of, values_of, values_path  # isort: skip
 
-LINES = manifest()
-DECODED = [file for file, line in LINES.items() if "error" not in line]
 REFUSED = [file for file, line in LINES.items() if "error" in line]
 MAX_BYTES = 2**21
 """Of all vectors: they travel with the source, and a reader in another language runs them all."""
-
-
-@cache
-def read(file: str) -> Any:
-    """What the second decoder reads; no test changes it."""
-    return decoder.read((FOLDER / file).read_bytes(), decompress)
 
 
 def test_no_vector_was_changed_added_or_lost() -> None:
@@ -75,28 +61,10 @@ def test_both_readers_refuse_a_vector_by_its_rule(file: str) -> None:
 
 @pytest.mark.parametrize("file", DECODED)
 def test_both_readers_decode_a_vector_to_its_values(file: str) -> None:
-    decoded = read(file)
-    assert LINES[file]["profile"] == profile_of(decoded)
-    expected = numpy.fromfile(FOLDER / LINES[file]["values"], "<f4")
-    tolerances = numpy.array([x for layer in decoded.layers for side in layer.values() if side for x in side.tolerances])
     container.open_file(FOLDER / file).verify()
-    sides = [side for layer in kvpack.load(FOLDER / file) for side in layer.sides.values()]
-    library = torch.cat([side.unpack(torch.float32).flatten() for side in sides] or [torch.zeros(0)]).numpy()
-    for values in (library, numpy.array(values_of(decoded), numpy.float32)):
-        assert_within(values, expected, tolerances)
-
-
-def assert_within(values: Any, expected: Any, tolerances: Any) -> None:
-    """Each value within its tolerance; what has none has equal bits, but for the payload of NaN."""
-    assert values.shape == expected.shape == tolerances.shape
-    exact = tolerances == 0
-    nan = numpy.isnan(expected)
-    assert (numpy.isnan(values) == nan)[exact].all()
-    assert (values.view(numpy.uint32) == expected.view(numpy.uint32))[exact & ~nan].all()
-    finite = ~exact & numpy.isfinite(expected)
-    assert finite.sum() == (~exact).sum(), "a vector whose values need a tolerance has finite ones"
-    excess = numpy.abs(values[finite].astype(numpy.float64) - expected[finite]) - tolerances[finite]
-    assert excess.max(initial=-math.inf) <= 0
+    assert LINES[file]["profile"] == profile_of(read(file))
+    check_values(file, values_of(read(file)))
+    check_values(file, unpacked(file))
 
 
 def test_unknown_ignorable_features_are_kept() -> None:

@@ -1,0 +1,48 @@
+"""What readers make of the conformance vectors, against the values that the manifest gives."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+import kvpack
+
+from second_decoder import decoder, decompress  # isort: skip
+from vector_files import FOLDER, manifest  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LINES = manifest()
+DECODED = [file for file, line in LINES.items() if "error" not in line]
+
+
+@cache
+def read(file: str) -> Any:
+    """What the second decoder reads; no test changes it."""
+    return decoder.read((FOLDER / file).read_bytes(), decompress)
+
+
+def unpacked(file: str, device: str = "cpu") -> list[float]:
+    """All values that the library decodes, layer by layer, K before V."""
+    layers = kvpack.load(FOLDER / file, device=device)
+    return [value for layer in layers for side in layer.sides.values() for value in side.unpack(torch.float32).flatten().tolist()]
+
+
+def check_values(file: str, found: Sequence[float]) -> None:
+    """Each value within its tolerance; what has none has equal bits, but for the payload of NaN."""
+    values, expected = numpy.array(found, numpy.float32), numpy.fromfile(FOLDER / LINES[file]["values"], "<f4")
+    sides = [side for layer in read(file).layers for side in layer.values() if side]
+    tolerances = numpy.array([tolerance for side in sides for tolerance in side.tolerances], numpy.float64)
+    assert values.shape == expected.shape == tolerances.shape
+    exact = tolerances == 0
+    nan = numpy.isnan(expected)
+    assert (numpy.isnan(values) == nan)[exact].all()
+    assert (values.view(numpy.uint32) == expected.view(numpy.uint32))[exact & ~nan].all()
+    assert numpy.isfinite(expected[~exact]).all(), "a value with a tolerance is finite"
+    excess = numpy.abs(values[~exact].astype(numpy.float64) - expected[~exact]) - tolerances[~exact]
+    assert excess.max(initial=-math.inf) <= 0, f"a value is {excess.max():.3g} beyond its tolerance"

@@ -26,9 +26,8 @@ MOST_ROWS = 16
 MOST_ROW_BLOCKS = 8
 """Above it a layer is decoded once and attended by torch: each block of rows would decode it again."""
 
-MERGE_CHANNELS = 16
-MERGE_PARTS = 512
-MERGE_WARPS = 8
+MERGE_COLUMNS = 16
+MERGE_PARTS = 256
 LOG2_E = math.log2(math.e)
 EVERYTHING = 1 << 30
 """A window, or a look ahead, beyond any token."""
@@ -76,7 +75,7 @@ def attend(q: torch.Tensor, layer: Layer, scale: float, causal: bool, softcap: f
         items = launch.work.shape[0]
         start, stop = stop, stop + launch.parts
         arguments = (
-            sums, largest, total, coded, scales, launch.work, *launch.tables, (softcap or 1.0) * LOG2_E,
+            sums, largest, total, coded, scales, launch.work, plan.numbers(str(q.device)), *launch.tables, (softcap or 1.0) * LOG2_E,
             items, k.heads, padded // block, start, parts, position, q_len, 0 if causal else EVERYTHING, sliding_window or EVERYTHING,
         )  # fmt: skip
         constants = {**launch.constants, "SOFTCAP": softcap is not None, "ROWS": block, "COLUMNS": columns}
@@ -90,10 +89,10 @@ def attend(q: torch.Tensor, layer: Layer, scale: float, causal: bool, softcap: f
     out = None
     for codec, (start, stop) in spans.items():
         merged = torch.empty(batch, k.heads, rows, v.dim, dtype=torch.float32, device=q.device)
-        split.merge[(sequences * rows, -(-v.dim // MERGE_CHANNELS))](
-            merged, sums, largest, total, _column_of_channel(codec, str(q.device)), parts, start, stop, rows, padded,
-            COLUMNS=columns, DIM=v.dim, BLOCK_PARTS=min(MERGE_PARTS, next_power_of_two(parts)),
-            BLOCK_DIM=MERGE_CHANNELS, num_warps=MERGE_WARPS,
+        channels = _channels(codec, str(q.device))
+        split.merge[(sequences * rows, channels.numel() // MERGE_COLUMNS)](
+            merged, sums, largest, total, channels, parts, start, stop, rows, padded,
+            COLUMNS=columns, DIM=v.dim, BLOCK_PARTS=min(MERGE_PARTS, next_power_of_two(parts)), BLOCK_COLUMNS=MERGE_COLUMNS,
         )  # fmt: skip
         merged = codec.rotation.inverse(merged)
         out = merged if out is None else out + merged
@@ -118,6 +117,7 @@ def _channel_of_column(codec: Codec, device: str) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _column_of_channel(codec: Codec, device: str) -> torch.Tensor:
-    channels = [channel for part in plan.loader(codec).channels for channel in part]
-    return torch.tensor([channels.index(channel) for channel in range(codec.dim)], dtype=torch.int32, device=device)
+def _channels(codec: Codec, device: str) -> torch.Tensor:
+    """The channel of each column, int32, up to whole blocks of the merge; columns without one have the channel after the last."""
+    channels = _channel_of_column(codec, device).to(torch.int32)
+    return torch.nn.functional.pad(channels, (0, -channels.numel() % MERGE_COLUMNS), value=codec.dim)

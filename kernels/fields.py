@@ -135,23 +135,76 @@ def field(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.
 
 
 @triton.jit
-def whole_planes(raw: tl.tuple, PACKING: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """The planes of one code stream among what was loaded, a plane of bytes as a byte a column."""
+def load_places(numbers: tl.tensor, PACKINGS: tl.constexpr) -> tl.tuple:
+    """What ``whole_planes`` and ``beside`` need to know of each column, for each packing (columns, columns of the tile) of ``PACKINGS``.
+
+    It is loaded from ``numbers``, int16 0, 1, 2, …, although it could be computed: only what comes from loads is laid out as the
+    matrix units read it before the words are decoded, and not after.
+    """
+    places = ()
+    for number in tl.static_range(len(PACKINGS) // 2):
+        places = places + _load_place(numbers, PACKINGS[2 * number], PACKINGS[2 * number + 1])
+    return places
+
+
+@triton.jit
+def _load_place(numbers: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr) -> tl.tuple:
+    column = tl.arange(0, PAD)[None, :]
+    return tl.load(numbers + column % WIDTH // ((WIDTH + 1) // 2) * 8), tl.load(numbers + column // WIDTH)
+
+
+@triton.jit
+def whole_planes(
+    raw: tl.tuple, places: tl.tuple, NUMBER: tl.constexpr, PACKING: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
+    """The planes of code stream ``NUMBER`` among what was loaded, a plane of bytes as a byte a column."""
     FIRST: tl.constexpr = PACKING[0]
     BYTES: tl.constexpr = PACKING[1]
     WIDTH: tl.constexpr = PACKING[2]
-    PAD: tl.constexpr = PACKING[3]
-    if BYTES % 2:
-        HALF: tl.constexpr = (WIDTH + 1) // 2
-        column = of_columns(tl.arange(0, PAD)[None, :] % WIDTH, TURNED)
-        last = raw[FIRST + BYTES // 2]
-        byte = tl.where(column < HALF, field(last, 0, 8, FAST), field(last, 8, 8, FAST))
     whole = ()
     for plane in tl.static_range(BYTES // 2):
         whole = whole + (raw[FIRST + plane],)
     if BYTES % 2:
+        word = raw[FIRST + BYTES // 2]
+        shift = of_columns(places[2 * NUMBER], TURNED)
+        if FAST and (WIDTH + 1) // 2 % 2 == 0:
+            byte = tl.inline_asm_elementwise(
+                "{ .reg .b32 a; and.b32 a, $2, 15; shr.b32 a, $1, a; and.b32 $0, a, 0x00FF00FF; }",
+                "=r,r,r",
+                [word, shift],
+                dtype=tl.int16,
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            byte = (word >> shift) & 0xFF
         whole = whole + (byte,)
     return whole
+
+
+@triton.constexpr_function
+def _beside(field: int) -> str:
+    return f"{{ .reg .pred p; .reg .b32 a; and.b32 a, $3, 0xFFFF; setp.ge.u32 p, a, {field}; selp.b32 $0, $2, $1, p; }}"
+
+
+@triton.jit
+def beside(
+    value: tl.tensor,
+    other: tl.tensor,
+    places: tl.tuple,
+    NUMBER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIELD: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tensor:
+    """The binary16 ``value`` in the columns of fields before ``FIELD``, and ``other`` in the rest, for the stream of ``NUMBER``."""
+    place = of_columns(places[2 * NUMBER + 1], TURNED)
+    if FAST and WIDTH % 2 == 0:
+        value = tl.inline_asm_elementwise(_beside(FIELD), "=r,r,r,r", [value, other, place], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        value = tl.where(place < FIELD, value, other)
+    return value
 
 
 @triton.jit

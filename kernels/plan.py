@@ -16,10 +16,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from kvpack.formats.base import MAX_DIM
 from kvpack.formats.group import Group
 from kvpack.formats.raw import Raw
 
 from . import loaders, shared_table
+from .tiles import tile_width
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,8 +35,8 @@ VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 
 INTERPRETED_MULTIPROCESSORS = 2
 
-LARGE_TABLE = 2048
-"""Values of a table above which programs are few and share it among more warps."""
+SMALL_TABLE, LARGE_TABLE = 128, 1024
+"""Values of a table up to which each warp has its own, and above which programs are few and share it among more warps."""
 
 MOST_BYTES_IN_FLIGHT = 96 << 10
 """Of all tiles that a program fetches ahead of time; a multiprocessor has 227 KiB."""
@@ -178,6 +180,7 @@ def _launch(
         "K_CONSTANTS": k_tiles.constants,
         "K_SHARED": places[0],
         "K_STREAMS": _aligned(rows, k_tiles, 5),
+        "K_PACKINGS": tuple(n for packing in k_tiles.packings for n in (packing.width, tile_width(packing))),
         "K_WIDTHS": tuple(map(len, k_tiles.channels)),
         "K_KIND": k_tiles.dtype if fast or k_tiles.dtype != "bf16" else "fp32",
         "K_WHOLE": _whole(rows, 3, k_tiles, shape),
@@ -188,6 +191,7 @@ def _launch(
         "V_CONSTANTS": v_tiles.constants,
         "V_SHARED": places[1],
         "V_STREAMS": _aligned(rows, v_tiles, 5 + 3 * streams),
+        "V_PACKINGS": tuple(n for packing in v_tiles.packings for n in (packing.width, tile_width(packing))),
         "V_WIDTHS": tuple(map(len, v_tiles.channels)),
         "V_WHOLE": _whole(rows, 4, v_tiles, shape),
         "TABLES": table_bytes,
@@ -212,10 +216,10 @@ def _shape(k: Tiles, v: Tiles, fast: bool) -> Shape:
     tables = [tiles.table for tiles in (k, v) if tiles.table is not None]
     if any(table.numel() > LARGE_TABLE for table in tables):
         shape = Shape(4, 1, 32, 3, 2)
-    elif tables:
+    elif tables and max(table.numel() for table in tables) > SMALL_TABLE:
         # Programs share a table's copies among their warps.
         shape = Shape(2, 1, 32, 3, 4)
-    elif k.dtype == v.dtype == "fp16" and not any(stream.name == "values" for stream in (*k.streams, *v.streams)):
+    elif k.dtype == v.dtype == "fp16":
         shape = Shape(1, 1, 32, 3, 8)
     else:
         shape = Shape(2, 1, 32, 2, 4)
@@ -257,26 +261,32 @@ def _whole(rows: list[list[int]], at: int, tiles: Tiles, shape: Shape) -> bool:
 
 def _tables(
     k: Tiles, v: Tiles, device: torch.device, fast: bool
-) -> tuple[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor], list[tuple[int, int]]]:
-    """What ``split.attend_split`` declares and fills, both tables in global memory, and (offset, copies) of each in shared memory."""
+) -> tuple[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor], list[tuple[int, int, int]]]:
+    """What ``split.attend_split`` declares and fills, both tables in global memory, and the place of each in shared memory."""
     tables = [tiles.table for tiles in (k, v)]
     same = tables[0] is not None and tables[1] is not None and torch.equal(tables[0], tables[1])
     distinct = 1 if same else sum(table is not None for table in tables)
     places, fills, offset = [], [], 0
-    for side, table in enumerate(tables):
+    for side, (tiles, table) in enumerate(zip((k, v), tables, strict=True)):
         if table is None or not fast:
-            places.append((0, 0))
+            places.append((0, 0, 0))
         elif same and side == 1:
             places.append(places[0])
         else:
-            entry_bytes = 2 * table.shape[1]
-            copies = shared_table.copies_of(table.shape[0], entry_bytes, shared_table.LARGEST_BYTES // distinct)
-            places.append((offset, copies))
+            entries, values = tiles.entries or table.shape[0], table.shape[1]
+            copies = shared_table.copies_of(entries, 2 * values, shared_table.LARGEST_BYTES // distinct)
+            places.append((offset, copies, entries))
             if copies:
-                fills.append((side, offset, table.numel() // 2, table.shape[1] // 2, copies))
-                offset += table.numel() * 2 * copies
+                fills.append((side, offset, entries * values // 2, values // 2, copies))
+                offset += entries * values * 2 * copies
     on_device = tuple(_on_device(tiles, str(device)) for tiles in (k, v))
     return (offset, *fills), (on_device[0], on_device[1]), places
+
+
+@lru_cache(maxsize=16)
+def numbers(device: str) -> torch.Tensor:
+    """0, 1, 2, … for ``fields.load_places``, which needs none above the columns of a tile."""
+    return torch.arange(MAX_DIM, dtype=torch.int16, device=device)
 
 
 @lru_cache(maxsize=256)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
+from .fields import load_places
 from .shared_table import declare, fill
 
 UNSEEN = tl.constexpr(-1.0e30)
@@ -73,6 +74,7 @@ def _scores(
     q: tl.tuple,
     scale: tl.tensor,
     cap: tl.tensor,
+    places: tl.tuple,
     table: tl.tensor,
     like: tl.tensor,
     DECODE: tl.constexpr,
@@ -86,7 +88,7 @@ def _scores(
     """Base-2 logarithms of weights, ``[warp, token, row]``."""
     scores = tl.zeros(like.shape, tl.float32)
     for step in tl.static_range(STEPS):
-        tiles = DECODE(raw, table, step, CONSTANTS, SHARED, False, FAST)
+        tiles = DECODE(raw, places, table, step, CONSTANTS, SHARED, False, FAST)
         scores = _products(tiles, q, scores, step * len(tiles))
     if FACTOR is not None:
         scores = scores * FACTOR(raw, CONSTANTS, FAST)[:, :, None]
@@ -143,6 +145,8 @@ def _tiles(
     end: tl.tensor,
     ahead: tl.tensor,
     window: tl.tensor,
+    k_places: tl.tuple,
+    v_places: tl.tuple,
     k_table: tl.tensor,
     v_table: tl.tensor,
     largest: tl.tensor,
@@ -172,7 +176,7 @@ def _tiles(
     new_largest = largest
     for tile in tl.static_range(len(k_raws)):
         score = _scores(
-            k_raws[tile], q, scale, cap, k_table, total, K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, SOFTCAP, FAST
+            k_raws[tile], q, scale, cap, k_places, k_table, total, K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, SOFTCAP, FAST
         )  # fmt: skip
         if MASKED:
             at = (token + tile * TOKENS)[:, :, None]
@@ -201,7 +205,7 @@ def _tiles(
     for tile in tl.static_range(len(k_raws)):
         new_sums = ()
         for step in tl.static_range(V_STEPS):
-            decoded = V_DECODE(v_raws[tile], v_table, step, V_CONSTANTS, V_SHARED, True, FAST)
+            decoded = V_DECODE(v_raws[tile], v_places, v_table, step, V_CONSTANTS, V_SHARED, True, FAST)
             new_sums = new_sums + _weighted(decoded, weights[tile], rescaled, step * len(decoded))
         rescaled = new_sums
     return new_largest, total, rescaled
@@ -266,6 +270,7 @@ def attend_split(
     q: tl.tensor,
     scales: tl.tensor,
     work: tl.tensor,
+    numbers: tl.tensor,
     k_table: tl.tensor,
     v_table: tl.tensor,
     cap: tl.tensor,
@@ -285,6 +290,7 @@ def attend_split(
     K_CONSTANTS: tl.constexpr,
     K_SHARED: tl.constexpr,
     K_STREAMS: tl.constexpr,
+    K_PACKINGS: tl.constexpr,
     K_WIDTHS: tl.constexpr,
     K_KIND: tl.constexpr,
     K_WHOLE: tl.constexpr,
@@ -295,6 +301,7 @@ def attend_split(
     V_CONSTANTS: tl.constexpr,
     V_SHARED: tl.constexpr,
     V_STREAMS: tl.constexpr,
+    V_PACKINGS: tl.constexpr,
     V_WIDTHS: tl.constexpr,
     V_WHOLE: tl.constexpr,
     TABLES: tl.constexpr,
@@ -335,6 +342,8 @@ def attend_split(
     v_first = tl.load(row + 4)
     k_pointers = _pointers(row + 5, batch, head, K_STREAMS)
     v_pointers = _pointers(row + 5 + 3 * len(K_STREAMS), batch, head, V_STREAMS)
+    k_places = load_places(numbers, K_PACKINGS)
+    v_places = load_places(numbers, V_PACKINGS)
     padded = row_blocks * ROWS
     first_row = block * ROWS
     columns: tl.constexpr = sum_of(K_WIDTHS)
@@ -354,7 +363,8 @@ def attend_split(
         k_raws = _load_tiles(k_pointers, k_first + offset, token, count, K_LOAD, K_CONSTANTS, K_WHOLE, TILES, TOKENS, False, False, FAST)
         v_raws = _load_tiles(v_pointers, v_first + offset, token, count, V_LOAD, V_CONSTANTS, V_WHOLE, TILES, TOKENS, False, True, FAST)
         largest, total, sums = _tiles(
-            k_raws, v_raws, q_tiles, scale, cap, at, token, count, ahead, window, k_table, v_table, largest, total, sums,
+            k_raws, v_raws, q_tiles, scale, cap, at, token, count, ahead, window,
+            k_places, v_places, k_table, v_table, largest, total, sums,
             K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED,
             SOFTCAP, False, FAST,
         )  # fmt: skip
@@ -364,7 +374,8 @@ def attend_split(
         k_raws = _load_tiles(k_pointers, k_first + offset, near, count - offset, K_LOAD, K_CONSTANTS, K_WHOLE, 1, TOKENS, True, False, FAST)
         v_raws = _load_tiles(v_pointers, v_first + offset, near, count - offset, V_LOAD, V_CONSTANTS, V_WHOLE, 1, TOKENS, True, True, FAST)
         largest, total, sums = _tiles(
-            k_raws, v_raws, q_tiles, scale, cap, at, near + offset, count, ahead, window, k_table, v_table, largest, total, sums,
+            k_raws, v_raws, q_tiles, scale, cap, at, near + offset, count, ahead, window,
+            k_places, v_places, k_table, v_table, largest, total, sums,
             K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED,
             SOFTCAP, True, FAST,
         )  # fmt: skip
@@ -384,7 +395,7 @@ def merge(
     sums: tl.tensor,
     largest: tl.tensor,
     total: tl.tensor,
-    columns_of: tl.tensor,
+    channels: tl.tensor,
     parts: tl.tensor,
     first_part: tl.tensor,
     last_part: tl.tensor,
@@ -393,27 +404,31 @@ def merge(
     COLUMNS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
     """Sum parts ``[first_part, last_part)`` of one row, weighted by all parts' largest scores and over all parts' weights.
 
-    ``out`` is float32 ``[batch, head, row, DIM]``; ``columns_of`` int32 ``[DIM]`` is the column of each channel.
+    ``out`` is float32 ``[batch, head, row, DIM]``; ``channels`` int32 is the channel of each of a whole number of blocks of columns,
+    DIM for none. Most rows have parts for one block, whose loads then wait together.
     """
     program = tl.program_id(0)
     row = (program // rows * padded + program % rows).to(tl.int64) * parts
-    channel = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
-    column = tl.load(columns_of + channel, channel < DIM, 0)
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     part = tl.arange(0, BLOCK_PARTS)
-    most = tl.max(tl.load(largest + row + part, part < parts, UNSEEN), 0)
-    for begin in range(BLOCK_PARTS, parts, BLOCK_PARTS):
-        most = tl.maximum(most, tl.max(tl.load(largest + row + begin + part, begin + part < parts, UNSEEN), 0))
-    weight_sum = tl.zeros((BLOCK_PARTS,), tl.float32)
-    value = tl.zeros((BLOCK_DIM,), tl.float32)
+    most = tl.full((), UNSEEN, tl.float32)
+    weight_sum = tl.zeros((), tl.float32)
+    value = tl.zeros((BLOCK_COLUMNS,), tl.float32)
     for begin in range(0, parts, BLOCK_PARTS):
         number = begin + part
-        kept = tl.exp2(tl.load(largest + row + number, number < parts, UNSEEN) - most)
-        weight_sum += kept * tl.load(total + row + number, number < parts, 0.0)
         mine = (number >= first_part) & (number < last_part)
-        place = (row + number)[:, None] * COLUMNS + column[None, :]
-        value += tl.sum(tl.load(sums + place, mine[:, None] & (channel < DIM)[None, :], 0.0) * kept[:, None], 0)
-    tl.store(out + program.to(tl.int64) * DIM + channel, value / tl.sum(weight_sum, 0), channel < DIM)
+        loaded = tl.load(sums + (row + number)[:, None] * COLUMNS + column[None, :], mine[:, None] & (column < COLUMNS)[None, :], 0.0)
+        top = tl.load(largest + row + number, number < parts, UNSEEN)
+        weight = tl.load(total + row + number, number < parts, 0.0)
+        new_most = tl.maximum(most, tl.max(top, 0))
+        rescale = tl.exp2(most - new_most)
+        kept = tl.exp2(top - new_most)
+        weight_sum = weight_sum * rescale + tl.sum(weight * kept, 0)
+        value = value * rescale + tl.sum(loaded * kept[:, None], 0)
+        most = new_most
+    channel = tl.load(channels + column)
+    tl.store(out + program.to(tl.int64) * DIM + channel, value / weight_sum, channel < DIM)

@@ -47,8 +47,12 @@ class Tiles:
     channels: tuple[tuple[int, ...], ...]
     streams: tuple[Stream, ...]
     table: torch.Tensor | None = None
+    entries: int = 0
+    """Of the table, those that codes have; the rest fills it up to a power of two. 0: all of them."""
     whole_groups: int = 1
     """Tokens: a tile that begins at a multiple of them, and is no longer, lies in one token group."""
+    packings: tuple[Columns, ...] = ()
+    """Of the code streams that ``decode`` calls by number."""
     dtype: str = "fp16"
     """Of the tiles: fp16, or that of raw values; without inline PTX, bf16 ones are widened to fp32."""
 

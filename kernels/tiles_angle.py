@@ -18,7 +18,7 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 
-from .fields import affine_bits, load_per_token, load_planes, of_columns, of_tokens, power_of_two, product, whole_planes
+from .fields import affine_bits, beside, load_per_token, load_planes, of_tokens, power_of_two, product, whole_planes
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 
@@ -45,7 +45,7 @@ def tiles(codec: Angle) -> Tiles | None:
         len(streams) - 1, int(half),
     )  # fmt: skip
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
-    return Tiles(load, decode, factor, constants, len(symbols), channels, streams, table.to(torch.float16))
+    return Tiles(load, decode, factor, constants, len(symbols), channels, streams, table.to(torch.float16), packings=(packing,))
 
 
 @triton.jit
@@ -112,14 +112,21 @@ def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def decode(
-    raw: tl.tuple, table: tl.tensor, STEP: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
+    raw: tl.tuple,
+    places: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    C: tl.constexpr,
+    SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> tl.tuple:
     """The two coordinates of the pairs of ``STEP``, over the token's factor."""
     PACKING: tl.constexpr = C[0]
     BESIDE: tl.constexpr = C[1]
     MIDDLE: tl.constexpr = 1 << (C[3] - 1)
     LARGEST: tl.constexpr = (1 << C[3]) - 1
-    planes = whole_planes(raw, PACKING, TURNED, FAST)
+    planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
     step, minimum = _range(raw, C)
     if C[4]:
         scale = step
@@ -130,15 +137,14 @@ def decode(
         centre = (minimum + step * MIDDLE) * inverse
     scale = of_tokens(scale.to(tl.float16), TURNED)
     centre = of_tokens(centre.to(tl.float16), TURNED)
-    column = of_columns(tl.arange(0, PACKING[3])[None, :], TURNED)
-    for beside in tl.static_range(BESIDE):
-        if STEP * BESIDE + beside < PACKING[4]:
-            found = _field(planes, table, scale, centre, STEP * BESIDE + beside, C, SHARED, FAST)
-            if beside == 0:
+    for number in tl.static_range(BESIDE):
+        if STEP * BESIDE + number < PACKING[4]:
+            found = _field(planes, table, scale, centre, STEP * BESIDE + number, C, SHARED, FAST)
+            if number == 0:
                 x, y = found
             else:
-                x = tl.where(column < beside * PACKING[2], x, found[0])
-                y = tl.where(column < beside * PACKING[2], y, found[1])
+                x = beside(x, found[0], places, 0, PACKING[2], number, TURNED, FAST)
+                y = beside(y, found[1], places, 0, PACKING[2], number, TURNED, FAST)
     return (x, y)
 
 

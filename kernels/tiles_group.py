@@ -14,6 +14,7 @@ from triton import language as tl
 
 from .fields import (
     affine_bits,
+    beside,
     load_factor,
     load_per_token,
     load_planes,
@@ -52,7 +53,17 @@ def tiles(codec: Group) -> Tiles | None:
         packing_constants(0, packing), codec.bits, fields_side_by_side(packing), codec.dim, codec.size, kind, along_tokens,
         pairs_a_row, span, scale_bits, len(symbols), len(planes),
     )  # fmt: skip
-    return Tiles(load, decode, factor if scale_bits else None, constants, len(symbols), symbols, streams, whole_groups=codec.size)
+    return Tiles(
+        load,
+        decode,
+        factor if scale_bits else None,
+        constants,
+        len(symbols),
+        symbols,
+        streams,
+        whole_groups=codec.size,
+        packings=(packing,),
+    )
 
 
 @triton.jit
@@ -109,7 +120,14 @@ def load(
 
 @triton.jit
 def decode(
-    raw: tl.tuple, table: tl.tensor, STEP: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
+    raw: tl.tuple,
+    places: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    C: tl.constexpr,
+    SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> tl.tuple:
     """(code - middle) * scale + centre of the fields of ``STEP``."""
     PACKING: tl.constexpr = C[0]
@@ -118,9 +136,8 @@ def decode(
     KIND: tl.constexpr = C[5]
     PLANES: tl.constexpr = C[11]
     WIDTH: tl.constexpr = PACKING[2]
-    PAD: tl.constexpr = PACKING[3]
     FIELDS: tl.constexpr = PACKING[4]
-    planes = whole_planes(raw, PACKING, TURNED, FAST)
+    planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
     pair = raw[PLANES + STEP]
     scale, centre = scale_and_centre(pair, FAST)
     if KIND == 1:
@@ -129,14 +146,13 @@ def decode(
     elif len(pair.shape) == 2:
         scale = of_columns(scale, TURNED)
         centre = of_columns(centre, TURNED)
-    column = of_columns(tl.arange(0, PAD)[None, :], TURNED)
-    for beside in tl.static_range(BESIDE):
-        if STEP * BESIDE + beside < FIELDS:
-            one = affine_bits(planes, scale, centre, (STEP * BESIDE + beside) * BITS, BITS, FAST)
-            if beside == 0:
+    for number in tl.static_range(BESIDE):
+        if STEP * BESIDE + number < FIELDS:
+            one = affine_bits(planes, scale, centre, (STEP * BESIDE + number) * BITS, BITS, FAST)
+            if number == 0:
                 value = one
             else:
-                value = tl.where(column < beside * WIDTH, value, one)
+                value = beside(value, one, places, 0, WIDTH, number, TURNED, FAST)
     return (value,)
 
 

@@ -17,7 +17,7 @@ from triton import language as tl
 
 from kvpack.formats.octahedral_search import codebook_directions
 
-from .fields import load_factor, load_planes, negated, of_columns, product, read_factor, whole_planes
+from .fields import beside, load_factor, load_planes, negated, product, read_factor, whole_planes
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 
@@ -47,7 +47,9 @@ def tiles(codec: Octahedral) -> Tiles | None:
         codec.b_norm if more and more[0] > SIGN_BITS else 0, len(streams), norm_bits,
     )  # fmt: skip
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
-    return Tiles(load, decode, factor, constants, len(symbols), channels, (*streams, Stream("norm", norm_bits, 1)), table)
+    return Tiles(
+        load, decode, factor, constants, len(symbols), channels, (*streams, Stream("norm", norm_bits, 1)), table, packings=(packing,)
+    )
 
 
 def _table(codec: Octahedral, whole: bool) -> torch.Tensor:
@@ -88,22 +90,28 @@ def load(
 
 @triton.jit
 def decode(
-    raw: tl.tuple, table: tl.tensor, STEP: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
+    raw: tl.tuple,
+    places: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    C: tl.constexpr,
+    SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> tl.tuple:
     """The three coordinates of the triplets of ``STEP``, within a unit vector."""
     PACKING: tl.constexpr = C[0]
     BESIDE: tl.constexpr = C[1]
-    planes = whole_planes(raw, PACKING, TURNED, FAST)
-    column = of_columns(tl.arange(0, PACKING[3])[None, :], TURNED)
-    for beside in tl.static_range(BESIDE):
-        if STEP * BESIDE + beside < PACKING[4]:
-            found = _field(planes, table, STEP * BESIDE + beside, C, SHARED, FAST)
-            if beside == 0:
+    planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
+    for number in tl.static_range(BESIDE):
+        if STEP * BESIDE + number < PACKING[4]:
+            found = _field(planes, table, STEP * BESIDE + number, C, SHARED, FAST)
+            if number == 0:
                 x, y, z = found
             else:
-                x = tl.where(column < beside * PACKING[2], x, found[0])
-                y = tl.where(column < beside * PACKING[2], y, found[1])
-                z = tl.where(column < beside * PACKING[2], z, found[2])
+                x = beside(x, found[0], places, 0, PACKING[2], number, TURNED, FAST)
+                y = beside(y, found[1], places, 0, PACKING[2], number, TURNED, FAST)
+                z = beside(z, found[2], places, 0, PACKING[2], number, TURNED, FAST)
     return (x, y, z)
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 from triton import language as tl
 
-from .fields import code_bits, load_factor, load_planes, of_columns, product, read_factor, whole_planes
+from .fields import beside, code_bits, load_factor, load_planes, product, read_factor, whole_planes
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 
@@ -37,7 +37,15 @@ def tiles(codec: Quaternion) -> Tiles | None:
     )  # fmt: skip
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
     return Tiles(
-        load, decode, factor, constants, len(symbols), channels, (*streams, Stream("scale", scale_bits, 1)), table.to(torch.float16)
+        load,
+        decode,
+        factor,
+        constants,
+        len(symbols),
+        channels,
+        (*streams, Stream("scale", scale_bits, 1)),
+        table.to(torch.float16),
+        packings=(packing,), entries=packing.alphabets[0],
     )
 
 
@@ -61,23 +69,29 @@ def load(
 
 @triton.jit
 def decode(
-    raw: tl.tuple, table: tl.tensor, STEP: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
+    raw: tl.tuple,
+    places: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    C: tl.constexpr,
+    SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> tl.tuple:
     """The components of the chunks of ``STEP``: unit quaternions times radius codes."""
     PACKING: tl.constexpr = C[0]
     BESIDE: tl.constexpr = C[1]
-    planes = whole_planes(raw, PACKING, TURNED, FAST)
-    column = of_columns(tl.arange(0, PACKING[3])[None, :], TURNED)
-    for beside in tl.static_range(BESIDE):
-        if STEP * BESIDE + beside < PACKING[4]:
-            found = _field(planes, table, STEP * BESIDE + beside, C, SHARED, FAST)
-            if beside == 0:
+    planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
+    for number in tl.static_range(BESIDE):
+        if STEP * BESIDE + number < PACKING[4]:
+            found = _field(planes, table, STEP * BESIDE + number, C, SHARED, FAST)
+            if number == 0:
                 w, x, y, z = found
             else:
-                w = tl.where(column < beside * PACKING[2], w, found[0])
-                x = tl.where(column < beside * PACKING[2], x, found[1])
-                y = tl.where(column < beside * PACKING[2], y, found[2])
-                z = tl.where(column < beside * PACKING[2], z, found[3])
+                w = beside(w, found[0], places, 0, PACKING[2], number, TURNED, FAST)
+                x = beside(x, found[1], places, 0, PACKING[2], number, TURNED, FAST)
+                y = beside(y, found[2], places, 0, PACKING[2], number, TURNED, FAST)
+                z = beside(z, found[3], places, 0, PACKING[2], number, TURNED, FAST)
     return (w, x, y, z)
 
 

@@ -76,7 +76,14 @@ def _columns(
 
 @triton.jit
 def decode(
-    raw: tl.tuple, table: tl.tensor, STEP: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
+    raw: tl.tuple,
+    places: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    C: tl.constexpr,
+    SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> tl.tuple:
     """The bits in their dtype."""
     bits = raw[STEP]

@@ -13,7 +13,7 @@ import torch
 import triton
 from triton import language as tl
 
-from .fields import load_factor, load_planes, of_columns, read_factor, whole_planes
+from .fields import beside, load_factor, load_planes, read_factor, whole_planes
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, fields_side_by_side, packing_constants, plane_streams, step_symbols
 
@@ -51,7 +51,17 @@ def tiles(codec: Scalar) -> Tiles:
     norm_bits = 16 if codec.norm == "fp16" else 32
     constants = (packings[0], packings[-1], parts[0], parts[-1], len(parts), len(streams), norm_bits)
     streams = (*streams, Stream("norm", norm_bits, 1))
-    return Tiles(load, decode, factor, constants, all_steps, tuple(channels), streams, torch.cat(tables).to(torch.float16))
+    return Tiles(
+        load,
+        decode,
+        factor,
+        constants,
+        all_steps,
+        tuple(channels),
+        streams,
+        torch.cat(tables).to(torch.float16),
+        packings=tuple(codec.packings().values()),
+    )
 
 
 def _entries(values: torch.Tensor, together: int) -> torch.Tensor:
@@ -85,7 +95,14 @@ def load(
 
 @triton.jit
 def decode(
-    raw: tl.tuple, table: tl.tensor, STEP: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
+    raw: tl.tuple,
+    places: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    C: tl.constexpr,
+    SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> tl.tuple:
     """The values of the fields of ``STEP``, within a unit vector."""
     LOW_PACKING: tl.constexpr = C[0]
@@ -93,17 +110,19 @@ def decode(
     LOW: tl.constexpr = C[2]
     HIGH: tl.constexpr = C[3]
     if LOW[4] > STEP:
-        value = _decode_part(raw, table, STEP, LOW_PACKING, LOW, SHARED, TURNED, FAST)
+        value = _decode_part(raw, places, table, STEP, 0, LOW_PACKING, LOW, SHARED, TURNED, FAST)
     else:
-        value = _decode_part(raw, table, STEP - LOW[4], HIGH_PACKING, HIGH, SHARED, TURNED, FAST)
+        value = _decode_part(raw, places, table, STEP - LOW[4], 1, HIGH_PACKING, HIGH, SHARED, TURNED, FAST)
     return value
 
 
 @triton.jit
 def _decode_part(
     raw: tl.tuple,
+    places: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
+    NUMBER: tl.constexpr,
     PACKING: tl.constexpr,
     PART: tl.constexpr,
     SHARED: tl.constexpr,
@@ -112,19 +131,18 @@ def _decode_part(
 ) -> tl.tuple:
     BITS: tl.constexpr = PART[0]
     BESIDE: tl.constexpr = PART[1]
-    planes = whole_planes(raw, PACKING, TURNED, FAST)
+    planes = whole_planes(raw, places, NUMBER, PACKING, TURNED, FAST)
     TOGETHER: tl.constexpr = PART[2]
     if TOGETHER > 1:
         value = look_up_bits(planes, table, TOGETHER * STEP * BITS, TOGETHER * BITS, TOGETHER, PART[3], SHARED, FAST)
     else:
-        column = of_columns(tl.arange(0, PACKING[3])[None, :], TURNED)
-        for beside in tl.static_range(BESIDE):
-            if STEP * BESIDE + beside < PACKING[4]:
-                found = look_up_bits(planes, table, (STEP * BESIDE + beside) * BITS, BITS, 2, PART[3], SHARED, FAST)
-                if beside == 0:
+        for field in tl.static_range(BESIDE):
+            if STEP * BESIDE + field < PACKING[4]:
+                found = look_up_bits(planes, table, (STEP * BESIDE + field) * BITS, BITS, 2, PART[3], SHARED, FAST)
+                if field == 0:
                     one = found[0]
                 else:
-                    one = tl.where(column < beside * PACKING[2], one, found[0])
+                    one = beside(one, found[0], places, NUMBER, PACKING[2], field, TURNED, FAST)
         value = (one,)
     return value
 

@@ -101,7 +101,7 @@ def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
     transformers = transformers_library()
     cache = transformers.DynamicCache()
     with torch.inference_mode():
-        _model("sdpa")(torch.tensor([[BOS, *prompt]]), past_key_values=cache)
+        load_model("sdpa")(torch.tensor([[BOS, *prompt]]), past_key_values=cache)
     return [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
 
 
@@ -144,7 +144,7 @@ def continue_from(past: Cache | Any) -> dict[str, Any]:
     """
     from kvpack.integrations.transformers import KvpackCache
 
-    model = _model("kvpack" if isinstance(past, kvpack.Cache) else "sdpa")
+    model = load_model("kvpack" if isinstance(past, kvpack.Cache) else "sdpa")
     text = demo_text()
     prompt, rest = text[:PROMPT_BYTES], text[PROMPT_BYTES:]
 
@@ -231,7 +231,8 @@ def _dense(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     return transformers_library().DynamicCache(pairs)
 
 
-def _model(attention: str) -> Any:
+def load_model(attention: str) -> Any:
+    """The demo's model in float32, with a transformers attention of this name."""
     with model_folder() as folder:
         model = transformers_library().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     return model.eval()

@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
     verify.add_argument("--delete", action="store_true", help="remove the entries that are refused")
     collect = _action(kinds, "gc", run_gc, "remove what dead writers left, and evict what is above a budget")
     collect.add_argument("--max-bytes", type=int, metavar="N", help="the bytes that the entries may take (default: any)")
-    collect.add_argument("--min-free", type=int, default=0, metavar="N", help="the bytes of disk that stay free (default: 0)")
+    collect.add_argument("--min-free", type=int, metavar="N", help="the bytes of disk that stay free, for a folder (default: 0)")
     export = _action(kinds, "export", run_export, "write one prefix as a single kvpack file")
     export.add_argument("key", metavar="KEY", help="the first digits of the key that ls shows")
     export.add_argument("output", metavar="OUT")
@@ -36,11 +36,13 @@ def add(commands: Any) -> None:
     add.add_argument("--tokens", metavar="JSON", help="a file with the token ids as a JSON array (default: those in FILE)")
     add.add_argument("--tenant", default="", metavar="NAME", help="of the identity (default: shared by all who name none)")
     add.add_argument("--chunk", type=int, default=256, metavar="N", help="tokens of a chunk (default: 256)")
+    demo = _action(kinds, "demo", run_demo, "three processes share a prompt: one computes it, two load it and produce the same tokens")
+    demo.add_argument("--recipe", default="octopus-4", metavar="RECIPE", help="of what is stored (default: octopus-4)")
 
 
 def _action(kinds: Any, name: str, run: Any, what: str) -> Any:
     parser = kinds.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-    parser.add_argument("store", metavar="STORE", help="a folder")
+    parser.add_argument("store", metavar="STORE", help="a folder, or the URL of a Redis server")
     add_json(parser)
     parser.set_defaults(run=run)
     return parser
@@ -208,6 +210,19 @@ def run_import(arguments: argparse.Namespace) -> int:
     for fault, count in counts["faults"].items():
         print(f"kvpack: {fault}: {count} times", file=sys.stderr)
     return 3 if counts["faults"] else 0
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    """Run the processes and print their table; 1 when they differ."""
+    from kvpack.store import demo
+
+    with progress("demo", arguments) as callback:
+        report = demo.run(arguments.store, arguments.recipe, progress=callback)
+    if arguments.json:
+        print_json(report)
+    else:
+        demo.show(report)
+    return 0 if report["same"] else 1
 
 
 def _ago(used: float) -> str:

@@ -33,12 +33,14 @@ _FAULTS = (KvpackError, OSError, MemoryError)
 class Store:
     """Packed prefixes of one ``identity``, in chunks of ``chunk`` tokens, shared by every process that opens ``location``.
 
-    A folder, which is made with the first entry (/dev/shm/... keeps the entries in memory). ``max_bytes`` is a hard
-    budget of all entries there, whoever saved them, and ``min_free`` the bytes that stay free on the disk: what was used longest
-    ago goes first. ``durable`` forces entries to the disk before ``save`` returns. ``check_values`` checks
-    the rules of the codecs on every load, and not digests alone (default: where others than this user may write).
+    A location is a folder, which is made with the first entry (/dev/shm/... keeps the entries in memory), or the URL of a
+    Redis or Valkey server (redis://, rediss://, unix://). ``max_bytes`` is a hard budget of all entries there, whoever saved
+    them: what was used longest ago goes first. A folder also has ``min_free``, the bytes that stay free on its disk, and
+    ``durable``, which forces entries to the disk before ``save`` returns; a server has ``ttl``, the seconds after which an entry goes
+    that nobody uses, and ``timeout``, the seconds that a request may take (default: 1). ``check_values`` checks the rules of
+    the codecs on every load, and not digests alone (default: where others than this user may write).
 
-    Full disks, damaged entries and the like are misses that ``stats`` counts; they raise nothing. Raises
+    Full disks, dead servers, damaged entries and the like are misses that ``stats`` counts; they raise nothing. Raises
     InvalidParameter for arguments that can never work, such as a chunk that is no multiple of the recipe's token groups.
     """
 
@@ -49,20 +51,24 @@ class Store:
         *,
         chunk: int = CHUNK_TOKENS,
         max_bytes: int | None = None,
-        min_free: int = 0,
-        durable: bool = False,
+        min_free: int | None = None,
+        durable: bool | None = None,
+        ttl: int | None = None,
+        timeout: float | None = None,
         check_values: bool | None = None,
     ) -> None:
         if not isinstance(identity, Identity):
             raise InvalidParameter(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")
         _check_count("chunk", chunk, 1)
-        _check_count("min_free", min_free, 0)
-        if max_bytes is not None:
-            _check_count("max_bytes", max_bytes, 0)
+        for name, value, least in (("max_bytes", max_bytes, 0), ("min_free", min_free, 0), ("ttl", ttl, 1)):
+            if value is not None:
+                _check_count(name, value, least)
         _check_groups(identity, chunk)
         self.location, self.identity, self.chunk = location, identity, chunk
         self._counters = Counters()
-        self._backend: Backend = open_backend(location, self._counters, max_bytes=max_bytes, min_free=min_free, durable=durable)
+        self._backend: Backend = open_backend(
+            location, self._counters, max_bytes=max_bytes, min_free=min_free, durable=durable, ttl=ttl, timeout=timeout
+        )
         self._root = identity.digest
         self._model = identity.header_model
         self._reader = Reader(

@@ -1,0 +1,104 @@
+"""The store's demo: process A prefills a prompt and saves it; B and C load the prefix and produce the same tokens.
+
+Each process knows the model, the prompt and the location, and nothing of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import kvpack
+from kvpack import demo
+from kvpack.commands.output import print_table
+from kvpack.recipes import parse_recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpack.encoding import Progress
+
+RECIPE = "octopus-4"
+PROCESSES = ("A", "B", "C")
+NEW_TOKENS = 40
+
+
+def run(location: str, recipe: str = RECIPE, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Run the processes one after another on the store at ``location``, and report what each found and produced as JSON values.
+
+    ``progress`` counts processes. Raises InvalidRecipe, and KvpackError when transformers is not installed or a process fails.
+    """
+    demo.transformers_library()
+    parse_recipe(recipe)
+    rows = []
+    for number, name in enumerate(PROCESSES):
+        command = [sys.executable, "-m", "kvpack.store.demo", location, recipe]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            raise kvpack.KvpackError(f"process {name} failed: {process.stderr.strip().rpartition(chr(10))[2]}")
+        rows.append({"process": name, **json.loads(process.stdout)})
+        if progress:
+            progress(number + 1, len(PROCESSES))
+    return {"store": location, "recipe": recipe, "processes": rows, "same": len({tuple(row["tokens"]) for row in rows}) == 1}
+
+
+def use(location: str, recipe: str) -> dict[str, Any]:
+    """What every process does: load the longest stored prefix, prefill and save where there is none, and go on from it."""
+    from kvpack.integrations.transformers import KvpackCache
+
+    model = demo.load_model("kvpack")
+    prompt = [demo.BOS, *demo.demo_text()[: demo.PROMPT_BYTES - 1]]
+    with kvpack.Store(location, kvpack.Identity.of(model, recipe, name="tinylm")) as store, torch.inference_mode():
+        started = time.perf_counter()
+        # A model goes on from a token: the last one is never taken from the store.
+        found, cache = store.load(prompt[:-1])
+        if cache is None:
+            dense = demo.transformers_library().DynamicCache()
+            model(torch.tensor([prompt[:-1]]), past_key_values=dense)
+            store.save(prompt[:-1], kvpack.pack(dense, recipe))
+            # All go on from the stored bytes, and so produce the same tokens.
+            _, cache = store.load(prompt[:-1])
+        if cache is None:
+            raise kvpack.KvpackError(f"nothing could be stored: {store.counters()['faults']}")
+        past, given, tokens = KvpackCache(cache), torch.tensor([prompt[cache.tokens :]]), []
+        for _ in range(NEW_TOKENS):
+            tokens.append(int(model(given, past_key_values=past).logits[0, -1, : demo.BOS].argmax()))
+            if len(tokens) == 1:
+                first = time.perf_counter() - started
+            given = torch.tensor([tokens[-1:]])
+    return {"prompt": len(prompt), "found": found, "first_token_ms": 1000 * first, "tokens": tokens}
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print one row a process, and what they produced."""
+    rows = [
+        [
+            row["process"],
+            f"{row['prompt']:,}",
+            f"{row['found']:,}",
+            f"{row['prompt'] - row['found']:,}",
+            f"{row['first_token_ms']:,.0f}",
+            repr(bytes(row["tokens"]).decode(errors="backslashreplace")),
+        ]
+        for row in report["processes"]
+    ]
+    columns = ["process", "prompt\ntokens", "found in\nthe store", "computed", "ms to the\nfirst token", "goes on"]
+    print_table(f"{report['store']}: one prompt, three processes, {report['recipe']}", columns, rows)
+    print("all produce the same tokens" if report["same"] else "the processes produce DIFFERENT tokens")
+
+
+def main(words: Sequence[str]) -> int:
+    """``python -m kvpack.store.demo LOCATION RECIPE``: print as JSON what one process did."""
+    location, recipe = words
+    with demo.one_thread():
+        print(json.dumps(use(location, recipe)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,60 @@
+"""A real Redis server on loopback for tests, with nothing on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+class Server:
+    """``redis-server`` on a free port; ``url`` stays the same over restarts."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._folder = folder
+        self.start()
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        assert SERVER
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(self._folder)]
+        self.process = subprocess.Popen([SERVER, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                return
+            except OSError:
+                assert time.monotonic() < deadline, "the server does not start"
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[Server]:
+    """A server for as long as the block runs; skips the test where none is installed."""
+    if SERVER is None:
+        pytest.skip("neither redis-server nor valkey-server is installed")
+    server = Server(folder)
+    try:
+        yield server
+    finally:
+        server.kill()

@@ -1,0 +1,43 @@
+"""The store's demo: what one process computes, others find, and all produce the same tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import kvpack
+from kvpack import cli
+from kvpack.formats.errors import InvalidRecipe
+from kvpack.store import demo
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_the_processes_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(demo, "PROCESSES", ("A", "B"))
+    assert cli.main(["store", "demo", str(tmp_path / "store"), "--recipe", "kivi-4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    first, second = report["processes"]
+    assert (first["found"], second["found"], first["prompt"]) == (0, 1792, 2000)
+    assert first["tokens"] == second["tokens"]
+    assert len(first["tokens"]) == demo.NEW_TOKENS
+    demo.show(report)
+    text = capsys.readouterr().out
+    assert "1,792" in text
+    assert "all produce the same tokens" in text
+
+
+def test_processes_that_differ_or_fail_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"prompt": 9, "found": 0, "first_token_ms": 1.0}
+    report: dict[str, Any] = {"store": "s", "recipe": "r", "processes": [{"process": "A", **row, "tokens": [65]}], "same": False}
+    monkeypatch.setattr(demo, "run", lambda *_, **__: report)
+    assert cli.main(["store", "demo", "s"]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+    monkeypatch.undo()
+    with pytest.raises(InvalidRecipe):
+        demo.run("/nowhere", "no-such-recipe")
+    with pytest.raises(kvpack.KvpackError, match=r"process A failed: .*nothing could be stored: .*put"):
+        demo.run("/proc/store", "bf16")

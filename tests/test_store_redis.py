@@ -1,0 +1,263 @@
+"""The prefix store on a real Redis server, which is killed, paused and started again in the middle."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import kvpack
+from kvpack.formats.errors import InvalidParameter
+from kvpack.store import breaker
+
+from redis_server import Server, running  # isort: skip
+from store_caches import CHUNK, IDENTITY, cache, prompt, same, save  # isort: skip
+from store_stress import FORK  # isort: skip
+
+redis = pytest.importorskip("redis")
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: Server) -> Server:
+    client(shared).flushall()
+    return shared
+
+
+def client(server: Server) -> Any:
+    return redis.Redis.from_url(server.url)
+
+
+def open_store(server: Server, identity: kvpack.Identity = IDENTITY, **options: Any) -> kvpack.Store:
+    return kvpack.Store(server.url, identity, **{"chunk": CHUNK, "timeout": 5, **options})
+
+
+def entry_bytes(server: Server) -> int:
+    store = open_store(server, dataclasses.replace(IDENTITY, tenant="size"))
+    save(store, prompt(3))
+    (size,) = {len(client(server).get(name)) for name in client(server).keys("{kvpack}:entry:*")}
+    client(server).flushall()
+    return size
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "octopus-3", "kivi-2"])
+def test_what_is_saved_is_loaded(recipe: str, server: Server) -> None:
+    identity = dataclasses.replace(IDENTITY, recipe=recipe)
+    ids = prompt(4)
+    with open_store(server, identity) as store:
+        whole = save(store, ids)
+        save(store, ids)
+        assert store.counters()["saved_chunks"] == 4
+    with open_store(server, identity) as other:
+        n, found = other.load(ids)
+        assert n == other.match(ids) == 4 * CHUNK
+        assert same(found, whole)
+        assert other.stats()["entries"] == 4
+        names = client(server).keys("{kvpack}:entry:*")
+        assert other.stats()["bytes"] == sum(len(client(server).get(name)) for name in names)
+    assert open_store(server, dataclasses.replace(IDENTITY, recipe=recipe, tenant="other")).match(ids) == 0
+
+
+def test_the_budget_holds_and_leaves_go_first(server: Server) -> None:
+    size = entry_bytes(server)
+    store = open_store(server, max_bytes=8 * size)
+    branches = [prompt(4, first=2, seed=seed) for seed in (1, 2)]
+    for ids in branches:
+        save(store, ids)
+    store.load(branches[0])
+    found = []
+    for seed in range(8):
+        save(store, prompt(1, seed=10 + seed))
+        assert store.stats()["bytes"] <= 8 * size
+        found.append([store.match(ids) // CHUNK for ids in branches])
+    assert found == [[4, 4], [4, 4], [4, 3], [4, 2], [3, 2], [2, 2], [1, 1], [0, 0]]
+    assert store.counters()["evicted_entries"] == 6
+    long = prompt(12, seed=5)
+    assert store.save(long, cache(len(long))) == store.match(long) == store.load(long)[0] == len(found) * CHUNK
+
+
+def test_pins_hold_and_what_cannot_fit_is_refused(server: Server) -> None:
+    size = entry_bytes(server)
+    store = open_store(server, max_bytes=3 * size)
+    ids = prompt(2)
+    save(store, ids)
+    assert store.pin(ids) == 2 * CHUNK
+    for seed in range(1, 5):
+        save(store, prompt(1, seed=seed))
+    assert store.load(ids)[0] == 2 * CHUNK
+    other = prompt(2, seed=9)
+    assert store.save(other, cache(len(other))) == CHUNK
+    assert store.counters()["refused_chunks"] == 1
+    assert store.unpin(ids)
+    assert not store.unpin(ids)
+    assert store.save(other, cache(len(other))) == 2 * CHUNK
+
+
+def test_what_nobody_uses_goes_in_time(server: Server) -> None:
+    store = open_store(server, ttl=100)
+    ids = prompt(2)
+    save(store, ids)
+    seconds = [client(server).ttl(name) for name in client(server).keys("{kvpack}:entry:*")]
+    assert len(seconds) == 2
+    assert all(90 < left <= 100 for left in seconds)
+    for name in client(server).keys("{kvpack}:entry:*"):
+        client(server).expire(name, 50)
+    store.load(ids)
+    assert all(90 < client(server).ttl(name) <= 100 for name in client(server).keys("{kvpack}:entry:*"))
+    for name in client(server).keys("{kvpack}:entry:*"):
+        client(server).expire(name, 0)
+    assert store.load(ids) == (0, None)
+    assert store.stats()["entries"] == 2
+    store.collect()
+    assert (store.stats()["entries"], store.stats()["bytes"]) == (0, 0)
+
+
+def test_delete(server: Server) -> None:
+    store = open_store(server)
+    ids = prompt(4)
+    save(store, ids)
+    assert store.delete(ids, start=2 * CHUNK) == 2
+    assert store.match(ids) == 2 * CHUNK
+    assert store.delete(ids) == 2
+    assert (store.stats()["entries"], store.stats()["bytes"]) == (0, 0)
+    assert store.delete([]) == 0
+
+
+def test_what_the_server_makes_up_is_a_miss_and_heals(server: Server) -> None:
+    store = open_store(server)
+    ids = prompt(3)
+    whole = save(store, ids)
+    name = b"{kvpack}:entry:" + store.keys(ids)[1]
+    good = client(server).get(name)
+    for bad in (good[:-1], good + b"x", good[:6000] + b"\0\1\2" + good[6003:], b"x", client(server).get(name[:-32] + store.keys(ids)[0])):
+        client(server).set(name, bad)
+        n, found = store.load(ids)
+        assert n == CHUNK
+        assert same(found, whole)
+        assert store.save(ids, whole) == 3 * CHUNK
+    assert store.counters()["damaged_entries"] == 5
+    client(server).delete(name)
+    client(server).hset(name, "a", "b")
+    assert store.load(ids) == (0, None)
+    assert set(store.counters()["faults"]) >= {"match ResponseError"}
+
+
+def test_a_server_that_dies_and_comes_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.2))
+    store = open_store(server)
+    ids = prompt(3)
+    whole = save(store, ids)
+    server.kill()
+    try:
+        assert store.load(ids) == (0, None)
+        assert store.save(ids, whole) == 0
+        assert store.match(ids) == store.pin(ids) == store.delete(ids) == 0
+        assert store.stats()["entries"] == 0
+        faults = store.counters()["faults"]
+        assert any(" Resting" in fault for fault in faults), faults
+    finally:
+        server.start()
+    time.sleep(0.25)
+    assert store.match(ids) == 0
+    assert store.save(ids, whole) == 3 * CHUNK
+    assert same(store.load(ids)[1], whole)
+
+
+def test_a_server_that_hangs_costs_one_wait_and_not_many(server: Server) -> None:
+    store = open_store(server, timeout=0.2)
+    ids = prompt(3)
+    whole = save(store, ids)
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        for _ in range(50):
+            assert store.load(ids) == (0, None)
+        # Two waits of 0.2 s without an answer, then the server is left alone; the rest is a busy machine's.
+        assert store.counters()["faults"]["match TimeoutError"] == 2
+        assert time.monotonic() - started < 5
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+    assert same(open_store(server).load(ids)[1], whole)
+
+
+def _load_in_child(store: kvpack.Store, results: Any) -> None:
+    ids = prompt(2, seed=3)
+    results.put((store.load(prompt(2))[0], store.save(ids, cache(len(ids))), store.load(ids)[0]))
+
+
+def test_a_store_goes_on_in_a_fork(server: Server) -> None:
+    store = open_store(server)
+    save(store, prompt(2))
+    results = FORK.Queue()
+    child = FORK.Process(target=_load_in_child, args=(store, results), daemon=True)
+    child.start()
+    assert results.get(timeout=60) == (2 * CHUNK,) * 3
+    child.join()
+    assert store.match(prompt(2, seed=3)) == 2 * CHUNK
+
+
+def test_every_hit_is_right_while_the_server_is_killed_paused_and_started(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.02))
+    size = entry_bytes(server)
+    whole = cache(4 * CHUNK + 5)
+    wrong: list[BaseException] = []
+    hits = [0] * 3
+    stop = threading.Event()
+
+    def use(number: int) -> None:
+        choice = random.Random(number)
+        store = open_store(server, max_bytes=10 * size, timeout=0.5)
+        try:
+            while not stop.is_set():
+                ids = prompt(4, first=4)[: CHUNK * choice.randint(1, 4)]
+                if choice.random() < 0.5:
+                    store.save(ids, whole[:, : len(ids)])
+                n, found = store.load(ids)
+                hits[number] += n > 0
+                assert found is None if n == 0 else same(found, whole)
+            assert store.counters()["damaged_entries"] == 0
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for step in range(6):
+            time.sleep(0.3)
+            if step % 2:
+                os.kill(server.process.pid, signal.SIGSTOP)
+                time.sleep(0.1)
+                os.kill(server.process.pid, signal.SIGCONT)
+            else:
+                server.kill()
+                server.start()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    assert sum(hits) > 0
+
+
+def test_options_that_cannot_work_are_refused(server: Server) -> None:
+    with pytest.raises(InvalidParameter, match="a server has no option durable"):
+        open_store(server, durable=True)
+    with pytest.raises(InvalidParameter, match="ttl is 0"):
+        open_store(server, ttl=0)
+    with pytest.raises(InvalidParameter, match="no URL of a Redis server"):
+        kvpack.Store("redis://host:port/", IDENTITY)

@@ -7,6 +7,7 @@ queries and values in the coded frame.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -43,61 +44,94 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
     return all(loaders.tiles_of(run.codec) is not None for side in (k, v) for run in plan.runs(side))
 
 
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of ``attend``: its launches and buffers, and the query as each codec of the keys takes it."""
+
+    queries: dict[Codec, tuple[torch.Tensor, torch.Tensor]]
+    launches: list[plan.Launch]
+    shape: tuple[int, int, int]
+    rows: int
+    block: int
+    position: int
+    q_len: int
+    causal: bool
+    softcap: float | None
+    sliding_window: int | None
+
+
 def attend(q: torch.Tensor, layer: Layer, scale: float, causal: bool, softcap: float | None, sliding_window: int | None) -> torch.Tensor:
     """softmax(scale q k^T) v over a layer that ``supports`` takes: ``kvpack.attend`` on checked input, with its arguments.
 
     Tiles are binary16 (raw ones have their own dtype) and sums binary32: the result is within 2e-3 of the exact one in the
     2-norm, as long as no decoded value is above 65504.
     """
+    call = prepare(q, layer, scale, causal, softcap, sliding_window)
+    out = None
+    for codec, merged in attended(call).items():
+        original = codec.rotation.inverse(merged)
+        out = original if out is None else out + original
+    assert out is not None
+    return out.reshape(*q.shape[:3], -1).to(q.dtype)
+
+
+def prepare(q: torch.Tensor, layer: Layer, scale: float, causal: bool, softcap: float | None, sliding_window: int | None) -> Call:
+    """What ``attend`` does before its kernels: which run over what, and the rotated query."""
     k, v = layer.k, layer.v
     assert k is not None
     assert v is not None
     batch, q_heads, q_len, _ = q.shape
-    sequences, rows = batch * k.heads, q_heads // k.heads * q_len
+    rows = q_heads // k.heads * q_len
     block = min(MOST_ROWS, max(8, next_power_of_two(rows)))
-    padded = -(-rows // block) * block
+    blocks = -(-rows // block)
     position = k.tokens - q_len
     begin = max(0, position - sliding_window + 1) if sliding_window else 0
     end = position + q_len if causal else k.tokens
     whole = max(0, k.tokens - sliding_window) if sliding_window else 0, position + 1 if causal else k.tokens
-    launches = plan.launches(k, v, layer, begin, end, whole, padded // block)
-    parts = sum(launch.parts for launch in launches)
-    columns = max(sum(launch.constants["V_WIDTHS"]) for launch in launches)
-    sums = torch.empty(sequences * padded * parts * columns, dtype=torch.float32, device=q.device)
-    largest, total = torch.empty(2, sequences * padded * parts, dtype=torch.float32, device=q.device)
+    launches = plan.launches(k, v, layer, begin, end, whole, blocks)
     grouped = q.reshape(batch, k.heads, rows, k.dim).to(torch.float32)
     per_score = scale / softcap if softcap else scale * LOG2_E
-    queries = {codec: _query(grouped, codec, padded, per_score) for codec in {launch.k for launch in launches}}
+    queries = {codec: _query(grouped, codec, blocks * block, per_score) for codec in {launch.k for launch in launches}}
+    return Call(queries, launches, (batch, k.heads, v.dim), rows, block, position, q_len, causal, softcap, sliding_window)
+
+
+def attended(call: Call) -> dict[Codec, torch.Tensor]:
+    """Run the kernels: the sums of values over all weights, float32 ``[batch, kv_head, row, dim]``, for each codec in its frame."""
+    batch, heads, dim = call.shape
+    device = call.launches[0].work.device
+    sequences, blocks = batch * heads, -(-call.rows // call.block)
+    padded = blocks * call.block
+    parts = sum(launch.parts for launch in call.launches)
+    columns = max(sum(launch.constants["V_WIDTHS"]) for launch in call.launches)
+    sums = torch.empty(sequences * padded * parts * columns, dtype=torch.float32, device=device)
+    largest, total = torch.empty(2, sequences * padded * parts, dtype=torch.float32, device=device)
     spans: dict[Codec, tuple[int, int]] = {}
     stop = 0
-    for launch in launches:
-        coded, scales = queries[launch.k]
+    for launch in call.launches:
         items = launch.work.shape[0]
         start, stop = stop, stop + launch.parts
         arguments = (
-            sums, largest, total, coded, scales, launch.work, plan.numbers(str(q.device)), *launch.tables, (softcap or 1.0) * LOG2_E,
-            items, k.heads, padded // block, start, parts, position, q_len, 0 if causal else EVERYTHING, sliding_window or EVERYTHING,
+            sums, largest, total, *call.queries[launch.k], launch.work, plan.numbers(str(device)), *launch.tables,
+            (call.softcap or 1.0) * LOG2_E, items, heads, blocks, start, parts, call.position, call.q_len,
+            0 if call.causal else EVERYTHING, call.sliding_window or EVERYTHING,
         )  # fmt: skip
-        constants = {**launch.constants, "SOFTCAP": softcap is not None, "ROWS": block, "COLUMNS": columns}
+        constants = {**launch.constants, "SOFTCAP": call.softcap is not None, "ROWS": call.block, "COLUMNS": columns}
         options = {"num_warps": launch.shape.warps, "maxnreg": launch.shape.registers or None}
-        grid = (items * (padded // block) * sequences,)
-        if launch.constants["TABLES"][0] and (variant := (softcap is not None, block, columns)) not in launch.allowed:
+        grid = (items * blocks * sequences,)
+        if launch.constants["TABLES"][0] and (variant := (call.softcap is not None, call.block, columns)) not in launch.allowed:
             shared_table.allow(split.attend_split.warmup(*arguments, grid=grid, **constants, **options))
             launch.allowed.add(variant)
         split.attend_split[grid](*arguments, **constants, **options)
         spans[launch.v] = (spans.get(launch.v, (start,))[0], stop)
-    out = None
+    merged = {}
     for codec, (start, stop) in spans.items():
-        merged = torch.empty(batch, k.heads, rows, v.dim, dtype=torch.float32, device=q.device)
-        channels = _channels(codec, str(q.device))
-        split.merge[(sequences * rows, channels.numel() // MERGE_COLUMNS)](
-            merged, sums, largest, total, channels, parts, start, stop, rows, padded,
-            COLUMNS=columns, DIM=v.dim, BLOCK_PARTS=min(MERGE_PARTS, next_power_of_two(parts)), BLOCK_COLUMNS=MERGE_COLUMNS,
+        merged[codec] = torch.empty(batch, heads, call.rows, dim, dtype=torch.float32, device=device)
+        channels = _channels(codec, str(device))
+        split.merge[(sequences * call.rows, channels.numel() // MERGE_COLUMNS)](
+            merged[codec], sums, largest, total, channels, parts, start, stop, call.rows, padded,
+            COLUMNS=columns, DIM=dim, BLOCK_PARTS=min(MERGE_PARTS, next_power_of_two(parts)), BLOCK_COLUMNS=MERGE_COLUMNS,
         )  # fmt: skip
-        merged = codec.rotation.inverse(merged)
-        out = merged if out is None else out + merged
-    assert out is not None
-    return out.reshape(batch, q_heads, q_len, v.dim).to(q.dtype)
+    return merged
 
 
 def _query(q: torch.Tensor, codec: Codec, padded: int, per_score: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,6 +35,7 @@ def add(commands: Any) -> None:
     io.set_defaults(run=run_io)
     _add_quality(kinds)
     _add_fidelity(kinds)
+    _add_kernels(kinds)
 
 
 def _add_quality(kinds: Any) -> None:
@@ -69,6 +70,20 @@ def _add_fidelity(kinds: Any) -> None:
     fidelity.add_argument("--quick", action="store_true", help="fewer keys and seeds: seconds, and more scatter")
     add_json(fidelity)
     fidelity.set_defaults(run=run_fidelity)
+
+
+def _add_kernels(kinds: Any) -> None:
+    kernels = kinds.add_parser(
+        "kernels",
+        help="attention over packed rows on a CUDA device, beside the best bf16 attention",
+        description="Time a decode step over packed rows on a CUDA device, beside SDPA and kvpack's own attention over bf16.",
+    )
+    kernels.add_argument("--shape", action="append", metavar="SHAPE", help="A, B, C, D or BxHqxHkvxDxT; may be repeated (default: all)")
+    kernels.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: one a codec)")
+    kernels.add_argument("--sweep", action="store_true", help="measure contexts of 1,024 to 262,144 tokens as well")
+    kernels.add_argument("--out", metavar="DIR", help="write the report, and the picture of the sweep, here: kernels.json, .png, .svg")
+    add_json(kernels)
+    kernels.set_defaults(run=run_kernels)
 
 
 def run_io(arguments: argparse.Namespace) -> int:
@@ -131,3 +146,22 @@ def run_fidelity(arguments: argparse.Namespace) -> int:
     else:
         fidelity.show(report)
     return int("differs" in report["verdicts"])
+
+
+def run_kernels(arguments: argparse.Namespace) -> int:
+    """Measure and print one table a shape."""
+    from kvpack.bench import kernels
+
+    with progress("bench kernels", arguments) as callback:
+        report = kernels.run(
+            arguments.shape or list(kernels.SHAPES),
+            arguments.recipe or list(kernels.RECIPES),
+            sweep=arguments.sweep,
+            out=arguments.out,
+            progress=callback,
+        )
+    if arguments.json:
+        print_json(report)
+    else:
+        kernels.show(report)
+    return 0

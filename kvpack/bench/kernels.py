@@ -1,0 +1,302 @@
+"""kvpack bench kernels: attention over packed rows on a CUDA device, beside the best bf16 attention in the same run.
+
+Times are of CUDA graphs over buffers in turn, larger together than the L2 cache: main kernel and merge, the query rotated before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+import kvpack
+from kvpack.dispatch import attention_kernels
+from kvpack.formats.errors import InvalidParameter, WriteFailed
+from kvpack.recipes import parse_recipe
+
+from . import picture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvpack.cache import Layer
+    from kvpack.encoding import Progress
+
+
+class Shape(NamedTuple):
+    """One decode step: sequences, query heads, KV heads, head dim and tokens."""
+
+    batch: int
+    q_heads: int
+    heads: int
+    dim: int
+    tokens: int
+
+
+SHAPES = {
+    "A": Shape(1, 28, 4, 128, 65536),
+    "B": Shape(1, 32, 8, 128, 131072),
+    "C": Shape(8, 32, 8, 128, 16384),
+    "D": Shape(1, 16, 16, 64, 32760),
+}
+"""A is that of the OCTOPUS paper's Table 7."""
+
+RECIPES = (
+    "kv=group:b=4,g=32",
+    "oscar-2",
+    "k=group:b=2,g=64;v=group:b=2,g=128",
+    "kv=scalar:b=4",
+    "kv=scalar:b=3",
+    "kv=scalar:b=2",
+    "kv=octahedral:b=2,arrangement=direct",
+    "kv=octahedral:b=3,arrangement=direct",
+    "kv=octahedral:b=4,arrangement=direct",
+    "k=octahedral:b=4,arrangement=direct;v=group:b=4",
+    "kv=angle:n=128,arrangement=direct",
+    "kv=quaternion:s=24,r=3,arrangement=direct",
+)
+SWEEP = Shape(1, 32, 8, 128, 0)
+SWEEP_TOKENS = tuple(1 << power for power in range(10, 19))
+
+_OWN_BF16 = "bf16"
+_COLD_BYTES = 150 << 20
+_MOST_COPIES = 64
+_CALLS_A_GRAPH = 12
+_REPLAYS = 7
+_CHUNK_TOKENS = 8192
+_COPIED_BYTES = 1 << 30
+
+
+def parse_shape(text: str) -> Shape:
+    """A shape by its letter, or batch x query heads x KV heads x dim x tokens. Raises InvalidParameter."""
+    if text in SHAPES:
+        return SHAPES[text]
+    match = re.fullmatch(r"x".join([r"([1-9][0-9]{0,8})"] * 5), text)
+    if match is None:
+        raise InvalidParameter(f"--shape is {text!r}, known are {', '.join(SHAPES)} and batch x query heads x KV heads x dim x tokens")
+    shape = Shape(*map(int, match.groups()))
+    if shape.q_heads % shape.heads:
+        raise InvalidParameter(f"--shape {text!r}: {shape.q_heads} query heads are no multiple of {shape.heads} KV heads")
+    return shape
+
+
+def run(
+    shapes: Sequence[str], recipes: Sequence[str], *, sweep: bool = False, out: str | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Measure every recipe on every shape and return JSON values; ``sweep`` adds lengths of context and, with ``out``, their picture.
+
+    Raises InvalidParameter where there is no CUDA device, or for a recipe that the kernels do not take, InvalidRecipe, WriteFailed.
+    """
+    named = [(text, parse_shape(text)) for text in shapes]
+    for recipe in recipes:
+        parse_recipe(recipe)
+    if out is not None:
+        picture.library()
+    if not torch.cuda.is_available():
+        raise InvalidParameter("kernels are measured on a CUDA device, and torch finds none here")
+    lengths = [("", SWEEP._replace(tokens=tokens)) for tokens in SWEEP_TOKENS] if sweep else []
+    every = [*named, *lengths]
+    bandwidth = copy_bandwidth()
+    tables = []
+    for done, (name, shape) in enumerate(every, 1):
+        tables.append({"name": name, **shape._asdict(), "rows": _rows(shape, recipes, bandwidth)})
+        if progress:
+            progress(done, len(every))
+    properties = torch.cuda.get_device_properties(0)
+    report = {
+        "device": properties.name, "torch": torch.__version__, "bytes_per_s": bandwidth,
+        "shapes": tables[: len(named)], "sweep": tables[len(named) :],
+    }  # fmt: skip
+    if out is not None:
+        _write(report, Path(out))
+    return report
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second that a copy on the device reads and writes."""
+    source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * _COPIED_BYTES / graph_seconds([lambda: target.copy_(source)])
+
+
+def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Seconds of one call, the median over replays of a CUDA graph that makes all ``calls`` in turn."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    rounds = max(1, _CALLS_A_GRAPH // len(calls))
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    seconds = []
+    for replay in range(_REPLAYS + 1):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        if replay:
+            seconds.append(begin.elapsed_time(end) / 1e3 / (rounds * len(calls)))
+    return statistics.median(seconds)
+
+
+def _rows(shape: Shape, recipes: Sequence[str], bandwidth: float) -> list[dict[str, Any]]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    kv = [
+        torch.randn(shape.batch, shape.heads, shape.tokens, shape.dim, device="cuda", generator=generator).to(torch.bfloat16)
+        for _ in range(2)
+    ]
+    q = torch.randn(shape.batch, shape.q_heads, 1, shape.dim, device="cuda", generator=generator).to(torch.bfloat16)
+    rows = _peers(q, kv)
+    for recipe in (_OWN_BF16, *recipes):
+        rows.append(_row(q, kv, recipe))
+        torch.cuda.empty_cache()
+    best = min(row["seconds"] for row in rows[: len(rows) - len(recipes)])
+    for row in rows:
+        row["gb_per_s"] = row["bytes"] / row["seconds"] / 1e9
+        row["of_floor"] = row["seconds"] / (row["bytes"] / bandwidth)
+        row["of_bf16"] = row["seconds"] / best
+    return rows
+
+
+def _peers(q: torch.Tensor, kv: list[torch.Tensor]) -> list[dict[str, Any]]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    size = sum(x.nbytes for x in kv)
+    copies = [kv, *([x.clone() for x in kv] for _ in range(_copies(size) - 1))]
+    rows = []
+    for name, backend in (("SDPA flash", SDPBackend.FLASH_ATTENTION), ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        with sdpa_kernel(backend):
+            try:
+                seconds = graph_seconds([lambda k=k, v=v: scaled_dot_product_attention(q, k, v, enable_gqa=True) for k, v in copies])
+            except RuntimeError:
+                # This torch lacks the backend, or it does not take the shape.
+                continue
+        rows.append({"recipe": name, "bytes": size, "seconds": seconds, "error": None, "unpack_seconds": None})
+    return rows
+
+
+def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]:
+    layer: Layer = kvpack.pack([(kv[0], kv[1])], recipe)[0]
+    kernels = attention_kernels(q, layer)
+    if kernels is None:
+        raise InvalidParameter(f"recipe {recipe!r}: the kernels have no tile loader for it, or KVPACK_KERNELS turns them off")
+    size = sum(stream.nbytes for side in layer.sides.values() for page in side.pages for stream in page.streams.values())
+    arguments = (q.shape[-1] ** -0.5, True, None, None)
+    layers = [layer, *(_copied(layer) for _ in range(_copies(size) - 1))]
+    calls = [kernels.prepare(q, each, *arguments) for each in layers]
+    seconds = graph_seconds([lambda call=call: kernels.attended(call) for call in calls])
+    return {
+        "recipe": recipe, "bytes": size, "seconds": seconds, "error": _error(q, layer),
+        "unpack_seconds": _seconds(lambda: layer.unpack(torch.bfloat16)),
+    }  # fmt: skip
+
+
+def _copies(size: int) -> int:
+    """Buffers that together exceed the L2 cache."""
+    return max(1, min(_MOST_COPIES, math.ceil(_COLD_BYTES / size)))
+
+
+def _copied(layer: Layer) -> Layer:
+    sides = []
+    for side in layer.sides.values():
+        pages = [replace(page, streams={name: stream.clone() for name, stream in page.streams.items()}) for page in side.pages]
+        sides.append(replace(side, pages=tuple(pages)))
+    return kvpack.Layer(*sides)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    seconds = []
+    for repeat in range(4):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        if repeat:
+            seconds.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(seconds)
+
+
+def _error(q: torch.Tensor, layer: Layer) -> float:
+    """Of ``kvpack.attend``, relative in the 2-norm, against fp64 attention over the decoded values."""
+    k, v = layer.unpack(torch.float32)
+    assert k is not None
+    assert v is not None
+    rows = q.to(torch.float64).reshape(*k.shape[:2], -1, q.shape[-1]) * q.shape[-1] ** -0.5
+    scores = torch.cat([rows @ part.to(torch.float64).transpose(-1, -2) for part in k.split(_CHUNK_TOKENS, 2)], -1)
+    weights = torch.softmax(scores, -1).split(_CHUNK_TOKENS, -1)
+    exact = torch.stack([w @ part.to(torch.float64) for w, part in zip(weights, v.split(_CHUNK_TOKENS, 2), strict=True)]).sum(0)
+    found = kvpack.attend(q.to(torch.float32), layer).to(torch.float64).reshape(exact.shape)
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+def _write(report: dict[str, Any], folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "kernels.json").write_text(json.dumps(report, indent=2) + "\n")
+        if report["sweep"]:
+            draw(report, folder / "kernels")
+    except OSError as error:
+        raise WriteFailed(f"{error.filename}: could not be written: {error.strerror}") from None
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Write the picture of the sweep, time against the length of the context, as .png and .svg. Raises OSError."""
+    figure = picture.library().Figure(figsize=picture.SIZE, dpi=200, layout="constrained")
+    axes = figure.add_subplot()
+    tokens = [table["tokens"] for table in report["sweep"]]
+    for number, row in enumerate(report["sweep"][0]["rows"]):
+        times = [1e6 * table["rows"][number]["seconds"] for table in report["sweep"]]
+        peer = row["error"] is None or row["recipe"] == _OWN_BF16
+        axes.plot(tokens, times, label=row["recipe"], linestyle="--" if peer else "-", linewidth=1.2, marker=".")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens of the context (log scale)")
+    axes.set_ylabel("microseconds of a decode step (log scale)")
+    shape = SWEEP
+    axes.set_title(f"{report['device']}: {shape.q_heads} query heads, {shape.heads} KV heads, dim {shape.dim}", fontsize=10, loc="left")
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=6, framealpha=0.9, edgecolor="none")
+    figure.savefig(path.with_suffix(".png"), metadata={"Software": None})
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print one table a shape, and what its columns mean."""
+    from kvpack.commands.output import bytes_text, print_table
+
+    columns = ["recipe", "bytes read", "us", "GB/s", "x byte\nfloor", "x best\nbf16", "relative\nerror", "unpack\nms"]
+    for table in [*report["shapes"], *report["sweep"]]:
+        rows = [
+            [
+                row["recipe"],
+                bytes_text(row["bytes"]),
+                f"{1e6 * row['seconds']:.1f}",
+                f"{row['gb_per_s']:.0f}",
+                f"{row['of_floor']:.2f}",
+                f"{row['of_bf16']:.3f}",
+                "" if row["error"] is None else f"{row['error']:.1e}",
+                "" if row["unpack_seconds"] is None else f"{1e3 * row['unpack_seconds']:.2f}",
+            ]
+            for row in table["rows"]
+        ]
+        title = f"{table['name'] or 'sweep'}: {table['batch']} x {table['q_heads']}/{table['heads']} heads x {table['dim']}, "
+        print_table(f"{title}{table['tokens']:,} tokens, on {report['device']}", columns, rows)
+    print(f"\nThe byte floor is the bytes read at the speed of a copy, {report['bytes_per_s'] / 1e12:.2f} TB/s read and written.")
+    print("Times are of the main kernel and the merge, cold: buffers in turn exceed the L2 cache. The error is against fp64 attention.")
+

@@ -1,0 +1,62 @@
+"""kvpack bench kernels: what it refuses anywhere, and a small run on CUDA."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kvpack.bench import kernels
+from kvpack.cli import main
+from kvpack.formats.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_shapes_by_letter_and_by_number() -> None:
+    assert kernels.parse_shape("B") == kernels.Shape(1, 32, 8, 128, 131072)
+    assert kernels.parse_shape("2x8x4x64x1000") == kernels.Shape(2, 8, 4, 64, 1000)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("E", "known are A, B, C, D and", id="letter"),
+        pytest.param("1x2x3", "known are A, B, C, D and", id="too few numbers"),
+        pytest.param("1x3x2x64x10", "3 query heads are no multiple of 2 KV heads", id="heads"),
+    ],
+)
+def test_unknown_shapes_are_refused(text: str, message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        kernels.parse_shape(text)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels"]) == InvalidParameter.exit_code
+    assert "kernels are measured on a CUDA device" in capsys.readouterr().err
+
+
+def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [{"recipe": "SDPA flash", "seconds": 1e-5, "error": None}, {"recipe": "oscar-2", "seconds": 5e-6, "error": 1e-4}]
+    sweep = [{"tokens": tokens, "rows": rows} for tokens in (1024, 2048)]
+    kernels.draw({"device": "a device", "sweep": sweep}, tmp_path / "kernels")
+    text = (tmp_path / "kernels.svg").read_text()
+    assert (tmp_path / "kernels.png").stat().st_size > 1000
+    assert text.startswith("<?xml")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_small_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = ["bench", "kernels", "--shape", "1x4x2x64x2048", "--recipe", "kivi-4", "--json", "--out", str(tmp_path)]
+    assert main(command) == 0
+    report = json.loads(capsys.readouterr().out)
+    rows = {row["recipe"]: row for row in report["shapes"][0]["rows"]}
+    assert rows["kivi-4"]["error"] < 2e-3
+    assert rows["kivi-4"]["bytes"] < rows["bf16"]["bytes"] / 3
+    assert json.loads((tmp_path / "kernels.json").read_text()) == report
+    assert main(["bench", "kernels", "--shape", "1x4x2x64x2048", "--recipe", "octopus-3"]) == InvalidParameter.exit_code

@@ -14,9 +14,7 @@ from .errors import InvalidPayload
 from .lazy import numpy, torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from .base import Run
+    from collections.abc import Iterable, Mapping
 
 STREAM = "channel_scale"
 DTYPES = {"fp16": "F16", "fp32": "F32"}
@@ -38,9 +36,9 @@ class ChannelScale:
         """The stream ``channel_scale``."""
         return {STREAM: Layout(DTYPES[self.dtype], (batch, heads, 1, dim), per="run")}
 
-    def measure(self, run: Run) -> torch.Tensor:
-        """The factors of a run, ``[batch, kv_head, 1, dim]``: max(1, rms / (4 median rms)), where rms is a channel's root mean square."""
-        norms = [torch.linalg.vector_norm(block, dim=2, keepdim=True, dtype=torch.float64) for block in run.blocks()]
+    def measure(self, blocks: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Of ``blocks`` the factors ``[batch, kv_head, 1, dim]``: max(1, rms / (4 median rms)), rms a channel's root mean square."""
+        norms = [torch.linalg.vector_norm(block, dim=2, keepdim=True, dtype=torch.float64) for block in blocks]
         size = torch.linalg.vector_norm(torch.stack(norms), dim=0)
         ordinary = _ORDINARY * size.median(3, keepdim=True).values
         # Where half of the channels are zero nothing is known of an ordinary one.

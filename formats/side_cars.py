@@ -18,7 +18,7 @@ from .channel_scale import DTYPES as SCALE_DTYPES
 from .channel_scale import STREAM as CHANNEL_SCALE
 from .channel_scale import ChannelScale, factors
 from .columns import default_fields
-from .errors import InvalidParameter
+from .errors import InvalidParameter, OutOfRange
 from .lazy import numpy, torch
 from .outliers import CHUNK, Outliers
 from .outliers import VALUES as OUTLIERS
@@ -30,7 +30,7 @@ from .raw_tokens import RawTokens
 from .rotation import BlockRotation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from .base import Layout
     from .columns import Columns
@@ -42,6 +42,9 @@ SIDE_CARS = ("channel_scale", "channel_order", "block_rotation", "outliers", "qj
 
 _LARGEST_MULTIPLIER = 1000
 _MOST_RAW_TOKENS = 1 << 16
+
+_LARGE = 2.0**100
+"""Below this no step of a side-car makes an infinite value of what a codec decodes to."""
 
 
 @dataclass(frozen=True)
@@ -157,44 +160,47 @@ class WithSideCars(Codec):
                 return block, {}
             return self.raw_tokens.encode(block, chosen[:, start : start + block.shape[2]], self.token_group)
 
-        def kept_blocks() -> Iterator[torch.Tensor]:
+        def blocks(prepare: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[torch.Tensor]:
+            """The blocks of the run without their raw tokens, each as ``prepare`` makes it; errors say which tokens a block holds."""
             start = 0
             for block in run.blocks():
-                yield kept(block, start)[0]
-                start += block.shape[2]
+                stop = start + block.shape[2]
+                try:
+                    yield prepare(kept(block, start)[0])
+                except OutOfRange as error:
+                    raise OutOfRange(f"tokens {start} to {stop}: {error}") from None
+                start = stop
 
         def scaled(block: torch.Tensor) -> torch.Tensor:
             return block if self.channel_scale is None else block / factors(own)
 
         def prepared(block: torch.Tensor) -> torch.Tensor:
             """The block as the codec is given it."""
-            return self._turned(scaled(block), own)
+            return _finite(self._turned(scaled(block), own), "rotated in blocks")
 
         if self.channel_scale is not None:
             known = None if before is None else before.get(CHANNEL_SCALE)
-            own[CHANNEL_SCALE] = self.channel_scale.measure(Run(run.shape, run.device, kept_blocks)) if known is None else known
+            own[CHANNEL_SCALE] = self.channel_scale.measure(blocks(lambda block: block)) if known is None else known
         if self.channel_order is not None:
             known = None if before is None else before.get(CHANNEL_ORDER)
-            blocks = map(scaled, kept_blocks())
-            own[CHANNEL_ORDER] = self.channel_order.measure(blocks, *run.shape[:2], run.device) if known is None else known
+            own[CHANNEL_ORDER] = self.channel_order.measure(blocks(scaled), *run.shape[:2], run.device) if known is None else known
 
         threshold = None
         if self.outliers is not None:
-            threshold = self.outliers.threshold(self.rotation.forward(prepared(block)) for block in kept_blocks())
+            threshold = self.outliers.threshold(blocks(lambda block: self.rotation.forward(prepared(block))))
 
         def without_outliers(block: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             """The prepared block without its outliers, and the streams that hold these."""
             if self.outliers is None or threshold is None:
                 return block, {}
             rest, streams = self.outliers.encode(self.rotation.forward(block), threshold)
-            return self.rotation.inverse(rest), streams
+            return _finite(self.rotation.inverse(rest), "rotated"), streams
 
-        inner = self.codec.begin(
-            Run(run.shape, run.device, lambda: (without_outliers(prepared(block))[0] for block in kept_blocks())), before
-        )
+        inner_blocks = Run(run.shape, run.device, lambda: blocks(lambda block: without_outliers(prepared(block))[0]))
+        inner = self.codec.begin(inner_blocks, before)
 
-        def encode(block: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
-            block, raw = kept(block, start)
+        def encode(x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
+            block, raw = kept(x, start)
             block, outliers = without_outliers(prepared(block))
             streams = inner.encode(block, start)
             if self.qjl is not None:
@@ -203,7 +209,10 @@ class WithSideCars(Codec):
                     # What is stored as it is leaves nothing over.
                     residual = self.outliers.put(residual, outliers | {OUTLIERS: torch.zeros_like(outliers[OUTLIERS])})
                 streams |= self.qjl.encode(residual)
-            return streams | outliers | raw
+            streams |= outliers | raw
+            if x.numel() and not x.abs().amax().item() < _LARGE:
+                _finite(self.decode({**inner.streams, **own, **streams}), "decoded")
+            return streams
 
         return RunEncoder({**inner.streams, **own}, encode)
 
@@ -271,6 +280,18 @@ class WithSideCars(Codec):
         for side_car in self._side_cars:
             if side_car is not None and not isinstance(side_car, BlockRotation):
                 side_car.check(arrays, where)
+
+
+def _finite(x: torch.Tensor, what: str) -> torch.Tensor:
+    """``x`` ``[batch, kv_head, token, dim]``. Raises OutOfRange, which says ``what`` was done, where a value is not finite."""
+    # The sum is one cheap pass; only when it is not finite (it may merely overflow) is every value looked at.
+    if not torch.isfinite(x.sum()) and not torch.isfinite(x).all():
+        batch, head, token, channel = torch.nonzero(~torch.isfinite(x))[0].tolist()
+        raise OutOfRange(
+            f"the value at batch {batch}, head {head}, token {token}, channel {channel} is beyond binary32 when {what}; "
+            "scale the input, or choose a raw codec"
+        )
+    return x
 
 
 def codec_with(codec: Codec, params: Mapping[str, Any]) -> Codec:

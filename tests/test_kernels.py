@@ -210,6 +210,12 @@ def test_unpack_kernel_refuses_planes_that_it_would_read_past() -> None:
         pytest.param("turboquant-2.5", {"columns.unpack"}, id="scalar"),
         pytest.param("kv=polar:b=4.2.2.2", {"columns.unpack"}, id="polar"),
         pytest.param("bf16", set(), id="raw"),
+        pytest.param(
+            "k=group:b=2,g=32,rotation=hadamard,channel_scale=fp16,channel_order=u8,block_rotation=16,outliers=3,qjl=fp16,sinks=2;"
+            "v=octahedral:b=3,outliers=3,qjl=fp16,sinks=1",
+            {"columns.unpack", "group.decode_frame"},
+            id="side-cars",
+        ),
     ],
 )
 def test_kernels_decode_the_pages_of_a_cache(recipe: str, kernels: set[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,6 +249,11 @@ def add_an_outlier(parts: Parts) -> None:
     parts.tensors[number] += bytes(8)
 
 
+def claim_the_most_outliers(parts: Parts) -> None:
+    edit("layers.0.k.entries.outliers", 2**40 - 1)(parts)
+    edit(f"tensors.{parts.tensor('0.k.outliers')}.2.2", 2**40 - 1)(parts)
+
+
 def swap_runs_and_tail(parts: Parts) -> None:
     side = parts.header["layers"][0]["k"]
     keys = list(side)
@@ -385,6 +390,13 @@ CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]]
     "entries before window": (SIDE_CARS, move_to_end("layers.0.k", "window"), FIELDS, "InvalidHeader"),
     "entries that the tensor lacks": (SIDE_CARS, edit("layers.0.k.entries.outliers", 1000), FIELDS, "InvalidHeader"),
     "the most entries, which the tensor lacks": (SIDE_CARS, edit("layers.0.k.entries.outliers", 2**40 - 1), FIELDS, "InvalidHeader"),
+    "the most entries, listed too": (SIDE_CARS, claim_the_most_outliers, FIELDS, "InvalidHeader"),
+    "the most entries, listed as a frame": (
+        SIDE_CARS,
+        lambda parts: (claim_the_most_outliers(parts), parts.store("0.k.outliers", bytes(64), "zstd")),
+        LIMITS,
+        "LimitExceeded",
+    ),
     "too many entries": (SIDE_CARS, edit("layers.0.k.entries.outliers", 2**40), LIMITS, "LimitExceeded"),
     "negative entries": (SIDE_CARS, edit("layers.0.k.entries.outliers", -1), PROFILE, "InvalidHeader"),
     "one entry more than flags": (SIDE_CARS, add_an_outlier, SIDE_CAR_LAYOUT, "InvalidPayload"),

@@ -10,6 +10,7 @@ import math
 import re
 import statistics
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -127,7 +128,7 @@ def copy_bandwidth() -> float:
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
     """Seconds of one call, the median over replays of a CUDA graph that makes all ``calls`` in turn."""
-    stream = torch.cuda.Stream()
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
@@ -142,14 +143,20 @@ def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
                 call()
     seconds = []
     for replay in range(_REPLAYS + 1):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
+        elapsed = _elapsed(graph.replay)
         if replay:
-            seconds.append(begin.elapsed_time(end) / 1e3 / (rounds * len(calls)))
+            seconds.append(elapsed / (rounds * len(calls)))
     return statistics.median(seconds)
+
+
+def _elapsed(call: Callable[[], object]) -> float:
+    """Seconds that the device works on ``call``."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def _rows(shape: Shape, recipes: Sequence[str], bandwidth: float) -> list[dict[str, Any]]:
@@ -181,7 +188,7 @@ def _peers(q: torch.Tensor, kv: list[torch.Tensor]) -> list[dict[str, Any]]:
     for name, backend in (("SDPA flash", SDPBackend.FLASH_ATTENTION), ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
         with sdpa_kernel(backend):
             try:
-                seconds = graph_seconds([lambda k=k, v=v: scaled_dot_product_attention(q, k, v, enable_gqa=True) for k, v in copies])
+                seconds = graph_seconds([partial(scaled_dot_product_attention, q, k, v, enable_gqa=True) for k, v in copies])
             except RuntimeError:
                 # This torch lacks the backend, or it does not take the shape.
                 continue
@@ -198,7 +205,7 @@ def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]
     arguments = (q.shape[-1] ** -0.5, True, None, None)
     layers = [layer, *(_copied(layer) for _ in range(_copies(size) - 1))]
     calls = [kernels.prepare(q, each, *arguments) for each in layers]
-    seconds = graph_seconds([lambda call=call: kernels.attended(call) for call in calls])
+    seconds = graph_seconds([partial(kernels.attended, call) for call in calls])
     return {
         "recipe": recipe, "bytes": size, "seconds": seconds, "error": _error(q, layer),
         "unpack_seconds": _seconds(lambda: layer.unpack(torch.bfloat16)),
@@ -219,16 +226,8 @@ def _copied(layer: Layer) -> Layer:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    seconds = []
-    for repeat in range(4):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        if repeat:
-            seconds.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(seconds)
+    """The median of three times, after one that is not counted."""
+    return statistics.median([_elapsed(call) for _ in range(4)][1:])
 
 
 def _error(q: torch.Tensor, layer: Layer) -> float:
@@ -237,11 +236,11 @@ def _error(q: torch.Tensor, layer: Layer) -> float:
     assert k is not None
     assert v is not None
     rows = q.to(torch.float64).reshape(*k.shape[:2], -1, q.shape[-1]) * q.shape[-1] ** -0.5
-    scores = torch.cat([rows @ part.to(torch.float64).transpose(-1, -2) for part in k.split(_CHUNK_TOKENS, 2)], -1)
-    weights = torch.softmax(scores, -1).split(_CHUNK_TOKENS, -1)
-    exact = torch.stack([w @ part.to(torch.float64) for w, part in zip(weights, v.split(_CHUNK_TOKENS, 2), strict=True)]).sum(0)
+    scores = torch.cat([rows @ part.to(torch.float64).transpose(-1, -2) for part in torch.split(k, _CHUNK_TOKENS, 2)], -1)
+    weights = torch.split(torch.softmax(scores, -1), _CHUNK_TOKENS, -1)
+    exact = torch.stack([w @ part.to(torch.float64) for w, part in zip(weights, torch.split(v, _CHUNK_TOKENS, 2), strict=True)]).sum(0)
     found = kvpack.attend(q.to(torch.float32), layer).to(torch.float64).reshape(exact.shape)
-    return ((found - exact).norm() / exact.norm()).item()
+    return float((found - exact).norm() / exact.norm())
 
 
 def _write(report: dict[str, Any], folder: Path) -> None:

@@ -52,6 +52,10 @@ class DigestMismatch(KvpackError):
     """Stored bytes do not match their digest: the file is damaged."""
 
 
+class Undecryptable(KvpackError):
+    """An encrypted entry of a store that no key at hand opens, or one that is not encrypted where all must be."""
+
+
 class LimitExceeded(KvpackError):
     """A declared size is above a limit of the format or of the caller."""
 

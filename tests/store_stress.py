@@ -217,6 +217,8 @@ def kills(folder: str, count: int, *, writers: int = 4, reads_a_kill: int = 15, 
 
 
 def _work(folder: str, seed: int, threads: int, count: int, failed: Synchronized[int]) -> None:
+    # Torch makes its pool anew after a fork, which two threads at once do not survive.
+    torch.set_num_threads(1)
     stores = [open_store(folder, model) for model in range(len(LAYERS))]
 
     def work(number: int) -> None:

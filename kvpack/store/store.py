@@ -6,20 +6,23 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-from kvpack.formats.errors import InvalidParameter, KvpackError
+from kvpack.formats.errors import InvalidParameter, KvpackError, Undecryptable
 
 from ..recipes import parse_recipe
 from .counters import Counters
+from .encryption import Cipher
 from .entries import Reader, to_pieces
 from .identity import Identity
 from .keys import ID_BYTES, chained, chunk_keys, token_bytes
 from .locations import open_backend
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from ..cache import Cache
-    from .backend import Backend
+    from .backend import Backend, Data
 
 CHUNK_TOKENS = 256
 
@@ -37,8 +40,9 @@ class Store:
     Redis or Valkey server (redis://, rediss://, unix://). ``max_bytes`` is a hard budget of all entries there, whoever saved
     them: what was used longest ago goes first. A folder also has ``min_free``, the bytes that stay free on its disk, and
     ``durable``, which forces entries to the disk before ``save`` returns; a server has ``ttl``, the seconds after which an entry goes
-    that nobody uses, and ``timeout``, the seconds that a request may take (default: 1). ``check_values`` checks the rules of
-    the codecs on every load, and not digests alone (default: where others than this user may write).
+    that nobody uses, and ``timeout``, the seconds that a request may take (default: 1). ``encryption`` maps ids to AES keys of 16, 24 or
+    32 bytes: entries are encrypted with the first and read with any, and such a load copies. ``check_values`` checks the rules
+    of the codecs on every load, and not digests alone (default: where others than this user may write unencrypted).
 
     Full disks, dead servers, damaged entries and the like are misses that ``stats`` counts; they raise nothing. Raises
     InvalidParameter for arguments that can never work, such as a chunk that is no multiple of the recipe's token groups.
@@ -55,6 +59,7 @@ class Store:
         durable: bool | None = None,
         ttl: int | None = None,
         timeout: float | None = None,
+        encryption: Mapping[str, bytes] | None = None,
         check_values: bool | None = None,
     ) -> None:
         if not isinstance(identity, Identity):
@@ -69,11 +74,11 @@ class Store:
         self._backend: Backend = open_backend(
             location, self._counters, max_bytes=max_bytes, min_free=min_free, durable=durable, ttl=ttl, timeout=timeout
         )
+        self._cipher = None if encryption is None else Cipher(encryption, identity.tenant)
+        trusted = self._backend.private or self._cipher is not None
         self._root = identity.digest
         self._model = identity.header_model
-        self._reader = Reader(
-            self._model, identity.recipe, chunk, check_values=not self._backend.private if check_values is None else check_values
-        )
+        self._reader = Reader(self._model, identity.recipe, chunk, check_values=not trusted if check_values is None else check_values)
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +114,7 @@ class Store:
         self._counters.add("load_tokens", len(keys) * self.chunk)
         chunks: list[Cache] = []
         try:
-            chunks.extend(self._reader.read(self._backend.get(keys), keys))
+            chunks.extend(self._reader.read(self._decrypted(self._backend.get(keys), keys), keys))
         except _FAULTS as error:
             self._refuse(keys[len(chunks)], error)
         while chunks:
@@ -148,6 +153,8 @@ class Store:
             try:
                 chunk = self._named(cache.slice(number * self.chunk, (number + 1) * self.chunk))
                 pieces = to_pieces(chunk, key, parent, part)
+                if self._cipher is not None:
+                    pieces = self._cipher.encrypt(key, pieces)
             except _FAULTS as error:
                 # Such as a chunk that begins inside a token group of a cache that was packed in parts.
                 self._counters.fault("encode", error)
@@ -198,6 +205,23 @@ class Store:
         """``stats`` in Prometheus' text format."""
         entries, size = self._backend.size()
         return self._counters.prometheus({"entries": ("Entries at the location.", entries), "bytes": ("Bytes of those entries.", size)})
+
+    def _decrypted(self, entries: list[Data], keys: list[bytes]) -> list[Data]:
+        """The entries in the clear, up to the first that no key opens; it stays, for others may have its key."""
+        if self._cipher is None:
+            return entries
+        clear: list[Data] = []
+        for key, data in zip(keys, entries, strict=False):
+            try:
+                clear.append(self._cipher.decrypt(key, data))
+            except Undecryptable as error:
+                self._counters.add("undecryptable_entries")
+                self._counters.fault("load", error)
+                break
+            except _FAULTS as error:
+                self._refuse(key, error)
+                break
+        return clear
 
     def _refuse(self, key: bytes, error: BaseException) -> None:
         """A bad entry is a miss, and goes so that a good one can take its place."""

@@ -36,6 +36,7 @@ def add(commands: Any) -> None:
     _add_quality(kinds)
     _add_fidelity(kinds)
     _add_kernels(kinds)
+    _add_store(kinds)
 
 
 def _add_quality(kinds: Any) -> None:
@@ -84,6 +85,43 @@ def _add_kernels(kinds: Any) -> None:
     kernels.add_argument("--out", metavar="DIR", help="write the report, and the picture of the sweep, here: kernels.json, .png, .svg")
     add_json(kernels)
     kernels.set_defaults(run=run_kernels)
+
+
+def _add_store(kinds: Any) -> None:
+    store = kinds.add_parser(
+        "store",
+        help="match, load, put and get on a prefix store",
+        description="Time match, load, put and get on a prefix store, beside plain reads and a store of bf16 safetensors.",
+    )
+    store.add_argument("--recipe", default="octopus-3", metavar="RECIPE", help="of what is stored (default: octopus-3)")
+    store.add_argument("--layers", type=int, default=32, metavar="N", help="of what is loaded, 8 heads of dim 128 (default: 32)")
+    store.add_argument("--chunks", type=int, default=16, metavar="N", help="of 256 tokens that are loaded (default: 16)")
+    store.add_argument("--entries", type=int, action="append", metavar="N", help="a size to measure at (default: 1000, 10000, 100000)")
+    store.add_argument("--repeats", type=int, default=5, metavar="N", help="timings whose median is reported (default: 5)")
+    store.add_argument("--folder", metavar="DIR", help="put the stores here (default: a temporary folder)")
+    add_json(store)
+    store.set_defaults(run=run_store)
+
+
+def run_store(arguments: argparse.Namespace) -> int:
+    """Measure and print the tables."""
+    from kvpack.bench import store
+
+    with progress("bench store", arguments) as callback:
+        report = store.run(
+            arguments.recipe,
+            layers=arguments.layers,
+            chunks=arguments.chunks,
+            entries=arguments.entries or store.ENTRIES,
+            repeats=arguments.repeats,
+            folder=arguments.folder,
+            progress=callback,
+        )
+    if arguments.json:
+        print_json(report)
+    else:
+        store.show(report)
+    return 0
 
 
 def run_io(arguments: argparse.Namespace) -> int:

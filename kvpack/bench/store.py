@@ -1,0 +1,302 @@
+"""kvpack bench store: match, load, put and get on a prefix store, beside plain reads and a store of bf16 safetensors, in one run.
+
+Files are read from the page cache. A speed in GB/s is that of the bytes stored.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from safetensors.torch import load_file, save_file
+
+import kvpack
+from kvpack.formats.errors import InvalidParameter
+from kvpack.store import Identity, Store
+from kvpack.store.counters import Counters
+from kvpack.store.directory import Directory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvpack.encoding import Progress
+
+CHUNK = 256
+MATCHED_TOKENS = 131_072
+HEADS, DIM = 8, 128
+LAYERS = 32
+"""With 8 heads of dim 128: Llama 3.1 8B."""
+LOADED_CHUNKS = 16
+PROCESSES = (1, 2, 4, 8)
+ENTRIES = (1_000, 10_000, 100_000)
+OPERATIONS = 64
+"""Entries that each process puts and gets, of 4 layers each."""
+_FILLER = bytes(64)
+_AT_EACH_SIZE = 100
+
+MATCH_TARGET_MS = 5.0
+LOAD_TARGET = 0.8
+FLAT_TARGET = 1.5
+"""How much more a chunk may cost among the most entries than among the fewest: what passes for flat."""
+
+
+def run(
+    recipe: str = "octopus-3",
+    *,
+    layers: int = LAYERS,
+    chunks: int = LOADED_CHUNKS,
+    entries: Sequence[int] = ENTRIES,
+    repeats: int = 5,
+    folder: str | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure everything in a temporary folder and return JSON values. ``progress`` counts measurements.
+
+    Raises InvalidRecipe, and InvalidParameter for numbers that measure nothing.
+    """
+    for name, value in (("--layers", layers), ("--chunks", chunks), ("--repeats", repeats), *(("--entries", count) for count in entries)):
+        if value < 1:
+            raise InvalidParameter(f"{name} is {value}, allowed are integers from 1")
+    total = 2 + len(PROCESSES) + len(entries)
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        if progress:
+            progress(done, total)
+
+    identity = Identity("bench", recipe)
+    report: dict[str, Any] = {"recipe": recipe, "layers": layers, "heads": HEADS, "dim": DIM, "chunk": CHUNK, "repeats": repeats}
+    with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as temporary:
+        report["match"] = _match(os.path.join(temporary, "match"), identity, repeats)
+        step()
+        report["load"] = _load(os.path.join(temporary, "load"), identity, layers, chunks, repeats)
+        step()
+        report["operations"] = []
+        for count in PROCESSES:
+            report["operations"].append(_operations(os.path.join(temporary, f"operations-{count}"), identity, count))
+            step()
+        report["entries"] = []
+        for count in sorted(entries):
+            report["entries"].append(_among(os.path.join(temporary, "entries"), identity, count))
+            step()
+    return report
+
+
+def _prefix(recipe: str, layers: int, heads: int, dim: int, chunks: int) -> kvpack.Cache:
+    """A cache of Gaussian values, every chunk of it the same: what is measured does not look at them."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, heads, CHUNK, dim, generator=generator).to(torch.bfloat16)
+    one = kvpack.pack([(x, x)] * layers, recipe)
+    return kvpack.concat([replace(one, start=CHUNK * number) for number in range(chunks)])
+
+
+def _median(run: Callable[[], object], repeats: int) -> float:
+    """Seconds that ``run`` takes, the median of ``repeats`` after one that is not counted."""
+    run()
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        result = run()
+        seconds.append(time.perf_counter() - started)
+        del result
+    return statistics.median(seconds)
+
+
+def _match(folder: str, identity: Identity, repeats: int) -> dict[str, Any]:
+    chunks = MATCHED_TOKENS // CHUNK
+    ids = torch.arange(MATCHED_TOKENS) % 100_000
+    with Store(folder, identity) as store:
+        saved = store.save(ids, _prefix(identity.recipe, 1, 1, 64, chunks))
+        seconds = _median(lambda: store.match(ids), repeats)
+    return {"tokens": saved, "chunks": chunks, "ms": 1000 * seconds, "target_ms": MATCH_TARGET_MS}
+
+
+def _load(folder: str, identity: Identity, layers: int, chunks: int, repeats: int) -> dict[str, Any]:
+    ids = list(range(CHUNK * chunks))
+    with Store(os.path.join(folder, "store"), identity) as store:
+        store.save(ids, _prefix(identity.recipe, layers, HEADS, DIM, chunks))
+        paths = [_path(store, key) for key in store.keys(ids)]
+        dense = _save_dense(folder, layers, chunks)
+        # Measured in turn, so that what else the machine does meets all alike.
+        times: dict[str, list[float]] = {}
+        ways: dict[str, Callable[[], object]] = {
+            "load": lambda: store.load(ids),
+            "plain read": lambda: [_read(path) for path in paths],
+            "plain read and digest": lambda: [xxhash.xxh3_128_digest(_read(path)) for path in paths],
+            "bf16 safetensors, mapped and read": lambda: [_read_dense(path) for path in dense],
+        }
+        for number in range(repeats + 1):
+            for name, way in ways.items():
+                started = time.perf_counter()
+                result = way()
+                if number:
+                    times.setdefault(name, []).append(time.perf_counter() - started)
+                del result
+    size, dense_size = (sum(map(os.path.getsize, files)) for files in (paths, dense))
+    seconds = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "tokens": CHUNK * chunks,
+        "bytes": size,
+        "bytes_per_token": size / (CHUNK * chunks),
+        "safetensors_bytes_per_token": dense_size / (CHUNK * chunks),
+        "rows": [
+            {
+                "name": name,
+                "seconds": value,
+                "gb_per_s": (dense_size if "safetensors" in name else size) / value / 1e9,
+                "tokens_per_s": CHUNK * chunks / value,
+            }
+            for name, value in seconds.items()
+        ],
+        "of_plain_read": seconds["plain read"] / seconds["load"],
+        "of_plain_read_and_digest": seconds["plain read and digest"] / seconds["load"],
+        "target": LOAD_TARGET,
+    }
+
+
+def _path(store: Store, key: bytes) -> str:
+    name = key.hex()
+    return os.path.join(os.fspath(store.location), name[0], name[1], name)
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
+
+
+def _save_dense(folder: str, layers: int, chunks: int) -> list[str]:
+    """What a store of bf16 safetensors would hold: one file a chunk."""
+    x = torch.zeros(1, HEADS, CHUNK, DIM, dtype=torch.bfloat16)
+    tensors = {f"{layer}.{side}": x.clone() for layer in range(layers) for side in "kv"}
+    paths = [os.path.join(folder, f"{number}.safetensors") for number in range(chunks)]
+    for path in paths:
+        save_file(tensors, path)
+    return paths
+
+
+def _read_dense(path: str) -> dict[str, torch.Tensor]:
+    tensors = load_file(path)
+    for x in tensors.values():
+        xxhash.xxh3_128_digest(x.flatten().view(torch.uint8).numpy().data)
+    return tensors
+
+
+def _operations(folder: str, identity: Identity, processes: int) -> dict[str, Any]:
+    """Puts, then gets, of chunks of 4 layers by several processes at once, each of prompts of its own."""
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(processes), context.Queue()
+    cache = _prefix(identity.recipe, 4, HEADS, DIM, 1)
+    workers = []
+    for number in range(processes):
+        workers.append(context.Process(target=_put_and_get, args=(folder, identity, cache, number, barrier, results)))
+        workers[-1].start()
+    times = [results.get() for _ in workers]
+    for worker in workers:
+        worker.join()
+    put, get = (max(row[stop] for row in times) - min(row[start] for row in times) for start, stop in ((0, 1), (2, 3)))
+    count = processes * OPERATIONS
+    return {
+        "processes": processes,
+        "entry_bytes": times[0][4],
+        "puts_per_s": count / put,
+        "gets_per_s": count / get,
+        "failed": sum(row[5] for row in times),
+    }
+
+
+def _put_and_get(folder: str, identity: Identity, cache: kvpack.Cache, number: int, barrier: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    prompts = [torch.full((CHUNK,), OPERATIONS * number + turn) for turn in range(OPERATIONS)]
+    with Store(folder, identity) as store:
+        barrier.wait()
+        started = time.monotonic()
+        failed = sum(store.save(ids, cache) != CHUNK for ids in prompts)
+        put = time.monotonic()
+        barrier.wait()
+        again = time.monotonic()
+        failed += sum(store.load(ids)[0] != CHUNK for ids in prompts)
+        got = time.monotonic()
+        size = os.path.getsize(_path(store, store.keys(prompts[0])[0]))
+    results.put((started, put, again, got, size, failed))
+
+
+def _among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
+    """What a chunk costs among ``count`` entries: those that are there already, and small ones up to the number."""
+    backend = Directory(folder, Counters())
+    there = backend.size()[0]
+    now = time.time_ns()
+    for number in range(there, count):
+        key = xxhash.xxh3_128_digest(number.to_bytes(8, "little"))
+        backend.put([key + key], [memoryview(_FILLER)], now)
+    cache = _prefix(identity.recipe, 1, 1, 64, 1)
+    prompts = [torch.full((CHUNK,), count + turn) for turn in range(_AT_EACH_SIZE)]
+    with Store(folder, identity) as store:
+        seconds = [_each(lambda ids: store.save(ids, cache), prompts), _each(store.match, prompts), _each(store.load, prompts)]
+    return {"entries": count, **{f"{name}_us": 1e6 * value for name, value in zip(("put", "match", "get"), seconds, strict=True)}}
+
+
+def _each(run: Callable[[Any], object], prompts: Sequence[Any]) -> float:
+    """Seconds that ``run`` takes for one prompt, the median."""
+    seconds = []
+    for ids in prompts:
+        started = time.perf_counter()
+        run(ids)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the tables, targets beside what was measured."""
+    from kvpack.commands.output import bytes_text, print_table
+
+    shape = f"{report['layers']} layers, {report['heads']} heads of dim {report['dim']}, chunks of {report['chunk']} tokens"
+    match, load, fewest, most = report["match"], report["load"], report["entries"][0], report["entries"][-1]
+    print_table(
+        f"{report['recipe']}, {shape}",
+        ["what", "measured", "target", ""],
+        [
+            _row(f"match of {match['tokens']:,} tokens, {match['chunks']} chunks", match["ms"], match["target_ms"], " ms", False),
+            _row(f"load of {load['tokens']:,} tokens, of a plain read's speed", load["of_plain_read"], load["target"], " x", True),
+            ["of a plain read and digest", f"{load['of_plain_read_and_digest']:.2f} x", "", ""],
+            *(
+                _row(f"{name} among {most['entries']:,} entries, of {fewest['entries']:,}", most[us] / fewest[us], FLAT_TARGET, " x", False)
+                for name, us in (("put", "put_us"), ("match", "match_us"), ("get", "get_us"))
+            ),
+            ["bytes stored a token", bytes_text(round(load["bytes_per_token"])), "", ""],
+            ["bytes a token of bf16 safetensors", bytes_text(round(load["safetensors_bytes_per_token"])), "", ""],
+        ],
+    )
+    print_table(
+        "load, from the page cache",
+        ["way", "ms", "GB/s", "tokens/s"],
+        [[row["name"], f"{1000 * row['seconds']:.1f}", f"{row['gb_per_s']:.2f}", f"{row['tokens_per_s']:,.0f}"] for row in load["rows"]],
+    )
+    size = report["operations"][0]["entry_bytes"]
+    print_table(
+        f"entries of {size:,} bytes",
+        ["processes", "puts/s", "gets/s", "failed"],
+        [
+            [str(row["processes"]), f"{row['puts_per_s']:,.0f}", f"{row['gets_per_s']:,.0f}", str(row["failed"])]
+            for row in report["operations"]
+        ],
+    )
+    print_table(
+        "microseconds a chunk, by the entries of the folder",
+        ["entries", "put", "match", "get"],
+        [[f"{row['entries']:,}", *(f"{row[f'{name}_us']:.0f}" for name in ("put", "match", "get"))] for row in report["entries"]],
+    )
+    print("load maps the files, checks every digest and makes the pages; the plain read copies the same files into new memory.")
+
+
+def _row(what: str, measured: float, target: float, unit: str, more: bool) -> list[str]:
+    met = measured >= target if more else measured <= target
+    return [what, f"{measured:.2f}{unit}", f"{'at least' if more else 'at most'} {target:g}{unit}", "met" if met else "missed"]

@@ -1,0 +1,56 @@
+"""kvpack bench store: a small run, and what it says of it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvpack import cli
+from kvpack.bench import store
+from kvpack.formats.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MATCHED_TOKENS", 1024)
+    monkeypatch.setattr(store, "PROCESSES", (1, 2))
+    monkeypatch.setattr(store, "OPERATIONS", 3)
+    monkeypatch.setattr(store, "_AT_EACH_SIZE", 3)
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--layers", "2", "--chunks", "2", "--entries", "5", "--entries", "20", "--repeats", "2", "--folder", str(tmp_path)]
+    assert cli.main(["bench", "store", "--recipe", "kivi-4", "--json", *words]) == 0
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (report["match"]["tokens"], report["match"]["chunks"]) == (1024, 4)
+    load = report["load"]
+    assert load["tokens"] == 512
+    # 4-bit codes and a scale and a centre for 32 values, against 16 bits; the rest is the header.
+    assert load["safetensors_bytes_per_token"] > 2 * 8 * 128 * 2 * 2
+    assert 5 / 16 < load["bytes_per_token"] / load["safetensors_bytes_per_token"] < 5.5 / 16
+    assert [row["name"] for row in load["rows"]][:2] == ["load", "plain read"]
+    assert all(row["seconds"] > 0 for row in load["rows"])
+    assert [(row["processes"], row["failed"]) for row in report["operations"]] == [(1, 0), (2, 0)]
+    assert [row["entries"] for row in report["entries"]] == [5, 20]
+    assert list(tmp_path.iterdir()) == []
+    store.show(report)
+    text = capsys.readouterr().out
+    assert "at most 5 ms" in text
+    assert "at least 0.8 x" in text
+    report["match"]["ms"] = 50.0
+    store.show(report)
+    assert "missed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["layers", "chunks", "repeats"])
+def test_numbers_that_measure_nothing_are_refused(name: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"--{name} is 0"):
+        store.run(**{name: 0})
+    with pytest.raises(InvalidParameter, match="--entries is -1"):
+        store.run(entries=[-1])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from kvpack.formats.base import Codec
     from kvpack.formats.outliers import Outliers
+    from kvpack.formats.qjl import Qjl
     from kvpack.formats.raw_tokens import RawTokens
     from kvpack.formats.side_cars import WithSideCars
 
@@ -53,9 +54,11 @@ def check_side_cars(
     inner = codec.codec
     own = {name: streams[name] for name in inner.layout(1, 1, 0)}
     check(inner, coded, own, inner.decode(own))
-    residual = (codec.rotation.forward(coded).double() - inner.decode_frame(own)).masked_fill(flagged, 0.0).norm(dim=-1)
+    left = (codec.rotation.forward(coded).double() - inner.decode_frame(own)).masked_fill(flagged, 0.0)
+    residual = left.norm(dim=-1)
     rounding = ROTATION_TOLERANCE * scaled.double().norm(dim=-1)
     if codec.qjl is not None:
+        _check_signs(codec.qjl, left, rounding, streams)
         norm = streams["qjl_norm"].double()
         precision, smallest = (2.0**-11, 2.0**-25) if codec.qjl.norm == "fp16" else (2.0**-23, 2.0**-149)
         lost = residual * precision + smallest + rounding
@@ -80,6 +83,16 @@ def _check_raw_tokens(
     of_raw = raw[..., None].expand_as(x)
     assert torch.equal(decoded[of_raw].view(torch.int32), stored[of_raw].view(torch.int32))
     return raw_tokens.encode(x, raw[:, 0], codec.token_group)[0]
+
+
+def _check_signs(qjl: Qjl, left: torch.Tensor, rounding: torch.Tensor, streams: Streams) -> None:
+    """Signs are those of what the codec has ``left`` over, and the correction is what the text makes of them."""
+    (negative,) = qjl.packing.unpack([streams[f"qjl_signs.{plane}"] for plane in range(len(qjl.packing.planes))])
+    matrix, signs = qjl.rotation.matrix().double(), 1 - 2 * negative.double()
+    assert (signs * (left @ matrix.T) >= -2 * rounding[..., None] - 2.0**-120).all()
+    norm = streams["qjl_norm"].double()[..., None]
+    expected = norm * math.sqrt(math.pi / (2 * qjl.dim)) * (signs @ matrix)
+    assert ((qjl.correction(streams) - expected).norm(dim=-1) <= ROTATION_TOLERANCE * norm[..., 0] + 2.0**-120).all()
 
 
 def _check_outliers(

@@ -10,6 +10,7 @@ whether what it read is what was saved.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ import torch
 import kvpack
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from multiprocessing.process import BaseProcess
     from multiprocessing.sharedctypes import Synchronized
 
@@ -115,16 +117,18 @@ def one_operation(stores: list[kvpack.Store], choice: random.Random, kept: list[
 
 
 def bytes_stored(folder: str) -> int:
-    """Bytes of entries, and of what is unfinished."""
-    total = 0
+    """Bytes of entries, and of what is unfinished, that were all there at one moment: those seen both before and after it."""
+    before, after = (dict(_sizes(folder)) for _ in range(2))
+    return sum(size for path, size in before.items() if after.get(path) == size)
+
+
+def _sizes(folder: str) -> Iterator[tuple[str, int]]:
     for parent, _, names in os.walk(folder):
         if os.path.basename(parent) == "unfinished" or len(os.path.basename(parent)) == 1:
             for name in names:
-                try:
-                    total += os.stat(os.path.join(parent, name)).st_size
-                except FileNotFoundError:
-                    continue
-    return total
+                path = os.path.join(parent, name)
+                with contextlib.suppress(FileNotFoundError):
+                    yield path, os.stat(path).st_size
 
 
 def unfinished(folder: str) -> list[str]:
@@ -167,6 +171,8 @@ def kills(folder: str, count: int, *, writers: int = 4, reads_a_kill: int = 15, 
     for number in range(PROMPTS):
         for model in range(len(LAYERS)):
             packed(number, model)
+    for number in range(FAMILIES):
+        stores[0].save(prompt(number), packed(number, 0))
 
     def start() -> BaseProcess:
         process = FORK.Process(target=_write_until_killed, args=(folder, choice.getrandbits(32)), daemon=True)

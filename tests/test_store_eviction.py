@@ -238,7 +238,7 @@ def test_a_store_goes_on_in_a_fork(tmp_path: Path, entry_bytes: int) -> None:
     child.start()
     for lock in locks:
         lock.release()
-    assert results.get(timeout=60) == (2 * CHUNK, 2 * CHUNK, 2 * CHUNK)
+    assert results.get(timeout=600) == (2 * CHUNK, 2 * CHUNK, 2 * CHUNK)
     child.join()
     assert store.match(prompt(2, seed=7)) == 2 * CHUNK
     save(store, prompt(3, seed=8))

@@ -149,7 +149,7 @@ def test_a_kill_at_any_step_of_put_and_evict_leaves_a_whole_store(moment: str, f
         shutil.rmtree(folder, ignore_errors=True)
         child = FORK.Process(target=_used_until_killed, args=(folder, FaultyOs(CHANGES, number, death=moment)))
         child.start()
-        child.join(60)
+        child.join(600)
         if child.exitcode == 0:
             break
         assert child.exitcode == -signal.SIGKILL

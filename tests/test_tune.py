@@ -267,7 +267,7 @@ def test_what_is_refused(
 
 
 def test_the_default_candidates_are_codecs() -> None:
-    for texts, most in ((candidates.LADDER, 20), (candidates.RUNGS, 10)):
+    for texts, most in ((candidates.LADDER, 24), (candidates.RUNGS, 8)):
         for side, codecs in candidates.parse_candidates(texts).items():
             assert len(codecs) == len(set(codecs)) <= most
             for dim in (64, 80, 128, 256):

@@ -28,7 +28,7 @@ _GROUPS = ("2,g=64", "2,g=32", "3,g=64", "4,g=128", "6,g=128")
 LADDER = (
     *(f"k={codec}{scaled}" for codec in ("scalar:b=2", "scalar:b=3", "scalar:b=4", "octahedral:b=3") for scaled in _SCALED),
     *(f"k=group:b={words},scales=u8,rotation=hadamard{scaled}" for words in _GROUPS for scaled in _SCALED),
-    *(f"k=group:b={b},g=128" for b in (3, 8)),
+    *(f"k=group:b={words},scales=u8" for words in ("2,g=32", "3,g=64", "8,g=128")),
     *(f"v=scalar:b={words}" for words in ("1", "2", "2,high=3", "3", "4", "6", "8")),
     "v=octahedral:b=3",
     *(f"v=group:b={words},scales=u8,rotation=hadamard" for words in _GROUPS[1:4]),
@@ -36,7 +36,7 @@ LADDER = (
 """What the thorough search chooses from, from 1 to 8 bits: of every family the codecs that cost least for what they keep."""
 
 RUNGS = (
-    *(f"k=group:b={b},g=128" for b in (2, 3, 4, 5, 6, 8)),
+    *(f"k=group:b={words},scales=u8" for words in ("2,g=64", "2,g=32", "3,g=64", "4,g=64", "5,g=64", "6,g=64", "8,g=64")),
     *(f"v=scalar:b={b}" for b in (2, 3, 4, 5, 6, 8)),
 )
 """What the fast search chooses from: one family a side, so that more bytes are fewer errors without a measurement.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
+
+from .locks import Lock
 
 FAILURES = 2
 """Failures in a row after which nothing is asked."""
@@ -18,7 +19,7 @@ class Breaker:
         self._failures, self._rest_seconds = failures, rest_seconds
         self._in_a_row = 0
         self._closed_until = 0.0
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def allows(self) -> bool:
         """Whether to ask now. After a rest one caller may, and the others wait for what it meets."""

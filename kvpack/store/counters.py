@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import threading
-import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
+
+from .locks import Lock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,8 +40,7 @@ class Counters:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._faults: Counter[tuple[str, str]] = Counter()
-        self._lock = threading.Lock()
-        _ALL.add(self)
+        self._lock = Lock()
 
     def add(self, name: str, amount: int = 1) -> None:
         """Add ``amount`` to the counter ``name`` of ``NAMES``."""
@@ -82,10 +80,6 @@ class Counters:
             lines += [f"# HELP kvpack_store_{name} {meaning}", f"# TYPE kvpack_store_{name} gauge", f"kvpack_store_{name} {value}"]
         return "\n".join(lines) + "\n"
 
-    def _after_fork(self) -> None:
-        # Another thread of the parent may have held it.
-        self._lock = threading.Lock()
-
 
 def fault_reason(error: BaseException) -> str:
     """The system's name of an error, such as ENOSPC, or the name of its class."""
@@ -95,14 +89,3 @@ def fault_reason(error: BaseException) -> str:
             return errno.errorcode.get(known.errno, str(known.errno))
         known = known.__cause__ or known.__context__
     return type(error).__name__
-
-
-_ALL: weakref.WeakSet[Counters] = weakref.WeakSet()
-
-
-def _renew_locks() -> None:
-    for counters in _ALL:
-        counters._after_fork()
-
-
-os.register_at_fork(after_in_child=_renew_locks)

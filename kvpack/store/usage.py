@@ -8,11 +8,11 @@ count in place of the changes. The file is a hint: one that is missing or makes 
 from __future__ import annotations
 
 import os
-import threading
-import weakref
 from typing import TYPE_CHECKING
 
 from kvpack.atomic import write_file
+
+from .locks import Lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,8 +35,7 @@ class Usage:
         self._beginning = b""
         self._read_to = _RECORD
         self._sum = 0
-        self._lock = threading.Lock()
-        _ALL.add(self)
+        self._lock = Lock()
 
     def add(self, change: int) -> int | None:
         """Append a change and return the new sum, or None when the file makes no sense."""
@@ -92,10 +91,6 @@ class Usage:
             whole = beginning.startswith(_MAGIC) and os.fstat(descriptor).st_size % _RECORD == 0
             return self._sum if whole and self._sum >= 0 else None
 
-    def _after_fork(self) -> None:
-        # Another thread of the parent may have held it.
-        self._lock = threading.Lock()
-
 
 def _record(change: int) -> bytes:
     return change.to_bytes(_RECORD, "little", signed=True)
@@ -115,14 +110,3 @@ def _changes(descriptor: int, start: int) -> list[int]:
         start += whole
         if len(data) < _READ_AT_ONCE:
             return changes
-
-
-_ALL: weakref.WeakSet[Usage] = weakref.WeakSet()
-
-
-def _renew_locks() -> None:
-    for usage in _ALL:
-        usage._after_fork()
-
-
-os.register_at_fork(after_in_child=_renew_locks)

@@ -1,0 +1,38 @@
+"""Locks that are free in a forked child, whichever thread of the parent held them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+
+class Lock:
+    """A ``threading.Lock``, new after a fork."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        _ALL.add(self)
+
+    def acquire(self) -> None:
+        self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+_ALL: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _renew() -> None:
+    for lock in _ALL:
+        lock._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)

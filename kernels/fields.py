@@ -198,10 +198,10 @@ def beside(
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The binary16 ``value`` in the columns of fields before ``FIELD``, and ``other`` in the rest, for the stream of ``NUMBER``."""
+    """The 16-bit ``value`` in the columns of fields before ``FIELD``, and ``other`` in the rest, for the stream of ``NUMBER``."""
     place = of_columns(places[2 * NUMBER + 1], TURNED)
     if FAST and WIDTH % 2 == 0:
-        value = tl.inline_asm_elementwise(_beside(FIELD), "=r,r,r,r", [value, other, place], dtype=tl.float16, is_pure=True, pack=2)
+        value = tl.inline_asm_elementwise(_beside(FIELD), "=r,r,r,r", [value, other, place], dtype=value.dtype, is_pure=True, pack=2)
     else:
         value = tl.where(place < FIELD, value, other)
     return value
@@ -229,6 +229,28 @@ def digit(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.cons
         value = straddling(planes, BIT, BITS, FAST)
     else:
         value = field(planes[BIT // 16], BIT % 16, BITS, FAST)
+    return value
+
+
+@triton.jit
+def digits_of_step(
+    planes: tl.tuple,
+    places: tl.tuple,
+    NUMBER: tl.constexpr,
+    PACKING: tl.constexpr,
+    FIRST: tl.constexpr,
+    BITS: tl.constexpr,
+    STEP: tl.constexpr,
+    BESIDE: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tensor:
+    """The digits of the ``BESIDE`` fields that one tile of narrow rows holds, int16; field 0 begins at bit ``FIRST``."""
+    value = digit(planes, FIRST + STEP * BESIDE * BITS, BITS, FAST)
+    for field_number in tl.static_range(1, BESIDE):
+        if STEP * BESIDE + field_number < PACKING[4]:
+            other = digit(planes, FIRST + (STEP * BESIDE + field_number) * BITS, BITS, FAST)
+            value = beside(value, other, places, NUMBER, PACKING[2], field_number, TURNED, FAST)
     return value
 
 

@@ -18,7 +18,7 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 
-from .fields import affine_bits, beside, load_per_token, load_planes, of_tokens, power_of_two, product, whole_planes
+from .fields import affine_bits, digits_of_step, load_per_token, load_planes, of_tokens, power_of_two, product, whole_planes
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 
@@ -137,33 +137,33 @@ def decode(
         centre = (minimum + step * MIDDLE) * inverse
     scale = of_tokens(scale.to(tl.float16), TURNED)
     centre = of_tokens(centre.to(tl.float16), TURNED)
-    for number in tl.static_range(BESIDE):
-        if STEP * BESIDE + number < PACKING[4]:
-            found = _field(planes, table, scale, centre, STEP * BESIDE + number, C, SHARED, FAST)
-            if number == 0:
-                x, y = found
-            else:
-                x = beside(x, found[0], places, 0, PACKING[2], number, TURNED, FAST)
-                y = beside(y, found[1], places, 0, PACKING[2], number, TURNED, FAST)
-    return (x, y)
+    BIN_BITS: tl.constexpr = C[2]
+    NORM_BITS: tl.constexpr = C[3]
+    NORMS: tl.constexpr = PACKING[4] * BIN_BITS
+    if BESIDE == 1:
+        found = _pair(planes, table, scale, centre, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, C, SHARED, FAST)
+    else:
+        index = digits_of_step(planes, places, 0, PACKING, 0, BIN_BITS, STEP, BESIDE, TURNED, FAST)
+        norm = digits_of_step(planes, places, 0, PACKING, NORMS, NORM_BITS, STEP, BESIDE, TURNED, FAST)
+        found = _pair((index, norm), table, scale, centre, 0, 16, C, SHARED, FAST)
+    return found
 
 
 @triton.jit
-def _field(
+def _pair(
     planes: tl.tuple,
     table: tl.tensor,
     scale: tl.tensor,
     centre: tl.tensor,
-    FIELD: tl.constexpr,
+    BIN: tl.constexpr,
+    NORM: tl.constexpr,
     C: tl.constexpr,
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    PACKING: tl.constexpr = C[0]
-    BIN_BITS: tl.constexpr = C[2]
-    NORM_BITS: tl.constexpr = C[3]
-    found = look_up_bits(planes, table, FIELD * BIN_BITS, BIN_BITS, 2, 0, SHARED, FAST)
-    norm = affine_bits(planes, scale, centre, PACKING[4] * BIN_BITS + FIELD * NORM_BITS, NORM_BITS, FAST)
+    """The pairs whose bin begins at bit ``BIN`` of each column, and their norm code at bit ``NORM``."""
+    found = look_up_bits(planes, table, BIN, C[2], 2, 0, SHARED, FAST)
+    norm = affine_bits(planes, scale, centre, NORM, C[3], FAST)
     if C[4]:
         norm = power_of_two(norm, FAST)
     return (product(found[0], norm, FAST), product(found[1], norm, FAST))

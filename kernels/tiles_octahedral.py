@@ -17,7 +17,7 @@ from triton import language as tl
 
 from kvpack.formats.octahedral_search import codebook_directions
 
-from .fields import beside, load_factor, load_planes, negated, product, read_factor, whole_planes
+from .fields import digits_of_step, load_factor, load_planes, negated, product, read_factor, whole_planes
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 
@@ -102,29 +102,37 @@ def decode(
     """The three coordinates of the triplets of ``STEP``, within a unit vector."""
     PACKING: tl.constexpr = C[0]
     BESIDE: tl.constexpr = C[1]
+    INDEX_BITS: tl.constexpr = C[2]
+    SIGN_BITS: tl.constexpr = C[3]
+    SIGNS: tl.constexpr = PACKING[4] * INDEX_BITS
     planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
-    for number in tl.static_range(BESIDE):
-        if STEP * BESIDE + number < PACKING[4]:
-            found = _field(planes, table, STEP * BESIDE + number, C, SHARED, FAST)
-            if number == 0:
-                x, y, z = found
-            else:
-                x = beside(x, found[0], places, 0, PACKING[2], number, TURNED, FAST)
-                y = beside(y, found[1], places, 0, PACKING[2], number, TURNED, FAST)
-                z = beside(z, found[2], places, 0, PACKING[2], number, TURNED, FAST)
-    return (x, y, z)
+    if BESIDE == 1:
+        found = _triplet(planes, table, STEP * INDEX_BITS, SIGNS + STEP * SIGN_BITS, C, SHARED, FAST)
+    else:
+        index = digits_of_step(planes, places, 0, PACKING, 0, INDEX_BITS, STEP, BESIDE, TURNED, FAST)
+        sign = index
+        if SIGN_BITS:
+            sign = digits_of_step(planes, places, 0, PACKING, SIGNS, SIGN_BITS, STEP, BESIDE, TURNED, FAST)
+        found = _triplet((index, sign), table, 0, 16, C, SHARED, FAST)
+    return found
 
 
 @triton.jit
-def _field(planes: tl.tuple, table: tl.tensor, FIELD: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    PACKING: tl.constexpr = C[0]
+def _triplet(
+    planes: tl.tuple,
+    table: tl.tensor,
+    INDEX: tl.constexpr,
+    SIGNS: tl.constexpr,
+    C: tl.constexpr,
+    SHARED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The triplets whose index begins at bit ``INDEX`` of each column, and their signs at bit ``SIGNS``."""
     INDEX_BITS: tl.constexpr = C[2]
-    SIGN_BITS: tl.constexpr = C[3]
     NORM_BITS: tl.constexpr = C[4]
-    found = look_up_bits(planes, table, FIELD * INDEX_BITS, INDEX_BITS, 4, 0, SHARED, FAST)
+    found = look_up_bits(planes, table, INDEX, INDEX_BITS, 4, 0, SHARED, FAST)
     x, y, z = found[0], found[1], found[2]
-    if SIGN_BITS:
-        SIGNS: tl.constexpr = PACKING[4] * INDEX_BITS + FIELD * SIGN_BITS
+    if C[3]:
         x = negated(x, planes[SIGNS // 16], SIGNS % 16, FAST)
         y = negated(y, planes[(SIGNS + 1) // 16], (SIGNS + 1) % 16, FAST)
         if NORM_BITS:

@@ -11,7 +11,7 @@ import torch
 import triton
 from triton import language as tl
 
-from .fields import beside, code_bits, load_factor, load_planes, product, read_factor, whole_planes
+from .fields import code_bits, digits_of_step, load_factor, load_planes, product, read_factor, whole_planes
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 
@@ -45,7 +45,8 @@ def tiles(codec: Quaternion) -> Tiles | None:
         channels,
         (*streams, Stream("scale", scale_bits, 1)),
         table.to(torch.float16),
-        packings=(packing,), entries=packing.alphabets[0],
+        packings=(packing,),
+        entries=packing.alphabets[0],
     )
 
 
@@ -81,27 +82,32 @@ def decode(
     """The components of the chunks of ``STEP``: unit quaternions times radius codes."""
     PACKING: tl.constexpr = C[0]
     BESIDE: tl.constexpr = C[1]
+    CODE_BITS: tl.constexpr = C[2]
+    RADIUS_BITS: tl.constexpr = C[3]
+    RADII: tl.constexpr = PACKING[4] * CODE_BITS
     planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
-    for number in tl.static_range(BESIDE):
-        if STEP * BESIDE + number < PACKING[4]:
-            found = _field(planes, table, STEP * BESIDE + number, C, SHARED, FAST)
-            if number == 0:
-                w, x, y, z = found
-            else:
-                w = beside(w, found[0], places, 0, PACKING[2], number, TURNED, FAST)
-                x = beside(x, found[1], places, 0, PACKING[2], number, TURNED, FAST)
-                y = beside(y, found[2], places, 0, PACKING[2], number, TURNED, FAST)
-                z = beside(z, found[3], places, 0, PACKING[2], number, TURNED, FAST)
-    return (w, x, y, z)
+    if BESIDE == 1:
+        found = _chunk(planes, table, STEP * CODE_BITS, RADII + STEP * RADIUS_BITS, C, SHARED, FAST)
+    else:
+        index = digits_of_step(planes, places, 0, PACKING, 0, CODE_BITS, STEP, BESIDE, TURNED, FAST)
+        radius = digits_of_step(planes, places, 0, PACKING, RADII, RADIUS_BITS, STEP, BESIDE, TURNED, FAST)
+        found = _chunk((index, radius), table, 0, 16, C, SHARED, FAST)
+    return found
 
 
 @triton.jit
-def _field(planes: tl.tuple, table: tl.tensor, FIELD: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    PACKING: tl.constexpr = C[0]
-    CODE_BITS: tl.constexpr = C[2]
-    RADIUS_BITS: tl.constexpr = C[3]
-    found = look_up_bits(planes, table, FIELD * CODE_BITS, CODE_BITS, 4, 0, SHARED, FAST)
-    radius = code_bits(planes, PACKING[4] * CODE_BITS + FIELD * RADIUS_BITS, RADIUS_BITS, FAST)
+def _chunk(
+    planes: tl.tuple,
+    table: tl.tensor,
+    CODE: tl.constexpr,
+    RADIUS: tl.constexpr,
+    C: tl.constexpr,
+    SHARED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The chunks whose codeword begins at bit ``CODE`` of each column, and their radius at bit ``RADIUS``."""
+    found = look_up_bits(planes, table, CODE, C[2], 4, 0, SHARED, FAST)
+    radius = code_bits(planes, RADIUS, C[3], FAST)
     return (
         product(found[0], radius, FAST),
         product(found[1], radius, FAST),

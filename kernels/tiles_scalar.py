@@ -1,7 +1,5 @@
 """scalar as tiles (spec/codecs/scalar.md): values from a table, two or four fields at a time where their index is short."""
 
-# Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: SIM108
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -13,7 +11,7 @@ import torch
 import triton
 from triton import language as tl
 
-from .fields import beside, load_factor, load_planes, read_factor, whole_planes
+from .fields import digits_of_step, load_factor, load_planes, read_factor, whole_planes
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, fields_side_by_side, packing_constants, plane_streams, step_symbols
 
@@ -135,15 +133,11 @@ def _decode_part(
     TOGETHER: tl.constexpr = PART[2]
     if TOGETHER > 1:
         value = look_up_bits(planes, table, TOGETHER * STEP * BITS, TOGETHER * BITS, TOGETHER, PART[3], SHARED, FAST)
+    elif BESIDE == 1:
+        value = (look_up_bits(planes, table, STEP * BITS, BITS, 2, PART[3], SHARED, FAST)[0],)
     else:
-        for field in tl.static_range(BESIDE):
-            if STEP * BESIDE + field < PACKING[4]:
-                found = look_up_bits(planes, table, (STEP * BESIDE + field) * BITS, BITS, 2, PART[3], SHARED, FAST)
-                if field == 0:
-                    one = found[0]
-                else:
-                    one = beside(one, found[0], places, NUMBER, PACKING[2], field, TURNED, FAST)
-        value = (one,)
+        index = digits_of_step(planes, places, NUMBER, PACKING, 0, BITS, STEP, BESIDE, TURNED, FAST)
+        value = (look_up_bits((index,), table, 0, BITS, 2, PART[3], SHARED, FAST)[0],)
     return value
 
 

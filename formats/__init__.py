@@ -12,7 +12,8 @@ from .polar import Polar
 from .quaternion import Quaternion
 from .raw import Raw
 from .scalar import Scalar
-from .side_cars import OPTIONS, SIDE_CARS, WithSideCars, codec_with
+from .side_car_options import OPTIONS
+from .side_cars import SIDE_CARS, WithSideCars, codec_with
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -277,6 +277,7 @@ def rotated_tolerance(u: list[float], tolerance: list[float], of_head: float = 0
 # container.md, Limits ------------------------------------------------------------------------------------------------
 
 FORMAT = 1
+MAX_FILE_BYTES = 1_152_921_504_606_846_975
 MAX_JSON_BYTES = 16_777_216
 MAX_HEADER_BYTES = 8_388_608
 MAX_CODECS = 4_096
@@ -1561,6 +1562,7 @@ def read(data: bytes, decompress: Decompress | None = None) -> File:
     require(json == json_header(header, file.tensors), "container.md, JSON header", "its bytes do not follow from kvpack.header")
     laid = places(header_bytes, file.tensors)
     end = laid[-1].end if laid else header_bytes
+    require(8 + length + end <= MAX_FILE_BYTES, LIMITS, f"the file has {8 + length + end} bytes")
     require(len(section) == end, rule, f"the data section has {len(section)} bytes, and its tensors {end}")
 
     contents: dict[str, bytes] = {}

@@ -104,12 +104,15 @@ def add_msgpack() -> None:
         ("binary-16", b"\xc4\x10", b"\xc5\x00\x10", "a digest as bin 16"),
         ("key-twice", b"\x81" + name, b"\x82" + name + name, "a key of model that occurs twice"),
         ("map-16", packed[:1], b"\xde\x00\x09", "a small map as map 16"),
+        ("key-integer", name, b"\x01\xa1x", "a key of model that is an integer"),
         ("array-32", b"\xa4runs\x91", b"\xa4runs\xdd\x00\x00\x00\x01", "a small array as array 32"),
     ):
         assert packed.count(old, 0, None if len(old) > 1 else 1)
         add(f"msgpack-{key}", "container-10", "InvalidHeader", shows, lambda o=old, n=new: parts.joined(packed.replace(o, n, 1)))
     add("msgpack-more-bytes", "container-10", "InvalidHeader", "a byte after the map", lambda: parts.joined(packed + b"\0"))
     add("msgpack-fewer-bytes", "container-10", "InvalidHeader", "the map ends too early", lambda: parts.joined(packed[:-1]))
+    shows = "an array of the keys and values of the map"
+    add("msgpack-array", "container-10", "InvalidHeader", shows, lambda: parts.joined(b"\xdc\x00\x12" + packed[1:]))
     nested = packed.replace(b"\xa5start\x03", b"\xa5start" + b"\x91" * 2000 + b"\x03")
     add("msgpack-nested", "container-10", "InvalidHeader", "two thousand arrays in one another", lambda: parts.joined(nested))
     for place, value in (("ignorable", {"y": b"1", "x": b""}), ("model", {"\U00010000": "a", "\uffff": "b"})):
@@ -122,6 +125,7 @@ def add_frames() -> None:
         add(f"zstd-{name}", rule, "InvalidPayload", shows, lambda: one_side(RAW, frame(change), runs=(4,), heads=1))
 
     skippable = bytes.fromhex("502a4d18 00000000")
+    add_frame("cut-off-in-its-header", "container-21", "the first six bytes of a frame", lambda raw: compressed(raw)[:6])
     add_frame("no-frame", "container-21", "values as they are, with the filter zstd", lambda raw: raw)
     add_frame("cut-off", "container-21", "a frame without its last byte", lambda raw: compressed(raw)[:-1])
     add_frame("two-frames", "container-21", "the values in two frames", lambda raw: compressed(raw[:6]) + compressed(raw[6:]))
@@ -180,6 +184,16 @@ def add_limits() -> None:
     other = f'"shape":[{size}],"data_offsets":[0,{size}]'
     add("limit-of-the-header", "container-29", "LimitExceeded", "kvpack.header of a byte more than allowed", lambda: in_text(whole, other))
     add("stored-bytes-of-65-bits", "container-17", "InvalidHeader", "a tensor of 2^65 bytes, which is 0 in 64 bits", overflowing)
+
+    add("limit-of-the-file", "container-29", "LimitExceeded", "a tensor of 2^61 bytes in a file that does not have them", too_large)
+
+
+def too_large() -> bytes:
+    """A side of 2^16 sequences, heads and 2^28 tokens of one F16 channel, its tensor without bytes but listed with all."""
+    parts = Parts.of(overflowing())
+    parts.header["layers"][0]["k"]["runs"] = [2**28]
+    parts.header["tensors"][0][2:5] = [[2**16, 2**16, 2**28, 1], "none", 2**61]
+    return parts.joined(keep_sizes=True)
 
 
 def overflowing() -> bytes:

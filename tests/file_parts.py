@@ -55,10 +55,7 @@ class Parts:
             if not keep_sizes:
                 row[4:] = [len(stored), xxhash.xxh3_128_digest(stored)]
         packed = msgpack.packb(self.header) if packed is None else packed
-        rows = [
-            decoder.Tensor(row[0], row[1], tuple(row[2]), row[3], len(stored))
-            for row, stored in zip(self.header["tensors"], self.tensors, strict=True)
-        ]
+        rows = [decoder.Tensor(row[0], row[1], tuple(row[2]), *row[3:]) for row in self.header["tensors"]]
         json = decoder.json_header(packed, rows)
         data = len(json).to_bytes(8, "little") + json + packed
         for place, stored in zip([p for p in decoder.places(len(packed), rows) if p.tensor], self.tensors, strict=True):

@@ -124,6 +124,8 @@ def add_parameters() -> None:
             )
             more = fields | {"more": 1}
             add_header(f"{codec_id}-fields-unknown", f"{codec_id}-3", codec, "codecs.0.fields", more, "fields names a stream too many")
+    direct = create("angle", 6, n="8", norm="fp32", rotation="none")
+    add_header("angle-norms-direct", "angle-2", direct, "codecs.0.arrangement", "direct", "arrangement is direct with norms in binary32")
     both = dict(reversed(dict(SCALAR.fields).items()))  # type: ignore[attr-defined]
     add_header("scalar-fields-swapped", "scalar-3", SCALAR, "codecs.0.fields", both, "fields names the streams in another order")
     add(

@@ -8,6 +8,7 @@ import msgpack
 
 from file_parts import Parts, compressed, edit, frame, one_side, raw_frame, repeated_frame  # isort: skip
 from invalid_vectors import GROUP, RAW, Invalid, add, add_header  # isort: skip
+from strategies import create  # isort: skip
 from valid_vectors import Valid  # isort: skip
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ def with_length(spaces: int) -> bytes:
     """``PLAIN`` with more spaces at the end of its JSON header."""
     length = int.from_bytes(PLAIN[:8], "little")
     return (length + spaces).to_bytes(8, "little") + PLAIN[8 : 8 + length] + b" " * spaces + PLAIN[8 + length :]
+
+
+def add_all() -> None:
+    for add_vectors in (add_front, add_msgpack, add_frames, add_limits, add_unsupported):
+        add_vectors()
 
 
 def add_front() -> None:
@@ -170,6 +176,9 @@ def add_limits() -> None:
         ("names", GROUP, "model", {f"{number:03}": "" for number in range(257)}),
     ):
         add_header(f"limit-of-{name}", "container-29", codec, path, value, f"{name} above its limit", "LimitExceeded")
+    for name in ("batch", "heads"):
+        shows = f"{name} above its limit, and no tokens: tensors without bytes agree with it"
+        add(f"limit-of-{name}-without-tokens", "container-29", "LimitExceeded", shows, lambda n=name: without_tokens(n))
     length = 2**24 + 4088
     add(
         "limit-of-the-json-header",
@@ -188,6 +197,14 @@ def add_limits() -> None:
     add("limit-of-the-file", "container-29", "LimitExceeded", "a tensor of 2^61 bytes in a file that does not have them", too_large)
 
 
+def without_tokens(name: str) -> bytes:
+    """A side of 65537 sequences or heads and of no tokens."""
+    parts = Parts.of(one_side(RAW, runs=(), tail=0))
+    parts.header["layers"][0]["k"][name] = 65537
+    parts.header["tensors"][0][2][("batch", "heads").index(name)] = 65537
+    return parts.joined()
+
+
 def too_large() -> bytes:
     """A side of 2^16 sequences, heads and 2^28 tokens of one F16 channel, its tensor without bytes but listed with all."""
     parts = Parts.of(overflowing())
@@ -198,8 +215,6 @@ def too_large() -> bytes:
 
 def overflowing() -> bytes:
     """A side of 2^16 sequences, heads and 2^32 tokens of one F16 channel, its tensor without bytes."""
-    from strategies import create
-
     parts = Parts.of(one_side(create("raw", 1, dtype="fp16"), runs=(), tail=0, heads=1))
     parts.header["layers"][0]["k"].update(batch=2**16, heads=2**16, runs=[2**32])
     parts.header["tensors"][0][2] = [2**16, 2**16, 2**32, 1]
@@ -251,7 +266,3 @@ def add_unsupported() -> None:
     features = {"a-feature": bytes(range(256)), "new-feature": b""}
     shows = "two unknown ignorable features, which readers skip"
     UNSUPPORTED["ignorable-features"] = Valid(shows, ("container-8",), lambda: one_side(GROUP, edit("ignorable", features)))
-
-
-for add_vectors in (add_front, add_msgpack, add_frames, add_limits, add_unsupported):
-    add_vectors()

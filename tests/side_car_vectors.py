@@ -17,6 +17,11 @@ BLOCKS = create("group", 12, "k", b="2", axis="channel", block_rotation="4", cha
 WIDE_BLOCKS = create("group", 260, "k", b="2", axis="channel", block_rotation="20", channel_order="u16")
 
 
+def add_all() -> None:
+    add_decoded()
+    add_refused()
+
+
 def add_decoded() -> None:
     for name, shows, codec_id, dim, words, runs in (
         (

@@ -32,6 +32,21 @@ def add(name: str, shows: str, make: Callable[[], bytes], *rules: str) -> None:
     VALID[name] = Valid(shows, rules, make)
 
 
+def add_all() -> None:
+    for add_vectors in (
+        add_raw,
+        add_group,
+        add_octahedral,
+        add_quaternion,
+        add_angle,
+        add_polar,
+        add_scalar,
+        add_usual_head_dims,
+        add_container,
+    ):
+        add_vectors()
+
+
 def with_fields(codec: Codec, *fields: int) -> Codec:
     """``codec`` with another F for each code stream."""
     return dataclasses.replace(codec, fields=tuple((name, count) for name, count in zip(codec.packings(), fields, strict=True)))  # type: ignore[call-arg]
@@ -252,17 +267,3 @@ def add_container() -> None:
     for name, (shows, change) in frames.items():
         add(name, shows, lambda c=change: one_side(raw, frame(c), runs=(4,), heads=1))
     add("zstd-no-content", "a frame of no content, for a tensor without bytes", lambda: one_side(raw, frame(compressed), runs=()))
-
-
-for add_vectors in (
-    add_raw,
-    add_group,
-    add_octahedral,
-    add_quaternion,
-    add_angle,
-    add_polar,
-    add_scalar,
-    add_usual_head_dims,
-    add_container,
-):
-    add_vectors()

@@ -11,22 +11,26 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import codec_vectors  # isort: skip
+import container_vectors  # isort: skip
+import header_vectors  # isort: skip
+import side_car_vectors  # isort: skip
+import valid_vectors  # isort: skip
 from container_vectors import UNSUPPORTED  # isort: skip
 from invalid_vectors import INVALID, Invalid  # isort: skip
 from second_decoder import decoder, decompress  # isort: skip
-from side_car_vectors import add_decoded, add_refused  # isort: skip
 from valid_vectors import VALID, Valid  # isort: skip
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    pass
 
 FOLDER = Path(__file__).resolve().parents[1] / "spec" / "vectors"
 MANIFEST = FOLDER / "manifest.json"
 CORE = {"raw", "group"}
 """Codecs of the profile core, which has no side-cars and no filters."""
 
-add_decoded()
-add_refused()
+for module in (valid_vectors, codec_vectors, header_vectors, container_vectors, side_car_vectors):
+    module.add_all()
 
 DEFINED: dict[str, Valid | Invalid] = {
     f"{folder}/{name}.kvpack": vector
@@ -83,10 +87,11 @@ def written(file: str, vector: Valid | Invalid) -> dict[str, Any]:
 
 
 def main() -> None:
-    lines: Mapping[str, dict[str, Any]] = manifest()
-    for folder in {Path(file).parent for file in DEFINED}:
-        (FOLDER / folder).mkdir(parents=True, exist_ok=True)
-    lines = {file: lines.get(file) or written(file, vector) for file, vector in DEFINED.items()}
+    lines = manifest()
+    for file, vector in DEFINED.items():
+        if file not in lines:
+            (FOLDER / file).parent.mkdir(parents=True, exist_ok=True)
+            lines[file] = written(file, vector)
     rows = ",\n".join(f"{json.dumps(file)}: {json.dumps(line, ensure_ascii=False)}" for file, line in lines.items())
     MANIFEST.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
 

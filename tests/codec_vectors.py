@@ -1,0 +1,228 @@
+"""The conformance vectors whose codec's parameters, codes or numbers a reader refuses: each breaks one rule."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from file_parts import one_side, reorder  # isort: skip
+from invalid_vectors import ANGLE, CODECS, EIGHT_BIT, GROUP, OCTAHEDRAL, POLAR, QUATERNION, SCALAR, add, add_header, add_payload  # isort: skip
+from strategies import create  # isort: skip
+
+if TYPE_CHECKING:
+    from kvpack.formats.base import Codec
+
+
+def add_all() -> None:
+    for add_vectors in (add_parameters, add_tables, add_packing, add_numbers):
+        add_vectors()
+
+
+def add_parameters() -> None:
+    outside: dict[str, list[tuple[str, Any]]] = {
+        "raw": [("dim", 0), ("dim", 1025), ("dim", "3"), ("dtype", "fp64")],
+        "group": [
+            ("dim", 1025),
+            ("bits", 0),
+            ("bits", 9),
+            ("axis", "head"),
+            ("size", 12),
+            ("seed", "0"),
+            ("fields", {"codes": "5"}),
+            ("rotation_kind", "givens"),
+        ],
+        "octahedral": [
+            ("dim", 3),
+            ("b_dir", 9),
+            ("b_norm", 9),
+            ("arrangement", "sparse"),
+            ("norm", "bf16"),
+            ("direction_table", bytes(4)),
+            ("norm_table", bytes(9)),
+        ],
+        "quaternion": [("secondary", 0), ("secondary", 2731), ("radius_bits", 9), ("rotation_seed", "1")],
+        "angle": [("dim", 7), ("bins", 1), ("bins", 65537), ("norm_bits", 0), ("norm_bits", 9), ("range", "bf16")],
+        "scalar": [("bits", 0), ("bits_high", 2), ("high_channels", b"\x1f"), ("high_channels", b""), ("magnitude_table", bytes(4))],
+        "polar": [("dim", 5), ("bits", "2.3.1.1"), ("bits", "2.9.1"), ("bits", "2.3."), ("bits", ""), ("angle_table", "")],
+    }
+    for codec_id, codec in CODECS.items():
+        names = list(codec.params())
+        add(
+            f"{codec_id}-parameter-missing",
+            f"{codec_id}-1",
+            "InvalidHeader",
+            "a parameter is missing",
+            lambda c=codec, n=names: one_side(c, reorder("codecs.0", *n[:-1])),
+        )
+        add(
+            f"{codec_id}-parameter-unknown",
+            f"{codec_id}-1",
+            "InvalidHeader",
+            "a parameter too many",
+            lambda c=codec, n=names: one_side(c, reorder("codecs.0", *n, "more")),
+        )
+        swapped = [*names[:-2], *names[:-3:-1]]
+        add(
+            f"{codec_id}-parameters-swapped",
+            f"{codec_id}-1",
+            "InvalidHeader",
+            "the last two parameters in another order",
+            lambda c=codec, n=swapped: one_side(c, reorder("codecs.0", *n)),
+        )
+        for number, (parameter, value) in enumerate(outside[codec_id]):
+            shown = f"{len(value)} bytes" if isinstance(value, bytes) else repr(value)
+            add_header(
+                f"{codec_id}-parameter-{number + 1}", f"{codec_id}-2", codec, f"codecs.0.{parameter}", value, f"{parameter} is {shown}"
+            )
+        if codec_id != "raw":
+            fields = dict(codec.fields)  # type: ignore[attr-defined]
+            other = {f"{name}s": count for name, count in fields.items()}
+            add_header(f"{codec_id}-fields-of-others", f"{codec_id}-3", codec, "codecs.0.fields", other, "fields names other streams")
+            add_header(
+                f"{codec_id}-fields-missing",
+                f"{codec_id}-3",
+                codec,
+                "codecs.0.fields",
+                dict(list(fields.items())[1:]),
+                "fields names a stream too few",
+            )
+            more = fields | {"more": 1}
+            add_header(f"{codec_id}-fields-unknown", f"{codec_id}-3", codec, "codecs.0.fields", more, "fields names a stream too many")
+    direct = create("angle", 6, n="8", norm="fp32", rotation="none")
+    add_header("angle-norms-direct", "angle-2", direct, "codecs.0.arrangement", "direct", "arrangement is direct with norms in binary32")
+    both = dict(reversed(dict(SCALAR.fields).items()))  # type: ignore[attr-defined]
+    add_header("scalar-fields-swapped", "scalar-3", SCALAR, "codecs.0.fields", both, "fields names the streams in another order")
+    add(
+        "group-scale-dtype-fp16",
+        "group-4",
+        "InvalidHeader",
+        "scale_dtype says what leaving it out says",
+        lambda: one_side(GROUP, lambda parts: parts.header["codecs"][0].update(scale_dtype="fp16")),
+    )
+    add_header("group-scale-dtype-unknown", "group-4", EIGHT_BIT, "codecs.0.scale_dtype", "u16", "scale_dtype is u16")
+
+
+def add_tables() -> None:
+    nan, above, one = "0000c07f", "0100803f", "0000803f"
+    for name, table, shows in (
+        ("equal", bytes(8), "two numbers that are equal"),
+        ("descending", bytes.fromhex(one + "0000003f"), "numbers that descend"),
+        ("above-1", bytes.fromhex(one + above), "a number above 1"),
+        ("negative", bytes.fromhex("000080bf" + one), "a negative number"),
+        ("nan", bytes.fromhex("00000000" + nan), "a number that is no number"),
+    ):
+        add_header(f"octahedral-table-{name}", "octahedral-4", OCTAHEDRAL, "codecs.0.norm_table", table, f"norm_table has {shows}")
+        if name != "negative":
+            add_header(f"scalar-table-{name}", "scalar-4", SCALAR, "codecs.0.magnitude_table", table, f"magnitude_table has {shows}")
+    first = POLAR.angle_table  # type: ignore[attr-defined]
+    add_header(
+        "polar-table-above-right-angle",
+        "polar-4",
+        POLAR,
+        "codecs.0.angle_table",
+        first[:-4] + bytes.fromhex("db0fc93f"),
+        "the largest angle is the least binary32 above pi / 2",
+    )
+    add_header(
+        "polar-table-descending", "polar-4", POLAR, "codecs.0.angle_table", first[4:8] + first[:4] + first[8:], "angles that do not ascend"
+    )
+    add_header("polar-table-nan", "polar-4", POLAR, "codecs.0.angle_table", first[:-4] + bytes.fromhex(nan), "an angle that is no number")
+    add_header("polar-table-short", "polar-4", POLAR, "codecs.0.angle_table", first[:-4], "an angle too few")
+    add_header("polar-table-long", "polar-4", POLAR, "codecs.0.angle_table", first + bytes.fromhex("0000803f"), "an angle too many")
+    add_header("scalar-no-high-channel", "scalar-5", SCALAR, "codecs.0.high_channels", b"\0\0", "no channel is high")
+    add_header("scalar-high-channels-alone", "scalar-5", SCALAR, "codecs.0.high_channels", b"\xff\x03", "all channels are high")
+    add_header(
+        "scalar-high-channel-beyond", "scalar-6", SCALAR, "codecs.0.high_channels", b"\x1f\x04", "a high channel beyond the channels"
+    )
+
+
+def add_packing() -> None:
+    half = dataclasses.replace(GROUP, fields=(("codes", 3),))  # type: ignore[type-var]
+    odd = dataclasses.replace(GROUP, fields=(("codes", 2),))  # type: ignore[type-var]
+    exact = create("angle", 128, n="3", norm="linear3", rotation="none")
+    add_payload("digit-of-a-codeword", "front-2", QUATERNION, "symbol.0", 0, "7f00", "a codeword that is not below 24 S, within its base")
+    add_payload("digit-of-a-bin", "front-2", ANGLE, "angle.0", 0, "7f", "a bin that is not below bins, within its base")
+    add_payload("field-without-a-symbol", "front-3", half, "codes.0", 2, "4000", "a field of bits without a symbol")
+    add_payload(
+        "field-without-a-symbol-of-3",
+        "front-3",
+        exact,
+        "angle.0",
+        exact.packings()["angle"].planes[0] * 2 - 2,
+        unused_field(exact),
+        "a field of base 3 without a symbol",
+    )
+    add_payload("bits-above-a-column", "front-4", GROUP, "codes.0", 1, "80", "a bit above the fields of a column")
+    add_payload("bits-above-a-column-of-two-digits", "front-4", QUATERNION, "symbol.0", 1, "08", "a bit above the fields of both digits")
+    add_payload("byte-without-a-column", "front-4", odd, "codes.0", 3, "01", "the high byte of the last word, which no column has")
+    add_payload("value-above-a-column", "front-4", exact, "angle.0", 0, "ffff", "a column above 3^F - 1")
+    for codec, count, name, shows in (
+        (GROUP, 0, "none", "no field"),
+        (GROUP, 129, "129", "129 fields"),
+        (GROUP, 43, "of-129-bits", "a column of 129 bits"),
+        (GROUP, 2**64 - 1, "of-64-bits", "the largest number of fields that msgpack holds"),
+    ):
+        add_header(f"fields-{name}", "front-5", codec, "codecs.0.fields", {"codes": count}, shows)
+    add_header(
+        "fields-of-2-to-the-53",
+        "front-5",
+        exact,
+        "codecs.0.fields",
+        {"angle": 34, "norm_codes": 1},
+        "a column of base 3 with more than 2^53 values",
+    )
+    rotated = {"group": GROUP, "octahedral": OCTAHEDRAL, "quaternion": QUATERNION, "angle": ANGLE, "scalar": SCALAR, "polar": POLAR}
+    for number, (codec_id, codec) in enumerate(rotated.items()):
+        kind = ("hadamard", "signed-hadamard")[number % 2]
+        add_header(f"rotation-of-{codec_id}", "front-7", codec, "codecs.0.rotation_kind", kind, f"{kind} at head dim {codec.dim}")
+
+
+def unused_field(codec: Codec) -> str:
+    """The bytes of a column whose highest field alone is 1."""
+    packing = codec.packings()["angle"]
+    assert packing.fields * packing.width > packing.symbols
+    assert packing.column_bytes == 2
+    return int(packing.bases[0] ** (packing.fields - 1)).to_bytes(2, "little").hex()
+
+
+def add_numbers() -> None:
+    norms = create("angle", 4, n="8", norm="fp32", rotation="none")
+    for codec, stream, value in (
+        (GROUP, "scales", "007c"),
+        (EIGHT_BIT, "scale_range", "00fc"),
+        (EIGHT_BIT, "token_scale", "000080ff"),
+        (OCTAHEDRAL, "norm", "01fe"),
+        (QUATERNION, "scale", "007e"),
+        (ANGLE, "range", "007c"),
+        (norms, "norm", "0000c07f"),
+        (SCALAR, "norm", "00fc"),
+        (POLAR, "radius", "ffff"),
+    ):
+        add_payload(
+            f"not-finite-{codec.id}-{stream}".replace("_", "-"),
+            "front-13",
+            codec,
+            stream,
+            0,
+            value,
+            f"{stream} of {codec.id} is not finite",
+        )
+    add_payload("octahedral-padding-triplet", "octahedral-5", OCTAHEDRAL, "symbol.0", 4, "01", "a triplet beyond the last is not zero")
+    add_payload(
+        "group-range-too-wide",
+        "group-7",
+        EIGHT_BIT,
+        "scale_range",
+        0,
+        "803c0000",
+        "a scale would be infinite for k = 255, which may not occur",
+    )
+    add_payload(
+        "group-minimum-too-large",
+        "group-7",
+        EIGHT_BIT,
+        "scale_range",
+        6,
+        "005c",
+        "a centre would be infinite for k = 0, which may not occur",
+    )

@@ -12,6 +12,7 @@ import kvpack
 from kvpack import cache as cache_module
 from kvpack import encoding
 from kvpack.blocks import for_each_block
+from kvpack.formats import quaternion_search
 from kvpack.formats.errors import NonFinite
 
 from caches import RECIPES, dense, random_pairs  # isort: skip
@@ -122,6 +123,8 @@ def test_a_packed_cache_keeps_no_gradients(recipe: str, tokens: int, monkeypatch
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_blocks_and_threads_change_no_code(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What earlier tests searched decides which of two searches quaternions take, and near ties may then differ.
+    monkeypatch.setattr(quaternion_search, "_PAYS_AFTER", 0)
     pairs = random_pairs(1, 600, dims=(64, 96))
     whole = kvpack.pack(pairs, recipe)
     monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)

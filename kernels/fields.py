@@ -313,17 +313,17 @@ def load_factor(
 ) -> tl.tuple:
     """One binary16 or binary32 a token, for ``read_factor``: a binary16 as the aligned word that holds it, and its place there.
 
-    Only loads of 32 bits are fetched ahead of time. A word is read for the sake of a valid half, and shares its 4 bytes.
+    Only loads of 32 bits are fetched ahead of time. Tiles that are not masked do not end a stream whose words are cut (``plan``).
     """
     if BITS == 16 and FAST:
-        address = pointer.to(tl.int64)
-        half = (first * 2 + (address & 2)).to(tl.int64) // 2 + token
-        place = (address - (address & 2)).to(tl.pointer_type(tl.int32)) + half // 2
         if MASKED:
-            word = tl.load(place, valid, 0)
+            # The word of the last half may end beyond the stream.
+            loaded = (load_per_token(pointer, first, token, valid, 1, 0, MASKED).to(tl.int32), tl.zeros(token.shape, tl.int32))
         else:
-            word = tl.load(place)
-        loaded = (word, ((half & 1) * 16).to(tl.int32))
+            address = pointer.to(tl.int64)
+            half = (first * 2 + (address & 2)).to(tl.int64) // 2 + token
+            word = tl.load((address - (address & 2)).to(tl.pointer_type(tl.int32)) + half // 2)
+            loaded = (word, ((half & 1) * 16).to(tl.int32))
     else:
         loaded = (load_per_token(pointer, first, token, valid, 1, 0, MASKED),)
     return loaded

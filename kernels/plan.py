@@ -165,10 +165,14 @@ def _launch(
     held: list[torch.Tensor] = []
     for segment in segments:
         first_rows = segment.first - segment.k.first, segment.first - segment.v.first
+        cut_words = any(_cuts_words(run, tiles) for run, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
         addresses = [*_addresses(segment.k, k_tiles, held), *_addresses(segment.v, v_tiles, held)]
         for start in range(0, segment.tokens, size):
             count, first = min(size, segment.tokens - start), segment.first + start
-            seen_by_all = min(count, whole[1] - first) // tile * tile if first >= whole[0] else 0
+            seen_by_all = min(count, whole[1] - first) if first >= whole[0] else 0
+            if start + seen_by_all == segment.tokens and cut_words:
+                seen_by_all -= 1
+            seen_by_all = seen_by_all // tile * tile
             rows.append([first, count, max(0, seen_by_all), *(row + start for row in first_rows), *addresses])
     table_bytes, tables, places = _tables(k_tiles, v_tiles, device, fast)
     streams = len(k_tiles.streams)
@@ -243,6 +247,16 @@ def _addresses(run: Run, tiles: Tiles, held: list[torch.Tensor]) -> list[int]:
         held.append(tensor)
         found += [tensor.data_ptr(), batch, head]
     return found
+
+
+def _cuts_words(run: Run, tiles: Tiles) -> bool:
+    """Whether a stream of one half a token may end in the middle of an aligned word of 4 bytes."""
+    for stream in tiles.streams:
+        if stream.bits == 16 and stream.row == 1:
+            tensor = run.streams[stream.name]
+            if (tensor.data_ptr() + 2 * tensor.shape[2]) % 4 or any(step % 2 for step in tensor.stride()[:2]):
+                return True
+    return False
 
 
 def _aligned(rows: list[list[int]], tiles: Tiles, first: int) -> tuple[tuple[int, int], ...]:

@@ -66,6 +66,7 @@ SWEEP = Shape(1, 32, 8, 128, 0)
 SWEEP_TOKENS = tuple(1 << power for power in range(10, 19))
 
 _OWN_BF16 = "bf16"
+_LINES = ("-", "--", ":", "-.")
 _COLD_BYTES = 150 << 20
 _MOST_COPIES = 64
 _CALLS_A_GRAPH = 12
@@ -258,10 +259,16 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure = picture.library().Figure(figsize=picture.SIZE, dpi=200, layout="constrained")
     axes = figure.add_subplot()
     tokens = [table["tokens"] for table in report["sweep"]]
+    drawn: dict[str, int] = {}
     for number, row in enumerate(report["sweep"][0]["rows"]):
         times = [1e6 * table["rows"][number]["seconds"] for table in report["sweep"]]
         peer = row["error"] is None or row["recipe"] == _OWN_BF16
-        axes.plot(tokens, times, label=row["recipe"], linestyle="--" if peer else "-", linewidth=1.2, marker=".")
+        family = "raw" if peer else parse_recipe(row["recipe"]).codec(0, 1, "k", SWEEP.dim).id
+        colour, marker = picture.STYLES[family]
+        # One colour a codec, and a line of its own for each recipe of it.
+        line = _LINES[drawn.setdefault(family, 0) % len(_LINES)]
+        drawn[family] += 1
+        axes.plot(tokens, times, label=row["recipe"], color=colour, linestyle=line, linewidth=1.2, marker=marker, markersize=3.5)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("tokens of the context (log scale)")

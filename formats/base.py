@@ -29,6 +29,9 @@ HALF_LIMIT = 65520.0
 DTYPE_BYTES = {"U8": 1, "U16": 2, "F16": 2, "BF16": 2, "F32": 4}
 """Stored dtypes, by their safetensors names."""
 
+NORMS = {"fp16": "F16", "fp32": "F32"}
+"""Stored dtypes of norms and factors, by their names in parameters."""
+
 MAX_DIM = 1024
 
 _PACKING = {"arrangement", "fields"}

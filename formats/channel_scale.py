@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .base import Layout
+from .base import NORMS, Layout
 from .errors import InvalidPayload
 from .lazy import numpy, torch
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 STREAM = "channel_scale"
-DTYPES = {"fp16": "F16", "fp32": "F32"}
 
 _ORDINARY = 4.0
 """A channel is left as it is up to this many times the median root mean square."""
@@ -34,7 +33,7 @@ class ChannelScale:
 
     def layout(self, batch: int, heads: int, dim: int) -> dict[str, Layout]:
         """The stream ``channel_scale``."""
-        return {STREAM: Layout(DTYPES[self.dtype], (batch, heads, 1, dim), per="run")}
+        return {STREAM: Layout(NORMS[self.dtype], (batch, heads, 1, dim), per="run")}
 
     def measure(self, blocks: Iterable[torch.Tensor]) -> torch.Tensor:
         """Of ``blocks`` the factors ``[batch, kv_head, 1, dim]``: max(1, rms / (4 median rms)), rms a channel's root mean square."""

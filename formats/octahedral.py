@@ -11,7 +11,7 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, encoded_by_rows, stored_norm
+from .base import MAX_DIM, NORMS, Codec, Fields, Layout, check_choice, check_fields, check_range, encoded_by_rows, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import functional, numpy, torch
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .options import Options
 
 ARRANGEMENTS = ("dense", "direct")
-NORMS = {"fp16": "F16", "fp32": "F32"}
 
 SMALLEST_DIM = 4
 """Below it a triplet's norm has no density."""

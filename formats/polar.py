@@ -12,7 +12,7 @@ from itertools import groupby, islice, pairwise
 from math import pi
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
+from .base import MAX_DIM, NORMS, Codec, Fields, Layout, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter
 from .lazy import functional, torch
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from .options import Options
 
-NORMS = {"fp16": "F16", "fp32": "F32"}
 MAX_BITS = 8
 
 _TOKENS_OF_ONE_HEAD = 1 << 11

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from .base import Layout, check_choice, check_finite, check_range, stored_norm
+from .base import NORMS, Layout, check_choice, check_finite, check_range, stored_norm
 from .columns import Columns
 from .lazy import numpy, torch
 from .rotation import Rotation
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SIGNS, NORM = "qjl_signs", "qjl_norm"
-NORMS = {"fp16": "F16", "fp32": "F32"}
 DEFAULT_SEED = 1
 """Not that of the rotations: the two are to be independent."""
 

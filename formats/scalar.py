@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, encoded_by_rows, stored_norm
+from .base import MAX_DIM, NORMS, Codec, Fields, Layout, check_choice, check_fields, check_range, encoded_by_rows, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter
 from .lazy import torch
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from .options import Options
 
-NORMS = {"fp16": "F16", "fp32": "F32"}
 
 SMALLEST_DIM = 2
 """Below it a coordinate of a unit vector has no density."""

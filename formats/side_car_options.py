@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .base import MAX_DIM
+from .base import MAX_DIM, NORMS
 from .channel_order import DTYPES as ORDER_DTYPES
 from .channel_order import ChannelOrder
-from .channel_scale import DTYPES as SCALE_DTYPES
 from .channel_scale import ChannelScale
 from .columns import default_fields
 from .errors import InvalidParameter
 from .outliers import CHUNK, Outliers
-from .qjl import DEFAULT_SEED, NORMS, Qjl
+from .qjl import DEFAULT_SEED, Qjl
 from .raw import DTYPES as RAW_DTYPES
 from .raw_tokens import RawTokens
 from .rotation import BlockRotation
@@ -44,7 +43,7 @@ def side_cars_of_words(dim: int, side: str, options: Options) -> dict[str, Any]:
 
 
 def _channel_scale(side: str, options: Options) -> ChannelScale | None:
-    dtype = options.choice("channel_scale", "", tuple(SCALE_DTYPES))
+    dtype = options.choice("channel_scale", "", tuple(NORMS))
     return ChannelScale(dtype, paired=side == "k") if dtype else None
 
 
@@ -91,7 +90,7 @@ def side_cars_of_params(dim: int, params: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in params.items():
         if name == "channel_scale":
-            found[name] = ChannelScale(_known_word(name, value, SCALE_DTYPES))
+            found[name] = ChannelScale(_known_word(name, value, NORMS))
         elif name == "channel_order":
             found[name] = ChannelOrder(dim, _known_word(name, value, ORDER_DTYPES))
         elif name == "block_rotation":

@@ -13,12 +13,11 @@ import torch
 import kvpack
 from kvpack import container
 from kvpack.formats import codec_from_params
-from kvpack.formats.base import DTYPE_BYTES
+from kvpack.formats.base import DTYPE_BYTES, NORMS
 from kvpack.formats.channel_order import DTYPES as ORDER_DTYPES
 from kvpack.formats.channel_order import restored
-from kvpack.formats.channel_scale import DTYPES as SCALE_DTYPES
 from kvpack.formats.channel_scale import factors
-from kvpack.formats.qjl import NORMS, Qjl
+from kvpack.formats.qjl import Qjl
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.side_cars import SIDE_CARS, WithSideCars
 from kvpack.header import Contents, LayerEntry
@@ -54,7 +53,7 @@ def with_all() -> WithSideCars:
 def test_the_keys_and_their_values() -> None:
     rows = table(PAGE.read_text(encoding="utf-8").split("\n## ")[0], "key", "value", "side-car")
     assert {row["key"]: row["value"] for row in rows} == {
-        "channel_scale": f"string: {words(SCALE_DTYPES)}",
+        "channel_scale": f"string: {words(NORMS)}",
         "channel_order": f"string: {words(ORDER_DTYPES)}; with u8, dim is at most 256",
         "block_rotation": "integer: the size of a block, from 2 on, which divides dim",
         "outliers": "map: fields (integer)",
@@ -80,7 +79,7 @@ def test_the_layout() -> None:
         assert layout.dtype in row["dtype"]
     dtypes = {row["stream"]: row["dtype"] for row in rows}
     assert (dtypes["channel_scale"], dtypes["channel_order"], dtypes["qjl_norm"]) == (
-        stored(SCALE_DTYPES),
+        stored(NORMS),
         stored(ORDER_DTYPES),
         stored(NORMS),
     )

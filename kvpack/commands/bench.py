@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .output import add_json, print_json, progress
+from .output import add_json, print_report, progress
 
 if TYPE_CHECKING:
     import argparse
@@ -117,10 +117,7 @@ def run_store(arguments: argparse.Namespace) -> int:
             folder=arguments.folder,
             progress=callback,
         )
-    if arguments.json:
-        print_json(report)
-    else:
-        store.show(report)
+    print_report(report, store.show, arguments)
     return 0
 
 
@@ -140,10 +137,7 @@ def run_io(arguments: argparse.Namespace) -> int:
             folder=arguments.folder,
             progress=callback,
         )
-    if arguments.json:
-        print_json(report)
-    else:
-        io.show(report)
+    print_report(report, io.show, arguments)
     return 0
 
 
@@ -165,10 +159,7 @@ def run_quality(arguments: argparse.Namespace) -> int:
             out=arguments.out,
             progress=callback,
         )
-    if arguments.json:
-        print_json(report)
-    else:
-        quality.show(report)
+    print_report(report, quality.show, arguments)
     return 0
 
 
@@ -179,10 +170,7 @@ def run_fidelity(arguments: argparse.Namespace) -> int:
     settings = fidelity.Settings(arguments.seed, arguments.quick)
     with progress("bench fidelity", arguments) as callback:
         report = fidelity.run(arguments.only or (), settings, progress=callback)
-    if arguments.json:
-        print_json(report)
-    else:
-        fidelity.show(report)
+    print_report(report, fidelity.show, arguments)
     return int("differs" in report["verdicts"])
 
 
@@ -198,8 +186,5 @@ def run_kernels(arguments: argparse.Namespace) -> int:
             out=arguments.out,
             progress=callback,
         )
-    if arguments.json:
-        print_json(report)
-    else:
-        kernels.show(report)
+    print_report(report, kernels.show, arguments)
     return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvpack.encoding import Progress
 
@@ -22,6 +22,14 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def print_json(value: Any) -> None:
     """Print ``value``; bytes are written as hexadecimal digits."""
     print(json.dumps(value, indent=2, default=lambda item: item.hex()))
+
+
+def print_report(report: dict[str, Any], show: Callable[[dict[str, Any]], None], arguments: argparse.Namespace) -> None:
+    """Print a measurement's report: with ``--json`` as one value, else by ``show``."""
+    if arguments.json:
+        print_json(report)
+    else:
+        show(report)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .output import add_json, print_json, progress
+from .output import add_json, print_report, progress
 
 if TYPE_CHECKING:
     import argparse
@@ -60,8 +60,5 @@ def run(arguments: argparse.Namespace) -> int:
             measurements=arguments.measurements,
             progress=callback,
         )
-    if arguments.json:
-        print_json(found)
-    else:
-        report.show(found)
+    print_report(found, report.show, arguments)
     return 0

@@ -99,10 +99,8 @@ def raw_values(x: torch.Tensor, dtype: torch.dtype, where: str) -> torch.Tensor:
     if x.dtype == dtype:
         return x
     name = next(name for name, known in RAW_DTYPES.items() if known == dtype)
-    try:
+    with _placed(where):
         return Raw(x.shape[-1], name).encode(x)["values"]
-    except OutOfRange as error:
-        raise OutOfRange(f"{where}: {error}") from None
 
 
 def check_finite(x: torch.Tensor, first: int, where: str) -> None:

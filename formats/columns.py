@@ -147,7 +147,11 @@ class Columns:
 
     def used_fields(self, column: int) -> int:
         """How many fields of ``column`` carry a symbol; the others are zero."""
-        return -(-(self.symbols - column) // self.width)
+        return self._fields_before(self.symbols, column)
+
+    def _fields_before(self, symbol: int, column: int) -> int:
+        """How many fields of ``column`` hold symbols before ``symbol``."""
+        return max(0, -(-(symbol - column) // self.width))
 
     def pack(self, digits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Pack digits, each ``[..., symbols]`` and holding integers below its alphabet in any dtype.
@@ -266,9 +270,15 @@ class Columns:
 
     @cached_property
     def _allowed_bits(self) -> list[list[int]]:
-        """For bit fields: the bits that each word of each plane may set."""
+        return self.symbol_bits(0)
+
+    def symbol_bits(self, first: int) -> list[list[int]]:
+        """For bit fields: the bits of each word of each plane that belong to symbol ``first`` and those after it."""
         digits = list(zip(self.bases, self.place_values, strict=True))
-        columns = [sum(place * (base - 1) for base, places in digits for place in places[: self.used_fields(c)]) for c in range(self.width)]
+        columns = [
+            sum(place * (base - 1) for base, places in digits for place in places[self._fields_before(first, c) : self.used_fields(c)])
+            for c in range(self.width)
+        ]
         planes = [[column >> 16 * word & 0xFFFF for column in columns] for word in range(self.column_bytes // 2)]
         if self.column_bytes % 2:
             tail = [column >> 8 * (self.column_bytes - 1) for column in columns] + [0] * (self.width % 2)

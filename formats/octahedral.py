@@ -237,9 +237,7 @@ def _packings(dim: int, b_dir: int, b_norm: int, arrangement: str, fields: Field
 @cache
 def _padding_bits(packing: Columns, triplets: int) -> dict[str, numpy.ndarray[Any, Any]]:
     """For each plane of the direct arrangement, the bits of every word that belong to padding triplets."""
-    padding = torch.arange(packing.symbols, device="cpu") >= triplets
-    planes = packing.pack([padding * (base - 1) for base in packing.bases])
-    return {f"symbol.{number}": plane.numpy() for number, plane in enumerate(planes)}
+    return {f"symbol.{number}": numpy.array(bits, numpy.uint16) for number, bits in enumerate(packing.symbol_bits(triplets))}
 
 
 def _measured(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

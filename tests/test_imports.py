@@ -15,6 +15,7 @@ from kvpack import formats
 
 FORMATS = Path(formats.__file__).parent
 PACKAGE = Path(kvpack.__file__).parent
+ROOT = Path(__file__).parent.parent
 SOURCES = sorted({*PACKAGE.rglob("*.py"), *FORMATS.rglob("*.py")})
 
 EXECUTES_DATA = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "code", "codeop", "imp", "runpy", "pkgutil"}
@@ -98,6 +99,17 @@ def test_reading_and_verifying_a_file_needs_no_torch(tmp_path: Path) -> None:
         f"file = open_file({str(path)!r})\n"
         "assert [codec.id for codec in file.header.codecs] == ['group', 'raw']\n"
         "file.verify()"
+    )
+
+
+def test_verifying_any_codec_needs_no_torch() -> None:
+    assert_light(
+        "from pathlib import Path\n"
+        "from kvpack.container import open_file\n"
+        f"root = Path({str(ROOT)!r})\n"
+        "files = [*root.glob('tests/golden/*.kvpack'), *root.glob('spec/vectors/valid/*.kvpack')]\n"
+        "assert len(files) > 100\n"
+        "for path in files: open_file(path).verify()"
     )
 
 

@@ -39,7 +39,23 @@ def decompressed(name: str, stored: memoryview, size: int) -> memoryview:
             )
         if frame.dict_id:
             raise InvalidPayload(f"{name}: the zstd frame needs the dictionary {frame.dict_id}, none is allowed")
+        if not size:
+            return _no_content(name, stored)
         # The decompressor allocates what the frame says, now known to be ``size``; its max_output_size would not hold it to less.
         return memoryview(bytearray(zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)))
     except zstandard.ZstdError as error:
         raise InvalidPayload(f"{name}: is not one whole zstd frame: {error}") from None
+
+
+def _no_content(name: str, stored: memoryview) -> memoryview:
+    """The empty content of a frame, which is read to its end: of one that says 0 bytes, zstandard's decompress() reads no more.
+
+    Raises InvalidPayload, and ZstdError for a block or a checksum that is wrong.
+    """
+    import zstandard
+
+    stream = zstandard.ZstdDecompressor().decompressobj()
+    content = stream.decompress(stored)
+    if content or stream.unused_data or not stream.eof:
+        raise InvalidPayload(f"{name}: is not one whole zstd frame of no content")
+    return memoryview(bytearray())

@@ -154,6 +154,15 @@ def add_frames() -> None:
     )
     add_frame("dictionary", "container-25", "a frame that needs the dictionary 7", lambda raw: raw_frame(raw, "21 07 18"))
     add_frame("window", "container-26", "a window of an eighth more than 8 MiB", lambda raw: raw_frame(raw, "80 69 18000000"))
+
+    def add_empty_frame(name: str, shows: str, data: str) -> None:
+        empty = frame(lambda raw: bytes.fromhex("28b52ffd" + data))
+        add(f"zstd-{name}", "container-21", "InvalidPayload", shows, lambda: one_side(RAW, empty, runs=(), heads=1))
+
+    add_empty_frame("no-content-without-blocks", "a frame of no content that ends before its block", "2000")
+    add_empty_frame("no-content-without-last-block", "a frame of no content whose only block is not the last", "2000 000000")
+    add_empty_frame("no-content-byte-after", "a frame of no content and a byte after it", "2000 010000 00")
+    add_empty_frame("no-content-block", "a frame that says no content and a block of the reserved type", "2000 070000")
     add(
         "zstd-ratio",
         "container-29",

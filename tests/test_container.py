@@ -635,6 +635,32 @@ def test_no_other_frame_is_decoded(kind: str, monkeypatch: pytest.MonkeyPatch) -
     assert str(caught.value).startswith("bytes: 0.k.values: ")
 
 
+@pytest.mark.parametrize(
+    ("frame", "accepted"),
+    [
+        ("2000 010000", True),
+        ("2400 010000 99e9d851", True),
+        ("2000", False),
+        ("2000 000000", False),
+        ("2000 010000 00", False),
+        ("2000 070000", False),
+        ("2000 0b0000 00", False),
+        ("2400 010000 99e9d850", False),
+        ("2400 010000", False),
+    ],
+    ids=["frame", "checksum", "no block", "no last block", "a byte more", "reserved block", "a byte", "another checksum", "no checksum"],
+)
+def test_a_frame_of_no_content_is_read_to_its_end(frame: str, accepted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Contents(codecs=(create("raw", 4, dtype="fp16"),), layers=(LayerEntry(side(0, 0), None),))
+    monkeypatch.setattr(container, "compressed", lambda raw: bytes.fromhex("28b52ffd" + frame))
+    file = container.open_bytes(container.to_bytes(made, {"0.k.values": b""}, compress=True))
+    if accepted:
+        assert len(file.tensor("0.k.values")) == 0
+    else:
+        with pytest.raises(InvalidPayload, match=r"^bytes: 0\.k\.values: is not one whole zstd frame"):
+            file.tensor("0.k.values")
+
+
 def test_a_small_frame_cannot_declare_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frame of 32 KiB can hold a gigabyte; the ratio that the header may declare bounds what is allocated for it."""
     made = Contents(codecs=(create("raw", 1024, dtype="fp32"),), layers=(LayerEntry(side(0, 2**18), None),))

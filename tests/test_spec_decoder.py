@@ -26,6 +26,7 @@ from kvpack.formats.columns import Columns
 from kvpack.formats.errors import KvpackError
 
 from caches import RECIPES, random_pairs  # isort: skip
+from decoded_alike import assert_same_cache, assert_within  # isort: skip
 from file_parts import Parts, bits, compressed, drop, edit, frame, move_to_end, random_digits, random_page  # isort: skip
 from golden_files import FOLDER, expected_path, side_car_packings  # isort: skip
 from second_decoder import PATH, decoder, decompress  # isort: skip
@@ -72,28 +73,10 @@ def saved(cache: Cache, folder: Path, **options: bool) -> bytes:
     return path.read_bytes()
 
 
-def assert_within(values: list[float], expected: list[float], tolerances: list[float]) -> None:
-    a, b, allowed = (numpy.array(x, numpy.float64) for x in (values, expected, tolerances))
-    assert a.shape == b.shape == allowed.shape
-    # What is not finite in a binary32 sum depends on its order; raw values are any bits.
-    exact = allowed == 0
-    assert ((a == b) | (numpy.isnan(a) & numpy.isnan(b)))[exact].all()
-    compared = numpy.isfinite(a) & numpy.isfinite(b) & ~exact
-    excess = numpy.abs(a[compared] - b[compared]) - allowed[compared]
-    assert not len(excess) or excess.max() <= 0, f"a value is {excess.max():.3g} beyond its tolerance"
-
-
 def assert_decoded_alike(data: bytes, folder: Path) -> Any:
     """Both decode ``data`` to the same values, each within the tolerance of the text. Returns the decoder's file."""
     file = decoder.read(data, decompress)
-    cache = load(data, folder)
-    assert (file.start, file.recipe, file.model) == (cache.start, cache.recipe, dict(cache.model))
-    for layer, expected in zip(file.layers, cache, strict=True):
-        assert [name for name, side in layer.items() if side] == list(expected.sides)
-        for name, side in expected.sides.items():
-            values = side.unpack(torch.float32)
-            assert layer[name].shape == values.shape
-            assert_within(layer[name].values, values.flatten().tolist(), layer[name].tolerances)
+    assert_same_cache(file, load(data, folder))
     return file
 
 

@@ -132,6 +132,12 @@ def read_front(view: memoryview) -> tuple[Header, Front]:
     return header, front
 
 
+def front_bytes(beginning: bytes | memoryview) -> int:
+    """Where kvpack.header ends in the file that begins with ``beginning``, of which 4 KiB are enough; 0 for what is no such file."""
+    entry = _HEADER_TENSOR.match(bytes(beginning[LENGTH_BYTES : LENGTH_BYTES + _BEGINNING_BYTES]))
+    return LENGTH_BYTES + int.from_bytes(beginning[:LENGTH_BYTES], "little") + int(entry[2]) if entry else 0
+
+
 def check_digest(name: str, stored: bytes | memoryview, expected: bytes) -> None:
     """Raise DigestMismatch unless ``expected`` is the XXH3-128 of the ``stored`` bytes of tensor ``name``."""
     found = xxhash.xxh3_128_digest(stored)

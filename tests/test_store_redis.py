@@ -256,7 +256,7 @@ def test_every_hit_is_right_while_the_server_is_killed_paused_and_started(server
 
 
 def test_options_that_cannot_work_are_refused(server: Server) -> None:
-    with pytest.raises(InvalidParameter, match="a server has no option durable"):
+    with pytest.raises(InvalidParameter, match="a Redis server has no option durable"):
         open_store(server, durable=True)
     with pytest.raises(InvalidParameter, match="ttl is 0"):
         open_store(server, ttl=0)

@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
 
 def _action(kinds: Any, name: str, run: Any, what: str) -> Any:
     parser = kinds.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-    parser.add_argument("store", metavar="STORE", help="a folder, or the URL of a Redis server")
+    parser.add_argument("store", metavar="STORE", help="a folder, or the URL of a Redis server or an object store")
     add_json(parser)
     parser.set_defaults(run=run)
     return parser

@@ -10,6 +10,10 @@ Data = bytes | bytearray | memoryview
 """An entry's bytes: a mapped file where there is one."""
 
 
+MAX_ENTRY_BYTES = 512 * 2**20
+"""What a server may hold as one entry, as Redis has it for a string; a longer one is not asked for."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """One entry of a listing: its key, its bytes, and when it was last used, in nanoseconds since 1970 (0: unknown)."""
@@ -29,14 +33,21 @@ class Backend(Protocol):
     def private(self) -> bool:
         """Whether only this user can have written what is read, so that digests alone are enough."""
 
+    @property
+    def puts_at_once(self) -> int:
+        """How many entries are best put at once: 1 where a put waits for nobody."""
+
     def present(self, keys: Sequence[bytes]) -> int:
         """How many of ``keys`` are there, from the first to the one before the first that is not."""
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         """The bytes of ``keys``, up to the first that is not there, and their use noted for eviction."""
 
-    def peek(self, key: bytes) -> Data | None:
-        """The bytes of one entry, or None, without noting its use: to look at."""
+    def peek(self, key: bytes, *, front: bool = False) -> Data | None:
+        """The bytes of one entry, or None, without noting its use: to look at.
+
+        With ``front`` only what is before the payload of a kvpack file need be right.
+        """
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         """Store the last entry of ``chain`` unless it is there already, in use since ``now_ns``. Whether it is there now."""
@@ -44,8 +55,11 @@ class Backend(Protocol):
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
         """Note that ``chain``, from its first chunk on, is in use."""
 
-    def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove entries, the last first, and return how many there were."""
+    def delete(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Remove entries, the last first, and return those that there were."""
+
+    def discard(self, key: bytes, data: Data) -> None:
+        """Remove an entry whose bytes ``data`` were refused."""
 
     def list(self) -> Iterator[Stored]:
         """Every entry, in no order."""

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING, TypeVar
 
 from .locks import Lock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .counters import Counters
+
+    Result = TypeVar("Result")
 
 FAILURES = 2
 """Failures in a row after which nothing is asked."""
@@ -42,3 +50,36 @@ class Breaker:
         with self._lock:
             self._in_a_row += 1
             self._closed_until = time.monotonic() + self._rest_seconds
+
+
+class Guard:
+    """Asks a server: ``errors`` are faults that are counted, and so is a question while it is left alone.
+
+    ``refusals`` are those among the errors that a server gives which works: they are no reason to leave it alone.
+    """
+
+    def __init__(
+        self, breaker: Breaker, counters: Counters, errors: tuple[type[BaseException], ...], refusals: tuple[type[BaseException], ...]
+    ) -> None:
+        self._breaker, self._counters, self._errors, self._refusals = breaker, counters, errors, refusals
+
+    def ask(self, operation: str, ask: Callable[[], Result], otherwise: Result) -> Result:
+        """What the server answers, or ``otherwise``."""
+        if not self._breaker.allows():
+            self._counters.fault(operation, Resting("the server has not answered, and is left alone for a while"))
+            return otherwise
+        try:
+            answer = ask()
+        except self._errors as error:
+            if isinstance(error, self._refusals):
+                self._breaker.succeeded()
+            else:
+                self._breaker.failed()
+            self._counters.fault(operation, error)
+            return otherwise
+        self._breaker.succeeded()
+        return answer
+
+
+class Resting(Exception):
+    """Nothing was asked."""

@@ -105,7 +105,7 @@ def read_catalog(backend: Backend, progress: Callable[[int, int], None] | None =
     listed = list(backend.list())
     for number, stored in enumerate(listed):
         try:
-            with _opened(backend, stored) as file:
+            with _opened(backend, stored, front=True) as file:
                 named = check_entry(file, None, None, None)
                 header = file.header
                 entries[stored.key] = Entry(stored, named, dict(header.model), header.recipe, header.start)
@@ -139,9 +139,9 @@ def verify(backend: Backend, progress: Callable[[int, int], None] | None = None)
             progress(number + 1, len(listed))
 
 
-def _opened(backend: Backend, stored: Stored) -> container.File:
-    """An entry's file. Raises FileNotFoundError for one that is gone meanwhile."""
-    data = backend.peek(stored.key)
+def _opened(backend: Backend, stored: Stored, *, front: bool = False) -> container.File:
+    """An entry's file, with ``front`` perhaps without its payload. Raises FileNotFoundError for one that is gone meanwhile."""
+    data = backend.peek(stored.key, front=front) if stored.size else b""
     if data is None:
         raise FileNotFoundError
     return container.open_bytes(data, where=f"entry {stored.key.hex()}")

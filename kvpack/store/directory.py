@@ -45,6 +45,7 @@ class Directory:
     """
 
     private = True
+    puts_at_once = 1
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Directory:
         self.touch(keys[: len(found)], time.time_ns())
         return found
 
-    def peek(self, key: bytes) -> Data | None:
+    def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         try:
             with open(self.path(key), "rb") as file:
                 return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
@@ -133,14 +134,17 @@ class Directory:
                 self._counters.fault("touch", error)
                 return
 
-    def delete(self, keys: Sequence[bytes]) -> int:
-        removed = 0
+    def delete(self, keys: Sequence[bytes]) -> set[bytes]:
+        removed = set()
         for key in reversed(keys):
             size = self.remove(self.path(key))
             if size is not None:
-                removed += 1
+                removed.add(key)
                 self._count(-size)
         return removed
+
+    def discard(self, key: bytes, data: Data) -> None:
+        self.delete([key])
 
     def remove(self, path: str) -> int | None:
         """Unlink an entry and return the bytes that it had, or None."""

@@ -12,122 +12,30 @@ The braces keep all of them on one node of a cluster.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter, KvpackError
 
-from .backend import Stored
-from .breaker import Breaker
+from ..json_header import front_bytes
+from .backend import MAX_ENTRY_BYTES, Stored
+from .breaker import Breaker, Guard
 from .keys import KEY_BYTES
+from .redis_scripts import COLLECT, DELETE, PUT, USE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from .backend import Data
     from .counters import Counters
 
-    Result = TypeVar("Result")
-
+SCHEMES = ("redis://", "rediss://", "unix://")
 PREFIX = b"{kvpack}:"
 ENTRY = PREFIX + b"entry:"
 _SHARED = [PREFIX + name for name in (b"used", b"sizes", b"bytes", b"pins")]
 
-MAX_ENTRY_BYTES = 512 * 2**20
-"""What a string of Redis may have; a longer one is not asked for."""
+_FRONT_BYTES = 64 * 1024
+"""More than the header of most entries."""
 _BYTES_AT_ONCE = 64 * 2**20
-
-# KEYS in all: used, sizes, bytes, pins. Members of the sets are keys of 32 bytes.
-_REMOVE = """
-local function remove(key)
-    local size = redis.call('HGET', KEYS[2], key)
-    redis.call('ZREM', KEYS[1], key)
-    if size then
-        redis.call('HDEL', KEYS[2], key)
-        redis.call('DECRBY', KEYS[3], size)
-    end
-    return redis.call('DEL', '{kvpack}:entry:' .. key), tonumber(size or 0)
-end
-"""
-
-_TOUCH = """
-local function touch(chain, seconds)
-    local clock = redis.call('TIME')
-    local now = clock[1] * 1000000 + clock[2]
-    for depth = 1, #chain / 32 do
-        local key = string.sub(chain, 32 * depth - 31, 32 * depth)
-        redis.call('ZADD', KEYS[1], 'XX', 'GT', string.format('%.0f', now - depth), key)
-        if seconds ~= '' then redis.call('EXPIRE', '{kvpack}:entry:' .. key, seconds) end
-    end
-    return now
-end
-"""
-
-# ARGV: chain, entry, most bytes or '', seconds to live or ''. Returns {stored, entries evicted, their bytes}.
-_PUT = (
-    _REMOVE
-    + _TOUCH
-    + """
-local chain, size, most = ARGV[1], #ARGV[2], tonumber(ARGV[3])
-local key = string.sub(chain, -32)
-local name = '{kvpack}:entry:' .. key
-if redis.call('EXISTS', name) == 1 then return {2, 0, 0} end
-remove(key)
-local evicted, bytes = 0, 0
-if most then
-    local kept = {}
-    for at = 1, #chain, 32 do kept[string.sub(chain, at, at + 31)] = true end
-    for _, pinned in ipairs(redis.call('HVALS', KEYS[4])) do
-        for at = 1, #pinned, 32 do kept[string.sub(pinned, at, at + 31)] = true end
-    end
-    local first = 0
-    while tonumber(redis.call('GET', KEYS[3]) or 0) + size > most do
-        local oldest = redis.call('ZRANGE', KEYS[1], first, first)[1]
-        if not oldest then return {0, evicted, bytes} end
-        if kept[oldest] then
-            first = first + 1
-        else
-            local _, freed = remove(oldest)
-            evicted, bytes = evicted + 1, bytes + freed
-        end
-    end
-end
-local now = touch(string.sub(chain, 1, -33), ARGV[4])
-redis.call('SET', name, ARGV[2])
-if ARGV[4] ~= '' then redis.call('EXPIRE', name, ARGV[4]) end
-redis.call('ZADD', KEYS[1], string.format('%.0f', now - #chain / 32), key)
-redis.call('HSET', KEYS[2], key, size)
-redis.call('INCRBY', KEYS[3], size)
-return {1, evicted, bytes}
-"""
-)
-
-# ARGV: chain, seconds to live or ''.
-_USE = _TOUCH + "touch(ARGV[1], ARGV[2]) return 1"
-
-# ARGV: keys, one after the other. Returns how many entries there were.
-_DELETE = (
-    _REMOVE
-    + """
-local removed = 0
-for at = #ARGV[1] - 31, 1, -32 do removed = removed + (remove(string.sub(ARGV[1], at, at + 31))) end
-return removed
-"""
-)
-
-# Forgets entries that have expired. Returns how many there were.
-_COLLECT = (
-    _REMOVE
-    + """
-local gone = 0
-for _, key in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
-    if redis.call('EXISTS', '{kvpack}:entry:' .. key) == 0 then
-        remove(key)
-        gone = gone + 1
-    end
-end
-return gone
-"""
-)
 
 
 class Redis:
@@ -138,6 +46,7 @@ class Redis:
     """
 
     private = False
+    puts_at_once = 1
 
     def __init__(
         self, url: str, counters: Counters, *, max_bytes: int | None = None, ttl: int | None = None, timeout: float = 1.0
@@ -148,9 +57,9 @@ class Redis:
             from redis.retry import Retry
         except ImportError:
             raise KvpackError("a store on Redis needs the package redis: pip install 'kvpack[redis]'") from None
-        self._error = redis.RedisError
         self._counters, self._max_bytes, self._ttl = counters, max_bytes, ttl
         self._breaker = Breaker()
+        self._guard = Guard(self._breaker, counters, (redis.RedisError, OSError), (redis.ResponseError,))
         try:
             self._client: Any = redis.Redis.from_url(
                 url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0), protocol=2
@@ -159,7 +68,7 @@ class Redis:
             raise InvalidParameter(f"the location is no URL of a Redis server: {error}") from None
         self._scripts = {
             name: self._client.register_script(text)
-            for name, text in (("put", _PUT), ("touch", _USE), ("delete", _DELETE), ("collect", _COLLECT))
+            for name, text in (("put", PUT), ("touch", USE), ("delete", DELETE), ("collect", COLLECT))
         }
 
     def present(self, keys: Sequence[bytes]) -> int:
@@ -183,9 +92,24 @@ class Redis:
         self.touch(keys[: len(found)], 0)
         return found
 
-    def peek(self, key: bytes) -> Data | None:
-        value = self._asked("get", lambda: self._client.get(ENTRY + key), None)
-        return None if value is None else bytearray(value)
+    def peek(self, key: bytes, *, front: bool = False) -> Data | None:
+        name = ENTRY + key
+        size = self._guard.ask("get", lambda: self._client.strlen(name), 0)
+        if not front or size <= _FRONT_BYTES:
+            value = self._guard.ask("get", lambda: self._client.get(name), None)
+            return None if value is None else bytearray(value)
+        beginning = self._range(name, 0, _FRONT_BYTES)
+        if beginning is None or size > MAX_ENTRY_BYTES:
+            return None
+        # Zeros that nobody reads take no memory.
+        data = bytearray(size)
+        end = min(size, front_bytes(beginning) or size)
+        rest = self._range(name, len(beginning), end) if end > len(beginning) else b""
+        if rest is None or len(beginning) + len(rest) < end:
+            return None
+        data[: len(beginning)] = beginning
+        data[len(beginning) : len(beginning) + len(rest)] = rest
+        return data
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         data = b"".join(pieces)
@@ -210,28 +134,31 @@ class Redis:
         if chain:
             self._run("touch", b"".join(chain), self._seconds())
 
-    def delete(self, keys: Sequence[bytes]) -> int:
-        return int(self._run("delete", b"".join(keys)) or 0) if keys else 0
+    def delete(self, keys: Sequence[bytes]) -> set[bytes]:
+        return set(self._run("delete", b"".join(keys)) or ()) if keys else set()
+
+    def discard(self, key: bytes, data: Data) -> None:
+        self.delete([key])
 
     def list(self) -> Iterator[Stored]:
-        used: Sequence[tuple[bytes, float]] = self._asked("list", lambda: self._client.zrange(_SHARED[0], 0, -1, withscores=True), ())
-        sizes: Mapping[bytes, bytes] = self._asked("list", lambda: self._client.hgetall(_SHARED[1]), {})
+        used: Sequence[tuple[bytes, float]] = self._guard.ask("list", lambda: self._client.zrange(_SHARED[0], 0, -1, withscores=True), ())
+        sizes: Mapping[bytes, bytes] = self._guard.ask("list", lambda: self._client.hgetall(_SHARED[1]), {})
         for key, score in used:
             if len(key) == KEY_BYTES and key in sizes:
                 yield Stored(key, int(sizes[key]), int(score) * 1000)
 
     def size(self) -> tuple[int, int]:
-        entries = self._asked("list", lambda: self._client.zcard(_SHARED[0]), 0)
-        return entries, int(self._asked("list", lambda: self._client.get(_SHARED[2]), None) or 0)
+        entries = self._guard.ask("list", lambda: self._client.zcard(_SHARED[0]), 0)
+        return entries, int(self._guard.ask("list", lambda: self._client.get(_SHARED[2]), None) or 0)
 
     def pin(self, keys: Sequence[bytes]) -> bool:
-        return self._asked("pin", lambda: self._client.hset(_SHARED[3], keys[-1], b"".join(keys)), None) is not None
+        return self._guard.ask("pin", lambda: self._client.hset(_SHARED[3], keys[-1], b"".join(keys)), None) is not None
 
     def unpin(self, keys: Sequence[bytes]) -> bool:
-        return bool(self._asked("unpin", lambda: self._client.hdel(_SHARED[3], keys[-1]), 0))
+        return bool(self._guard.ask("unpin", lambda: self._client.hdel(_SHARED[3], keys[-1]), 0))
 
     def pinned(self) -> set[bytes]:
-        chains: Sequence[bytes] = self._asked("list", lambda: self._client.hvals(_SHARED[3]), ())
+        chains: Sequence[bytes] = self._guard.ask("list", lambda: self._client.hvals(_SHARED[3]), ())
         return {chain[at : at + KEY_BYTES] for chain in chains for at in range(0, len(chain), KEY_BYTES)}
 
     def collect(self) -> None:
@@ -240,9 +167,12 @@ class Redis:
     def close(self) -> None:
         self._client.close()
 
+    def _range(self, name: bytes, start: int, stop: int) -> bytes | None:
+        return self._guard.ask("get", lambda: bytes(self._client.getrange(name, start, stop - 1)), None)
+
     def _fetched(self, names: Sequence[bytes]) -> Sequence[bytes | None]:
         nothing: Sequence[bytes | None] = ()
-        return self._asked("get", lambda: self._client.mget(names), nothing)
+        return self._guard.ask("get", lambda: self._client.mget(names), nothing)
 
     def _leading_sizes(self, keys: Sequence[bytes]) -> Sequence[int]:
         """The sizes of the entries before the first that is not there, asked for before any is fetched."""
@@ -255,35 +185,17 @@ class Redis:
             return sizes
 
         nothing: Sequence[int] = ()
-        sizes = self._asked("match", ask, nothing) if keys else nothing
+        sizes = self._guard.ask("match", ask, nothing) if keys else nothing
         missing = next((number for number, size in enumerate(sizes) if not 0 < size <= MAX_ENTRY_BYTES), len(sizes))
         return sizes[:missing]
 
     def _run(self, script: str, *arguments: Any) -> Any:
-        return self._asked(script, lambda: self._scripts[script](keys=_SHARED, args=arguments), None)
+        return self._guard.ask(script, lambda: self._scripts[script](keys=_SHARED, args=arguments), None)
 
     def _seconds(self) -> int | str:
         return "" if self._ttl is None else self._ttl
 
-    def _asked(self, operation: str, ask: Callable[[], Result], otherwise: Result) -> Result:
-        """What the server answers, or ``otherwise`` when it does not, or rests after it did not."""
-        if not self._breaker.allows():
-            self._counters.fault(operation, Resting("the server has not answered, and is left alone for a while"))
-            return otherwise
-        try:
-            answer = ask()
-        except (self._error, OSError) as error:
-            self._breaker.failed()
-            self._counters.fault(operation, error)
-            return otherwise
-        self._breaker.succeeded()
-        return answer
-
-
-class Resting(Exception):
-    """Nothing was asked."""
-
 
 def is_redis(location: str | os.PathLike[str]) -> bool:
     """Whether a location is the URL of a Redis server."""
-    return isinstance(location, str) and location.startswith(("redis://", "rediss://", "unix://"))
+    return isinstance(location, str) and location.startswith(SCHEMES)

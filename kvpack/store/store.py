@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import time
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Self
 
 from kvpack.formats.errors import InvalidParameter, KvpackError, Undecryptable
@@ -15,6 +16,7 @@ from .entries import Reader, to_pieces
 from .identity import Identity
 from .keys import ID_BYTES, chained, chunk_keys, token_bytes
 from .locations import open_backend
+from .parallel import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,13 +38,20 @@ _FAULTS = (KvpackError, OSError, MemoryError)
 class Store:
     """Packed prefixes of one ``identity``, in chunks of ``chunk`` tokens, shared by every process that opens ``location``.
 
-    A location is a folder, which is made with the first entry (/dev/shm/... keeps the entries in memory), or the URL of a
-    Redis or Valkey server (redis://, rediss://, unix://). ``max_bytes`` is a hard budget of all entries there, whoever saved
-    them: what was used longest ago goes first. A folder also has ``min_free``, the bytes that stay free on its disk, and
-    ``durable``, which forces entries to the disk before ``save`` returns; a server has ``ttl``, the seconds after which an entry goes
-    that nobody uses, and ``timeout``, the seconds that a request may take (default: 1). ``encryption`` maps ids to AES keys of 16, 24 or
-    32 bytes: entries are encrypted with the first and read with any, and such a load copies. ``check_values`` checks the rules
-    of the codecs on every load, and not digests alone (default: where others than this user may write unencrypted).
+    A location is a folder, which is made with the first entry (/dev/shm/... keeps the entries in memory), the URL of a
+    Redis or Valkey server (redis://, rediss://, unix://), or an object store: its URL (s3://, gs://, az://) or an object of
+    ``obstore.store``. ``max_bytes`` is a budget of all entries there, whoever saved them: what was used longest ago goes first.
+
+    - A folder also has ``min_free``, the bytes that stay free on its disk, and ``durable``, which forces entries to the disk
+      before ``save`` returns.
+    - A Redis server has ``ttl``, the seconds after which an entry goes that nobody uses, and ``timeout``, the seconds that a
+      request may take (default: 1).
+    - An object store has ``timeout`` (default: 5), and ``storage_options``, the settings of obstore by name, such as endpoint;
+      what is not given is taken from the environment. Its budget is counted by each writer every minute, and not at every put.
+
+    ``encryption`` maps ids to AES keys of 16, 24 or 32 bytes: entries are encrypted with the first and read with any, and such
+    a load copies. ``check_values`` checks the rules of the codecs on every load, and not digests alone (default: where others
+    than this user may write unencrypted).
 
     Full disks, dead servers, damaged entries and the like are misses that ``stats`` counts; they raise nothing. Raises
     InvalidParameter for arguments that can never work, such as a chunk that is no multiple of the recipe's token groups.
@@ -50,7 +59,7 @@ class Store:
 
     def __init__(
         self,
-        location: str | os.PathLike[str],
+        location: Any,
         identity: Identity,
         *,
         chunk: int = CHUNK_TOKENS,
@@ -59,6 +68,7 @@ class Store:
         durable: bool | None = None,
         ttl: int | None = None,
         timeout: float | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         encryption: Mapping[str, bytes] | None = None,
         check_values: bool | None = None,
     ) -> None:
@@ -72,7 +82,14 @@ class Store:
         self.location, self.identity, self.chunk = location, identity, chunk
         self._counters = Counters()
         self._backend: Backend = open_backend(
-            location, self._counters, max_bytes=max_bytes, min_free=min_free, durable=durable, ttl=ttl, timeout=timeout
+            location,
+            self._counters,
+            max_bytes=max_bytes,
+            min_free=min_free,
+            durable=durable,
+            ttl=ttl,
+            timeout=timeout,
+            storage_options=storage_options,
         )
         self._cipher = None if encryption is None else Cipher(encryption, identity.tenant)
         trusted = self._backend.private or self._cipher is not None
@@ -113,17 +130,18 @@ class Store:
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.chunk)
         chunks: list[Cache] = []
+        entries = self._backend.get(keys)
         try:
-            chunks.extend(self._reader.read(self._decrypted(self._backend.get(keys), keys), keys))
+            chunks.extend(self._reader.read(self._decrypted(entries, keys), keys))
         except _FAULTS as error:
-            self._refuse(keys[len(chunks)], error)
+            self._refuse(keys[len(chunks)], entries[len(chunks)], error)
         while chunks:
             try:
                 cache = concat(chunks)
                 break
             except KvpackError as error:
                 # Whole by itself, but no continuation of the ones before it.
-                self._refuse(keys[len(chunks) - 1], error)
+                self._refuse(keys[len(chunks) - 1], entries[len(chunks) - 1], error)
                 chunks.pop()
         else:
             return 0, None
@@ -149,7 +167,9 @@ class Store:
         # Ancestors must be the last to go, so they are in use from now on.
         now = time.time_ns()
         self._backend.touch(keys[:stored], now)
-        for number, (key, parent, part) in enumerate(links[stored:], stored):
+
+        def put(number: int) -> bool:
+            key, parent, part = links[number]
             try:
                 chunk = self._named(cache.slice(number * self.chunk, (number + 1) * self.chunk))
                 pieces = to_pieces(chunk, key, parent, part)
@@ -158,10 +178,11 @@ class Store:
             except _FAULTS as error:
                 # Such as a chunk that begins inside a token group of a cache that was packed in parts.
                 self._counters.fault("encode", error)
-                break
-            if not self._backend.put(keys[: number + 1], pieces, now):
-                break
-            stored += 1
+                return False
+            return self._backend.put(keys[: number + 1], pieces, now)
+
+        with contextlib.closing(in_parallel(put, range(stored, len(links)), self._backend.puts_at_once)) as puts:
+            stored += sum(takewhile(bool, puts))
         return stored * self.chunk
 
     def pin(self, token_ids: Any) -> int:
@@ -184,7 +205,7 @@ class Store:
         removed = keys[-(-start // self.chunk) :]
         for count in range(len(keys), len(keys) - len(removed), -1):
             self._backend.unpin(keys[:count])
-        count = self._backend.delete(removed)
+        count = len(self._backend.delete(removed))
         self._counters.add("deleted_entries", count)
         return count
 
@@ -219,15 +240,15 @@ class Store:
                 self._counters.fault("load", error)
                 break
             except _FAULTS as error:
-                self._refuse(key, error)
+                self._refuse(key, data, error)
                 break
         return clear
 
-    def _refuse(self, key: bytes, error: BaseException) -> None:
+    def _refuse(self, key: bytes, data: Data, error: BaseException) -> None:
         """A bad entry is a miss, and goes so that a good one can take its place."""
         self._counters.add("damaged_entries")
         self._counters.fault("load", error)
-        self._backend.delete([key])
+        self._backend.discard(key, data)
 
     def _named(self, chunk: Cache) -> Cache:
         from dataclasses import replace

@@ -1,0 +1,274 @@
+"""The object store backend: S3 and what speaks its protocol, Google Cloud Storage, Azure.
+
+    <prefix>/3/f/3f...e1    an entry, put only where there is none, never changed
+    <prefix>/pins/...       a pinned chain: its keys
+    <prefix>/uses/...       which entries were used, the last one last (uses.py)
+
+Requests run several at once; a store that does not answer is left alone for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from random import randrange
+from typing import TYPE_CHECKING, Any
+
+from .backend import MAX_ENTRY_BYTES, Stored
+from .breaker import Breaker, Guard
+from .keys import KEY_BYTES
+from .locks import Lock
+from .objects import SCHEMES, Objects
+from .parallel import in_parallel
+from .uses import Uses, eviction_order, order_of, record_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from .backend import Data
+    from .counters import Counters
+
+REQUESTS = 16
+"""Requests under way at once."""
+RECOUNT_SECONDS = 60.0
+"""How old a writer's count of the bytes stored may be: others write too."""
+_SLACK = 16
+"""Eviction frees a 16th of the budget more than is needed, so that not every put lists the entries."""
+_MERGE = 32
+"""One record of uses in so many, drawn at random, is followed by a merge of all."""
+_PINS, _USES = "pins/", "uses/"
+
+
+Object = tuple[str, int, int]
+"""Name, bytes, and when it was put, in nanoseconds since 1970."""
+Listing = list[Object]
+Entries = list[tuple[bytes, int, int]]
+"""The same by key."""
+
+
+class ObjectStore:
+    """Entries in an object store, by its URL or as an object of ``obstore.store``.
+
+    ``storage_options`` are obstore's settings by name, such as endpoint, region and access_key_id; what is not given is taken
+    from the environment, such as AWS_ENDPOINT_URL. ``max_bytes`` is a budget of the entries' bytes, which every writer counts
+    again each minute; ``timeout`` the seconds that a request may take. Raises what ``Objects`` raises.
+    """
+
+    private = False
+    puts_at_once = 8
+
+    def __init__(
+        self,
+        location: Any,
+        counters: Counters,
+        *,
+        max_bytes: int | None = None,
+        timeout: float = 5.0,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._objects = Objects(location, timeout, storage_options)
+        self._counters, self._max_bytes = counters, max_bytes
+        self._breaker = Breaker()
+        self._guard = Guard(self._breaker, counters, self._objects.errors, self._objects.refusals)
+        self._uses = Uses()
+        self._lock = Lock()
+        self._total = 0
+        self._counted: float | None = None
+
+    def present(self, keys: Sequence[bytes]) -> int:
+        with contextlib.closing(in_parallel(self._size, keys, REQUESTS)) as sizes:
+            for number, size in enumerate(sizes):
+                if not size or size > MAX_ENTRY_BYTES:
+                    return number
+        return len(keys)
+
+    def get(self, keys: Sequence[bytes]) -> list[Data]:
+        found: list[Data] = []
+        with contextlib.closing(in_parallel(self.peek, keys, REQUESTS)) as entries:
+            for data in entries:
+                if data is None:
+                    break
+                found.append(data)
+        self.touch(keys[: len(found)], 0)
+        return found
+
+    def peek(self, key: bytes, *, front: bool = False) -> Data | None:
+        read = self._objects.read_front if front else self._objects.read
+        return self._guard.ask("get", lambda: read(_name(key)), None)
+
+    def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
+        size = sum(map(len, pieces))
+        if size > MAX_ENTRY_BYTES or not self._reserved(size, chain):
+            self._counters.add("refused_chunks")
+            return False
+        new = self._guard.ask("put", lambda: self._put(_name(chain[-1]), b"".join(pieces)), None)
+        if new:
+            self._counters.add("saved_chunks")
+            self._counters.add("saved_bytes", size)
+        else:
+            self._release(size)
+        if new is None:
+            return False
+        self.touch(chain, now_ns)
+        return True
+
+    def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
+        # By the store's clock: those of its users may differ.
+        self._uses.note(chain)
+        if self._uses.due():
+            self._record_uses()
+
+    def delete(self, keys: Sequence[bytes]) -> set[bytes]:
+        sizes = dict(zip(keys, in_parallel(self._size, keys, REQUESTS), strict=True))
+        return self._removed([key for key in reversed(keys) if sizes[key] is not None])
+
+    def discard(self, key: bytes, data: Data) -> None:
+        self._removed([key])
+
+    def list(self) -> Iterator[Stored]:
+        last = self._last_uses(self._records())
+        for key, size, put_ns in self._entries() or ():
+            yield Stored(key, size, max(put_ns, last.get(key, 0)))
+
+    def size(self) -> tuple[int, int]:
+        sizes = [size for _, size, _ in self._entries() or ()]
+        return len(sizes), sum(sizes)
+
+    def pin(self, keys: Sequence[bytes]) -> bool:
+        return self._guard.ask("pin", lambda: self._objects.put(_PINS + keys[-1].hex(), b"".join(keys)), False)
+
+    def unpin(self, keys: Sequence[bytes]) -> bool:
+        name = _PINS + keys[-1].hex()
+        return self._guard.ask("unpin", lambda: self._objects.size(name) is not None and self._objects.remove(name), False)
+
+    def pinned(self) -> set[bytes]:
+        names = [name for name, _, _ in self._names("list", _PINS) or ()]
+        chains = [chain or b"" for chain in in_parallel(self._read, names, REQUESTS)]
+        return {bytes(chain[at : at + KEY_BYTES]) for chain in chains for at in range(0, len(chain) - KEY_BYTES + 1, KEY_BYTES)}
+
+    def collect(self) -> None:
+        """Count the entries, evict what is above the budget, and put one record of their uses in the place of all."""
+        with self._lock:
+            self._evict(self._max_bytes, set())
+        self._record_uses()
+        self._merge_records()
+
+    def close(self) -> None:
+        """Record what was used."""
+        self._record_uses()
+
+    def _put(self, name: str, data: bytes) -> bool:
+        if self._objects.put_new(name, data):
+            return True
+        if not self._objects.size(name):
+            # Nobody's entry is empty: whatever made it so, it is none.
+            return self._objects.put(name, data)
+        return False
+
+    def _reserved(self, size: int, chain: Sequence[bytes]) -> bool:
+        """Count ``size`` bytes more, after making room for them; whether they fit."""
+        if self._max_bytes is None:
+            return True
+        if size > self._max_bytes:
+            return False
+        with self._lock:
+            stale = self._counted is None or time.monotonic() - self._counted > RECOUNT_SECONDS
+            if stale or self._total + size > self._max_bytes:
+                self._evict(self._max_bytes - size, set(chain))
+            fits = self._counted is not None and self._total + size <= self._max_bytes
+            self._total += size if fits else 0
+            return fits
+
+    def _release(self, size: int) -> None:
+        with self._lock:
+            self._total -= size
+
+    def _evict(self, most: int | None, kept: set[bytes]) -> None:
+        """Count the entries and, where they take more than ``most`` bytes, remove those used longest ago."""
+        entries = self._entries()
+        self._counted = None if entries is None else time.monotonic()
+        if entries is None:
+            return
+        sizes = {key: size for key, size, _ in entries}
+        self._total = sum(sizes.values())
+        if most is None or self._total <= most:
+            return
+        self._record_uses()
+        kept = kept | self.pinned()
+        going, left = [], self._total
+        order = eviction_order([(key, put_ns) for key, _, put_ns in entries], self._last_uses(self._records()), time.time_ns())
+        for key in order:
+            if left <= most - most // _SLACK:
+                break
+            if key not in kept:
+                going.append(key)
+                left -= sizes[key]
+        freed = [sizes[key] for key in self._removed(going)]
+        self._total -= sum(freed)
+        self._counters.add("evicted_entries", len(freed))
+        self._counters.add("evicted_bytes", sum(freed))
+
+    def _record_uses(self) -> None:
+        record = self._uses.take()
+        if record and self._guard.ask("touch", lambda: self._objects.put(_USES + record_name(), record), False) and not randrange(_MERGE):
+            self._merge_records()
+
+    def _merge_records(self) -> None:
+        """Put one record in the place of all, without the entries that are gone."""
+        records, entries = self._records(), self._entries()
+        if len(records) < 2 or entries is None:
+            return
+        there = {key for key, _, _ in entries}
+        merged = b"".join(key for key in self._last_uses(records) if key in there)
+        if self._guard.ask("collect", lambda: self._objects.put(_USES + record_name(), merged), False):
+            list(in_parallel(self._remove, [name for name, _, _ in records], REQUESTS))
+
+    def _records(self) -> Listing:
+        return self._names("list", _USES) or []
+
+    def _last_uses(self, listed: Listing) -> dict[bytes, int]:
+        records = in_parallel(self._read, [name for name, _, _ in listed], REQUESTS)
+        return order_of([(used_ns, name, bytes(record)) for (name, _, used_ns), record in zip(listed, records, strict=True) if record])
+
+    def _entries(self) -> Entries | None:
+        """(key, bytes, when it was put) of every entry; None when the store does not answer."""
+        found: Entries = []
+        for names in in_parallel(lambda first: self._names("list", f"{first}/"), "0123456789abcdef", REQUESTS):
+            if names is None:
+                return None
+            for name, size, put_ns in names:
+                with contextlib.suppress(ValueError):
+                    key = bytes.fromhex(name.rpartition("/")[2])
+                    if len(key) == KEY_BYTES and _name(key) == name:
+                        found.append((key, size, put_ns))
+        return found
+
+    def _names(self, operation: str, prefix: str) -> Listing | None:
+        return self._guard.ask(operation, lambda: self._objects.names(prefix), None)
+
+    def _size(self, key: bytes) -> int | None:
+        return self._guard.ask("match", lambda: self._objects.size(_name(key)), None)
+
+    def _read(self, name: str) -> Data | None:
+        return self._guard.ask("get", lambda: self._objects.read(name), None)
+
+    def _removed(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Remove entries, and return those that there were."""
+        removed = in_parallel(self._remove, map(_name, keys), REQUESTS)
+        return {key for key, gone in zip(keys, removed, strict=True) if gone}
+
+    def _remove(self, name: str) -> bool:
+        return self._guard.ask("delete", lambda: self._objects.remove(name), False)
+
+
+def is_object_store(location: Any) -> bool:
+    """Whether a location is the URL of an object store, or an object of obstore."""
+    if isinstance(location, str):
+        return location.startswith(SCHEMES)
+    return type(location).__module__.partition(".")[0] in ("obstore", "_obstore")
+
+
+def _name(key: bytes) -> str:
+    """The name of an entry's object, which is that of its file in a folder."""
+    name = key.hex()
+    return f"{name[0]}/{name[1]}/{name}"

@@ -1,0 +1,171 @@
+"""Objects of an object store by name, through the package obstore: one request, or a few ranges at once, with a timeout and no retry."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import TYPE_CHECKING, Any
+
+from kvpack.formats.errors import InvalidParameter, KvpackError
+
+from ..json_header import front_bytes
+from .backend import MAX_ENTRY_BYTES
+from .parallel import in_parallel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .backend import Data
+
+SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "adl://", "abfs://", "abfss://")
+PART_BYTES = 8 * 2**20
+"""A larger object is fetched in parts of so many bytes, several at once."""
+_PARTS_AT_ONCE = 8
+_CLIENT_SETTINGS = {
+    *("allow_http", "allow_invalid_certificates", "connect_timeout", "default_headers", "http1_only", "http2_only", "pool_idle_timeout"),
+    *("proxy_ca_certificate", "proxy_excludes", "proxy_url", "randomize_addresses", "read_timeout", "root_certificate", "timeout"),
+    "user_agent",
+}
+"""Settings that obstore takes apart from those of the store."""
+_FRONT_BYTES = 64 * 1024
+"""More than the header of most entries."""
+
+
+class Objects:
+    """The objects at ``location``, a URL or an object of ``obstore.store``.
+
+    Methods raise one of ``errors``; of those, ``refusals`` are answers of a server that works. The constructor raises
+    InvalidParameter for a URL or ``storage_options`` that make no sense, and KvpackError without the package obstore.
+    """
+
+    def __init__(self, location: Any, timeout: float, storage_options: Mapping[str, Any] | None) -> None:
+        try:
+            import obstore
+        except ImportError:
+            raise KvpackError("a store on an object store needs the package obstore: pip install 'kvpack[object-store]'") from None
+        self._obstore: Any = obstore
+        known = obstore.exceptions
+        self.errors = (known.BaseError, OSError, MemoryError, Forked)
+        self.refusals = (known.PermissionDeniedError, known.UnauthenticatedError, known.NotSupportedError, FileNotFoundError, Forked)
+        self._exists, self._changed = known.AlreadyExistsError, known.PreconditionError
+        if not isinstance(location, str) and storage_options:
+            raise InvalidParameter("storage_options go with a URL: an obstore object has its own")
+        self._store = _opened(location, timeout, storage_options) if isinstance(location, str) else location
+        self._pid = os.getpid()
+
+    def size(self, name: str) -> int | None:
+        """The bytes of an object, or None."""
+        self._check_process()
+        try:
+            return int(self._obstore.head(self._store, name)["size"])
+        except FileNotFoundError:
+            return None
+
+    def names(self, prefix: str) -> list[tuple[str, int, int]]:
+        """(name, bytes, when it was put) of every object whose name begins with the folder ``prefix``."""
+        self._check_process()
+        return [
+            (meta["path"], meta["size"], int(meta["last_modified"].timestamp() * 10**9))
+            for batch in self._obstore.list(self._store, prefix)
+            for meta in batch
+        ]
+
+    def read(self, name: str) -> Data | None:
+        """An object's bytes, or None; of one that is larger than any entry nothing is fetched, and it is as if it were empty."""
+        self._check_process()
+        try:
+            answer = self._obstore.get(self._store, name)
+        except FileNotFoundError:
+            return None
+        size, tag = answer.meta["size"], answer.meta["e_tag"]
+        if size > MAX_ENTRY_BYTES:
+            return b""
+        if size <= PART_BYTES:
+            return bytearray(memoryview(answer.bytes()))
+        # Not read: its connection closes.
+        del answer
+        data = bytearray(size)
+        return data if self._fill(name, memoryview(data), 0, tag) else None
+
+    def read_front(self, name: str) -> Data | None:
+        """As ``read``, but of a kvpack file the bytes after the header are zeros."""
+        self._check_process()
+        try:
+            answer = self._obstore.get(self._store, name, options={"range": (0, _FRONT_BYTES)})
+        except FileNotFoundError:
+            return None
+        size, tag = answer.meta["size"], answer.meta["e_tag"]
+        beginning = bytes(memoryview(answer.bytes()))
+        if size > MAX_ENTRY_BYTES or len(beginning) != min(size, _FRONT_BYTES):
+            return b""
+        # Zeros that nobody reads take no memory.
+        data = bytearray(size)
+        data[: len(beginning)] = beginning
+        end = min(size, front_bytes(beginning) or size)
+        return data if self._fill(name, memoryview(data)[:end], len(beginning), tag) else None
+
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Put an object where there is none; whether there was none."""
+        self._check_process()
+        try:
+            self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
+        except self._exists:
+            return False
+        return True
+
+    def put(self, name: str, data: bytes) -> bool:
+        """Put an object, in the place of the one that is there. True."""
+        self._check_process()
+        self._obstore.put(self._store, name, data, use_multipart=False)
+        return True
+
+    def remove(self, name: str) -> bool:
+        """Remove an object; False where the store says that there was none, which S3 does not."""
+        self._check_process()
+        try:
+            self._obstore.delete(self._store, name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _fill(self, name: str, data: memoryview, start: int, tag: str | None) -> bool:
+        """Fetch the bytes of an object from ``start`` to the end of ``data``; False when it has changed meanwhile."""
+        same = {} if tag is None else {"if_match": tag}
+
+        def fetch(begin: int) -> bool:
+            stop = min(begin + PART_BYTES, len(data))
+            try:
+                part = self._obstore.get(self._store, name, options={"range": (begin, stop), **same}).bytes()
+            except (FileNotFoundError, self._changed):
+                return False
+            if len(part) != stop - begin:
+                return False
+            data[begin:stop] = memoryview(part)
+            return True
+
+        return all(in_parallel(fetch, range(start, len(data), PART_BYTES), _PARTS_AT_ONCE))
+
+    def _check_process(self) -> None:
+        # obstore's threads do not survive a fork, and a request would wait for them for ever.
+        if os.getpid() != self._pid:
+            raise Forked("the process was forked after the store was opened, which obstore does not survive: start it anew instead")
+
+
+class Forked(Exception):
+    """Nothing was asked."""
+
+
+def _opened(url: str, timeout: float, options: Mapping[str, Any] | None) -> Any:
+    from obstore.exceptions import BaseError
+    from obstore.store import from_url
+
+    waited = datetime.timedelta(seconds=timeout)
+    given = dict(options or {})
+    # Whoever names an endpoint by http:// means it.
+    client = {"timeout": waited, "connect_timeout": waited, "allow_http": True}
+    client |= {name: given.pop(name) for name in _CLIENT_SETTINGS & set(given)}
+    settings: Any = {"config": given, "client_options": client, "retry_config": {"max_retries": 0, "retry_timeout": waited}}
+    try:
+        return from_url(url, **settings)
+    except (BaseError, ValueError, TypeError) as error:
+        raise InvalidParameter(f"the location {url!r} or its storage_options make no sense: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,115 @@
+"""A real S3 protocol over HTTP on loopback for tests (moto's server, with everything in memory), and one that lies."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BUCKET = "bucket"
+
+
+class Server:
+    """moto's S3 on a free port, with one bucket; its address stays the same over restarts, its objects do not."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"s3://{BUCKET}/some/prefix"
+        self.options = options(f"http://127.0.0.1:{self.port}")
+        self.start()
+
+    def start(self) -> None:
+        """Start it, wait until it answers, and make the bucket."""
+        command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(self.port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                request = urllib.request.Request(f"http://127.0.0.1:{self.port}/{BUCKET}", method="PUT")
+                urllib.request.urlopen(request, timeout=5).close()
+                return
+            except OSError:
+                assert time.monotonic() < deadline, "the server does not start"
+                assert self.process.poll() is None
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def options(endpoint: str) -> dict[str, str]:
+    """The storage_options that lead to ``endpoint``."""
+    return {"endpoint": endpoint, "region": "us-east-1", "access_key_id": "key", "secret_access_key": "secret"}
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Server]:
+    """A server for as long as the block runs; skips the test where moto's is not installed."""
+    if importlib.util.find_spec("moto") is None:
+        pytest.skip("moto is not installed")
+    server = Server()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+class Liar(BaseHTTPRequestHandler):
+    """Answers every GET and HEAD of an entry with ``body`` under the length ``length``, or with the status ``status``."""
+
+    body = b""
+    length = 0
+    status = 200
+
+    def do_HEAD(self) -> None:
+        self._answer(b"")
+
+    def do_GET(self) -> None:
+        self._answer(self.body)
+
+    def do_DELETE(self) -> None:
+        self.send_response(204)
+        self.end_headers()
+
+    def _answer(self, body: bytes) -> None:
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(self.length))
+        self.send_header("ETag", '"tag"')
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            self.wfile.write(body)
+        self.close_connection = True
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@contextlib.contextmanager
+def lying() -> Iterator[tuple[type[Liar], dict[str, str]]]:
+    """A server that lies, as the class that says how, and the storage_options that lead to it."""
+    handler = type("Lying", (Liar,), {})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield handler, options(f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -424,3 +424,17 @@ def test_no_flipped_bit_of_an_entry_passes(recipe: str, tmp_path: Path) -> None:
             with pytest.raises(kvpack.KvpackError):
                 reader._one(memoryview(data), key, 1)
         data[place] ^= bit
+
+
+def test_entries_of_one_size_may_have_payloads_that_begin_elsewhere(tmp_path: Path) -> None:
+    """An entry is hashed as the last shape of its size says, and the entry before it may bring another meanwhile."""
+    store, ids = open_store(tmp_path), prompt(3)
+    whole = save(store, ids)
+    assert same(store.load(ids)[1], whole)
+    reader = store._reader
+    for place, shape in reader._shapes.items():
+        reader._shapes[place] = dataclasses.replace(shape, text=b"\1" + shape.text[1:], payload=shape.payload + 64)
+    n, found = store.load(ids)
+    assert n == 3 * CHUNK
+    assert same(found, whole)
+    assert store.stats()["damaged_entries"] == 0

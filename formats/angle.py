@@ -6,7 +6,7 @@ Source: TurboAngle Sec. 3, except that a bin decodes to its centre, which has a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from math import log2, pi
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -15,7 +15,7 @@ from .columns import Columns, default_fields, factors_of_two, is_power_of_two, n
 from .errors import InvalidParameter
 from .lazy import functional, torch
 from .rotation import KINDS, Rotation
-from .tables import kept_on_device
+from .tables import TABLES_KEPT, kept_on_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -164,7 +164,7 @@ Stream = tuple[tuple[int, ...], tuple[int, ...]]
 """Bases and alphabets of a code stream's digits."""
 
 
-@cache
+@lru_cache(TABLES_KEPT)
 def _streams(dim: int, bins: int, norm_bits: int, arrangement: str) -> dict[str, Stream]:
     """The digits of each code stream: the rule of spec/codecs/angle.md, Layout."""
     rounded, norm = next_power_of_two(bins), 1 << norm_bits
@@ -183,7 +183,7 @@ def _streams(dim: int, bins: int, norm_bits: int, arrangement: str) -> dict[str,
     return min(candidates, key=stored_bytes) | ({"norm_codes": ((norm,), (norm,))} if norm_bits else {})
 
 
-@cache
+@lru_cache(TABLES_KEPT)
 def _packings(dim: int, bins: int, norm_bits: int, arrangement: str, fields: Fields) -> dict[str, Columns]:
     streams = _streams(dim, bins, norm_bits, arrangement)
     return {name: Columns(dim // 2, streams[name][0], count, streams[name][1]) for name, count in fields}

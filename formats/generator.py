@@ -43,7 +43,7 @@ def signs(seed: int, count: int) -> tuple[int, ...]:
     return tuple(-1 if words[i // 64] >> i % 64 & 1 else 1 for i in range(count))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4)
 def unit_quaternions(seed: int, count: int) -> tuple[tuple[float, float, float, float], ...]:
     """``count`` unit quaternions (w, x, y, z), uniform on the 3-sphere, in binary64.
 

@@ -7,7 +7,7 @@ and TurboAngle's TurboQuant baselines. Sources: KIVI per OScaR Eq. 3-4; OScaR Al
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from . import scale_range
@@ -16,6 +16,7 @@ from .columns import Columns, default_fields
 from .errors import InvalidParameter
 from .lazy import numpy, torch
 from .rotation import KINDS, Rotation
+from .tables import TABLES_KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -212,6 +213,6 @@ class Group(Codec):
         return u
 
 
-@cache
+@lru_cache(TABLES_KEPT)
 def _packings(dim: int, bits: int, fields: Fields) -> dict[str, Columns]:
     return {"codes": Columns(dim, (2**bits,), dict(fields)["codes"])}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -18,7 +18,7 @@ from .lazy import functional, numpy, torch
 from .lloyd_max import direction_table, triplet_norm_table
 from .octahedral_search import ROUNDINGS, codebook, codebook_directions, midpoints, nearest_level
 from .rotation import KINDS, Rotation
-from .tables import kept_on_device
+from .tables import TABLES_KEPT, kept_on_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -228,13 +228,13 @@ def _default_fields(dim: int, b_dir: int, b_norm: int, arrangement: str) -> Fiel
     return tuple((stream, default_fields(symbols, bases)) for stream, bases in _bases(b_dir, b_norm, arrangement).items())
 
 
-@cache
+@lru_cache(TABLES_KEPT)
 def _packings(dim: int, b_dir: int, b_norm: int, arrangement: str, fields: Fields) -> dict[str, Columns]:
     bases = _bases(b_dir, b_norm, arrangement)
     return {stream: Columns(_symbols(dim, arrangement), bases[stream], count) for stream, count in fields}
 
 
-@cache
+@lru_cache(TABLES_KEPT)
 def _padding_bits(packing: Columns, triplets: int) -> dict[str, numpy.ndarray[Any, Any]]:
     """For each plane of the direct arrangement, the bits of every word that belong to padding triplets."""
     return {f"symbol.{number}": numpy.array(bits, numpy.uint16) for number, bits in enumerate(packing.symbol_bits(triplets))}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import groupby, islice, pairwise
 from math import pi
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -178,7 +178,7 @@ def _most_levels(dim: int) -> int:
     return (dim - 1).bit_length()
 
 
-@cache
+@lru_cache(TABLES_KEPT)
 def _levels(dim: int, bits: str) -> tuple[Level, ...]:
     words = bits.split(".")
     if not 1 <= len(words) <= _most_levels(dim) or not set(words) <= set(map(str, range(1, MAX_BITS + 1))):
@@ -208,7 +208,7 @@ def _symbols(run: tuple[Level, ...]) -> int:
     return sum(level.angles for level in run)
 
 
-@cache
+@lru_cache(TABLES_KEPT)
 def _streams(levels: tuple[Level, ...]) -> dict[str, tuple[Level, ...]]:
     """The levels of each code stream: consecutive ones of equal bits share one, named by the first of them."""
     streams = {}
@@ -218,7 +218,7 @@ def _streams(levels: tuple[Level, ...]) -> dict[str, tuple[Level, ...]]:
     return streams
 
 
-@cache
+@lru_cache(TABLES_KEPT)
 def _packings(levels: tuple[Level, ...], fields: Fields) -> dict[str, Columns]:
     streams = _streams(levels)
     return {name: Columns(_symbols(streams[name]), (2 ** streams[name][0].bits,), count) for name, count in fields}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from .base import MAX_DIM, Codec, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
@@ -17,7 +17,7 @@ from .generator import unit_quaternions
 from .lazy import functional, torch
 from .quaternion_search import UNITS, Search
 from .rotation import KINDS, Rotation
-from .tables import kept_on_device
+from .tables import TABLES_KEPT, kept_on_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -165,7 +165,7 @@ def _squares_are_safe(radius: torch.Tensor) -> bool:
     return bool(smallest > 2.0**-40) and bool(largest < 2.0**60)
 
 
-@cache
+@lru_cache(TABLES_KEPT)
 def _stream_bases(dim: int, secondary: int, radius_bits: int, arrangement: str) -> dict[str, tuple[int, ...]]:
     """The bases of each code stream's digits: the rule of spec/codecs/quaternion.md, Layout."""
     chunks, alphabet, radius = -(-dim // 4), UNITS * secondary, (1 << radius_bits,)
@@ -186,7 +186,7 @@ def _stored_bytes(chunks: int, bases: dict[str, tuple[int, ...]]) -> int:
     return sum(row_bytes(chunks, base, default_fields(chunks, base)) for base in bases.values())
 
 
-@cache
+@lru_cache(TABLES_KEPT)
 def _packings(dim: int, secondary: int, radius_bits: int, arrangement: str, fields: Fields) -> dict[str, Columns]:
     bases = _stream_bases(dim, secondary, radius_bits, arrangement)
     alphabets = (UNITS * secondary, 1 << radius_bits) if arrangement == "direct" else ()

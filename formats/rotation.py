@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from .columns import is_power_of_two
 from .errors import InvalidParameter
@@ -16,17 +16,17 @@ KINDS = ("none", "hadamard", "signed-hadamard")
 PALEY_ORDERS = (12, 20, 28)
 
 
-@cache
+@lru_cache(maxsize=4)
 def hadamard(order: int) -> tuple[tuple[int, ...], ...]:
     """The +1/-1 Hadamard matrix of ``order`` 2^k or 2^k x {12, 20, 28}: Sylvester's, times Paley's on the right.
 
     Raises InvalidParameter for any other order.
     """
     paley = _paley_order(order)
-    sylvester = order // paley
-    right = _paley(paley)
-    columns = [(j, q) for j in range(sylvester) for q in range(paley)]
-    return tuple(tuple((-1) ** (i & j).bit_count() * right[p][q] for j, q in columns) for i in range(sylvester) for p in range(paley))
+    rows = _paley(paley)
+    while len(rows) < order:
+        rows = (*(row + row for row in rows), *(row + tuple(-value for value in row) for row in rows))
+    return rows
 
 
 def _paley_order(order: int) -> int:

@@ -1,0 +1,84 @@
+"""What the library keeps of the tables that headers ask for."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kvpack.formats import angle, group, octahedral, polar, quaternion, scalar, tables
+from kvpack.formats.rotation import Rotation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with tables._lock:
+        tables._kept.clear()
+        tables._bytes = 0
+    yield
+    assert tables._bytes == sum(table.nbytes for table in tables._kept.values())
+
+
+def kept_bytes() -> int:
+    return sum(table.nbytes for table in tables._kept.values())
+
+
+def test_tables_are_kept_in_a_bound_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every seed is another matrix, and a header may name any."""
+    monkeypatch.setattr(tables, "KEPT_BYTES", 2**20)
+    x = torch.zeros(1, 1, 1, 128)
+    for seed in range(40):
+        Rotation("signed-hadamard", 128, seed).inverse(x)
+        assert kept_bytes() <= 2**20
+    assert kept_bytes() == 2**20
+
+
+def test_the_table_used_last_is_kept_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    @tables.kept_on_device
+    def numbers(count: int) -> torch.Tensor:
+        made.append(count)
+        return torch.arange(count)
+
+    monkeypatch.setattr(tables, "KEPT_BYTES", 8 * 25)
+    first = numbers(10, "cpu")
+    assert numbers(9, torch.device("cpu")).tolist() == list(range(9))
+    assert numbers(10, "cpu") is first
+    numbers(8, "cpu")
+    assert numbers(10, "cpu") is first, "it was used after the second"
+    numbers(9, "cpu")
+    assert made == [10, 9, 8, 9]
+    assert len(numbers(1000, "cpu")) == 1000, "a table above the bound is made, and not kept"
+    assert kept_bytes() == 0
+
+
+def test_threads_share_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "KEPT_BYTES", 4000)
+
+    @tables.kept_on_device
+    def numbers(count: int) -> torch.Tensor:
+        return torch.arange(count)
+
+    wrong: list[int] = []
+
+    def look_up(start: int) -> None:
+        wrong.extend(n for n in range(start, start + 300) if len(numbers(n % 90, "cpu")) != n % 90)
+
+    threads = [threading.Thread(target=look_up, args=(17 * number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert kept_bytes() <= 4000
+
+
+@pytest.mark.parametrize("module", [angle, group, octahedral, polar, quaternion, scalar], ids=lambda module: module.__name__.split(".")[-1])
+def test_packings_of_a_header_have_a_bound(module: object) -> None:
+    assert module._packings.cache_info().maxsize == tables.TABLES_KEPT  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .files import load, save
     from .packing import pack
     from .recipes import PRESETS, Recipe
-    from .store import Identity, Store
+    from .store import Identity, Store, Tier
 
 __version__ = "0.1.0"
 
@@ -41,6 +41,7 @@ _HOMES = {
     "Recipe": "recipes",
     "Identity": "store",
     "Store": "store",
+    "Tier": "store",
 }
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "Recipe",
     "Side",
     "Store",
+    "Tier",
     "attend",
     "concat",
     "load",

@@ -20,7 +20,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    first, second, third = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    first, second, third, fourth = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(first, "README.md", "exec"), names)
     assert f"{names['cache'].nbytes:,} bytes" in capsys.readouterr().out
@@ -33,6 +33,9 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     kvpack.save(kvpack.pack(_prefilled(names["model"], names["token_ids"]), "octopus-3"), "model.kvpack")
     exec(compile(third, "README.md", "exec"), names)
     assert names["n"] == names["cache"].tokens == 256
+    pytest.importorskip("obstore")
+    exec(compile(fourth, "README.md", "exec"), names)
+    assert names["store"].match(names["token_ids"]) == 256
 
 
 def _model() -> Any:

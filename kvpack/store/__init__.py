@@ -6,6 +6,7 @@
 """
 
 from .identity import Identity
+from .locations import Tier
 from .store import Store
 
-__all__ = ["Identity", "Store"]
+__all__ = ["Identity", "Store", "Tier"]

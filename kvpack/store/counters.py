@@ -18,6 +18,9 @@ NAMES = {
     "loads": "Calls of load.",
     "load_tokens": "Tokens that load was asked for.",
     "hit_tokens": "Tokens that load returned.",
+    "hit_chunks": "Chunks that a tier had, of a store of several.",
+    "promoted_chunks": "Chunks copied from a slower tier to a faster one.",
+    "dropped_writes": "Entries that slower tiers never got: the queue was full, or not empty in time when the store was closed.",
     "saves": "Calls of save.",
     "saved_chunks": "Chunks that save has written.",
     "saved_bytes": "Bytes of those chunks.",
@@ -35,9 +38,13 @@ NAMES = {
 
 
 class Counters:
-    """Counts from 0 since the store was opened; safe to use from any thread, and after a fork."""
+    """Counts from 0 since the store was opened; safe to use from any thread, and after a fork.
 
-    def __init__(self) -> None:
+    Those of a tier give their faults to those of ``whole``, the store, too.
+    """
+
+    def __init__(self, whole: Counters | None = None) -> None:
+        self._whole = whole
         self._counts: Counter[str] = Counter()
         self._faults: Counter[tuple[str, str]] = Counter()
         self._lock = Lock()
@@ -49,11 +56,13 @@ class Counters:
 
     def fault(self, operation: str, error: BaseException) -> None:
         """Count a refusal, and log the first of its kind."""
+        if self._whole is not None:
+            self._whole.fault(operation, error)
         reason = fault_reason(error)
         with self._lock:
             self._faults[operation, reason] += 1
             first = self._faults[operation, reason] == 1
-        if first:
+        if first and self._whole is None:
             log.warning("%s: %s; this and what follows of its kind is a miss, and is counted", operation, error)
 
     def as_dict(self) -> dict[str, int | dict[str, int]]:

@@ -15,8 +15,9 @@ from .encryption import Cipher
 from .entries import Reader, to_pieces
 from .identity import Identity
 from .keys import ID_BYTES, chained, chunk_keys, token_bytes
-from .locations import open_backend
+from .locations import check_count, open_backend
 from .parallel import in_parallel
+from .tiers import Tiers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,6 +50,10 @@ class Store:
     - An object store has ``timeout`` (default: 5), and ``storage_options``, the settings of obstore by name, such as endpoint;
       what is not given is taken from the environment. Its budget is counted by each writer every minute, and not at every put.
 
+    A list of locations is one store of several *tiers*, the fastest first, such as ``["memory://", "/var/cache/kvpack", "s3://..."]``;
+    a ``Tier`` is a location with options of its own, and memory must have ``max_bytes``. What a slower tier had is copied to the
+    faster ones; what is saved goes to all, with ``write_back`` in the background to all but the first: ``close`` waits for that.
+
     ``encryption`` maps ids to AES keys of 16, 24 or 32 bytes: entries are encrypted with the first and read with any, and such
     a load copies. ``check_values`` checks the rules of the codecs on every load, and not digests alone (default: where others
     than this user may write unencrypted).
@@ -69,15 +74,13 @@ class Store:
         ttl: int | None = None,
         timeout: float | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        write_back: bool | None = None,
         encryption: Mapping[str, bytes] | None = None,
         check_values: bool | None = None,
     ) -> None:
         if not isinstance(identity, Identity):
             raise InvalidParameter(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")
-        _check_count("chunk", chunk, 1)
-        for name, value, least in (("max_bytes", max_bytes, 0), ("min_free", min_free, 0), ("ttl", ttl, 1)):
-            if value is not None:
-                _check_count(name, value, least)
+        check_count("chunk", chunk, 1)
         _check_groups(identity, chunk)
         self.location, self.identity, self.chunk = location, identity, chunk
         self._counters = Counters()
@@ -90,6 +93,7 @@ class Store:
             ttl=ttl,
             timeout=timeout,
             storage_options=storage_options,
+            write_back=write_back,
         )
         self._cipher = None if encryption is None else Cipher(encryption, identity.tenant)
         trusted = self._backend.private or self._cipher is not None
@@ -218,9 +222,13 @@ class Store:
         return self._counters.as_dict()
 
     def stats(self) -> dict[str, Any]:
-        """``counters``, and ``entries`` and ``bytes`` of all that is stored at its location, which it looks through."""
+        """``counters``, and ``entries`` and ``bytes`` of all that is stored at its location, which it looks through.
+
+        A store of several tiers also has ``tiers``, a list of the same for each.
+        """
         entries, size = self._backend.size()
-        return {**self.counters(), "entries": entries, "bytes": size}
+        tiers = {"tiers": self._backend.stats()} if isinstance(self._backend, Tiers) else {}
+        return {**self.counters(), "entries": entries, "bytes": size, **tiers}
 
     def prometheus(self) -> str:
         """``stats`` in Prometheus' text format."""
@@ -275,11 +283,6 @@ class Store:
                 raise InvalidParameter(
                     f"layers[{number}] holds {layer.tokens} of {cache.tokens} tokens: a prefix needs all, and a sliding window drops some"
                 )
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise InvalidParameter(f"{name} is {value!r}, allowed are integers from {least}")
 
 
 def _check_groups(identity: Identity, chunk: int) -> None:

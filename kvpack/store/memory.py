@@ -1,0 +1,139 @@
+"""The memory backend: entries in the memory of one process, the fastest tier of several."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from .backend import Stored
+from .locks import Lock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from .backend import Data
+    from .counters import Counters
+
+
+class Memory:
+    """Entries of at most ``max_bytes``; what was used longest ago goes first, leaves before their ancestors."""
+
+    private = True
+    puts_at_once = 1
+
+    def __init__(self, counters: Counters, *, max_bytes: int) -> None:
+        self._counters, self._max_bytes = counters, max_bytes
+        # The one used longest ago first; an ancestor is always used after what follows it.
+        self._entries: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
+        self._total = 0
+        self._pins: dict[bytes, list[bytes]] = {}
+        self._lock = Lock()
+
+    def present(self, keys: Sequence[bytes]) -> int:
+        with self._lock:
+            return next((number for number, key in enumerate(keys) if key not in self._entries), len(keys))
+
+    def get(self, keys: Sequence[bytes]) -> list[Data]:
+        found: list[Data] = []
+        for key in keys:
+            data = self.peek(key)
+            if data is None:
+                break
+            found.append(data)
+        self.touch(keys[: len(found)], 0)
+        return found
+
+    def peek(self, key: bytes, *, front: bool = False) -> Data | None:
+        with self._lock:
+            data, _ = self._entries.get(key, (None, 0))
+        try:
+            # A copy: whoever loads may write to it.
+            return None if data is None else bytearray(data)
+        except MemoryError as error:
+            self._counters.fault("get", error)
+            return None
+
+    def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
+        key, size = chain[-1], sum(map(len, pieces))
+        with self._lock:
+            if key in self._entries:
+                return True
+            if not self._make_room(size, set(chain)):
+                self._counters.add("refused_chunks")
+                return False
+            try:
+                self._entries[key] = (b"".join(pieces), now_ns)
+            except MemoryError as error:
+                self._counters.fault("put", error)
+                return False
+            self._total += size
+        self._counters.add("saved_chunks")
+        self._counters.add("saved_bytes", size)
+        self.touch(chain, now_ns)
+        return True
+
+    def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
+        with self._lock:
+            for key in reversed(chain):
+                if key in self._entries:
+                    data, noted = self._entries[key]
+                    self._entries[key] = (data, max(noted, now_ns))
+                    self._entries.move_to_end(key)
+
+    def delete(self, keys: Sequence[bytes]) -> set[bytes]:
+        with self._lock:
+            return {key for key in reversed(keys) if self._remove(key)}
+
+    def discard(self, key: bytes, data: Data) -> None:
+        self.delete([key])
+
+    def list(self) -> Iterator[Stored]:
+        with self._lock:
+            entries = [Stored(key, len(data), used_ns) for key, (data, used_ns) in self._entries.items()]
+        yield from entries
+
+    def size(self) -> tuple[int, int]:
+        with self._lock:
+            return len(self._entries), self._total
+
+    def pin(self, keys: Sequence[bytes]) -> bool:
+        with self._lock:
+            self._pins[keys[-1]] = [*keys]
+        return True
+
+    def unpin(self, keys: Sequence[bytes]) -> bool:
+        with self._lock:
+            return self._pins.pop(keys[-1], None) is not None
+
+    def pinned(self) -> set[bytes]:
+        with self._lock:
+            return {key for chain in self._pins.values() for key in chain}
+
+    def collect(self) -> None:
+        """Nothing is above the budget at any time."""
+
+    def close(self) -> None:
+        """The entries stay for as long as the store is in use."""
+
+    def _make_room(self, size: int, chain: set[bytes]) -> bool:
+        excess = self._total + size - self._max_bytes
+        kept = chain.union(*self._pins.values())
+        going = []
+        for key, (data, _) in self._entries.items():
+            if excess <= 0:
+                break
+            if key not in kept:
+                going.append(key)
+                excess -= len(data)
+        if excess > 0:
+            return False
+        for key in going:
+            self._counters.add("evicted_entries")
+            self._counters.add("evicted_bytes", self._remove(key))
+        return True
+
+    def _remove(self, key: bytes) -> int:
+        """Remove an entry, and return its bytes; 0 where there was none."""
+        data, _ = self._entries.pop(key, (b"", 0))
+        self._total -= len(data)
+        return len(data)

@@ -1,0 +1,187 @@
+"""Tiers as one backend: several backends, the fastest first, such as memory, a folder and a server.
+
+What is read from a slower tier is copied to the faster ones. What is saved goes to all of them before ``save`` returns
+(write-through), or to the first one, and to the others in the background (write-back). Each tier evicts by its own budget.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from .backend import Stored
+from .locks import Lock
+from .write_back import WriteBack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from .backend import Backend, Data
+    from .counters import Counters
+
+TierStats = list[dict[str, Any]]
+
+NOTE_SECONDS = 60.0
+"""How often a tier that was not asked is told that a prefix is in use, which may be a request."""
+_NOTED = 4096
+
+
+class Tiers:
+    """``tiers`` are (backend, its counters), the fastest first; ``counters`` are those of all together."""
+
+    def __init__(self, tiers: Sequence[tuple[Backend, Counters]], counters: Counters, *, write_back: bool = False) -> None:
+        self._backends = [backend for backend, _ in tiers]
+        self._tier_counters = [counts for _, counts in tiers]
+        self._counters = counters
+        self._write_back = WriteBack(self._put_below, counters) if write_back else None
+        self._noted: OrderedDict[tuple[int, bytes], float] = OrderedDict()
+        self._lock = Lock()
+
+    @property
+    def private(self) -> bool:
+        return all(backend.private for backend in self._backends)
+
+    @property
+    def puts_at_once(self) -> int:
+        waited_for = self._backends[:1] if self._write_back else self._backends
+        return max(backend.puts_at_once for backend in waited_for)
+
+    def present(self, keys: Sequence[bytes]) -> int:
+        found = 0
+        for _, more in self._in_turn(keys, lambda backend, rest: backend.present(rest), int):
+            found += more
+        return found
+
+    def get(self, keys: Sequence[bytes]) -> list[Data]:
+        found: list[Data] = []
+        from_tier: list[int] = []
+        for tier, entries in self._in_turn(keys, lambda backend, rest: backend.get(rest), len):
+            found += entries
+            from_tier += [tier] * len(entries)
+            self._tier_counters[tier].add("hit_chunks", len(entries))
+        now = time.time_ns()
+        for number, (data, tier) in enumerate(zip(found, from_tier, strict=True)):
+            self._counters.add("promoted_chunks", self._put_in(self._backends[:tier], keys[: number + 1], data, now))
+        # Parts of a chain that were noted one by one would leave an ancestor older than what follows it.
+        self.touch(keys[: len(found)], now, asked=max(from_tier, default=-1))
+        return found
+
+    def peek(self, key: bytes, *, front: bool = False) -> Data | None:
+        return next((data for backend in self._backends if (data := backend.peek(key, front=front)) is not None), None)
+
+    def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
+        if self._write_back is None:
+            stored = _each(self._backends, lambda backend: backend.put(chain, pieces, now_ns))
+        elif stored := self._backends[0].put(chain, pieces, now_ns):
+            self._write_back.add(chain, b"".join(pieces), now_ns)
+        else:
+            # What is nowhere else is not put off.
+            stored = self._put_below(chain, b"".join(pieces), now_ns)
+        self._counters.add("saved_chunks", stored)
+        self._counters.add("saved_bytes", sum(map(len, pieces)) if stored else 0)
+        self._counters.add("refused_chunks", not stored)
+        return stored
+
+    def touch(self, chain: Sequence[bytes], now_ns: int, *, asked: int = 0) -> None:
+        for tier, backend in enumerate(self._backends):
+            if chain and (tier <= asked or self._due(tier, chain[-1])):
+                backend.touch(chain, now_ns)
+
+    def delete(self, keys: Sequence[bytes]) -> set[bytes]:
+        if self._write_back is not None:
+            self._write_back.forget(keys)
+        return set().union(*(backend.delete(keys) for backend in self._backends))
+
+    def discard(self, key: bytes, data: Data) -> None:
+        if self._write_back is not None:
+            self._write_back.forget([key])
+        # A copy that was promoted goes with what it is a copy of; another tier's may be a good one.
+        for backend in self._backends:
+            other = backend.peek(key)
+            if other is not None and memoryview(other) == memoryview(data):
+                backend.discard(key, data)
+
+    def list(self) -> Iterator[Stored]:
+        listed: dict[bytes, Stored] = {}
+        for backend in self._backends:
+            for stored in backend.list():
+                known = listed.get(stored.key, stored)
+                listed[stored.key] = Stored(stored.key, known.size, max(known.used_ns, stored.used_ns))
+        yield from listed.values()
+
+    def size(self) -> tuple[int, int]:
+        sizes = [stored.size for stored in self.list()]
+        return len(sizes), sum(sizes)
+
+    def pin(self, keys: Sequence[bytes]) -> bool:
+        return _each(self._backends, lambda backend: backend.pin(keys))
+
+    def unpin(self, keys: Sequence[bytes]) -> bool:
+        return _each(self._backends, lambda backend: backend.unpin(keys))
+
+    def pinned(self) -> set[bytes]:
+        return set().union(*(backend.pinned() for backend in self._backends))
+
+    def collect(self) -> None:
+        for backend in self._backends:
+            backend.collect()
+
+    def close(self) -> None:
+        """Write what is queued, and close every tier."""
+        if self._write_back is not None:
+            self._write_back.close()
+        for backend in self._backends:
+            backend.close()
+
+    def stats(self) -> TierStats:
+        """Counters, entries and bytes of every tier, the fastest first."""
+        sizes = [backend.size() for backend in self._backends]
+        return [
+            {**counts.as_dict(), "entries": entries, "bytes": size}
+            for counts, (entries, size) in zip(self._tier_counters, sizes, strict=True)
+        ]
+
+    def _put_below(self, chain: Sequence[bytes], data: Data, now_ns: int) -> bool:
+        return self._put_in(self._backends[1:], chain, data, now_ns)
+
+    def _put_in(self, backends: Sequence[Backend], chain: Sequence[bytes], data: Data, now_ns: int) -> bool:
+        return _each(backends, lambda backend: backend.put(chain, [memoryview(data)], now_ns))
+
+    def _in_turn(
+        self, keys: Sequence[bytes], ask: Callable[[Backend, Sequence[bytes]], Any], count: Callable[[Any], int]
+    ) -> Iterator[tuple[int, Any]]:
+        """(tier, its answer) for as long as one has the next of ``keys``; ``count`` says how many of them an answer has.
+
+        The fastest is asked first each time, and none again for the key that it did not have.
+        """
+        found = 0
+        ended: dict[int, int] = {}
+        while found < len(keys):
+            for tier, backend in enumerate(self._backends):
+                if ended.get(tier) == found:
+                    continue
+                answer = ask(backend, keys[found:])
+                found += (more := count(answer))
+                ended[tier] = found
+                if more:
+                    yield tier, answer
+                    break
+            else:
+                return
+
+    def _due(self, tier: int, key: bytes) -> bool:
+        now = time.monotonic()
+        with self._lock:
+            if now - self._noted.get((tier, key), -NOTE_SECONDS) < NOTE_SECONDS:
+                return False
+            self._noted[tier, key] = now
+            self._noted.move_to_end((tier, key))
+            if len(self._noted) > _NOTED:
+                self._noted.popitem(last=False)
+        return True
+
+
+def _each(backends: Sequence[Backend], ask: Callable[[Backend], bool]) -> bool:
+    """Ask every backend, and say whether one said yes."""
+    return True in [ask(backend) for backend in backends]

@@ -1,0 +1,106 @@
+"""A bounded queue of entries that slower tiers get in the background: one that is lost costs a miss there."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from .counters import Counters
+
+    Write = Callable[[Sequence[bytes], bytes, int], object]
+
+QUEUE_BYTES = 256 * 2**20
+"""What waits at most; an entry that finds no room is dropped, for the engine must not wait."""
+FLUSH_SECONDS = 30.0
+"""How long ``close`` waits for what is queued."""
+
+
+class WriteBack:
+    """Calls ``write(chain, entry, now_ns)`` in a thread of its own, in the order of ``add``. Safe to use from any thread.
+
+    After a fork the child begins with an empty queue: the parent writes what is queued.
+    """
+
+    _queue: OrderedDict[bytes, tuple[Sequence[bytes], bytes, int]]
+    _bytes: int
+    _writing: bytes | None
+    _thread: threading.Thread | None
+
+    def __init__(self, write: Write, counters: Counters) -> None:
+        self._write, self._counters = write, counters
+        self._begin()
+
+    def add(self, chain: Sequence[bytes], data: bytes, now_ns: int) -> None:
+        """Queue an entry, or drop it and count that."""
+        self._begin_in_child()
+        with self._changed:
+            if self._bytes + len(data) > QUEUE_BYTES:
+                self._counters.add("dropped_writes")
+                return
+            if chain[-1] in self._queue:
+                return
+            self._queue[chain[-1]] = (chain, data, now_ns)
+            self._bytes += len(data)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="kvpack-write-back", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Write none of ``keys`` from now on: those queued go, and one that is being written is waited for."""
+        self._begin_in_child()
+        gone = set(keys)
+        with self._changed:
+            for key in gone & set(self._queue):
+                self._bytes -= len(self._queue.pop(key)[1])
+            while self._writing in gone:
+                self._changed.wait()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Write what is queued, for ``FLUSH_SECONDS`` at most; what is left then is dropped and counted."""
+        self._begin_in_child()
+        deadline = time.monotonic() + FLUSH_SECONDS
+        with self._changed:
+            while (self._queue or self._writing is not None) and time.monotonic() < deadline:
+                self._changed.wait(max(0, deadline - time.monotonic()))
+            self._counters.add("dropped_writes", len(self._queue))
+            self._queue.clear()
+            self._bytes = 0
+            self._thread = None
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        mine = threading.current_thread()
+        while True:
+            with self._changed:
+                self._writing = None
+                self._changed.notify_all()
+                while not self._queue and self._thread is mine:
+                    self._changed.wait()
+                if self._thread is not mine:
+                    return
+                self._writing, (chain, data, now_ns) = self._queue.popitem(last=False)
+            try:
+                self._write(chain, data, now_ns)
+            except Exception as error:
+                self._counters.fault("put", error)
+            with self._changed:
+                self._bytes -= len(data)
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._queue = OrderedDict()
+        self._bytes = 0
+        self._writing = self._thread = None
+
+    def _begin_in_child(self) -> None:
+        if os.getpid() != self._pid:
+            self._begin()

@@ -1,0 +1,434 @@
+"""A store of several tiers: what any of them has is found, faults of one are misses there, and each keeps its budget."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import kvpack
+from kvpack.formats.errors import InvalidParameter
+from kvpack.store import breaker, tiers, write_back
+from kvpack.store.counters import Counters
+from kvpack.store.directory import Directory
+from kvpack.store.memory import Memory
+
+import redis_server  # isort: skip
+import s3_server  # isort: skip
+from store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save  # isort: skip
+from store_stress import FORK  # isort: skip
+
+MEMORY = kvpack.Tier("memory://", max_bytes=10**8)
+
+
+def tiered(*locations: Any, **options: Any) -> kvpack.Store:
+    return kvpack.Store(list(locations), IDENTITY, **{"chunk": CHUNK, **options})
+
+
+def counts(store: kvpack.Store) -> list[int]:
+    """Entries of every tier."""
+    return [tier["entries"] for tier in store.stats()["tiers"]]
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_what_is_saved_is_in_every_tier(back: bool, tmp_path: Path) -> None:
+    ids = prompt(4)
+    with tiered(MEMORY, tmp_path / "a", tmp_path / "b", write_back=back) as store:
+        whole = save(store, ids)
+        assert same(store.load(ids)[1], whole)
+    assert counts(store) == [4, 4, 4]
+    assert store.stats()["entries"] == 4
+    assert store.counters()["saved_chunks"] == 4
+    for folder in ("a", "b"):
+        assert same(open_store(tmp_path / folder).load(ids)[1], whole)
+
+
+def test_what_a_slower_tier_has_goes_to_the_faster_ones(tmp_path: Path) -> None:
+    ids = prompt(4)
+    whole = save(open_store(tmp_path / "slow"), ids)
+    store = tiered(MEMORY, tmp_path / "fast", tmp_path / "slow")
+    assert store.match(ids) == 4 * CHUNK
+    assert counts(store) == [0, 0, 4]
+    assert same(store.load(ids[: 2 * CHUNK])[1], whole)
+    assert counts(store) == [2, 2, 4]
+    assert store.counters()["promoted_chunks"] == 2
+    assert same(store.load(ids)[1], whole)
+    assert [tier["hit_chunks"] for tier in store.stats()["tiers"]] == [2, 0, 4]
+    shutil.rmtree(tmp_path / "slow")
+    shutil.rmtree(tmp_path / "fast")
+    n, found = store.load(ids)
+    assert n == 4 * CHUNK
+    assert same(found, whole)
+    found[0].k.pages[0].streams["codes.0"].zero_()
+    assert same(store.load(ids)[1], whole), "what is written to a tensor stays out of the tier"
+
+
+def test_a_prefix_that_is_scattered_over_tiers_is_found(tmp_path: Path) -> None:
+    ids = prompt(6)
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        whole = save(open_store(folder), ids)
+    # Chunks 0 and 3 only in a, 1 and 4 in b, 2 and 5 in c.
+    for number, folder in enumerate(folders):
+        for chunk in range(6):
+            if chunk % 3 != number:
+                os.unlink(entry_of(open_store(folder), ids, chunk))
+    store = tiered(*folders)
+    assert store.match(ids) == 6 * CHUNK
+    assert same(store.load(ids)[1], whole)
+    assert counts(store) == [6, 4, 2]
+
+
+def test_times_fall_along_a_chain_in_every_tier(tmp_path: Path) -> None:
+    ids = prompt(5)
+    store = tiered(tmp_path / "a", tmp_path / "b")
+    save(store, ids)
+    for number in (0, 1, 3):
+        os.unlink(entry_of(open_store(tmp_path / "a"), ids, number))
+    store.load(ids)
+    for folder in ("a", "b"):
+        times = [os.stat(entry_of(open_store(tmp_path / folder), ids, number)).st_mtime_ns for number in range(5)]
+        assert times == sorted(times, reverse=True)
+        assert len(set(times)) == 5
+
+
+@pytest.mark.parametrize("bad", ["a", "b", "both"])
+def test_a_damaged_copy_goes_and_a_good_one_stays(bad: str, tmp_path: Path) -> None:
+    ids = prompt(3)
+    store = tiered(MEMORY, tmp_path / "a", tmp_path / "b")
+    whole = save(tiered(tmp_path / "a", tmp_path / "b"), ids)
+    for folder in ("a", "b") if bad == "both" else bad:
+        with open(entry_of(open_store(tmp_path / folder), ids, 1), "r+b") as file:
+            file.seek(6000)
+            file.write(b"damage")
+    n, found = store.load(ids)
+    assert n == (3 * CHUNK if bad == "b" else CHUNK)
+    assert same(found, whole)
+    n, found = store.load(ids)
+    assert n == (CHUNK if bad == "both" else 3 * CHUNK), "the good copy is found once the bad one is gone"
+    assert same(found, whole)
+    assert store.save(ids, whole) == 3 * CHUNK
+    assert same(store.load(ids)[1], whole)
+
+
+def test_every_tier_keeps_its_budget(tmp_path: Path) -> None:
+    save(open_store(tmp_path / "size"), prompt(1))
+    (size,) = (os.stat(path).st_size for path in entries(tmp_path / "size"))
+    budgets = [3 * size, 6 * size, 12 * size]
+    places = [kvpack.Tier("memory://", max_bytes=budgets[0])]
+    places += [kvpack.Tier(tmp_path / name, max_bytes=budget) for name, budget in zip("ab", budgets[1:], strict=True)]
+    store = tiered(*places)
+    for seed in range(10):
+        ids = prompt(2, seed=seed)
+        whole = save(store, ids, seed=seed)
+        assert same(store.load(ids)[1], whole)
+        assert all(tier["bytes"] <= budget for tier, budget in zip(store.stats()["tiers"], budgets, strict=True))
+    assert counts(store) == [3, 6, 12]
+    assert [store.match(prompt(2, seed=seed)) // CHUNK for seed in range(10)] == [0, 0, 0, 0, 2, 2, 2, 2, 2, 2]
+    pinned = prompt(2, seed=9)
+    assert store.pin(pinned) == 2 * CHUNK
+    for seed in range(20, 30):
+        store.save(prompt(2, seed=seed), cache(2 * CHUNK + 5))
+    assert store.match(pinned) == 2 * CHUNK
+    assert store.unpin(pinned)
+    long = prompt(20, seed=50)
+    assert store.save(long, cache(len(long))) == 12 * CHUNK, "the largest tier holds what it can"
+
+
+def test_leaves_leave_memory_before_their_ancestors() -> None:
+    memory = Memory(Counters(), max_bytes=4 * 10)
+    chain, other = [bytes([number]) * 32 for number in range(3)], [b"x" * 32]
+    for length in (1, 2, 3):
+        assert memory.put(chain[:length], [memoryview(bytes(10))], 0)
+    assert memory.put(other, [memoryview(bytes(10))], 0)
+    memory.touch(chain[:1], 0)
+    for number, left in enumerate([2, 1, 1, 0]):
+        assert memory.put([bytes([50 + number]) * 32], [memoryview(bytes(10))], 0)
+        assert memory.present(chain) == left
+    assert memory.size() == (4, 40)
+    assert not memory.put([b"y" * 32], [memoryview(bytes(41))], 0)
+
+
+def test_deletion_reaches_what_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    real = Directory.put
+
+    def slow(self: Directory, *arguments: Any) -> bool:
+        begun.set()
+        assert go_on.wait(60)
+        return real(self, *arguments)
+
+    store = tiered(MEMORY, tmp_path, write_back=True)
+    monkeypatch.setattr(Directory, "put", slow)
+    ids = prompt(4)
+    save(store, ids)
+    assert begun.wait(60)
+    threading.Timer(0.05, go_on.set).start()
+    assert store.delete(ids) == 4
+    store.close()
+    assert counts(store) == [0, 0]
+    assert store.load(ids) == (0, None)
+
+
+def test_a_full_queue_drops_and_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    real = Directory.put
+    monkeypatch.setattr(Directory, "put", lambda *arguments: go_on.wait(60) and real(*arguments))
+    monkeypatch.setattr(write_back, "QUEUE_BYTES", 20_000)
+    store = tiered(MEMORY, tmp_path, write_back=True)
+    ids = prompt(5)
+    save(store, ids)
+    dropped = store.counters()["dropped_writes"]
+    assert dropped == 3
+    go_on.set()
+    store.close()
+    assert counts(store) == [5, 2]
+    assert store.load(ids)[0] == 5 * CHUNK
+    monkeypatch.setattr(write_back, "FLUSH_SECONDS", 0.05)
+    go_on.clear()
+    save(store, prompt(2, seed=1))
+    store.close()
+    assert store.counters()["dropped_writes"] == dropped + 1
+    go_on.set()
+
+
+def test_what_the_first_tier_refuses_is_not_put_off(tmp_path: Path) -> None:
+    store = tiered(kvpack.Tier("memory://", max_bytes=10), tmp_path, write_back=True)
+    save(store, prompt(3))
+    assert counts(store) == [0, 3]
+
+
+def _in_child(store: kvpack.Store, results: Any) -> None:
+    ids = prompt(2, seed=7)
+    found = (store.load(prompt(2))[0], store.save(ids, cache(len(ids))))
+    store.close()
+    results.put((*found, store.load(ids)[0]))
+
+
+def test_a_store_goes_on_in_a_fork(tmp_path: Path) -> None:
+    store = tiered(MEMORY, tmp_path, write_back=True)
+    save(store, prompt(2))
+    results = FORK.Queue()
+    # As another thread of the parent would leave them at that moment.
+    with store._backend._write_back._changed, store._backend._lock._lock:
+        child = FORK.Process(target=_in_child, args=(store, results), daemon=True)
+        child.start()
+    assert results.get(timeout=600) == (2 * CHUNK,) * 3
+    child.join()
+    assert open_store(tmp_path).match(prompt(2, seed=7)) == 2 * CHUNK
+
+
+def test_tiers_over_servers_that_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("redis")
+    pytest.importorskip("obstore")
+    monkeypatch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.01))
+    ids, more = prompt(3, seed=1), prompt(3, seed=2)
+    with redis_server.running(tmp_path) as redis, s3_server.running() as s3:
+        remote = kvpack.Tier(s3.url, storage_options=s3.options, timeout=5)
+        with tiered(MEMORY, tmp_path / "disk", redis.url, remote, write_back=True) as store:
+            whole = save(store, ids)
+        assert counts(store) == [3, 3, 3, 3]
+        other = tiered(MEMORY, redis.url, remote)
+        redis.kill()
+        assert same(other.load(ids)[1], whole)
+        assert [tier["hit_chunks"] for tier in other.stats()["tiers"]] == [3 if n == 2 else 0 for n in range(3)]
+        s3.kill()
+        assert same(other.load(ids)[1], whole)
+        second = save(other, more)
+        assert same(other.load(more)[1], second)
+        assert other.delete(more) == 3
+        assert other.counters()["damaged_entries"] == 0
+        assert other.counters()["faults"] != {}
+        assert same(tiered(tmp_path / "disk", redis.url).load(ids)[1], whole)
+
+
+@pytest.mark.parametrize(
+    ("locations", "options", "message"),
+    [
+        ([], {}, "is an empty list"),
+        ([["a"]], {}, "a tier is a list of tiers"),
+        (["memory://"], {}, "memory needs max_bytes"),
+        (["a", kvpack.Tier("b", ttl=5)], {}, "a folder has no option ttl"),
+        ([kvpack.Tier("b", max_bytes=-1)], {}, "max_bytes is -1"),
+        (["a"], {"max_bytes": 5}, "a list of tiers has no option max_bytes: each Tier has its own"),
+        ("a", {"write_back": True}, "a folder has no option write_back"),
+        (kvpack.Tier("a"), {}, "the location is a Tier, expected a list"),
+    ],
+    ids=str,
+)
+def test_tiers_that_cannot_work_are_refused(locations: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        kvpack.Store(locations, IDENTITY, chunk=CHUNK, **options)
+
+
+class Failing:
+    """A backend whose next calls fail as one does whose system refuses: nothing found, nothing put."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.failing = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def present(self, keys: Any) -> int:
+        return 0 if self.failing else self._backend.present(keys)
+
+    def get(self, keys: Any) -> list[Any]:
+        return [] if self.failing else self._backend.get(keys)
+
+    def put(self, *arguments: Any) -> bool:
+        return not self.failing and self._backend.put(*arguments)
+
+
+class TierMachine(RuleBasedStateMachine):
+    """What tiers find is what a dict of chunks by tier says, through faults, damage and loss in any of them."""
+
+    prompts = st.sampled_from([(seed, chunks) for seed in range(2) for chunks in range(1, 4)])
+    numbers = st.integers(0, 2)
+
+    @initialize(back=st.booleans())
+    def begin(self, back: bool) -> None:
+        self.folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+        self.store = tiered(MEMORY, self.folder / "a", self.folder / "b", write_back=back)
+        self.failing = [Failing(backend) for backend in self.store._backend._backends]
+        self.store._backend._backends = self.failing
+        self.there: list[set[bytes]] = [set(), set(), set()]
+        self.bad: set[tuple[int, bytes]] = set()
+        self.back = back
+
+    def teardown(self) -> None:
+        if hasattr(self, "folder"):
+            self.store.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def settle(self) -> None:
+        """Wait for what is queued, so that the model knows what is where."""
+        if self.store._backend._write_back is not None:
+            self.store._backend._write_back.close()
+
+    def first_with(self, key: bytes) -> int | None:
+        return next((tier for tier in range(3) if key in self.there[tier] and not self.failing[tier].failing), None)
+
+    def expected(self, keys: list[bytes]) -> int:
+        return next((number for number, key in enumerate(keys) if self.first_with(key) is None), len(keys))
+
+    @rule(what=prompts)
+    def save(self, what: tuple[int, int]) -> None:
+        ids = prompt(what[1], first=1, seed=what[0])
+        keys = self.store.keys(ids)
+        known = self.expected(keys)
+        stored = self.store.save(ids, WHOLE[what]) // CHUNK
+        self.settle()
+        up = [tier for tier in range(3) if not self.failing[tier].failing]
+        assert stored == (len(keys) if up else known)
+        for tier in up:
+            self.bad -= {(tier, key) for key in keys[known:] if key not in self.there[tier]}
+            self.there[tier].update(keys[known:])
+
+    @rule(what=prompts)
+    def load(self, what: tuple[int, int]) -> None:
+        ids = prompt(what[1], first=1, seed=what[0])
+        keys = self.store.keys(ids)
+        served = [self.first_with(key) for key in keys[: self.expected(keys)]]
+        good = next((number for number, tier in enumerate(served) if (tier, keys[number]) in self.bad), len(served))
+        assert self.store.match(ids) == len(served) * CHUNK
+        n, found = self.store.load(ids)
+        assert n == good * CHUNK
+        assert found is None if n == 0 else same(found, WHOLE[what])
+        for number, (key, tier) in enumerate(zip(keys, served, strict=False)):
+            for upper in range(tier):
+                if not self.failing[upper].failing:
+                    self.there[upper].add(key)
+                    if (tier, key) in self.bad:
+                        self.bad.add((upper, key))
+            if number == good:
+                # What has the bytes that were refused goes: the tier's and the copies of it.
+                for other in range(3):
+                    if (other, key) in self.bad:
+                        self.there[other].discard(key)
+                        self.bad.discard((other, key))
+
+    @rule(what=prompts, start=st.integers(0, 2))
+    def delete(self, what: tuple[int, int], start: int) -> None:
+        ids = prompt(what[1], first=1, seed=what[0])
+        gone = set(self.store.keys(ids)[start:])
+        assert self.store.delete(ids, start=start * CHUNK) == len(gone & set().union(*self.there))
+        for tier in range(3):
+            self.there[tier] -= gone
+            self.bad -= {(tier, key) for key in gone}
+
+    @rule(tier=numbers)
+    def fail(self, tier: int) -> None:
+        self.failing[tier].failing = not self.failing[tier].failing
+
+    @rule()
+    def restart(self) -> None:
+        """What was in memory is gone."""
+        self.failing[0].delete(sorted(self.there[0]))
+        self.there[0].clear()
+        self.bad = {(tier, key) for tier, key in self.bad if tier}
+
+    @precondition(lambda self: hasattr(self, "there") and self.there[1] | self.there[2])
+    @rule(tier=st.integers(1, 2), data=st.data(), damage=st.booleans())
+    def harm(self, tier: int, data: st.DataObject, damage: bool) -> None:
+        """Damage an entry of a folder, alike wherever it is, or lose it."""
+        if not self.there[tier]:
+            return
+        key = data.draw(st.sampled_from(sorted(self.there[tier])))
+        path = self.failing[tier].path(key)
+        if not damage:
+            os.unlink(path)
+            self.there[tier].discard(key)
+            self.bad.discard((tier, key))
+        elif (tier, key) not in self.bad:
+            with open(path, "r+b") as file:
+                file.seek(5000)
+                file.write(b"damage")
+            self.bad.add((tier, key))
+
+    @invariant()
+    def every_tier_holds_what_the_model_says(self) -> None:
+        if hasattr(self, "there"):
+            held = [{entry.key for entry in backend.list()} for backend in self.failing]
+            assert held == self.there
+
+
+LONGEST = cache(CHUNK * 4 + 5)
+WHOLE = {(seed, chunks): LONGEST[:, : CHUNK * chunks + 5] for seed in range(2) for chunks in range(1, 4)}
+"""The prompts share a chunk, so their caches hold the same values."""
+
+TestTierMachine = TierMachine.TestCase
+TestTierMachine.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+
+
+@pytest.mark.parametrize("mutant", ["no promotion", "discards everywhere", "asks once", "queue forgets nothing", "notes in parts"])
+def test_the_rules_above_are_seen_to_break(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test fails on tiers that break its rule."""
+    whole = tiers.Tiers
+    if mutant == "no promotion":
+        monkeypatch.setattr(whole, "_put_in", lambda *_: False)
+        failing: Any = test_what_a_slower_tier_has_goes_to_the_faster_ones
+    elif mutant == "discards everywhere":
+        monkeypatch.setattr(whole, "discard", lambda self, key, data: self.delete([key]))
+        failing = lambda path: test_a_damaged_copy_goes_and_a_good_one_stays("a", path)  # noqa: E731
+    elif mutant == "asks once":
+        monkeypatch.setattr(whole, "present", lambda self, keys: max(backend.present(keys) for backend in self._backends))
+        failing = test_a_prefix_that_is_scattered_over_tiers_is_found
+    elif mutant == "queue forgets nothing":
+        monkeypatch.setattr(write_back.WriteBack, "forget", lambda self, keys: None)
+        failing = lambda path: test_deletion_reaches_what_is_queued(path, monkeypatch)  # noqa: E731
+    else:
+        monkeypatch.setattr(whole, "touch", lambda *_, **__: time.sleep(0))
+        failing = test_times_fall_along_a_chain_in_every_tier
+    with pytest.raises(AssertionError):
+        failing(tmp_path)

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BUCKET = "bucket"
+VARIABLES = {
+    "endpoint": "AWS_ENDPOINT_URL",
+    "region": "AWS_REGION",
+    "access_key_id": "AWS_ACCESS_KEY_ID",
+    "secret_access_key": "AWS_SECRET_ACCESS_KEY",
+}
+"""The environment's names of the storage_options."""
 
 
 class Server:

@@ -13,6 +13,8 @@ import pytest
 import kvpack
 from kvpack import cli
 
+import redis_server  # isort: skip
+import s3_server  # isort: skip
 from store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save  # isort: skip
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ def test_stat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys, "verify", folder) == {"entries": 5, "refused": []}
+    assert printed(capsys, "verify", folder) == {"entries": 5, "refused": [], "undecryptable": []}
     store = open_store(folder)
     flipped, renamed = (entry_of(store, prompt(3, first=1, seed=1), number) for number in (1, 2))
     with open(flipped, "r+b") as file:
@@ -95,7 +97,7 @@ def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(refused) == 2
     assert {"damaged" in row["message"] or "names the key" in row["message"] for row in refused} == {True}
     run("verify", folder, "--delete", code=1)
-    assert printed(capsys, "verify", folder) == {"entries": 3, "refused": []}
+    assert printed(capsys, "verify", folder) == {"entries": 3, "refused": [], "undecryptable": []}
 
 
 def test_gc(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,3 +155,89 @@ def test_what_is_not_there_is_said(tmp_path: Path, folder: Path, capsys: pytest.
 def test_looking_at_a_store_imports_no_torch(action: str, folder: Path) -> None:
     script = "import sys\nfrom kvpack import cli\nassert cli.main(sys.argv[1:]) == 0\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script, "store", action, folder], check=True, capture_output=True)
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    """Two keys, the first of which encrypts."""
+    path = tmp_path / "keys"
+    path.write_text(f"# the key in use\nnew {bytes(range(16)).hex()}\n\nold {bytes(32).hex()} # until May\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_encrypted_entries_with_and_without_their_key(
+    key_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cryptography")
+    folder, ids = tmp_path / "store", prompt(3)
+    whole = save(open_store(folder, encryption={"old": bytes(32)}), ids)
+    found = printed(capsys, "ls", folder)
+    assert (found["prefixes"], len(found["unreadable"])) == ([], 3)
+    found = printed(capsys, "verify", folder, "--delete")
+    assert (len(found["undecryptable"]), found["refused"]) == (3, []), "what only lacks its key stays"
+    for words in (["--key-file", key_file], ["--key-file", key_file, "--tenant", "other"]):
+        found = printed(capsys, "verify", folder, *words)
+        assert len(found["undecryptable"]) == 3, "the tenant is part of what is authenticated"
+    words = ["--key-file", key_file, "--tenant", IDENTITY.tenant]
+    assert printed(capsys, "verify", folder, *words) == {"entries": 3, "refused": [], "undecryptable": []}
+    monkeypatch.setenv("KVPACK_KEY_FILE", str(key_file))
+    (row,) = printed(capsys, "ls", folder, "--tenant", IDENTITY.tenant)["prefixes"]
+    assert (row["tokens"], row["whole"]) == (3 * CHUNK, True)
+    assert printed(capsys, "stat", folder, "--tenant", IDENTITY.tenant)["unreadable"] == 0
+    printed(capsys, "export", folder, row["key"], tmp_path / "out.kvpack", "--tenant", IDENTITY.tenant)
+    assert same(kvpack.load(tmp_path / "out.kvpack"), whole)
+    printed(capsys, "import", tmp_path / "again", tmp_path / "out.kvpack", "--tenant", IDENTITY.tenant, "--chunk", CHUNK)
+    assert same(open_store(tmp_path / "again", encryption={"new": bytes(range(16))}).load(ids)[1], whole)
+    with open(entries(folder)[0], "r+b") as file:
+        file.seek(3000)
+        file.write(b"damage")
+    monkeypatch.delenv("KVPACK_KEY_FILE")
+    found = printed(capsys, "verify", folder, code=1)
+    assert (len(found["undecryptable"]), len(found["refused"])) == (2, 1), "damage shows without the key"
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "message"),
+    [
+        ("a 00", 0o640, "has the mode 0640, expected 0600"),
+        ("a", 0o600, "line 1 is no ID and key"),
+        ("a 00 00", 0o600, "line 1 is no ID and key"),
+        ("\na xyz", 0o600, "line 2 is no ID and key"),
+        ("a 0011", 0o600, "is of 2 bytes, expected 16, 24 or 32"),
+        ("# none", 0o600, "expected at least one key"),
+    ],
+)
+def test_files_that_are_no_keys_are_refused(
+    text: str, mode: int, message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cryptography")
+    (tmp_path / "keys").write_text(text)
+    (tmp_path / "keys").chmod(mode)
+    run("ls", folder, "--key-file", tmp_path / "keys", code=2)
+    assert message in (said := capsys.readouterr().err)
+    assert "xyz" not in said
+    run("ls", folder, "--key-file", tmp_path / "nothing", code=3)
+
+
+@pytest.mark.parametrize("kind", ["redis", "s3"])
+def test_the_actions_work_on_servers(
+    kind: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip({"redis": "redis", "s3": "obstore"}[kind])
+    with redis_server.running(tmp_path) if kind == "redis" else s3_server.running() as server:
+        if kind == "s3":
+            for name, variable in s3_server.VARIABLES.items():
+                monkeypatch.setenv(variable, server.options[name])
+        ids = prompt(3, first=1, seed=1)
+        key = open_store(folder).keys(ids)[2].hex()
+        run("export", folder, key, tmp_path / "one.kvpack")
+        run("import", server.url, tmp_path / "one.kvpack", "--tenant", IDENTITY.tenant, "--chunk", CHUNK)
+        (row,) = printed(capsys, "ls", server.url)["prefixes"]
+        assert (row["key"], row["tokens"]) == (key, 3 * CHUNK)
+        assert printed(capsys, "stat", server.url)["entries"] == 3
+        assert printed(capsys, "verify", server.url) == {"entries": 3, "refused": [], "undecryptable": []}
+        run("export", server.url, key, tmp_path / "two.kvpack")
+        assert (tmp_path / "two.kvpack").read_bytes() == (tmp_path / "one.kvpack").read_bytes()
+        found = printed(capsys, "gc", server.url, "--max-bytes", 0)
+        assert (found["evicted_entries"], found["entries"], found["faults"]) == (3, 0, {})

@@ -16,7 +16,7 @@ import kvpack
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store import breaker, object_store, objects, uses
 
-from s3_server import Server, lying, running  # isort: skip
+from s3_server import VARIABLES, Server, lying, running  # isort: skip
 from store_caches import CHUNK, IDENTITY, cache, prompt, same, save  # isort: skip
 from store_stress import FORK  # isort: skip
 
@@ -92,8 +92,7 @@ def test_settings_of_the_connection_are_settings_as_any(server: Server) -> None:
 
 
 def test_the_environment_names_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION", "access_key_id": "AWS_ACCESS_KEY_ID"}
-    for name, variable in {**names, "secret_access_key": "AWS_SECRET_ACCESS_KEY"}.items():
+    for name, variable in VARIABLES.items():
         monkeypatch.setenv(variable, server.options[name])
     save(kvpack.Store(server.url, IDENTITY, chunk=CHUNK), prompt(1))
     assert at(server).match(prompt(1)) == CHUNK

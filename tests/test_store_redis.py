@@ -105,6 +105,9 @@ def test_pins_hold_and_what_cannot_fit_is_refused(server: Server) -> None:
     assert store.unpin(ids)
     assert not store.unpin(ids)
     assert store.save(other, cache(len(other))) == 2 * CHUNK
+    tiny = open_store(server, max_bytes=size - 1)
+    assert tiny.save(prompt(1, seed=20), cache(40)) == 0
+    assert store.match(other) == 2 * CHUNK, "what can never fit takes nobody's place"
 
 
 def test_what_nobody_uses_goes_in_time(server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from kvpack.store.backend import Backend
     from kvpack.store.catalog import Prefix
     from kvpack.store.counters import Counters
+    from kvpack.store.encryption import Cipher
+
+KEY_FILE_VARIABLE = "KVPACK_KEY_FILE"
+"""The environment variable that names the file of keys where no option does."""
 
 
 def add(commands: Any) -> None:
@@ -34,7 +39,6 @@ def add(commands: Any) -> None:
     add = _action(kinds, "import", run_import, "store a kvpack file's prefix")
     add.add_argument("input", metavar="FILE", help="an exported prefix, or any kvpack file with --tokens")
     add.add_argument("--tokens", metavar="JSON", help="a file with the token ids as a JSON array (default: those in FILE)")
-    add.add_argument("--tenant", default="", metavar="NAME", help="of the identity (default: shared by all who name none)")
     add.add_argument("--chunk", type=int, default=256, metavar="N", help="tokens of a chunk (default: 256)")
     demo = _action(kinds, "demo", run_demo, "three processes share a prompt: one computes it, two load it and produce the same tokens")
     demo.add_argument("--recipe", default="octopus-4", metavar="RECIPE", help="of what is stored (default: octopus-4)")
@@ -44,8 +48,22 @@ def _action(kinds: Any, name: str, run: Any, what: str) -> Any:
     parser = kinds.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
     parser.add_argument("store", metavar="STORE", help="a folder, or the URL of a Redis server or an object store")
     add_json(parser)
+    if name not in ("gc", "demo"):
+        parser.add_argument(
+            "--key-file",
+            metavar="FILE",
+            default=os.environ.get(KEY_FILE_VARIABLE),
+            help=f"the keys of encrypted entries, one a line: its id and its hexadecimal digits (default: ${KEY_FILE_VARIABLE})",
+        )
+        parser.add_argument("--tenant", default="", metavar="NAME", help="whose entries they are (default: shared by all who name none)")
     parser.set_defaults(run=run)
     return parser
+
+
+def _cipher(arguments: argparse.Namespace) -> Cipher | None:
+    from kvpack.store.encryption import Cipher, read_key_file
+
+    return Cipher(read_key_file(arguments.key_file), arguments.tenant) if arguments.key_file else None
 
 
 def _opened(arguments: argparse.Namespace, **options: Any) -> tuple[Backend, Counters]:
@@ -62,7 +80,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
     backend, _ = _opened(arguments)
     with progress("read", arguments) as callback:
-        catalog = read_catalog(backend, callback)
+        catalog = read_catalog(backend, callback, _cipher(arguments))
     pinned = backend.pinned()
     rows = [_described(prefix, prefix.key in pinned) for prefix in catalog.prefixes()]
     if arguments.json:
@@ -88,7 +106,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
         left=3,
     )
     if catalog.unreadable:
-        print(f"{len(catalog.unreadable)} entries cannot be read: encrypted ones need their key, others show in verify")
+        print(f"{len(catalog.unreadable)} entries cannot be read: encrypted ones need --key-file, others show in verify")
     return 0
 
 
@@ -113,7 +131,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
 
     backend, _ = _opened(arguments)
     with progress("read", arguments) as callback:
-        catalog = read_catalog(backend, callback)
+        catalog = read_catalog(backend, callback, _cipher(arguments))
     entries, size = backend.size()
     identities: list[dict[str, Any]] = [{"model": model, "recipe": recipe, **counts} for model, recipe, counts in catalog.identities()]
     if arguments.json:
@@ -144,22 +162,29 @@ def run_stat(arguments: argparse.Namespace) -> int:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Check all entries; 1 when one is refused."""
+    from kvpack.formats.errors import Undecryptable
     from kvpack.store.catalog import verify
 
     backend, _ = _opened(arguments)
-    refused, count = [], 0
+    refused: list[dict[str, Any]] = []
+    unopened: list[str] = []
+    count = 0
     with progress("verify", arguments) as callback:
-        for stored, why in verify(backend, callback):
+        for stored, why in verify(backend, callback, _cipher(arguments)):
             count += 1
             if why is None:
                 continue
+            if isinstance(why, Undecryptable):
+                # Whole, as far as anybody can tell who has not its key.
+                unopened.append(stored.key.hex())
+                continue
             removed = bool(arguments.delete and backend.delete([stored.key]))
-            refused.append({"key": stored.key.hex(), "bytes": stored.size, "message": why, "deleted": removed})
+            refused.append({"key": stored.key.hex(), "bytes": stored.size, "message": str(why), "deleted": removed})
             print(f"kvpack: {why}", file=sys.stderr)
     if arguments.json:
-        print_json({"entries": count, "refused": refused})
+        print_json({"entries": count, "refused": refused, "undecryptable": unopened})
     else:
-        print(f"{arguments.store}: {count:,} entries checked, {len(refused):,} refused")
+        print(f"{arguments.store}: {count:,} entries checked, {len(refused):,} refused, {len(unopened):,} that no key given opens")
     return 1 if refused else 0
 
 
@@ -184,9 +209,9 @@ def run_export(arguments: argparse.Namespace) -> int:
 
     backend, _ = _opened(arguments)
     with progress("read", arguments) as callback:
-        catalog = read_catalog(backend, callback)
+        catalog = read_catalog(backend, callback, _cipher(arguments))
     prefix = catalog.find(arguments.key)
-    size = export_prefix(backend, prefix, arguments.output, durable=arguments.durable)
+    size = export_prefix(backend, prefix, arguments.output, _cipher(arguments), durable=arguments.durable)
     if arguments.json:
         print_json({"file": arguments.output, "bytes": size, "key": prefix.key.hex(), "tokens": prefix.tokens})
     else:
@@ -197,10 +222,12 @@ def run_export(arguments: argparse.Namespace) -> int:
 def run_import(arguments: argparse.Namespace) -> int:
     """Store a file's prefix; 3 when not all of its whole chunks are stored."""
     from kvpack import Store
+    from kvpack.store.encryption import read_key_file
     from kvpack.store.transfer import read_exported
 
     identity, ids, cache = read_exported(arguments.input, arguments.tokens, arguments.tenant)
-    with Store(arguments.store, identity, chunk=arguments.chunk) as store:
+    keys = read_key_file(arguments.key_file) if arguments.key_file else None
+    with Store(arguments.store, identity, chunk=arguments.chunk, encryption=keys) as store:
         stored = store.save(ids, cache)
         counts = store.counters()
     if arguments.json:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError
 
 from .. import container
+from .encryption import in_clear
 from .entries import Named, check_entry
 from .identity import length_prefixed
 from .keys import ID_BYTES
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from .backend import Backend, Stored
+    from .encryption import Cipher
 
 
 @dataclass(frozen=True)
@@ -99,13 +101,13 @@ class Catalog:
         return [(dict(model), recipe, count) for (model, recipe), count in sorted(counts.items())]
 
 
-def read_catalog(backend: Backend, progress: Callable[[int, int], None] | None = None) -> Catalog:
-    """Read the header of every entry. ``progress`` counts entries."""
+def read_catalog(backend: Backend, progress: Callable[[int, int], None] | None = None, cipher: Cipher | None = None) -> Catalog:
+    """Read the header of every entry; ``cipher`` opens encrypted ones. ``progress`` counts entries."""
     entries, unreadable = {}, {}
     listed = list(backend.list())
     for number, stored in enumerate(listed):
         try:
-            with _opened(backend, stored, front=True) as file:
+            with _opened(backend, stored, cipher, front=True) as file:
                 named = check_entry(file, None, None, None)
                 header = file.header
                 entries[stored.key] = Entry(stored, named, dict(header.model), header.recipe, header.start)
@@ -118,12 +120,17 @@ def read_catalog(backend: Backend, progress: Callable[[int, int], None] | None =
     return Catalog(entries, unreadable)
 
 
-def verify(backend: Backend, progress: Callable[[int, int], None] | None = None) -> Iterator[tuple[Stored, str | None]]:
-    """(entry, what is wrong or None) for every entry: every byte, the rules of its codecs, and its key by its parent and its ids."""
+def verify(
+    backend: Backend, progress: Callable[[int, int], None] | None = None, cipher: Cipher | None = None
+) -> Iterator[tuple[Stored, KvpackError | None]]:
+    """(entry, what is wrong or None) for every entry: every byte, the rules of its codecs, and its key by its parent and its ids.
+
+    Of an encrypted entry that ``cipher`` does not open only the digest is checked, and Undecryptable is what is wrong.
+    """
     listed = list(backend.list())
     for number, stored in enumerate(listed):
         try:
-            with _opened(backend, stored) as file:
+            with _opened(backend, stored, cipher) as file:
                 named = check_entry(file, None, None, None)
                 key = hashlib.sha256(length_prefixed(named.parent) + length_prefixed(named.ids)).digest()
                 if not named.key == key == stored.key:
@@ -132,16 +139,16 @@ def verify(backend: Backend, progress: Callable[[int, int], None] | None = None)
         except FileNotFoundError:
             continue
         except KvpackError as error:
-            yield stored, str(error)
+            yield stored, error
         else:
             yield stored, None
         if progress:
             progress(number + 1, len(listed))
 
 
-def _opened(backend: Backend, stored: Stored, *, front: bool = False) -> container.File:
+def _opened(backend: Backend, stored: Stored, cipher: Cipher | None, *, front: bool = False) -> container.File:
     """An entry's file, with ``front`` perhaps without its payload. Raises FileNotFoundError for one that is gone meanwhile."""
     data = backend.peek(stored.key, front=front) if stored.size else b""
     if data is None:
         raise FileNotFoundError
-    return container.open_bytes(data, where=f"entry {stored.key.hex()}")
+    return container.open_bytes(in_clear(stored.key, data, cipher), where=f"entry {stored.key.hex()}")

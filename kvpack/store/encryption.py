@@ -10,11 +10,12 @@ take the place of another.
 from __future__ import annotations
 
 import os
+import stat
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from kvpack.formats.errors import InvalidParameter, KvpackError, LimitExceeded, Undecryptable
+from kvpack.formats.errors import InvalidParameter, KvpackError, LimitExceeded, MissingFile, Undecryptable
 
 from ..header import DIGEST_BYTES
 from ..json_header import check_digest
@@ -30,6 +31,45 @@ KEY_SIZES = (16, 24, 32)
 MAX_ID_BYTES = 255
 MAX_PLAIN_BYTES = 2**31 - 1
 _NONCE_BYTES, _TAG_BYTES = 12, 16
+
+
+def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
+    """The keys in a file of lines "ID HEXADECIMAL-DIGITS", the one that encrypts first; # begins a comment.
+
+    Raises MissingFile, and InvalidParameter for a file that others than its owner may read or a line that is no key.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise MissingFile(f"{os.fspath(path)}: could not be read: {error.strerror or error}") from None
+    except ValueError:
+        raise InvalidParameter(f"{os.fspath(path)}: is no text of keys") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise InvalidParameter(f"{os.fspath(path)}: has the mode {stat.S_IMODE(mode):04o}, expected 0600: keys are for their owner alone")
+    keys: dict[str, bytes] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        # The line is not shown: it is, or nearly is, a secret.
+        try:
+            name, digits = words
+            keys[name] = bytes.fromhex(digits)
+        except ValueError:
+            raise InvalidParameter(f"{os.fspath(path)}: line {number} is no ID and key in hexadecimal digits") from None
+    return keys
+
+
+def in_clear(key: bytes, data: Data, cipher: Cipher | None) -> Data:
+    """The entry ``key`` as it is, or decrypted where it is encrypted. Raises Undecryptable and DigestMismatch."""
+    if bytes(data[: len(MAGIC)]) != MAGIC:
+        return data
+    if cipher is not None:
+        return cipher.decrypt(key, data)
+    check_digest(f"entry {key.hex()}", memoryview(data)[:-DIGEST_BYTES], bytes(data[-DIGEST_BYTES:]))
+    raise Undecryptable(f"entry {key.hex()}: is encrypted, and no key was given")
 
 
 class Cipher:

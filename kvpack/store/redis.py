@@ -116,8 +116,7 @@ class Redis:
         if len(data) > MAX_ENTRY_BYTES:
             self._counters.add("refused_chunks")
             return False
-        most = "" if self._max_bytes is None else self._max_bytes
-        answer = self._run("put", b"".join(chain), data, most, self._seconds())
+        answer = self._run("put", b"".join(chain), data, self._most(), self._seconds())
         if answer is None:
             return False
         stored, evicted, freed = answer
@@ -162,7 +161,9 @@ class Redis:
         return {chain[at : at + KEY_BYTES] for chain in chains for at in range(0, len(chain), KEY_BYTES)}
 
     def collect(self) -> None:
-        self._run("collect")
+        evicted, freed = self._run("collect", self._most()) or (0, 0)
+        self._counters.add("evicted_entries", evicted)
+        self._counters.add("evicted_bytes", freed)
 
     def close(self) -> None:
         self._client.close()
@@ -191,6 +192,9 @@ class Redis:
 
     def _run(self, script: str, *arguments: Any) -> Any:
         return self._guard.ask(script, lambda: self._scripts[script](keys=_SHARED, args=arguments), None)
+
+    def _most(self) -> int | str:
+        return "" if self._max_bytes is None else self._max_bytes
 
     def _seconds(self) -> int | str:
         return "" if self._ttl is None else self._ttl

@@ -26,27 +26,19 @@ local function touch(chain, seconds)
 end
 """
 
-# ARGV: chain, entry, most bytes or '', seconds to live or ''. Returns {stored, entries evicted, their bytes}.
-PUT = (
-    REMOVE
-    + TOUCH
-    + """
-local chain, size, most = ARGV[1], #ARGV[2], tonumber(ARGV[3])
-local key = string.sub(chain, -32)
-local name = '{kvpack}:entry:' .. key
-if redis.call('EXISTS', name) == 1 then return {2, 0, 0} end
-remove(key)
-local evicted, bytes = 0, 0
-if most then
+# Removes what was used longest ago, but what is kept or pinned, until ``room`` more bytes fit below ``most``.
+# Returns whether they do, entries evicted, and their bytes.
+EVICT = """
+local function evict(most, room, chain)
     local kept = {}
     for at = 1, #chain, 32 do kept[string.sub(chain, at, at + 31)] = true end
     for _, pinned in ipairs(redis.call('HVALS', KEYS[4])) do
         for at = 1, #pinned, 32 do kept[string.sub(pinned, at, at + 31)] = true end
     end
-    local first = 0
-    while tonumber(redis.call('GET', KEYS[3]) or 0) + size > most do
+    local first, evicted, bytes = 0, 0, 0
+    while tonumber(redis.call('GET', KEYS[3]) or 0) + room > most do
         local oldest = redis.call('ZRANGE', KEYS[1], first, first)[1]
-        if not oldest then return {0, evicted, bytes} end
+        if not oldest then return false, evicted, bytes end
         if kept[oldest] then
             first = first + 1
         else
@@ -54,7 +46,25 @@ if most then
             evicted, bytes = evicted + 1, bytes + freed
         end
     end
+    return true, evicted, bytes
 end
+"""
+
+# ARGV: chain, entry, most bytes or '', seconds to live or ''. Returns {stored, entries evicted, their bytes}.
+PUT = (
+    REMOVE
+    + TOUCH
+    + EVICT
+    + """
+local chain, size, most = ARGV[1], #ARGV[2], tonumber(ARGV[3])
+local key = string.sub(chain, -32)
+local name = '{kvpack}:entry:' .. key
+if redis.call('EXISTS', name) == 1 then return {2, 0, 0} end
+remove(key)
+if most and size > most then return {0, 0, 0} end
+local fits, evicted, bytes = true, 0, 0
+if most then fits, evicted, bytes = evict(most, size, chain) end
+if not fits then return {0, evicted, bytes} end
 local now = touch(string.sub(chain, 1, -33), ARGV[4])
 redis.call('SET', name, ARGV[2])
 if ARGV[4] ~= '' then redis.call('EXPIRE', name, ARGV[4]) end
@@ -81,17 +91,17 @@ return removed
 """
 )
 
-# Forgets entries that have expired. Returns how many there were.
+# ARGV: most bytes or ''. Forgets entries that have expired, then evicts. Returns {entries evicted, their bytes}.
 COLLECT = (
     REMOVE
+    + EVICT
     + """
-local gone = 0
 for _, key in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
-    if redis.call('EXISTS', '{kvpack}:entry:' .. key) == 0 then
-        remove(key)
-        gone = gone + 1
-    end
+    if redis.call('EXISTS', '{kvpack}:entry:' .. key) == 0 then remove(key) end
 end
-return gone
+local most = tonumber(ARGV[1])
+if not most then return {0, 0} end
+local _, evicted, bytes = evict(most, 0, '')
+return {evicted, bytes}
 """
 )

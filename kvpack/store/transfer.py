@@ -10,6 +10,7 @@ from kvpack.formats.errors import InvalidParameter, MissingFile
 
 from .. import container
 from ..limits import MAX_BINARY_BYTES
+from .encryption import in_clear
 from .identity import Identity
 from .keys import ID_BYTES, token_bytes
 
@@ -19,13 +20,16 @@ if TYPE_CHECKING:
     from ..cache import Cache
     from .backend import Backend
     from .catalog import Prefix
+    from .encryption import Cipher
 
 FEATURE = "token-ids"
 """Begins the names of the ignorable features that hold an exported prefix's token ids: token-ids.0, token-ids.1 and so on."""
 
 
-def export_prefix(backend: Backend, prefix: Prefix, path: str | os.PathLike[str], *, durable: bool = False) -> int:
-    """Write a prefix to ``path`` as one kvpack file with its token ids, and return the file's bytes.
+def export_prefix(
+    backend: Backend, prefix: Prefix, path: str | os.PathLike[str], cipher: Cipher | None = None, *, durable: bool = False
+) -> int:
+    """Write a prefix to ``path`` as one kvpack file with its token ids, in the clear, and return the file's bytes.
 
     Raises InvalidParameter for a prefix whose beginning is missing, WriteFailed, and what reading its entries raises.
     """
@@ -39,7 +43,7 @@ def export_prefix(backend: Backend, prefix: Prefix, path: str | os.PathLike[str]
         data = backend.peek(entry.stored.key)
         if data is None:
             raise MissingFile(f"entry {entry.stored.key.hex()} is gone")
-        chunks.append(files.read(container.open_bytes(data, where=f"entry {entry.stored.key.hex()}")))
+        chunks.append(files.read(container.open_bytes(in_clear(entry.stored.key, data, cipher), where=f"entry {entry.stored.key.hex()}")))
     contents, arrays = files.stored(concat(chunks))
     ids = b"".join(entry.named.ids for entry in prefix.entries)
     pieces = {f"{FEATURE}.{number}": ids[at : at + MAX_BINARY_BYTES] for number, at in enumerate(range(0, len(ids), MAX_BINARY_BYTES))}

@@ -11,10 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvpack
-from kvpack.cache import Cache
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite, NotConsecutive, OutOfBounds, OutOfRange
 
 from caches import BOUNDS, RECIPES, dense, random_pairs, relative_error  # isort: skip
@@ -359,47 +357,6 @@ def test_append_refuses_what_does_not_continue_and_keeps_the_cache() -> None:
         with pytest.raises(error):
             cache.append(bad)
     assert all(torch.equal(a, b) for a, b in zip(dense(cache), before, strict=True))
-
-
-class CacheMachine(RuleBasedStateMachine):
-    """Any sequence of appends, prefixes and merges holds the tokens that a list of dense tensors holds."""
-
-    @initialize(recipe=st.sampled_from(["kivi-4", "kivi-4;tail=32", "k=group:b=8,axis=channel;v=raw"]), tokens=st.integers(0, 70))
-    def begin(self, recipe: str, tokens: int) -> None:
-        self.pairs = random_pairs(1, tokens, dims=(32, 48))
-        self.cache = kvpack.pack(self.pairs, recipe)
-        self.seed = 1
-
-    @rule(tokens=st.integers(1, 70))
-    def append(self, tokens: int) -> None:
-        new = random_pairs(1, tokens, dims=(32, 48), seed=self.seed)
-        self.seed += 1
-        self.cache = self.cache.append(new)
-        self.pairs = [(torch.cat([k, a], 2), torch.cat([v, b], 2)) for (k, v), (a, b) in zip(self.pairs, new, strict=True)]
-
-    @precondition(lambda self: self.cache.tokens > 0)
-    @rule(data=st.data())
-    def cut(self, data: st.DataObject) -> None:
-        tokens = data.draw(st.integers(0, self.cache.tokens))
-        self.cache = self.cache[:, :tokens]
-        self.pairs = [(k[:, :, :tokens], v[:, :, :tokens]) for k, v in self.pairs]
-
-    @rule()
-    def merge(self) -> None:
-        layer = self.cache[0]
-        merged = kvpack.Layer(layer.k.merged(), layer.v.merged())
-        assert all(torch.equal(a, b) for a, b in zip(layer.unpack(), merged.unpack(), strict=True))
-        self.cache = Cache((merged,), self.cache.recipe)
-
-    @invariant()
-    def close_to_dense(self) -> None:
-        assert self.cache.tokens == self.pairs[0][0].shape[2]
-        if self.cache.tokens:
-            assert relative_error(self.cache, self.pairs) <= 0.12
-
-
-TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=25, stateful_step_count=12, deadline=None)
 
 
 @settings(max_examples=40, deadline=None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidParameter, InvalidPayload
@@ -64,10 +64,15 @@ def default_fields(symbols: int, bases: Sequence[int]) -> int:
 
     Source: spec/README.md, Bit packing. F is written in every header, so a reader never needs this.
     """
+    return _default_fields(symbols, tuple(bases))
+
+
+@lru_cache(1 << 10)
+def _default_fields(symbols: int, bases: tuple[int, ...]) -> int:
     allowed = [f for f in range(1, min(symbols, MAX_FIELDS) + 1) if _fits(bases, f)]
-    candidates = [Columns(symbols, tuple(bases), f) for f in allowed]
+    candidates = [Columns(symbols, bases, f) for f in allowed]
     if not candidates:
-        raise InvalidParameter(f"no column holds one symbol of alphabets {tuple(bases)}")
+        raise InvalidParameter(f"no column holds one symbol of alphabets {bases}")
     best = min(candidates, key=lambda c: (c.row_bytes, c.column_bytes < 2, c.column_bytes, c.fields))
     return best.fields
 

@@ -4,7 +4,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 INSTALLED := .venv/installed
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo test lint types unit fuzz gpu-test
+.PHONY: demo test lint types unit fuzz roundtrip gpu-test
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -24,7 +24,12 @@ types: $(INSTALLED)
 unit: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses 2
 
+# Readers on bytes that nobody wrote; SECONDS is the time of all targets together, OPTIONS are those of fuzz/run.py.
 fuzz: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python fuzz/run.py --seconds $(or $(SECONDS),60) --processes 2 $(OPTIONS)
+
+# Encoders on tensors of any contents.
+roundtrip: $(INSTALLED)
 	$(BIN)/python fuzz/roundtrip.py --seconds $(or $(SECONDS),60)
 
 # The kernels compiled, on a machine with a CUDA device; elsewhere in Triton's interpreter alone.
@@ -35,5 +40,5 @@ gpu-test: $(INSTALLED)
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) setuptools
-	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[bench,test,transformers]'
+	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[bench,fuzz,test,transformers]'
 	touch $@

@@ -1,0 +1,76 @@
+"""What must hold of the command line on any file: an exit code, a message, and nothing written half. Runs in process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+from unittest import mock
+
+from kvpack import cli
+from kvpack.store.counters import Counters
+from kvpack.store.locations import open_backend
+
+from oracles import opened  # isort: skip
+
+REFUSED = (1, 2, 3)
+_COMMANDS = (
+    ("inspect", "FILE"),
+    ("inspect", "FILE", "--json"),
+    ("verify", "FILE"),
+    ("verify", "FILE", "--json"),
+    ("unpack", "FILE", "OUT"),
+    ("unpack", "FILE", "OUT", "--dtype", "fp32", "--json"),
+    ("convert", "FILE", "OUT", "kv=group:b=4,g=4", "--compress"),
+    ("convert", "FILE", "OUT", "bf16", "--json"),
+    ("store", "ls", "STORE"),
+    ("store", "ls", "STORE", "--json"),
+    ("store", "stat", "STORE"),
+    ("store", "verify", "STORE"),
+)
+_PACK = ("pack", "FILE", "OUT", "--recipe", "kv=group:b=4,g=4")
+
+
+class CommandOracle:
+    """Runs one command on each input, chosen by the input itself, in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file, self.out, self.store = folder / "input", folder / "output", folder / "store"
+        self._parser = cli.parser()
+        backend = open_backend(str(self.store), Counters())
+        path = backend.path(bytes(32))  # type: ignore[attr-defined]
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        self.entry = Path(path)
+
+    def check(self, data: bytes) -> bool:
+        """Whether the command succeeded; fails for another exit code, an output of a refusal, or output that a terminal would obey."""
+        digest = sum(data[:4096]) + len(data)
+        command = _COMMANDS[digest % len(_COMMANDS)] if data[8:16] == b'{"__meta' and b"kvpack" in data[:64] else _PACK
+        self.file.write_bytes(data)
+        self.entry.write_bytes(data if "STORE" in command else b"")
+        words = {"FILE": str(self.file), "OUT": str(self.out), "STORE": str(self.store)}
+        stdout, stderr = io.StringIO(), io.StringIO()
+        # Building the parser takes ten times as long as most commands take on a small file, and is the same for all of them.
+        parser = mock.patch.object(cli, "parser", return_value=self._parser)
+        with parser, contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            code = cli.main([words.get(word, word) for word in command])
+        self._check_run(command, code, stdout.getvalue(), stderr.getvalue())
+        if command[0] == "verify":
+            assert (code == 0) == (opened(data) is not None), f"verify exits with {code}"
+        self.out.unlink(missing_ok=True)
+        return code == 0
+
+    def _check_run(self, command: tuple[str, ...], code: int, stdout: str, stderr: str) -> None:
+        obeyed = [char for char in stdout + stderr if not char.isprintable() and char != "\n"]
+        assert not obeyed, f"{command[0]} prints {obeyed[:4]!r}"
+        if code == 0:
+            assert "OUT" not in command or self.out.stat().st_size > 0, f"{command[0]} wrote nothing"
+            assert "--json" not in command or json.loads(stdout) is not None
+            return
+        assert code in REFUSED, f"{command[0]} exits with {code}"
+        assert command[0] == "store" or stderr.startswith("kvpack: "), f"{command[0]} says {stderr[:80]!r}"
+        assert not self.out.exists(), f"{command[0]} exits with {code} and leaves an output"
+        left = [path.name for path in self.file.parent.iterdir() if path not in (self.file, self.store)]
+        assert not left, f"{command[0]} leaves {left}"

@@ -1,0 +1,62 @@
+"""Write the committed corpus: of the inputs that runs have found, the smallest that reach what the seeds do not.
+
+    python fuzz/run.py --seconds 600 --found fuzz-found
+    python fuzz/corpus.py --found fuzz-found
+
+What is committed already stays as far as it still reaches something; the name of an input is the digest of its bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import zipfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
+
+from line_coverage import minimized  # noqa: E402
+from seeds import committed, corpus_path  # noqa: E402
+from targets import TARGETS  # noqa: E402
+
+MOST_BYTES = 60_000
+"""Of a target's archive: all of them together stay below a megabyte."""
+_DATE = (2026, 1, 1, 0, 0, 0)
+
+
+def write(name: str, inputs: list[bytes]) -> int:
+    """Write the archive of a target and return how many inputs it holds."""
+    target = TARGETS[name]()
+    known = set(target.seeds)
+    kept = minimized(target.check, [data for data in inputs if data not in known and len(data) <= target.most_bytes], target.seeds)
+    corpus_path(name).parent.mkdir(exist_ok=True)
+    count = len(kept)
+    while _archived(name, kept[:count]) > MOST_BYTES:
+        count = count * 3 // 4
+    return count
+
+
+def _archived(name: str, inputs: list[bytes]) -> int:
+    with zipfile.ZipFile(corpus_path(name), "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for data in inputs:
+            archive.writestr(zipfile.ZipInfo(hashlib.sha256(data).hexdigest()[:16], _DATE), data, zipfile.ZIP_DEFLATED, 9)
+    return corpus_path(name).stat().st_size
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--found", type=Path, required=True, help="folder of a run's --found")
+    parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="only this one; may be given several times")
+    arguments = parser.parse_args()
+    for name in arguments.target or TARGETS:
+        folder = arguments.found / name
+        found = [path.read_bytes() for path in sorted(folder.glob("*")) if path.is_file()] if folder.is_dir() else []
+        print(f"{name}: {write(name, [*committed(name), *found])} inputs of {len(found)} found, {corpus_path(name).stat().st_size:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

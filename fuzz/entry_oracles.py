@@ -1,0 +1,113 @@
+"""What must hold of the bytes that a store's entry reader is given, which another process may have written. Loads torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgpack
+import torch
+import xxhash
+
+import kvpack
+from kvpack import container
+from kvpack.formats.errors import KvpackError
+from kvpack.store.entries import FEATURE, Reader, to_pieces
+from kvpack.store.keys import KEY_BYTES, chained
+
+from file_mutator import mutated_file, repaired, taken_apart  # isort: skip
+
+if TYPE_CHECKING:
+    import random
+
+    from file_mutator import Vocabulary
+
+    from kvpack.cache import Cache
+
+CHUNK = 16
+RECIPES = ("kv=group:b=4,g=16", "k=octahedral:b=2;v=raw", "kv=scalar:b=2,channel_scale=fp16")
+MODEL = {"name": "model"}
+_DIGEST = slice(2 * KEY_BYTES, 2 * KEY_BYTES + 16)
+
+
+def entries(recipe: str, chunks: int = 2) -> list[bytes]:
+    """The entries of a chain of ``chunks`` chunks."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 1, chunks * CHUNK, 16, generator=generator)
+    cache = kvpack.pack([(x, x)], recipe, model=MODEL)
+    ids = b"".join(number.to_bytes(4, "little") for number in range(chunks * CHUNK))
+    return [
+        b"".join(to_pieces(cache[:, number * CHUNK : (number + 1) * CHUNK], key, parent, part))
+        for number, (key, parent, part) in enumerate(chained(bytes(KEY_BYTES), ids, CHUNK))
+    ]
+
+
+def mutated_entry(data: bytes, vocabulary: Vocabulary, source: random.Random, most: int) -> bytes:
+    """A mutation of an entry whose payload has, mostly, the digest that its header names."""
+    mutated = mutated_file(data, vocabulary, source, most)
+    parts = taken_apart(mutated)
+    if parts is None or source.random() < 0.1:
+        return mutated
+    ignorable = parts.header.get("ignorable")
+    named = ignorable.get(FEATURE) if isinstance(ignorable, dict) else None
+    if not isinstance(named, bytes) or len(named) < _DIGEST.stop:
+        return mutated
+    start = 8 + int.from_bytes(mutated[:8], "little")
+    header = len(msgpack.packb(parts.header))
+    payload = mutated[start + header + -header % 64 :]
+    parts.header["ignorable"][FEATURE] = named[: _DIGEST.start] + xxhash.xxh3_128_digest(payload) + named[_DIGEST.stop :]
+    return repaired(parts) or mutated
+
+
+class EntryOracle:
+    """A reader that knows the shapes of its seeds and one that parses each entry whole must agree."""
+
+    def __init__(self) -> None:
+        self.chains = {recipe: entries(recipe) for recipe in RECIPES}
+        self._knowing = {recipe: self._reader(recipe) for recipe in RECIPES}
+        for recipe, chain in self.chains.items():
+            assert len(_read(self._knowing[recipe], chain, _keys(chain)) or []) == len(chain)
+
+    def check(self, data: bytes) -> bool:
+        """Whether the reader that parses takes the entry; fails when the other does not give the same cache."""
+        try:
+            header = container.open_bytes(data).header
+            recipe, number, key = header.recipe, header.start // CHUNK, header.ignorable.get(FEATURE, b"")[:KEY_BYTES]
+        except KvpackError:
+            recipe, number, key = RECIPES[0], 0, bytes(KEY_BYTES)
+        if recipe not in RECIPES or number > 1:
+            recipe, number = RECIPES[0], 0
+        before = self.chains[recipe][:number]
+        chain, keys = [*before, data], [*_keys(before), key]
+        parsed, quick = _read(self._reader(recipe), chain, keys), _read(self._knowing[recipe], chain, keys)
+        assert (parsed is None) == (quick is None), f"parsed: {parsed}; by its shape: {quick}"
+        if parsed is None or quick is None:
+            return False
+        _assert_same(parsed[-1], quick[-1])
+        return True
+
+    def _reader(self, recipe: str) -> Reader:
+        return Reader(MODEL, recipe, CHUNK, check_values=False)
+
+
+def _keys(chain: list[bytes]) -> list[bytes]:
+    return [container.open_bytes(data).header.ignorable[FEATURE][:KEY_BYTES] for data in chain]
+
+
+def _read(reader: Reader, chain: list[bytes], keys: list[bytes]) -> list[Cache] | None:
+    try:
+        return list(reader.read([bytearray(data) for data in chain], keys))
+    except KvpackError:
+        return None
+
+
+def _assert_same(one: Cache, other: Cache) -> None:
+    assert (one.start, one.recipe, dict(one.model), len(one)) == (other.start, other.recipe, dict(other.model), len(other))
+    for layer, like in zip(one, other, strict=True):
+        assert layer.sides.keys() == like.sides.keys()
+        for name, side in layer.sides.items():
+            (page,), (same,) = side.pages, like.sides[name].pages
+            assert page.tokens == same.tokens
+            for stream, tensor in page.streams.items():
+                assert tensor.dtype == same.streams[stream].dtype
+                assert tensor.shape == same.streams[stream].shape
+                assert tensor.contiguous().view(torch.uint8).equal(same.streams[stream].contiguous().view(torch.uint8)), f"{name}.{stream}"

@@ -1,0 +1,104 @@
+"""Which lines of the library a set of inputs runs, and which inputs run something that the others do not."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import kvpack
+from kvpack import formats
+
+FOLDERS = {"formats": Path(formats.__file__).parent, "kvpack": Path(kvpack.__file__).parent}
+READERS = ("checks", "container", "header", "header_tensor", "json_header", "limits", "zstd")
+"""The modules of kvpack/ that read files."""
+
+Arc = tuple[str, int, int]
+
+
+class Tracer:
+    """Runs functions and notes each step from line to line in the sources of the library."""
+
+    def __init__(self) -> None:
+        self.sources = {
+            str(path): f"{name}/{path.relative_to(folder).as_posix()}" for name, folder in FOLDERS.items() for path in folder.rglob("*.py")
+        }
+        self._arcs: set[Arc] = set()
+
+    def arcs(self, run: Callable[[], object]) -> set[Arc]:
+        """The steps that ``run`` takes; what it raises is left to whoever counts failures."""
+        self._arcs = set()
+        sys.settrace(self._called)
+        try:
+            run()
+        except Exception:
+            pass
+        finally:
+            sys.settrace(None)
+        return self._arcs
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+        name = self.sources.get(frame.f_code.co_filename)
+        if name is None:
+            return None
+        last = 0
+
+        def stepped(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal last
+            if event == "line":
+                self._arcs.add((name, last, frame.f_lineno))
+                last = frame.f_lineno
+            return stepped
+
+        return stepped
+
+
+def covered_lines(run: Callable[[bytes], object], inputs: Iterable[bytes], seconds: float) -> dict[str, list[int]]:
+    """The lines that ``run`` runs on ``inputs``, as many of them as ``seconds`` allow, by file."""
+    tracer, end = Tracer(), time.perf_counter() + seconds
+    lines: dict[str, set[int]] = {}
+    for data in inputs:
+        for name, _, line in tracer.arcs(lambda data=data: run(data)):  # type: ignore[misc]
+            lines.setdefault(name, set()).add(line)
+        if time.perf_counter() > end:
+            break
+    return {name: sorted(found) for name, found in sorted(lines.items())}
+
+
+def minimized(run: Callable[[bytes], object], inputs: Iterable[bytes], known: Iterable[bytes]) -> list[bytes]:
+    """The smallest of ``inputs`` that between them take every step that all take and ``known`` do not."""
+    tracer = Tracer()
+    steps: set[Arc] = set()
+    for data in known:
+        steps |= tracer.arcs(lambda data=data: run(data))  # type: ignore[misc]
+    kept = []
+    for data in sorted(inputs, key=lambda data: (len(data), data)):
+        found = tracer.arcs(lambda data=data: run(data))  # type: ignore[misc]
+        if not found <= steps:
+            steps |= found
+            kept.append(data)
+    return kept
+
+
+def runnable_lines() -> dict[str, set[int]]:
+    """The lines inside functions of formats/ and of the readers, by file: others run when a module is imported."""
+    result: dict[str, set[int]] = {}
+    readers = {f"kvpack/{name}.py" for name in READERS}
+    for path, name in Tracer().sources.items():
+        if not (name.startswith("formats/") or name in readers):
+            continue
+        module = compile(Path(path).read_text(encoding="utf-8"), path, "exec", dont_inherit=True)
+        result[name] = {line for code in _functions(module) for _, _, line in code.co_lines() if line and line > code.co_firstlineno}
+    return result
+
+
+def _functions(code: CodeType) -> Iterable[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            # Only a function has variables that are fast: a class body is run once, when it is made.
+            if constant.co_flags & 0x2:
+                yield constant
+            yield from _functions(constant)

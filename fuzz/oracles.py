@@ -1,0 +1,183 @@
+"""What must hold of any bytes that the light readers take: containers, headers and recipes. Needs no torch.
+
+A check reads an input as a program would, and returns whether it was accepted; a KvpackError is a refusal, and whatever else
+is raised is a failure. A comparison with another reader is a function of its own: it takes longer, and sees fewer inputs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import safetensors
+
+from kvpack import container
+from kvpack.formats import codec_from_params
+from kvpack.formats.errors import InvalidParameter, KvpackError
+from kvpack.header import layout_bytes
+from kvpack.header_tensor import pack_header, parse_header
+from kvpack.json_header import make_front
+from kvpack.recipes import Recipe, parse_recipe
+
+from second_decoder import decoder, decompress  # isort: skip
+
+if TYPE_CHECKING:
+    from kvpack.container import File
+
+MAX_DECODED_BYTES = 1 << 20
+"""What the readers are allowed to make of one input, as a program that reads files of others allows."""
+MOST_COMPARED_BYTES = 1 << 15
+"""Tensors above this, decoded, are left alone by the second decoder, which takes its time."""
+
+
+def opened(data: bytes) -> File | None:
+    """The verified file, or None for a refusal."""
+    try:
+        file = container.open_bytes(data, max_bytes=MAX_DECODED_BYTES)
+        file.verify()
+    except KvpackError:
+        return None
+    return file
+
+
+def check_container(data: bytes) -> bool:
+    """A file that is accepted is the only one of its contents: written again, it has the same bytes."""
+    file = opened(data)
+    if file is None:
+        return False
+    arrays = {name: file.tensor(name) for name in file.tensors}
+    again = container.to_bytes(file.header, arrays)
+    if all(tensor.filter == "none" for tensor in file.header.tensors):
+        assert again == data, "the file, written again, has other bytes"
+    else:
+        other = container.open_bytes(again)
+        other.verify()
+        assert all(other.tensor(name) == content for name, content in arrays.items()), "a tensor, stored without its filter, differs"
+    return True
+
+
+def compare_container(data: bytes) -> None:
+    """The second decoder accepts what the library accepts, and nothing else."""
+    try:
+        file = container.open_bytes(data, max_bytes=MAX_DECODED_BYTES)
+        if sum(map(layout_bytes, file.header.layouts.values())) > MOST_COMPARED_BYTES:
+            return
+    except KvpackError:
+        file = None
+    accepted = file is not None and opened(data) is not None
+    rule = refused_by_decoder(data)
+    assert accepted == (rule is None), f"the library {'accepts' if accepted else 'refuses'} it, the second decoder: {rule or 'accepts'}"
+
+
+def refused_by_decoder(data: bytes) -> str | None:
+    """The rule by which the second decoder refuses a file; None where it accepts it."""
+    try:
+        decoder.read(data, decompress)
+    except decoder.Refused as refused:
+        return str(refused)
+    return None
+
+
+def check_header(data: bytes) -> bool:
+    """A header that is accepted is canonical, and lays out a file."""
+    try:
+        header = parse_header(data)
+    except KvpackError:
+        return False
+    assert pack_header(header) == data, "the header, packed again, has other bytes"
+    try:
+        front = make_front(header)
+    except KvpackError:
+        return True
+    assert front.tensor == data
+    ends = [place.end for place in front.places.values()]
+    assert ends == sorted(ends), "tensors overlap"
+    return True
+
+
+def compare_header(data: bytes) -> None:
+    """The second decoder accepts the headers that the library accepts."""
+    accepted = rule = None
+    try:
+        parse_header(data)
+    except KvpackError as error:
+        accepted = error
+    try:
+        decoder.take_header(decoder.parse_msgpack(data))
+    except decoder.Refused as refused:
+        rule = refused
+    assert (accepted is None) == (rule is None), f"the library: {accepted or 'accepts'}; the second decoder: {rule or 'accepts'}"
+
+
+def check_safetensors(data: bytes) -> bool:
+    """What the library accepts, the official safetensors reader accepts, and names, dtypes, shapes and offsets agree."""
+    file = opened(data)
+    if file is None:
+        return False
+    theirs = dict(safetensors.deserialize(data))
+    start = len(file.front.text)
+    ours: dict[str, tuple[str, list[int], int, int]] = {"kvpack.header": ("U8", [len(file.front.tensor)], 0, len(file.front.tensor))}
+    for name, place in file.front.places.items():
+        tensor = file.tensors[name]
+        size = place.end - place.begin
+        pads = sum(other.startswith("kvpack.pad.") for other in ours)
+        if place.begin > place.pad:
+            ours[f"kvpack.pad.{pads}"] = ("U8", [place.begin - place.pad], place.pad, place.begin)
+        dtype, shape = (tensor.dtype, list(tensor.shape)) if tensor.filter == "none" else ("U8", [size])
+        ours[name] = (dtype, shape, place.begin, place.end)
+    assert list(theirs.keys() - ours.keys()) == list(ours.keys() - theirs.keys()) == [], "the tensors have other names"
+    listed = json.loads(data[8:start], object_pairs_hook=_without_duplicates)
+    for name, (dtype, shape, begin, end) in ours.items():
+        found = theirs[name]
+        assert (found["dtype"], list(found["shape"])) == (dtype, shape), f"{name}: {found['dtype']} {found['shape']}, not {dtype} {shape}"
+        assert bytes(found["data"]) == data[start + begin : start + end], f"{name} has other bytes"
+        assert listed[name]["data_offsets"] == [begin, end], f"{name} is elsewhere"
+    return True
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    assert len({name for name, _ in pairs}) == len(pairs), "a name occurs twice in the JSON header"
+    return dict(pairs)
+
+
+def check_recipe(data: bytes) -> bool:
+    """A recipe that parses parses alike from its own text, and its codecs are those of their parameters."""
+    text = data.decode("utf-8", "surrogateescape")
+    if "/" in text or text.lstrip().startswith("@"):
+        # A path: files have a target of their own.
+        return False
+    try:
+        recipe = parse_recipe(text)
+    except KvpackError:
+        return False
+    _check_parsed(recipe)
+    return True
+
+
+def check_recipe_file(data: bytes, path: str) -> bool:
+    """A recipe file, written to ``path``, is refused by name or is the recipe of its clauses."""
+    with open(path, "wb") as file:
+        file.write(data)
+    recipe, refusal = None, ""
+    try:
+        recipe = parse_recipe(f"@{path}")
+    except KvpackError as error:
+        refusal = str(error)
+    if recipe is None:
+        assert os.path.basename(path) in refusal, f"the message does not name the file: {refusal}"
+        return False
+    _check_parsed(recipe)
+    return True
+
+
+def _check_parsed(recipe: Recipe) -> None:
+    assert Recipe(recipe.text).rules == recipe.rules
+    for layer, side, dim in ((0, "k", 64), (3, "v", 128), (1, "k", 6)):
+        try:
+            codec = recipe.codec(layer, 4, side, dim)
+        except InvalidParameter:
+            continue
+        assert recipe.window % codec.token_group == 0, f"tail={recipe.window} is no multiple of the token group {codec.token_group}"
+        assert codec_from_params(codec.params()).params() == codec.params()
+        assert sum(map(layout_bytes, codec.layout(1, 2, 33).values())) > 0

@@ -1,0 +1,84 @@
+"""The tensors of a file fitted to a header that was changed: each has the name, dtype and size that codecs and layers give."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import zstandard
+
+from kvpack.formats import codec_from_params
+from kvpack.formats.errors import LimitExceeded
+from kvpack.header import Contents, LayerEntry, SideEntry, layout_bytes, side_tensors
+
+from parts import Parts  # isort: skip
+from second_decoder import decompress  # isort: skip
+
+if TYPE_CHECKING:
+    import random
+
+    from kvpack.formats.base import Codec
+
+MOST_PAYLOAD_BYTES = 1 << 14
+
+
+def refitted(parts: Parts, source: random.Random) -> Parts:
+    """``parts`` with the tensors that its header asks for, which keep their bytes as far as they reach.
+
+    Raises KvpackError, or what a header without the form of one raises, when there are none.
+    """
+    stored = {row[0]: _content(row, data) for row, data in zip(parts.header["tensors"], parts.tensors, strict=True)}
+    codecs = [codec_from_params(params) for params in parts.header["codecs"]]
+    layers = []
+    for number, layer in enumerate(parts.header["layers"]):
+        entries: dict[str, SideEntry | None] = {}
+        for name, side in layer.items():
+            if side is not None:
+                _count_entries(codecs[side["codec"]], side, f"{number}.{name}", stored, source)
+            entries[name] = None if side is None else _side(side)
+        layers.append(LayerEntry(**entries))
+    layouts = Contents(codecs=tuple(codecs), layers=tuple(layers)).layouts
+    if sum(map(layout_bytes, layouts.values())) > MOST_PAYLOAD_BYTES:
+        raise LimitExceeded("the tensors would be larger than a fuzzer's input")
+    rows, tensors = [], []
+    for name, layout in layouts.items():
+        size = layout_bytes(layout)
+        rows.append([name, layout.dtype, list(layout.shape), "none", size, bytes(16)])
+        tensors.append(_fitted(stored.get(name, b""), size, source))
+    return Parts({**parts.header, "tensors": rows}, tensors)
+
+
+def _side(side: dict[str, Any]) -> SideEntry:
+    return SideEntry(**{**side, "runs": tuple(side["runs"]), "entries": tuple(side.get("entries", {}).items())})
+
+
+def _content(row: list[Any], data: bytes) -> bytes:
+    if row[3] == "none":
+        return data
+    try:
+        size = zstandard.get_frame_parameters(data).content_size
+    except zstandard.ZstdError:
+        return b""
+    # The decompressor allocates what a frame says, whatever it is told.
+    return decompress(data, MOST_PAYLOAD_BYTES) if size <= MOST_PAYLOAD_BYTES else b""
+
+
+def _fitted(known: bytes, size: int, source: random.Random) -> bytes:
+    """``size`` bytes that begin as ``known``; what is missing repeats what is there, so that streams stay of one kind."""
+    if known:
+        return (known * (size // len(known) + 1))[:size]
+    return source.choice((bytes, source.randbytes))(size)
+
+
+def _count_entries(codec: Codec, side: dict[str, Any], where: str, stored: dict[str, bytes], source: random.Random) -> None:
+    """Make ``entries`` of a side what its flags, once they are fitted, count; a side without such streams has none."""
+    names = [name for name, layout in codec.layout(1, 1, 0).items() if layout.per == "entry"]
+    side.pop("entries", None)
+    if not names:
+        return
+    side["entries"] = dict.fromkeys(names, 0)
+    for stream, layout in side_tensors(codec, _side(side)).items():
+        name = {"outlier_flags": "outliers", "raw_token_flags": "raw_tokens"}.get(stream.split(".")[0])
+        if name is not None and layout_bytes(layout) <= MOST_PAYLOAD_BYTES:
+            place = f"{where}.{stream}"
+            stored[place] = flags = _fitted(stored.get(place, b""), layout_bytes(layout), source)
+            side["entries"][name] += flags.count(1) if name == "raw_tokens" else int.from_bytes(flags, "little").bit_count()

@@ -1,0 +1,97 @@
+"""Run the fuzz targets, each in a process of its own, and print a table of what they did.
+
+    python fuzz/run.py --seconds 60
+    python fuzz/run.py --target container --target header --executions 1000000
+
+Exits with 1 when an input crashed or hung a target, took more memory than allowed, or a target died; what failed is kept as a
+file, with the command that repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
+
+from summary import coverage_lines, problems, show  # noqa: E402
+from targets import TARGETS  # noqa: E402
+
+_STATUS = re.compile(r"^#\d+\s.*\bcov: (\d+) ft: (\d+)", re.MULTILINE)
+_STARTING_SECONDS = 120
+
+
+def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the whole run, shared by the targets (default 60)")
+    parser.add_argument("--executions", type=int, help="end each target after so many inputs")
+    parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="only this one; may be given several times")
+    parser.add_argument("--seed", type=int, default=1, help="of the random choices (default 1)")
+    parser.add_argument("--driver", choices=("atheris", "random"), help="default: atheris where it is installed")
+    parser.add_argument("--processes", type=int, default=1, help="targets that run at a time (default 1)")
+    parser.add_argument("--lines", type=float, default=5.0, help="seconds a target to measure covered lines for (default 5)")
+    parser.add_argument("--found", type=Path, help="folder that keeps the inputs that reach something new, and continues from them")
+    parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"), help="folder of failing inputs (default fuzz-failures)")
+    parser.add_argument("--json", action="store_true", help="print the reports as one JSON value instead of a table")
+    return parser.parse_args(words)
+
+
+def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The reports of all targets, in the order of the table."""
+    names = arguments.target or list(TARGETS)
+    seconds = arguments.seconds * min(arguments.processes, len(names)) / len(names)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.processes) as pool:
+        found = arguments.found or Path(folder)
+        return list(pool.map(lambda name: _worker(name, seconds, found / name, Path(folder) / f"{name}.json", arguments), names))
+
+
+def _worker(name: str, seconds: float, found: Path, path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run one target; a process that ends without its report is a crash of its own."""
+    found.parent.mkdir(parents=True, exist_ok=True)
+    words = [name, "--seconds", str(seconds), "--seed", str(arguments.seed), "--lines", str(arguments.lines), "--report", str(path)]
+    words += ["--found", str(found), "--failures", str(arguments.failures)]
+    words += ["--driver", arguments.driver] if arguments.driver else []
+    words += ["--executions", str(arguments.executions)] if arguments.executions else []
+    if sys.stderr.isatty():
+        print(f"{time.strftime('%H:%M:%S')} {name}: {seconds:.0f} s", file=sys.stderr)
+    command = [sys.executable, str(HERE / "worker.py"), *words]
+    try:
+        # Far above what a target takes to start and to measure its lines: only a worker that hangs is ended.
+        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=2 * seconds + 600)
+        code, output = ended.returncode, ended.stderr
+    except subprocess.TimeoutExpired as error:
+        code, output = -1, f"no end after {error.timeout:.0f} seconds"
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"target": name, "crashes": [], "hangs": []}
+    if code or not path.exists():
+        report["crashes"].append(f"the worker ended with {code}:\n{output[-2000:]}")
+    report["crashes"] += [str(kept) for kept in sorted(arguments.failures.glob(f"native-{name}-*"))]
+    status = _STATUS.findall(output)
+    if status:
+        report["edges"], report["features"] = map(int, status[-1])
+    return report
+
+
+def main() -> int:
+    """The command line."""
+    arguments = arguments_of()
+    reports = run(arguments)
+    found = problems(reports)
+    if arguments.json:
+        print(json.dumps({"targets": reports, "coverage": coverage_lines(reports), "problems": found}, indent=1))
+    else:
+        show(reports, found)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""What must hold of encrypted entries of a store, which anyone may have written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import xxhash
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from kvpack.formats.errors import KvpackError
+from kvpack.store.encryption import MAGIC, Cipher
+from kvpack.store.identity import length_prefixed
+from kvpack.store.keys import KEY_BYTES
+
+from byte_mutator import mutated_bytes  # isort: skip
+
+if TYPE_CHECKING:
+    import random
+
+_SEALED_KEY, _TENANT, _NAME = bytes(range(16)), "tenant", b"id"
+
+
+def sealed(plain: bytes) -> bytes:
+    """An encrypted entry of a fixed nonce: seeds are the same in every run."""
+    head = MAGIC + bytes([len(_NAME)]) + _NAME
+    associated = b"".join(map(length_prefixed, (head, bytes(KEY_BYTES), _TENANT.encode())))
+    nonce = bytes(12)
+    data = head + nonce + AESGCM(_SEALED_KEY).encrypt(nonce, plain, associated)
+    return data + xxhash.xxh3_128_digest(data)
+
+
+SEALED = {sealed(plain): plain for plain in (b"", b"x", bytes(100))}
+
+
+def mutated_sealed(data: bytes, source: random.Random, most: int) -> bytes:
+    """A mutation of an encrypted entry, mostly with its digest right."""
+    if source.random() < 0.1:
+        return mutated_bytes(data, source, most)
+    body = mutated_bytes(data[:-16], source, most - 16)
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def check_sealed(data: bytes) -> bool:
+    """What opens is what was sealed."""
+    try:
+        plain = Cipher({_NAME.decode(): _SEALED_KEY}, _TENANT).decrypt(bytes(KEY_BYTES), data)
+    except KvpackError:
+        return False
+    assert SEALED.get(data) == bytes(plain), "an entry that nobody sealed was opened"
+    return True

@@ -1,0 +1,63 @@
+"""Where fuzzing begins: the conformance vectors, the golden files, and the committed corpus of a target."""
+
+from __future__ import annotations
+
+import zipfile
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from file_mutator import taken_apart  # isort: skip
+
+if TYPE_CHECKING:
+    from parts import Parts
+
+ROOT = Path(__file__).resolve().parents[1]
+CORPUS = ROOT / "fuzz" / "corpus"
+_FOLDERS = (ROOT / "spec" / "vectors", ROOT / "tests" / "golden")
+MOST_SEED_BYTES = 1 << 14
+
+
+@cache
+def kvpack_files() -> tuple[bytes, ...]:
+    """All vectors, the refused ones too, and golden files that are small, the smallest first."""
+    paths = sorted(path for folder in _FOLDERS for path in folder.rglob("*.kvpack") if path.stat().st_size <= MOST_SEED_BYTES)
+    return tuple(sorted({path.read_bytes() for path in paths}, key=lambda data: (len(data), data)))
+
+
+def files_of(codec_id: str) -> list[bytes]:
+    """The files that hold the codec ``codec_id`` alone, without side-cars."""
+    return [data for data in kvpack_files() if (parts := taken_apart(data)) and _codecs(parts) == {(codec_id, False)}]
+
+
+def files_with_side_cars() -> list[bytes]:
+    """The files of which a codec has side-cars."""
+    return [data for data in kvpack_files() if (parts := taken_apart(data)) and any(has for _, has in _codecs(parts))]
+
+
+def _codecs(parts: Parts) -> set[tuple[str, bool]]:
+    from kvpack.formats.side_cars import SIDE_CARS
+
+    codecs = parts.header.get("codecs")
+    found = codecs if isinstance(codecs, list) else []
+    return {(str(codec.get("id")), bool(set(codec) & set(SIDE_CARS))) for codec in found if isinstance(codec, dict)}
+
+
+def headers() -> list[bytes]:
+    """The header tensors of all files."""
+    import msgpack
+
+    return [msgpack.packb(parts.header) for data in kvpack_files() if (parts := taken_apart(data))]
+
+
+def corpus_path(target: str) -> Path:
+    return CORPUS / f"{target}_seed_corpus.zip"
+
+
+def committed(target: str) -> list[bytes]:
+    """The inputs of a target's committed corpus."""
+    path = corpus_path(target)
+    if not path.exists():
+        return []
+    with zipfile.ZipFile(path) as archive:
+        return [archive.read(name) for name in sorted(archive.namelist())]

@@ -1,0 +1,125 @@
+"""One run of one target: every input timed and counted, failures kept as files, and what came of it as a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from targets import Target
+
+HANG_SECONDS = 1.0
+MOST_FAILURES = 20
+
+
+@dataclass
+class Report:
+    """What a run has seen. Memory is resident memory in MiB: of the libraries, before the first input, and the peak."""
+
+    target: str
+    driver: str
+    seed: int
+    executions: int = 0
+    accepted: int = 0
+    compared: int = 0
+    seconds: float = 0.0
+    memory_of_libraries: float = 0.0
+    memory_peak: float = 0.0
+    torch: bool = False
+    slowest_seconds: float = 0.0
+    slowest_input: str = ""
+    features: int = 0
+    edges: int = 0
+    lines: dict[str, list[int]] = field(default_factory=dict)
+    hangs: list[str] = field(default_factory=list)
+    crashes: list[str] = field(default_factory=list)
+
+
+class Session:
+    """Runs inputs of a target until ``seconds`` or ``executions`` are over; failing inputs go to ``failures``."""
+
+    def __init__(self, report: Report, target: Target, seconds: float, executions: int | None, failures: Path) -> None:
+        self.report, self.target, self.failures = report, target, failures
+        self._most = executions
+        self._seen: set[str] = set()
+        self._start = time.perf_counter()
+        self._end = self._start + seconds
+
+    @property
+    def over(self) -> bool:
+        now = time.perf_counter()
+        return now >= self._end or (self._most is not None and self.report.executions >= self._most) or len(self._seen) >= MOST_FAILURES
+
+    def run(self, data: bytes) -> None:
+        """One input: checked, timed, and one in ``every`` of them compared."""
+        report, target = self.report, self.target
+        accepted = False
+        # The time of this thread: another process that has the core is no hang.
+        before = time.thread_time()
+        try:
+            accepted = target.check(data)
+        except Exception as error:
+            self._failed(data, error)
+        seconds = time.thread_time() - before
+        report.executions += 1
+        report.accepted += accepted
+        if seconds > report.slowest_seconds:
+            report.slowest_seconds, report.slowest_input = seconds, hashlib.sha256(data).hexdigest()[:16]
+            self._slowest = data
+        if seconds > HANG_SECONDS:
+            report.hangs.append(self._kept(data, "hang"))
+        if target.compare is not None and hash_of(data) % target.every == 0:
+            report.compared += 1
+            try:
+                target.compare(data)
+            except Exception as error:
+                self._failed(data, error)
+
+    def finish(self) -> Report:
+        """The report, and the slowest input as a file."""
+        self.report.seconds = time.perf_counter() - self._start
+        self.report.memory_peak = resident("VmHWM")
+        self.report.torch = "torch" in sys.modules
+        if self.report.executions:
+            self.report.slowest_input = self._kept(self._slowest, "slowest")
+        return self.report
+
+    def _failed(self, data: bytes, error: Exception) -> None:
+        """Keep the first input of every distinct place and kind of failure."""
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f"{frames[-1].filename}:{frames[-1].lineno}:{type(error).__name__}"
+        if place not in self._seen:
+            self._seen.add(place)
+            path = self._kept(data, "crash")
+            text = "".join(traceback.format_exception(error, limit=-6))
+            self.report.crashes.append(f"{path}\n{text}")
+
+    def _kept(self, data: bytes, kind: str) -> str:
+        self.failures.mkdir(parents=True, exist_ok=True)
+        path = self.failures / f"{kind}-{self.report.target}-{hashlib.sha256(data).hexdigest()[:16]}"
+        path.write_bytes(data)
+        return str(path)
+
+
+def hash_of(data: bytes) -> int:
+    """A number that is the same in every run: which inputs are compared must not depend on the run's order."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "big")
+
+
+def resident(name: str) -> float:
+    """Resident memory of this process in MiB, ``VmRSS`` now or ``VmHWM`` at its peak; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:")), 0.0)
+
+
+def as_dict(report: Report) -> dict[str, object]:
+    return dataclasses.asdict(report)

@@ -1,0 +1,85 @@
+"""What the reports of a run say together: a table, the covered lines, and what is a failure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpack.commands.output import print_table
+
+from line_coverage import READERS, runnable_lines  # isort: skip
+
+MOST_MEMORY = 256.0
+"""MiB of resident memory, for the targets that do not load PyTorch."""
+MOST_GROWTH = 64.0
+"""MiB that inputs may add to the libraries: PyTorch alone takes more than 200."""
+
+
+def problems(reports: list[dict[str, Any]]) -> list[str]:
+    """Every failure of a run, each with the command that repeats it."""
+    found = []
+    for report in reports:
+        name = report["target"]
+        for kind in ("crashes", "hangs"):
+            for text in report[kind]:
+                path = text.partition("\n")[0]
+                repeat = f"\n  python fuzz/worker.py {name} --repeat {path}" if "ended with" not in path else ""
+                found.append(f"{name}: {kind}: {text}{repeat}")
+        growth = report.get("memory_peak", 0.0) - report.get("memory_of_libraries", 0.0)
+        if growth > MOST_GROWTH:
+            found.append(f"{name}: inputs took {growth:.0f} MiB more than the libraries, allowed are {MOST_GROWTH:.0f}")
+        if not report.get("torch") and report.get("memory_peak", 0.0) > MOST_MEMORY:
+            found.append(f"{name}: took {report['memory_peak']:.0f} MiB, allowed are {MOST_MEMORY:.0f}")
+        if not report.get("executions"):
+            found.append(f"{name}: ran no input")
+    return found
+
+
+def coverage_lines(reports: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Covered and runnable lines by file, over all targets."""
+    covered: dict[str, set[int]] = {}
+    for report in reports:
+        for name, lines in report.get("lines", {}).items():
+            covered.setdefault(name, set()).update(lines)
+    return {name: [len(covered.get(name, set()) & lines), len(lines)] for name, lines in sorted(runnable_lines().items()) if lines}
+
+
+def show(reports: list[dict[str, Any]], found: list[str]) -> None:
+    """Print the table, the covered lines of the readers and of formats/, and the failures."""
+    columns = ["target", "driver", "executions", "a second", "accepted", "compared", "memory", "inputs'", "slowest", "edges", "features"]
+    columns += ["lines of formats/", "crashes", "hangs"]
+    print_table("fuzz targets", columns, [_row(report) for report in reports], left=2)
+    total = sum(report.get("executions", 0) for report in reports)
+    print(f"{total:,} executions; memory is the peak in MiB, and inputs' what is above the libraries; the slowest input is in ms")
+    lines = coverage_lines(reports)
+    for what, names in (
+        ("readers", [f"kvpack/{name}.py" for name in READERS]),
+        ("formats/", [name for name in lines if name.startswith("formats/")]),
+    ):
+        counts = [lines[name] for name in names if name in lines]
+        covered, all_lines = sum(count[0] for count in counts), sum(count[1] for count in counts)
+        print(f"lines of {what}: {covered} of {all_lines} ({100 * covered / max(1, all_lines):.1f} %)")
+    for text in found:
+        print(f"\n{text}")
+    print(f"\n{len(found)} failures" if found else "no failure")
+
+
+def _row(report: dict[str, Any]) -> list[str]:
+    executions, seconds = report.get("executions", 0), report.get("seconds", 0.0)
+    in_formats = sum(len(lines) for name, lines in report.get("lines", {}).items() if name.startswith("formats/"))
+    peak = report.get("memory_peak", 0.0)
+    return [
+        report["target"],
+        report.get("driver", ""),
+        f"{executions:,}",
+        f"{executions / seconds:,.0f}" if seconds else "",
+        f"{100 * report.get('accepted', 0) / max(1, executions):.0f} %",
+        f"{report.get('compared', 0):,}",
+        f"{peak:.0f}",
+        f"{peak - report.get('memory_of_libraries', 0.0):.0f}",
+        f"{1e3 * report.get('slowest_seconds', 0.0):.1f}",
+        str(report.get("edges", 0) or ""),
+        str(report.get("features", 0) or ""),
+        str(in_formats or ""),
+        str(len(report["crashes"])),
+        str(len(report["hangs"])),
+    ]

@@ -1,0 +1,169 @@
+"""The fuzz targets by name: where each begins, how its inputs are changed, and what must hold of each of them.
+
+A target is made in the process that runs it: those without torch stay small.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import shutil
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import seeds  # isort: skip
+from byte_mutator import mutated_text  # isort: skip
+from file_mutator import Vocabulary, mutated_file  # isort: skip
+from header_mutator import mutated_header  # isort: skip
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+CODECS = ("raw", "group", "scalar", "octahedral", "angle", "polar", "quaternion")
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Target:
+    """``check`` says whether an input was accepted, and raises when what must hold does not.
+
+    ``compare``, on one input in ``every``, compares with another reader; its time is not the input's.
+    ``share`` is the target's part of the time of a run.
+    """
+
+    seeds: tuple[bytes, ...]
+    mutate: Callable[[bytes, random.Random], bytes]
+    check: Callable[[bytes], bool]
+    compare: Callable[[bytes], None] | None = None
+    every: int = 64
+    most_bytes: int = 1 << 14
+
+
+def _files(found: list[bytes], vocabulary: Vocabulary | None = None) -> tuple[tuple[bytes, ...], Callable[[bytes, random.Random], bytes]]:
+    words = Vocabulary.of(found) if vocabulary is None else vocabulary
+    return tuple(found), lambda data, source: mutated_file(data, words, source, Target.most_bytes)
+
+
+def container() -> Target:
+    """Whole files: framing, header, pads, digests, frames, and the rules of codecs."""
+    from oracles import check_container, compare_container
+
+    return Target(*_files(list(seeds.kvpack_files())), check_container, compare_container)
+
+
+def header() -> Target:
+    """The tensor kvpack.header alone."""
+    from oracles import check_header, compare_header
+
+    vocabulary = Vocabulary.of(seeds.kvpack_files())
+    return Target(
+        tuple(seeds.headers()), lambda data, source: mutated_header(data, vocabulary, source), check_header, compare_header, 8, 1 << 13
+    )
+
+
+def codec(codec_id: str) -> Target:
+    """One codec: its parameters, its streams, and the values that they decode to."""
+    from value_oracles import check_values, compare_values
+
+    return Target(*_files(seeds.files_of(codec_id)), check_values, compare_values)
+
+
+def side_cars() -> Target:
+    """Side-cars of any codec."""
+    from value_oracles import check_values, compare_values
+
+    return Target(*_files(seeds.files_with_side_cars()), check_values, compare_values)
+
+
+def safetensors() -> Target:
+    """The official safetensors reader takes what kvpack takes, and means the same."""
+    from oracles import check_safetensors
+
+    return Target(*_files(list(seeds.kvpack_files())), check_safetensors)
+
+
+def entry() -> Target:
+    """Entries of a store, read by their shape and parsed."""
+    from entry_oracles import EntryOracle, mutated_entry
+
+    oracle = EntryOracle()
+    found = [data for chain in oracle.chains.values() for data in chain]
+    vocabulary = Vocabulary.of([*found, *seeds.kvpack_files()])
+    return Target(tuple(found), lambda data, source: mutated_entry(data, vocabulary, source, Target.most_bytes), oracle.check)
+
+
+def encrypted_entry() -> Target:
+    """Encrypted entries of a store."""
+    from sealed_oracles import SEALED, check_sealed, mutated_sealed
+
+    return Target(tuple(SEALED), lambda data, source: mutated_sealed(data, source, 1 << 10), check_sealed, most_bytes=1 << 10)
+
+
+def recipe() -> Target:
+    """Recipes as text."""
+    from oracles import check_recipe
+
+    texts, words = _recipe_words()
+    return Target(tuple(texts), lambda data, source: mutated_text(data, words, source), check_recipe, most_bytes=1 << 12)
+
+
+def recipe_file() -> Target:
+    """Recipe files."""
+    from oracles import check_recipe_file
+
+    texts, words = _recipe_words()
+    found = tuple(b"# a comment\n" + text.replace(b";", b"\n") + b"\n" for text in texts)
+    path = str(_folder() / "recipe.txt")
+    words = [*words, b"#", b"\n", b"\r\n", b"\xef\xbb\xbf", b"@other.txt"]
+    return Target(found, lambda data, source: mutated_text(data, words, source), partial(check_recipe_file, path=path), most_bytes=1 << 12)
+
+
+def command() -> Target:
+    """The command line on a file: inspect, verify, unpack, convert, store, pack."""
+    import json
+
+    from command_oracle import CommandOracle
+
+    # What commands import when they run is of the libraries, not of an input.
+    for module in ("rich.console", "rich.table", "safetensors.torch", "kvpack.packing", "kvpack.store.catalog"):
+        importlib.import_module(module)
+    dense = json.dumps({"0.k": {"dtype": "F32", "shape": [1, 1, 2, 4], "data_offsets": [0, 32]}}).encode()
+    found, mutate = _files(list(seeds.kvpack_files()))
+    packed = len(dense).to_bytes(8, "little") + dense + bytes(32)
+    return Target((*found, packed), mutate, CommandOracle(_folder()).check)
+
+
+def _recipe_words() -> tuple[list[bytes], list[bytes]]:
+    from kvpack.formats.side_car_options import OPTIONS
+    from kvpack.presets import ADDITIONS, PUBLISHED
+
+    texts = [preset.recipe.encode() for preset in PUBLISHED.values()]
+    texts += [f"{name};{addition};tail=32".encode() for name in list(PUBLISHED)[:6] for addition in ADDITIONS]
+    options = {word for text in texts for part in text.replace(b";", b":").replace(b",", b":").split(b":") for word in (part, b"," + part)}
+    known = [*PUBLISHED, *ADDITIONS, *CODECS, *OPTIONS]
+    return texts, sorted(options | {name.encode() for name in known} | {b"layers=0,-1:", b"layers=1-2:k=", b"tail=", b";", b"k=", b"v="})
+
+
+def _folder() -> Path:
+    """A folder of this process, in memory where there is such a place."""
+    folder = Path(tempfile.mkdtemp(prefix="kvpack-fuzz-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+TARGETS: dict[str, Callable[[], Target]] = {
+    "container": container,
+    "header": header,
+    **{f"codec-{name}": partial(codec, name) for name in CODECS},
+    "side-cars": side_cars,
+    "safetensors": safetensors,
+    "entry": entry,
+    "encrypted-entry": encrypted_entry,
+    "recipe": recipe,
+    "recipe-file": recipe_file,
+    "command": command,
+}

@@ -1,0 +1,80 @@
+"""Random edits of msgpack values: a header as maps, arrays, numbers and strings, of which anything may become anything."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from byte_mutator import mutated_bytes  # isort: skip
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterator, Sequence
+
+LIMITS = (0, 1, 256, 4096, 65535, 65536, 2**17, 2**20, 2**31, 2**32, 2**40 - 1, 2**53, 2**60 - 1, 2**63, 2**64 - 1)
+"""Numbers at which a limit of the format or of a machine's integers is."""
+
+OTHER_TYPES: tuple[Any, ...] = (None, True, False, 0, -1, 1.5, float("nan"), "", "x", b"", b"\0", [], {}, [[]], {"": 0})
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (map or array, key or index) of ``value``, from the top down."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in entries:
+        yield value, key
+        yield from places(entry)
+
+
+def mutate_place(top: Any, words: Sequence[str], source: random.Random) -> None:
+    """Change one value of ``top``, or the entries of one of its maps and arrays, in place."""
+    found = list(places(top))
+    if not found:
+        return
+    holder, key = source.choice(found)
+    if source.random() < 0.75:
+        holder[key] = mutated_value(holder[key], words, source)
+    elif isinstance(holder, list):
+        _mutate_array(holder, source)
+    else:
+        _mutate_map(holder, key, words, source)
+
+
+def mutated_value(value: Any, words: Sequence[str], source: random.Random) -> Any:
+    """Another value, mostly of the same type."""
+    if source.random() < 0.1:
+        return source.choice(OTHER_TYPES)
+    if type(value) is int:
+        limit = source.choice(LIMITS)
+        return source.choice((value + 1, max(value - 1, -(2**63)), value * 2, value // 2, limit, limit + 1, source.randrange(300))) % 2**64
+    if isinstance(value, str):
+        return source.choice((source.choice(words), value + "x", value[:-1], value.upper(), value * source.choice((2, 300)), "\0", "é"))
+    if isinstance(value, bytes):
+        return mutated_bytes(value, source, 1 << 12)
+    return source.choice(OTHER_TYPES)
+
+
+def _mutate_array(array: list[Any], source: random.Random) -> None:
+    if not array:
+        array.append(source.choice(OTHER_TYPES))
+        return
+    one, other = source.randrange(len(array)), source.randrange(len(array))
+    kind = source.randrange(4)
+    if kind == 0:
+        array.insert(one, array[other])
+    elif kind == 1:
+        del array[one]
+    elif kind == 2:
+        array[one], array[other] = array[other], array[one]
+    else:
+        array.append(source.choice(OTHER_TYPES))
+
+
+def _mutate_map(entries: dict[Any, Any], key: Any, words: Sequence[str], source: random.Random) -> None:
+    kind = source.randrange(4)
+    if kind == 0:
+        del entries[key]
+    elif kind == 1:
+        entries[key] = entries.pop(key)
+    elif kind == 2:
+        entries[source.choice(words)] = source.choice((entries[key], source.choice(OTHER_TYPES)))
+    else:
+        entries[source.choice((source.choice(words), 7, b"key"))] = entries.pop(key)

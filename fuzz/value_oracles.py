@@ -1,0 +1,86 @@
+"""What must hold of the values that accepted files decode to. These targets load torch."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpack import container, files
+from kvpack.cache import Cache
+from kvpack.formats.errors import KvpackError
+
+from decoded_alike import assert_same_cache  # isort: skip
+from oracles import MAX_DECODED_BYTES, MOST_COMPARED_BYTES, compare_container  # isort: skip
+from second_decoder import decoder, decompress  # isort: skip
+
+MOST_VALUES = 1 << 16
+_MODERATE = 2.0**40
+"""Below this, what a file holds and decodes to is far from every limit of binary32, and no step on the way is beyond it."""
+
+
+def loaded(data: bytes) -> Cache | None:
+    """The cache of a file, every value's rule checked, or None for a refusal."""
+    try:
+        # Writable memory, as a private mapping is: torch makes no tensors of other.
+        return files.read(container.open_bytes(bytearray(data), max_bytes=MAX_DECODED_BYTES))
+    except KvpackError:
+        return None
+
+
+def check_values(data: bytes) -> bool:
+    """An accepted file decodes, to values of its shapes."""
+    cache = loaded(data)
+    if cache is None:
+        return False
+    if cache.values <= MOST_VALUES:
+        for layer in cache:
+            for side in layer.sides.values():
+                values = side.unpack(torch.float32)
+                assert tuple(values.shape) == (side.batch, side.heads, side.tokens, side.dim)
+                assert values.dtype == torch.float32
+    return True
+
+
+def compare_values(data: bytes) -> None:
+    """The second decoder accepts the same files and gives the same values, and so does the cache cut, and saved and loaded."""
+    compare_container(data)
+    cache = loaded(data)
+    if cache is None or cache.values > MOST_VALUES or _stored_bytes(cache) > MOST_COMPARED_BYTES:
+        return
+    assert_same_cache(decoder.read(data, decompress), cache)
+    _check_finite(cache)
+    again = loaded(container.to_bytes(*files.stored(cache)))
+    assert again is not None, "what was saved again is refused"
+    _assert_equal(again, cache, cache.tokens)
+    half = cache.tokens // 2
+    if all(layer.tokens >= half for layer in cache):
+        _assert_equal(cache.prefix(half), cache, half)
+
+
+def _stored_bytes(cache: Cache) -> int:
+    sides = [side for layer in cache for side in layer.sides.values()]
+    return sum(stream.nbytes for side in sides for page in side.pages for stream in page.streams.values())
+
+
+def _check_finite(cache: Cache) -> None:
+    """Values of a lossy codec are finite where nothing that is stored, and nothing that comes of it, is near a limit."""
+    for layer in cache:
+        for name, side in layer.sides.items():
+            floats = [stream for page in side.pages for stream in page.streams.values() if stream.is_floating_point()]
+            if side.codec.id == "raw" or any(not (stream.abs() < _MODERATE).all() for stream in floats if stream.numel()):
+                continue
+            for page in side.pages:
+                values = page.codec.decode(page.streams)
+                finite = torch.isfinite(values)
+                # Exponents of a logarithmic norm leave binary32 from moderate numbers as well, and then for whole tokens.
+                tokens = finite.all(-1) | (side.codec.id == "angle")
+                assert tokens.all(), f"{name}: a value is not finite, and no stored number is {_MODERATE:g} or more"
+
+
+def _assert_equal(found: Cache, cache: Cache, tokens: int) -> None:
+    for layer, other in zip(found, cache, strict=True):
+        for name, side in layer.sides.items():
+            values, whole = side.unpack(torch.float32), other.sides[name].unpack(torch.float32)[:, :, :tokens]
+            # A sum of other rows may be vectorised in another order: a few last places of the largest of a head.
+            allowed = 2.0**-18 * whole.nan_to_num(0.0, 0.0, 0.0).abs().amax(-1, keepdim=True) if whole.numel() else 0.0
+            same = (values == whole) | (~torch.isfinite(values) & ~torch.isfinite(whole)) | ((values - whole).abs() <= allowed)
+            assert same.all(), f"{name}: other values come of the same tokens"

@@ -1,0 +1,183 @@
+"""One target in a process of its own, with atheris or with a plain random driver.
+
+    python fuzz/worker.py container --seconds 60 --seed 1
+    python fuzz/worker.py container --repeat FILE
+
+With atheris, libFuzzer chooses what to change by the coverage of kvpack's bytecode; the random driver changes seeds at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
+
+if TYPE_CHECKING:
+    from session import Report, Session
+    from targets import Target
+
+TIMEOUT_SECONDS = 30
+"""After so long on one input a run ends; beyond a second it is a hang already."""
+_LIBFUZZER = ("-len_control=0", "-rss_limit_mb=0", f"-timeout={TIMEOUT_SECONDS}", "-verbosity=1", "-print_pcs=0")
+TRACED_INPUTS = 400
+
+
+def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("target")
+    parser.add_argument("--driver", choices=("atheris", "random"), help="default: atheris where it is installed")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--executions", type=int, help="end after so many inputs")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--lines", type=float, default=0.0, help="seconds to measure the covered lines for, after the run")
+    parser.add_argument("--found", type=Path, default=Path("fuzz-found"), help="folder of the inputs that reach something new")
+    parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"), help="folder of failing inputs")
+    parser.add_argument("--report", type=Path, help="where the report goes as JSON (default: standard output)")
+    parser.add_argument("--repeat", type=Path, metavar="FILE", help="run this input alone")
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    arguments = arguments_of()
+    if arguments.repeat:
+        return _repeat(arguments.target, arguments.repeat)
+    driver = arguments.driver or ("atheris" if _has_atheris() else "random")
+    with _instrumented(driver):
+        from seeds import committed
+        from session import Report, Session, resident
+        from targets import TARGETS
+
+        target = TARGETS[arguments.target]()
+        libraries = resident("VmRSS")
+        inputs = [*target.seeds, *committed(arguments.target)]
+        # What checks import when they first run is instrumented as well.
+        for data in inputs[:: max(1, len(inputs) // 64)]:
+            with contextlib.suppress(Exception):
+                target.check(data)
+    report = Report(arguments.target, driver, arguments.seed, memory_of_libraries=libraries)
+    session = Session(report, target, arguments.seconds, arguments.executions, arguments.failures)
+
+    def finish() -> None:
+        session.finish()
+        if arguments.lines:
+            _measure_lines(report, target, [*inputs, *_files_in(arguments.found)], arguments.lines)
+        _write(report, arguments.report)
+
+    if driver == "atheris":
+        _run_atheris(session, inputs, arguments, finish)
+    else:
+        _run_random(session, inputs, arguments.seed)
+        finish()
+    return 0
+
+
+def _has_atheris() -> bool:
+    try:
+        import atheris  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _instrumented(driver: str) -> Any:
+    """A context in which modules of kvpack are imported with counters, for atheris."""
+    if driver != "atheris":
+        return contextlib.nullcontext()
+    import atheris
+
+    return atheris.instrument_imports(include=["kvpack"])
+
+
+def _run_atheris(session: Session, inputs: list[bytes], arguments: argparse.Namespace, finish: Any) -> None:
+    import atheris
+
+    arguments.found.mkdir(parents=True, exist_ok=True)
+    arguments.failures.mkdir(parents=True, exist_ok=True)
+    folder = arguments.found.parent / f"{arguments.found.name}.seeds"
+    folder.mkdir(exist_ok=True)
+    for number, data in enumerate(inputs):
+        (folder / f"{number:05}").write_bytes(data)
+
+    def one_input(data: bytes) -> None:
+        session.run(data)
+        if session.over:
+            finish()
+            # libFuzzer has no other way to end it from here; nothing is left to be written.
+            os._exit(0)
+
+    def changed(data: bytes, most: int, seed: int) -> bytes:
+        return session.target.mutate(data, random.Random(seed))[:most]
+
+    words = [*_LIBFUZZER, f"-seed={arguments.seed}", f"-max_len={session.target.most_bytes}"]
+    words += [f"-artifact_prefix={arguments.failures}/native-{session.report.target}-", str(arguments.found), str(folder)]
+    atheris.Setup([sys.argv[0], *words], one_input, custom_mutator=changed)
+    atheris.Fuzz()
+
+
+def _run_random(session: Session, inputs: list[bytes], seed: int) -> None:
+    """Mutations of seeds, and of mutations that were accepted."""
+    source, pool = random.Random(seed), list(inputs) or [b""]
+    current = b""
+
+    def too_long(*_: object) -> None:
+        raise TimeoutError(f"an input took more than {TIMEOUT_SECONDS} seconds")
+
+    signal.signal(signal.SIGALRM, too_long)
+    for data in pool[:]:
+        if not session.over:
+            session.run(data)
+    while not session.over:
+        current = session.target.mutate(source.choice(pool), source)[: session.target.most_bytes]
+        signal.alarm(TIMEOUT_SECONDS)
+        accepted = session.report.accepted
+        session.run(current)
+        if session.report.accepted > accepted and source.random() < 0.1:
+            pool[source.randrange(len(pool)) if len(pool) > 4 * len(inputs) else len(pool) :][:1] = [current]
+    signal.alarm(0)
+
+
+def _measure_lines(report: Report, target: Target, inputs: list[bytes], seconds: float) -> None:
+    from line_coverage import covered_lines
+
+    report.lines = covered_lines(target.check, inputs, seconds)
+
+
+def _files_in(folder: Path) -> list[bytes]:
+    paths = sorted(folder.glob("*")) if folder.is_dir() else []
+    return [path.read_bytes() for path in paths if path.is_file()]
+
+
+def _repeat(name: str, path: Path) -> int:
+    """Run one input, and let what it raises be seen."""
+    from targets import TARGETS
+
+    target, data = TARGETS[name](), path.read_bytes()
+    print(f"{path}: {'accepted' if target.check(data) else 'refused'}")
+    if target.compare is not None:
+        target.compare(data)
+        print(f"{path}: the other reader agrees")
+    return 0
+
+
+def _write(report: Report, path: Path | None) -> None:
+    from session import as_dict
+
+    text = json.dumps(as_dict(report), indent=1)
+    if path is None:
+        print(text)
+    else:
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,7 +15,7 @@ import torch
 
 from kvpack.formats.columns import next_power_of_two
 
-from . import loaders, plan, shared_table, split
+from . import loaders, plan, rotation, shared_table, split
 
 if TYPE_CHECKING:
     from kvpack.cache import Layer
@@ -28,7 +28,7 @@ MOST_ROW_BLOCKS = 8
 """Above it a layer is decoded once and attended by torch: each block of rows would decode it again."""
 
 MERGE_COLUMNS = 16
-MERGE_PARTS = 256
+MERGE_PARTS = 512
 LOG2_E = math.log2(math.e)
 EVERYTHING = 1 << 30
 """A window, or a look ahead, beyond any token."""
@@ -46,7 +46,10 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of ``attend``: its launches and buffers, and the query as each codec of the keys takes it."""
+    """One call of ``attend``: its launches and buffers, and the query as each codec of the keys takes it.
+
+    ``sink_logits`` are base-2 logarithms, float32 ``[q_head]``; ``lengths`` int32 ``[batch]``; ``dependent``: its kernels overlap.
+    """
 
     queries: dict[Codec, tuple[torch.Tensor, torch.Tensor]]
     launches: list[plan.Launch]
@@ -58,24 +61,41 @@ class Call:
     causal: bool
     softcap: float | None
     sliding_window: int | None
+    sink_logits: torch.Tensor | None
+    lengths: torch.Tensor | None
+    dependent: bool
 
 
-def attend(q: torch.Tensor, layer: Layer, scale: float, causal: bool, softcap: float | None, sliding_window: int | None) -> torch.Tensor:
+def attend(
+    q: torch.Tensor,
+    layer: Layer,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    sliding_window: int | None,
+    sink_logits: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+) -> torch.Tensor:
     """softmax(scale q k^T) v over a layer that ``supports`` takes: ``kvpack.attend`` on checked input, with its arguments.
 
     Tiles are binary16 (raw ones have their own dtype) and sums binary32: the result is within 2e-3 of the exact one in the
-    2-norm, as long as no decoded value is above 65504.
+    2-norm, as long as no decoded value is above 65504. A call over a layer whose launches are planned does not wait for the device
+    and reads nothing from it, so that a CUDA graph holds it.
     """
-    call = prepare(q, layer, scale, causal, softcap, sliding_window)
-    out = None
-    for codec, merged in attended(call).items():
-        original = codec.rotation.inverse(merged)
-        out = original if out is None else out + original
-    assert out is not None
-    return out.reshape(*q.shape[:3], -1).to(q.dtype)
+    call = prepare(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths)
+    return finish(call, attended(call), q.dtype).reshape(*q.shape[:3], -1)
 
 
-def prepare(q: torch.Tensor, layer: Layer, scale: float, causal: bool, softcap: float | None, sliding_window: int | None) -> Call:
+def prepare(
+    q: torch.Tensor,
+    layer: Layer,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    sliding_window: int | None,
+    sink_logits: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+) -> Call:
     """What ``attend`` does before its kernels: which run over what, and the rotated query."""
     k, v = layer.k, layer.v
     assert k is not None
@@ -85,14 +105,39 @@ def prepare(q: torch.Tensor, layer: Layer, scale: float, causal: bool, softcap: 
     block = min(MOST_ROWS, max(8, next_power_of_two(rows)))
     blocks = -(-rows // block)
     position = k.tokens - q_len
-    begin = max(0, position - sliding_window + 1) if sliding_window else 0
-    end = position + q_len if causal else k.tokens
-    whole = max(0, k.tokens - sliding_window) if sliding_window else 0, position + 1 if causal else k.tokens
+    begin, end = 0, position + q_len if causal else k.tokens
+    whole = 0, position + 1 if causal else k.tokens
+    if sliding_window and lengths is None:
+        begin, whole = max(0, position - sliding_window + 1), (max(0, k.tokens - sliding_window), whole[1])
+    elif sliding_window:
+        # Each sequence has a window of its own: its tokens are masked.
+        whole = end, end
     launches = plan.launches(k, v, layer, begin, end, whole, blocks)
-    grouped = q.reshape(batch, k.heads, rows, k.dim).to(torch.float32)
+    # Before the query's kernels: what begins as those end may read it.
+    if sink_logits is not None:
+        sink_logits = sink_logits.to(q.device, torch.float32) * LOG2_E
+    if lengths is not None:
+        lengths = lengths.to(q.device, torch.int32)
+    grouped = q.reshape(batch, k.heads, rows, k.dim)
     per_score = scale / softcap if softcap else scale * LOG2_E
-    queries = {codec: _query(grouped, codec, blocks * block, per_score) for codec in {launch.k for launch in launches}}
-    return Call(queries, launches, (batch, k.heads, v.dim), rows, block, position, q_len, causal, softcap, sliding_window)
+    dependent = plan.overlaps(q.device)
+    queries = {
+        codec: rotation.queries(grouped, codec, plan.columns(codec), block, per_score, dependent)
+        for codec in {launch.k: None for launch in launches}
+    }
+    shape = batch, k.heads, v.dim
+    return Call(queries, launches, shape, rows, block, position, q_len, causal, softcap, sliding_window, sink_logits, lengths, dependent)
+
+
+def finish(call: Call, sums: dict[Codec, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The sums of ``attended`` together, ``[batch, kv_head, row, dim]`` in the original frame."""
+    out = None
+    for number, (codec, merged) in enumerate(sums.items(), 1):
+        if codec.rotation.kind == "none" and len(sums) == 1:
+            return merged.to(dtype)
+        out = rotation.originals(merged, codec, out, dtype if number == len(sums) else torch.float32, call.dependent)
+    assert out is not None
+    return out
 
 
 def attended(call: Call) -> dict[Codec, torch.Tensor]:
@@ -105,6 +150,7 @@ def attended(call: Call) -> dict[Codec, torch.Tensor]:
     columns = max(sum(launch.constants["V_WIDTHS"]) for launch in call.launches)
     sums = torch.empty(sequences * padded * parts * columns, dtype=torch.float32, device=device)
     largest, total = torch.empty(2, sequences * padded * parts, dtype=torch.float32, device=device)
+    overlap = {"launch_pdl": True} if call.dependent else {}
     spans: dict[Codec, tuple[int, int]] = {}
     stop = 0
     for launch in call.launches:
@@ -112,13 +158,17 @@ def attended(call: Call) -> dict[Codec, torch.Tensor]:
         start, stop = stop, stop + launch.parts
         arguments = (
             sums, largest, total, *call.queries[launch.k], launch.work, plan.numbers(str(device)), *launch.tables,
-            (call.softcap or 1.0) * LOG2_E, items, heads, blocks, start, parts, call.position, call.q_len,
-            0 if call.causal else EVERYTHING, call.sliding_window or EVERYTHING,
+            launch.work if call.lengths is None else call.lengths, (call.softcap or 1.0) * LOG2_E, items, heads, blocks, call.rows,
+            start, parts, call.position, call.q_len, 0 if call.causal else EVERYTHING, call.sliding_window or EVERYTHING,
         )  # fmt: skip
-        constants = {**launch.constants, "SOFTCAP": call.softcap is not None, "ROWS": call.block, "COLUMNS": columns}
-        options = {"num_warps": launch.shape.warps, "maxnreg": launch.shape.registers or None}
+        constants = {
+            **launch.constants, "SOFTCAP": call.softcap is not None, "ROWS": call.block, "COLUMNS": columns,
+            "LENGTHS": call.lengths is not None, "DEPENDENT": call.dependent, "FIRST": start == 0,
+        }  # fmt: skip
+        options = {"num_warps": launch.shape.warps, "maxnreg": launch.shape.registers or None, **overlap}
         grid = (items * blocks * sequences,)
-        if launch.constants["TABLES"][0] and (variant := (call.softcap is not None, call.block, columns)) not in launch.allowed:
+        variant = (call.softcap is not None, call.block, columns, call.lengths is not None, call.dependent, start == 0)
+        if launch.constants["TABLES"][0] and variant not in launch.allowed:
             shared_table.allow(split.attend_split.warmup(*arguments, grid=grid, **constants, **options))
             launch.allowed.add(variant)
         split.attend_split[grid](*arguments, **constants, **options)
@@ -128,30 +178,15 @@ def attended(call: Call) -> dict[Codec, torch.Tensor]:
         merged[codec] = torch.empty(batch, heads, call.rows, dim, dtype=torch.float32, device=device)
         channels = _channels(codec, str(device))
         split.merge[(sequences * call.rows, channels.numel() // MERGE_COLUMNS)](
-            merged[codec], sums, largest, total, channels, parts, start, stop, call.rows, padded,
-            COLUMNS=columns, DIM=dim, BLOCK_PARTS=min(MERGE_PARTS, next_power_of_two(parts)), BLOCK_COLUMNS=MERGE_COLUMNS,
+            merged[codec], sums, largest, total, channels, total if call.sink_logits is None else call.sink_logits, parts, start, stop,
+            call.rows, padded, heads, call.q_len, SINK_LOGITS=call.sink_logits is not None, COLUMNS=columns, DIM=dim,
+            BLOCK_PARTS=min(MERGE_PARTS, next_power_of_two(parts)), BLOCK_COLUMNS=MERGE_COLUMNS, DEPENDENT=call.dependent, **overlap,
         )  # fmt: skip
     return merged
-
-
-def _query(q: torch.Tensor, codec: Codec, padded: int, per_score: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The query in ``codec``'s frame and column order, ``[batch, head, column, padded]``, at most 1; and the scores' factors."""
-    u = codec.rotation.forward(q)
-    size = u.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    rows = torch.nn.functional.pad(u / size, (0, 1, 0, padded - q.shape[2]))
-    scales = torch.nn.functional.pad(size[..., 0] * per_score, (0, padded - q.shape[2]))
-    return rows.index_select(-1, _channel_of_column(codec, str(q.device))).transpose(-1, -2).contiguous(), scales
-
-
-@lru_cache(maxsize=256)
-def _channel_of_column(codec: Codec, device: str) -> torch.Tensor:
-    """The channel of each column; columns without one have the channel after the last, which is zero."""
-    channels = [channel if channel >= 0 else codec.dim for part in plan.loader(codec).channels for channel in part]
-    return torch.tensor(channels, device=device)
 
 
 @lru_cache(maxsize=256)
 def _channels(codec: Codec, device: str) -> torch.Tensor:
     """The channel of each column, int32, up to whole blocks of the merge; columns without one have the channel after the last."""
-    channels = _channel_of_column(codec, device).to(torch.int32)
-    return torch.nn.functional.pad(channels, (0, -channels.numel() % MERGE_COLUMNS), value=codec.dim)
+    channels = torch.tensor([channel if channel >= 0 else codec.dim for channel in plan.columns(codec)], dtype=torch.int32)
+    return torch.nn.functional.pad(channels, (0, -channels.numel() % MERGE_COLUMNS), value=codec.dim).to(device)

@@ -232,8 +232,42 @@ def digit(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.cons
     return value
 
 
+@triton.constexpr_function
+def _shifted(position: int, distance: int) -> str:
+    return f"{{ .reg .b32 by; and.b32 by, $2, 0xFFFF; mad.lo.u32 by, by, {distance}, {position}; shr.b32 $0, $1, by; }}"
+
+
 @triton.jit
-def digits_of_step(
+def shifted(
+    word: tl.tensor,
+    places: tl.tuple,
+    NUMBER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    POSITION: tl.constexpr,
+    DISTANCE: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tensor:
+    """Words whose low bits are those from ``POSITION`` up in the columns of the first field, ``DISTANCE`` further up in each next one's.
+
+    What is above them belongs to other fields, or when ``FAST`` to the word beside.
+    """
+    place = of_columns(places[2 * NUMBER + 1], TURNED)
+    if FAST and WIDTH % 2 == 0:
+        value = tl.inline_asm_elementwise(_shifted(POSITION, DISTANCE), "=r,r,r", [word, place], dtype=tl.int16, is_pure=True, pack=2)
+    else:
+        value = word >> (place * DISTANCE + POSITION)
+    return value
+
+
+@triton.constexpr_function
+def position_of_step(step: int, bits: int, distance: int) -> int:
+    """Where the digits of a step lie in what ``words_of_step`` gives: with fields apart, all steps share the words."""
+    return step * bits if distance > 1 else 0
+
+
+@triton.jit
+def words_of_step(
     planes: tl.tuple,
     places: tl.tuple,
     NUMBER: tl.constexpr,
@@ -242,15 +276,27 @@ def digits_of_step(
     BITS: tl.constexpr,
     STEP: tl.constexpr,
     BESIDE: tl.constexpr,
+    DISTANCE: tl.constexpr,
+    FIELDS: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The digits of the ``BESIDE`` fields that one tile of narrow rows holds, int16; field 0 begins at bit ``FIRST``."""
-    value = digit(planes, FIRST + STEP * BESIDE * BITS, BITS, FAST)
-    for field_number in tl.static_range(1, BESIDE):
-        if STEP * BESIDE + field_number < PACKING[4]:
-            other = digit(planes, FIRST + (STEP * BESIDE + field_number) * BITS, BITS, FAST)
-            value = beside(value, other, places, NUMBER, PACKING[2], field_number, TURNED, FAST)
+    """Words that hold the digits of the fields that one tile of narrow rows holds, at bit ``position_of_step``.
+
+    Field 0 begins at bit ``FIRST``; fields side by side are ``DISTANCE`` fields apart (``tiles.distance``), and there are ``FIELDS``.
+    Other bits are anything's.
+    """
+    FIELD: tl.constexpr = 0 if DISTANCE > 1 else STEP * BESIDE
+    BEGIN: tl.constexpr = FIRST + FIELD * BITS
+    LAST: tl.constexpr = BEGIN + (BESIDE - 1) * DISTANCE * BITS
+    if BEGIN // 16 == (LAST + BITS - 1) // 16:
+        value = shifted(planes[BEGIN // 16], places, NUMBER, PACKING[2], BEGIN % 16, DISTANCE * BITS, TURNED, FAST)
+    else:
+        value = digit(planes, BEGIN, BITS, FAST)
+        for number in tl.static_range(1, BESIDE):
+            if FIELD + number * DISTANCE < FIELDS:
+                other = digit(planes, BEGIN + number * DISTANCE * BITS, BITS, FAST)
+                value = beside(value, other, places, NUMBER, PACKING[2], number, TURNED, FAST)
     return value
 
 

@@ -21,7 +21,7 @@ from kvpack.formats.group import Group
 from kvpack.formats.raw import Raw
 
 from . import loaders, shared_table
-from .tiles import tile_width
+from .tiles import fields_side_by_side, tile_width
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,8 +35,14 @@ VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 
 INTERPRETED_MULTIPROCESSORS = 2
 
-SMALL_TABLE, LARGE_TABLE = 128, 1024
-"""Values of a table up to which each warp has its own, and above which programs are few and share it among more warps."""
+SMALL_TABLES, LARGE_TABLES = 16 << 10, 32 << 10
+"""Bytes of shared tables up to which each warp has its own, and above which programs are few and share them among more warps."""
+
+MANY_TILES = 16
+"""Of keys and values together: above it registers, not shared memory, bound what a multiprocessor holds."""
+
+FEW_BYTES, MANY_TOKENS = 96, 3000
+"""Bytes a token, and tokens a multiprocessor, up to which and from which more and smaller programs are faster."""
 
 MOST_BYTES_IN_FLIGHT = 96 << 10
 """Of all tiles that a program fetches ahead of time; a multiprocessor has 227 KiB."""
@@ -122,6 +128,18 @@ def loader(codec: Codec) -> Tiles:
     return found
 
 
+@lru_cache(maxsize=256)
+def columns(codec: Codec) -> tuple[int, ...]:
+    """The channel of each column of all tiles of a codec, -1 for none."""
+    return tuple(channel for part in loader(codec).channels for channel in part)
+
+
+@lru_cache(maxsize=16)
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel can begin while the one before it ends (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int) -> list[Launch]:
     """The launches that attend tokens ``[begin, end)``, kept with the layer; every query sees all of ``whole``."""
     fast = k.device.type == "cuda" and os.environ.get(VARIABLE, "") != "0"
@@ -156,10 +174,12 @@ def _launch(
     segments: list[Segment], k: Codec, v: Codec, whole: tuple[int, int], sequences: int, device: torch.device, fast: bool
 ) -> Launch:
     k_tiles, v_tiles = loader(k), loader(v)
-    shape = _shape(k_tiles, v_tiles, fast)
+    table_bytes, tables, places = _tables(k_tiles, v_tiles, device, fast)
+    tokens = sum(segment.tokens for segment in segments)
+    shape = _shape(k_tiles, v_tiles, table_bytes[0], tokens * sequences // _multiprocessors(device), fast)
     tile = shape.warps * shape.tiles * shape.tokens
     programs = max(1, _multiprocessors(device) * shape.programs // sequences)
-    size = -(-sum(segment.tokens for segment in segments) // programs)
+    size = -(-tokens // programs)
     size = max(tile, -(-size // tile) * tile)
     rows: list[list[int]] = []
     held: list[torch.Tensor] = []
@@ -174,7 +194,6 @@ def _launch(
                 seen_by_all -= 1
             seen_by_all = seen_by_all // tile * tile
             rows.append([first, count, max(0, seen_by_all), *(row + start for row in first_rows), *addresses])
-    table_bytes, tables, places = _tables(k_tiles, v_tiles, device, fast)
     streams = len(k_tiles.streams)
     constants = {
         "K_LOAD": k_tiles.load,
@@ -213,21 +232,29 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_MULTIPROCESSORS
 
 
-def _shape(k: Tiles, v: Tiles, fast: bool) -> Shape:
-    """What was fastest on an H200, of one to eight warps, one or two tiles and two to four in flight."""
+def _shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, fast: bool) -> Shape:
+    """What was fastest on an H200 for tables of ``table_bytes`` and ``tokens`` a multiprocessor.
+
+    Tried were one to eight warps, tiles of 16 and 32 tokens, one or two of them, two to four stages, and 96 to 255 registers.
+    """
     if not fast:
         return Shape(2, 1, 32, 1, 4)
-    tables = [tiles.table for tiles in (k, v) if tiles.table is not None]
-    if any(table.numel() > LARGE_TABLE for table in tables):
-        shape = Shape(4, 1, 32, 3, 2)
-    elif tables and max(table.numel() for table in tables) > SMALL_TABLE:
+    token_bytes = sum(stream.row * stream.bits // 8 for stream in (*k.streams, *v.streams))
+    if not k.dtype == v.dtype == "fp16":
+        shape = Shape(2, 1, 32, 2, 4)
+    elif table_bytes > LARGE_TABLES and len(k.channels) + len(v.channels) > MANY_TILES:
+        shape = Shape(2, 1, 32, 2, 4)
+    elif table_bytes > LARGE_TABLES:
+        narrow = any(fields_side_by_side(packing) > 1 for packing in (*k.packings, *v.packings))
+        shape = Shape(2, 1, 32, 3, 4) if narrow else Shape(4, 1, 32, 3, 2)
+    elif table_bytes > SMALL_TABLES:
         # Programs share a table's copies among their warps.
         shape = Shape(2, 1, 32, 3, 4)
-    elif k.dtype == v.dtype == "fp16":
-        shape = Shape(1, 1, 32, 3, 8)
+    elif table_bytes == 0 and token_bytes <= FEW_BYTES and tokens >= MANY_TOKENS:
+        shape = Shape(1, 1, 32, 3, 12, 160)
     else:
-        shape = Shape(2, 1, 32, 2, 4)
-    tile_bytes = shape.warps * shape.tiles * shape.tokens * sum(stream.row * stream.bits // 8 for stream in (*k.streams, *v.streams))
+        shape = Shape(1, 1, 32, 3, 8)
+    tile_bytes = shape.warps * shape.tiles * shape.tokens * token_bytes
     return shape._replace(stages=max(1, min(shape.stages, MOST_BYTES_IN_FLIGHT // tile_bytes)))
 
 
@@ -291,7 +318,7 @@ def _tables(
             copies = shared_table.copies_of(entries, 2 * values, shared_table.LARGEST_BYTES // distinct)
             places.append((offset, copies, entries))
             if copies:
-                fills.append((side, offset, entries * values // 2, values // 2, copies))
+                fills.append((side, offset, entries, values, copies))
                 offset += entries * values * 2 * copies
     on_device = tuple(_on_device(tiles, str(device)) for tiles in (k, v))
     return (offset, *fills), (on_device[0], on_device[1]), places

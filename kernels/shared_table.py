@@ -7,7 +7,7 @@ table from global memory. An index is masked to the table's width, and held belo
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005
+# ruff: noqa: RUF005, SIM108
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -26,9 +26,6 @@ BANK_BYTES = 128
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """A function attribute of the CUDA driver, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
-
-COPIED_TOGETHER = 16
-"""Words that a thread copies at a time when a table is filled."""
 
 LARGEST_BYTES = 40 << 10
 """Shared memory that both sides' tables may take: the assembly's declaration allows 48 KiB, and programs share a multiprocessor."""
@@ -61,29 +58,26 @@ def _declare(size: int) -> str:
 
 
 @triton.constexpr_function
-def _fill(offset: int, words: int, entry_words: int, copies: int) -> str:
-    """Each thread copies words ``ntid`` apart, several at a time: their loads wait together."""
-    total = words * copies
-    entry, run = (entry_words - 1).bit_length(), (entry_words * copies - 1).bit_length()
-    loads, stores = "", ""
-    for number in range(COPIED_TOGETHER):
-        loads += f"""
-            setp.lt.u32 p{number}, i, {total};
-            shr.u32 source, i, {run}; shl.b32 source, source, {entry};
-            and.b32 word, i, {entry_words - 1}; or.b32 source, source, word;
-            mul.wide.u32 address, source, 4; add.u64 address, address, $1;
-            @p{number} ld.global.b32 v{number}, [address];
-            add.u32 i, i, step;"""
-        stores += f"@p{number} st.shared.b32 [place + {offset}], v{number}; add.u32 place, place, step_bytes;"
-    values = ", ".join(f"v{number}" for number in range(COPIED_TOGETHER))
-    predicates = ", ".join(f"p{number}" for number in range(COPIED_TOGETHER))
+def _fill(offset: int, entries: int, entry_words: int, copies: int) -> str:
+    """Every thread stores the copies of its entry, 16 bytes at a time; lanes begin at different ones, so that their banks differ."""
+    run = 4 * entry_words * copies
+    value = ["$1", "$1"] if entry_words == 1 else ["first", "second"]
+    unpack = "" if entry_words == 1 else "mov.b64 {first, second}, $1;"
+    if run < BANK_BYTES // 8:
+        stores = f"@real st.shared.v{run // 4}.b32 [place + {offset}], {{{', '.join((value * run)[: run // 4])}}};"
+        if run == 4:
+            stores = f"@real st.shared.b32 [place + {offset}], $1;"
+    else:
+        stores = ""
+        for number in range(run // 16):
+            stores += f"""
+                add.u32 at, lane, {number}; and.b32 at, at, {run // 16 - 1}; shl.b32 at, at, 4; add.u32 at, at, place;
+                @real st.shared.v4.b32 [at + {offset}], {{{", ".join(value * 2)}}};"""
     return f"""{{
-        .reg .pred more, {predicates}; .reg .b32 i, source, word, step, step_bytes, place, {values}; .reg .b64 address;
-        mov.u32 i, %tid.x; mov.u32 step, %ntid.x; shl.b32 step_bytes, step, 2;
-        mov.u32 place, kvpack_tables; mad.lo.u32 place, i, 4, place;
-        next: {loads} {stores}
-        setp.lt.u32 more, i, {total}; @more bra next;
-        bar.sync 0; mov.u32 $0, 0;
+        .reg .pred real; .reg .b32 first, second, lane, at, place;
+        setp.lt.u32 real, $2, {entries}; mov.u32 lane, %laneid; {unpack}
+        mov.u32 place, kvpack_tables; mad.lo.u32 place, $2, {run}, place;
+        {stores} mov.u32 $0, 0;
     }}"""
 
 
@@ -133,12 +127,28 @@ def declare(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 
 
 @triton.jit
-def fill(
-    table: tl.tensor, OFFSET: tl.constexpr, WORDS: tl.constexpr, ENTRY_WORDS: tl.constexpr, COPIES: tl.constexpr, WARPS: tl.constexpr
-) -> None:
-    """Copy a table of ``WORDS`` 32-bit words to ``OFFSET`` bytes, each entry ``COPIES`` times, and wait for the whole program."""
-    address = table.to(tl.int64) + tl.arange(0, 32 * WARPS) * 0
-    tl.inline_asm_elementwise(_fill(OFFSET, WORDS, ENTRY_WORDS, COPIES), "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+def fetch(table: tl.tensor, ENTRIES: tl.constexpr, VALUES: tl.constexpr) -> tl.tensor:
+    """The entries of a table in global memory, ``VALUES`` (2 or 4) binary16 each as one integer, for ``fill``."""
+    number = tl.arange(0, triton.next_power_of_2(ENTRIES))
+    if VALUES == 2:
+        entries = tl.load(table.to(tl.pointer_type(tl.int32)) + number, number < ENTRIES, 0)
+    else:
+        entries = tl.load(table.to(tl.pointer_type(tl.int64)) + number, number < ENTRIES, 0)
+    return entries
+
+
+@triton.jit
+def fill(entries: tl.tensor, OFFSET: tl.constexpr, ENTRIES: tl.constexpr, VALUES: tl.constexpr, COPIES: tl.constexpr) -> None:
+    """Store what ``fetch`` gave at ``OFFSET`` bytes, each entry ``COPIES`` times; ``tl.debug_barrier`` waits for the whole program."""
+    number = tl.arange(0, entries.shape[0])
+    tl.inline_asm_elementwise(
+        _fill(OFFSET, ENTRIES, VALUES // 2, COPIES),
+        "=r,r,r" if VALUES == 2 else "=r,l,r",
+        [entries, number],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import triton
 from triton import language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .fields import load_places
-from .shared_table import declare, fill
+from .shared_table import declare, fetch, fill
 
 UNSEEN = tl.constexpr(-1.0e30)
 """The largest score of a row that has seen no token: finite, so that no difference of two is NaN."""
 
-COUNTS = ["items", "heads", "row_blocks", "first_part", "parts", "position", "q_len", "ahead", "window"]
+COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window"]
 """Arguments that change from call to call, and for whose values nothing is compiled anew."""
 
 HEADER = 5
@@ -262,7 +263,7 @@ def _zeros(WARPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr) -> tl.t
     return tl.zeros((WARPS, WIDTH, ROWS), tl.float32)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["lengths"])
 def attend_split(
     sums_out: tl.tensor,
     largest_out: tl.tensor,
@@ -273,10 +274,12 @@ def attend_split(
     numbers: tl.tensor,
     k_table: tl.tensor,
     v_table: tl.tensor,
+    lengths: tl.tensor,
     cap: tl.tensor,
     items: tl.tensor,
     heads: tl.tensor,
     row_blocks: tl.tensor,
+    rows: tl.tensor,
     first_part: tl.tensor,
     parts: tl.tensor,
     position: tl.tensor,
@@ -314,12 +317,17 @@ def attend_split(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     FAST: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    FIRST: tl.constexpr,
 ) -> None:
     """Attend one work item for one head and one block of rows; write a partial result a warp.
 
     ``work`` is int64 ``[item, HEADER + 3 a stream]``, a stream being its address and its batch and head strides in bytes;
     ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32 ``[batch, head, row]`` are padded to whole row blocks.
     ``sums_out`` is float32 ``[batch, head, row, part, column]``, ``largest_out`` and ``total_out`` ``[batch, head, row, part]``.
+    ``lengths`` int32 ``[batch]``, read if ``LENGTHS``, are the tokens that each sequence has; ``position`` is that of the first
+    query of a sequence of all tokens.
     """
     program = tl.program_id(0)
     item = program % items
@@ -327,13 +335,13 @@ def attend_split(
     sequence = program // items // row_blocks
     batch = (sequence // heads).to(tl.int64)
     head = (sequence % heads).to(tl.int64)
+    if DEPENDENT and not FIRST:
+        gdc_launch_dependents()
     if TABLES[0]:
         declare(TABLES[0], WARPS)
+        entries = ()
         for number in tl.static_range(len(TABLES) - 1):
-            if TABLES[number + 1][0] == 0:
-                fill(k_table, TABLES[number + 1][1], TABLES[number + 1][2], TABLES[number + 1][3], TABLES[number + 1][4], WARPS)
-            else:
-                fill(v_table, TABLES[number + 1][1], TABLES[number + 1][2], TABLES[number + 1][3], TABLES[number + 1][4], WARPS)
+            entries = entries + (fetch(k_table if TABLES[number + 1][0] == 0 else v_table, TABLES[number + 1][2], TABLES[number + 1][3]),)
     row = work + item * WORK_ROW
     begin = tl.load(row)
     count = tl.load(row + 1).to(tl.int32)
@@ -344,6 +352,18 @@ def attend_split(
     v_pointers = _pointers(row + 5 + 3 * len(K_STREAMS), batch, head, V_STREAMS)
     k_places = load_places(numbers, K_PACKINGS)
     v_places = load_places(numbers, V_PACKINGS)
+    if LENGTHS:
+        length = tl.minimum(tl.load(lengths + batch), position + q_len)
+        position = length - q_len
+        count = tl.maximum(0, tl.minimum(count, length - begin)).to(tl.int32)
+        # The window's first token, and the tokens that all queries see, in whole tiles.
+        skipped = tl.maximum(0, position - window + 1 - begin).to(tl.int32) // (WARPS * TOKENS) * (WARPS * TOKENS)
+        seen = tl.maximum(0, tl.minimum(count, position + 1 + ahead - begin)).to(tl.int32)
+        whole = tl.minimum(whole, seen // (WARPS * TILES * TOKENS) * (WARPS * TILES * TOKENS))
+    if DEPENDENT and FIRST:
+        # The rows were there before the kernel that writes the queries began.
+        gdc_wait()
+        gdc_launch_dependents()
     padded = row_blocks * ROWS
     first_row = block * ROWS
     columns: tl.constexpr = sum_of(K_WIDTHS)
@@ -354,6 +374,10 @@ def attend_split(
     # Tokens of a warp lie side by side, whatever tiles they are cut into.
     token = tl.arange(0, WARPS)[:, None] * (TILES * TOKENS) + tl.arange(0, TOKENS)[None, :]
     near = tl.arange(0, WARPS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    if TABLES[0]:
+        for number in tl.static_range(len(TABLES) - 1):
+            fill(entries[number], TABLES[number + 1][1], TABLES[number + 1][2], TABLES[number + 1][3], TABLES[number + 1][4])
+        tl.debug_barrier()
     largest = tl.full((WARPS, 1, ROWS), UNSEEN, tl.float32)
     total = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
     sums = ()
@@ -370,7 +394,10 @@ def attend_split(
         )  # fmt: skip
     # Query positions relative to the run's first token: all counts of tokens in a run fit an int32.
     at = (at - begin).to(tl.int32)
-    for offset in tl.range(whole, count, WARPS * TOKENS, num_stages=1):
+    masked = whole
+    if LENGTHS:
+        masked = tl.maximum(whole, skipped)
+    for offset in tl.range(masked, count, WARPS * TOKENS, num_stages=1):
         k_raws = _load_tiles(k_pointers, k_first + offset, near, count - offset, K_LOAD, K_CONSTANTS, K_WHOLE, 1, TOKENS, True, False, FAST)
         v_raws = _load_tiles(v_pointers, v_first + offset, near, count - offset, V_LOAD, V_CONSTANTS, V_WHOLE, 1, TOKENS, True, True, FAST)
         largest, total, sums = _tiles(
@@ -379,38 +406,50 @@ def attend_split(
             K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED,
             SOFTCAP, True, FAST,
         )  # fmt: skip
+    if DEPENDENT and not FIRST:
+        # The launch before runs beside this one, and the merge waits for the last of them.
+        gdc_wait()
     warp = tl.arange(0, WARPS)[:, None, None]
     part = (sequence.to(tl.int64) * padded + row_number[None, None, :]) * parts + first_part + item * WARPS + warp
-    tl.store(largest_out + part, largest)
-    tl.store(total_out + part, tl.sum(total, 1)[:, None, :])
+    real = (row_number < rows)[None, None, :]
+    tl.store(largest_out + part, largest, real)
+    tl.store(total_out + part, tl.sum(total, 1)[:, None, :], real)
     done = 0
     for number in tl.static_range(len(V_WIDTHS)):
-        tl.store(sums_out + part * COLUMNS + done + tl.arange(0, V_WIDTHS[number])[None, :, None], sums[number])
+        tl.store(sums_out + part * COLUMNS + done + tl.arange(0, V_WIDTHS[number])[None, :, None], sums[number], real)
         done += V_WIDTHS[number]
 
 
-@triton.jit(do_not_specialize=["parts", "first_part", "last_part", "rows", "padded"])
+@triton.jit(do_not_specialize=["parts", "first_part", "last_part", "rows", "padded", "heads", "q_len"])
 def merge(
     out: tl.tensor,
     sums: tl.tensor,
     largest: tl.tensor,
     total: tl.tensor,
     channels: tl.tensor,
+    sink_logits: tl.tensor,
     parts: tl.tensor,
     first_part: tl.tensor,
     last_part: tl.tensor,
     rows: tl.tensor,
     padded: tl.tensor,
+    heads: tl.tensor,
+    q_len: tl.tensor,
+    SINK_LOGITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Sum parts ``[first_part, last_part)`` of one row, weighted by all parts' largest scores and over all parts' weights.
 
     ``out`` is float32 ``[batch, head, row, DIM]``; ``channels`` int32 is the channel of each of a whole number of blocks of columns,
-    DIM for none. Most rows have parts for one block, whose loads then wait together.
+    DIM for none. Most rows have parts for one block, whose loads then wait together. ``sink_logits`` float32 ``[head, query head of it]``,
+    read if ``SINK_LOGITS``, are base-2 logarithms of weights that no value has. A row that sees no token is 0.
     """
+    if DEPENDENT:
+        gdc_wait()
     program = tl.program_id(0)
     row = (program // rows * padded + program % rows).to(tl.int64) * parts
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -430,5 +469,13 @@ def merge(
         weight_sum = weight_sum * rescale + tl.sum(weight * kept, 0)
         value = value * rescale + tl.sum(loaded * kept[:, None], 0)
         most = new_most
+    if SINK_LOGITS:
+        sequence = program // rows
+        sink = tl.load(sink_logits + sequence % heads * (rows // q_len) + program % rows // q_len)
+        new_most = tl.maximum(most, sink)
+        rescale = tl.exp2(most - new_most)
+        weight_sum = weight_sum * rescale + tl.exp2(sink - new_most)
+        value = value * rescale
     channel = tl.load(channels + column)
-    tl.store(out + program.to(tl.int64) * DIM + channel, value / weight_sum, channel < DIM)
+    mean = value / tl.where(weight_sum > 0, weight_sum, 1.0)
+    tl.store(out + program.to(tl.int64) * DIM + channel, mean, channel < DIM)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 SMALLEST_WIDTH = 16
 """Columns of a tile at least: the matrix units' step."""
 
+WORD_BITS = 16
+"""Of the words that rows are stored in."""
+
 WIDEST_DIGIT = 14
 """Bits of a digit at most: a table of it, an index into which one word holds."""
 
@@ -82,19 +85,34 @@ def packing_constants(first: int, packing: Columns) -> tuple[int, ...]:
     return (first, packing.column_bytes, packing.width, tile_width(packing), packing.fields)
 
 
-def step_symbols(packing: Columns) -> tuple[tuple[int, ...], ...]:
-    """The symbol of every column of every step, -1 for none: ``fields_side_by_side`` fields a step."""
+def distance(packing: Columns, bits: int, fields: int) -> int:
+    """How many fields those side by side in a tile are apart.
+
+    As many as there are steps if all ``fields`` of ``bits`` lie in one word: each word is then shifted once for all steps. Else 1.
+    """
+    beside = fields_side_by_side(packing)
+    return fields // beside if beside > 1 and fields % beside == 0 and fields * bits <= WORD_BITS else 1
+
+
+def step_symbols(packing: Columns, apart: int = 1, together: int = 1) -> tuple[tuple[int, ...], ...]:
+    """The symbol of every column of every tile, -1 for none: ``fields_side_by_side`` fields a tile, ``apart`` fields from each other.
+
+    A step makes ``together`` tiles, of neighbouring fields; ``apart`` counts fields of as many.
+    """
     width, beside = packing.width, fields_side_by_side(packing)
-    steps = []
-    for first in range(0, packing.fields, beside):
-        symbols = []
-        for column in range(tile_width(packing)):
-            field = first + column // width
-            symbol = field * width + column % width
-            real = column < beside * width and field < packing.fields and symbol < packing.symbols
-            symbols.append(symbol if real else -1)
-        steps.append(tuple(symbols))
-    return tuple(steps)
+    groups = -(-packing.fields // together)
+    tiles = []
+    for step in range(-(-groups // beside)):
+        first = step if apart > 1 else step * beside
+        for tile in range(together):
+            symbols = []
+            for column in range(tile_width(packing)):
+                field = (first + column // width * apart) * together + tile
+                symbol = field * width + column % width
+                real = column < beside * width and field < packing.fields and symbol < packing.symbols
+                symbols.append(symbol if real else -1)
+            tiles.append(tuple(symbols))
+    return tuple(tiles)
 
 
 def channels_of(symbols: tuple[int, ...], values: int, value: int, dim: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 
-from .fields import affine_bits, digits_of_step, load_per_token, load_planes, of_tokens, power_of_two, product, whole_planes
+from .fields import affine_bits, words_of_step, load_per_token, load_planes, of_tokens, power_of_two, product, whole_planes
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 
@@ -143,8 +143,8 @@ def decode(
     if BESIDE == 1:
         found = _pair(planes, table, scale, centre, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, C, SHARED, FAST)
     else:
-        index = digits_of_step(planes, places, 0, PACKING, 0, BIN_BITS, STEP, BESIDE, TURNED, FAST)
-        norm = digits_of_step(planes, places, 0, PACKING, NORMS, NORM_BITS, STEP, BESIDE, TURNED, FAST)
+        index = words_of_step(planes, places, 0, PACKING, 0, BIN_BITS, STEP, BESIDE, 1, PACKING[4], TURNED, FAST)
+        norm = words_of_step(planes, places, 0, PACKING, NORMS, NORM_BITS, STEP, BESIDE, 1, PACKING[4], TURNED, FAST)
         found = _pair((index, norm), table, scale, centre, 0, 16, C, SHARED, FAST)
     return found
 

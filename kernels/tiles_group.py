@@ -13,18 +13,20 @@ import triton
 from triton import language as tl
 
 from .fields import (
+    affine,
     affine_bits,
-    beside,
     load_factor,
     load_per_token,
     load_planes,
     of_columns,
     of_tokens,
+    position_of_step,
     read_factor,
     scale_and_centre,
     whole_planes,
+    words_of_step,
 )
-from .tiles import Stream, Tiles, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
+from .tiles import Stream, Tiles, distance, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 
 if TYPE_CHECKING:
     from kvpack.formats.group import Group
@@ -39,9 +41,11 @@ def tiles(codec: Group) -> Tiles | None:
     if not takes_whole_words(packing):
         return None
     planes = plane_streams("codes", packing)
-    symbols = step_symbols(packing)
     along_tokens = codec.axis == "token"
     pairs_a_row = codec.dim if along_tokens else -(-codec.dim // codec.size)
+    # Neighbouring fields may share a pair.
+    apart = distance(packing, codec.bits, packing.fields) if along_tokens or pairs_a_row == 1 else 1
+    symbols = step_symbols(packing, apart)
     span = packing.width * fields_side_by_side(packing)
     one_a_token = not along_tokens and (codec.size % span == 0 or pairs_a_row == 1)
     kind = ALONG_TOKENS if along_tokens else ALONG_CHANNELS if one_a_token else EACH_VALUE
@@ -51,7 +55,7 @@ def tiles(codec: Group) -> Tiles | None:
         streams = (*streams, Stream("token_scale", scale_bits, 1))
     constants = (
         packing_constants(0, packing), codec.bits, fields_side_by_side(packing), codec.dim, codec.size, kind, along_tokens,
-        pairs_a_row, span, scale_bits, len(symbols), len(planes),
+        pairs_a_row, span, scale_bits, len(symbols), len(planes), apart,
     )  # fmt: skip
     return Tiles(
         load,
@@ -92,7 +96,7 @@ def load(
     raw = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
     column = tl.arange(0, PAD)
     for step in tl.static_range(STEPS):
-        channel = step * SPAN + column
+        channel = _channel(step, column, SPAN, PACKING[2], C[12])
         if KIND == 0 and WHOLE:
             # The first token of each warp stands for all of its own.
             row = (first + tl.min(token, 1)) // SIZE
@@ -119,6 +123,16 @@ def load(
 
 
 @triton.jit
+def _channel(step: tl.constexpr, column: tl.tensor, SPAN: tl.constexpr, WIDTH: tl.constexpr, APART: tl.constexpr) -> tl.tensor:
+    """The channel of each column of a step (``tiles.step_symbols``)."""
+    if APART > 1:
+        channel = (step + column // WIDTH * APART) * WIDTH + column % WIDTH
+    else:
+        channel = step * SPAN + column
+    return channel
+
+
+@triton.jit
 def decode(
     raw: tl.tuple,
     places: tl.tuple,
@@ -135,8 +149,6 @@ def decode(
     BESIDE: tl.constexpr = C[2]
     KIND: tl.constexpr = C[5]
     PLANES: tl.constexpr = C[11]
-    WIDTH: tl.constexpr = PACKING[2]
-    FIELDS: tl.constexpr = PACKING[4]
     planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
     pair = raw[PLANES + STEP]
     scale, centre = scale_and_centre(pair, FAST)
@@ -146,13 +158,11 @@ def decode(
     elif len(pair.shape) == 2:
         scale = of_columns(scale, TURNED)
         centre = of_columns(centre, TURNED)
-    for number in tl.static_range(BESIDE):
-        if STEP * BESIDE + number < FIELDS:
-            one = affine_bits(planes, scale, centre, (STEP * BESIDE + number) * BITS, BITS, FAST)
-            if number == 0:
-                value = one
-            else:
-                value = beside(value, one, places, 0, WIDTH, number, TURNED, FAST)
+    if BESIDE == 1:
+        value = affine_bits(planes, scale, centre, STEP * BITS, BITS, FAST)
+    else:
+        words = words_of_step(planes, places, 0, PACKING, 0, BITS, STEP, BESIDE, C[12], PACKING[4], TURNED, FAST)
+        value = affine(words, scale, centre, position_of_step(STEP, BITS, C[12]), BITS, FAST)
     return (value,)
 
 

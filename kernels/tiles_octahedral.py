@@ -17,7 +17,7 @@ from triton import language as tl
 
 from kvpack.formats.octahedral_search import codebook_directions
 
-from .fields import digits_of_step, load_factor, load_planes, negated, product, read_factor, whole_planes
+from .fields import words_of_step, load_factor, load_planes, negated, product, read_factor, whole_planes
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 
@@ -109,10 +109,10 @@ def decode(
     if BESIDE == 1:
         found = _triplet(planes, table, STEP * INDEX_BITS, SIGNS + STEP * SIGN_BITS, C, SHARED, FAST)
     else:
-        index = digits_of_step(planes, places, 0, PACKING, 0, INDEX_BITS, STEP, BESIDE, TURNED, FAST)
+        index = words_of_step(planes, places, 0, PACKING, 0, INDEX_BITS, STEP, BESIDE, 1, PACKING[4], TURNED, FAST)
         sign = index
         if SIGN_BITS:
-            sign = digits_of_step(planes, places, 0, PACKING, SIGNS, SIGN_BITS, STEP, BESIDE, TURNED, FAST)
+            sign = words_of_step(planes, places, 0, PACKING, SIGNS, SIGN_BITS, STEP, BESIDE, 1, PACKING[4], TURNED, FAST)
         found = _triplet((index, sign), table, 0, 16, C, SHARED, FAST)
     return found
 

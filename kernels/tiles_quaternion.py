@@ -11,7 +11,7 @@ import torch
 import triton
 from triton import language as tl
 
-from .fields import code_bits, digits_of_step, load_factor, load_planes, product, read_factor, whole_planes
+from .fields import code_bits, words_of_step, load_factor, load_planes, product, read_factor, whole_planes
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 
@@ -89,8 +89,8 @@ def decode(
     if BESIDE == 1:
         found = _chunk(planes, table, STEP * CODE_BITS, RADII + STEP * RADIUS_BITS, C, SHARED, FAST)
     else:
-        index = digits_of_step(planes, places, 0, PACKING, 0, CODE_BITS, STEP, BESIDE, TURNED, FAST)
-        radius = digits_of_step(planes, places, 0, PACKING, RADII, RADIUS_BITS, STEP, BESIDE, TURNED, FAST)
+        index = words_of_step(planes, places, 0, PACKING, 0, CODE_BITS, STEP, BESIDE, 1, PACKING[4], TURNED, FAST)
+        radius = words_of_step(planes, places, 0, PACKING, RADII, RADIUS_BITS, STEP, BESIDE, 1, PACKING[4], TURNED, FAST)
         found = _chunk((index, radius), table, 0, 16, C, SHARED, FAST)
     return found
 

@@ -11,11 +11,12 @@ import torch
 import triton
 from triton import language as tl
 
-from .fields import digits_of_step, load_factor, load_planes, read_factor, whole_planes
+from .fields import load_factor, load_planes, position_of_step, read_factor, whole_planes, words_of_step
 from .shared_table import look_up_bits
-from .tiles import Stream, Tiles, fields_side_by_side, packing_constants, plane_streams, step_symbols
+from .tiles import Stream, Tiles, distance, fields_side_by_side, packing_constants, plane_streams, step_symbols
 
 if TYPE_CHECKING:
+    from kvpack.formats.columns import Columns
     from kvpack.formats.scalar import Scalar
 
 MOST_INDEX_BITS = 8
@@ -34,17 +35,16 @@ def tiles(codec: Scalar) -> Tiles:
     for (name, packing), part, table in zip(codec.packings().items(), codec.parts, stored, strict=False):
         magnitudes = torch.frombuffer(bytearray(table), dtype=torch.float32)
         values = torch.cat([magnitudes, -magnitudes])
-        symbols = step_symbols(packing)
         beside = fields_side_by_side(packing)
-        alone = codec.bits_high or beside > 1
-        together = 1 if alone else next(n for n in (4, 2, 1) if len(symbols) % n == 0 and (n == 1 or n * part.bits <= MOST_INDEX_BITS))
-        first_entry = sum(map(len, tables))
+        together = 1 if codec.bits_high else next(n for n in (4, 2, 1) if _looked_up_together(packing, part.bits, n))
+        apart = distance(packing, together * part.bits, packing.fields // together)
+        symbols = step_symbols(packing, apart, together)
         steps = len(symbols) // together
         all_steps += steps
         packings.append(packing_constants(len(streams), packing))
-        parts.append((part.bits, beside, together, first_entry, steps))
+        parts.append((part.bits, beside, together, sum(map(len, tables)), steps, apart))
         tables.append(_entries(values, together))
-        channels += [tuple(part.channels[symbol] if symbol >= 0 else -1 for symbol in step) for step in symbols]
+        channels += [tuple(part.channels[symbol] if symbol >= 0 else -1 for symbol in tile) for tile in symbols]
         streams = (*streams, *plane_streams(name, packing))
     norm_bits = 16 if codec.norm == "fp16" else 32
     constants = (packings[0], packings[-1], parts[0], parts[-1], len(parts), len(streams), norm_bits)
@@ -60,6 +60,11 @@ def tiles(codec: Scalar) -> Tiles:
         torch.cat(tables).to(torch.float16),
         packings=tuple(codec.packings().values()),
     )
+
+
+def _looked_up_together(packing: Columns, bits: int, fields: int) -> bool:
+    """Whether as many fields can share one index: whole steps of them, and a table that fits."""
+    return fields == 1 or (packing.fields % (fields * fields_side_by_side(packing)) == 0 and fields * bits <= MOST_INDEX_BITS)
 
 
 def _entries(values: torch.Tensor, together: int) -> torch.Tensor:
@@ -131,13 +136,16 @@ def _decode_part(
     BESIDE: tl.constexpr = PART[1]
     planes = whole_planes(raw, places, NUMBER, PACKING, TURNED, FAST)
     TOGETHER: tl.constexpr = PART[2]
-    if TOGETHER > 1:
-        value = look_up_bits(planes, table, TOGETHER * STEP * BITS, TOGETHER * BITS, TOGETHER, PART[3], SHARED, FAST)
-    elif BESIDE == 1:
-        value = (look_up_bits(planes, table, STEP * BITS, BITS, 2, PART[3], SHARED, FAST)[0],)
+    ENTRY: tl.constexpr = 4 if TOGETHER == 4 else 2
+    if BESIDE == 1:
+        value = look_up_bits(planes, table, TOGETHER * STEP * BITS, TOGETHER * BITS, ENTRY, PART[3], SHARED, FAST)
     else:
-        index = digits_of_step(planes, places, NUMBER, PACKING, 0, BITS, STEP, BESIDE, TURNED, FAST)
-        value = (look_up_bits((index,), table, 0, BITS, 2, PART[3], SHARED, FAST)[0],)
+        GROUPS: tl.constexpr = PACKING[4] // TOGETHER
+        index = words_of_step(planes, places, NUMBER, PACKING, 0, TOGETHER * BITS, STEP, BESIDE, PART[5], GROUPS, TURNED, FAST)
+        AT: tl.constexpr = position_of_step(STEP, TOGETHER * BITS, PART[5])
+        value = look_up_bits((index,), table, AT, TOGETHER * BITS, ENTRY, PART[3], SHARED, FAST)
+    if TOGETHER == 1:
+        value = (value[0],)
     return value
 
 

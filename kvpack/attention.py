@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
 
 from .cache import TILE_VALUES, Layer
 from .dispatch import attention_kernels
@@ -27,13 +28,19 @@ def attend(
     causal: bool = True,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sink_logits: torch.Tensor | None = None,
+    lengths: torch.Tensor | Sequence[int] | None = None,
 ) -> torch.Tensor:
     """softmax(scale q k^T) v over a packed layer, without unpacking it.
 
     ``q`` is ``[batch, q_head, q_len, dim_k]``; q_head is a multiple of kv_head (grouped-query attention). The
     q_len queries are the last tokens of the layer: with ``causal``, query i sees tokens up to
     tokens - q_len + i. ``scale`` defaults to 1 / sqrt(dim_k); ``softcap`` c squashes scores to c tanh(s / c);
-    ``sliding_window`` w lets a query see its w newest tokens. Returns ``[batch, q_head, q_len, dim_v]`` in q's dtype.
+    ``sliding_window`` w lets a query see its w newest tokens. ``sink_logits``, floating point ``[q_head]``, are logits of attention sinks:
+    weights of the softmax that no value has, after the soft cap. With ``lengths``, an integer a sequence, each has its first tokens
+    alone, and the queries are the last of them; one that sees no token gives zeros. They may be a tensor on the
+    device: it is then not read here, and holds for the next replay of a CUDA graph; values outside 0 to tokens are clamped.
+    Returns ``[batch, q_head, q_len, dim_v]`` in q's dtype.
     Where Triton kernels run (``kvpack.dispatch``), short queries are attended straight over the packed bytes, in binary16 products
     and within 2e-3 of the exact result; longer ones, and codecs that the kernels lack, as anywhere else, in binary32.
     Raises InvalidShape, InvalidDtype or InvalidParameter. The query is rotated once and the values are summed in
@@ -41,20 +48,32 @@ def attend(
     """
     k, v = _sides(layer)
     _check(q, k, v, causal, sliding_window, softcap)
+    _check_sink_logits(sink_logits, q)
+    lengths = _checked_lengths(lengths, k)
     scale = k.dim**-0.5 if scale is None else scale
     with without_autocast(q.device):
         if (kernels := attention_kernels(q, layer)) is not None:
-            return kernels.attend(q, layer, scale, causal, softcap, sliding_window)  # type: ignore[no-any-return]
+            return kernels.attend(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths)  # type: ignore[no-any-return]
         out = torch.empty(*q.shape[:3], v.dim, dtype=q.dtype, device=q.device)
         for first in range(0, q.shape[2], QUERIES_AT_A_TIME):
             chunk = q[:, :, first : first + QUERIES_AT_A_TIME].to(torch.float32) * scale
             position = k.tokens - q.shape[2] + first
-            out[:, :, first : first + QUERIES_AT_A_TIME] = _attend_chunk(chunk, k, v, position, causal, softcap, sliding_window)
+            out[:, :, first : first + QUERIES_AT_A_TIME] = _attend_chunk(
+                chunk, k, v, position, causal, softcap, sliding_window, sink_logits, lengths
+            )
     return out
 
 
 def _attend_chunk(
-    q: torch.Tensor, k: Side, v: Side, position: int, causal: bool, softcap: float | None, sliding_window: int | None
+    q: torch.Tensor,
+    k: Side,
+    v: Side,
+    position: int,
+    causal: bool,
+    softcap: float | None,
+    sliding_window: int | None,
+    sink_logits: torch.Tensor | None,
+    lengths: torch.Tensor | None,
 ) -> torch.Tensor:
     batch, q_heads, q_len, _ = q.shape
     rows = q_heads // k.heads * q_len
@@ -63,11 +82,16 @@ def _attend_chunk(
     positions = (position + torch.arange(q_len, device=q.device)).repeat(q_heads // k.heads)
     largest = torch.full((batch, k.heads, rows, 1), -torch.inf, dtype=torch.float32, device=q.device)
     total = torch.zeros_like(largest)
+    if sink_logits is not None:
+        largest.copy_(sink_logits.to(q.device, torch.float32).reshape(k.heads, -1).repeat_interleave(q_len, 1)[None, :, :, None])
+        total.fill_(1).masked_fill_(largest == -torch.inf, 0)
     # A page's values are summed in its coded frame, and the sum is brought to the original one once.
     out = torch.zeros(batch, k.heads, rows, v.dim, dtype=torch.float32, device=q.device)
     page_sum, summed_page = torch.zeros_like(out), None
     page_q, queried_page = raw_q, None
-    begin, end = _visible(position, q_len, k.tokens, causal, sliding_window)
+    begin, end = _visible(position, q_len, k.tokens, causal, sliding_window) if lengths is None else (0, k.tokens)
+    # Of each sequence: its tokens, and how far its queries lie before those of a sequence of all tokens.
+    lengths = None if lengths is None else lengths.to(q.device)[:, None, None, None]
     per_tile = max(64, TILE_VALUES // max(1, batch * k.heads * max(k.dim, v.dim, rows)) // 64 * 64)
     for start, stop in k.tiles(per_tile, [*v.boundaries, begin, end]):
         if stop <= begin or start >= end:
@@ -78,7 +102,11 @@ def _attend_chunk(
         scores = page_q @ keys.transpose(-1, -2)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        _mask(scores, positions, start, stop, causal, sliding_window)
+        if lengths is None:
+            _mask(scores, positions, start, stop, causal, sliding_window)
+        else:
+            own = positions[:, None] - (k.tokens - lengths)
+            _mask_each(scores, own, lengths, torch.arange(start, stop, device=q.device), causal, sliding_window)
         new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
         # A row that has seen nothing yet keeps -inf as its largest: shift it by 0 so that exp gives 0, not NaN.
         shift = torch.where(torch.isinf(new_largest), 0.0, new_largest)
@@ -92,7 +120,7 @@ def _attend_chunk(
         page_sum.mul_(kept).add_(weights @ values)
         total = total * kept + weights.sum(-1, keepdim=True)
         largest = new_largest
-    out.add_(page_sum if summed_page is None else summed_page.original(page_sum)).div_(total)
+    out.add_(page_sum if summed_page is None else summed_page.original(page_sum)).div_(torch.where(total > 0, total, 1))
     return out.reshape(batch, q_heads, q_len, v.dim)
 
 
@@ -109,6 +137,23 @@ def _mask(scores: torch.Tensor, positions: torch.Tensor, start: int, stop: int, 
         scores.masked_fill_(tokens > positions[:, None], -torch.inf)
     if sliding_window is not None:
         scores.masked_fill_(tokens <= positions[:, None] - sliding_window, -torch.inf)
+
+
+def _mask_each(
+    scores: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    tokens: torch.Tensor,
+    causal: bool,
+    sliding_window: int | None,
+) -> None:
+    """Mask ``[batch, kv_head, row, token]`` by each sequence's ``positions`` ``[batch, 1, row, 1]`` and ``lengths`` ``[batch, 1, 1, 1]``."""
+    hidden = tokens >= lengths
+    if causal:
+        hidden = hidden | (tokens > positions)
+    if sliding_window is not None:
+        hidden = hidden | (tokens <= positions - sliding_window)
+    scores.masked_fill_(hidden, -torch.inf)
 
 
 def _sides(layer: Layer) -> tuple[Side, Side]:
@@ -139,3 +184,38 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
         raise InvalidParameter(f"sliding_window is {sliding_window}, allowed are integers from 1")
     if softcap is not None and not softcap > 0:
         raise InvalidParameter(f"softcap is {softcap}, allowed are numbers above 0")
+
+
+def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> None:
+    if sink_logits is None:
+        return
+    if not isinstance(sink_logits, torch.Tensor) or not sink_logits.dtype.is_floating_point:
+        raise InvalidDtype(f"sink_logits: {getattr(sink_logits, 'dtype', type(sink_logits).__name__)}; logits of attention sinks are floating point")
+    if list(sink_logits.shape) != [q.shape[1]]:
+        raise InvalidShape(f"sink_logits: shape {list(sink_logits.shape)}; there is one for each query head, [{q.shape[1]}]")
+
+
+def _checked_lengths(lengths: torch.Tensor | Sequence[int] | None, k: Side) -> torch.Tensor | None:
+    """``lengths`` as a tensor within 0 to tokens; one on a device is clamped there."""
+    if lengths is None:
+        return None
+    given: Any = lengths
+    if not isinstance(given, torch.Tensor):
+        for number, length in enumerate(given):
+            if not isinstance(length, int) or isinstance(length, bool):
+                raise InvalidDtype(f"lengths[{number}] is {length!r}; lengths are integers")
+            _check_length(number, length, k.tokens)
+        given = torch.tensor(given, dtype=torch.int64)
+    if given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool:
+        raise InvalidDtype(f"lengths: dtype {given.dtype}; lengths are integers")
+    if list(given.shape) != [k.batch]:
+        raise InvalidShape(f"lengths: shape {list(given.shape)}; there is one for each sequence of the batch, [{k.batch}]")
+    if given.device.type == "cpu":
+        for number, length in enumerate(given.tolist()):
+            _check_length(number, length, k.tokens)
+    return given.clamp(0, k.tokens)
+
+
+def _check_length(number: int, length: int, tokens: int) -> None:
+    if not 0 <= length <= tokens:
+        raise OutOfBounds(f"lengths[{number}] is {length}, allowed are 0 to {tokens}, the tokens of the layer")

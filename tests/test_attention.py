@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
 import torch
 
 import kvpack
 from kvpack import attention
 from kvpack.cache import Layer
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
 
 from caches import RECIPES, random_pairs  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 TOLERANCE = 2e-5
 
@@ -140,3 +145,58 @@ def test_an_empty_or_one_sided_layer_is_refused() -> None:
         kvpack.attend(Q, kvpack.pack(random_pairs(1, 0), "kivi-2")[0])
     with pytest.raises(InvalidShape, match="holds only k"):
         kvpack.attend(Q, kvpack.pack([(random_pairs(1, 8)[0][0], None)], "kivi-2")[0])
+
+
+def plain_each(q: torch.Tensor, layer: Layer, lengths: list[int], sink_logits: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:
+    """A query, a head and a sequence at a time."""
+    k, v = (x.to(torch.float64) for x in layer.unpack(torch.float32) if x is not None)
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
+    for b, length in enumerate(lengths):
+        for head in range(q.shape[1]):
+            for i in range(q.shape[2]):
+                position = length - q.shape[2] + i
+                seen = slice(0 if window is None else max(0, position - window + 1), max(0, position + 1 if causal else length))
+                of = head // (q.shape[1] // k.shape[1])
+                scores = k[b, of, seen] @ q[b, head, i].to(torch.float64) * q.shape[-1] ** -0.5
+                weights = torch.softmax(torch.cat([scores, sink_logits[head : head + 1].to(torch.float64)]), 0)[:-1]
+                out[b, head, i] = weights @ v[b, of, seen]
+    return out
+
+
+@pytest.mark.parametrize("given", [list, torch.tensor], ids=["integers", "a tensor"])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 20), (False, None)])
+def test_sink_logits_and_sequences_of_unequal_lengths(causal: bool, window: int | None, given: Callable[[list[int]], Any]) -> None:
+    cache = kvpack.pack(random_pairs(1, 150, batch=4), "kivi-4;tail=32")
+    q = torch.randn(4, 4, 3, 64, generator=torch.Generator().manual_seed(2))
+    lengths, sink_logits = [150, 2, 0, 77], torch.tensor([0.5, -torch.inf, 3.0, 0.0])
+    out = kvpack.attend(q, cache[0], causal=causal, sliding_window=window, sink_logits=sink_logits, lengths=given(lengths))
+    expected = plain_each(q, cache[0], lengths, sink_logits, causal, window)
+    torch.testing.assert_close(out.to(torch.float64), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    assert not out[2].any()
+    assert out[1, :, 0].any() != causal
+
+
+def test_lengths_of_all_tokens_change_nothing() -> None:
+    cache = kvpack.pack(random_pairs(1, 150, batch=2), "kivi-4")
+    q = torch.randn(2, 4, 3, 64)
+    torch.testing.assert_close(kvpack.attend(q, cache[0], lengths=[150, 150]), kvpack.attend(q, cache[0]))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        pytest.param({"sink_logits": torch.zeros(3)}, InvalidShape, r"sink_logits: shape \[3\]; .* each query head, \[4\]", id="too few logits"),
+        pytest.param({"sink_logits": torch.zeros(4, dtype=torch.int64)}, InvalidDtype, "sink_logits: torch.int64", id="integer logits"),
+        pytest.param({"sink_logits": [0.0] * 4}, InvalidDtype, "sink_logits: list", id="a list of logits"),
+        pytest.param({"lengths": [50]}, InvalidShape, r"lengths: shape \[1\]; .* of the batch, \[2\]", id="too few lengths"),
+        pytest.param({"lengths": [50, 51]}, OutOfBounds, r"lengths\[1\] is 51, allowed are 0 to 50", id="a length above the tokens"),
+        pytest.param({"lengths": torch.tensor([-1, 50])}, OutOfBounds, r"lengths\[0\] is -1, allowed are 0 to 50", id="a negative length"),
+        pytest.param({"lengths": [50, 10**30]}, OutOfBounds, r"lengths\[1\] is 10+, allowed are 0 to 50", id="a length beyond integers"),
+        pytest.param({"lengths": [50, 2.0]}, InvalidDtype, "lengths", id="a length of no integer"),
+        pytest.param({"lengths": torch.ones(2)}, InvalidDtype, "lengths: dtype torch.float32", id="lengths of no integers"),
+    ],
+)
+def test_bad_sink_logits_and_lengths_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    cache = kvpack.pack(random_pairs(1, 50, batch=2), "kivi-4")
+    with pytest.raises(error, match=message):
+        kvpack.attend(torch.randn(2, 4, 1, 64), cache[0], **options)

@@ -135,9 +135,15 @@ def exact(q: torch.Tensor, layer: Layer, *, scale: float | None = None, causal: 
         scores = torch.tanh(scores / softcap) * softcap
     tokens, position = torch.arange(k.shape[2]), k.shape[2] - q.shape[2] + torch.arange(q.shape[2])[:, None]
     hidden = (tokens > position) & causal
+    if (lengths := mode.get("lengths")) is not None:
+        position = position - k.shape[2] + torch.tensor(lengths)[:, None, None, None]
+        hidden = (tokens >= torch.tensor(lengths)[:, None, None, None]) | ((tokens > position) & causal)
     if window := mode.get("sliding_window"):
-        hidden |= tokens <= position - window
-    return torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ v
+        hidden = hidden | (tokens <= position - window)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if (logits := mode.get("sink_logits")) is not None:
+        scores = torch.cat([scores, torch.tensor(logits, dtype=torch.float64)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    return torch.softmax(scores, -1).nan_to_num(0)[..., : k.shape[2]] @ v
 
 
 def check(layer: Layer, q_heads: int, q_len: int = 1, dtype: torch.dtype = torch.float32, **mode: Any) -> None:
@@ -150,8 +156,16 @@ def check(layer: Layer, q_heads: int, q_len: int = 1, dtype: torch.dtype = torch
     there = Layer(*(side.to(DEVICE) for side in layer.sides.values()))
     assert attention.supports(q.to(DEVICE), there)
     scale = mode.get("scale", layer.k.dim**-0.5)
+    logits, lengths = mode.get("sink_logits"), mode.get("lengths")
     found = attention.attend(
-        q.to(DEVICE), there, scale, mode.get("causal", True), mode.get("softcap"), mode.get("sliding_window")
+        q.to(DEVICE),
+        there,
+        scale,
+        mode.get("causal", True),
+        mode.get("softcap"),
+        mode.get("sliding_window"),
+        None if logits is None else torch.tensor(logits),
+        None if lengths is None else torch.tensor(lengths),
     )
     assert found.dtype == dtype
     error = (found.cpu().to(torch.float64) - expected).norm() / expected.norm()
@@ -197,6 +211,8 @@ MODES: dict[str, dict[str, Any]] = {
     "a window inside the tail": {"sliding_window": 4},
     "a window that is not causal": {"sliding_window": 30, "q_len": 4, "causal": False},
     "half precision": {"dtype": torch.bfloat16},
+    "sink logits": {"sink_logits": [2.0, -torch.inf], "q_len": 2},
+    "sink logits and a softcap": {"sink_logits": [0.5, 30.0], "softcap": 3.0},
 }
 
 
@@ -207,6 +223,23 @@ def test_modes_over_pages_and_a_tail(mode: str) -> None:
     # Pages of keys and of values end at different tokens, so a run of keys begins inside a token group.
     layer = Layer(random_side(k_codec, 1, (96, 1), 9, 1), random_side(v_codec, 1, (50, 47), 9, 2))
     check(layer, 2, **MODES[mode])
+
+
+LENGTHS: dict[str, dict[str, Any]] = {
+    "one query": {},
+    "queries of a chunk": {"q_len": 3},
+    "a window": {"sliding_window": 20, "q_len": 2},
+    "not causal": {"causal": False, "q_len": 3},
+    "sink logits": {"sink_logits": [1.0, -2.0]},
+}
+
+
+@on_kernels
+@pytest.mark.parametrize("mode", LENGTHS)
+def test_sequences_of_unequal_lengths(mode: str) -> None:
+    k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))
+    layer = Layer(random_side(k_codec, 1, (96, 1), 9, 1, batch=5), random_side(v_codec, 1, (50, 47), 9, 2, batch=5))
+    check(layer, 2, lengths=[106, 0, 1, 97, 64], **LENGTHS[mode])
 
 
 @on_kernels

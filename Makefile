@@ -4,7 +4,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 INSTALLED := .venv/installed
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo test lint types unit fuzz roundtrip gpu-test
+.PHONY: demo test lint types unit fuzz roundtrip gpu-test gpu-sanitize
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -32,9 +32,18 @@ fuzz: $(INSTALLED)
 roundtrip: $(INSTALLED)
 	$(BIN)/python fuzz/roundtrip.py --seconds $(or $(SECONDS),60)
 
-# The kernels compiled, on a machine with a CUDA device; elsewhere in Triton's interpreter alone.
+# The kernels compiled, on a machine with a CUDA device: most of the time goes to compiling, so in many processes.
+GPU_TESTS = tests/test_kernels.py tests/test_attention_kernels.py tests/test_attention_kernels_bench.py tests/test_cuda.py
+
 gpu-test: $(INSTALLED)
-	$(BIN)/pytest --quiet tests/test_kernels.py tests/test_attention_kernels.py tests/test_cuda.py
+	$(BIN)/pytest --quiet --numprocesses auto --dist worksteal -k "not in_the_interpreter" $(GPU_TESTS)
+
+# Every tile loader, on any words, under the checkers of memory accesses and of races.
+gpu-sanitize: $(INSTALLED)
+	for tool in memcheck racecheck; do \
+		compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest --quiet tests/test_attention_kernels.py \
+			-k "no_word_reads_outside or unequal_lengths" || exit 1; \
+	done
 
 # setuptools first: the package is then built without a second, unpinned download of it.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)

@@ -27,8 +27,12 @@ MOST_ROWS = 16
 MOST_ROW_BLOCKS = 8
 """Above it a layer is decoded once and attended by torch: each block of rows would decode it again."""
 
-MERGE_COLUMNS = 16
-MERGE_PARTS = 512
+MERGE_PARTS, MERGE_COLUMNS = 512, 16
+"""Parts of one program of the merge at most, and columns at least."""
+
+FEW_PARTS = 64
+"""Up to which one warp merges them."""
+
 LOG2_E = math.log2(math.e)
 EVERYTHING = 1 << 30
 """A window, or a look ahead, beyond any token."""
@@ -174,19 +178,22 @@ def attended(call: Call) -> dict[Codec, torch.Tensor]:
         split.attend_split[grid](*arguments, **constants, **options)
         spans[launch.v] = (spans.get(launch.v, (start,))[0], stop)
     merged = {}
+    block_parts = min(MERGE_PARTS, next_power_of_two(parts))
+    values, warps = (2048, 1) if block_parts <= FEW_PARTS else (4096, 4)
     for codec, (start, stop) in spans.items():
         merged[codec] = torch.empty(batch, heads, call.rows, dim, dtype=torch.float32, device=device)
-        channels = _channels(codec, str(device))
-        split.merge[(sequences * call.rows, channels.numel() // MERGE_COLUMNS)](
+        block_columns = max(MERGE_COLUMNS, min(next_power_of_two(columns), values // block_parts))
+        channels = _channels(codec, block_columns, str(device))
+        split.merge[(sequences * call.rows, channels.numel() // block_columns)](
             merged[codec], sums, largest, total, channels, total if call.sink_logits is None else call.sink_logits, parts, start, stop,
             call.rows, padded, heads, call.q_len, SINK_LOGITS=call.sink_logits is not None, COLUMNS=columns, DIM=dim,
-            BLOCK_PARTS=min(MERGE_PARTS, next_power_of_two(parts)), BLOCK_COLUMNS=MERGE_COLUMNS, DEPENDENT=call.dependent, **overlap,
+            BLOCK_PARTS=block_parts, BLOCK_COLUMNS=block_columns, DEPENDENT=call.dependent, num_warps=warps, **overlap,
         )  # fmt: skip
     return merged
 
 
 @lru_cache(maxsize=256)
-def _channels(codec: Codec, device: str) -> torch.Tensor:
-    """The channel of each column, int32, up to whole blocks of the merge; columns without one have the channel after the last."""
+def _channels(codec: Codec, block: int, device: str) -> torch.Tensor:
+    """The channel of each column, int32, up to whole ``block``s; columns without one have the channel after the last."""
     channels = torch.tensor([channel if channel >= 0 else codec.dim for channel in plan.columns(codec)], dtype=torch.int32)
-    return torch.nn.functional.pad(channels, (0, -channels.numel() % MERGE_COLUMNS), value=codec.dim).to(device)
+    return torch.nn.functional.pad(channels, (0, -channels.numel() % block), value=codec.dim).to(device)

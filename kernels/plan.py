@@ -35,17 +35,20 @@ VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 
 INTERPRETED_MULTIPROCESSORS = 2
 
-SMALL_TABLES, LARGE_TABLES = 16 << 10, 32 << 10
-"""Bytes of shared tables up to which each warp has its own, and above which programs are few and share them among more warps."""
+LARGE_TABLES = 32 << 10
+"""Bytes of shared tables above which programs are few and share them among more warps."""
 
 MANY_TILES = 16
 """Of keys and values together: above it registers, not shared memory, bound what a multiprocessor holds."""
 
-FEW_BYTES, MANY_TOKENS = 96, 3000
-"""Bytes a token, and tokens a multiprocessor, up to which and from which more and smaller programs are faster."""
+FEW_BYTES, MANY_TOKENS = 64, 3000
+"""Bytes of codes a token, and tokens a multiprocessor, up to which and from which more and smaller programs are faster."""
+
+SHARED_BYTES = 220 << 10
+"""Shared memory of a multiprocessor."""
 
 MOST_BYTES_IN_FLIGHT = 96 << 10
-"""Of all tiles that a program fetches ahead of time; a multiprocessor has 227 KiB."""
+"""Of all tiles that a program fetches ahead of time."""
 
 RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -240,20 +243,20 @@ def _shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, fast: bool) -> Sha
     if not fast:
         return Shape(2, 1, 32, 1, 4)
     token_bytes = sum(stream.row * stream.bits // 8 for stream in (*k.streams, *v.streams))
-    if not k.dtype == v.dtype == "fp16":
-        shape = Shape(2, 1, 32, 2, 4)
-    elif table_bytes > LARGE_TABLES and len(k.channels) + len(v.channels) > MANY_TILES:
+    code_bytes = 2 * sum(sum(packing.planes) for packing in (*k.packings, *v.packings))
+    small = Shape(1, 1, 32, 3, 8)
+    if not k.dtype == v.dtype == "fp16" or (table_bytes > LARGE_TABLES and len(k.channels) + len(v.channels) > MANY_TILES):
         shape = Shape(2, 1, 32, 2, 4)
     elif table_bytes > LARGE_TABLES:
         narrow = any(fields_side_by_side(packing) > 1 for packing in (*k.packings, *v.packings))
         shape = Shape(2, 1, 32, 3, 4) if narrow else Shape(4, 1, 32, 3, 2)
-    elif table_bytes > SMALL_TABLES:
+    elif table_bytes and small.programs * (table_bytes + small.stages * small.tokens * token_bytes) > SHARED_BYTES:
         # Programs share a table's copies among their warps.
         shape = Shape(2, 1, 32, 3, 4)
-    elif table_bytes == 0 and token_bytes <= FEW_BYTES and tokens >= MANY_TOKENS:
-        shape = Shape(1, 1, 32, 3, 12, 160)
+    elif table_bytes == 0 and code_bytes <= FEW_BYTES and tokens >= MANY_TOKENS:
+        shape = small._replace(programs=12, registers=160)
     else:
-        shape = Shape(1, 1, 32, 3, 8)
+        shape = small
     tile_bytes = shape.warps * shape.tiles * shape.tokens * token_bytes
     return shape._replace(stages=max(1, min(shape.stages, MOST_BYTES_IN_FLIGHT // tile_bytes)))
 

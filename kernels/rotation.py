@@ -74,7 +74,9 @@ def _back(codec: Codec, device: str) -> torch.Tensor:
 
 
 @triton.jit
-def _products(rows: tl.tensor, matrix: tl.tensor, column: tl.tensor, COLUMNS: tl.tensor, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+def _products(
+    rows: tl.tensor, matrix: tl.tensor, column: tl.tensor, COLUMNS: tl.tensor, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
+) -> tl.tensor:
     """``rows`` ``[dim, row]`` times the matrix's columns: float32 ``[column, row]``."""
     channel = tl.arange(0, BLOCK_DIM)
     mask = (channel < DIM)[None, :] & (column < COLUMNS)[:, None]

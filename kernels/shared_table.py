@@ -7,7 +7,7 @@ table from global memory. An index is masked to the table's width, and held belo
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005, SIM108
+# ruff: noqa: RUF005
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 

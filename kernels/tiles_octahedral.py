@@ -17,7 +17,7 @@ from triton import language as tl
 
 from kvpack.formats.octahedral_search import codebook_directions
 
-from .fields import words_of_step, load_factor, load_planes, negated, product, read_factor, whole_planes
+from .fields import load_factor, load_planes, negated, product, read_factor, whole_planes, words_of_step
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 

@@ -147,7 +147,7 @@ def _mask_each(
     causal: bool,
     sliding_window: int | None,
 ) -> None:
-    """Mask ``[batch, kv_head, row, token]`` by each sequence's ``positions`` ``[batch, 1, row, 1]`` and ``lengths`` ``[batch, 1, 1, 1]``."""
+    """Mask ``[batch, head, row, token]`` by each sequence's ``positions`` ``[batch, 1, row, 1]`` and ``lengths`` ``[batch, 1, 1, 1]``."""
     hidden = tokens >= lengths
     if causal:
         hidden = hidden | (tokens > positions)
@@ -190,7 +190,9 @@ def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> Non
     if sink_logits is None:
         return
     if not isinstance(sink_logits, torch.Tensor) or not sink_logits.dtype.is_floating_point:
-        raise InvalidDtype(f"sink_logits: {getattr(sink_logits, 'dtype', type(sink_logits).__name__)}; logits of attention sinks are floating point")
+        raise InvalidDtype(
+            f"sink_logits: {getattr(sink_logits, 'dtype', type(sink_logits).__name__)}; logits of attention sinks are floating point"
+        )
     if list(sink_logits.shape) != [q.shape[1]]:
         raise InvalidShape(f"sink_logits: shape {list(sink_logits.shape)}; there is one for each query head, [{q.shape[1]}]")
 
@@ -213,7 +215,8 @@ def _checked_lengths(lengths: torch.Tensor | Sequence[int] | None, k: Side) -> t
     if given.device.type == "cpu":
         for number, length in enumerate(given.tolist()):
             _check_length(number, length, k.tokens)
-    return given.clamp(0, k.tokens)
+    clamped: torch.Tensor = given.clamp(0, k.tokens)
+    return clamped
 
 
 def _check_length(number: int, length: int, tokens: int) -> None:

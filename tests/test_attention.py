@@ -147,7 +147,9 @@ def test_an_empty_or_one_sided_layer_is_refused() -> None:
         kvpack.attend(Q, kvpack.pack([(random_pairs(1, 8)[0][0], None)], "kivi-2")[0])
 
 
-def plain_each(q: torch.Tensor, layer: Layer, lengths: list[int], sink_logits: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:
+def plain_each(
+    q: torch.Tensor, layer: Layer, lengths: list[int], sink_logits: torch.Tensor, causal: bool, window: int | None
+) -> torch.Tensor:
     """A query, a head and a sequence at a time."""
     k, v = (x.to(torch.float64) for x in layer.unpack(torch.float32) if x is not None)
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
@@ -185,7 +187,9 @@ def test_lengths_of_all_tokens_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        pytest.param({"sink_logits": torch.zeros(3)}, InvalidShape, r"sink_logits: shape \[3\]; .* each query head, \[4\]", id="too few logits"),
+        pytest.param(
+            {"sink_logits": torch.zeros(3)}, InvalidShape, r"sink_logits: shape \[3\]; .* each query head, \[4\]", id="too few logits"
+        ),
         pytest.param({"sink_logits": torch.zeros(4, dtype=torch.int64)}, InvalidDtype, "sink_logits: torch.int64", id="integer logits"),
         pytest.param({"sink_logits": [0.0] * 4}, InvalidDtype, "sink_logits: list", id="a list of logits"),
         pytest.param({"lengths": [50]}, InvalidShape, r"lengths: shape \[1\]; .* of the batch, \[2\]", id="too few lengths"),

@@ -19,9 +19,11 @@ from transformers import (
     StaticCache,
 )
 
+from kvpack.attention import attend
 from kvpack.cache import Cache, Layer
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
 from kvpack.integrations.transformers import KvpackCache
+from kvpack.integrations.transformers import attention as packed_attention
 from kvpack.packing import pack
 
 RECIPES = ["bf16", "kivi-2", "kivi-2;tail=64", "kv=group:b=4,g=32,rotation=signed-hadamard;layers=0:v=raw"]
@@ -56,10 +58,20 @@ def token_ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
 
 def dense_attention(q: torch.Tensor, layer: Layer, *, scale: float, **options: Any) -> torch.Tensor:
     """Ordinary attention over the unpacked layer."""
-    assert options == {"causal": True, "softcap": None, "sliding_window": None}
+    assert options == {"causal": True, "softcap": None, "sliding_window": None, "sink_logits": None}
     k, v = layer.unpack(torch.float32)
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
     return functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+
+
+def test_attention_sinks_of_a_model_are_logits_of_attend() -> None:
+    model = small_model()
+    layer = pack(prefill(model, token_ids(1, 20)), "kivi-4")[0]
+    q, logits = torch.randn(1, 4, 3, 32), torch.tensor([1.0, 0.0, -1.0, 4.0])
+    found, _ = packed_attention(model.model.layers[0].self_attn, q, layer, layer, None, scaling=0.2, s_aux=logits)
+    expected = attend(q, layer, scale=0.2, sink_logits=logits)
+    assert torch.equal(found, expected.transpose(1, 2))
+    assert not torch.allclose(expected, attend(q, layer, scale=0.2))
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -150,17 +150,18 @@ def attention(
     """transformers' attention function over a packed layer (``key``), or over tensors.
 
     ``query`` is ``[batch, q_head, q_len, dim]``; returns ``[batch, q_len, q_head, dim]``. Raises InvalidParameter
-    for what ``attend`` has no counterpart of: a mask, dropout, attention sinks, a position bias.
+    for what ``attend`` has no counterpart of: a mask, dropout, a position bias.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if isinstance(key, Layer):
-        unsupported = {"a mask": attention_mask, "attention sinks": kwargs.get("s_aux"), "a position bias": kwargs.get("position_bias")}
+        unsupported = {"a mask": attention_mask, "a position bias": kwargs.get("position_bias")}
         for what, given in {**unsupported, "dropout": dropout or None}.items():
             if given is not None:
                 raise InvalidParameter(f"attention over packed layers has no {what.removeprefix('a ')}, the model passes {what}")
         if isinstance(key, NewestTokens):
             _check_window(key.tokens - query.shape[2], sliding_window)
-        out = attend(query, key, scale=scaling, causal=causal, softcap=softcap, sliding_window=sliding_window)
+        logits = kwargs.get("s_aux")
+        out = attend(query, key, scale=scaling, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=logits)
         return out.transpose(1, 2).contiguous(), None
     if isinstance(value, Layer):
         raise InvalidShape("the value states are a packed layer and the key states are a tensor")

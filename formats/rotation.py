@@ -16,7 +16,7 @@ KINDS = ("none", "hadamard", "signed-hadamard")
 PALEY_ORDERS = (12, 20, 28)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=1)
 def hadamard(order: int) -> tuple[tuple[int, ...], ...]:
     """The +1/-1 Hadamard matrix of ``order`` 2^k or 2^k x {12, 20, 28}: Sylvester's, times Paley's on the right.
 
@@ -129,7 +129,8 @@ class BlockRotation:
 
 @kept_on_device
 def _matrix(kind: str, dim: int, seed: int) -> torch.Tensor:
-    matrix = torch.tensor(hadamard(dim), dtype=torch.float64)
+    matrix = torch.tensor(hadamard(dim), dtype=torch.float32)
     if kind == "signed-hadamard":
-        matrix = matrix * torch.tensor(signs(seed, dim), dtype=torch.float64)
-    return (matrix / math.sqrt(dim)).to(torch.float32)
+        matrix *= torch.tensor(signs(seed, dim), dtype=torch.float32)
+    # Every entry is plus or minus the one quotient, rounded once.
+    return matrix.mul_(1 / math.sqrt(dim))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 TABLES_KEPT = 64
 """Small tables and packings of each kind: they come from file headers, so their number has a bound."""
-KEPT_BYTES = 1 << 25
+KEPT_BYTES = 1 << 24
 """Bytes of all the tensors that are kept: a header may ask for one of megabytes, and the next for another."""
 
 _kept: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()

@@ -61,7 +61,7 @@ def header() -> Target:
 
     vocabulary = Vocabulary.of(seeds.kvpack_files())
     return Target(
-        tuple(seeds.headers()), lambda data, source: mutated_header(data, vocabulary, source), check_header, compare_header, 8, 1 << 13
+        tuple(seeds.headers()), lambda data, source: mutated_header(data, vocabulary, source), check_header, compare_header, 32, 1 << 13
     )
 
 

@@ -7,14 +7,16 @@ import pytest
 from kvpack import container
 from kvpack.formats.errors import KvpackError
 
+from frame_vectors import BLOCKS_REFUSED  # isort: skip
 from numbered_rules import rules  # isort: skip
 from second_decoder import decoder, decompress  # isort: skip
 from vector_checks import DECODED, LINES, check_values, read, unpacked  # isort: skip
 from vector_files import DEFINED, FOLDER, MANIFEST, described, digest, profile_of, values_of, values_path  # isort: skip
 
 REFUSED = [file for file, line in LINES.items() if "error" in line]
-MAX_BYTES = 2**21
-"""Of all vectors: they travel with the source, and a reader in another language runs them all."""
+MAX_BYTES = 2**22
+"""Of all vectors: they travel with the source, and a reader in another language runs them all. Half of it are the 4 KiB of each JSON
+header, and what is at a limit of the format takes up to 200 kB."""
 
 
 def test_no_vector_was_changed_added_or_lost() -> None:
@@ -51,8 +53,9 @@ def test_both_readers_refuse_a_vector_by_its_rule(file: str) -> None:
     rule, error = rules()[number], LINES[file]["error"]
     assert error in rule.errors
     with pytest.raises(decoder.Refused) as refused:
-        # The decoder refuses frames by itself, but for blocks that a decompressor alone can tell are wrong.
-        decoder.read(data, decompress if number == "container-24" else lambda frame, size: bytes(size))
+        # The decoder refuses frames by itself, but for what a decompressor alone can tell is wrong.
+        alone = number == "container-24" or file in BLOCKS_REFUSED
+        decoder.read(data, decompress if alone else lambda frame, size: bytes(size))
     assert refused.value.rule == rule.section
     with pytest.raises(KvpackError) as raised:
         container.open_bytes(data).verify()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import codec_vectors  # isort: skip
 import container_vectors  # isort: skip
+import frame_vectors  # isort: skip
 import header_vectors  # isort: skip
 import side_car_vectors  # isort: skip
 import valid_vectors  # isort: skip
@@ -29,7 +30,7 @@ MANIFEST = FOLDER / "manifest.json"
 CORE = {"raw", "group"}
 """Codecs of the profile core, which has no side-cars and no filters."""
 
-for module in (valid_vectors, codec_vectors, header_vectors, container_vectors, side_car_vectors):
+for module in (valid_vectors, codec_vectors, header_vectors, container_vectors, side_car_vectors, frame_vectors):
     module.add_all()
 
 DEFINED: dict[str, Valid | Invalid] = {

@@ -1,0 +1,206 @@
+"""The conformance vectors of Zstandard frames: blocks, literals and sequences of every form, and frames that are not well formed."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import zstandard
+
+from file_parts import frame, one_side  # isort: skip
+from invalid_vectors import add  # isort: skip
+from strategies import create  # isort: skip
+from valid_vectors import add as add_valid  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BLOCKS_REFUSED: set[str] = set()
+"""Files whose frames are wrong in what is compressed, or in its checksum: a decompressor alone can tell."""
+
+REPEATED, REPEAT = 0x54, 0xFC
+"""The modes of a sequences section whose three tables have one code each, and of one that takes those of the block before."""
+
+
+def add_all() -> None:
+    add_compressed()
+    add_by_hand()
+    add_sizes()
+    add_refused()
+
+
+def of_frame(stored: bytes, content_size: int, channels: int = 16) -> bytes:
+    """A file of one side of raw binary32 values, stored as the frame ``stored``."""
+    codec = create("raw", channels, dtype="fp32")
+    tokens, rest = divmod(content_size, 4 * channels)
+    assert rest == 0
+    return one_side(codec, frame(lambda raw: stored), runs=(tokens,), tail=0, heads=1)
+
+
+def letters(size: int, seed: int, symbols: int = 26, first: int = 97) -> bytes:
+    """Bytes of which the first of ``symbols`` are the most frequent."""
+    source = random.Random(seed)
+    return bytes(first + min(source.randrange(symbols) for _ in range(3)) for _ in range(size))
+
+
+def phrases(size: int, seed: int) -> bytes:
+    """Words that come again, and letters between some of them."""
+    source = random.Random(seed)
+    words = [letters(source.randrange(3, 20), source.randrange(2**32)) for _ in range(40)]
+    text = b""
+    while len(text) < size:
+        text += source.choice(words) + letters(source.randrange(6) // 2, source.randrange(2**32))
+    return text[:size]
+
+
+def add_compressed() -> None:
+    """Frames as the library of Zstandard writes them: strategies from ``fast`` (1) to ``btultra2`` (9)."""
+    noise = random.Random(9).randbytes(4200)
+    runs = b"".join(bytes([65 + number % 3]) * 40 + bytes([number, 7]) for number in range(100))
+    for name, shows, content, window_log, strategy, checksum in (
+        ("one-stream", "literals in one stream, no sequences", letters(192, 1), 15, 2, False),
+        ("four-streams", "literals in four streams, whose sizes take 14 bits, with a checksum", letters(1280, 2), 15, 2, True),
+        ("four-streams-of-18-bits", "literals in four streams, whose sizes take 18 bits", letters(18432, 3, 200, 0), 15, 2, False),
+        ("weights", "a Huffman tree whose weights are stored as they are", letters(768, 4, 10, 0), 15, 1, False),
+        ("first-matches", "sequences with predefined tables", phrases(640, 5), 15, 1, False),
+        ("treeless", "blocks of 1 KiB, matches across them, literals in four streams by the tree before", phrases(6144, 6), 10, 2, True),
+        ("repeat", "blocks of 1 KiB with the tables and the tree of the block before", phrases(6144, 7), 10, 9, False),
+        ("two-blocks", "blocks of 4 KiB of more than 127 sequences", phrases(6144, 8), 12, 8, True),
+        ("raw-literals", "literals as they are, whose number takes 20 bits", noise + noise[:88], 15, 2, False),
+        ("raw-literals-of-12-bits", "literals as they are, whose number takes 12 bits", noise[:200] + noise[:56], 15, 2, False),
+        ("runs", "runs of one byte, matches that overlap themselves", runs[:4096], 12, 7, False),
+    ):
+        parameters = zstandard.ZstdCompressionParameters(
+            window_log=window_log,
+            strategy=strategy,
+            hash_log=12,
+            chain_log=12,
+            search_log=4,
+            min_match=4 if strategy < 4 else 3,
+            target_length=64 if strategy > 1 else 0,
+            write_checksum=checksum,
+        )
+        make = lambda c=content, p=parameters: of_frame(zstandard.ZstdCompressor(compression_params=p).compress(c), len(c))  # noqa: E731
+        add_valid(f"zstd-{name}", shows, make, "container-33" if checksum else "container-21")
+
+
+def block(kind: int, size: int, stored: bytes) -> tuple[int, int, bytes]:
+    return kind, size, stored
+
+
+def raw(content: bytes) -> tuple[int, int, bytes]:
+    return block(0, len(content), content)
+
+
+def repeated(byte: int, count: int) -> tuple[int, int, bytes]:
+    return block(1, count, bytes([byte]))
+
+
+def compressed(literals: bytes, sequences: bytes) -> tuple[int, int, bytes]:
+    return block(2, len(literals) + len(sequences), literals + sequences)
+
+
+def joined(content_size: int, *blocks: tuple[int, int, bytes], window: int | None = None) -> bytes:
+    """A frame of these blocks, with a content size of 4 bytes and a window only where its descriptor is given."""
+    head = bytes([0xA0]) if window is None else bytes([0x80, window])
+    parts = [bytes.fromhex("28b52ffd") + head + content_size.to_bytes(4, "little")]
+    for number, (kind, size, stored) in enumerate(blocks):
+        parts.append((size << 3 | kind << 1 | (number == len(blocks) - 1)).to_bytes(3, "little") + stored)
+    return b"".join(parts)
+
+
+def raw_literals(content: bytes) -> bytes:
+    return (bytes([len(content) << 3]) if len(content) < 32 else (len(content) << 4 | 4).to_bytes(2, "little")) + content
+
+
+def one_code(count: int, literals: int, offset: int, match: int, extra: str, modes: int = REPEATED) -> bytes:
+    """A sequences section of tables of one code each; ``extra`` are the bits of all sequences, in the order in which they are read."""
+    if count < 128:
+        number = bytes([count])
+    else:
+        number = bytes([128 + (count >> 8), count & 255]) if count < 0x7F00 else b"\xff" + (count - 0x7F00).to_bytes(2, "little")
+    bits = int("1" + extra, 2)
+    codes = bytes([literals, offset, match]) if modes & REPEATED == modes else b""
+    return number + bytes([modes]) + codes + bits.to_bytes((bits.bit_length() + 7) // 8, "little")
+
+
+def add_by_hand() -> None:
+    """Forms that the library of Zstandard does not write, or only for contents that are large."""
+    blocks = [
+        raw(bytes(range(64))),
+        # Sequences of 4 literals and 5 bytes from 1, 4 and 3 bytes before.
+        compressed(raw_literals(b"abcdefghijklmnop"), one_code(3, 4, 2, 2, "00" + "11" + "10")),
+        raw(b""),
+        # 3 literals each, then the second and the third of the last offsets.
+        compressed(bytes([10 << 3 | 1]) + b"z", one_code(2, 3, 1, 0, "0" + "1")),
+        # No literals: the second of the last offsets, in turn with the first.
+        compressed(raw_literals(b""), one_code(4, 0, 0, 1, "")),
+        # No literals: the third of the last offsets, the first less one, and the third again; 35 or 36 bytes.
+        compressed(raw_literals(b""), one_code(3, 0, 1, 32, "00" + "11" + "01")),
+        compressed(raw_literals(b""), one_code(130, 0, 1, 32, "01" * 65 + "00" * 65, REPEAT)),
+        repeated(9, 5),
+    ]
+    size = 64 + 31 + 0 + 16 + 16 + 107 + 130 * 35 + 65 + 5
+    filled = -size % 64
+    make = lambda: of_frame(joined(size + filled, *blocks, raw(bytes(range(filled)))), size + filled)  # noqa: E731
+    shows = "tables of one code, repeated literals, all repeat offsets with and without literals, an empty block between others"
+    add_valid("zstd-one-code", shows, make, "container-21")
+    first, count = raw(random.Random(1).randbytes(512)), 32768
+    many = lambda: of_frame(joined(512 + 3 * count, first, compressed(raw_literals(b""), one_code(count, 0, 0, 0, ""))), 512 + 3 * count)  # noqa: E731
+    add_valid("zstd-32768-sequences", "a number of sequences that takes three bytes", many, "container-21")
+
+
+def add_sizes() -> None:
+    eight = bytes.fromhex("28b52ffd e0") + (64).to_bytes(8, "little") + (64 << 3 | 1).to_bytes(3, "little") + bytes(range(64))
+    add_valid("zstd-size-of-8-bytes", "a content size of eight bytes", lambda: of_frame(eight, 64), "container-23")
+    four = joined(64, raw(bytes(range(64))), window=0x03)
+    shows = "a content size of four bytes, below the window"
+    add_valid("zstd-size-of-4-bytes", shows, lambda: of_frame(four, 64), "container-23", "container-26")
+
+    def at_ratio(size: int) -> bytes:
+        frame = bytes.fromhex("28b52ffd 60") + (size - 256).to_bytes(2, "little") + (size << 3 | 3).to_bytes(3, "little") + b"\0"
+        return of_frame(frame, size, size // 4)
+
+    add_valid("zstd-largest-ratio", "2816 bytes in a frame of 11: 256 for each", lambda: at_ratio(2816), "container-29")
+    add("limit-of-the-ratio", "container-29", "LimitExceeded", "2820 bytes in a frame of 11", lambda: at_ratio(2820))
+    size = 2**23 + 4096
+    # Blocks of no content, so that the ratio is within its limit.
+    many = [*[raw(b"")] * 11000, *[repeated(0, 2**17)] * 64, repeated(0, 4096)]
+    shows = "a frame with the Single_Segment_flag and 4 KiB more of content than the largest window"
+    add(
+        "zstd-window-of-one-segment", "container-26", "InvalidPayload", shows, lambda: of_frame(joined(size, *many), size, 1024)
+    )
+
+
+def add_refused() -> None:
+    def refused(name: str, rule: str, shows: str, stored: Callable[[], bytes], size: int = 64) -> None:
+        BLOCKS_REFUSED.add(f"invalid/zstd-{name}.kvpack")
+        add(f"zstd-{name}", rule, "InvalidPayload", shows, lambda: of_frame(stored(), size))
+
+    def wrong_checksum() -> bytes:
+        good = zstandard.ZstdCompressor(write_checksum=True).compress(letters(1280, 2))
+        return good[:-1] + bytes([good[-1] ^ 1])
+
+    refused("checksum-wrong", "container-33", "a content checksum with a bit that is wrong", wrong_checksum, 1280)
+    shows = "a block of the bytes that the frame says, and one of another byte"
+    longer = joined(64, raw(bytes(64)), repeated(0, 1), window=0)
+    refused("content-more-in-a-block", "container-24", shows, lambda: longer)
+    before = raw(bytes(range(1, 56)))
+    four = raw_literals(b"abcd")
+    good = one_code(1, 4, 2, 2, "00")
+    for name, shows, literals, sequences in (
+        ("match-before-the-content", "a match from before the first byte of the content", four, one_code(1, 4, 6, 2, "000000")),
+        ("offset-0", "the first repeat offset less one, which is 0", raw_literals(b"abcdef"), one_code(1, 0, 1, 0, "1")),
+        ("reserved-modes", "the reserved bits of modes", four, one_code(1, 4, 2, 2, "00", REPEATED | 1)[:2] + good[2:]),
+        ("bit-left", "a bit more than the sequences read", four, one_code(1, 4, 2, 2, "000")),
+        ("bit-missing", "a bit less than the sequences read", four, one_code(1, 4, 2, 2, "0")),
+        ("no-end-mark", "a stream of bits that ends in a zero byte", four, good[:-1] + b"\0"),
+        ("literals-missing", "a sequence of five literals where there are four", four, one_code(1, 5, 2, 1, "00")),
+        ("code-of-literals", "a code of literals above 35", four, one_code(1, 36, 2, 2, "00")),
+        ("code-of-matches", "a code of matches above 52", four, one_code(1, 4, 2, 53, "00")),
+        ("tables-of-no-block", "tables of the block before in the first one that is compressed", four, b"\1\xfc\4"),
+        ("tree-of-no-block", "literals by the tree of the block before in the first one that is compressed", b"\x93\x40\x00\x10", b"\0"),
+        ("tree-of-no-weights", "a Huffman tree of weights that are all zero", b"\x92\xc0\x00\x81\x00\x10", b"\0"),
+    ):
+        stored = joined(64, before, compressed(literals, sequences))
+        refused(f"block-{name}", "container-21", shows, lambda s=stored: s)

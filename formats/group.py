@@ -29,7 +29,8 @@ SIZES = (4, 8, 16, 32, 64, 128)
 TOKEN_SCALES = ("none", "fp16", "fp32")
 SCALE_DTYPES = ("fp16", "u8")
 CENTRES = ("middle", "zero")
-_SMALLEST_HALF = 2.0**-24
+SMALLEST_HALF = 2.0**-24
+"""The smallest positive binary16."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class Group(Codec):
         else:
             stored_centre, centre = scale_range.nearest(self._centre(low, high), chosen_range, scale_range.CENTRE)
             stored_scale, scale = scale_range.nearest(self._scale(low, high, centre), chosen_range, scale_range.SCALE)
-        per_step = scale.clamp_min(_SMALLEST_HALF).reciprocal()
+        per_step = scale.clamp_min(SMALLEST_HALF).reciprocal()
         offset = self._middle - centre * per_step
         codes = (grouped * per_step.unsqueeze(dim)).add_(offset.unsqueeze(dim)).round_().clamp_(0, 2**self.bits - 1)
         codes = codes.flatten(2, 3)[:, :, : u.shape[2]] if self.axis == "token" else codes.flatten(3, 4)[..., : self.dim]

@@ -132,7 +132,7 @@ class Octahedral(Codec):
         radius = _length(x, y, z) if self.rounding == "scalar" else book.projection(index, x, y, z)
         norm_index = nearest_level(radius.div_(length.clamp(min=_SMALLEST_NORMAL)), midpoints(self.norm_table))
         digit = index.to(torch.float32)
-        if _norm_with_index(self.b_dir, self.b_norm):
+        if norm_with_index(self.b_dir, self.b_norm):
             digit.add_(norm_index, alpha=self._directions)
         else:
             sign.add_(norm_index, alpha=_SIGNS)
@@ -140,7 +140,7 @@ class Octahedral(Codec):
 
     def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         index, sign = self.digits(streams)
-        carrier, place = (index, self._directions) if _norm_with_index(self.b_dir, self.b_norm) else (sign, _SIGNS)
+        carrier, place = (index, self._directions) if norm_with_index(self.b_dir, self.b_norm) else (sign, _SIGNS)
         norm_index = carrier // place
         symbol = index % self._directions + sign % _SIGNS * self._directions
         triplet = functional.embedding(symbol, _signed_directions(self.direction_table, symbol.device))
@@ -195,7 +195,7 @@ def _check_table(name: str, table: bytes, length: int) -> None:
         raise InvalidParameter(f"codec octahedral: {name} must ascend strictly within [0, 1], found {values}")
 
 
-def _norm_with_index(b_dir: int, b_norm: int) -> bool:
+def norm_with_index(b_dir: int, b_norm: int) -> bool:
     """Whether the norm bits complete the index digit to a divisor of 16 bits; else they lie above the signs."""
     return 2 * (b_dir - 1) + b_norm in (1, 2, 4, 8, 16)
 
@@ -203,7 +203,7 @@ def _norm_with_index(b_dir: int, b_norm: int) -> bool:
 def _digit_bits(b_dir: int, b_norm: int) -> tuple[int, int]:
     """Bits of the index digit and of the sign digit."""
     index = 2 * (b_dir - 1)
-    return (index + b_norm, 2) if _norm_with_index(b_dir, b_norm) else (index, 2 + b_norm)
+    return (index + b_norm, 2) if norm_with_index(b_dir, b_norm) else (index, 2 + b_norm)
 
 
 def _bases(b_dir: int, b_norm: int, arrangement: str) -> dict[str, tuple[int, ...]]:

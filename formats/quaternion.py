@@ -194,7 +194,8 @@ def _packings(dim: int, secondary: int, radius_bits: int, arrangement: str, fiel
 
 
 @kept_on_device
-def _secondary(seed: int, count: int) -> torch.Tensor:
+def secondary_quaternions(seed: int, count: int) -> torch.Tensor:
+    """The ``count`` seeded unit quaternions (w, x, y, z), float32 ``[count, 4]``."""
     return torch.tensor(unit_quaternions(seed, count), dtype=torch.float64).to(torch.float32)
 
 
@@ -204,11 +205,11 @@ def _codebook(seed: int, count: int) -> torch.Tensor:
     units += [[-0.5 if bits >> i & 1 else 0.5 for i in range(4)] for bits in range(16)]
     # In binary64 and rounded once: the products with 0, 1/2 and 1 are exact, the sums run left to right.
     a, b, c, d = torch.tensor(units, dtype=torch.float64).T
-    w, x, y, z = _secondary(seed, count, "cpu").to(torch.float64).T[..., None]
+    w, x, y, z = secondary_quaternions(seed, count, "cpu").to(torch.float64).T[..., None]
     product = (a * w - b * x - c * y - d * z, a * x + b * w + c * z - d * y, a * y - b * z + c * w + d * x, a * z + b * y - c * x + d * w)
     return torch.stack(product, -1).flatten(0, 1).to(torch.float32)
 
 
 @lru_cache(maxsize=16)
 def _search(seed: int, count: int) -> Search:
-    return Search(_secondary(seed, count, "cpu"), _codebook(seed, count, "cpu"))
+    return Search(secondary_quaternions(seed, count, "cpu"), _codebook(seed, count, "cpu"))

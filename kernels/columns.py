@@ -76,11 +76,16 @@ def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> N
         raise InvalidShape(f"{name}: shape {list(tensor.shape)}, the codec lays out {list(expected)}")
 
 
-def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any) -> None:
-    """Run a kernel of ``programs`` programs, which may be none, on ``device``: products and sums round apart, as torch's do."""
+def launch(
+    kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int = WARPS, fusion: bool = False, **constants: Any
+) -> None:
+    """Run a kernel of ``programs`` programs, which may be none, on ``device``.
+
+    Without ``fusion`` products and sums round apart, as torch's do.
+    """
     if programs:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            kernel[(programs,)](*arguments, **constants, num_warps=WARPS, enable_fp_fusion=False)
+            kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=fusion)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

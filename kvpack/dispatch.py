@@ -1,4 +1,4 @@
-"""Which code decodes and attends packed rows: torch operations on any device, or the Triton kernels.
+"""Which code encodes values, and decodes and attends packed rows: torch operations on any device, or the Triton kernels.
 
 The environment variable KVPACK_KERNELS names it, "torch" or "triton". Unset: Triton for tensors on a CUDA
 device when it is installed, else torch. On the CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1).
@@ -28,6 +28,19 @@ if TYPE_CHECKING:
 
 VARIABLE = "KVPACK_KERNELS"
 BACKENDS = ("torch", "triton")
+
+
+def encode(codec: Codec, x: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """The streams of ``x`` ``[batch, kv_head, token, dim]`` from a kernel, None where the codec itself is to encode it.
+
+    That is so where not ``uses_triton``, for what the kernels do not take, and for values that the codec may refuse. Raises what
+    ``uses_triton`` raises.
+    """
+    if not uses_triton(x.device):
+        return None
+    from kvpack.kernels import encode
+
+    return encode.encode(codec, x)
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -66,7 +79,7 @@ def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Whether tensors on ``device`` are decoded by Triton kernels.
+    """Whether tensors on ``device`` are encoded and decoded by Triton kernels.
 
     Raises InvalidParameter when KVPACK_KERNELS is unknown, or is "triton" where Triton cannot run.
     """

@@ -11,6 +11,7 @@ from kvpack.formats.base import Run
 from kvpack.formats.errors import NonFinite, OutOfRange
 from kvpack.formats.raw import Raw
 
+from . import dispatch
 from .blocks import for_each_block
 from .modes import own_modes
 
@@ -41,8 +42,14 @@ def encode(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch
     """Encode ``x`` ``[batch, kv_head, token, dim]`` of any float dtype, as one run, to the streams of ``codec.layout``.
 
     ``before`` are the streams of the run that it continues. Raises NonFinite for NaN or infinity (raw keeps them),
-    OutOfRange for a norm that its width cannot hold; both name ``where``.
+    OutOfRange for a norm that its width cannot hold; both name ``where``. Raises InvalidParameter where ``uses_triton`` does.
     """
+    with own_modes(x.device):
+        streams = dispatch.encode(codec, x)
+    return _encode_in_blocks(codec, x, where, before) if streams is None else streams
+
+
+def _encode_in_blocks(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
     batch, heads, tokens, dim = x.shape
     layout = codec.layout(batch, heads, tokens)
     row = max(1, batch * heads * codec.dim)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from .. import container
 from ..header import DIGEST_BYTES
 from ..json_header import TENSOR_ALIGNMENT
 from .keys import KEY_BYTES
+from .parallel import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -80,9 +81,9 @@ class Reader:
         if len(views) < 2:
             yield from (self._one(view, key, number) for number, (view, key) in enumerate(zip(views, keys, strict=False)))
             return
-        with ThreadPoolExecutor(min(_THREADS, len(views))) as pool:
-            # Hashing needs no Python: the next entries are hashed while this one becomes tensors.
-            digests = pool.map(self._payload_digest, views, range(len(views)))
+        # Hashing needs no Python: the next entries are hashed while this one becomes tensors.
+        digests = in_parallel(lambda number: self._payload_digest(views[number], number), range(len(views)), _THREADS)
+        with contextlib.closing(digests):
             for number, (view, key, digest) in enumerate(zip(views, keys, digests, strict=False)):
                 yield self._one(view, key, number, digest)
 

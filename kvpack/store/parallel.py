@@ -1,34 +1,97 @@
-"""Several requests to a server under way at once."""
+"""Several calls under way at once, by threads that nobody waits for until they have begun.
+
+``threading.Thread.start`` waits for its thread, and for ever where memory ends before that runs; ThreadPoolExecutor starts its
+threads so. Here what no thread has begun is done by who asks for it.
+"""
 
 from __future__ import annotations
 
+import _thread
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
+    from typing import TypeVar
 
     Item = TypeVar("Item")
     Result = TypeVar("Result")
 
 
 def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: int) -> Generator[Result, None, None]:
-    """``call(item)`` for every item, in order, with up to ``at_once`` under way; what is not begun when the iterator closes never is."""
+    """``call(item)`` for every item, in order, with up to ``at_once`` under way.
+
+    When the iterator closes, what is under way is waited for, and what is not begun never is.
+    """
     rest = iter(items)
-    first = list(islice(rest, at_once))
-    if len(first) < 2:
-        yield from map(call, first)
-        yield from map(call, rest)
-        return
-    with ThreadPoolExecutor(len(first)) as pool:
-        waiting = deque(pool.submit(call, item) for item in first)
+    jobs = deque(map(_Job, islice(rest, at_once)))
+    queue: SimpleQueue[_Job | None] = SimpleQueue()
+    for job in jobs:
+        queue.put(job)
+    helpers = _start(call, queue, len(jobs) if len(jobs) > 1 else 0)
+    try:
+        while jobs:
+            job = jobs.popleft()
+            job.run(call)
+            result = job.result()
+            for new in map(_Job, islice(rest, 1)):
+                jobs.append(new)
+                queue.put(new)
+            yield result
+    finally:
+        for _ in range(helpers):
+            queue.put(None)
+        for job in jobs:
+            job.cancel()
+
+
+class _Job:
+    """One call: whoever takes ``_begun`` makes it, and then gives ``_done`` free."""
+
+    __slots__ = ("_begun", "_done", "_error", "_item", "_result")
+
+    def __init__(self, item: Any) -> None:
+        self._item = item
+        self._begun, self._done = _thread.allocate_lock(), _thread.allocate_lock()
+        self._done.acquire()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def run(self, call: Callable[[Any], Any]) -> None:
+        """Make the call, unless somebody has begun it."""
+        if self._begun.acquire(blocking=False):
+            try:
+                self._result = call(self._item)
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._done.release()
+
+    def result(self) -> Any:
+        """What the call returned, once it has; raises what it raised."""
+        self._done.acquire()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def cancel(self) -> None:
+        """Have it not made, or wait for its end."""
+        if not self._begun.acquire(blocking=False):
+            self._done.acquire()
+
+
+def _start(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None], count: int) -> int:
+    """Start ``count`` threads that take jobs from a queue, or as many as the system allows."""
+    for started in range(count):
         try:
-            while waiting:
-                result = waiting.popleft().result()
-                waiting.extend(pool.submit(call, item) for item in islice(rest, 1))
-                yield result
-        finally:
-            for future in waiting:
-                future.cancel()
+            _thread.start_new_thread(_help, (call, queue))
+        except (RuntimeError, MemoryError):
+            return started
+    return count
+
+
+def _help(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None]) -> None:
+    while (job := queue.get()) is not None:
+        job.run(call)

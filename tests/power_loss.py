@@ -1,0 +1,159 @@
+"""A disk that loses power: what a store did, step by step, and every folder that a crash between two steps may leave.
+
+A file's bytes are safe once the file is synced, a name once its folder is. What is not safe may be there after the crash or not,
+each by itself, and bytes may be zeros or cut short: more than any journaling file system does, and no less than POSIX allows.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvpack import atomic
+from kvpack.store import directory, eviction, usage
+
+if TYPE_CHECKING:
+    import random
+
+    import pytest
+
+
+@dataclass
+class Step:
+    """One change: what, of which path, and its bytes or its other path."""
+
+    what: str
+    path: str
+    more: Any = None
+
+
+@dataclass
+class RecordingOs:
+    """The module ``os`` for the store: everything happens, and changes below ``root`` are noted in ``steps``."""
+
+    root: str
+    steps: list[Step] = field(default_factory=list)
+    _paths: dict[int, str] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def _note(self, what: str, path: str, more: Any = None) -> None:
+        if path == self.root or path.startswith(f"{self.root}/"):
+            self.steps.append(Step(what, path, more))
+
+    def open(self, path: str, flags: int, *args: Any, **kwargs: Any) -> int:
+        there = os.path.exists(path)
+        descriptor = os.open(path, flags, *args, **kwargs)
+        self._paths[descriptor] = path
+        if flags & os.O_CREAT and not there:
+            self._note("create", path)
+        return descriptor
+
+    def write(self, descriptor: int, data: Any) -> int:
+        written = os.write(descriptor, data)
+        self._note("write", self._paths[descriptor], bytes(data)[:written])
+        return written
+
+    def writev(self, descriptor: int, pieces: Any) -> int:
+        written = os.writev(descriptor, pieces)
+        self._note("write", self._paths[descriptor], b"".join(pieces)[:written])
+        return written
+
+    def fsync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+        self._note("sync", self._paths[descriptor])
+
+    def replace(self, old: str, new: str) -> None:
+        os.replace(old, new)
+        self._note("rename", old, new)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+        self._note("unlink", path)
+
+    def mkdir(self, path: str, mode: int) -> None:
+        os.mkdir(path, mode)
+        self._note("mkdir", path)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Put it in the place of ``os`` in every module of the store."""
+        for module in (atomic, directory, eviction, usage):
+            monkeypatch.setattr(module, "os", self)
+
+
+@dataclass
+class _File:
+    current: bytes = b""
+    safe: bytes | None = None
+
+
+class Disk:
+    """The disk after some steps, from which crashes are drawn."""
+
+    def __init__(self, root: str, steps: list[Step]) -> None:
+        self._root = root
+        # Names by what they lead to, in the order of the changes; None is a folder. A change is safe once its folder is synced.
+        self._changes: list[tuple[str, Step, _File | None, bool]] = []
+        names: dict[str, _File | None] = {}
+        for step in steps:
+            folder = os.path.dirname(step.path)
+            if step.what == "create":
+                names[step.path] = _File()
+                self._changes.append((folder, step, names[step.path], False))
+            elif step.what == "write":
+                file = names[step.path]
+                assert file is not None
+                file.current += step.more
+            elif step.what == "sync":
+                self._sync(step.path, names.get(step.path))
+            elif step.what == "mkdir":
+                names[step.path] = None
+                self._changes.append((folder, step, None, False))
+            elif step.what == "rename":
+                names[step.more] = names.pop(step.path)
+                self._changes.append((os.path.dirname(step.more), step, names[step.more], False))
+            else:
+                self._changes.append((folder, step, names.pop(step.path, None), False))
+
+    def _sync(self, path: str, file: _File | None) -> None:
+        if file is not None:
+            file.safe = file.current
+        else:
+            self._changes = [(folder, step, file, safe or folder == path) for folder, step, file, safe in self._changes]
+
+    def crash(self, target: str, choice: random.Random | None, *, names_survive: bool = False) -> None:
+        """Write to ``target`` what a crash may leave: by ``choice``, or without it the least, or all names and the least bytes."""
+        there: dict[str, _File | None] = {self._root: None}
+        for _, step, file, safe in self._changes:
+            if not (safe or names_survive or (choice is not None and choice.random() < 0.5)):
+                continue
+            if step.what == "unlink":
+                there.pop(step.path, None)
+            elif step.what == "rename":
+                there.pop(step.path, None)
+                there[step.more] = file
+            else:
+                there[step.path] = file
+        for path in sorted(there, key=len):
+            if os.path.dirname(path) not in there and path != self._root:
+                continue
+            new = target + path[len(self._root) :]
+            if there[path] is None:
+                os.makedirs(new, mode=0o700, exist_ok=True)
+            elif os.path.isdir(os.path.dirname(new)):
+                with open(os.open(new, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as written:
+                    written.write(_left(there[path], choice))
+
+
+def _left(file: _File | None, choice: random.Random | None) -> bytes:
+    """What is left of a file's bytes."""
+    assert file is not None
+    if file.safe is not None and file.safe == file.current:
+        return file.current
+    safe = file.safe or b""
+    if choice is None:
+        return safe
+    kept = file.current[: choice.randint(len(safe), len(file.current))]
+    return choice.choice([safe, file.current, kept, kept + bytes(len(file.current) - len(kept))])

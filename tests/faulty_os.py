@@ -23,8 +23,8 @@ OPERATIONS = (*CHANGES, "pread", "stat", "fstat", "scandir", "statvfs")
 class FaultyOs:
     """The module ``os`` for the store: everything passes, but for the ``number``-th call of ``operations`` (counted from 1).
 
-    That one raises OSError(``code``), as do all later ones when ``sticky``; with ``death`` it ends the process by SIGKILL, "before" or
-    "after" the call.
+    That one raises OSError(``code``), as do all later ones when ``sticky``; with ``short`` it writes or reads fewer bytes than it was asked
+    to; with ``death`` it ends the process by SIGKILL, "before" or "after" the call.
     """
 
     operations: tuple[str, ...]
@@ -32,6 +32,7 @@ class FaultyOs:
     code: int = 0
     sticky: bool = False
     death: str = ""
+    short: bool = False
     calls: int = field(default=0, init=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -44,6 +45,8 @@ class FaultyOs:
             hit = self.calls == self.number or (self.sticky and self.calls > self.number)
             if not hit:
                 return real(*args, **kwargs)
+            if self.short:
+                return _short(name, real, *args)
             if self.death == "before":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.death == "after":
@@ -61,3 +64,13 @@ class FaultyOs:
         """Put it in the place of ``os`` in every module of the store."""
         for module in (atomic, directory, eviction, usage):
             monkeypatch.setattr(module, "os", self)
+
+
+def _short(name: str, real: Any, descriptor: int, what: Any, *rest: Any) -> Any:
+    """The call for half of what it was asked to write or read, or one byte of that."""
+    if name == "writev":
+        data = b"".join(what)
+        return os.write(descriptor, data[: max(1, len(data) // 2)])
+    if name == "write":
+        return os.write(descriptor, what[: max(1, len(what) // 2)])
+    return real(descriptor, max(1, what // 2), *rest)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import queue
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from kvpack.store import directory, eviction
+from kvpack.store import directory, eviction, locks
 
 from caches import dense  # isort: skip
 from store_caches import CHUNK, cache, entries, entry_of, open_store, prompt, same, save  # isort: skip
@@ -160,6 +161,17 @@ def test_clocks_that_jump_break_no_rule(hours: int, tmp_path: Path, entry_bytes:
             assert there == sorted(there, reverse=True), "an ancestor went before what follows it"
 
 
+def test_a_clock_that_was_ahead_keeps_nothing(tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path, max_bytes=4 * entry_bytes)
+    real = time.time_ns
+    with monkeypatch.context() as patch:
+        patch.setattr(directory.time, "time_ns", lambda: real() + 24 * 365 * 3600 * 10**9)
+        save(store, prompt(2, seed=1))
+    for seed in (2, 3):
+        save(store, prompt(2, seed=seed))
+    assert [store.match(prompt(2, seed=seed)) // CHUNK for seed in (1, 2, 3)] == [0, 2, 2]
+
+
 def test_times_fall_along_a_chain(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     long, short = prompt(4, first=2, seed=1), prompt(3, first=2, seed=2)
@@ -245,7 +257,7 @@ def test_a_store_goes_on_in_a_fork(tmp_path: Path, entry_bytes: int) -> None:
     assert total(tmp_path) <= 4 * entry_bytes
 
 
-@pytest.mark.parametrize("mutant", ["truncates", "newest first", "no budget"])
+@pytest.mark.parametrize("mutant", ["truncates", "newest first", "no budget", "believes every clock", "keeps locks over a fork"])
 def test_the_rules_above_are_seen_to_break(mutant: str, tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the tests that matter most fails on a store that breaks its rule."""
     if mutant == "truncates":
@@ -257,6 +269,24 @@ def test_the_rules_above_are_seen_to_break(mutant: str, tmp_path: Path, entry_by
         with open(path, "rb") as held:
             save(store, prompt(1, seed=1))
             assert os.fstat(held.fileno()).st_size == 0
+        return
+    if mutant == "keeps locks over a fork":
+        store = open_store(tmp_path)
+        save(store, prompt(2))
+        monkeypatch.setattr(locks, "_ALL", set())
+        results = FORK.Queue()
+        with store._counters._lock:
+            child = FORK.Process(target=_save_in_child, args=(store, results), daemon=True)
+            child.start()
+        with pytest.raises(queue.Empty):
+            results.get(timeout=3)
+        child.kill()
+        child.join()
+        return
+    if mutant == "believes every clock":
+        monkeypatch.setattr(eviction, "FUTURE_NS", 10**20)
+        with pytest.raises(AssertionError):
+            test_a_clock_that_was_ahead_keeps_nothing(tmp_path, entry_bytes, monkeypatch)
         return
     if mutant == "newest first":
         monkeypatch.setattr(eviction, "sorted", lambda entries: sorted(entries, reverse=True), raising=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import kvpack
+from kvpack import atomic
 from kvpack.store import directory
 
 from faulty_os import CHANGES, OPERATIONS, FaultyOs  # isort: skip
@@ -97,10 +99,18 @@ def run_with_fault(folder: Path, fault: FaultyOs, monkeypatch: pytest.MonkeyPatc
     return fault.calls >= fault.number
 
 
+ALL_FAULTS = bool(os.environ.get("KVPACK_ALL_FAULTS"))
+"""Whether every error is tried at each of the first 20 calls, once and from then on: some minutes."""
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_no_fault_raises_or_harms(operation: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The n-th call of every operation, failing once or from then on; later calls less and less densely."""
     reached, number, tried = True, 1, 0
+    if ALL_FAULTS:
+        for number, code, sticky in itertools.product(range(1, 21), ERRORS, (False, True)):
+            run_with_fault(folder, FaultyOs((operation,), number, code, sticky), monkeypatch)
+        return
     while reached:
         code = ERRORS[tried % len(ERRORS)]
         sticky = tried // len(ERRORS) % 2 == 1 or tried % 3 == 2
@@ -108,6 +118,22 @@ def test_no_fault_raises_or_harms(operation: str, folder: Path, monkeypatch: pyt
         tried += 1
         number += 1 if number < 4 else number
     assert tried > 3
+
+
+@pytest.mark.parametrize("operation", ["write", "writev", "pread"])
+def test_short_writes_and_reads_lose_nothing(operation: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the first calls, alone and with all that follow: the rest is written or read as well."""
+    for number, sticky in itertools.product(range(1, 12), (False, True)):
+        fault = FaultyOs((operation,), number, sticky=sticky, short=True)
+        run_with_fault(folder, fault, monkeypatch)
+        shutil.rmtree(folder)
+        with monkeypatch.context() as patch:
+            FaultyOs((operation,), number, sticky=sticky, short=True).install(patch)
+            store = open_store(folder, durable=True)
+            for seed, ids in PROMPTS.items():
+                assert store.save(ids, WHOLE[seed]) == 3 * CHUNK
+                assert same(store.load(ids)[1], WHOLE[seed])
+            assert store.counters()["faults"] == {}
 
 
 @pytest.mark.parametrize("code", ERRORS, ids=errno.errorcode.get)
@@ -190,6 +216,12 @@ import json, os, sys
 sys.path.insert(0, sys.argv[2])
 import torch
 torch.set_num_threads(1)
+if sys.argv[3] == "leaves unfinished files":
+    from kvpack import atomic
+    atomic.os = type("Os", (), {"__getattr__": lambda self, name: getattr(os, name), "unlink": lambda self, path: None})()
+elif sys.argv[3] == "raises":
+    from kvpack.store.counters import Counters
+    Counters.fault = lambda self, operation, error: (_ for _ in ()).throw(error)
 from store_caches import CHUNK, cache, entries, open_store, prompt, same
 folder = os.path.join(sys.argv[1], "store")
 store = open_store(folder)
@@ -209,22 +241,36 @@ print(json.dumps([len(saved), right, left, store.counters()["faults"], again, st
 """
 
 
-def test_a_full_disk_is_a_miss(tmp_path: Path) -> None:
+def on_a_full_disk(tmp_path: Path, variant: str = "") -> list[Any]:
     mount = f"mount -t tmpfs -o size=600k,mode=700 none {tmp_path}"
     command = ["unshare", "--map-root-user", "--mount"] if os.geteuid() else ["unshare", "--mount"]
     if subprocess.run([*command, "sh", "-c", mount], capture_output=True).returncode:
         pytest.skip("a tmpfs cannot be mounted here: neither root nor user namespaces are allowed")
-    script = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(Path(__file__).parent)]
+    script = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(Path(__file__).parent), variant]
     done = subprocess.run([*command, "sh", "-c", f'{mount} && exec "$@"', "sh", *script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    saved, right, left, faults, again, loaded = json.loads(done.stdout)
+    found: list[Any] = json.loads(done.stdout)
+    return found
+
+
+def check_full_disk(saved: int, right: int, left: list[str], faults: dict[str, int], again: int, loaded: int) -> None:
     assert saved == right > 20
     assert left == []
     assert set(faults) == {"put ENOSPC"}
     assert (again, loaded) == (2 * CHUNK, 2 * CHUNK)
 
 
-@pytest.mark.parametrize("mutant", ["in place", "no clean-up", "raises"])
+def test_a_full_disk_is_a_miss(tmp_path: Path) -> None:
+    check_full_disk(*on_a_full_disk(tmp_path))
+
+
+@pytest.mark.parametrize("variant", ["leaves unfinished files", "raises"])
+def test_a_store_that_minds_a_full_disk_is_seen(variant: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        check_full_disk(*on_a_full_disk(tmp_path, variant))
+
+
+@pytest.mark.parametrize("mutant", ["in place", "no clean-up", "raises", "believes short writes"])
 def test_the_rules_above_are_seen_to_break(mutant: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = directory.write_file
 
@@ -240,6 +286,11 @@ def test_the_rules_above_are_seen_to_break(mutant: str, folder: Path, monkeypatc
         Path(unfinished, f".kvpack-{os.getpid()}-left.tmp").write_bytes(b"left")
         return real(path, *args, unfinished=unfinished, **options)
 
+    if mutant == "believes short writes":
+        monkeypatch.setattr("kvpack.atomic._write_all", lambda descriptor, pieces, _: atomic.os.writev(descriptor, pieces))
+        with pytest.raises(AssertionError):
+            test_short_writes_and_reads_lose_nothing("writev", folder, monkeypatch)
+        return
     if mutant == "raises":
         monkeypatch.setattr("kvpack.store.counters.Counters.fault", lambda self, operation, error: (_ for _ in ()).throw(error))
         with pytest.raises(OSError, match="Input/output"):

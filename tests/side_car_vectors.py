@@ -125,7 +125,7 @@ def add_refused() -> None:
     )
     for stream, value in (("outliers", "00fc"), ("qjl_norm", "017c"), ("channel_scale", "007c")):
         add_payload(f"side-car-not-finite-{stream.replace('_', '-')}", "front-13", ALL, stream, 0, value, f"{stream} is not finite")
-    add_payload("side-car-flag-of-no-chunk", "front-3", ALL, "outlier_flags.0", 1, "04", "a flag of no chunk")
+    add_payload("side-car-flag-of-no-chunk", "front-4", ALL, "outlier_flags.0", 1, "04", "a flag of no chunk")
 
 
 def add_an_outlier(parts: Parts) -> None:

@@ -14,7 +14,7 @@ from vector_checks import DECODED, LINES, check_values, read, unpacked  # isort:
 from vector_files import DEFINED, FOLDER, MANIFEST, described, digest, profile_of, values_of, values_path  # isort: skip
 
 REFUSED = [file for file, line in LINES.items() if "error" in line]
-MAX_BYTES = 2**22
+MAX_BYTES = 9 * 2**19
 """Of all vectors: they travel with the source, and a reader in another language runs them all. Half of it are the 4 KiB of each JSON
 header, and what is at a limit of the format takes up to 200 kB."""
 

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import codec_vectors  # isort: skip
 import container_vectors  # isort: skip
+import corner_vectors  # isort: skip
 import frame_vectors  # isort: skip
 import header_vectors  # isort: skip
+import limit_vectors  # isort: skip
+import row_vectors  # isort: skip
 import side_car_vectors  # isort: skip
 import valid_vectors  # isort: skip
 from container_vectors import UNSUPPORTED  # isort: skip
@@ -30,7 +33,18 @@ MANIFEST = FOLDER / "manifest.json"
 CORE = {"raw", "group"}
 """Codecs of the profile core, which has no side-cars and no filters."""
 
-for module in (valid_vectors, codec_vectors, header_vectors, container_vectors, side_car_vectors, frame_vectors):
+MODULES = (
+    valid_vectors,
+    codec_vectors,
+    header_vectors,
+    container_vectors,
+    side_car_vectors,
+    frame_vectors,
+    row_vectors,
+    corner_vectors,
+    limit_vectors,
+)
+for module in MODULES:
     module.add_all()
 
 DEFINED: dict[str, Valid | Invalid] = {

@@ -1,0 +1,182 @@
+"""The conformance vectors of streams that have rows of several sequences, heads and runs, and of side-cars that meet each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import struct
+from typing import TYPE_CHECKING, Any
+
+from kvpack.formats.channel_order import ChannelOrder
+
+from file_parts import Parts, bits, edit, one_side  # isort: skip
+from invalid_vectors import ANGLE, OCTAHEDRAL, POLAR, QUATERNION, SCALAR, add  # isort: skip
+from strategies import create  # isort: skip
+from valid_vectors import add as add_valid  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvpack.formats.base import Codec
+
+EVERY = {
+    "channel_scale": "fp32",
+    "channel_order": "u8",
+    "outliers": "3",
+    "qjl": "fp16",
+    "sinks": "1",
+    "raw_tokens": "fp16",
+}
+"""The words for all side-cars but the rotation of blocks."""
+
+
+def add_all() -> None:
+    add_rows()
+    add_side_cars()
+    add_runs()
+    add_flags()
+
+
+def rows(name: str, shows: str, codec: Codec, *rules: str, runs: tuple[int, ...] = (5, 4, 1), **options: Any) -> None:
+    add_valid(name, shows, lambda: one_side(codec, runs=runs, batch=2, heads=3, **options), *rules)
+
+
+def add_rows() -> None:
+    """Streams with a row a sequence, a head or a run: which row a token takes is seen only where there are several."""
+    for axis in ("token", "channel"):
+        for scale in ("fp16", "fp32"):
+            codec = create("group", 6, b="3", g="4", axis=axis, token_scale=scale)
+            shows = f"{scale} token scales of two sequences, in three runs of groups along {axis}s"
+            rows(f"group-rows-of-token-scales-{axis}-{scale}", shows, codec, "front-12")
+        codec = create("group", 6, b="3", g="4", axis=axis, scales="u8")
+        rows(f"group-rows-of-8-bit-scales-{axis}", f"a row of scale_range for each of three runs, groups along {axis}s", codec, "front-12")
+    for codec in (
+        create("raw", 3, dtype="bf16"),
+        create("octahedral", 7, b="3", arrangement="direct", rotation="none"),
+        create("quaternion", 7, s="5", r="4", rotation="none"),
+        create("angle", 6, n="100", norm="log4", rotation="none"),
+        create("polar", 6, b="2.3.1", rotation="none"),
+        create("scalar", 7, b="2", high="3", rotation="none"),
+    ):
+        rule = "raw-3" if codec.id == "raw" else "front-12"
+        rows(f"{codec.id}-rows", "two sequences and three heads", codec, rule, runs=(3,), tail=2, tail_dtype="fp16")
+    norms = create("angle", 6, n="8", norm="fp32", rotation="none")
+    rows("angle-rows-of-norms", "norms in binary32 of two sequences and three heads", norms, "front-12", runs=(3,))
+
+
+def add_side_cars() -> None:
+    scaled = create("group", 6, b="2", axis="channel", channel_scale="fp16")
+    scaled = dataclasses.replace(scaled, channel_order=ChannelOrder(6, "u16"))  # type: ignore[call-arg]
+    rows("side-car-order-and-scale", "an order, and then a scale, of each of three runs and of every head", scaled, "side-cars-10", tail=0)
+    for kind, dim, block in (("signed-hadamard", 24, "12"), ("hadamard", 12, "4")):
+        both = create("group", dim, b="2", axis="channel", rotation=kind, block_rotation=block)
+        shows = f"the codec's rotation {kind}, and then blocks of {block} channels"
+        rows(f"side-car-{kind}-and-blocks", shows, both, "side-cars-10", "front-8", runs=(2,), tail=0)
+    for kind in ("none", "signed-hadamard"):
+        for axis in ("token", "channel"):
+            codec = create("group", 16, b="2", g="4", axis=axis, rotation=kind, token_scale="fp32", block_rotation="4", **EVERY)
+            shows = f"all side-cars of three runs of groups along {axis}s, two sequences and three heads, rotation {kind}"
+            rows(f"side-cars-all-{kind}-{axis}", shows, codec, "side-cars-10", "front-12")
+    codec = create("scalar", 6, b="2", rotation="none", sinks="1", raw_tokens="fp32")
+    none = without_entries("raw_token_flags", "raw_tokens")
+    shows = "a last tensor of no bytes, so that a pad is the end of the file"
+    add_valid("side-car-last-without-entries", shows, lambda: one_side(codec, none, runs=(3,), tail=0), "side-cars-10")
+    add_subnormal()
+
+
+def without_entries(flags: str, stream: str) -> Callable[[Parts], None]:
+    """Makes all of ``flags`` 0, and leaves ``stream`` without entries."""
+
+    def apply(parts: Parts) -> None:
+        number, entries = parts.tensor(f"0.k.{flags}"), parts.tensor(f"0.k.{stream}")
+        parts.tensors[number] = bytes(len(parts.tensors[number]))
+        parts.header["layers"][0]["k"]["entries"][stream] = parts.header["tensors"][entries][2][2] = 0
+        parts.tensors[entries] = b""
+
+    return apply
+
+
+def subnormal(names: tuple[str, ...], dtype: str = "F16") -> Callable[[Parts], None]:
+    """Fills tensors with subnormal numbers, of either sign but for channel scales."""
+
+    size, top = (2, 1 << 10) if dtype == "F16" else (4, 1 << 23)
+
+    def apply(parts: Parts) -> None:
+        for name in names:
+            source, number = random.Random(name), parts.tensor(f"0.k.{name}")
+            signs = 1 if name == "channel_scale" else 2
+            drawn = (source.randrange(1, top) | source.randrange(signs) << 8 * size - 1 for _ in range(len(parts.tensors[number]) // size))
+            parts.tensors[number] = b"".join(value.to_bytes(size, "little") for value in drawn)
+
+    return apply
+
+
+def large_scales(parts: Parts) -> None:
+    """Gives groups scales and centres near the largest of binary16, so that their products with subnormal binary32 numbers are normal."""
+    source, number = random.Random(1), parts.tensor("0.k.scales")
+    count = len(parts.tensors[number]) // 2
+    parts.tensors[number] = b"".join((source.randrange(29, 31) << 10 | source.randrange(1024)).to_bytes(2, "little") for _ in range(count))
+
+
+def add_subnormal() -> None:
+    words = {"outliers": "3", "qjl": "fp16", "sinks": "1", "raw_tokens": "fp16"}
+    codec = create("group", 16, b="2", g="4", axis="channel", **words)
+    numbers = subnormal(("outliers", "qjl_norm", "raw_tokens", "tail"))
+    make = lambda: one_side(codec, numbers, runs=(6,), tail=2, tail_dtype="fp16")  # noqa: E731
+    add_valid("side-cars-subnormal", "subnormal outliers, qjl_norm, raw tokens and tail", make, "front-1", "side-cars-10")
+    single = create("group", 6, b="2", g="4", axis="channel", token_scale="fp32")
+    change = subnormal(("token_scale",), "F32")
+    shows = "subnormal token scales in binary32, and products that are normal"
+    add_valid("group-subnormal-fp32-token-scales", shows, lambda: one_side(single, large_scales, change, runs=(4,), tail=0), "front-12")
+    scaled = create("group", 6, b="2", g="4", axis="channel", channel_scale="fp32")
+    factors = subnormal(("channel_scale",), "F32")
+    shows = "subnormal channel scales in binary32, and products that are normal"
+    make_scaled = lambda: one_side(scaled, large_scales, factors, runs=(4,), tail=0)  # noqa: E731
+    add_valid("side-car-subnormal-fp32-scale", shows, make_scaled, "side-cars-9", "side-cars-10")
+
+
+def add_runs() -> None:
+    """Codecs that encode tokens one by one have one run."""
+    for codec in (OCTAHEDRAL, QUATERNION, ANGLE, SCALAR, POLAR):
+        shows = f"two runs of {codec.id}, which encodes tokens one by one"
+        make = lambda c=codec: one_side(c, edit("layers.0.k.runs", [1, 1]), tail=0)  # noqa: E731
+        add(f"two-runs-of-{codec.id}", "container-18", "InvalidHeader", shows, make)
+
+
+def add_flags() -> None:
+    three = create("group", 12, b="2", axis="channel", outliers="3")
+    three = dataclasses.replace(three, outliers=dataclasses.replace(three.outliers, fields=2))  # type: ignore[attr-defined, call-arg]
+    change = without_entries("outlier_flags.0", "outliers"), bits("0.k.outlier_flags.0", 1, "02")
+    shows = "a flag in a field without a chunk"
+    add("side-car-field-of-no-chunk", "front-3", "InvalidPayload", shows, lambda: one_side(three, *change))
+    raw = create("group", 6, b="2", axis="channel", sinks="1", raw_tokens="fp16")
+    none = without_entries("raw_token_flags", "raw_tokens")
+    add(
+        "side-car-flag-2-of-one-entry",
+        "side-cars-7",
+        "InvalidPayload",
+        "a flag of 2, and one entry, as many as there are flags that are not 0",
+        lambda: one_side(raw, none, one_entry, bits("0.k.raw_token_flags", 1, "02"), runs=(3,), tail=0),
+    )
+    raw_codec = create("raw", 4, dtype="bf16")
+    add(
+        "side-car-of-raw-with-its-stream",
+        "side-cars-1",
+        "InvalidHeader",
+        "a channel_scale of raw, and its tensor",
+        lambda: one_side(raw_codec, scale_of_raw, tail=0),
+    )
+
+
+def one_entry(parts: Parts) -> None:
+    """Gives a side without raw tokens an entry."""
+    number = parts.tensor("0.k.raw_tokens")
+    shape = parts.header["tensors"][number][2]
+    parts.header["layers"][0]["k"]["entries"]["raw_tokens"] = shape[2] = 1
+    parts.tensors[number] = bytes(2 * shape[3] * shape[4])
+
+
+def scale_of_raw(parts: Parts) -> None:
+    parts.header["codecs"][0]["channel_scale"] = "fp16"
+    parts.header["tensors"].append(["0.k.channel_scale", "F16", [1, 2, 1, 4], "none", 0, b""])
+    parts.tensors.append(struct.pack("<8e", *[1.0] * 8))

@@ -18,6 +18,7 @@ from kvpack.formats.errors import InvalidParameter, KvpackError
 from kvpack.header import layout_bytes
 from kvpack.header_tensor import pack_header, parse_header
 from kvpack.json_header import make_front
+from kvpack.limits import MAX_FILE_BYTES, MAX_JSON_BYTES
 from kvpack.recipes import Recipe, parse_recipe
 
 from second_decoder import decoder, decompress  # isort: skip
@@ -97,17 +98,27 @@ def check_header(data: bytes) -> bool:
 
 
 def compare_header(data: bytes) -> None:
-    """The second decoder accepts the headers that the library accepts."""
-    accepted = rule = None
+    """The second decoder accepts the headers that the library accepts, and makes the same JSON header of them."""
+    error = rule = None
+    text, size = b"", 0
     try:
-        parse_header(data)
-    except KvpackError as error:
-        accepted = error
+        front = make_front(parse_header(data))
+        text, size = front.text, front.file_bytes
+    except KvpackError as refusal:
+        error = refusal
     try:
-        decoder.take_header(decoder.parse_msgpack(data))
-    except decoder.Refused as refused:
-        rule = refused
-    assert (accepted is None) == (rule is None), f"the library: {accepted or 'accepts'}; the second decoder: {rule or 'accepts'}"
+        file = decoder.take_header(decoder.parse_msgpack(data))
+    except decoder.Refused as refusal:
+        rule = refusal
+    else:
+        json_header, laid = decoder.json_header(data, file.tensors), decoder.places(len(data), file.tensors)
+        end = 8 + len(json_header) + (laid[-1].end if laid else len(data))
+        # Of these a reader of whole files learns from the file, which is not there.
+        if end > MAX_FILE_BYTES or len(json_header) > MAX_JSON_BYTES:
+            rule = "limits"
+        elif error is None:
+            assert (text, size) == (len(json_header).to_bytes(8, "little") + json_header, end), "the JSON headers differ"
+    assert (error is None) == (rule is None), f"the library: {error or 'accepts'}; the second decoder: {rule or 'accepts'}"
 
 
 def check_safetensors(data: bytes) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 from byte_mutator import mutated_bytes  # isort: skip
@@ -13,7 +14,14 @@ if TYPE_CHECKING:
 LIMITS = (0, 1, 256, 4096, 65535, 65536, 2**17, 2**20, 2**31, 2**32, 2**40 - 1, 2**53, 2**60 - 1, 2**63, 2**64 - 1)
 """Numbers at which a limit of the format or of a machine's integers is."""
 
-OTHER_TYPES: tuple[Any, ...] = (None, True, False, 0, -1, 1.5, float("nan"), "", "x", b"", b"\0", [], {}, [[]], {"": 0})
+_OTHER_TYPES: tuple[Any, ...] = (None, True, False, 0, -1, 1.5, float("nan"), "", "x", b"", b"\0", [], {}, [[]], {"": 0}, [[[[[[[0]]]]]]])
+_LONG: tuple[Any, ...] = ("x" * 4097, b"\0" * 8000, [[]] * 1000, [0] * 5000, {str(number): number for number in range(257)})
+"""Above a limit, or more than the length of a header allows."""
+
+
+def of_another_type(source: random.Random) -> Any:
+    """Any value, a new one at each call: it may be changed in turn."""
+    return copy.deepcopy(source.choice(_LONG if source.random() < 0.05 else _OTHER_TYPES))
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -41,7 +49,7 @@ def mutate_place(top: Any, words: Sequence[str], source: random.Random) -> None:
 def mutated_value(value: Any, words: Sequence[str], source: random.Random) -> Any:
     """Another value, mostly of the same type."""
     if source.random() < 0.1:
-        return source.choice(OTHER_TYPES)
+        return of_another_type(source)
     if type(value) is int:
         limit = source.choice(LIMITS)
         return source.choice((value + 1, max(value - 1, -(2**63)), value * 2, value // 2, limit, limit + 1, source.randrange(300))) % 2**64
@@ -49,12 +57,12 @@ def mutated_value(value: Any, words: Sequence[str], source: random.Random) -> An
         return source.choice((source.choice(words), value + "x", value[:-1], value.upper(), value * source.choice((2, 300)), "\0", "é"))
     if isinstance(value, bytes):
         return mutated_bytes(value, source, 1 << 12)
-    return source.choice(OTHER_TYPES)
+    return of_another_type(source)
 
 
 def _mutate_array(array: list[Any], source: random.Random) -> None:
     if not array:
-        array.append(source.choice(OTHER_TYPES))
+        array.append(of_another_type(source))
         return
     one, other = source.randrange(len(array)), source.randrange(len(array))
     kind = source.randrange(4)
@@ -65,7 +73,7 @@ def _mutate_array(array: list[Any], source: random.Random) -> None:
     elif kind == 2:
         array[one], array[other] = array[other], array[one]
     else:
-        array.append(source.choice(OTHER_TYPES))
+        array.append(of_another_type(source))
 
 
 def _mutate_map(entries: dict[Any, Any], key: Any, words: Sequence[str], source: random.Random) -> None:
@@ -75,6 +83,6 @@ def _mutate_map(entries: dict[Any, Any], key: Any, words: Sequence[str], source:
     elif kind == 1:
         entries[key] = entries.pop(key)
     elif kind == 2:
-        entries[source.choice(words)] = source.choice((entries[key], source.choice(OTHER_TYPES)))
+        entries[source.choice(words)] = source.choice((entries[key], of_another_type(source)))
     else:
         entries[source.choice((source.choice(words), 7, b"key"))] = entries.pop(key)

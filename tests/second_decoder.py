@@ -19,8 +19,13 @@ _SPEC.loader.exec_module(decoder)
 
 
 def decompress(frame: bytes, size: int) -> bytes:
-    """The content of a Zstandard frame, and nothing where its blocks are no valid ones."""
+    """The content of a Zstandard frame that says ``size``, and a byte more than that where it is no valid one."""
     try:
-        return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+        if size:
+            return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+        # Of a frame that says nothing, decompress() reads nothing.
+        stream = zstandard.ZstdDecompressor().decompressobj()
+        content = stream.decompress(frame)
     except zstandard.ZstdError:
-        return b""
+        return bytes(size + 1)
+    return content if stream.eof and not stream.unused_data else bytes(1)

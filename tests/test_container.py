@@ -12,6 +12,7 @@ import stat
 import struct
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -659,6 +660,22 @@ def test_a_frame_of_no_content_is_read_to_its_end(frame: str, accepted: bool, mo
     else:
         with pytest.raises(InvalidPayload, match=r"^bytes: 0\.k\.values: is not one whole zstd frame"):
             file.tensor("0.k.values")
+
+
+def test_a_frame_that_says_no_content_cannot_hold_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of four bytes that repeat a byte 131,072 times, in a frame with a window for them."""
+    made = Contents(codecs=(create("raw", 4, dtype="fp16"),), layers=(LayerEntry(side(0, 0), None),))
+    bomb = bytes.fromhex("28b52ffd 80 38 00000000") + bytes.fromhex("020010 00") * 2**14 + bytes.fromhex("010000")
+    assert zstandard.get_frame_parameters(bomb).content_size == 0
+    monkeypatch.setattr(container, "compressed", lambda raw: bomb)
+    file = container.open_bytes(container.to_bytes(made, {"0.k.values": b""}, compress=True))
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidPayload, match="is not one whole zstd frame of no content"):
+            file.tensor("0.k.values")
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_small_frame_cannot_declare_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ roundtrip: $(INSTALLED)
 	$(BIN)/python fuzz/roundtrip.py --seconds $(or $(SECONDS),60)
 
 # The kernels compiled, on a machine with a CUDA device: most of the time goes to compiling, so in many processes.
-GPU_TESTS = tests/test_kernels.py tests/test_encode_kernels.py tests/test_attention_kernels.py tests/test_attention_kernels_bench.py tests/test_cuda.py
+GPU_TESTS = $(wildcard tests/test_*kernels*.py) tests/test_cuda.py
 
 gpu-test: $(INSTALLED)
 	$(BIN)/pytest --quiet --numprocesses auto --dist worksteal -k "not in_the_interpreter" $(GPU_TESTS)

@@ -1,4 +1,4 @@
-"""group encoded on the GPU (spec/codecs/group.md): without a rotation, bit for bit as ``formats/group.py``, its oracle."""
+"""group encoded on the GPU (spec/codecs/group.md): without rotation and token scales bit for bit as ``formats/group.py``, its oracle."""
 
 # Triton has no types.
 # mypy: disable-error-code="untyped-decorator"
@@ -64,7 +64,7 @@ def encode(codec: Group, x: torch.Tensor, streams: dict[str, torch.Tensor], plan
         MIDDLE=codec.centre == "middle", SCALE=scale_of(codec.rotation), LIMIT=HALF_LIMIT, SMALLEST=SMALLEST_HALF, STREAMS=plan.streams,
         BLOCK_TOKENS=block_tokens,
         # Of one warp, most tokens of a group are in one thread.
-        warps=1 if along_tokens and not rotated and block_tokens == BLOCK_TOKENS else WARPS,
+        warps=1 if along_tokens and not rotated and token_scale is None and block_tokens == BLOCK_TOKENS else WARPS,
     )  # fmt: skip
     return True
 
@@ -165,6 +165,9 @@ def _encode(
     GROUPED: tl.constexpr = (BLOCK_TOKENS // SIZE, SIZE, BLOCK) if ALONG_TOKENS else (BLOCK_TOKENS, BLOCK // SIZE, SIZE)
     if matrix is not None:
         rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
+    if token_scales is not None:
+        factor = tl.load(token_scales + batch * tokens + token, valid, 1.0).to(tl.float32)
+        inverse = 1.0 / tl.where(factor > 0, factor, 1.0)
     sums = empty_columns(STREAMS, BLOCK_TOKENS)
     for block in range(SYMBOLS // BLOCK):
         channel = block * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -175,8 +178,7 @@ def _encode(
             place = x + batch * batch_stride + head * head_stride + token * token_stride + channel.to(tl.int64) * channel_stride
             value = tl.load(place, inside, 0.0).to(tl.float32)
         if token_scales is not None:
-            factor = tl.load(token_scales + batch * tokens + token, valid, 1.0).to(tl.float32)
-            value = tl.div_rn(value, tl.where(factor > 0, factor, 1.0))
+            value = value * inverse
         # No comparison holds for a NaN, and the extremes below would pass over it.
         flag_unless(tl.abs(value) < float("inf"), flag)
 

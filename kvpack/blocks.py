@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 
 Block = tuple[int, int]
 
+_CACHES_OF_A_DEVICE = 32
+
+
+def caches_of(device: torch.device) -> int:
+    """How many times as large a block is on ``device`` as on the CPU, where it fits a core's cache.
+
+    Elsewhere a call is dear, and a block of a core's size keeps few of a device's at work.
+    """
+    return 1 if device.type == "cpu" else _CACHES_OF_A_DEVICE
+
 
 def for_each_block(work: Callable[[int, int], None], blocks: Sequence[Block], device: torch.device) -> None:
     """Call ``work(start, stop)`` for every block, on the CPU in as many threads as torch has; the first error is raised.

@@ -20,7 +20,7 @@ import torch
 
 from kvpack.formats.errors import InvalidDtype, InvalidShape, NotConsecutive, OutOfBounds
 
-from .blocks import for_each_block
+from .blocks import caches_of, for_each_block
 from .dispatch import decode, decode_frame
 from .encoding import RAW_DTYPES, check_finite, encode, raw_values
 from .modes import own_modes
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Pair = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
 TILE_VALUES = 1 << 19
-"""Values decoded at a time when a page is unpacked, converted or attended."""
+"""Values decoded at a time on the CPU, and on any device where a page is attended."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -198,7 +198,7 @@ class Side:
         """
         if not dtype.is_floating_point:
             raise InvalidDtype(f"{dtype} cannot hold decoded values: they are floating point")
-        per_tile = max(128, TILE_VALUES // max(1, self.batch * self.heads * self.dim) // 128 * 128)
+        per_tile = max(128, TILE_VALUES * caches_of(self.device) // max(1, self.batch * self.heads * self.dim) // 128 * 128)
 
         def unpack_tile(start: int, stop: int) -> None:
             page, first = self.place(start, stop)

@@ -12,7 +12,7 @@ from kvpack.formats.errors import NonFinite, OutOfRange
 from kvpack.formats.raw import Raw
 
 from . import dispatch
-from .blocks import for_each_block
+from .blocks import caches_of, for_each_block
 from .modes import own_modes
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ RAW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float
 """torch dtypes of raw tails by their names in the header."""
 
 BLOCK_VALUES = 1 << 19
-"""Values encoded at a time: few enough for the processor's cache, enough to hide the cost of a call."""
+"""Values encoded at a time on the CPU: few enough for the processor's cache, enough to hide the cost of a call."""
 
 _GROUP_MULTIPLE = 128
 
@@ -53,7 +53,7 @@ def _encode_in_blocks(codec: Codec, x: torch.Tensor, where: str, before: Mapping
     batch, heads, tokens, dim = x.shape
     layout = codec.layout(batch, heads, tokens)
     row = max(1, batch * heads * codec.dim)
-    size = max(_GROUP_MULTIPLE, BLOCK_VALUES // row // _GROUP_MULTIPLE * _GROUP_MULTIPLE)
+    size = max(_GROUP_MULTIPLE, BLOCK_VALUES * caches_of(x.device) // row // _GROUP_MULTIPLE * _GROUP_MULTIPLE)
     if codec.id == "raw":
         # One copy without temporaries.
         size = max(1, tokens)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import statistics
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +20,11 @@ from kvpack.dispatch import attention_kernels
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.recipes import parse_recipe
 
-from . import picture
+from . import encode_kernels, picture
+from .timing import graph_seconds, median_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from kvpack.cache import Layer
     from kvpack.encoding import Progress
@@ -65,12 +65,13 @@ RECIPES = (
 SWEEP = Shape(1, 32, 8, 128, 0)
 SWEEP_TOKENS = tuple(1 << power for power in range(10, 19))
 
+PARTS = ("attention", "encode")
+"""What is measured: attention on every shape, and encoding on that of ``encode_kernels``."""
+
 _OWN_BF16 = "bf16"
 _LINES = ("-", "--", ":", "-.")
 _COLD_BYTES = 150 << 20
 _MOST_COPIES = 64
-_CALLS_A_GRAPH = 12
-_REPLAYS = 7
 _CHUNK_TOKENS = 8192
 _COPIED_BYTES = 1 << 30
 
@@ -89,31 +90,38 @@ def parse_shape(text: str) -> Shape:
 
 
 def run(
-    shapes: Sequence[str], recipes: Sequence[str], *, sweep: bool = False, out: str | None = None, progress: Progress | None = None
+    shapes: Sequence[str],
+    recipes: Sequence[str] | None,
+    *,
+    parts: Sequence[str] = PARTS,
+    sweep: bool = False,
+    out: str | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure every recipe on every shape and return JSON values; ``sweep`` adds lengths of context and, with ``out``, their picture.
+    """Measure recipes (None: those of each part) and return JSON values; ``sweep`` adds contexts and, with ``out``, their picture.
 
     Raises InvalidParameter where there is no CUDA device, or for a recipe that the kernels do not take, InvalidRecipe, WriteFailed.
     """
     named = [(text, parse_shape(text)) for text in shapes]
-    for recipe in recipes:
+    for recipe in recipes or ():
         parse_recipe(recipe)
     if out is not None:
         picture.library()
     if not torch.cuda.is_available():
         raise InvalidParameter("kernels are measured on a CUDA device, and torch finds none here")
     lengths = [("", SWEEP._replace(tokens=tokens)) for tokens in SWEEP_TOKENS] if sweep else []
-    every = [*named, *lengths]
+    every = [*named, *lengths] if "attention" in parts else []
     bandwidth = copy_bandwidth()
     tables = []
     for done, (name, shape) in enumerate(every, 1):
-        tables.append({"name": name, **shape._asdict(), "rows": _rows(shape, recipes, bandwidth)})
+        tables.append({"name": name, **shape._asdict(), "rows": _rows(shape, recipes or RECIPES, bandwidth)})
         if progress:
-            progress(done, len(every))
+            progress(done, len(every) + 1)
+    encode = encode_kernels.run(recipes or encode_kernels.RECIPES) if "encode" in parts else None
     properties = torch.cuda.get_device_properties(0)
     report = {
         "device": properties.name, "torch": torch.__version__, "bytes_per_s": bandwidth,
-        "shapes": tables[: len(named)], "sweep": tables[len(named) :],
+        "shapes": tables[: len(named)], "sweep": tables[len(named) :], "encode": encode,
     }  # fmt: skip
     if out is not None:
         _write(report, Path(out))
@@ -125,39 +133,6 @@ def copy_bandwidth() -> float:
     source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return 2 * _COPIED_BYTES / graph_seconds([lambda: target.copy_(source)])
-
-
-def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Seconds of one call, the median over replays of a CUDA graph that makes all ``calls`` in turn."""
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    rounds = max(1, _CALLS_A_GRAPH // len(calls))
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for call in calls:
-                call()
-    seconds = []
-    for replay in range(_REPLAYS + 1):
-        elapsed = _elapsed(graph.replay)
-        if replay:
-            seconds.append(elapsed / (rounds * len(calls)))
-    return statistics.median(seconds)
-
-
-def _elapsed(call: Callable[[], object]) -> float:
-    """Seconds that the device works on ``call``."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 def _rows(shape: Shape, recipes: Sequence[str], bandwidth: float) -> list[dict[str, Any]]:
@@ -209,7 +184,7 @@ def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]
     seconds = graph_seconds([partial(kernels.attended, call) for call in calls])
     return {
         "recipe": recipe, "bytes": size, "seconds": seconds, "error": _error(q, layer),
-        "unpack_seconds": _seconds(lambda: layer.unpack(torch.bfloat16)),
+        "unpack_seconds": median_seconds(lambda: layer.unpack(torch.bfloat16)),
     }  # fmt: skip
 
 
@@ -224,11 +199,6 @@ def _copied(layer: Layer) -> Layer:
         pages = [replace(page, streams={name: stream.clone() for name, stream in page.streams.items()}) for page in side.pages]
         sides.append(replace(side, pages=tuple(pages)))
     return kvpack.Layer(*sides)
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    """The median of three times, after one that is not counted."""
-    return statistics.median([_elapsed(call) for _ in range(4)][1:])
 
 
 def _error(q: torch.Tensor, layer: Layer) -> float:
@@ -283,7 +253,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one table a shape, and what its columns mean."""
+    """Print one table a shape, and what its columns mean; then that of encoding."""
     from kvpack.commands.output import bytes_text, print_table
 
     columns = ["recipe", "bytes read", "us", "GB/s", "x byte\nfloor", "x best\nbf16", "relative\nerror", "unpack\nms"]
@@ -303,6 +273,8 @@ def show(report: dict[str, Any]) -> None:
         ]
         title = f"{table['name'] or 'sweep'}: {table['batch']} x {table['q_heads']}/{table['heads']} heads x {table['dim']}, "
         print_table(f"{title}{table['tokens']:,} tokens, on {report['device']}", columns, rows)
-    print(f"\nThe byte floor is the bytes read at the speed of a copy, {report['bytes_per_s'] / 1e12:.2f} TB/s read and written.")
-    print("Times are of the main kernel and the merge, cold: buffers in turn exceed the L2 cache. The error is against fp64 attention.")
-
+    if report["shapes"] or report["sweep"]:
+        print(f"\nThe byte floor is the bytes read at the speed of a copy, {report['bytes_per_s'] / 1e12:.2f} TB/s read and written.")
+        print("Times are of the main kernel and the merge, cold: buffers in turn exceed the L2 cache. The error is against fp64 attention.")
+    if report["encode"] is not None:
+        encode_kernels.show(report["encode"], report["device"])

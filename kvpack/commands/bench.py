@@ -76,11 +76,13 @@ def _add_fidelity(kinds: Any) -> None:
 def _add_kernels(kinds: Any) -> None:
     kernels = kinds.add_parser(
         "kernels",
-        help="attention over packed rows on a CUDA device, beside the best bf16 attention",
-        description="Time a decode step over packed rows on a CUDA device, beside SDPA and kvpack's own attention over bf16.",
+        help="attention over packed rows on a CUDA device, beside the best bf16 attention; encoding and unpacking",
+        description="Time a decode step over packed rows on a CUDA device, beside SDPA and kvpack's own attention over bf16, "
+        "and encoding and unpacking, beside a copy.",
     )
     kernels.add_argument("--shape", action="append", metavar="SHAPE", help="A, B, C, D or BxHqxHkvxDxT; may be repeated (default: all)")
     kernels.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: one a codec)")
+    kernels.add_argument("--only", choices=("attention", "encode"), help="measure this part alone")
     kernels.add_argument("--sweep", action="store_true", help="measure contexts of 1,024 to 262,144 tokens as well")
     kernels.add_argument("--out", metavar="DIR", help="write the report, and the picture of the sweep, here: kernels.json, .png, .svg")
     add_json(kernels)
@@ -175,13 +177,14 @@ def run_fidelity(arguments: argparse.Namespace) -> int:
 
 
 def run_kernels(arguments: argparse.Namespace) -> int:
-    """Measure and print one table a shape."""
+    """Measure and print one table a shape, and one of encoding."""
     from kvpack.bench import kernels
 
     with progress("bench kernels", arguments) as callback:
         report = kernels.run(
             arguments.shape or list(kernels.SHAPES),
-            arguments.recipe or list(kernels.RECIPES),
+            arguments.recipe,
+            parts=(arguments.only,) if arguments.only else kernels.PARTS,
             sweep=arguments.sweep,
             out=arguments.out,
             progress=callback,

@@ -1,0 +1,141 @@
+"""kvpack bench kernels: encoding on a CUDA device, beside a copy of the input and the papers' times; packing and unpacking whole.
+
+One side of the LLM row of OCTOPUS Table 7. Times of encoding are of the kernels alone, in CUDA graphs over inputs in turn, larger
+together than the L2 cache; packing and unpacking are the library's calls, with their memory and their checks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+import kvpack
+from kvpack.dispatch import uses_triton
+from kvpack.recipes import parse_recipe
+
+from .timing import graph_seconds, median_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvpack.formats.base import Codec
+
+
+class Shape(NamedTuple):
+    """One side of a layer: sequences, KV heads, tokens and head dim."""
+
+    batch: int
+    heads: int
+    tokens: int
+    dim: int
+
+
+SHAPE = Shape(1, 4, 65536, 128)
+
+RECIPES = (
+    "kv=group:b=4,g=32",
+    "kv=group:b=2,g=32",
+    "oscar-2",
+    "kv=scalar:b=4",
+    "kv=scalar:b=3",
+    "kv=scalar:b=2",
+    "kv=octahedral:b=4",
+    "kv=octahedral:b=3",
+    "kv=octahedral:b=2",
+    "kv=octahedral:b=3,arrangement=direct",
+    "kv=angle:n=128",
+    "kv=quaternion:s=24,r=3",
+    "kv=quaternion:s=96,r=4",
+    "kv=quaternion:s=192,r=6",
+)
+
+PAPER_SECONDS = {
+    "kv=scalar:b=4": 1.5e-3,
+    "kv=scalar:b=3": 1.6e-3,
+    "kv=scalar:b=2": 1.5e-3,
+    "kv=octahedral:b=4": 5.2e-3,
+    "kv=octahedral:b=3": 4.6e-3,
+    "kv=octahedral:b=2": 4.5e-3,
+}
+"""OCTOPUS Table 7 on an H200: TQ-MSE, and OCTOPUS with its 3 x 3 rounding."""
+
+_INPUTS = 3
+
+
+def run(recipes: Sequence[str], shape: Shape = SHAPE) -> dict[str, Any]:
+    """Measure every codec of ``recipes`` and return JSON values; there is a CUDA device. Raises InvalidRecipe, InvalidParameter."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    size = (shape.batch, shape.heads, shape.tokens, shape.dim)
+    inputs = [torch.randn(size, device="cuda", generator=generator).to(torch.bfloat16) for _ in range(_INPUTS)]
+    targets = [torch.empty_like(x) for x in inputs]
+    copied = graph_seconds([lambda x=x, y=y: y.copy_(x) for x, y in zip(inputs, targets, strict=True)])  # type: ignore[misc]
+    del targets
+    rows = []
+    for recipe in recipes:
+        for side, codec in codecs_of(recipe, shape.dim):
+            rows.append(_row(inputs, recipe, side, codec, copied))
+            torch.cuda.empty_cache()
+    return {**shape._asdict(), "bytes": inputs[0].nbytes, "copy_seconds": copied, "rows": rows}
+
+
+def codecs_of(recipe: str, dim: int) -> Iterator[tuple[str, Codec]]:
+    """The sides of ``recipe`` and their codecs, one of two equal ones and no raw ones."""
+    found: list[Codec] = []
+    for side in "kv":
+        codec = parse_recipe(recipe).codec(0, 1, side, dim)
+        if codec.id != "raw" and codec not in found:
+            found.append(codec)
+            yield side, codec
+
+
+def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copied: float) -> dict[str, Any]:
+    from kvpack.kernels.encode import prepare
+
+    encodings = [prepare(codec, x) for x in inputs] if uses_triton(inputs[0].device) else []
+    # What the kernels lack is encoded by torch, and has the time of packing only.
+    runs = [encoding.run for encoding in encodings if encoding is not None and encoding.run()]
+    seconds = graph_seconds(runs) if runs else None
+    pair = (inputs[0], None) if side == "k" else (None, inputs[0])
+    layer = kvpack.pack([pair], recipe)[0]
+    size = inputs[0].nbytes
+    stored = sum(stream.nbytes for page in layer.sides[side].pages for stream in page.streams.values())
+    unpacked = median_seconds(lambda: layer.unpack(torch.bfloat16))
+    return {
+        "recipe": recipe, "side": side, "bytes": stored, "seconds": seconds,
+        "gb_per_s": None if seconds is None else size / seconds / 1e9,
+        "of_floor": None if seconds is None else seconds / (copied * (size + stored) / (2 * size)),
+        "paper_seconds": PAPER_SECONDS.get(recipe),
+        "pack_seconds": median_seconds(lambda: kvpack.pack([pair], recipe)),
+        "unpack_seconds": unpacked, "unpack_gb_per_s": size / unpacked / 1e9,
+    }  # fmt: skip
+
+
+def show(report: dict[str, Any], device: str) -> None:
+    """Print the table, and what its columns mean."""
+    from kvpack.commands.output import bytes_text, print_table
+
+    def number(value: float | None, scale: float, digits: int) -> str:
+        return "" if value is None else f"{scale * value:.{digits}f}"
+
+    columns = ["recipe", "side", "bytes written", "us", "GB/s", "x byte\nfloor", "paper\nus", "pack\nms", "unpack\nms", "unpack\nGB/s"]
+    rows = [
+        [
+            row["recipe"],
+            row["side"],
+            bytes_text(row["bytes"]),
+            number(row["seconds"], 1e6, 1),
+            number(row["gb_per_s"], 1, 0),
+            number(row["of_floor"], 1, 2),
+            number(row["paper_seconds"], 1e6, 0),
+            number(row["pack_seconds"], 1e3, 2),
+            number(row["unpack_seconds"], 1e3, 2),
+            number(row["unpack_gb_per_s"], 1, 0),
+        ]
+        for row in report["rows"]
+    ]
+    title = f"encode: {report['batch']} x {report['heads']} heads x {report['dim']}, {report['tokens']:,} tokens, on {device}"
+    print_table(title, columns, rows, left=2)
+    speed = 2 * report["bytes"] / report["copy_seconds"] / 1e12
+    print(f"\nThe byte floor is the input read and the streams written at the speed of a copy of the input, {speed:.2f} TB/s both ways.")
+    print("GB/s are of the bf16 values. The paper is OCTOPUS, Table 7.")

@@ -671,9 +671,9 @@ def test_a_frame_that_says_no_content_cannot_hold_much(monkeypatch: pytest.Monke
     file = container.open_bytes(container.to_bytes(made, {"0.k.values": b""}, compress=True))
     tracemalloc.start()
     try:
-        with pytest.raises(InvalidPayload, match="is not one whole zstd frame of no content"):
+        with pytest.raises(InvalidPayload, match="is not one whole zstd frame"):
             file.tensor("0.k.values")
-        assert tracemalloc.get_traced_memory()[1] < 2**24
+        assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
 

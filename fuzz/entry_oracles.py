@@ -14,6 +14,7 @@ from kvpack.formats.errors import KvpackError
 from kvpack.store.entries import FEATURE, Reader, to_pieces
 from kvpack.store.keys import KEY_BYTES, chained
 
+from byte_mutator import mutated_numbers  # isort: skip
 from file_mutator import mutated_file, repaired, taken_apart  # isort: skip
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ def entries(recipe: str, chunks: int = 2) -> list[bytes]:
 
 
 def mutated_entry(data: bytes, vocabulary: Vocabulary, source: random.Random, most: int) -> bytes:
-    """A mutation of an entry whose payload has, mostly, the digest that its header names."""
+    """A mutation of an entry whose payload has, mostly, the digest that its header names, or damage that nothing repairs."""
+    if source.random() < 0.1:
+        front = 8 + int.from_bytes(data[:8], "little")
+        return data[:front] + mutated_numbers(data[front:], "U8", source)
     mutated = mutated_file(data, vocabulary, source, most)
     parts = taken_apart(mutated)
     if parts is None or source.random() < 0.1:

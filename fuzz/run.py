@@ -27,7 +27,6 @@ from summary import coverage_lines, problems, show  # noqa: E402
 from targets import TARGETS  # noqa: E402
 
 _STATUS = re.compile(r"^#\d+\s.*\bcov: (\d+) ft: (\d+)", re.MULTILINE)
-_STARTING_SECONDS = 120
 
 
 def arguments_of(words: list[str] | None = None) -> argparse.Namespace:

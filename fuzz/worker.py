@@ -76,7 +76,7 @@ def main() -> int:
     if driver == "atheris":
         _run_atheris(session, inputs, arguments, finish)
     else:
-        _run_random(session, inputs, arguments.seed)
+        run_random(session, inputs, arguments.seed)
         finish()
     return 0
 
@@ -124,26 +124,35 @@ def _run_atheris(session: Session, inputs: list[bytes], arguments: argparse.Name
     atheris.Fuzz()
 
 
-def _run_random(session: Session, inputs: list[bytes], seed: int) -> None:
-    """Mutations of seeds, and of mutations that were accepted."""
-    source, pool = random.Random(seed), list(inputs) or [b""]
-    current = b""
+def run_random(session: Session, inputs: list[bytes], seed: int) -> None:
+    """The seeds, then mutations of seeds and of mutations that were accepted; a process that dies leaves its input as a file."""
+    source, pool = random.Random(seed), list(inputs)
+    session.failures.mkdir(parents=True, exist_ok=True)
+    running = session.failures / f"native-{session.report.target}-{os.getpid()}"
 
     def too_long(*_: object) -> None:
         raise TimeoutError(f"an input took more than {TIMEOUT_SECONDS} seconds")
 
     signal.signal(signal.SIGALRM, too_long)
-    for data in pool[:]:
-        if not session.over:
-            session.run(data)
-    while not session.over:
-        current = session.target.mutate(source.choice(pool), source)[: session.target.most_bytes]
-        signal.alarm(TIMEOUT_SECONDS)
-        accepted = session.report.accepted
-        session.run(current)
-        if session.report.accepted > accepted and source.random() < 0.1:
-            pool[source.randrange(len(pool)) if len(pool) > 4 * len(inputs) else len(pool) :][:1] = [current]
+    with running.open("wb", buffering=0) as file:
+        while not session.over:
+            number = session.report.executions
+            if number < len(inputs):
+                current = inputs[number]
+            else:
+                current = session.target.mutate(source.choice(pool), source)[: session.target.most_bytes]
+            os.pwrite(file.fileno(), current, 0)
+            os.ftruncate(file.fileno(), len(current))
+            signal.alarm(TIMEOUT_SECONDS)
+            accepted = session.report.accepted
+            session.run(current)
+            if number >= len(inputs) and session.report.accepted > accepted and source.random() < 0.1:
+                if len(pool) < 4 * len(inputs):
+                    pool.append(current)
+                else:
+                    pool[source.randrange(len(inputs), len(pool))] = current
     signal.alarm(0)
+    running.unlink()
 
 
 def _measure_lines(report: Report, target: Target, inputs: list[bytes], seconds: float) -> None:

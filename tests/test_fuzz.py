@@ -29,6 +29,7 @@ import oracles  # noqa: E402
 import seeds  # noqa: E402
 import session  # noqa: E402
 import summary  # noqa: E402
+import worker  # noqa: E402
 from file_mutator import Vocabulary, mutated_file, taken_apart  # noqa: E402
 from session import Report, Session  # noqa: E402
 from targets import TARGETS, Target  # noqa: E402
@@ -234,3 +235,36 @@ def test_a_failing_input_is_kept_and_repeats(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "input: accepted" in done.stdout or "input: refused" in done.stdout
+
+
+def test_a_process_that_dies_leaves_its_input(tmp_path: Path) -> None:
+    script = (
+        "import os, pathlib, sys\n"
+        f"sys.path[:0] = [{str(ROOT / 'fuzz')!r}, {str(ROOT / 'tests')!r}]\n"
+        "from session import Report, Session\n"
+        "from targets import Target\n"
+        "from worker import run_random\n"
+        "target = Target((b'x',), lambda data, source: b'fatal', lambda data: os.abort() if data == b'fatal' else True)\n"
+        f"session = Session(Report('target', 'random', 0), target, 60.0, 9, pathlib.Path({str(tmp_path)!r}))\n"
+        "run_random(session, [b'x'], 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode < 0, done.stderr
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith("native-target-")
+    assert left.read_bytes() == b"fatal"
+
+
+def test_the_random_driver_goes_on_from_what_was_accepted(tmp_path: Path) -> None:
+    seen: list[bytes] = []
+
+    def check(data: bytes) -> bool:
+        seen.append(data)
+        return True
+
+    target = Target((b"x",), lambda data, source: data + b"y", check)
+    worker.run_random(Session(Report("target", "random", 0), target, 1e9, 200, tmp_path), [b"x"], 0)
+    assert seen[0] == b"x"
+    assert len(seen) == 200
+    assert max(map(len, seen)) > 3
+    assert list(tmp_path.iterdir()) == []

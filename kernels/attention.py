@@ -27,11 +27,11 @@ MOST_ROWS = 16
 MOST_ROW_BLOCKS = 8
 """Above it a layer is decoded once and attended by torch: each block of rows would decode it again."""
 
-MERGE_PARTS, MERGE_COLUMNS = 512, 16
-"""Parts of one program of the merge at most, and columns at least."""
+MERGE_PARTS, MERGE_VALUES = 512, 4096
+"""Parts and values of one program of the merge at most."""
 
-FEW_PARTS = 64
-"""Up to which one warp merges them."""
+FEW_PARTS = 32
+"""Up to which one warp merges them: its lanes then have columns of their own, 4 each."""
 
 LOG2_E = math.log2(math.e)
 EVERYTHING = 1 << 30
@@ -179,10 +179,10 @@ def attended(call: Call) -> dict[Codec, torch.Tensor]:
         spans[launch.v] = (spans.get(launch.v, (start,))[0], stop)
     merged = {}
     block_parts = min(MERGE_PARTS, next_power_of_two(parts))
-    values, warps = (2048, 1) if block_parts <= FEW_PARTS else (4096, 4)
+    warps = 1 if block_parts <= FEW_PARTS else 4
+    block_columns = 128 if block_parts <= FEW_PARTS else max(16, min(128, MERGE_VALUES // block_parts))
     for codec, (start, stop) in spans.items():
         merged[codec] = torch.empty(batch, heads, call.rows, dim, dtype=torch.float32, device=device)
-        block_columns = max(MERGE_COLUMNS, min(next_power_of_two(columns), values // block_parts))
         channels = _channels(codec, block_columns, str(device))
         split.merge[(sequences * call.rows, channels.numel() // block_columns)](
             merged[codec], sums, largest, total, channels, total if call.sink_logits is None else call.sink_logits, parts, start, stop,

@@ -203,3 +203,22 @@ def look_up_bits(
     else:
         found = look_up(planes[BIT // 16], table + FIRST * VALUES, BIT % 16, BITS, VALUES, OFFSET, COPIES, ENTRIES, FAST)
     return found
+
+
+@triton.jit
+def look_up_repeated(
+    planes: tl.tuple,
+    table: tl.tensor,
+    BIT: tl.constexpr,
+    BITS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SHARED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tensor:
+    """``look_up_bits`` of entries of 4 equal values, one tile: half an entry is loaded, of which there are twice as many copies."""
+    if FAST and SHARED[1] > 0:
+        HALVES: tl.constexpr = (SHARED[0] + FIRST * 8 * SHARED[1], 2 * SHARED[1], SHARED[2] - FIRST)
+        found = look_up_bits(planes, table, BIT, BITS, 2, 0, HALVES, FAST)
+    else:
+        found = look_up_bits(planes, table, BIT, BITS, 4, FIRST, SHARED, FAST)
+    return found[0]

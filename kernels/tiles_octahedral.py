@@ -18,7 +18,7 @@ from triton import language as tl
 from kvpack.formats.octahedral_search import codebook_directions
 
 from .fields import load_factor, load_planes, negated, product, read_factor, whole_planes, words_of_step
-from .shared_table import look_up_bits
+from .shared_table import look_up_bits, look_up_repeated
 from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 
 if TYPE_CHECKING:
@@ -136,8 +136,8 @@ def _triplet(
         x = negated(x, planes[SIGNS // 16], SIGNS % 16, FAST)
         y = negated(y, planes[(SIGNS + 1) // 16], (SIGNS + 1) % 16, FAST)
         if NORM_BITS:
-            norm = look_up_bits(planes, table, SIGNS + 2, NORM_BITS, 4, 1 << INDEX_BITS, SHARED, FAST)
-            x, y, z = product(x, norm[0], FAST), product(y, norm[0], FAST), product(z, norm[0], FAST)
+            norm = look_up_repeated(planes, table, SIGNS + 2, NORM_BITS, 1 << INDEX_BITS, SHARED, FAST)
+            x, y, z = product(x, norm, FAST), product(y, norm, FAST), product(z, norm, FAST)
     return (x, y, z)
 
 

@@ -349,6 +349,16 @@ def test_long_queries_and_gradients_stay_with_torch(monkeypatch: pytest.MonkeyPa
     assert dispatch.attention_kernels(torch.randn(1, 4, 1, 64, device=DEVICE, requires_grad=True), layer) is None
 
 
+@on_kernels
+def test_a_prefill_chunk_is_attended_over_rows_that_kernels_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = kvpack.pack(random_pairs(1, 600, dims=(64, 64)), "k=scalar:b=3;v=group:b=4;tail=32")[0]
+    q = torch.randn(1, 4, 512, 64)
+    expected = exact(q, layer)
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    found = kvpack.attend(q.to(DEVICE), Layer(*(side.to(DEVICE) for side in layer.sides.values()))).cpu()
+    assert (found - expected).norm() / expected.norm() < TOLERANCE
+
+
 @on_cuda
 @pytest.mark.parametrize("k", KEYS)
 def test_without_inline_assembly(k: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,3 +392,19 @@ def test_in_a_cuda_graph() -> None:
         q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)))
         graph.replay()
         assert torch.equal(captured, kvpack.attend(q, layer))
+
+
+@on_cuda
+def test_lengths_change_between_replays_of_a_cuda_graph() -> None:
+    layer = kvpack.pack(random_pairs(1, 3000, batch=2, dims=(64, 64)), "k=scalar:b=4;v=group:b=4;tail=128").to(DEVICE)[0]
+    q = torch.randn(2, 4, 1, 64, device=DEVICE)
+    lengths = torch.tensor([3000, 1], device=DEVICE)
+    kvpack.attend(q, layer, lengths=lengths)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kvpack.attend(q, layer, lengths=lengths)
+    for given in ([3000, 1], [17, 2999], [2900, 0]):
+        lengths.copy_(torch.tensor(given))
+        graph.replay()
+        assert torch.equal(captured, kvpack.attend(q, layer, lengths=given))

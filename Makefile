@@ -36,7 +36,7 @@ roundtrip: $(INSTALLED)
 GPU_TESTS = $(wildcard tests/test_*kernels*.py) tests/test_cuda.py
 
 gpu-test: $(INSTALLED)
-	$(BIN)/pytest --quiet --numprocesses auto --dist worksteal -k "not in_the_interpreter" $(GPU_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses auto --dist worksteal -k "not in_the_interpreter" $(GPU_TESTS)
 
 # Every tile loader, on any words, under the checkers of memory accesses and of races.
 gpu-sanitize: $(INSTALLED)

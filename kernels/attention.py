@@ -15,13 +15,13 @@ import torch
 
 from kvpack.formats.columns import next_power_of_two
 
-from . import loaders, plan, rotation, shared_table, split
+from . import loaders, merge, plan, rotation, shared_table, split
 
 if TYPE_CHECKING:
     from kvpack.cache import Layer
     from kvpack.formats.base import Codec
 
-MOST_ROWS = 16
+FEWEST_ROWS, MOST_ROWS = 8, 16
 """Query rows of one program: the rows of a block are the short side of the matrix products."""
 
 MOST_ROW_BLOCKS = 8
@@ -106,7 +106,7 @@ def prepare(
     assert v is not None
     batch, q_heads, q_len, _ = q.shape
     rows = q_heads // k.heads * q_len
-    block = min(MOST_ROWS, max(8, next_power_of_two(rows)))
+    block = min(MOST_ROWS, max(FEWEST_ROWS, next_power_of_two(rows)))
     blocks = -(-rows // block)
     position = k.tokens - q_len
     begin, end = 0, position + q_len if causal else k.tokens
@@ -169,7 +169,8 @@ def attended(call: Call) -> dict[Codec, torch.Tensor]:
             **launch.constants, "SOFTCAP": call.softcap is not None, "ROWS": call.block, "COLUMNS": columns,
             "LENGTHS": call.lengths is not None, "DEPENDENT": call.dependent, "FIRST": start == 0,
         }  # fmt: skip
-        options = {"num_warps": launch.shape.warps, "maxnreg": launch.shape.registers or None, **overlap}
+        registers = launch.shape.registers if call.block == FEWEST_ROWS else 0
+        options = {"num_warps": launch.shape.warps, "maxnreg": registers or None, **overlap}
         grid = (items * blocks * sequences,)
         variant = (call.softcap is not None, call.block, columns, call.lengths is not None, call.dependent, start == 0)
         if launch.constants["TABLES"][0] and variant not in launch.allowed:
@@ -184,7 +185,7 @@ def attended(call: Call) -> dict[Codec, torch.Tensor]:
     for codec, (start, stop) in spans.items():
         merged[codec] = torch.empty(batch, heads, call.rows, dim, dtype=torch.float32, device=device)
         channels = _channels(codec, block_columns, str(device))
-        split.merge[(sequences * call.rows, channels.numel() // block_columns)](
+        merge.merge[(sequences * call.rows, channels.numel() // block_columns)](
             merged[codec], sums, largest, total, channels, total if call.sink_logits is None else call.sink_logits, parts, start, stop,
             call.rows, padded, heads, call.q_len, SINK_LOGITS=call.sink_logits is not None, COLUMNS=columns, DIM=dim,
             BLOCK_PARTS=block_parts, BLOCK_COLUMNS=block_columns, DEPENDENT=call.dependent, num_warps=warps, **overlap,

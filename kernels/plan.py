@@ -38,8 +38,8 @@ INTERPRETED_MULTIPROCESSORS = 2
 LARGE_TABLES = 32 << 10
 """Bytes of shared tables above which programs are few and share them among more warps."""
 
-MANY_TILES = 16
-"""Of keys and values together: above it registers, not shared memory, bound what a multiprocessor holds."""
+FEW_TILES = 4
+"""Of a side: above it registers, not shared memory, bound what a multiprocessor holds."""
 
 FEW_BYTES, MANY_TOKENS = 64, 3000
 """Bytes of codes a token, and tokens a multiprocessor, up to which and from which more and smaller programs are faster."""
@@ -182,16 +182,17 @@ def _launch(
     shape = _shape(k_tiles, v_tiles, table_bytes[0], tokens * sequences // _multiprocessors(device), fast)
     tile = shape.warps * shape.tiles * shape.tokens
     programs = max(1, _multiprocessors(device) * shape.programs // sequences)
-    size = -(-tokens // programs)
-    size = max(tile, -(-size // tile) * tile)
     rows: list[list[int]] = []
     held: list[torch.Tensor] = []
     for segment in segments:
         first_rows = segment.first - segment.k.first, segment.first - segment.v.first
         cut_words = any(_cuts_words(run, tiles) for run, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
         addresses = [*_addresses(segment.k, k_tiles, held), *_addresses(segment.v, v_tiles, held)]
-        for start in range(0, segment.tokens, size):
-            count, first = min(size, segment.tokens - start), segment.first + start
+        # As many programs as its share of the tokens, of as many tiles each, give or take one.
+        tiles = -(-segment.tokens // tile)
+        pieces = max(1, min(tiles, segment.tokens * programs // tokens))
+        for start, stop in pairwise(tiles * piece // pieces * tile for piece in range(pieces + 1)):
+            count, first = min(stop, segment.tokens) - start, segment.first + start
             seen_by_all = min(count, whole[1] - first) if first >= whole[0] else 0
             if start + seen_by_all == segment.tokens and cut_words:
                 seen_by_all -= 1
@@ -244,8 +245,10 @@ def _shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, fast: bool) -> Sha
         return Shape(2, 1, 32, 1, 4)
     token_bytes = sum(stream.row * stream.bits // 8 for stream in (*k.streams, *v.streams))
     code_bytes = 2 * sum(sum(packing.planes) for packing in (*k.packings, *v.packings))
+    tables = [tiles.table for tiles in (k, v) if tiles.table is not None]
     small = Shape(1, 1, 32, 3, 8)
-    if not k.dtype == v.dtype == "fp16" or (table_bytes > LARGE_TABLES and len(k.channels) + len(v.channels) > MANY_TILES):
+    many_tiles = len(tables) == 2 and min(len(k.channels), len(v.channels)) > FEW_TILES
+    if not k.dtype == v.dtype == "fp16" or (table_bytes > LARGE_TABLES and many_tiles):
         shape = Shape(2, 1, 32, 2, 4)
     elif table_bytes > LARGE_TABLES:
         narrow = any(fields_side_by_side(packing) > 1 for packing in (*k.packings, *v.packings))

@@ -1,4 +1,4 @@
-"""The attention kernels: one run of packed tokens a program, and the merge of all runs (log-sum-exp).
+"""The attention kernel: one run of packed tokens a program (``merge`` then sums what all runs give).
 
 A program holds a block of query rows (the query heads of one KV head, and their q_len queries) and walks its tokens in tiles
 ``[warp, token]``: each warp has tokens, scores and sums of its own, and meets no other before the merge. Scores are
@@ -20,9 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .fields import load_places
 from .shared_table import declare, fetch, fill
-
-UNSEEN = tl.constexpr(-1.0e30)
-"""The largest score of a row that has seen no token: finite, so that no difference of two is NaN."""
+from .softmax import UNSEEN, add_tiles
 
 COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window"]
 """Arguments that change from call to call, and for whose values nothing is compiled anew."""
@@ -54,162 +52,6 @@ def _pointer(at: tl.tensor, batch: tl.tensor, head: tl.tensor, BITS: tl.constexp
     else:
         pointer = address.to(tl.pointer_type(tl.int32))
     return tl.multiple_of(pointer, ALIGNED)
-
-
-@triton.jit
-def _products(tiles: tl.tuple, q: tl.tuple, scores: tl.tensor, FIRST: tl.constexpr) -> tl.tensor:
-    """Add K q^T of some tiles; ``q`` holds high and low halves for bfloat16 tiles, whose products with both are exact enough."""
-    for number in tl.static_range(len(tiles)):
-        tile = tiles[number]
-        if tile.dtype == tl.bfloat16:
-            scores = tl.dot(tile, q[2 * (FIRST + number)], scores)
-            scores = tl.dot(tile, q[2 * (FIRST + number) + 1], scores)
-        else:
-            scores = tl.dot(tile, q[FIRST + number], scores, input_precision="tf32x3")
-    return scores
-
-
-@triton.jit
-def _scores(
-    raw: tl.tuple,
-    q: tl.tuple,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    places: tl.tuple,
-    table: tl.tensor,
-    like: tl.tensor,
-    DECODE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    STEPS: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    FAST: tl.constexpr,
-) -> tl.tensor:
-    """Base-2 logarithms of weights, ``[warp, token, row]``."""
-    scores = tl.zeros(like.shape, tl.float32)
-    for step in tl.static_range(STEPS):
-        tiles = DECODE(raw, places, table, step, CONSTANTS, SHARED, False, FAST)
-        scores = _products(tiles, q, scores, step * len(tiles))
-    if FACTOR is not None:
-        scores = scores * FACTOR(raw, CONSTANTS, FAST)[:, :, None]
-    scores = scores * scale
-    if SOFTCAP:
-        # cap * tanh(s / cap): 1 / cap is in scale, and the logarithm's base in cap.
-        scores = (1 - 2 / (tl.exp2(scores * 2.885390081777927) + 1)) * cap
-    return scores
-
-
-@triton.jit
-def _power_and_rest(factor: tl.tensor) -> tl.tuple:
-    """``factor`` as 2^e times a rest of 1 to 2 in size: e, 2^-e and the rest. Exact down to 2^-100; below it the rest is 0.
-
-    A token of factor 0 takes the largest e of its tile: its weight counts, and must not vanish beside theirs.
-    """
-    bits = factor.to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) & 0xFF
-    tiny = exponent < 27
-    exponent = tl.where(tiny, tl.maximum(tl.max(exponent, 1), 27)[:, None], exponent)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    rest = tl.where(tiny, 0, (bits & ~0x7F800000) | 0x3F800000).to(tl.float32, bitcast=True)
-    return (exponent - 127).to(tl.float32), inverse, rest
-
-
-@triton.jit
-def _weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl.constexpr) -> tl.tuple:
-    """Add V^T P^T of some tiles ``[warp, column, token]`` to the sums from number ``FIRST`` on; returns those sums."""
-    new = ()
-    for number in tl.static_range(len(tiles)):
-        tile = tiles[number]
-        value_sum = sums[FIRST + number]
-        if tile.dtype == tl.bfloat16:
-            high = weights.to(tl.bfloat16)
-            value_sum = tl.dot(tile, high, value_sum)
-            value_sum = tl.dot(tile, (weights - high.to(tl.float32)).to(tl.bfloat16), value_sum)
-        elif tile.dtype == tl.float16:
-            value_sum = tl.dot(tile, weights.to(tl.float16), value_sum)
-        else:
-            value_sum = tl.dot(tile, weights, value_sum, input_precision="tf32x3")
-        new = new + (value_sum,)
-    return new
-
-
-@triton.jit
-def _tiles(
-    k_raws: tl.tuple,
-    v_raws: tl.tuple,
-    q: tl.tuple,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    position: tl.tensor,
-    token: tl.tensor,
-    end: tl.tensor,
-    ahead: tl.tensor,
-    window: tl.tensor,
-    k_places: tl.tuple,
-    v_places: tl.tuple,
-    k_table: tl.tensor,
-    v_table: tl.tensor,
-    largest: tl.tensor,
-    total: tl.tensor,
-    sums: tl.tuple,
-    K_DECODE: tl.constexpr,
-    K_FACTOR: tl.constexpr,
-    K_STEPS: tl.constexpr,
-    K_CONSTANTS: tl.constexpr,
-    K_SHARED: tl.constexpr,
-    V_DECODE: tl.constexpr,
-    V_FACTOR: tl.constexpr,
-    V_STEPS: tl.constexpr,
-    V_CONSTANTS: tl.constexpr,
-    V_SHARED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
-    FAST: tl.constexpr,
-) -> tl.tuple:
-    """Tiles of tokens added to (largest score, sum of weights, sums of values), which are rescaled once for all of them.
-
-    A value's factor is 2^e times a rest: e joins the score and the rest the weight, so that weights never leave [-2, 2].
-    """
-    TOKENS: tl.constexpr = total.shape[1]
-    scores = ()
-    powers = ()
-    new_largest = largest
-    for tile in tl.static_range(len(k_raws)):
-        score = _scores(
-            k_raws[tile], q, scale, cap, k_places, k_table, total, K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, SOFTCAP, FAST
-        )  # fmt: skip
-        if MASKED:
-            at = (token + tile * TOKENS)[:, :, None]
-            seen = (at < end) & (at <= position + ahead) & (at > position - window)
-            score = tl.where(seen, score, float("-inf"))
-        if V_FACTOR is not None:
-            power = _power_and_rest(V_FACTOR(v_raws[tile], V_CONSTANTS, FAST))
-            score = score + power[0][:, :, None]
-            powers = powers + (power,)
-        scores = scores + (score,)
-        new_largest = tl.maximum(new_largest, tl.max(score, 1)[:, None, :])
-    kept = tl.exp2(largest - new_largest)
-    total = total * kept
-    weights = ()
-    for tile in tl.static_range(len(k_raws)):
-        weight = tl.exp2(scores[tile] - new_largest)
-        if V_FACTOR is not None:
-            total += weight * powers[tile][1][:, :, None]
-            weight = weight * powers[tile][2][:, :, None]
-        else:
-            total += weight
-        weights = weights + (weight,)
-    rescaled = ()
-    for number in tl.static_range(len(sums)):
-        rescaled = rescaled + (sums[number] * kept,)
-    for tile in tl.static_range(len(k_raws)):
-        new_sums = ()
-        for step in tl.static_range(V_STEPS):
-            decoded = V_DECODE(v_raws[tile], v_places, v_table, step, V_CONSTANTS, V_SHARED, True, FAST)
-            new_sums = new_sums + _weighted(decoded, weights[tile], rescaled, step * len(decoded))
-        rescaled = new_sums
-    return new_largest, total, rescaled
 
 
 @triton.jit
@@ -386,7 +228,7 @@ def attend_split(
     for offset in tl.range(0, whole, WARPS * TILES * TOKENS, num_stages=STAGES):
         k_raws = _load_tiles(k_pointers, k_first + offset, token, count, K_LOAD, K_CONSTANTS, K_WHOLE, TILES, TOKENS, False, False, FAST)
         v_raws = _load_tiles(v_pointers, v_first + offset, token, count, V_LOAD, V_CONSTANTS, V_WHOLE, TILES, TOKENS, False, True, FAST)
-        largest, total, sums = _tiles(
+        largest, total, sums = add_tiles(
             k_raws, v_raws, q_tiles, scale, cap, at, token, count, ahead, window,
             k_places, v_places, k_table, v_table, largest, total, sums,
             K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED,
@@ -400,7 +242,7 @@ def attend_split(
     for offset in tl.range(masked, count, WARPS * TOKENS, num_stages=1):
         k_raws = _load_tiles(k_pointers, k_first + offset, near, count - offset, K_LOAD, K_CONSTANTS, K_WHOLE, 1, TOKENS, True, False, FAST)
         v_raws = _load_tiles(v_pointers, v_first + offset, near, count - offset, V_LOAD, V_CONSTANTS, V_WHOLE, 1, TOKENS, True, True, FAST)
-        largest, total, sums = _tiles(
+        largest, total, sums = add_tiles(
             k_raws, v_raws, q_tiles, scale, cap, at, near + offset, count, ahead, window,
             k_places, v_places, k_table, v_table, largest, total, sums,
             K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED,
@@ -418,64 +260,3 @@ def attend_split(
     for number in tl.static_range(len(V_WIDTHS)):
         tl.store(sums_out + part * COLUMNS + done + tl.arange(0, V_WIDTHS[number])[None, :, None], sums[number], real)
         done += V_WIDTHS[number]
-
-
-@triton.jit(do_not_specialize=["parts", "first_part", "last_part", "rows", "padded", "heads", "q_len"])
-def merge(
-    out: tl.tensor,
-    sums: tl.tensor,
-    largest: tl.tensor,
-    total: tl.tensor,
-    channels: tl.tensor,
-    sink_logits: tl.tensor,
-    parts: tl.tensor,
-    first_part: tl.tensor,
-    last_part: tl.tensor,
-    rows: tl.tensor,
-    padded: tl.tensor,
-    heads: tl.tensor,
-    q_len: tl.tensor,
-    SINK_LOGITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-) -> None:
-    """Sum parts ``[first_part, last_part)`` of one row, weighted by all parts' largest scores and over all parts' weights.
-
-    ``out`` is float32 ``[batch, head, row, DIM]``; ``channels`` int32 is the channel of each of a whole number of blocks of columns,
-    DIM for none. Most rows have parts for one block, whose loads then wait together. ``sink_logits`` float32 ``[head, query head of it]``,
-    read if ``SINK_LOGITS``, are base-2 logarithms of weights that no value has. A row that sees no token is 0.
-    """
-    if DEPENDENT:
-        gdc_wait()
-    program = tl.program_id(0)
-    row = (program // rows * padded + program % rows).to(tl.int64) * parts
-    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    part = tl.arange(0, BLOCK_PARTS)
-    most = tl.full((), UNSEEN, tl.float32)
-    weight_sum = tl.zeros((), tl.float32)
-    value = tl.zeros((BLOCK_COLUMNS,), tl.float32)
-    for begin in range(0, parts, BLOCK_PARTS):
-        number = begin + part
-        mine = (number >= first_part) & (number < last_part)
-        loaded = tl.load(sums + (row + number)[:, None] * COLUMNS + column[None, :], mine[:, None] & (column < COLUMNS)[None, :], 0.0)
-        top = tl.load(largest + row + number, number < parts, UNSEEN)
-        weight = tl.load(total + row + number, number < parts, 0.0)
-        new_most = tl.maximum(most, tl.max(top, 0))
-        rescale = tl.exp2(most - new_most)
-        kept = tl.exp2(top - new_most)
-        weight_sum = weight_sum * rescale + tl.sum(weight * kept, 0)
-        value = value * rescale + tl.sum(loaded * kept[:, None], 0)
-        most = new_most
-    if SINK_LOGITS:
-        sequence = program // rows
-        sink = tl.load(sink_logits + sequence % heads * (rows // q_len) + program % rows // q_len)
-        new_most = tl.maximum(most, sink)
-        rescale = tl.exp2(most - new_most)
-        weight_sum = weight_sum * rescale + tl.exp2(sink - new_most)
-        value = value * rescale
-    channel = tl.load(channels + column)
-    mean = value / tl.where(weight_sum > 0, weight_sum, 1.0)
-    tl.store(out + program.to(tl.int64) * DIM + channel, mean, channel < DIM)

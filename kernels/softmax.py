@@ -1,0 +1,170 @@
+"""The running softmax over decoded tiles: scores S^T = K q^T, weights, and sums O^T = V^T P^T (FlashAttention's recurrence)."""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+UNSEEN = tl.constexpr(-1.0e30)
+"""The largest score of a row that has seen no token: finite, so that no difference of two is NaN."""
+
+
+@triton.jit
+def _products(tiles: tl.tuple, q: tl.tuple, scores: tl.tensor, FIRST: tl.constexpr) -> tl.tensor:
+    """Add K q^T of some tiles; ``q`` holds high and low halves for bfloat16 tiles, whose products with both are exact enough."""
+    for number in tl.static_range(len(tiles)):
+        tile = tiles[number]
+        if tile.dtype == tl.bfloat16:
+            scores = tl.dot(tile, q[2 * (FIRST + number)], scores)
+            scores = tl.dot(tile, q[2 * (FIRST + number) + 1], scores)
+        else:
+            scores = tl.dot(tile, q[FIRST + number], scores, input_precision="tf32x3")
+    return scores
+
+
+@triton.jit
+def _scores(
+    raw: tl.tuple,
+    q: tl.tuple,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    places: tl.tuple,
+    table: tl.tensor,
+    like: tl.tensor,
+    DECODE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    STEPS: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tensor:
+    """Base-2 logarithms of weights, ``[warp, token, row]``."""
+    scores = tl.zeros(like.shape, tl.float32)
+    for step in tl.static_range(STEPS):
+        tiles = DECODE(raw, places, table, step, CONSTANTS, SHARED, False, FAST)
+        scores = _products(tiles, q, scores, step * len(tiles))
+    if FACTOR is not None:
+        scores = scores * FACTOR(raw, CONSTANTS, FAST)[:, :, None]
+    scores = scores * scale
+    if SOFTCAP:
+        # cap * tanh(s / cap): 1 / cap is in scale, and the logarithm's base in cap.
+        scores = (1 - 2 / (tl.exp2(scores * 2.885390081777927) + 1)) * cap
+    return scores
+
+
+@triton.jit
+def _power_and_rest(factor: tl.tensor) -> tl.tuple:
+    """``factor`` as 2^e times a rest of 1 to 2 in size: e, 2^-e and the rest. Exact down to 2^-100; below it the rest is 0.
+
+    A token of factor 0 takes the largest e of its tile: its weight counts, and must not vanish beside theirs.
+    """
+    bits = factor.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) & 0xFF
+    tiny = exponent < 27
+    exponent = tl.where(tiny, tl.maximum(tl.max(exponent, 1), 27)[:, None], exponent)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    rest = tl.where(tiny, 0, (bits & ~0x7F800000) | 0x3F800000).to(tl.float32, bitcast=True)
+    return (exponent - 127).to(tl.float32), inverse, rest
+
+
+@triton.jit
+def _weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl.constexpr) -> tl.tuple:
+    """Add V^T P^T of some tiles ``[warp, column, token]`` to the sums from number ``FIRST`` on; returns those sums."""
+    new = ()
+    for number in tl.static_range(len(tiles)):
+        tile = tiles[number]
+        value_sum = sums[FIRST + number]
+        if tile.dtype == tl.bfloat16:
+            high = weights.to(tl.bfloat16)
+            value_sum = tl.dot(tile, high, value_sum)
+            value_sum = tl.dot(tile, (weights - high.to(tl.float32)).to(tl.bfloat16), value_sum)
+        elif tile.dtype == tl.float16:
+            value_sum = tl.dot(tile, weights.to(tl.float16), value_sum)
+        else:
+            value_sum = tl.dot(tile, weights, value_sum, input_precision="tf32x3")
+        new = new + (value_sum,)
+    return new
+
+
+@triton.jit
+def add_tiles(
+    k_raws: tl.tuple,
+    v_raws: tl.tuple,
+    q: tl.tuple,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    position: tl.tensor,
+    token: tl.tensor,
+    end: tl.tensor,
+    ahead: tl.tensor,
+    window: tl.tensor,
+    k_places: tl.tuple,
+    v_places: tl.tuple,
+    k_table: tl.tensor,
+    v_table: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    sums: tl.tuple,
+    K_DECODE: tl.constexpr,
+    K_FACTOR: tl.constexpr,
+    K_STEPS: tl.constexpr,
+    K_CONSTANTS: tl.constexpr,
+    K_SHARED: tl.constexpr,
+    V_DECODE: tl.constexpr,
+    V_FACTOR: tl.constexpr,
+    V_STEPS: tl.constexpr,
+    V_CONSTANTS: tl.constexpr,
+    V_SHARED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """Tiles of tokens added to (largest score, sum of weights, sums of values), which are rescaled once for all of them.
+
+    A value's factor is 2^e times a rest: e joins the score and the rest the weight, so that weights never leave [-2, 2].
+    """
+    TOKENS: tl.constexpr = total.shape[1]
+    scores = ()
+    powers = ()
+    new_largest = largest
+    for tile in tl.static_range(len(k_raws)):
+        score = _scores(
+            k_raws[tile], q, scale, cap, k_places, k_table, total, K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, SOFTCAP, FAST
+        )  # fmt: skip
+        if MASKED:
+            at = (token + tile * TOKENS)[:, :, None]
+            seen = (at < end) & (at <= position + ahead) & (at > position - window)
+            score = tl.where(seen, score, float("-inf"))
+        if V_FACTOR is not None:
+            power = _power_and_rest(V_FACTOR(v_raws[tile], V_CONSTANTS, FAST))
+            score = score + power[0][:, :, None]
+            powers = powers + (power,)
+        scores = scores + (score,)
+        new_largest = tl.maximum(new_largest, tl.max(score, 1)[:, None, :])
+    kept = tl.exp2(largest - new_largest)
+    total = total * kept
+    weights = ()
+    for tile in tl.static_range(len(k_raws)):
+        weight = tl.exp2(scores[tile] - new_largest)
+        if V_FACTOR is not None:
+            total += weight * powers[tile][1][:, :, None]
+            weight = weight * powers[tile][2][:, :, None]
+        else:
+            total += weight
+        weights = weights + (weight,)
+    rescaled = ()
+    for number in tl.static_range(len(sums)):
+        rescaled = rescaled + (sums[number] * kept,)
+    for tile in tl.static_range(len(k_raws)):
+        new_sums = ()
+        for step in tl.static_range(V_STEPS):
+            decoded = V_DECODE(v_raws[tile], v_places, v_table, step, V_CONSTANTS, V_SHARED, True, FAST)
+            new_sums = new_sums + _weighted(decoded, weights[tile], rescaled, step * len(decoded))
+        rescaled = new_sums
+    return new_largest, total, rescaled

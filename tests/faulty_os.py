@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvpack import atomic
-from kvpack.store import directory, eviction, usage
+from kvpack.store import directory, eviction, pins, usage
 
 if TYPE_CHECKING:
     import pytest
@@ -62,7 +62,7 @@ class FaultyOs:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put it in the place of ``os`` in every module of the store."""
-        for module in (atomic, directory, eviction, usage):
+        for module in (atomic, directory, eviction, pins, usage):
             monkeypatch.setattr(module, "os", self)
 
 

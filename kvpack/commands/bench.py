@@ -107,7 +107,7 @@ def _add_store(kinds: Any) -> None:
 
 def run_store(arguments: argparse.Namespace) -> int:
     """Measure and print the tables."""
-    from kvpack.bench import store
+    from kvpack.bench import store, store_tables
 
     with progress("bench store", arguments) as callback:
         report = store.run(
@@ -119,7 +119,7 @@ def run_store(arguments: argparse.Namespace) -> int:
             folder=arguments.folder,
             progress=callback,
         )
-    print_report(report, store.show, arguments)
+    print_report(report, store_tables.show, arguments)
     return 0
 
 

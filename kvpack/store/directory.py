@@ -23,8 +23,8 @@ from kvpack.formats.errors import InvalidParameter, KvpackError
 
 from .backend import Stored
 from .eviction import FUTURE_NS, Evictor, NoRoom
-from .keys import KEY_BYTES
 from .mapping import map_file
+from .pins import Pins
 from .usage import Usage
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .counters import Counters
 
 ENTRY_FOLDERS = [f"{first:x}/{second:x}" for first in range(16) for second in range(16)]
-UNFINISHED, PINS = "unfinished", "pins"
+UNFINISHED = "unfinished"
 
 
 class Directory:
@@ -60,7 +60,7 @@ class Directory:
         self.durable = durable
         self._counters = counters
         self._unfinished = os.path.join(self.root, UNFINISHED)
-        self._pins = os.path.join(self.root, PINS)
+        self._pins = Pins(self, os.path.join(self.root, "pins"), self._unfinished, counters)
         self._usage = Usage(os.path.join(self.root, "usage"), self._unfinished)
         self._evictor = Evictor(self, self._usage, counters, max_bytes, min_free)
         self._check_owner()
@@ -166,11 +166,11 @@ class Directory:
     def scan(self) -> Iterator[tuple[str, os.stat_result]]:
         """(name, status) of every entry."""
         for folder in ENTRY_FOLDERS:
-            yield from self._files(os.path.join(self.root, folder))
+            yield from self.files(os.path.join(self.root, folder))
 
     def unfinished(self) -> Iterator[tuple[str, os.stat_result]]:
         """(name, status) of every unfinished file."""
-        for name, status in self._files(self._unfinished):
+        for name, status in self.files(self._unfinished):
             if name.startswith(TEMPORARY_PREFIX):
                 yield name, status
 
@@ -179,31 +179,13 @@ class Directory:
         return len(sizes), sum(sizes)
 
     def pin(self, keys: Sequence[bytes]) -> bool:
-        try:
-            self.make_folders(self._pins)
-            write_file(self._pin_path(keys), [memoryview(b"".join(keys))], durable=self.durable, unfinished=self._unfinished)
-        except (OSError, KvpackError) as error:
-            self._counters.fault("pin", error)
-            return False
-        return True
+        return self._pins.add(keys)
 
     def unpin(self, keys: Sequence[bytes]) -> bool:
-        try:
-            os.unlink(self._pin_path(keys))
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            self._counters.fault("unpin", error)
-            return False
-        return True
+        return self._pins.remove(keys)
 
     def pinned(self) -> set[bytes]:
-        keys: set[bytes] = set()
-        for name, _ in self._files(self._pins):
-            with contextlib.suppress(FileNotFoundError), open(os.path.join(self._pins, name), "rb") as file:
-                data = file.read()
-                keys.update(data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES))
-        return keys
+        return self._pins.keys()
 
     def collect(self) -> None:
         self._evictor.collect()
@@ -215,9 +197,6 @@ class Directory:
         """Where the entry ``key`` is."""
         name = key.hex()
         return f"{self.root}/{name[0]}/{name[1]}/{name}"
-
-    def _pin_path(self, keys: Sequence[bytes]) -> str:
-        return os.path.join(self._pins, keys[-1].hex())
 
     def _mapped(self, path: str) -> Data:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -232,7 +211,8 @@ class Directory:
         finally:
             os.close(descriptor)
 
-    def _files(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    def files(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+        """(name, status) of every regular file in a folder."""
         try:
             with os.scandir(folder) as entries:
                 for entry in entries:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvpack.formats.errors import InvalidParameter, KvpackError, Undecryptable
 
-from ..recipes import parse_recipe
 from .counters import Counters
 from .encryption import Cipher
 from .entries import Reader, to_pieces
+from .fitting import check_cache, check_groups
 from .identity import Identity
 from .keys import ID_BYTES, chained, chunk_keys, token_bytes
 from .locations import check_count, open_backend
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from .backend import Backend, Data
 
 CHUNK_TOKENS = 256
-
-_ANY_DIM = 128
-"""A head dim that every codec takes; the tokens that it encodes together are those of any other."""
 
 _FAULTS = (KvpackError, OSError, MemoryError)
 """What an entry may fail with: each is a miss, and is counted."""
@@ -81,7 +78,7 @@ class Store:
         if not isinstance(identity, Identity):
             raise InvalidParameter(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")
         check_count("chunk", chunk, 1)
-        _check_groups(identity, chunk)
+        check_groups(identity, chunk)
         self.location, self.identity, self.chunk = location, identity, chunk
         self._counters = Counters()
         self._backend: Backend = open_backend(
@@ -160,7 +157,7 @@ class Store:
         another recipe, another model or another start than position 0, or of several sequences.
         """
         cache = getattr(cache, "packed", cache)
-        self._check_cache(cache)
+        check_cache(cache, self.identity)
         ids = token_bytes(token_ids)
         self._counters.add("saves")
         packed = min((side.packed_tokens for layer in cache for side in layer.sides.values()), default=0)
@@ -262,33 +259,3 @@ class Store:
         from dataclasses import replace
 
         return replace(chunk, model=self._model, recipe=self.identity.recipe)
-
-    def _check_cache(self, cache: Any) -> None:
-        from ..cache import Cache
-
-        if not isinstance(cache, Cache):
-            raise InvalidParameter(f"a {type(cache).__name__} is no packed cache: kvpack.pack makes one")
-        if cache.start:
-            raise InvalidParameter(f"the cache starts at position {cache.start}, a prefix starts at 0")
-        if cache.recipe != self.identity.recipe:
-            raise InvalidParameter(f"the cache is packed with {cache.recipe!r}, the store's identity says {self.identity.recipe!r}")
-        for name, value in cache.model.items():
-            if self._model.get(name, value) != value:
-                raise InvalidParameter(f"the cache's model has {name} {value!r}, the store's identity says {self._model[name]!r}")
-        for number, layer in enumerate(cache):
-            for name, side in layer.sides.items():
-                if side.batch != 1:
-                    raise InvalidParameter(f"layers[{number}].{name} holds {side.batch} sequences, a prefix is one")
-            if layer.sides and layer.tokens != cache.tokens:
-                raise InvalidParameter(
-                    f"layers[{number}] holds {layer.tokens} of {cache.tokens} tokens: a prefix needs all, and a sliding window drops some"
-                )
-
-
-def _check_groups(identity: Identity, chunk: int) -> None:
-    """Raise InvalidParameter unless every codec of the recipe encodes ``chunk`` tokens in whole groups."""
-    for rule in parse_recipe(identity.recipe).rules:
-        for side in rule.sides:
-            group = rule.codec(_ANY_DIM, side).token_group
-            if chunk % group:
-                raise InvalidParameter(f"chunk is {chunk}, {side}={rule.codec_id} encodes {group} tokens together: allowed are multiples")

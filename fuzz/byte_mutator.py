@@ -70,7 +70,7 @@ def mutated_numbers(data: bytes, dtype: str, source: random.Random) -> bytes:
     if kind <= 1:
         result[at : at + size] = source.choice(values)
     elif kind == 2:
-        result[at // size * size + source.randrange(size)] ^= 1 << source.randrange(8)
+        result[min(at + source.randrange(size), len(result) - 1)] ^= 1 << source.randrange(8)
     elif kind == 3:
         count = source.randrange(1, MOST_BLOCK_BYTES)
         result[at : at + count] = source.randbytes(count)

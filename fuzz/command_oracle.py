@@ -39,6 +39,7 @@ class CommandOracle:
     def __init__(self, folder: Path) -> None:
         self.file, self.out, self.store = folder / "input", folder / "output", folder / "store"
         self._parser = cli.parser()
+        self.written = b""
         backend = open_backend(str(self.store), Counters())
         path = backend.path(bytes(32))  # type: ignore[attr-defined]
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
@@ -46,8 +47,15 @@ class CommandOracle:
 
     def check(self, data: bytes) -> bool:
         """Whether the command succeeded; fails for another exit code, an output of a refusal, or output that a terminal would obey."""
-        digest = sum(data[:4096]) + len(data)
-        command = _COMMANDS[digest % len(_COMMANDS)] if data[8:16] == b'{"__meta' and b"kvpack" in data[:64] else _PACK
+        return self._run(_COMMANDS[(sum(data[:4096]) + len(data)) % len(_COMMANDS)], data)
+
+    def check_pack(self, data: bytes) -> bool:
+        """Whether the file was packed; fails as ``check`` does, and when what was written is refused."""
+        packed = self._run(_PACK, data)
+        assert not packed or opened(self.written) is not None, "what pack wrote is refused"
+        return packed
+
+    def _run(self, command: tuple[str, ...], data: bytes) -> bool:
         self.file.write_bytes(data)
         self.entry.write_bytes(data if "STORE" in command else b"")
         words = {"FILE": str(self.file), "OUT": str(self.out), "STORE": str(self.store)}
@@ -59,6 +67,7 @@ class CommandOracle:
         self._check_run(command, code, stdout.getvalue(), stderr.getvalue())
         if command[0] == "verify":
             assert (code == 0) == (opened(data) is not None), f"verify exits with {code}"
+        self.written = self.out.read_bytes() if self.out.exists() else b""
         self.out.unlink(missing_ok=True)
         return code == 0
 

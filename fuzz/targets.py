@@ -123,18 +123,26 @@ def recipe_file() -> Target:
 
 
 def command() -> Target:
-    """The command line on a file: inspect, verify, unpack, convert, store, pack."""
-    import json
-
+    """The command line on a kvpack file: inspect, verify, unpack, convert, store."""
     from command_oracle import CommandOracle
 
-    # What commands import when they run is of the libraries, not of an input.
+    _import_what_commands_do()
+    return Target(*_files(list(seeds.kvpack_files())), CommandOracle(_folder()).check)
+
+
+def dense_file() -> Target:
+    """The command line on a safetensors file of dense keys and values: pack."""
+    from command_oracle import CommandOracle
+    from dense_mutator import SEEDS, mutated_dense
+
+    _import_what_commands_do()
+    return Target(SEEDS, lambda data, source: mutated_dense(data, source, 1 << 13), CommandOracle(_folder()).check_pack, most_bytes=1 << 13)
+
+
+def _import_what_commands_do() -> None:
+    """What commands import when they run is of the libraries, not of an input."""
     for module in ("rich.console", "rich.table", "safetensors.torch", "kvpack.packing", "kvpack.store.catalog"):
         importlib.import_module(module)
-    dense = json.dumps({"0.k": {"dtype": "F32", "shape": [1, 1, 2, 4], "data_offsets": [0, 32]}}).encode()
-    found, mutate = _files(list(seeds.kvpack_files()))
-    packed = len(dense).to_bytes(8, "little") + dense + bytes(32)
-    return Target((*found, packed), mutate, CommandOracle(_folder()).check)
 
 
 def _recipe_words() -> tuple[list[bytes], list[bytes]]:
@@ -166,4 +174,5 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "recipe": recipe,
     "recipe-file": recipe_file,
     "command": command,
+    "dense-file": dense_file,
 }

@@ -223,10 +223,11 @@ def test_pack_of_one_sided_layers(tmp_path: Path) -> None:
         ({"0.k": (1, 4, 64)}, None, r"layers\[0\]\.k: rank 3"),
         ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": '{"start": "x"}'}, "its metadata kvpack.unpacked is"),
         ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": "{"}, "its metadata kvpack.unpacked is"),
+        ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": '{"start": true, "model": {}}'}, "its metadata kvpack.unpacked is"),
         ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": "[" * 100_000}, "its metadata kvpack.unpacked is"),
         ({"9" * 5000 + ".k": (1, 1, 4, 64)}, None, "is not named"),
     ],
-    ids=["name", "gap", "no tensor", "rank", "note", "note that is no JSON", "note that is too deep", "long number"],
+    ids=["name", "gap", "no tensor", "rank", "note", "note that is no JSON", "note of a boolean", "note that is too deep", "long number"],
 )
 def test_dense_files_that_are_refused(
     tensors: dict[str, tuple[int, ...]], metadata: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -237,11 +238,25 @@ def test_dense_files_that_are_refused(
     assert re.match(rf"kvpack: .*{message}", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("size", [2**40, 2**63, 2**64 - 1])
+def test_a_dense_file_of_more_tokens_than_there_are_numbers(size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a channel it takes no byte, and safetensors opens it."""
+    plain = tmp_path / "dense.safetensors"
+    header = json.dumps({"0.k": {"dtype": "F32", "shape": [1, 1, size, 0], "data_offsets": [0, 0]}}).encode()
+    plain.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert run("pack", plain, tmp_path / "out", "--recipe", "bf16") == 2
+    assert f"the tensor '0.k' has the shape [1, 1, {size}, 0], allowed are sizes up to 1099511627775" in capsys.readouterr().err
+
+
 def test_a_dense_file_that_is_no_safetensors_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = tmp_path / "dense.safetensors"
-    plain.write_bytes(b"nonsense" * 8)
-    assert run("pack", plain, tmp_path / "out", "--recipe", "kivi-2") == 2
-    assert capsys.readouterr().err.startswith(f"kvpack: {plain}: is not a safetensors file")
+    header = b'{"0.k":{"dtype":"\\u001b[31m","shape":[1,1,1,4],"data_offsets":[0,16]}}'
+    for data in (b"nonsense" * 8, len(header).to_bytes(8, "little") + header + bytes(16)):
+        plain.write_bytes(data)
+        assert run("pack", plain, tmp_path / "out", "--recipe", "kivi-2") == 2
+        message = capsys.readouterr().err
+        assert message.startswith(f"kvpack: {plain}: is not a safetensors file")
+        assert message.strip().isprintable(), "a terminal would obey it"
 
 
 def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,10 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter, MissingFile
+from kvpack.limits import MAX_TOKENS
 
 from .convert import RECIPE_HELP, add_writing, save
-from .output import add_json, print_json, progress
+from .output import add_json, print_json, printable, progress
 
 if TYPE_CHECKING:
     import argparse
@@ -111,11 +112,13 @@ def _read_dense(path: str) -> tuple[list[tuple[torch.Tensor | None, torch.Tensor
         with safe_open(path, framework="pt") as file:
             names, metadata = list(file.keys()), file.metadata() or {}
             _check_names(path, names)
+            for name in names:
+                _check_shape(path, name, file.get_slice(name).get_shape())
             tensors = {name: file.get_tensor(name) for name in names}
     except OSError as error:
         raise MissingFile(f"{path}: could not be opened: {error.strerror or error}") from None
     except SafetensorError as error:
-        raise InvalidParameter(f"{path}: is not a safetensors file: {error}") from None
+        raise InvalidParameter(f"{path}: is not a safetensors file: {printable(str(error))}") from None
     layers = 1 + max(int(name.partition(".")[0]) for name in names)
     note = _note(path, metadata.get("kvpack.unpacked", '{"start": 0, "model": {}}'))
     return [(tensors.get(f"{n}.k"), tensors.get(f"{n}.v")) for n in range(layers)], note["model"], note["start"]
@@ -130,12 +133,18 @@ def _check_names(path: str, names: list[str]) -> None:
         raise InvalidParameter(f"{path}: has the layers {sorted(layers)[:8]}, expected all from 0 to the last")
 
 
+def _check_shape(path: str, name: str, shape: list[int]) -> None:
+    """Refuse what no torch tensor can be, such as none of 2^63 tokens."""
+    if shape and max(shape) > MAX_TOKENS:
+        raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, allowed are sizes up to {MAX_TOKENS}")
+
+
 def _note(path: str, text: str) -> dict[str, Any]:
     try:
         note = json.loads(text)
     except (ValueError, RecursionError):
         note = None
     match note:
-        case {"start": int(), "model": {**model}} if all(isinstance(word, str) for word in model.values()):
+        case {"start": start, "model": {**model}} if type(start) is int and all(isinstance(word, str) for word in model.values()):
             return dict(note)
     raise InvalidParameter(f'{path}: its metadata kvpack.unpacked is {text!r:.200}, expected {{"start": integer, "model": {{name: text}}}}')

@@ -41,7 +41,7 @@ LARGE_TABLES = 32 << 10
 FEW_TILES = 4
 """Of a side: above it registers, not shared memory, bound what a multiprocessor holds."""
 
-FEW_BYTES, MANY_TOKENS = 64, 3000
+FEW_BYTES, MANY_TOKENS = 64, 6000
 """Bytes of codes a token, and tokens a multiprocessor, up to which and from which more and smaller programs are faster."""
 
 SHARED_BYTES = 220 << 10
@@ -257,8 +257,8 @@ def _shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, fast: bool) -> Sha
         # Programs share a table's copies among their warps.
         shape = Shape(2, 1, 32, 3, 4)
     elif table_bytes == 0 and code_bytes <= FEW_BYTES and tokens >= MANY_TOKENS:
-        # Registers are for 12: where no more than fit are asked for, one that waits for another's end costs a wave.
-        shape = small._replace(programs=11, registers=160)
+        # 160 registers are the most of three warps a scheduler.
+        shape = small._replace(programs=12, registers=160)
     else:
         shape = small
     tile_bytes = shape.warps * shape.tiles * shape.tokens * token_bytes

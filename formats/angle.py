@@ -96,7 +96,7 @@ class Angle(Codec):
     @property
     def directions(self) -> torch.Tensor:
         """(cos, sin) of the centre of every bin, correctly rounded, float32 ``[bins, 2]``."""
-        return _directions(self.bins, "cpu")
+        return bin_directions(self.bins, "cpu")
 
     def packings(self) -> dict[str, Columns]:
         return _packings(self.dim, self.bins, self.norm_bits, self.arrangement, self.fields)
@@ -153,7 +153,7 @@ class Angle(Codec):
             step, minimum = streams["range"].to(torch.float32)[..., None].unbind(-2)
             norms = torch.addcmul(minimum, step, codes[0].to(torch.float32))
             norms = norms.exp2_() if self.norm == "log" else norms
-        return functional.embedding(bins, _directions(self.bins, norms.device)).mul_(norms[..., None]).flatten(3)
+        return functional.embedding(bins, bin_directions(self.bins, norms.device)).mul_(norms[..., None]).flatten(3)
 
     @property
     def _range_dtype(self) -> str:
@@ -190,7 +190,8 @@ def _packings(dim: int, bins: int, norm_bits: int, arrangement: str, fields: Fie
 
 
 @kept_on_device
-def _directions(bins: int) -> torch.Tensor:
+def bin_directions(bins: int) -> torch.Tensor:
+    """(cos, sin) of the centre of every bin, correctly rounded, float32 ``[bins, 2]``."""
     # Reduced in integers to the first eighth of a turn, where binary64 rounds both to the right binary32 and zero to zero.
     quadrant, part = torch.div(odd := 4 * (2 * torch.arange(bins) + 1), 2 * bins, rounding_mode="floor"), odd % (2 * bins)
     beyond = part > bins

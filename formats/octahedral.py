@@ -143,7 +143,7 @@ class Octahedral(Codec):
         carrier, place = (index, self._directions) if norm_with_index(self.b_dir, self.b_norm) else (sign, _SIGNS)
         norm_index = carrier // place
         symbol = index % self._directions + sign % _SIGNS * self._directions
-        triplet = functional.embedding(symbol, _signed_directions(self.direction_table, symbol.device))
+        triplet = functional.embedding(symbol, signed_directions(self.direction_table, symbol.device))
         triplet *= functional.embedding(norm_index, _column(self.norm_table, symbol.device))
         return triplet.flatten(-2)[..., : self.dim] * streams["norm"].to(torch.float32)[..., None]
 
@@ -263,7 +263,7 @@ def _planar_rotation(rotation: Rotation) -> torch.Tensor:
 
 
 @kept_on_device
-def _signed_directions(table: bytes) -> torch.Tensor:
+def signed_directions(table: bytes) -> torch.Tensor:
     """Unit directions, float32 ``[4 * levels^2, 3]``, by sign bits (high) and index (low)."""
     quarter = codebook_directions(table).T
     signs = torch.tensor([[1.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [1.0, -1.0, 1.0], [-1.0, -1.0, 1.0]], dtype=torch.float32)

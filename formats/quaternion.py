@@ -94,7 +94,7 @@ class Quaternion(Codec):
     @property
     def codebook(self) -> torch.Tensor:
         """The 24 S codewords (w, x, y, z), float32 ``[24 S, 4]``; codeword s * 24 + p is unit p times secondary s."""
-        return _codebook(self.seed, self.secondary, "cpu")
+        return codewords(self.seed, self.secondary, "cpu")
 
     def packings(self) -> dict[str, Columns]:
         return _packings(self.dim, self.secondary, self.radius_bits, self.arrangement, self.fields)
@@ -146,7 +146,7 @@ class Quaternion(Codec):
     def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         codeword, radius = self.digits(streams)
         step = streams["scale"].to(torch.float32)[..., None] / (2**self.radius_bits - 1)
-        chunks = functional.embedding(codeword, _codebook(self.seed, self.secondary, step.device)).mul_((radius * step)[..., None])
+        chunks = functional.embedding(codeword, codewords(self.seed, self.secondary, step.device)).mul_((radius * step)[..., None])
         return chunks.flatten(3)[..., : self.dim]
 
     @property
@@ -200,7 +200,8 @@ def secondary_quaternions(seed: int, count: int) -> torch.Tensor:
 
 
 @kept_on_device
-def _codebook(seed: int, count: int) -> torch.Tensor:
+def codewords(seed: int, count: int) -> torch.Tensor:
+    """The products of all Hurwitz units and ``count`` seeded unit quaternions, float32 ``[24 * count, 4]``."""
     units = [[float(sign) if i == axis else 0.0 for i in range(4)] for axis in range(4) for sign in (1, -1)]
     units += [[-0.5 if bits >> i & 1 else 0.5 for i in range(4)] for bits in range(16)]
     # In binary64 and rounded once: the products with 0, 1/2 and 1 are exact, the sums run left to right.
@@ -212,4 +213,4 @@ def _codebook(seed: int, count: int) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _search(seed: int, count: int) -> Search:
-    return Search(secondary_quaternions(seed, count, "cpu"), _codebook(seed, count, "cpu"))
+    return Search(secondary_quaternions(seed, count, "cpu"), codewords(seed, count, "cpu"))

@@ -141,7 +141,7 @@ class Scalar(Codec):
         # Rows of a matrix: torch takes channels of them ten times as fast as of four axes.
         values = []
         for codes, table in zip(self.digits(streams), self._tables, strict=True):
-            values.append(_signed(table, codes.device).index_select(0, codes.reshape(-1)).view(-1, codes.shape[-1]))
+            values.append(signed_values(table, codes.device).index_select(0, codes.reshape(-1)).view(-1, codes.shape[-1]))
         unit = values[0] if self.bits_high == 0 else torch.cat(values, -1).index_select(-1, _order(self.parts, norm.device))
         return unit.view(*norm.shape[:-1], self.dim).mul_(norm)
 
@@ -206,7 +206,7 @@ def _bounds(table: bytes) -> torch.Tensor:
 
 
 @kept_on_device
-def _signed(table: bytes) -> torch.Tensor:
+def signed_values(table: bytes) -> torch.Tensor:
     """What each code decodes to, float32 ``[2 * levels]``: the magnitudes, then their negatives."""
     magnitudes = torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float32)
     return torch.cat([magnitudes, -magnitudes])

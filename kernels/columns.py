@@ -88,6 +88,14 @@ def launch(
             kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=fusion)
 
 
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def constant_at(constants: Any, *places: int) -> Any:
+    """The constant at ``places`` of nested tuples, of which Triton itself takes one place at a time."""
+    for place in places:
+        constants = constants[place]
+    return constants
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def tile_origin(heads: tl.tensor, tokens: tl.tensor, BLOCK_TOKENS: tl.constexpr) -> tl.tuple:
     """The batch, the head and the first token, int64, of this program's tile in a one-dimensional grid."""

@@ -18,6 +18,8 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 
+from .columns import constant_at
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -102,14 +104,6 @@ def _places(packing: Columns, term: Term, symbols: int) -> list[list[int]]:
 
 
 @triton.constexpr_function
-def _at(constants: Any, *places: int) -> Any:
-    """The constant at ``places`` of nested tuples, of which Triton itself takes no more than one."""
-    for place in places:
-        constants = constants[place]
-    return constants
-
-
-@triton.constexpr_function
 def _count(stream: Any) -> int:
     return len(stream[8])
 
@@ -119,8 +113,8 @@ def empty_columns(STREAMS: tl.constexpr, BLOCK_TOKENS: tl.constexpr) -> tl.tuple
     """The accumulators of all streams, one a limb."""
     sums = ()
     for stream in tl.static_range(len(STREAMS)):
-        for _ in tl.static_range(_at(STREAMS, stream, 4)):
-            sums = sums + (tl.zeros((BLOCK_TOKENS, _at(STREAMS, stream, 1)), tl.float32),)
+        for _ in tl.static_range(constant_at(STREAMS, stream, 4)):
+            sums = sums + (tl.zeros((BLOCK_TOKENS, constant_at(STREAMS, stream, 1)), tl.float32),)
     return sums
 
 
@@ -137,16 +131,14 @@ def add_digits(
     """The accumulators with ``digits``, int32 ``[token, COUNT]`` each, of the symbols from ``first`` on of ``SYMBOLS``."""
     added = ()
     for stream in tl.static_range(len(STREAMS)):
-        for limb in tl.static_range(_at(STREAMS, stream, 4)):
-            added = added + (
-                _add_limb(sums[_at(STREAMS, stream, 5) + limb], digits, places, limb, first, COUNT, SYMBOLS, _at(STREAMS, stream)),
-            )
+        for limb in tl.static_range(constant_at(STREAMS, stream, 4)):
+            added = added + (_add_limb(sums, digits, places, limb, first, COUNT, SYMBOLS, constant_at(STREAMS, stream)),)
     return added
 
 
 @triton.jit
 def _add_limb(
-    sums: tl.tensor,
+    sums: tl.tuple,
     digits: tl.tuple,
     places: tl.tensor,
     LIMB: tl.constexpr,
@@ -156,18 +148,19 @@ def _add_limb(
     STREAM: tl.constexpr,
 ) -> tl.tensor:
     place = places + STREAM[7] + (first + tl.arange(0, COUNT))[:, None] * STREAM[1] + tl.arange(0, STREAM[1])[None, :]
+    total = sums[STREAM[5] + LIMB]
     for piece in tl.static_range(_count(STREAM)):
         limbs = tl.load(place + (piece * STREAM[4] + LIMB) * SYMBOLS * STREAM[1])
-        digit = digits[_at(STREAM, 8, piece, 0)] >> _at(STREAM, 8, piece, 1) & _at(STREAM, 8, piece, 2)
-        sums = tl.dot(digit.to(tl.float16), limbs, sums)
-    return sums
+        digit = digits[constant_at(STREAM, 8, piece, 0)] >> constant_at(STREAM, 8, piece, 1) & constant_at(STREAM, 8, piece, 2)
+        total = tl.dot(digit.to(tl.float16), limbs, total)
+    return total
 
 
 @triton.jit
 def store_columns(sums: tl.tuple, planes: tl.tuple, row: tl.tensor, valid: tl.tensor, STREAMS: tl.constexpr) -> None:
     """Write all planes of rows ``row``, int64 ``[token, 1]``, where ``valid``; a plane of bytes left over is given as uint8."""
     for stream in tl.static_range(len(STREAMS)):
-        _store_stream(sums, planes, row, valid, _at(STREAMS, stream))
+        _store_stream(sums, planes, row, valid, constant_at(STREAMS, stream))
 
 
 @triton.jit

@@ -56,6 +56,11 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
         from kvpack.kernels import group
 
         return group.decode_frame(codec, streams)
+    from kvpack.kernels import decode_table
+
+    frame = decode_table.decode_frame(codec, streams)
+    if frame is not None:
+        return frame
     return _unpacking_on_kernels(codec).decode_frame(streams)
 
 

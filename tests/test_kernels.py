@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack import dispatch
+from kvpack.formats.angle import Angle
 from kvpack.formats.base import Codec
 from kvpack.formats.columns import Columns
 from kvpack.formats.errors import InvalidParameter, InvalidShape
@@ -148,6 +149,82 @@ def test_group_kernel_refuses_streams_that_it_would_read_past(stream: str) -> No
         group.decode_frame(codec, streams)
 
 
+TABLE_CODECS = [
+    ("scalar", 80, "b=1"),
+    ("scalar", 128, "b=3"),
+    ("scalar", 64, "b=8,norm=fp32"),
+    ("scalar", 512, "b=4"),
+    ("octahedral", 128, "b=2"),
+    ("octahedral", 80, "b=3"),
+    ("octahedral", 64, "b=4"),
+    ("octahedral", 96, "b=4,arrangement=direct,norm=fp32"),
+    ("octahedral", 40, "b=2,arrangement=direct"),
+    ("octahedral", 64, "b=7"),
+    ("octahedral", 64, "b_dir=1,b_norm=0"),
+    ("octahedral", 64, "b_dir=1,b_norm=3,arrangement=direct"),
+    ("angle", 128, "n=128"),
+    ("angle", 80, "n=48,norm=linear4,arrangement=direct"),
+    ("angle", 96, "n=48,norm=linear1,range=fp32"),
+    ("angle", 64, "n=1000,norm=fp32"),
+    ("angle", 64, "n=48,norm=log4"),
+    ("quaternion", 128, "s=24,r=3"),
+    ("quaternion", 63, "s=7,r=8,arrangement=direct"),
+    ("quaternion", 80, "s=96,r=4,norm=fp32"),
+]
+table_codecs = pytest.mark.parametrize(
+    ("codec_id", "dim", "words"), [pytest.param(*row, id=f"{row[0]} {row[2]} {row[1]}") for row in TABLE_CODECS]
+)
+
+
+def check_tables(codec: Codec, streams: dict[str, torch.Tensor], expected: torch.Tensor) -> None:
+    from kvpack.kernels import decode_table
+
+    decoded = decode_table.decode_frame(codec, on_device(streams))
+    assert decoded is not None
+    assert decoded.dtype == torch.float32
+    if isinstance(codec, Angle) and codec.norm == "log":
+        # A power of two is rounded otherwise.
+        torch.testing.assert_close(decoded.cpu(), expected, rtol=1e-6, atol=1e-7 * float(expected.abs().max()))
+    else:
+        assert torch.equal(decoded.cpu(), expected)
+
+
+@on_kernels
+@pytest.mark.usefixtures("uninitialized_is_poisoned")
+@table_codecs
+def test_table_kernel_equals_the_format(codec_id: str, dim: int, words: str) -> None:
+    codec = create(codec_id, dim, **dict(word.split("=") for word in words.split(",")))
+    x = torch.randn(2, 2, 19, dim, generator=torch.Generator().manual_seed(dim))
+    x[0, 1, 3] = 0
+    streams = codec.encode(x)
+    check_tables(codec, streams, codec.decode_frame(streams))
+
+
+@on_kernels
+@pytest.mark.parametrize("words", ["n=48,norm=linear4,arrangement=direct", "s=7,r=3,arrangement=direct", "n=48,norm=fp32"])
+def test_table_kernel_stays_in_its_table_whatever_the_words(words: str) -> None:
+    codec = create("angle" if words.startswith("n") else "quaternion", 64, **dict(word.split("=") for word in words.split(",")))
+    streams = random_streams(codec, 1, 2, 40, seed=1) | {
+        name: torch.ones(layout.shape, dtype=torch.float32 if layout.dtype == "F32" else torch.float16)
+        for name, layout in codec.scales(1, 2, 40).items()
+    }
+    entries = 48 if words.startswith("n") else 7 * 24
+    first, *more = codec.digits(streams)
+    assert first.max() >= entries, "the words say nothing beyond the table"
+    inside = codec.pack_digits(first.clamp(max=entries - 1), *more) | {name: streams[name] for name in codec.scales(1, 2, 40)}
+    check_tables(codec, streams, codec.decode_frame(inside))
+
+
+@on_kernels
+def test_table_kernel_refuses_streams_that_it_would_read_past() -> None:
+    from kvpack.kernels import decode_table
+
+    codec = create("scalar", 80, b="3")
+    streams = codec.encode(torch.randn(1, 2, 9, 80))
+    with pytest.raises(InvalidShape, match=r"norm: shape \[1, 2, 8\], the codec lays out \[1, 2, 9\]"):
+        decode_table.decode_frame(codec, streams | {"norm": streams["norm"][:, :, :8]})
+
+
 def check_unpack(packing: Columns, seed: int = 0) -> None:
     from kvpack.kernels import columns
 
@@ -205,32 +282,37 @@ def test_unpack_kernel_refuses_planes_that_it_would_read_past() -> None:
     ("recipe", "kernels"),
     [
         pytest.param("oscar-2", {"group.decode_frame"}, id="group"),
-        pytest.param("k=octahedral:b=3;v=group:b=4;tail=32", {"columns.unpack", "group.decode_frame"}, id="octahedral keys, group values"),
-        pytest.param("hqmq-s24-r3", {"columns.unpack"}, id="quaternion"),
-        pytest.param("turboquant-2.5", {"columns.unpack"}, id="scalar"),
+        pytest.param("k=octahedral:b=3;v=group:b=4;tail=32", {"decode_table.decode_frame", "group.decode_frame"}, id="octahedral, group"),
+        pytest.param("hqmq-s24-r3", {"decode_table.decode_frame"}, id="quaternion"),
+        pytest.param("kv=angle:n=48", {"decode_table.decode_frame"}, id="angle"),
+        pytest.param("kv=scalar:b=3", {"decode_table.decode_frame"}, id="scalar"),
+        pytest.param("turboquant-2.5", {"columns.unpack"}, id="scalar of two widths"),
         pytest.param("kv=polar:b=4.2.2.2", {"columns.unpack"}, id="polar"),
         pytest.param("bf16", set(), id="raw"),
         pytest.param(
             "k=group:b=2,g=32,rotation=hadamard,channel_scale=fp16,channel_order=u8,block_rotation=16,outliers=3,qjl=fp16,sinks=2;"
             "v=octahedral:b=3,outliers=3,qjl=fp16,sinks=1",
-            {"columns.unpack", "group.decode_frame"},
+            {"decode_table.decode_frame", "group.decode_frame"},
             id="side-cars",
         ),
     ],
 )
 def test_kernels_decode_the_pages_of_a_cache(recipe: str, kernels: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpack.kernels import columns, group
+    from kvpack.kernels import columns, decode_table, group
 
     called = set()
 
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            called.add(name)
-            return function(*arguments)
+            result = function(*arguments)
+            if result is not None:
+                called.add(name)
+            return result
 
         return call
 
     monkeypatch.setattr(group, "decode_frame", recorded("group.decode_frame", group.decode_frame))
+    monkeypatch.setattr(decode_table, "decode_frame", recorded("decode_table.decode_frame", decode_table.decode_frame))
     monkeypatch.setattr(columns, "unpack", recorded("columns.unpack", columns.unpack))
     cache = kvpack.pack(random_pairs(1, 40, dims=(80, 64)), recipe).to(DEVICE)
     found = {}

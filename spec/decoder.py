@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, localcontext
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any, NoReturn
 
@@ -242,7 +242,9 @@ def paley(m: int) -> list[list[int]]:
 
 @cache
 def hadamard_columns(dim: int) -> list[list[int]]:
-    order, m = factors(dim) or refuse("README.md, Rotation", f"there is no Hadamard matrix of order {dim} here")
+    found = factors(dim)
+    assert found is not None, "codecs and side-cars have been checked"
+    order, m = found
     p = paley(m)
 
     def entry(row: int, column: int) -> int:
@@ -271,7 +273,7 @@ def rotated_tolerance(u: list[float], tolerance: list[float], of_head: float = 0
 
     ``of_head`` is a part that is itself a Euclidean norm of the head.
     """
-    return [math.hypot(*tolerance) + of_head + 2.0**-18 * math.hypot(*u)] * len(u)
+    return [math.hypot(*tolerance) + of_head + 2.0**-18 * math.hypot(*u) + 2.0**-126] * len(u)
 
 
 # container.md, Limits ------------------------------------------------------------------------------------------------
@@ -598,13 +600,14 @@ class Codec:
         return made
 
 
-SEEDS = range(2**64)
 HALF_OR_SINGLE = {"fp16": "F16", "fp32": "F32"}
 RAW_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
 def take_parameters(entry: Mapping[str, Any], ranges: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> list[Any]:
-    """The parameters in the page's order, each within its range: a range of integers, the strings allowed, or a type.
+    """The parameters in the page's order, each within its range: a range of integers, the values allowed, or a type.
+
+    A seed may be any integer: those of the msgpack profile are from 0 to 2^64 - 1.
 
     Those of ``optional``, which come last, are None where they are left out.
     """
@@ -616,10 +619,8 @@ def take_parameters(entry: Mapping[str, Any], ranges: Mapping[str, Any], optiona
         value = entry[name]
         if isinstance(allowed, type):
             require(isinstance(value, allowed), rule, f"{name} is {value!r}")
-        elif isinstance(allowed, range):
-            require(isinstance(value, int) and value in allowed, rule, f"{name} is {value!r}")
-        else:
-            require(isinstance(value, str) and value in allowed, rule, f"{name} is {value!r}")
+        else:  # a list, for what may not be a key of a map
+            require(value in (allowed if isinstance(allowed, range) else list(allowed)), rule, f"{name} is {value!r}")
     return [*(entry[name] for name in ranges), *(entry.get(name) for name in optional)]
 
 
@@ -665,15 +666,14 @@ def group(entry: Mapping[str, Any]) -> Codec:
             "dim": range(1, MAX_DIM + 1),
             "bits": range(1, 9),
             "axis": ("token", "channel"),
-            "size": range(4, 129),
+            "size": (4, 8, 16, 32, 64, 128),
             "rotation_kind": ROTATION_KINDS,
-            "seed": SEEDS,
+            "seed": int,
             "token_scale": ("none", *HALF_OR_SINGLE),
             "fields": dict,
         },
         optional={"scale_dtype": ("u8",)},
     )
-    require(size in (4, 8, 16, 32, 64, 128), "codecs/group.md, Parameters and ranges", f"size is {size}")
     check_rotation(rotation_kind, dim)
     codes = packings("group", fields, dim, {"codes": one_digit(2**bits)})
     by_token = axis == "token"
@@ -703,7 +703,7 @@ def group(entry: Mapping[str, Any]) -> Codec:
         for member in (0, 1) if scale_dtype else ():
             for k in (0, 255):
                 finite = math.isfinite(of_8_bits(row, member, k))
-                require(finite, "codecs/group.md, Writer duties", f"{where}: scale_range gives an infinite number for {k}")
+                require(finite, "codecs/group.md, Decode", f"{where}: scale_range gives an infinite number for {k}")
 
     token_group = size if by_token else 1
     return Codec("group", dim, token_group, codes, streams, decode, tolerance, check, rotation_kind, seed)
@@ -738,7 +738,7 @@ def octahedral(entry: Mapping[str, Any]) -> Codec:
             "arrangement": ("dense", "direct"),
             "norm": HALF_OR_SINGLE,
             "rotation_kind": ROTATION_KINDS,
-            "seed": SEEDS,
+            "seed": int,
             "direction_table": bytes,
             "norm_table": bytes,
             "fields": dict,
@@ -785,7 +785,7 @@ def octahedral(entry: Mapping[str, Any]) -> Codec:
         return u[:dim]
 
     def tolerance(digits: Digits, row: Numbers) -> list[float]:
-        return [2.0**-20 * abs(row["norm"][0])] * dim
+        return [2.0**-20 * abs(row["norm"][0]) + 2.0**-126] * dim
 
     codes = packings("octahedral", fields, symbols, streams)
     norms = NumberStream("norm", HALF_OR_SINGLE[norm], ())
@@ -844,8 +844,8 @@ def quaternion(entry: Mapping[str, Any]) -> Codec:
             "arrangement": ("dense", "direct"),
             "norm": HALF_OR_SINGLE,
             "rotation_kind": ROTATION_KINDS,
-            "seed": SEEDS,
-            "rotation_seed": SEEDS,
+            "seed": int,
+            "rotation_seed": int,
             "fields": dict,
         },
     )
@@ -935,7 +935,7 @@ def angle(entry: Mapping[str, Any]) -> Codec:
             "arrangement": ("dense", "direct"),
             "range": HALF_OR_SINGLE,
             "rotation_kind": ROTATION_KINDS,
-            "seed": SEEDS,
+            "seed": int,
             "fields": dict,
         },
     )
@@ -1012,7 +1012,7 @@ def scalar(entry: Mapping[str, Any]) -> Codec:
             "high_channels": bytes,
             "norm": HALF_OR_SINGLE,
             "rotation_kind": ROTATION_KINDS,
-            "seed": SEEDS,
+            "seed": int,
             "magnitude_table": bytes,
             "high_magnitude_table": bytes,
             "fields": dict,
@@ -1069,7 +1069,7 @@ def polar(entry: Mapping[str, Any]) -> Codec:
             "bits": str,
             "norm": HALF_OR_SINGLE,
             "rotation_kind": ROTATION_KINDS,
-            "seed": SEEDS,
+            "seed": int,
             "angle_table": bytes,
             "fields": dict,
         },
@@ -1155,7 +1155,7 @@ SIDE_CAR_KEYS = ("channel_scale", "channel_order", "block_rotation", "outliers",
 
 
 def take_choice(value: Any, allowed: Mapping[str, str], what: str) -> str:
-    require(isinstance(value, str) and value in allowed, SIDE_CARS, f"{what} is {value!r}")
+    require(value in list(allowed), SIDE_CARS, f"{what} is {value!r}")
     return allowed[value]
 
 
@@ -1183,7 +1183,7 @@ def take_side_car(name: str, value: Any, codec: Codec) -> SideCar:
         require(dtype == "U16" or dim <= 256, SIDE_CARS, f"channel_order in 8 bits with head dim {dim}")
         return SideCar({}, [NumberStream(name, dtype, (dim,), per="run")])
     if name == "block_rotation":
-        require(is_integer(value, 2, dim) and dim % value == 0, SIDE_CARS, f"block_rotation is {value!r} with head dim {dim}")
+        require(isinstance(value, int) and value >= 2 and dim % value == 0, SIDE_CARS, f"block_rotation is {value!r} with head dim {dim}")
         require(factors(value) is not None, "README.md, Rotation", f"block_rotation has no blocks of {value}")
         return SideCar({}, [], block=value)
     if name == "raw_tokens":
@@ -1197,7 +1197,7 @@ def take_side_car(name: str, value: Any, codec: Codec) -> SideCar:
         require(dim % 4 == 0, SIDE_CARS, f"outliers with head dim {dim}")
         codes = {"outlier_flags": take_flags(value, dim // 4, name)}
         return SideCar(codes, [NumberStream(name, "F16", (4,), per="entry")])
-    require(is_integer(value["seed"], 0, MASK), SIDE_CARS, f"the seed of qjl is {value['seed']!r}")
+    require(isinstance(value["seed"], int), SIDE_CARS, f"the seed of qjl is {value['seed']!r}")
     norm = take_choice(value["norm"], HALF_OR_SINGLE, "the norm of qjl")
     require(factors(dim) is not None, "README.md, Rotation", f"qjl has no head dim {dim}")
     return SideCar({"qjl_signs": take_flags(value, dim, name)}, [NumberStream("qjl_norm", norm, ())], value["seed"])
@@ -1325,14 +1325,11 @@ def take_keys(value: Any, keys: list[str], what: str) -> list[Any]:
     return list(value.values())
 
 
-def is_integer(value: object, low: int, high: int) -> bool:
-    return isinstance(value, int) and low <= value <= high
-
-
 def require_integer(value: object, low: int, high: int, what: str) -> None:
     """An integer of the range in Fields, within its limit."""
-    require(isinstance(value, int) and value >= low, FIELDS, f"{what} is {value!r}")
-    require(is_integer(value, low, high), LIMITS, f"{what} is {value!r}")
+    if not isinstance(value, int) or value < low:
+        refuse(FIELDS, f"{what} is {value!r}")
+    require(value <= high, LIMITS, f"{what} is {value}")
 
 
 def take_names(value: Any, of: type, what: str) -> dict[str, Any]:
@@ -1343,7 +1340,7 @@ def take_names(value: Any, of: type, what: str) -> dict[str, Any]:
 
 def take_header(header: dict[str, Any]) -> File:
     """container.md, Fields; ``format`` and ``required`` "before anything else"."""
-    require(is_integer(header.get("format"), FORMAT, FORMAT), FIELDS, f"format is {header.get('format')!r}")
+    require(header.get("format") == FORMAT, FIELDS, f"format is {header.get('format')!r}")
     required = header.get("required")
     require(isinstance(required, list) and all(isinstance(name, str) for name in required), FIELDS, "required is no array of strings")
     require(not required, "container.md, Header tensor", f"unknown required features {required}")
@@ -1385,14 +1382,14 @@ def take_side(value: Any, codecs: list[Codec], what: str) -> Side:
     entries = value.get("entries") if isinstance(value, dict) else None
     own = {key: value[key] for key in value if key != "entries"} if isinstance(value, dict) else value
     number, batch, heads, runs, tail, tail_dtype, window = take_keys(own, SIDE_KEYS, f"a side of {what}")
-    require(is_integer(number, 0, len(codecs) - 1), FIELDS, f"{what}: there is no codec {number!r}")
+    require(isinstance(number, int) and number < len(codecs), FIELDS, f"{what}: there is no codec {number!r}")
     codec = codecs[number]
     require_integer(batch, 1, MAX_BATCH, f"{what}: batch")
     require_integer(heads, 1, MAX_HEADS, f"{what}: heads")
     require(isinstance(runs, list), FIELDS, f"{what}: runs is {runs!r}")
     for run in runs:
-        require_integer(run, 1, MAX_TOKENS, f"{what}: a run")
-    require_integer(tail, 0, MAX_TOKENS, f"{what}: tail")
+        require(isinstance(run, int) and run >= 1, FIELDS, f"{what}: a run is {run!r}")
+    require(isinstance(tail, int), FIELDS, f"{what}: tail is {tail!r}")
     require(sum(runs) + tail <= MAX_TOKENS, LIMITS, f"{what}: {sum(runs) + tail} tokens")
     require(isinstance(tail_dtype, str) and tail_dtype in RAW_DTYPES, FIELDS, f"{what}: tail_dtype is {tail_dtype!r}")
     require_integer(window, 0, MAX_TOKENS, f"{what}: window")
@@ -1425,7 +1422,7 @@ def take_tensor(entry: Any, expected: Tensor) -> Tensor:
     same = (name, dtype, shape) == (expected.name, expected.dtype, list(expected.shape))
     require(same, FIELDS, f"tensor {expected.name} is listed as {name!r} {dtype!r} {shape!r}")
     require(filter_ in ("none", "zstd"), FIELDS, f"the filter of {name} is {filter_!r}")
-    require(is_integer(stored_bytes, 0, 2**64 - 1), FIELDS, f"stored_bytes of {name} is {stored_bytes!r}")
+    require(isinstance(stored_bytes, int), FIELDS, f"stored_bytes of {name} is {stored_bytes!r}")
     require(isinstance(digest, bytes) and len(digest) == 16, FIELDS, f"the digest of {name} has not 16 bytes")
     if filter_ == "none":
         require(stored_bytes == expected.bytes, FIELDS, f"{name} takes {stored_bytes} bytes, not {expected.bytes}")
@@ -1536,10 +1533,10 @@ Decompress = Callable[[bytes, int], bytes]
 def read(data: bytes, decompress: Decompress | None = None) -> File:
     """Check a whole file and decode it, in the order of container.md, Reading; raises ``Refused``."""
     rule = "container.md, JSON header"
-    require(data[8 : 8 + len(JSON_START)] == JSON_START, rule, "this is no kvpack file")
-    major = re.match(rb'([1-9][0-9]{0,8})[ "]', data[8 + len(JSON_START) : 8 + len(JSON_START) + 10])
-    number = major[1] if major else refuse(rule, "there is no major number")
-    require(int(number) <= FORMAT, rule, f"a newer version wrote this file: its format is {int(number)}, known is {FORMAT}")
+    major = re.match(re.escape(JSON_START) + rb'([1-9][0-9]{0,8})[ "]', data[8 : 8 + len(JSON_START) + 10])
+    if major is None:
+        refuse(rule, "this is no kvpack file, or there is no major number")
+    require(int(major[1]) <= FORMAT, rule, f"a newer version wrote this file: its format is {int(major[1])}, known is {FORMAT}")
 
     rule = "container.md, File"
     length = int.from_bytes(data[:8], "little")
@@ -1608,13 +1605,19 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes]) -> None:
     if side.shape[2] == 0:
         return
     tokens = [(number, token) for number, run in enumerate(side.runs) for token in range(run)]
+    of_tokens = [stream for stream in codec.streams.values() if isinstance(stream, NumberStream) and stream.per != "entry"]
+    first_rows = {stream.name: list(accumulate((ceil_div(run, stream.tokens) for run in side.runs), initial=0)) for stream in of_tokens}
     for b in range(side.batch):
         for h in range(side.heads):
             head = b * side.heads + h
             for t, (run, token) in enumerate(tokens):
-                digits = {name: rows[head * side.packed + t] for name, rows in side.digits.items()}
-                of_tokens = [stream for stream in codec.streams.values() if isinstance(stream, NumberStream) and stream.per != "entry"]
-                row = {stream.name: number_row(side, stream, b, h, run, token) for stream in of_tokens}
+                digits = {name: rows[head * len(tokens) + t] for name, rows in side.digits.items()}
+                row = {}
+                for stream in of_tokens:
+                    first = first_rows[stream.name]
+                    number = run if stream.per == "run" else first[run] + token // stream.tokens
+                    rows = len(side.runs) if stream.per == "run" else first[-1]
+                    row[stream.name] = number_row(side, stream, number + (head if stream.per_head else b) * rows)
                 codec.check(f"{prefix}* batch {b}, head {h}, token {t}", digits, row)
                 x, tolerance = decode_token(side, places, (t, b, h), digits, row)
                 side.values += x
@@ -1689,13 +1692,8 @@ def decode_token(
     return x, tolerance
 
 
-def number_row(side: Side, stream: NumberStream, b: int, h: int, run: int, token: int) -> list[float]:
-    """The numbers of ``stream`` for token ``token``, counted from the start of run ``run``."""
-    row = run if stream.per == "run" else sum(ceil_div(tokens, stream.tokens) for tokens in side.runs[:run]) + token // stream.tokens
-    if stream.per_head:
-        row += (b * side.heads + h) * side.rows(stream)
-    else:
-        row += b * side.rows(stream)
+def number_row(side: Side, stream: NumberStream, row: int) -> list[float]:
+    """The numbers of ``stream`` in row ``row`` of all."""
     size = math.prod(stream.sizes)
     return side.numbers[stream.name][row * size : (row + 1) * size]
 

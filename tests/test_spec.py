@@ -27,7 +27,16 @@ from strategies import create, packings  # isort: skip
 
 SPEC = Path(__file__).resolve().parents[1] / "spec"
 PAGES = {path.stem: path for path in (SPEC / "codecs").glob("*.md")}
-HEADINGS = ["Parameters and ranges", "Layout", "Decode", "Special values", "Writer duties", "Worked example", "Encoder notes"]
+HEADINGS = [
+    "Id and status",
+    "Parameters and ranges",
+    "Layout",
+    "Decode",
+    "Special values",
+    "Writer duties",
+    "Worked example",
+    "Encoder notes",
+]
 
 Table = list[dict[str, str]]
 
@@ -64,15 +73,34 @@ def test_every_codec_has_a_page_and_a_row() -> None:
     rows = table(section(SPEC / "README.md", "Parts"), "codec", "a symbol decodes to", "page", "status")
     assert sorted(column(rows, "codec")) == sorted(CODECS) == sorted(PAGES)
     assert column(rows, "page") == [f"[codecs/{codec}.md](codecs/{codec}.md)" for codec in column(rows, "codec")]
-    assert {row["status"] for row in rows} <= {"draft", "stable"}
+    for row in rows:
+        assert f"Codec id `{row['codec']}`, status {row['status']}." in PAGES[row["codec"]].read_text(encoding="utf-8")
+
+
+def test_what_is_stable_stays_so() -> None:
+    """A stable part keeps its promise to files that exist: no change takes the word back."""
+    text = section(SPEC / "README.md", "Parts")
+    status = {row["part"]: row["status"] for row in table(text, "part", "what it defines", "status")}
+    status |= {row["codec"]: row["status"] for row in table(text, "codec", "a symbol decodes to", "page", "status")}
+    stable = {"this page", "[container.md](container.md)", "[side-cars.md](side-cars.md)"}
+    stable |= {"raw", "group", "scalar", "octahedral", "quaternion", "angle", "polar"}
+    assert stable <= {part for part, word in status.items() if word == "stable"}
+    assert set(status.values()) - {"stable", "draft"} == {"see below", "that of the pages", "informative"}
+    for page in ("container.md", "side-cars.md", "store.md"):
+        assert f"\n\nStatus {status[f'[{page}]({page})']}.\n" in (SPEC / page).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("codec_id", sorted(CODECS))
 def test_a_codecs_page_has_the_headings_in_order_and_the_parameters_of_the_code(codec_id: str) -> None:
     text = PAGES[codec_id].read_text(encoding="utf-8")
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    assert [heading for heading in headings if heading in HEADINGS] == HEADINGS
-    rows = next(rows for rows in tables(section(PAGES[codec_id], "Parameters and ranges")) if "range" in rows[0])
+    assert headings == HEADINGS
+    assert re.match(rf"# {codec_id}: ", text)
+    assert f"Codec id `{codec_id}`, status " in section(PAGES[codec_id], "Id and status")
+    layout = section(PAGES[codec_id], "Layout")
+    assert re.search(r"^    .*\|", layout, re.MULTILINE), "Layout has a diagram"
+    assert "bytes" in layout, "Layout says how many bytes a token takes"
+    rows = table(section(PAGES[codec_id], "Parameters and ranges"), "parameter", "type", "range")
     stored = [field.name for field in dataclasses.fields(CODECS[codec_id]) if field.metadata.get("stored", True)]  # type: ignore[arg-type]
     assert [next(iter(row.values())) for row in rows] == stored
 

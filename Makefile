@@ -4,7 +4,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 INSTALLED := .venv/installed
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo test lint types unit fuzz roundtrip gpu-test gpu-sanitize
+.PHONY: demo test lint types unit fuzz roundtrip gpu-test gpu-sanitize damage guards
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -27,6 +27,13 @@ unit: $(INSTALLED)
 # Readers on bytes that nobody wrote; SECONDS is the time of all targets together, OPTIONS are those of fuzz/run.py.
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python fuzz/run.py --seconds $(or $(SECONDS),60) --processes 2 $(OPTIONS)
+
+# All damage to the golden files, and the readers without each of their guards: some minutes each (fuzz/README.md).
+damage: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/golden_damage.py
+
+guards: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/guard_removal.py
 
 # Encoders on tensors of any contents.
 roundtrip: $(INSTALLED)

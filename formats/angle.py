@@ -63,7 +63,6 @@ class Angle(Codec):
         check_choice(self.id, "arrangement", self.arrangement, ARRANGEMENTS if self.norm != "fp32" else ("dense",))
         check_choice(self.id, "range", self.range, RANGES if self.norm != "fp32" else ("fp16",))
         check_range(self.id, "norm_bits", self.norm_bits, *((1, 8) if self.norm != "fp32" else (0, 0)))
-        check_choice(self.id, "rotation_kind", self.rotation_kind, KINDS)
         check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
         check_fields(self.id, self.fields, tuple(_streams(self.dim, self.bins, self.norm_bits, self.arrangement)))
         self.packings()

@@ -78,7 +78,10 @@ def _default_fields(symbols: int, bases: tuple[int, ...]) -> int:
 
 
 def _fits(bases: Sequence[int], fields: int) -> bool:
-    values: int = math.prod(base**fields for base in bases)
+    # A header may claim any number of fields: no power is taken of more than a column can have.
+    if fields > MAX_FIELDS:
+        return False
+    values: int = math.prod(bases) ** fields
     return values <= (1 << 8 * MAX_COLUMN_BYTES if all(map(is_power_of_two, bases)) else MAX_COLUMN_VALUES)
 
 
@@ -100,7 +103,6 @@ class Columns:
         text = f"columns({self.symbols}, {list(self.bases)}, {self.fields})"
         if self.symbols < 1 or not self.bases or not all(2 <= base <= MAX_BASE for base in self.bases):
             raise InvalidParameter(f"{text}: there is at least 1 symbol, and bases are 2 to {MAX_BASE}")
-        # Before any power is taken: a header may claim any number of fields.
         if not 1 <= self.fields <= MAX_FIELDS:
             raise InvalidParameter(f"{text}: {self.fields} fields, allowed are 1 to {MAX_FIELDS}")
         if len(self.alphabets) != len(self.bases) or not all(1 <= a <= b for a, b in zip(self.alphabets, self.bases, strict=True)):

@@ -59,7 +59,6 @@ class Group(Codec):
         check_range(self.id, "dim", self.dim, 1, MAX_DIM)
         check_range(self.id, "bits", self.bits, 1, 8)
         check_choice(self.id, "axis", self.axis, AXES)
-        check_choice(self.id, "rotation_kind", self.rotation_kind, KINDS)
         check_choice(self.id, "token_scale", self.token_scale, TOKEN_SCALES)
         check_choice(self.id, "scale_dtype", self.scale_dtype, SCALE_DTYPES)
         check_choice(self.id, "centre", self.centre, CENTRES)

@@ -68,7 +68,6 @@ class Octahedral(Codec):
         check_range(self.id, "b_norm", self.b_norm, 0, 8)
         check_choice(self.id, "arrangement", self.arrangement, ARRANGEMENTS)
         check_choice(self.id, "norm", self.norm, tuple(NORMS))
-        check_choice(self.id, "rotation_kind", self.rotation_kind, KINDS)
         check_choice(self.id, "rounding", self.rounding, ROUNDINGS)
         check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
         _check_table("direction_table", self.direction_table, 2 ** (self.b_dir - 1))

@@ -68,7 +68,6 @@ class Polar(Codec):
     def __post_init__(self) -> None:
         _check_dim(self.dim)
         check_choice(self.id, "norm", self.norm, tuple(NORMS))
-        check_choice(self.id, "rotation_kind", self.rotation_kind, KINDS)
         check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
         _check_tables(self.levels, self.angle_table)
         check_fields(self.id, self.fields, tuple(_streams(self.levels)))
@@ -181,7 +180,7 @@ def _most_levels(dim: int) -> int:
 @lru_cache(TABLES_KEPT)
 def _levels(dim: int, bits: str) -> tuple[Level, ...]:
     words = bits.split(".")
-    if not 1 <= len(words) <= _most_levels(dim) or not set(words) <= set(map(str, range(1, MAX_BITS + 1))):
+    if len(words) > _most_levels(dim) or not set(words) <= set(map(str, range(1, MAX_BITS + 1))):
         raise InvalidParameter(
             f"codec polar: bits is {bits!r}, allowed are 1 to {_most_levels(dim)} integers from 1 to {MAX_BITS} joined by dots at dim {dim}"
         )

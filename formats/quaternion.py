@@ -60,7 +60,6 @@ class Quaternion(Codec):
         check_range(self.id, "radius_bits", self.radius_bits, 1, 8)
         check_choice(self.id, "arrangement", self.arrangement, ARRANGEMENTS)
         check_choice(self.id, "norm", self.norm, NORMS)
-        check_choice(self.id, "rotation_kind", self.rotation_kind, KINDS)
         check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
         check_range(self.id, "rotation_seed", self.rotation_seed, 0, 2**64 - 1)
         bases = _stream_bases(self.dim, self.secondary, self.radius_bits, self.arrangement)

@@ -82,7 +82,7 @@ class Rotation:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise InvalidParameter(f"rotation {self.kind!r} is unknown; known: {', '.join(KINDS)}")
+            raise InvalidParameter(f"rotation_kind is {self.kind!r}, known are {', '.join(KINDS)}")
         if self.kind != "none":
             _paley_order(self.dim)
 
@@ -110,7 +110,7 @@ class BlockRotation:
     size: int
 
     def __post_init__(self) -> None:
-        if not (2 <= self.size <= self.dim and self.dim % self.size == 0):
+        if self.size < 2 or self.dim % self.size:
             raise InvalidParameter(f"block_rotation is {self.size}, allowed are sizes from 2 that divide the head dim {self.dim}")
         _paley_order(self.size)
 

@@ -70,7 +70,6 @@ class Scalar(Codec):
             check_range(self.id, "bits_high", self.bits_high, self.bits + 1, 8)
         _check_high_channels(self.high_channels, self.dim, self.bits_high)
         check_choice(self.id, "norm", self.norm, tuple(NORMS))
-        check_choice(self.id, "rotation_kind", self.rotation_kind, KINDS)
         check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
         _check_table("magnitude_table", self.magnitude_table, 2 ** (self.bits - 1))
         _check_table("high_magnitude_table", self.high_magnitude_table, 2 ** (self.bits_high - 1) if self.bits_high else 0)

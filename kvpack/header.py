@@ -58,7 +58,8 @@ class SideEntry:
             check_integer(f"runs[{number}]", run, 1, MAX_TOKENS)
         check_integer("tail", self.tail, 0, MAX_TOKENS)
         check_integer("window", self.window, 0, MAX_TOKENS)
-        check_integer("tokens", self.tokens, 0, MAX_TOKENS)
+        if self.tokens > MAX_TOKENS:
+            raise LimitExceeded(f"tokens is {self.tokens}, allowed are at most {MAX_TOKENS}")
         for name, count in self.entries:
             check_string("a key of entries", name)
             check_integer(f"entries.{name}", count, 0, MAX_TOKENS)

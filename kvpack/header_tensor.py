@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from .checks import check_integer, check_keys, check_string, check_type
+from .checks import check_keys, check_string, check_type
 from .formats import codec_from_params
 from .formats.errors import InvalidHeader, InvalidParameter, LimitExceeded, UnsupportedVersion
 from .header import FORMAT, Header, LayerEntry, SideEntry, TensorEntry, check_required, within
@@ -53,9 +53,11 @@ def parse_header(data: bytes) -> Header:
     top = _unpacked(data)
     check_type("kvpack.header", top, dict)
     version = top.get("format")
-    if type(version) is int and version > FORMAT:
+    check_type("format", version, int)
+    if version > FORMAT:
         raise UnsupportedVersion(newer(version))
-    check_integer("format", version, FORMAT, FORMAT)
+    if version < FORMAT:
+        raise InvalidHeader(f"format is {version}, allowed is {FORMAT}")
     check_type("required", top.get("required"), list)
     check_required(tuple(top["required"]))
     check_keys("kvpack.header", top, _TOP_KEYS)

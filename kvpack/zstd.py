@@ -55,7 +55,8 @@ def _no_content(name: str, stored: memoryview) -> memoryview:
     import zstandard
 
     stream = zstandard.ZstdDecompressor().decompressobj()
-    content = stream.decompress(stored)
-    if content or stream.unused_data or not stream.eof:
+    # Blocks of any content are an error: they make more than the frame says.
+    stream.decompress(stored)
+    if stream.unused_data or not stream.eof:
         raise InvalidPayload(f"{name}: is not one whole zstd frame of no content")
     return memoryview(bytearray())

@@ -156,6 +156,9 @@ def add_packing() -> None:
     add_payload("bits-above-a-column-of-two-digits", "front-4", QUATERNION, "symbol.0", 1, "08", "a bit above the fields of both digits")
     add_payload("byte-without-a-column", "front-4", odd, "codes.0", 3, "01", "the high byte of the last word, which no column has")
     add_payload("value-above-a-column", "front-4", exact, "angle.0", 0, "ffff", "a column above 3^F - 1")
+    odd_of_3 = dataclasses.replace(exact, fields=(("angle", 5), ("norm_codes", 5)))  # type: ignore[type-var]
+    shows = "the high byte of the last word of 13 columns of base 3"
+    add_payload("byte-without-a-column-of-3", "front-4", odd_of_3, "angle.0", 13, "01", shows)
     for codec, count, name, shows in (
         (GROUP, 0, "none", "no field"),
         (GROUP, 129, "129", "129 fields"),

@@ -52,6 +52,7 @@ def add_front() -> None:
     )
     add("file-ends-in-the-header", "container-4", "Truncated", "the file ends within kvpack.header", lambda: PLAIN[:4110])
     add("file-ends-in-the-json-header", "container-4", "Truncated", "the file ends within the JSON header", lambda: PLAIN[:300])
+    add("file-ends-in-the-first-entry", "container-4", "Truncated", "the file ends within the entry of kvpack.header", lambda: PLAIN[:120])
     for name, data, shows in (
         ("empty", b"", "no bytes"),
         ("beginning-alone", PLAIN[:40], "the file ends within the first key of the JSON header"),
@@ -117,6 +118,8 @@ def add_msgpack() -> None:
         add(f"msgpack-{key}", "container-10", "InvalidHeader", shows, lambda o=old, n=new: parts.joined(packed.replace(o, n, 1)))
     add("msgpack-more-bytes", "container-10", "InvalidHeader", "a byte after the map", lambda: parts.joined(packed + b"\0"))
     add("msgpack-fewer-bytes", "container-10", "InvalidHeader", "the map ends too early", lambda: parts.joined(packed[:-1]))
+    shows = "the last digest is missing, and with it the first byte of a value"
+    add("msgpack-value-missing", "container-10", "InvalidHeader", shows, lambda: parts.joined(packed[:-18]))
     shows = "an array of the keys and values of the map"
     add("msgpack-array", "container-10", "InvalidHeader", shows, lambda: parts.joined(b"\xdc\x00\x12" + packed[1:]))
     nested = packed.replace(b"\xa5start\x03", b"\xa5start" + b"\x91" * 2000 + b"\x03")
@@ -130,6 +133,15 @@ def add_frames() -> None:
     def add_frame(name: str, rule: str, shows: str, change: Callable[[bytes], bytes]) -> None:
         add(f"zstd-{name}", rule, "InvalidPayload", shows, lambda: one_side(RAW, frame(change), runs=(4,), heads=1))
 
+    def of_nothing(stored: bytes) -> Callable[[], bytes]:
+        return lambda: one_side(RAW, frame(lambda raw: stored), runs=(), tail=0)
+
+    nothing = bytes.fromhex("28b52ffd 00 00 010000")
+    shows = "a frame of no content that does not say its content size, of a tensor without bytes"
+    add("zstd-size-missing-of-nothing", "container-22", "InvalidPayload", shows, of_nothing(nothing))
+    shows = "a skippable frame in place of one of no content"
+    add("zstd-skippable-of-nothing", "container-21", "InvalidPayload", shows, of_nothing(bytes.fromhex("502a4d18 00000000")))
+    add_frame("other-magic", "container-21", "the magic number of an older Zstandard", lambda raw: b"\x27" + raw_frame(raw, "20 18")[1:])
     skippable = bytes.fromhex("502a4d18 00000000")
     add_frame("cut-off-in-its-header", "container-21", "the first six bytes of a frame", lambda raw: compressed(raw)[:6])
     add_frame("no-frame", "container-21", "values as they are, with the filter zstd", lambda raw: raw)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from file_parts import Parts, changed, edit, file_of, one_side, random_side, reorder  # isort: skip
+from file_parts import Parts, changed, edit, file_of, one_side, place, random_side, reorder  # isort: skip
 from invalid_vectors import GROUP, RAW, add, add_header  # isort: skip
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def add_all() -> None:
     add_fields()
     add_layers()
+    add_alone()
 
 
 def add_fields() -> None:
@@ -64,7 +65,7 @@ def add_fields() -> None:
         ("entries-without-a-stream", side, [*keys, "entries"], "a side has entries, and no stream with a row an entry"),
     ):
         add(f"header-{name}", "container-11", "InvalidHeader", shows, lambda p=path, o=order: broken_header(GROUP, reorder(p, *o)))
-    for name, place, value, shows in (
+    for name, at, value, shows in (
         ("filter", 3, "lz4", "an unknown filter"),
         ("stored-bytes-string", 4, "0", "stored_bytes is a string"),
         ("digest-15", 5, bytes(15), "a digest of 15 bytes"),
@@ -72,10 +73,10 @@ def add_fields() -> None:
     ):
         add(
             f"tensor-{name}",
-            "container-11" if place != 2 else "container-16",
+            "container-11" if at != 2 else "container-16",
             "InvalidHeader",
             shows,
-            lambda p=place, v=value: broken_header(GROUP, edit(f"tensors.0.{p}", v)),
+            lambda p=at, v=value: broken_header(GROUP, edit(f"tensors.0.{p}", v)),
         )
     add(
         "tensor-five-places",
@@ -142,6 +143,95 @@ def add_layers() -> None:
         lambda: one_side(GROUP, lambda parts: parts.store("0.k.tail", parts.tensors[-1][:-2])),
     )
     add_header("two-runs", "container-18", RAW, "layers.0.k.runs", [1, 1], "two runs of a codec that encodes tokens one by one")
+
+
+def add_alone() -> None:
+    """Fields whose value is all that is wrong: the tensors and the JSON header are those that it would give."""
+    for name in ("batch", "heads"):
+        add(
+            f"header-{name}-0-alone",
+            "container-11",
+            "InvalidHeader",
+            f"{name} is 0, and so is the size of tensors",
+            lambda n=name: no_rows(n),
+        )
+    empty: list[Any] = []
+    for name, path, value, shows in (
+        ("required-string", "required", "new", "required is a string"),
+        ("model-array", "model", empty, "model is an array"),
+        ("codecs-nil", "codecs", None, "codecs is nil"),
+        ("layers-nil", "layers", None, "layers is nil"),
+        ("tensors-nil", "tensors", None, "tensors is nil"),
+        ("codec-index-string", "layers.0.k.codec", "0", "a side names its codec by a string"),
+        ("tail-dtype-array", "layers.0.k.tail_dtype", empty, "tail_dtype is an array"),
+    ):
+        add(f"header-{name}", "container-11", "InvalidHeader", shows, lambda p=path, v=value: broken_header(GROUP, edit(p, v)))
+    for name, value in (("nil", None), ("shape-nil", ["0.k.codes.0", "U16", None, "none", 8, bytes(16)])):
+        shows = f"the entry of a tensor is {value}" if value is None else "a shape is nil"
+        add(f"tensor-{name}", "container-11", "InvalidHeader", shows, lambda v=value: broken_header(GROUP, edit("tensors.0", v)))
+    add(
+        "tensor-filter-lz4",
+        "container-11",
+        "InvalidHeader",
+        "an unknown filter, which the JSON header tells too",
+        lambda: with_entry(3, "lz4"),
+    )
+    add("tensor-digest-string", "container-11", "InvalidHeader", "a digest that is a string", lambda: with_entry(5, "0" * 16))
+    shows = "stored_bytes of a zstd frame is a string"
+    add("tensor-stored-bytes-string-zstd", "container-11", "InvalidHeader", shows, lambda: with_entry(4, "24", "zstd"))
+    for name, at, value in (
+        ("shape-float", 2, [1.0, 2, 2, 1]),
+        ("shape-true", 2, [True, 2, 2, 1]),
+    ):
+        add(f"msgpack-{name}", "container-10", "InvalidHeader", f"a shape holds {value[0]!r}", lambda p=at, v=value: with_entry(p, v))
+    for path in ("layers.0.k.codec", "layers.0.k.tail", "layers.0.k.window", "layers.0.k.batch", "tensors.0.4"):
+        name = path.rpartition(".")[2].replace("4", "stored-bytes")
+        value = -16 if name == "window" else -1
+        shows = f"{name} is {value}"
+        add(f"msgpack-negative-{name}", "container-10", "InvalidHeader", shows, lambda p=path, v=value: broken_header(GROUP, edit(p, v)))
+    for name, path in (("codec", "codecs.0"), ("model", "model"), ("side", "layers.0.k")):
+        shows = f"a key of a map of {name} is bytes"
+        add(f"msgpack-key-bytes-of-{name}", "container-10", "InvalidHeader", shows, lambda p=path: broken_header(GROUP, bytes_key(p)))
+    add_header(
+        "limit-of-ignorable",
+        "container-29",
+        GROUP,
+        "ignorable",
+        {f"{n:03}": b"" for n in range(257)},
+        "257 ignorable features",
+        "LimitExceeded",
+    )
+    add_header("limit-of-a-key", "container-29", GROUP, "model", {"x" * 4097: ""}, "a key of model above its limit", "LimitExceeded")
+
+
+def bytes_key(path: str) -> Callable[[Parts], None]:
+    """Makes the last key of the map of the header at ``path`` bytes."""
+
+    def apply(parts: Parts) -> None:
+        at = place(parts, path)
+        key, value = at.popitem()
+        at[key.encode()] = value
+
+    return apply
+
+
+def with_entry(at: int, value: Any, chosen: str = "none") -> bytes:
+    """A file of one side whose first tensor is listed with another value, which its JSON header repeats."""
+    right, wrong = Parts.of(one_side(GROUP)), Parts.of(one_side(GROUP))
+    for parts in (right, wrong):
+        parts.header["tensors"][0][3] = value if at == 3 else chosen
+    wrong.header["tensors"][0][at] = value
+    return right.joined(msgpack.packb(wrong.header))
+
+
+def no_rows(name: str) -> bytes:
+    """A side whose sequences or heads are none."""
+    parts = Parts.of(one_side(GROUP))
+    parts.header["layers"][0]["k"][name] = 0
+    for number, tensor in enumerate(parts.header["tensors"]):
+        tensor[2][("batch", "heads").index(name)] = 0
+        parts.tensors[number] = b""
+    return parts.joined()
 
 
 def two_sides(batch: int = 1, tokens: int = 3) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 from file_parts import Parts, bits, drop, edit, file_of, move_to_end, one_side, random_side  # isort: skip
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 ALL = create("scalar", 16, "k", b="2", rotation="none", channel_scale="fp16", outliers="3", qjl="fp16", sinks="1", raw_tokens="fp16")
 BLOCKS = create("group", 12, "k", b="2", axis="channel", block_rotation="4", channel_order="u8")
+SIGNS = create("group", 12, b="2", qjl="fp16")
+SIGNS = dataclasses.replace(SIGNS, qjl=dataclasses.replace(SIGNS.qjl, fields=8))  # type: ignore[attr-defined]
 WIDE_BLOCKS = create("group", 260, "k", b="2", axis="channel", block_rotation="20", channel_order="u16")
 
 
@@ -125,7 +129,25 @@ def add_refused() -> None:
     )
     for stream, value in (("outliers", "00fc"), ("qjl_norm", "017c"), ("channel_scale", "007c")):
         add_payload(f"side-car-not-finite-{stream.replace('_', '-')}", "front-13", ALL, stream, 0, value, f"{stream} is not finite")
+    changed("entries-array", "container-11", "entries is an array", edit("layers.0.k.entries", ["outliers", "raw_tokens"]))
+    changed("entries-first", "container-11", "entries is the first key of a side", entries_first)
+    changed("flag-2-counted", "side-cars-7", "a flag of 2, and as many raw tokens as flags add up to", count_a_flag_twice, "InvalidPayload")
+    add_payload("side-car-sign-of-no-channel", "front-3", SIGNS, "qjl_signs.0", 1, "80", "a sign of no channel")
+    add_payload("side-car-of-scales-not-finite", "front-13", SIGNS, "scales", 0, "007c", "a scale of a codec with a side-car is not finite")
     add_payload("side-car-flag-of-no-chunk", "front-4", ALL, "outlier_flags.0", 1, "04", "a flag of no chunk")
+
+
+def entries_first(parts: Parts) -> None:
+    side = parts.header["layers"][0]["k"]
+    parts.header["layers"][0]["k"] = {"entries": side.pop("entries"), **side}
+
+
+def count_a_flag_twice(parts: Parts) -> None:
+    flags, rows = parts.tensor("0.k.raw_token_flags"), parts.tensor("0.k.raw_tokens")
+    shape = parts.header["tensors"][rows][2]
+    parts.tensors[flags] = bytes([2, *bytes(len(parts.tensors[flags]) - 1)])
+    shape[2] = parts.header["layers"][0]["k"]["entries"]["raw_tokens"] = 2
+    parts.tensors[rows] = bytes(2 * math.prod(shape))
 
 
 def add_an_outlier(parts: Parts) -> None:

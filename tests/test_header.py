@@ -206,6 +206,8 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[KvpackError], str]
     "runs of single tokens": (put(*V, "runs", [3, 17]), InvalidHeader, r"^layers\[0\]\.v\.runs has 2 entries, .* at most 1"),
     "tail dtype": (put(*K, "tail_dtype", "fp8"), InvalidHeader, r"^layers\[0\]\.k\.tail_dtype is 'fp8', known are bf16, fp16, fp32"),
     "tail dtype list": (put(*K, "tail_dtype", []), InvalidHeader, r"^layers\[0\]\.k\.tail_dtype is of type list"),
+    "tail below": (put(*K, "tail", -1), InvalidHeader, r"^layers\[0\]\.k\.tail is -1, allowed are at least 0"),
+    "tail above the limit": (put(*K, "tail", 2**40), LimitExceeded, r"^layers\[0\]\.k\.tail is 1099511627776, allowed are at most"),
     "window": (put(*K, "window", 33), InvalidHeader, r"^layers\[0\]\.k\.window is 33, expected a multiple of .* 16"),
     "tensors map": (put("tensors", {}), InvalidHeader, r"^tensors is of type dict"),
     "a tensor missing": (remove(*T), InvalidHeader, r"^tensors has 6 entries, the layers and codecs give 7"),
@@ -226,7 +228,8 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[KvpackError], str]
         InvalidHeader,
         r"^tensors\[2\]\.stored_bytes is 15, without a filter the shape takes 16 \(0\.k\.tail\)",
     ),
-    "stored bytes negative": (put(*T, 4, -1), InvalidHeader, r"^tensors\[2\]\.stored_bytes is -1"),
+    "stored bytes negative": (put(*T, 4, -1), InvalidHeader, r"^tensors\[2\]\.stored_bytes is -1, allowed are at least 0"),
+    "stored bytes above the limit": (put(*T, 4, 2**60), LimitExceeded, r"^tensors\[2\]\.stored_bytes is \d+, allowed are at most \d+$"),
     "expansion": (
         lambda top: top["tensors"][2].__setitem__(slice(3, 5), ["zstd", 0]),
         LimitExceeded,

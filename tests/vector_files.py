@@ -17,6 +17,7 @@ import corner_vectors  # isort: skip
 import frame_vectors  # isort: skip
 import header_vectors  # isort: skip
 import limit_vectors  # isort: skip
+import parameter_vectors  # isort: skip
 import row_vectors  # isort: skip
 import side_car_vectors  # isort: skip
 import valid_vectors  # isort: skip
@@ -43,6 +44,7 @@ MODULES = (
     row_vectors,
     corner_vectors,
     limit_vectors,
+    parameter_vectors,
 )
 for module in MODULES:
     module.add_all()

@@ -63,6 +63,7 @@ def _worker(name: str, seconds: float, found: Path, path: Path, arguments: argpa
     words += ["--executions", str(arguments.executions)] if arguments.executions else []
     if sys.stderr.isatty():
         print(f"{time.strftime('%H:%M:%S')} {name}: {seconds:.0f} s", file=sys.stderr)
+    before = set(arguments.failures.glob(f"native-{name}-*"))
     command = [sys.executable, str(HERE / "worker.py"), *words]
     try:
         # Far above what a target takes to start and to measure its lines: only a worker that hangs is ended.
@@ -73,7 +74,8 @@ def _worker(name: str, seconds: float, found: Path, path: Path, arguments: argpa
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"target": name, "crashes": [], "hangs": []}
     if code or not path.exists():
         report["crashes"].append(f"the worker ended with {code}:\n{output[-2000:]}")
-    report["crashes"] += [str(kept) for kept in sorted(arguments.failures.glob(f"native-{name}-*"))]
+    # What an earlier run left is its own.
+    report["crashes"] += [str(kept) for kept in sorted(arguments.failures.glob(f"native-{name}-*")) if kept not in before]
     status = _STATUS.findall(output)
     if status:
         report["edges"], report["features"] = map(int, status[-1])

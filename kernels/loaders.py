@@ -1,7 +1,11 @@
-"""The tile loader of each codec; one without a row here is decoded by torch before it is attended."""
+"""The tile loader of each codec; one without a row here is decoded by torch before it is attended.
+
+Those are polar, whose angles multiply down a tree; angle with norms of 32 bits; and what has digits too wide for a table.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -12,22 +16,37 @@ from kvpack.formats.quaternion import Quaternion
 from kvpack.formats.raw import Raw
 from kvpack.formats.scalar import Scalar
 
-from . import tiles_angle, tiles_group, tiles_octahedral, tiles_quaternion, tiles_raw, tiles_scalar
+from . import (
+    tiles_angle,
+    tiles_angle_dense,
+    tiles_group,
+    tiles_octahedral,
+    tiles_octahedral_dense,
+    tiles_quaternion,
+    tiles_quaternion_dense,
+    tiles_raw,
+    tiles_scalar,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvpack.formats.base import Codec
 
     from .tiles import Tiles
 
-LOADERS: dict[type[Codec], Callable[[Any], Tiles | None]] = {
+Loader = Callable[[Any], "Tiles | None"]
+
+
+def _of_arrangement(direct: Loader, dense: Loader) -> Loader:
+    return lambda codec: (direct if codec.arrangement == "direct" else dense)(codec)
+
+
+LOADERS: dict[type[Codec], Loader] = {
     Raw: tiles_raw.tiles,
     Group: tiles_group.tiles,
     Scalar: tiles_scalar.tiles,
-    Octahedral: tiles_octahedral.tiles,
-    Angle: tiles_angle.tiles,
-    Quaternion: tiles_quaternion.tiles,
+    Octahedral: _of_arrangement(tiles_octahedral.tiles, tiles_octahedral_dense.tiles),
+    Angle: _of_arrangement(tiles_angle.tiles, tiles_angle_dense.tiles),
+    Quaternion: _of_arrangement(tiles_quaternion.tiles, tiles_quaternion_dense.tiles),
 }
 
 

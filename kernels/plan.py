@@ -248,7 +248,9 @@ def _shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, fast: bool) -> Sha
     tables = [tiles.table for tiles in (k, v) if tiles.table is not None]
     small = Shape(1, 1, 32, 3, 8)
     many_tiles = len(tables) == 2 and min(len(k.channels), len(v.channels)) > FEW_TILES
-    if not k.dtype == v.dtype == "fp16" or (table_bytes > LARGE_TABLES and many_tiles):
+    if max(k.tokens, v.tokens) > small.tokens:
+        shape = Shape(2, 1, max(k.tokens, v.tokens), 1, 4)
+    elif not k.dtype == v.dtype == "fp16" or (table_bytes > LARGE_TABLES and many_tiles):
         shape = Shape(2, 1, 32, 2, 4)
     elif table_bytes > LARGE_TABLES:
         narrow = any(fields_side_by_side(packing) > 1 for packing in (*k.packings, *v.packings))
@@ -284,9 +286,9 @@ def _addresses(run: Run, tiles: Tiles, held: list[torch.Tensor]) -> list[int]:
 
 
 def _cuts_words(run: Run, tiles: Tiles) -> bool:
-    """Whether a stream of one half a token may end in the middle of an aligned word of 4 bytes."""
+    """Whether a stream of an odd number of halves a token may end in the middle of an aligned word of 4 bytes."""
     for stream in tiles.streams:
-        if stream.bits == 16 and stream.row == 1:
+        if stream.bits == 16 and stream.row % 2:
             tensor = run.streams[stream.name]
             if (tensor.data_ptr() + 2 * tensor.shape[2]) % 4 or any(step % 2 for step in tensor.stride()[:2]):
                 return True

@@ -52,6 +52,8 @@ class Tiles:
     table: torch.Tensor | None = None
     entries: int = 0
     """Of the table, those that codes have; the rest fills it up to a power of two. 0: all of them."""
+    tokens: int = 32
+    """That a warp decodes at once, where it is not one by one (``split`` without inline PTX)."""
     whole_groups: int = 1
     """Tokens: a tile that begins at a multiple of them, and is no longer, lies in one token group."""
     packings: tuple[Columns, ...] = ()

@@ -1,6 +1,7 @@
 """angle as tiles (spec/codecs/angle.md): two tiles a field, the cosines and the sines of its pairs times their norms.
 
-Norms are decoded over the token's largest, which joins its factor, so that none leaves binary16. Direct arrangement only.
+Norms are decoded over the token's largest, which joins its factor, so that none leaves binary16. This is the direct arrangement;
+the dense one has bins and norms in columns of their own (tiles_angle_dense).
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -29,14 +30,12 @@ VALUES = 2
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """The loader of ``codec``, None for the dense arrangement."""
-    packing = codec.packings().get("symbol")
-    if packing is None or not takes_whole_words(packing):
+    """The loader of ``codec`` in the direct arrangement, None where a digit is too wide."""
+    packing = codec.packings()["symbol"]
+    if not takes_whole_words(packing):
         return None
     symbols = step_symbols(packing)
     bin_bits = packing.bases[0].bit_length() - 1
-    table = torch.zeros(next_power_of_two(codec.bins), VALUES)
-    table[: codec.bins] = codec.directions
     streams = plane_streams("symbol", packing)
     half = codec.range == "fp16"
     streams = (*streams, Stream("range", 32, 1 if half else 2))
@@ -45,7 +44,14 @@ def tiles(codec: Angle) -> Tiles | None:
         len(streams) - 1, int(half),
     )  # fmt: skip
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
-    return Tiles(load, decode, factor, constants, len(symbols), channels, streams, table.to(torch.float16), packings=(packing,))
+    return Tiles(load, decode, factor, constants, len(symbols), channels, streams, table(codec), packings=(packing,))
+
+
+def table(codec: Angle) -> torch.Tensor:
+    """Cosine and sine of every bin, up to a power of two of them."""
+    entries = torch.zeros(next_power_of_two(codec.bins), VALUES, dtype=torch.float16)
+    entries[: codec.bins] = codec.directions
+    return entries
 
 
 @triton.jit
@@ -72,7 +78,7 @@ def load(
 
 
 @triton.jit
-def _half(bits: tl.tensor) -> tl.tensor:
+def half(bits: tl.tensor) -> tl.tensor:
     """The low 16 bits as a binary16, widened to float32."""
     return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
@@ -82,8 +88,8 @@ def _range(raw: tl.tuple, C: tl.constexpr) -> tl.tuple:
     """(step, minimum) of each token, float32."""
     if C[6]:
         pair = raw[C[5]]
-        step = _half(pair)
-        minimum = _half(pair >> 16)
+        step = half(pair)
+        minimum = half(pair >> 16)
     else:
         step = raw[C[5]].to(tl.float32, bitcast=True)
         minimum = raw[C[5] + 1].to(tl.float32, bitcast=True)
@@ -111,6 +117,21 @@ def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def norm_line(step: tl.tensor, minimum: tl.tensor, C: tl.constexpr) -> tl.tuple:
+    """(scale, centre) of a norm, or its logarithm, over the token's factor: (code - middle code) * scale + centre, float32."""
+    MIDDLE: tl.constexpr = 1 << (C[3] - 1)
+    LARGEST: tl.constexpr = (1 << C[3]) - 1
+    if C[4]:
+        scale = step
+        centre = step * MIDDLE - tl.maximum(step * LARGEST, 0.0)
+    else:
+        inverse = ((254 - _power_above(step, minimum, LARGEST)) << 23).to(tl.float32, bitcast=True)
+        scale = step * inverse
+        centre = (minimum + step * MIDDLE) * inverse
+    return scale, centre
+
+
+@triton.jit
 def decode(
     raw: tl.tuple,
     places: tl.tuple,
@@ -124,17 +145,9 @@ def decode(
     """The two coordinates of the pairs of ``STEP``, over the token's factor."""
     PACKING: tl.constexpr = C[0]
     BESIDE: tl.constexpr = C[1]
-    MIDDLE: tl.constexpr = 1 << (C[3] - 1)
-    LARGEST: tl.constexpr = (1 << C[3]) - 1
     planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
     step, minimum = _range(raw, C)
-    if C[4]:
-        scale = step
-        centre = step * MIDDLE - tl.maximum(step * LARGEST, 0.0)
-    else:
-        inverse = ((254 - _power_above(step, minimum, LARGEST)) << 23).to(tl.float32, bitcast=True)
-        scale = step * inverse
-        centre = (minimum + step * MIDDLE) * inverse
+    scale, centre = norm_line(step, minimum, C)
     scale = of_tokens(scale.to(tl.float16), TURNED)
     centre = of_tokens(centre.to(tl.float16), TURNED)
     BIN_BITS: tl.constexpr = C[2]

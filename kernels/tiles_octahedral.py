@@ -1,7 +1,7 @@
 """octahedral as tiles (spec/codecs/octahedral.md): three tiles a field, first, second and third coordinates of its triplets.
 
 A table holds the directions of positive signs; signs are turned afterwards. Where a symbol is one short digit, the table holds
-everything. Direct arrangement only: the dense one has columns of other widths for indices and signs.
+everything. This is the direct arrangement; the dense one has columns of other widths for indices and signs (tiles_octahedral_dense).
 """
 
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
@@ -31,15 +31,13 @@ DIGITS_THAT_HOLD_NORMS = (1, 2, 4, 8, 16)
 
 
 def tiles(codec: Octahedral) -> Tiles | None:
-    """The loader of ``codec``, None for the dense arrangement."""
-    if codec.arrangement != "direct":
-        return None
+    """The loader of ``codec`` in the direct arrangement, None where a digit is too wide."""
     packing = codec.packings()["symbol"]
     if not takes_whole_words(packing):
         return None
     symbols = step_symbols(packing)
     index_bits, *more = (base.bit_length() - 1 for base in packing.bases)
-    table = _table(codec, whole=not more)
+    entries = table(codec, whole=not more)
     streams = plane_streams("symbol", packing)
     norm_bits = 16 if codec.norm == "fp16" else 32
     constants = (
@@ -48,11 +46,11 @@ def tiles(codec: Octahedral) -> Tiles | None:
     )  # fmt: skip
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
     return Tiles(
-        load, decode, factor, constants, len(symbols), channels, (*streams, Stream("norm", norm_bits, 1)), table, packings=(packing,)
+        load, decode, factor, constants, len(symbols), channels, (*streams, Stream("norm", norm_bits, 1)), entries, packings=(packing,)
     )
 
 
-def _table(codec: Octahedral, whole: bool) -> torch.Tensor:
+def table(codec: Octahedral, whole: bool) -> torch.Tensor:
     """Directions (x, y, z, 0) by the first digit, times the triplet norm where the digit has it; else the norms follow.
 
     ``whole``: by the whole symbol, signs included.

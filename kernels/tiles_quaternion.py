@@ -1,4 +1,4 @@
-"""quaternion as tiles (spec/codecs/quaternion.md): four tiles a field, the components of its chunks. Direct arrangement only."""
+"""quaternion as tiles (spec/codecs/quaternion.md): four tiles a field, the components of its chunks. The direct arrangement."""
 
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -22,9 +22,9 @@ VALUES = 4
 
 
 def tiles(codec: Quaternion) -> Tiles | None:
-    """The loader of ``codec``, None for the dense arrangement."""
-    packing = codec.packings().get("symbol")
-    if packing is None or not takes_whole_words(packing):
+    """The loader of ``codec`` in the direct arrangement, None where a digit is too wide."""
+    packing = codec.packings()["symbol"]
+    if not takes_whole_words(packing):
         return None
     symbols = step_symbols(packing)
     table = torch.zeros(packing.bases[0], VALUES)

@@ -48,8 +48,14 @@ KEYS = {
     "scalar 2 and 3": "scalar:b=2,high=3",
     "octahedral 2": "octahedral:b=2,arrangement=direct",
     "octahedral 4": "octahedral:b=4,arrangement=direct",
+    "dense octahedral 2": "octahedral:b=2",
+    "dense octahedral 3": "octahedral:b=3",
+    "dense octahedral 4": "octahedral:b=4",
     "angle": "angle:n=128,norm=linear8,arrangement=direct",
     "quaternion": "quaternion:s=24,r=3,arrangement=direct",
+    "dense angle": "angle:n=128,norm=linear8",
+    "dense angle of two streams": "angle:n=24,norm=log3,range=fp32",
+    "dense quaternion": "quaternion:s=24,r=3",
 }
 VALUES = {
     "raw": "raw:dtype=fp16",
@@ -58,8 +64,13 @@ VALUES = {
     "scalar 2": "scalar:b=2,norm=fp32",
     "scalar 4": "scalar:b=4",
     "octahedral 3": "octahedral:b=3,arrangement=direct",
+    "dense octahedral 2": "octahedral:b=2",
+    "dense octahedral 3": "octahedral:b=3",
+    "dense octahedral 4": "octahedral:b=4,norm=fp32",
     "angle": "angle:n=48,norm=log4,arrangement=direct,range=fp32",
     "quaternion": "quaternion:s=192,r=6,arrangement=direct",
+    "dense angle": "angle:n=48,norm=log4",
+    "dense quaternion": "quaternion:s=192,r=6,norm=fp32",
 }
 
 
@@ -184,7 +195,10 @@ def test_every_key_codec_with_every_value_codec(k: str, v: str) -> None:
 
 
 @on_kernels
-@pytest.mark.parametrize("family", ["group 4", "scalar 3", "octahedral 4", "angle", "quaternion", "raw"])
+@pytest.mark.parametrize(
+    "family",
+    [name for name in KEYS if name in {"group 4", "scalar 3", "octahedral 4", "angle", "quaternion", "raw"} or name.startswith("dense")],
+)
 def test_head_dims(family: str) -> None:
     for dims in ((80, 96), (128, 256)) if INTERPRETED else ((80, 80), (96, 96), (128, 128), (256, 256)):
         k_codec, v_codec = codecs(KEYS[family], KEYS[family], dims)
@@ -308,7 +322,7 @@ def test_no_word_reads_outside_a_table(family: str) -> None:
         if stream.dtype == torch.uint16:
             stream.copy_(torch.randint(0, 1 << 16, stream.shape, generator=torch.Generator().manual_seed(3)).to(torch.uint16))
         else:
-            assert name not in ("codes.0", "symbol.0")
+            assert name not in ("codes.0", "symbol.0", "index.0")
     there = side.to(DEVICE)
     assert torch.isfinite(attention.attend(torch.randn(1, 1, 1, 64, device=DEVICE), Layer(there, there), 0.1, True, None, None)).all()
 
@@ -320,7 +334,7 @@ def test_no_word_reads_outside_a_table(family: str) -> None:
         pytest.param("kivi-4;tail=32", True, id="group"),
         pytest.param("kv=group:b=2,g=32,scales=u8", True, id="scales of 8 bits"),
         pytest.param("k=scalar:b=4;v=group:b=4", True, id="scalar"),
-        pytest.param("octopus-3", False, id="dense octahedral"),
+        pytest.param("octopus-3", True, id="dense octahedral"),
         pytest.param("kv=polar:b=4.2.2.2", False, id="polar"),
         pytest.param("k=scalar:b=4,channel_scale=fp16;v=group:b=4", False, id="a side-car"),
     ],

@@ -62,6 +62,12 @@ RECIPES = (
     "k=octahedral:b=4,arrangement=direct;v=group:b=4",
     "kv=angle:n=128,arrangement=direct",
     "kv=quaternion:s=24,r=3,arrangement=direct",
+    "kv=octahedral:b=2",
+    "kv=octahedral:b=3",
+    "kv=octahedral:b=4",
+    "octopus-3",
+    "kv=angle:n=128",
+    "kv=quaternion:s=24,r=3",
 )
 SWEEP = Shape(1, 32, 8, 128, 0)
 SWEEP_TOKENS = tuple(1 << power for power in range(10, 19))
@@ -70,7 +76,7 @@ PARTS = ("attention", "encode")
 """What is measured: attention on every shape, and encoding on that of ``encode_kernels``."""
 
 _OWN_BF16 = "bf16"
-_LINES = ("-", "--", ":", "-.")
+_LINES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (6, 2)), (0, (3, 1, 1, 1, 1, 1)))
 _COLD_BYTES = 150 << 20
 _MOST_COPIES = 64
 _CHUNK_TOKENS = 8192

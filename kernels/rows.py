@@ -1,0 +1,183 @@
+"""Digits of packed rows, a token a thread: for code streams whose columns do not lie as the matrix units read them.
+
+A thread holds the words of its token's row, where every field has a place that is known when the kernel is compiled: streams of
+any widths and any bases come together in its registers.
+"""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+from triton import language as tl
+
+from .fields import load_per_token
+from .tiles import Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpack.formats.columns import Columns
+
+
+def row_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
+    """The planes of one code stream, in words of 32 bits where a row has whole ones."""
+    return tuple(
+        Stream(f"{name}.{plane}", 16, words) if words % 2 else Stream(f"{name}.{plane}", 32, words // 2)
+        for plane, words in enumerate(packing.planes)
+    )
+
+
+def rows_constants(packings: Sequence[Columns]) -> tuple[int, ...]:
+    """What ``load_rows`` needs: the 16-bit words of a row in each plane of each stream, which lie one after another."""
+    return tuple(words for packing in packings for words in packing.planes)
+
+
+@triton.constexpr_function
+def words_of_row(rows: tuple[int, ...]) -> int:
+    """The words of 32 bits that ``load_rows`` gives for a token."""
+    return sum((halves + 1) // 2 for halves in rows)
+
+
+def digit_constants(packings: Sequence[Columns], number: int) -> tuple[int, ...]:
+    """What ``digit`` needs of stream ``number``: (first word, bytes a column, columns, base, whether fields are bits)."""
+    first = sum((halves + 1) // 2 for halves in rows_constants(packings[:number]))
+    packing = packings[number]
+    return (first, packing.column_bytes, packing.width, packing.bases[0], int(packing.binary))
+
+
+@triton.jit
+def load_rows(
+    pointers: tl.tuple, first: tl.tensor, token: tl.tensor, valid: tl.tensor, ROWS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
+    """The words of a token's row, uint32 ``[token of half the tile]``, plane after plane; for the first half of every warp's tokens,
+    then for the second.
+
+    Tiles that are not masked do not end a stream whose words are cut (``plan``).
+    """
+    tokens = _by_halves(token)
+    valids = _by_halves(valid)
+    words = ()
+    for which in tl.static_range(2):
+        for plane in tl.static_range(len(ROWS)):
+            words = words + _load_row(pointers[plane], first, tokens[which], valids[which], ROWS[plane], MASKED, FAST)
+    return words
+
+
+@triton.jit
+def _by_halves(values: tl.tensor) -> tl.tuple:
+    """``[warp, token]`` as two of one axis: of two axes, the compiler would spread a warp over both."""
+    WARPS: tl.constexpr = values.shape[0]
+    HALF: tl.constexpr = values.shape[1] // 2
+    return tl.split(tl.reshape(tl.trans(tl.reshape(values, (WARPS, 2, HALF)), 0, 2, 1), (WARPS * HALF, 2)))
+
+
+@triton.jit
+def _load_row(
+    pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, HALVES: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
+    words = ()
+    if HALVES % 2 == 0:
+        for word in tl.static_range(HALVES // 2):
+            words = words + (load_per_token(pointer, first, token, valid, HALVES // 2, word, MASKED).to(tl.uint32, bitcast=True),)
+    elif FAST and not MASKED:
+        # The aligned words that hold the row: it begins in the middle of one or not, and ends so as well.
+        address = pointer.to(tl.int64) + first * (2 * HALVES)
+        aligned = (address - (address & 2)).to(tl.pointer_type(tl.int32))
+        half = token * HALVES + (address & 2).to(tl.int32) // 2
+        shift = ((half & 1) * 16).to(tl.uint32)
+        loaded = ()
+        for word in tl.static_range(HALVES // 2 + 1):
+            loaded = loaded + (tl.load(aligned + (half // 2 + word)).to(tl.uint32, bitcast=True),)
+        for word in tl.static_range(HALVES // 2):
+            words = words + (_funnel(loaded[word], loaded[word + 1], shift),)
+        words = words + (loaded[HALVES // 2] >> shift,)
+    else:
+        for word in tl.static_range(HALVES // 2):
+            low = load_per_token(pointer, first, token, valid, HALVES, 2 * word, MASKED).to(tl.uint16, bitcast=True)
+            high = load_per_token(pointer, first, token, valid, HALVES, 2 * word + 1, MASKED).to(tl.uint16, bitcast=True)
+            words = words + (low.to(tl.uint32) | (high.to(tl.uint32) << 16),)
+        last = load_per_token(pointer, first, token, valid, HALVES, HALVES - 1, MASKED)
+        words = words + (last.to(tl.uint16, bitcast=True).to(tl.uint32),)
+    return words
+
+
+@triton.jit
+def _funnel(low: tl.tensor, high: tl.tensor, shift: tl.tensor) -> tl.tensor:
+    return tl.inline_asm_elementwise(
+        "shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, shift], dtype=tl.uint32, is_pure=True, pack=1
+    )
+
+
+@triton.constexpr_function
+def pieces_of_bits(packing: tuple[int, ...], column: int, position: int, bits: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Where ``bits`` bits of a column from ``position`` up lie: (word, first bit in it, bits, bits before them) of each piece."""
+    first, column_bytes, width = packing[:3]
+    pieces = []
+    done = 0
+    while done < bits:
+        plane, at = divmod(position + done, 16)
+        half, room = column, 16
+        if plane == column_bytes // 2:
+            byte, half = divmod(column, (width + 1) // 2)
+            at, room = at + 8 * byte, 8 + 8 * byte
+        count = min(bits - done, room - at)
+        pieces.append((first + plane * ((width + 1) // 2) + half // 2, 16 * (half % 2) + at, count, done))
+        done += count
+    return tuple(pieces)
+
+
+@triton.constexpr_function
+def _bits_of_base(base: int) -> int:
+    return base.bit_length() - 1
+
+
+@triton.jit
+def bits_of_column(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, POSITION: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+    """``BITS`` bits (at most 32) of a column from ``POSITION`` up, uint32."""
+    PIECES: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION, BITS)
+    value = (words[PIECES[0][0]] >> PIECES[0][1]) & ((1 << PIECES[0][2]) - 1)
+    for number in tl.static_range(1, len(PIECES)):
+        piece = (words[PIECES[number][0]] >> PIECES[number][1]) & ((1 << PIECES[number][2]) - 1)
+        value = value | (piece << PIECES[number][3])
+    return value
+
+
+@triton.jit
+def digit(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr) -> tl.tensor:
+    """The digit of one symbol, uint32, below its base."""
+    COLUMN: tl.constexpr = SYMBOL % PACKING[2]
+    FIELD: tl.constexpr = SYMBOL // PACKING[2]
+    BASE: tl.constexpr = PACKING[3]
+    if PACKING[4]:
+        BITS: tl.constexpr = _bits_of_base(BASE)
+        value = bits_of_column(words, PACKING, COLUMN, FIELD * BITS, BITS)
+    else:
+        # Neighbouring fields share a division.
+        value = (_above(words, PACKING, COLUMN, FIELD) - _above(words, PACKING, COLUMN, FIELD + 1) * BASE).to(tl.uint32)
+    return value
+
+
+@triton.jit
+def _above(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, FIELD: tl.constexpr) -> tl.tensor:
+    """A column over base^FIELD, rounded down."""
+    BITS: tl.constexpr = 8 * PACKING[1]
+    if BITS <= 32:
+        column = bits_of_column(words, PACKING, COLUMN, 0, BITS)
+    else:
+        column = bits_of_column(words, PACKING, COLUMN, 0, 32).to(tl.uint64)
+        column = column | (bits_of_column(words, PACKING, COLUMN, 32, BITS - 32).to(tl.uint64) << 32)
+    return column // PACKING[3] ** FIELD
+
+
+@triton.jit
+def two_digits(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, SYMBOLS: tl.constexpr) -> tl.tensor:
+    """The digits of a symbol and of its neighbour, the even one lower, 16 bits apart: their columns mostly share a word, and all work."""
+    EVEN: tl.constexpr = SYMBOL // 2 * 2
+    ODD: tl.constexpr = EVEN + (EVEN + 1 < SYMBOLS)
+    return digit(words, PACKING, EVEN) | (digit(words, PACKING, ODD) << 16)

@@ -1,0 +1,126 @@
+"""octahedral as tiles, dense arrangement (spec/codecs/octahedral.md): indices and signs in columns of their own."""
+
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+from triton import language as tl
+
+from .fields import load_factor, read_factor
+from .pairs import look_up_words, pair_negated, pair_product, unit
+from .row_tiles import TOKENS, decode_rows, pairs_of, tiles_of
+from .rows import bits_of_column, digit, digit_constants, load_rows, row_streams, rows_constants, words_of_row
+from .tiles import WIDEST_DIGIT, Stream, Tiles
+from .tiles_octahedral import VALUES, table
+
+if TYPE_CHECKING:
+    from kvpack.formats.octahedral import Octahedral
+
+SIGN_BITS = tl.constexpr(2)
+MOST_BITS_OF_ONE_INDEX = 8
+"""Of an index and its signs together, for a table of whole triplets."""
+
+
+def tiles(codec: Octahedral) -> Tiles | None:
+    """The loader of ``codec``, None where a digit is too wide."""
+    packings = codec.packings()
+    if "index" not in packings:
+        return None
+    index_bits, sign_bits = (packings[name].bases[0].bit_length() - 1 for name in ("index", "sign"))
+    if index_bits > WIDEST_DIGIT:
+        return None
+    whole = index_bits + sign_bits <= MOST_BITS_OF_ONE_INDEX
+    both = tuple(packings.values())
+    rows = rows_constants(both)
+    streams = tuple(stream for name, packing in packings.items() for stream in row_streams(name, packing))
+    norm_bits = 16 if codec.norm == "fp16" else 32
+    pairs, channels = tiles_of(pairs_of(codec.triplets, VALUES, codec.dim), VALUES)
+    constants = (
+        rows, digit_constants(both, 0), digit_constants(both, 1), index_bits, int(whole), sign_bits - SIGN_BITS.value, norm_bits, pairs,
+    )  # fmt: skip
+    return Tiles(
+        load,
+        decode,
+        factor,
+        constants,
+        len(channels),
+        channels,
+        (*streams, Stream("norm", norm_bits, 1)),
+        table(codec, whole),
+        tokens=TOKENS,
+    )
+
+
+@triton.jit
+def load(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    C: tl.constexpr,
+    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The rows of indices and of signs, then the norms."""
+    ROWS: tl.constexpr = C[0]
+    raw = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
+    return raw + load_factor(pointers[len(ROWS)], first, token, valid, C[6], MASKED, FAST)
+
+
+@triton.jit
+def decode(
+    raw: tl.tuple,
+    places: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    C: tl.constexpr,
+    SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The coordinates of the triplets of ``STEP``, within a unit vector."""
+    ROWS: tl.constexpr = C[0]
+    PAIRS: tl.constexpr = C[7]
+    WARPS: tl.constexpr = raw[2 * words_of_row(ROWS)].shape[0]
+    return (decode_rows(raw, table, WARPS, ROWS, PAIRS, STEP, coordinates, C, SHARED, TURNED, FAST),)
+
+
+@triton.jit
+def coordinates(
+    words: tl.tuple, table: tl.tensor, TRIPLET: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
+    """The pairs (x, y) and (z, 0) of one triplet."""
+    INDICES: tl.constexpr = C[1]
+    SIGNS: tl.constexpr = C[2]
+    INDEX_BITS: tl.constexpr = C[3]
+    WHOLE: tl.constexpr = C[4]
+    NORM_BITS: tl.constexpr = C[5]
+    UNIT: tl.constexpr = unit(4, SHARED, FAST)
+    index = digit(words, INDICES, TRIPLET) * UNIT
+    if WHOLE:
+        index = index | (digit(words, SIGNS, TRIPLET) * (UNIT << INDEX_BITS))
+    found = look_up_words(index, table, 2, 4, 0, SHARED, FAST)
+    xy, z = found[0], found[1]
+    if not WHOLE:
+        COLUMN: tl.constexpr = TRIPLET % SIGNS[2]
+        POSITION: tl.constexpr = TRIPLET // SIGNS[2] * (SIGN_BITS + NORM_BITS)
+        xy = pair_negated(xy, words, SIGNS, COLUMN, POSITION, FAST)
+        if NORM_BITS:
+            level = bits_of_column(words, SIGNS, COLUMN, POSITION + SIGN_BITS, NORM_BITS) * UNIT
+            norm = look_up_words(level, table, 1, 4, 1 << INDEX_BITS, SHARED, FAST)[0]
+            xy = pair_product(xy, norm, FAST)
+            z = pair_product(z, norm, FAST)
+    return xy, z
+
+
+@triton.jit
+def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The norm."""
+    ROWS: tl.constexpr = C[0]
+    return read_factor(raw, 2 * words_of_row(ROWS), C[6], FAST)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 
 from kvpack.formats import CODECS
@@ -189,6 +190,11 @@ def test_the_rule_for_the_default_fields(symbols: int, base: int) -> None:
     assert default_fields(symbols, (base,)) == min((f for f in range(1, symbols + 1) if base**f <= limit), key=rank)
 
 
+def test_digests() -> None:
+    for row in table(section(SPEC / "container.md", "Digests"), "n", "digest"):
+        assert xxhash.xxh3_128_hexdigest(bytes(number % 256 for number in range(int(row["n"])))) == row["digest"]
+
+
 def test_generator_words_signs_and_quaternions() -> None:
     text = section(SPEC / "README.md", "Generator")
     for row in table(text, "seed", *(f"word {i}" for i in range(5))):
@@ -198,7 +204,7 @@ def test_generator_words_signs_and_quaternions() -> None:
         drawn = "".join("+" if sign > 0 else "-" for sign in signs(int(row["seed"]), 80))
         assert (row["signs 0 to 15"], row["signs 64 to 79"]) == (drawn[:16], drawn[64:])
     for row in table(text, "seed", "quaternion", *"wxyz"):
-        drawn_quaternion = unit_quaternions(int(row["seed"]), 2)[int(row["quaternion"])]
+        drawn_quaternion = unit_quaternions(int(row["seed"]), int(row["quaternion"]) + 1)[-1]
         assert tuple(int(row[name], 16) for name in "wxyz") == struct.unpack(">4Q", struct.pack(">4d", *drawn_quaternion))
 
 

@@ -57,12 +57,17 @@ def encode(codec: Codec, x: torch.Tensor) -> dict[str, torch.Tensor] | None:
     return encoding.streams
 
 
+def has_products(device: torch.device) -> bool:
+    """Whether the matrix units of ``device`` multiply bfloat16 (those of CUDA devices before Ampere do not), or it is interpreted."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def prepare(codec: Codec, x: torch.Tensor) -> Encoding | None:
-    """What ``encode`` runs, its memory taken; None for a codec without a kernel, and for no values."""
+    """What ``encode`` runs, its memory taken; None for a codec or device without a kernel, and for no values."""
     # A class that is not known itself may hold more than its parent's streams.
     encoder = ENCODERS.get(type(codec))
     batch, heads, tokens, dim = x.shape
-    if encoder is None or dim > LARGEST_DIM or not x.numel():
+    if encoder is None or dim > LARGEST_DIM or not x.numel() or not has_products(x.device):
         return None
     streams = {
         name: torch.empty(layout.shape, dtype=_DTYPES[layout.dtype], device=x.device)

@@ -224,6 +224,16 @@ def test_what_the_kernels_lack_is_left_to_the_format(codec_id: str, dim: int, wo
     assert encoded(codec_of(codec_id, dim, "k", words), values(dim, "float32")) is None
 
 
+@pytest.mark.skipif(not dispatch.triton_installed(), reason="Triton is not installed")
+def test_devices_without_products_of_bfloat16_are_left_to_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.encode import has_products
+
+    for capability, expected in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert has_products(torch.device("cuda:0")) == expected
+        assert has_products(torch.device("cpu"))
+
+
 RECIPES = ("kv=group:b=4", "kv=group:b=2,token_scale=fp16", "kv=scalar:b=3", "kv=octahedral:b=3", "kv=angle:n=64", "kv=quaternion:s=3,r=3")
 
 
@@ -232,7 +242,7 @@ RECIPES = ("kv=group:b=4", "kv=group:b=2,token_scale=fp16", "kv=scalar:b=3", "kv
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
     ("value", "error"),
-    [(float("nan"), NonFinite), (float("inf"), NonFinite), (float("-inf"), NonFinite), (3e7, OutOfRange), (3e38, OutOfRange)],
+    [(float("nan"), NonFinite), (float("-inf"), NonFinite), (3e7, OutOfRange), (3e38, OutOfRange)],
     ids=str,
 )
 def test_values_are_refused_as_by_the_format(recipe: str, value: float, error: type[KvpackError], monkeypatch: pytest.MonkeyPatch) -> None:

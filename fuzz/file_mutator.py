@@ -16,7 +16,7 @@ import zstandard
 
 from kvpack.formats.errors import KvpackError
 
-from byte_mutator import mutated_bytes, mutated_numbers  # isort: skip
+from byte_mutator import NUMBERS, mutated_bytes, mutated_numbers  # isort: skip
 from parts import Parts  # isort: skip
 from refit import refitted  # isort: skip
 from value_mutator import mutate_place  # isort: skip
@@ -107,9 +107,8 @@ def _payload(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> Non
     if filled:
         number = source.choice(filled)
         row = parts.header["tensors"][number]
-        dtype = row[1] if row[1] in ("U8", "U16", "F16", "BF16", "F32") and row[3] == "none" else "U8"
-        change = mutated_numbers(parts.tensors[number], dtype, source)
-        parts.tensors[number] = change if row[3] == "none" else mutated_bytes(parts.tensors[number], source)
+        stored, plain = parts.tensors[number], row[3] == "none" and row[1] in NUMBERS
+        parts.tensors[number] = mutated_numbers(stored, row[1], source) if plain else mutated_bytes(stored, source)
 
 
 def _field(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:

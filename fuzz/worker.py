@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 TIMEOUT_SECONDS = 30
 """After so long on one input a run ends; beyond a second it is a hang already."""
 _LIBFUZZER = ("-len_control=0", "-rss_limit_mb=0", f"-timeout={TIMEOUT_SECONDS}", "-verbosity=1", "-print_pcs=0")
-TRACED_INPUTS = 400
 
 
 def arguments_of(words: list[str] | None = None) -> argparse.Namespace:

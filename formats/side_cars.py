@@ -240,7 +240,11 @@ class WithSideCars(Codec):
         return values if self.channel_scale is None else values * factors(streams)
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.codec.query(self._turned(q if self.channel_scale is None else q * factors(streams), streams), streams)
+        return self.codec.query(self.inner_query(q, streams), streams)
+
+    def inner_query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The queries ``[batch, kv_head, row, dim]`` whose products with what the codec alone decodes to are those of ``q`` with keys."""
+        return self._turned(q if self.channel_scale is None else q * factors(streams), streams)
 
     def _turned(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """``[batch, kv_head, row, dim]`` in the order of its run and rotated in blocks; an orthogonal map."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.formats.side_cars import WithSideCars
 
 from . import loaders, merge, plan, rotation, shared_table, split
 
@@ -50,12 +51,12 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of ``attend``: its launches and buffers, and the query as each codec of the keys takes it.
+    """One call of ``attend``: its launches and buffers, and the query in each frame of the keys.
 
     ``sink_logits`` are base-2 logarithms, float32 ``[q_head]``; ``lengths`` int32 ``[batch]``; ``dependent``: its kernels overlap.
     """
 
-    queries: dict[Codec, tuple[torch.Tensor, torch.Tensor]]
+    queries: dict[plan.Frame, tuple[torch.Tensor, torch.Tensor]]
     launches: list[plan.Launch]
     shape: tuple[int, int, int]
     rows: int
@@ -126,26 +127,39 @@ def prepare(
     per_score = scale / softcap if softcap else scale * LOG2_E
     dependent = plan.overlaps(q.device)
     queries = {
-        codec: rotation.queries(grouped, codec, plan.columns(codec), block, per_score, dependent)
-        for codec in {launch.k: None for launch in launches}
+        frame: rotation.queries(_inner(grouped, frame), frame.codec, plan.columns(frame.codec), block, per_score, dependent)
+        for frame in {launch.k: None for launch in launches}
     }
     shape = batch, k.heads, v.dim
     return Call(queries, launches, shape, rows, block, position, q_len, causal, softcap, sliding_window, sink_logits, lengths, dependent)
 
 
-def finish(call: Call, sums: dict[Codec, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def _inner(q: torch.Tensor, frame: plan.Frame) -> torch.Tensor:
+    """The query as the codec alone takes it: with the channel scales of the frame's page, in its order."""
+    if frame.page is None:
+        return q
+    assert isinstance(frame.page.codec, WithSideCars)
+    return frame.page.codec.inner_query(q.to(torch.float32), frame.page.streams)
+
+
+def finish(call: Call, sums: dict[plan.Frame, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The sums of ``attended`` together, ``[batch, kv_head, row, dim]`` in the original frame."""
     out = None
-    for number, (codec, merged) in enumerate(sums.items(), 1):
-        if codec.rotation.kind == "none" and len(sums) == 1:
-            return merged.to(dtype)
-        out = rotation.originals(merged, codec, out, dtype if number == len(sums) else torch.float32, call.dependent)
+    for number, (frame, merged) in enumerate(sums.items(), 1):
+        last = number == len(sums)
+        if frame.page is not None:
+            original = frame.page.original(merged)
+            out = original if out is None else out + original
+        elif frame.codec.rotation.kind == "none" and len(sums) == 1:
+            out = merged
+        else:
+            out = rotation.originals(merged, frame.codec, out, dtype if last else torch.float32, call.dependent)
     assert out is not None
-    return out
+    return out.to(dtype)
 
 
-def attended(call: Call) -> dict[Codec, torch.Tensor]:
-    """Run the kernels: the sums of values over all weights, float32 ``[batch, kv_head, row, dim]``, for each codec in its frame."""
+def attended(call: Call) -> dict[plan.Frame, torch.Tensor]:
+    """Run the kernels: the sums of values over all weights, float32 ``[batch, kv_head, row, dim]`` in each frame of values."""
     batch, heads, dim = call.shape
     device = call.launches[0].work.device
     sequences, blocks = batch * heads, -(-call.rows // call.block)
@@ -155,7 +169,7 @@ def attended(call: Call) -> dict[Codec, torch.Tensor]:
     sums = torch.empty(sequences * padded * parts * columns, dtype=torch.float32, device=device)
     largest, total = torch.empty(2, sequences * padded * parts, dtype=torch.float32, device=device)
     overlap = {"launch_pdl": True} if call.dependent else {}
-    spans: dict[Codec, tuple[int, int]] = {}
+    spans: dict[plan.Frame, tuple[int, int]] = {}
     stop = 0
     for launch in call.launches:
         items = launch.work.shape[0]
@@ -182,11 +196,11 @@ def attended(call: Call) -> dict[Codec, torch.Tensor]:
     block_parts = min(MERGE_PARTS, next_power_of_two(parts))
     warps = 1 if block_parts <= FEW_PARTS else 4
     block_columns = 128 if block_parts <= FEW_PARTS else max(16, min(128, MERGE_VALUES // block_parts))
-    for codec, (start, stop) in spans.items():
-        merged[codec] = torch.empty(batch, heads, call.rows, dim, dtype=torch.float32, device=device)
-        channels = _channels(codec, block_columns, str(device))
+    for frame, (start, stop) in spans.items():
+        merged[frame] = torch.empty(batch, heads, call.rows, dim, dtype=torch.float32, device=device)
+        channels = _channels(frame.codec, block_columns, str(device))
         merge.merge[(sequences * call.rows, channels.numel() // block_columns)](
-            merged[codec], sums, largest, total, channels, total if call.sink_logits is None else call.sink_logits, parts, start, stop,
+            merged[frame], sums, largest, total, channels, total if call.sink_logits is None else call.sink_logits, parts, start, stop,
             call.rows, padded, heads, call.q_len, SINK_LOGITS=call.sink_logits is not None, COLUMNS=columns, DIM=dim,
             BLOCK_PARTS=block_parts, BLOCK_COLUMNS=block_columns, DEPENDENT=call.dependent, num_warps=warps, **overlap,
         )  # fmt: skip

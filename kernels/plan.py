@@ -19,6 +19,8 @@ import torch
 from kvpack.formats.base import MAX_DIM
 from kvpack.formats.group import Group
 from kvpack.formats.raw import Raw
+from kvpack.formats.raw_tokens import FLAGS
+from kvpack.formats.side_cars import WithSideCars
 
 from . import loaders, shared_table
 from .tiles import fields_side_by_side, tile_width
@@ -26,7 +28,7 @@ from .tiles import fields_side_by_side, tile_width
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvpack.cache import Layer, Side
+    from kvpack.cache import Layer, Page, Side
     from kvpack.formats.base import Codec
 
     from .tiles import Tiles
@@ -52,7 +54,11 @@ MOST_BYTES_IN_FLIGHT = 96 << 10
 
 RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
+RAW_TOKENS, MOST_RAW_TOKENS = 64, 4096
+"""Tokens that are decoded together where one of them is raw, and of a page at most (or a sixteenth of it)."""
+
 _plans: WeakKeyDictionary[Layer, dict[Any, list[Launch]]] = WeakKeyDictionary()
+_runs: WeakKeyDictionary[Side, list[Run]] = WeakKeyDictionary()
 
 
 class Run(NamedTuple):
@@ -62,6 +68,19 @@ class Run(NamedTuple):
     first: int
     tokens: int
     streams: Mapping[str, torch.Tensor]
+    page: Page | None = None
+
+    @property
+    def frame(self) -> Frame:
+        """What queries and sums of values go through."""
+        return Frame(self.codec, self.page)
+
+
+class Frame(NamedTuple):
+    """A codec's coded frame; ``page`` where each run has channel scales or an order of its own, whose page it is then."""
+
+    codec: Codec
+    page: Page | None
 
 
 class Segment(NamedTuple):
@@ -94,8 +113,8 @@ class Launch:
     ``held`` are the tensors that the work's addresses refer to, ``allowed`` the variants that ``shared_table.allow`` has seen.
     """
 
-    k: Codec
-    v: Codec
+    k: Frame
+    v: Frame
     shape: Shape
     work: torch.Tensor
     tables: tuple[torch.Tensor, torch.Tensor]
@@ -110,18 +129,50 @@ class Launch:
 
 
 def runs(side: Side) -> list[Run]:
-    """The pages of ``side`` and its tail, which is a run of raw values."""
-    found, first = [], 0
-    for page in side.pages:
-        codec, streams = page.codec, page.streams
-        if type(codec) is Group:
-            # Scales of 8 bits are few: they are looked up once.
-            codec, streams = codec.with_pairs(streams)
-        found.append(Run(codec, first, page.tokens, streams))
-        first += page.tokens
-    if side.tail.shape[2]:
-        found.append(Run(Raw(side.dim, RAW_DTYPES[side.tail.dtype]), first, side.tail.shape[2], {"values": side.tail}))
+    """The pages of ``side`` and its tail, which is a run of raw values; kept with the side."""
+    if side not in _runs:
+        found, first = [], 0
+        for page in side.pages:
+            found += _runs_of(page, first)
+            first += page.tokens
+        if side.tail.shape[2]:
+            found.append(Run(Raw(side.dim, RAW_DTYPES[side.tail.dtype]), first, side.tail.shape[2], {"values": side.tail}))
+        _runs[side] = found
+    return _runs[side]
+
+
+def _runs_of(page: Page, first: int) -> list[Run]:
+    """One run, or with raw tokens several: the tiles that hold such tokens are decoded once, and are raw."""
+    codec = page.codec
+    if not isinstance(codec, WithSideCars):
+        return [_run(codec, first, page, None)]
+    if codec.outliers is not None or codec.qjl is not None:
+        # No loader takes it.
+        return [Run(codec, first, page.tokens, page.streams)]
+    turned = (codec.channel_scale, codec.channel_order, codec.block_rotation)
+    frame = page if any(side_car is not None for side_car in turned) else None
+    if codec.raw_tokens is None:
+        return [_run(codec.codec, first, page, frame)]
+    size = math.lcm(RAW_TOKENS, codec.token_group)
+    flagged = sorted({token // size for token in (page.streams[FLAGS] != 0).any(0)[0].nonzero()[:, 0].tolist()})
+    if len(flagged) * size > max(MOST_RAW_TOKENS, page.tokens // 16):
+        return [Run(codec, first, page.tokens, page.streams)]
+    edges = sorted({0, page.tokens, *(min(edge * size, page.tokens) for tile in flagged for edge in (tile, tile + 1))})
+    found = []
+    for start, stop in pairwise(edges):
+        if start // size in flagged:
+            found.append(Run(Raw(page.codec.dim, "fp32"), first + start, stop - start, {"values": page.decode(start, stop)}))
+        else:
+            found.append(_run(codec.codec, first + start, page.slice(start, stop), frame))
     return found
+
+
+def _run(codec: Codec, first: int, page: Page, frame: Page | None) -> Run:
+    streams = page.streams
+    if type(codec) is Group:
+        # Scales of 8 bits are few: they are looked up once.
+        codec, streams = codec.with_pairs(streams)
+    return Run(codec, first, page.tokens, streams, frame)
 
 
 def loader(codec: Codec) -> Tiles:
@@ -154,11 +205,11 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
 
 
 def _launches(k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, fast: bool) -> list[Launch]:
-    groups: dict[tuple[Codec, Codec], list[Segment]] = {}
+    groups: dict[tuple[Frame, Frame], list[Segment]] = {}
     for segment in _segments(runs(k), runs(v), begin, end):
-        groups.setdefault((segment.k.codec, segment.v.codec), []).append(segment)
+        groups.setdefault((segment.k.frame, segment.v.frame), []).append(segment)
     # Partial results of one frame of the values lie side by side.
-    frames = list(dict.fromkeys(v_codec for _, v_codec in groups))
+    frames = list(dict.fromkeys(v for _, v in groups))
     ordered = sorted(groups, key=lambda pair: frames.index(pair[1]))
     sequences = k.batch * k.heads * row_blocks
     return [_launch(groups[pair], *pair, whole, sequences, k.device, fast) for pair in ordered]
@@ -174,9 +225,9 @@ def _segments(k: Sequence[Run], v: Sequence[Run], begin: int, end: int) -> list[
 
 
 def _launch(
-    segments: list[Segment], k: Codec, v: Codec, whole: tuple[int, int], sequences: int, device: torch.device, fast: bool
+    segments: list[Segment], k: Frame, v: Frame, whole: tuple[int, int], sequences: int, device: torch.device, fast: bool
 ) -> Launch:
-    k_tiles, v_tiles = loader(k), loader(v)
+    k_tiles, v_tiles = loader(k.codec), loader(v.codec)
     table_bytes, tables, places = _tables(k_tiles, v_tiles, device, fast)
     tokens = sum(segment.tokens for segment in segments)
     shape = _shape(k_tiles, v_tiles, table_bytes[0], tokens * sequences // _multiprocessors(device), fast)
@@ -239,7 +290,8 @@ def _multiprocessors(device: torch.device) -> int:
 def _shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, fast: bool) -> Shape:
     """What was fastest on an H200 for tables of ``table_bytes`` and ``tokens`` a multiprocessor.
 
-    Tried were one to eight warps, tiles of 16 and 32 tokens, one or two of them, two to four stages, and 96 to 255 registers.
+    Tried were one to eight warps, tiles of 16 and 32 tokens, one or two of them, two to four stages, and 96 to 255 registers;
+    for rows of which a thread holds one, whose loads lose by stages, one to four warps and 168 or more registers.
     """
     if not fast:
         return Shape(2, 1, 32, 1, 4)

@@ -336,7 +336,11 @@ def test_no_word_reads_outside_a_table(family: str) -> None:
         pytest.param("k=scalar:b=4;v=group:b=4", True, id="scalar"),
         pytest.param("octopus-3", True, id="dense octahedral"),
         pytest.param("kv=polar:b=4.2.2.2", False, id="polar"),
-        pytest.param("k=scalar:b=4,channel_scale=fp16;v=group:b=4", False, id="a side-car"),
+        pytest.param("kv=scalar:b=4,channel_scale=fp16", True, id="channel scales"),
+        pytest.param("k=group:b=4,g=32,channel_order=u8,block_rotation=32,sinks=4;v=octahedral:b=3,sinks=2", True, id="raw tokens"),
+        pytest.param("kv=group:b=4,g=32,axis=token,low_norm_tokens=1,channel_scale=fp32;tail=32", True, id="a raw token in the middle"),
+        pytest.param("octopus-qjl-3", False, id="signs of what is lost"),
+        pytest.param("kv=quaternion:s=24,r=4,outliers=3", False, id="outliers"),
     ],
 )
 def test_attend_takes_the_kernels_where_they_are_right(recipe: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +349,7 @@ def test_attend_takes_the_kernels_where_they_are_right(recipe: str, fused: bool,
     called = []
     attend = attention.attend
     monkeypatch.setattr(attention, "attend", lambda *arguments: called.append(1) or attend(*arguments))
-    cache = kvpack.pack(random_pairs(1, 50, dims=(64, 64)), recipe)
+    cache = kvpack.pack(random_pairs(1, 150, dims=(64, 64)), recipe)
     q = torch.randn(1, 4, 2, 64)
     expected = exact(q, cache[0])
     monkeypatch.setenv(dispatch.VARIABLE, "triton")

@@ -100,7 +100,8 @@ def _unpacked(data: bytes) -> Any:
             max_bin_len=MAX_BINARY_BYTES,
             max_array_len=MAX_ENTRIES,
             max_map_len=MAX_NAMES,
-            max_ext_len=0,
+            # None occurs in this format, but a later one may have some, and is then called newer.
+            max_ext_len=MAX_BINARY_BYTES,
             list_hook=count,
             object_hook=count,
         )

@@ -293,14 +293,33 @@ MAX_STRING_BYTES = 4_096
 MAX_BINARY_BYTES = 65_536
 MAX_WINDOW_BYTES = 8_388_608
 MAX_RATIO = 256
-MAX_DEPTH = 5
+MAX_DEPTH = 100
+"""No value of this version nests deeper than five; one of a later version is read as far as this."""
 
 
 # container.md, msgpack profile ---------------------------------------------------------------------------------------
 
 
+OTHER_TYPES = {0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
+"""Types that do not occur in this version, but may in later ones: the bytes after the first one."""
+EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
+"""Those with a length: its bytes."""
+
+
+@dataclass(frozen=True)
+class Other:
+    """A value of a type that does not occur in this version."""
+
+    first: int
+    data: bytes
+
+
 class Msgpack:
-    """One value in canonical msgpack. Forms that are not the shortest are refused, so nothing need be written again."""
+    """One value in msgpack; ``breach`` says what in it is not canonical, first of all, and where.
+
+    A later version may write what this one does not know, so the rest is read all the same. Forms that are not the shortest are
+    breaches, so nothing need be written again.
+    """
 
     RULE = "container.md, msgpack profile"
     # First byte of a form, by type: (first byte, bytes of the number that follows), shortest first.
@@ -311,7 +330,11 @@ class Msgpack:
     MAPS = ((0xDE, 2), (0xDF, 4))
 
     def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 0
+        self.data, self.at, self.breach = data, 0, ""
+
+    def expect(self, holds: bool, detail: str) -> None:
+        if not holds and not self.breach:
+            self.breach = detail
 
     def take(self, count: int) -> bytes:
         require(self.at + count <= len(self.data), self.RULE, f"the header ends within the value at byte {self.at}")
@@ -323,7 +346,7 @@ class Msgpack:
         for form, count in forms:
             if first == form:
                 value = int.from_bytes(self.take(count), "big")
-                require(value >= below, self.RULE, f"the number at byte {self.at - count} is not in its shortest form")
+                self.expect(value >= below, f"the number at byte {self.at - count} is not in its shortest form")
                 return value
             below = 256**count
         return None
@@ -356,24 +379,38 @@ class Msgpack:
         if length is not None:
             require(length <= MAX_NAMES, "container.md, Limits", f"a map has {length} entries")
             return self.map(length, depth + 1)
-        refuse(self.RULE, f"the type of first byte 0x{first:02x} does not occur")
+        self.expect(False, f"the type of first byte 0x{first:02x} does not occur")
+        length = int.from_bytes(self.take(EXTENSIONS[first]), "big") + 1 if first in EXTENSIONS else OTHER_TYPES.get(first, 0)
+        return Other(first, self.take(length))
 
     def map(self, length: int, depth: int) -> dict[str, Any]:
         entries: dict[str, Any] = {}
         for _ in range(length):
             key = self.value(depth)
-            require(isinstance(key, str), self.RULE, f"a key of a map is {key!r}, not a string")
-            require(key not in entries, self.RULE, f"the key {key!r} occurs twice in a map")
-            entries[key] = self.value(depth)
+            self.expect(isinstance(key, str), f"a key of a map is {key!r}, not a string")
+            self.expect(not isinstance(key, str) or key not in entries, f"the key {key!r} occurs twice in a map")
+            entries[key if isinstance(key, str) else repr(key)] = self.value(depth)
         return entries
 
 
 def parse_msgpack(data: bytes) -> dict[str, Any]:
+    """The header; one that is not canonical is refused, as a newer version's where it says so."""
     parser = Msgpack(data)
     top = parser.value()
     require(isinstance(top, dict), parser.RULE, "the header is not a map")
-    require(parser.at == len(data), parser.RULE, f"{len(data) - parser.at} bytes follow the map")
+    parser.expect(parser.at == len(data), f"{len(data) - parser.at} bytes follow the map")
+    if parser.breach:
+        refuse_newer(top)
+        refuse(parser.RULE, parser.breach)
     return dict(top)
+
+
+def refuse_newer(header: Mapping[str, Any]) -> None:
+    """container.md, Fields and Header tensor: a later format and unknown features, "whatever else the header holds"."""
+    version, required = header.get("format"), header.get("required")
+    require(not isinstance(version, int) or version <= FORMAT, "container.md, Fields", f"format is {version}, known is {FORMAT}")
+    unknown = isinstance(required, list) and bool(required) and all(isinstance(name, str) for name in required)
+    require(not unknown, "container.md, Header tensor", f"unknown required features {required}")
 
 
 # container.md, Digests: "XXH3-128 with seed 0 ... in canonical form: 16 bytes, most significant first" ---------------

@@ -275,6 +275,12 @@ def add_unsupported() -> None:
         shows,
         lambda: one_side(GROUP, edit("required", ["new-feature"]), edit("more", 1)),
     )
+    more = edit("more", {"new": [1.5, True, -1, msgpack.ExtType(3, b"x"), [[[[1]]]]]})
+    shows = "format 2, with values of types that this format does not have, deeper than it nests"
+    unsupported("format-2-with-other-types", "container-32", later, shows, lambda: one_side(GROUP, edit("format", 2), more))
+    shows = "a required feature, with values of types that this format does not have, deeper than it nests"
+    required = edit("required", ["new-feature"])
+    unsupported("required-feature-with-other-types", "container-7", later, shows, lambda: one_side(GROUP, required, more))
     unsupported("codec", "container-12", "UnknownCodec", "an unknown codec", lambda: one_side(GROUP, edit("codecs.0.id", "new-codec")))
     shows = "an unknown codec that no side uses"
     unsupported(

@@ -246,7 +246,11 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[KvpackError], str]
     "long map": (put("model", {str(i): "" for i in range(MAX_NAMES + 1)}), LimitExceeded, r"limits: 257 exceeds max_map_len"),
     "nested map": (put("model", {"a": {"a": {}}}), InvalidHeader, r"^model\['a'\] is of type dict"),
     "extension type": (put("model", msgpack.ExtType(5, b"")), InvalidHeader, r"^model is of type ExtType"),
-    "long extension type": (put("model", msgpack.ExtType(5, b"ab")), InvalidHeader, r"limits: \d exceeds max_ext_len"),
+    "long extension type": (
+        put("model", msgpack.ExtType(5, bytes(MAX_BINARY_BYTES + 1))),
+        InvalidHeader,
+        r"limits: 65538 exceeds max_ext_len",
+    ),
     "not a map": (lambda top: top.clear(), InvalidHeader, r"^format is of type NoneType"),
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import sys
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -20,7 +19,10 @@ MOST_FAILURES = 20
 
 @dataclass
 class Report:
-    """What a run has seen. Memory is resident memory in MiB: of the libraries, before the first input, and the peak."""
+    """What a run has seen. Memory is resident memory in MiB: of the libraries, before the first input, and the peak.
+
+    ``memory_of_files`` is what of the libraries is mapped from their files: code that all processes share.
+    """
 
     target: str
     driver: str
@@ -30,8 +32,8 @@ class Report:
     compared: int = 0
     seconds: float = 0.0
     memory_of_libraries: float = 0.0
+    memory_of_files: float = 0.0
     memory_peak: float = 0.0
-    torch: bool = False
     slowest_seconds: float = 0.0
     slowest_input: str = ""
     features: int = 0
@@ -85,7 +87,6 @@ class Session:
         """The report, and the slowest input as a file."""
         self.report.seconds = time.perf_counter() - self._start
         self.report.memory_peak = resident("VmHWM")
-        self.report.torch = "torch" in sys.modules
         if self.report.executions:
             self.report.slowest_input = self._kept(self._slowest, "slowest")
         return self.report
@@ -113,7 +114,10 @@ def hash_of(data: bytes) -> int:
 
 
 def resident(name: str) -> float:
-    """Resident memory of this process in MiB, ``VmRSS`` now or ``VmHWM`` at its peak; 0 where the system does not say."""
+    """Resident memory of this process in MiB: ``VmRSS`` now, ``RssFile`` of it mapped from files, ``VmHWM`` at its peak.
+
+    0 where the system does not say.
+    """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -57,13 +57,13 @@ def main() -> int:
         from targets import TARGETS
 
         target = TARGETS[arguments.target]()
-        libraries = resident("VmRSS")
+        libraries, files = resident("VmRSS"), resident("RssFile")
         inputs = [*target.seeds, *committed(arguments.target)]
         # What checks import when they first run is instrumented as well.
         for data in inputs[:: max(1, len(inputs) // 64)]:
             with contextlib.suppress(Exception):
                 target.check(data)
-    report = Report(arguments.target, driver, arguments.seed, memory_of_libraries=libraries)
+    report = Report(arguments.target, driver, arguments.seed, memory_of_libraries=libraries, memory_of_files=files)
     session = Session(report, target, arguments.seconds, arguments.executions, arguments.failures)
 
     def finish() -> None:

@@ -187,13 +187,14 @@ def test_a_hang_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_each_kind_of_failure_counts() -> None:
-    good = {"target": "x", "executions": 1, "memory_peak": 250.0, "memory_of_libraries": 240.0, "torch": True, "crashes": [], "hangs": []}
+    memory = {"memory_peak": 300.0, "memory_of_libraries": 240.0, "memory_of_files": 70.0}
+    good = {"target": "x", "executions": 1, **memory, "crashes": [], "hangs": []}
     assert summary.problems([good]) == []
     for change, message in (
         ({"crashes": ["file\ntrace"]}, "python fuzz/worker.py x --repeat file"),
         ({"hangs": ["file"]}, "x: hangs: file"),
-        ({"torch": False, "memory_peak": 257.0}, "took 257 MiB"),
-        ({"memory_peak": 330.0}, "90 MiB more than the libraries"),
+        ({"memory_of_files": 43.0}, "took 257 MiB"),
+        ({"memory_peak": 325.0}, "85 MiB more than the libraries"),
         ({"executions": 0}, "ran no input"),
     ):
         (problem,) = summary.problems([good | change])

@@ -16,7 +16,7 @@ import torch
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.side_cars import WithSideCars
 
-from . import loaders, merge, plan, rotation, shared_table, split
+from . import loaders, merge, plan, rotation, runs, shared_table, split
 
 if TYPE_CHECKING:
     from kvpack.cache import Layer
@@ -46,7 +46,7 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
     assert v is not None
     if not q.device == k.device == v.device or q.shape[1] // k.heads * q.shape[2] > MOST_ROWS * MOST_ROW_BLOCKS:
         return False
-    return all(loaders.tiles_of(run.codec) is not None for side in (k, v) for run in plan.runs(side))
+    return all(loaders.tiles_of(run.codec) is not None for side in (k, v) for run in runs.of_side(side))
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class Call:
     ``sink_logits`` are base-2 logarithms, float32 ``[q_head]``; ``lengths`` int32 ``[batch]``; ``dependent``: its kernels overlap.
     """
 
-    queries: dict[plan.Frame, tuple[torch.Tensor, torch.Tensor]]
+    queries: dict[runs.Frame, tuple[torch.Tensor, torch.Tensor]]
     launches: list[plan.Launch]
     shape: tuple[int, int, int]
     rows: int
@@ -134,7 +134,7 @@ def prepare(
     return Call(queries, launches, shape, rows, block, position, q_len, causal, softcap, sliding_window, sink_logits, lengths, dependent)
 
 
-def _inner(q: torch.Tensor, frame: plan.Frame) -> torch.Tensor:
+def _inner(q: torch.Tensor, frame: runs.Frame) -> torch.Tensor:
     """The query as the codec alone takes it: with the channel scales of the frame's page, in its order."""
     if frame.page is None:
         return q
@@ -142,7 +142,7 @@ def _inner(q: torch.Tensor, frame: plan.Frame) -> torch.Tensor:
     return frame.page.codec.inner_query(q.to(torch.float32), frame.page.streams)
 
 
-def finish(call: Call, sums: dict[plan.Frame, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def finish(call: Call, sums: dict[runs.Frame, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The sums of ``attended`` together, ``[batch, kv_head, row, dim]`` in the original frame."""
     out = None
     for number, (frame, merged) in enumerate(sums.items(), 1):
@@ -158,7 +158,7 @@ def finish(call: Call, sums: dict[plan.Frame, torch.Tensor], dtype: torch.dtype)
     return out.to(dtype)
 
 
-def attended(call: Call) -> dict[plan.Frame, torch.Tensor]:
+def attended(call: Call) -> dict[runs.Frame, torch.Tensor]:
     """Run the kernels: the sums of values over all weights, float32 ``[batch, kv_head, row, dim]`` in each frame of values."""
     batch, heads, dim = call.shape
     device = call.launches[0].work.device
@@ -169,7 +169,7 @@ def attended(call: Call) -> dict[plan.Frame, torch.Tensor]:
     sums = torch.empty(sequences * padded * parts * columns, dtype=torch.float32, device=device)
     largest, total = torch.empty(2, sequences * padded * parts, dtype=torch.float32, device=device)
     overlap = {"launch_pdl": True} if call.dependent else {}
-    spans: dict[plan.Frame, tuple[int, int]] = {}
+    spans: dict[runs.Frame, tuple[int, int]] = {}
     stop = 0
     for launch in call.launches:
         items = launch.work.shape[0]

@@ -17,18 +17,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvpack.formats.base import MAX_DIM
-from kvpack.formats.group import Group
-from kvpack.formats.raw import Raw
-from kvpack.formats.raw_tokens import FLAGS
-from kvpack.formats.side_cars import WithSideCars
 
-from . import loaders, shared_table
+from . import loaders, runs, shared_table
 from .tiles import fields_side_by_side, tile_width
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvpack.cache import Layer, Page, Side
+    from kvpack.cache import Layer, Side
     from kvpack.formats.base import Codec
 
     from .tiles import Tiles
@@ -52,44 +46,7 @@ SHARED_BYTES = 220 << 10
 MOST_BYTES_IN_FLIGHT = 96 << 10
 """Of all tiles that a program fetches ahead of time."""
 
-RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-RAW_TOKENS, MOST_RAW_TOKENS = 64, 4096
-"""Tokens that are decoded together where one of them is raw, and of a page at most (or a sixteenth of it)."""
-
 _plans: WeakKeyDictionary[Layer, dict[Any, list[Launch]]] = WeakKeyDictionary()
-_runs: WeakKeyDictionary[Side, list[Run]] = WeakKeyDictionary()
-
-
-class Run(NamedTuple):
-    """Consecutive tokens of one side that one codec stores: a page, or the raw tail."""
-
-    codec: Codec
-    first: int
-    tokens: int
-    streams: Mapping[str, torch.Tensor]
-    page: Page | None = None
-
-    @property
-    def frame(self) -> Frame:
-        """What queries and sums of values go through."""
-        return Frame(self.codec, self.page)
-
-
-class Frame(NamedTuple):
-    """A codec's coded frame; ``page`` where each run has channel scales or an order of its own, whose page it is then."""
-
-    codec: Codec
-    page: Page | None
-
-
-class Segment(NamedTuple):
-    """Consecutive tokens of a layer inside one run of each side."""
-
-    first: int
-    tokens: int
-    k: Run
-    v: Run
 
 
 class Shape(NamedTuple):
@@ -113,8 +70,8 @@ class Launch:
     ``held`` are the tensors that the work's addresses refer to, ``allowed`` the variants that ``shared_table.allow`` has seen.
     """
 
-    k: Frame
-    v: Frame
+    k: runs.Frame
+    v: runs.Frame
     shape: Shape
     work: torch.Tensor
     tables: tuple[torch.Tensor, torch.Tensor]
@@ -126,53 +83,6 @@ class Launch:
     def parts(self) -> int:
         """Partial results that it writes for each row of a query."""
         return self.work.shape[0] * self.shape.warps
-
-
-def runs(side: Side) -> list[Run]:
-    """The pages of ``side`` and its tail, which is a run of raw values; kept with the side."""
-    if side not in _runs:
-        found, first = [], 0
-        for page in side.pages:
-            found += _runs_of(page, first)
-            first += page.tokens
-        if side.tail.shape[2]:
-            found.append(Run(Raw(side.dim, RAW_DTYPES[side.tail.dtype]), first, side.tail.shape[2], {"values": side.tail}))
-        _runs[side] = found
-    return _runs[side]
-
-
-def _runs_of(page: Page, first: int) -> list[Run]:
-    """One run, or with raw tokens several: the tiles that hold such tokens are decoded once, and are raw."""
-    codec = page.codec
-    if not isinstance(codec, WithSideCars):
-        return [_run(codec, first, page, None)]
-    if codec.outliers is not None or codec.qjl is not None:
-        # No loader takes it.
-        return [Run(codec, first, page.tokens, page.streams)]
-    turned = (codec.channel_scale, codec.channel_order, codec.block_rotation)
-    frame = page if any(side_car is not None for side_car in turned) else None
-    if codec.raw_tokens is None:
-        return [_run(codec.codec, first, page, frame)]
-    size = math.lcm(RAW_TOKENS, codec.token_group)
-    flagged = sorted({token // size for token in (page.streams[FLAGS] != 0).any(0)[0].nonzero()[:, 0].tolist()})
-    if len(flagged) * size > max(MOST_RAW_TOKENS, page.tokens // 16):
-        return [Run(codec, first, page.tokens, page.streams)]
-    edges = sorted({0, page.tokens, *(min(edge * size, page.tokens) for tile in flagged for edge in (tile, tile + 1))})
-    found = []
-    for start, stop in pairwise(edges):
-        if start // size in flagged:
-            found.append(Run(Raw(page.codec.dim, "fp32"), first + start, stop - start, {"values": page.decode(start, stop)}))
-        else:
-            found.append(_run(codec.codec, first + start, page.slice(start, stop), frame))
-    return found
-
-
-def _run(codec: Codec, first: int, page: Page, frame: Page | None) -> Run:
-    streams = page.streams
-    if type(codec) is Group:
-        # Scales of 8 bits are few: they are looked up once.
-        codec, streams = codec.with_pairs(streams)
-    return Run(codec, first, page.tokens, streams, frame)
 
 
 def loader(codec: Codec) -> Tiles:
@@ -205,8 +115,8 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
 
 
 def _launches(k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, fast: bool) -> list[Launch]:
-    groups: dict[tuple[Frame, Frame], list[Segment]] = {}
-    for segment in _segments(runs(k), runs(v), begin, end):
+    groups: dict[tuple[runs.Frame, runs.Frame], list[runs.Segment]] = {}
+    for segment in runs.segments(runs.of_side(k), runs.of_side(v), begin, end):
         groups.setdefault((segment.k.frame, segment.v.frame), []).append(segment)
     # Partial results of one frame of the values lie side by side.
     frames = list(dict.fromkeys(v for _, v in groups))
@@ -215,17 +125,8 @@ def _launches(k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], ro
     return [_launch(groups[pair], *pair, whole, sequences, k.device, fast) for pair in ordered]
 
 
-def _segments(k: Sequence[Run], v: Sequence[Run], begin: int, end: int) -> list[Segment]:
-    edges = sorted({begin, end, *(edge for run in (*k, *v) for edge in (run.first, run.first + run.tokens) if begin < edge < end)})
-
-    def holding(found: Sequence[Run], token: int) -> Run:
-        return next(run for run in found if run.first <= token < run.first + run.tokens)
-
-    return [Segment(first, last - first, holding(k, first), holding(v, first)) for first, last in pairwise(edges)]
-
-
 def _launch(
-    segments: list[Segment], k: Frame, v: Frame, whole: tuple[int, int], sequences: int, device: torch.device, fast: bool
+    segments: list[runs.Segment], k: runs.Frame, v: runs.Frame, whole: tuple[int, int], sequences: int, device: torch.device, fast: bool
 ) -> Launch:
     k_tiles, v_tiles = loader(k.codec), loader(v.codec)
     table_bytes, tables, places = _tables(k_tiles, v_tiles, device, fast)
@@ -319,7 +220,7 @@ def _shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, fast: bool) -> Sha
     return shape._replace(stages=max(1, min(shape.stages, MOST_BYTES_IN_FLIGHT // tile_bytes)))
 
 
-def _addresses(run: Run, tiles: Tiles, held: list[torch.Tensor]) -> list[int]:
+def _addresses(run: runs.Run, tiles: Tiles, held: list[torch.Tensor]) -> list[int]:
     """Address, batch stride and head stride in bytes of each stream; a stream whose rows are not dense and aligned is copied."""
     found: list[int] = []
     for stream in tiles.streams:
@@ -337,7 +238,7 @@ def _addresses(run: Run, tiles: Tiles, held: list[torch.Tensor]) -> list[int]:
     return found
 
 
-def _cuts_words(run: Run, tiles: Tiles) -> bool:
+def _cuts_words(run: runs.Run, tiles: Tiles) -> bool:
     """Whether a stream of an odd number of halves a token may end in the middle of an aligned word of 4 bytes."""
     for stream in tiles.streams:
         if stream.bits == 16 and stream.row % 2:

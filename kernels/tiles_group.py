@@ -12,20 +12,8 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from .fields import (
-    affine,
-    affine_bits,
-    load_factor,
-    load_per_token,
-    load_planes,
-    of_columns,
-    of_tokens,
-    position_of_step,
-    read_factor,
-    scale_and_centre,
-    whole_planes,
-    words_of_step,
-)
+from .fields import load_per_token, load_planes, of_columns, of_tokens, position_of_step, whole_planes, words_of_step
+from .halves import affine, affine_bits, load_factor, read_factor, scale_and_centre
 from .tiles import Stream, Tiles, distance, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from triton import language as tl
 
 from kvpack.formats.octahedral_search import codebook_directions
 
-from .fields import load_factor, load_planes, negated, product, read_factor, whole_planes, words_of_step
+from .fields import load_planes, whole_planes, words_of_step
+from .halves import load_factor, negated, product, read_factor
 from .shared_table import look_up_bits, look_up_repeated
 from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from .fields import load_factor, read_factor
+from .halves import load_factor, read_factor
 from .pairs import look_up_words, pair_negated, pair_product, unit
 from .row_tiles import TOKENS, decode_rows, pairs_of, tiles_of
 from .rows import bits_of_column, digit, digit_constants, load_rows, row_streams, rows_constants, words_of_row

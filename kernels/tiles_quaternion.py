@@ -11,7 +11,8 @@ import torch
 import triton
 from triton import language as tl
 
-from .fields import code_bits, load_factor, load_planes, product, read_factor, whole_planes, words_of_step
+from .fields import load_planes, whole_planes, words_of_step
+from .halves import code_bits, load_factor, product, read_factor
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 

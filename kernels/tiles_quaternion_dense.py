@@ -12,7 +12,7 @@ import torch
 import triton
 from triton import language as tl
 
-from .fields import load_factor, read_factor
+from .halves import load_factor, read_factor
 from .pairs import joined, look_up_words, pair_of_codes, pair_product, unit
 from .row_tiles import TOKENS, decode_rows, pairs_of, tiles_of
 from .rows import digit, digit_constants, load_rows, row_streams, rows_constants, two_digits, words_of_row

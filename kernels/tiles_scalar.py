@@ -11,7 +11,8 @@ import torch
 import triton
 from triton import language as tl
 
-from .fields import load_factor, load_planes, position_of_step, read_factor, whole_planes, words_of_step
+from .fields import load_planes, position_of_step, whole_planes, words_of_step
+from .halves import load_factor, read_factor
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, distance, fields_side_by_side, packing_constants, plane_streams, step_symbols
 

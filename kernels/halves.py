@@ -1,0 +1,181 @@
+"""Binary16 values of digits, two in a register, and the factors of tokens.
+
+The inline PTX (``FAST``) works on both values of a register at once; without it the same functions are plain Triton.
+"""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# Triton has no types.
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+from .fields import load_per_token, straddling
+
+
+@triton.jit
+def code_as_half(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """``BITS`` bits (at most 10) of each word from ``POSITION`` up, binary16."""
+    if FAST:
+        value = tl.inline_asm_elementwise(_code(POSITION, BITS), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        value = ((word >> POSITION) & ((1 << BITS) - 1)).to(tl.float16)
+    return value
+
+
+@triton.constexpr_function
+def _code(position: int, bits: int) -> str:
+    mask = ((1 << bits) - 1) * 0x10001
+    return f"""{{ .reg .b32 a, b;
+        shr.b32 a, $1, {position}; lop3.b32 a, a, {mask}, 0x64006400, 0xEA;
+        mov.b32 b, 0x64006400; sub.f16x2 $0, a, b; }}"""
+
+
+@triton.jit
+def product(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """The product of binary16 tiles."""
+    if FAST:
+        value = tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        value = first * second
+    return value
+
+
+@triton.jit
+def power_of_two(exponent: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """2 to the power of a binary16 tile."""
+    if FAST:
+        value = tl.inline_asm_elementwise("ex2.approx.f16x2 $0, $1;", "=r,r", [exponent], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        value = tl.exp2(exponent.to(tl.float32)).to(tl.float16)
+    return value
+
+
+@triton.constexpr_function
+def _negate(position: int) -> str:
+    return f"{{ .reg .b32 a; shl.b32 a, $2, {15 - position}; lop3.b32 $0, a, 0x80008000, $1, 0x6A; }}"
+
+
+@triton.jit
+def negated(value: tl.tensor, word: tl.tensor, POSITION: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The binary16 ``value`` with its sign turned where bit ``POSITION`` of ``word`` is set."""
+    if FAST:
+        result = tl.inline_asm_elementwise(_negate(POSITION), "=r,r,r", [value, word], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        result = tl.where((word >> POSITION) & 1 == 1, -value, value)
+    return result
+
+
+@triton.jit
+def load_factor(
+    pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
+    """One binary16 or binary32 a token, for ``read_factor``: a binary16 as the aligned word that holds it, and its place there.
+
+    Only loads of 32 bits are fetched ahead of time. Tiles that are not masked do not end a stream whose words are cut (``plan``).
+    """
+    if BITS == 16 and FAST:
+        if MASKED:
+            # The word of the last half may end beyond the stream.
+            loaded = (load_per_token(pointer, first, token, valid, 1, 0, MASKED).to(tl.int32), tl.zeros(token.shape, tl.int32))
+        else:
+            address = pointer.to(tl.int64)
+            half = (first * 2 + (address & 2)).to(tl.int64) // 2 + token
+            word = tl.load((address - (address & 2)).to(tl.pointer_type(tl.int32)) + half // 2)
+            loaded = (word, ((half & 1) * 16).to(tl.int32))
+    else:
+        loaded = (load_per_token(pointer, first, token, valid, 1, 0, MASKED),)
+    return loaded
+
+
+@triton.jit
+def read_factor(raw: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """What ``load_factor`` loaded, as float32."""
+    if BITS == 16 and FAST:
+        value = (raw[AT] >> raw[AT + 1]).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif BITS == 16:
+        value = raw[AT].to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        value = raw[AT].to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def scale_and_centre(pair: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
+    """The binary16 halves (scale, centre + scale / 2) of int32 pairs (scale, centre): what ``affine`` takes."""
+    if FAST:
+        scale, centre = tl.inline_asm_elementwise(
+            """{ .reg .b32 half;
+            prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;
+            mov.b32 half, 0x38003800; fma.rn.f16x2 $1, $0, half, $1; }""",
+            "=&r,=&r,r,r",
+            [pair],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        scale = (pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+        centre = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        centre = (scale.to(tl.float32) * 0.5 + centre.to(tl.float32)).to(tl.float16)
+    return scale, centre
+
+
+@triton.constexpr_function
+def _affine(position: int, bits: int) -> str:
+    """(code - 2^(bits - 1)) * scale + centre on two words: the code becomes the low end of a binary16's fraction."""
+    shift = 0
+    if position + bits > 10:
+        # The same shift for as many fields as can share it: the assembler then does it once.
+        shift = min(position, 10 // bits * bits)
+        shift = shift if position - shift + bits <= 10 else position
+    position -= shift
+    exponent, one = 25 - position, 1 << (10 - position)
+    import struct
+
+    bias = int.from_bytes(struct.pack("<e", float(one + (1 << bits - 1))), "little")
+    mask = ((1 << bits) - 1 << position) * 0x10001
+    word = f"shr.b32 a, $1, {shift};" if shift else "mov.b32 a, $1;"
+    return f"""{{ .reg .b32 a, b;
+        {word} lop3.b32 a, a, {mask}, {(exponent << 10) * 0x10001}, 0xEA;
+        mov.b32 b, {bias * 0x10001}; sub.f16x2 a, a, b;
+        fma.rn.f16x2 $0, a, $2, $3; }}"""
+
+
+@triton.jit
+def affine(
+    word: tl.tensor, scale: tl.tensor, centre: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr
+) -> tl.tensor:
+    """(code - 2^(BITS - 1)) * scale + centre in binary16; ``scale`` and ``centre`` are binary16 that broadcast to ``word``."""
+    if FAST:
+        value = tl.inline_asm_elementwise(
+            _affine(POSITION, BITS), "=r,r,r,r", [word, scale, centre], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        code = (word >> POSITION) & ((1 << BITS) - 1)
+        value = (code.to(tl.float16) - float(1 << (BITS - 1))) * scale + centre
+    return value
+
+
+@triton.jit
+def affine_bits(
+    planes: tl.tuple, scale: tl.tensor, centre: tl.tensor, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr
+) -> tl.tensor:
+    """``affine`` of ``BITS`` bits of each column from ``BIT`` up."""
+    if BIT % 16 + BITS > 16:
+        value = affine(straddling(planes, BIT, BITS, FAST), scale, centre, 0, BITS, FAST)
+    else:
+        value = affine(planes[BIT // 16], scale, centre, BIT % 16, BITS, FAST)
+    return value
+
+
+@triton.jit
+def code_bits(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """``BITS`` bits of each column from ``BIT`` up, binary16."""
+    if BIT % 16 + BITS > 16:
+        value = code_as_half(straddling(planes, BIT, BITS, FAST), 0, BITS, FAST)
+    else:
+        value = code_as_half(planes[BIT // 16], BIT % 16, BITS, FAST)
+    return value

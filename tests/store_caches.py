@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import kvpack
+from kvpack.store import breaker
 
 from caches import dense, random_pairs  # isort: skip
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    import pytest
 
 CHUNK = 32
 IDENTITY = kvpack.Identity("model", "kivi-2", weights="w1", dtype="bfloat16", tenant="tenant")
@@ -56,3 +61,27 @@ def entry_of(store: kvpack.Store, ids: list[int], number: int) -> str:
     """The path of the entry of chunk ``number``."""
     (path,) = (path for path in entries(store.location) if path.endswith(store.keys(ids)[number].hex()))
     return path
+
+
+def check_death_and_return(server: Any, opened: Callable[[], kvpack.Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is killed is a miss and is left alone; when it is back, empty, the store goes on."""
+    monkeypatch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.2))
+    store = opened()
+    ids = prompt(3)
+    whole = save(store, ids)
+    server.kill()
+    try:
+        assert store.load(ids) == (0, None)
+        assert store.save(ids, whole) == 0
+        assert store.match(ids) == store.pin(ids) == store.delete(ids) == 0
+        assert store.stats()["entries"] == 0
+        faults = store.counters()["faults"]
+        assert any(" Resting" in fault for fault in faults), faults
+    finally:
+        server.start()
+    while not store._backend._breaker.allows():
+        time.sleep(0.01)
+    store._backend._breaker.succeeded()
+    assert store.match(ids) == 0
+    assert store.save(ids, whole) == 3 * CHUNK
+    assert same(store.load(ids)[1], whole)

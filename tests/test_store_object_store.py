@@ -17,7 +17,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.store import breaker, object_store, objects, uses
 
 from s3_server import VARIABLES, Server, lying, running  # isort: skip
-from store_caches import CHUNK, IDENTITY, cache, prompt, same, save  # isort: skip
+from store_caches import CHUNK, IDENTITY, cache, check_death_and_return, prompt, same, save  # isort: skip
 from store_stress import FORK  # isort: skip
 
 obstore = pytest.importorskip("obstore")
@@ -272,26 +272,7 @@ def test_a_server_that_gives_no_leave_is_asked_on(server: Server) -> None:
 
 
 def test_a_server_that_dies_and_comes_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.2))
-    store = at(server)
-    ids = prompt(3)
-    whole = save(store, ids)
-    server.kill()
-    try:
-        assert store.load(ids) == (0, None)
-        assert store.save(ids, whole) == 0
-        assert store.match(ids) == store.pin(ids) == store.delete(ids) == 0
-        assert store.stats()["entries"] == 0
-        faults = store.counters()["faults"]
-        assert any(" Resting" in fault for fault in faults), faults
-    finally:
-        server.start()
-    while not store._backend._breaker.allows():
-        time.sleep(0.01)
-    store._backend._breaker.succeeded()
-    assert store.match(ids) == 0
-    assert store.save(ids, whole) == 3 * CHUNK
-    assert same(store.load(ids)[1], whole)
+    check_death_and_return(server, lambda: at(server), monkeypatch)
 
 
 def test_a_server_that_hangs_costs_one_wait_and_not_many(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

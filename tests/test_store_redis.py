@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import random
 import signal
@@ -11,13 +12,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store import breaker
 
 from redis_server import Server, running  # isort: skip
-from store_caches import CHUNK, IDENTITY, cache, prompt, same, save  # isort: skip
+from store_caches import CHUNK, IDENTITY, cache, check_death_and_return, prompt, same, save  # isort: skip
 from store_stress import FORK  # isort: skip
 
 redis = pytest.importorskip("redis")
@@ -160,26 +162,7 @@ def test_what_the_server_makes_up_is_a_miss_and_heals(server: Server) -> None:
 
 
 def test_a_server_that_dies_and_comes_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.2))
-    store = open_store(server)
-    ids = prompt(3)
-    whole = save(store, ids)
-    server.kill()
-    try:
-        assert store.load(ids) == (0, None)
-        assert store.save(ids, whole) == 0
-        assert store.match(ids) == store.pin(ids) == store.delete(ids) == 0
-        assert store.stats()["entries"] == 0
-        faults = store.counters()["faults"]
-        assert any(" Resting" in fault for fault in faults), faults
-    finally:
-        server.start()
-    while not store._backend._breaker.allows():
-        time.sleep(0.01)
-    store._backend._breaker.succeeded()
-    assert store.match(ids) == 0
-    assert store.save(ids, whole) == 3 * CHUNK
-    assert same(store.load(ids)[1], whole)
+    check_death_and_return(server, lambda: open_store(server), monkeypatch)
 
 
 def test_a_server_that_hangs_costs_two_waits_and_not_many(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +181,22 @@ def test_a_server_that_hangs_costs_two_waits_and_not_many(server: Server, monkey
     assert same(open_store(server).load(ids)[1], whole)
 
 
+def test_a_store_that_is_dropped_gives_its_connections_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    monkeypatch.setattr(redis.Redis, "__del__", lambda client: None)
+    close = redis.Redis.close
+    monkeypatch.setattr(redis.Redis, "close", lambda client: (closed.append(client), close(client)))
+    store = open_store(server)
+    save(store, prompt(2))
+    store.itself = store
+    del store
+    gc.collect()
+    assert len(closed) == 1
+
+
 def _load_in_child(store: kvpack.Store, results: Any) -> None:
+    # The parent's threads of torch are not in the fork.
+    torch.set_num_threads(1)
     ids = prompt(2, seed=3)
     results.put((store.load(prompt(2))[0], store.save(ids, cache(len(ids))), store.load(ids)[0]))
 

@@ -12,6 +12,7 @@ The braces keep all of them on one node of a cluster.
 from __future__ import annotations
 
 import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter, KvpackError
@@ -66,6 +67,8 @@ class Redis:
             )
         except ValueError as error:
             raise InvalidParameter(f"the location is no URL of a Redis server: {error}") from None
+        # A store that is dropped unclosed gives its sockets back before the collector meets them.
+        self._close = weakref.finalize(self, self._client.close)
         self._scripts = {
             name: self._client.register_script(text)
             for name, text in (("put", PUT), ("touch", USE), ("delete", DELETE), ("collect", COLLECT))
@@ -166,7 +169,7 @@ class Redis:
         self._counters.add("evicted_bytes", freed)
 
     def close(self) -> None:
-        self._client.close()
+        self._close()
 
     def _range(self, name: bytes, start: int, stop: int) -> bytes | None:
         return self._guard.ask("get", lambda: bytes(self._client.getrange(name, start, stop - 1)), None)

@@ -4,8 +4,8 @@ The inline PTX (``FAST``) works on both values of a register at once; without it
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# Triton has no types.
-# mypy: disable-error-code="untyped-decorator"
+# Tuples of tensors have one name whatever their length, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvpack import KvpackError, __version__
 from kvpack.commands import bench, convert, demo, dense, inspect, recipes, store, tune, verify
+from kvpack.commands.output import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, the error's ``exit_code``, 130 after Ctrl-C, 141 when the reader of a pipe left.
 
-    An error's message goes to standard error as ``kvpack: <message>``, the message that Python gives.
+    An error's message goes to standard error as ``kvpack: <message>``, the message that Python gives, control characters escaped.
     """
     # Python has no stream where the caller closed the descriptor.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
     except KvpackError as error:
-        print(f"kvpack: {error}", file=sys.stderr)
+        _complain(error)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -54,9 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except OSError as error:
         _drop_output()
-        print(f"kvpack: {error}", file=sys.stderr)
+        _complain(error)
         return SYSTEM_REFUSED
     return code
+
+
+def _complain(error: Exception) -> None:
+    # Names in a message may be a file's.
+    print("kvpack: " + "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
 
 
 def _drop_output() -> None:

@@ -248,6 +248,14 @@ def test_a_dense_file_of_more_tokens_than_there_are_numbers(size: int, tmp_path:
     assert f"the tensor '0.k' has the shape [1, 1, {size}, 0], allowed are sizes up to 1099511627775" in capsys.readouterr().err
 
 
+def test_a_dense_file_whose_strides_are_no_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = tmp_path / "dense.safetensors"
+    header = json.dumps({"0.k": {"dtype": "F32", "shape": [1, 2**31, 0, 2**39], "data_offsets": [0, 0]}}).encode()
+    plain.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert run("pack", plain, tmp_path / "out", "--recipe", "bf16") == 2
+    assert f"multiply to {2**70}, allowed are up to {2**63 - 1}" in capsys.readouterr().err
+
+
 def test_a_dense_file_that_is_no_safetensors_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = tmp_path / "dense.safetensors"
     header = b'{"0.k":{"dtype":"\\u001b[31m","shape":[1,1,1,4],"data_offsets":[0,16]}}'
@@ -331,6 +339,15 @@ def test_a_terminal_without_unicode(file: Path) -> None:
     result = in_process("inspect", file, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert (result.returncode, result.stderr) == (0, "")
     assert "header and padding" in result.stdout
+
+
+def test_no_message_is_obeyed_by_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(arguments: object) -> int:
+        raise errors.InvalidParameter("of a file: a\x01\x1b[2J\nand below")
+
+    monkeypatch.setattr("kvpack.commands.recipes.run", refuse)
+    assert run("recipes") == 2
+    assert capsys.readouterr().err == "kvpack: of a file: a\\x01\\x1b[2J\nand below\n"
 
 
 def test_control_characters_are_escaped() -> None:

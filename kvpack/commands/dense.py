@@ -6,6 +6,7 @@ A dense file holds the tensors ``{layer}.k`` and ``{layer}.v``, ``[batch, kv_hea
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -133,10 +134,18 @@ def _check_names(path: str, names: list[str]) -> None:
         raise InvalidParameter(f"{path}: has the layers {sorted(layers)[:8]}, expected all from 0 to the last")
 
 
+MAX_VALUES = 2**63 - 1
+"""Of a tensor, sizes of 0 counted as 1: torch's strides are 64 bits."""
+
+
 def _check_shape(path: str, name: str, shape: list[int]) -> None:
     """Refuse what no torch tensor can be, such as none of 2^63 tokens."""
     if shape and max(shape) > MAX_TOKENS:
         raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, allowed are sizes up to {MAX_TOKENS}")
+    # An empty tensor has strides as well.
+    if (values := math.prod(max(1, size) for size in shape)) > MAX_VALUES:
+        what = f"whose sizes but 0 multiply to {values}, allowed are up to {MAX_VALUES}"
+        raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, {what}")
 
 
 def _note(path: str, text: str) -> dict[str, Any]:

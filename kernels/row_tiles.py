@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
+from .halves import load_factor
 from .pairs import joined
-from .rows import words_of_row
+from .rows import load_rows, words_of_row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,6 +97,24 @@ def _tile_of_pairs(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TURNE
     if TURNED:
         tile = tl.trans(tile, 0, 2, 1)
     return tile
+
+
+@triton.jit
+def load_rows_and_factor(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    C: tl.constexpr,
+    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The rows of all code streams, then a factor a token; of ``C``, 0 are the rows and 6 the bits of the factor."""
+    ROWS: tl.constexpr = C[0]
+    raw = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
+    return raw + load_factor(pointers[len(ROWS)], first, token, valid, C[6], MASKED, FAST)
 
 
 @triton.jit

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from .halves import load_factor, read_factor
+from .halves import read_factor
 from .pairs import look_up_words, pair_negated, pair_product, unit
-from .row_tiles import TOKENS, decode_rows, pairs_of, tiles_of
-from .rows import bits_of_column, digit, digit_constants, load_rows, row_streams, rows_constants, words_of_row
+from .row_tiles import TOKENS, decode_rows, load_rows_and_factor, pairs_of, tiles_of
+from .rows import bits_of_column, digit, digit_constants, row_streams, rows_constants, words_of_row
 from .tiles import WIDEST_DIGIT, Stream, Tiles
 from .tiles_octahedral import VALUES, table
 
@@ -43,7 +43,7 @@ def tiles(codec: Octahedral) -> Tiles | None:
         rows, digit_constants(both, 0), digit_constants(both, 1), index_bits, int(whole), sign_bits - SIGN_BITS.value, norm_bits, pairs,
     )  # fmt: skip
     return Tiles(
-        load,
+        load_rows_and_factor,
         decode,
         factor,
         constants,
@@ -53,24 +53,6 @@ def tiles(codec: Octahedral) -> Tiles | None:
         table(codec, whole),
         tokens=TOKENS,
     )
-
-
-@triton.jit
-def load(
-    pointers: tl.tuple,
-    first: tl.tensor,
-    token: tl.tensor,
-    valid: tl.tensor,
-    C: tl.constexpr,
-    MASKED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
-    FAST: tl.constexpr,
-) -> tl.tuple:
-    """The rows of indices and of signs, then the norms."""
-    ROWS: tl.constexpr = C[0]
-    raw = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
-    return raw + load_factor(pointers[len(ROWS)], first, token, valid, C[6], MASKED, FAST)
 
 
 @triton.jit

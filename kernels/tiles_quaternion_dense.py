@@ -12,10 +12,10 @@ import torch
 import triton
 from triton import language as tl
 
-from .halves import load_factor, read_factor
+from .halves import read_factor
 from .pairs import joined, look_up_words, pair_of_codes, pair_product, unit
-from .row_tiles import TOKENS, decode_rows, pairs_of, tiles_of
-from .rows import digit, digit_constants, load_rows, row_streams, rows_constants, two_digits, words_of_row
+from .row_tiles import TOKENS, decode_rows, load_rows_and_factor, pairs_of, tiles_of
+from .rows import digit, digit_constants, row_streams, rows_constants, two_digits, words_of_row
 from .tiles import WIDEST_DIGIT, Stream, Tiles
 from .tiles_quaternion import VALUES
 
@@ -40,7 +40,7 @@ def tiles(codec: Quaternion) -> Tiles | None:
         low_bits, codec.radius_bits, scale_bits, pairs, chunks,
     )  # fmt: skip
     return Tiles(
-        load,
+        load_rows_and_factor,
         decode,
         factor,
         constants,
@@ -50,24 +50,6 @@ def tiles(codec: Quaternion) -> Tiles | None:
         table,
         tokens=TOKENS,
     )
-
-
-@triton.jit
-def load(
-    pointers: tl.tuple,
-    first: tl.tensor,
-    token: tl.tensor,
-    valid: tl.tensor,
-    C: tl.constexpr,
-    MASKED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
-    FAST: tl.constexpr,
-) -> tl.tuple:
-    """The rows of codewords and radii, then the scales."""
-    ROWS: tl.constexpr = C[0]
-    raw = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
-    return raw + load_factor(pointers[len(ROWS)], first, token, valid, C[6], MASKED, FAST)
 
 
 @triton.jit

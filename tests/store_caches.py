@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -85,3 +88,46 @@ def check_death_and_return(server: Any, opened: Callable[[], kvpack.Store], monk
     assert store.match(ids) == 0
     assert store.save(ids, whole) == 3 * CHUNK
     assert same(store.load(ids)[1], whole)
+
+
+def check_hits_of_an_unsteady_server(server: Any, opened: Callable[[], kvpack.Store], *, steps: int, seconds: float) -> None:
+    """Three threads save and load while a server is killed, started, paused and continued: a step every ``seconds``."""
+    whole = cache(4 * CHUNK + 5)
+    wrong: list[BaseException] = []
+    hits = [0] * 3
+    stop = threading.Event()
+
+    def use(number: int) -> None:
+        choice = random.Random(number)
+        store = opened()
+        try:
+            while not stop.is_set():
+                ids = prompt(4, first=4)[: CHUNK * choice.randint(1, 4)]
+                if choice.random() < 0.5:
+                    store.save(ids, whole[:, : len(ids)])
+                n, found = store.load(ids)
+                hits[number] += n > 0
+                assert found is None if n == 0 else same(found, whole)
+            assert store.counters()["damaged_entries"] == 0
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for step in range(steps):
+            time.sleep(seconds)
+            if step % 2:
+                os.kill(server.process.pid, signal.SIGSTOP)
+                time.sleep(0.1)
+                os.kill(server.process.pid, signal.SIGCONT)
+            else:
+                server.kill()
+                server.start()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    assert sum(hits) > 0

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import random
 import signal
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +15,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.store import breaker, object_store, objects, uses
 
 from s3_server import VARIABLES, Server, lying, running  # isort: skip
-from store_caches import CHUNK, IDENTITY, cache, check_death_and_return, prompt, same, save  # isort: skip
+from store_caches import CHUNK, IDENTITY, cache, check_death_and_return, check_hits_of_an_unsteady_server, prompt, same, save  # isort: skip
 from store_stress import FORK  # isort: skip
 
 obstore = pytest.importorskip("obstore")
@@ -313,45 +311,7 @@ def test_a_fork_is_a_miss_and_hangs_nobody(server: Server) -> None:
 def test_every_hit_is_right_while_the_server_is_killed_paused_and_started(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.02))
     monkeypatch.setattr(uses, "INTERVAL_SECONDS", 0.05)
-    whole = cache(4 * CHUNK + 5)
-    wrong: list[BaseException] = []
-    hits = [0] * 3
-    stop = threading.Event()
-
-    def use(number: int) -> None:
-        choice = random.Random(number)
-        store = at(server, max_bytes=100_000, timeout=0.5)
-        try:
-            while not stop.is_set():
-                ids = prompt(4, first=4)[: CHUNK * choice.randint(1, 4)]
-                if choice.random() < 0.5:
-                    store.save(ids, whole[:, : len(ids)])
-                n, found = store.load(ids)
-                hits[number] += n > 0
-                assert found is None if n == 0 else same(found, whole)
-            assert store.counters()["damaged_entries"] == 0
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
-        for step in range(4):
-            time.sleep(0.4)
-            if step % 2:
-                os.kill(server.process.pid, signal.SIGSTOP)
-                time.sleep(0.1)
-                os.kill(server.process.pid, signal.SIGCONT)
-            else:
-                server.kill()
-                server.start()
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert wrong == []
-    assert sum(hits) > 0
+    check_hits_of_an_unsteady_server(server, lambda: at(server, max_bytes=100_000, timeout=0.5), steps=4, seconds=0.4)
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,9 @@ class Quaternion(Codec):
 
     def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         codeword, radius = self.digits(streams)
-        step = streams["scale"].to(torch.float32)[..., None] / (2**self.radius_bits - 1)
+        scale = streams["scale"].to(torch.float32)[..., None]
+        # By a tensor: CUDA devices multiply by the rounded reciprocal of a number.
+        step = scale / scale.new_full((), 2**self.radius_bits - 1)
         chunks = functional.embedding(codeword, codewords(self.seed, self.secondary, step.device)).mul_((radius * step)[..., None])
         return chunks.flatten(3)[..., : self.dim]
 

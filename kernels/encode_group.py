@@ -109,7 +109,7 @@ def _token_scales(
             rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, known, DIM, PADDED_DIM)
             value = rows.to(tl.float32)
             squares += value * value
-    mean = tl.sum(squares, 1)[:, None] / (heads * DIM).to(tl.float32)
+    mean = tl.sum(squares, 1)[:, None] / (heads * DIM)
     root = tl.sqrt_rn(mean)
     fits = root < LIMIT
     flag_unless(fits, flag)

@@ -59,4 +59,4 @@ def test_a_small_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert rows["kivi-4"]["error"] < 2e-3
     assert rows["kivi-4"]["bytes"] < rows["bf16"]["bytes"] / 3
     assert json.loads((tmp_path / "kernels.json").read_text()) == report
-    assert main(["bench", "kernels", "--shape", "1x4x2x64x2048", "--recipe", "octopus-3"]) == InvalidParameter.exit_code
+    assert main(["bench", "kernels", "--shape", "1x4x2x64x2048", "--recipe", "kv=polar:b=3"]) == InvalidParameter.exit_code

@@ -183,6 +183,18 @@ def test_distortion_is_that_of_the_format(codec_id: str, dim: int, side: str, dt
 
 
 @on_kernels
+@pytest.mark.usefixtures("uninitialized_is_poisoned")
+@cases([CLOSE[0], CLOSE[1], CLOSE[3], CLOSE[11], CLOSE[22], CLOSE[28]])
+def test_one_head_of_one_token(codec_id: str, dim: int, side: str, dtype: str, words: str) -> None:
+    """Sizes of 1 are known when a kernel is compiled, and are no tensors there."""
+    codec, x = codec_of(codec_id, dim, side, words), contents("gaussian", (1, 1, 1, dim), 0).to(getattr(torch, dtype))
+    streams = encoded(codec, x)
+    assert streams is not None
+    codec.check({name: stream.numpy() for name, stream in streams.items()}, "x")
+    assert squared_error(codec, x, streams) == pytest.approx(squared_error(codec, x, codec.encode(x.float())), rel=0.02)
+
+
+@on_kernels
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @settings(max_examples=10 if INTERPRETED else 5)
 @given(st.data())

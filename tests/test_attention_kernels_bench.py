@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvpack.bench import kernels
+from kvpack.bench import kernels, kernels_picture
 from kvpack.cli import main
 from kvpack.formats.errors import InvalidParameter
 
@@ -42,9 +42,12 @@ def test_without_a_device_it_is_refused(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    rows = [{"recipe": "SDPA flash", "seconds": 1e-5, "error": None}, {"recipe": "oscar-2", "seconds": 5e-6, "error": 1e-4}]
-    sweep = [{"tokens": tokens, "rows": rows} for tokens in (1024, 2048)]
-    kernels.draw({"device": "a device", "sweep": sweep}, tmp_path / "kernels")
+    rows = [
+        {"recipe": "SDPA flash", "seconds": 1e-5, "of_bf16": 1.0, "error": None},
+        {"recipe": "oscar-2", "seconds": 5e-6, "of_bf16": 0.5, "error": 1e-4},
+    ]
+    sweep = [{**kernels.SWEEP._asdict(), "tokens": tokens, "rows": rows} for tokens in (1024, 2048)]
+    kernels_picture.draw({"device": "a device", "sweep": sweep}, tmp_path / "kernels")
     text = (tmp_path / "kernels.svg").read_text()
     assert (tmp_path / "kernels.png").stat().st_size > 1000
     assert text.startswith("<?xml")

@@ -21,7 +21,7 @@ from kvpack.dispatch import attention_kernels
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.recipes import parse_recipe
 
-from . import encode_kernels, picture
+from . import encode_kernels, kernels_picture, picture
 from .timing import graph_seconds, median_seconds
 
 if TYPE_CHECKING:
@@ -75,8 +75,6 @@ SWEEP_TOKENS = tuple(1 << power for power in range(10, 19))
 PARTS = ("attention", "encode")
 """What is measured: attention on every shape, and encoding on that of ``encode_kernels``."""
 
-_OWN_BF16 = "bf16"
-_LINES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (6, 2)), (0, (3, 1, 1, 1, 1, 1)))
 _COLD_BYTES = 150 << 20
 _MOST_COPIES = 64
 _CHUNK_TOKENS = 8192
@@ -150,7 +148,7 @@ def _rows(shape: Shape, recipes: Sequence[str], bandwidth: float) -> list[dict[s
     ]
     q = torch.randn(shape.batch, shape.q_heads, 1, shape.dim, device="cuda", generator=generator).to(torch.bfloat16)
     rows = _peers(q, kv)
-    for recipe in (_OWN_BF16, *recipes):
+    for recipe in (kernels_picture.OWN_BF16, *recipes):
         rows.append(_row(q, kv, recipe))
         torch.cuda.empty_cache()
     best = min(row["seconds"] for row in rows[: len(rows) - len(recipes)])
@@ -227,37 +225,9 @@ def _write(report: dict[str, Any], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "kernels.json").write_text(json.dumps(report, indent=2) + "\n")
         if report["sweep"]:
-            draw(report, folder / "kernels")
+            kernels_picture.draw(report, folder / "kernels")
     except OSError as error:
         raise WriteFailed(f"{error.filename}: could not be written: {error.strerror}") from None
-
-
-def draw(report: dict[str, Any], path: Path) -> None:
-    """Write the picture of the sweep, time against the length of the context, as .png and .svg. Raises OSError."""
-    figure = picture.library().Figure(figsize=picture.SIZE, dpi=200, layout="constrained")
-    axes = figure.add_subplot()
-    tokens = [table["tokens"] for table in report["sweep"]]
-    drawn: dict[str, int] = {}
-    for number, row in enumerate(report["sweep"][0]["rows"]):
-        times = [1e6 * table["rows"][number]["seconds"] for table in report["sweep"]]
-        peer = row["error"] is None or row["recipe"] == _OWN_BF16
-        family = "raw" if peer else parse_recipe(row["recipe"]).codec(0, 1, "k", SWEEP.dim).id
-        colour, marker = picture.STYLES[family]
-        # One colour a codec, and a line of its own for each recipe of it.
-        line = _LINES[drawn.setdefault(family, 0) % len(_LINES)]
-        drawn[family] += 1
-        axes.plot(tokens, times, label=row["recipe"], color=colour, linestyle=line, linewidth=1.2, marker=marker, markersize=3.5)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("tokens of the context (log scale)")
-    axes.set_ylabel("microseconds of a decode step (log scale)")
-    shape = SWEEP
-    axes.set_title(f"{report['device']}: {shape.q_heads} query heads, {shape.heads} KV heads, dim {shape.dim}", fontsize=10, loc="left")
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=6, framealpha=0.9, edgecolor="none")
-    figure.savefig(path.with_suffix(".png"), metadata={"Software": None})
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
 
 
 def show(report: dict[str, Any]) -> None:

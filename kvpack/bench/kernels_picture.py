@@ -1,0 +1,71 @@
+"""The picture of a sweep of kvpack bench kernels: time against the length of the context, and beside it over that of bf16."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvpack.recipes import parse_recipe
+
+from . import picture
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SIZE = (11.0, 4.8)
+_LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 3)))
+_PALEST = 0.45
+"""How far the last recipe of a codec is from its colour to white."""
+
+OWN_BF16 = "bf16"
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Write the picture as .png and .svg. Raises OSError, KvpackError where matplotlib is missing."""
+    figure = picture.library().Figure(figsize=_SIZE, dpi=200, layout="constrained")
+    sweep = report["sweep"]
+    tokens = [table["tokens"] for table in sweep]
+    times, ratios = figure.subplots(1, 2)
+    lines = {}
+    for number, (row, style) in enumerate(zip(sweep[0]["rows"], _styles(sweep[0]["rows"], sweep[0]["dim"]), strict=True)):
+        rows = [table["rows"][number] for table in sweep]
+        (lines[row["recipe"]],) = times.plot(tokens, [1e6 * row["seconds"] for row in rows], **style)
+        ratios.plot(tokens, [row["of_bf16"] for row in rows], **style)
+    for axes, label in ((times, "microseconds of a decode step (log scale)"), (ratios, "time over that of the best bf16 attention")):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("tokens of the context (log scale)")
+        axes.set_ylabel(label)
+        axes.grid(color="#dddddd", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    times.set_yscale("log")
+    ratios.set_ylim(bottom=0)
+    ratios.axhline(1, color="#000000", linewidth=0.8)
+    shape = sweep[0]
+    title = f"{report['device']}: a decode step over {shape['q_heads']} query heads, {shape['heads']} KV heads, dim {shape['dim']}"
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    # In the order of the lines' right ends.
+    slowest_first = sorted(sweep[-1]["rows"], key=lambda row: -row["seconds"])
+    names = [row["recipe"] for row in slowest_first]
+    figure.legend([lines[name] for name in names], names, loc="outside right center", fontsize=6.5, frameon=False)
+    figure.savefig(path.with_suffix(".png"), metadata={"Software": None})
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+
+
+def _styles(rows: list[dict[str, Any]], dim: int) -> list[dict[str, Any]]:
+    """One colour and marker a codec, and a shade and a line of its own for each recipe of it."""
+    families = [_family(row, dim) for row in rows]
+    styles = []
+    for number, family in enumerate(families):
+        colour, marker = picture.STYLES[family]
+        before, count = families[:number].count(family), families.count(family)
+        pale = _PALEST * before / max(1, count - 1)
+        channels = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+        shade = tuple(channel + pale * (1 - channel) for channel in channels)
+        line = _LINES[before % len(_LINES)]
+        styles.append({"color": shade, "marker": marker, "linestyle": line, "linewidth": 1.2, "markersize": 3.5})
+    return styles
+
+
+def _family(row: dict[str, Any], dim: int) -> str:
+    if row["error"] is None or row["recipe"] == OWN_BF16:
+        return "raw"
+    return parse_recipe(row["recipe"]).codec(0, 1, "k", dim).id

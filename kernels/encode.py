@@ -15,10 +15,11 @@ import torch
 from kvpack.formats.angle import Angle
 from kvpack.formats.group import Group
 from kvpack.formats.octahedral import Octahedral
+from kvpack.formats.polar import Polar
 from kvpack.formats.quaternion import Quaternion
 from kvpack.formats.scalar import Scalar
 
-from . import encode_angle, encode_group, encode_octahedral, encode_quaternion, encode_scalar
+from . import encode_angle, encode_group, encode_octahedral, encode_polar, encode_quaternion, encode_scalar
 from .encode_rows import LARGEST_DIM
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ ENCODERS: dict[type[Codec], Callable[..., bool]] = {
     Angle: encode_angle.encode,
     Group: encode_group.encode,
     Quaternion: encode_quaternion.encode,
+    Polar: encode_polar.encode,
 }
 
 _DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "F32": torch.float32}

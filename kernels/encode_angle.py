@@ -74,7 +74,7 @@ def _plan(codec: Angle, device: torch.device) -> Plan | None:
 
 
 @triton.jit
-def _turns(first: tl.tensor, second: tl.tensor) -> tl.tuple:
+def turns(first: tl.tensor, second: tl.tensor) -> tl.tuple:
     """The angle of (first, second) in turns, in [0, 1], and its norm; (0, 0) has both 0."""
     a = tl.abs(first)
     b = tl.abs(second)
@@ -134,7 +134,7 @@ def _encode(
     rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
     first = component(rows, matrix, 0, SYMBOLS, PADDED_DIM, PARTS, OPERAND)
     second = component(rows, matrix, 1, SYMBOLS, PADDED_DIM, PARTS, OPERAND)
-    turn, norm = _turns(first, second)
+    turn, norm = turns(first, second)
     norm = norm * SCALE
     bins = tl.minimum((turn * BINS).to(tl.int32), BINS - 1)
     total = tl.sum(norm, 1)

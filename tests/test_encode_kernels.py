@@ -91,6 +91,13 @@ CLOSE = [
     ("quaternion", 96, "k", "bfloat16", "s=7,r=8,rotation=hadamard"),
     ("quaternion", 256, "k", "bfloat16", "s=1,r=1"),
     ("quaternion", 10, "k", "bfloat16", "s=24,r=2"),
+    ("polar", 128, "k", "bfloat16", "b=3"),
+    ("polar", 128, "k", "bfloat16", "b=4.2.2.2"),
+    ("polar", 96, "v", "float32", "b=5.3.3.2,norm=fp32"),
+    ("polar", 80, "k", "float16", "b=4.4.2"),
+    ("polar", 64, "k", "bfloat16", "b=8.6.1.1.1.1,rotation=none"),
+    ("polar", 2, "k", "bfloat16", "b=4"),
+    ("polar", 256, "v", "bfloat16", "b=2"),
 ]
 
 
@@ -184,7 +191,7 @@ def test_distortion_is_that_of_the_format(codec_id: str, dim: int, side: str, dt
 
 @on_kernels
 @pytest.mark.usefixtures("uninitialized_is_poisoned")
-@cases([CLOSE[0], CLOSE[1], CLOSE[3], CLOSE[11], CLOSE[22], CLOSE[28]])
+@cases([CLOSE[0], CLOSE[1], CLOSE[3], CLOSE[11], CLOSE[22], CLOSE[28], CLOSE[34]])
 def test_one_head_of_one_token(codec_id: str, dim: int, side: str, dtype: str, words: str) -> None:
     """Sizes of 1 are known when a kernel is compiled, and are no tensors there."""
     codec, x = codec_of(codec_id, dim, side, words), contents("gaussian", (1, 1, 1, dim), 0).to(getattr(torch, dtype))
@@ -199,7 +206,7 @@ def test_one_head_of_one_token(codec_id: str, dim: int, side: str, dtype: str, w
 @settings(max_examples=10 if INTERPRETED else 5)
 @given(st.data())
 def test_any_options_and_contents(data: st.DataObject) -> None:
-    codec_id = data.draw(st.sampled_from(("group", "scalar", "octahedral", "angle", "quaternion")))
+    codec_id = data.draw(st.sampled_from(("group", "scalar", "octahedral", "angle", "quaternion", "polar")))
     words, dim, side = data.draw(CASES[codec_id].options), data.draw(st.sampled_from(DIMS)), data.draw(st.sampled_from("kv"))
     try:
         codec = create(codec_id, dim, side, **words)
@@ -224,7 +231,7 @@ def test_any_options_and_contents(data: st.DataObject) -> None:
     ("codec_id", "dim", "words"),
     [
         pytest.param("raw", 64, "dtype=fp16", id="raw"),
-        pytest.param("polar", 64, "b=3", id="polar"),
+        pytest.param("polar", 80, "b=3", id="polar with an odd level"),
         pytest.param("group", 64, "b=2,scales=u8", id="scales of 8 bits"),
         pytest.param("octahedral", 64, "b=3,rounding=full", id="full search"),
         pytest.param("octahedral", 64, "b=7", id="levels beyond the grid search"),

@@ -45,6 +45,8 @@ RECIPES = (
     "kv=octahedral:b=2",
     "kv=octahedral:b=3,arrangement=direct",
     "kv=angle:n=128",
+    "kv=polar:b=3",
+    "kv=polar:b=4.2.2.2",
     "kv=quaternion:s=24,r=3",
     "kv=quaternion:s=96,r=4",
     "kv=quaternion:s=192,r=6",

@@ -58,7 +58,7 @@ class Call:
 
     queries: dict[runs.Frame, tuple[torch.Tensor, torch.Tensor]]
     launches: list[plan.Launch]
-    shape: tuple[int, int, int]
+    shape: tuple[int, int]
     rows: int
     block: int
     position: int
@@ -130,7 +130,7 @@ def prepare(
         frame: rotation.queries(_inner(grouped, frame), frame.codec, plan.columns(frame.codec), block, per_score, dependent)
         for frame in {launch.k: None for launch in launches}
     }
-    shape = batch, k.heads, v.dim
+    shape = batch, k.heads
     return Call(queries, launches, shape, rows, block, position, q_len, causal, softcap, sliding_window, sink_logits, lengths, dependent)
 
 
@@ -148,9 +148,9 @@ def finish(call: Call, sums: dict[runs.Frame, torch.Tensor], dtype: torch.dtype)
     for number, (frame, merged) in enumerate(sums.items(), 1):
         last = number == len(sums)
         if frame.page is not None:
-            original = frame.page.original(merged)
+            original = frame.page.original(_with_signs(merged, frame.codec))
             out = original if out is None else out + original
-        elif frame.codec.rotation.kind == "none" and len(sums) == 1:
+        elif frame.codec.rotation.kind == "none" and len(sums) == 1 and merged.shape[3] == frame.codec.dim:
             out = merged
         else:
             out = rotation.originals(merged, frame.codec, out, dtype if last else torch.float32, call.dependent)
@@ -158,9 +158,16 @@ def finish(call: Call, sums: dict[runs.Frame, torch.Tensor], dtype: torch.dtype)
     return out.to(dtype)
 
 
+def _with_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """Sums in ``codec``'s frame together with those of its signs, if it has any."""
+    if not isinstance(codec, WithSideCars) or codec.qjl is None:
+        return sums
+    return sums[..., : codec.dim] + codec.qjl.rotation.inverse(sums[..., codec.dim :])
+
+
 def attended(call: Call) -> dict[runs.Frame, torch.Tensor]:
-    """Run the kernels: the sums of values over all weights, float32 ``[batch, kv_head, row, dim]`` in each frame of values."""
-    batch, heads, dim = call.shape
+    """Run the kernels: the sums of values over all weights, float32 ``[batch, kv_head, row, frame dim]`` in each frame of values."""
+    batch, heads = call.shape
     device = call.launches[0].work.device
     sequences, blocks = batch * heads, -(-call.rows // call.block)
     padded = blocks * call.block
@@ -197,11 +204,12 @@ def attended(call: Call) -> dict[runs.Frame, torch.Tensor]:
     warps = 1 if block_parts <= FEW_PARTS else 4
     block_columns = 128 if block_parts <= FEW_PARTS else max(16, min(128, MERGE_VALUES // block_parts))
     for frame, (start, stop) in spans.items():
-        merged[frame] = torch.empty(batch, heads, call.rows, dim, dtype=torch.float32, device=device)
+        frame_dim = plan.frame_dim(frame.codec)
+        merged[frame] = torch.empty(batch, heads, call.rows, frame_dim, dtype=torch.float32, device=device)
         channels = _channels(frame.codec, block_columns, str(device))
         merge.merge[(sequences * call.rows, channels.numel() // block_columns)](
             merged[frame], sums, largest, total, channels, total if call.sink_logits is None else call.sink_logits, parts, start, stop,
-            call.rows, padded, heads, call.q_len, SINK_LOGITS=call.sink_logits is not None, COLUMNS=columns, DIM=dim,
+            call.rows, padded, heads, call.q_len, SINK_LOGITS=call.sink_logits is not None, COLUMNS=columns, DIM=frame_dim,
             BLOCK_PARTS=block_parts, BLOCK_COLUMNS=block_columns, DEPENDENT=call.dependent, num_warps=warps, **overlap,
         )  # fmt: skip
     return merged
@@ -210,5 +218,6 @@ def attended(call: Call) -> dict[runs.Frame, torch.Tensor]:
 @lru_cache(maxsize=256)
 def _channels(codec: Codec, block: int, device: str) -> torch.Tensor:
     """The channel of each column, int32, up to whole ``block``s; columns without one have the channel after the last."""
-    channels = torch.tensor([channel if channel >= 0 else codec.dim for channel in plan.columns(codec)], dtype=torch.int32)
-    return torch.nn.functional.pad(channels, (0, -channels.numel() % block), value=codec.dim).to(device)
+    none = plan.frame_dim(codec)
+    channels = torch.tensor([channel if channel >= 0 else none for channel in plan.columns(codec)], dtype=torch.int32)
+    return torch.nn.functional.pad(channels, (0, -channels.numel() % block), value=none).to(device)

@@ -15,6 +15,7 @@ from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.quaternion import Quaternion
 from kvpack.formats.raw import Raw
 from kvpack.formats.scalar import Scalar
+from kvpack.formats.side_cars import WithSideCars
 
 from . import (
     tiles_angle,
@@ -22,6 +23,7 @@ from . import (
     tiles_group,
     tiles_octahedral,
     tiles_octahedral_dense,
+    tiles_qjl,
     tiles_quaternion,
     tiles_quaternion_dense,
     tiles_raw,
@@ -53,5 +55,15 @@ LOADERS: dict[type[Codec], Loader] = {
 @lru_cache(maxsize=256)
 def tiles_of(codec: Codec) -> Tiles | None:
     """The loader of ``codec``, None where there is none: a class that is not known itself may hold more than its parent's streams."""
+    if isinstance(codec, WithSideCars):
+        return _with_side_cars(codec)
     make = LOADERS.get(type(codec))
     return make(codec) if make else None
+
+
+def _with_side_cars(codec: WithSideCars) -> Tiles | None:
+    """The loader of a codec with qjl; ``runs`` does what other side-cars ask for."""
+    tiles = tiles_of(codec.codec)
+    if tiles is None or codec != WithSideCars(codec.codec, qjl=codec.qjl) or codec.qjl is None:
+        return None
+    return tiles_qjl.with_signs(tiles, codec.qjl)

@@ -98,6 +98,12 @@ def columns(codec: Codec) -> tuple[int, ...]:
     return tuple(channel for part in loader(codec).channels for channel in part)
 
 
+@lru_cache(maxsize=256)
+def frame_dim(codec: Codec) -> int:
+    """Channels that columns have: the head dim, and as many again for the signs of qjl."""
+    return (1 if loader(codec).signs is None else 2) * codec.dim
+
+
 @lru_cache(maxsize=16)
 def overlaps(device: torch.device) -> bool:
     """Whether a kernel can begin while the one before it ends (programmatic dependent launch)."""
@@ -158,6 +164,7 @@ def _launch(
         "K_STEPS": k_tiles.steps,
         "K_CONSTANTS": k_tiles.constants,
         "K_SHARED": places[0],
+        "K_SIGNS": k_tiles.signs,
         "K_STREAMS": _aligned(rows, k_tiles, 5),
         "K_PACKINGS": tuple(n for packing in k_tiles.packings for n in (packing.width, tile_width(packing))),
         "K_WIDTHS": tuple(map(len, k_tiles.channels)),
@@ -169,6 +176,7 @@ def _launch(
         "V_STEPS": v_tiles.steps,
         "V_CONSTANTS": v_tiles.constants,
         "V_SHARED": places[1],
+        "V_SIGNS": v_tiles.signs,
         "V_STREAMS": _aligned(rows, v_tiles, 5 + 3 * streams),
         "V_PACKINGS": tuple(n for packing in v_tiles.packings for n in (packing.width, tile_width(packing))),
         "V_WIDTHS": tuple(map(len, v_tiles.channels)),

@@ -16,9 +16,11 @@ from triton import language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.formats.side_cars import WithSideCars
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
+    from kvpack.formats.qjl import Qjl
 
 BLOCK_COLUMNS = 32
 """Columns of one program."""
@@ -31,7 +33,8 @@ def queries(
 
     Returns float32 ``[batch, head, column, padded row]`` over the length of each query, so that none is above 1, and float32
     ``[batch, head, padded row]``: that length times ``per_score``. Column c holds channel ``channels[c]``, none where that is -1;
-    rows are padded with zeros to whole blocks of ``block``. ``dependent``: the kernel may begin while the one before it ends.
+    rows are padded with zeros to whole blocks of ``block``. Channels from dim on are those of qjl's rotation.
+    ``dependent``: the kernel may begin while the one before it ends.
     """
     batch, heads, rows, dim = q.shape
     blocks = -(-rows // block)
@@ -46,31 +49,45 @@ def queries(
 
 
 def originals(sums: torch.Tensor, codec: Codec, before: torch.Tensor | None, dtype: torch.dtype, dependent: bool) -> torch.Tensor:
-    """Sums ``[batch, head, row, dim]`` float32 in ``codec``'s frame, in the original one, plus ``before`` if there is one."""
-    batch, heads, rows, dim = sums.shape
-    out = torch.empty(sums.shape, dtype=dtype, device=sums.device)
+    """Sums ``[batch, head, row, frame dim]`` float32 in ``codec``'s frame, in the original one, plus ``before`` if there is one.
+
+    A frame of twice the head dim is followed by that of qjl.
+    """
+    batch, heads, rows, frame_dim = sums.shape
+    dim = codec.dim
+    out = torch.empty(batch, heads, rows, dim, dtype=dtype, device=sums.device)
     options = {"launch_pdl": True} if dependent else {}
     count = batch * heads * rows
     _originals[(triton.cdiv(count, 16), triton.cdiv(dim, BLOCK_COLUMNS))](
         out, sums, _back(codec, str(sums.device)), sums if before is None else before, count,
-        DIM=dim, BLOCK_DIM=max(16, next_power_of_two(dim)), ROWS=16, BLOCK_COLUMNS=BLOCK_COLUMNS, ADD=before is not None,
-        DEPENDENT=dependent, **options,
+        DIM=dim, FRAME_DIM=frame_dim, BLOCK_DIM=max(16, next_power_of_two(frame_dim)), ROWS=16,
+        BLOCK_COLUMNS=BLOCK_COLUMNS, ADD=before is not None, DEPENDENT=dependent, **options,
     )  # fmt: skip
     return out
+
+
+def _qjl(codec: Codec) -> Qjl | None:
+    return codec.qjl if isinstance(codec, WithSideCars) else None
 
 
 @lru_cache(maxsize=256)
 def _columns(codec: Codec, channels: tuple[int, ...], device: str) -> torch.Tensor:
     """float32 ``[dim, column]``: what each channel of a query adds to each column."""
     with torch.inference_mode(False):
-        turned = torch.nn.functional.pad(codec.rotation.forward(torch.eye(codec.dim)), (0, 1))
-        return turned[:, [channel if channel >= 0 else codec.dim for channel in channels]].contiguous().to(device)
+        turned = codec.rotation.forward(torch.eye(codec.dim))
+        if qjl := _qjl(codec):
+            turned = torch.cat([turned, qjl.rotation.forward(turned)], 1)
+        # Column -1 is that of no channel.
+        return torch.nn.functional.pad(turned, (0, 1))[:, list(channels)].contiguous().to(device)
 
 
 @lru_cache(maxsize=256)
 def _back(codec: Codec, device: str) -> torch.Tensor:
     with torch.inference_mode(False):
-        return codec.rotation.inverse(torch.eye(codec.dim)).contiguous().to(device)
+        frame = torch.eye(codec.dim)
+        if qjl := _qjl(codec):
+            frame = torch.cat([frame, qjl.rotation.inverse(frame)])
+        return codec.rotation.inverse(frame).contiguous().to(device)
 
 
 @triton.jit
@@ -129,6 +146,7 @@ def _originals(
     before: tl.tensor,
     count: tl.tensor,
     DIM: tl.constexpr,
+    FRAME_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -139,10 +157,10 @@ def _originals(
         gdc_wait()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     channel = tl.arange(0, BLOCK_DIM)
-    mask = (channel < DIM)[:, None] & (row < count)[None, :]
-    values = tl.load(sums + row[None, :] * DIM + channel[:, None], mask, 0.0)
+    mask = (channel < FRAME_DIM)[:, None] & (row < count)[None, :]
+    values = tl.load(sums + row[None, :] * FRAME_DIM + channel[:, None], mask, 0.0)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    found = _products(values, matrix, column, DIM, DIM, BLOCK_DIM)
+    found = _products(values, matrix, column, DIM, FRAME_DIM, BLOCK_DIM)
     at = row[None, :] * DIM + column[:, None]
     real = (column < DIM)[:, None] & (row < count)[None, :]
     if ADD:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -77,13 +78,13 @@ def _runs_of(page: Page, first: int) -> list[Run]:
     codec = page.codec
     if not isinstance(codec, WithSideCars):
         return [_run(codec, first, page, None)]
-    if codec.outliers is not None or codec.qjl is not None:
+    if codec.outliers is not None:
         # No loader takes it.
         return [Run(codec, first, page.tokens, page.streams)]
     turned = (codec.channel_scale, codec.channel_order, codec.block_rotation)
     frame = page if any(side_car is not None for side_car in turned) else None
     if codec.raw_tokens is None:
-        return [_run(codec.codec, first, page, frame)]
+        return [_run(_loaded(codec), first, page, frame)]
     size = math.lcm(RAW_TOKENS, codec.token_group)
     flagged = sorted({token // size for token in (page.streams[FLAGS] != 0).any(0)[0].nonzero()[:, 0].tolist()})
     if len(flagged) * size > max(MOST_RAW_TOKENS, page.tokens // 16):
@@ -94,15 +95,22 @@ def _runs_of(page: Page, first: int) -> list[Run]:
         if start // size in flagged:
             found.append(Run(Raw(page.codec.dim, "fp32"), first + start, stop - start, {"values": page.decode(start, stop)}))
         else:
-            found.append(_run(codec.codec, first + start, page.slice(start, stop), frame))
+            found.append(_run(_loaded(codec), first + start, page.slice(start, stop), frame))
     return found
+
+
+def _loaded(codec: WithSideCars) -> Codec:
+    """The codec of which a loader takes rows: the others of its side-cars are of queries, of sums or of tokens."""
+    return codec.codec if codec.qjl is None else WithSideCars(codec.codec, qjl=codec.qjl)
 
 
 def _run(codec: Codec, first: int, page: Page, frame: Page | None) -> Run:
     streams = page.streams
-    if type(codec) is Group:
+    inner = codec.codec if isinstance(codec, WithSideCars) else codec
+    if type(inner) is Group:
         # Scales of 8 bits are few: they are looked up once.
-        codec, streams = codec.with_pairs(streams)
+        inner, streams = inner.with_pairs(streams)
+        codec = replace(codec, codec=inner) if isinstance(codec, WithSideCars) else inner
     return Run(codec, first, page.tokens, streams, frame)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
+from .tiles_qjl import decode_signs, factor_of_signs
+
 UNSEEN = tl.constexpr(-1.0e30)
 """The largest score of a row that has seen no token: finite, so that no difference of two is NaN."""
 
@@ -41,16 +43,25 @@ def _scores(
     STEPS: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
+    SIGNS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Base-2 logarithms of weights, ``[warp, token, row]``."""
+    """Base-2 logarithms of weights, ``[warp, token, row]``; signs have the last columns of the query."""
     scores = tl.zeros(like.shape, tl.float32)
     for step in tl.static_range(STEPS):
-        tiles = DECODE(raw, places, table, step, CONSTANTS, SHARED, False, FAST)
+        tiles = DECODE(raw[0], places, table, step, CONSTANTS, SHARED, False, FAST)
         scores = _products(tiles, q, scores, step * len(tiles))
     if FACTOR is not None:
-        scores = scores * FACTOR(raw, CONSTANTS, FAST)[:, :, None]
+        scores = scores * FACTOR(raw[0], CONSTANTS, FAST)[:, :, None]
+    if SIGNS is not None:
+        SIGN_STEPS: tl.constexpr = SIGNS[5]
+        FIRST: tl.constexpr = len(q) - SIGN_STEPS
+        products = tl.zeros(like.shape, tl.float32)
+        for step in tl.static_range(SIGN_STEPS):
+            tiles = decode_signs(raw[1], places, step, SIGNS, False, FAST)
+            products = _products(tiles, q, products, FIRST + step)
+        scores += products * factor_of_signs(raw[1], SIGNS, FAST)[:, :, None]
     scores = scores * scale
     if SOFTCAP:
         # cap * tanh(s / cap): 1 / cap is in scale, and the logarithm's base in cap.
@@ -71,6 +82,22 @@ def _power_and_rest(factor: tl.tensor) -> tl.tuple:
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     rest = tl.where(tiny, 0, (bits & ~0x7F800000) | 0x3F800000).to(tl.float32, bitcast=True)
     return (exponent - 127).to(tl.float32), inverse, rest
+
+
+@triton.jit
+def _power_and_rests(raw: tl.tuple, FACTOR: tl.constexpr, CONSTANTS: tl.constexpr, SIGNS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+    """e and 2^-e of ``_power_and_rest`` for the larger one of a token's factors, and what is left of each over 2^e."""
+    if FACTOR is not None:
+        factor = FACTOR(raw[0], CONSTANTS, FAST)
+    if SIGNS is not None:
+        of_signs = factor_of_signs(raw[1], SIGNS, FAST)
+        if FACTOR is None:
+            factor = tl.full(of_signs.shape, 1.0, tl.float32)
+        power, inverse, _ = _power_and_rest(tl.maximum(tl.abs(factor), tl.abs(of_signs)))
+        found = power, inverse, factor * inverse, of_signs * inverse
+    else:
+        found = _power_and_rest(factor)
+    return found
 
 
 @triton.jit
@@ -116,33 +143,39 @@ def add_tiles(
     K_STEPS: tl.constexpr,
     K_CONSTANTS: tl.constexpr,
     K_SHARED: tl.constexpr,
+    K_SIGNS: tl.constexpr,
     V_DECODE: tl.constexpr,
     V_FACTOR: tl.constexpr,
     V_STEPS: tl.constexpr,
     V_CONSTANTS: tl.constexpr,
     V_SHARED: tl.constexpr,
+    V_SIGNS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """Tiles of tokens added to (largest score, sum of weights, sums of values), which are rescaled once for all of them.
 
-    A value's factor is 2^e times a rest: e joins the score and the rest the weight, so that weights never leave [-2, 2].
+    A value's factor is 2^e times a rest: e joins the score and the rest the weight, so that weights never leave [-2, 2]. Signs have
+    factors of their own, and the last sums; e is that of the larger factor.
     """
     TOKENS: tl.constexpr = total.shape[1]
+    SIGN_STEPS: tl.constexpr = 0 if V_SIGNS is None else V_SIGNS[5]
+    FIRST_SIGNS: tl.constexpr = len(sums) - SIGN_STEPS
     scores = ()
     powers = ()
     new_largest = largest
     for tile in tl.static_range(len(k_raws)):
         score = _scores(
-            k_raws[tile], q, scale, cap, k_places, k_table, total, K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, SOFTCAP, FAST
+            k_raws[tile], q, scale, cap, k_places, k_table, total,
+            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, SOFTCAP, FAST,
         )  # fmt: skip
         if MASKED:
             at = (token + tile * TOKENS)[:, :, None]
             seen = (at < end) & (at <= position + ahead) & (at > position - window)
             score = tl.where(seen, score, float("-inf"))
-        if V_FACTOR is not None:
-            power = _power_and_rest(V_FACTOR(v_raws[tile], V_CONSTANTS, FAST))
+        if V_FACTOR is not None or V_SIGNS is not None:
+            power = _power_and_rests(v_raws[tile], V_FACTOR, V_CONSTANTS, V_SIGNS, FAST)
             score = score + power[0][:, :, None]
             powers = powers + (power,)
         scores = scores + (score,)
@@ -150,10 +183,13 @@ def add_tiles(
     kept = tl.exp2(largest - new_largest)
     total = total * kept
     weights = ()
+    sign_weights = ()
     for tile in tl.static_range(len(k_raws)):
         weight = tl.exp2(scores[tile] - new_largest)
-        if V_FACTOR is not None:
+        if V_FACTOR is not None or V_SIGNS is not None:
             total += weight * powers[tile][1][:, :, None]
+            if V_SIGNS is not None:
+                sign_weights = sign_weights + (weight * powers[tile][3][:, :, None],)
             weight = weight * powers[tile][2][:, :, None]
         else:
             total += weight
@@ -164,7 +200,10 @@ def add_tiles(
     for tile in tl.static_range(len(k_raws)):
         new_sums = ()
         for step in tl.static_range(V_STEPS):
-            decoded = V_DECODE(v_raws[tile], v_places, v_table, step, V_CONSTANTS, V_SHARED, True, FAST)
+            decoded = V_DECODE(v_raws[tile][0], v_places, v_table, step, V_CONSTANTS, V_SHARED, True, FAST)
             new_sums = new_sums + _weighted(decoded, weights[tile], rescaled, step * len(decoded))
+        for step in tl.static_range(SIGN_STEPS):
+            decoded = decode_signs(v_raws[tile][1], v_places, step, V_SIGNS, True, FAST)
+            new_sums = new_sums + _weighted(decoded, sign_weights[tile], rescaled, FIRST_SIGNS + step)
         rescaled = new_sums
     return new_largest, total, rescaled

@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .fields import load_places
 from .shared_table import declare, fetch, fill
 from .softmax import UNSEEN, add_tiles
+from .tiles_qjl import load_signs
 
 COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window"]
 """Arguments that change from call to call, and for whose values nothing is compiled anew."""
@@ -62,6 +63,7 @@ def _load_tiles(
     end: tl.tensor,
     LOAD: tl.constexpr,
     CONSTANTS: tl.constexpr,
+    SIGNS: tl.constexpr,
     WHOLE: tl.constexpr,
     TILES: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -69,9 +71,14 @@ def _load_tiles(
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
+    """What the codec's tiles hold, and their signs, if there are any."""
     raws = ()
     for tile in tl.static_range(TILES):
-        raws = raws + (LOAD(pointers, first, token + tile * TOKENS, token + tile * TOKENS < end, CONSTANTS, MASKED, WHOLE, TURNED, FAST),)
+        at = token + tile * TOKENS
+        raw = (LOAD(pointers, first, at, at < end, CONSTANTS, MASKED, WHOLE, TURNED, FAST),)
+        if SIGNS is not None:
+            raw = raw + (load_signs(pointers, first, at, at < end, SIGNS, MASKED, TURNED, FAST),)
+        raws = raws + (raw,)
     return raws
 
 
@@ -134,6 +141,7 @@ def attend_split(
     K_STEPS: tl.constexpr,
     K_CONSTANTS: tl.constexpr,
     K_SHARED: tl.constexpr,
+    K_SIGNS: tl.constexpr,
     K_STREAMS: tl.constexpr,
     K_PACKINGS: tl.constexpr,
     K_WIDTHS: tl.constexpr,
@@ -145,6 +153,7 @@ def attend_split(
     V_STEPS: tl.constexpr,
     V_CONSTANTS: tl.constexpr,
     V_SHARED: tl.constexpr,
+    V_SIGNS: tl.constexpr,
     V_STREAMS: tl.constexpr,
     V_PACKINGS: tl.constexpr,
     V_WIDTHS: tl.constexpr,
@@ -226,12 +235,19 @@ def attend_split(
     for number in tl.static_range(len(V_WIDTHS)):
         sums = sums + (_zeros(WARPS, V_WIDTHS[number], ROWS),)
     for offset in tl.range(0, whole, WARPS * TILES * TOKENS, num_stages=STAGES):
-        k_raws = _load_tiles(k_pointers, k_first + offset, token, count, K_LOAD, K_CONSTANTS, K_WHOLE, TILES, TOKENS, False, False, FAST)
-        v_raws = _load_tiles(v_pointers, v_first + offset, token, count, V_LOAD, V_CONSTANTS, V_WHOLE, TILES, TOKENS, False, True, FAST)
+        k_raws = _load_tiles(
+            k_pointers, k_first + offset, token, count,
+            K_LOAD, K_CONSTANTS, K_SIGNS, K_WHOLE, TILES, TOKENS, False, False, FAST,
+        )  # fmt: skip
+        v_raws = _load_tiles(
+            v_pointers, v_first + offset, token, count,
+            V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TILES, TOKENS, False, True, FAST,
+        )  # fmt: skip
         largest, total, sums = add_tiles(
             k_raws, v_raws, q_tiles, scale, cap, at, token, count, ahead, window,
             k_places, v_places, k_table, v_table, largest, total, sums,
-            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED,
+            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS,
+            V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS,
             SOFTCAP, False, FAST,
         )  # fmt: skip
     # Query positions relative to the run's first token: all counts of tokens in a run fit an int32.
@@ -240,12 +256,19 @@ def attend_split(
     if LENGTHS:
         masked = tl.maximum(whole, skipped)
     for offset in tl.range(masked, count, WARPS * TOKENS, num_stages=1):
-        k_raws = _load_tiles(k_pointers, k_first + offset, near, count - offset, K_LOAD, K_CONSTANTS, K_WHOLE, 1, TOKENS, True, False, FAST)
-        v_raws = _load_tiles(v_pointers, v_first + offset, near, count - offset, V_LOAD, V_CONSTANTS, V_WHOLE, 1, TOKENS, True, True, FAST)
+        k_raws = _load_tiles(
+            k_pointers, k_first + offset, near, count - offset,
+            K_LOAD, K_CONSTANTS, K_SIGNS, K_WHOLE, 1, TOKENS, True, False, FAST,
+        )  # fmt: skip
+        v_raws = _load_tiles(
+            v_pointers, v_first + offset, near, count - offset,
+            V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, 1, TOKENS, True, True, FAST,
+        )  # fmt: skip
         largest, total, sums = add_tiles(
             k_raws, v_raws, q_tiles, scale, cap, at, near + offset, count, ahead, window,
             k_places, v_places, k_table, v_table, largest, total, sums,
-            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED,
+            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS,
+            V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS,
             SOFTCAP, True, FAST,
         )  # fmt: skip
     if DEPENDENT and not FIRST:

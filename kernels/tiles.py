@@ -39,6 +39,8 @@ class Stream:
 class Tiles:
     """One codec's loader. ``channels`` is the channel of every column of every tile, -1 for none; ``steps`` calls of ``decode`` make them.
 
+    Channels from the head dim on are those of another rotation (``tiles_qjl``).
+
     ``table``, binary16 ``[entries, 2 or 4]``, is what ``decode`` looks values up in.
     """
 
@@ -60,6 +62,8 @@ class Tiles:
     """Of the code streams that ``decode`` calls by number."""
     dtype: str = "fp16"
     """Of the tiles: fp16, or that of raw values; without inline PTX, bf16 ones are widened to fp32."""
+    signs: tuple[Any, ...] | None = None
+    """Constants of ``tiles_qjl``, whose tiles are the last ones; None without its side-car."""
 
 
 def plane_streams(name: str, packing: Columns) -> tuple[Stream, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from kvpack import dispatch
 from kvpack.cache import Layer, Page, Side
 from kvpack.encoding import TORCH_DTYPES
 from kvpack.formats.group import Group
+from kvpack.formats.side_cars import WithSideCars
 from kvpack.recipes import parse_recipe
 
 from caches import random_pairs  # isort: skip
@@ -56,6 +58,8 @@ KEYS = {
     "dense angle": "angle:n=128,norm=linear8",
     "dense angle of two streams": "angle:n=24,norm=log3,range=fp32",
     "dense quaternion": "quaternion:s=24,r=3",
+    "scalar 2, signs": "scalar:b=2,qjl=fp16",
+    "dense octahedral 3, signs": "octahedral:b=3,qjl=fp32",
 }
 VALUES = {
     "raw": "raw:dtype=fp16",
@@ -71,6 +75,8 @@ VALUES = {
     "quaternion": "quaternion:s=192,r=6,arrangement=direct",
     "dense angle": "angle:n=48,norm=log4",
     "dense quaternion": "quaternion:s=192,r=6,norm=fp32",
+    "group 4, signs": "group:b=4,g=32,qjl=fp16",
+    "scalar 3, signs": "scalar:b=3,qjl=fp16",
 }
 
 
@@ -103,6 +109,9 @@ def codecs(k: str, v: str, dims: tuple[int, int]) -> tuple[Codec, Codec]:
 def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) -> Page:
     """Any digits, norms and scales of ordinary size, some norms zero and some negative."""
     generator = torch.Generator().manual_seed(seed)
+    if isinstance(codec, WithSideCars):
+        page = random_page(codec.codec, batch, heads, tokens, seed)
+        return replace(page, codec=codec, streams={**page.streams, **random_side_cars(codec, batch, heads, tokens, generator)})
     digits = []
     for packing in codec.packings().values():
         for alphabet in packing.alphabets:
@@ -131,6 +140,19 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
             values = torch.randn(layout.shape, generator=generator)
         streams[name] = values.to(TORCH_DTYPES[layout.dtype])
     return Page(codec, tokens, streams)
+
+
+def random_side_cars(codec: WithSideCars, batch: int, heads: int, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """The streams of qjl: any signs, norms some of which are zero and some negative."""
+    streams = {}
+    if codec.qjl is not None:
+        signs = torch.randint(0, 2, (batch, heads, tokens, codec.dim), generator=generator)
+        streams = {f"qjl_signs.{plane}": words for plane, words in enumerate(codec.qjl.packing.pack([signs]))}
+        norms = codec.dim**0.5 * torch.randn(batch, heads, tokens, generator=generator)
+        streams["qjl_norm"] = norms.masked_fill(torch.rand(norms.shape, generator=generator) < 0.1, 0.0).to(
+            TORCH_DTYPES[codec.qjl.layout(1, 1, 0)["qjl_norm"].dtype]
+        )
+    return streams
 
 
 def random_side(codec: Codec, heads: int, runs: tuple[int, ...], tail: int, seed: int, batch: int = 1) -> Side:
@@ -339,7 +361,7 @@ def test_no_word_reads_outside_a_table(family: str) -> None:
         pytest.param("kv=scalar:b=4,channel_scale=fp16", True, id="channel scales"),
         pytest.param("k=group:b=4,g=32,channel_order=u8,block_rotation=32,sinks=4;v=octahedral:b=3,sinks=2", True, id="raw tokens"),
         pytest.param("kv=group:b=4,g=32,axis=token,low_norm_tokens=1,channel_scale=fp32;tail=32", True, id="a raw token in the middle"),
-        pytest.param("octopus-qjl-3", False, id="signs of what is lost"),
+        pytest.param("octopus-qjl-3", True, id="signs of what is lost"),
         pytest.param("kv=quaternion:s=24,r=4,outliers=3", False, id="outliers"),
     ],
 )

@@ -1,0 +1,118 @@
+"""Attention over packed rows with the side-cars that the attention kernel itself attends; see test_attention_kernels.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+import torch
+
+import kvpack
+from kvpack import dispatch
+from kvpack.cache import Layer
+from kvpack.formats.qjl import Qjl
+from kvpack.formats.side_cars import WithSideCars
+
+from caches import random_pairs  # isort: skip
+from test_attention_kernels import DEVICE, INTERPRETED, TOLERANCE, check, codecs, exact, on_kernels, random_side  # isort: skip
+
+SIDE_CARS = {
+    "signs": "qjl=fp16",
+    "signs of wide norms": "qjl=fp32,qjl_seed=9",
+}
+CODECS = {
+    "group 4": "group:b=4,g=32",
+    "group 2, token scale": "group:b=2,g=32,axis=channel,rotation=hadamard,token_scale=fp16",
+    "quaternion": "quaternion:s=24,r=3,arrangement=direct",
+    "dense quaternion": "quaternion:s=24,r=3",
+    "dense octahedral 3": "octahedral:b=3",
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+@pytest.mark.skipif(not dispatch.triton_installed(), reason="Triton is not installed")
+def test_in_the_interpreter() -> None:
+    if tuple(map(int, version("triton").split(".")[:2])) < (3, 7):
+        pytest.skip("loops over loaded bounds fail in the interpreter of Triton below 3.7 with NumPy 2.4")
+    command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", __file__]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    run = subprocess.run(command, env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
+
+
+@on_kernels
+@pytest.mark.parametrize("family", CODECS)
+@pytest.mark.parametrize("side_car", SIDE_CARS)
+def test_side_cars_of_keys_and_of_values(side_car: str, family: str) -> None:
+    recipe = f"{CODECS[family]},{SIDE_CARS[side_car]}"
+    k_codec, v_codec = codecs(recipe, recipe, (64, 128))
+    check(Layer(random_side(k_codec, 2, (40,), 3, 1), random_side(v_codec, 2, (40,), 3, 2)), 2)
+
+
+@on_kernels
+@pytest.mark.parametrize("side_car", SIDE_CARS)
+def test_head_dims(side_car: str) -> None:
+    for dims in ((80, 96), (256, 16)):
+        k_codec, v_codec = codecs(*(f"scalar:b=2,{SIDE_CARS[side_car]}" for _ in dims), dims)
+        check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
+
+
+@on_kernels
+@pytest.mark.parametrize("side_car", SIDE_CARS)
+def test_pages_batches_and_lengths(side_car: str) -> None:
+    """Pages of keys and of values end at different tokens."""
+    k_codec, v_codec = codecs(*(f"scalar:b=3,{SIDE_CARS[side_car]}" for _ in "kv"), (32, 64))
+    layer = Layer(random_side(k_codec, 2, (96, 33), 9, 1, batch=3), random_side(v_codec, 2, (50, 79), 9, 2, batch=3))
+    check(layer, 4, q_len=2, sliding_window=70)
+    check(layer, 2, lengths=[138, 1, 97])
+
+
+@on_kernels
+@pytest.mark.parametrize("fields", [3, 8, 16, 24, 64, 128])
+def test_widths_of_columns_of_signs(fields: int) -> None:
+    found = codecs("scalar:b=2", "group:b=2,g=32", (64, 128))
+    k_codec, v_codec = (WithSideCars(codec, qjl=Qjl(codec.dim, 1, "fp16", fields)) for codec in found)
+    check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
+
+
+@on_kernels
+def test_factors_of_any_size() -> None:
+    """Those of a codec and of its signs are large, tiny and zero, side by side."""
+    k_codec, v_codec = codecs(*("scalar:b=3,norm=fp32,qjl=fp32" for _ in "kv"), (64, 64))
+    layer = Layer(random_side(k_codec, 1, (80,), 0, 1), random_side(v_codec, 1, (80,), 0, 2))
+    assert layer.v is not None
+    streams = layer.v.pages[0].streams
+    norms, qjl_norms = streams["norm"].clone(), streams["qjl_norm"].clone()
+    for norm, qjl_norm in ((1e-25, 1.0), (1e20, 1e-20), (1e10, 1e20), (0.0, 1.0), (1.0, 0.0), (0.0, 1e-25)):
+        torch.mul(norms, norm, out=streams["norm"])
+        torch.mul(qjl_norms, qjl_norm, out=streams["qjl_norm"])
+        streams["qjl_norm"][..., ::2] *= 1e-10
+        check(layer, 2)
+
+
+@on_kernels
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "octopus-qjl-2",
+        "turboquant-qjl-3",
+        "kv=group:b=4,g=32,scales=u8,qjl=fp16",
+        "k=group:b=4,g=32,channel_order=u8,block_rotation=32,qjl=fp16,sinks=4;v=octahedral:b=3,qjl=fp16,sinks=2",
+        "kv=scalar:b=3,channel_scale=fp16,qjl=fp16;tail=32",
+    ],
+)
+def test_beside_other_side_cars(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels import attention
+
+    cache = kvpack.pack(random_pairs(1, 150, dims=(64, 64)), recipe)
+    q = torch.randn(1, 4, 2, 64)
+    expected = exact(q, cache[0])
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    there = cache.to(DEVICE)
+    assert attention.supports(q.to(DEVICE), there[0])
+    found = kvpack.attend(q.to(DEVICE), there[0]).cpu()
+    assert (found - expected).norm() / expected.norm() < TOLERANCE

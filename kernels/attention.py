@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 FEWEST_ROWS, MOST_ROWS = 8, 16
 """Query rows of one program: the rows of a block are the short side of the matrix products."""
 
+MOST_PAIRED_ROWS = 8
+"""Up to which two tokens may share a row of a tile: each has query rows of its own."""
+
 MOST_ROW_BLOCKS = 8
 """Above it a layer is decoded once and attended by torch: each block of rows would decode it again."""
 
@@ -69,6 +72,11 @@ class Call:
     sink_logits: torch.Tensor | None
     lengths: torch.Tensor | None
     dependent: bool
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the query rows are few enough for tiles of two tokens a row."""
+        return self.rows <= MOST_PAIRED_ROWS
 
 
 def attend(
@@ -117,7 +125,8 @@ def prepare(
     elif sliding_window:
         # Each sequence has a window of its own: its tokens are masked.
         whole = end, end
-    launches = plan.launches(k, v, layer, begin, end, whole, blocks)
+    pairs = rows <= MOST_PAIRED_ROWS
+    launches = plan.launches(k, v, layer, begin, end, whole, blocks, pairs)
     # Before the query's kernels: what begins as those end may read it.
     if sink_logits is not None:
         sink_logits = sink_logits.to(q.device, torch.float32) * LOG2_E
@@ -127,7 +136,7 @@ def prepare(
     per_score = scale / softcap if softcap else scale * LOG2_E
     dependent = plan.overlaps(q.device)
     queries = {
-        frame: rotation.queries(_inner(grouped, frame), frame.codec, plan.columns(frame.codec), block, per_score, dependent)
+        frame: rotation.queries(_inner(grouped, frame), frame.codec, plan.columns(frame.codec, pairs), block, per_score, dependent)
         for frame in {launch.k: None for launch in launches}
     }
     shape = batch, k.heads
@@ -186,14 +195,15 @@ def attended(call: Call) -> dict[runs.Frame, torch.Tensor]:
             launch.work if call.lengths is None else call.lengths, (call.softcap or 1.0) * LOG2_E, items, heads, blocks, call.rows,
             start, parts, call.position, call.q_len, 0 if call.causal else EVERYTHING, call.sliding_window or EVERYTHING,
         )  # fmt: skip
+        rows = 2 * max(FEWEST_ROWS // 2, next_power_of_two(call.rows)) if launch.paired else call.block
         constants = {
-            **launch.constants, "SOFTCAP": call.softcap is not None, "ROWS": call.block, "COLUMNS": columns,
+            **launch.constants, "SOFTCAP": call.softcap is not None, "ROWS": rows, "BLOCK": call.block, "COLUMNS": columns,
             "LENGTHS": call.lengths is not None, "DEPENDENT": call.dependent, "FIRST": start == 0,
         }  # fmt: skip
-        registers = launch.shape.registers if call.block == FEWEST_ROWS else 0
+        registers = launch.shape.registers if rows == FEWEST_ROWS else 0
         options = {"num_warps": launch.shape.warps, "maxnreg": registers or None, **overlap}
         grid = (items * blocks * sequences,)
-        variant = (call.softcap is not None, call.block, columns, call.lengths is not None, call.dependent, start == 0)
+        variant = (call.softcap is not None, rows, columns, call.lengths is not None, call.dependent, start == 0)
         if launch.constants["TABLES"][0] and variant not in launch.allowed:
             shared_table.allow(split.attend_split.warmup(*arguments, grid=grid, **constants, **options))
             launch.allowed.add(variant)
@@ -206,7 +216,7 @@ def attended(call: Call) -> dict[runs.Frame, torch.Tensor]:
     for frame, (start, stop) in spans.items():
         frame_dim = plan.frame_dim(frame.codec)
         merged[frame] = torch.empty(batch, heads, call.rows, frame_dim, dtype=torch.float32, device=device)
-        channels = _channels(frame.codec, block_columns, str(device))
+        channels = _channels(frame.codec, call.pairs, block_columns, str(device))
         merge.merge[(sequences * call.rows, channels.numel() // block_columns)](
             merged[frame], sums, largest, total, channels, total if call.sink_logits is None else call.sink_logits, parts, start, stop,
             call.rows, padded, heads, call.q_len, SINK_LOGITS=call.sink_logits is not None, COLUMNS=columns, DIM=frame_dim,
@@ -216,8 +226,8 @@ def attended(call: Call) -> dict[runs.Frame, torch.Tensor]:
 
 
 @lru_cache(maxsize=256)
-def _channels(codec: Codec, block: int, device: str) -> torch.Tensor:
+def _channels(codec: Codec, pairs: bool, block: int, device: str) -> torch.Tensor:
     """The channel of each column, int32, up to whole ``block``s; columns without one have the channel after the last."""
     none = plan.frame_dim(codec)
-    channels = torch.tensor([channel if channel >= 0 else none for channel in plan.columns(codec)], dtype=torch.int32)
+    channels = torch.tensor([channel if channel >= 0 else none for channel in plan.columns(codec, pairs)], dtype=torch.int32)
     return torch.nn.functional.pad(channels, (0, -channels.numel() % block), value=none).to(device)

@@ -1,7 +1,6 @@
 """Digits of packed rows inside a tile: words are loaded as they lie, and a field of all of them is a block of channels.
 
-Tiles are ``[warp, token, column]`` for keys, and ``TURNED``, ``[warp, column, token]``, for values: loaded so, the matrix units'
-loads from shared memory turn them. Two adjacent words share a register, and the inline PTX (``FAST``) works on both at once;
+Two adjacent words share a register, and the inline PTX (``FAST``) works on both at once;
 without it the same functions are plain Triton.
 """
 
@@ -15,25 +14,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-
-@triton.jit
-def of_tokens(value: tl.tensor, TURNED: tl.constexpr) -> tl.tensor:
-    """``[warp, token]`` that broadcasts to a tile."""
-    if TURNED:
-        value = value[:, None, :]
-    else:
-        value = value[:, :, None]
-    return value
-
-
-@triton.jit
-def of_columns(value: tl.tensor, TURNED: tl.constexpr) -> tl.tensor:
-    """``[warp, column]`` that broadcasts to a tile."""
-    if TURNED:
-        value = value[:, :, None]
-    else:
-        value = value[:, None, :]
-    return value
+from .axes import of_columns, of_tokens, token_of_columns, valid_columns
 
 
 @triton.jit
@@ -46,13 +27,20 @@ def load_words(
     PAD: tl.constexpr,
     MASKED: tl.constexpr,
     TURNED: tl.constexpr,
+    PAIRED: tl.constexpr = 0,
 ) -> tl.tensor:
-    """Rows of ``ROW`` words from token ``first`` on, a tile of ``PAD`` columns: repeated if ROW is a power of two, else zeros follow."""
-    column = of_columns(tl.arange(0, PAD)[None, :], TURNED)
-    place = pointer + first * ROW + (of_tokens(token, TURNED) * ROW + (column % ROW if ROW & (ROW - 1) == 0 else column))
+    """Rows of ``ROW`` words from token ``first`` on, a tile of ``PAD`` columns: repeated if ROW is a power of two, else zeros follow.
+
+    ``PAIRED``: the other half of the columns is another token's.
+    """
+    number = tl.arange(0, PAD)[None, :]
+    column = of_columns(number, TURNED)
+    second = number // (PAD // 2)
+    row = token_of_columns(token, second, PAIRED, TURNED)
+    place = pointer + first * ROW + (row * ROW + (column % ROW if ROW & (ROW - 1) == 0 else column))
     if ROW & (ROW - 1) == 0:
         if MASKED:
-            words = tl.load(place, of_tokens(valid, TURNED), 0)
+            words = tl.load(place, valid_columns(valid, second, PAIRED, TURNED), 0)
         else:
             words = tl.load(place)
     else:
@@ -88,21 +76,24 @@ def load_planes(
 ) -> tl.tuple:
     """The planes of one code stream, each a tile of PAD columns; a plane of bytes is repeated, see ``whole_planes``.
 
-    ``PACKING`` is (first pointer, bytes a column, columns, columns of the tile, fields).
+    ``PACKING`` is (first pointer, bytes a column, columns, columns of the tile, fields, whether two tokens share a row).
     """
     FIRST: tl.constexpr = PACKING[0]
     BYTES: tl.constexpr = PACKING[1]
     WIDTH: tl.constexpr = PACKING[2]
     PAD: tl.constexpr = PACKING[3]
+    PAIRED: tl.constexpr = PACKING[5]
     planes = ()
     for plane in tl.static_range(BYTES // 2):
-        planes = planes + (load_words(pointers[FIRST + plane], first, token, valid, WIDTH, PAD, MASKED, TURNED),)
+        planes = planes + (load_words(pointers[FIRST + plane], first, token, valid, WIDTH, PAD, MASKED, TURNED, PAIRED),)
     if BYTES % 2:
         HALF: tl.constexpr = (WIDTH + 1) // 2
-        column = of_columns(tl.arange(0, PAD)[None, :], TURNED)
-        place = pointers[FIRST + BYTES // 2] + first * HALF + (of_tokens(token, TURNED) * HALF + column % HALF)
+        number = tl.arange(0, PAD)[None, :]
+        second = number // (PAD // 2)
+        row = token_of_columns(token, second, PAIRED, TURNED)
+        place = pointers[FIRST + BYTES // 2] + first * HALF + (row * HALF + of_columns(number, TURNED) % HALF)
         if MASKED:
-            planes = planes + (tl.load(place, of_tokens(valid, TURNED), 0),)
+            planes = planes + (tl.load(place, valid_columns(valid, second, PAIRED, TURNED), 0),)
         else:
             planes = planes + (tl.load(place),)
     return planes

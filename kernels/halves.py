@@ -103,6 +103,36 @@ def read_factor(raw: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl.co
 
 
 @triton.jit
+def load_factors(
+    pointer: tl.tensor,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    BITS: tl.constexpr,
+    PAIRED: tl.constexpr,
+    MASKED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """``load_factor``, and if ``PAIRED`` that of the second tokens of all rows of the tile; ``valid`` is then that of both."""
+    if PAIRED:
+        loaded = load_factor(pointer, first, token, valid[0], BITS, MASKED, FAST)
+        loaded = loaded + load_factor(pointer, first, token + token.shape[1], valid[1], BITS, MASKED, FAST)
+    else:
+        loaded = load_factor(pointer, first, token, valid, BITS, MASKED, FAST)
+    return loaded
+
+
+@triton.jit
+def read_factors(raw: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """What ``load_factors`` loaded, as float32; those of both tokens if ``PAIRED``."""
+    if PAIRED:
+        value = read_factor(raw, AT, BITS, FAST), read_factor(raw, AT + (2 if BITS == 16 and FAST else 1), BITS, FAST)
+    else:
+        value = read_factor(raw, AT, BITS, FAST)
+    return value
+
+
+@triton.jit
 def scale_and_centre(pair: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
     """The binary16 halves (scale, centre + scale / 2) of int32 pairs (scale, centre): what ``affine`` takes."""
     if FAST:

@@ -29,13 +29,12 @@ from . import (
     tiles_raw,
     tiles_scalar,
 )
+from .tiles import PAIRED_WIDTH, Tiles
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
-    from .tiles import Tiles
-
-Loader = Callable[[Any], "Tiles | None"]
+Loader = Callable[[Any], Tiles | None]
 
 
 def _of_arrangement(direct: Loader, dense: Loader) -> Loader:
@@ -49,6 +48,13 @@ LOADERS: dict[type[Codec], Loader] = {
     Octahedral: _of_arrangement(tiles_octahedral.tiles, tiles_octahedral_dense.tiles),
     Angle: _of_arrangement(tiles_angle.tiles, tiles_angle_dense.tiles),
     Quaternion: _of_arrangement(tiles_quaternion.tiles, tiles_quaternion_dense.tiles),
+}
+
+
+PAIRED_LOADERS: dict[type[Codec], Callable[..., Tiles | None]] = {
+    Group: tiles_group.tiles,
+    Scalar: tiles_scalar.tiles,
+    Octahedral: lambda codec, paired: tiles_octahedral.tiles(codec, paired) if codec.arrangement == "direct" else None,
 }
 
 
@@ -67,3 +73,12 @@ def _with_side_cars(codec: WithSideCars) -> Tiles | None:
     if tiles is None or codec != WithSideCars(codec.codec, qjl=codec.qjl) or codec.qjl is None:
         return None
     return tiles_qjl.with_signs(tiles, codec.qjl)
+
+
+@lru_cache(maxsize=256)
+def paired_tiles_of(codec: Codec) -> Tiles | None:
+    """The loader of tiles that hold two tokens a row (``Tiles.paired``), None where rows have another number of words."""
+    make = PAIRED_LOADERS.get(type(codec))
+    if make is None or any(packing.width != PAIRED_WIDTH for packing in codec.packings().values()):
+        return None
+    return make(codec, paired=True)

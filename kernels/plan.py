@@ -82,26 +82,31 @@ class Launch:
     @property
     def parts(self) -> int:
         """Partial results that it writes for each row of a query."""
-        return self.work.shape[0] * self.shape.warps
+        return self.work.shape[0] * self.shape.warps * (2 if self.paired else 1)
+
+    @property
+    def paired(self) -> bool:
+        """Whether a row of its scores is of two tokens (``split``)."""
+        return bool(self.constants["K_PAIRED"] or self.constants["V_PAIRED"])
 
 
-def loader(codec: Codec) -> Tiles:
-    """The tile loader of a codec that has one."""
-    found = loaders.tiles_of(codec)
+def loader(codec: Codec, pairs: bool) -> Tiles:
+    """The tile loader of a codec that has one: with ``pairs`` that of two tokens a row, if there is one."""
+    found = (loaders.paired_tiles_of(codec) if pairs else None) or loaders.tiles_of(codec)
     assert found is not None
     return found
 
 
 @lru_cache(maxsize=256)
-def columns(codec: Codec) -> tuple[int, ...]:
-    """The channel of each column of all tiles of a codec, -1 for none."""
-    return tuple(channel for part in loader(codec).channels for channel in part)
+def columns(codec: Codec, pairs: bool) -> tuple[int, ...]:
+    """The channel of each column of all tiles of ``loader``, -1 for none."""
+    return tuple(channel for part in loader(codec, pairs).channels for channel in part)
 
 
 @lru_cache(maxsize=256)
 def frame_dim(codec: Codec) -> int:
     """Channels that columns have: the head dim, and as many again for the signs of qjl."""
-    return (1 if loader(codec).signs is None else 2) * codec.dim
+    return (1 if loader(codec, False).signs is None else 2) * codec.dim
 
 
 @lru_cache(maxsize=16)
@@ -110,17 +115,20 @@ def overlaps(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int) -> list[Launch]:
-    """The launches that attend tokens ``[begin, end)``, kept with the layer; every query sees all of ``whole``."""
+def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int, pairs: bool) -> list[Launch]:
+    """The launches that attend tokens ``[begin, end)``, kept with the layer; every query sees all of ``whole``.
+
+    ``pairs``: query rows are few enough for tiles of two tokens a row.
+    """
     fast = k.device.type == "cuda" and os.environ.get(VARIABLE, "") != "0"
     kept = _plans.setdefault(layer, {})
-    key = (begin, end, whole, row_blocks, fast)
+    key = (begin, end, whole, row_blocks, pairs, fast)
     if key not in kept:
-        kept[key] = _launches(k, v, begin, end, whole, row_blocks, fast)
+        kept[key] = _launches(k, v, begin, end, whole, row_blocks, pairs, fast)
     return kept[key]
 
 
-def _launches(k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, fast: bool) -> list[Launch]:
+def _launches(k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, pairs: bool, fast: bool) -> list[Launch]:
     groups: dict[tuple[runs.Frame, runs.Frame], list[runs.Segment]] = {}
     for segment in runs.segments(runs.of_side(k), runs.of_side(v), begin, end):
         groups.setdefault((segment.k.frame, segment.v.frame), []).append(segment)
@@ -128,17 +136,24 @@ def _launches(k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], ro
     frames = list(dict.fromkeys(v for _, v in groups))
     ordered = sorted(groups, key=lambda pair: frames.index(pair[1]))
     sequences = k.batch * k.heads * row_blocks
-    return [_launch(groups[pair], *pair, whole, sequences, k.device, fast) for pair in ordered]
+    return [_launch(groups[pair], *pair, whole, sequences, pairs, k.device, fast) for pair in ordered]
 
 
 def _launch(
-    segments: list[runs.Segment], k: runs.Frame, v: runs.Frame, whole: tuple[int, int], sequences: int, device: torch.device, fast: bool
+    segments: list[runs.Segment],
+    k: runs.Frame,
+    v: runs.Frame,
+    whole: tuple[int, int],
+    sequences: int,
+    pairs: bool,
+    device: torch.device,
+    fast: bool,
 ) -> Launch:
-    k_tiles, v_tiles = loader(k.codec), loader(v.codec)
+    k_tiles, v_tiles = loader(k.codec, pairs), loader(v.codec, pairs)
     table_bytes, tables, places = _tables(k_tiles, v_tiles, device, fast)
     tokens = sum(segment.tokens for segment in segments)
     shape = _shape(k_tiles, v_tiles, table_bytes[0], tokens * sequences // _multiprocessors(device), fast)
-    tile = shape.warps * shape.tiles * shape.tokens
+    tile = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.paired or v_tiles.paired else 1)
     programs = max(1, _multiprocessors(device) * shape.programs // sequences)
     rows: list[list[int]] = []
     held: list[torch.Tensor] = []
@@ -169,6 +184,7 @@ def _launch(
         "K_PACKINGS": tuple(n for packing in k_tiles.packings for n in (packing.width, tile_width(packing))),
         "K_WIDTHS": tuple(map(len, k_tiles.channels)),
         "K_KIND": k_tiles.dtype if fast or k_tiles.dtype != "bf16" else "fp32",
+        "K_PAIRED": k_tiles.paired,
         "K_WHOLE": _whole(rows, 3, k_tiles, shape),
         "V_LOAD": v_tiles.load,
         "V_DECODE": v_tiles.decode,
@@ -180,6 +196,7 @@ def _launch(
         "V_STREAMS": _aligned(rows, v_tiles, 5 + 3 * streams),
         "V_PACKINGS": tuple(n for packing in v_tiles.packings for n in (packing.width, tile_width(packing))),
         "V_WIDTHS": tuple(map(len, v_tiles.channels)),
+        "V_PAIRED": v_tiles.paired,
         "V_WHOLE": _whole(rows, 4, v_tiles, shape),
         "TABLES": table_bytes,
         "WORK_ROW": len(rows[0]),

@@ -31,13 +31,14 @@ def _products(tiles: tl.tuple, q: tl.tuple, scores: tl.tensor, FIRST: tl.constex
 
 @triton.jit
 def _scores(
-    raw: tl.tuple,
+    raws: tl.tuple,
     q: tl.tuple,
     scale: tl.tensor,
     cap: tl.tensor,
     places: tl.tuple,
     table: tl.tensor,
     like: tl.tensor,
+    second: tl.tensor,
     DECODE: tl.constexpr,
     FACTOR: tl.constexpr,
     STEPS: tl.constexpr,
@@ -45,28 +46,61 @@ def _scores(
     SHARED: tl.constexpr,
     SIGNS: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    PAIRED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Base-2 logarithms of weights, ``[warp, token, row]``; signs have the last columns of the query."""
+    """Base-2 logarithms of weights, ``[warp, token, row]``; signs have the last columns of the query.
+
+    Two ``raws`` are of tokens that share a row of scores (``add_tiles``), and each has query tiles of its own.
+    """
+    SIGN_STEPS: tl.constexpr = 0 if SIGNS is None else SIGNS[5]
+    OWN: tl.constexpr = len(q) // len(raws)
     scores = tl.zeros(like.shape, tl.float32)
-    for step in tl.static_range(STEPS):
-        tiles = DECODE(raw[0], places, table, step, CONSTANTS, SHARED, False, FAST)
-        scores = _products(tiles, q, scores, step * len(tiles))
+    for number in tl.static_range(len(raws)):
+        for step in tl.static_range(STEPS):
+            tiles = DECODE(raws[number][0], places, table, step, CONSTANTS, SHARED, False, FAST)
+            scores = _products(tiles, q, scores, number * (STEPS * len(tiles) + SIGN_STEPS) + step * len(tiles))
     if FACTOR is not None:
-        scores = scores * FACTOR(raw[0], CONSTANTS, FAST)[:, :, None]
+        scores = scores * _of_rows(_factor(raws, 0, second, FACTOR, CONSTANTS, PAIRED, FAST))
     if SIGNS is not None:
-        SIGN_STEPS: tl.constexpr = SIGNS[5]
-        FIRST: tl.constexpr = len(q) - SIGN_STEPS
         products = tl.zeros(like.shape, tl.float32)
-        for step in tl.static_range(SIGN_STEPS):
-            tiles = decode_signs(raw[1], places, step, SIGNS, False, FAST)
-            products = _products(tiles, q, products, FIRST + step)
-        scores += products * factor_of_signs(raw[1], SIGNS, FAST)[:, :, None]
+        for number in tl.static_range(len(raws)):
+            for step in tl.static_range(SIGN_STEPS):
+                tiles = decode_signs(raws[number][1], places, step, SIGNS, False, FAST)
+                products = _products(tiles, q, products, (number + 1) * OWN - SIGN_STEPS + step)
+        scores += products * _of_rows(_factor(raws, 1, second, factor_of_signs, SIGNS, False, FAST))
     scores = scores * scale
     if SOFTCAP:
         # cap * tanh(s / cap): 1 / cap is in scale, and the logarithm's base in cap.
         scores = (1 - 2 / (tl.exp2(scores * 2.885390081777927) + 1)) * cap
     return scores
+
+
+@triton.jit
+def _factor(
+    raws: tl.tuple,
+    AT: tl.constexpr,
+    second: tl.tensor,
+    FACTOR: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    PAIRED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tensor:
+    """The factors in part ``AT`` of each raw tile, ``[warp, token]``, or where two tokens share a row ``[warp, token, row]``."""
+    factor = FACTOR(raws[0][AT], CONSTANTS, FAST)
+    if PAIRED:
+        factor = tl.where(second, factor[1][:, :, None], factor[0][:, :, None])
+    elif len(raws) == 2:
+        factor = tl.where(second, FACTOR(raws[1][AT], CONSTANTS, FAST)[:, :, None], factor[:, :, None])
+    return factor
+
+
+@triton.jit
+def _of_rows(value: tl.tensor) -> tl.tensor:
+    """``[warp, token]`` that broadcasts to rows."""
+    if len(value.shape) == 2:
+        value = value[:, :, None]
+    return value
 
 
 @triton.jit
@@ -85,12 +119,20 @@ def _power_and_rest(factor: tl.tensor) -> tl.tuple:
 
 
 @triton.jit
-def _power_and_rests(raw: tl.tuple, FACTOR: tl.constexpr, CONSTANTS: tl.constexpr, SIGNS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def _power_and_rests(
+    raws: tl.tuple,
+    second: tl.tensor,
+    FACTOR: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SIGNS: tl.constexpr,
+    PAIRED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
     """e and 2^-e of ``_power_and_rest`` for the larger one of a token's factors, and what is left of each over 2^e."""
     if FACTOR is not None:
-        factor = FACTOR(raw[0], CONSTANTS, FAST)
+        factor = _factor(raws, 0, second, FACTOR, CONSTANTS, PAIRED, FAST)
     if SIGNS is not None:
-        of_signs = factor_of_signs(raw[1], SIGNS, FAST)
+        of_signs = _factor(raws, 1, second, factor_of_signs, SIGNS, False, FAST)
         if FACTOR is None:
             factor = tl.full(of_signs.shape, 1.0, tl.float32)
         power, inverse, _ = _power_and_rest(tl.maximum(tl.abs(factor), tl.abs(of_signs)))
@@ -120,6 +162,14 @@ def _weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl.con
 
 
 @triton.jit
+def _own_weights(weights: tl.tensor, second: tl.tensor, NUMBER: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
+    """Of weights of two tokens a row, those of tile ``NUMBER`` of the values, of which the two have ``EACH``."""
+    if EACH == 2:
+        weights = tl.where(second == (NUMBER % 2 == 1), weights, 0)
+    return weights
+
+
+@triton.jit
 def add_tiles(
     k_raws: tl.tuple,
     v_raws: tl.tuple,
@@ -128,6 +178,7 @@ def add_tiles(
     cap: tl.tensor,
     position: tl.tensor,
     token: tl.tensor,
+    second: tl.tensor,
     end: tl.tensor,
     ahead: tl.tensor,
     window: tl.tensor,
@@ -152,31 +203,42 @@ def add_tiles(
     V_SIGNS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
+    K_PAIRED: tl.constexpr,
+    V_PAIRED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """Tiles of tokens added to (largest score, sum of weights, sums of values), which are rescaled once for all of them.
 
     A value's factor is 2^e times a rest: e joins the score and the rest the weight, so that weights never leave [-2, 2]. Signs have
     factors of their own, and the last sums; e is that of the larger factor.
+    If either side is paired, scores ``[warp, token, row]`` are of token t where the row is not ``second``, else of the token as many
+    behind it as a tile has rows; a side that is not paired has a tile for each of the two.
     """
     TOKENS: tl.constexpr = total.shape[1]
     SIGN_STEPS: tl.constexpr = 0 if V_SIGNS is None else V_SIGNS[5]
     FIRST_SIGNS: tl.constexpr = len(sums) - SIGN_STEPS
+    PAIRS: tl.constexpr = K_PAIRED or V_PAIRED
+    K_EACH: tl.constexpr = 2 if PAIRS and not K_PAIRED else 1
+    V_EACH: tl.constexpr = 2 if PAIRS and not V_PAIRED else 1
+    TILES: tl.constexpr = len(k_raws) // K_EACH
     scores = ()
     powers = ()
     new_largest = largest
-    for tile in tl.static_range(len(k_raws)):
+    for tile in tl.static_range(TILES):
         score = _scores(
-            k_raws[tile], q, scale, cap, k_places, k_table, total,
-            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, SOFTCAP, FAST,
+            k_raws[tile * K_EACH : (tile + 1) * K_EACH], q, scale, cap, k_places, k_table, total, second,
+            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, SOFTCAP, K_PAIRED, FAST,
         )  # fmt: skip
         if MASKED:
-            at = (token + tile * TOKENS)[:, :, None]
+            at = (token + tile * (2 * TOKENS if PAIRS else TOKENS))[:, :, None]
+            if PAIRS:
+                at = at + second.to(tl.int32) * TOKENS
             seen = (at < end) & (at <= position + ahead) & (at > position - window)
             score = tl.where(seen, score, float("-inf"))
         if V_FACTOR is not None or V_SIGNS is not None:
-            power = _power_and_rests(v_raws[tile], V_FACTOR, V_CONSTANTS, V_SIGNS, FAST)
-            score = score + power[0][:, :, None]
+            raws = v_raws[tile * V_EACH : (tile + 1) * V_EACH]
+            power = _power_and_rests(raws, second, V_FACTOR, V_CONSTANTS, V_SIGNS, V_PAIRED, FAST)
+            score = score + _of_rows(power[0])
             powers = powers + (power,)
         scores = scores + (score,)
         new_largest = tl.maximum(new_largest, tl.max(score, 1)[:, None, :])
@@ -184,26 +246,29 @@ def add_tiles(
     total = total * kept
     weights = ()
     sign_weights = ()
-    for tile in tl.static_range(len(k_raws)):
+    for tile in tl.static_range(TILES):
         weight = tl.exp2(scores[tile] - new_largest)
         if V_FACTOR is not None or V_SIGNS is not None:
-            total += weight * powers[tile][1][:, :, None]
+            total += weight * _of_rows(powers[tile][1])
             if V_SIGNS is not None:
-                sign_weights = sign_weights + (weight * powers[tile][3][:, :, None],)
-            weight = weight * powers[tile][2][:, :, None]
+                sign_weights = sign_weights + (weight * _of_rows(powers[tile][3]),)
+            weight = weight * _of_rows(powers[tile][2])
         else:
             total += weight
         weights = weights + (weight,)
     rescaled = ()
     for number in tl.static_range(len(sums)):
         rescaled = rescaled + (sums[number] * kept,)
-    for tile in tl.static_range(len(k_raws)):
+    for number in tl.static_range(len(v_raws)):
+        weight = _own_weights(weights[number // V_EACH], second, number, V_EACH)
+        if V_SIGNS is not None:
+            sign_weight = _own_weights(sign_weights[number // V_EACH], second, number, V_EACH)
         new_sums = ()
         for step in tl.static_range(V_STEPS):
-            decoded = V_DECODE(v_raws[tile][0], v_places, v_table, step, V_CONSTANTS, V_SHARED, True, FAST)
-            new_sums = new_sums + _weighted(decoded, weights[tile], rescaled, step * len(decoded))
+            decoded = V_DECODE(v_raws[number][0], v_places, v_table, step, V_CONSTANTS, V_SHARED, True, FAST)
+            new_sums = new_sums + _weighted(decoded, weight, rescaled, step * len(decoded))
         for step in tl.static_range(SIGN_STEPS):
-            decoded = decode_signs(v_raws[tile][1], v_places, step, V_SIGNS, True, FAST)
-            new_sums = new_sums + _weighted(decoded, sign_weights[tile], rescaled, FIRST_SIGNS + step)
+            decoded = decode_signs(v_raws[number][1], v_places, step, V_SIGNS, True, FAST)
+            new_sums = new_sums + _weighted(decoded, sign_weight, rescaled, FIRST_SIGNS + step)
         rescaled = new_sums
     return new_largest, total, rescaled

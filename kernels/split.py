@@ -4,6 +4,10 @@ A program holds a block of query rows (the query heads of one KV head, and their
 ``[warp, token]``: each warp has tokens, scores and sums of its own, and meets no other before the merge. Scores are
 S^T = K q^T and sums O^T = V^T P^T, so that the few query rows are the short side of the matrix units' product.
 
+Where rows of words are narrow, a row of a tile is the words of two tokens (``Tiles.paired``), one the tile's rows behind the other.
+Each query row is then there twice: first with zeros for the columns of the second token, then with zeros for those of the first.
+What the matrix units idle at anyway tells the tokens apart, and a program gives two partial results a warp.
+
 Sources: split-K flash decoding with a log-sum-exp merge; OCTOPUS Eq. 13 for queries and values in the coded frame.
 """
 
@@ -19,6 +23,7 @@ from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .fields import load_places
+from .query_tiles import query_tiles, sum_of
 from .shared_table import declare, fetch, fill
 from .softmax import UNSEEN, add_tiles
 from .tiles_qjl import load_signs
@@ -28,12 +33,6 @@ COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "positi
 
 HEADER = 5
 """Integers of a work row before the addresses: first token, tokens, whole tokens, first K row, first V row."""
-
-
-@triton.constexpr_function
-def sum_of(numbers: tuple[int, ...]) -> int:
-    """Their sum, when the kernel is compiled."""
-    return sum(numbers)
 
 
 @triton.jit
@@ -67,44 +66,21 @@ def _load_tiles(
     WHOLE: tl.constexpr,
     TILES: tl.constexpr,
     TOKENS: tl.constexpr,
+    PAIRED: tl.constexpr,
     MASKED: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """What the codec's tiles hold, and their signs, if there are any."""
+    """``TILES`` tiles of ``TOKENS`` tokens, if ``PAIRED`` half as many of twice as many: what the codec's hold, and their signs, if any."""
     raws = ()
-    for tile in tl.static_range(TILES):
-        at = token + tile * TOKENS
-        raw = (LOAD(pointers, first, at, at < end, CONSTANTS, MASKED, WHOLE, TURNED, FAST),)
+    for tile in tl.static_range(TILES // 2 if PAIRED else TILES):
+        at = token + tile * (2 * TOKENS if PAIRED else TOKENS)
+        valid = (at < end, at + TOKENS < end) if PAIRED else at < end
+        raw = (LOAD(pointers, first, at, valid, CONSTANTS, MASKED, WHOLE, TURNED, FAST),)
         if SIGNS is not None:
-            raw = raw + (load_signs(pointers, first, at, at < end, SIGNS, MASKED, TURNED, FAST),)
+            raw = raw + (load_signs(pointers, first, at, valid, SIGNS, MASKED, TURNED, FAST),)
         raws = raws + (raw,)
     return raws
-
-
-@triton.jit
-def _query_tiles(
-    q: tl.tensor, row: tl.tensor, stride: tl.tensor, WIDTHS: tl.constexpr, KIND: tl.constexpr, WARPS: tl.constexpr
-) -> tl.tuple:
-    """The query in the key tiles' column order, ``[warp, column, row]`` a tile; of ``KIND`` bf16 a high and a low half."""
-    tiles = ()
-    for number in tl.static_range(len(WIDTHS)):
-        tile = _query_tile(q, row, stride, WIDTHS[number], WARPS)
-        if KIND == "bf16":
-            high = tile.to(tl.bfloat16)
-            tiles = tiles + (high, (tile - high.to(tl.float32)).to(tl.bfloat16))
-        elif KIND == "fp16":
-            tiles = tiles + (tile.to(tl.float16),)
-        else:
-            tiles = tiles + (tile,)
-        q += WIDTHS[number] * stride
-    return tiles
-
-
-@triton.jit
-def _query_tile(q: tl.tensor, row: tl.tensor, stride: tl.tensor, WIDTH: tl.constexpr, WARPS: tl.constexpr) -> tl.tensor:
-    tile = tl.load(q + tl.arange(0, WIDTH)[None, :, None] * stride + row[None, None, :])
-    return tl.broadcast_to(tile, (WARPS, WIDTH, row.shape[0]))
 
 
 @triton.jit
@@ -146,6 +122,7 @@ def attend_split(
     K_PACKINGS: tl.constexpr,
     K_WIDTHS: tl.constexpr,
     K_KIND: tl.constexpr,
+    K_PAIRED: tl.constexpr,
     K_WHOLE: tl.constexpr,
     V_LOAD: tl.constexpr,
     V_DECODE: tl.constexpr,
@@ -157,6 +134,7 @@ def attend_split(
     V_STREAMS: tl.constexpr,
     V_PACKINGS: tl.constexpr,
     V_WIDTHS: tl.constexpr,
+    V_PAIRED: tl.constexpr,
     V_WHOLE: tl.constexpr,
     TABLES: tl.constexpr,
     WORK_ROW: tl.constexpr,
@@ -165,6 +143,7 @@ def attend_split(
     TILES: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     FAST: tl.constexpr,
@@ -180,6 +159,9 @@ def attend_split(
     ``lengths`` int32 ``[batch]``, read if ``LENGTHS``, are the tokens that each sequence has; ``position`` is that of the first
     query of a sequence of all tokens.
     """
+    PAIRS: tl.constexpr = K_PAIRED or V_PAIRED
+    TOGETHER: tl.constexpr = 2 if PAIRS else 1
+    SPAN: tl.constexpr = WARPS * TOGETHER * TOKENS
     program = tl.program_id(0)
     item = program % items
     block = program // items % row_blocks
@@ -208,23 +190,27 @@ def attend_split(
         position = length - q_len
         count = tl.maximum(0, tl.minimum(count, length - begin)).to(tl.int32)
         # The window's first token, and the tokens that all queries see, in whole tiles.
-        skipped = tl.maximum(0, position - window + 1 - begin).to(tl.int32) // (WARPS * TOKENS) * (WARPS * TOKENS)
+        skipped = tl.maximum(0, position - window + 1 - begin).to(tl.int32) // SPAN * SPAN
         seen = tl.maximum(0, tl.minimum(count, position + 1 + ahead - begin)).to(tl.int32)
-        whole = tl.minimum(whole, seen // (WARPS * TILES * TOKENS) * (WARPS * TILES * TOKENS))
+        whole = tl.minimum(whole, seen // (TILES * SPAN) * (TILES * SPAN))
     if DEPENDENT and FIRST:
         # The rows were there before the kernel that writes the queries began.
         gdc_wait()
         gdc_launch_dependents()
-    padded = row_blocks * ROWS
-    first_row = block * ROWS
+    padded = row_blocks * BLOCK
     columns: tl.constexpr = sum_of(K_WIDTHS)
-    row_number = first_row + tl.arange(0, ROWS)
-    q_tiles = _query_tiles(q + sequence.to(tl.int64) * columns * padded, row_number, padded, K_WIDTHS, K_KIND, WARPS)
+    row_number = tl.arange(0, ROWS)
+    second = (row_number >= ROWS // 2)[None, None, :]
+    if PAIRS:
+        row_number = row_number % (ROWS // 2)
+    row_number += block * BLOCK
+    q_begin = q + sequence.to(tl.int64) * columns * padded
+    q_tiles = query_tiles(q_begin, row_number, second, padded, K_WIDTHS, K_KIND, WARPS, K_PAIRED, PAIRS)
     scale = tl.load(scales + sequence * padded + row_number)[None, None, :]
     at = position + (row_number % q_len)[None, None, :]
     # Tokens of a warp lie side by side, whatever tiles they are cut into.
-    token = tl.arange(0, WARPS)[:, None] * (TILES * TOKENS) + tl.arange(0, TOKENS)[None, :]
-    near = tl.arange(0, WARPS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    token = tl.arange(0, WARPS)[:, None] * (TILES * TOGETHER * TOKENS) + tl.arange(0, TOKENS)[None, :]
+    near = tl.arange(0, WARPS)[:, None] * (TOGETHER * TOKENS) + tl.arange(0, TOKENS)[None, :]
     if TABLES[0]:
         for number in tl.static_range(len(TABLES) - 1):
             fill(entries[number], TABLES[number + 1][1], TABLES[number + 1][2], TABLES[number + 1][3], TABLES[number + 1][4])
@@ -233,53 +219,62 @@ def attend_split(
     total = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
     sums = ()
     for number in tl.static_range(len(V_WIDTHS)):
-        sums = sums + (_zeros(WARPS, V_WIDTHS[number], ROWS),)
-    for offset in tl.range(0, whole, WARPS * TILES * TOKENS, num_stages=STAGES):
+        sums = sums + (_zeros(WARPS, 2 * V_WIDTHS[number] if V_PAIRED else V_WIDTHS[number], ROWS),)
+    for offset in tl.range(0, whole, TILES * SPAN, num_stages=STAGES):
         k_raws = _load_tiles(
             k_pointers, k_first + offset, token, count,
-            K_LOAD, K_CONSTANTS, K_SIGNS, K_WHOLE, TILES, TOKENS, False, False, FAST,
+            K_LOAD, K_CONSTANTS, K_SIGNS, K_WHOLE, TILES * TOGETHER, TOKENS, K_PAIRED, False, False, FAST,
         )  # fmt: skip
         v_raws = _load_tiles(
             v_pointers, v_first + offset, token, count,
-            V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TILES, TOKENS, False, True, FAST,
+            V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TILES * TOGETHER, TOKENS, V_PAIRED, False, True, FAST,
         )  # fmt: skip
         largest, total, sums = add_tiles(
-            k_raws, v_raws, q_tiles, scale, cap, at, token, count, ahead, window,
+            k_raws, v_raws, q_tiles, scale, cap, at, token, second, count, ahead, window,
             k_places, v_places, k_table, v_table, largest, total, sums,
             K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS,
             V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS,
-            SOFTCAP, False, FAST,
+            SOFTCAP, False, K_PAIRED, V_PAIRED, FAST,
         )  # fmt: skip
     # Query positions relative to the run's first token: all counts of tokens in a run fit an int32.
     at = (at - begin).to(tl.int32)
     masked = whole
     if LENGTHS:
         masked = tl.maximum(whole, skipped)
-    for offset in tl.range(masked, count, WARPS * TOKENS, num_stages=1):
+    for offset in tl.range(masked, count, SPAN, num_stages=1):
         k_raws = _load_tiles(
             k_pointers, k_first + offset, near, count - offset,
-            K_LOAD, K_CONSTANTS, K_SIGNS, K_WHOLE, 1, TOKENS, True, False, FAST,
+            K_LOAD, K_CONSTANTS, K_SIGNS, K_WHOLE, TOGETHER, TOKENS, K_PAIRED, True, False, FAST,
         )  # fmt: skip
         v_raws = _load_tiles(
             v_pointers, v_first + offset, near, count - offset,
-            V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, 1, TOKENS, True, True, FAST,
+            V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TOGETHER, TOKENS, V_PAIRED, True, True, FAST,
         )  # fmt: skip
         largest, total, sums = add_tiles(
-            k_raws, v_raws, q_tiles, scale, cap, at, near + offset, count, ahead, window,
+            k_raws, v_raws, q_tiles, scale, cap, at, near + offset, second, count, ahead, window,
             k_places, v_places, k_table, v_table, largest, total, sums,
             K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS,
             V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS,
-            SOFTCAP, True, FAST,
+            SOFTCAP, True, K_PAIRED, V_PAIRED, FAST,
         )  # fmt: skip
     if DEPENDENT and not FIRST:
         # The launch before runs beside this one, and the merge waits for the last of them.
         gdc_wait()
     warp = tl.arange(0, WARPS)[:, None, None]
-    part = (sequence.to(tl.int64) * padded + row_number[None, None, :]) * parts + first_part + item * WARPS + warp
+    part = item * WARPS + warp
+    if PAIRS:
+        part = 2 * part + second.to(tl.int32)
+    part += (sequence.to(tl.int64) * padded + row_number[None, None, :]) * parts + first_part
     real = (row_number < rows)[None, None, :]
     tl.store(largest_out + part, largest, real)
     tl.store(total_out + part, tl.sum(total, 1)[:, None, :], real)
     done = 0
     for number in tl.static_range(len(V_WIDTHS)):
-        tl.store(sums_out + part * COLUMNS + done + tl.arange(0, V_WIDTHS[number])[None, :, None], sums[number], real)
+        column = tl.arange(0, sums[number].shape[1])[None, :, None]
+        if V_PAIRED:
+            # The other columns are values of one token with the weights of the other.
+            own = real & ((column // V_WIDTHS[number] == 1) == second)
+            tl.store(sums_out + part * COLUMNS + done + column % V_WIDTHS[number], sums[number], own)
+        else:
+            tl.store(sums_out + part * COLUMNS + done + column, sums[number], real)
         done += V_WIDTHS[number]

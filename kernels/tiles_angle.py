@@ -19,7 +19,8 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 
-from .fields import load_per_token, load_planes, of_tokens, whole_planes, words_of_step
+from .axes import of_tokens
+from .fields import load_per_token, load_planes, whole_planes, words_of_step
 from .halves import affine_bits, power_of_two, product
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words

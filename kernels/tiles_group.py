@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from .fields import load_per_token, load_planes, of_columns, of_tokens, position_of_step, whole_planes, words_of_step
-from .halves import affine, affine_bits, load_factor, read_factor, scale_and_centre
+from .axes import of_columns, of_pairs, of_tokens, token_of_columns, valid_columns
+from .fields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
+from .halves import affine, affine_bits, load_factors, read_factors, scale_and_centre
 from .tiles import Stream, Tiles, distance, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ ALONG_TOKENS, ALONG_CHANNELS, EACH_VALUE = range(3)
 """Which pairs of scale and centre a tile needs: one a column, one a token, or one a value."""
 
 
-def tiles(codec: Group) -> Tiles | None:
-    """The loader of ``codec``, None where its packing has none."""
+def tiles(codec: Group, paired: bool = False) -> Tiles | None:
+    """The loader of ``codec``, None where its packing has none. ``paired`` is that of the result."""
     packing = codec.packings()["codes"]
     if not takes_whole_words(packing):
         return None
@@ -32,9 +33,9 @@ def tiles(codec: Group) -> Tiles | None:
     along_tokens = codec.axis == "token"
     pairs_a_row = codec.dim if along_tokens else -(-codec.dim // codec.size)
     # Neighbouring fields may share a pair.
-    apart = distance(packing, codec.bits, packing.fields) if along_tokens or pairs_a_row == 1 else 1
-    symbols = step_symbols(packing, apart)
-    span = packing.width * fields_side_by_side(packing)
+    apart = distance(packing, codec.bits, packing.fields, paired) if along_tokens or pairs_a_row == 1 else 1
+    symbols = step_symbols(packing, apart, paired=paired)
+    span = packing.width * fields_side_by_side(packing, paired)
     one_a_token = not along_tokens and (codec.size % span == 0 or pairs_a_row == 1)
     kind = ALONG_TOKENS if along_tokens else ALONG_CHANNELS if one_a_token else EACH_VALUE
     streams = (*planes, Stream("scales", 32, pairs_a_row))
@@ -42,7 +43,7 @@ def tiles(codec: Group) -> Tiles | None:
     if scale_bits:
         streams = (*streams, Stream("token_scale", scale_bits, 1))
     constants = (
-        packing_constants(0, packing), codec.bits, fields_side_by_side(packing), codec.dim, codec.size, kind, along_tokens,
+        packing_constants(0, packing, paired), codec.bits, fields_side_by_side(packing, paired), codec.dim, codec.size, kind, along_tokens,
         pairs_a_row, span, scale_bits, len(symbols), len(planes), apart,
     )  # fmt: skip
     return Tiles(
@@ -55,6 +56,7 @@ def tiles(codec: Group) -> Tiles | None:
         streams,
         whole_groups=codec.size,
         packings=(packing,),
+        paired=paired,
     )
 
 
@@ -80,22 +82,39 @@ def load(
     STEPS: tl.constexpr = C[10]
     PLANES: tl.constexpr = C[11]
     PAD: tl.constexpr = PACKING[3]
+    PAIRED: tl.constexpr = PACKING[5]
     pairs = pointers[PLANES]
     raw = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
     column = tl.arange(0, PAD)
+    second = column[None, :] // (PAD // 2)
+    if PAIRED:
+        column = column % PACKING[2]
     for step in tl.static_range(STEPS):
         channel = _channel(step, column, SPAN, PACKING[2], C[12])
         if KIND == 0 and WHOLE:
             # The first token of each warp stands for all of its own.
-            row = (first + tl.min(token, 1)) // SIZE
+            row = tl.min(token, 1)[:, None]
+            if PAIRED:
+                row = row + second * token.shape[1]
+            row = (first + row) // SIZE
             mask = (channel < DIM)[None, :]
             if MASKED:
-                mask = mask & (tl.max(valid.to(tl.int32), 1) > 0)[:, None]
-            raw = raw + (tl.load(pairs + row[:, None] * PAIRS + channel[None, :], mask, 0),)
+                if PAIRED:
+                    mask = mask & tl.where(second == 0, _any(valid[0]), _any(valid[1]))
+                else:
+                    mask = mask & _any(valid)
+            raw = raw + (tl.load(pairs + row * PAIRS + channel[None, :], mask, 0),)
+        elif KIND == 1 and PAIRED:
+            both = tl.arange(0, 2)[None, :]
+            place = pairs + first * PAIRS + (token_of_columns(token, both, PAIRED, TURNED) * PAIRS + step * SPAN // SIZE)
+            if MASKED:
+                raw = raw + (tl.load(place, valid_columns(valid, both, PAIRED, TURNED), 0),)
+            else:
+                raw = raw + (tl.load(place),)
         elif KIND == 1:
             raw = raw + (load_per_token(pairs, first, token, valid, PAIRS, step * SPAN // SIZE, MASKED),)
         else:
-            row = first + of_tokens(token, TURNED)
+            row = first + token_of_columns(token, second, PAIRED, TURNED)
             at = of_columns(channel[None, :], TURNED)
             if KIND == 0:
                 row = row // SIZE
@@ -103,11 +122,17 @@ def load(
                 at = at // SIZE
             mask = of_columns((channel < DIM)[None, :], TURNED)
             if MASKED:
-                mask = mask & of_tokens(valid, TURNED)
+                mask = mask & valid_columns(valid, second, PAIRED, TURNED)
             raw = raw + (tl.load(pairs + row * PAIRS + at, mask, 0),)
     if C[9]:
-        raw = raw + load_factor(pointers[PLANES + 1], first, token, valid, C[9], MASKED, FAST)
+        raw = raw + load_factors(pointers[PLANES + 1], first, token, valid, C[9], PAIRED, MASKED, FAST)
     return raw
+
+
+@triton.jit
+def _any(valid: tl.tensor) -> tl.tensor:
+    """Whether a warp has a valid token, ``[warp, 1]``."""
+    return (tl.max(valid.to(tl.int32), 1) > 0)[:, None]
 
 
 @triton.jit
@@ -140,7 +165,10 @@ def decode(
     planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
     pair = raw[PLANES + STEP]
     scale, centre = scale_and_centre(pair, FAST)
-    if KIND == 1:
+    if KIND == 1 and PACKING[5]:
+        scale = of_pairs(scale, PACKING[2], TURNED)
+        centre = of_pairs(centre, PACKING[2], TURNED)
+    elif KIND == 1:
         scale = of_tokens(scale, TURNED)
         centre = of_tokens(centre, TURNED)
     elif len(pair.shape) == 2:
@@ -157,4 +185,5 @@ def decode(
 @triton.jit
 def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The token scale."""
-    return read_factor(raw, C[11] + C[10], C[9], FAST)
+    PACKING: tl.constexpr = C[0]
+    return read_factors(raw, C[11] + C[10], C[9], PACKING[5], FAST)

@@ -18,7 +18,7 @@ from triton import language as tl
 from kvpack.formats.octahedral_search import codebook_directions
 
 from .fields import load_planes, whole_planes, words_of_step
-from .halves import load_factor, negated, product, read_factor
+from .halves import load_factors, negated, product, read_factors
 from .shared_table import look_up_bits, look_up_repeated
 from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 
@@ -31,24 +31,23 @@ DIGITS_THAT_HOLD_NORMS = (1, 2, 4, 8, 16)
 """Bits of an index digit that the norm's bits complete: spec/codecs/octahedral.md, Layout."""
 
 
-def tiles(codec: Octahedral) -> Tiles | None:
-    """The loader of ``codec`` in the direct arrangement, None where a digit is too wide."""
+def tiles(codec: Octahedral, paired: bool = False) -> Tiles | None:
+    """The loader of ``codec`` in the direct arrangement, None where a digit is too wide. ``paired`` is that of the result."""
     packing = codec.packings()["symbol"]
     if not takes_whole_words(packing):
         return None
-    symbols = step_symbols(packing)
+    symbols = step_symbols(packing, paired=paired)
     index_bits, *more = (base.bit_length() - 1 for base in packing.bases)
     entries = table(codec, whole=not more)
     streams = plane_streams("symbol", packing)
     norm_bits = 16 if codec.norm == "fp16" else 32
     constants = (
-        packing_constants(0, packing), fields_side_by_side(packing), index_bits, more[0] if more else 0,
+        packing_constants(0, packing, paired), fields_side_by_side(packing, paired), index_bits, more[0] if more else 0,
         codec.b_norm if more and more[0] > SIGN_BITS else 0, len(streams), norm_bits,
     )  # fmt: skip
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
-    return Tiles(
-        load, decode, factor, constants, len(symbols), channels, (*streams, Stream("norm", norm_bits, 1)), entries, packings=(packing,)
-    )
+    streams = (*streams, Stream("norm", norm_bits, 1))
+    return Tiles(load, decode, factor, constants, len(symbols), channels, streams, entries, packings=(packing,), paired=paired)
 
 
 def table(codec: Octahedral, whole: bool) -> torch.Tensor:
@@ -84,7 +83,7 @@ def load(
     """The planes, then the norms."""
     PACKING: tl.constexpr = C[0]
     planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
-    return planes + load_factor(pointers[C[5]], first, token, valid, C[6], MASKED, FAST)
+    return planes + load_factors(pointers[C[5]], first, token, valid, C[6], PACKING[5], MASKED, FAST)
 
 
 @triton.jit
@@ -143,4 +142,5 @@ def _triplet(
 @triton.jit
 def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The norm."""
-    return read_factor(raw, C[5], C[6], FAST)
+    PACKING: tl.constexpr = C[0]
+    return read_factors(raw, C[5], C[6], PACKING[5], FAST)

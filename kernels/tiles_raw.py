@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from .fields import of_columns, of_tokens
+from .axes import of_columns, of_tokens
 from .tiles import Stream, Tiles
 
 if TYPE_CHECKING:

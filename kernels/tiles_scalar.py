@@ -12,7 +12,7 @@ import triton
 from triton import language as tl
 
 from .fields import load_planes, position_of_step, whole_planes, words_of_step
-from .halves import load_factor, read_factor
+from .halves import load_factors, read_factors
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, distance, fields_side_by_side, packing_constants, plane_streams, step_symbols
 
@@ -24,8 +24,8 @@ MOST_INDEX_BITS = 8
 """Of several fields: 256 entries fit shared memory once a bank."""
 
 
-def tiles(codec: Scalar) -> Tiles:
-    """The loader of ``codec``: one code stream for each width of its channels."""
+def tiles(codec: Scalar, paired: bool = False) -> Tiles:
+    """The loader of ``codec``: one code stream for each width of its channels. ``paired`` is that of the result."""
     streams: tuple[Stream, ...] = ()
     tables: list[torch.Tensor] = []
     packings: list[tuple[int, ...]] = []
@@ -36,13 +36,13 @@ def tiles(codec: Scalar) -> Tiles:
     for (name, packing), part, table in zip(codec.packings().items(), codec.parts, stored, strict=False):
         magnitudes = torch.frombuffer(bytearray(table), dtype=torch.float32)
         values = torch.cat([magnitudes, -magnitudes])
-        beside = fields_side_by_side(packing)
-        together = 1 if codec.bits_high else next(n for n in (4, 2, 1) if _looked_up_together(packing, part.bits, n))
-        apart = distance(packing, together * part.bits, packing.fields // together)
-        symbols = step_symbols(packing, apart, together)
+        beside = fields_side_by_side(packing, paired)
+        together = 1 if codec.bits_high else next(n for n in (4, 2, 1) if _looked_up_together(packing, part.bits, n, beside))
+        apart = distance(packing, together * part.bits, packing.fields // together, paired)
+        symbols = step_symbols(packing, apart, together, paired)
         steps = len(symbols) // together
         all_steps += steps
-        packings.append(packing_constants(len(streams), packing))
+        packings.append(packing_constants(len(streams), packing, paired))
         parts.append((part.bits, beside, together, sum(map(len, tables)), steps, apart))
         tables.append(_entries(values, together))
         channels += [tuple(part.channels[symbol] if symbol >= 0 else -1 for symbol in tile) for tile in symbols]
@@ -60,12 +60,13 @@ def tiles(codec: Scalar) -> Tiles:
         streams,
         torch.cat(tables).to(torch.float16),
         packings=tuple(codec.packings().values()),
+        paired=paired,
     )
 
 
-def _looked_up_together(packing: Columns, bits: int, fields: int) -> bool:
+def _looked_up_together(packing: Columns, bits: int, fields: int, beside: int) -> bool:
     """Whether as many fields can share one index: whole steps of them, and a table that fits."""
-    return fields == 1 or (packing.fields % (fields * fields_side_by_side(packing)) == 0 and fields * bits <= MOST_INDEX_BITS)
+    return fields == 1 or (packing.fields % (fields * beside) == 0 and fields * bits <= MOST_INDEX_BITS)
 
 
 def _entries(values: torch.Tensor, together: int) -> torch.Tensor:
@@ -94,7 +95,7 @@ def load(
     raw = load_planes(pointers, first, token, valid, LOW, MASKED, TURNED)
     if C[4] == 2:
         raw = raw + load_planes(pointers, first, token, valid, HIGH, MASKED, TURNED)
-    return raw + load_factor(pointers[C[5]], first, token, valid, C[6], MASKED, FAST)
+    return raw + load_factors(pointers[C[5]], first, token, valid, C[6], LOW[5], MASKED, FAST)
 
 
 @triton.jit
@@ -153,4 +154,5 @@ def _decode_part(
 @triton.jit
 def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The norm."""
-    return read_factor(raw, C[5], C[6], FAST)
+    LOW: tl.constexpr = C[0]
+    return read_factors(raw, C[5], C[6], LOW[5], FAST)

@@ -278,6 +278,65 @@ def test_sequences_of_unequal_lengths(mode: str) -> None:
     check(layer, 2, lengths=[106, 0, 1, 97, 64], **LENGTHS[mode])
 
 
+NARROW = {
+    "group 2, groups of tokens": "group:b=2,g=32,axis=token,rotation=hadamard,token_scale=fp16",
+    "group 2, short groups of tokens": "group:b=2,g=16,axis=token",
+    "group 3, groups of channels": "group:b=3,g=32,axis=channel",
+    "group 2, groups within fields": "group:b=2,g=4,axis=channel,token_scale=fp32",
+    "scalar 3": "scalar:b=3",
+    "scalar 2": "scalar:b=2,norm=fp32",
+    "octahedral 2": "octahedral:b=2,arrangement=direct",
+    "octahedral 3": "octahedral:b=3,arrangement=direct,norm=fp32",
+    "octahedral 4": "octahedral:b=4,arrangement=direct",
+}
+"""Rows of 8 words at head dim 64."""
+WIDE = {
+    "raw": "raw:dtype=bf16",
+    "group 4": "group:b=4,g=32",
+    "scalar 4": "scalar:b=4",
+    "dense octahedral 3": "octahedral:b=3",
+    "angle": "angle:n=128,norm=linear8,arrangement=direct",
+    "group 4, signs": "group:b=4,g=32,qjl=fp16",
+    "scalar 3, signs": "scalar:b=3,qjl=fp32",
+}
+"""Codecs that a narrow one may lie beside."""
+
+
+@on_kernels
+@pytest.mark.parametrize(
+    ("k", "v"),
+    [
+        *((k, v) for number, k in enumerate(NARROW) for v in (list(NARROW) * 2)[number:][: 1 if INTERPRETED else len(NARROW)]),
+        *((k, v) for number, k in enumerate(NARROW) for v in (list(WIDE) * 2)[number:][: 1 if INTERPRETED else len(WIDE)]),
+        *((k, v) for number, v in enumerate(NARROW) for k in (list(WIDE) * 2)[number:][: 1 if INTERPRETED else len(WIDE)]),
+    ],
+)
+def test_two_tokens_a_row(k: str, v: str) -> None:
+    from kvpack.kernels import loaders
+
+    both = NARROW | WIDE
+    k_codec, v_codec = codecs(both[k], both[v], (64, 64))
+    layer = Layer(random_side(k_codec, 1, (1, 160), 0, 1), random_side(v_codec, 1, (161,), 0, 2))
+    assert any(loaders.paired_tiles_of(codec) for codec in (k_codec, v_codec))
+    check(layer, 2)
+
+
+@on_kernels
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_over_two_tokens_a_row(mode: str) -> None:
+    k_codec, v_codec = codecs(NARROW["octahedral 3"], NARROW["group 2, groups of tokens"], (64, 64))
+    layer = Layer(random_side(k_codec, 1, (300, 1), 9, 1), random_side(v_codec, 1, (50, 251), 9, 2))
+    check(layer, 2, **MODES[mode])
+
+
+@on_kernels
+@pytest.mark.parametrize("mode", LENGTHS)
+def test_unequal_lengths_over_two_tokens_a_row(mode: str) -> None:
+    k_codec, v_codec = codecs(NARROW["scalar 3"], NARROW["group 3, groups of channels"], (64, 64))
+    layer = Layer(random_side(k_codec, 1, (300, 1), 9, 1, batch=5), random_side(v_codec, 1, (50, 251), 9, 2, batch=5))
+    check(layer, 2, lengths=[310, 0, 1, 250, 130], **LENGTHS[mode])
+
+
 @on_kernels
 def test_batches_and_heads() -> None:
     k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))

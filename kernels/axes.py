@@ -1,0 +1,67 @@
+"""The axes of tiles: ``[warp, token, column]`` for keys, and ``TURNED``, ``[warp, column, token]``, for values.
+
+Loaded turned, the matrix units' loads from shared memory turn them back. Where rows of words are narrow (``PAIRED``), the first half of
+the columns is of one token, and the second half of another, as many behind it as the tile has rows.
+"""
+
+# Triton compiles no conditional expressions of tensors.
+# ruff: noqa: SIM108
+# Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+
+@triton.jit
+def of_tokens(value: tl.tensor, TURNED: tl.constexpr) -> tl.tensor:
+    """``[warp, token]`` that broadcasts to a tile."""
+    if TURNED:
+        value = value[:, None, :]
+    else:
+        value = value[:, :, None]
+    return value
+
+
+@triton.jit
+def of_columns(value: tl.tensor, TURNED: tl.constexpr) -> tl.tensor:
+    """``[warp, column]`` that broadcasts to a tile."""
+    if TURNED:
+        value = value[:, :, None]
+    else:
+        value = value[:, None, :]
+    return value
+
+
+@triton.jit
+def of_pairs(value: tl.tensor, WIDTH: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+    """``[warp, token, 2]``, or turned, ``[warp, 2, token]``, as a tile of ``WIDTH`` columns of each of two tokens."""
+    WARPS: tl.constexpr = value.shape[0]
+    TOKENS: tl.constexpr = value.shape[2 if TURNED else 1]
+    if TURNED:
+        value = tl.reshape(tl.broadcast_to(value[:, :, None, :], (WARPS, 2, WIDTH, TOKENS)), (WARPS, 2 * WIDTH, TOKENS))
+    else:
+        value = tl.reshape(tl.broadcast_to(value[:, :, :, None], (WARPS, TOKENS, 2, WIDTH)), (WARPS, TOKENS, 2 * WIDTH))
+    return value
+
+
+@triton.jit
+def token_of_columns(token: tl.tensor, second: tl.tensor, PAIRED: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+    """The token of each column; ``second``, ``[1, column]`` of 0 and 1, is 1 where it is as many behind ``token`` as there are."""
+    value = of_tokens(token, TURNED)
+    if PAIRED:
+        value = value + of_columns(second, TURNED) * token.shape[1]
+    return value
+
+
+@triton.jit
+def valid_columns(valid: tl.tensor, second: tl.tensor, PAIRED: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+    """Which columns of a tile are of valid tokens; ``valid`` is that of both tokens if ``PAIRED``."""
+    if PAIRED:
+        is_second = of_columns(second, TURNED) != 0
+        value = (of_tokens(valid[0], TURNED) & (is_second == 0)) | (of_tokens(valid[1], TURNED) & is_second)
+    else:
+        value = of_tokens(valid, TURNED)
+    return value

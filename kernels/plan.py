@@ -82,7 +82,7 @@ class Launch:
     @property
     def parts(self) -> int:
         """Partial results that it writes for each row of a query."""
-        return self.work.shape[0] * self.shape.warps * (2 if self.paired else 1)
+        return self.work.shape[0] * self.shape.warps
 
     @property
     def paired(self) -> bool:

@@ -272,3 +272,26 @@ def add_tiles(
             new_sums = new_sums + _weighted(decoded, sign_weight, rescaled, FIRST_SIGNS + step)
         rescaled = new_sums
     return new_largest, total, rescaled
+
+
+@triton.jit
+def add_halves(
+    largest: tl.tensor, total: tl.tensor, sums: tl.tuple, second: tl.tensor, V_WIDTHS: tl.constexpr, V_PAIRED: tl.constexpr
+) -> tl.tuple:
+    """What ``add_tiles`` gave for the first and for the second tokens, together: half as many rows, and of paired values columns."""
+    WARPS: tl.constexpr = largest.shape[0]
+    ROWS: tl.constexpr = largest.shape[2] // 2
+    WIDTH: tl.constexpr = V_WIDTHS[0]
+    most = tl.max(tl.reshape(largest, (WARPS, 1, 2, ROWS)), 2)
+    kept = tl.exp2(largest - tl.reshape(tl.broadcast_to(most[:, :, None, :], (WARPS, 1, 2, ROWS)), (WARPS, 1, 2 * ROWS)))
+    added = ()
+    for number in tl.static_range(len(sums)):
+        value = sums[number] * kept
+        if V_PAIRED:
+            # Other columns are values of one token with the weights of the other.
+            value = tl.where((tl.arange(0, 2 * WIDTH)[None, :, None] >= WIDTH) == second, value, 0.0)
+            value = tl.sum(tl.sum(tl.reshape(value, (WARPS, 2, WIDTH, 2, ROWS)), 3), 1)
+        else:
+            value = tl.sum(tl.reshape(value, (WARPS, value.shape[1], 2, ROWS)), 2)
+        added = added + (value,)
+    return most, tl.sum(tl.reshape(total * kept, (WARPS, 1, 2, ROWS)), 2), added

@@ -6,7 +6,7 @@ S^T = K q^T and sums O^T = V^T P^T, so that the few query rows are the short sid
 
 Where rows of words are narrow, a row of a tile is the words of two tokens (``Tiles.paired``), one the tile's rows behind the other.
 Each query row is then there twice: first with zeros for the columns of the second token, then with zeros for those of the first.
-What the matrix units idle at anyway tells the tokens apart, and a program gives two partial results a warp.
+So what the matrix units idle at anyway tells the tokens apart; the two results of a row are added in the end.
 
 Sources: split-K flash decoding with a log-sum-exp merge; OCTOPUS Eq. 13 for queries and values in the coded frame.
 """
@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .fields import load_places
 from .query_tiles import query_tiles, sum_of
 from .shared_table import declare, fetch, fill
-from .softmax import UNSEEN, add_tiles
+from .softmax import UNSEEN, add_halves, add_tiles
 from .tiles_qjl import load_signs
 
 COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window"]
@@ -260,21 +260,16 @@ def attend_split(
     if DEPENDENT and not FIRST:
         # The launch before runs beside this one, and the merge waits for the last of them.
         gdc_wait()
-    warp = tl.arange(0, WARPS)[:, None, None]
-    part = item * WARPS + warp
+    total = tl.sum(total, 1)[:, None, :]
     if PAIRS:
-        part = 2 * part + second.to(tl.int32)
-    part += (sequence.to(tl.int64) * padded + row_number[None, None, :]) * parts + first_part
+        largest, total, sums = add_halves(largest, total, sums, second, V_WIDTHS, V_PAIRED)
+        row_number = block * BLOCK + tl.arange(0, ROWS // 2)
+    warp = tl.arange(0, WARPS)[:, None, None]
+    part = (sequence.to(tl.int64) * padded + row_number[None, None, :]) * parts + first_part + item * WARPS + warp
     real = (row_number < rows)[None, None, :]
     tl.store(largest_out + part, largest, real)
-    tl.store(total_out + part, tl.sum(total, 1)[:, None, :], real)
+    tl.store(total_out + part, total, real)
     done = 0
     for number in tl.static_range(len(V_WIDTHS)):
-        column = tl.arange(0, sums[number].shape[1])[None, :, None]
-        if V_PAIRED:
-            # The other columns are values of one token with the weights of the other.
-            own = real & ((column // V_WIDTHS[number] == 1) == second)
-            tl.store(sums_out + part * COLUMNS + done + column % V_WIDTHS[number], sums[number], own)
-        else:
-            tl.store(sums_out + part * COLUMNS + done + column, sums[number], real)
+        tl.store(sums_out + part * COLUMNS + done + tl.arange(0, V_WIDTHS[number])[None, :, None], sums[number], real)
         done += V_WIDTHS[number]

@@ -221,8 +221,11 @@ def _shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, fast: bool) -> Sha
     """
     if not fast:
         return Shape(2, 1, 32, 1, 4)
-    token_bytes = sum(stream.row * stream.bits // 8 for stream in (*k.streams, *v.streams))
-    code_bytes = 2 * sum(sum(packing.planes) for packing in (*k.packings, *v.packings))
+    # Tokens that share a row of a tile count as one.
+    together = 2 if k.paired or v.paired else 1
+    tokens //= together
+    token_bytes = together * sum(stream.row * stream.bits // 8 for stream in (*k.streams, *v.streams))
+    code_bytes = together * 2 * sum(sum(packing.planes) for packing in (*k.packings, *v.packings))
     tables = [tiles.table for tiles in (k, v) if tiles.table is not None]
     small = Shape(1, 1, 32, 3, 8)
     many_tiles = len(tables) == 2 and min(len(k.channels), len(v.channels)) > FEW_TILES

@@ -47,7 +47,7 @@ def encode(codec: Polar, x: torch.Tensor, streams: dict[str, torch.Tensor], plan
         streams[name], flag,
         **constants, PAIRS=pairs, BITS=tuple(level.bits for level in codec.levels), RADII=codec.radii, SYMBOLS=sum(_tiles(codec)),
         MOST=MOST_ANGLES, SCALE=scale_of(codec.rotation), LIMIT=limit_of(layout.dtype), SMALLEST=SMALLEST_SUM, LARGEST=LARGEST_SUM,
-        STREAMS=plan.streams, BLOCK_TOKENS=tokens, warps=WARPS, fusion=True,
+        STREAMS=plan.streams, COMPILED=x.device.type == "cuda", BLOCK_TOKENS=tokens, warps=WARPS, fusion=True,
     )  # fmt: skip
     return True
 
@@ -98,20 +98,22 @@ def _width(pairs: int) -> int:
 
 
 @triton.jit
-def _halves(values: tl.tensor) -> tl.tuple:
-    """The even and the odd columns."""
-    return tl.split(tl.reshape(values, (values.shape[0], values.shape[1] // 2, 2)))
+def _computed_once(values: tl.tensor, COMPILED: tl.constexpr) -> tl.tensor:
+    """``values``, which the compiler does not compute anew for every layout that they are wanted in: each level would double that."""
+    if COMPILED:
+        values = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=1)
+    return values
 
 
 @triton.jit
-def _widened(codes: tl.tensor) -> tl.tensor:
-    """``codes`` in the first of every few columns of a tile, 0 in the others."""
-    WIDTH: tl.constexpr = _width(codes.shape[1])
-    TIMES: tl.constexpr = WIDTH // codes.shape[1]
+def _widened(codes: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
+    """``codes`` of tokens of ``PAIRS`` pairs each as a tile, in the first of every few columns where it has more."""
+    WIDTH: tl.constexpr = _width(PAIRS)
+    TIMES: tl.constexpr = WIDTH // PAIRS
     if TIMES > 1:
-        first = (tl.arange(0, TIMES) == 0)[None, None, :]
-        codes = tl.reshape(tl.where(first, codes[:, :, None], 0), (codes.shape[0], WIDTH))
-    return codes
+        first = (tl.arange(0, TIMES) == 0)[None, :]
+        codes = tl.where(first, codes[:, None], 0)
+    return tl.reshape(codes, (codes.numel // WIDTH, WIDTH))
 
 
 @triton.jit
@@ -143,6 +145,7 @@ def _encode(
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     STREAMS: tl.constexpr,
+    COMPILED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
     batch, head, begin = tile_origin(heads, tokens, BLOCK_TOKENS)
@@ -162,12 +165,14 @@ def _encode(
     sums = add_digits(sums, digits, places, 0, PAIRS, SYMBOLS, STREAMS)
     at = PAIRS
     for level in tl.static_range(1, len(BITS)):
-        pair = _halves(radius)
+        pair = tl.split(tl.reshape(radius, (BLOCK_TOKENS * (PAIRS >> level), 2)))
         found = turns(pair[0], pair[1])
-        radius = found[1]
-        digits = (_widened(level_of(found[0], bounds + (level - 1) * MOST, 1 << BITS[level])),)
+        radius = _computed_once(found[1], COMPILED)
+        code = _computed_once(level_of(found[0], bounds + (level - 1) * MOST, 1 << BITS[level]), COMPILED)
+        digits = (_widened(code, PAIRS >> level),)
         sums = add_digits(sums, digits, places, at, _width(PAIRS >> level), SYMBOLS, STREAMS)
         at += _width(PAIRS >> level)
+    radius = tl.reshape(radius, (BLOCK_TOKENS, PAIRS >> (len(BITS) - 1)))
     flag_unless(radius < LIMIT, flag)
     number = tl.arange(0, PAIRS >> (len(BITS) - 1))[None, :]
     stored = tl.where(radius < LIMIT, radius, 0.0).to(radii.dtype.element_ty)

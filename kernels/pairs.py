@@ -64,6 +64,17 @@ def look_up_words(
 
 
 @triton.jit
+def look_up_repeated(place: tl.tensor, table: tl.tensor, FIRST: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The first pair of an entry of 4 equal values: half of it is loaded, of which there are twice as many copies."""
+    if FAST and SHARED[1] > 0:
+        HALVES: tl.constexpr = (SHARED[0], 2 * SHARED[1], SHARED[2])
+        found = look_up_words(place, table, 1, 2, FIRST, HALVES, FAST)
+    else:
+        found = look_up_words(place, table, 1, 4, FIRST, SHARED, FAST)
+    return found[0]
+
+
+@triton.jit
 def joined(low: tl.tensor, high: tl.tensor, LOW: tl.constexpr, HIGH: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """A pair of one half of ``low`` and one of ``high``: the lower (0) or the upper (1), as ``LOW`` and ``HIGH`` say."""
     if FAST:

@@ -11,7 +11,7 @@ import triton
 from triton import language as tl
 
 from .halves import read_factor
-from .pairs import look_up_words, pair_negated, pair_product, unit
+from .pairs import look_up_repeated, look_up_words, pair_negated, pair_product, unit
 from .row_tiles import TOKENS, decode_rows, load_rows_and_factor, pairs_of, tiles_of
 from .rows import bits_of_column, digit, digit_constants, row_streams, rows_constants, words_of_row
 from .tiles import WIDEST_DIGIT, Stream, Tiles
@@ -95,7 +95,7 @@ def coordinates(
         xy = pair_negated(xy, words, SIGNS, COLUMN, POSITION, FAST)
         if NORM_BITS:
             level = bits_of_column(words, SIGNS, COLUMN, POSITION + SIGN_BITS, NORM_BITS) * UNIT
-            norm = look_up_words(level, table, 1, 4, 1 << INDEX_BITS, SHARED, FAST)[0]
+            norm = look_up_repeated(level, table, 1 << INDEX_BITS, SHARED, FAST)
             xy = pair_product(xy, norm, FAST)
             z = pair_product(z, norm, FAST)
     return xy, z

@@ -40,6 +40,9 @@ FEW_TILES = 4
 FEW_BYTES, MANY_TOKENS = 64, 6000
 """Bytes of codes a token, and tokens a multiprocessor, up to which and from which more and smaller programs are faster."""
 
+MASKED_TILES = 3
+"""Whole tiles that take as long as what a masked one takes more: it is not fetched ahead of time, nor is its code."""
+
 SHARED_BYTES = 220 << 10
 """Shared memory of a multiprocessor."""
 
@@ -161,10 +164,12 @@ def _launch(
         first_rows = segment.first - segment.k.first, segment.first - segment.v.first
         cut_words = any(_cuts_words(run, tiles) for run, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
         addresses = [*_addresses(segment.k, k_tiles, held), *_addresses(segment.v, v_tiles, held)]
-        # As many programs as its share of the tokens, of as many tiles each, give or take one.
+        # As many programs as its share of the tokens, of as many tiles each, give or take one and what a masked last one costs.
         tiles = -(-segment.tokens // tile)
         pieces = max(1, min(tiles, segment.tokens * programs // tokens))
-        for start, stop in pairwise(tiles * piece // pieces * tile for piece in range(pieces + 1)):
+        weight = tiles + (MASKED_TILES if segment.tokens % tile or cut_words else 0)
+        starts = dict.fromkeys(min(weight * piece // pieces, tiles - 1) * tile for piece in range(pieces))
+        for start, stop in pairwise((*starts, tiles * tile)):
             count, first = min(stop, segment.tokens) - start, segment.first + start
             seen_by_all = min(count, whole[1] - first) if first >= whole[0] else 0
             if start + seen_by_all == segment.tokens and cut_words:
@@ -221,7 +226,7 @@ def _shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, fast: bool) -> Sha
     """
     if not fast:
         return Shape(2, 1, 32, 1, 4)
-    # Tokens that share a row of a tile count as one.
+    # Tokens that share a row of a tile count as one, of as many bytes.
     together = 2 if k.paired or v.paired else 1
     tokens //= together
     token_bytes = together * sum(stream.row * stream.bits // 8 for stream in (*k.streams, *v.streams))
@@ -235,7 +240,7 @@ def _shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, fast: bool) -> Sha
         shape = Shape(2, 1, 32, 2, 4)
     elif table_bytes > LARGE_TABLES:
         narrow = any(fields_side_by_side(packing) > 1 for packing in (*k.packings, *v.packings))
-        shape = Shape(2, 1, 32, 3, 4) if narrow else Shape(4, 1, 32, 3, 2)
+        shape = Shape(2, 1, 32, 4 - together, 4) if narrow else Shape(4, 1, 32, 3, 2)
     elif table_bytes and small.programs * (table_bytes + small.stages * small.tokens * token_bytes) > SHARED_BYTES:
         # Programs share a table's copies among their warps.
         shape = Shape(2, 1, 32, 3, 4)

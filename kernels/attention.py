@@ -16,7 +16,7 @@ import torch
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.side_cars import WithSideCars
 
-from . import loaders, merge, plan, rotation, runs, shared_table, split
+from . import device_tables, loaders, merge, plan, rotation, runs, shared_table, split
 
 if TYPE_CHECKING:
     from kvpack.cache import Layer
@@ -191,7 +191,7 @@ def attended(call: Call) -> dict[runs.Frame, torch.Tensor]:
         items = launch.work.shape[0]
         start, stop = stop, stop + launch.parts
         arguments = (
-            sums, largest, total, *call.queries[launch.k], launch.work, plan.numbers(str(device)), *launch.tables,
+            sums, largest, total, *call.queries[launch.k], launch.work, device_tables.numbers(str(device)), *launch.tables,
             launch.work if call.lengths is None else call.lengths, (call.softcap or 1.0) * LOG2_E, items, heads, blocks, call.rows,
             start, parts, call.position, call.q_len, 0 if call.causal else EVERYTHING, call.sliding_window or EVERYTHING,
         )  # fmt: skip

@@ -16,9 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvpack.formats.base import MAX_DIM
-
-from . import loaders, runs, shared_table
+from . import device_tables, loaders, runs
 from .tiles import fields_side_by_side, tile_width
 
 if TYPE_CHECKING:
@@ -153,7 +151,7 @@ def _launch(
     fast: bool,
 ) -> Launch:
     k_tiles, v_tiles = loader(k.codec, pairs), loader(v.codec, pairs)
-    table_bytes, tables, places = _tables(k_tiles, v_tiles, device, fast)
+    table_bytes, tables, places = device_tables.of_sides(k_tiles, v_tiles, device, fast)
     tokens = sum(segment.tokens for segment in segments)
     shape = _shape(k_tiles, v_tiles, table_bytes[0], tokens * sequences // _multiprocessors(device), fast)
     tile = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.paired or v_tiles.paired else 1)
@@ -293,39 +291,3 @@ def _aligned(rows: list[list[int]], tiles: Tiles, first: int) -> tuple[tuple[int
 def _whole(rows: list[list[int]], at: int, tiles: Tiles, shape: Shape) -> bool:
     """Whether the tokens of a warp's tile always lie in one token group."""
     return tiles.whole_groups % shape.tokens == 0 and all(row[at] % shape.tokens == 0 for row in rows)
-
-
-def _tables(
-    k: Tiles, v: Tiles, device: torch.device, fast: bool
-) -> tuple[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor], list[tuple[int, int, int]]]:
-    """What ``split.attend_split`` declares and fills, both tables in global memory, and the place of each in shared memory."""
-    tables = [tiles.table for tiles in (k, v)]
-    same = tables[0] is not None and tables[1] is not None and torch.equal(tables[0], tables[1])
-    distinct = 1 if same else sum(table is not None for table in tables)
-    places, fills, offset = [], [], 0
-    for side, (tiles, table) in enumerate(zip((k, v), tables, strict=True)):
-        if table is None or not fast:
-            places.append((0, 0, 0))
-        elif same and side == 1:
-            places.append(places[0])
-        else:
-            entries, values = tiles.entries or table.shape[0], table.shape[1]
-            copies = shared_table.copies_of(entries, 2 * values, shared_table.LARGEST_BYTES // distinct)
-            places.append((offset, copies, entries))
-            if copies:
-                fills.append((side, offset, entries, values, copies))
-                offset += entries * values * 2 * copies
-    on_device = tuple(_on_device(tiles, str(device)) for tiles in (k, v))
-    return (offset, *fills), (on_device[0], on_device[1]), places
-
-
-@lru_cache(maxsize=16)
-def numbers(device: str) -> torch.Tensor:
-    """0, 1, 2, … for ``fields.load_places``, which needs none above the columns of a tile."""
-    return torch.arange(MAX_DIM, dtype=torch.int16, device=device)
-
-
-@lru_cache(maxsize=256)
-def _on_device(tiles: Tiles, device: str) -> torch.Tensor:
-    table = tiles.table if tiles.table is not None else torch.zeros(1, dtype=torch.float16)
-    return table.to(device)

@@ -49,7 +49,7 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
     assert v is not None
     if not q.device == k.device == v.device or q.shape[1] // k.heads * q.shape[2] > MOST_ROWS * MOST_ROW_BLOCKS:
         return False
-    return all(loaders.tiles_of(run.codec) is not None for side in (k, v) for run in runs.of_side(side))
+    return all(run.exact and loaders.tiles_of(run.codec) is not None for side in (k, v) for run in runs.of_side(side))
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,11 +72,8 @@ class Call:
     sink_logits: torch.Tensor | None
     lengths: torch.Tensor | None
     dependent: bool
-
-    @property
-    def pairs(self) -> bool:
-        """Whether the query rows are few enough for tiles of two tokens a row."""
-        return self.rows <= MOST_PAIRED_ROWS
+    pairs: bool
+    """Whether tiles may hold two tokens a row: query rows are few, and no side has outliers."""
 
 
 def attend(
@@ -125,7 +122,7 @@ def prepare(
     elif sliding_window:
         # Each sequence has a window of its own: its tokens are masked.
         whole = end, end
-    pairs = rows <= MOST_PAIRED_ROWS
+    pairs = rows <= MOST_PAIRED_ROWS and not any(run.has_outliers for side in (k, v) for run in runs.of_side(side))
     launches = plan.launches(k, v, layer, begin, end, whole, blocks, pairs)
     # Before the query's kernels: what begins as those end may read it.
     if sink_logits is not None:
@@ -140,7 +137,9 @@ def prepare(
         for frame in {launch.k: None for launch in launches}
     }
     shape = batch, k.heads
-    return Call(queries, launches, shape, rows, block, position, q_len, causal, softcap, sliding_window, sink_logits, lengths, dependent)
+    return Call(
+        queries, launches, shape, rows, block, position, q_len, causal, softcap, sliding_window, sink_logits, lengths, dependent, pairs
+    )
 
 
 def _inner(q: torch.Tensor, frame: runs.Frame) -> torch.Tensor:

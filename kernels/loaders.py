@@ -23,6 +23,7 @@ from . import (
     tiles_group,
     tiles_octahedral,
     tiles_octahedral_dense,
+    tiles_outliers,
     tiles_qjl,
     tiles_quaternion,
     tiles_quaternion_dense,
@@ -68,11 +69,13 @@ def tiles_of(codec: Codec) -> Tiles | None:
 
 
 def _with_side_cars(codec: WithSideCars) -> Tiles | None:
-    """The loader of a codec with qjl; ``runs`` does what other side-cars ask for."""
+    """The loader of a codec with outliers and qjl; ``runs`` does what other side-cars ask for."""
     tiles = tiles_of(codec.codec)
-    if tiles is None or codec != WithSideCars(codec.codec, qjl=codec.qjl) or codec.qjl is None:
+    if tiles is None or codec != WithSideCars(codec.codec, outliers=codec.outliers, qjl=codec.qjl):
         return None
-    return tiles_qjl.with_signs(tiles, codec.qjl)
+    if codec.outliers is not None:
+        tiles = tiles_outliers.with_outliers(tiles)
+    return tiles if codec.qjl is None else tiles_qjl.with_signs(tiles, codec.qjl)
 
 
 @lru_cache(maxsize=256)

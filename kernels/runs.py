@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -11,9 +10,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvpack.formats.group import Group
+from kvpack.formats.outliers import VALUES as OUTLIERS
 from kvpack.formats.raw import Raw
 from kvpack.formats.raw_tokens import FLAGS
 from kvpack.formats.side_cars import WithSideCars
+
+from . import loaders, outlier_entries, tiles_outliers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,11 +39,18 @@ class Run(NamedTuple):
     tokens: int
     streams: Mapping[str, torch.Tensor]
     page: Page | None = None
+    exact: bool = True
+    """Whether its loader, if there is one, is exact enough."""
 
     @property
     def frame(self) -> Frame:
         """What queries and sums of values go through."""
         return Frame(self.codec, self.page)
+
+    @property
+    def has_outliers(self) -> bool:
+        """Whether a loader takes outliers of it."""
+        return isinstance(self.codec, WithSideCars) and self.codec.outliers is not None
 
 
 class Frame(NamedTuple):
@@ -78,13 +87,10 @@ def _runs_of(page: Page, first: int) -> list[Run]:
     codec = page.codec
     if not isinstance(codec, WithSideCars):
         return [_run(codec, first, page, None)]
-    if codec.outliers is not None:
-        # No loader takes it.
-        return [Run(codec, first, page.tokens, page.streams)]
     turned = (codec.channel_scale, codec.channel_order, codec.block_rotation)
     frame = page if any(side_car is not None for side_car in turned) else None
     if codec.raw_tokens is None:
-        return [_run(_loaded(codec), first, page, frame)]
+        return [_part(page, first, 0, page.tokens, frame)]
     size = math.lcm(RAW_TOKENS, codec.token_group)
     flagged = sorted({token // size for token in (page.streams[FLAGS] != 0).any(0)[0].nonzero()[:, 0].tolist()})
     if len(flagged) * size > max(MOST_RAW_TOKENS, page.tokens // 16):
@@ -95,22 +101,33 @@ def _runs_of(page: Page, first: int) -> list[Run]:
         if start // size in flagged:
             found.append(Run(Raw(page.codec.dim, "fp32"), first + start, stop - start, {"values": page.decode(start, stop)}))
         else:
-            found.append(_run(_loaded(codec), first + start, page.slice(start, stop), frame))
+            found.append(_part(page, first, start, stop, frame))
     return found
 
 
-def _loaded(codec: WithSideCars) -> Codec:
-    """The codec of which a loader takes rows: the others of its side-cars are of queries, of sums or of tokens."""
-    return codec.codec if codec.qjl is None else WithSideCars(codec.codec, qjl=codec.qjl)
+def _part(page: Page, first: int, start: int, stop: int, frame: Page | None) -> Run:
+    """Tokens ``[start, stop)`` of a page with side-cars: a loader takes outliers and signs, and the others are of queries and sums."""
+    assert isinstance(page.codec, WithSideCars)
+    run = _run(page.codec.codec, first + start, page.slice(start, stop), frame)
+    tiles = loaders.tiles_of(run.codec)
+    outliers: Mapping[str, torch.Tensor] = {}
+    if page.codec.outliers is not None and tiles is not None:
+        found = outlier_entries.of_tokens(page, start, stop)
+        if found is None:
+            return run._replace(exact=False)
+        if found:
+            outliers = {**found, tiles_outliers.COLUMNS: tiles_outliers.columns_of(tiles, str(page.streams[OUTLIERS].device))}
+    if page.codec.qjl is None and not outliers:
+        return run
+    codec = WithSideCars(run.codec, outliers=page.codec.outliers if outliers else None, qjl=page.codec.qjl)
+    return run._replace(codec=codec, streams={**run.streams, **outliers})
 
 
 def _run(codec: Codec, first: int, page: Page, frame: Page | None) -> Run:
     streams = page.streams
-    inner = codec.codec if isinstance(codec, WithSideCars) else codec
-    if type(inner) is Group:
+    if type(codec) is Group:
         # Scales of 8 bits are few: they are looked up once.
-        inner, streams = inner.with_pairs(streams)
-        codec = replace(codec, codec=inner) if isinstance(codec, WithSideCars) else inner
+        codec, streams = codec.with_pairs(streams)
     return Run(codec, first, page.tokens, streams, frame)
 
 

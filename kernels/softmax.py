@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
+from .factors import factor_of, of_rows, power_and_rests
+from .tiles_outliers import add_outlier_scores, add_outlier_values
 from .tiles_qjl import decode_signs, factor_of_signs
 
 UNSEEN = tl.constexpr(-1.0e30)
@@ -32,6 +34,7 @@ def _products(tiles: tl.tuple, q: tl.tuple, scores: tl.tensor, FIRST: tl.constex
 @triton.jit
 def _scores(
     raws: tl.tuple,
+    entries: tl.tuple,
     q: tl.tuple,
     scale: tl.tensor,
     cap: tl.tensor,
@@ -45,6 +48,8 @@ def _scores(
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     SIGNS: tl.constexpr,
+    OUTLIERS: tl.constexpr,
+    TILE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PAIRED: tl.constexpr,
     FAST: tl.constexpr,
@@ -61,85 +66,21 @@ def _scores(
             tiles = DECODE(raws[number][0], places, table, step, CONSTANTS, SHARED, False, FAST)
             scores = _products(tiles, q, scores, number * (STEPS * len(tiles) + SIGN_STEPS) + step * len(tiles))
     if FACTOR is not None:
-        scores = scores * _of_rows(_factor(raws, 0, second, FACTOR, CONSTANTS, PAIRED, FAST))
+        scores = scores * of_rows(factor_of(raws, 0, second, FACTOR, CONSTANTS, PAIRED, FAST))
     if SIGNS is not None:
         products = tl.zeros(like.shape, tl.float32)
         for number in tl.static_range(len(raws)):
             for step in tl.static_range(SIGN_STEPS):
                 tiles = decode_signs(raws[number][1], places, step, SIGNS, False, FAST)
                 products = _products(tiles, q, products, (number + 1) * OWN - SIGN_STEPS + step)
-        scores += products * _of_rows(_factor(raws, 1, second, factor_of_signs, SIGNS, False, FAST))
+        scores += products * of_rows(factor_of(raws, 1, second, factor_of_signs, SIGNS, False, FAST))
+    if OUTLIERS is not None:
+        scores = add_outlier_scores(scores, entries, TILE, OUTLIERS, FAST)
     scores = scores * scale
     if SOFTCAP:
         # cap * tanh(s / cap): 1 / cap is in scale, and the logarithm's base in cap.
         scores = (1 - 2 / (tl.exp2(scores * 2.885390081777927) + 1)) * cap
     return scores
-
-
-@triton.jit
-def _factor(
-    raws: tl.tuple,
-    AT: tl.constexpr,
-    second: tl.tensor,
-    FACTOR: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    PAIRED: tl.constexpr,
-    FAST: tl.constexpr,
-) -> tl.tensor:
-    """The factors in part ``AT`` of each raw tile, ``[warp, token]``, or where two tokens share a row ``[warp, token, row]``."""
-    factor = FACTOR(raws[0][AT], CONSTANTS, FAST)
-    if PAIRED:
-        factor = tl.where(second, factor[1][:, :, None], factor[0][:, :, None])
-    elif len(raws) == 2:
-        factor = tl.where(second, FACTOR(raws[1][AT], CONSTANTS, FAST)[:, :, None], factor[:, :, None])
-    return factor
-
-
-@triton.jit
-def _of_rows(value: tl.tensor) -> tl.tensor:
-    """``[warp, token]`` that broadcasts to rows."""
-    if len(value.shape) == 2:
-        value = value[:, :, None]
-    return value
-
-
-@triton.jit
-def _power_and_rest(factor: tl.tensor) -> tl.tuple:
-    """``factor`` as 2^e times a rest of 1 to 2 in size: e, 2^-e and the rest. Exact down to 2^-100; below it the rest is 0.
-
-    A token of factor 0 takes the largest e of its tile: its weight counts, and must not vanish beside theirs.
-    """
-    bits = factor.to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) & 0xFF
-    tiny = exponent < 27
-    exponent = tl.where(tiny, tl.maximum(tl.max(exponent, 1), 27)[:, None], exponent)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    rest = tl.where(tiny, 0, (bits & ~0x7F800000) | 0x3F800000).to(tl.float32, bitcast=True)
-    return (exponent - 127).to(tl.float32), inverse, rest
-
-
-@triton.jit
-def _power_and_rests(
-    raws: tl.tuple,
-    second: tl.tensor,
-    FACTOR: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SIGNS: tl.constexpr,
-    PAIRED: tl.constexpr,
-    FAST: tl.constexpr,
-) -> tl.tuple:
-    """e and 2^-e of ``_power_and_rest`` for the larger one of a token's factors, and what is left of each over 2^e."""
-    if FACTOR is not None:
-        factor = _factor(raws, 0, second, FACTOR, CONSTANTS, PAIRED, FAST)
-    if SIGNS is not None:
-        of_signs = _factor(raws, 1, second, factor_of_signs, SIGNS, False, FAST)
-        if FACTOR is None:
-            factor = tl.full(of_signs.shape, 1.0, tl.float32)
-        power, inverse, _ = _power_and_rest(tl.maximum(tl.abs(factor), tl.abs(of_signs)))
-        found = power, inverse, factor * inverse, of_signs * inverse
-    else:
-        found = _power_and_rest(factor)
-    return found
 
 
 @triton.jit
@@ -173,6 +114,8 @@ def _own_weights(weights: tl.tensor, second: tl.tensor, NUMBER: tl.constexpr, EA
 def add_tiles(
     k_raws: tl.tuple,
     v_raws: tl.tuple,
+    k_entries: tl.tuple,
+    v_entries: tl.tuple,
     q: tl.tuple,
     scale: tl.tensor,
     cap: tl.tensor,
@@ -195,12 +138,14 @@ def add_tiles(
     K_CONSTANTS: tl.constexpr,
     K_SHARED: tl.constexpr,
     K_SIGNS: tl.constexpr,
+    K_OUTLIERS: tl.constexpr,
     V_DECODE: tl.constexpr,
     V_FACTOR: tl.constexpr,
     V_STEPS: tl.constexpr,
     V_CONSTANTS: tl.constexpr,
     V_SHARED: tl.constexpr,
     V_SIGNS: tl.constexpr,
+    V_OUTLIERS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
     K_PAIRED: tl.constexpr,
@@ -226,8 +171,8 @@ def add_tiles(
     new_largest = largest
     for tile in tl.static_range(TILES):
         score = _scores(
-            k_raws[tile * K_EACH : (tile + 1) * K_EACH], q, scale, cap, k_places, k_table, total, second,
-            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, SOFTCAP, K_PAIRED, FAST,
+            k_raws[tile * K_EACH : (tile + 1) * K_EACH], k_entries, q, scale, cap, k_places, k_table, total, second,
+            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, K_OUTLIERS, tile, SOFTCAP, K_PAIRED, FAST,
         )  # fmt: skip
         if MASKED:
             at = (token + tile * (2 * TOKENS if PAIRS else TOKENS))[:, :, None]
@@ -237,8 +182,8 @@ def add_tiles(
             score = tl.where(seen, score, float("-inf"))
         if V_FACTOR is not None or V_SIGNS is not None:
             raws = v_raws[tile * V_EACH : (tile + 1) * V_EACH]
-            power = _power_and_rests(raws, second, V_FACTOR, V_CONSTANTS, V_SIGNS, V_PAIRED, FAST)
-            score = score + _of_rows(power[0])
+            power = power_and_rests(raws, second, V_FACTOR, V_CONSTANTS, V_SIGNS, V_OUTLIERS is not None, V_PAIRED, FAST)
+            score = score + of_rows(power[0])
             powers = powers + (power,)
         scores = scores + (score,)
         new_largest = tl.maximum(new_largest, tl.max(score, 1)[:, None, :])
@@ -246,15 +191,19 @@ def add_tiles(
     total = total * kept
     weights = ()
     sign_weights = ()
+    plain_weights = ()
     for tile in tl.static_range(TILES):
         weight = tl.exp2(scores[tile] - new_largest)
         if V_FACTOR is not None or V_SIGNS is not None:
-            total += weight * _of_rows(powers[tile][1])
+            plain = weight * of_rows(powers[tile][1])
+            total += plain
+            plain_weights = plain_weights + (plain,)
             if V_SIGNS is not None:
-                sign_weights = sign_weights + (weight * _of_rows(powers[tile][3]),)
-            weight = weight * _of_rows(powers[tile][2])
+                sign_weights = sign_weights + (weight * of_rows(powers[tile][3]),)
+            weight = weight * of_rows(powers[tile][2])
         else:
             total += weight
+            plain_weights = plain_weights + (weight,)
         weights = weights + (weight,)
     rescaled = ()
     for number in tl.static_range(len(sums)):
@@ -271,6 +220,8 @@ def add_tiles(
             decoded = decode_signs(v_raws[number][1], v_places, step, V_SIGNS, True, FAST)
             new_sums = new_sums + _weighted(decoded, sign_weight, rescaled, FIRST_SIGNS + step)
         rescaled = new_sums
+        if V_OUTLIERS is not None:
+            rescaled = add_outlier_values(rescaled, v_entries, plain_weights[number], number, V_OUTLIERS, FAST)
     return new_largest, total, rescaled
 
 

@@ -26,6 +26,7 @@ from .fields import load_places
 from .query_tiles import query_tiles, sum_of
 from .shared_table import declare, fetch, fill
 from .softmax import UNSEEN, add_halves, add_tiles
+from .tiles_outliers import entries_of
 from .tiles_qjl import load_signs
 
 COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window"]
@@ -84,6 +85,24 @@ def _load_tiles(
 
 
 @triton.jit
+def _entries(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    offset: tl.tensor,
+    count: tl.tensor,
+    query: tl.tuple,
+    OUTLIERS: tl.constexpr,
+    WARPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+) -> tl.tuple:
+    """Where the outliers of the tokens lie, if there are any, and what finds their columns of the query."""
+    entries = ()
+    if OUTLIERS is not None:
+        entries = entries_of(pointers, first + offset, first + count, OUTLIERS, WARPS, TOKENS) + (query,)
+    return entries
+
+
+@triton.jit
 def _zeros(WARPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
     return tl.zeros((WARPS, WIDTH, ROWS), tl.float32)
 
@@ -118,6 +137,7 @@ def attend_split(
     K_CONSTANTS: tl.constexpr,
     K_SHARED: tl.constexpr,
     K_SIGNS: tl.constexpr,
+    K_OUTLIERS: tl.constexpr,
     K_STREAMS: tl.constexpr,
     K_PACKINGS: tl.constexpr,
     K_WIDTHS: tl.constexpr,
@@ -131,6 +151,7 @@ def attend_split(
     V_CONSTANTS: tl.constexpr,
     V_SHARED: tl.constexpr,
     V_SIGNS: tl.constexpr,
+    V_OUTLIERS: tl.constexpr,
     V_STREAMS: tl.constexpr,
     V_PACKINGS: tl.constexpr,
     V_WIDTHS: tl.constexpr,
@@ -229,11 +250,13 @@ def attend_split(
             v_pointers, v_first + offset, token, count,
             V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TILES * TOGETHER, TOKENS, V_PAIRED, False, True, FAST,
         )  # fmt: skip
+        k_entries = _entries(k_pointers, k_first, offset, count, (q_begin, row_number, padded), K_OUTLIERS, WARPS, TILES * TOKENS)
+        v_entries = _entries(v_pointers, v_first, offset, count, (), V_OUTLIERS, WARPS, TILES * TOKENS)
         largest, total, sums = add_tiles(
-            k_raws, v_raws, q_tiles, scale, cap, at, token, second, count, ahead, window,
+            k_raws, v_raws, k_entries, v_entries, q_tiles, scale, cap, at, token, second, count, ahead, window,
             k_places, v_places, k_table, v_table, largest, total, sums,
-            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS,
-            V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS,
+            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, K_OUTLIERS,
+            V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS, V_OUTLIERS,
             SOFTCAP, False, K_PAIRED, V_PAIRED, FAST,
         )  # fmt: skip
     # Query positions relative to the run's first token: all counts of tokens in a run fit an int32.
@@ -250,11 +273,13 @@ def attend_split(
             v_pointers, v_first + offset, near, count - offset,
             V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TOGETHER, TOKENS, V_PAIRED, True, True, FAST,
         )  # fmt: skip
+        k_entries = _entries(k_pointers, k_first, offset, count, (q_begin, row_number, padded), K_OUTLIERS, WARPS, TOKENS)
+        v_entries = _entries(v_pointers, v_first, offset, count, (), V_OUTLIERS, WARPS, TOKENS)
         largest, total, sums = add_tiles(
-            k_raws, v_raws, q_tiles, scale, cap, at, near + offset, second, count, ahead, window,
+            k_raws, v_raws, k_entries, v_entries, q_tiles, scale, cap, at, near + offset, second, count, ahead, window,
             k_places, v_places, k_table, v_table, largest, total, sums,
-            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS,
-            V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS,
+            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, K_OUTLIERS,
+            V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS, V_OUTLIERS,
             SOFTCAP, True, K_PAIRED, V_PAIRED, FAST,
         )  # fmt: skip
     if DEPENDENT and not FIRST:

@@ -69,6 +69,8 @@ class Tiles:
     """Of the tiles: fp16, or that of raw values; without inline PTX, bf16 ones are widened to fp32."""
     signs: tuple[Any, ...] | None = None
     """Constants of ``tiles_qjl``, whose tiles are the last ones; None without its side-car."""
+    outliers: tuple[Any, ...] | None = None
+    """Constants of ``tiles_outliers``; None without its side-car."""
 
 
 def plane_streams(name: str, packing: Columns) -> tuple[Stream, ...]:

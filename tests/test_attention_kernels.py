@@ -60,6 +60,8 @@ KEYS = {
     "dense quaternion": "quaternion:s=24,r=3",
     "scalar 2, signs": "scalar:b=2,qjl=fp16",
     "dense octahedral 3, signs": "octahedral:b=3,qjl=fp32",
+    "scalar 3, outliers": "scalar:b=3,outliers=3",
+    "dense quaternion, outliers": "quaternion:s=24,r=3,outliers=3",
 }
 VALUES = {
     "raw": "raw:dtype=fp16",
@@ -77,6 +79,8 @@ VALUES = {
     "dense quaternion": "quaternion:s=192,r=6,norm=fp32",
     "group 4, signs": "group:b=4,g=32,qjl=fp16",
     "scalar 3, signs": "scalar:b=3,qjl=fp16",
+    "group 4, outliers": "group:b=4,g=128,axis=channel,outliers=3",
+    "dense angle, outliers": "angle:n=48,norm=log4,outliers=3",
 }
 
 
@@ -143,11 +147,18 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
 
 
 def random_side_cars(codec: WithSideCars, batch: int, heads: int, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """The streams of qjl: any signs, norms some of which are zero and some negative."""
+    """Of outliers any chunks, of qjl any signs, and norms some of which are zero and some negative."""
     streams = {}
+    if codec.outliers is not None:
+        flags = torch.rand(batch, heads, tokens, codec.dim // 4, generator=generator) < 0.05
+        # Tokens of no outliers, of some and of nothing else.
+        flags &= torch.rand(batch, heads, tokens, 1, generator=generator) < 0.7
+        flags |= torch.rand(batch, heads, tokens, 1, generator=generator) < 0.02
+        streams |= {f"outlier_flags.{plane}": words for plane, words in enumerate(codec.outliers.packing.pack([flags.to(torch.int32)]))}
+        streams["outliers"] = (4 * torch.randn(1, 1, int(flags.sum()), 4, generator=generator)).to(torch.float16)
     if codec.qjl is not None:
         signs = torch.randint(0, 2, (batch, heads, tokens, codec.dim), generator=generator)
-        streams = {f"qjl_signs.{plane}": words for plane, words in enumerate(codec.qjl.packing.pack([signs]))}
+        streams |= {f"qjl_signs.{plane}": words for plane, words in enumerate(codec.qjl.packing.pack([signs]))}
         norms = codec.dim**0.5 * torch.randn(batch, heads, tokens, generator=generator)
         streams["qjl_norm"] = norms.masked_fill(torch.rand(norms.shape, generator=generator) < 0.1, 0.0).to(
             TORCH_DTYPES[codec.qjl.layout(1, 1, 0)["qjl_norm"].dtype]
@@ -400,7 +411,7 @@ def test_no_word_reads_outside_a_table(family: str) -> None:
     codec, _ = codecs(KEYS[family], "raw:dtype=bf16", (64, 64))
     side = random_side(codec, 1, (64,), 0, 1)
     for name, stream in side.pages[0].streams.items():
-        if stream.dtype == torch.uint16:
+        if stream.dtype == torch.uint16 and name != "outlier_flags.0":
             stream.copy_(torch.randint(0, 1 << 16, stream.shape, generator=torch.Generator().manual_seed(3)).to(torch.uint16))
         else:
             assert name not in ("codes.0", "symbol.0", "index.0")
@@ -421,7 +432,7 @@ def test_no_word_reads_outside_a_table(family: str) -> None:
         pytest.param("k=group:b=4,g=32,channel_order=u8,block_rotation=32,sinks=4;v=octahedral:b=3,sinks=2", True, id="raw tokens"),
         pytest.param("kv=group:b=4,g=32,axis=token,low_norm_tokens=1,channel_scale=fp32;tail=32", True, id="a raw token in the middle"),
         pytest.param("octopus-qjl-3", True, id="signs of what is lost"),
-        pytest.param("kv=quaternion:s=24,r=4,outliers=3", False, id="outliers"),
+        pytest.param("kv=quaternion:s=24,r=4,outliers=3", True, id="outliers"),
     ],
 )
 def test_attend_takes_the_kernels_where_they_are_right(recipe: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from test_attention_kernels import DEVICE, INTERPRETED, TOLERANCE, check, codecs
 SIDE_CARS = {
     "signs": "qjl=fp16",
     "signs of wide norms": "qjl=fp32,qjl_seed=9",
+    "outliers": "outliers=3",
+    "outliers and signs": "outliers=3,qjl=fp16",
 }
 CODECS = {
     "group 4": "group:b=4,g=32",
@@ -103,12 +105,19 @@ def test_factors_of_any_size() -> None:
         "kv=group:b=4,g=32,scales=u8,qjl=fp16",
         "k=group:b=4,g=32,channel_order=u8,block_rotation=32,qjl=fp16,sinks=4;v=octahedral:b=3,qjl=fp16,sinks=2",
         "kv=scalar:b=3,channel_scale=fp16,qjl=fp16;tail=32",
+        "int-4-med3",
+        "hqmq-s24-r4-med3;tail=32",
+        "k=group:b=4,g=32,channel_order=u8,block_rotation=32,outliers=2,sinks=4;v=octahedral:b=3,outliers=2,qjl=fp16,sinks=2",
+        "kv=group:b=4,g=32,scales=u8,outliers=2,channel_scale=fp16",
     ],
 )
 def test_beside_other_side_cars(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels import attention
 
-    cache = kvpack.pack(random_pairs(1, 150, dims=(64, 64)), recipe)
+    pairs = random_pairs(1, 150, dims=(64, 64))
+    for x in (x for pair in pairs for x in pair):
+        x.unflatten(3, (-1, 4))[torch.rand(*x.shape[:3], 16) < 0.03] *= 8
+    cache = kvpack.pack(pairs, recipe)
     q = torch.randn(1, 4, 2, 64)
     expected = exact(q, cache[0])
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
@@ -116,3 +125,40 @@ def test_beside_other_side_cars(recipe: str, monkeypatch: pytest.MonkeyPatch) ->
     assert attention.supports(q.to(DEVICE), there[0])
     found = kvpack.attend(q.to(DEVICE), there[0]).cpu()
     assert (found - expected).norm() / expected.norm() < TOLERANCE
+
+
+@on_kernels
+@pytest.mark.parametrize("norm", [0.0, 1e-3, 1e3])
+def test_outliers_of_any_size_beside_their_token(norm: float) -> None:
+    k_codec, v_codec = codecs(*("scalar:b=3,norm=fp32,outliers=3" for _ in "kv"), (64, 64))
+    layer = Layer(random_side(k_codec, 1, (80,), 0, 1), random_side(v_codec, 1, (80,), 0, 2))
+    for side in layer.sides.values():
+        streams = side.pages[0].streams
+        streams["norm"].mul_(norm)
+        streams["outliers"][:, :, ::2] *= 1e-3
+        if norm > 1:
+            # Larger than what the codec has in their places.
+            streams["outliers"] *= 200
+    check(layer, 2, scale=0.1 if norm < 1 else 1e-4)
+
+
+@on_kernels
+def test_what_no_writer_puts_in_an_outliers_place_is_left_to_torch() -> None:
+    from kvpack.kernels import attention
+
+    codec, _ = codecs("group:b=4,g=4,axis=channel,outliers=3", "raw:dtype=bf16", (64, 64))
+    assert isinstance(codec, WithSideCars)
+    assert codec.outliers is not None
+    q = torch.randn(1, 1, 1, 64, device=DEVICE)
+    for size in (0, 1000):
+        side = random_side(codec, 1, (80,), 0, 1)
+        streams = side.pages[0].streams
+        streams["scales"][..., 1] += size * codec.outliers.flags(streams)
+        layer = Layer(there := side.to(DEVICE), there)
+        assert attention.supports(q, layer) == (size == 0)
+
+
+@on_kernels
+def test_outliers_of_many_tokens() -> None:
+    k_codec, v_codec = codecs("scalar:b=2,outliers=3", "group:b=2,g=16,outliers=3", (16, 16))
+    check(Layer(random_side(k_codec, 1, (2500,), 0, 1), random_side(v_codec, 1, (1301, 1199), 0, 2)), 1)

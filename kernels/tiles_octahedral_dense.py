@@ -12,6 +12,7 @@ from triton import language as tl
 
 from .halves import read_factor
 from .pairs import look_up_repeated, look_up_words, pair_negated, pair_product, unit
+from .register_table import MOST_BITS, select_of_four, table_of_bytes
 from .row_tiles import TOKENS, decode_rows, load_rows_and_factor, pairs_of, tiles_of
 from .rows import bits_of_column, digit, digit_constants, row_streams, rows_constants, words_of_row
 from .tiles import WIDEST_DIGIT, Stream, Tiles
@@ -39,8 +40,12 @@ def tiles(codec: Octahedral) -> Tiles | None:
     streams = tuple(stream for name, packing in packings.items() for stream in row_streams(name, packing))
     norm_bits = 16 if codec.norm == "fp16" else 32
     pairs, channels = tiles_of(pairs_of(codec.triplets, VALUES, codec.dim), VALUES)
+    found = table(codec, whole)
+    few_norms = not whole and SIGN_BITS.value < sign_bits <= SIGN_BITS.value + MOST_BITS
+    norms = table_of_bytes(found[1 << index_bits :, 0]) if few_norms else None
     constants = (
         rows, digit_constants(both, 0), digit_constants(both, 1), index_bits, int(whole), sign_bits - SIGN_BITS.value, norm_bits, pairs,
+        norms,
     )  # fmt: skip
     return Tiles(
         load_rows_and_factor,
@@ -50,7 +55,8 @@ def tiles(codec: Octahedral) -> Tiles | None:
         len(channels),
         channels,
         (*streams, Stream("norm", norm_bits, 1)),
-        table(codec, whole),
+        found,
+        entries=0 if norms is None else 1 << index_bits,
         tokens=TOKENS,
     )
 
@@ -83,6 +89,7 @@ def coordinates(
     INDEX_BITS: tl.constexpr = C[3]
     WHOLE: tl.constexpr = C[4]
     NORM_BITS: tl.constexpr = C[5]
+    NORMS: tl.constexpr = C[8]
     UNIT: tl.constexpr = unit(4, SHARED, FAST)
     index = digit(words, INDICES, TRIPLET) * UNIT
     if WHOLE:
@@ -94,8 +101,11 @@ def coordinates(
         POSITION: tl.constexpr = TRIPLET // SIGNS[2] * (SIGN_BITS + NORM_BITS)
         xy = pair_negated(xy, words, SIGNS, COLUMN, POSITION, FAST)
         if NORM_BITS:
-            level = bits_of_column(words, SIGNS, COLUMN, POSITION + SIGN_BITS, NORM_BITS) * UNIT
-            norm = look_up_repeated(level, table, 1 << INDEX_BITS, SHARED, FAST)
+            if FAST and NORMS is not None:
+                norm = select_of_four(words, SIGNS, TRIPLET // 4 * 4, SIGN_BITS, NORM_BITS, SIGN_BITS + NORM_BITS, NORMS)[TRIPLET % 4]
+            else:
+                level = bits_of_column(words, SIGNS, COLUMN, POSITION + SIGN_BITS, NORM_BITS) * UNIT
+                norm = look_up_repeated(level, table, 1 << INDEX_BITS, SHARED, FAST)
             xy = pair_product(xy, norm, FAST)
             z = pair_product(z, norm, FAST)
     return xy, z

@@ -1,7 +1,7 @@
 """The axes of tiles: ``[warp, token, column]`` for keys, and ``TURNED``, ``[warp, column, token]``, for values.
 
-Loaded turned, the matrix units' loads from shared memory turn them back. Where rows of words are narrow (``PAIRED``), the first half of
-the columns is of one token, and the second half of another, as many behind it as the tile has rows.
+Loaded turned, the matrix units' loads from shared memory turn them back. Where rows of words are narrow, the first half of the columns
+is of one token, and the second half of another, ``BEHIND`` tokens behind it (0: there is none).
 """
 
 # Triton compiles no conditional expressions of tensors.
@@ -35,6 +35,12 @@ def of_columns(value: tl.tensor, TURNED: tl.constexpr) -> tl.tensor:
     return value
 
 
+@triton.constexpr_function
+def tokens_behind(paired: int, tokens: int) -> int:
+    """How many tokens the second one of a row is behind the first, in a tile of ``tokens`` rows (``tiles.APART``)."""
+    return (0, tokens, 1)[paired]
+
+
 @triton.jit
 def of_pairs(value: tl.tensor, WIDTH: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
     """``[warp, token, 2]``, or turned, ``[warp, 2, token]``, as a tile of ``WIDTH`` columns of each of two tokens."""
@@ -48,18 +54,18 @@ def of_pairs(value: tl.tensor, WIDTH: tl.constexpr, TURNED: tl.constexpr) -> tl.
 
 
 @triton.jit
-def token_of_columns(token: tl.tensor, second: tl.tensor, PAIRED: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
-    """The token of each column; ``second``, ``[1, column]`` of 0 and 1, is 1 where it is as many behind ``token`` as there are."""
+def token_of_columns(token: tl.tensor, second: tl.tensor, BEHIND: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+    """The token of each column; ``second``, ``[1, column]`` of 0 and 1, is 1 where it is the one behind ``token``."""
     value = of_tokens(token, TURNED)
-    if PAIRED:
-        value = value + of_columns(second, TURNED) * token.shape[1]
+    if BEHIND:
+        value = value + of_columns(second, TURNED) * BEHIND
     return value
 
 
 @triton.jit
-def valid_columns(valid: tl.tensor, second: tl.tensor, PAIRED: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
-    """Which columns of a tile are of valid tokens; ``valid`` is that of both tokens if ``PAIRED``."""
-    if PAIRED:
+def valid_columns(valid: tl.tensor, second: tl.tensor, BEHIND: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+    """Which columns of a tile are of valid tokens; ``valid`` is that of both tokens, if there are two."""
+    if BEHIND:
         is_second = of_columns(second, TURNED) != 0
         value = (of_tokens(valid[0], TURNED) & (is_second == 0)) | (of_tokens(valid[1], TURNED) & is_second)
     else:

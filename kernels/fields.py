@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from .axes import of_columns, of_tokens, token_of_columns, valid_columns
+from .axes import of_columns, of_tokens, token_of_columns, tokens_behind, valid_columns
 
 
 @triton.jit
@@ -27,20 +27,20 @@ def load_words(
     PAD: tl.constexpr,
     MASKED: tl.constexpr,
     TURNED: tl.constexpr,
-    PAIRED: tl.constexpr = 0,
+    BEHIND: tl.constexpr = 0,
 ) -> tl.tensor:
     """Rows of ``ROW`` words from token ``first`` on, a tile of ``PAD`` columns: repeated if ROW is a power of two, else zeros follow.
 
-    ``PAIRED``: the other half of the columns is another token's.
+    With ``BEHIND`` the other half of the columns is another token's (``axes``).
     """
     number = tl.arange(0, PAD)[None, :]
     column = of_columns(number, TURNED)
     second = number // (PAD // 2)
-    row = token_of_columns(token, second, PAIRED, TURNED)
+    row = token_of_columns(token, second, BEHIND, TURNED)
     place = pointer + first * ROW + (row * ROW + (column % ROW if ROW & (ROW - 1) == 0 else column))
     if ROW & (ROW - 1) == 0:
         if MASKED:
-            words = tl.load(place, valid_columns(valid, second, PAIRED, TURNED), 0)
+            words = tl.load(place, valid_columns(valid, second, BEHIND, TURNED), 0)
         else:
             words = tl.load(place)
     else:
@@ -76,24 +76,25 @@ def load_planes(
 ) -> tl.tuple:
     """The planes of one code stream, each a tile of PAD columns; a plane of bytes is repeated, see ``whole_planes``.
 
-    ``PACKING`` is (first pointer, bytes a column, columns, columns of the tile, fields, whether two tokens share a row).
+    ``PACKING`` is (first pointer, bytes a column, columns, columns of the tile, fields, how two tokens share a row); if they do,
+    ``valid`` is (that of the first ones, that of the second ones).
     """
     FIRST: tl.constexpr = PACKING[0]
     BYTES: tl.constexpr = PACKING[1]
     WIDTH: tl.constexpr = PACKING[2]
     PAD: tl.constexpr = PACKING[3]
-    PAIRED: tl.constexpr = PACKING[5]
+    BEHIND: tl.constexpr = tokens_behind(PACKING[5], token.shape[1])
     planes = ()
     for plane in tl.static_range(BYTES // 2):
-        planes = planes + (load_words(pointers[FIRST + plane], first, token, valid, WIDTH, PAD, MASKED, TURNED, PAIRED),)
+        planes = planes + (load_words(pointers[FIRST + plane], first, token, valid, WIDTH, PAD, MASKED, TURNED, BEHIND),)
     if BYTES % 2:
         HALF: tl.constexpr = (WIDTH + 1) // 2
         number = tl.arange(0, PAD)[None, :]
         second = number // (PAD // 2)
-        row = token_of_columns(token, second, PAIRED, TURNED)
+        row = token_of_columns(token, second, BEHIND, TURNED)
         place = pointers[FIRST + BYTES // 2] + first * HALF + (row * HALF + of_columns(number, TURNED) % HALF)
         if MASKED:
-            planes = planes + (tl.load(place, valid_columns(valid, second, PAIRED, TURNED), 0),)
+            planes = planes + (tl.load(place, valid_columns(valid, second, BEHIND, TURNED), 0),)
         else:
             planes = planes + (tl.load(place),)
     return planes

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
+from .axes import tokens_behind
 from .fields import load_per_token, straddling
 
 
@@ -116,7 +117,7 @@ def load_factors(
     """``load_factor``, and if ``PAIRED`` that of the second tokens of all rows of the tile; ``valid`` is then that of both."""
     if PAIRED:
         loaded = load_factor(pointer, first, token, valid[0], BITS, MASKED, FAST)
-        loaded = loaded + load_factor(pointer, first, token + token.shape[1], valid[1], BITS, MASKED, FAST)
+        loaded = loaded + load_factor(pointer, first, token + tokens_behind(PAIRED, token.shape[1]), valid[1], BITS, MASKED, FAST)
     else:
         loaded = load_factor(pointer, first, token, valid, BITS, MASKED, FAST)
     return loaded

@@ -30,7 +30,7 @@ from . import (
     tiles_raw,
     tiles_scalar,
 )
-from .tiles import PAIRED_WIDTH, Tiles
+from .tiles import APART, PAIRED_WIDTH, Tiles
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -79,9 +79,9 @@ def _with_side_cars(codec: WithSideCars) -> Tiles | None:
 
 
 @lru_cache(maxsize=256)
-def paired_tiles_of(codec: Codec) -> Tiles | None:
-    """The loader of tiles that hold two tokens a row (``Tiles.paired``), None where rows have another number of words."""
+def paired_tiles_of(codec: Codec, paired: int = APART) -> Tiles | None:
+    """The loader of tiles that hold two tokens a row, which lie as ``paired`` says, None where rows have another number of words."""
     make = PAIRED_LOADERS.get(type(codec))
     if make is None or any(packing.width != PAIRED_WIDTH for packing in codec.packings().values()):
         return None
-    return make(codec, paired=True)
+    return make(codec, paired=paired)

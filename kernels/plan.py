@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from . import device_tables, loaders, runs
-from .tiles import fields_side_by_side, tile_width
+from .tiles import NEIGHBOURS, fields_side_by_side, tile_width
 
 if TYPE_CHECKING:
     from kvpack.cache import Layer, Side
@@ -98,6 +98,17 @@ def loader(codec: Codec, pairs: bool) -> Tiles:
     return found
 
 
+def _loaders(k: Codec, v: Codec, pairs: bool) -> tuple[Tiles, Tiles]:
+    """The loaders of both sides: where they and their groups of tokens allow it, of neighbours, whose words are one run of memory."""
+    found = loader(k, pairs), loader(v, pairs)
+    if all(tiles.paired and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in found):
+        k_tiles, v_tiles = (loaders.paired_tiles_of(codec, NEIGHBOURS) for codec in (k, v))
+        assert k_tiles is not None
+        assert v_tiles is not None
+        found = k_tiles, v_tiles
+    return found
+
+
 @lru_cache(maxsize=256)
 def columns(codec: Codec, pairs: bool) -> tuple[int, ...]:
     """The channel of each column of all tiles of ``loader``, -1 for none."""
@@ -150,7 +161,7 @@ def _launch(
     device: torch.device,
     fast: bool,
 ) -> Launch:
-    k_tiles, v_tiles = loader(k.codec, pairs), loader(v.codec, pairs)
+    k_tiles, v_tiles = _loaders(k.codec, v.codec, pairs)
     table_bytes, tables, places = device_tables.of_sides(k_tiles, v_tiles, device, fast)
     tokens = sum(segment.tokens for segment in segments)
     shape = _shape(k_tiles, v_tiles, table_bytes[0], tokens * sequences // _multiprocessors(device), fast)
@@ -292,4 +303,5 @@ def _aligned(rows: list[list[int]], tiles: Tiles, first: int) -> tuple[tuple[int
 
 def _whole(rows: list[list[int]], at: int, tiles: Tiles, shape: Shape) -> bool:
     """Whether the tokens of a warp's tile always lie in one token group."""
-    return tiles.whole_groups % shape.tokens == 0 and all(row[at] % shape.tokens == 0 for row in rows)
+    tokens = shape.tokens * (2 if tiles.paired == NEIGHBOURS else 1)
+    return tiles.whole_groups % tokens == 0 and all(row[at] % tokens == 0 for row in rows)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
+from .axes import tokens_behind
 from .factors import factor_of, of_rows, power_and_rests
 from .tiles_outliers import add_outlier_scores, add_outlier_values
 from .tiles_qjl import decode_signs, factor_of_signs
@@ -156,8 +157,8 @@ def add_tiles(
 
     A value's factor is 2^e times a rest: e joins the score and the rest the weight, so that weights never leave [-2, 2]. Signs have
     factors of their own, and the last sums; e is that of the larger factor.
-    If either side is paired, scores ``[warp, token, row]`` are of token t where the row is not ``second``, else of the token as many
-    behind it as a tile has rows; a side that is not paired has a tile for each of the two.
+    If either side is paired, scores ``[warp, token, row]`` are of token t where the row is not ``second``, else of the one behind it
+    (``axes.tokens_behind``); a side that is not paired has a tile for each of the two.
     """
     TOKENS: tl.constexpr = total.shape[1]
     SIGN_STEPS: tl.constexpr = 0 if V_SIGNS is None else V_SIGNS[5]
@@ -177,7 +178,7 @@ def add_tiles(
         if MASKED:
             at = (token + tile * (2 * TOKENS if PAIRS else TOKENS))[:, :, None]
             if PAIRS:
-                at = at + second.to(tl.int32) * TOKENS
+                at = at + second.to(tl.int32) * tokens_behind(PAIRS, TOKENS)
             seen = (at < end) & (at <= position + ahead) & (at > position - window)
             score = tl.where(seen, score, float("-inf"))
         if V_FACTOR is not None or V_SIGNS is not None:

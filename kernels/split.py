@@ -4,7 +4,7 @@ A program holds a block of query rows (the query heads of one KV head, and their
 ``[warp, token]``: each warp has tokens, scores and sums of its own, and meets no other before the merge. Scores are
 S^T = K q^T and sums O^T = V^T P^T, so that the few query rows are the short side of the matrix units' product.
 
-Where rows of words are narrow, a row of a tile is the words of two tokens (``Tiles.paired``), one the tile's rows behind the other.
+Where rows of words are narrow, a row of a tile is the words of two tokens (``Tiles.paired``), neighbours or some apart.
 Each query row is then there twice: first with zeros for the columns of the second token, then with zeros for those of the first.
 So what the matrix units idle at anyway tells the tokens apart; the two results of a row are added in the end.
 
@@ -22,6 +22,7 @@ import triton
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .axes import tokens_behind
 from .fields import load_places
 from .query_tiles import query_tiles, sum_of
 from .shared_table import declare, fetch, fill
@@ -76,7 +77,7 @@ def _load_tiles(
     raws = ()
     for tile in tl.static_range(TILES // 2 if PAIRED else TILES):
         at = token + tile * (2 * TOKENS if PAIRED else TOKENS)
-        valid = (at < end, at + TOKENS < end) if PAIRED else at < end
+        valid = (at < end, at + tokens_behind(PAIRED, TOKENS) < end) if PAIRED else at < end
         raw = (LOAD(pointers, first, at, valid, CONSTANTS, MASKED, WHOLE, TURNED, FAST),)
         if SIGNS is not None:
             raw = raw + (load_signs(pointers, first, at, valid, SIGNS, MASKED, TURNED, FAST),)
@@ -182,6 +183,7 @@ def attend_split(
     """
     PAIRS: tl.constexpr = K_PAIRED or V_PAIRED
     TOGETHER: tl.constexpr = 2 if PAIRS else 1
+    NEIGHBOURS: tl.constexpr = PAIRS and tokens_behind(PAIRS, TOKENS) == 1
     SPAN: tl.constexpr = WARPS * TOGETHER * TOKENS
     program = tl.program_id(0)
     item = program % items
@@ -230,8 +232,9 @@ def attend_split(
     scale = tl.load(scales + sequence * padded + row_number)[None, None, :]
     at = position + (row_number % q_len)[None, None, :]
     # Tokens of a warp lie side by side, whatever tiles they are cut into.
-    token = tl.arange(0, WARPS)[:, None] * (TILES * TOGETHER * TOKENS) + tl.arange(0, TOKENS)[None, :]
-    near = tl.arange(0, WARPS)[:, None] * (TOGETHER * TOKENS) + tl.arange(0, TOKENS)[None, :]
+    token_of_row = tl.arange(0, TOKENS)[None, :] * (2 if NEIGHBOURS else 1)
+    token = tl.arange(0, WARPS)[:, None] * (TILES * TOGETHER * TOKENS) + token_of_row
+    near = tl.arange(0, WARPS)[:, None] * (TOGETHER * TOKENS) + token_of_row
     if TABLES[0]:
         for number in tl.static_range(len(TABLES) - 1):
             fill(entries[number], TABLES[number + 1][1], TABLES[number + 1][2], TABLES[number + 1][3], TABLES[number + 1][4])

@@ -22,6 +22,9 @@ SMALLEST_WIDTH = 16
 PAIRED_WIDTH = SMALLEST_WIDTH // 2
 """Words of a row of which a tile holds two side by side."""
 
+APART, NEIGHBOURS = 1, 2
+"""How the two tokens of such a row lie: the second ones behind all first ones of the tile, or each behind its first."""
+
 WORD_BITS = 16
 """Of the words that rows are stored in."""
 
@@ -63,8 +66,8 @@ class Tiles:
     """Tokens: a tile that begins at a multiple of them, and is no longer, lies in one token group."""
     packings: tuple[Columns, ...] = ()
     """Of the code streams that ``decode`` calls by number."""
-    paired: bool = False
-    """Whether a row of a tile is the words of two tokens, as many apart as a tile has rows; ``channels`` are then of one of them."""
+    paired: int = 0
+    """Of tiles whose rows are the words of two tokens, how these lie; ``channels`` are then of one of them."""
     dtype: str = "fp16"
     """Of the tiles: fp16, or that of raw values; without inline PTX, bf16 ones are widened to fp32."""
     signs: tuple[Any, ...] | None = None
@@ -83,7 +86,7 @@ def tile_width(packing: Columns) -> int:
     return max(SMALLEST_WIDTH, next_power_of_two(packing.width))
 
 
-def fields_side_by_side(packing: Columns, paired: bool = False) -> int:
+def fields_side_by_side(packing: Columns, paired: int = 0) -> int:
     """Fields of a token that one tile holds: more than one where a row has fewer words than the matrix units' step."""
     return tile_width(packing) // packing.width if is_power_of_two(packing.width) and not paired else 1
 
@@ -93,12 +96,12 @@ def takes_whole_words(packing: Columns) -> bool:
     return packing.binary and all(base.bit_length() - 1 <= WIDEST_DIGIT for base in packing.bases)
 
 
-def packing_constants(first: int, packing: Columns, paired: bool = False) -> tuple[int, ...]:
+def packing_constants(first: int, packing: Columns, paired: int = 0) -> tuple[int, ...]:
     """What ``fields.load_planes`` needs; ``first`` is the number of the stream of plane 0."""
-    return (first, packing.column_bytes, packing.width, tile_width(packing), packing.fields, int(paired))
+    return (first, packing.column_bytes, packing.width, tile_width(packing), packing.fields, paired)
 
 
-def distance(packing: Columns, bits: int, fields: int, paired: bool = False) -> int:
+def distance(packing: Columns, bits: int, fields: int, paired: int = 0) -> int:
     """How many fields those side by side in a tile are apart.
 
     As many as there are steps if all ``fields`` of ``bits`` lie in one word: each word is then shifted once for all steps. Else 1.
@@ -107,7 +110,7 @@ def distance(packing: Columns, bits: int, fields: int, paired: bool = False) -> 
     return fields // beside if beside > 1 and fields % beside == 0 and fields * bits <= WORD_BITS else 1
 
 
-def step_symbols(packing: Columns, apart: int = 1, together: int = 1, paired: bool = False) -> tuple[tuple[int, ...], ...]:
+def step_symbols(packing: Columns, apart: int = 1, together: int = 1, paired: int = 0) -> tuple[tuple[int, ...], ...]:
     """The symbol of every column of every tile, -1 for none: ``fields_side_by_side`` fields a tile, ``apart`` fields from each other.
 
     A step makes ``together`` tiles, of neighbouring fields; ``apart`` counts fields of as many. ``paired``: of one of two tokens.

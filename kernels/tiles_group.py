@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from .axes import of_columns, of_pairs, of_tokens, token_of_columns, valid_columns
+from .axes import of_columns, of_pairs, of_tokens, token_of_columns, tokens_behind, valid_columns
 from .fields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
 from .halves import affine, affine_bits, load_factors, read_factors, scale_and_centre
 from .tiles import Stream, Tiles, distance, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
@@ -24,7 +24,7 @@ ALONG_TOKENS, ALONG_CHANNELS, EACH_VALUE = range(3)
 """Which pairs of scale and centre a tile needs: one a column, one a token, or one a value."""
 
 
-def tiles(codec: Group, paired: bool = False) -> Tiles | None:
+def tiles(codec: Group, paired: int = 0) -> Tiles | None:
     """The loader of ``codec``, None where its packing has none. ``paired`` is that of the result."""
     packing = codec.packings()["codes"]
     if not takes_whole_words(packing):
@@ -54,7 +54,7 @@ def tiles(codec: Group, paired: bool = False) -> Tiles | None:
         len(symbols),
         symbols,
         streams,
-        whole_groups=codec.size,
+        whole_groups=codec.size if along_tokens else 1,
         packings=(packing,),
         paired=paired,
     )
@@ -83,6 +83,7 @@ def load(
     PLANES: tl.constexpr = C[11]
     PAD: tl.constexpr = PACKING[3]
     PAIRED: tl.constexpr = PACKING[5]
+    BEHIND: tl.constexpr = tokens_behind(PAIRED, token.shape[1])
     pairs = pointers[PLANES]
     raw = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
     column = tl.arange(0, PAD)
@@ -95,7 +96,7 @@ def load(
             # The first token of each warp stands for all of its own.
             row = tl.min(token, 1)[:, None]
             if PAIRED:
-                row = row + second * token.shape[1]
+                row = row + second * BEHIND
             row = (first + row) // SIZE
             mask = (channel < DIM)[None, :]
             if MASKED:
@@ -106,15 +107,15 @@ def load(
             raw = raw + (tl.load(pairs + row * PAIRS + channel[None, :], mask, 0),)
         elif KIND == 1 and PAIRED:
             both = tl.arange(0, 2)[None, :]
-            place = pairs + first * PAIRS + (token_of_columns(token, both, PAIRED, TURNED) * PAIRS + step * SPAN // SIZE)
+            place = pairs + first * PAIRS + (token_of_columns(token, both, BEHIND, TURNED) * PAIRS + step * SPAN // SIZE)
             if MASKED:
-                raw = raw + (tl.load(place, valid_columns(valid, both, PAIRED, TURNED), 0),)
+                raw = raw + (tl.load(place, valid_columns(valid, both, BEHIND, TURNED), 0),)
             else:
                 raw = raw + (tl.load(place),)
         elif KIND == 1:
             raw = raw + (load_per_token(pairs, first, token, valid, PAIRS, step * SPAN // SIZE, MASKED),)
         else:
-            row = first + token_of_columns(token, second, PAIRED, TURNED)
+            row = first + token_of_columns(token, second, BEHIND, TURNED)
             at = of_columns(channel[None, :], TURNED)
             if KIND == 0:
                 row = row // SIZE
@@ -122,7 +123,7 @@ def load(
                 at = at // SIZE
             mask = of_columns((channel < DIM)[None, :], TURNED)
             if MASKED:
-                mask = mask & valid_columns(valid, second, PAIRED, TURNED)
+                mask = mask & valid_columns(valid, second, BEHIND, TURNED)
             raw = raw + (tl.load(pairs + row * PAIRS + at, mask, 0),)
     if C[9]:
         raw = raw + load_factors(pointers[PLANES + 1], first, token, valid, C[9], PAIRED, MASKED, FAST)

@@ -31,7 +31,7 @@ DIGITS_THAT_HOLD_NORMS = (1, 2, 4, 8, 16)
 """Bits of an index digit that the norm's bits complete: spec/codecs/octahedral.md, Layout."""
 
 
-def tiles(codec: Octahedral, paired: bool = False) -> Tiles | None:
+def tiles(codec: Octahedral, paired: int = 0) -> Tiles | None:
     """The loader of ``codec`` in the direct arrangement, None where a digit is too wide. ``paired`` is that of the result."""
     packing = codec.packings()["symbol"]
     if not takes_whole_words(packing):

@@ -24,7 +24,7 @@ MOST_INDEX_BITS = 8
 """Of several fields: 256 entries fit shared memory once a bank."""
 
 
-def tiles(codec: Scalar, paired: bool = False) -> Tiles:
+def tiles(codec: Scalar, paired: int = 0) -> Tiles:
     """The loader of ``codec``: one code stream for each width of its channels. ``paired`` is that of the result."""
     streams: tuple[Stream, ...] = ()
     tables: list[torch.Tensor] = []

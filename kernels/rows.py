@@ -157,10 +157,39 @@ def digit(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr) -> tl.te
     if PACKING[4]:
         BITS: tl.constexpr = _bits_of_base(BASE)
         value = bits_of_column(words, PACKING, COLUMN, FIELD * BITS, BITS)
+    elif first_of_upper(PACKING) > 0:
+        # Two numbers of 32 bits: dividing one of 64 takes several times as long.
+        MIDDLE: tl.constexpr = first_of_upper(PACKING)
+        SHIFT: tl.constexpr = MIDDLE * _twos(BASE)
+        upper = bits_of_column(words, PACKING, COLUMN, SHIFT, 8 * PACKING[1] - SHIFT) // (BASE**MIDDLE >> SHIFT)
+        if FIELD >= MIDDLE:
+            value = upper // BASE ** (FIELD - MIDDLE) - upper // BASE ** (FIELD - MIDDLE + 1) * BASE
+        else:
+            lower = bits_of_column(words, PACKING, COLUMN, 0, 32) - upper * BASE**MIDDLE
+            value = lower // BASE**FIELD
+            if FIELD + 1 < MIDDLE:
+                value = value - lower // BASE ** (FIELD + 1) * BASE
     else:
         # Neighbouring fields share a division.
         value = (_above(words, PACKING, COLUMN, FIELD) - _above(words, PACKING, COLUMN, FIELD + 1) * BASE).to(tl.uint32)
     return value
+
+
+@triton.constexpr_function
+def _twos(base: int) -> int:
+    """How often 2 divides ``base``."""
+    return (base & -base).bit_length() - 1
+
+
+@triton.constexpr_function
+def first_of_upper(packing: tuple[int, ...]) -> int:
+    """The fewest fields of a column of more than 32 bits that leave at most 32 above them, without the twos of their bases; 0: none."""
+    _, column_bytes, _, base, _ = packing
+    twos = (base & -base).bit_length() - 1
+    if column_bytes <= 4 or not twos:
+        return 0
+    first = -(-(8 * column_bytes - 32) // twos)
+    return first if base**first < 1 << 32 else 0
 
 
 @triton.jit

@@ -80,25 +80,25 @@ def entries_of(
     """
     own = pointers[C[0] :]
     most = 0
+    number = tl.arange(0, WARPS)[:, None]
+    begins, ends = tl.zeros((WARPS, 1), tl.int32), tl.zeros((WARPS, 1), tl.int32)
+    # Loads of single numbers: those of tensors make compiling slow.
     for warp in tl.static_range(WARPS):
         begin = tl.load(own[0] + tl.minimum(first + warp * TOKENS, last) // GRANULE)
         end = tl.load(own[0] + (tl.minimum(first + (warp + 1) * TOKENS, last) + (GRANULE - 1)) // GRANULE)
+        begins, ends = tl.where(number == warp, begin, begins), tl.where(number == warp, end, ends)
         most = tl.maximum(most, end - begin)
-    row = first + (tl.arange(0, WARPS) * TOKENS)[:, None]
-    begin = tl.load(own[0] + tl.minimum(row, last) // GRANULE)
-    end = tl.load(own[0] + (tl.minimum(row + TOKENS, last) + (GRANULE - 1)) // GRANULE)
-    return own, most, begin, end, row.to(tl.int32)
+    return own, most, begins, ends, (first + number * TOKENS).to(tl.int32)
 
 
 @triton.jit
 def _load(entries: tl.tuple, at: tl.tensor) -> tl.tuple:
-    """The next entries of each warp, ``[warp, entry]``: places, and values, two in an integer; zeros follow the last."""
+    """The next entries of each warp, ``[warp, entry]``: places, and values, four in an int64; zeros follow the last."""
     index = entries[2] + at + tl.arange(0, TOGETHER)[None, :]
     real = index < entries[3]
     place = tl.load(entries[0][1] + index, real, 0)
-    low = tl.load(entries[0][2] + 2 * index, real, 0)
-    high = tl.load(entries[0][2] + 2 * index + 1, real, 0)
-    return place, low, high
+    values = tl.load(entries[0][2].to(tl.pointer_type(tl.int64)) + index, real, 0)
+    return place, values
 
 
 @triton.jit
@@ -149,17 +149,17 @@ def _moved(of_token: tl.tensor, values: tl.tensor, sums: tl.tensor, FAST: tl.con
 def add_outlier_scores(scores: tl.tensor, entries: tl.tuple, TILE: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """``scores`` ``[warp, token, row]`` of a warp's tile ``TILE`` and the products of its outliers with the query."""
     q, row, stride = entries[5]
-    columns = entries[0][3] + C[2]
+    # Four columns, those of a chunk, are one integer.
+    columns = (entries[0][3] + C[2]).to(tl.pointer_type(tl.int64))
     loaded = _load(entries, 0)
     for at in tl.range(0, entries[1], TOGETHER, num_stages=1):
-        place, low, high = loaded
+        place, values = loaded
         loaded = _load(entries, at + TOGETHER)
-        channel = columns + 4 * _chunk(place)
+        column_of = tl.load(columns + _chunk(place))
         product = tl.zeros((scores.shape[0], TOGETHER, scores.shape[2]), tl.float32)
         for component in tl.static_range(4):
-            column = tl.load(channel + component).to(tl.int32)
-            pair = low if component < 2 else high
-            value = (pair >> (component % 2 * 16)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * _power(place)
+            column = (column_of >> (16 * component)).to(tl.int16).to(tl.int32)
+            value = (values >> (16 * component)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * _power(place)
             product += value[:, :, None] * tl.load(q + (column * stride)[:, :, None] + row[None, None, :])
         scores = _moved(_of_token(place, entries, TILE, scores.shape[1], False, FAST), product, scores, FAST)
     return scores
@@ -199,8 +199,9 @@ def add_outlier_values(
     NUMBER: tl.constexpr = C[1]
     loaded = _load(entries, 0)
     for at in tl.range(0, entries[1], TOGETHER, num_stages=1):
-        place, low, high = loaded
+        place, values = loaded
         loaded = _load(entries, at + TOGETHER)
+        low, high = values.to(tl.int32), (values >> 32).to(tl.int32)
         own = tl.zeros((weights.shape[0], TOGETHER, weights.shape[2]), tl.float32)
         own = _moved(_of_token(place, entries, TILE, weights.shape[1], True, FAST), weights, own, FAST)
         own = (own * _power(place)[:, :, None]).to(tl.float16)

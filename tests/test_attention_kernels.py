@@ -412,6 +412,21 @@ def test_norms_of_any_size() -> None:
 
 
 @on_kernels
+@pytest.mark.parametrize("dim", [20, 64, 128])
+def test_scales_of_keys_of_any_size(dim: int) -> None:
+    """Groups of more tokens than a tile, whose scales are near the ends of binary16 and whose scores are of ordinary size."""
+    k_codec, v_codec = codecs("group:b=2,g=64", "group:b=2,g=32", (dim, 64))
+    layer = Layer(random_side(k_codec, 1, (150, 70), 0, 1), random_side(v_codec, 1, (150, 70), 0, 2))
+    assert layer.k is not None
+    done = 0
+    for power in (-8, 14):
+        for page in layer.k.pages:
+            page.streams["scales"].mul_(2.0 ** (power - done))
+        done = power
+        check(layer, 2, scale=2.0**-power * dim**-0.5)
+
+
+@on_kernels
 def test_streams_of_any_strides() -> None:
     k_codec, v_codec = codecs(KEYS["scalar 3"], VALUES["group 4"], (64, 64))
     layer = Layer(random_side(k_codec, 2, (65,), 0, 1), random_side(v_codec, 2, (65,), 0, 2))

@@ -53,6 +53,20 @@ def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
     assert text.startswith("<?xml")
 
 
+def test_a_recipe_without_a_kernel_is_shown_as_decoded_first(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = {"bytes": 1000, "seconds": 1e-3, "whole_seconds": 1e-3, "gb_per_s": 1.0, "of_floor": 2.0, "of_bf16": 3.0}
+    rows = [
+        {"recipe": "SDPA flash", "error": None, "unpack_seconds": None, **measured},
+        {"recipe": "oscar-2", "error": 1e-4, "unpack_seconds": 1e-3, "decoded_first": False, **measured},
+        {"recipe": "kv=raw,outliers=3", "error": 1e-4, "unpack_seconds": 1e-3, "decoded_first": True, **measured},
+    ]
+    table = {"name": "A", **kernels.SHAPES["A"]._asdict(), "rows": rows}
+    kernels.show({"device": "a device", "bytes_per_s": 3e12, "shapes": [table], "sweep": [], "encode": None})
+    marked = [line for line in capsys.readouterr().out.splitlines() if "(decoded first)" in line]
+    assert len(marked) == 1
+    assert "kv=raw,outliers=3" in marked[0]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_a_small_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     command = ["bench", "kernels", "--shape", "1x4x2x64x2048", "--recipe", "kivi-4", "--only", "attention", "--json"]
@@ -62,4 +76,7 @@ def test_a_small_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert rows["kivi-4"]["error"] < 2e-3
     assert rows["kivi-4"]["bytes"] < rows["bf16"]["bytes"] / 3
     assert json.loads((tmp_path / "kernels.json").read_text()) == report
-    assert main(["bench", "kernels", "--shape", "1x4x2x64x2048", "--recipe", "kv=polar:b=3"]) == InvalidParameter.exit_code
+    recipe = "kv=angle:n=64,norm=fp32"
+    row = kernels.run(["1x4x2x64x2048"], [recipe], parts=("attention",))["shapes"][0]["rows"][-1]
+    assert (row["recipe"], row["decoded_first"]) == (recipe, True)
+    assert row["error"] < 2e-3

@@ -105,7 +105,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure recipes (None: those of each part) and return JSON values; ``sweep`` adds contexts and, with ``out``, their picture.
 
-    Raises InvalidParameter where there is no CUDA device, or for a recipe that the kernels do not take, InvalidRecipe, WriteFailed.
+    Raises InvalidParameter where there is no CUDA device, InvalidRecipe, WriteFailed.
     """
     named = [(text, parse_shape(text)) for text in shapes]
     for recipe in recipes or ():
@@ -180,17 +180,19 @@ def _peers(q: torch.Tensor, kv: list[torch.Tensor]) -> list[dict[str, Any]]:
 def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]:
     layer: Layer = kvpack.pack([(kv[0], kv[1])], recipe)[0]
     kernels = attention_kernels(q, layer)
-    if kernels is None:
-        raise InvalidParameter(f"recipe {recipe!r}: the kernels have no tile loader for it, or KVPACK_KERNELS turns them off")
     size = sum(stream.nbytes for side in layer.sides.values() for page in side.pages for stream in page.streams.values())
-    arguments = (q.shape[-1] ** -0.5, True, None, None)
-    layers = [layer, *(_copied(layer) for _ in range(_copies(size) - 1))]
-    calls = [kernels.prepare(q, each, *arguments) for each in layers]
-    seconds = graph_seconds([partial(kernels.attended, call) for call in calls])
-    whole = graph_seconds([partial(kernels.attend, q, each, *arguments) for each in layers])
+    if kernels is None:
+        # Torch operations, which no graph may hold.
+        seconds = whole = median_seconds(lambda: kvpack.attend(q, layer))
+    else:
+        arguments = (q.shape[-1] ** -0.5, True, None, None)
+        layers = [layer, *(_copied(layer) for _ in range(_copies(size) - 1))]
+        calls = [kernels.prepare(q, each, *arguments) for each in layers]
+        seconds = graph_seconds([partial(kernels.attended, call) for call in calls])
+        whole = graph_seconds([partial(kernels.attend, q, each, *arguments) for each in layers])
     return {
-        "recipe": recipe, "bytes": size, "seconds": seconds, "whole_seconds": whole, "error": _error(q, layer),
-        "unpack_seconds": median_seconds(lambda: layer.unpack(torch.bfloat16)),
+        "recipe": recipe, "decoded_first": kernels is None, "bytes": size, "seconds": seconds, "whole_seconds": whole,
+        "error": _error(q, layer), "unpack_seconds": median_seconds(lambda: layer.unpack(torch.bfloat16)),
     }  # fmt: skip
 
 
@@ -238,7 +240,7 @@ def show(report: dict[str, Any]) -> None:
     for table in [*report["shapes"], *report["sweep"]]:
         rows = [
             [
-                row["recipe"],
+                row["recipe"] + (" (decoded first)" if row.get("decoded_first") else ""),
                 bytes_text(row["bytes"]),
                 f"{1e6 * row['seconds']:.1f}",
                 f"{1e6 * row['whole_seconds']:.1f}",
@@ -255,6 +257,8 @@ def show(report: dict[str, Any]) -> None:
     if report["shapes"] or report["sweep"]:
         print(f"\nThe byte floor is the bytes read at the speed of a copy, {report['bytes_per_s'] / 1e12:.2f} TB/s read and written.")
         print("Times are of the main kernel and the merge, cold: buffers in turn exceed the L2 cache; with rotations, of the whole call.")
-        print("The error is against fp64 attention.")
+        print(
+            "A recipe without a kernel is decoded first, and attended by torch: the time is of the whole call. The error is against fp64."
+        )
     if report["encode"] is not None:
         encode_kernels.show(report["encode"], report["device"])

@@ -1,6 +1,7 @@
 """The tile loader of each codec; one without a row here is decoded by torch before it is attended.
 
-Those are polar, whose angles multiply down a tree; angle with norms of 32 bits; and what has digits too wide for a table.
+Those are polar, whose angles multiply down a tree; angle with norms of 32 bits, of which every token's largest would be sought; and what
+has digits too wide for a table.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvpack.formats.side_cars import WithSideCars
 from . import (
     tiles_angle,
     tiles_angle_dense,
+    tiles_angle_rows,
     tiles_group,
     tiles_octahedral,
     tiles_octahedral_dense,
@@ -47,7 +49,7 @@ LOADERS: dict[type[Codec], Loader] = {
     Group: tiles_group.tiles,
     Scalar: tiles_scalar.tiles,
     Octahedral: _of_arrangement(tiles_octahedral.tiles, tiles_octahedral_dense.tiles),
-    Angle: _of_arrangement(tiles_angle.tiles, tiles_angle_dense.tiles),
+    Angle: _of_arrangement(tiles_angle.tiles, lambda codec: tiles_angle_dense.tiles(codec) or tiles_angle_rows.tiles(codec)),
     Quaternion: _of_arrangement(tiles_quaternion.tiles, tiles_quaternion_dense.tiles),
 }
 

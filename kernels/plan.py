@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from . import device_tables, loaders, runs
-from .tiles import NEIGHBOURS, fields_side_by_side, tile_width
+from .tiles import NEIGHBOURS, fields_side_by_side
 
 if TYPE_CHECKING:
     from kvpack.cache import Layer, Side
@@ -196,7 +196,7 @@ def _launch(
         "K_SIGNS": k_tiles.signs,
         "K_OUTLIERS": k_tiles.outliers,
         "K_STREAMS": _aligned(rows, k_tiles, 5),
-        "K_PACKINGS": tuple(n for packing in k_tiles.packings for n in (packing.width, tile_width(packing))),
+        "K_PACKINGS": k_tiles.place_columns,
         "K_WIDTHS": tuple(map(len, k_tiles.channels)),
         "K_KIND": k_tiles.dtype if fast or k_tiles.dtype != "bf16" else "fp32",
         "K_PAIRED": k_tiles.paired,
@@ -210,7 +210,7 @@ def _launch(
         "V_SIGNS": v_tiles.signs,
         "V_OUTLIERS": v_tiles.outliers,
         "V_STREAMS": _aligned(rows, v_tiles, 5 + 3 * streams),
-        "V_PACKINGS": tuple(n for packing in v_tiles.packings for n in (packing.width, tile_width(packing))),
+        "V_PACKINGS": v_tiles.place_columns,
         "V_WIDTHS": tuple(map(len, v_tiles.channels)),
         "V_PAIRED": v_tiles.paired,
         "V_WHOLE": _whole(rows, 4, v_tiles, shape),

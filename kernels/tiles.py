@@ -66,6 +66,8 @@ class Tiles:
     """Tokens: a tile that begins at a multiple of them, and is no longer, lies in one token group."""
     packings: tuple[Columns, ...] = ()
     """Of the code streams that ``decode`` calls by number."""
+    places: tuple[int, ...] = ()
+    """``place_columns``, where it is not the width and ``tile_width`` of each of ``packings``."""
     paired: int = 0
     """Of tiles whose rows are the words of two tokens, how these lie; ``channels`` are then of one of them."""
     dtype: str = "fp16"
@@ -74,6 +76,11 @@ class Tiles:
     """Constants of ``tiles_qjl``, whose tiles are the last ones; None without its side-car."""
     outliers: tuple[Any, ...] | None = None
     """Constants of ``tiles_outliers``; None without its side-car."""
+
+    @property
+    def place_columns(self) -> tuple[int, ...]:
+        """What ``fields.load_places`` takes."""
+        return self.places or tuple(columns for packing in self.packings for columns in (packing.width, tile_width(packing)))
 
 
 def plane_streams(name: str, packing: Columns) -> tuple[Stream, ...]:

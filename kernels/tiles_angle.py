@@ -1,7 +1,7 @@
 """angle as tiles (spec/codecs/angle.md): two tiles a field, the cosines and the sines of its pairs times their norms.
 
-Norms are decoded over the token's largest, which joins its factor, so that none leaves binary16. This is the direct arrangement;
-the dense one has bins and norms in columns of their own (tiles_angle_dense).
+Norms are decoded over a power of two near the token's largest, which is its factor, so that none leaves binary16. This is the
+direct arrangement; the dense one has bins and norms in columns of their own (tiles_angle_dense).
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -68,68 +68,113 @@ def load(
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes, then the ranges: a pair of binary16 in one word, or two words."""
+    """The planes, then the ranges."""
     PACKING: tl.constexpr = C[0]
     raw = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
-    if C[6]:
-        raw = raw + (load_per_token(pointers[C[5]], first, token, valid, 1, 0, MASKED),)
-    else:
-        raw = raw + (load_per_token(pointers[C[5]], first, token, valid, 2, 0, MASKED),)
-        raw = raw + (load_per_token(pointers[C[5]], first, token, valid, 2, 1, MASKED),)
-    return raw
+    return raw + load_range(pointers[C[5]], first, token, valid, C, MASKED)
 
 
 @triton.jit
-def half(bits: tl.tensor) -> tl.tensor:
+def load_range(pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, C: tl.constexpr, MASKED: tl.constexpr) -> tl.tuple:
+    """The range of each token, a pair of binary16 in one word or two words."""
+    words = ()
+    for word in tl.static_range(2 - C[6]):
+        words = words + (load_per_token(pointer, first, token, valid, 2 - C[6], word, MASKED),)
+    return words
+
+
+@triton.jit
+def _half(bits: tl.tensor) -> tl.tensor:
     """The low 16 bits as a binary16, widened to float32."""
     return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _range(raw: tl.tuple, C: tl.constexpr) -> tl.tuple:
+def _range(words: tl.tuple) -> tl.tuple:
     """(step, minimum) of each token, float32."""
-    if C[6]:
-        pair = raw[C[5]]
-        step = half(pair)
-        minimum = half(pair >> 16)
+    if len(words) == 1:
+        step = _half(words[0])
+        minimum = _half(words[0] >> 16)
     else:
-        step = raw[C[5]].to(tl.float32, bitcast=True)
-        minimum = raw[C[5] + 1].to(tl.float32, bitcast=True)
+        step = words[0].to(tl.float32, bitcast=True)
+        minimum = words[1].to(tl.float32, bitcast=True)
     return step, minimum
 
 
 @triton.jit
-def _power_above(step: tl.tensor, minimum: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
-    """The exponent field of a binary32 power of two that is above all norms of a linear range in size, but the largest binary32s."""
-    largest = tl.maximum(tl.abs(minimum), tl.abs(minimum + step * LARGEST))
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) + 1
-    return tl.minimum(tl.maximum(exponent, 27), 253)
+def _exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
+    """The exponent field of the binary32 power of two that a linear range is decoded over.
+
+    That of binary16 is at most the largest step's or 1/256 of the largest minimum's, so that norms over it are below 2^11. That
+    of binary32 is above all norms in size, but the largest binary32s.
+    """
+    if len(words) == 1:
+        high = tl.maximum(words[0] & 0x7C00, ((words[0] >> 16) & 0x7C00) - (8 << 10))
+        exponent = (tl.minimum(high, 29 << 10) >> 10) + 112
+    else:
+        step, minimum = _range(words)
+        largest = tl.maximum(tl.abs(minimum), tl.abs(minimum + step * LARGEST))
+        exponent = (largest.to(tl.int32, bitcast=True) >> 23) + 1
+        exponent = tl.minimum(tl.maximum(exponent, 27), 253)
+    return exponent
 
 
 @triton.jit
 def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """A power of two above a token's norms, or their largest possible one."""
-    step, minimum = _range(raw, C)
+    """What a token's norms are decoded over: a power of two, or their largest possible one."""
+    words = raw[C[5] : C[5] + 2 - C[6]]
     LARGEST: tl.constexpr = (1 << C[3]) - 1
     if C[4]:
+        step, minimum = _range(words)
         value = tl.exp2(minimum + tl.maximum(step * LARGEST, 0.0))
     else:
-        value = (_power_above(step, minimum, LARGEST) << 23).to(tl.float32, bitcast=True)
+        value = (_exponent(words, LARGEST) << 23).to(tl.float32, bitcast=True)
     return value
 
 
 @triton.jit
-def norm_line(step: tl.tensor, minimum: tl.tensor, C: tl.constexpr) -> tl.tuple:
-    """(scale, centre) of a norm, or its logarithm, over the token's factor: (code - middle code) * scale + centre, float32."""
+def norm_line(words: tl.tuple, C: tl.constexpr) -> tl.tuple:
+    """(scale, centre) of a norm, or its logarithm, over the token's factor: (code - middle code) * scale + centre, float32.
+
+    ``words`` are the token's range.
+    """
+    step, minimum = _range(words)
     MIDDLE: tl.constexpr = 1 << (C[3] - 1)
     LARGEST: tl.constexpr = (1 << C[3]) - 1
     if C[4]:
         scale = step
         centre = step * MIDDLE - tl.maximum(step * LARGEST, 0.0)
     else:
-        inverse = ((254 - _power_above(step, minimum, LARGEST)) << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - _exponent(words, LARGEST)) << 23).to(tl.float32, bitcast=True)
         scale = step * inverse
         centre = (minimum + step * MIDDLE) * inverse
+    return scale, centre
+
+
+@triton.constexpr_function
+def _line(bits: int) -> str:
+    """``norm_line`` of two ranges of binary16: exponents are found as ``_exponent`` does, in place, where they compare as binary16 do."""
+    middle = (14 + bits) << 10
+    return f"""{{ .reg .b32 step, minimum, high, low, bound;
+        prmt.b32 step, $2, $3, 0x5410; prmt.b32 minimum, $2, $3, 0x7632;
+        and.b32 high, step, 0x7C007C00; and.b32 low, minimum, 0x7C007C00;
+        mov.b32 bound, {(8 << 10) * 0x10001}; max.f16x2 low, low, bound; sub.u32 low, low, bound; max.f16x2 high, high, low;
+        mov.b32 bound, {(29 << 10) * 0x10001}; min.f16x2 high, high, bound; sub.u32 high, {(30 << 10) * 0x10001}, high;
+        mul.rn.f16x2 $0, step, high; mul.rn.f16x2 low, minimum, high;
+        mov.b32 high, {middle * 0x10001}; fma.rn.f16x2 $1, $0, high, low; }}"""
+
+
+@triton.jit
+def _norm_line_halves(words: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+    """``norm_line`` in binary16."""
+    if FAST and C[4] == 0 and len(words) == 1:
+        scale, centre = tl.inline_asm_elementwise(
+            _line(C[3]), "=&r,=&r,r,r", [words[0]], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        scale, centre = norm_line(words, C)
+        scale = scale.to(tl.float16)
+        centre = centre.to(tl.float16)
     return scale, centre
 
 
@@ -148,35 +193,34 @@ def decode(
     PACKING: tl.constexpr = C[0]
     BESIDE: tl.constexpr = C[1]
     planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
-    step, minimum = _range(raw, C)
-    scale, centre = norm_line(step, minimum, C)
-    scale = of_tokens(scale.to(tl.float16), TURNED)
-    centre = of_tokens(centre.to(tl.float16), TURNED)
     BIN_BITS: tl.constexpr = C[2]
     NORM_BITS: tl.constexpr = C[3]
     NORMS: tl.constexpr = PACKING[4] * BIN_BITS
     if BESIDE == 1:
-        found = _pair(planes, table, scale, centre, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, C, SHARED, FAST)
+        found = pair(planes, raw, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, C, SHARED, TURNED, FAST)
     else:
         index = words_of_step(planes, places, 0, PACKING, 0, BIN_BITS, STEP, BESIDE, 1, PACKING[4], TURNED, FAST)
         norm = words_of_step(planes, places, 0, PACKING, NORMS, NORM_BITS, STEP, BESIDE, 1, PACKING[4], TURNED, FAST)
-        found = _pair((index, norm), table, scale, centre, 0, 16, C, SHARED, FAST)
+        found = pair((index, norm), raw, table, 0, 16, C, SHARED, TURNED, FAST)
     return found
 
 
 @triton.jit
-def _pair(
+def pair(
     planes: tl.tuple,
+    raw: tl.tuple,
     table: tl.tensor,
-    scale: tl.tensor,
-    centre: tl.tensor,
     BIN: tl.constexpr,
     NORM: tl.constexpr,
     C: tl.constexpr,
     SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The pairs whose bin begins at bit ``BIN`` of each column, and their norm code at bit ``NORM``."""
+    """The pairs whose bin begins at bit ``BIN`` of each column, and their norm code at bit ``NORM``; ``raw`` holds the ranges."""
+    scale, centre = _norm_line_halves(raw[C[5] : C[5] + 2 - C[6]], C, FAST)
+    scale = of_tokens(scale, TURNED)
+    centre = of_tokens(centre, TURNED)
     found = look_up_bits(planes, table, BIN, C[2], 2, 0, SHARED, FAST)
     norm = affine_bits(planes, scale, centre, NORM, C[3], FAST)
     if C[4]:

@@ -1,7 +1,5 @@
-"""angle as tiles, dense arrangement (spec/codecs/angle.md): bins, in one stream or two, and norms in columns of their own."""
+"""angle as tiles, dense arrangement (spec/codecs/angle.md): bins and norm codes are bit fields whose columns are brought together."""
 
-# Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -12,36 +10,33 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from .fields import load_per_token
-from .pairs import joined, look_up_words, pair_affine, pair_of_one, pair_power_of_two, pair_product, unit
-from .row_tiles import TOKENS, decode_rows, pairs_of, tiles_of
-from .rows import digit, digit_constants, load_rows, row_streams, rows_constants, two_digits, words_of_row
-from .tiles import WIDEST_DIGIT, Stream, Tiles
-from .tiles_angle import VALUES, factor, half, norm_line, table
+from .common_columns import bit_of_step, columns_together, places_of, steps_together, stream_constants, words_of_stream
+from .fields import load_planes
+from .tiles import Stream, Tiles, channels_of, plane_streams
+from .tiles_angle import VALUES, factor, load_range, pair, table
 
 if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """The loader of ``codec``, None where there are too many bins, or norms are not codes."""
-    if codec.norm == "fp32" or codec.bins > 1 << WIDEST_DIGIT:
-        return None
+    """The loader of ``codec``, None where bins or norms are no bit fields, or where their columns do not go together."""
     packings = codec.packings()
     every = tuple(packings.values())
-    half_range = codec.range == "fp16"
-    rows = (*rows_constants(every), 2 if half_range else 4)
-    streams = (
-        *(stream for name, packing in packings.items() for stream in row_streams(name, packing)),
-        Stream("range", 32, 1 if half_range else 2),
-    )
-    low_bits = packings["angle_low"].bases[0].bit_length() - 1 if "angle_low" in packings else 0
-    pairs, channels = tiles_of(pairs_of(codec.dim // VALUES, VALUES, codec.dim), VALUES)
+    columns = columns_together(every) if list(packings) == ["angle", "norm_codes"] else None
+    if columns is None:
+        return None
+    streams = tuple(stream for name, packing in packings.items() for stream in plane_streams(name, packing))
+    of_streams = stream_constants(every, columns)
+    half = codec.range == "fp16"
     constants = (
-        rows, digit_constants(every, 0), digit_constants(every, len(every) - 2), codec.norm_bits, int(codec.norm == "log"),
-        2 * words_of_row(rows), int(half_range), digit_constants(every, len(every) - 1), low_bits, pairs, codec.dim // VALUES,
+        *of_streams, *(packing.bases[0].bit_length() - 1 for packing in every), int(codec.norm == "log"), len(streams), int(half),
     )  # fmt: skip
-    return Tiles(load, decode, factor, constants, len(channels), channels, streams, table(codec), tokens=TOKENS)
+    streams = (*streams, Stream("range", 32, 1 if half else 2))
+    steps = steps_together(every, columns)
+    channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in steps for value in range(VALUES))
+    places = places_of(of_streams, columns)
+    return Tiles(load, decode, factor, constants, len(steps), channels, streams, table(codec), packings=every, places=places)
 
 
 @triton.jit
@@ -56,13 +51,12 @@ def load(
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The rows of bins, norm codes and ranges, then the ranges once more, a token each."""
-    ROWS: tl.constexpr = C[0]
-    RANGE: tl.constexpr = len(ROWS) - 1
-    raw = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
-    for word in tl.static_range(2 - C[6]):
-        raw = raw + (load_per_token(pointers[RANGE], first, token, valid, 2 - C[6], word, MASKED),)
-    return raw
+    """The planes of the bins, of the norm codes, and the ranges."""
+    BINS: tl.constexpr = C[0]
+    NORMS: tl.constexpr = C[1]
+    raw = load_planes(pointers, first, token, valid, BINS, MASKED, TURNED)
+    raw = raw + load_planes(pointers, first, token, valid, NORMS, MASKED, TURNED)
+    return raw + load_range(pointers[C[5]], first, token, valid, C, MASKED)
 
 
 @triton.jit
@@ -76,36 +70,19 @@ def decode(
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The coordinates of the pairs of ``STEP``, over the token's factor."""
-    ROWS: tl.constexpr = C[0]
-    PAIRS: tl.constexpr = C[9]
-    WARPS: tl.constexpr = raw[2 * words_of_row(ROWS)].shape[0]
-    return (decode_rows(raw, table, WARPS, ROWS, PAIRS, STEP, coordinates, C, SHARED, TURNED, FAST),)
+    """The two coordinates of the pairs of ``STEP``, over the token's factor."""
+    BINS: tl.constexpr = C[0]
+    NORMS: tl.constexpr = C[1]
+    # Where the table is shared, an index that begins at its bit of a place in bytes is not shifted.
+    AT: tl.constexpr = bit_of_places(C[2], SHARED, FAST)
+    bins = words_of_stream(raw, places, 0, BINS, STEP, AT, TURNED, FAST)
+    norms = words_of_stream(raw, places, 1, NORMS, STEP, 0, TURNED, FAST)
+    NORM: tl.constexpr = 16 * len(bins) + bit_of_step(NORMS, STEP, 0)
+    return pair(bins + norms, raw, table, bit_of_step(BINS, STEP, AT), NORM, C, SHARED, TURNED, FAST)
 
 
-@triton.jit
-def coordinates(
-    words: tl.tuple, table: tl.tensor, SYMBOL: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
-) -> tl.tuple:
-    """The cosine and the sine of one pair, times its norm."""
-    BINS: tl.constexpr = C[1]
-    HIGH_BINS: tl.constexpr = C[2]
-    NORMS: tl.constexpr = C[7]
-    UNIT: tl.constexpr = unit(2, SHARED, FAST)
-    LAST: tl.constexpr = C[5] // 2
-    place = digit(words, BINS, SYMBOL) * UNIT
-    if C[8]:
-        place = place + digit(words, HIGH_BINS, SYMBOL) * (UNIT << C[8])
-    if C[6]:
-        both = words[LAST - 1].to(tl.int32, bitcast=True)
-        step = half(both)
-        minimum = half(both >> 16)
-    else:
-        step = words[LAST - 2].to(tl.float32, bitcast=True)
-        minimum = words[LAST - 1].to(tl.float32, bitcast=True)
-    scale, centre = norm_line(step, minimum, C)
-    norms = pair_affine(two_digits(words, NORMS, SYMBOL, C[10]), pair_of_one(scale), pair_of_one(centre), C[3], FAST)
-    if C[4]:
-        norms = pair_power_of_two(norms, FAST)
-    norm = joined(norms, norms, SYMBOL % 2, SYMBOL % 2, FAST)
-    return (pair_product(look_up_words(place, table, 1, 2, 0, SHARED, FAST)[0], norm, FAST),)
+@triton.constexpr_function
+def bit_of_places(bits: int, shared: tuple[int, int, int], fast: bool) -> int:
+    """The bit of a word from which an index of ``bits`` counts whole entries, all copies of them, in bytes; 0 where it is too high."""
+    at = (2 * VALUES * shared[1]).bit_length() - 1 if fast and shared[1] else 0
+    return at if at + bits <= 16 else 0

@@ -19,7 +19,17 @@ from kvpack.formats.qjl import NORM, SIGNS
 
 from .fields import load_planes, position_of_step, whole_planes, words_of_step
 from .halves import load_factor, read_factor
-from .tiles import Stream, Tiles, distance, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
+from .tiles import (
+    Stream,
+    Tiles,
+    distance,
+    fields_side_by_side,
+    packing_constants,
+    plane_streams,
+    step_symbols,
+    takes_whole_words,
+    tile_width,
+)
 
 if TYPE_CHECKING:
     from kvpack.formats.qjl import Qjl
@@ -35,7 +45,7 @@ def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
     symbols = step_symbols(packing, apart)
     norm_bits = 16 if qjl.norm == "fp16" else 32
     constants = (
-        packing_constants(0, packing), len(tiles.streams), len(tiles.packings), fields_side_by_side(packing), apart, len(symbols),
+        packing_constants(0, packing), len(tiles.streams), len(tiles.place_columns) // 2, fields_side_by_side(packing), apart, len(symbols),
         len(planes), norm_bits, math.sqrt(math.pi / (2 * qjl.dim)),
     )  # fmt: skip
     return replace(
@@ -43,6 +53,7 @@ def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
         channels=(*tiles.channels, *(tuple(qjl.dim + symbol if symbol >= 0 else -1 for symbol in step) for step in symbols)),
         streams=(*tiles.streams, *planes, Stream(NORM, norm_bits, 1)),
         packings=(*tiles.packings, packing),
+        places=(*tiles.place_columns, packing.width, tile_width(packing)),
         signs=constants,
     )
 

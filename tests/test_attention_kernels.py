@@ -56,6 +56,8 @@ KEYS = {
     "angle": "angle:n=128,norm=linear8,arrangement=direct",
     "quaternion": "quaternion:s=24,r=3,arrangement=direct",
     "dense angle": "angle:n=128,norm=linear8",
+    "dense angle of wide bins": "angle:n=4096,norm=log4,range=fp32",
+    "dense angle, signs": "angle:n=128,qjl=fp16",
     "dense angle of two streams": "angle:n=24,norm=log3,range=fp32",
     "dense quaternion": "quaternion:s=24,r=3",
     "scalar 2, signs": "scalar:b=2,qjl=fp16",
@@ -330,6 +332,14 @@ def test_two_tokens_a_row(k: str, v: str) -> None:
     layer = Layer(random_side(k_codec, 1, (1, 160), 0, 1), random_side(v_codec, 1, (161,), 0, 2))
     assert any(loaders.paired_tiles_of(codec) for codec in (k_codec, v_codec))
     check(layer, 2)
+
+
+@on_kernels
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("recipe", ["angle:n=128", "angle:n=64,norm=log4", "angle:n=4096,norm=log4", "angle:n=16,norm=linear2,range=fp32"])
+def test_widths_of_dense_angle(recipe: str, dim: int) -> None:
+    codec, _ = codecs(recipe, recipe, (dim, dim))
+    check(Layer(random_side(codec, 1, (65,), 0, 1), random_side(codec, 1, (65,), 0, 2)), 3, q_len=3)
 
 
 @on_kernels

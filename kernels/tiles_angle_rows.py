@@ -1,0 +1,104 @@
+"""angle as tiles of rows of which a thread holds one (spec/codecs/angle.md): dense bins, in one stream or two, and norms in any columns."""
+
+# Triton compiles no conditional expressions of tensors.
+# ruff: noqa: SIM108
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+from triton import language as tl
+
+from .pairs import joined, look_up_words, pair_affine, pair_of_one, pair_power_of_two, pair_product, unit
+from .row_tiles import TOKENS, decode_rows, pairs_of, tiles_of
+from .rows import digit, digit_constants, load_rows, row_streams, rows_constants, two_digits, words_of_row
+from .tiles import WIDEST_DIGIT, Stream, Tiles
+from .tiles_angle import VALUES, factor, load_range, norm_line, table
+
+if TYPE_CHECKING:
+    from kvpack.formats.angle import Angle
+
+
+def tiles(codec: Angle) -> Tiles | None:
+    """The loader of ``codec``, None where there are too many bins, or norms are not codes."""
+    if codec.norm == "fp32" or codec.bins > 1 << WIDEST_DIGIT:
+        return None
+    packings = codec.packings()
+    every = tuple(packings.values())
+    half_range = codec.range == "fp16"
+    rows = (*rows_constants(every), 2 if half_range else 4)
+    streams = (
+        *(stream for name, packing in packings.items() for stream in row_streams(name, packing)),
+        Stream("range", 32, 1 if half_range else 2),
+    )
+    low_bits = packings["angle_low"].bases[0].bit_length() - 1 if "angle_low" in packings else 0
+    pairs, channels = tiles_of(pairs_of(codec.dim // VALUES, VALUES, codec.dim), VALUES)
+    constants = (
+        rows, digit_constants(every, 0), digit_constants(every, len(every) - 2), codec.norm_bits, int(codec.norm == "log"),
+        2 * words_of_row(rows), int(half_range), digit_constants(every, len(every) - 1), low_bits, pairs, codec.dim // VALUES,
+    )  # fmt: skip
+    return Tiles(load, decode, factor, constants, len(channels), channels, streams, table(codec), tokens=TOKENS)
+
+
+@triton.jit
+def load(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    C: tl.constexpr,
+    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The rows of bins, norm codes and ranges, then the ranges once more, a token each."""
+    ROWS: tl.constexpr = C[0]
+    RANGE: tl.constexpr = len(ROWS) - 1
+    raw = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
+    return raw + load_range(pointers[RANGE], first, token, valid, C, MASKED)
+
+
+@triton.jit
+def decode(
+    raw: tl.tuple,
+    places: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    C: tl.constexpr,
+    SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The coordinates of the pairs of ``STEP``, over the token's factor."""
+    ROWS: tl.constexpr = C[0]
+    PAIRS: tl.constexpr = C[9]
+    WARPS: tl.constexpr = raw[2 * words_of_row(ROWS)].shape[0]
+    return (decode_rows(raw, table, WARPS, ROWS, PAIRS, STEP, coordinates, C, SHARED, TURNED, FAST),)
+
+
+@triton.jit
+def coordinates(
+    words: tl.tuple, table: tl.tensor, SYMBOL: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
+    """The cosine and the sine of one pair, times its norm."""
+    BINS: tl.constexpr = C[1]
+    HIGH_BINS: tl.constexpr = C[2]
+    NORMS: tl.constexpr = C[7]
+    UNIT: tl.constexpr = unit(2, SHARED, FAST)
+    LAST: tl.constexpr = C[5] // 2
+    place = digit(words, BINS, SYMBOL) * UNIT
+    if C[8]:
+        place = place + digit(words, HIGH_BINS, SYMBOL) * (UNIT << C[8])
+    if C[6]:
+        line = norm_line((words[LAST - 1].to(tl.int32, bitcast=True),), C)
+    else:
+        line = norm_line((words[LAST - 2], words[LAST - 1]), C)
+    norms = pair_affine(two_digits(words, NORMS, SYMBOL, C[10]), pair_of_one(line[0]), pair_of_one(line[1]), C[3], FAST)
+    if C[4]:
+        norms = pair_power_of_two(norms, FAST)
+    norm = joined(norms, norms, SYMBOL % 2, SYMBOL % 2, FAST)
+    return (pair_product(look_up_words(place, table, 1, 2, 0, SHARED, FAST)[0], norm, FAST),)

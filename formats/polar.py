@@ -111,6 +111,11 @@ class Polar(Codec):
         return self.dim - sum(level.angles for level in self.levels)
 
     @property
+    def stream_levels(self) -> dict[str, tuple[Level, ...]]:
+        """The levels of each code stream."""
+        return _streams(self.levels)
+
+    @property
     def tables(self) -> tuple[tuple[bytes, ...], ...]:
         """The part of ``angle_table`` for every kind of pairs of every level; the first level has none."""
         return _tables(self.levels, self.angle_table)

@@ -1,7 +1,7 @@
 """The tile loader of each codec; one without a row here is decoded by torch before it is attended.
 
-Those are polar, whose angles multiply down a tree; angle with norms of 32 bits, of which every token's largest would be sought; and what
-has digits too wide for a table.
+Those are angle with norms of 32 bits, of which every token's largest would be sought; polar whose pairs are not all alike, of
+several radii of 32 bits, or of more dims than a compiler has patience for; and what has digits too wide for a table.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.formats.angle import Angle
 from kvpack.formats.group import Group
 from kvpack.formats.octahedral import Octahedral
+from kvpack.formats.polar import Polar
 from kvpack.formats.quaternion import Quaternion
 from kvpack.formats.raw import Raw
 from kvpack.formats.scalar import Scalar
@@ -26,6 +27,7 @@ from . import (
     tiles_octahedral,
     tiles_octahedral_dense,
     tiles_outliers,
+    tiles_polar,
     tiles_qjl,
     tiles_quaternion,
     tiles_quaternion_dense,
@@ -50,6 +52,7 @@ LOADERS: dict[type[Codec], Loader] = {
     Scalar: tiles_scalar.tiles,
     Octahedral: _of_arrangement(tiles_octahedral.tiles, tiles_octahedral_dense.tiles),
     Angle: _of_arrangement(tiles_angle.tiles, lambda codec: tiles_angle_dense.tiles(codec) or tiles_angle_rows.tiles(codec)),
+    Polar: tiles_polar.tiles,
     Quaternion: _of_arrangement(tiles_quaternion.tiles, tiles_quaternion_dense.tiles),
 }
 

@@ -77,7 +77,7 @@ def _joined_by_halves(values: tl.tuple) -> tl.tuple:
 
 
 @triton.jit
-def _tile_of_pairs(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def tile_of_pairs(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The tile of the pairs of both halves of the tokens: ``[warp, token, column]``, or turned, ``[warp, column, token]``."""
     columns = ()
     for number in tl.static_range(len(first)):
@@ -135,7 +135,7 @@ def decode_rows(
     ROW: tl.constexpr = words_of_row(ROWS)
     first = _pairs(words[:ROW], table, PAIRS, STEP, SYMBOL, C, SHARED, FAST)
     second = _pairs(words[ROW : 2 * ROW], table, PAIRS, STEP, SYMBOL, C, SHARED, FAST)
-    return _tile_of_pairs(first, second, WARPS, TURNED, FAST)
+    return tile_of_pairs(first, second, WARPS, TURNED, FAST)
 
 
 @triton.jit

@@ -335,6 +335,23 @@ def test_two_tokens_a_row(k: str, v: str) -> None:
 
 
 @on_kernels
+@pytest.mark.parametrize(
+    ("recipe", "dims"),
+    [
+        pytest.param("polar:b=4.2.2.2", (64, 64), id="levels of a radius for 16 channels"),
+        pytest.param("polar:b=4.3.2.2", (96, 32), id="no power of two"),
+        pytest.param("polar:b=2,norm=fp32", (64, 64), id="one radius of 32 bits"),
+        pytest.param("polar:b=8.4.2.2.2", (64, 32), id="a radius for a tile"),
+        pytest.param("polar:b=4", (128, 32), id="levels above a tile"),
+        pytest.param("polar:b=5.5", (128, 32), id="two levels"),
+    ],
+)
+def test_trees_of_radii(recipe: str, dims: tuple[int, int]) -> None:
+    k_codec, v_codec = codecs(recipe, recipe, dims)
+    check(Layer(random_side(k_codec, 1, (70,), 0, 1), random_side(v_codec, 1, (70,), 0, 2)), 1)
+
+
+@on_kernels
 @pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize("recipe", ["angle:n=128", "angle:n=64,norm=log4", "angle:n=4096,norm=log4", "angle:n=16,norm=linear2,range=fp32"])
 def test_widths_of_dense_angle(recipe: str, dim: int) -> None:
@@ -478,7 +495,8 @@ def test_no_word_reads_outside_a_table(family: str) -> None:
         pytest.param("kv=group:b=2,g=32,scales=u8", True, id="scales of 8 bits"),
         pytest.param("k=scalar:b=4;v=group:b=4", True, id="scalar"),
         pytest.param("octopus-3", True, id="dense octahedral"),
-        pytest.param("kv=polar:b=4.2.2.2", False, id="polar"),
+        pytest.param("kv=polar:b=4.2.2.2", True, id="polar"),
+        pytest.param("kv=polar:b=4.2.2.2,norm=fp32", False, id="polar of several radii of 32 bits"),
         pytest.param("kv=scalar:b=4,channel_scale=fp16", True, id="channel scales"),
         pytest.param("k=group:b=4,g=32,channel_order=u8,block_rotation=32,sinks=4;v=octahedral:b=3,sinks=2", True, id="raw tokens"),
         pytest.param("kv=group:b=4,g=32,axis=token,low_norm_tokens=1,channel_scale=fp32;tail=32", True, id="a raw token in the middle"),

@@ -62,10 +62,12 @@ def load_rows(
     """
     tokens = _by_halves(token)
     valids = _by_halves(valid)
+    ELEMENTS: tl.constexpr = ROWS[0] if ROWS[0] % 2 else ROWS[0] // 2
     words = ()
     for which in tl.static_range(2):
+        like = load_per_token(pointers[0], first, tokens[which], valids[which], ELEMENTS, 0, MASKED).to(tl.int32)
         for plane in tl.static_range(len(ROWS)):
-            words = words + _load_row(pointers[plane], first, tokens[which], valids[which], ROWS[plane], MASKED, FAST)
+            words = words + _load_row(pointers[plane], first, tokens[which], valids[which], like, ROWS[plane], MASKED, FAST)
     return words
 
 
@@ -79,21 +81,29 @@ def _by_halves(values: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def _load_row(
-    pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, HALVES: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
+    pointer: tl.tensor,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    like: tl.tensor,
+    HALVES: tl.constexpr,
+    MASKED: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> tl.tuple:
     words = ()
-    if HALVES % 2 == 0:
+    if FAST and (MASKED or HALVES % 2 == 0):
+        address = pointer.to(tl.int64) + first * (2 * HALVES) + token.to(tl.int64) * (2 * HALVES)
+        words = _loaded(address, like, valid, HALVES, MASKED)
+    elif HALVES % 2 == 0:
         for word in tl.static_range(HALVES // 2):
             words = words + (load_per_token(pointer, first, token, valid, HALVES // 2, word, MASKED).to(tl.uint32, bitcast=True),)
-    elif FAST and not MASKED:
+    elif FAST:
         # The aligned words that hold the row: it begins in the middle of one or not, and ends so as well.
         address = pointer.to(tl.int64) + first * (2 * HALVES)
         aligned = (address - (address & 2)).to(tl.pointer_type(tl.int32))
         half = token * HALVES + (address & 2).to(tl.int32) // 2
         shift = ((half & 1) * 16).to(tl.uint32)
-        loaded = ()
-        for word in tl.static_range(HALVES // 2 + 1):
-            loaded = loaded + (tl.load(aligned + (half // 2 + word)).to(tl.uint32, bitcast=True),)
+        loaded = _loaded((aligned + half // 2).to(tl.int64), like, valid, HALVES + 1, False)
         for word in tl.static_range(HALVES // 2):
             words = words + (_funnel(loaded[word], loaded[word + 1], shift),)
         words = words + (loaded[HALVES // 2] >> shift,)
@@ -104,6 +114,45 @@ def _load_row(
             words = words + (low.to(tl.uint32) | (high.to(tl.uint32) << 16),)
         last = load_per_token(pointer, first, token, valid, HALVES, HALVES - 1, MASKED)
         words = words + (last.to(tl.uint16, bitcast=True).to(tl.uint32),)
+    return words
+
+
+@triton.constexpr_function
+def _load(halves: int, masked: bool) -> str:
+    """The words of ``halves`` 16-bit words at an address, the last one cut if they are odd; where masked, zeros."""
+    count = (halves + 1) // 2
+    if not masked:
+        return "".join(f"ld.global.b32 ${word}, [${count} + {4 * word}];" for word in range(count))
+    text = f"{{ .reg .pred real; .reg .b16 low, high; setp.ne.b32 real, ${count + 2}, 0;"
+    for word in range(count):
+        if halves % 2:
+            text += f"mov.b16 low, 0; mov.b16 high, 0; @real ld.global.b16 low, [${count} + {4 * word}];"
+            text += f"@real ld.global.b16 high, [${count} + {4 * word + 2}];" if 2 * word + 1 < halves else ""
+            text += f"mov.b32 ${word}, {{low, high}};"
+        else:
+            text += f"mov.b32 ${word}, 0; @real ld.global.b32 ${word}, [${count} + {4 * word}];"
+    return text + "}"
+
+
+@triton.constexpr_function
+def _registers(words: int, masked: bool) -> str:
+    return ",".join(["=&r"] * words + (["l", "r", "r"] if masked else ["l", "r"]))
+
+
+@triton.jit
+def _loaded(address: tl.tensor, like: tl.tensor, valid: tl.tensor, HALVES: tl.constexpr, MASKED: tl.constexpr) -> tl.tuple:
+    """Loads that the compiler does not see: each costs it seconds, for it follows what is loaded to all its uses.
+
+    They are laid out as ``like``, which it sees loaded.
+    """
+    WORDS: tl.constexpr = (HALVES + 1) // 2
+    ASSEMBLY: tl.constexpr = _load(HALVES, MASKED)
+    REGISTERS: tl.constexpr = _registers(WORDS, MASKED)
+    TYPES: tl.constexpr = (tl.uint32,) * WORDS
+    if MASKED:
+        words = tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, [address, like, valid.to(tl.int32)], dtype=TYPES, is_pure=True, pack=1)
+    else:
+        words = tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, [address, like], dtype=TYPES, is_pure=True, pack=1)
     return words
 
 

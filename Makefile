@@ -40,7 +40,7 @@ roundtrip: $(INSTALLED)
 	$(BIN)/python fuzz/roundtrip.py --seconds $(or $(SECONDS),60)
 
 # The kernels compiled, on a machine with a CUDA device: most of the time goes to compiling, so in many processes.
-GPU_TESTS = $(wildcard tests/test_*kernels*.py) tests/test_cuda.py
+GPU_TESTS = $(wildcard tests/test_*kernels*.py) tests/test_attention_side_cars.py tests/test_cuda.py
 
 gpu-test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses auto --dist worksteal -k "not in_the_interpreter" $(GPU_TESTS)

@@ -68,6 +68,9 @@ RECIPES = (
     "octopus-3",
     "kv=angle:n=128",
     "kv=quaternion:s=24,r=3",
+    "kv=polar:b=3",
+    "polarquant-3",
+    "octopus-qjl-3",
 )
 SWEEP = Shape(1, 32, 8, 128, 0)
 SWEEP_TOKENS = tuple(1 << power for power in range(10, 19))

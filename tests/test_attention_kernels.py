@@ -7,10 +7,7 @@ chosen it; there the tests of kernels run on the CPU. Without that choice they n
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +22,7 @@ from kvpack.formats.side_cars import WithSideCars
 from kvpack.recipes import parse_recipe
 
 from caches import random_pairs  # isort: skip
+from interpreter import run_interpreted  # isort: skip
 from strategies import poisoned  # isort: skip
 
 if TYPE_CHECKING:
@@ -89,14 +87,7 @@ VALUES = {
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 @pytest.mark.skipif(not dispatch.triton_installed(), reason="Triton is not installed")
 def test_in_the_interpreter() -> None:
-    if tuple(map(int, version("triton").split(".")[:2])) < (3, 7):
-        pytest.skip("loops over loaded bounds fail in the interpreter of Triton below 3.7 with NumPy 2.4")
-    command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", __file__]
-    # Not a worker of this run, if that has several processes.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    run = subprocess.run(command, env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
+    run_interpreted(__file__, loops_over_loaded_bounds=True)
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.metadata import version
-
 import pytest
 import torch
 
@@ -17,6 +12,7 @@ from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
 
 from caches import random_pairs  # isort: skip
+from interpreter import run_interpreted  # isort: skip
 from test_attention_kernels import DEVICE, INTERPRETED, TOLERANCE, check, codecs, exact, on_kernels, random_side  # isort: skip
 
 SIDE_CARS = {
@@ -37,13 +33,7 @@ CODECS = {
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 @pytest.mark.skipif(not dispatch.triton_installed(), reason="Triton is not installed")
 def test_in_the_interpreter() -> None:
-    if tuple(map(int, version("triton").split(".")[:2])) < (3, 7):
-        pytest.skip("loops over loaded bounds fail in the interpreter of Triton below 3.7 with NumPy 2.4")
-    command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", __file__]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    run = subprocess.run(command, env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
+    run_interpreted(__file__, loops_over_loaded_bounds=True)
 
 
 @on_kernels

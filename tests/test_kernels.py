@@ -7,8 +7,6 @@ chosen it; there the tests of kernels run on the CPU. Without that choice they n
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +23,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidShape
 from kvpack.formats.group import AXES, SIZES, TOKEN_SCALES, Group
 
 from caches import random_pairs  # isort: skip
+from interpreter import run_interpreted  # isort: skip
 from strategies import create, packings, poisoned  # isort: skip
 from vector_checks import DECODED, check_values, unpacked  # isort: skip
 
@@ -40,12 +39,7 @@ on_kernels = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 @pytest.mark.skipif(not dispatch.triton_installed(), reason="Triton is not installed")
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", __file__]
-    # Not a worker of this run, if that has several processes.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    run = subprocess.run(command, env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
+    run_interpreted(__file__, loops_over_loaded_bounds=False)
 
 
 @pytest.fixture

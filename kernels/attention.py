@@ -16,7 +16,7 @@ import torch
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.side_cars import WithSideCars
 
-from . import device_tables, loaders, merge, plan, rotation, runs, shared_table, split
+from . import device_tables, merge, plan, rotation, runs, shared_table, split
 
 if TYPE_CHECKING:
     from kvpack.cache import Layer
@@ -49,7 +49,7 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
     assert v is not None
     if not q.device == k.device == v.device or q.shape[1] // k.heads * q.shape[2] > MOST_ROWS * MOST_ROW_BLOCKS:
         return False
-    return all(run.exact and loaders.tiles_of(run.codec) is not None for side in (k, v) for run in runs.of_side(side))
+    return runs.of_side(k).supported and runs.of_side(v).supported
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +122,7 @@ def prepare(
     elif sliding_window:
         # Each sequence has a window of its own: its tokens are masked.
         whole = end, end
-    pairs = rows <= MOST_PAIRED_ROWS and not any(run.has_outliers for side in (k, v) for run in runs.of_side(side))
+    pairs = rows <= MOST_PAIRED_ROWS and not (runs.of_side(k).outliers or runs.of_side(v).outliers)
     launches = plan.launches(k, v, layer, begin, end, whole, blocks, pairs)
     # Before the query's kernels: what begins as those end may read it.
     if sink_logits is not None:

@@ -31,18 +31,18 @@ LEAST_NORM = 2.0**-20
 _entries: WeakKeyDictionary[Page, dict[tuple[int, int], Mapping[str, torch.Tensor] | None]] = WeakKeyDictionary()
 
 
-def of_tokens(page: Page, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
+def of_page(page: Page, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
     """The streams of ``tiles_outliers`` but for its columns, of tokens ``[start, stop)``; kept with the page.
 
     There are none where no chunk is flagged. None where they would be inexact: no writer makes that.
     """
     kept = _entries.setdefault(page, {})
     if (start, stop) not in kept:
-        kept[start, stop] = _of_tokens(page, start, stop)
+        kept[start, stop] = _of_page(page, start, stop)
     return kept[start, stop]
 
 
-def _of_tokens(page: Page, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
+def _of_page(page: Page, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
     codec = page.codec
     assert isinstance(codec, WithSideCars)
     assert codec.outliers is not None

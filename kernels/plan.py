@@ -142,7 +142,7 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
 
 def _launches(k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, pairs: bool, fast: bool) -> list[Launch]:
     groups: dict[tuple[runs.Frame, runs.Frame], list[runs.Segment]] = {}
-    for segment in runs.segments(runs.of_side(k), runs.of_side(v), begin, end):
+    for segment in runs.segments(runs.of_side(k).runs, runs.of_side(v).runs, begin, end):
         groups.setdefault((segment.k.frame, segment.v.frame), []).append(segment)
     # Partial results of one frame of the values lie side by side.
     frames = list(dict.fromkeys(v for _, v in groups))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from .halves import load_factor
+from .halves import load_factor, read_factor
 from .pairs import joined
 from .rows import load_rows, words_of_row
 
@@ -118,11 +118,15 @@ def load_rows_and_factor(
 
 
 @triton.jit
+def factor_beside_rows(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The factor that ``load_rows_and_factor`` loaded."""
+    return read_factor(raw, 2 * words_of_row(C[0]), C[6], FAST)
+
+
+@triton.jit
 def decode_rows(
-    words: tl.tuple,
+    raw: tl.tuple,
     table: tl.tensor,
-    WARPS: tl.constexpr,
-    ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     STEP: tl.constexpr,
     SYMBOL: tl.constexpr,
@@ -132,9 +136,10 @@ def decode_rows(
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """The tile of ``STEP``; ``SYMBOL(words, table, symbol, C, SHARED, FAST)`` gives the pairs of values of one symbol."""
-    ROW: tl.constexpr = words_of_row(ROWS)
-    first = _pairs(words[:ROW], table, PAIRS, STEP, SYMBOL, C, SHARED, FAST)
-    second = _pairs(words[ROW : 2 * ROW], table, PAIRS, STEP, SYMBOL, C, SHARED, FAST)
+    ROW: tl.constexpr = words_of_row(C[0])
+    WARPS: tl.constexpr = raw[2 * ROW].shape[0]
+    first = _pairs(raw[:ROW], table, PAIRS, STEP, SYMBOL, C, SHARED, FAST)
+    second = _pairs(raw[ROW : 2 * ROW], table, PAIRS, STEP, SYMBOL, C, SHARED, FAST)
     return tile_of_pairs(first, second, WARPS, TURNED, FAST)
 
 

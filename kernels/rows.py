@@ -234,7 +234,7 @@ def _twos(base: int) -> int:
 def first_of_upper(packing: tuple[int, ...]) -> int:
     """The fewest fields of a column of more than 32 bits that leave at most 32 above them, without the twos of their bases; 0: none."""
     _, column_bytes, _, base, _ = packing
-    twos = (base & -base).bit_length() - 1
+    twos = _twos(base)
     if column_bytes <= 4 or not twos:
         return 0
     first = -(-(8 * column_bytes - 32) // twos)

@@ -28,7 +28,7 @@ RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp3
 RAW_TOKENS, MOST_RAW_TOKENS = 64, 4096
 """Tokens that are decoded together where one of them is raw, and of a page at most (or a sixteenth of it)."""
 
-_runs: WeakKeyDictionary[Side, list[Run]] = WeakKeyDictionary()
+_runs: WeakKeyDictionary[Side, SideRuns] = WeakKeyDictionary()
 
 
 class Run(NamedTuple):
@@ -47,10 +47,16 @@ class Run(NamedTuple):
         """What queries and sums of values go through."""
         return Frame(self.codec, self.page)
 
-    @property
-    def has_outliers(self) -> bool:
-        """Whether a loader takes outliers of it."""
-        return isinstance(self.codec, WithSideCars) and self.codec.outliers is not None
+
+class SideRuns(NamedTuple):
+    """The runs of a side, and what every call asks of all of them: kept, for there may be hundreds.
+
+    ``supported``: each has a tile loader that is exact enough. ``outliers``: some loader takes outliers.
+    """
+
+    runs: list[Run]
+    supported: bool
+    outliers: bool
 
 
 class Frame(NamedTuple):
@@ -69,7 +75,7 @@ class Segment(NamedTuple):
     v: Run
 
 
-def of_side(side: Side) -> list[Run]:
+def of_side(side: Side) -> SideRuns:
     """The pages of ``side`` and its tail, which is a run of raw values; kept with the side."""
     if side not in _runs:
         found, first = [], 0
@@ -78,7 +84,9 @@ def of_side(side: Side) -> list[Run]:
             first += page.tokens
         if side.tail.shape[2]:
             found.append(Run(Raw(side.dim, RAW_DTYPES[side.tail.dtype]), first, side.tail.shape[2], {"values": side.tail}))
-        _runs[side] = found
+        supported = all(run.exact and loaders.tiles_of(run.codec) is not None for run in found)
+        outliers = any(isinstance(run.codec, WithSideCars) and run.codec.outliers is not None for run in found)
+        _runs[side] = SideRuns(found, supported, outliers)
     return _runs[side]
 
 
@@ -112,7 +120,7 @@ def _part(page: Page, first: int, start: int, stop: int, frame: Page | None) -> 
     tiles = loaders.tiles_of(run.codec)
     outliers: Mapping[str, torch.Tensor] = {}
     if page.codec.outliers is not None and tiles is not None:
-        found = outlier_entries.of_tokens(page, start, stop)
+        found = outlier_entries.of_page(page, start, stop)
         if found is None:
             return run._replace(exact=False)
         if found:

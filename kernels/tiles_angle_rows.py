@@ -74,10 +74,8 @@ def decode(
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The coordinates of the pairs of ``STEP``, over the token's factor."""
-    ROWS: tl.constexpr = C[0]
     PAIRS: tl.constexpr = C[9]
-    WARPS: tl.constexpr = raw[2 * words_of_row(ROWS)].shape[0]
-    return (decode_rows(raw, table, WARPS, ROWS, PAIRS, STEP, coordinates, C, SHARED, TURNED, FAST),)
+    return (decode_rows(raw, table, PAIRS, STEP, coordinates, C, SHARED, TURNED, FAST),)
 
 
 @triton.jit

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from .halves import read_factor
 from .pairs import look_up_repeated, look_up_words, pair_negated, pair_product, unit
 from .register_table import MOST_BITS, select_of_four, table_of_bytes
-from .row_tiles import TOKENS, decode_rows, load_rows_and_factor, pairs_of, tiles_of
-from .rows import bits_of_column, digit, digit_constants, row_streams, rows_constants, words_of_row
+from .row_tiles import TOKENS, decode_rows, factor_beside_rows, load_rows_and_factor, pairs_of, tiles_of
+from .rows import bits_of_column, digit, digit_constants, row_streams, rows_constants
 from .tiles import WIDEST_DIGIT, Stream, Tiles
 from .tiles_octahedral import VALUES, table
 
@@ -50,7 +49,7 @@ def tiles(codec: Octahedral) -> Tiles | None:
     return Tiles(
         load_rows_and_factor,
         decode,
-        factor,
+        factor_beside_rows,
         constants,
         len(channels),
         channels,
@@ -73,10 +72,8 @@ def decode(
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The coordinates of the triplets of ``STEP``, within a unit vector."""
-    ROWS: tl.constexpr = C[0]
     PAIRS: tl.constexpr = C[7]
-    WARPS: tl.constexpr = raw[2 * words_of_row(ROWS)].shape[0]
-    return (decode_rows(raw, table, WARPS, ROWS, PAIRS, STEP, coordinates, C, SHARED, TURNED, FAST),)
+    return (decode_rows(raw, table, PAIRS, STEP, coordinates, C, SHARED, TURNED, FAST),)
 
 
 @triton.jit
@@ -109,10 +106,3 @@ def coordinates(
             xy = pair_product(xy, norm, FAST)
             z = pair_product(z, norm, FAST)
     return xy, z
-
-
-@triton.jit
-def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The norm."""
-    ROWS: tl.constexpr = C[0]
-    return read_factor(raw, 2 * words_of_row(ROWS), C[6], FAST)

@@ -12,10 +12,9 @@ import torch
 import triton
 from triton import language as tl
 
-from .halves import read_factor
 from .pairs import joined, look_up_words, pair_of_codes, pair_product, unit
-from .row_tiles import TOKENS, decode_rows, load_rows_and_factor, pairs_of, tiles_of
-from .rows import digit, digit_constants, row_streams, rows_constants, two_digits, words_of_row
+from .row_tiles import TOKENS, decode_rows, factor_beside_rows, load_rows_and_factor, pairs_of, tiles_of
+from .rows import digit, digit_constants, row_streams, rows_constants, two_digits
 from .tiles import WIDEST_DIGIT, Stream, Tiles
 from .tiles_quaternion import VALUES
 
@@ -64,10 +63,8 @@ def decode(
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The components of the chunks of ``STEP``: unit quaternions times radius codes."""
-    ROWS: tl.constexpr = C[0]
     PAIRS: tl.constexpr = C[7]
-    WARPS: tl.constexpr = raw[2 * words_of_row(ROWS)].shape[0]
-    return (decode_rows(raw, table, WARPS, ROWS, PAIRS, STEP, components, C, SHARED, TURNED, FAST),)
+    return (decode_rows(raw, table, PAIRS, STEP, components, C, SHARED, TURNED, FAST),)
 
 
 @triton.jit
@@ -91,5 +88,4 @@ def components(
 @triton.jit
 def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The scale over the largest radius code."""
-    ROWS: tl.constexpr = C[0]
-    return read_factor(raw, 2 * words_of_row(ROWS), C[6], FAST) * (1.0 / ((1 << C[5]) - 1))
+    return factor_beside_rows(raw, C, FAST) * (1.0 / ((1 << C[5]) - 1))

@@ -51,9 +51,7 @@ class Qjl:
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         """The planes of ``qjl_signs``, and ``qjl_norm``."""
-        planes = {
-            f"{SIGNS}.{plane}": Layout("U16", (batch, heads, tokens, words)) for plane, words in enumerate(self.packing.planes)
-        }
+        planes = {f"{SIGNS}.{plane}": Layout("U16", (batch, heads, tokens, words)) for plane, words in enumerate(self.packing.planes)}
         return planes | {NORM: Layout(NORMS[self.norm], (batch, heads, tokens))}
 
     def encode(self, residual: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -135,12 +135,10 @@ def read_factors(raw: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, PAIRED: tl
 
 @triton.jit
 def scale_and_centre(pair: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """The binary16 halves (scale, centre + scale / 2) of int32 pairs (scale, centre): what ``affine`` takes."""
+    """The binary16 halves of int32 pairs (scale, centre): what ``affine`` takes."""
     if FAST:
         scale, centre = tl.inline_asm_elementwise(
-            """{ .reg .b32 half;
-            prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;
-            mov.b32 half, 0x38003800; fma.rn.f16x2 $1, $0, half, $1; }""",
+            "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
             "=&r,=&r,r,r",
             [pair],
             dtype=(tl.float16, tl.float16),
@@ -150,25 +148,40 @@ def scale_and_centre(pair: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
     else:
         scale = (pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
         centre = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-        centre = (scale.to(tl.float32) * 0.5 + centre.to(tl.float32)).to(tl.float16)
     return scale, centre
+
+
+FRACTION_BITS = 10
+"""Of a binary16."""
+
+
+@triton.constexpr_function
+def middle_code(bits: int) -> float:
+    """Of all codes of ``bits`` bits."""
+    return ((1 << bits) - 1) / 2
+
+
+@triton.constexpr_function
+def binary16_bits(value: float) -> int:
+    """The bits of a binary16."""
+    import struct
+
+    return int.from_bytes(struct.pack("<e", value), "little")
 
 
 @triton.constexpr_function
 def _affine(position: int, bits: int) -> str:
-    """(code - 2^(bits - 1)) * scale + centre on two words: the code becomes the low end of a binary16's fraction."""
-    shift = 0
-    if position + bits > 10:
-        # The same shift for as many fields as can share it: the assembler then does it once.
-        shift = min(position, 10 // bits * bits)
-        shift = shift if position - shift + bits <= 10 else position
+    """(code - middle code) * scale + centre on two words: the code becomes bits of a binary16's fraction that leave one for the half."""
+    most = FRACTION_BITS - 1
+    # The same shift for as many fields as can share it: the assembler then does it once.
+    shift = position // (most // bits * bits) * (most // bits * bits) - 1
+    if position - shift + bits > FRACTION_BITS:
+        shift = position - 1
     position -= shift
-    exponent, one = 25 - position, 1 << (10 - position)
-    import struct
-
-    bias = int.from_bytes(struct.pack("<e", float(one + (1 << bits - 1))), "little")
+    exponent, one = 25 - position, 1 << (FRACTION_BITS - position)
+    bias = binary16_bits(one + middle_code(bits))
     mask = ((1 << bits) - 1 << position) * 0x10001
-    word = f"shr.b32 a, $1, {shift};" if shift else "mov.b32 a, $1;"
+    word = f"shr.b32 a, $1, {shift};" if shift > 0 else f"shl.b32 a, $1, {-shift};"
     return f"""{{ .reg .b32 a, b;
         {word} lop3.b32 a, a, {mask}, {(exponent << 10) * 0x10001}, 0xEA;
         mov.b32 b, {bias * 0x10001}; sub.f16x2 a, a, b;
@@ -179,14 +192,14 @@ def _affine(position: int, bits: int) -> str:
 def affine(
     word: tl.tensor, scale: tl.tensor, centre: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """(code - 2^(BITS - 1)) * scale + centre in binary16; ``scale`` and ``centre`` are binary16 that broadcast to ``word``."""
+    """(code - the middle code) * scale + centre in binary16; ``scale`` and ``centre`` are binary16 that broadcast to ``word``."""
     if FAST:
         value = tl.inline_asm_elementwise(
             _affine(POSITION, BITS), "=r,r,r,r", [word, scale, centre], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
         code = (word >> POSITION) & ((1 << BITS) - 1)
-        value = (code.to(tl.float16) - float(1 << (BITS - 1))) * scale + centre
+        value = (code.to(tl.float16) - middle_code(BITS)) * scale + centre
     return value
 
 

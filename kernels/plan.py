@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvpack.cache import Layer, Side
     from kvpack.formats.base import Codec
 
-    from .tiles import Tiles
+    from .tiles import Stream, Tiles
 
 VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 
@@ -36,7 +36,7 @@ FEW_TILES = 4
 """Of a side: above it registers, not shared memory, bound what a multiprocessor holds."""
 
 FEW_BYTES, MANY_TOKENS = 64, 6000
-"""Bytes of codes a token, and tokens a multiprocessor, up to which and from which more and smaller programs are faster."""
+"""Bytes of codes a token, and tokens a multiprocessor, up to which and from which more tokens at once are faster."""
 
 MASKED_TILES = 3
 """Whole tiles that take as long as what a masked one takes more: it is not fetched ahead of time, nor is its code."""
@@ -164,7 +164,8 @@ def _launch(
     k_tiles, v_tiles = _loaders(k.codec, v.codec, pairs)
     table_bytes, tables, places = device_tables.of_sides(k_tiles, v_tiles, device, fast)
     tokens = sum(segment.tokens for segment in segments)
-    shape = _shape(k_tiles, v_tiles, table_bytes[0], tokens * sequences // _multiprocessors(device), fast)
+    aligned = math.gcd(*(segment.first - run.first for segment in segments for run in (segment.k, segment.v)))
+    shape = _shape(k_tiles, v_tiles, table_bytes[0], tokens * sequences // _multiprocessors(device), aligned, fast)
     tile = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.paired or v_tiles.paired else 1)
     programs = max(1, _multiprocessors(device) * shape.programs // sequences)
     rows: list[list[int]] = []
@@ -229,8 +230,8 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_MULTIPROCESSORS
 
 
-def _shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, fast: bool) -> Shape:
-    """What was fastest on an H200 for tables of ``table_bytes`` and ``tokens`` a multiprocessor.
+def _shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fast: bool) -> Shape:
+    """What was fastest on an H200 for tables of ``table_bytes`` and ``tokens`` a multiprocessor; ``aligned`` divides all first rows.
 
     Tried were one to eight warps, tiles of 16 and 32 tokens, one or two of them, two to four stages, and 96 to 255 registers;
     for rows of which a thread holds one, whose loads lose by stages, one to four warps and 168 or more registers.
@@ -240,9 +241,10 @@ def _shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, fast: bool) -> Sha
     # Tokens that share a row of a tile count as one, of as many bytes.
     together = 2 if k.paired or v.paired else 1
     tokens //= together
-    token_bytes = together * sum(stream.row * stream.bits // 8 for stream in (*k.streams, *v.streams))
+    token_bytes = together * sum(_bytes(stream, aligned) for stream in (*k.streams, *v.streams))
     code_bytes = together * 2 * sum(sum(packing.planes) for packing in (*k.packings, *v.packings))
     tables = [tiles.table for tiles in (k, v) if tiles.table is not None]
+    most_tokens = min(k.most_tokens, v.most_tokens)
     small = Shape(1, 1, 32, 3, 8)
     many_tiles = len(tables) == 2 and min(len(k.channels), len(v.channels)) > FEW_TILES
     if max(k.tokens, v.tokens) > small.tokens:
@@ -255,13 +257,20 @@ def _shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, fast: bool) -> Sha
     elif table_bytes and small.programs * (table_bytes + small.stages * small.tokens * token_bytes) > SHARED_BYTES:
         # Programs share a table's copies among their warps.
         shape = Shape(2, 1, 32, 3, 4)
+    elif table_bytes == 0 and together == 1 and most_tokens > small.tokens and aligned % most_tokens == 0 and tokens >= MANY_TOKENS:
+        shape = small._replace(tokens=most_tokens)
     elif table_bytes == 0 and code_bytes <= FEW_BYTES and tokens >= MANY_TOKENS:
-        # 160 registers are the most of three warps a scheduler.
-        shape = small._replace(programs=12, registers=160)
+        shape = small._replace(tiles=2)
     else:
         shape = small
     tile_bytes = shape.warps * shape.tiles * shape.tokens * token_bytes
     return shape._replace(stages=max(1, min(shape.stages, MOST_BYTES_IN_FLIGHT // tile_bytes)))
+
+
+def _bytes(stream: Stream, aligned: int) -> int:
+    """Of a token in a tile of 32 or more, which holds one row of what all its tokens share, or one for each."""
+    shared = aligned % stream.tokens == 0 and stream.tokens % 32 == 0
+    return stream.row * stream.bits // (8 * stream.tokens if shared else 8)
 
 
 def _addresses(run: runs.Run, tiles: Tiles, held: list[torch.Tensor]) -> list[int]:

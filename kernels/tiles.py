@@ -34,11 +34,15 @@ WIDEST_DIGIT = 14
 
 @dataclass(frozen=True)
 class Stream:
-    """A stored stream as a loader reads it: elements of ``bits`` (16 or 32; a pair of binary16 is one of 32), ``row`` of them a row."""
+    """A stored stream as a loader reads it: elements of ``bits`` (16 or 32; a pair of binary16 is one of 32), ``row`` of them a row.
+
+    A row is of ``tokens`` tokens.
+    """
 
     name: str
     bits: int
     row: int
+    tokens: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +68,8 @@ class Tiles:
     """That a warp decodes at once, where it is not one by one (``split`` without inline PTX)."""
     whole_groups: int = 1
     """Tokens: a tile that begins at a multiple of them, and is no longer, lies in one token group."""
+    most_tokens: int = 32
+    """Of a warp's tile: more where its tokens share scales, or have few each, which registers then hold."""
     packings: tuple[Columns, ...] = ()
     """Of the code streams that ``decode`` calls by number."""
     places: tuple[int, ...] = ()

@@ -21,7 +21,7 @@ from kvpack.formats.columns import next_power_of_two
 
 from .axes import of_tokens
 from .fields import load_per_token, load_planes, whole_planes, words_of_step
-from .halves import affine_bits, power_of_two, product
+from .halves import affine_bits, binary16_bits, middle_code, power_of_two, product
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 
@@ -133,13 +133,12 @@ def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def norm_line(words: tl.tuple, C: tl.constexpr) -> tl.tuple:
-    """(scale, centre) of a norm, or its logarithm, over the token's factor: (code - middle code) * scale + centre, float32.
+def norm_line(words: tl.tuple, MIDDLE: tl.constexpr, C: tl.constexpr) -> tl.tuple:
+    """(scale, centre) of a norm, or its logarithm, over the token's factor: (code - ``MIDDLE``) * scale + centre, float32.
 
     ``words`` are the token's range.
     """
     step, minimum = _range(words)
-    MIDDLE: tl.constexpr = 1 << (C[3] - 1)
     LARGEST: tl.constexpr = (1 << C[3]) - 1
     if C[4]:
         scale = step
@@ -154,7 +153,7 @@ def norm_line(words: tl.tuple, C: tl.constexpr) -> tl.tuple:
 @triton.constexpr_function
 def _line(bits: int) -> str:
     """``norm_line`` of two ranges of binary16: exponents are found as ``_exponent`` does, in place, where they compare as binary16 do."""
-    middle = (14 + bits) << 10
+    middle = binary16_bits(middle_code(bits))
     return f"""{{ .reg .b32 step, minimum, high, low, bound;
         prmt.b32 step, $2, $3, 0x5410; prmt.b32 minimum, $2, $3, 0x7632;
         and.b32 high, step, 0x7C007C00; and.b32 low, minimum, 0x7C007C00;
@@ -172,7 +171,7 @@ def _norm_line_halves(words: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> t
             _line(C[3]), "=&r,=&r,r,r", [words[0]], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     else:
-        scale, centre = norm_line(words, C)
+        scale, centre = norm_line(words, middle_code(C[3]), C)
         scale = scale.to(tl.float16)
         centre = centre.to(tl.float16)
     return scale, centre

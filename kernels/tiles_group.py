@@ -20,6 +20,9 @@ from .tiles import Stream, Tiles, distance, fields_side_by_side, packing_constan
 if TYPE_CHECKING:
     from kvpack.formats.group import Group
 
+MANY_TOKENS = 64
+"""Of a tile whose pairs of scale and centre are few."""
+
 ALONG_TOKENS, ALONG_CHANNELS, EACH_VALUE = range(3)
 """Which pairs of scale and centre a tile needs: one a column, one a token, or one a value."""
 
@@ -38,7 +41,7 @@ def tiles(codec: Group, paired: int = 0) -> Tiles | None:
     span = packing.width * fields_side_by_side(packing, paired)
     one_a_token = not along_tokens and (codec.size % span == 0 or pairs_a_row == 1)
     kind = ALONG_TOKENS if along_tokens else ALONG_CHANNELS if one_a_token else EACH_VALUE
-    streams = (*planes, Stream("scales", 32, pairs_a_row))
+    streams = (*planes, Stream("scales", 32, pairs_a_row, codec.size if along_tokens else 1))
     scale_bits = {"none": 0, "fp16": 16, "fp32": 32}[codec.token_scale]
     if scale_bits:
         streams = (*streams, Stream("token_scale", scale_bits, 1))
@@ -55,6 +58,7 @@ def tiles(codec: Group, paired: int = 0) -> Tiles | None:
         symbols,
         streams,
         whole_groups=codec.size if along_tokens else 1,
+        most_tokens=32 if kind == EACH_VALUE or (along_tokens and codec.size % MANY_TOKENS) else MANY_TOKENS,
         packings=(packing,),
         paired=paired,
     )

@@ -167,9 +167,7 @@ def add_sizes() -> None:
     # Blocks of no content, so that the ratio is within its limit.
     many = [*[raw(b"")] * 11000, *[repeated(0, 2**17)] * 64, repeated(0, 4096)]
     shows = "a frame with the Single_Segment_flag and 4 KiB more of content than the largest window"
-    add(
-        "zstd-window-of-one-segment", "container-26", "InvalidPayload", shows, lambda: of_frame(joined(size, *many), size, 1024)
-    )
+    add("zstd-window-of-one-segment", "container-26", "InvalidPayload", shows, lambda: of_frame(joined(size, *many), size, 1024))
 
 
 def add_refused() -> None:

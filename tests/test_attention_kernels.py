@@ -547,6 +547,23 @@ def test_many_programs(k: str) -> None:
     check(Layer(random_side(k_codec, 2, (40_000,), 17, 1), random_side(v_codec, 2, (40_000,), 17, 2)), 8)
 
 
+@on_kernels
+@pytest.mark.parametrize("begin", [0, 33], ids=["aligned", "inside a token group"])
+def test_tiles_of_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a group of tokens shares is loaded once a tile of 64 tokens, if the tiles lie in groups."""
+    from kvpack.kernels import plan
+
+    monkeypatch.setattr(plan, "MANY_TOKENS", 0)
+    if INTERPRETED:
+        monkeypatch.setattr(plan, "_shape", lambda *_: plan.Shape(1, 1, 64, 1, 2))
+    k_codec, v_codec = codecs("group:b=2,g=64,axis=token", "group:b=2,g=128,axis=channel,token_scale=fp16", (32, 128))
+    k, v = random_side(k_codec, 1, (420,), 5, 1), random_side(v_codec, 1, (begin, 420 - begin) if begin else (420,), 5, 2)
+    check(Layer(k, v), 2)
+    if not INTERPRETED:
+        launches = plan.launches(k.to(DEVICE), v.to(DEVICE), Layer(k, v), 0, 420, (0, 420), 1, pairs=False)
+        assert {launch.shape.tokens for launch in launches} == ({32} if begin else {64})
+
+
 @on_cuda
 def test_in_a_cuda_graph() -> None:
     layer = kvpack.pack(random_pairs(1, 5000, dims=(64, 64)), "k=scalar:b=4;v=group:b=4;tail=128").to(DEVICE)[0]

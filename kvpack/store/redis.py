@@ -49,9 +49,7 @@ class Redis:
     private = False
     puts_at_once = 1
 
-    def __init__(
-        self, url: str, counters: Counters, *, max_bytes: int | None = None, ttl: int | None = None, timeout: float = 1.0
-    ) -> None:
+    def __init__(self, url: str, counters: Counters, *, max_bytes: int | None = None, ttl: int | None = None, timeout: float = 1.0) -> None:
         try:
             import redis
             from redis.backoff import NoBackoff

@@ -54,6 +54,22 @@ def of_pairs(value: tl.tensor, WIDTH: tl.constexpr, TURNED: tl.constexpr) -> tl.
 
 
 @triton.jit
+def copied(value: tl.tensor, COPIES: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+    """A tile whose columns repeat those of ``value``."""
+    if COPIES > 1:
+        WARPS: tl.constexpr = value.shape[0]
+        WIDTH: tl.constexpr = value.shape[1 if TURNED else 2]
+        TOKENS: tl.constexpr = value.shape[2 if TURNED else 1]
+        if TURNED:
+            value = tl.broadcast_to(value[:, None, :, :], (WARPS, COPIES, WIDTH, TOKENS))
+            value = tl.reshape(value, (WARPS, COPIES * WIDTH, TOKENS))
+        else:
+            value = tl.broadcast_to(value[:, :, None, :], (WARPS, TOKENS, COPIES, WIDTH))
+            value = tl.reshape(value, (WARPS, TOKENS, COPIES * WIDTH))
+    return value
+
+
+@triton.jit
 def token_of_columns(token: tl.tensor, second: tl.tensor, BEHIND: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
     """The token of each column; ``second``, ``[1, column]`` of 0 and 1, is 1 where it is the one behind ``token``."""
     value = of_tokens(token, TURNED)

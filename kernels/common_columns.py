@@ -1,10 +1,11 @@
 """Code streams whose columns are brought together: bit fields in rows of as many words as they have columns, a power of two.
 
-A step is as many neighbouring symbols as the widest stream has columns. The rows of a narrower one are loaded as they lie, and copied
-side by side in registers; each copy shows another field.
+A step is as many neighbouring symbols as the widest stream has columns. The rows of a narrower one are loaded as they lie, no word
+twice, and copied side by side in registers; each copy shows another field.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005, SIM108
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -17,17 +18,14 @@ from triton import language as tl
 
 from kvpack.formats.columns import is_power_of_two
 
-from .axes import of_columns
-from .fields import field, whole_planes
-from .tiles import PAIRED_WIDTH, WORD_BITS, takes_whole_words, tile_width
+from .axes import copied, of_columns, token_of_columns, valid_columns
+from .fields import field, load_planes, whole_planes
+from .tiles import WORD_BITS, takes_whole_words, tile_width
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.formats.columns import Columns
-
-LOADED_WIDTH = PAIRED_WIDTH
-"""Columns that are loaded at least: the matrix units' step has two registers of as many."""
 
 COPIES, BESIDE, BITS = (tl.constexpr(number) for number in (6, 7, 8))
 """Of a stream's constants: copies of what is loaded side by side, fields side by side, and bits of a field."""
@@ -57,7 +55,7 @@ def stream_constants(packings: Sequence[Columns], columns: int) -> list[tuple[in
     found: list[tuple[int, ...]] = []
     for packing in packings:
         whole = not is_power_of_two(packing.width)
-        loaded = columns if whole else min(columns, max(LOADED_WIDTH, packing.width))
+        loaded = columns if whole else packing.width
         beside = 1 if whole else columns // packing.width
         bits = packing.bases[0].bit_length() - 1
         found.append((pointer, packing.column_bytes, packing.width, loaded, packing.fields, 0, columns // loaded, beside, bits))
@@ -75,6 +73,75 @@ def bit_of_step(stream: tuple[int, ...], step: int, at: int) -> int:
     """Where the digits of ``step`` begin in the words of ``words_of_stream``."""
     beside, bits = stream[7:9]
     return step * bits if beside == 1 else at
+
+
+@triton.jit
+def load_columns(
+    pointer: tl.tensor,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    second: tl.tensor,
+    word: tl.tensor,
+    ROW: tl.constexpr,
+    BEHIND: tl.constexpr,
+    COPIED: tl.constexpr,
+    MASKED: tl.constexpr,
+    TURNED: tl.constexpr,
+) -> tl.tensor:
+    """A word of rows of ``ROW``, from token ``first`` on, in each column; ``word`` and ``second`` (``axes``) are ``[1, column]``.
+
+    ``COPIED``: the tile is to be copied in registers.
+    """
+    # The compiler would lay a turned tile out in shared memory as it is read there, and so could not copy its rows there ahead of
+    # time, were its warps the outermost axis.
+    APART: tl.constexpr = TURNED and COPIED
+    if APART:
+        token = tl.permute(token, (1, 0))
+        if MASKED and BEHIND:
+            valid = (tl.permute(valid[0], (1, 0)), tl.permute(valid[1], (1, 0)))
+        elif MASKED:
+            valid = tl.permute(valid, (1, 0))
+    row = token_of_columns(token, second, BEHIND, TURNED and not APART)
+    place = pointer + first * ROW + (row * ROW + of_columns(word, TURNED and not APART))
+    if MASKED:
+        words = tl.load(place, valid_columns(valid, second, BEHIND, TURNED and not APART), 0)
+    else:
+        words = tl.load(place)
+    if APART:
+        words = tl.permute(words, (1, 2, 0))
+    return words
+
+
+@triton.jit
+def load_stream(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    PACKING: tl.constexpr,
+    MASKED: tl.constexpr,
+    TURNED: tl.constexpr,
+) -> tl.tuple:
+    """``fields.load_planes`` of a stream that ``stream_constants`` describe."""
+    if PACKING[COPIES] == 1:
+        planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
+    else:
+        planes = ()
+        column = tl.arange(0, PACKING[3])[None, :]
+        for plane in tl.static_range((PACKING[1] + 1) // 2):
+            pointer = pointers[PACKING[0] + plane]
+            word = column % words_of_plane(PACKING, plane)
+            planes = planes + (
+                load_columns(pointer, first, token, valid, column, word, words_of_plane(PACKING, plane), 0, True, MASKED, TURNED),
+            )
+    return planes
+
+
+@triton.constexpr_function
+def words_of_plane(packing: tuple[int, ...], plane: int) -> int:
+    """Words of a row of one plane, of which the last may be of bytes."""
+    return packing[2] if 2 * plane + 1 < packing[1] else (packing[2] + 1) // 2
 
 
 @triton.jit
@@ -119,10 +186,10 @@ def _side_by_side(
     TOGETHER: tl.constexpr = _fields_of_a_window(SIZE)
     COUNT: tl.constexpr = (PACKING[BESIDE] + TOGETHER - 1) // TOGETHER
     own = places[4 * NUMBER + 3] % PACKING[BESIDE]
-    value = _copied(_window(planes, FIRST * SIZE, TOGETHER * SIZE, FAST), PACKING[COPIES], TURNED)
+    value = copied(_window(planes, FIRST * SIZE, TOGETHER * SIZE, FAST), PACKING[COPIES], TURNED)
     for number in tl.static_range(1, COUNT):
         if FIRST + number * TOGETHER <= LAST:
-            other = _copied(_window(planes, (FIRST + number * TOGETHER) * SIZE, TOGETHER * SIZE, FAST), PACKING[COPIES], TURNED)
+            other = copied(_window(planes, (FIRST + number * TOGETHER) * SIZE, TOGETHER * SIZE, FAST), PACKING[COPIES], TURNED)
             # All bits of a word, or none: the assembler would find a predicate anew for every register.
             before = of_columns(tl.where(own < number * TOGETHER, -1, 0).to(tl.int16), TURNED)
             if FAST:
@@ -166,20 +233,4 @@ def _window(planes: tl.tuple, BEGIN: tl.constexpr, SIZE: tl.constexpr, FAST: tl.
         )
     else:
         value = ((planes[WORD] >> POSITION) & ((1 << (16 - POSITION)) - 1)) | (planes[WORD + 1] << (16 - POSITION))
-    return value
-
-
-@triton.jit
-def _copied(value: tl.tensor, COPIES: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
-    """A tile whose columns repeat those of ``value``."""
-    if COPIES > 1:
-        WARPS: tl.constexpr = value.shape[0]
-        WIDTH: tl.constexpr = value.shape[1 if TURNED else 2]
-        TOKENS: tl.constexpr = value.shape[2 if TURNED else 1]
-        if TURNED:
-            value = tl.broadcast_to(value[:, None, :, :], (WARPS, COPIES, WIDTH, TOKENS))
-            value = tl.reshape(value, (WARPS, COPIES * WIDTH, TOKENS))
-        else:
-            value = tl.broadcast_to(value[:, :, None, :], (WARPS, TOKENS, COPIES, WIDTH))
-            value = tl.reshape(value, (WARPS, TOKENS, COPIES * WIDTH))
     return value

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from .common_columns import bit_of_step, columns_together, places_of, steps_together, stream_constants, words_of_stream
-from .fields import load_planes
+from .common_columns import bit_of_step, columns_together, load_stream, places_of, steps_together, stream_constants, words_of_stream
 from .tiles import Stream, Tiles, channels_of, plane_streams
 from .tiles_angle import VALUES, factor, load_range, pair, table
 
@@ -54,8 +53,8 @@ def load(
     """The planes of the bins, of the norm codes, and the ranges."""
     BINS: tl.constexpr = C[0]
     NORMS: tl.constexpr = C[1]
-    raw = load_planes(pointers, first, token, valid, BINS, MASKED, TURNED)
-    raw = raw + load_planes(pointers, first, token, valid, NORMS, MASKED, TURNED)
+    raw = load_stream(pointers, first, token, valid, BINS, MASKED, TURNED)
+    raw = raw + load_stream(pointers, first, token, valid, NORMS, MASKED, TURNED)
     return raw + load_range(pointers[C[5]], first, token, valid, C, MASKED)
 
 

@@ -122,6 +122,23 @@ def pair_product(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.
     return value
 
 
+@triton.constexpr_function
+def _scaled_by_half(which: int) -> str:
+    half = ("low", "high")[which]
+    return f"""{{ .reg .b16 low, high; .reg .b32 both;
+        mov.b32 {{low, high}}, $2; mov.b32 both, {{{half}, {half}}}; mul.rn.f16x2 $0, $1, both; }}"""
+
+
+@triton.jit
+def pair_scaled(pair: tl.tensor, scales: tl.tensor, WHICH: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """A pair times the lower (0) or the upper (1) half of ``scales``: an operand of the product, which no operation puts together."""
+    if FAST:
+        value = tl.inline_asm_elementwise(_scaled_by_half(WHICH), "=r,r,r", [pair, scales], dtype=tl.uint32, is_pure=True, pack=1)
+    else:
+        value = pair_product(pair, joined(scales, scales, WHICH, WHICH, FAST), FAST)
+    return value
+
+
 @triton.jit
 def pair_of_one(value: tl.tensor) -> tl.tensor:
     """A float32 as both halves of a pair."""

@@ -279,9 +279,8 @@ def _addresses(run: runs.Run, tiles: Tiles, held: list[torch.Tensor]) -> list[in
     for stream in tiles.streams:
         tensor = run.streams[stream.name]
         dense = tensor.stride()[2:] == torch.empty(tensor.shape[2:], device="meta").stride()
-        if not dense or any(
-            place * tensor.element_size() % (stream.bits // 8) for place in (tensor.storage_offset(), *tensor.stride()[:2])
-        ):
+        steps = [step * tensor.element_size() for step in tensor.stride()[:2]]
+        if not dense or any(place % (stream.bits // 8) for place in (tensor.data_ptr(), *steps)):
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         batch, head = (
             step * tensor.element_size() if size > 1 else 0 for step, size in zip(tensor.stride(), tensor.shape[:2], strict=False)

@@ -11,6 +11,7 @@ any widths and any bases come together in its registers.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import triton
@@ -25,12 +26,19 @@ if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
 
 
+MOST_TOGETHER = 8
+"""Words of 16 bits that one load takes."""
+
+
 def row_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
-    """The planes of one code stream, in words of 32 bits where a row has whole ones."""
-    return tuple(
-        Stream(f"{name}.{plane}", 16, words) if words % 2 else Stream(f"{name}.{plane}", 32, words // 2)
-        for plane, words in enumerate(packing.planes)
-    )
+    """The planes of one code stream, in the widest elements of at most 128 bits of which a row has whole ones."""
+    return tuple(stream_of_words(f"{name}.{plane}", words) for plane, words in enumerate(packing.planes))
+
+
+def stream_of_words(name: str, words: int) -> Stream:
+    """A stream of rows of ``words`` words of 16 bits."""
+    together = math.gcd(words, MOST_TOGETHER)
+    return Stream(name, 16 * together, words // together)
 
 
 def rows_constants(packings: Sequence[Columns]) -> tuple[int, ...]:
@@ -67,7 +75,7 @@ def load_rows(
     for which in tl.static_range(2):
         like = load_per_token(pointers[0], first, tokens[which], valids[which], ELEMENTS, 0, MASKED).to(tl.int32)
         for plane in tl.static_range(len(ROWS)):
-            words = words + _load_row(pointers[plane], first, tokens[which], valids[which], like, ROWS[plane], MASKED, FAST)
+            words = words + load_row(pointers[plane], first, tokens[which], valids[which], like, ROWS[plane], MASKED, FAST)
     return words
 
 
@@ -80,7 +88,7 @@ def _by_halves(values: tl.tensor) -> tl.tuple:
 
 
 @triton.jit
-def _load_row(
+def load_row(
     pointer: tl.tensor,
     first: tl.tensor,
     token: tl.tensor,
@@ -90,10 +98,11 @@ def _load_row(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
+    """The words of the row of each token in one plane, uint32 laid out as ``like``, which the compiler sees loaded."""
     words = ()
     if FAST and (MASKED or HALVES % 2 == 0):
         address = pointer.to(tl.int64) + first * (2 * HALVES) + token.to(tl.int64) * (2 * HALVES)
-        words = _loaded(address, like, valid, HALVES, MASKED)
+        words = _loaded(address, like, valid, HALVES, _together(HALVES), MASKED)
     elif HALVES % 2 == 0:
         for word in tl.static_range(HALVES // 2):
             words = words + (load_per_token(pointer, first, token, valid, HALVES // 2, word, MASKED).to(tl.uint32, bitcast=True),)
@@ -103,7 +112,7 @@ def _load_row(
         aligned = (address - (address & 2)).to(tl.pointer_type(tl.int32))
         half = token * HALVES + (address & 2).to(tl.int32) // 2
         shift = ((half & 1) * 16).to(tl.uint32)
-        loaded = _loaded((aligned + half // 2).to(tl.int64), like, valid, HALVES + 1, False)
+        loaded = _loaded((aligned + half // 2).to(tl.int64), like, valid, HALVES + 1, 2, False)
         for word in tl.static_range(HALVES // 2):
             words = words + (_funnel(loaded[word], loaded[word + 1], shift),)
         words = words + (loaded[HALVES // 2] >> shift,)
@@ -118,19 +127,30 @@ def _load_row(
 
 
 @triton.constexpr_function
-def _load(halves: int, masked: bool) -> str:
-    """The words of ``halves`` 16-bit words at an address, the last one cut if they are odd; where masked, zeros."""
+def _together(halves: int) -> int:
+    """The 16-bit words of a row of ``halves`` that one load takes, an aligned element of ``stream_of_words``."""
+    return math.gcd(halves, MOST_TOGETHER)
+
+
+@triton.constexpr_function
+def _load(halves: int, together: int, masked: bool) -> str:
+    """The words of ``halves`` 16-bit words at an address, ``together`` a load, the last one cut if they are odd; where masked, zeros."""
     count = (halves + 1) // 2
-    if not masked:
-        return "".join(f"ld.global.b32 ${word}, [${count} + {4 * word}];" for word in range(count))
-    text = f"{{ .reg .pred real; .reg .b16 low, high; setp.ne.b32 real, ${count + 2}, 0;"
-    for word in range(count):
-        if halves % 2:
-            text += f"mov.b16 low, 0; mov.b16 high, 0; @real ld.global.b16 low, [${count} + {4 * word}];"
-            text += f"@real ld.global.b16 high, [${count} + {4 * word + 2}];" if 2 * word + 1 < halves else ""
-            text += f"mov.b32 ${word}, {{low, high}};"
+    text = f"{{ .reg .pred real; .reg .b16 low, high; setp.ne.b32 real, ${count + 2}, 0;" if masked else "{"
+    if masked:
+        text += "".join(f"mov.b32 ${word}, 0;" for word in range(count))
+    load = "@real ld.global" if masked else "ld.global"
+    for word in range(0, count, max(1, together // 2)):
+        place = f"[${count} + {4 * word}];"
+        if together > 2:
+            vector = ", ".join(f"${number}" for number in range(word, word + together // 2))
+            text += f"{load}.v{together // 2}.b32 {{{vector}}}, {place}"
+        elif together == 2:
+            text += f"{load}.b32 ${word}, {place}"
         else:
-            text += f"mov.b32 ${word}, 0; @real ld.global.b32 ${word}, [${count} + {4 * word}];"
+            text += f"mov.b32 {{low, high}}, ${word}; {load}.b16 low, {place}"
+            text += f"{load}.b16 high, [${count} + {4 * word + 2}];" if 2 * word + 1 < halves else ""
+            text += f"mov.b32 ${word}, {{low, high}};"
     return text + "}"
 
 
@@ -140,13 +160,15 @@ def _registers(words: int, masked: bool) -> str:
 
 
 @triton.jit
-def _loaded(address: tl.tensor, like: tl.tensor, valid: tl.tensor, HALVES: tl.constexpr, MASKED: tl.constexpr) -> tl.tuple:
+def _loaded(
+    address: tl.tensor, like: tl.tensor, valid: tl.tensor, HALVES: tl.constexpr, TOGETHER: tl.constexpr, MASKED: tl.constexpr
+) -> tl.tuple:
     """Loads that the compiler does not see: each costs it seconds, for it follows what is loaded to all its uses.
 
     They are laid out as ``like``, which it sees loaded.
     """
     WORDS: tl.constexpr = (HALVES + 1) // 2
-    ASSEMBLY: tl.constexpr = _load(HALVES, MASKED)
+    ASSEMBLY: tl.constexpr = _load(HALVES, TOGETHER, MASKED)
     REGISTERS: tl.constexpr = _registers(WORDS, MASKED)
     TYPES: tl.constexpr = (tl.uint32,) * WORDS
     if MASKED:

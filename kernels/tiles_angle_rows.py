@@ -13,8 +13,8 @@ from triton import language as tl
 
 from .pairs import joined, look_up_words, pair_affine, pair_of_one, pair_power_of_two, pair_product, unit
 from .row_tiles import TOKENS, decode_rows, pairs_of, tiles_of
-from .rows import digit, digit_constants, load_rows, row_streams, rows_constants, two_digits, words_of_row
-from .tiles import WIDEST_DIGIT, Stream, Tiles
+from .rows import digit, digit_constants, load_rows, row_streams, rows_constants, stream_of_words, two_digits, words_of_row
+from .tiles import WIDEST_DIGIT, Tiles
 from .tiles_angle import VALUES, factor, load_range, norm_line, table
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def tiles(codec: Angle) -> Tiles | None:
     rows = (*rows_constants(every), 2 if half_range else 4)
     streams = (
         *(stream for name, packing in packings.items() for stream in row_streams(name, packing)),
-        Stream("range", 32, 1 if half_range else 2),
+        stream_of_words("range", rows[-1]),
     )
     low_bits = packings["angle_low"].bases[0].bit_length() - 1 if "angle_low" in packings else 0
     pairs, channels = tiles_of(pairs_of(codec.dim // VALUES, VALUES, codec.dim), VALUES)

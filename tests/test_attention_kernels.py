@@ -333,6 +333,7 @@ def test_two_tokens_a_row(k: str, v: str) -> None:
         pytest.param("polar:b=4.3.2.2", (96, 32), id="no power of two"),
         pytest.param("polar:b=2,norm=fp32", (64, 64), id="one radius of 32 bits"),
         pytest.param("polar:b=8.4.2.2.2", (64, 32), id="a radius for a tile"),
+        pytest.param("polar:b=3", (128, 64), id="two angles at once, and fields of two planes"),
         pytest.param("polar:b=4", (128, 32), id="levels above a tile"),
         pytest.param("polar:b=5.5", (128, 32), id="two levels"),
     ],

@@ -1,0 +1,55 @@
+"""Lookups in shared memory, which inline assembly does, against indexing; and the same function without it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from kvpack import dispatch
+
+from interpreter import run_interpreted  # isort: skip
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+on_kernels = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="runs in the interpreter's process, and on CUDA")
+
+COUNT = 1024
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+@pytest.mark.skipif(not dispatch.triton_installed(), reason="Triton is not installed")
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__, loops_over_loaded_bounds=False)
+
+
+@on_kernels
+@pytest.mark.parametrize("fast", [False] if INTERPRETED else [False, True], ids=lambda fast: "assembly" if fast else "portable")
+@pytest.mark.parametrize("warps", [1, 4])
+@pytest.mark.parametrize("values", [2, 4])
+@pytest.mark.parametrize(
+    ("entries", "bits", "position"), [(3, 2, 0), (16, 4, 12), (24, 5, 3), (128, 7, 9), (256, 8, 0), (576, 10, 6), (4608, 13, 1)]
+)
+def test_any_word_finds_its_entry_or_the_last(entries: int, bits: int, position: int, values: int, warps: int, fast: bool) -> None:
+    from shared_table_kernel import found_of_words
+
+    from kvpack.kernels import shared_table
+
+    copies = shared_table.copies_of(entries, 2 * values, shared_table.LARGEST_BYTES)
+    offset = 1024
+    generator = torch.Generator().manual_seed(entries)
+    table = torch.randn(entries, values, generator=generator).to(torch.float16)
+    # What no code means repeats the last entry, for where the index is not held below ``entries``.
+    table = table[torch.arange(1 << bits).clamp(max=entries - 1)]
+    words = torch.randint(-(1 << 15), 1 << 15, (COUNT,), generator=generator).to(torch.int16)
+    out = torch.full((values, COUNT), torch.nan, dtype=torch.float16, device=DEVICE)
+    arguments = (out, words.to(DEVICE), table.to(DEVICE))
+    constants = {
+        "COUNT": COUNT, "POSITION": position, "BITS": bits, "VALUES": values, "ENTRIES": entries, "OFFSET": offset, "COPIES": copies,
+        "SIZE": offset + entries * 2 * values * copies, "WARPS": warps, "FAST": fast and copies > 0, "num_warps": warps,
+    }  # fmt: skip
+    if fast:
+        shared_table.allow(found_of_words.warmup(*arguments, grid=(1,), **constants))
+    found_of_words[(1,)](*arguments, **constants)
+    assert torch.equal(out.cpu(), table[(words.to(torch.int32) & 0xFFFF) >> position & ((1 << bits) - 1)].T)

@@ -1,7 +1,8 @@
 """The axes of tiles: ``[warp, token, column]`` for keys, and ``TURNED``, ``[warp, column, token]``, for values.
 
 Loaded turned, the matrix units' loads from shared memory turn them back. Where rows of words are narrow, the first half of the columns
-is of one token, and the second half of another, ``BEHIND`` tokens behind it (0: there is none).
+is of one token, and the second half of another, ``BEHIND`` tokens behind it (0: there is none); where they are narrower still
+(``Tiles.run``), so are the halves of each run of columns.
 """
 
 # Triton compiles no conditional expressions of tensors.

@@ -200,15 +200,19 @@ def _side_by_side(
                 value = (value & before) | (other & ~before)
     place = of_columns(own % TOGETHER * SIZE, TURNED)
     if FAST and PACKING[2] % 2 == 0:
-        value = tl.inline_asm_elementwise(_turned_to(AT), "=r,r,r", [value, place], dtype=tl.int16, is_pure=True, pack=2)
+        value = tl.inline_asm_elementwise(
+            _turned_to(AT, (TOGETHER - 1) * SIZE), "=r,r,r", [value, place], dtype=tl.int16, is_pure=True, pack=2
+        )
     else:
         value = ((value >> place) & ((1 << SIZE) - 1)) << AT
     return value
 
 
 @triton.constexpr_function
-def _turned_to(at: int) -> str:
-    return f"{{ .reg .b32 by; and.b32 by, $2, 0xFFFF; sub.u32 by, {at}, by; shf.l.wrap.b32 $0, $1, $1, by; }}"
+def _turned_to(at: int, last: int) -> str:
+    """Fields that begin at bits up to ``last`` at bit ``at``; products leave the units that shift to what cannot do without."""
+    turn = "shl.b32 by, 1, by; mul.lo.u32 $0, $1, by;" if at >= last else "shf.l.wrap.b32 $0, $1, $1, by;"
+    return f"{{ .reg .b32 by; and.b32 by, $2, 0xFFFF; sub.u32 by, {at}, by; {turn} }}"
 
 
 @triton.constexpr_function

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
+from .axes import of_pairs
 from .tiles_qjl import factor_of_signs
 
 LEAST_OF_OUTLIERS = tl.constexpr(2.0**-7)
@@ -24,9 +25,14 @@ def factor_of(
     PAIRED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The factors in part ``AT`` of each raw tile, ``[warp, token]``, or where two tokens share a row ``[warp, token, row]``."""
+    """The factors in part ``AT`` of each raw tile, ``[warp, token]``, or where two tokens share a row ``[warp, token, row]``.
+
+    Of two tokens ``FACTOR`` gives one tensor each, or one ``[warp, token, 2]``.
+    """
     factor = FACTOR(raws[0][AT], CONSTANTS, FAST)
-    if PAIRED:
+    if PAIRED and len(factor) == 1:
+        factor = of_pairs(factor[0], second.shape[2] // 2, False)
+    elif PAIRED:
         factor = tl.where(second, factor[1][:, :, None], factor[0][:, :, None])
     elif len(raws) == 2:
         factor = tl.where(second, FACTOR(raws[1][AT], CONSTANTS, FAST)[:, :, None], factor[:, :, None])

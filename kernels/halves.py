@@ -170,48 +170,68 @@ def binary16_bits(value: float) -> int:
 
 
 @triton.constexpr_function
-def _affine(position: int, bits: int) -> str:
-    """(code - middle code) * scale + centre on two words: the code becomes bits of a binary16's fraction that leave one for the half."""
-    most = FRACTION_BITS - 1
+def _affine(position: int, bits: int, middle: float) -> str:
+    """(code - ``middle``) * scale + centre on two words: the code becomes bits of a binary16's fraction that leave one for a half."""
+    spare = int(middle % 1 > 0)
+    shared = (FRACTION_BITS - spare) // bits * bits
     # The same shift for as many fields as can share it: the assembler then does it once.
-    shift = position // (most // bits * bits) * (most // bits * bits) - 1
+    shift = position // shared * shared - spare
     if position - shift + bits > FRACTION_BITS:
-        shift = position - 1
+        shift = position - spare
     position -= shift
     exponent, one = 25 - position, 1 << (FRACTION_BITS - position)
-    bias = binary16_bits(one + middle_code(bits))
+    bias = binary16_bits(one + middle)
     mask = ((1 << bits) - 1 << position) * 0x10001
-    word = f"shr.b32 a, $1, {shift};" if shift > 0 else f"shl.b32 a, $1, {-shift};"
+    word = f"shl.b32 a, $1, {-shift};" if shift < 0 else f"shr.b32 a, $1, {shift};" if shift else "mov.b32 a, $1;"
+    masked = f"{word} lop3.b32 a, a, {mask}, {(exponent << 10) * 0x10001}, 0xEA;"
+    if (shift, position, bits) == (8, 0, 8):
+        # The upper bytes, each below the upper byte of a binary16 of 1024 to 2048.
+        masked = f"mov.b32 b, {(exponent << 10) * 0x10001}; prmt.b32 a, $1, b, 0x5351;"
     return f"""{{ .reg .b32 a, b;
-        {word} lop3.b32 a, a, {mask}, {(exponent << 10) * 0x10001}, 0xEA;
+        {masked}
         mov.b32 b, {bias * 0x10001}; sub.f16x2 a, a, b;
         fma.rn.f16x2 $0, a, $2, $3; }}"""
 
 
 @triton.jit
 def affine(
-    word: tl.tensor, scale: tl.tensor, centre: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr
+    word: tl.tensor,
+    scale: tl.tensor,
+    centre: tl.tensor,
+    POSITION: tl.constexpr,
+    BITS: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> tl.tensor:
-    """(code - the middle code) * scale + centre in binary16; ``scale`` and ``centre`` are binary16 that broadcast to ``word``."""
+    """(code - ``MIDDLE``) * scale + centre in binary16; ``scale`` and ``centre`` are binary16 that broadcast to ``word``.
+
+    ``MIDDLE`` is the middle code, or the whole one above it, which saves a shift of codes that begin at bit 0.
+    """
     if FAST:
         value = tl.inline_asm_elementwise(
-            _affine(POSITION, BITS), "=r,r,r,r", [word, scale, centre], dtype=tl.float16, is_pure=True, pack=2
+            _affine(POSITION, BITS, MIDDLE), "=r,r,r,r", [word, scale, centre], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
         code = (word >> POSITION) & ((1 << BITS) - 1)
-        value = (code.to(tl.float16) - middle_code(BITS)) * scale + centre
+        value = (code.to(tl.float16) - MIDDLE) * scale + centre
     return value
 
 
 @triton.jit
 def affine_bits(
-    planes: tl.tuple, scale: tl.tensor, centre: tl.tensor, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr
+    planes: tl.tuple,
+    scale: tl.tensor,
+    centre: tl.tensor,
+    BIT: tl.constexpr,
+    BITS: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> tl.tensor:
     """``affine`` of ``BITS`` bits of each column from ``BIT`` up."""
     if BIT % 16 + BITS > 16:
-        value = affine(straddling(planes, BIT, BITS, FAST), scale, centre, 0, BITS, FAST)
+        value = affine(straddling(planes, BIT, BITS, FAST), scale, centre, 0, BITS, MIDDLE, FAST)
     else:
-        value = affine(planes[BIT // 16], scale, centre, BIT % 16, BITS, FAST)
+        value = affine(planes[BIT // 16], scale, centre, BIT % 16, BITS, MIDDLE, FAST)
     return value
 
 

@@ -22,6 +22,7 @@ from kvpack.formats.side_cars import WithSideCars
 from . import (
     tiles_angle,
     tiles_angle_dense,
+    tiles_angle_pairs,
     tiles_angle_rows,
     tiles_group,
     tiles_octahedral,
@@ -57,10 +58,15 @@ LOADERS: dict[type[Codec], Loader] = {
 }
 
 
+def _of_eight_words(make: Callable[..., Tiles | None]) -> Callable[..., Tiles | None]:
+    return lambda codec, paired: make(codec, paired) if all(p.width == PAIRED_WIDTH for p in codec.packings().values()) else None
+
+
 PAIRED_LOADERS: dict[type[Codec], Callable[..., Tiles | None]] = {
-    Group: tiles_group.tiles,
-    Scalar: tiles_scalar.tiles,
-    Octahedral: lambda codec, paired: tiles_octahedral.tiles(codec, paired) if codec.arrangement == "direct" else None,
+    Group: _of_eight_words(tiles_group.tiles),
+    Scalar: _of_eight_words(tiles_scalar.tiles),
+    Octahedral: _of_eight_words(lambda codec, paired: tiles_octahedral.tiles(codec, paired) if codec.arrangement == "direct" else None),
+    Angle: lambda codec, paired: tiles_angle_pairs.tiles(codec, paired) if codec.arrangement == "dense" else None,
 }
 
 
@@ -87,6 +93,4 @@ def _with_side_cars(codec: WithSideCars) -> Tiles | None:
 def paired_tiles_of(codec: Codec, paired: int = APART) -> Tiles | None:
     """The loader of tiles that hold two tokens a row, which lie as ``paired`` says, None where rows have another number of words."""
     make = PAIRED_LOADERS.get(type(codec))
-    if make is None or any(packing.width != PAIRED_WIDTH for packing in codec.packings().values()):
-        return None
-    return make(codec, paired=paired)
+    return make(codec, paired) if make else None

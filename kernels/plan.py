@@ -38,6 +38,9 @@ FEW_TILES = 4
 FEW_BYTES, MANY_TOKENS = 64, 6000
 """Bytes of codes a token, and tokens a multiprocessor, up to which and from which more tokens at once are faster."""
 
+MANY_BYTES = 256
+"""Bytes of two tokens that share a row, from which fewer tiles in flight are faster."""
+
 MASKED_TILES = 3
 """Whole tiles that take as long as what a masked one takes more: it is not fetched ahead of time, nor is its code."""
 
@@ -201,6 +204,7 @@ def _launch(
         "K_WIDTHS": tuple(map(len, k_tiles.channels)),
         "K_KIND": k_tiles.dtype if fast or k_tiles.dtype != "bf16" else "fp32",
         "K_PAIRED": k_tiles.paired,
+        "K_RUN": k_tiles.run,
         "K_WHOLE": _whole(rows, 3, k_tiles, shape),
         "V_LOAD": v_tiles.load,
         "V_DECODE": v_tiles.decode,
@@ -214,6 +218,7 @@ def _launch(
         "V_PACKINGS": v_tiles.place_columns,
         "V_WIDTHS": tuple(map(len, v_tiles.channels)),
         "V_PAIRED": v_tiles.paired,
+        "V_RUN": v_tiles.run,
         "V_WHOLE": _whole(rows, 4, v_tiles, shape),
         "TABLES": table_bytes,
         "WORK_ROW": len(rows[0]),
@@ -255,8 +260,8 @@ def _shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fast
         narrow = any(fields_side_by_side(packing) > 1 for packing in (*k.packings, *v.packings))
         shape = Shape(2, 1, 32, 4 - together, 4) if narrow else Shape(4, 1, 32, 3, 2)
     elif table_bytes and small.programs * (table_bytes + small.stages * small.tokens * token_bytes) > SHARED_BYTES:
-        # Programs share a table's copies among their warps.
-        shape = Shape(2, 1, 32, 3, 4)
+        # Programs share a table's copies among their warps. One tile ahead of twice as many bytes is as much as two.
+        shape = Shape(2, 1, 32, 2 if together > 1 and token_bytes >= MANY_BYTES else 3, 4)
     elif table_bytes == 0 and together == 1 and most_tokens > small.tokens and aligned % most_tokens == 0 and tokens >= MANY_TOKENS:
         shape = small._replace(tokens=most_tokens)
     elif table_bytes == 0 and code_bytes <= FEW_BYTES and tokens >= MANY_TOKENS:

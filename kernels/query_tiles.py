@@ -27,18 +27,19 @@ def query_tiles(
     KIND: tl.constexpr,
     WARPS: tl.constexpr,
     PAIRED: tl.constexpr,
+    RUN: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> tl.tuple:
     """The query in the key tiles' column order, ``[warp, column, row]`` a tile; of ``KIND`` bf16 a high and a low half.
 
     With ``PAIRS``, rows that are not ``second`` are for the first of two tokens: of a tile's columns if it is ``PAIRED``, else those
-    of a first set of tiles.
+    of a first set of tiles. ``RUN`` is ``Tiles.run``.
     """
     tiles = ()
     for number in tl.static_range(2 * len(WIDTHS) if PAIRS and not PAIRED else len(WIDTHS)):
         if number == len(WIDTHS):
             q -= sum_of(WIDTHS) * stride
-        tile = _query_tile(q, row, second == (number >= len(WIDTHS)), stride, WIDTHS[number % len(WIDTHS)], WARPS, PAIRED, PAIRS)
+        tile = _query_tile(q, row, second == (number >= len(WIDTHS)), stride, WIDTHS[number % len(WIDTHS)], WARPS, PAIRED, RUN, PAIRS)
         if KIND == "bf16":
             high = tile.to(tl.bfloat16)
             tiles = tiles + (high, (tile - high.to(tl.float32)).to(tl.bfloat16))
@@ -59,13 +60,15 @@ def _query_tile(
     WIDTH: tl.constexpr,
     WARPS: tl.constexpr,
     PAIRED: tl.constexpr,
+    RUN: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> tl.tensor:
-    """One tile; with ``PAIRS``, zeros but in the rows that are ``own``, if ``PAIRED`` in its first half, and in the rest in the others."""
+    """One tile; with ``PAIRS``, zeros but in the rows that are ``own``, if ``PAIRED`` in the first tokens' columns, else in the others."""
     column = tl.arange(0, 2 * WIDTH if PAIRED else WIDTH)[None, :, None]
-    tile = tl.load(q + column % WIDTH * stride + row[None, None, :])
+    number = column // (2 * RUN) * RUN + column % RUN if PAIRED else column
+    tile = tl.load(q + number * stride + row[None, None, :])
     if PAIRED:
-        tile = tl.where((column < WIDTH) == own, tile, 0)
+        tile = tl.where((column // RUN % 2 == 0) == own, tile, 0)
     elif PAIRS:
         tile = tl.where(own, tile, 0)
     return tl.broadcast_to(tile, (WARPS, column.shape[1], row.shape[0]))

@@ -228,7 +228,13 @@ def add_tiles(
 
 @triton.jit
 def add_halves(
-    largest: tl.tensor, total: tl.tensor, sums: tl.tuple, second: tl.tensor, V_WIDTHS: tl.constexpr, V_PAIRED: tl.constexpr
+    largest: tl.tensor,
+    total: tl.tensor,
+    sums: tl.tuple,
+    second: tl.tensor,
+    V_WIDTHS: tl.constexpr,
+    V_PAIRED: tl.constexpr,
+    V_RUN: tl.constexpr,
 ) -> tl.tuple:
     """What ``add_tiles`` gave for the first and for the second tokens, together: half as many rows, and of paired values columns."""
     WARPS: tl.constexpr = largest.shape[0]
@@ -241,8 +247,9 @@ def add_halves(
         value = sums[number] * kept
         if V_PAIRED:
             # Other columns are values of one token with the weights of the other.
-            value = tl.where((tl.arange(0, 2 * WIDTH)[None, :, None] >= WIDTH) == second, value, 0.0)
-            value = tl.sum(tl.sum(tl.reshape(value, (WARPS, 2, WIDTH, 2, ROWS)), 3), 1)
+            value = tl.where((tl.arange(0, 2 * WIDTH)[None, :, None] // V_RUN % 2 == 1) == second, value, 0.0)
+            value = tl.sum(tl.sum(tl.reshape(value, (WARPS, WIDTH // V_RUN, 2, V_RUN, 2, ROWS)), 4), 2)
+            value = tl.reshape(value, (WARPS, WIDTH, ROWS))
         else:
             value = tl.sum(tl.reshape(value, (WARPS, value.shape[1], 2, ROWS)), 2)
         added = added + (value,)

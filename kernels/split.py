@@ -144,6 +144,7 @@ def attend_split(
     K_WIDTHS: tl.constexpr,
     K_KIND: tl.constexpr,
     K_PAIRED: tl.constexpr,
+    K_RUN: tl.constexpr,
     K_WHOLE: tl.constexpr,
     V_LOAD: tl.constexpr,
     V_DECODE: tl.constexpr,
@@ -157,6 +158,7 @@ def attend_split(
     V_PACKINGS: tl.constexpr,
     V_WIDTHS: tl.constexpr,
     V_PAIRED: tl.constexpr,
+    V_RUN: tl.constexpr,
     V_WHOLE: tl.constexpr,
     TABLES: tl.constexpr,
     WORK_ROW: tl.constexpr,
@@ -228,7 +230,7 @@ def attend_split(
         row_number = row_number % (ROWS // 2)
     row_number += block * BLOCK
     q_begin = q + sequence.to(tl.int64) * columns * padded
-    q_tiles = query_tiles(q_begin, row_number, second, padded, K_WIDTHS, K_KIND, WARPS, K_PAIRED, PAIRS)
+    q_tiles = query_tiles(q_begin, row_number, second, padded, K_WIDTHS, K_KIND, WARPS, K_PAIRED, K_RUN, PAIRS)
     scale = tl.load(scales + sequence * padded + row_number)[None, None, :]
     at = position + (row_number % q_len)[None, None, :]
     # Tokens of a warp lie side by side, whatever tiles they are cut into.
@@ -290,7 +292,7 @@ def attend_split(
         gdc_wait()
     total = tl.sum(total, 1)[:, None, :]
     if PAIRS:
-        largest, total, sums = add_halves(largest, total, sums, second, V_WIDTHS, V_PAIRED)
+        largest, total, sums = add_halves(largest, total, sums, second, V_WIDTHS, V_PAIRED, V_RUN)
         row_number = block * BLOCK + tl.arange(0, ROWS // 2)
     warp = tl.arange(0, WARPS)[:, None, None]
     part = (sequence.to(tl.int64) * padded + row_number[None, None, :]) * parts + first_part + item * WARPS + warp

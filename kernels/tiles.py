@@ -76,6 +76,8 @@ class Tiles:
     """``place_columns``, where it is not the width and ``tile_width`` of each of ``packings``."""
     paired: int = 0
     """Of tiles whose rows are the words of two tokens, how these lie; ``channels`` are then of one of them."""
+    run: int = PAIRED_WIDTH
+    """Of such tiles: columns of one token side by side, before as many of the other; then more of the first."""
     dtype: str = "fp16"
     """Of the tiles: fp16, or that of raw values; without inline PTX, bf16 ones are widened to fp32."""
     signs: tuple[Any, ...] | None = None

@@ -21,7 +21,7 @@ from kvpack.formats.columns import next_power_of_two
 
 from .axes import of_tokens
 from .fields import load_per_token, load_planes, whole_planes, words_of_step
-from .halves import affine_bits, binary16_bits, middle_code, power_of_two, product
+from .halves import affine_bits, binary16_bits, power_of_two, product
 from .shared_table import look_up_bits
 from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 
@@ -121,8 +121,13 @@ def _exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """What a token's norms are decoded over: a power of two, or their largest possible one."""
-    words = raw[C[5] : C[5] + 2 - C[6]]
+    """``factor_of_range`` of each token."""
+    return factor_of_range(raw[C[5] : C[5] + 2 - C[6]], C)
+
+
+@triton.jit
+def factor_of_range(words: tl.tuple, C: tl.constexpr) -> tl.tensor:
+    """What norms are decoded over: a power of two, or the largest possible one; ``words`` are the range."""
     LARGEST: tl.constexpr = (1 << C[3]) - 1
     if C[4]:
         step, minimum = _range(words)
@@ -132,13 +137,20 @@ def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     return value
 
 
+@triton.constexpr_function
+def middle_norm(bits: int) -> int:
+    """The code that is taken off norms of ``bits`` bits: the whole one above the middle."""
+    return 1 << (bits - 1)
+
+
 @triton.jit
-def norm_line(words: tl.tuple, MIDDLE: tl.constexpr, C: tl.constexpr) -> tl.tuple:
-    """(scale, centre) of a norm, or its logarithm, over the token's factor: (code - ``MIDDLE``) * scale + centre, float32.
+def norm_line(words: tl.tuple, C: tl.constexpr) -> tl.tuple:
+    """(scale, centre) of a norm, or its logarithm, over the token's factor: (code - ``middle_norm``) * scale + centre, float32.
 
     ``words`` are the token's range.
     """
     step, minimum = _range(words)
+    MIDDLE: tl.constexpr = middle_norm(C[3])
     LARGEST: tl.constexpr = (1 << C[3]) - 1
     if C[4]:
         scale = step
@@ -153,7 +165,7 @@ def norm_line(words: tl.tuple, MIDDLE: tl.constexpr, C: tl.constexpr) -> tl.tupl
 @triton.constexpr_function
 def _line(bits: int) -> str:
     """``norm_line`` of two ranges of binary16: exponents are found as ``_exponent`` does, in place, where they compare as binary16 do."""
-    middle = binary16_bits(middle_code(bits))
+    middle = binary16_bits(middle_norm(bits))
     return f"""{{ .reg .b32 step, minimum, high, low, bound;
         prmt.b32 step, $2, $3, 0x5410; prmt.b32 minimum, $2, $3, 0x7632;
         and.b32 high, step, 0x7C007C00; and.b32 low, minimum, 0x7C007C00;
@@ -164,14 +176,14 @@ def _line(bits: int) -> str:
 
 
 @triton.jit
-def _norm_line_halves(words: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def norm_line_halves(words: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """``norm_line`` in binary16."""
     if FAST and C[4] == 0 and len(words) == 1:
         scale, centre = tl.inline_asm_elementwise(
             _line(C[3]), "=&r,=&r,r,r", [words[0]], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     else:
-        scale, centre = norm_line(words, middle_code(C[3]), C)
+        scale, centre = norm_line(words, C)
         scale = scale.to(tl.float16)
         centre = centre.to(tl.float16)
     return scale, centre
@@ -195,33 +207,37 @@ def decode(
     BIN_BITS: tl.constexpr = C[2]
     NORM_BITS: tl.constexpr = C[3]
     NORMS: tl.constexpr = PACKING[4] * BIN_BITS
+    line = line_of_tokens(raw, C, TURNED, FAST)
     if BESIDE == 1:
-        found = pair(planes, raw, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, C, SHARED, TURNED, FAST)
+        found = pair(planes, line, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, C, SHARED, FAST)
     else:
         index = words_of_step(planes, places, 0, PACKING, 0, BIN_BITS, STEP, BESIDE, 1, PACKING[4], TURNED, FAST)
         norm = words_of_step(planes, places, 0, PACKING, NORMS, NORM_BITS, STEP, BESIDE, 1, PACKING[4], TURNED, FAST)
-        found = pair((index, norm), raw, table, 0, 16, C, SHARED, TURNED, FAST)
+        found = pair((index, norm), line, table, 0, 16, C, SHARED, FAST)
     return found
+
+
+@triton.jit
+def line_of_tokens(raw: tl.tuple, C: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+    """``norm_line`` of the ranges in ``raw``, binary16 that broadcast to a tile."""
+    scale, centre = norm_line_halves(raw[C[5] : C[5] + 2 - C[6]], C, FAST)
+    return of_tokens(scale, TURNED), of_tokens(centre, TURNED)
 
 
 @triton.jit
 def pair(
     planes: tl.tuple,
-    raw: tl.tuple,
+    line: tl.tuple,
     table: tl.tensor,
     BIN: tl.constexpr,
     NORM: tl.constexpr,
     C: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The pairs whose bin begins at bit ``BIN`` of each column, and their norm code at bit ``NORM``; ``raw`` holds the ranges."""
-    scale, centre = _norm_line_halves(raw[C[5] : C[5] + 2 - C[6]], C, FAST)
-    scale = of_tokens(scale, TURNED)
-    centre = of_tokens(centre, TURNED)
+    """The pairs whose bin begins at bit ``BIN`` of each column, and their norm code at bit ``NORM``; ``line`` is ``norm_line``."""
     found = look_up_bits(planes, table, BIN, C[2], 2, 0, SHARED, FAST)
-    norm = affine_bits(planes, scale, centre, NORM, C[3], FAST)
+    norm = affine_bits(planes, line[0], line[1], NORM, C[3], middle_norm(C[3]), FAST)
     if C[4]:
         norm = power_of_two(norm, FAST)
     return (product(found[0], norm, FAST), product(found[1], norm, FAST))

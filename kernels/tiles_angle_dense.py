@@ -12,7 +12,7 @@ from triton import language as tl
 
 from .common_columns import bit_of_step, columns_together, load_stream, places_of, steps_together, stream_constants, words_of_stream
 from .tiles import Stream, Tiles, channels_of, plane_streams
-from .tiles_angle import VALUES, factor, load_range, pair, table
+from .tiles_angle import VALUES, factor, line_of_tokens, load_range, pair, table
 
 if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
@@ -77,7 +77,7 @@ def decode(
     bins = words_of_stream(raw, places, 0, BINS, STEP, AT, TURNED, FAST)
     norms = words_of_stream(raw, places, 1, NORMS, STEP, 0, TURNED, FAST)
     NORM: tl.constexpr = 16 * len(bins) + bit_of_step(NORMS, STEP, 0)
-    return pair(bins + norms, raw, table, bit_of_step(BINS, STEP, AT), NORM, C, SHARED, TURNED, FAST)
+    return pair(bins + norms, line_of_tokens(raw, C, TURNED, FAST), table, bit_of_step(BINS, STEP, AT), NORM, C, SHARED, FAST)
 
 
 @triton.constexpr_function

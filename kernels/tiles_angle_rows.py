@@ -1,6 +1,7 @@
 """angle as tiles of rows of which a thread holds one (spec/codecs/angle.md): dense bins, in one stream or two, and norms in any columns."""
 
 # Triton compiles no conditional expressions of tensors.
+# ruff: noqa: SIM108
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -87,14 +88,13 @@ def coordinates(
     NORMS: tl.constexpr = C[7]
     UNIT: tl.constexpr = unit(2, SHARED, FAST)
     LAST: tl.constexpr = C[5] // 2
-    MIDDLE: tl.constexpr = 1 << (C[3] - 1)
     place = digit(words, BINS, SYMBOL) * UNIT
     if C[8]:
         place = place + digit(words, HIGH_BINS, SYMBOL) * (UNIT << C[8])
     if C[6]:
-        line = norm_line((words[LAST - 1].to(tl.int32, bitcast=True),), MIDDLE, C)
+        line = norm_line((words[LAST - 1].to(tl.int32, bitcast=True),), C)
     else:
-        line = norm_line((words[LAST - 2], words[LAST - 1]), MIDDLE, C)
+        line = norm_line((words[LAST - 2], words[LAST - 1]), C)
     norms = pair_affine(two_digits(words, NORMS, SYMBOL, C[10]), pair_of_one(line[0]), pair_of_one(line[1]), C[3], FAST)
     if C[4]:
         norms = pair_power_of_two(norms, FAST)

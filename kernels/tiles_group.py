@@ -14,7 +14,7 @@ from triton import language as tl
 
 from .axes import of_columns, of_pairs, of_tokens, token_of_columns, tokens_behind, valid_columns
 from .fields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
-from .halves import affine, affine_bits, load_factors, read_factors, scale_and_centre
+from .halves import affine, affine_bits, load_factors, middle_code, read_factors, scale_and_centre
 from .tiles import Stream, Tiles, distance, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
 
 if TYPE_CHECKING:
@@ -180,10 +180,10 @@ def decode(
         scale = of_columns(scale, TURNED)
         centre = of_columns(centre, TURNED)
     if BESIDE == 1:
-        value = affine_bits(planes, scale, centre, STEP * BITS, BITS, FAST)
+        value = affine_bits(planes, scale, centre, STEP * BITS, BITS, middle_code(BITS), FAST)
     else:
         words = words_of_step(planes, places, 0, PACKING, 0, BITS, STEP, BESIDE, C[12], PACKING[4], TURNED, FAST)
-        value = affine(words, scale, centre, position_of_step(STEP, BITS, C[12]), BITS, FAST)
+        value = affine(words, scale, centre, position_of_step(STEP, BITS, C[12]), BITS, middle_code(BITS), FAST)
     return (value,)
 
 

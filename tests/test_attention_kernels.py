@@ -292,8 +292,10 @@ NARROW = {
     "octahedral 2": "octahedral:b=2,arrangement=direct",
     "octahedral 3": "octahedral:b=3,arrangement=direct,norm=fp32",
     "octahedral 4": "octahedral:b=4,arrangement=direct",
+    "dense angle": "angle:n=128,norm=linear8",
+    "dense angle, logarithms": "angle:n=32,norm=log4,range=fp32",
 }
-"""Rows of 8 words at head dim 64."""
+"""Rows of 4 or 8 words at head dim 64."""
 WIDE = {
     "raw": "raw:dtype=bf16",
     "group 4": "group:b=4,g=32",

@@ -12,7 +12,7 @@ from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.outliers import CHUNK
 from kvpack.formats.side_cars import WithSideCars
 
-from .tiles_outliers import BOUNDS, GRANULE, PLACES, VALUES, entry
+from .tiles_outliers import BOUNDS, GRANULE, PLACES, POWER, VALUES, entries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,7 +49,7 @@ def _of_page(page: Page, start: int, stop: int) -> Mapping[str, torch.Tensor] | 
     batch, heads = page.rows(start, start)[next(iter(codec.packings())) + ".0"].shape[:2]
     step = max(1, DECODED_VALUES // (batch * heads * codec.dim) // codec.token_group) * codec.token_group
     granules = -(-(stop - start) // GRANULE.value)
-    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    found: list[tuple[torch.Tensor, ...]] = []
     for first in range(start, stop, step):
         rows = page.rows(first, min(first + step, stop))
         flags = codec.outliers.flags(rows)
@@ -65,14 +65,16 @@ def _of_page(page: Page, start: int, stop: int) -> Mapping[str, torch.Tensor] | 
             return None
         sequence, token, chunk = flags.flatten(0, 1).nonzero().T
         token += first - start
-        found.append((sequence * granules + token // GRANULE.value, *entry(token, chunk, values)))
+        found.append((sequence * granules + token // GRANULE.value, token, chunk, values))
     if not found:
         return {}
-    granule, place, values = (torch.cat(parts) for parts in zip(*found, strict=True))
+    granule, token, chunk, values = (torch.cat(parts) for parts in zip(*found, strict=True))
     granule, order = granule.sort(stable=True)
+    places, halves, power = entries(token[order], chunk[order], values[order])
     edges = torch.arange(batch * heads, device=granule.device)[:, None] * granules + torch.arange(granules + 1, device=granule.device)
     return {
         BOUNDS: torch.searchsorted(granule, edges).to(torch.int32).reshape(batch, heads, -1),
-        PLACES: place[order][None, None],
-        VALUES: values[order][None, None],
+        PLACES: places[None, None],
+        VALUES: halves[None, None],
+        POWER: power.reshape(1, 1, 1),
     }

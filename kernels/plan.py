@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from . import device_tables, loaders, runs
+from . import device_tables, loaders, runs, tiles_outliers
 from .tiles import NEIGHBOURS, fields_side_by_side
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ FEW_BYTES, MANY_TOKENS = 64, 6000
 
 MANY_BYTES = 256
 """Bytes of two tokens that share a row, from which fewer tiles in flight are faster."""
+
+PREFETCHED_WITH_SIGNS = 1500
+"""Tokens a multiprocessor from which prefetching is worth what it costs beside signs."""
 
 MASKED_TILES = 3
 """Whole tiles that take as long as what a masked one takes more: it is not fetched ahead of time, nor is its code."""
@@ -168,7 +171,8 @@ def _launch(
     table_bytes, tables, places = device_tables.of_sides(k_tiles, v_tiles, device, fast)
     tokens = sum(segment.tokens for segment in segments)
     aligned = math.gcd(*(segment.first - run.first for segment in segments for run in (segment.k, segment.v)))
-    shape = _shape(k_tiles, v_tiles, table_bytes[0], tokens * sequences // _multiprocessors(device), aligned, fast)
+    share = tokens * sequences // _multiprocessors(device)
+    shape = _shape(k_tiles, v_tiles, table_bytes[0], share, aligned, fast)
     tile = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.paired or v_tiles.paired else 1)
     programs = max(1, _multiprocessors(device) * shape.programs // sequences)
     rows: list[list[int]] = []
@@ -190,6 +194,9 @@ def _launch(
             seen_by_all = seen_by_all // tile * tile
             rows.append([first, count, max(0, seen_by_all), *(row + start for row in first_rows), *addresses])
     streams = len(k_tiles.streams)
+    # Values that wait for barriers, after the scores of keys whose rows fill registers (``split``).
+    late = fast and shape.stages == 1 and v_tiles.tokens < k_tiles.tokens
+    k_outliers, v_outliers, patches = tiles_outliers.in_patches(k_tiles, v_tiles, shape.warps, shape.tokens, table_bytes[0])
     constants = {
         "K_LOAD": k_tiles.load,
         "K_DECODE": k_tiles.decode,
@@ -198,7 +205,7 @@ def _launch(
         "K_CONSTANTS": k_tiles.constants,
         "K_SHARED": places[0],
         "K_SIGNS": k_tiles.signs,
-        "K_OUTLIERS": k_tiles.outliers,
+        "K_OUTLIERS": k_outliers,
         "K_STREAMS": _aligned(rows, k_tiles, 5),
         "K_PACKINGS": k_tiles.place_columns,
         "K_WIDTHS": tuple(map(len, k_tiles.channels)),
@@ -213,7 +220,7 @@ def _launch(
         "V_CONSTANTS": v_tiles.constants,
         "V_SHARED": places[1],
         "V_SIGNS": v_tiles.signs,
-        "V_OUTLIERS": v_tiles.outliers,
+        "V_OUTLIERS": v_outliers,
         "V_STREAMS": _aligned(rows, v_tiles, 5 + 3 * streams),
         "V_PACKINGS": v_tiles.place_columns,
         "V_WIDTHS": tuple(map(len, v_tiles.channels)),
@@ -221,11 +228,14 @@ def _launch(
         "V_RUN": v_tiles.run,
         "V_WHOLE": _whole(rows, 4, v_tiles, shape),
         "TABLES": table_bytes,
+        "PATCHES": patches if fast else 0,
         "WORK_ROW": len(rows[0]),
         "WARPS": shape.warps,
         "TILES": shape.tiles,
         "TOKENS": shape.tokens,
         "STAGES": shape.stages,
+        "LATE": late,
+        "PREFETCH": late and (k_tiles.signs is None or share >= PREFETCHED_WITH_SIGNS),
         "FAST": fast,
     }
     return Launch(k, v, shape, torch.tensor(rows, dtype=torch.int64).to(device), tables, constants, tuple(held))
@@ -264,12 +274,13 @@ def _shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fast
         shape = Shape(2, 1, 32, 2 if together > 1 and token_bytes >= MANY_BYTES else 3, 4)
     elif table_bytes == 0 and together == 1 and most_tokens > small.tokens and aligned % most_tokens == 0 and tokens >= MANY_TOKENS:
         shape = small._replace(tokens=most_tokens)
-    elif table_bytes == 0 and code_bytes <= FEW_BYTES and tokens >= MANY_TOKENS:
+    elif table_bytes == 0 and code_bytes <= FEW_BYTES and tokens >= MANY_TOKENS and k.outliers is v.outliers is None:
         shape = small._replace(tiles=2)
     else:
         shape = small
     tile_bytes = shape.warps * shape.tiles * shape.tokens * token_bytes
-    return shape._replace(stages=max(1, min(shape.stages, MOST_BYTES_IN_FLIGHT // tile_bytes)))
+    stages = shape.stages if k.outliers is v.outliers is None else min(shape.stages, 2)
+    return shape._replace(stages=max(1, min(stages, MOST_BYTES_IN_FLIGHT // tile_bytes)))
 
 
 def _bytes(stream: Stream, aligned: int) -> int:
@@ -305,12 +316,15 @@ def _cuts_words(run: runs.Run, tiles: Tiles) -> bool:
     return False
 
 
-def _aligned(rows: list[list[int]], tiles: Tiles, first: int) -> tuple[tuple[int, int], ...]:
-    """The bits of each stream's elements and the largest power of two, at most 16, that divides all its addresses and strides."""
+def _aligned(rows: list[list[int]], tiles: Tiles, first: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Of each stream: the bits of an element, the largest power of two, at most 16, that divides all its addresses and strides,
+    the bytes of a row and its tokens.
+    """
     found = []
     for number, stream in enumerate(tiles.streams):
         at = first + 3 * number
-        found.append((stream.bits, math.gcd(16, *(value for row in rows for value in row[at : at + 3]))))
+        aligned = math.gcd(16, *(value for row in rows for value in row[at : at + 3]))
+        found.append((stream.bits, aligned, stream.row * stream.bits // 8, stream.tokens))
     return tuple(found)
 
 

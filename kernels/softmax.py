@@ -13,7 +13,7 @@ from triton import language as tl
 from .axes import tokens_behind
 from .factors import factor_of, of_rows, power_and_rests
 from .tiles_outliers import add_outlier_scores, add_outlier_values
-from .tiles_qjl import decode_signs, factor_of_signs
+from .tiles_qjl import decode_bits, decode_signs, factor_of_bits
 
 UNSEEN = tl.constexpr(-1.0e30)
 """The largest score of a row that has seen no token: finite, so that no difference of two is NaN."""
@@ -37,6 +37,7 @@ def _scores(
     raws: tl.tuple,
     entries: tl.tuple,
     q: tl.tuple,
+    half_sum: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
     places: tl.tuple,
@@ -69,14 +70,14 @@ def _scores(
     if FACTOR is not None:
         scores = scores * of_rows(factor_of(raws, 0, second, FACTOR, CONSTANTS, PAIRED, FAST))
     if SIGNS is not None:
-        products = tl.zeros(like.shape, tl.float32)
+        products = tl.zeros(like.shape, tl.float32) + half_sum
         for number in tl.static_range(len(raws)):
             for step in tl.static_range(SIGN_STEPS):
-                tiles = decode_signs(raws[number][1], places, step, SIGNS, False, FAST)
+                tiles = decode_bits(raws[number][1], places, step, SIGNS, FAST)
                 products = _products(tiles, q, products, (number + 1) * OWN - SIGN_STEPS + step)
-        scores += products * of_rows(factor_of(raws, 1, second, factor_of_signs, SIGNS, False, FAST))
+        scores += products * of_rows(factor_of(raws, 1, second, factor_of_bits, SIGNS, False, FAST))
     if OUTLIERS is not None:
-        scores = add_outlier_scores(scores, entries, TILE, OUTLIERS, FAST)
+        scores = add_outlier_scores(scores, entries, q, TILE, OUTLIERS, FAST)
     scores = scores * scale
     if SOFTCAP:
         # cap * tanh(s / cap): 1 / cap is in scale, and the logarithm's base in cap.
@@ -112,12 +113,11 @@ def _own_weights(weights: tl.tensor, second: tl.tensor, NUMBER: tl.constexpr, EA
 
 
 @triton.jit
-def add_tiles(
+def key_scores(
     k_raws: tl.tuple,
-    v_raws: tl.tuple,
     k_entries: tl.tuple,
-    v_entries: tl.tuple,
     q: tl.tuple,
+    half_sum: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
     position: tl.tensor,
@@ -127,12 +127,8 @@ def add_tiles(
     ahead: tl.tensor,
     window: tl.tensor,
     k_places: tl.tuple,
-    v_places: tl.tuple,
     k_table: tl.tensor,
-    v_table: tl.tensor,
-    largest: tl.tensor,
-    total: tl.tensor,
-    sums: tl.tuple,
+    like: tl.tensor,
     K_DECODE: tl.constexpr,
     K_FACTOR: tl.constexpr,
     K_STEPS: tl.constexpr,
@@ -140,39 +136,24 @@ def add_tiles(
     K_SHARED: tl.constexpr,
     K_SIGNS: tl.constexpr,
     K_OUTLIERS: tl.constexpr,
-    V_DECODE: tl.constexpr,
-    V_FACTOR: tl.constexpr,
-    V_STEPS: tl.constexpr,
-    V_CONSTANTS: tl.constexpr,
-    V_SHARED: tl.constexpr,
-    V_SIGNS: tl.constexpr,
-    V_OUTLIERS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
     K_PAIRED: tl.constexpr,
     V_PAIRED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Tiles of tokens added to (largest score, sum of weights, sums of values), which are rescaled once for all of them.
+    """``_scores`` of tiles of tokens, -inf where a query does not see one.
 
-    A value's factor is 2^e times a rest: e joins the score and the rest the weight, so that weights never leave [-2, 2]. Signs have
-    factors of their own, and the last sums; e is that of the larger factor.
     If either side is paired, scores ``[warp, token, row]`` are of token t where the row is not ``second``, else of the one behind it
     (``axes.tokens_behind``); a side that is not paired has a tile for each of the two.
     """
-    TOKENS: tl.constexpr = total.shape[1]
-    SIGN_STEPS: tl.constexpr = 0 if V_SIGNS is None else V_SIGNS[5]
-    FIRST_SIGNS: tl.constexpr = len(sums) - SIGN_STEPS
+    TOKENS: tl.constexpr = like.shape[1]
     PAIRS: tl.constexpr = K_PAIRED or V_PAIRED
     K_EACH: tl.constexpr = 2 if PAIRS and not K_PAIRED else 1
-    V_EACH: tl.constexpr = 2 if PAIRS and not V_PAIRED else 1
-    TILES: tl.constexpr = len(k_raws) // K_EACH
     scores = ()
-    powers = ()
-    new_largest = largest
-    for tile in tl.static_range(TILES):
+    for tile in tl.static_range(len(k_raws) // K_EACH):
         score = _scores(
-            k_raws[tile * K_EACH : (tile + 1) * K_EACH], k_entries, q, scale, cap, k_places, k_table, total, second,
+            k_raws[tile * K_EACH : (tile + 1) * K_EACH], k_entries, q, half_sum, scale, cap, k_places, k_table, like, second,
             K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, K_OUTLIERS, tile, SOFTCAP, K_PAIRED, FAST,
         )  # fmt: skip
         if MASKED:
@@ -181,6 +162,47 @@ def add_tiles(
                 at = at + second.to(tl.int32) * tokens_behind(PAIRS, TOKENS)
             seen = (at < end) & (at <= position + ahead) & (at > position - window)
             score = tl.where(seen, score, float("-inf"))
+        scores = scores + (score,)
+    return scores
+
+
+@triton.jit
+def add_tiles(
+    key_scores: tl.tuple,
+    v_raws: tl.tuple,
+    v_entries: tl.tuple,
+    second: tl.tensor,
+    v_places: tl.tuple,
+    v_table: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    sums: tl.tuple,
+    V_DECODE: tl.constexpr,
+    V_FACTOR: tl.constexpr,
+    V_STEPS: tl.constexpr,
+    V_CONSTANTS: tl.constexpr,
+    V_SHARED: tl.constexpr,
+    V_SIGNS: tl.constexpr,
+    V_OUTLIERS: tl.constexpr,
+    K_PAIRED: tl.constexpr,
+    V_PAIRED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """Tiles of tokens added to (largest score, sum of weights, sums of values), which are rescaled once for all of them.
+
+    A value's factor is 2^e times a rest: e joins the score and the rest the weight, so that weights never leave [-2, 2]. Signs have
+    factors of their own, and the last sums; e is that of the larger factor.
+    """
+    SIGN_STEPS: tl.constexpr = 0 if V_SIGNS is None else V_SIGNS[5]
+    FIRST_SIGNS: tl.constexpr = len(sums) - SIGN_STEPS
+    PAIRS: tl.constexpr = K_PAIRED or V_PAIRED
+    V_EACH: tl.constexpr = 2 if PAIRS and not V_PAIRED else 1
+    TILES: tl.constexpr = len(key_scores)
+    scores = ()
+    powers = ()
+    new_largest = largest
+    for tile in tl.static_range(TILES):
+        score = key_scores[tile]
         if V_FACTOR is not None or V_SIGNS is not None:
             raws = v_raws[tile * V_EACH : (tile + 1) * V_EACH]
             power = power_and_rests(raws, second, V_FACTOR, V_CONSTANTS, V_SIGNS, V_OUTLIERS is not None, V_PAIRED, FAST)
@@ -218,7 +240,7 @@ def add_tiles(
             decoded = V_DECODE(v_raws[number][0], v_places, v_table, step, V_CONSTANTS, V_SHARED, True, FAST)
             new_sums = new_sums + _weighted(decoded, weight, rescaled, step * len(decoded))
         for step in tl.static_range(SIGN_STEPS):
-            decoded = decode_signs(v_raws[number][1], v_places, step, V_SIGNS, True, FAST)
+            decoded = decode_signs(v_raws[number][1], v_places, step, V_SIGNS, FAST)
             new_sums = new_sums + _weighted(decoded, sign_weight, rescaled, FIRST_SIGNS + step)
         rescaled = new_sums
         if V_OUTLIERS is not None:

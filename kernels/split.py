@@ -26,12 +26,15 @@ from .axes import tokens_behind
 from .fields import load_places
 from .query_tiles import query_tiles, sum_of
 from .shared_table import declare, fetch, fill
-from .softmax import UNSEEN, add_halves, add_tiles
-from .tiles_outliers import entries_of
-from .tiles_qjl import load_signs
+from .softmax import UNSEEN, add_halves, add_tiles, key_scores
+from .tiles_outliers import declare_patches, entries_of, first_entries, next_entries, patch_places
+from .tiles_qjl import half_sum, load_signs, queries_of_bits
 
 COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window"]
 """Arguments that change from call to call, and for whose values nothing is compiled anew."""
+
+LINE_BYTES = tl.constexpr(128)
+"""Of the caches."""
 
 HEADER = 5
 """Integers of a work row before the addresses: first token, tokens, whole tokens, first K row, first V row."""
@@ -54,6 +57,40 @@ def _pointer(at: tl.tensor, batch: tl.tensor, head: tl.tensor, BITS: tl.constexp
     else:
         pointer = address.to(tl.pointer_type(tl.int32))
     return tl.multiple_of(pointer, ALIGNED)
+
+
+@triton.jit
+def _prefetch(
+    pointers: tl.tuple, first: tl.tensor, tokens: tl.tensor, STREAMS: tl.constexpr, MOST: tl.constexpr, WARPS: tl.constexpr
+) -> None:
+    """Have the rows of ``tokens`` (at most ``MOST``) from row ``first`` on brought to the second-level cache."""
+    for number in tl.static_range(len(STREAMS)):
+        if STREAMS[number][2]:
+            _prefetch_stream(pointers[number], first, tokens, STREAMS[number][2], STREAMS[number][3], MOST, WARPS)
+
+
+@triton.jit
+def _prefetch_stream(
+    pointer: tl.tensor,
+    first: tl.tensor,
+    tokens: tl.tensor,
+    ROW_BYTES: tl.constexpr,
+    ROW_TOKENS: tl.constexpr,
+    MOST: tl.constexpr,
+    WARPS: tl.constexpr,
+) -> None:
+    begin = pointer.to(tl.int64) + first // ROW_TOKENS * ROW_BYTES
+    size = (tokens * ROW_BYTES // ROW_TOKENS).to(tl.int32)
+    place = tl.arange(0, 32 * WARPS) * LINE_BYTES
+    for line in tl.static_range(0, MOST * ROW_BYTES // ROW_TOKENS, 32 * WARPS * LINE_BYTES):
+        tl.inline_asm_elementwise(
+            "{ .reg .pred real; setp.lt.s32 real, $2, $3; @real prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+            "=r,l,r,r",
+            [begin + (place + line), place + line, size],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -83,24 +120,6 @@ def _load_tiles(
             raw = raw + (load_signs(pointers, first, at, valid, SIGNS, MASKED, TURNED, FAST),)
         raws = raws + (raw,)
     return raws
-
-
-@triton.jit
-def _entries(
-    pointers: tl.tuple,
-    first: tl.tensor,
-    offset: tl.tensor,
-    count: tl.tensor,
-    query: tl.tuple,
-    OUTLIERS: tl.constexpr,
-    WARPS: tl.constexpr,
-    TOKENS: tl.constexpr,
-) -> tl.tuple:
-    """Where the outliers of the tokens lie, if there are any, and what finds their columns of the query."""
-    entries = ()
-    if OUTLIERS is not None:
-        entries = entries_of(pointers, first + offset, first + count, OUTLIERS, WARPS, TOKENS) + (query,)
-    return entries
 
 
 @triton.jit
@@ -161,6 +180,7 @@ def attend_split(
     V_RUN: tl.constexpr,
     V_WHOLE: tl.constexpr,
     TABLES: tl.constexpr,
+    PATCHES: tl.constexpr,
     WORK_ROW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WARPS: tl.constexpr,
@@ -170,6 +190,8 @@ def attend_split(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    LATE: tl.constexpr,
+    PREFETCH: tl.constexpr,
     FAST: tl.constexpr,
     LENGTHS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -181,7 +203,8 @@ def attend_split(
     ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32 ``[batch, head, row]`` are padded to whole row blocks.
     ``sums_out`` is float32 ``[batch, head, row, part, column]``, ``largest_out`` and ``total_out`` ``[batch, head, row, part]``.
     ``lengths`` int32 ``[batch]``, read if ``LENGTHS``, are the tokens that each sequence has; ``position`` is that of the first
-    query of a sequence of all tokens.
+    query of a sequence of all tokens. ``LATE``: values are loaded after the scores of their tokens. ``PREFETCH``: the rows of the tokens
+    that follow are brought to the second-level cache.
     """
     PAIRS: tl.constexpr = K_PAIRED or V_PAIRED
     TOGETHER: tl.constexpr = 2 if PAIRS else 1
@@ -200,6 +223,8 @@ def attend_split(
         entries = ()
         for number in tl.static_range(len(TABLES) - 1):
             entries = entries + (fetch(k_table if TABLES[number + 1][0] == 0 else v_table, TABLES[number + 1][2], TABLES[number + 1][3]),)
+    if PATCHES:
+        declare_patches(PATCHES, WARPS)
     row = work + item * WORK_ROW
     begin = tl.load(row)
     count = tl.load(row + 1).to(tl.int32)
@@ -208,8 +233,15 @@ def attend_split(
     v_first = tl.load(row + 4)
     k_pointers = _pointers(row + 5, batch, head, K_STREAMS)
     v_pointers = _pointers(row + 5 + 3 * len(K_STREAMS), batch, head, V_STREAMS)
+    # Where tiles are not loaded ahead of time, barriers keep the loads of one from being under way together.
+    AHEAD: tl.constexpr = TILES * SPAN if PREFETCH else 0
+    if AHEAD:
+        _prefetch(k_pointers, k_first, tl.minimum(count, AHEAD), K_STREAMS, AHEAD, WARPS)
+        _prefetch(v_pointers, v_first, tl.minimum(count, AHEAD), V_STREAMS, AHEAD, WARPS)
     k_places = load_places(numbers, K_PACKINGS)
     v_places = load_places(numbers, V_PACKINGS)
+    k_patch_places = patch_places(k_pointers, numbers, K_OUTLIERS, WARPS, TOKENS, False)
+    v_patch_places = patch_places(v_pointers, numbers, V_OUTLIERS, WARPS, TOKENS, True)
     if LENGTHS:
         length = tl.minimum(tl.load(lengths + batch), position + q_len)
         position = length - q_len
@@ -231,6 +263,11 @@ def attend_split(
     row_number += block * BLOCK
     q_begin = q + sequence.to(tl.int64) * columns * padded
     q_tiles = query_tiles(q_begin, row_number, second, padded, K_WIDTHS, K_KIND, WARPS, K_PAIRED, K_RUN, PAIRS)
+    SETS: tl.constexpr = 2 if PAIRS and not K_PAIRED else 1
+    q_tiles = queries_of_bits(q_tiles, K_SIGNS, SETS)
+    q_half_sum = 0.0
+    if K_SIGNS is not None:
+        q_half_sum = half_sum(q_tiles, K_SIGNS, SETS)
     scale = tl.load(scales + sequence * padded + row_number)[None, None, :]
     at = position + (row_number % q_len)[None, None, :]
     # Tokens of a warp lie side by side, whatever tiles they are cut into.
@@ -240,29 +277,44 @@ def attend_split(
     if TABLES[0]:
         for number in tl.static_range(len(TABLES) - 1):
             fill(entries[number], TABLES[number + 1][1], TABLES[number + 1][2], TABLES[number + 1][3], TABLES[number + 1][4])
+    if TABLES[0] or PATCHES:
         tl.debug_barrier()
     largest = tl.full((WARPS, 1, ROWS), UNSEEN, tl.float32)
     total = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
     sums = ()
     for number in tl.static_range(len(V_WIDTHS)):
         sums = sums + (_zeros(WARPS, 2 * V_WIDTHS[number] if V_PAIRED else V_WIDTHS[number], ROWS),)
+    k_ahead = first_entries(k_pointers, k_first, k_first + count, K_OUTLIERS, WARPS, TILES * TOKENS)
+    v_ahead = first_entries(v_pointers, v_first, v_first + count, V_OUTLIERS, WARPS, TILES * TOKENS)
     for offset in tl.range(0, whole, TILES * SPAN, num_stages=STAGES):
+        if AHEAD:
+            _prefetch(k_pointers, k_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), K_STREAMS, AHEAD, WARPS)
+            _prefetch(v_pointers, v_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), V_STREAMS, AHEAD, WARPS)
         k_raws = _load_tiles(
             k_pointers, k_first + offset, token, count,
             K_LOAD, K_CONSTANTS, K_SIGNS, K_WHOLE, TILES * TOGETHER, TOKENS, K_PAIRED, False, False, FAST,
         )  # fmt: skip
-        v_raws = _load_tiles(
-            v_pointers, v_first + offset, token, count,
-            V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TILES * TOGETHER, TOKENS, V_PAIRED, False, True, FAST,
+        if not LATE:
+            v_raws = _load_tiles(
+                v_pointers, v_first + offset, token, count,
+                V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TILES * TOGETHER, TOKENS, V_PAIRED, False, True, FAST,
+            )  # fmt: skip
+        k_entries = entries_of(k_ahead, k_pointers, k_first + offset, k_patch_places, K_OUTLIERS, WARPS, TILES * TOKENS)
+        v_entries = entries_of(v_ahead, v_pointers, v_first + offset, v_patch_places, V_OUTLIERS, WARPS, TILES * TOKENS)
+        k_ahead = next_entries(k_ahead, k_pointers, k_first + offset, k_first + count, K_OUTLIERS, WARPS, TILES * TOKENS)
+        v_ahead = next_entries(v_ahead, v_pointers, v_first + offset, v_first + count, V_OUTLIERS, WARPS, TILES * TOKENS)
+        scores = key_scores(
+            k_raws, k_entries, q_tiles, q_half_sum, scale, cap, at, token, second, count, ahead, window, k_places, k_table, total,
+            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, K_OUTLIERS, SOFTCAP, False, K_PAIRED, V_PAIRED, FAST,
         )  # fmt: skip
-        k_entries = _entries(k_pointers, k_first, offset, count, (q_begin, row_number, padded), K_OUTLIERS, WARPS, TILES * TOKENS)
-        v_entries = _entries(v_pointers, v_first, offset, count, (), V_OUTLIERS, WARPS, TILES * TOKENS)
+        if LATE:
+            v_raws = _load_tiles(
+                v_pointers, v_first + offset, token, count,
+                V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TILES * TOGETHER, TOKENS, V_PAIRED, False, True, FAST,
+            )  # fmt: skip
         largest, total, sums = add_tiles(
-            k_raws, v_raws, k_entries, v_entries, q_tiles, scale, cap, at, token, second, count, ahead, window,
-            k_places, v_places, k_table, v_table, largest, total, sums,
-            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, K_OUTLIERS,
-            V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS, V_OUTLIERS,
-            SOFTCAP, False, K_PAIRED, V_PAIRED, FAST,
+            scores, v_raws, v_entries, second, v_places, v_table, largest, total, sums,
+            V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS, V_OUTLIERS, K_PAIRED, V_PAIRED, FAST,
         )  # fmt: skip
     # Query positions relative to the run's first token: all counts of tokens in a run fit an int32.
     at = (at - begin).to(tl.int32)
@@ -274,18 +326,27 @@ def attend_split(
             k_pointers, k_first + offset, near, count - offset,
             K_LOAD, K_CONSTANTS, K_SIGNS, K_WHOLE, TOGETHER, TOKENS, K_PAIRED, True, False, FAST,
         )  # fmt: skip
-        v_raws = _load_tiles(
-            v_pointers, v_first + offset, near, count - offset,
-            V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TOGETHER, TOKENS, V_PAIRED, True, True, FAST,
+        if not LATE:
+            v_raws = _load_tiles(
+                v_pointers, v_first + offset, near, count - offset,
+                V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TOGETHER, TOKENS, V_PAIRED, True, True, FAST,
+            )  # fmt: skip
+        k_ahead = first_entries(k_pointers, k_first + offset, k_first + count, K_OUTLIERS, WARPS, TOKENS)
+        v_ahead = first_entries(v_pointers, v_first + offset, v_first + count, V_OUTLIERS, WARPS, TOKENS)
+        k_entries = entries_of(k_ahead, k_pointers, k_first + offset, k_patch_places, K_OUTLIERS, WARPS, TOKENS)
+        v_entries = entries_of(v_ahead, v_pointers, v_first + offset, v_patch_places, V_OUTLIERS, WARPS, TOKENS)
+        scores = key_scores(
+            k_raws, k_entries, q_tiles, q_half_sum, scale, cap, at, near + offset, second, count, ahead, window, k_places, k_table, total,
+            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, K_OUTLIERS, SOFTCAP, True, K_PAIRED, V_PAIRED, FAST,
         )  # fmt: skip
-        k_entries = _entries(k_pointers, k_first, offset, count, (q_begin, row_number, padded), K_OUTLIERS, WARPS, TOKENS)
-        v_entries = _entries(v_pointers, v_first, offset, count, (), V_OUTLIERS, WARPS, TOKENS)
+        if LATE:
+            v_raws = _load_tiles(
+                v_pointers, v_first + offset, near, count - offset,
+                V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TOGETHER, TOKENS, V_PAIRED, True, True, FAST,
+            )  # fmt: skip
         largest, total, sums = add_tiles(
-            k_raws, v_raws, k_entries, v_entries, q_tiles, scale, cap, at, near + offset, second, count, ahead, window,
-            k_places, v_places, k_table, v_table, largest, total, sums,
-            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, K_OUTLIERS,
-            V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS, V_OUTLIERS,
-            SOFTCAP, True, K_PAIRED, V_PAIRED, FAST,
+            scores, v_raws, v_entries, second, v_places, v_table, largest, total, sums,
+            V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS, V_OUTLIERS, K_PAIRED, V_PAIRED, FAST,
         )  # fmt: skip
     if DEPENDENT and not FIRST:
         # The launch before runs beside this one, and the merge waits for the last of them.

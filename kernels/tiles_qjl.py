@@ -1,8 +1,13 @@
 """qjl as tiles (spec/side-cars.md): the signs of a second rotation, 1 or -1, beside the tiles of a codec and with a factor of their own.
 
 Their columns are channels of that rotation: a query has columns for them too, and values have sums of their own.
+
+Of keys no sign is made: a bit of a word is itself a binary16 power of two or a zero, by which the query's column is divided, and
+half the sum of those columns less the bits' products is half the product of the signs.
 """
 
+# Triton compiles no unpacking.
+# ruff: noqa: RUF005
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -17,7 +22,7 @@ from triton import language as tl
 
 from kvpack.formats.qjl import NORM, SIGNS
 
-from .fields import load_planes, position_of_step, whole_planes, words_of_step
+from .fields import load_planes, whole_planes, words_of_step
 from .halves import load_factor, read_factor
 from .tiles import (
     Stream,
@@ -33,6 +38,10 @@ from .tiles import (
 
 if TYPE_CHECKING:
     from kvpack.formats.qjl import Qjl
+
+
+QUERY = tl.constexpr(0.25)
+"""What a query's columns, of at most 1, are multiplied by: none leaves binary16 when it is divided by a bit's power."""
 
 
 def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
@@ -82,26 +91,114 @@ def _one(position: int) -> str:
     return f"{{ .reg .b32 a; shl.b32 a, $1, {15 - position}; lop3.b32 $0, a, 0x80008000, 0x3C003C00, 0x6A; }}"
 
 
+@triton.constexpr_function
+def _shift(position: int) -> int:
+    """How far up the bit at ``position`` is moved: as far as most others, and to neither a sign's nor the least bits."""
+    return 7 if position <= 7 else -1 if position == 15 else 0
+
+
+@triton.constexpr_function
+def _power(position: int) -> float:
+    """The binary16 that a bit moved by ``_shift`` is."""
+    position += _shift(position)
+    return 2.0 ** (position - 24) if position < 10 else 2.0 ** ((1 << position - 10) - 15)
+
+
+@triton.constexpr_function
+def _alone(position: int) -> str:
+    """The bit of each word at ``position``, moved by ``_shift``, and no other."""
+    shift = _shift(position)
+    moved = f"shl.b32 a, $1, {shift};" if shift > 0 else f"shr.b32 a, $1, {-shift};" if shift else "mov.b32 a, $1;"
+    return f"{{ .reg .b32 a; {moved} and.b32 $0, a, {0x10001 << position + shift}; }}"
+
+
+@triton.constexpr_function
+def _position(step: int, beside: int, apart: int) -> int:
+    """The bit of each word that ``_words`` gives for ``step`` that is a column's sign."""
+    return step % 16 if beside == 1 else step if apart > 1 else 0
+
+
 @triton.jit
-def decode_signs(
-    raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
-) -> tl.tuple:
-    """-1 where a digit of the fields of ``STEP`` is 1, and 1 where it is 0."""
+def _words(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     PACKING: tl.constexpr = C[0]
     NUMBER: tl.constexpr = C[2]
     BESIDE: tl.constexpr = C[3]
     APART: tl.constexpr = C[4]
-    BIT: tl.constexpr = STEP % 16 if BESIDE == 1 else position_of_step(STEP, 1, APART)
     planes = whole_planes(raw, places, NUMBER, PACKING, TURNED, FAST)
     if BESIDE == 1:
         word = planes[STEP // 16]
     else:
         word = words_of_step(planes, places, NUMBER, PACKING, 0, 1, STEP, BESIDE, APART, PACKING[4], TURNED, FAST)
+    return word
+
+
+@triton.jit
+def decode_signs(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+    """Of values, turned: -1 where a digit of the fields of ``STEP`` is 1, and 1 where it is 0."""
+    BIT: tl.constexpr = _position(STEP, C[3], C[4])
+    word = _words(raw, places, STEP, C, True, FAST)
     if FAST:
         value = tl.inline_asm_elementwise(_one(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
     else:
         value = tl.where((word >> BIT) & 1 == 1, -1.0, 1.0).to(tl.float16)
     return (value,)
+
+
+@triton.jit
+def decode_bits(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+    """Of keys: a power of two where a digit of the fields of ``STEP`` is 1, and 0 where it is 0."""
+    BIT: tl.constexpr = _position(STEP, C[3], C[4])
+    word = _words(raw, places, STEP, C, False, FAST)
+    if FAST:
+        value = tl.inline_asm_elementwise(_alone(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        value = tl.where((word >> BIT) & 1 == 1, _power(BIT), 0.0).to(tl.float16)
+    return (value,)
+
+
+@triton.jit
+def queries_of_bits(q: tl.tuple, C: tl.constexpr, SETS: tl.constexpr) -> tl.tuple:
+    """The tiles of a query, each of ``SETS`` of them ending in those of signs: these for ``decode_bits``."""
+    tiles = q
+    if C is not None:
+        tiles = ()
+        EACH: tl.constexpr = len(q) // SETS
+        FIRST: tl.constexpr = EACH - C[5]
+        for number in tl.static_range(len(q)):
+            tile = q[number]
+            if number % EACH >= FIRST:
+                tile = _scaled(tile, number % EACH - FIRST, C)
+            tiles = tiles + (tile,)
+    return tiles
+
+
+@triton.jit
+def _scaled(tile: tl.tensor, STEP: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+    POWER: tl.constexpr = _power(_position(STEP, C[3], C[4]))
+    return (tile.to(tl.float32) * (-QUERY / POWER)).to(tl.float16)
+
+
+@triton.jit
+def half_sum(q: tl.tuple, C: tl.constexpr, SETS: tl.constexpr) -> tl.tensor:
+    """Half the sum of the columns for signs, times ``QUERY``, of what ``queries_of_bits`` gave: ``[warp, 1, row]``."""
+    EACH: tl.constexpr = len(q) // SETS
+    total = tl.zeros((q[0].shape[0], q[0].shape[2]), tl.float32)
+    for number in tl.static_range(len(q)):
+        if number % EACH >= EACH - C[5]:
+            total += _half_sum_of_tile(q[number], number % EACH - (EACH - C[5]), C)
+    return total[:, None, :]
+
+
+@triton.jit
+def _half_sum_of_tile(tile: tl.tensor, STEP: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+    POWER: tl.constexpr = _power(_position(STEP, C[3], C[4]))
+    return tl.sum(tile.to(tl.float32), 1) * (-0.5 * POWER)
+
+
+@triton.jit
+def factor_of_bits(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """``factor_of_signs`` for half their products times ``QUERY``."""
+    return read_factor(raw, C[6], C[7], FAST) * (C[8] * (2 / QUERY))
 
 
 @triton.jit

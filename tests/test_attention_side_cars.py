@@ -104,11 +104,12 @@ def test_factors_of_any_size() -> None:
 def test_beside_other_side_cars(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels import attention
 
+    generator = torch.Generator().manual_seed(3)
     pairs = random_pairs(1, 150, dims=(64, 64))
     for x in (x for pair in pairs for x in pair):
-        x.unflatten(3, (-1, 4))[torch.rand(*x.shape[:3], 16) < 0.03] *= 8
+        x.unflatten(3, (-1, 4))[torch.rand(*x.shape[:3], 16, generator=generator) < 0.03] *= 8
     cache = kvpack.pack(pairs, recipe)
-    q = torch.randn(1, 4, 2, 64)
+    q = torch.randn(1, 4, 2, 64, generator=generator)
     expected = exact(q, cache[0])
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     there = cache.to(DEVICE)
@@ -152,3 +153,46 @@ def test_what_no_writer_puts_in_an_outliers_place_is_left_to_torch() -> None:
 def test_outliers_of_many_tokens() -> None:
     k_codec, v_codec = codecs("scalar:b=2,outliers=3", "group:b=2,g=16,outliers=3", (16, 16))
     check(Layer(random_side(k_codec, 1, (2500,), 0, 1), random_side(v_codec, 1, (1301, 1199), 0, 2)), 1)
+
+
+@on_kernels
+def test_more_outliers_than_a_thread_holds() -> None:
+    """Most chunks of some tokens, and none of others, in tiles of tokens that begin inside a granule of entries."""
+    k_codec, v_codec = codecs("group:b=4,g=64,axis=channel,outliers=3", "quaternion:s=24,r=3,outliers=3", (64, 64))
+    sides = []
+    for seed, codec in enumerate((k_codec, v_codec)):
+        assert isinstance(codec, WithSideCars)
+        assert codec.outliers is not None
+        generator = torch.Generator().manual_seed(seed)
+        (side,) = (random_side(codec, 2, runs, 0, seed) for runs in [(83, 77) if seed else (70, 90)])
+        for page in side.pages:
+            flags = torch.rand(1, 2, page.tokens, 16, generator=generator) < torch.linspace(-0.5, 0.9, page.tokens)[:, None]
+            planes = codec.outliers.packing.pack([flags.to(torch.int32)])
+            page.streams.update({f"outlier_flags.{plane}": words for plane, words in enumerate(planes)})
+            page.streams["outliers"] = (4 * torch.randn(1, 1, int(flags.sum()), 4, generator=generator)).to(torch.float16)
+        sides.append(side)
+    check(Layer(*sides), 2)
+
+
+@pytest.mark.skipif(not dispatch.triton_installed(), reason="Triton is not installed")
+def test_patches_fit_beside_tables() -> None:
+    from kvpack.kernels import loaders, tiles_outliers
+
+    k_codec, v_codec = codecs("group:b=4,g=128,axis=channel,outliers=3", "quaternion:s=24,r=3,outliers=3", (128, 256))
+    k, v = loaders.tiles_of(k_codec), loaders.tiles_of(v_codec)
+    assert k is not None
+    assert v is not None
+    for warps, tokens, table_bytes in ((1, 32, 0), (2, 64, 0), (2, 64, 32 << 10), (4, 32, 40 << 10), (4, 64, 40 << 10)):
+        k_constants, v_constants, size = tiles_outliers.in_patches(k, v, warps, tokens, table_bytes)
+        assert k_constants is not None
+        assert v_constants is not None
+        assert table_bytes + size <= tiles_outliers.STATIC_SHARED_BYTES
+        assert size == warps * k_constants[4] == warps * v_constants[4]
+        for (_, widths, _, together, area), turned in ((k_constants, False), (v_constants, True)):
+            if together == 0:
+                assert table_bytes > 0
+                continue
+            columns = sum(widths[:together])
+            rows, row = (columns, tokens) if turned else (tokens, columns)
+            assert rows * (2 * row + tiles_outliers.PADDING_BYTES) <= area
+        assert (k_constants[3] == len(k.channels)) == (table_bytes == 0)

@@ -40,7 +40,7 @@ def copies_of(entries: int, entry_bytes: int, budget: int) -> int:
 
 
 def allow(kernel: Any) -> None:
-    """Let the driver launch a compiled ``kernel`` that declares tables or patches: beside them, its own shared memory counts from the first byte.
+    """Let the driver launch a ``kernel`` that declares tables or patches: beside them, its own shared memory counts from the first byte.
 
     Triton asks the driver for more than 48 KiB only when its own part alone is above that.
     """

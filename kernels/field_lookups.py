@@ -14,7 +14,7 @@ import triton
 from triton import language as tl
 
 from .pairs import look_up_words, unit
-from .rows import bits_of_column, pieces_of_bits
+from .row_digits import bits_of_column, pieces_of_bits
 
 VALUES = tl.constexpr(4)
 """Of an entry."""

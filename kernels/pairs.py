@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from .rows import pieces_of_bits
+from .row_digits import pieces_of_bits
 
 
 @triton.constexpr_function

@@ -234,6 +234,7 @@ def _launch(
         "TILES": shape.tiles,
         "TOKENS": shape.tokens,
         "STAGES": shape.stages,
+        "LOADS_AHEAD": k_tiles.loads_ahead and v_tiles.loads_ahead,
         "LATE": late,
         "PREFETCH": late and (k_tiles.signs is None or share >= PREFETCHED_WITH_SIGNS),
         "FAST": fast,

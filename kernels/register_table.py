@@ -12,7 +12,7 @@ import torch
 import triton
 from triton import language as tl
 
-from .rows import pieces_of_bits
+from .row_digits import pieces_of_bits
 
 MOST_BITS = 3
 """Of an index into a table in registers: a permutation selects one of 8 bytes."""

@@ -4,7 +4,7 @@ The pairs of all tokens are put together, and the compiler carries that tile to 
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005
+# ruff: noqa: RUF005, SIM108
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from .halves import load_factor, read_factor
 from .pairs import joined
-from .rows import load_rows, words_of_row
+from .rows import load_rows, load_unseen, words_of_row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,6 +65,11 @@ def tiles_of(pairs: Sequence[tuple[Half, Half]], values: int) -> tuple[tuple[int
     )
 
 
+@triton.constexpr_function
+def _halvings(count: int) -> int:
+    return count.bit_length() - 1
+
+
 @triton.jit
 def _joined_by_halves(values: tl.tuple) -> tl.tuple:
     """Value k with value k + half of them, a last axis telling which."""
@@ -79,20 +83,23 @@ def _joined_by_halves(values: tl.tuple) -> tl.tuple:
 @triton.jit
 def tile_of_pairs(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The tile of the pairs of both halves of the tokens: ``[warp, token, column]``, or turned, ``[warp, column, token]``."""
+    WIDTH: tl.constexpr = 2 * len(first)
     columns = ()
     for number in tl.static_range(len(first)):
         columns = columns + (tl.join(first[number], second[number]),)
-    columns = _joined_by_halves(_joined_by_halves(_joined_by_halves(_joined_by_halves(columns))))
+    columns = _joined_by_halves(columns)
+    for _ in tl.static_range(_halvings(len(columns))):
+        columns = _joined_by_halves(columns)
     tile = tl.join(columns[0], columns[0])
     HALF: tl.constexpr = tile.shape[0] // WARPS
-    tile = tl.trans(tl.reshape(tile, (WARPS, HALF, 2, 2 * PAIRS_OF_A_TILE)), 0, 2, 1, 3)
-    tile = tl.reshape(tile, (WARPS, 2 * HALF, 2 * PAIRS_OF_A_TILE))
+    tile = tl.trans(tl.reshape(tile, (WARPS, HALF, 2, WIDTH)), 0, 2, 1, 3)
+    tile = tl.reshape(tile, (WARPS, 2 * HALF, WIDTH))
     if FAST:
         # Two columns of one pair hold it both, and become its halves. This is also a wall: without it the compiler takes what is
         # joined for narrower values, and reads them from shared memory one by one.
         tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [tile], dtype=tl.float16, is_pure=False, pack=2)
     else:
-        upper = tl.arange(0, 2 * PAIRS_OF_A_TILE)[None, None, :] % 2 == 1
+        upper = tl.arange(0, WIDTH)[None, None, :] % 2 == 1
         tile = tl.where(upper, tile >> 16, tile).to(tl.uint16).to(tl.float16, bitcast=True)
     if TURNED:
         tile = tl.trans(tile, 0, 2, 1)
@@ -114,13 +121,18 @@ def load_rows_and_factor(
     """The rows of all code streams, then a factor a token; of ``C``, 0 are the rows and 6 the bits of the factor."""
     ROWS: tl.constexpr = C[0]
     raw = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
-    return raw + load_factor(pointers[len(ROWS)], first, token, valid, C[6], MASKED, FAST)
+    return raw + (load_unseen(pointers[len(ROWS)], first, token, valid, C[6], MASKED, FAST),)
 
 
 @triton.jit
 def factor_beside_rows(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The factor that ``load_rows_and_factor`` loaded."""
-    return read_factor(raw, 2 * words_of_row(C[0]), C[6], FAST)
+    value = raw[2 * words_of_row(C[0])]
+    if C[6] == 16:
+        value = value.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        value = value.to(tl.float32, bitcast=True)
+    return value
 
 
 @triton.jit

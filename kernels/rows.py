@@ -1,4 +1,4 @@
-"""Digits of packed rows, a token a thread: for code streams whose columns do not lie as the matrix units read them.
+"""Words of packed rows, a token a thread: for code streams whose columns do not lie as the matrix units read them.
 
 A thread holds the words of its token's row, where every field has a place that is known when the kernel is compiled: streams of
 any widths and any bases come together in its registers.
@@ -50,13 +50,6 @@ def rows_constants(packings: Sequence[Columns]) -> tuple[int, ...]:
 def words_of_row(rows: tuple[int, ...]) -> int:
     """The words of 32 bits that ``load_rows`` gives for a token."""
     return sum((halves + 1) // 2 for halves in rows)
-
-
-def digit_constants(packings: Sequence[Columns], number: int) -> tuple[int, ...]:
-    """What ``digit`` needs of stream ``number``: (first word, bytes a column, columns, base, whether fields are bits)."""
-    first = sum((halves + 1) // 2 for halves in rows_constants(packings[:number]))
-    packing = packings[number]
-    return (first, packing.column_bytes, packing.width, packing.bases[0], int(packing.binary))
 
 
 @triton.jit
@@ -178,106 +171,36 @@ def _loaded(
     return words
 
 
+@triton.constexpr_function
+def _load_one(bits: int, masked: bool) -> str:
+    """One number of 16 or 32 bits; where masked, 0."""
+    mask, real = ("setp.ne.b32 real, $2, 0;", "@real") if masked else ("", "")
+    if bits == 16:
+        load = f"mov.b16 half, 0; {real} ld.global.b16 half, [$1]; cvt.u32.u16 $0, half;"
+    else:
+        load = f"mov.b32 $0, 0; {real} ld.global.b32 $0, [$1];"
+    return f"{{ .reg .pred real; .reg .b16 half; {mask} {load} }}"
+
+
+@triton.jit
+def load_unseen(
+    pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tensor:
+    """One number of ``BITS`` a token, int32, loaded where it is used: the compiler lays out what it does not see loaded as its uses."""
+    if FAST:
+        address = pointer.to(tl.int64) + first * (BITS // 8) + token.to(tl.int64) * (BITS // 8)
+        ASSEMBLY: tl.constexpr = _load_one(BITS, MASKED)
+        if MASKED:
+            value = tl.inline_asm_elementwise(ASSEMBLY, "=&r,l,r", [address, valid.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1)
+        else:
+            value = tl.inline_asm_elementwise(ASSEMBLY, "=&r,l", [address], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        value = load_per_token(pointer, first, token, valid, 1, 0, MASKED).to(tl.int32)
+    return value
+
+
 @triton.jit
 def _funnel(low: tl.tensor, high: tl.tensor, shift: tl.tensor) -> tl.tensor:
     return tl.inline_asm_elementwise(
         "shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, shift], dtype=tl.uint32, is_pure=True, pack=1
     )
-
-
-@triton.constexpr_function
-def pieces_of_bits(packing: tuple[int, ...], column: int, position: int, bits: int) -> tuple[tuple[int, int, int, int], ...]:
-    """Where ``bits`` bits of a column from ``position`` up lie: (word, first bit in it, bits, bits before them) of each piece."""
-    first, column_bytes, width = packing[:3]
-    pieces = []
-    done = 0
-    while done < bits:
-        plane, at = divmod(position + done, 16)
-        half, room = column, 16
-        if plane == column_bytes // 2:
-            byte, half = divmod(column, (width + 1) // 2)
-            at, room = at + 8 * byte, 8 + 8 * byte
-        count = min(bits - done, room - at)
-        pieces.append((first + plane * ((width + 1) // 2) + half // 2, 16 * (half % 2) + at, count, done))
-        done += count
-    return tuple(pieces)
-
-
-@triton.constexpr_function
-def _bits_of_base(base: int) -> int:
-    return base.bit_length() - 1
-
-
-@triton.jit
-def bits_of_column(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, POSITION: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """``BITS`` bits (at most 32) of a column from ``POSITION`` up, uint32."""
-    PIECES: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION, BITS)
-    value = (words[PIECES[0][0]] >> PIECES[0][1]) & ((1 << PIECES[0][2]) - 1)
-    for number in tl.static_range(1, len(PIECES)):
-        piece = (words[PIECES[number][0]] >> PIECES[number][1]) & ((1 << PIECES[number][2]) - 1)
-        value = value | (piece << PIECES[number][3])
-    return value
-
-
-@triton.jit
-def digit(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr) -> tl.tensor:
-    """The digit of one symbol, uint32, below its base."""
-    COLUMN: tl.constexpr = SYMBOL % PACKING[2]
-    FIELD: tl.constexpr = SYMBOL // PACKING[2]
-    BASE: tl.constexpr = PACKING[3]
-    if PACKING[4]:
-        BITS: tl.constexpr = _bits_of_base(BASE)
-        value = bits_of_column(words, PACKING, COLUMN, FIELD * BITS, BITS)
-    elif first_of_upper(PACKING) > 0:
-        # Two numbers of 32 bits: dividing one of 64 takes several times as long.
-        MIDDLE: tl.constexpr = first_of_upper(PACKING)
-        SHIFT: tl.constexpr = MIDDLE * _twos(BASE)
-        upper = bits_of_column(words, PACKING, COLUMN, SHIFT, 8 * PACKING[1] - SHIFT) // (BASE**MIDDLE >> SHIFT)
-        if FIELD >= MIDDLE:
-            value = upper // BASE ** (FIELD - MIDDLE) - upper // BASE ** (FIELD - MIDDLE + 1) * BASE
-        else:
-            lower = bits_of_column(words, PACKING, COLUMN, 0, 32) - upper * BASE**MIDDLE
-            value = lower // BASE**FIELD
-            if FIELD + 1 < MIDDLE:
-                value = value - lower // BASE ** (FIELD + 1) * BASE
-    else:
-        # Neighbouring fields share a division.
-        value = (_above(words, PACKING, COLUMN, FIELD) - _above(words, PACKING, COLUMN, FIELD + 1) * BASE).to(tl.uint32)
-    return value
-
-
-@triton.constexpr_function
-def _twos(base: int) -> int:
-    """How often 2 divides ``base``."""
-    return (base & -base).bit_length() - 1
-
-
-@triton.constexpr_function
-def first_of_upper(packing: tuple[int, ...]) -> int:
-    """The fewest fields of a column of more than 32 bits that leave at most 32 above them, without the twos of their bases; 0: none."""
-    _, column_bytes, _, base, _ = packing
-    twos = _twos(base)
-    if column_bytes <= 4 or not twos:
-        return 0
-    first = -(-(8 * column_bytes - 32) // twos)
-    return first if base**first < 1 << 32 else 0
-
-
-@triton.jit
-def _above(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, FIELD: tl.constexpr) -> tl.tensor:
-    """A column over base^FIELD, rounded down."""
-    BITS: tl.constexpr = 8 * PACKING[1]
-    if BITS <= 32:
-        column = bits_of_column(words, PACKING, COLUMN, 0, BITS)
-    else:
-        column = bits_of_column(words, PACKING, COLUMN, 0, 32).to(tl.uint64)
-        column = column | (bits_of_column(words, PACKING, COLUMN, 32, BITS - 32).to(tl.uint64) << 32)
-    return column // PACKING[3] ** FIELD
-
-
-@triton.jit
-def two_digits(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, SYMBOLS: tl.constexpr) -> tl.tensor:
-    """The digits of a symbol and of its neighbour, the even one lower, 16 bits apart: their columns mostly share a word, and all work."""
-    EVEN: tl.constexpr = SYMBOL // 2 * 2
-    ODD: tl.constexpr = EVEN + (EVEN + 1 < SYMBOLS)
-    return digit(words, PACKING, EVEN) | (digit(words, PACKING, ODD) << 16)

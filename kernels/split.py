@@ -190,6 +190,7 @@ def attend_split(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    LOADS_AHEAD: tl.constexpr,
     LATE: tl.constexpr,
     PREFETCH: tl.constexpr,
     FAST: tl.constexpr,
@@ -204,7 +205,7 @@ def attend_split(
     ``sums_out`` is float32 ``[batch, head, row, part, column]``, ``largest_out`` and ``total_out`` ``[batch, head, row, part]``.
     ``lengths`` int32 ``[batch]``, read if ``LENGTHS``, are the tokens that each sequence has; ``position`` is that of the first
     query of a sequence of all tokens. ``LATE``: values are loaded after the scores of their tokens. ``PREFETCH``: the rows of the tokens
-    that follow are brought to the second-level cache.
+    that follow are brought to the second-level cache; with ``LOADS_AHEAD`` they are loaded, into registers.
     """
     PAIRS: tl.constexpr = K_PAIRED or V_PAIRED
     TOGETHER: tl.constexpr = 2 if PAIRS else 1
@@ -274,6 +275,16 @@ def attend_split(
     token_of_row = tl.arange(0, TOKENS)[None, :] * (2 if NEIGHBOURS else 1)
     token = tl.arange(0, WARPS)[:, None] * (TILES * TOGETHER * TOKENS) + token_of_row
     near = tl.arange(0, WARPS)[:, None] * (TOGETHER * TOKENS) + token_of_row
+    if LOADS_AHEAD:
+        # A program without whole tiles has nothing to load.
+        k_next = _load_tiles(
+            k_pointers, k_first, token, whole,
+            K_LOAD, K_CONSTANTS, K_SIGNS, K_WHOLE, TILES * TOGETHER, TOKENS, K_PAIRED, True, False, FAST,
+        )  # fmt: skip
+        v_next = _load_tiles(
+            v_pointers, v_first, token, whole,
+            V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TILES * TOGETHER, TOKENS, V_PAIRED, True, True, FAST,
+        )  # fmt: skip
     if TABLES[0]:
         for number in tl.static_range(len(TABLES) - 1):
             fill(entries[number], TABLES[number + 1][1], TABLES[number + 1][2], TABLES[number + 1][3], TABLES[number + 1][4])
@@ -290,15 +301,24 @@ def attend_split(
         if AHEAD:
             _prefetch(k_pointers, k_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), K_STREAMS, AHEAD, WARPS)
             _prefetch(v_pointers, v_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), V_STREAMS, AHEAD, WARPS)
-        k_raws = _load_tiles(
-            k_pointers, k_first + offset, token, count,
+        at_load = offset
+        if LOADS_AHEAD:
+            k_raws, v_raws = k_next, v_next
+            # Those of the last tiles again, after them.
+            at_load = tl.minimum(offset + TILES * SPAN, whole - TILES * SPAN)
+        k_next = _load_tiles(
+            k_pointers, k_first + at_load, token, count,
             K_LOAD, K_CONSTANTS, K_SIGNS, K_WHOLE, TILES * TOGETHER, TOKENS, K_PAIRED, False, False, FAST,
         )  # fmt: skip
         if not LATE:
-            v_raws = _load_tiles(
-                v_pointers, v_first + offset, token, count,
+            v_next = _load_tiles(
+                v_pointers, v_first + at_load, token, count,
                 V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TILES * TOGETHER, TOKENS, V_PAIRED, False, True, FAST,
             )  # fmt: skip
+            if not LOADS_AHEAD:
+                v_raws = v_next
+        if not LOADS_AHEAD:
+            k_raws = k_next
         k_entries = entries_of(k_ahead, k_pointers, k_first + offset, k_patch_places, K_OUTLIERS, WARPS, TILES * TOKENS)
         v_entries = entries_of(v_ahead, v_pointers, v_first + offset, v_patch_places, V_OUTLIERS, WARPS, TILES * TOKENS)
         k_ahead = next_entries(k_ahead, k_pointers, k_first + offset, k_first + count, K_OUTLIERS, WARPS, TILES * TOKENS)

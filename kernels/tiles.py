@@ -70,6 +70,8 @@ class Tiles:
     """Tokens: a tile that begins at a multiple of them, and is no longer, lies in one token group."""
     most_tokens: int = 32
     """Of a warp's tile: more where its tokens share scales, or have few each, which registers then hold."""
+    loads_ahead: bool = False
+    """Whether registers hold the rows of the next tile while one is decoded, for loads that the compiler does not see (``rows``)."""
     packings: tuple[Columns, ...] = ()
     """Of the code streams that ``decode`` calls by number."""
     places: tuple[int, ...] = ()

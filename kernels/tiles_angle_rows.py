@@ -13,8 +13,9 @@ import triton
 from triton import language as tl
 
 from .pairs import joined, look_up_words, pair_affine, pair_of_one, pair_power_of_two, pair_product, unit
+from .row_digits import digit, digit_constants, two_digits
 from .row_tiles import TOKENS, decode_rows, pairs_of, tiles_of
-from .rows import digit, digit_constants, load_rows, row_streams, rows_constants, stream_of_words, two_digits, words_of_row
+from .rows import load_rows, row_streams, rows_constants, stream_of_words, words_of_row
 from .tiles import WIDEST_DIGIT, Tiles
 from .tiles_angle import VALUES, factor, load_range, norm_line, table
 
@@ -88,14 +89,14 @@ def coordinates(
     NORMS: tl.constexpr = C[7]
     UNIT: tl.constexpr = unit(2, SHARED, FAST)
     LAST: tl.constexpr = C[5] // 2
-    place = digit(words, BINS, SYMBOL) * UNIT
+    place = digit(words, BINS, SYMBOL, FAST) * UNIT
     if C[8]:
-        place = place + digit(words, HIGH_BINS, SYMBOL) * (UNIT << C[8])
+        place = place + digit(words, HIGH_BINS, SYMBOL, FAST) * (UNIT << C[8])
     if C[6]:
         line = norm_line((words[LAST - 1].to(tl.int32, bitcast=True),), C)
     else:
         line = norm_line((words[LAST - 2], words[LAST - 1]), C)
-    norms = pair_affine(two_digits(words, NORMS, SYMBOL, C[10]), pair_of_one(line[0]), pair_of_one(line[1]), C[3], FAST)
+    norms = pair_affine(two_digits(words, NORMS, SYMBOL, C[10], FAST), pair_of_one(line[0]), pair_of_one(line[1]), C[3], FAST)
     if C[4]:
         norms = pair_power_of_two(norms, FAST)
     norm = joined(norms, norms, SYMBOL % 2, SYMBOL % 2, FAST)

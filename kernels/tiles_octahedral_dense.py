@@ -12,8 +12,9 @@ from triton import language as tl
 
 from .pairs import look_up_repeated, look_up_words, pair_negated, pair_product, unit
 from .register_table import MOST_BITS, select_of_four, table_of_bytes
+from .row_digits import bits_of_column, digit, digit_constants
 from .row_tiles import TOKENS, decode_rows, factor_beside_rows, load_rows_and_factor, pairs_of, tiles_of
-from .rows import bits_of_column, digit, digit_constants, row_streams, rows_constants
+from .rows import row_streams, rows_constants
 from .tiles import WIDEST_DIGIT, Stream, Tiles
 from .tiles_octahedral import VALUES, table
 
@@ -35,9 +36,9 @@ def tiles(codec: Octahedral) -> Tiles | None:
         return None
     whole = index_bits + sign_bits <= MOST_BITS_OF_ONE_INDEX
     both = tuple(packings.values())
+    norm_bits = 16 if codec.norm == "fp16" else 32
     rows = rows_constants(both)
     streams = tuple(stream for name, packing in packings.items() for stream in row_streams(name, packing))
-    norm_bits = 16 if codec.norm == "fp16" else 32
     pairs, channels = tiles_of(pairs_of(codec.triplets, VALUES, codec.dim), VALUES)
     found = table(codec, whole)
     few_norms = not whole and SIGN_BITS.value < sign_bits <= SIGN_BITS.value + MOST_BITS
@@ -88,9 +89,9 @@ def coordinates(
     NORM_BITS: tl.constexpr = C[5]
     NORMS: tl.constexpr = C[8]
     UNIT: tl.constexpr = unit(4, SHARED, FAST)
-    index = digit(words, INDICES, TRIPLET) * UNIT
+    index = digit(words, INDICES, TRIPLET, FAST) * UNIT
     if WHOLE:
-        index = index | (digit(words, SIGNS, TRIPLET) * (UNIT << INDEX_BITS))
+        index = index | (digit(words, SIGNS, TRIPLET, FAST) * (UNIT << INDEX_BITS))
     found = look_up_words(index, table, 2, 4, 0, SHARED, FAST)
     xy, z = found[0], found[1]
     if not WHOLE:

@@ -59,6 +59,7 @@ def with_outliers(tiles: Tiles) -> Tiles:
         tiles,
         streams=(*tiles.streams, *columns),
         most_tokens=min(tiles.most_tokens, 32),
+        loads_ahead=False,
         outliers=(len(tiles.streams), tuple(map(len, tiles.channels)), _columns(tiles) == list(range(len(_columns(tiles))))),
     )
 

@@ -25,8 +25,9 @@ from .fields import load_per_token
 from .halves import load_factor, read_factor
 from .pairs import pair_product, pair_scaled
 from .polar_steps import angles_of_step, blocks_of_step, lookups_of, place_in, places_of, table
+from .row_digits import digit_constants
 from .row_tiles import PAIRS_OF_A_TILE, TOKENS, tile_of_pairs
-from .rows import digit_constants, load_row, load_rows, row_streams, rows_constants, stream_of_words, words_of_row
+from .rows import load_row, load_rows, row_streams, rows_constants, stream_of_words, words_of_row
 from .tiles import Stream, Tiles
 
 if TYPE_CHECKING:

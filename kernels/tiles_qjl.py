@@ -64,6 +64,7 @@ def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
         packings=(*tiles.packings, packing),
         places=(*tiles.place_columns, packing.width, tile_width(packing)),
         signs=constants,
+        loads_ahead=False,
     )
 
 

@@ -379,7 +379,7 @@ def test_batches_and_heads() -> None:
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128])
 def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
     """The indices that permutations of bytes select by are those that are read one by one."""
-    from kvpack.kernels import loaders, register_table, rows
+    from kvpack.kernels import loaders, register_table, row_digits, rows
 
     codec = codecs("octahedral:b=4", "octahedral:b=4", (dim, dim))[0]
     tiles = loaders.tiles_of(codec)
@@ -397,7 +397,7 @@ def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
             found |= (words[word] >> shift if shift >= 0 else words[word] << -shift) & mask
         for number, at in zip(range(min(4, -(-dim // 3) - first)), (0, 16, 8, 24), strict=False):
             position = (first + number) // packing[2] * (2 + bits) + 2
-            pieces = rows.pieces_of_bits(packing, (first + number) % packing[2], position, bits)
+            pieces = row_digits.pieces_of_bits(packing, (first + number) % packing[2], position, bits)
             assert found >> at & 0xFF == sum((words[word] >> bit & (1 << count) - 1) << before for word, bit, count, before in pieces)
 
 
@@ -565,6 +565,16 @@ def test_tiles_of_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> No
     if not INTERPRETED:
         launches = plan.launches(k.to(DEVICE), v.to(DEVICE), Layer(k, v), 0, 420, (0, 420), 1, pairs=False)
         assert {launch.shape.tokens for launch in launches} == ({32} if begin else {64})
+
+
+@on_kernels
+@pytest.mark.parametrize("lengths", [None, [3, 1], [700, 4]], ids=["all tokens", "short sequences", "a long and a short sequence"])
+def test_rows_loaded_ahead(lengths: list[int] | None) -> None:
+    """Registers hold the rows of a tile while the one before it is decoded, if a program has whole tiles at all."""
+    tokens = 900 if INTERPRETED else 60_000
+    k_codec, v_codec = codecs(KEYS["dense quaternion"], KEYS["dense quaternion"], (64, 60))
+    layer = Layer(random_side(k_codec, 1, (tokens,), 5, 1, batch=2), random_side(v_codec, 1, (tokens,), 5, 2, batch=2))
+    check(layer, 2, lengths=lengths)
 
 
 @on_cuda

@@ -1,0 +1,238 @@
+"""Digits of the rows of which a thread holds the words (``rows``): those of one symbol, or of two neighbours, 16 bits apart.
+
+Neighbours mostly share the words that they lie in, and whatever is done with these. A base that is no power of two is divided by as
+products are taken: in fewer instructions the smaller the number is known to be.
+"""
+
+# Triton compiles no conditional expressions of tensors.
+# ruff: noqa: SIM108
+# Triton has no types.
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+from triton import language as tl
+
+from .rows import rows_constants
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpack.formats.columns import Columns
+
+
+def digit_constants(packings: Sequence[Columns], number: int) -> tuple[int, ...]:
+    """What ``digit`` needs of stream ``number``: (first word, bytes a column, columns, base, whether fields are bits)."""
+    first = sum((halves + 1) // 2 for halves in rows_constants(packings[:number]))
+    packing = packings[number]
+    return (first, packing.column_bytes, packing.width, packing.bases[0], int(packing.binary))
+
+
+@triton.constexpr_function
+def pieces_of_bits(packing: tuple[int, ...], column: int, position: int, bits: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Where ``bits`` bits of a column from ``position`` up lie: (word, first bit in it, bits, bits before them) of each piece."""
+    first, column_bytes, width = packing[:3]
+    pieces = []
+    done = 0
+    while done < bits:
+        plane, at = divmod(position + done, 16)
+        half, room = column, 16
+        if plane == column_bytes // 2:
+            byte, half = divmod(column, (width + 1) // 2)
+            at, room = at + 8 * byte, 8 + 8 * byte
+        count = min(bits - done, room - at)
+        pieces.append((first + plane * ((width + 1) // 2) + half // 2, 16 * (half % 2) + at, count, done))
+        done += count
+    return tuple(pieces)
+
+
+@triton.constexpr_function
+def _bits_of_base(base: int) -> int:
+    return base.bit_length() - 1
+
+
+@triton.jit
+def bits_of_column(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, POSITION: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+    """``BITS`` bits (at most 32) of a column from ``POSITION`` up, uint32."""
+    PIECES: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION, BITS)
+    value = (words[PIECES[0][0]] >> PIECES[0][1]) & ((1 << PIECES[0][2]) - 1)
+    for number in tl.static_range(1, len(PIECES)):
+        piece = (words[PIECES[number][0]] >> PIECES[number][1]) & ((1 << PIECES[number][2]) - 1)
+        value = value | (piece << PIECES[number][3])
+    return value
+
+
+@triton.constexpr_function
+def most_fields(packing: tuple[int, ...]) -> int:
+    """The most fields that a column of as many bytes could have."""
+    _, column_bytes, _, base, _ = packing
+    fields = 1
+    while base ** (fields + 1) <= 1 << 8 * column_bytes:
+        fields += 1
+    return fields
+
+
+@triton.constexpr_function
+def _reciprocal(divisor: int, below: int) -> int:
+    """What a number less than ``below`` is multiplied by, so that the upper 32 bits of the product are the quotient; 0: there is none."""
+    value = -(-(1 << 32) // divisor)
+    return value if divisor > 1 and below * (value * divisor - (1 << 32)) < 1 << 32 else 0
+
+
+@triton.jit
+def _quotient(value: tl.tensor, DIVISOR: tl.constexpr, BELOW: tl.constexpr) -> tl.tensor:
+    """``value``, uint32 less than ``BELOW``, over a constant, rounded down."""
+    RECIPROCAL: tl.constexpr = _reciprocal(DIVISOR, BELOW)
+    if RECIPROCAL > 0:
+        value = tl.umulhi(value, tl.full(value.shape, RECIPROCAL, tl.uint32))
+    elif DIVISOR > 1:
+        value = value // DIVISOR
+    return value
+
+
+@triton.jit
+def _digit_of(value: tl.tensor, BASE: tl.constexpr, FIELD: tl.constexpr, FIELDS: tl.constexpr) -> tl.tensor:
+    """Digit ``FIELD`` of ``value``, uint32 of ``FIELDS`` digits."""
+    BELOW: tl.constexpr = BASE**FIELDS
+    found = _quotient(value, BASE**FIELD, BELOW)
+    if FIELD + 1 < FIELDS:
+        # Neighbouring fields share a division.
+        found = found - _quotient(value, BASE ** (FIELD + 1), BELOW) * BASE
+    return found
+
+
+@triton.jit
+def digit(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The digit of one symbol, uint32, below its base."""
+    COLUMN: tl.constexpr = SYMBOL % PACKING[2]
+    FIELD: tl.constexpr = SYMBOL // PACKING[2]
+    BASE: tl.constexpr = PACKING[3]
+    BITS: tl.constexpr = 8 * PACKING[1]
+    FIELDS: tl.constexpr = most_fields(PACKING)
+    if PACKING[4]:
+        DIGIT_BITS: tl.constexpr = _bits_of_base(BASE)
+        value = bits_of_column(words, PACKING, COLUMN, FIELD * DIGIT_BITS, DIGIT_BITS)
+    elif first_of_upper(PACKING) > 0:
+        # Two numbers of 32 bits: dividing one of 64 takes several times as long.
+        MIDDLE: tl.constexpr = first_of_upper(PACKING)
+        SHIFT: tl.constexpr = MIDDLE * _twos(BASE)
+        low = low_of_column(words, PACKING, COLUMN, FAST)
+        upper = (low >> SHIFT) | (bits_of_column(words, PACKING, COLUMN, 32, BITS - 32) << (32 - SHIFT))
+        upper = _quotient(upper, BASE**MIDDLE >> SHIFT, 1 << BITS - SHIFT)
+        if FIELD >= MIDDLE:
+            # A column that no writer makes has digits that are too large, in its highest field.
+            value = _digit_of(tl.minimum(upper, BASE ** (FIELDS - MIDDLE) - 1), BASE, FIELD - MIDDLE, FIELDS - MIDDLE)
+        else:
+            value = _digit_of(low - upper * BASE**MIDDLE, BASE, FIELD, MIDDLE)
+    elif BITS <= 32:
+        value = tl.minimum(bits_of_column(words, PACKING, COLUMN, 0, BITS), BASE**FIELDS - 1)
+        value = _digit_of(value, BASE, FIELD, FIELDS)
+    else:
+        column = bits_of_column(words, PACKING, COLUMN, 0, 32).to(tl.uint64)
+        column = column | (bits_of_column(words, PACKING, COLUMN, 32, BITS - 32).to(tl.uint64) << 32)
+        # Neighbouring fields share a division.
+        value = (column // BASE**FIELD - column // BASE ** (FIELD + 1) * BASE).to(tl.uint32)
+    return value
+
+
+@triton.jit
+def low_of_column(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The low 32 bits of a column of at least as many."""
+    PIECES: tl.constexpr = pieces_of_bits(PACKING, COLUMN, 0, 32)
+    if FAST and len(PIECES) == 2:
+        SELECT: tl.constexpr = (0x7600 if PIECES[1][1] else 0x5400) + (0x32 if PIECES[0][1] else 0x10)
+        value = tl.inline_asm_elementwise(
+            f"prmt.b32 $0, $1, $2, {SELECT};", "=r,r,r", [words[PIECES[0][0]], words[PIECES[1][0]]], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        value = bits_of_column(words, PACKING, COLUMN, 0, 32)
+    return value
+
+
+@triton.constexpr_function
+def _twos(base: int) -> int:
+    """How often 2 divides ``base``."""
+    return (base & -base).bit_length() - 1
+
+
+@triton.constexpr_function
+def first_of_upper(packing: tuple[int, ...]) -> int:
+    """The fewest fields of a column of more than 32 bits that leave at most 32 above them, without the twos of their bases; 0: none."""
+    _, column_bytes, _, base, _ = packing
+    twos = _twos(base)
+    if column_bytes <= 4 or not twos:
+        return 0
+    first = -(-(8 * column_bytes - 32) // twos)
+    return first if base**first < 1 << 32 else 0
+
+
+@triton.constexpr_function
+def _pieces_of_two(packing: tuple[int, ...], symbol: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Where the bits of a symbol and of the next one are, if they lie in the same words: (word, shift to the right, mask, whether both
+    are in one half of it, a byte each) of each piece, for bits 16 apart; none, if they do not.
+    """
+    column, bits = symbol % packing[2], packing[3].bit_length() - 1
+    position = symbol // packing[2] * bits
+    if not packing[4] or column + 1 == packing[2]:
+        return ()
+    pieces = []
+    for low, high in zip(pieces_of_bits(packing, column, position, bits), pieces_of_bits(packing, column + 1, position, bits), strict=True):
+        word, at, count, before = low
+        if high[0] != word or high[1] - at not in (8, 16) or (high[1] - at == 8 and at >= 8):
+            return ()
+        pieces.append((word, at - before, ((1 << count) - 1 << before) * 0x10001, int(high[1] - at == 8)))
+    return tuple(pieces)
+
+
+@triton.jit
+def above(high: tl.tensor, low: tl.tensor, BIT: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """``low``, and from ``BIT`` up, where it has no bits, ``high``."""
+    if FAST:
+        # The compiler makes two instructions of it.
+        value = tl.inline_asm_elementwise(
+            f"mad.lo.u32 $0, $1, {1 << BIT}, $2;", "=r,r,r", [high, low], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        value = (high << BIT) | low
+    return value
+
+
+@triton.jit
+def _bytes_apart(word: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """The low two bytes of a word, 16 bits apart."""
+    if FAST:
+        value = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4140;", "=r,r", [word], dtype=tl.uint32, is_pure=True, pack=1)
+    else:
+        value = (word & 0xFF) | ((word & 0xFF00) << 8)
+    return value
+
+
+@triton.jit
+def two_digits(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, SYMBOLS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The digits of a symbol and of its neighbour, the even one lower, 16 bits apart: their columns mostly share a word, and all work."""
+    EVEN: tl.constexpr = SYMBOL // 2 * 2
+    ODD: tl.constexpr = EVEN + (EVEN + 1 < SYMBOLS)
+    PIECES: tl.constexpr = _pieces_of_two(PACKING, EVEN)
+    if len(PIECES) > 0:
+        value = _piece_of_two(words, PIECES, 0, FAST)
+        for number in tl.static_range(1, len(PIECES)):
+            value = value | _piece_of_two(words, PIECES, number, FAST)
+    else:
+        value = above(digit(words, PACKING, ODD, FAST), digit(words, PACKING, EVEN, FAST), 16, FAST)
+    return value
+
+
+@triton.jit
+def _piece_of_two(words: tl.tuple, PIECES: tl.constexpr, NUMBER: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    word = words[PIECES[NUMBER][0]]
+    if PIECES[NUMBER][3]:
+        word = _bytes_apart(word, FAST)
+    SHIFT: tl.constexpr = PIECES[NUMBER][1]
+    if SHIFT >= 0:
+        word = word >> SHIFT
+    else:
+        word = word << -SHIFT
+    return word & PIECES[NUMBER][2]

@@ -199,8 +199,7 @@ def attended(call: Call) -> dict[runs.Frame, torch.Tensor]:
             **launch.constants, "SOFTCAP": call.softcap is not None, "ROWS": rows, "BLOCK": call.block, "COLUMNS": columns,
             "LENGTHS": call.lengths is not None, "DEPENDENT": call.dependent, "FIRST": start == 0,
         }  # fmt: skip
-        registers = launch.shape.registers if rows == FEWEST_ROWS else 0
-        options = {"num_warps": launch.shape.warps, "maxnreg": registers or None, **overlap}
+        options = {"num_warps": launch.shape.warps, **overlap}
         grid = (items * blocks * sequences,)
         variant = (call.softcap is not None, rows, columns, call.lengths is not None, call.dependent, start == 0)
         if (launch.constants["TABLES"][0] or launch.constants["PATCHES"]) and variant not in launch.allowed:

@@ -11,35 +11,24 @@ import os
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from . import device_tables, loaders, runs, tiles_outliers
-from .tiles import NEIGHBOURS, fields_side_by_side
+from .shapes import Shape, shape_of
+from .tiles import NEIGHBOURS
 
 if TYPE_CHECKING:
     from kvpack.cache import Layer, Side
     from kvpack.formats.base import Codec
 
-    from .tiles import Stream, Tiles
+    from .tiles import Tiles
 
 VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 
 INTERPRETED_MULTIPROCESSORS = 2
-
-LARGE_TABLES = 32 << 10
-"""Bytes of shared tables above which programs are few and share them among more warps."""
-
-FEW_TILES = 4
-"""Of a side: above it registers, not shared memory, bound what a multiprocessor holds."""
-
-FEW_BYTES, MANY_TOKENS = 64, 6000
-"""Bytes of codes a token, and tokens a multiprocessor, up to which and from which more tokens at once are faster."""
-
-MANY_BYTES = 256
-"""Bytes of two tokens that share a row, from which fewer tiles in flight are faster."""
 
 PREFETCHED_WITH_SIGNS = 1500
 """Tokens a multiprocessor from which prefetching is worth what it costs beside signs."""
@@ -47,27 +36,7 @@ PREFETCHED_WITH_SIGNS = 1500
 MASKED_TILES = 3
 """Whole tiles that take as long as what a masked one takes more: it is not fetched ahead of time, nor is its code."""
 
-SHARED_BYTES = 220 << 10
-"""Shared memory of a multiprocessor."""
-
-MOST_BYTES_IN_FLIGHT = 96 << 10
-"""Of all tiles that a program fetches ahead of time."""
-
 _plans: WeakKeyDictionary[Layer, dict[Any, list[Launch]]] = WeakKeyDictionary()
-
-
-class Shape(NamedTuple):
-    """Warps of a program, tiles that a warp attends at once and their tokens, stages of tiles in flight, and programs a multiprocessor.
-
-    ``registers`` a thread may have; 0 leaves them to the compiler.
-    """
-
-    warps: int
-    tiles: int
-    tokens: int
-    stages: int
-    programs: int
-    registers: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +141,7 @@ def _launch(
     tokens = sum(segment.tokens for segment in segments)
     aligned = math.gcd(*(segment.first - run.first for segment in segments for run in (segment.k, segment.v)))
     share = tokens * sequences // _multiprocessors(device)
-    shape = _shape(k_tiles, v_tiles, table_bytes[0], share, aligned, fast)
+    shape = shape_of(k_tiles, v_tiles, table_bytes[0], share, aligned, fast)
     tile = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.paired or v_tiles.paired else 1)
     programs = max(1, _multiprocessors(device) * shape.programs // sequences)
     rows: list[list[int]] = []
@@ -244,50 +213,6 @@ def _launch(
 
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_MULTIPROCESSORS
-
-
-def _shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fast: bool) -> Shape:
-    """What was fastest on an H200 for tables of ``table_bytes`` and ``tokens`` a multiprocessor; ``aligned`` divides all first rows.
-
-    Tried were one to eight warps, tiles of 16 and 32 tokens, one or two of them, two to four stages, and 96 to 255 registers;
-    for rows of which a thread holds one, whose loads lose by stages, one to four warps and 168 or more registers.
-    """
-    if not fast:
-        return Shape(2, 1, 32, 1, 4)
-    # Tokens that share a row of a tile count as one, of as many bytes.
-    together = 2 if k.paired or v.paired else 1
-    tokens //= together
-    token_bytes = together * sum(_bytes(stream, aligned) for stream in (*k.streams, *v.streams))
-    code_bytes = together * 2 * sum(sum(packing.planes) for packing in (*k.packings, *v.packings))
-    tables = [tiles.table for tiles in (k, v) if tiles.table is not None]
-    most_tokens = min(k.most_tokens, v.most_tokens)
-    small = Shape(1, 1, 32, 3, 8)
-    many_tiles = len(tables) == 2 and min(len(k.channels), len(v.channels)) > FEW_TILES
-    if max(k.tokens, v.tokens) > small.tokens:
-        shape = Shape(2, 1, max(k.tokens, v.tokens), 1, 4)
-    elif not k.dtype == v.dtype == "fp16" or (table_bytes > LARGE_TABLES and many_tiles):
-        shape = Shape(2, 1, 32, 2, 4)
-    elif table_bytes > LARGE_TABLES:
-        narrow = any(fields_side_by_side(packing) > 1 for packing in (*k.packings, *v.packings))
-        shape = Shape(2, 1, 32, 4 - together, 4) if narrow else Shape(4, 1, 32, 3, 2)
-    elif table_bytes and small.programs * (table_bytes + small.stages * small.tokens * token_bytes) > SHARED_BYTES:
-        # Programs share a table's copies among their warps. One tile ahead of twice as many bytes is as much as two.
-        shape = Shape(2, 1, 32, 2 if together > 1 and token_bytes >= MANY_BYTES else 3, 4)
-    elif table_bytes == 0 and together == 1 and most_tokens > small.tokens and aligned % most_tokens == 0 and tokens >= MANY_TOKENS:
-        shape = small._replace(tokens=most_tokens)
-    elif table_bytes == 0 and code_bytes <= FEW_BYTES and tokens >= MANY_TOKENS and k.outliers is v.outliers is None:
-        shape = small._replace(tiles=2)
-    else:
-        shape = small
-    tile_bytes = shape.warps * shape.tiles * shape.tokens * token_bytes
-    stages = shape.stages if k.outliers is v.outliers is None else min(shape.stages, 2)
-    return shape._replace(stages=max(1, min(stages, MOST_BYTES_IN_FLIGHT // tile_bytes)))
-
-
-def _bytes(stream: Stream, aligned: int) -> int:
-    """Of a token in a tile of 32 or more, which holds one row of what all its tokens share, or one for each."""
-    shared = aligned % stream.tokens == 0 and stream.tokens % 32 == 0
-    return stream.row * stream.bits // (8 * stream.tokens if shared else 8)
 
 
 def _addresses(run: runs.Run, tiles: Tiles, held: list[torch.Tensor]) -> list[int]:

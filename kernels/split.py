@@ -12,7 +12,7 @@ Sources: split-K flash decoding with a log-sum-exp merge; OCTOPUS Eq. 13 for que
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005, SIM108
+# ruff: noqa: RUF005
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -27,99 +27,15 @@ from .fields import load_places
 from .query_tiles import query_tiles, sum_of
 from .shared_table import declare, fetch, fill
 from .softmax import UNSEEN, add_halves, add_tiles, key_scores
+from .tile_loads import load_tiles, prefetch, stream_pointers
 from .tiles_outliers import declare_patches, entries_of, first_entries, next_entries, patch_places
-from .tiles_qjl import half_sum, load_signs, queries_of_bits
+from .tiles_qjl import half_sum, queries_of_bits
 
 COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window"]
 """Arguments that change from call to call, and for whose values nothing is compiled anew."""
 
-LINE_BYTES = tl.constexpr(128)
-"""Of the caches."""
-
 HEADER = 5
 """Integers of a work row before the addresses: first token, tokens, whole tokens, first K row, first V row."""
-
-
-@triton.jit
-def _pointers(row: tl.tensor, batch: tl.tensor, head: tl.tensor, STREAMS: tl.constexpr) -> tl.tuple:
-    """Pointers to the first row of this head in each stream; ``STREAMS`` is (bits, aligned bytes) of each."""
-    pointers = ()
-    for number in tl.static_range(len(STREAMS)):
-        pointers = pointers + (_pointer(row + 3 * number, batch, head, STREAMS[number][0], STREAMS[number][1]),)
-    return pointers
-
-
-@triton.jit
-def _pointer(at: tl.tensor, batch: tl.tensor, head: tl.tensor, BITS: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
-    address = tl.load(at) + batch * tl.load(at + 1) + head * tl.load(at + 2)
-    if BITS == 16:
-        pointer = address.to(tl.pointer_type(tl.int16))
-    else:
-        pointer = address.to(tl.pointer_type(tl.int32))
-    return tl.multiple_of(pointer, ALIGNED)
-
-
-@triton.jit
-def _prefetch(
-    pointers: tl.tuple, first: tl.tensor, tokens: tl.tensor, STREAMS: tl.constexpr, MOST: tl.constexpr, WARPS: tl.constexpr
-) -> None:
-    """Have the rows of ``tokens`` (at most ``MOST``) from row ``first`` on brought to the second-level cache."""
-    for number in tl.static_range(len(STREAMS)):
-        if STREAMS[number][2]:
-            _prefetch_stream(pointers[number], first, tokens, STREAMS[number][2], STREAMS[number][3], MOST, WARPS)
-
-
-@triton.jit
-def _prefetch_stream(
-    pointer: tl.tensor,
-    first: tl.tensor,
-    tokens: tl.tensor,
-    ROW_BYTES: tl.constexpr,
-    ROW_TOKENS: tl.constexpr,
-    MOST: tl.constexpr,
-    WARPS: tl.constexpr,
-) -> None:
-    begin = pointer.to(tl.int64) + first // ROW_TOKENS * ROW_BYTES
-    size = (tokens * ROW_BYTES // ROW_TOKENS).to(tl.int32)
-    place = tl.arange(0, 32 * WARPS) * LINE_BYTES
-    for line in tl.static_range(0, MOST * ROW_BYTES // ROW_TOKENS, 32 * WARPS * LINE_BYTES):
-        tl.inline_asm_elementwise(
-            "{ .reg .pred real; setp.lt.s32 real, $2, $3; @real prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-            "=r,l,r,r",
-            [begin + (place + line), place + line, size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
-def _load_tiles(
-    pointers: tl.tuple,
-    first: tl.tensor,
-    token: tl.tensor,
-    end: tl.tensor,
-    LOAD: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SIGNS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    TILES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PAIRED: tl.constexpr,
-    MASKED: tl.constexpr,
-    TURNED: tl.constexpr,
-    FAST: tl.constexpr,
-) -> tl.tuple:
-    """``TILES`` tiles of ``TOKENS`` tokens, if ``PAIRED`` half as many of twice as many: what the codec's hold, and their signs, if any."""
-    raws = ()
-    for tile in tl.static_range(TILES // 2 if PAIRED else TILES):
-        at = token + tile * (2 * TOKENS if PAIRED else TOKENS)
-        valid = (at < end, at + tokens_behind(PAIRED, TOKENS) < end) if PAIRED else at < end
-        raw = (LOAD(pointers, first, at, valid, CONSTANTS, MASKED, WHOLE, TURNED, FAST),)
-        if SIGNS is not None:
-            raw = raw + (load_signs(pointers, first, at, valid, SIGNS, MASKED, TURNED, FAST),)
-        raws = raws + (raw,)
-    return raws
 
 
 @triton.jit
@@ -232,13 +148,13 @@ def attend_split(
     whole = tl.load(row + 2).to(tl.int32)
     k_first = tl.load(row + 3)
     v_first = tl.load(row + 4)
-    k_pointers = _pointers(row + 5, batch, head, K_STREAMS)
-    v_pointers = _pointers(row + 5 + 3 * len(K_STREAMS), batch, head, V_STREAMS)
+    k_pointers = stream_pointers(row + 5, batch, head, K_STREAMS)
+    v_pointers = stream_pointers(row + 5 + 3 * len(K_STREAMS), batch, head, V_STREAMS)
     # Where tiles are not loaded ahead of time, barriers keep the loads of one from being under way together.
     AHEAD: tl.constexpr = TILES * SPAN if PREFETCH else 0
     if AHEAD:
-        _prefetch(k_pointers, k_first, tl.minimum(count, AHEAD), K_STREAMS, AHEAD, WARPS)
-        _prefetch(v_pointers, v_first, tl.minimum(count, AHEAD), V_STREAMS, AHEAD, WARPS)
+        prefetch(k_pointers, k_first, tl.minimum(count, AHEAD), K_STREAMS, AHEAD, WARPS)
+        prefetch(v_pointers, v_first, tl.minimum(count, AHEAD), V_STREAMS, AHEAD, WARPS)
     k_places = load_places(numbers, K_PACKINGS)
     v_places = load_places(numbers, V_PACKINGS)
     k_patch_places = patch_places(k_pointers, numbers, K_OUTLIERS, WARPS, TOKENS, False)
@@ -277,11 +193,11 @@ def attend_split(
     near = tl.arange(0, WARPS)[:, None] * (TOGETHER * TOKENS) + token_of_row
     if LOADS_AHEAD:
         # A program without whole tiles has nothing to load.
-        k_next = _load_tiles(
+        k_next = load_tiles(
             k_pointers, k_first, token, whole,
             K_LOAD, K_CONSTANTS, K_SIGNS, K_WHOLE, TILES * TOGETHER, TOKENS, K_PAIRED, True, False, FAST,
         )  # fmt: skip
-        v_next = _load_tiles(
+        v_next = load_tiles(
             v_pointers, v_first, token, whole,
             V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TILES * TOGETHER, TOKENS, V_PAIRED, True, True, FAST,
         )  # fmt: skip
@@ -299,19 +215,19 @@ def attend_split(
     v_ahead = first_entries(v_pointers, v_first, v_first + count, V_OUTLIERS, WARPS, TILES * TOKENS)
     for offset in tl.range(0, whole, TILES * SPAN, num_stages=STAGES):
         if AHEAD:
-            _prefetch(k_pointers, k_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), K_STREAMS, AHEAD, WARPS)
-            _prefetch(v_pointers, v_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), V_STREAMS, AHEAD, WARPS)
+            prefetch(k_pointers, k_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), K_STREAMS, AHEAD, WARPS)
+            prefetch(v_pointers, v_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), V_STREAMS, AHEAD, WARPS)
         at_load = offset
         if LOADS_AHEAD:
             k_raws, v_raws = k_next, v_next
             # Those of the last tiles again, after them.
             at_load = tl.minimum(offset + TILES * SPAN, whole - TILES * SPAN)
-        k_next = _load_tiles(
+        k_next = load_tiles(
             k_pointers, k_first + at_load, token, count,
             K_LOAD, K_CONSTANTS, K_SIGNS, K_WHOLE, TILES * TOGETHER, TOKENS, K_PAIRED, False, False, FAST,
         )  # fmt: skip
         if not LATE:
-            v_next = _load_tiles(
+            v_next = load_tiles(
                 v_pointers, v_first + at_load, token, count,
                 V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TILES * TOGETHER, TOKENS, V_PAIRED, False, True, FAST,
             )  # fmt: skip
@@ -328,7 +244,7 @@ def attend_split(
             K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, K_OUTLIERS, SOFTCAP, False, K_PAIRED, V_PAIRED, FAST,
         )  # fmt: skip
         if LATE:
-            v_raws = _load_tiles(
+            v_raws = load_tiles(
                 v_pointers, v_first + offset, token, count,
                 V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TILES * TOGETHER, TOKENS, V_PAIRED, False, True, FAST,
             )  # fmt: skip
@@ -342,12 +258,12 @@ def attend_split(
     if LENGTHS:
         masked = tl.maximum(whole, skipped)
     for offset in tl.range(masked, count, SPAN, num_stages=1):
-        k_raws = _load_tiles(
+        k_raws = load_tiles(
             k_pointers, k_first + offset, near, count - offset,
             K_LOAD, K_CONSTANTS, K_SIGNS, K_WHOLE, TOGETHER, TOKENS, K_PAIRED, True, False, FAST,
         )  # fmt: skip
         if not LATE:
-            v_raws = _load_tiles(
+            v_raws = load_tiles(
                 v_pointers, v_first + offset, near, count - offset,
                 V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TOGETHER, TOKENS, V_PAIRED, True, True, FAST,
             )  # fmt: skip
@@ -360,7 +276,7 @@ def attend_split(
             K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, K_OUTLIERS, SOFTCAP, True, K_PAIRED, V_PAIRED, FAST,
         )  # fmt: skip
         if LATE:
-            v_raws = _load_tiles(
+            v_raws = load_tiles(
                 v_pointers, v_first + offset, near, count - offset,
                 V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TOGETHER, TOKENS, V_PAIRED, True, True, FAST,
             )  # fmt: skip

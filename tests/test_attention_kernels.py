@@ -554,11 +554,11 @@ def test_many_programs(k: str) -> None:
 @pytest.mark.parametrize("begin", [0, 33], ids=["aligned", "inside a token group"])
 def test_tiles_of_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a group of tokens shares is loaded once a tile of 64 tokens, if the tiles lie in groups."""
-    from kvpack.kernels import plan
+    from kvpack.kernels import plan, shapes
 
-    monkeypatch.setattr(plan, "MANY_TOKENS", 0)
+    monkeypatch.setattr(shapes, "MANY_TOKENS", 0)
     if INTERPRETED:
-        monkeypatch.setattr(plan, "_shape", lambda *_: plan.Shape(1, 1, 64, 1, 2))
+        monkeypatch.setattr(plan, "shape_of", lambda *_: shapes.Shape(1, 1, 64, 1, 2))
     k_codec, v_codec = codecs("group:b=2,g=64,axis=token", "group:b=2,g=128,axis=channel,token_scale=fp16", (32, 128))
     k, v = random_side(k_codec, 1, (420,), 5, 1), random_side(v_codec, 1, (begin, 420 - begin) if begin else (420,), 5, 2)
     check(Layer(k, v), 2)

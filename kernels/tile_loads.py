@@ -1,0 +1,99 @@
+"""What a warp's tiles are loaded from: the rows of a work item's streams, and those that follow them brought nearer ahead of time."""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005, SIM108
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+from .axes import tokens_behind
+from .tiles_qjl import load_signs
+
+LINE_BYTES = tl.constexpr(128)
+"""Of the caches."""
+
+
+@triton.jit
+def stream_pointers(row: tl.tensor, batch: tl.tensor, head: tl.tensor, STREAMS: tl.constexpr) -> tl.tuple:
+    """Pointers to the first row of this head in each stream; ``STREAMS`` is (bits, aligned bytes) of each."""
+    pointers = ()
+    for number in tl.static_range(len(STREAMS)):
+        pointers = pointers + (_pointer(row + 3 * number, batch, head, STREAMS[number][0], STREAMS[number][1]),)
+    return pointers
+
+
+@triton.jit
+def _pointer(at: tl.tensor, batch: tl.tensor, head: tl.tensor, BITS: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
+    address = tl.load(at) + batch * tl.load(at + 1) + head * tl.load(at + 2)
+    if BITS == 16:
+        pointer = address.to(tl.pointer_type(tl.int16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.int32))
+    return tl.multiple_of(pointer, ALIGNED)
+
+
+@triton.jit
+def prefetch(
+    pointers: tl.tuple, first: tl.tensor, tokens: tl.tensor, STREAMS: tl.constexpr, MOST: tl.constexpr, WARPS: tl.constexpr
+) -> None:
+    """Have the rows of ``tokens`` (at most ``MOST``) from row ``first`` on brought to the second-level cache."""
+    for number in tl.static_range(len(STREAMS)):
+        if STREAMS[number][2]:
+            _prefetch_stream(pointers[number], first, tokens, STREAMS[number][2], STREAMS[number][3], MOST, WARPS)
+
+
+@triton.jit
+def _prefetch_stream(
+    pointer: tl.tensor,
+    first: tl.tensor,
+    tokens: tl.tensor,
+    ROW_BYTES: tl.constexpr,
+    ROW_TOKENS: tl.constexpr,
+    MOST: tl.constexpr,
+    WARPS: tl.constexpr,
+) -> None:
+    begin = pointer.to(tl.int64) + first // ROW_TOKENS * ROW_BYTES
+    size = (tokens * ROW_BYTES // ROW_TOKENS).to(tl.int32)
+    place = tl.arange(0, 32 * WARPS) * LINE_BYTES
+    for line in tl.static_range(0, MOST * ROW_BYTES // ROW_TOKENS, 32 * WARPS * LINE_BYTES):
+        tl.inline_asm_elementwise(
+            "{ .reg .pred real; setp.lt.s32 real, $2, $3; @real prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+            "=r,l,r,r",
+            [begin + (place + line), place + line, size],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def load_tiles(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    end: tl.tensor,
+    LOAD: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SIGNS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAIRED: tl.constexpr,
+    MASKED: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """``TILES`` tiles of ``TOKENS`` tokens, if ``PAIRED`` half as many of twice as many: what the codec's hold, and their signs, if any."""
+    raws = ()
+    for tile in tl.static_range(TILES // 2 if PAIRED else TILES):
+        at = token + tile * (2 * TOKENS if PAIRED else TOKENS)
+        valid = (at < end, at + tokens_behind(PAIRED, TOKENS) < end) if PAIRED else at < end
+        raw = (LOAD(pointers, first, at, valid, CONSTANTS, MASKED, WHOLE, TURNED, FAST),)
+        if SIGNS is not None:
+            raw = raw + (load_signs(pointers, first, at, valid, SIGNS, MASKED, TURNED, FAST),)
+        raws = raws + (raw,)
+    return raws

@@ -45,11 +45,13 @@ GPU_TESTS = $(wildcard tests/test_*kernels*.py) tests/test_attention_side_cars.p
 gpu-test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses auto --dist worksteal -k "not in_the_interpreter" $(GPU_TESTS)
 
-# Every tile loader, on any words, under the checkers of memory accesses and of races.
+# Every tile loader, on any words, the side-cars and the lookups, under the checkers of memory accesses and of races.
+SANITIZED_TESTS = $(addprefix tests/test_,attention_kernels.py attention_side_cars.py shared_table_kernels.py)
+SANITIZED = no_word_reads_outside or unequal_lengths or octopus-qjl-2 or int-4-med3 or more_outliers or factors_of_any_size or any_word_finds
+
 gpu-sanitize: $(INSTALLED)
 	for tool in memcheck racecheck; do \
-		compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest --quiet tests/test_attention_kernels.py \
-			-k "no_word_reads_outside or unequal_lengths" || exit 1; \
+		compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest --quiet $(SANITIZED_TESTS) -k "$(SANITIZED)" || exit 1; \
 	done
 
 # setuptools first: the package is then built without a second, unpinned download of it.

@@ -12,7 +12,8 @@ from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.outliers import CHUNK
 from kvpack.formats.side_cars import WithSideCars
 
-from .tiles_outliers import BOUNDS, GRANULE, PLACES, POWER, VALUES, entries
+from .outlier_patches import GRANULE
+from .tiles_outliers import BOUNDS, PLACES, POWER, VALUES, entries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from . import device_tables, loaders, runs, tiles_outliers
+from . import device_tables, loaders, runs
+from .outlier_patches import in_patches
 from .shapes import Shape, shape_of
 from .tiles import NEIGHBOURS
 
@@ -165,7 +166,7 @@ def _launch(
     streams = len(k_tiles.streams)
     # Values that wait for barriers, after the scores of keys whose rows fill registers (``split``).
     late = fast and shape.stages == 1 and v_tiles.tokens < k_tiles.tokens
-    k_outliers, v_outliers, patches = tiles_outliers.in_patches(k_tiles, v_tiles, shape.warps, shape.tokens, table_bytes[0])
+    k_outliers, v_outliers, patches = in_patches(k_tiles, v_tiles, shape.warps, shape.tokens, table_bytes[0])
     constants = {
         "K_LOAD": k_tiles.load,
         "K_DECODE": k_tiles.decode,

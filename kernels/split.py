@@ -24,11 +24,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .axes import tokens_behind
 from .fields import load_places
+from .outlier_patches import declare_patches, patch_places
 from .query_tiles import query_tiles, sum_of
 from .shared_table import declare, fetch, fill
 from .softmax import UNSEEN, add_halves, add_tiles, key_scores
 from .tile_loads import load_tiles, prefetch, stream_pointers
-from .tiles_outliers import declare_patches, entries_of, first_entries, next_entries, patch_places
+from .tiles_outliers import entries_of, first_entries, next_entries
 from .tiles_qjl import half_sum, queries_of_bits
 
 COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window"]

@@ -176,17 +176,17 @@ def test_more_outliers_than_a_thread_holds() -> None:
 
 @pytest.mark.skipif(not dispatch.triton_installed(), reason="Triton is not installed")
 def test_patches_fit_beside_tables() -> None:
-    from kvpack.kernels import loaders, tiles_outliers
+    from kvpack.kernels import loaders, outlier_patches
 
     k_codec, v_codec = codecs("group:b=4,g=128,axis=channel,outliers=3", "quaternion:s=24,r=3,outliers=3", (128, 256))
     k, v = loaders.tiles_of(k_codec), loaders.tiles_of(v_codec)
     assert k is not None
     assert v is not None
     for warps, tokens, table_bytes in ((1, 32, 0), (2, 64, 0), (2, 64, 32 << 10), (4, 32, 40 << 10), (4, 64, 40 << 10)):
-        k_constants, v_constants, size = tiles_outliers.in_patches(k, v, warps, tokens, table_bytes)
+        k_constants, v_constants, size = outlier_patches.in_patches(k, v, warps, tokens, table_bytes)
         assert k_constants is not None
         assert v_constants is not None
-        assert table_bytes + size <= tiles_outliers.STATIC_SHARED_BYTES
+        assert table_bytes + size <= outlier_patches.STATIC_SHARED_BYTES
         assert size == warps * k_constants[4] == warps * v_constants[4]
         for (_, widths, _, together, area), turned in ((k_constants, False), (v_constants, True)):
             if together == 0:
@@ -194,5 +194,5 @@ def test_patches_fit_beside_tables() -> None:
                 continue
             columns = sum(widths[:together])
             rows, row = (columns, tokens) if turned else (tokens, columns)
-            assert rows * (2 * row + tiles_outliers.PADDING_BYTES) <= area
+            assert rows * (2 * row + outlier_patches.PADDING_BYTES) <= area
         assert (k_constants[3] == len(k.channels)) == (table_bytes == 0)

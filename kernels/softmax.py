@@ -249,6 +249,15 @@ def add_tiles(
 
 
 @triton.jit
+def _product_alone(value: tl.tensor, kept: tl.tensor) -> tl.tensor:
+    """``value`` times ``kept``, which is at most 1, rounded.
+
+    Two lanes add two of these, each its own to the other's: were an addition one operation with its own product, they would differ.
+    """
+    return tl.where(kept > 1, 0.0, value * kept)
+
+
+@triton.jit
 def add_halves(
     largest: tl.tensor,
     total: tl.tensor,
@@ -266,13 +275,13 @@ def add_halves(
     kept = tl.exp2(largest - tl.reshape(tl.broadcast_to(most[:, :, None, :], (WARPS, 1, 2, ROWS)), (WARPS, 1, 2 * ROWS)))
     added = ()
     for number in tl.static_range(len(sums)):
-        value = sums[number] * kept
         if V_PAIRED:
             # Other columns are values of one token with the weights of the other.
-            value = tl.where((tl.arange(0, 2 * WIDTH)[None, :, None] // V_RUN % 2 == 1) == second, value, 0.0)
+            value = tl.where((tl.arange(0, 2 * WIDTH)[None, :, None] // V_RUN % 2 == 1) == second, sums[number] * kept, 0.0)
             value = tl.sum(tl.sum(tl.reshape(value, (WARPS, WIDTH // V_RUN, 2, V_RUN, 2, ROWS)), 4), 2)
             value = tl.reshape(value, (WARPS, WIDTH, ROWS))
         else:
+            value = _product_alone(sums[number], kept)
             value = tl.sum(tl.reshape(value, (WARPS, value.shape[1], 2, ROWS)), 2)
         added = added + (value,)
-    return most, tl.sum(tl.reshape(total * kept, (WARPS, 1, 2, ROWS)), 2), added
+    return most, tl.sum(tl.reshape(_product_alone(total, kept), (WARPS, 1, 2, ROWS)), 2), added

@@ -43,14 +43,15 @@ def tokens_behind(paired: int, tokens: int) -> int:
 
 
 @triton.jit
-def of_pairs(value: tl.tensor, WIDTH: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
-    """``[warp, token, 2]``, or turned, ``[warp, 2, token]``, as a tile of ``WIDTH`` columns of each of two tokens."""
+def repeated(value: tl.tensor, COPIES: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+    """``[warp, token, n]``, or turned, ``[warp, n, token]``, as a tile of n times ``COPIES`` columns, those of one beside each other."""
     WARPS: tl.constexpr = value.shape[0]
+    COUNT: tl.constexpr = value.shape[1 if TURNED else 2]
     TOKENS: tl.constexpr = value.shape[2 if TURNED else 1]
     if TURNED:
-        value = tl.reshape(tl.broadcast_to(value[:, :, None, :], (WARPS, 2, WIDTH, TOKENS)), (WARPS, 2 * WIDTH, TOKENS))
+        value = tl.reshape(tl.broadcast_to(value[:, :, None, :], (WARPS, COUNT, COPIES, TOKENS)), (WARPS, COUNT * COPIES, TOKENS))
     else:
-        value = tl.reshape(tl.broadcast_to(value[:, :, :, None], (WARPS, TOKENS, 2, WIDTH)), (WARPS, TOKENS, 2 * WIDTH))
+        value = tl.reshape(tl.broadcast_to(value[:, :, :, None], (WARPS, TOKENS, COUNT, COPIES)), (WARPS, TOKENS, COUNT * COPIES))
     return value
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from .axes import of_pairs
+from .axes import repeated
 from .tiles_qjl import factor_of_signs
 
 LEAST_OF_OUTLIERS = tl.constexpr(2.0**-7)
@@ -31,7 +31,7 @@ def factor_of(
     """
     factor = FACTOR(raws[0][AT], CONSTANTS, FAST)
     if PAIRED and len(factor) == 1:
-        factor = of_pairs(factor[0], second.shape[2] // 2, False)
+        factor = repeated(factor[0], second.shape[2] // 2, False)
     elif PAIRED:
         factor = tl.where(second, factor[1][:, :, None], factor[0][:, :, None])
     elif len(raws) == 2:

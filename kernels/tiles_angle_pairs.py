@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from .axes import copied, of_pairs, tokens_behind
+from .axes import copied, repeated, tokens_behind
 from .common_columns import bit_of_step, load_columns, words_of_plane, words_of_stream
 from .tiles import PAIRED_WIDTH, SMALLEST_WIDTH, WORD_BITS, Stream, Tiles, channels_of, plane_streams, takes_whole_words
 from .tiles_angle import VALUES, factor_of_range, norm_line_halves, pair, table
@@ -162,7 +162,7 @@ def _of_columns(value: tl.tensor, BINS: tl.constexpr, TURNED: tl.constexpr) -> t
     """``[warp, token, 2]`` as a tile."""
     if TURNED:
         value = tl.permute(value, (0, 2, 1))
-    return copied(of_pairs(value, BINS[2], TURNED), BINS[6], TURNED)
+    return copied(repeated(value, BINS[2], TURNED), BINS[6], TURNED)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from .axes import of_columns, of_pairs, of_tokens, token_of_columns, tokens_behind, valid_columns
+from .axes import of_columns, of_tokens, repeated, token_of_columns, tokens_behind, valid_columns
 from .fields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
 from .halves import affine, affine_bits, load_factors, middle_code, read_factors, scale_and_centre
 from .tiles import Stream, Tiles, distance, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 MANY_TOKENS = 64
 """Of a tile whose pairs of scale and centre are few."""
 
-ALONG_TOKENS, ALONG_CHANNELS, EACH_VALUE = range(3)
-"""Which pairs of scale and centre a tile needs: one a column, one a token, or one a value."""
+ALONG_TOKENS, ALONG_CHANNELS, WITHIN_FIELDS, EACH_VALUE = range(4)
+"""Which pairs of scale and centre a tile needs: one a column, one a token, one a few neighbouring columns of a token, or one a value."""
 
 
 def tiles(codec: Group, paired: int = 0) -> Tiles | None:
@@ -40,7 +40,8 @@ def tiles(codec: Group, paired: int = 0) -> Tiles | None:
     symbols = step_symbols(packing, apart, paired=paired)
     span = packing.width * fields_side_by_side(packing, paired)
     one_a_token = not along_tokens and (codec.size % span == 0 or pairs_a_row == 1)
-    kind = ALONG_TOKENS if along_tokens else ALONG_CHANNELS if one_a_token else EACH_VALUE
+    within_fields = WITHIN_FIELDS if span % codec.size == 0 else EACH_VALUE
+    kind = ALONG_TOKENS if along_tokens else ALONG_CHANNELS if one_a_token else within_fields
     streams = (*planes, Stream("scales", 32, pairs_a_row, codec.size if along_tokens else 1))
     scale_bits = {"none": 0, "fp16": 16, "fp32": 32}[codec.token_scale]
     if scale_bits:
@@ -58,7 +59,7 @@ def tiles(codec: Group, paired: int = 0) -> Tiles | None:
         symbols,
         streams,
         whole_groups=codec.size if along_tokens else 1,
-        most_tokens=32 if kind == EACH_VALUE or (along_tokens and codec.size % MANY_TOKENS) else MANY_TOKENS,
+        most_tokens=32 if kind > ALONG_CHANNELS or (along_tokens and codec.size % MANY_TOKENS) else MANY_TOKENS,
         packings=(packing,),
         paired=paired,
     )
@@ -118,6 +119,15 @@ def load(
                 raw = raw + (tl.load(place),)
         elif KIND == 1:
             raw = raw + (load_per_token(pairs, first, token, valid, PAIRS, step * SPAN // SIZE, MASKED),)
+        elif KIND == 2:
+            number = tl.arange(0, PAD // SIZE)[None, :]
+            of_second = number // (PAD // SIZE // 2)
+            row = first + token_of_columns(token, of_second, BEHIND, TURNED)
+            at = of_columns((step * SPAN + (number * SIZE % PACKING[2] if PAIRED else number * SIZE)) // SIZE, TURNED)
+            mask = at < PAIRS
+            if MASKED:
+                mask = mask & valid_columns(valid, of_second, BEHIND, TURNED)
+            raw = raw + (tl.load(pairs + row * PAIRS + at, mask, 0),)
         else:
             row = first + token_of_columns(token, second, BEHIND, TURNED)
             at = of_columns(channel[None, :], TURNED)
@@ -170,9 +180,10 @@ def decode(
     planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
     pair = raw[PLANES + STEP]
     scale, centre = scale_and_centre(pair, FAST)
-    if KIND == 1 and PACKING[5]:
-        scale = of_pairs(scale, PACKING[2], TURNED)
-        centre = of_pairs(centre, PACKING[2], TURNED)
+    if KIND == 2 or (KIND == 1 and PACKING[5]):
+        COPIES: tl.constexpr = C[4] if KIND == 2 else PACKING[2]
+        scale = repeated(scale, COPIES, TURNED)
+        centre = repeated(centre, COPIES, TURNED)
     elif KIND == 1:
         scale = of_tokens(scale, TURNED)
         centre = of_tokens(centre, TURNED)

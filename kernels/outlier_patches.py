@@ -136,6 +136,12 @@ def _store_chunk(apart: int) -> str:
 
 
 @triton.jit
+def _row_of_tile(place: tl.tensor, entries: tl.tuple, TILE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tensor:
+    """The token of each place, counted from the first of a warp's tile ``TILE``; one of another tile is not in [0, ``TOKENS``)."""
+    return ((place - entries[2] + GRANULE) & (TOKENS_TOLD_APART - 1)) - (GRANULE + TILE * TOKENS)
+
+
+@triton.jit
 def _put(
     entries: tl.tuple,
     loaded: tl.tuple,
@@ -156,7 +162,7 @@ def _put(
     TOKEN: tl.constexpr = 2 if TURNED else STRIDE
     COLUMN: tl.constexpr = STRIDE if TURNED else 2
     place = loaded[0]
-    row = ((place - entries[2] + GRANULE) & (TOKENS_TOLD_APART - 1)) - (GRANULE + TILE * TOKENS)
+    row = _row_of_tile(place, entries, TILE, TOKENS)
     chunk = place // TOKENS_TOLD_APART
     real = (place >= 0) & (row >= 0) & (row < TOKENS)
     own = tl.arange(0, place.shape[0])[:, None] * AREA + row * TOKEN
@@ -251,7 +257,7 @@ def _slow_tile(
     FIRST: tl.constexpr = patch_from(C[1], NUMBER, 1)[0]
     WIDTH: tl.constexpr = patch_from(C[1], NUMBER, 1)[1]
     place, values = loaded[0], loaded[1]
-    row = ((place - entries[2] + GRANULE) & (TOKENS_TOLD_APART - 1)) - (GRANULE + TILE * TOKENS)
+    row = _row_of_tile(place, entries, TILE, TOKENS)
     real = place >= 0
     of_token = tl.where(real[:, None, :] & (row[:, None, :] == tl.arange(0, TOKENS)[None, :, None]), 1.0, 0.0).to(tl.float16)
     column_of = tl.load(entries[0][4].to(tl.pointer_type(tl.int64)) + place // TOKENS_TOLD_APART, real, 0)

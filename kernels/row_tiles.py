@@ -4,7 +4,7 @@ The pairs of all tokens are put together, and the compiler carries that tile to 
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005, SIM108
+# ruff: noqa: RUF005
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
+from .halves import read_factor
 from .pairs import joined
 from .rows import load_rows, load_unseen, words_of_row
 
@@ -129,10 +130,8 @@ def factor_beside_rows(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl
     """The factor that ``load_rows_and_factor`` loaded."""
     value = raw[2 * words_of_row(C[0])]
     if C[6] == 16:
-        value = value.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        value = value.to(tl.float32, bitcast=True)
-    return value
+        value = value.to(tl.int16)
+    return read_factor((value,), 0, C[6], False)
 
 
 @triton.jit

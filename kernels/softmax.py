@@ -168,7 +168,7 @@ def key_scores(
 
 @triton.jit
 def add_tiles(
-    key_scores: tl.tuple,
+    scores: tl.tuple,
     v_raws: tl.tuple,
     v_entries: tl.tuple,
     second: tl.tensor,
@@ -184,7 +184,6 @@ def add_tiles(
     V_SHARED: tl.constexpr,
     V_SIGNS: tl.constexpr,
     V_OUTLIERS: tl.constexpr,
-    K_PAIRED: tl.constexpr,
     V_PAIRED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
@@ -195,20 +194,19 @@ def add_tiles(
     """
     SIGN_STEPS: tl.constexpr = 0 if V_SIGNS is None else V_SIGNS[5]
     FIRST_SIGNS: tl.constexpr = len(sums) - SIGN_STEPS
-    PAIRS: tl.constexpr = K_PAIRED or V_PAIRED
-    V_EACH: tl.constexpr = 2 if PAIRS and not V_PAIRED else 1
-    TILES: tl.constexpr = len(key_scores)
-    scores = ()
+    TILES: tl.constexpr = len(scores)
+    V_EACH: tl.constexpr = len(v_raws) // TILES
+    powered = ()
     powers = ()
     new_largest = largest
     for tile in tl.static_range(TILES):
-        score = key_scores[tile]
+        score = scores[tile]
         if V_FACTOR is not None or V_SIGNS is not None:
             raws = v_raws[tile * V_EACH : (tile + 1) * V_EACH]
             power = power_and_rests(raws, second, V_FACTOR, V_CONSTANTS, V_SIGNS, V_OUTLIERS is not None, V_PAIRED, FAST)
             score = score + of_rows(power[0])
             powers = powers + (power,)
-        scores = scores + (score,)
+        powered = powered + (score,)
         new_largest = tl.maximum(new_largest, tl.max(score, 1)[:, None, :])
     kept = tl.exp2(largest - new_largest)
     total = total * kept
@@ -216,7 +214,7 @@ def add_tiles(
     sign_weights = ()
     plain_weights = ()
     for tile in tl.static_range(TILES):
-        weight = tl.exp2(scores[tile] - new_largest)
+        weight = tl.exp2(powered[tile] - new_largest)
         if V_FACTOR is not None or V_SIGNS is not None:
             plain = weight * of_rows(powers[tile][1])
             total += plain

@@ -251,7 +251,7 @@ def attend_split(
             )  # fmt: skip
         largest, total, sums = add_tiles(
             scores, v_raws, v_entries, second, v_places, v_table, largest, total, sums,
-            V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS, V_OUTLIERS, K_PAIRED, V_PAIRED, FAST,
+            V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS, V_OUTLIERS, V_PAIRED, FAST,
         )  # fmt: skip
     # Query positions relative to the run's first token: all counts of tokens in a run fit an int32.
     at = (at - begin).to(tl.int32)
@@ -283,7 +283,7 @@ def attend_split(
             )  # fmt: skip
         largest, total, sums = add_tiles(
             scores, v_raws, v_entries, second, v_places, v_table, largest, total, sums,
-            V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS, V_OUTLIERS, K_PAIRED, V_PAIRED, FAST,
+            V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS, V_OUTLIERS, V_PAIRED, FAST,
         )  # fmt: skip
     if DEPENDENT and not FIRST:
         # The launch before runs beside this one, and the merge waits for the last of them.

@@ -34,9 +34,9 @@ WIDEST_DIGIT = 14
 
 @dataclass(frozen=True)
 class Stream:
-    """A stored stream as a loader reads it: elements of ``bits`` (16 or 32; a pair of binary16 is one of 32), ``row`` of them a row.
+    """A stored stream as a loader reads it: elements of ``bits``, 16 to 128, ``row`` of them a row, which is of ``tokens`` tokens.
 
-    A row is of ``tokens`` tokens.
+    A pair of binary16 is one element of 32 bits.
     """
 
     name: str

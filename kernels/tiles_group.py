@@ -20,7 +20,7 @@ from .tiles import Stream, Tiles, distance, fields_side_by_side, packing_constan
 if TYPE_CHECKING:
     from kvpack.formats.group import Group
 
-MANY_TOKENS = 64
+MOST_TOKENS = 64
 """Of a tile whose pairs of scale and centre are few."""
 
 ALONG_TOKENS, ALONG_CHANNELS, WITHIN_FIELDS, EACH_VALUE = range(4)
@@ -59,7 +59,7 @@ def tiles(codec: Group, paired: int = 0) -> Tiles | None:
         symbols,
         streams,
         whole_groups=codec.size if along_tokens else 1,
-        most_tokens=32 if kind > ALONG_CHANNELS or (along_tokens and codec.size % MANY_TOKENS) else MANY_TOKENS,
+        most_tokens=32 if kind > ALONG_CHANNELS or (along_tokens and codec.size % MOST_TOKENS) else MOST_TOKENS,
         packings=(packing,),
         paired=paired,
     )
@@ -91,7 +91,9 @@ def load(
     BEHIND: tl.constexpr = tokens_behind(PAIRED, token.shape[1])
     pairs = pointers[PLANES]
     raw = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
-    column = tl.arange(0, PAD)
+    # Of columns that share a pair, the first.
+    SHARING: tl.constexpr = SIZE if KIND == 2 else 1
+    column = tl.arange(0, PAD // SHARING) * SHARING
     second = column[None, :] // (PAD // 2)
     if PAIRED:
         column = column % PACKING[2]
@@ -119,15 +121,6 @@ def load(
                 raw = raw + (tl.load(place),)
         elif KIND == 1:
             raw = raw + (load_per_token(pairs, first, token, valid, PAIRS, step * SPAN // SIZE, MASKED),)
-        elif KIND == 2:
-            number = tl.arange(0, PAD // SIZE)[None, :]
-            of_second = number // (PAD // SIZE // 2)
-            row = first + token_of_columns(token, of_second, BEHIND, TURNED)
-            at = of_columns((step * SPAN + (number * SIZE % PACKING[2] if PAIRED else number * SIZE)) // SIZE, TURNED)
-            mask = at < PAIRS
-            if MASKED:
-                mask = mask & valid_columns(valid, of_second, BEHIND, TURNED)
-            raw = raw + (tl.load(pairs + row * PAIRS + at, mask, 0),)
         else:
             row = first + token_of_columns(token, second, BEHIND, TURNED)
             at = of_columns(channel[None, :], TURNED)

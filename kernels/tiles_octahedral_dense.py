@@ -36,9 +36,9 @@ def tiles(codec: Octahedral) -> Tiles | None:
         return None
     whole = index_bits + sign_bits <= MOST_BITS_OF_ONE_INDEX
     both = tuple(packings.values())
-    norm_bits = 16 if codec.norm == "fp16" else 32
     rows = rows_constants(both)
     streams = tuple(stream for name, packing in packings.items() for stream in row_streams(name, packing))
+    norm_bits = 16 if codec.norm == "fp16" else 32
     pairs, channels = tiles_of(pairs_of(codec.triplets, VALUES, codec.dim), VALUES)
     found = table(codec, whole)
     few_norms = not whole and SIGN_BITS.value < sign_bits <= SIGN_BITS.value + MOST_BITS

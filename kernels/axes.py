@@ -5,9 +5,9 @@ is of one token, and the second half of another, ``BEHIND`` tokens behind it (0:
 (``Tiles.run``), so are the halves of each run of columns.
 """
 
-# Triton compiles no conditional expressions of tensors.
-# ruff: noqa: SIM108
-# Triton has no types.
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005, SIM108
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations
@@ -53,6 +53,22 @@ def repeated(value: tl.tensor, COPIES: tl.constexpr, TURNED: tl.constexpr) -> tl
     else:
         value = tl.reshape(tl.broadcast_to(value[:, :, :, None], (WARPS, TOKENS, COUNT, COPIES)), (WARPS, TOKENS, COUNT * COPIES))
     return value
+
+
+@triton.jit
+def parts_of(value: tl.tensor) -> tl.tuple:
+    """Of each element of the last axis, a power of two of them, a tensor of all that have it."""
+    COUNT: tl.constexpr = value.shape[-1]
+    parts = ()
+    if COUNT == 1:
+        parts = (tl.reshape(value, value.shape[:-1]),)
+    else:
+        even, odd = tl.split(tl.reshape(value, value.shape[:-1] + [COUNT // 2, 2]))
+        even = parts_of(even)
+        odd = parts_of(odd)
+        for number in tl.static_range(COUNT // 2):
+            parts = parts + (even[number], odd[number])
+    return parts
 
 
 @triton.jit

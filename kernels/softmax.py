@@ -198,7 +198,6 @@ def add_tiles(
     V_EACH: tl.constexpr = len(v_raws) // TILES
     powered = ()
     powers = ()
-    new_largest = largest
     for tile in tl.static_range(TILES):
         score = scores[tile]
         if V_FACTOR is not None or V_SIGNS is not None:
@@ -207,7 +206,10 @@ def add_tiles(
             score = score + of_rows(power[0])
             powers = powers + (power,)
         powered = powered + (score,)
-        new_largest = tl.maximum(new_largest, tl.max(score, 1)[:, None, :])
+    most = powered[0]
+    for tile in tl.static_range(1, TILES):
+        most = tl.maximum(most, powered[tile])
+    new_largest = tl.maximum(largest, tl.max(most, 1)[:, None, :])
     kept = tl.exp2(largest - new_largest)
     total = total * kept
     weights = ()

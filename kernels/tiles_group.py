@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from .axes import of_columns, of_tokens, repeated, token_of_columns, tokens_behind, valid_columns
+from kvpack.formats.columns import is_power_of_two
+
+from .axes import of_columns, of_tokens, parts_of, repeated, token_of_columns, tokens_behind, valid_columns
 from .fields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
 from .halves import affine, affine_bits, load_factors, middle_code, read_factors, scale_and_centre
 from .tiles import Stream, Tiles, distance, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
@@ -42,13 +44,16 @@ def tiles(codec: Group, paired: int = 0) -> Tiles | None:
     one_a_token = not along_tokens and (codec.size % span == 0 or pairs_a_row == 1)
     within_fields = WITHIN_FIELDS if span % codec.size == 0 else EACH_VALUE
     kind = ALONG_TOKENS if along_tokens else ALONG_CHANNELS if one_a_token else within_fields
+    # Rows that cut into powers of two of pairs are loaded whole: a load costs as much, however little it is of.
+    in_order = kind == ALONG_CHANNELS or (kind != EACH_VALUE and apart == 1 and len(symbols) * span == codec.dim)
+    whole_rows = not paired and in_order and is_power_of_two(pairs_a_row)
     streams = (*planes, Stream("scales", 32, pairs_a_row, codec.size if along_tokens else 1))
     scale_bits = {"none": 0, "fp16": 16, "fp32": 32}[codec.token_scale]
     if scale_bits:
         streams = (*streams, Stream("token_scale", scale_bits, 1))
     constants = (
         packing_constants(0, packing, paired), codec.bits, fields_side_by_side(packing, paired), codec.dim, codec.size, kind, along_tokens,
-        pairs_a_row, span, scale_bits, len(symbols), len(planes), apart,
+        pairs_a_row, span, scale_bits, len(symbols), len(planes), apart, whole_rows,
     )  # fmt: skip
     return Tiles(
         load,
@@ -97,7 +102,10 @@ def load(
     second = column[None, :] // (PAD // 2)
     if PAIRED:
         column = column % PACKING[2]
-    for step in tl.static_range(STEPS):
+    WHOLE_ROWS: tl.constexpr = C[13] and (KIND > 0 or WHOLE)
+    if WHOLE_ROWS:
+        raw = raw + _pairs_of_rows(pairs, first, token, valid, C, MASKED, TURNED)
+    for step in tl.static_range(0 if WHOLE_ROWS else STEPS):
         channel = _channel(step, column, SPAN, PACKING[2], C[12])
         if KIND == 0 and WHOLE:
             # The first token of each warp stands for all of its own.
@@ -135,6 +143,42 @@ def load(
     if C[9]:
         raw = raw + load_factors(pointers[PLANES + 1], first, token, valid, C[9], PAIRED, MASKED, FAST)
     return raw
+
+
+@triton.jit
+def _pairs_of_rows(
+    pairs: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, C: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr
+) -> tl.tuple:
+    """The pairs of each step, of whole rows: of each token's own, or of the one that a warp's tokens share."""
+    SIZE: tl.constexpr = C[4]
+    PAIRS: tl.constexpr = C[7]
+    STEPS: tl.constexpr = C[10]
+    number = tl.arange(0, PAIRS)
+    found = ()
+    if C[6]:
+        # The first token of each warp stands for all of its own.
+        place = pairs + ((first + tl.min(token, 1)[:, None]) // SIZE * PAIRS + number[None, :])
+        if MASKED:
+            row = tl.load(place, _any(valid), 0)
+        else:
+            row = tl.load(place)
+        found = parts_of(tl.trans(tl.reshape(row, (row.shape[0], STEPS, PAIRS // STEPS)), 0, 2, 1))
+    else:
+        place = pairs + first * PAIRS + (token[:, :, None] * PAIRS + number[None, None, :])
+        if MASKED:
+            row = tl.load(place, valid[:, :, None], 0)
+        else:
+            row = tl.load(place)
+        if C[5] == 2:
+            row = tl.reshape(row, (row.shape[0], row.shape[1], STEPS, PAIRS // STEPS))
+            if TURNED:
+                row = tl.trans(row, 0, 3, 1, 2)
+            else:
+                row = tl.trans(row, 0, 1, 3, 2)
+        parts = parts_of(row)
+        for step in tl.static_range(STEPS):
+            found = found + (parts[step if C[5] == 2 else step * C[8] // SIZE],)
+    return found
 
 
 @triton.jit

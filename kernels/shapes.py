@@ -56,9 +56,9 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
     most_tokens = min(k.most_tokens, v.most_tokens)
     plain = k.outliers is v.outliers is None
     many = tokens >= MANY_TOKENS and together == 1
-    small = Shape(1, 1, 32, 3, 8)
+    small = Shape(1, 1, min(32, most_tokens), 3, 8)
     many_tiles = len(tables) == 2 and min(len(k.channels), len(v.channels)) > FEW_TILES
-    if max(k.tokens, v.tokens) > small.tokens:
+    if max(k.tokens, v.tokens) > 32:
         shape = Shape(2, 1, max(k.tokens, v.tokens), 1, 4)
     elif not k.dtype == v.dtype == "fp16" or (table_bytes > LARGE_TABLES and many_tiles):
         shape = Shape(2, 1, 32, 2, 4)

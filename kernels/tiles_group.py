@@ -22,8 +22,13 @@ from .tiles import Stream, Tiles, distance, fields_side_by_side, packing_constan
 if TYPE_CHECKING:
     from kvpack.formats.group import Group
 
-MOST_TOKENS = 64
-"""Of a tile whose pairs of scale and centre are few."""
+FEWEST_TOKENS, MOST_TOKENS = 16, 64
+"""Of a tile whose tokens have ``MANY_PAIRS`` of scale and centre, and of one whose pairs are few."""
+
+MANY_PAIRS = 32
+
+MOST_PAIRS = 8
+"""Of a token that a load is of, if a step does not need more."""
 
 ALONG_TOKENS, ALONG_CHANNELS, WITHIN_FIELDS, EACH_VALUE = range(4)
 """Which pairs of scale and centre a tile needs: one a column, one a token, one a few neighbouring columns of a token, or one a value."""
@@ -51,6 +56,11 @@ def tiles(codec: Group, paired: int = 0) -> Tiles | None:
     scale_bits = {"none": 0, "fp16": 16, "fp32": 32}[codec.token_scale]
     if scale_bits:
         streams = (*streams, Stream("token_scale", scale_bits, 1))
+    most_tokens = MOST_TOKENS
+    if kind == WITHIN_FIELDS and pairs_a_row >= MANY_PAIRS:
+        most_tokens = FEWEST_TOKENS
+    elif kind > ALONG_CHANNELS or (along_tokens and codec.size % MOST_TOKENS):
+        most_tokens = Tiles.most_tokens
     constants = (
         packing_constants(0, packing, paired), codec.bits, fields_side_by_side(packing, paired), codec.dim, codec.size, kind, along_tokens,
         pairs_a_row, span, scale_bits, len(symbols), len(planes), apart, whole_rows,
@@ -64,7 +74,7 @@ def tiles(codec: Group, paired: int = 0) -> Tiles | None:
         symbols,
         streams,
         whole_groups=codec.size if along_tokens else 1,
-        most_tokens=32 if kind > ALONG_CHANNELS or (along_tokens and codec.size % MOST_TOKENS) else MOST_TOKENS,
+        most_tokens=most_tokens,
         packings=(packing,),
         paired=paired,
     )
@@ -145,37 +155,47 @@ def load(
     return raw
 
 
+@triton.constexpr_function
+def _pairs_together(pairs: int, each: int) -> int:
+    """Of a token's ``pairs``, how many a load is of: few enough that eight tokens' lie in few rows of the banks of shared memory."""
+    return min(pairs, max(each, MOST_PAIRS))
+
+
 @triton.jit
 def _pairs_of_rows(
     pairs: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, C: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr
 ) -> tl.tuple:
-    """The pairs of each step, of whole rows: of each token's own, or of the one that a warp's tokens share."""
+    """The pairs of each step, from rows: those of each token, or the one that a warp's tokens share."""
     SIZE: tl.constexpr = C[4]
     PAIRS: tl.constexpr = C[7]
     STEPS: tl.constexpr = C[10]
-    number = tl.arange(0, PAIRS)
     found = ()
     if C[6]:
         # The first token of each warp stands for all of its own.
-        place = pairs + ((first + tl.min(token, 1)[:, None]) // SIZE * PAIRS + number[None, :])
+        place = pairs + ((first + tl.min(token, 1)[:, None]) // SIZE * PAIRS + tl.arange(0, PAIRS)[None, :])
         if MASKED:
             row = tl.load(place, _any(valid), 0)
         else:
             row = tl.load(place)
         found = parts_of(tl.trans(tl.reshape(row, (row.shape[0], STEPS, PAIRS // STEPS)), 0, 2, 1))
     else:
-        place = pairs + first * PAIRS + (token[:, :, None] * PAIRS + number[None, None, :])
-        if MASKED:
-            row = tl.load(place, valid[:, :, None], 0)
-        else:
-            row = tl.load(place)
-        if C[5] == 2:
-            row = tl.reshape(row, (row.shape[0], row.shape[1], STEPS, PAIRS // STEPS))
-            if TURNED:
-                row = tl.trans(row, 0, 3, 1, 2)
+        # Of a step, one for the columns that share it.
+        EACH: tl.constexpr = PAIRS // STEPS if C[5] == 2 else 1
+        COUNT: tl.constexpr = _pairs_together(PAIRS, EACH)
+        parts = ()
+        for number in tl.static_range(PAIRS // COUNT):
+            place = pairs + first * PAIRS + (token[:, :, None] * PAIRS + (number * COUNT + tl.arange(0, COUNT))[None, None, :])
+            if MASKED:
+                row = tl.load(place, valid[:, :, None], 0)
             else:
-                row = tl.trans(row, 0, 1, 3, 2)
-        parts = parts_of(row)
+                row = tl.load(place)
+            if C[5] == 2:
+                row = tl.reshape(row, (row.shape[0], row.shape[1], COUNT // EACH, EACH))
+                if TURNED:
+                    row = tl.trans(row, 0, 3, 1, 2)
+                else:
+                    row = tl.trans(row, 0, 1, 3, 2)
+            parts = parts + parts_of(row)
         for step in tl.static_range(STEPS):
             found = found + (parts[step if C[5] == 2 else step * C[8] // SIZE],)
     return found

@@ -31,8 +31,8 @@ MOST_PAIRED_ROWS = 8
 MOST_ROW_BLOCKS = 8
 """Above it a layer is decoded once and attended by torch: each block of rows would decode it again."""
 
-MERGE_PARTS, MERGE_VALUES = 512, 4096
-"""Parts and values of one program of the merge at most."""
+MERGE_PARTS, MERGE_COLUMNS = 512, 32
+"""Parts of one program of the merge at most, and its columns."""
 
 FEW_PARTS = 32
 """Up to which one warp merges them: its lanes then have columns of their own, 4 each."""
@@ -210,7 +210,7 @@ def attended(call: Call) -> dict[runs.Frame, torch.Tensor]:
     merged = {}
     block_parts = min(MERGE_PARTS, next_power_of_two(parts))
     warps = 1 if block_parts <= FEW_PARTS else 4
-    block_columns = 128 if block_parts <= FEW_PARTS else max(16, min(128, MERGE_VALUES // block_parts))
+    block_columns = 128 if block_parts <= FEW_PARTS else MERGE_COLUMNS
     for frame, (start, stop) in spans.items():
         frame_dim = plan.frame_dim(frame.codec)
         merged[frame] = torch.empty(batch, heads, call.rows, frame_dim, dtype=torch.float32, device=device)

@@ -39,11 +39,13 @@ def merge(
     DIM for none. Most rows have parts for one block, whose loads then wait together. ``sink_logits`` float32 ``[head, query head of it]``,
     read if ``SINK_LOGITS``, are base-2 logarithms of weights that no value has. A row that sees no token is 0.
     """
-    if DEPENDENT:
-        gdc_wait()
     program = tl.program_id(0)
     row = (program // rows * padded + program % rows).to(tl.int64) * parts
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    # No kernel writes it: it is there when the others end.
+    channel = tl.load(channels + column)
+    if DEPENDENT:
+        gdc_wait()
     part = tl.arange(0, BLOCK_PARTS)
     most = tl.full((), UNSEEN, tl.float32)
     weight_sum = tl.zeros((), tl.float32)
@@ -67,6 +69,5 @@ def merge(
         rescale = tl.exp2(most - new_most)
         weight_sum = weight_sum * rescale + tl.exp2(sink - new_most)
         value = value * rescale
-    channel = tl.load(channels + column)
     mean = value / tl.where(weight_sum > 0, weight_sum, 1.0)
     tl.store(out + program.to(tl.int64) * DIM + channel, mean, channel < DIM)

@@ -183,17 +183,18 @@ def _scaled(tile: tl.tensor, STEP: tl.constexpr, C: tl.constexpr) -> tl.tensor:
 def half_sum(q: tl.tuple, C: tl.constexpr, SETS: tl.constexpr) -> tl.tensor:
     """Half the sum of the columns for signs, times ``QUERY``, of what ``queries_of_bits`` gave: ``[warp, 1, row]``."""
     EACH: tl.constexpr = len(q) // SETS
-    total = tl.zeros((q[0].shape[0], q[0].shape[2]), tl.float32)
-    for number in tl.static_range(len(q)):
+    # One sum over columns, of all tiles together: each would have the warps wait for each other.
+    columns = _half_of_tile(q[EACH - C[5]], 0, C)
+    for number in tl.static_range(EACH - C[5] + 1, len(q)):
         if number % EACH >= EACH - C[5]:
-            total += _half_sum_of_tile(q[number], number % EACH - (EACH - C[5]), C)
-    return total[:, None, :]
+            columns += _half_of_tile(q[number], number % EACH - (EACH - C[5]), C)
+    return tl.sum(columns, 1)[:, None, :]
 
 
 @triton.jit
-def _half_sum_of_tile(tile: tl.tensor, STEP: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+def _half_of_tile(tile: tl.tensor, STEP: tl.constexpr, C: tl.constexpr) -> tl.tensor:
     POWER: tl.constexpr = _power(_position(STEP, C[3], C[4]))
-    return tl.sum(tile.to(tl.float32), 1) * (-0.5 * POWER)
+    return tile.to(tl.float32) * (-0.5 * POWER)
 
 
 @triton.jit

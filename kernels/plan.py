@@ -37,6 +37,9 @@ PREFETCHED_WITH_SIGNS = 1500
 MASKED_TILES = 3
 """Whole tiles that take as long as what a masked one takes more: it is not fetched ahead of time, nor is its code."""
 
+Pair = tuple[runs.Frame, runs.Frame, bool, bool]
+"""The frames of both sides of a launch, and whether each is decoded before it."""
+
 _plans: WeakKeyDictionary[Layer, dict[Any, list[Launch]]] = WeakKeyDictionary()
 
 
@@ -117,14 +120,24 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
 
 
 def _launches(k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, pairs: bool, fast: bool) -> list[Launch]:
-    groups: dict[tuple[runs.Frame, runs.Frame], list[runs.Segment]] = {}
+    groups: dict[Pair, list[runs.Segment]] = {}
     for segment in runs.segments(runs.of_side(k).runs, runs.of_side(v).runs, begin, end):
-        groups.setdefault((segment.k.frame, segment.v.frame), []).append(segment)
-    # Partial results of one frame of the values lie side by side.
-    frames = list(dict.fromkeys(v for _, v in groups))
-    ordered = sorted(groups, key=lambda pair: frames.index(pair[1]))
+        # Where one side is decoded so is the other, if it is packed: one kernel then attends all such segments.
+        raw = segment.k.raw or segment.v.raw
+        decoded = raw and segment.k.whole is not None, raw and segment.v.whole is not None
+        groups.setdefault((segment.k.frame, segment.v.frame, *decoded), []).append(segment)
     sequences = k.batch * k.heads * row_blocks
-    return [_launch(groups[pair], *pair, whole, sequences, pairs, k.device, fast) for pair in ordered]
+    launches = []
+    # Partial results of one frame of the values lie side by side. The most tokens first: other launches then run beside them.
+    largest = sorted(groups, key=lambda pair: -sum(segment.tokens for segment in groups[pair]))
+    frames = list(dict.fromkeys(pair[1] for pair in largest))
+    for pair in sorted(largest, key=lambda pair: frames.index(pair[1])):
+        segments = groups[pair]
+        for side, frame, is_decoded in zip("kv", pair[:2], pair[2:], strict=True):
+            if is_decoded:
+                segments = runs.decoded(segments, columns(frame.codec, pairs), side)
+        launches.append(_launch(segments, *pair[:2], whole, sequences, pairs, k.device, fast))
+    return launches
 
 
 def _launch(
@@ -137,7 +150,7 @@ def _launch(
     device: torch.device,
     fast: bool,
 ) -> Launch:
-    k_tiles, v_tiles = _loaders(k.codec, v.codec, pairs)
+    k_tiles, v_tiles = _loaders(segments[0].k.codec, segments[0].v.codec, pairs)
     table_bytes, tables, places = device_tables.of_sides(k_tiles, v_tiles, device, fast)
     tokens = sum(segment.tokens for segment in segments)
     aligned = math.gcd(*(segment.first - run.first for segment in segments for run in (segment.k, segment.v)))
@@ -145,6 +158,9 @@ def _launch(
     shape = shape_of(k_tiles, v_tiles, table_bytes[0], share, aligned, fast)
     tile = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.paired or v_tiles.paired else 1)
     programs = max(1, _multiprocessors(device) * shape.programs // sequences)
+    if segments[0].k.whole is segments[0].v.whole is None and tokens <= programs * tile:
+        # Raw tokens, a tile a program: there is nothing to fetch ahead of time.
+        shape = shape._replace(stages=1)
     rows: list[list[int]] = []
     held: list[torch.Tensor] = []
     for segment in segments:

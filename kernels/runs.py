@@ -28,6 +28,9 @@ RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp3
 RAW_TOKENS, MOST_RAW_TOKENS = 64, 4096
 """Tokens that are decoded together where one of them is raw, and of a page at most (or a sixteenth of it)."""
 
+HALF_ERROR = 2**-11
+"""Of binary16 values in the 2-norm, where none is too large or too small."""
+
 _runs: WeakKeyDictionary[Side, SideRuns] = WeakKeyDictionary()
 
 
@@ -41,6 +44,11 @@ class Run(NamedTuple):
     page: Page | None = None
     exact: bool = True
     """Whether its loader, if there is one, is exact enough."""
+    whole: Page | None = None
+    """The page that its tokens are of, from ``start`` on; None for the raw tail."""
+    start: int = 0
+    raw: bool = False
+    """Whether some of its tokens are raw: it is attended decoded (``decoded``)."""
 
     @property
     def frame(self) -> Frame:
@@ -91,7 +99,7 @@ def of_side(side: Side) -> SideRuns:
 
 
 def _runs_of(page: Page, first: int) -> list[Run]:
-    """One run, or with raw tokens several: the tiles that hold such tokens are decoded once, and are raw."""
+    """One run, or with raw tokens several: those of the tiles that hold such tokens are ``raw``, in the frame of the others."""
     codec = page.codec
     if not isinstance(codec, WithSideCars):
         return [_run(codec, first, page, None)]
@@ -104,19 +112,19 @@ def _runs_of(page: Page, first: int) -> list[Run]:
     if len(flagged) * size > max(MOST_RAW_TOKENS, page.tokens // 16):
         return [Run(codec, first, page.tokens, page.streams)]
     edges = sorted({0, page.tokens, *(min(edge * size, page.tokens) for tile in flagged for edge in (tile, tile + 1))})
-    found = []
+    found = {start: _part(page, first, start, stop, frame) for start, stop in pairwise(edges) if start // size not in flagged}
+    coded = next(iter(found.values()), None)
+    held = codec.codec if coded is None else coded.codec
     for start, stop in pairwise(edges):
-        if start // size in flagged:
-            found.append(Run(Raw(page.codec.dim, "fp32"), first + start, stop - start, {"values": page.decode(start, stop)}))
-        else:
-            found.append(_part(page, first, start, stop, frame))
-    return found
+        if start not in found:
+            found[start] = Run(held, first + start, stop - start, {}, frame, whole=page, start=start, raw=True)
+    return [found[start] for start in edges[:-1]]
 
 
 def _part(page: Page, first: int, start: int, stop: int, frame: Page | None) -> Run:
     """Tokens ``[start, stop)`` of a page with side-cars: a loader takes outliers and signs, and the others are of queries and sums."""
     assert isinstance(page.codec, WithSideCars)
-    run = _run(page.codec.codec, first + start, page.slice(start, stop), frame)
+    run = _run(page.codec.codec, first + start, page.slice(start, stop), frame)._replace(whole=page, start=start)
     tiles = loaders.tiles_of(run.codec)
     outliers: Mapping[str, torch.Tensor] = {}
     if page.codec.outliers is not None and tiles is not None:
@@ -136,7 +144,31 @@ def _run(codec: Codec, first: int, page: Page, frame: Page | None) -> Run:
     if type(codec) is Group:
         # Scales of 8 bits are few: they are looked up once.
         codec, streams = codec.with_pairs(streams)
-    return Run(codec, first, page.tokens, streams, frame)
+    return Run(codec, first, page.tokens, streams, frame, whole=page)
+
+
+def decoded(found: Sequence[Segment], columns: tuple[int, ...], side: str) -> list[Segment]:
+    """Segments with the tokens of a ``side`` (k or v) decoded, in its coded frame and in the order of ``columns`` (``plan.columns``).
+
+    In binary16, as tiles are, unless some value is too large or too small for it.
+    """
+    tensors = []
+    for segment in found:
+        run = segment.k if side == "k" else segment.v
+        assert run.whole is not None
+        start = run.start + segment.first - run.first
+        values = run.whole.frame(start, start + segment.tokens)
+        dim = values.shape[3]
+        order = torch.tensor([channel if 0 <= channel < dim else dim for channel in columns], device=values.device)
+        tensors.append(torch.nn.functional.pad(values, (0, 1))[..., order])
+    halves = [values.to(torch.float16) for values in tensors]
+    fit = all((half - values).norm() <= HALF_ERROR * values.norm() for half, values in zip(halves, tensors, strict=True))
+    codec = Raw(len(columns), "fp16" if fit else "fp32")
+    runs = [
+        Run(codec, segment.first, segment.tokens, {"values": values})
+        for segment, values in zip(found, halves if fit else tensors, strict=True)
+    ]
+    return [segment._replace(k=run) if side == "k" else segment._replace(v=run) for segment, run in zip(found, runs, strict=True)]
 
 
 def segments(k: Sequence[Run], v: Sequence[Run], begin: int, end: int) -> list[Segment]:

@@ -285,9 +285,6 @@ def attend_split(
             scores, v_raws, v_entries, second, v_places, v_table, largest, total, sums,
             V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS, V_OUTLIERS, V_PAIRED, FAST,
         )  # fmt: skip
-    if DEPENDENT and not FIRST:
-        # The launch before runs beside this one, and the merge waits for the last of them.
-        gdc_wait()
     total = tl.sum(total, 1)[:, None, :]
     if PAIRS:
         largest, total, sums = add_halves(largest, total, sums, second, V_WIDTHS, V_PAIRED, V_RUN)
@@ -301,3 +298,6 @@ def attend_split(
     for number in tl.static_range(len(V_WIDTHS)):
         tl.store(sums_out + part * COLUMNS + done + tl.arange(0, V_WIDTHS[number])[None, :, None], sums[number], real)
         done += V_WIDTHS[number]
+    if DEPENDENT and not FIRST:
+        # The launch before runs beside this one, and the merge waits for the last of them.
+        gdc_wait()

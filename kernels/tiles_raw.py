@@ -7,29 +7,30 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import triton
 from triton import language as tl
 
 from .axes import of_columns, of_tokens
-from .tiles import Stream, Tiles
+from .tiles import SMALLEST_WIDTH, Stream, Tiles
 
 if TYPE_CHECKING:
     from kvpack.formats.raw import Raw
 
 
-WIDTH = tl.constexpr(32)
-"""Channels of a tile."""
+MOST_WIDTH = 32
+"""Channels of a tile at most."""
 
 
 def tiles(codec: Raw) -> Tiles:
     """The loader of ``codec``."""
-    width = WIDTH.value
+    width = math.gcd(codec.dim, MOST_WIDTH) if codec.dim % SMALLEST_WIDTH == 0 else MOST_WIDTH
     steps = -(-codec.dim // width)
     channels = tuple(tuple(c if c < codec.dim else -1 for c in range(step * width, (step + 1) * width)) for step in range(steps))
     stream = Stream("values", 32 if codec.dtype == "fp32" else 16, codec.dim)
-    return Tiles(load, decode, None, (codec.dim, steps, codec.dtype), steps, channels, (stream,), dtype=codec.dtype)
+    return Tiles(load, decode, None, (codec.dim, steps, codec.dtype, width), steps, channels, (stream,), dtype=codec.dtype)
 
 
 @triton.jit
@@ -48,7 +49,7 @@ def load(
     bits = ()
     STEPS: tl.constexpr = C[1]
     for step in tl.static_range(STEPS):
-        bits = bits + (_columns(pointers[0], first, token, valid, step * WIDTH, C[0], MASKED, TURNED),)
+        bits = bits + (_columns(pointers[0], first, token, valid, step * C[3], C[3], C[0], MASKED, TURNED),)
     return bits
 
 
@@ -59,6 +60,7 @@ def _columns(
     token: tl.tensor,
     valid: tl.tensor,
     BEGIN: tl.constexpr,
+    WIDTH: tl.constexpr,
     DIM: tl.constexpr,
     MASKED: tl.constexpr,
     TURNED: tl.constexpr,

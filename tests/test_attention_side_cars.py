@@ -150,6 +150,27 @@ def test_what_no_writer_puts_in_an_outliers_place_is_left_to_torch() -> None:
 
 
 @on_kernels
+@pytest.mark.parametrize("size", [1e-7, 1.0, 1e6])
+def test_raw_tokens_of_either_side_share_a_launch(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And values that binary16 does not hold stay as they are."""
+    from kvpack.kernels import attention
+
+    k, v = random_pairs(1, 300, dims=(64, 64))[0]
+    v[:, :, 0] *= size
+    k[:, :, 200] *= 1e-3
+    layer = kvpack.pack([(k, v)], "k=group:b=2,g=32,low_norm_tokens=1;v=group:b=2,g=32,rotation=hadamard,sinks=1,raw_tokens=fp32")[0]
+    q = torch.randn(1, 4, 2, 64)
+    expected = exact(q, layer)
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    there, q = Layer(*(side.to(DEVICE) for side in layer.sides.values())), q.to(DEVICE)
+    launches = attention.prepare(q, there, 0.125, True, None, None).launches
+    assert [sorted(launch.work[:, 1].tolist()) for launch in launches][1:] == [[64, 64]]
+    assert len({launch.v for launch in launches}) == 1
+    found = kvpack.attend(q, there).cpu()
+    assert (found - expected).norm() / expected.norm() < TOLERANCE
+
+
+@on_kernels
 def test_outliers_of_many_tokens() -> None:
     k_codec, v_codec = codecs("scalar:b=2,outliers=3", "group:b=2,g=16,outliers=3", (16, 16))
     check(Layer(random_side(k_codec, 1, (2500,), 0, 1), random_side(v_codec, 1, (1301, 1199), 0, 2)), 1)

@@ -113,6 +113,15 @@ def _own_weights(weights: tl.tensor, second: tl.tensor, NUMBER: tl.constexpr, EA
 
 
 @triton.jit
+def _largest_of(tiles: tl.tuple) -> tl.tensor:
+    """Of the values at each place of some tiles."""
+    largest = tiles[0]
+    for number in tl.static_range(1, len(tiles)):
+        largest = tl.maximum(largest, tiles[number])
+    return largest
+
+
+@triton.jit
 def key_scores(
     k_raws: tl.tuple,
     k_entries: tl.tuple,
@@ -206,10 +215,7 @@ def add_tiles(
             score = score + of_rows(power[0])
             powers = powers + (power,)
         powered = powered + (score,)
-    most = powered[0]
-    for tile in tl.static_range(1, TILES):
-        most = tl.maximum(most, powered[tile])
-    new_largest = tl.maximum(largest, tl.max(most, 1)[:, None, :])
+    new_largest = tl.maximum(largest, tl.max(_largest_of(powered), 1)[:, None, :])
     kept = tl.exp2(largest - new_largest)
     total = total * kept
     weights = ()

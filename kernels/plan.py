@@ -222,7 +222,7 @@ def _launch(
         "STAGES": shape.stages,
         "LOADS_AHEAD": k_tiles.loads_ahead and v_tiles.loads_ahead,
         "LATE": late,
-        "PREFETCH": late and (k_tiles.signs is None or share >= PREFETCHED_WITH_SIGNS),
+        "PREFETCH": late and overlaps(device) and (k_tiles.signs is None or share >= PREFETCHED_WITH_SIGNS),
         "FAST": fast,
     }
     return Launch(k, v, shape, torch.tensor(rows, dtype=torch.int64).to(device), tables, constants, tuple(held))

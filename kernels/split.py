@@ -154,8 +154,8 @@ def attend_split(
     # Where tiles are not loaded ahead of time, barriers keep the loads of one from being under way together.
     AHEAD: tl.constexpr = TILES * SPAN if PREFETCH else 0
     if AHEAD:
-        prefetch(k_pointers, k_first, tl.minimum(count, AHEAD), K_STREAMS, AHEAD, WARPS)
-        prefetch(v_pointers, v_first, tl.minimum(count, AHEAD), V_STREAMS, AHEAD, WARPS)
+        prefetch(k_pointers, k_first, tl.minimum(count, AHEAD), K_STREAMS)
+        prefetch(v_pointers, v_first, tl.minimum(count, AHEAD), V_STREAMS)
     k_places = load_places(numbers, K_PACKINGS)
     v_places = load_places(numbers, V_PACKINGS)
     k_patch_places = patch_places(k_pointers, numbers, K_OUTLIERS, WARPS, TOKENS, False)
@@ -216,8 +216,8 @@ def attend_split(
     v_ahead = first_entries(v_pointers, v_first, v_first + count, V_OUTLIERS, WARPS, TILES * TOKENS)
     for offset in tl.range(0, whole, TILES * SPAN, num_stages=STAGES):
         if AHEAD:
-            prefetch(k_pointers, k_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), K_STREAMS, AHEAD, WARPS)
-            prefetch(v_pointers, v_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), V_STREAMS, AHEAD, WARPS)
+            prefetch(k_pointers, k_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), K_STREAMS)
+            prefetch(v_pointers, v_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), V_STREAMS)
         at_load = offset
         if LOADS_AHEAD:
             k_raws, v_raws = k_next, v_next

@@ -13,9 +13,6 @@ from triton import language as tl
 from .axes import tokens_behind
 from .tiles_qjl import load_signs
 
-LINE_BYTES = tl.constexpr(128)
-"""Of the caches."""
-
 
 @triton.jit
 def stream_pointers(row: tl.tensor, batch: tl.tensor, head: tl.tensor, STREAMS: tl.constexpr) -> tl.tuple:
@@ -37,37 +34,27 @@ def _pointer(at: tl.tensor, batch: tl.tensor, head: tl.tensor, BITS: tl.constexp
 
 
 @triton.jit
-def prefetch(
-    pointers: tl.tuple, first: tl.tensor, tokens: tl.tensor, STREAMS: tl.constexpr, MOST: tl.constexpr, WARPS: tl.constexpr
-) -> None:
-    """Have the rows of ``tokens`` (at most ``MOST``) from row ``first`` on brought to the second-level cache."""
+def prefetch(pointers: tl.tuple, first: tl.tensor, tokens: tl.tensor, STREAMS: tl.constexpr) -> None:
+    """Have the rows of ``tokens``, if there are any, from row ``first`` on brought to the second-level cache."""
     for number in tl.static_range(len(STREAMS)):
         if STREAMS[number][2]:
-            _prefetch_stream(pointers[number], first, tokens, STREAMS[number][2], STREAMS[number][3], MOST, WARPS)
+            _prefetch_stream(pointers[number], first, tokens, STREAMS[number][2], STREAMS[number][3])
 
 
 @triton.jit
-def _prefetch_stream(
-    pointer: tl.tensor,
-    first: tl.tensor,
-    tokens: tl.tensor,
-    ROW_BYTES: tl.constexpr,
-    ROW_TOKENS: tl.constexpr,
-    MOST: tl.constexpr,
-    WARPS: tl.constexpr,
-) -> None:
+def _prefetch_stream(pointer: tl.tensor, first: tl.tensor, tokens: tl.tensor, ROW_BYTES: tl.constexpr, ROW_TOKENS: tl.constexpr) -> None:
+    """One operation of one thread, in whole pieces of 16 bytes: it was faster than lines that all threads ask for."""
     begin = pointer.to(tl.int64) + first // ROW_TOKENS * ROW_BYTES
-    size = (tokens * ROW_BYTES // ROW_TOKENS).to(tl.int32)
-    place = tl.arange(0, 32 * WARPS) * LINE_BYTES
-    for line in tl.static_range(0, MOST * ROW_BYTES // ROW_TOKENS, 32 * WARPS * LINE_BYTES):
-        tl.inline_asm_elementwise(
-            "{ .reg .pred real; setp.lt.s32 real, $2, $3; @real prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-            "=r,l,r,r",
-            [begin + (place + line), place + line, size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    tl.inline_asm_elementwise(
+        """{ .reg .pred real; .reg .b32 thread, size; .reg .b64 begin;
+            mov.u32 thread, %tid.x; and.b32 size, $2, -16; setp.gt.s32 real, size, 0; setp.eq.and.b32 real, thread, 0, real;
+            and.b64 begin, $1, -16; @real cp.async.bulk.prefetch.L2.global [begin], size; mov.u32 $0, 0; }""",
+        "=r,l,r",
+        [begin, (tokens * ROW_BYTES // ROW_TOKENS).to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -4,9 +4,9 @@ They are put into zeros, each where its token's row meets its columns; the matri
 codec, and its places are zeros again. Where the assembly is off (``FAST`` false, or memory is short) the same tile is a product.
 """
 
-# Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# Triton compiles no conditional expressions of tensors.
+# ruff: noqa: SIM108
+# Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import triton
 from triton import language as tl
 
 from .axes import of_columns, of_tokens
+from .shapes import MULTIPROCESSOR_BYTES
 
 if TYPE_CHECKING:
+    from .shapes import Shape
     from .tiles import Tiles
 
 GRANULE = tl.constexpr(32)
@@ -27,40 +29,33 @@ GRANULE = tl.constexpr(32)
 TOKENS_TOLD_APART = tl.constexpr(128)
 """By an entry's place: more than a warp's tile and the granules that it begins and ends in."""
 
-STATIC_SHARED_BYTES = 47 << 10
-"""That a kernel may declare, patches and tables together: 48 KiB, of which the system takes one."""
+SYSTEM_BYTES = 1 << 10
+"""Of a program's shared memory."""
 
-ZEROED_BYTES = 512
-"""By a warp's threads at once, 16 each."""
+STATIC_SHARED_BYTES = (48 << 10) - SYSTEM_BYTES
+"""That a kernel may declare, patches and tables together."""
 
-PADDING_BYTES = 16
-"""After each row of a patch: the matrix units' eight rows then lie in different banks."""
+CARRIED_BYTES = 96
+"""A token of the shared memory that the compiler takes, most of it for rows on their way to the layout of the matrix units."""
 
 
-def in_patches(k: Tiles, v: Tiles, warps: int, tokens: int, table_bytes: int) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None, int]:
+def in_patches(k: Tiles, v: Tiles, shape: Shape, table_bytes: int) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None, int]:
     """The constants of both sides, if they have outliers, and the bytes that the patches of all warps take.
 
-    A patch holds as many of a side's tiles as fit beside tables of ``table_bytes``; 0 where not even one does: it is then made without.
+    A patch holds as many of a side's tiles as fit beside tables of ``table_bytes`` in every program of a multiprocessor; 0 where not
+    even one does: it is then made without.
     """
-    limit = (STATIC_SHARED_BYTES - table_bytes) // warps // ZEROED_BYTES * ZEROED_BYTES
+    own_bytes = MULTIPROCESSOR_BYTES // shape.programs - SYSTEM_BYTES - CARRIED_BYTES * shape.warps * shape.tokens
+    limit = (min(own_bytes, STATIC_SHARED_BYTES) - table_bytes) // shape.warps
     together, most = [], 0
-    for tiles, turned in ((k, False), (v, True)):
-        widths = tiles.outliers[1] if tiles.outliers else ()
-        sizes = {
-            count: max(_bytes(sum(widths[at : at + count]), tokens, turned) for at in range(0, len(widths), count))
-            for count in range(1, len(widths) + 1)
-        }
-        together.append(max((count for count, size in sizes.items() if size <= limit), default=0))
-        most = max(most, sizes.get(together[-1], 0))
-    most = -(-most // ZEROED_BYTES) * ZEROED_BYTES
+    for outliers in (k.outliers, v.outliers):
+        _, tiles, width, _ = outliers or (0, 0, 1, False)
+        tile_bytes = 2 * shape.tokens * width
+        together.append(max(0, min(limit // tile_bytes, tiles)))
+        most = max(most, together[-1] * tile_bytes)
     k_constants = None if k.outliers is None else (*k.outliers, together[0], most)
     v_constants = None if v.outliers is None else (*v.outliers, together[1], most)
-    return k_constants, v_constants, most * warps
-
-
-def _bytes(columns: int, tokens: int, turned: bool) -> int:
-    rows, row = (columns, tokens) if turned else (tokens, columns)
-    return rows * (2 * row + PADDING_BYTES)
+    return k_constants, v_constants, most * shape.warps
 
 
 @triton.constexpr_function
@@ -80,59 +75,63 @@ def declare_patches(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 
 
 @triton.jit
-def patch_places(
-    pointers: tl.tuple, numbers: tl.tensor, C: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TURNED: tl.constexpr
-) -> tl.tuple:
-    """What does not change from tile to tile: zeros in memory, the power of two of values, and where each tile of a patch is read."""
-    places = ()
-    if C is not None:
-        TILES: tl.constexpr = len(C[1])
-        tiles = ()
-        for number in tl.static_range(TILES):
-            tiles = tiles + (_places_of_tile(numbers, number, C, WARPS, TOKENS, TURNED),)
-        places = (numbers, tl.load(pointers[C[0] + 3]).to(tl.float32, bitcast=True), tiles)
-    return places
-
-
-@triton.jit
-def _places_of_tile(
-    numbers: tl.tensor, NUMBER: tl.constexpr, C: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TURNED: tl.constexpr
-) -> tl.tensor:
-    """Bytes from the first column of tile ``NUMBER`` in the patches; from loaded numbers (``fields.load_places``)."""
-    FIRST: tl.constexpr = NUMBER // tiles_together(C) * tiles_together(C)
-    STRIDE: tl.constexpr = _stride(patch_from(C[1], FIRST, tiles_together(C))[1], TOKENS, TURNED)
-    WIDTH: tl.constexpr = patch_from(C[1], NUMBER, 1)[1]
+def patch_places(numbers: tl.tensor, C: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+    """Where a tile is read in a patch of which it is the first; from loaded numbers (``fields.load_places``)."""
+    WIDTH: tl.constexpr = C[2]
     row = tl.load(numbers + tl.arange(0, TOKENS)[None, :]).to(tl.int32)
     column = tl.load(numbers + tl.arange(0, WIDTH)[None, :]).to(tl.int32)
     if TURNED:
-        place = of_tokens(row * 2, TURNED) + of_columns(column * STRIDE, TURNED)
+        place = of_tokens(row * 2, TURNED) ^ of_columns(_exchanged(column * (2 * TOKENS)), TURNED)
     else:
-        place = of_tokens(row * STRIDE, TURNED) + of_columns(column * 2, TURNED)
+        place = of_tokens(_exchanged(row * (2 * WIDTH)), TURNED) ^ of_columns(_exchanged(column * 2), TURNED)
     if WARPS > 1:
-        place += tl.load(numbers + tl.arange(0, WARPS)[:, None, None]).to(tl.int32) * C[4]
+        place += tl.load(numbers + tl.arange(0, WARPS)[:, None, None]).to(tl.int32) * C[5]
     return place
 
 
-@triton.constexpr_function
-def _stride(columns: int, tokens: int, turned: bool) -> int:
-    """Bytes of a row of a patch."""
-    return 2 * (tokens if turned else columns) + PADDING_BYTES
+@triton.jit
+def fetch_numbers(numbers: tl.tensor) -> None:
+    """Bring what ``patch_places`` loads nearer, for programs that compute them late."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [numbers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _exchanged(place: tl.tensor) -> tl.tensor:
+    """The 16 bytes of a line of all banks, 128 bytes, are exchanged by its number, so that the matrix units' eight rows lie in different
+    banks. Tiles lie one after another, a multiple of 1,024 bytes, and are all alike.
+    """
+    return place ^ ((place >> 3) & 0x70)
 
 
 @triton.constexpr_function
-def _store_one() -> str:
-    return """{ .reg .pred real; .reg .b32 at; mov.u32 at, kvpack_patches; add.u32 at, at, $1;
-        setp.ge.s32 real, $1, 0; @real st.shared.b16 [at], $2; mov.u32 $0, 0; }"""
+def _store(first: int, columns: int, width: int, tokens: int, turned: bool, in_order: bool) -> str:
+    """Put four values, if their columns are among the ``columns`` from ``first`` on, beside their token's place.
 
-
-@triton.constexpr_function
-def _store_chunk(apart: int) -> str:
-    """Four values ``apart`` bytes from each other."""
-    stores = "@real st.shared.b64 [at], $2;"
-    if apart > 2:
-        stores = "".join(f"@real st.shared.b16 [at + {number * apart}], value{number};" for number in range(4))
-    return f"""{{ .reg .pred real; .reg .b32 at; .reg .b16 value<4>; mov.b64 {{value0, value1, value2, value3}}, $2;
-        mov.u32 at, kvpack_patches; add.u32 at, at, $1; setp.ge.s32 real, $1, 0; {stores} mov.u32 $0, 0; }}"""
+    These are the column of the first of them and the next ones, or ``in_order`` false, four 16-bit integers.
+    """
+    if turned:
+        at = f"mad.lo.u32 at, column, {2 * tokens}, $1;"
+    else:
+        at = f"and.b32 at, column, {width - 1}; mad.lo.u32 at, at, 2, $1;"
+        if columns > width:
+            at += f"shr.u32 column, column, {width.bit_length() - 1}; mad.lo.u32 at, column, {2 * tokens * width}, at;"
+    exchanged = "shr.u32 line, at, 3; lop3.b32 line, line, 0x70, at, 0x6A; add.u32 line, line, base;"
+    inside = f"sub.u32 column, column, {first}; setp.lt.u32 real, column, {columns};"
+    if in_order and not turned:
+        stores = f"mov.u32 column, $3; {inside} {at} {exchanged} @real st.shared.b64 [line], $2;"
+    elif in_order:
+        # Their columns begin at a multiple of four, so that sums of what is apart are its exclusive ors.
+        stores = f"mov.u32 column, $3; {inside} {at} shr.u32 line, at, 3; lop3.b32 line, line, 0x70, at, 0x6A;"
+        for number, apart in enumerate(range(0, 8 * tokens, 2 * tokens)):
+            stores += f"xor.b32 at, line, {apart ^ apart >> 3 & 0x70}; add.u32 at, at, base; @real st.shared.b16 [at], value{number};"
+    else:
+        stores = "mov.b64 {column0, column1, column2, column3}, $3;"
+        for number in range(4):
+            stores += f"cvt.u32.u16 column, column{number}; {inside} {at} {exchanged} @real st.shared.b16 [line], value{number};"
+    return f"""{{ .reg .pred real; .reg .b32 base, at, line, column; .reg .b16 column<4>, value<4>;
+        mov.u32 base, kvpack_patches; mov.b64 {{value0, value1, value2, value3}}, $2; {stores} mov.u32 $0, 0; }}"""
 
 
 @triton.jit
@@ -142,66 +141,56 @@ def _row_of_tile(place: tl.tensor, entries: tl.tuple, TILE: tl.constexpr, TOKENS
 
 
 @triton.jit
-def _put(
+def placed(
     entries: tl.tuple,
     loaded: tl.tuple,
     TILE: tl.constexpr,
-    PATCH: tl.constexpr,
     C: tl.constexpr,
     TOKENS: tl.constexpr,
     TURNED: tl.constexpr,
-    CLEAR: tl.constexpr,
-) -> None:
-    """Put entries that were ``loaded``, or with ``CLEAR`` zeros, into the patch of a warp's tile ``TILE``."""
-    FIRST: tl.constexpr = PATCH[0]
-    COLUMNS: tl.constexpr = PATCH[1]
-    IN_ORDER: tl.constexpr = C[2]
-    AREA: tl.constexpr = C[4]
-    STRIDE: tl.constexpr = _stride(COLUMNS, TOKENS, TURNED)
-    # Bytes from a token to the next, and from a column to the next.
-    TOKEN: tl.constexpr = 2 if TURNED else STRIDE
-    COLUMN: tl.constexpr = STRIDE if TURNED else 2
-    place = loaded[0]
-    row = _row_of_tile(place, entries, TILE, TOKENS)
-    chunk = place // TOKENS_TOLD_APART
-    real = (place >= 0) & (row >= 0) & (row < TOKENS)
-    own = tl.arange(0, place.shape[0])[:, None] * AREA + row * TOKEN
-    values = loaded[1]
-    if CLEAR:
-        values = tl.zeros(values.shape, tl.int64)
-    if IN_ORDER:
-        column = 4 * chunk - FIRST
-        if len(C[1]) > C[3]:
-            real = real & (column >= 0) & (column < COLUMNS)
-        at = tl.where(real, own + column * COLUMN, -1)
-        tl.inline_asm_elementwise(_store_chunk(COLUMN), "=r,r,l", [at, values], dtype=tl.int32, is_pure=False, pack=1)
-    else:
-        # Four columns, those of a chunk, are one integer.
-        column_of = tl.load(entries[0][4].to(tl.pointer_type(tl.int64)) + chunk, real, 0)
-        for component in tl.static_range(4):
-            column = (column_of >> (16 * component)).to(tl.int16).to(tl.int32) - FIRST
-            at = tl.where(real & (column >= 0) & (column < COLUMNS), own + column * COLUMN, -1)
-            half = (values >> (16 * component)).to(tl.int16)
-            tl.inline_asm_elementwise(_store_one(), "=r,r,h", [at, half], dtype=tl.int32, is_pure=False, pack=1)
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """What patches of a warp's tile ``TILE`` need of entries that were ``loaded``, if ``FAST``: places of tokens, values, and columns."""
+    found = loaded
+    if FAST and C[4] > 0:
+        row = _row_of_tile(loaded[0], entries, TILE, TOKENS)
+        chunk = loaded[0] // TOKENS_TOLD_APART
+        real = (loaded[0] >= 0) & (row >= 0) & (row < TOKENS)
+        if C[3]:
+            columns = tl.where(real, 4 * chunk, -1)
+        else:
+            # Four columns, those of a chunk, are one integer.
+            columns = tl.load(entries[0][4].to(tl.pointer_type(tl.int64)) + chunk, real, -1)
+        TOKEN_BYTES: tl.constexpr = 2 if TURNED else 2 * C[2]
+        place = row * TOKEN_BYTES + tl.arange(0, row.shape[0])[:, None] * C[5]
+        found = (place, loaded[1], columns)
+    return found
 
 
 @triton.jit
 def put_all(
     entries: tl.tuple,
-    loaded: tl.tuple,
-    TILE: tl.constexpr,
-    PATCH: tl.constexpr,
+    found: tl.tuple,
+    FIRST: tl.constexpr,
     C: tl.constexpr,
     TOKENS: tl.constexpr,
     TURNED: tl.constexpr,
     CLEAR: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """``_put``, if ``FAST``, between what other lanes of a warp read; what reads the patch takes the result, a zero, and so comes after."""
+    """Put what was ``placed`` into the patch that begins with tile ``FIRST``; or with ``CLEAR`` zeros, after all have read it.
+
+    What reads the patch takes the result, a zero, and so comes after.
+    """
     after = 0
-    if FAST and C[3] > 0:
-        _wait(entries)
-        _put(entries, loaded, TILE, PATCH, C, TOKENS, TURNED, CLEAR)
+    if FAST and C[4] > 0:
+        ASSEMBLY: tl.constexpr = _store(FIRST * C[2], C[4] * C[2], C[2], TOKENS, TURNED, C[3])
+        REGISTERS: tl.constexpr = "=r,r,l,r" if C[3] else "=r,r,l,l"
+        values = found[1]
+        if CLEAR:
+            values = tl.zeros(values.shape, tl.int64)
+            _wait(entries)
+        tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, [found[0], values, found[2]], dtype=tl.int32, is_pure=False, pack=1)
         after = _wait(entries)
     return after
 
@@ -225,21 +214,13 @@ def _read(offset: int) -> str:
 
 @triton.jit
 def _patch_tile(
-    entries: tl.tuple,
-    after: tl.tensor,
-    NUMBER: tl.constexpr,
-    PATCH: tl.constexpr,
-    C: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TURNED: tl.constexpr,
+    entries: tl.tuple, places: tl.tensor, after: tl.tensor, NUMBER: tl.constexpr, C: tl.constexpr, TOKENS: tl.constexpr
 ) -> tl.tensor:
     """``outlier_tile`` from shared memory."""
-    AT: tl.constexpr = patch_from(C[1], NUMBER, 1)[0] - PATCH[0]
-    COLUMN: tl.constexpr = _stride(PATCH[1], TOKENS, TURNED) if TURNED else 2
+    ASSEMBLY: tl.constexpr = _read(NUMBER % C[4] * C[2] * 2 * TOKENS)
     # A load from there comes after what gave ``after``.
     zero = tl.load(entries[3][0] + after + tl.zeros((1, 1, 1), tl.int32)).to(tl.int32)
-    place = entries[3][2][NUMBER]
-    return tl.inline_asm_elementwise(_read(AT * COLUMN), "=r,r,r,r,r", [place, zero], dtype=tl.float16, is_pure=True, pack=2)
+    return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r", [places, zero], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -254,8 +235,7 @@ def _slow_tile(
     TURNED: tl.constexpr,
 ) -> tl.tensor:
     """``outlier_tile`` without shared memory: the product of entries and a matrix that is 1 where one is of a token."""
-    FIRST: tl.constexpr = patch_from(C[1], NUMBER, 1)[0]
-    WIDTH: tl.constexpr = patch_from(C[1], NUMBER, 1)[1]
+    WIDTH: tl.constexpr = C[2]
     place, values = loaded[0], loaded[1]
     row = _row_of_tile(place, entries, TILE, TOKENS)
     real = place >= 0
@@ -263,7 +243,7 @@ def _slow_tile(
     column_of = tl.load(entries[0][4].to(tl.pointer_type(tl.int64)) + place // TOKENS_TOLD_APART, real, 0)
     rows = tl.zeros((WARPS, place.shape[1], WIDTH), tl.float16)
     for component in tl.static_range(4):
-        column = (column_of >> (16 * component)).to(tl.int16).to(tl.int32)[:, :, None] - FIRST
+        column = (column_of >> (16 * component)).to(tl.int16).to(tl.int32)[:, :, None] - NUMBER * WIDTH
         value = (values >> (16 * component)).to(tl.int16).to(tl.float16, bitcast=True)
         rows = tl.where(column == tl.arange(0, WIDTH)[None, None, :], value[:, :, None], rows)
     tile = tl.dot(of_token, rows).to(tl.float16)
@@ -275,32 +255,27 @@ def _slow_tile(
 @triton.constexpr_function
 def tiles_together(constants: tuple[Any, ...]) -> int:
     """Tiles of a patch, and all where there is none."""
-    return constants[3] or len(constants[1])
-
-
-@triton.constexpr_function
-def patch_from(widths: tuple[int, ...], first: int, together: int) -> tuple[int, int, int]:
-    """(first column, columns, tiles) of the patch that begins with tile ``first``."""
-    return sum(widths[:first]), sum(widths[first : first + together]), min(together, len(widths) - first)
+    _, tiles, _, _, together, _ = constants
+    return int(together or tiles)
 
 
 @triton.jit
 def outlier_tile(
     entries: tl.tuple,
     loaded: tl.tuple,
+    places: tl.tensor,
     after: tl.tensor,
     TILE: tl.constexpr,
     NUMBER: tl.constexpr,
-    PATCH: tl.constexpr,
     C: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The codec's tile ``NUMBER``, which is in ``PATCH``: ``[warp, token, column]``, or turned, ``[warp, column, token]``."""
-    if FAST and C[3] > 0:
-        tile = _patch_tile(entries, after, NUMBER, PATCH, C, TOKENS, TURNED)
+    """The codec's tile ``NUMBER``, whose patch is there: ``[warp, token, column]``, or turned, ``[warp, column, token]``."""
+    if FAST and C[4] > 0:
+        tile = _patch_tile(entries, places, after, NUMBER, C, TOKENS)
     else:
         tile = _slow_tile(entries, loaded, TILE, NUMBER, C, WARPS, TOKENS, TURNED)
     return tile

@@ -182,7 +182,7 @@ def _launch(
     streams = len(k_tiles.streams)
     # Values that wait for barriers, after the scores of keys whose rows fill registers (``split``).
     late = fast and shape.stages == 1 and v_tiles.tokens < k_tiles.tokens
-    k_outliers, v_outliers, patches = in_patches(k_tiles, v_tiles, shape.warps, shape.tokens, table_bytes[0])
+    k_outliers, v_outliers, patches = in_patches(k_tiles, v_tiles, shape, table_bytes[0])
     constants = {
         "K_LOAD": k_tiles.load,
         "K_DECODE": k_tiles.decode,

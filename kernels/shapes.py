@@ -21,8 +21,11 @@ FEW_BYTES, MANY_TOKENS = 64, 6000
 MANY_BYTES = 256
 """Bytes of two tokens that share a row, from which fewer tiles in flight are faster."""
 
-SHARED_BYTES = 220 << 10
+MULTIPROCESSOR_BYTES = 228 << 10
 """Shared memory of a multiprocessor."""
+
+SHARED_BYTES = 220 << 10
+"""Of it, those for tables and tiles in flight."""
 
 MOST_BYTES_IN_FLIGHT = 96 << 10
 """Of all tiles that a program fetches ahead of time."""

@@ -24,12 +24,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .axes import tokens_behind
 from .fields import load_places
-from .outlier_patches import declare_patches, patch_places
+from .outlier_patches import declare_patches
 from .query_tiles import query_tiles, sum_of
 from .shared_table import declare, fetch, fill
 from .softmax import UNSEEN, add_halves, add_tiles, key_scores
 from .tile_loads import load_tiles, prefetch, stream_pointers
-from .tiles_outliers import entries_of, first_entries, next_entries
+from .tiles_outliers import entries_of, first_entries, next_entries, ready_patches
 from .tiles_qjl import half_sum, queries_of_bits
 
 COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window"]
@@ -158,8 +158,6 @@ def attend_split(
         prefetch(v_pointers, v_first, tl.minimum(count, AHEAD), V_STREAMS)
     k_places = load_places(numbers, K_PACKINGS)
     v_places = load_places(numbers, V_PACKINGS)
-    k_patch_places = patch_places(k_pointers, numbers, K_OUTLIERS, WARPS, TOKENS, False)
-    v_patch_places = patch_places(v_pointers, numbers, V_OUTLIERS, WARPS, TOKENS, True)
     if LENGTHS:
         length = tl.minimum(tl.load(lengths + batch), position + q_len)
         position = length - q_len
@@ -212,8 +210,12 @@ def attend_split(
     sums = ()
     for number in tl.static_range(len(V_WIDTHS)):
         sums = sums + (_zeros(WARPS, 2 * V_WIDTHS[number] if V_PAIRED else V_WIDTHS[number], ROWS),)
-    k_ahead = first_entries(k_pointers, k_first, k_first + count, K_OUTLIERS, WARPS, TILES * TOKENS)
-    v_ahead = first_entries(v_pointers, v_first, v_first + count, V_OUTLIERS, WARPS, TILES * TOKENS)
+    # Where registers do not hold a tile ahead of time, they do not hold its entries either.
+    ENTRIES_AHEAD: tl.constexpr = STAGES > 1
+    k_ready = ready_patches(k_pointers, numbers, K_OUTLIERS, WARPS, TOKENS, False, ENTRIES_AHEAD, FAST)
+    v_ready = ready_patches(v_pointers, numbers, V_OUTLIERS, WARPS, TOKENS, True, ENTRIES_AHEAD, FAST)
+    k_ahead = first_entries(k_pointers, k_first, k_first + count, K_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+    v_ahead = first_entries(v_pointers, v_first, v_first + count, V_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
     for offset in tl.range(0, whole, TILES * SPAN, num_stages=STAGES):
         if AHEAD:
             prefetch(k_pointers, k_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), K_STREAMS)
@@ -236,10 +238,10 @@ def attend_split(
                 v_raws = v_next
         if not LOADS_AHEAD:
             k_raws = k_next
-        k_entries = entries_of(k_ahead, k_pointers, k_first + offset, k_patch_places, K_OUTLIERS, WARPS, TILES * TOKENS)
-        v_entries = entries_of(v_ahead, v_pointers, v_first + offset, v_patch_places, V_OUTLIERS, WARPS, TILES * TOKENS)
-        k_ahead = next_entries(k_ahead, k_pointers, k_first + offset, k_first + count, K_OUTLIERS, WARPS, TILES * TOKENS)
-        v_ahead = next_entries(v_ahead, v_pointers, v_first + offset, v_first + count, V_OUTLIERS, WARPS, TILES * TOKENS)
+        k_entries = entries_of(k_ahead, k_pointers, k_first + offset, k_ready, K_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+        v_entries = entries_of(v_ahead, v_pointers, v_first + offset, v_ready, V_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+        k_ahead = next_entries(k_ahead, k_pointers, k_first + offset, k_first + count, K_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+        v_ahead = next_entries(v_ahead, v_pointers, v_first + offset, v_first + count, V_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
         scores = key_scores(
             k_raws, k_entries, q_tiles, q_half_sum, scale, cap, at, token, second, count, ahead, window, k_places, k_table, total,
             K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, K_OUTLIERS, SOFTCAP, False, K_PAIRED, V_PAIRED, FAST,
@@ -268,10 +270,10 @@ def attend_split(
                 v_pointers, v_first + offset, near, count - offset,
                 V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TOGETHER, TOKENS, V_PAIRED, True, True, FAST,
             )  # fmt: skip
-        k_ahead = first_entries(k_pointers, k_first + offset, k_first + count, K_OUTLIERS, WARPS, TOKENS)
-        v_ahead = first_entries(v_pointers, v_first + offset, v_first + count, V_OUTLIERS, WARPS, TOKENS)
-        k_entries = entries_of(k_ahead, k_pointers, k_first + offset, k_patch_places, K_OUTLIERS, WARPS, TOKENS)
-        v_entries = entries_of(v_ahead, v_pointers, v_first + offset, v_patch_places, V_OUTLIERS, WARPS, TOKENS)
+        k_bounds = first_entries(k_pointers, k_first + offset, k_first + count, K_OUTLIERS, WARPS, TOKENS, False)
+        v_bounds = first_entries(v_pointers, v_first + offset, v_first + count, V_OUTLIERS, WARPS, TOKENS, False)
+        k_entries = entries_of(k_bounds, k_pointers, k_first + offset, k_ready, K_OUTLIERS, WARPS, TOKENS, False)
+        v_entries = entries_of(v_bounds, v_pointers, v_first + offset, v_ready, V_OUTLIERS, WARPS, TOKENS, False)
         scores = key_scores(
             k_raws, k_entries, q_tiles, q_half_sum, scale, cap, at, near + offset, second, count, ahead, window, k_places, k_table, total,
             K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, K_OUTLIERS, SOFTCAP, True, K_PAIRED, V_PAIRED, FAST,

@@ -5,7 +5,7 @@ A page's outliers are listed by sequence, head and token (``outlier_entries``); 
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005
+# ruff: noqa: RUF005, SIM108
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -18,7 +18,7 @@ import torch
 import triton
 from triton import language as tl
 
-from .outlier_patches import GRANULE, TOKENS_TOLD_APART, outlier_tile, patch_from, put_all, tiles_together
+from .outlier_patches import GRANULE, TOKENS_TOLD_APART, fetch_numbers, outlier_tile, patch_places, placed, put_all, tiles_together
 from .tiles import Stream, Tiles
 
 BOUNDS, PLACES, VALUES, POWER, COLUMNS = "outlier_bounds", "outlier_places", "outlier_values", "outlier_power", "outlier_columns"
@@ -37,13 +37,14 @@ def entries(token: torch.Tensor, chunk: torch.Tensor, values: torch.Tensor) -> t
 
 def with_outliers(tiles: Tiles) -> Tiles:
     """The loader ``tiles`` of a codec with its outliers."""
+    (width,) = {len(part) for part in tiles.channels}
     columns = tuple(Stream(name, bits, 0) for name, bits in ((BOUNDS, 32), (PLACES, 32), (VALUES, 32), (POWER, 32), (COLUMNS, 16)))
     return replace(
         tiles,
         streams=(*tiles.streams, *columns),
         most_tokens=min(tiles.most_tokens, 32),
         loads_ahead=False,
-        outliers=(len(tiles.streams), tuple(map(len, tiles.channels)), _columns(tiles) == list(range(len(_columns(tiles))))),
+        outliers=(len(tiles.streams), len(tiles.channels), width, _columns(tiles) == list(range(len(_columns(tiles))))),
     )
 
 
@@ -57,6 +58,41 @@ def _columns(tiles: Tiles) -> list[int]:
 def columns_of(tiles: Tiles, device: str) -> torch.Tensor:
     """The stream ``COLUMNS`` of the tiles of a codec alone: ``_columns`` as int16 ``[1, 1, channels]``."""
     return torch.tensor(_columns(tiles), dtype=torch.int16, device=device)[None, None]
+
+
+@triton.jit
+def ready_patches(
+    pointers: tl.tuple,
+    numbers: tl.tensor,
+    C: tl.constexpr,
+    WARPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TURNED: tl.constexpr,
+    AHEAD: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """What does not change from tile to tile: numbers in memory, the power of two of values, and with ``AHEAD`` where patches are read.
+
+    Else registers have room for that only where there are outliers (``_places``).
+    """
+    ready = ()
+    if C is not None:
+        ready = (numbers, tl.load(pointers[C[0] + 3]).to(tl.float32, bitcast=True))
+        if AHEAD:
+            ready = ready + (patch_places(numbers, C, WARPS, TOKENS, TURNED),)
+        elif FAST:
+            fetch_numbers(numbers)
+    return ready
+
+
+@triton.jit
+def _places(ready: tl.tuple, C: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+    """Where patches are read."""
+    if len(ready) == 3:
+        places = ready[2]
+    else:
+        places = patch_places(ready[0], C, WARPS, TOKENS, TURNED)
+    return places
 
 
 @triton.jit
@@ -102,14 +138,25 @@ def _loaded(own: tl.tuple, bounds: tl.tuple, WARPS: tl.constexpr, TOKENS: tl.con
 
 @triton.jit
 def first_entries(
-    pointers: tl.tuple, first: tl.tensor, last: tl.tensor, C: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr
+    pointers: tl.tuple,
+    first: tl.tensor,
+    last: tl.tensor,
+    C: tl.constexpr,
+    WARPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """The entries of each warp's ``TOKENS`` tokens from row ``first`` on, and the bounds of those of the tokens that follow."""
+    """The bounds of the entries of each warp's ``TOKENS`` tokens from row ``first`` on.
+
+    With ``AHEAD``, these entries and the bounds of those of the tokens that follow.
+    """
     ahead = ()
     if C is not None:
         own = pointers[C[0] :]
-        entries = _loaded(own, _bounds(own, first, last, WARPS, TOKENS), WARPS, TOKENS)
-        ahead = (entries, _bounds(own, first + WARPS * TOKENS, last, WARPS, TOKENS))
+        bounds = _bounds(own, first, last, WARPS, TOKENS)
+        ahead = (bounds,)
+        if AHEAD:
+            ahead = (_bounds(own, first + WARPS * TOKENS, last, WARPS, TOKENS), _loaded(own, bounds, WARPS, TOKENS))
     return ahead
 
 
@@ -122,27 +169,42 @@ def next_entries(
     C: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> tl.tuple:
     """What ``first_entries`` gives for the tokens that follow those from row ``first`` on: loaded while these are attended."""
     if C is not None:
         own = pointers[C[0] :]
-        entries = _loaded(own, ahead[1], WARPS, TOKENS)
-        ahead = (entries, _bounds(own, first + 2 * WARPS * TOKENS, last, WARPS, TOKENS))
+        if AHEAD:
+            ahead = (_bounds(own, first + 2 * WARPS * TOKENS, last, WARPS, TOKENS), _loaded(own, ahead[0], WARPS, TOKENS))
+        else:
+            ahead = (_bounds(own, first + WARPS * TOKENS, last, WARPS, TOKENS),)
     return ahead
 
 
 @triton.jit
 def entries_of(
-    ahead: tl.tuple, pointers: tl.tuple, first: tl.tensor, places: tl.tuple, C: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr
+    ahead: tl.tuple,
+    pointers: tl.tuple,
+    first: tl.tensor,
+    ready: tl.tuple,
+    C: tl.constexpr,
+    WARPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> tl.tuple:
     """What patches of the tokens from row ``first`` on are made of.
 
-    Pointers, entries, the place of each warp's first token, and ``places``.
+    Pointers, entries, the place of each warp's first token, and ``ready_patches``.
     """
     found = ()
     if C is not None:
+        own = pointers[C[0] :]
         token = (first + tl.arange(0, WARPS)[:, None] * TOKENS).to(tl.int32)
-        found = (pointers[C[0] :], ahead[0], token, places)
+        if AHEAD:
+            entries = ahead[1]
+        else:
+            entries = _loaded(own, ahead[0], WARPS, TOKENS)
+        found = (own, entries, token, ready)
     return found
 
 
@@ -150,7 +212,8 @@ def entries_of(
 def _patch_scores(
     products: tl.tensor,
     entries: tl.tuple,
-    loaded: tl.tuple,
+    found: tl.tuple,
+    places: tl.tensor,
     q: tl.tuple,
     TILE: tl.constexpr,
     FIRST: tl.constexpr,
@@ -158,15 +221,14 @@ def _patch_scores(
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """``products`` and those of the patch that begins with the codec's tile ``FIRST``."""
-    PATCH: tl.constexpr = patch_from(C[1], FIRST, tiles_together(C))
-    LENGTH: tl.constexpr = PATCH[2]
     WARPS: tl.constexpr = products.shape[0]
     TOKENS: tl.constexpr = products.shape[1]
-    after = put_all(entries, loaded, TILE, PATCH, C, TOKENS, False, False, FAST)
-    for number in tl.static_range(LENGTH):
-        tile = outlier_tile(entries, loaded, after, TILE, FIRST + number, PATCH, C, WARPS, TOKENS, False, FAST)
-        products = tl.dot(tile, q[FIRST + number], products)
-    put_all(entries, loaded, TILE, PATCH, C, TOKENS, False, True, FAST)
+    END: tl.constexpr = min(FIRST + tiles_together(C), C[1])
+    after = put_all(entries, found, FIRST, C, TOKENS, False, False, FAST)
+    for number in tl.static_range(FIRST, END):
+        tile = outlier_tile(entries, found, places, after, TILE, number, C, WARPS, TOKENS, False, FAST)
+        products = tl.dot(tile, q[number], products)
+    put_all(entries, found, FIRST, C, TOKENS, False, True, FAST)
     return products
 
 
@@ -181,16 +243,19 @@ def add_outlier_scores(
     scores: tl.tensor, entries: tl.tuple, q: tl.tuple, TILE: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
     """``scores`` ``[warp, token, row]`` of a warp's tile ``TILE`` and the products of its outliers with the query."""
-    TILES: tl.constexpr = len(C[1])
+    TILES: tl.constexpr = C[1]
     TOGETHER: tl.constexpr = tiles_together(C)
+    TOKENS: tl.constexpr = scores.shape[1]
     most = entries[1][3]
     # Seldom more than once: a loop right inside that over tiles would keep their loads from being fetched ahead of time.
     if most > 0:
+        places = _places(entries[3], C, scores.shape[0], TOKENS, False)
         products = tl.zeros(scores.shape, tl.float32)
         loaded = entries[1][0]
         for at in tl.range(0, most, loaded[0].shape[1], num_stages=1):
+            found = placed(entries, loaded, TILE, C, TOKENS, False, FAST)
             for first in tl.static_range(0, TILES, TOGETHER):
-                products = _patch_scores(products, entries, loaded, q, TILE, first, C, FAST)
+                products = _patch_scores(products, entries, found, places, q, TILE, first, C, FAST)
             loaded = _next(entries, loaded, at)
         scores += products * entries[3][1]
     return scores
@@ -200,25 +265,25 @@ def add_outlier_scores(
 def _patch_values(
     sums: tl.tuple,
     entries: tl.tuple,
-    loaded: tl.tuple,
+    found: tl.tuple,
+    places: tl.tensor,
     weights: tl.tensor,
     TILE: tl.constexpr,
     FIRST: tl.constexpr,
     C: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The sums that the patch adds to, which begins with the codec's tile ``FIRST``."""
-    PATCH: tl.constexpr = patch_from(C[1], FIRST, tiles_together(C))
-    LENGTH: tl.constexpr = PATCH[2]
+    """``sums`` and those of the patch that begins with the codec's tile ``FIRST``."""
     WARPS: tl.constexpr = weights.shape[0]
     TOKENS: tl.constexpr = weights.shape[1]
-    new = ()
-    after = put_all(entries, loaded, TILE, PATCH, C, TOKENS, True, False, FAST)
-    for number in tl.static_range(LENGTH):
-        tile = outlier_tile(entries, loaded, after, TILE, FIRST + number, PATCH, C, WARPS, TOKENS, True, FAST)
-        new = new + (tl.dot(tile, weights, sums[FIRST + number]),)
-    put_all(entries, loaded, TILE, PATCH, C, TOKENS, True, True, FAST)
-    return new
+    END: tl.constexpr = min(FIRST + tiles_together(C), C[1])
+    new = sums[:FIRST]
+    after = put_all(entries, found, FIRST, C, TOKENS, True, False, FAST)
+    for number in tl.static_range(FIRST, END):
+        tile = outlier_tile(entries, found, places, after, TILE, number, C, WARPS, TOKENS, True, FAST)
+        new = new + (tl.dot(tile, weights, sums[number]),)
+    put_all(entries, found, FIRST, C, TOKENS, True, True, FAST)
+    return new + sums[END:]
 
 
 @triton.jit
@@ -226,18 +291,17 @@ def add_outlier_values(
     sums: tl.tuple, entries: tl.tuple, weights: tl.tensor, TILE: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
     """``sums`` and those of the outliers of a warp's tile ``TILE``, times ``weights`` ``[warp, token, row]`` of at most 2^7."""
-    TILES: tl.constexpr = len(C[1])
+    TILES: tl.constexpr = C[1]
     TOGETHER: tl.constexpr = tiles_together(C)
+    TOKENS: tl.constexpr = weights.shape[1]
     most = entries[1][3]
     if most > 0:
+        places = _places(entries[3], C, weights.shape[0], TOKENS, True)
         scaled = (weights * entries[3][1]).to(tl.float16)
         loaded = entries[1][0]
         for at in tl.range(0, most, loaded[0].shape[1], num_stages=1):
-            new = ()
+            found = placed(entries, loaded, TILE, C, TOKENS, True, FAST)
             for first in tl.static_range(0, TILES, TOGETHER):
-                new = new + _patch_values(sums, entries, loaded, scaled, TILE, first, C, FAST)
-            for number in tl.static_range(TILES, len(sums)):
-                new = new + (sums[number],)
-            sums = new
+                sums = _patch_values(sums, entries, found, places, scaled, TILE, first, C, FAST)
             loaded = _next(entries, loaded, at)
     return sums

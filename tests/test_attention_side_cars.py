@@ -198,22 +198,22 @@ def test_more_outliers_than_a_thread_holds() -> None:
 @pytest.mark.skipif(not dispatch.triton_installed(), reason="Triton is not installed")
 def test_patches_fit_beside_tables() -> None:
     from kvpack.kernels import loaders, outlier_patches
+    from kvpack.kernels.shapes import MULTIPROCESSOR_BYTES, Shape
 
     k_codec, v_codec = codecs("group:b=4,g=128,axis=channel,outliers=3", "quaternion:s=24,r=3,outliers=3", (128, 256))
     k, v = loaders.tiles_of(k_codec), loaders.tiles_of(v_codec)
     assert k is not None
     assert v is not None
-    for warps, tokens, table_bytes in ((1, 32, 0), (2, 64, 0), (2, 64, 32 << 10), (4, 32, 40 << 10), (4, 64, 40 << 10)):
-        k_constants, v_constants, size = outlier_patches.in_patches(k, v, warps, tokens, table_bytes)
+    given = (1, 32, 8, 0), (2, 64, 4, 0), (2, 64, 4, 36 << 10), (4, 32, 2, 40 << 10), (4, 64, 2, 40 << 10)
+    for warps, tokens, programs, table_bytes in given:
+        shape = Shape(warps, 1, tokens, 1, programs)
+        k_constants, v_constants, size = outlier_patches.in_patches(k, v, shape, table_bytes)
         assert k_constants is not None
         assert v_constants is not None
         assert table_bytes + size <= outlier_patches.STATIC_SHARED_BYTES
-        assert size == warps * k_constants[4] == warps * v_constants[4]
-        for (_, widths, _, together, area), turned in ((k_constants, False), (v_constants, True)):
-            if together == 0:
-                assert table_bytes > 0
-                continue
-            columns = sum(widths[:together])
-            rows, row = (columns, tokens) if turned else (tokens, columns)
-            assert rows * (2 * row + outlier_patches.PADDING_BYTES) <= area
-        assert (k_constants[3] == len(k.channels)) == (table_bytes == 0)
+        assert programs * (table_bytes + size) < MULTIPROCESSOR_BYTES
+        assert size == warps * k_constants[5] == warps * v_constants[5]
+        for _, _, width, _, together, area in (k_constants, v_constants):
+            assert together > 0 or table_bytes > 0
+            assert 2 * tokens * width * together <= area
+        assert (k_constants[4] == k_constants[1]) == (table_bytes == 0)

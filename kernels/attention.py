@@ -203,7 +203,7 @@ def attended(call: Call) -> dict[runs.Frame, torch.Tensor]:
         grid = (items * blocks * sequences,)
         variant = (call.softcap is not None, rows, columns, call.lengths is not None, call.dependent, start == 0)
         if (launch.constants["TABLES"][0] or launch.constants["PATCHES"]) and variant not in launch.allowed:
-            shared_table.allow(split.attend_split.warmup(*arguments, grid=grid, **constants, **options))
+            shared_table.allow(split.attend_split.warmup(*arguments, grid=grid, **constants, **options), launch.constants["TABLES"][0])
             launch.allowed.add(variant)
         split.attend_split[grid](*arguments, **constants, **options)
         spans[launch.v] = (spans.get(launch.v, (start,))[0], stop)

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 
 
 def of_sides(
-    k: Tiles, v: Tiles, device: torch.device, fast: bool
+    k: Tiles, v: Tiles, device: torch.device, fast: bool, budget: int
 ) -> tuple[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor], list[tuple[int, int, int]]]:
-    """What ``split.attend_split`` declares and fills, both tables in global memory, and the place of each in shared memory."""
+    """What ``split.attend_split`` declares and fills, both tables in global memory, and the place of each in shared memory.
+
+    Together they take at most ``budget`` bytes of it.
+    """
     tables = [tiles.table for tiles in (k, v)]
     same = tables[0] is not None and tables[1] is not None and torch.equal(tables[0], tables[1])
     distinct = 1 if same else sum(table is not None for table in tables)
@@ -30,7 +33,7 @@ def of_sides(
             places.append(places[0])
         else:
             entries, values = tiles.entries or table.shape[0], table.shape[1]
-            copies = shared_table.copies_of(entries, 2 * values, shared_table.LARGEST_BYTES // distinct)
+            copies = shared_table.copies_of(entries, 2 * values, budget // distinct)
             places.append((offset, copies, entries))
             if copies:
                 fills.append((side, offset, entries, values, copies))

@@ -157,24 +157,6 @@ def _affine(bits: int) -> str:
 
 
 @triton.jit
-def pair_of_codes(codes: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Two codes of at most 10 bits, 16 bits apart, as a pair of binary16."""
-    if FAST:
-        value = tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b; or.b32 a, $1, 0x64006400; mov.b32 b, 0x64006400; sub.f16x2 $0, a, b; }",
-            "=r,r",
-            [codes],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        low = (codes & 0xFFFF).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
-        value = low | ((codes >> 16).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
-    return value
-
-
-@triton.jit
 def pair_affine(codes: tl.tensor, scale: tl.tensor, centre: tl.tensor, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """(code - 2^BITS / 2) * scale + centre of two codes of ``BITS`` (at most 8) bits, 16 bits apart."""
     if FAST:

@@ -18,7 +18,7 @@ import torch
 
 from . import device_tables, loaders, runs
 from .outlier_patches import in_patches
-from .shapes import Shape, shape_of
+from .shapes import Shape, shape_of, table_budget
 from .tiles import NEIGHBOURS
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _launch(
     fast: bool,
 ) -> Launch:
     k_tiles, v_tiles = _loaders(segments[0].k.codec, segments[0].v.codec, pairs)
-    table_bytes, tables, places = device_tables.of_sides(k_tiles, v_tiles, device, fast)
+    table_bytes, tables, places = device_tables.of_sides(k_tiles, v_tiles, device, fast, table_budget(k_tiles, v_tiles))
     tokens = sum(segment.tokens for segment in segments)
     aligned = math.gcd(*(segment.first - run.first for segment in segments for run in (segment.k, segment.v)))
     share = tokens * sequences // _multiprocessors(device)

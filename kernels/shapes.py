@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from . import shared_table
 from .tiles import fields_side_by_side
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ SHARED_BYTES = 220 << 10
 
 MOST_BYTES_IN_FLIGHT = 96 << 10
 """Of all tiles that a program fetches ahead of time."""
+
+LARGE_TABLE_BYTES, FEWEST_COPIES = 80 << 10, 8
+"""Of tables beyond what the assembly declares: what each of two programs has room for, and the copies of each entry that make up for
+there being no more of them."""
 
 
 class Shape(NamedTuple):
@@ -62,7 +67,9 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
     small = Shape(1, 1, min(32, most_tokens), 3, 8)
     many_tiles = len(tables) == 2 and min(len(k.channels), len(v.channels)) > FEW_TILES
     if max(k.tokens, v.tokens) > 32:
-        shape = Shape(2, 1, max(k.tokens, v.tokens), 1, 4)
+        # Large tables are of few programs.
+        warps, programs = (4, 2) if table_bytes > shared_table.LARGEST_BYTES else (2, 4)
+        shape = Shape(warps, 1, max(k.tokens, v.tokens), 1, programs)
     elif not k.dtype == v.dtype == "fp16" or (table_bytes > LARGE_TABLES and many_tiles):
         shape = Shape(2, 1, 32, 2, 4)
     elif table_bytes > LARGE_TABLES:
@@ -82,6 +89,15 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
     tile_bytes = shape.warps * shape.tiles * shape.tokens * token_bytes
     stages = shape.stages if plain else min(shape.stages, 2)
     return shape._replace(stages=max(1, min(stages, MOST_BYTES_IN_FLIGHT // tile_bytes)))
+
+
+def table_budget(k: Tiles, v: Tiles) -> int:
+    """Bytes of shared memory that the tables of both sides may take together."""
+    alone = [tiles for tiles in (k, v) if tiles.many_copies and tiles.outliers is tiles.signs is None]
+    tables = [tiles.table for tiles in alone if tiles.table is not None]
+    if len(tables) == 2 and FEWEST_COPIES * max(table.nbytes for table in tables) <= LARGE_TABLE_BYTES:
+        return LARGE_TABLE_BYTES
+    return shared_table.LARGEST_BYTES
 
 
 def _bytes(stream: Stream, aligned: int) -> int:

@@ -28,7 +28,10 @@ MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """A function attribute of the CUDA driver, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
 LARGEST_BYTES = 40 << 10
-"""Shared memory that both sides' tables may take: the assembly's declaration allows 48 KiB, and programs share a multiprocessor."""
+"""Shared memory that both sides' tables may take where the assembly declares it, which allows 48 KiB; more of it is the launch's."""
+
+COMPILERS_BYTES = 16 << 10
+"""Of the launch's shared memory: those in front of tables, where the compiler puts what it moves from lane to lane."""
 
 
 def copies_of(entries: int, entry_bytes: int, budget: int) -> int:
@@ -39,13 +42,18 @@ def copies_of(entries: int, entry_bytes: int, budget: int) -> int:
     return copies
 
 
-def allow(kernel: Any) -> None:
+def allow(kernel: Any, table_bytes: int) -> None:
     """Let the driver launch a ``kernel`` that declares tables or patches: beside them, its own shared memory counts from the first byte.
 
-    Triton asks the driver for more than 48 KiB only when its own part alone is above that.
+    Triton asks the driver for more than 48 KiB only when its own part alone is above that, and knows nothing of tables behind it.
     """
     size = kernel.metadata.shared
     _ = kernel.run
+    if table_bytes > LARGEST_BYTES:
+        if size > COMPILERS_BYTES:
+            raise RuntimeError(f"the compiler takes {size} bytes of shared memory, and tables begin at {COMPILERS_BYTES}")
+        size = COMPILERS_BYTES + table_bytes
+        kernel.packed_metadata = (*kernel.packed_metadata[:2], size)
     driver = ctypes.CDLL("libcuda.so.1")
     error = driver.cuFuncSetAttribute(ctypes.c_void_p(kernel.function), MAX_DYNAMIC_SHARED_SIZE_BYTES, ctypes.c_int(size))
     if error:
@@ -54,6 +62,9 @@ def allow(kernel: Any) -> None:
 
 @triton.constexpr_function
 def _declare(size: int) -> str:
+    if size > LARGEST_BYTES:
+        place = f"mov.u32 kvpack_tables, global_smem; add.u32 kvpack_tables, kvpack_tables, {COMPILERS_BYTES};"
+        return f".reg .b32 kvpack_tables; {place} mov.u32 $0, 0;"
     return f".shared .align 16 .b8 kvpack_tables[{size}]; mov.u32 $0, 0;"
 
 
@@ -121,7 +132,7 @@ def _outputs(values: int) -> str:
 
 @triton.jit
 def declare(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
-    """Reserve ``SIZE`` bytes of shared memory for tables; once a kernel, before ``fill``."""
+    """Reserve ``SIZE`` bytes of shared memory for tables, or find the launch's (``allow``); once a kernel, before ``fill``."""
     thread = tl.arange(0, 32 * WARPS)
     tl.inline_asm_elementwise(_declare(SIZE), "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
 

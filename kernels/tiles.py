@@ -72,6 +72,8 @@ class Tiles:
     """Of a warp's tile: more where its tokens share scales, or have few each, which registers then hold."""
     loads_ahead: bool = False
     """Whether registers hold the rows of the next tile while one is decoded, for loads that the compiler does not see (``rows``)."""
+    many_copies: bool = False
+    """Whether more copies of the table are worth memory that then fewer programs share."""
     packings: tuple[Columns, ...] = ()
     """Of the code streams that ``decode`` calls by number."""
     places: tuple[int, ...] = ()

@@ -12,12 +12,12 @@ import torch
 import triton
 from triton import language as tl
 
-from .halves import product
-from .pairs import joined, look_up_words, pair_of_codes, pair_product, unit
-from .row_digits import above, digit, digit_constants, two_digits
-from .row_tiles import TOKENS, decode_rows, factor_beside_rows, load_rows_and_factor, pairs_of, tiles_of
+from .halves import code_as_half, product
+from .row_digits import above, digit_constants, two_digits
+from .row_tiles import TOKENS, factor_beside_rows, load_rows_and_factor
 from .rows import row_streams, rows_constants
-from .symbol_tiles import EXPONENT_BITS, FRACTION_BITS, UNIT_OF_CODES, code_of_symbols, look_up_symbols, steps_of, symbol_tile
+from .shared_table import look_up
+from .symbol_tiles import MOST_BITS, steps_of, symbol_tile
 from .tiles import WIDEST_DIGIT, Stream, Tiles, channels_of
 from .tiles_quaternion import VALUES
 
@@ -25,13 +25,17 @@ if TYPE_CHECKING:
     from kvpack.formats.quaternion import Quaternion
 
 FEW_WORDS = 8
-"""Words of a row of which registers hold two tiles' beside all else: seven at head dim 64, thirteen at 128."""
+"""Words of a row of which registers hold two tiles' beside all else: seven at head dim 64, thirteen at 128.
+
+Where they do not, programs of more warps, which share more copies of the table, are faster.
+"""
 
 
 def tiles(codec: Quaternion) -> Tiles | None:
     """The loader of ``codec``, None where there are too many codewords."""
     table = codec.codebook.to(torch.float16)
-    if table.shape[0] > 1 << WIDEST_DIGIT:
+    codeword_bits = (table.shape[0] - 1).bit_length()
+    if codeword_bits > WIDEST_DIGIT:
         return None
     packings = codec.packings()
     every = tuple(packings.values())
@@ -40,72 +44,25 @@ def tiles(codec: Quaternion) -> Tiles | None:
     low_bits = packings["codeword_low"].bases[0].bit_length() - 1 if "codeword_low" in packings else 0
     chunks = -(-codec.dim // VALUES)
     rows = rows_constants(every)
-    short = table.shape[0] <= 1 << FRACTION_BITS.value and codec.radius_bits <= EXPONENT_BITS
-    pairs: tuple[int, ...] = ()
-    if short:
-        symbols = steps_of(chunks)
-        steps = len(symbols)
-        channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
-    else:
-        pairs, channels = tiles_of(pairs_of(chunks, VALUES, codec.dim), VALUES)
-        steps = len(channels)
+    few_words = sum(-(-halves // 2) for halves in rows) <= FEW_WORDS
+    symbols = steps_of(chunks)
     constants = (
         rows, digit_constants(every, 0), digit_constants(every, len(every) - 2), digit_constants(every, len(every) - 1),
-        low_bits, codec.radius_bits, scale_bits, pairs, chunks,
+        low_bits, codec.radius_bits, scale_bits, codeword_bits, chunks,
     )  # fmt: skip
     return Tiles(
         load_rows_and_factor,
-        decode_short if short else decode,
-        factor_short if short else factor,
+        decode,
+        factor,
         constants,
-        steps,
-        channels,
+        len(symbols),
+        tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES)),
         (*streams, Stream("scale", scale_bits, 1)),
         table,
         tokens=TOKENS,
-        loads_ahead=short and sum(-(-halves // 2) for halves in rows) <= FEW_WORDS,
+        loads_ahead=few_words,
+        many_copies=not few_words,
     )
-
-
-@triton.jit
-def decode_short(
-    raw: tl.tuple,
-    places: tl.tuple,
-    table: tl.tensor,
-    STEP: tl.constexpr,
-    C: tl.constexpr,
-    SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
-    FAST: tl.constexpr,
-) -> tl.tuple:
-    """``decode`` of codewords and radii that are short enough for ``symbol_tiles``, but for the unit of the radii."""
-    symbols = symbol_tile(raw, STEP, two_chunks, C[8], C, TURNED, FAST)
-    found = look_up_symbols(symbols, table, SHARED, FAST)
-    radius = code_of_symbols(symbols, C[5], FAST)
-    return (
-        product(found[0], radius, FAST),
-        product(found[1], radius, FAST),
-        product(found[2], radius, FAST),
-        product(found[3], radius, FAST),
-    )
-
-
-@triton.jit
-def two_chunks(words: tl.tuple, CHUNK: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The codewords of an even chunk and of the next one, radii above them."""
-    CODEWORDS: tl.constexpr = C[1]
-    HIGH_CODEWORDS: tl.constexpr = C[2]
-    RADII: tl.constexpr = C[3]
-    pair = two_digits(words, CODEWORDS, CHUNK, C[8], FAST)
-    if C[4]:
-        pair = above(two_digits(words, HIGH_CODEWORDS, CHUNK, C[8], FAST), pair, C[4], FAST)
-    return pair | (two_digits(words, RADII, CHUNK, C[8], FAST) << FRACTION_BITS)
-
-
-@triton.jit
-def factor_short(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The scale over the largest radius code, in the unit that ``decode_short`` has radii in."""
-    return factor_beside_rows(raw, C, FAST) * (1.0 / (UNIT_OF_CODES * ((1 << C[5]) - 1)))
 
 
 @triton.jit
@@ -120,26 +77,54 @@ def decode(
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The components of the chunks of ``STEP``: unit quaternions times radius codes."""
-    PAIRS: tl.constexpr = C[7]
-    return (decode_rows(raw, table, PAIRS, STEP, components, C, SHARED, TURNED, FAST),)
+    CODEWORD_BITS: tl.constexpr = C[7]
+    RADIUS_BITS: tl.constexpr = C[5]
+    TOGETHER: tl.constexpr = CODEWORD_BITS + RADIUS_BITS <= MOST_BITS
+    POSITION: tl.constexpr = MOST_BITS - CODEWORD_BITS if TOGETHER else 0
+    if TOGETHER:
+        symbols = symbol_tile(raw, STEP, two_chunks, C[8], C, TURNED, FAST)
+        radius = code_as_half(symbols, 0, RADIUS_BITS, FAST)
+    else:
+        symbols = symbol_tile(raw, STEP, two_codewords, C[8], C, TURNED, FAST)
+        radius = code_as_half(symbol_tile(raw, STEP, two_radii, C[8], C, TURNED, FAST), 0, RADIUS_BITS, FAST)
+    # All codewords are below the entries, so that none needs to be held there.
+    found = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, SHARED[0], SHARED[1], 1 << CODEWORD_BITS, FAST)
+    return (
+        product(found[0], radius, FAST),
+        product(found[1], radius, FAST),
+        product(found[2], radius, FAST),
+        product(found[3], radius, FAST),
+    )
 
 
 @triton.jit
-def components(
-    words: tl.tuple, table: tl.tensor, CHUNK: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
-) -> tl.tuple:
-    """The pairs (w, x) and (y, z) of one chunk."""
+def two_chunks(words: tl.tuple, CHUNK: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The radius codes of an even chunk and of the next one, and their codewords, which end at the highest bit."""
+    return _codewords_from(words, CHUNK, MOST_BITS - C[7], C, FAST) | two_radii(words, CHUNK, C, FAST)
+
+
+@triton.jit
+def two_codewords(words: tl.tuple, CHUNK: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The codewords of an even chunk and of the next one."""
+    return _codewords_from(words, CHUNK, 0, C, FAST)
+
+
+@triton.jit
+def _codewords_from(words: tl.tuple, CHUNK: tl.constexpr, POSITION: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """``two_codewords``, each from bit ``POSITION`` of its half up."""
     CODEWORDS: tl.constexpr = C[1]
     HIGH_CODEWORDS: tl.constexpr = C[2]
-    RADII: tl.constexpr = C[3]
-    UNIT: tl.constexpr = unit(4, SHARED, FAST)
-    place = digit(words, CODEWORDS, CHUNK, FAST) * UNIT
+    pair = two_digits(words, CODEWORDS, CHUNK, C[8], FAST) << POSITION
     if C[4]:
-        place = place + digit(words, HIGH_CODEWORDS, CHUNK, FAST) * (UNIT << C[4])
-    found = look_up_words(place, table, 2, 4, 0, SHARED, FAST)
-    radii = pair_of_codes(two_digits(words, RADII, CHUNK, C[8], FAST), FAST)
-    radius = joined(radii, radii, CHUNK % 2, CHUNK % 2, FAST)
-    return (pair_product(found[0], radius, FAST), pair_product(found[1], radius, FAST))
+        pair = above(two_digits(words, HIGH_CODEWORDS, CHUNK, C[8], FAST), pair, C[4] + POSITION, FAST)
+    return pair
+
+
+@triton.jit
+def two_radii(words: tl.tuple, CHUNK: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The radius codes of an even chunk and of the next one."""
+    RADII: tl.constexpr = C[3]
+    return two_digits(words, RADII, CHUNK, C[8], FAST)
 
 
 @triton.jit

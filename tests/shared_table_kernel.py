@@ -7,7 +7,9 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from kvpack.kernels.shared_table import declare, fetch, fill, look_up
+from kvpack.kernels.shared_table import LARGEST_BYTES, declare, fetch, fill, look_up
+
+LARGEST = tl.constexpr(LARGEST_BYTES)
 
 
 @triton.jit
@@ -26,12 +28,18 @@ def found_of_words(
     WARPS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """``out`` binary16 ``[VALUES, COUNT]``: the entries of ``words``, int16 ``[COUNT]``."""
+    """``out`` binary16 ``[VALUES, COUNT]``: the entries of ``words``, int16 ``[COUNT]``; after them, of large tables, their sum's low bits.
+
+    Several warps sum in the compiler's own shared memory, which large tables lie behind.
+    """
     if FAST:
         declare(SIZE, WARPS)
         fill(fetch(table, ENTRIES, VALUES), OFFSET, ENTRIES, VALUES, COPIES)
         tl.debug_barrier()
     number = tl.arange(0, COUNT)
-    found = look_up(tl.load(words + number), table, POSITION, BITS, VALUES, OFFSET, COPIES, ENTRIES, FAST)
+    word = tl.load(words + number)
+    found = look_up(word, table, POSITION, BITS, VALUES, OFFSET, COPIES, ENTRIES, FAST)
     for value in tl.static_range(VALUES):
         tl.store(out + value * COUNT + number, found[value])
+    if SIZE > LARGEST:
+        tl.store(out + VALUES * COUNT, (tl.sum(word.to(tl.int32)) & 0xFF).to(tl.float16))

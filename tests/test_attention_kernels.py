@@ -241,6 +241,14 @@ def test_widths_of_codes(bits: int) -> None:
 
 
 @on_kernels
+@pytest.mark.parametrize(("k", "v"), [((1, 1), (42, 4)), ((48, 3), (48, 4)), ((682, 4), (96, 8)), ((171, 1), (192, 3))])
+def test_widths_of_codewords_and_radii(k: tuple[int, int], v: tuple[int, int]) -> None:
+    """Dense quaternions whose codewords and radii are one symbol, and two; of more codewords than shared memory holds."""
+    k_codec, v_codec = codecs("quaternion:s={},r={}".format(*k), "quaternion:s={},r={}".format(*v), (64, 60))
+    check(Layer(random_side(k_codec, 1, (70,), 0, 1), random_side(v_codec, 1, (70,), 0, 2)), 2)
+
+
+@on_kernels
 @pytest.mark.parametrize(("bits", "size", "dim"), [(4, 4, 128), (2, 16, 128), (3, 8, 96), (8, 4, 64), (2, 8, 60), (4, 8, 80), (1, 4, 256)])
 def test_groups_of_few_channels(bits: int, size: int, dim: int) -> None:
     """Scales and centres that a few columns share, within fields of whole groups or not."""

@@ -1,0 +1,45 @@
+"""Tiles of symbols in the layout of the matrix units' sums: every one is in its place, bit for bit."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from kvpack import dispatch
+
+from interpreter import run_interpreted  # isort: skip
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+on_kernels = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="runs in the interpreter's process, and on CUDA")
+
+TOKENS = 64
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+@pytest.mark.skipif(not dispatch.triton_installed(), reason="Triton is not installed")
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__, loops_over_loaded_bounds=False)
+
+
+@on_kernels
+@pytest.mark.parametrize("fast", [False] if INTERPRETED else [False, True], ids=lambda fast: "assembly" if fast else "portable")
+@pytest.mark.parametrize("turned", [False, True], ids=lambda turned: "turned" if turned else "straight")
+@pytest.mark.parametrize("symbols", [16, 9])
+def test_every_symbol_arrives(symbols: int, turned: bool, fast: bool) -> None:
+    from symbol_tile_kernel import tile_of_words
+
+    from kvpack.kernels.symbol_tiles import MOST_BITS, WIDTH
+
+    width, warps, bits = WIDTH.value, 2, MOST_BITS.value
+    for begin in range(0, 1 << bits, warps * TOKENS * width):
+        # Neighbours in a tile differ in more than their lowest bits.
+        given = ((torch.arange(warps * TOKENS * width) + begin) * 4099).to(torch.int16).reshape(-1, width)
+        out = torch.full(given.shape, -1, dtype=torch.int16, device=DEVICE)
+        tile_of_words[(1,)](
+            out, given.to(DEVICE).view(torch.int32), SYMBOLS=symbols, TURNED=turned, WARPS=warps, FAST=fast, num_warps=warps
+        )  # fmt: skip
+        # An odd symbol that is the last one has a neighbour in its word.
+        assert torch.equal(out.cpu()[:, :symbols], given[:, :symbols])

@@ -49,7 +49,7 @@ def in_patches(k: Tiles, v: Tiles, shape: Shape, table_bytes: int) -> tuple[tupl
     limit = (min(own_bytes, STATIC_SHARED_BYTES) - table_bytes) // shape.warps
     together, most = [], 0
     for outliers in (k.outliers, v.outliers):
-        _, tiles, width, _ = outliers or (0, 0, 1, False)
+        _, tiles, width, _ = outliers or (0, 0, 1, None)
         tile_bytes = 2 * shape.tokens * width
         together.append(max(0, min(limit // tile_bytes, tiles)))
         most = max(most, together[-1] * tile_bytes)
@@ -59,19 +59,27 @@ def in_patches(k: Tiles, v: Tiles, shape: Shape, table_bytes: int) -> tuple[tupl
 
 
 @triton.constexpr_function
-def _declare(size: int, threads: int) -> str:
+def _declare(size: int) -> str:
+    return f".shared .align 16 .b8 kvpack_patches[{size}]; mov.u32 $0, 0;"
+
+
+@triton.constexpr_function
+def _zero(size: int, threads: int) -> str:
     stores = "".join(f"st.shared.v4.b32 [at + {place}], {{zero, zero, zero, zero}};" for place in range(0, size, 16 * threads))
-    return f"""
-        .shared .align 16 .b8 kvpack_patches[{size}];
-        {{ .reg .b32 at, zero; mov.u32 at, kvpack_patches; mad.lo.u32 at, $1, 16, at; mov.u32 zero, 0; {stores} mov.u32 $0, 0; }}"""
+    return f"{{ .reg .b32 at, zero; mov.u32 at, kvpack_patches; mad.lo.u32 at, $1, 16, at; mov.u32 zero, 0; {stores} mov.u32 $0, 0; }}"
 
 
 @triton.jit
 def declare_patches(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
     """Reserve ``SIZE`` bytes of shared memory for patches, and put zeros there; once a kernel. ``tl.debug_barrier`` waits for it."""
-    THREADS: tl.constexpr = 32 * WARPS
-    thread = tl.arange(0, THREADS)
-    tl.inline_asm_elementwise(_declare(SIZE, THREADS), "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(_declare(SIZE), "=r,r", [tl.arange(0, 32 * WARPS)], dtype=tl.int32, is_pure=False, pack=1)
+    _put_zeros(SIZE, WARPS)
+
+
+@triton.jit
+def _put_zeros(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
+    ASSEMBLY: tl.constexpr = _zero(SIZE, 32 * WARPS)
+    tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [tl.arange(0, 32 * WARPS)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -106,11 +114,13 @@ def _exchanged(place: tl.tensor) -> tl.tensor:
 
 
 @triton.constexpr_function
-def _store(first: int, columns: int, width: int, tokens: int, turned: bool, in_order: bool) -> str:
-    """Put four values, if their columns are among the ``columns`` from ``first`` on, beside their token's place.
+def _store(first: int, tokens: int, turned: bool, constants: tuple[Any, ...]) -> str:
+    """Put four values, if their columns are in the patch that begins with tile ``first``, beside their token's place.
 
-    These are the column of the first of them and the next ones, or ``in_order`` false, four 16-bit integers.
+    These are the column of the first of them and the next ones, or where columns are not in order, four 16-bit integers.
     """
+    _, _, width, components, together, _ = constants
+    columns = together * width
     if turned:
         at = f"mad.lo.u32 at, column, {2 * tokens}, $1;"
     else:
@@ -118,17 +128,17 @@ def _store(first: int, columns: int, width: int, tokens: int, turned: bool, in_o
         if columns > width:
             at += f"shr.u32 column, column, {width.bit_length() - 1}; mad.lo.u32 at, column, {2 * tokens * width}, at;"
     exchanged = "shr.u32 line, at, 3; lop3.b32 line, line, 0x70, at, 0x6A; add.u32 line, line, base;"
-    inside = f"sub.u32 column, column, {first}; setp.lt.u32 real, column, {columns};"
-    if in_order and not turned:
+    inside = f"sub.u32 column, column, {first * width}; setp.lt.u32 real, column, {columns};"
+    if components is None and not turned:
         stores = f"mov.u32 column, $3; {inside} {at} {exchanged} @real st.shared.b64 [line], $2;"
-    elif in_order:
+    elif components is None:
         # Their columns begin at a multiple of four, so that sums of what is apart are its exclusive ors.
         stores = f"mov.u32 column, $3; {inside} {at} shr.u32 line, at, 3; lop3.b32 line, line, 0x70, at, 0x6A;"
         for number, apart in enumerate(range(0, 8 * tokens, 2 * tokens)):
             stores += f"xor.b32 at, line, {apart ^ apart >> 3 & 0x70}; add.u32 at, at, base; @real st.shared.b16 [at], value{number};"
     else:
         stores = "mov.b64 {column0, column1, column2, column3}, $3;"
-        for number in range(4):
+        for number in sorted({number for tile in components[first : first + together] for number in tile}):
             stores += f"cvt.u32.u16 column, column{number}; {inside} {at} {exchanged} @real st.shared.b16 [line], value{number};"
     return f"""{{ .reg .pred real; .reg .b32 base, at, line, column; .reg .b16 column<4>, value<4>;
         mov.u32 base, kvpack_patches; mov.b64 {{value0, value1, value2, value3}}, $2; {stores} mov.u32 $0, 0; }}"""
@@ -156,7 +166,8 @@ def placed(
         row = _row_of_tile(loaded[0], entries, TILE, TOKENS)
         chunk = loaded[0] // TOKENS_TOLD_APART
         real = (loaded[0] >= 0) & (row >= 0) & (row < TOKENS)
-        if C[3]:
+        IN_ORDER: tl.constexpr = in_order(C)
+        if IN_ORDER:
             columns = tl.where(real, 4 * chunk, -1)
         else:
             # Four columns, those of a chunk, are one integer.
@@ -184,13 +195,19 @@ def put_all(
     """
     after = 0
     if FAST and C[4] > 0:
-        ASSEMBLY: tl.constexpr = _store(FIRST * C[2], C[4] * C[2], C[2], TOKENS, TURNED, C[3])
-        REGISTERS: tl.constexpr = "=r,r,l,r" if C[3] else "=r,r,l,l"
+        IN_ORDER: tl.constexpr = in_order(C)
+        ASSEMBLY: tl.constexpr = _store(FIRST, TOKENS, TURNED, C)
+        REGISTERS: tl.constexpr = "=r,r,l,r" if IN_ORDER else "=r,r,l,l"
+        WARPS: tl.constexpr = found[0].shape[0]
         values = found[1]
         if CLEAR:
             values = tl.zeros(values.shape, tl.int64)
             _wait(entries)
-        tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, [found[0], values, found[2]], dtype=tl.int32, is_pure=False, pack=1)
+        if CLEAR and not IN_ORDER:
+            # All of it takes less than to find the places.
+            _put_zeros(WARPS * C[5], WARPS)
+        else:
+            tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, [found[0], values, found[2]], dtype=tl.int32, is_pure=False, pack=1)
         after = _wait(entries)
     return after
 
@@ -250,6 +267,12 @@ def _slow_tile(
     if TURNED:
         tile = tl.trans(tile, 0, 2, 1)
     return tile
+
+
+@triton.constexpr_function
+def in_order(constants: tuple[Any, ...]) -> bool:
+    """Whether columns are in the order of channels."""
+    return constants[3] is None
 
 
 @triton.constexpr_function

@@ -18,6 +18,8 @@ import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats.outliers import CHUNK
+
 from .outlier_patches import GRANULE, TOKENS_TOLD_APART, fetch_numbers, outlier_tile, patch_places, placed, put_all, tiles_together
 from .tiles import Stream, Tiles
 
@@ -38,13 +40,15 @@ def entries(token: torch.Tensor, chunk: torch.Tensor, values: torch.Tensor) -> t
 def with_outliers(tiles: Tiles) -> Tiles:
     """The loader ``tiles`` of a codec with its outliers."""
     (width,) = {len(part) for part in tiles.channels}
+    components = tuple(tuple(sorted({channel % CHUNK for channel in part if channel >= 0})) for part in tiles.channels)
+    in_order = _columns(tiles) == list(range(len(_columns(tiles))))
     columns = tuple(Stream(name, bits, 0) for name, bits in ((BOUNDS, 32), (PLACES, 32), (VALUES, 32), (POWER, 32), (COLUMNS, 16)))
     return replace(
         tiles,
         streams=(*tiles.streams, *columns),
         most_tokens=min(tiles.most_tokens, 32),
         loads_ahead=False,
-        outliers=(len(tiles.streams), len(tiles.channels), width, _columns(tiles) == list(range(len(_columns(tiles))))),
+        outliers=(len(tiles.streams), len(tiles.channels), width, None if in_order else components),
     )
 
 

@@ -124,8 +124,10 @@ def load_word(
     """
     row = planes[WORD] + batch * strides[WORD][0] + head * strides[WORD][1] + token * strides[WORD][2]
     if COLUMN_BYTES // 2 == WORD:
+        # Loaded as the byte that it is: shifted out of its word, Triton 3.6 packed it beside undefined bits, and read those as its own.
         half: tl.constexpr = (WIDTH + 1) // 2
-        bits = tl.load(row + (column % half).to(tl.int64) * strides[WORD][3], mask, 0).to(tl.int32) >> column // half * 8 & 0xFF
+        place = (row + (column % half).to(tl.int64) * strides[WORD][3]).to(tl.pointer_type(tl.uint8)) + column // half
+        bits = tl.load(place, mask, 0).to(tl.int32)
     else:
         bits = tl.load(row + column.to(tl.int64) * strides[WORD][3], mask, 0).to(tl.int32)
     return bits

@@ -244,6 +244,7 @@ def check_unpack(packing: Columns, seed: int = 0) -> None:
         pytest.param(32, (24,), 5, id="3 bytes"),
         pytest.param(32, (48,), 5, id="4 bytes, above the largest int32"),
         pytest.param(32, (576, 16), 3, id="two digits"),
+        pytest.param(28, (5, 32), 5, id="5 bytes of two digits"),
         pytest.param(66, (3,), 33, id="2^53 values"),
         pytest.param(43, (256, 4), 1, id="two binary digits"),
         pytest.param(130, (2,), 128, id="16 bytes"),

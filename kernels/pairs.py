@@ -14,19 +14,7 @@ import triton
 from triton import language as tl
 
 from .row_digits import pieces_of_bits
-
-
-@triton.constexpr_function
-def _load_shared(words: int, offset: int, copies: int, entry_bytes: int) -> str:
-    """The first ``words`` (1 or 2) of an entry, from the copy of the thread's own banks; the input is where the first copy begins."""
-    own = (entry_bytes - 1).bit_length()
-    load = "ld.shared.b32 $0, [place]" if words == 1 else "ld.shared.v2.b32 {$0, $1}, [place]"
-    return f"""{{
-        .reg .b32 lane, place, base;
-        mov.u32 lane, %laneid; and.b32 lane, lane, {copies - 1}; shl.b32 lane, lane, {own};
-        or.b32 place, ${words}, lane; mov.u32 base, kvpack_tables; add.u32 place, place, base;
-        {load.replace("]", f" + {offset}]")};
-    }}"""
+from .table_assembly import lookup_of_entry
 
 
 @triton.constexpr_function
@@ -50,7 +38,7 @@ def look_up_words(
     ``SHARED`` is the table's (offset in bytes, copies, entries); ``place`` never leads beyond the entries.
     """
     if FAST and SHARED[1] > 0:
-        ASSEMBLY: tl.constexpr = _load_shared(WORDS, SHARED[0] + FIRST * unit(VALUES, SHARED, FAST), SHARED[1], 2 * VALUES)
+        ASSEMBLY: tl.constexpr = lookup_of_entry(WORDS, SHARED[0] + FIRST * unit(VALUES, SHARED, FAST), SHARED[1], 2 * VALUES)
         if WORDS == 1:
             found = (tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [place], dtype=tl.uint32, is_pure=True, pack=1),)
         else:

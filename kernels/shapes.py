@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from . import shared_table
+from .table_assembly import LARGEST_BYTES
 from .tiles import fields_side_by_side
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
     many_tiles = len(tables) == 2 and min(len(k.channels), len(v.channels)) > FEW_TILES
     if max(k.tokens, v.tokens) > 32:
         # Large tables are of few programs.
-        warps, programs = (4, 2) if table_bytes > shared_table.LARGEST_BYTES else (2, 4)
+        warps, programs = (4, 2) if table_bytes > LARGEST_BYTES else (2, 4)
         shape = Shape(warps, 1, max(k.tokens, v.tokens), 1, programs)
     elif not k.dtype == v.dtype == "fp16" or (table_bytes > LARGE_TABLES and many_tiles):
         shape = Shape(2, 1, 32, 2, 4)
@@ -97,7 +97,7 @@ def table_budget(k: Tiles, v: Tiles) -> int:
     tables = [tiles.table for tiles in alone if tiles.table is not None]
     if len(tables) == 2 and FEWEST_COPIES * max(table.nbytes for table in tables) <= LARGE_TABLE_BYTES:
         return LARGE_TABLE_BYTES
-    return shared_table.LARGEST_BYTES
+    return LARGEST_BYTES
 
 
 def _bytes(stream: Stream, aligned: int) -> int:

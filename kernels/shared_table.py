@@ -1,4 +1,4 @@
-"""Tables in shared memory, looked up from inside a tile: inline PTX, for Triton has no operation that does it.
+"""Tables in shared memory, looked up from inside a tile: by inline PTX (``table_assembly``), for Triton has no operation that does it.
 
 A table is copied once a program into memory that the assembly declares, each entry as often as there are banks for it, so that
 no two lanes of a warp wait for each other. A lookup is then a shift, a mask and a load, in the layout that the matrix units read.
@@ -20,18 +20,10 @@ import triton
 from triton import language as tl
 
 from .fields import straddling
-
-BANK_BYTES = 128
-"""Bytes that a warp reads at once without waiting: 32 banks of 4."""
+from .table_assembly import BANK_BYTES, COMPILERS_BYTES, LARGEST_BYTES, declaration, filling, lookup_of_tiles, registers
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """A function attribute of the CUDA driver, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
-
-LARGEST_BYTES = 40 << 10
-"""Shared memory that both sides' tables may take where the assembly declares it, which allows 48 KiB; more of it is the launch's."""
-
-COMPILERS_BYTES = 16 << 10
-"""Of the launch's shared memory: those in front of tables, where the compiler puts what it moves from lane to lane."""
 
 
 def copies_of(entries: int, entry_bytes: int, budget: int) -> int:
@@ -60,81 +52,11 @@ def allow(kernel: Any, table_bytes: int) -> None:
         raise RuntimeError(f"the CUDA driver refuses {size} bytes of dynamic shared memory: error {error}")
 
 
-@triton.constexpr_function
-def _declare(size: int) -> str:
-    if size > LARGEST_BYTES:
-        place = f"mov.u32 kvpack_tables, global_smem; add.u32 kvpack_tables, kvpack_tables, {COMPILERS_BYTES};"
-        return f".reg .b32 kvpack_tables; {place} mov.u32 $0, 0;"
-    return f".shared .align 16 .b8 kvpack_tables[{size}]; mov.u32 $0, 0;"
-
-
-@triton.constexpr_function
-def _fill(offset: int, entries: int, entry_words: int, copies: int) -> str:
-    """Every thread stores the copies of its entry, 16 bytes at a time; lanes begin at different ones, so that their banks differ."""
-    run = 4 * entry_words * copies
-    value = ["$1", "$1"] if entry_words == 1 else ["first", "second"]
-    unpack = "" if entry_words == 1 else "mov.b64 {first, second}, $1;"
-    if run < BANK_BYTES // 8:
-        stores = f"@real st.shared.v{run // 4}.b32 [place + {offset}], {{{', '.join((value * run)[: run // 4])}}};"
-        if run == 4:
-            stores = f"@real st.shared.b32 [place + {offset}], $1;"
-    else:
-        stores = ""
-        for number in range(run // 16):
-            stores += f"""
-                add.u32 at, lane, {number}; and.b32 at, at, {run // 16 - 1}; shl.b32 at, at, 4; add.u32 at, at, place;
-                @real st.shared.v4.b32 [at + {offset}], {{{", ".join(value * 2)}}};"""
-    return f"""{{
-        .reg .pred real; .reg .b32 first, second, lane, at, place;
-        setp.lt.u32 real, $2, {entries}; mov.u32 lane, %laneid; {unpack}
-        mov.u32 place, kvpack_tables; mad.lo.u32 place, $2, {run}, place;
-        {stores} mov.u32 $0, 0;
-    }}"""
-
-
-@triton.constexpr_function
-def _look_up(position: int, bits: int, values: int, offset: int, copies: int, entries: int) -> str:
-    """Two 16-bit words a register; the index is ``bits`` bits of each from ``position`` up; ``values`` is 2 or 4 halves an entry.
-
-    An index beyond ``entries`` gives the last one.
-    """
-    entry_bytes = 2 * values
-    stride, own = (entry_bytes * copies).bit_length() - 1, (entry_bytes - 1).bit_length()
-    mask = ((1 << bits) - 1) << stride
-    beyond = f"min.u32 {{0}}, {{0}}, {entries * entry_bytes * copies - entry_bytes};" if 1 << bits > entries else ""
-    registers = [f"${number}" for number in range(values)]
-    word = f"${values}"
-
-    def place(name: str, first: int) -> str:
-        move = f"shr.b32 {name}, {word}, {first - stride};" if first >= stride else f"shl.b32 {name}, {word}, {stride - first};"
-        return f"{move} lop3.b32 {name}, {name}, {mask}, lane, 0xEA; {beyond.format(name)}"
-
-    loads = ("ld.shared.b32 a0, [low];", "ld.shared.b32 b0, [high];") if values == 2 else (
-        "ld.shared.v2.b32 {a0, a1}, [low];", "ld.shared.v2.b32 {b0, b1}, [high];")  # fmt: skip
-    joined = "".join(
-        f"prmt.b32 {register}, a{number // 2}, b{number // 2}, {'0x7632' if number % 2 else '0x5410'};"
-        for number, register in enumerate(registers)
-    )
-    table = "mov.u32 base, kvpack_tables; add.u32 low, low, base; add.u32 high, high, base;"
-    loads = tuple(load.replace("]", f" + {offset}]") for load in loads)
-    return f"""{{
-        .reg .b32 lane, low, high, base, a0, a1, b0, b1;
-        mov.u32 lane, %laneid; and.b32 lane, lane, {copies - 1}; shl.b32 lane, lane, {own};
-        {place("low", position)} {place("high", 16 + position)}
-        {table} {" ".join(loads)} {joined}
-    }}"""
-
-
-@triton.constexpr_function
-def _outputs(values: int) -> str:
-    return ",".join(["=r"] * values + ["r"])
-
-
 @triton.jit
 def declare(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
     """Reserve ``SIZE`` bytes of shared memory for tables, or find the launch's (``allow``); once a kernel, before ``fill``."""
     thread = tl.arange(0, 32 * WARPS)
-    tl.inline_asm_elementwise(_declare(SIZE), "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(declaration(SIZE), "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -153,7 +75,7 @@ def fill(entries: tl.tensor, OFFSET: tl.constexpr, ENTRIES: tl.constexpr, VALUES
     """Store what ``fetch`` gave at ``OFFSET`` bytes, each entry ``COPIES`` times; ``tl.debug_barrier`` waits for the whole program."""
     number = tl.arange(0, entries.shape[0])
     tl.inline_asm_elementwise(
-        _fill(OFFSET, ENTRIES, VALUES // 2, COPIES),
+        filling(OFFSET, ENTRIES, VALUES // 2, COPIES),
         "=r,r,r" if VALUES == 2 else "=r,l,r",
         [entries, number],
         dtype=tl.int32,
@@ -181,7 +103,12 @@ def look_up(
     if FAST and COPIES > 0:
         types: tl.constexpr = (tl.float16,) * VALUES
         found = tl.inline_asm_elementwise(
-            _look_up(POSITION, BITS, VALUES, OFFSET, COPIES, ENTRIES), _outputs(VALUES), [word], dtype=types, is_pure=True, pack=2
+            lookup_of_tiles(POSITION, BITS, VALUES, OFFSET, COPIES, ENTRIES),
+            registers(VALUES, 1),
+            [word],
+            dtype=types,
+            is_pure=True,
+            pack=2,
         )
     else:
         index = (word.to(tl.int32) >> POSITION) & ((1 << BITS) - 1)

@@ -7,7 +7,8 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from kvpack.kernels.shared_table import LARGEST_BYTES, declare, fetch, fill, look_up
+from kvpack.kernels.shared_table import declare, fetch, fill, look_up
+from kvpack.kernels.table_assembly import LARGEST_BYTES
 
 LARGEST = tl.constexpr(LARGEST_BYTES)
 

@@ -36,7 +36,7 @@ def test_any_word_finds_its_entry_or_the_last(
 ) -> None:
     from shared_table_kernel import found_of_words
 
-    from kvpack.kernels import shared_table
+    from kvpack.kernels import shared_table, table_assembly
 
     copies = shared_table.copies_of(entries, 2 * values, budget)
     offset = 1024
@@ -55,6 +55,6 @@ def test_any_word_finds_its_entry_or_the_last(
     if fast:
         shared_table.allow(found_of_words.warmup(*arguments, grid=(1,), **constants), size)
     found_of_words[(1,)](*arguments, **constants)
-    if size > shared_table.LARGEST_BYTES:
+    if size > table_assembly.LARGEST_BYTES:
         assert out[-1] == int(words.sum()) & 0xFF
     assert torch.equal(out[:-1].reshape(values, COUNT).cpu(), table[(words.to(torch.int32) & 0xFFFF) >> position & ((1 << bits) - 1)].T)

@@ -1,0 +1,123 @@
+"""The inline PTX of tables in shared memory: one is declared, filled and looked up in three ways, all that knows where it lies.
+
+What each text does, ``shared_table``, ``pairs`` and ``field_lookups`` do without it, too.
+"""
+
+# Triton has no types.
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+
+BANK_BYTES = 128
+"""Bytes that a warp reads at once without waiting: 32 banks of 4."""
+
+LARGEST_BYTES = 40 << 10
+"""Shared memory that both sides' tables may take where the assembly declares it, which allows 48 KiB; more of it is the launch's."""
+
+COMPILERS_BYTES = 16 << 10
+"""Of the launch's shared memory: those in front of tables, where the compiler puts what it moves from lane to lane."""
+
+
+@triton.constexpr_function
+def declaration(size: int) -> str:
+    """``kvpack_tables``, where tables begin: ``size`` bytes of its own, or the launch's behind the compiler's."""
+    if size > LARGEST_BYTES:
+        place = f"mov.u32 kvpack_tables, global_smem; add.u32 kvpack_tables, kvpack_tables, {COMPILERS_BYTES};"
+        return f".reg .b32 kvpack_tables; {place} mov.u32 $0, 0;"
+    return f".shared .align 16 .b8 kvpack_tables[{size}]; mov.u32 $0, 0;"
+
+
+@triton.constexpr_function
+def filling(offset: int, entries: int, entry_words: int, copies: int) -> str:
+    """Every thread stores the copies of its entry, 16 bytes at a time; lanes begin at different ones, so that their banks differ."""
+    run = 4 * entry_words * copies
+    value = ["$1", "$1"] if entry_words == 1 else ["first", "second"]
+    unpack = "" if entry_words == 1 else "mov.b64 {first, second}, $1;"
+    if run < BANK_BYTES // 8:
+        stores = f"@real st.shared.v{run // 4}.b32 [place + {offset}], {{{', '.join((value * run)[: run // 4])}}};"
+        if run == 4:
+            stores = f"@real st.shared.b32 [place + {offset}], $1;"
+    else:
+        stores = ""
+        for number in range(run // 16):
+            stores += f"""
+                add.u32 at, lane, {number}; and.b32 at, at, {run // 16 - 1}; shl.b32 at, at, 4; add.u32 at, at, place;
+                @real st.shared.v4.b32 [at + {offset}], {{{", ".join(value * 2)}}};"""
+    return f"""{{
+        .reg .pred real; .reg .b32 first, second, lane, at, place;
+        setp.lt.u32 real, $2, {entries}; mov.u32 lane, %laneid; {unpack}
+        mov.u32 place, kvpack_tables; mad.lo.u32 place, $2, {run}, place;
+        {stores} mov.u32 $0, 0;
+    }}"""
+
+
+@triton.constexpr_function
+def lookup_of_tiles(position: int, bits: int, values: int, offset: int, copies: int, entries: int) -> str:
+    """Two 16-bit words a register; the index is ``bits`` bits of each from ``position`` up; ``values`` is 2 or 4 halves an entry.
+
+    An index beyond ``entries`` gives the last one.
+    """
+    entry_bytes = 2 * values
+    stride, own = (entry_bytes * copies).bit_length() - 1, (entry_bytes - 1).bit_length()
+    mask = ((1 << bits) - 1) << stride
+    beyond = f"min.u32 {{0}}, {{0}}, {entries * entry_bytes * copies - entry_bytes};" if 1 << bits > entries else ""
+    registers = [f"${number}" for number in range(values)]
+    word = f"${values}"
+
+    def place(name: str, first: int) -> str:
+        move = f"shr.b32 {name}, {word}, {first - stride};" if first >= stride else f"shl.b32 {name}, {word}, {stride - first};"
+        return f"{move} lop3.b32 {name}, {name}, {mask}, lane, 0xEA; {beyond.format(name)}"
+
+    loads = ("ld.shared.b32 a0, [low];", "ld.shared.b32 b0, [high];") if values == 2 else (
+        "ld.shared.v2.b32 {a0, a1}, [low];", "ld.shared.v2.b32 {b0, b1}, [high];")  # fmt: skip
+    joined = "".join(
+        f"prmt.b32 {register}, a{number // 2}, b{number // 2}, {'0x7632' if number % 2 else '0x5410'};"
+        for number, register in enumerate(registers)
+    )
+    table = "mov.u32 base, kvpack_tables; add.u32 low, low, base; add.u32 high, high, base;"
+    loads = tuple(load.replace("]", f" + {offset}]") for load in loads)
+    return f"""{{
+        .reg .b32 lane, low, high, base, a0, a1, b0, b1;
+        mov.u32 lane, %laneid; and.b32 lane, lane, {copies - 1}; shl.b32 lane, lane, {own};
+        {place("low", position)} {place("high", 16 + position)}
+        {table} {" ".join(loads)} {joined}
+    }}"""
+
+
+@triton.constexpr_function
+def lookup_of_entry(words: int, offset: int, copies: int, entry_bytes: int) -> str:
+    """The first ``words`` (1 or 2) of an entry, from the copy of the thread's own banks; the input is where the first copy begins."""
+    own = (entry_bytes - 1).bit_length()
+    load = "ld.shared.b32 $0, [place]" if words == 1 else "ld.shared.v2.b32 {$0, $1}, [place]"
+    return f"""{{
+        .reg .b32 lane, place, base;
+        mov.u32 lane, %laneid; and.b32 lane, lane, {copies - 1}; shl.b32 lane, lane, {own};
+        or.b32 place, ${words}, lane; mov.u32 base, kvpack_tables; add.u32 place, place, base;
+        {load.replace("]", f" + {offset}]")};
+    }}"""
+
+
+@triton.constexpr_function
+def lookup_of_field(pieces: tuple[tuple[int, int, int, int], ...], words: int, place: int, stride: int) -> str:
+    """The first ``words`` pairs of an entry, ``stride`` bytes from the next one; the inputs are the words that have the pieces."""
+    own = 2 + words // 2
+    copies = stride >> own
+    text = f"mov.u32 place, %laneid; and.b32 place, place, {copies - 1}; shl.b32 place, place, {own};"
+    for number, piece in enumerate(pieces):
+        _, at, count, before = piece
+        target = stride.bit_length() - 1 + before
+        move = f"shr.b32 part, ${words + number}, {at - target}" if at >= target else f"shl.b32 part, ${words + number}, {target - at}"
+        text += f"{move}; lop3.b32 place, part, {((1 << count) - 1) << target}, place, 0xEA;"
+    load = "ld.shared.b32 $0," if words == 1 else "ld.shared.v2.b32 {$0, $1},"
+    return f"""{{
+        .reg .b32 part, place, base;
+        {text} mov.u32 base, kvpack_tables; add.u32 place, place, base; {load} [place + {place}];
+    }}"""
+
+
+@triton.constexpr_function
+def registers(outputs: int, inputs: int) -> str:
+    """Constraints of as many words."""
+    return ",".join(["=r"] * outputs + ["r"] * inputs)

@@ -70,19 +70,18 @@ def lookup_of_tiles(position: int, bits: int, values: int, offset: int, copies: 
         move = f"shr.b32 {name}, {word}, {first - stride};" if first >= stride else f"shl.b32 {name}, {word}, {stride - first};"
         return f"{move} lop3.b32 {name}, {name}, {mask}, lane, 0xEA; {beyond.format(name)}"
 
-    loads = ("ld.shared.b32 a0, [low];", "ld.shared.b32 b0, [high];") if values == 2 else (
-        "ld.shared.v2.b32 {a0, a1}, [low];", "ld.shared.v2.b32 {b0, b1}, [high];")  # fmt: skip
+    load = "ld.shared.b32 {0}0," if values == 2 else "ld.shared.v2.b32 {{{0}0, {0}1}},"
+    loads = f"{load.format('a')} [low + {offset}]; {load.format('b')} [high + {offset}];"
     joined = "".join(
         f"prmt.b32 {register}, a{number // 2}, b{number // 2}, {'0x7632' if number % 2 else '0x5410'};"
         for number, register in enumerate(registers)
     )
     table = "mov.u32 base, kvpack_tables; add.u32 low, low, base; add.u32 high, high, base;"
-    loads = tuple(load.replace("]", f" + {offset}]") for load in loads)
     return f"""{{
         .reg .b32 lane, low, high, base, a0, a1, b0, b1;
         mov.u32 lane, %laneid; and.b32 lane, lane, {copies - 1}; shl.b32 lane, lane, {own};
         {place("low", position)} {place("high", 16 + position)}
-        {table} {" ".join(loads)} {joined}
+        {table} {loads} {joined}
     }}"""
 
 

@@ -8,10 +8,25 @@ import sys
 from importlib.metadata import version
 
 import pytest
+import torch
+
+from kvpack import dispatch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+on_cuda = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="compiled kernels need a CUDA device")
+on_kernels = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="runs in the interpreter's process, and on CUDA")
 
 
 def run_interpreted(file: str, *, loops_over_loaded_bounds: bool) -> None:
-    """Fail unless the tests of ``file`` pass there; skip where ``loops_over_loaded_bounds`` are more than the interpreter takes."""
+    """Fail unless the tests of ``file`` pass there.
+
+    Skip in that process itself, without Triton, and where ``loops_over_loaded_bounds`` are more than the interpreter takes.
+    """
+    if INTERPRETED:
+        pytest.skip("this is the interpreter's process")
+    if not dispatch.triton_installed():
+        pytest.skip("Triton is not installed")
     if loops_over_loaded_bounds and tuple(map(int, version("triton").split(".")[:2])) < (3, 7):
         pytest.skip("loops over loaded bounds fail in the interpreter of Triton below 3.7 with NumPy 2.4")
     command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", file]

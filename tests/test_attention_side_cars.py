@@ -12,8 +12,8 @@ from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
 
 from caches import random_pairs  # isort: skip
-from interpreter import run_interpreted  # isort: skip
-from test_attention_kernels import DEVICE, INTERPRETED, TOLERANCE, check, codecs, exact, on_kernels, random_side  # isort: skip
+from interpreter import DEVICE, on_kernels, run_interpreted  # isort: skip
+from test_attention_kernels import TOLERANCE, check, codecs, exact, random_side  # isort: skip
 
 SIDE_CARS = {
     "signs": "qjl=fp16",
@@ -30,8 +30,6 @@ CODECS = {
 }
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
-@pytest.mark.skipif(not dispatch.triton_installed(), reason="Triton is not installed")
 def test_in_the_interpreter() -> None:
     run_interpreted(__file__, loops_over_loaded_bounds=True)
 

@@ -6,7 +6,6 @@ chosen it; there the tests of kernels run on the CPU. Without that choice they n
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +22,13 @@ from kvpack.formats.errors import InvalidParameter, KvpackError, NonFinite, OutO
 
 from caches import random_pairs  # isort: skip
 from encode_columns_kernel import pack  # isort: skip
-from interpreter import run_interpreted  # isort: skip
+from interpreter import DEVICE, INTERPRETED, on_cuda, on_kernels, run_interpreted  # isort: skip
 from strategies import CASES, CONTENTS, DIMS, contents, create, packings, poisoned  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvpack.formats.base import Codec
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-on_cuda = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="compiled kernels need a CUDA device")
-on_kernels = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="runs in the interpreter's process, and on CUDA")
 
 DISTORTION = 1e-3
 """How far the squared error may be from that of formats/, relative."""
@@ -99,8 +93,6 @@ CLOSE = [
 ]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
-@pytest.mark.skipif(not dispatch.triton_installed(), reason="Triton is not installed")
 def test_in_the_interpreter() -> None:
     run_interpreted(__file__, loops_over_loaded_bounds=True)
 

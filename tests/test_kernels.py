@@ -6,7 +6,6 @@ chosen it; there the tests of kernels run on the CPU. Without that choice they n
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,21 +22,14 @@ from kvpack.formats.errors import InvalidParameter, InvalidShape
 from kvpack.formats.group import AXES, SIZES, TOKEN_SCALES, Group
 
 from caches import random_pairs  # isort: skip
-from interpreter import run_interpreted  # isort: skip
+from interpreter import DEVICE, on_cuda, on_kernels, run_interpreted  # isort: skip
 from strategies import create, packings, poisoned  # isort: skip
 from vector_checks import DECODED, check_values, unpacked  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-on_cuda = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="compiled kernels need a CUDA device")
-on_kernels = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="runs in the interpreter's process, and on CUDA")
 
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
-@pytest.mark.skipif(not dispatch.triton_installed(), reason="Triton is not installed")
 def test_in_the_interpreter() -> None:
     run_interpreted(__file__, loops_over_loaded_bounds=False)
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-from kvpack import dispatch
+from interpreter import DEVICE, INTERPRETED, on_kernels, run_interpreted  # isort: skip
 
-from interpreter import run_interpreted  # isort: skip
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-on_kernels = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="runs in the interpreter's process, and on CUDA")
 
 COUNT = 1024
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
-@pytest.mark.skipif(not dispatch.triton_installed(), reason="Triton is not installed")
 def test_in_the_interpreter() -> None:
     run_interpreted(__file__, loops_over_loaded_bounds=False)
 

@@ -46,13 +46,15 @@ class Layout:
     """Dtype and shape ``[batch, kv_head or 1, rows, ...]`` of one stored stream.
 
     ``per`` says what has a row: "token" (then one covers ``tokens_per_row`` tokens), "run", or "entry", of which
-    each token has as many as its flags say (``Codec.entries``).
+    each token of a sequence has as many as its flags say (``Codec.entries``). ``batch_axis`` is None for a stream whose
+    first axis is 1 for any batch: its rows are entries, ordered by token, then by sequence.
     """
 
     dtype: str
     shape: tuple[int, ...]
     tokens_per_row: int = 1
     per: str = "token"
+    batch_axis: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class Codec(ABC):
         return {}
 
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """How many rows each token has in every stream with a row an entry, integers ``[token]``."""
+        """The number of rows of each token and sequence in every stream with one row per entry, integers ``[token, batch]``."""
         return {}
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:

@@ -50,7 +50,7 @@ class Outliers:
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         """The planes of ``outlier_flags``, a flag a chunk, and ``outliers``, the flagged ones by token, sequence, head and chunk."""
         planes = {f"{FLAGS}.{plane}": Layout("U16", (batch, heads, tokens, words)) for plane, words in enumerate(self.packing.planes)}
-        return planes | {VALUES: Layout("F16", (1, 1, 0, CHUNK), per="entry")}
+        return planes | {VALUES: Layout("F16", (1, 1, 0, CHUNK), per="entry", batch_axis=None)}
 
     def threshold(self, blocks: Iterator[torch.Tensor]) -> torch.Tensor:
         """The norm ``[kv_head, 1, 1]`` above which a chunk of the coded frame is an outlier."""

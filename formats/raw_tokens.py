@@ -34,7 +34,7 @@ class RawTokens:
         """``raw_token_flags``, 1 for a raw token, and ``raw_tokens``, the raw ones by token and sequence."""
         return {
             FLAGS: Layout("U8", (batch, 1, tokens)),
-            VALUES: Layout(DTYPES[self.dtype], (1, 1, 0, heads, self.dim), per="entry"),
+            VALUES: Layout(DTYPES[self.dtype], (1, 1, 0, heads, self.dim), per="entry", batch_axis=None),
         }
 
     def choose(self, run: Run, continues: bool) -> torch.Tensor:

@@ -128,9 +128,9 @@ class WithSideCars(Codec):
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         counts = self.codec.entries(streams)
         if self.outliers is not None:
-            counts[OUTLIERS] = self.outliers.flags(streams).sum((0, 1, 3))
+            counts[OUTLIERS] = self.outliers.flags(streams).sum((1, 3)).T
         if self.raw_tokens is not None:
-            counts[RAW_TOKENS] = streams[RAW_FLAGS].sum((0, 1), dtype=torch.int64)
+            counts[RAW_TOKENS] = streams[RAW_FLAGS][:, 0].T.to(torch.int64)
         return counts
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:

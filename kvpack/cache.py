@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
+from kvpack.formats.batch import select
 from kvpack.formats.errors import InvalidDtype, InvalidShape, NotConsecutive, OutOfBounds
 
+from .batch import check_rows, row_numbers
 from .blocks import caches_of, for_each_block
 from .dispatch import decode, decode_frame
 from .encoding import RAW_DTYPES, check_finite, encode, raw_values
@@ -27,12 +29,14 @@ from .modes import own_modes
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kvpack.formats.base import Codec, Layout
 
     from .encoding import Progress
     from .recipes import Recipe
+
+    Rows = torch.Tensor | Iterable[SupportsIndex]
 
 Pair = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
@@ -59,7 +63,7 @@ class Page:
     def _first_entries(self) -> dict[str, list[int]]:
         """For every stream with a row an entry, the first row of each token, and the end."""
         counts = self.codec.entries(self.streams)
-        return {name: [0, *count.cumsum(0).tolist()] for name, count in counts.items()}
+        return {name: [0, *count.sum(1).cumsum(0).tolist()] for name, count in counts.items()}
 
     def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """The streams of tokens ``[start, stop)`` as views; ``start`` is a multiple of the codec's token group."""
@@ -102,6 +106,10 @@ class Page:
         if self.tokens % self.codec.token_group:
             return False
         return all(torch.equal(self.streams[name], other.streams[name]) for name, layout in self._layout.items() if layout.per == "run")
+
+    def select(self, indices: torch.Tensor) -> Page:
+        """The sequences ``indices``, int64 ``[row]`` inside the batch, in that order; codes are copied, never decoded."""
+        return replace(self, streams=select(self.codec, self.streams, indices))
 
     @staticmethod
     def joined(pages: Sequence[Page]) -> Page:
@@ -235,6 +243,19 @@ class Side:
         tail_start, tail_stop = (max(0, position - self.packed_tokens) for position in (start, stop))
         return replace(self, pages=tuple(pages), tail=self.tail[:, :, tail_start:tail_stop])
 
+    def select(self, indices: Rows) -> Side:
+        """The rows ``indices`` of the batch in that order, repeats allowed; codes are copied, never decoded.
+
+        Raises OutOfBounds for a row that the batch does not have, InvalidParameter for what is not a list of integers.
+        """
+        rows = row_numbers(indices)
+        check_rows(rows, self.batch)
+        if rows == tuple(range(self.batch)):
+            return self
+        with own_modes(self.device):
+            chosen = torch.tensor(rows, dtype=torch.int64, device=self.device)
+            return replace(self, pages=tuple(page.select(chosen) for page in self.pages), tail=self.tail.index_select(0, chosen))
+
     def append(self, x: torch.Tensor, where: str = "append") -> Side:
         """Add tokens ``[batch, kv_head, token, dim]``: the tail grows, and is encoded in whole groups at ``window``.
 
@@ -339,6 +360,11 @@ class Layer:
     def slice(self, start: int, stop: int) -> Layer:
         """Tokens ``[start, stop)``. Raises OutOfBounds."""
         return Layer(self.k.slice(start, stop) if self.k else None, self.v.slice(start, stop) if self.v else None)
+
+    def select(self, indices: Rows) -> Layer:
+        """The rows ``indices`` of the batch, as ``Side.select``. Raises OutOfBounds, InvalidParameter."""
+        rows = row_numbers(indices)
+        return replace(self, k=self.k.select(rows) if self.k else None, v=self.v.select(rows) if self.v else None)
 
     def append(self, k: torch.Tensor | None, v: torch.Tensor | None, where: str = "append") -> Layer:
         """Add tokens to both sides. Raises InvalidShape when a side is missing or K and V differ in tokens."""
@@ -450,6 +476,21 @@ class Cache:
             except OutOfBounds as error:
                 raise OutOfBounds(f"layers[{number}]: {error}") from None
         return replace(self, layers=tuple(layers), start=self.start + start)
+
+    def select(self, indices: Rows) -> Cache:
+        """The rows ``indices`` of the batch in that order, repeats allowed; codes are copied, never decoded.
+
+        ``indices`` is a list of integers or an integer tensor ``[row]``. Raises OutOfBounds, which names the layer, for a row
+        that the batch does not have, InvalidParameter for what is not a list of integers.
+        """
+        rows = row_numbers(indices)
+        layers = []
+        for number, layer in enumerate(self.layers):
+            try:
+                layers.append(layer.select(rows))
+            except OutOfBounds as error:
+                raise OutOfBounds(f"layers[{number}]: {error}") from None
+        return replace(self, layers=tuple(layers))
 
     def append(self, pairs: Sequence[Pair]) -> Cache:
         """Add one (k, v) of new tokens a layer; what is packed stays as it is.

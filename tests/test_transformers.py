@@ -116,10 +116,11 @@ def test_token_by_token_equals_one_chunk() -> None:
     [{"do_sample": False}, {"num_beams": 3, "do_sample": False}, {"num_beams": 2, "num_return_sequences": 2, "do_sample": False}],
     ids=["greedy", "beams", "beams returned"],
 )
-def test_generate(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("recipe", ["kv=raw:dtype=fp32", "kv=group:b=4,g=16,outliers=3,sinks=4,channel_scale=fp16;tail=48"])
+def test_generate(recipe: str, options: dict[str, Any]) -> None:
     model = small_model()
     prompt = token_ids(1, 60)
-    packed = pack(prefill(model, prompt[:, :50]), "kv=raw:dtype=fp32")
+    packed = pack(prefill(model, prompt[:, :50]), recipe)
     options |= {"max_new_tokens": 12, "pad_token_id": 0}
     # generate repeats a caller's cache for beams only when it made it, so both caches get their rows here.
     beams = options.get("num_beams", 1)

@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from kvpack.attention import attend
-from kvpack.cache import Cache, Layer, Side
+from kvpack.cache import Cache, Layer
 from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
 
 if TYPE_CHECKING:
@@ -120,17 +120,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of the batch, in that order; codes are copied, never decoded."""
-        sides = (self.packed.k, self.packed.v)
-        self.packed = Layer(*(_rows(side, indices.to(side.device)) if side is not None else None for side in sides))
+        self.packed = self.packed.select(indices)
 
 
 class NewestTokens(Layer):
     """A layer without its oldest tokens: only attention with a sliding window is right over it."""
-
-
-def _rows(side: Side, indices: torch.Tensor) -> Side:
-    pages = tuple(replace(page, streams={name: stream[indices] for name, stream in page.streams.items()}) for page in side.pages)
-    return replace(side, pages=pages, tail=side.tail[indices])
 
 
 def attention(

@@ -1,0 +1,44 @@
+"""The sequences of a batch: which rows of every stream belong to each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .lazy import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .base import Codec
+
+
+def select(codec: Codec, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The streams of the sequences ``indices``, int64 ``[row]`` inside the batch and on the streams' device, in that order.
+
+    Rows are copied, never decoded. An index that occurs twice gives two equal sequences.
+    """
+    counts = codec.entries(streams)
+    result = {}
+    for name, layout in codec.layout(1, 1, 0).items():
+        if layout.batch_axis is not None:
+            result[name] = _rows(streams[name], layout.batch_axis, indices)
+        else:
+            result[name] = _rows(streams[name], 2, _entries_of(counts[name], indices))
+    return result
+
+
+def _entries_of(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """The entries of the sequences ``indices``, ordered by token, then by ``indices``; ``counts`` is ``[token, batch]``."""
+    first = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
+    chosen, starts = counts[:, indices].flatten(), first[:, indices].flatten()
+    # Entry i of a token and sequence lies i after the first, before as well as after.
+    moved = starts - (chosen.cumsum(0) - chosen)
+    shift = moved.repeat_interleave(chosen)
+    return shift + torch.arange(len(shift), device=counts.device)
+
+
+def _rows(stream: torch.Tensor, axis: int, rows: torch.Tensor) -> torch.Tensor:
+    # Not every device indexes uint16.
+    if stream.dtype == torch.uint16:
+        return stream.view(torch.int16).index_select(axis, rows).view(torch.uint16)
+    return stream.index_select(axis, rows)

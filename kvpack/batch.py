@@ -1,0 +1,37 @@
+"""Row numbers of a batch, as callers give them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, SupportsIndex
+
+import torch
+
+from kvpack.formats.errors import InvalidParameter, OutOfBounds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def row_numbers(indices: torch.Tensor | Iterable[SupportsIndex]) -> tuple[int, ...]:
+    """``indices`` as integers. Raises InvalidParameter unless they are a list, or a tensor of rank 1, of at least one integer."""
+    if isinstance(indices, torch.Tensor):
+        if indices.dim() != 1:
+            raise InvalidParameter(f"rows of a batch are a list or a tensor of rank 1; found a tensor of shape {list(indices.shape)}")
+        indices = indices.tolist()
+    if isinstance(indices, str | bytes) or not hasattr(indices, "__iter__"):
+        raise InvalidParameter(f"rows of a batch are a list of integers, such as select([0, 2]); found {indices!r}")
+    rows = []
+    for index in indices:
+        if isinstance(index, bool) or not isinstance(index, SupportsIndex):
+            raise InvalidParameter(f"rows of a batch are integers, such as select([0, 2]); found {index!r}")
+        rows.append(index.__index__())
+    if not rows:
+        raise InvalidParameter("no row of the batch was asked for; a cache holds at least one sequence")
+    return tuple(rows)
+
+
+def check_rows(rows: Iterable[int], batch: int) -> None:
+    """Raise OutOfBounds for a row that a batch of ``batch`` sequences does not have."""
+    for row in rows:
+        if not 0 <= row < batch:
+            raise OutOfBounds(f"row {row} was asked of a batch of {batch}; its rows are 0 to {batch - 1}")

@@ -25,6 +25,7 @@ from .batch import check_rows, row_numbers
 from .blocks import caches_of, for_each_block
 from .dispatch import decode, decode_frame
 from .encoding import RAW_DTYPES, check_finite, encode, raw_values
+from .inputs import joined
 from .modes import own_modes
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec, Layout
 
     from .encoding import Progress
+    from .inputs import Inputs
     from .recipes import Recipe
 
     Rows = torch.Tensor | Iterable[SupportsIndex]
@@ -383,13 +385,15 @@ class Layer:
 class Cache:
     """A packed KV cache: one Layer a model layer, the recipe's text, the model's identity, the first token's position.
 
-    ``cache[i]`` is a layer, ``cache[:, a:b]`` the tokens ``[a, b)`` of every layer.
+    ``cache[i]`` is a layer, ``cache[:, a:b]`` the tokens ``[a, b)`` of every layer. ``inputs`` is what the tokens were computed
+    from; None says nothing about it.
     """
 
     layers: tuple[Layer, ...]
     recipe: str
     model: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     start: int = 0
+    inputs: Inputs | None = None
 
     def __deepcopy__(self, memo: object) -> Cache:
         return self
@@ -475,7 +479,8 @@ class Cache:
                 layers.append(layer.slice(start, stop))
             except OutOfBounds as error:
                 raise OutOfBounds(f"layers[{number}]: {error}") from None
-        return replace(self, layers=tuple(layers), start=self.start + start)
+        inputs = None if self.inputs is None else self.inputs.slice(start, stop, self.start)
+        return replace(self, layers=tuple(layers), start=self.start + start, inputs=inputs)
 
     def select(self, indices: Rows) -> Cache:
         """The rows ``indices`` of the batch in that order, repeats allowed; codes are copied, never decoded.
@@ -543,7 +548,9 @@ def concat(caches: Sequence[Cache]) -> Cache:
                     "those before them would be missing in between"
                 )
         stop += count
-    return replace(first, layers=tuple(_joined_layers(number, [cache.layers[number] for cache in caches]) for number in range(len(first))))
+    layers = tuple(_joined_layers(number, [cache.layers[number] for cache in caches]) for number in range(len(first)))
+    inputs = joined([(cache.inputs, count) for cache, count in zip(caches, tokens, strict=True)])
+    return replace(first, layers=layers, inputs=inputs)
 
 
 def _joined_layers(number: int, layers: Sequence[Layer]) -> Layer:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Self
 from kvpack.formats.errors import InvalidParameter, KvpackError, Undecryptable
 
 from .counters import Counters
-from .encryption import Cipher
+from .encryption import Cipher, in_clear
 from .entries import Reader, to_pieces
+from .faults import is_damage
 from .fitting import check_cache, check_groups
 from .identity import Identity
 from .keys import ID_BYTES, chained, chunk_keys, token_bytes
@@ -140,8 +141,8 @@ class Store:
             try:
                 cache = concat(chunks)
                 break
-            except KvpackError as error:
-                # Whole by itself, but no continuation of the ones before it.
+            except _FAULTS as error:
+                # Whole by itself, but no continuation of the ones before it, or memory has ended.
                 self._refuse(keys[len(chunks) - 1], entries[len(chunks) - 1], error)
                 chunks.pop()
         else:
@@ -234,12 +235,10 @@ class Store:
 
     def _decrypted(self, entries: list[Data], keys: list[bytes]) -> list[Data]:
         """The entries in the clear, up to the first that no key opens; it stays, for others may have its key."""
-        if self._cipher is None:
-            return entries
         clear: list[Data] = []
         for key, data in zip(keys, entries, strict=False):
             try:
-                clear.append(self._cipher.decrypt(key, data))
+                clear.append(in_clear(key, data, None) if self._cipher is None else self._cipher.decrypt(key, data))
             except Undecryptable as error:
                 self._counters.add("undecryptable_entries")
                 self._counters.fault("load", error)
@@ -250,10 +249,13 @@ class Store:
         return clear
 
     def _refuse(self, key: bytes, data: Data, error: BaseException) -> None:
-        """A bad entry is a miss, and goes so that a good one can take its place."""
-        self._counters.add("damaged_entries")
+        """A bad entry is a miss. A damaged one goes, so that a good one can take its place; any other may be good for others."""
         self._counters.fault("load", error)
-        self._backend.discard(key, data)
+        if is_damage(error):
+            self._counters.add("damaged_entries")
+            self._backend.discard(key, data)
+        else:
+            self._counters.add("unreadable_entries")
 
     def _named(self, chunk: Cache) -> Cache:
         from dataclasses import replace

@@ -50,7 +50,9 @@ class SideEntry:
     entries: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        check_integer("codec", self.codec, 0, MAX_CODECS - 1)
+        check_type("codec", self.codec, int)
+        if self.codec < 0:
+            raise InvalidHeader(f"codec is {self.codec}, allowed are at least 0")
         check_integer("batch", self.batch, 1, MAX_BATCH)
         check_integer("heads", self.heads, 1, MAX_HEADS)
         check_sequence("runs", self.runs, tuple, MAX_ENTRIES)
@@ -257,7 +259,12 @@ def check_required(required: tuple[str, ...]) -> None:
     for number, name in enumerate(required):
         check_string(f"required[{number}]", name)
         if name not in FEATURES:
-            raise UnsupportedVersion(f"the file needs the feature {name!r}, which this kvpack lacks; a newer one may read it")
+            raise UnsupportedVersion(lacking(name))
+
+
+def lacking(feature: str) -> str:
+    """The message for a required feature that this kvpack does not know."""
+    return f"the file needs the feature {feature!r:.200}, which this kvpack lacks; a newer one may read it"
 
 
 def within(where: str, error: KvpackError) -> KvpackError:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from .checks import check_keys, check_string, check_type
-from .formats import codec_from_params
-from .formats.errors import InvalidHeader, InvalidParameter, LimitExceeded, UnsupportedVersion
-from .header import FORMAT, Header, LayerEntry, SideEntry, TensorEntry, check_required, within
+from .formats import CODECS, codec_class, codec_from_params
+from .formats.errors import InvalidHeader, InvalidParameter, LimitExceeded, UnknownCodec, UnsupportedVersion
+from .header import FEATURES, FORMAT, Header, LayerEntry, SideEntry, TensorEntry, lacking, within
+from .header_scan import news
 from .limits import MAX_BINARY_BYTES, MAX_ENTRIES, MAX_HEADER_BYTES, MAX_LAYERS, MAX_NAMES, MAX_STRING_BYTES
 
 if TYPE_CHECKING:
@@ -48,18 +49,34 @@ def pack_header(header: Header) -> bytes:
 def parse_header(data: bytes) -> Header:
     """The Header that ``pack_header`` makes ``data`` of, and no other bytes.
 
-    Raises UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded, which name the place.
+    Raises UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded, which name the place. What is new is told first,
+    whatever else the header holds.
     """
+    try:
+        return _parsed(data)
+    except (UnknownCodec, InvalidHeader, LimitExceeded):
+        _refuse_news(data)
+        raise
+
+
+def _refuse_news(data: bytes) -> None:
+    """Raise UnsupportedVersion for a later format or an unknown required feature, UnknownCodec for an unknown codec."""
+    found = news(data, FEATURES, CODECS)
+    if found.format is not None and found.format > FORMAT:
+        raise UnsupportedVersion(newer(found.format))
+    if found.feature is not None:
+        raise UnsupportedVersion(lacking(found.feature))
+    if found.codec is not None:
+        codec_class(found.codec)
+
+
+def _parsed(data: bytes) -> Header:
     top = _unpacked(data)
     check_type("kvpack.header", top, dict)
-    version = top.get("format")
-    check_type("format", version, int)
-    if version > FORMAT:
-        raise UnsupportedVersion(newer(version))
-    if version < FORMAT:
-        raise InvalidHeader(f"format is {version}, allowed is {FORMAT}")
+    check_type("format", top.get("format"), int)
+    if top["format"] != FORMAT:
+        raise InvalidHeader(f"format is {top['format']}, allowed is {FORMAT}")
     check_type("required", top.get("required"), list)
-    check_required(tuple(top["required"]))
     check_keys("kvpack.header", top, _TOP_KEYS)
     for name in ("codecs", "layers", "tensors"):
         check_type(name, top[name], list)

@@ -395,22 +395,117 @@ class Msgpack:
 
 def parse_msgpack(data: bytes) -> dict[str, Any]:
     """The header; one that is not canonical is refused, as a newer version's where it says so."""
+    refuse_news(data)
     parser = Msgpack(data)
     top = parser.value()
     require(isinstance(top, dict), parser.RULE, "the header is not a map")
     parser.expect(parser.at == len(data), f"{len(data) - parser.at} bytes follow the map")
     if parser.breach:
-        refuse_newer(top)
         refuse(parser.RULE, parser.breach)
     return dict(top)
 
 
-def refuse_newer(header: Mapping[str, Any]) -> None:
-    """container.md, Fields and Header tensor: a later format and unknown features, "whatever else the header holds"."""
-    version, required = header.get("format"), header.get("required")
-    require(not isinstance(version, int) or version <= FORMAT, "container.md, Fields", f"format is {version}, known is {FORMAT}")
-    unknown = isinstance(required, list) and bool(required) and all(isinstance(name, str) for name in required)
-    require(not unknown, "container.md, Header tensor", f"unknown required features {required}")
+NUMBERS = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+"""Integers of any form, by their first byte: the bytes after it."""
+SIZED = {
+    **{0xD9: ("string", 1), 0xDA: ("string", 2), 0xDB: ("string", 4), 0xC4: ("other", 1), 0xC5: ("other", 2), 0xC6: ("other", 4)},
+    **{0xDC: ("array", 2), 0xDD: ("array", 4), 0xDE: ("map", 2), 0xDF: ("map", 4)},
+}
+"""Values with a length: what they are, and the bytes of the length."""
+
+
+class End(Exception):
+    """The bytes end within a value."""
+
+
+class Walk:
+    """A place in msgpack of any version, whose values are skipped or looked at, never built."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+
+    def take(self, count: int) -> bytes:
+        if self.at + count > len(self.data):
+            raise End
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def head(self) -> tuple[str, int]:
+        """What the next value is, and its number, its bytes or its entries."""
+        first = self.take(1)[0]
+        if first < 0x80:
+            return "integer", first
+        for mask, form, kind in ((0xF0, 0x80, "map"), (0xF0, 0x90, "array"), (0xE0, 0xA0, "string")):
+            if first & mask == form:
+                return kind, first & ~mask & 0xFF
+        if first in NUMBERS:
+            return "integer", int.from_bytes(self.take(NUMBERS[first]), "big", signed=first >= 0xD0)
+        if first in SIZED:
+            kind, count = SIZED[first]
+            return kind, int.from_bytes(self.take(count), "big")
+        if first in EXTENSIONS:
+            return "other", int.from_bytes(self.take(EXTENSIONS[first]), "big") + 1
+        return "other", OTHER_TYPES.get(first, 0) if first < 0xE0 else 0
+
+    def pass_by(self, kind: str, count: int) -> None:
+        """Leave out the rest of a value whose head was taken."""
+        values = {"array": count, "map": 2 * count}.get(kind, 0)
+        self.take(count if kind in ("string", "other") else 0)
+        while values:
+            kind, count = self.head()
+            values += {"array": count, "map": 2 * count}.get(kind, 0) - 1
+            self.take(count if kind in ("string", "other") else 0)
+
+    def string(self) -> bytes | None:
+        """The next value where it is a string, else None."""
+        kind, count = self.head()
+        if kind == "string":
+            return self.take(count)
+        self.pass_by(kind, count)
+        return None
+
+    def id(self) -> bytes | None:
+        """The id of the next value where it is the map of a codec, else None."""
+        kind, count = self.head()
+        found = None
+        if kind != "map":
+            self.pass_by(kind, count)
+            return None
+        for _ in range(count):
+            if self.string() == b"id" and found is None:
+                found = self.string()
+            else:
+                self.pass_by(*self.head())
+        return found
+
+
+def refuse_news(data: bytes) -> None:
+    """container.md, Header tensor: "What is new is told before what is wrong"."""
+    walk, version = Walk(data), FORMAT
+    unknown: dict[bytes, list[bytes]] = {}
+    known: dict[bytes, set[bytes]] = {b"required": set(), b"codecs": {name.encode() for name in CODECS}}
+    try:
+        kind, count = walk.head()
+        seen: set[bytes] = set()
+        for _ in range(count if kind == "map" else 0):
+            key = walk.string()
+            kind, entries = walk.head()
+            if key == b"format" and key not in seen and kind == "integer":
+                version = entries
+            elif key in known and key not in seen and kind == "array":
+                unknown[key] = []
+                for _ in range(entries):
+                    name = walk.string() if key == b"required" else walk.id()
+                    if name is not None and name not in known[key]:
+                        unknown[key].append(name)
+            else:
+                walk.pass_by(kind, entries)
+            seen.add(key or b"")
+    except End:
+        pass
+    require(version <= FORMAT, "container.md, Fields", f"format is {version}, known is {FORMAT}")
+    require(not unknown.get(b"required"), "container.md, Header tensor", f"unknown required features {unknown.get(b'required')}")
+    require(not unknown.get(b"codecs"), "container.md, Fields", f"unknown codecs {unknown.get(b'codecs')}")
 
 
 # container.md, Digests: "XXH3-128 with seed 0 ... in canonical form: 16 bytes, most significant first" ---------------
@@ -1376,11 +1471,10 @@ def take_names(value: Any, of: type, what: str) -> dict[str, Any]:
 
 
 def take_header(header: dict[str, Any]) -> File:
-    """container.md, Fields; ``format`` and ``required`` "before anything else"."""
+    """container.md, Fields; what is new in the header was told before."""
     require(header.get("format") == FORMAT, FIELDS, f"format is {header.get('format')!r}")
     required = header.get("required")
     require(isinstance(required, list) and all(isinstance(name, str) for name in required), FIELDS, "required is no array of strings")
-    require(not required, "container.md, Header tensor", f"unknown required features {required}")
     _, _, ignorable, model, recipe, start, codecs, layers, tensors = take_keys(header, HEADER_KEYS, "the header")
     ignorable, model = take_names(ignorable, bytes, "ignorable"), take_names(model, str, "model")
     require(isinstance(recipe, str), FIELDS, "recipe is no string")
@@ -1410,7 +1504,6 @@ def take_header(header: dict[str, Any]) -> File:
 
 def take_codec(entry: Any, what: str) -> Codec:
     require(isinstance(entry, dict) and isinstance(entry.get("id"), str), FIELDS, f"{what} has no id")
-    require(entry["id"] in CODECS, FIELDS, f"{what} has the unknown id {entry['id']!r}")
     codec = CODECS[entry["id"]]({key: value for key, value in entry.items() if key not in SIDE_CAR_KEYS})
     return replace(codec, side_cars=take_side_cars(entry, codec))
 

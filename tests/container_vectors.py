@@ -290,6 +290,56 @@ def add_unsupported() -> None:
         shows,
         lambda: one_side(GROUP, lambda parts: parts.header["codecs"].append({"id": "new-codec"})),
     )
+    add_news(unsupported)
     features = {"a-feature": bytes(range(256)), "new-feature": b""}
     shows = "two unknown ignorable features, which readers skip"
     UNSUPPORTED["ignorable-features"] = Valid(shows, ("container-8",), lambda: one_side(GROUP, edit("ignorable", features)))
+
+
+def add_news(unsupported: Callable[[str, str, str, str, Callable[[], bytes]], None]) -> None:
+    """What is new is told before what is wrong: headers that are new and, by the rules of today, damaged."""
+    recipe = b"\xa4test"
+    damage: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+        "an-integer-key": ("a key of the header that is an integer", lambda packed: b"\x8a\x01\x02" + packed[1:]),
+        "a-string-not-utf-8": ("a string that is not UTF-8", lambda packed: packed.replace(recipe, b"\xa4te\xff\xff")),
+        "a-long-string": ("a string of 4097 bytes", lambda packed: packed.replace(recipe, b"\xda\x10\x01" + b"x" * 4097)),
+        "a-cut-array": ("a header that ends within the last array", lambda packed: packed[:-19]),
+        "deep-nesting": ("two thousand arrays in one another", lambda packed: packed.replace(recipe, b"\x91" * 2000 + b"\xc0")),
+    }
+    later, unknown = "UnsupportedVersion", "UnknownCodec"
+    required = edit("required", ["new-feature"])
+    two = lambda parts: parts.header["codecs"].append({"id": "new-codec", "dim": 1})  # noqa: E731
+    for name, rule, error, shows, change in (
+        ("format-2", "container-32", later, "format 2", edit("format", 2)),
+        ("required-feature", "container-7", later, "a required feature", required),
+        ("codec", "container-12", unknown, "an unknown codec", two),
+    ):
+        for of, (what, apply) in damage.items():
+            make = lambda c=change, a=apply: with_header(a, c)  # noqa: E731
+            unsupported(f"{name}-with-{of}", rule, error, f"{shows}, and {what}", make)
+    last = lambda parts: parts.header.update(format=parts.header.pop("format") + 1)  # noqa: E731
+    unsupported("format-2-last", "container-32", later, "format 2 as the last key", lambda: with_header(bytes, last))
+    shows = "format 2, an unknown feature and an unknown codec"
+    unsupported("format-2-and-others", "container-32", later, shows, lambda: with_header(bytes, edit("format", 2), required, two))
+    shows = "an unknown feature and an unknown codec"
+    unsupported("required-feature-and-codec", "container-7", later, shows, lambda: with_header(bytes, required, two))
+    for name, feature, shows in (
+        ("not-utf-8", b"\xa4te\xff\xff", "a required feature whose name is not UTF-8"),
+        ("of-4097-bytes", b"\xda\x10\x01" + b"x" * 4097, "a required feature whose name has 4097 bytes"),
+    ):
+        put = lambda packed, f=feature: packed.replace(b"\xa8required\x90", b"\xa8required\x91" + f)  # noqa: E731
+        unsupported(f"required-feature-{name}", "container-7", later, shows, lambda p=put: with_header(p))
+    shows = "an unknown codec after one with a parameter that is not known"
+    unsupported("codec-after-a-parameter", "container-12", unknown, shows, lambda: with_header(bytes, two, edit("codecs.0.new", 1)))
+    shows = "an unknown codec, and keys of the header that are not known"
+    unsupported("codec-with-other-keys", "container-12", unknown, shows, lambda: with_header(bytes, two, edit("more", 1)))
+
+
+def with_header(apply: Callable[[bytes], bytes], *changes: Callable[[Parts], object]) -> bytes:
+    """A file of one side whose header, after ``changes``, is packed and then changed by ``apply``."""
+    parts = Parts.of(one_side(GROUP))
+    for change in changes:
+        change(parts)
+    packed = msgpack.packb(parts.header)
+    assert apply is bytes or apply(packed) != packed
+    return parts.joined(apply(packed))

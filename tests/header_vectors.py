@@ -142,6 +142,9 @@ def add_layers() -> None:
         "a tensor takes fewer bytes than its shape",
         lambda: one_side(GROUP, lambda parts: parts.store("0.k.tail", parts.tensors[-1][:-2])),
     )
+    for name, number in (("4096", 4096), ("64-bits", 2**64 - 1)):
+        shows = f"a side names codec {number}, far beyond the last"
+        add_header(f"codec-index-of-{name}", "container-11", GROUP, "layers.0.k.codec", number, shows)
     add_header("two-runs", "container-18", RAW, "layers.0.k.runs", [1, 1], "two runs of a codec that encodes tokens one by one")
 
 

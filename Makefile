@@ -21,8 +21,12 @@ types: $(INSTALLED)
 	cd build/installed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache --package kvpack
 	$(BIN)/mypy spec/decoder.py
 
+# The files with tests marked kernels, which the second run interprets.
+KERNEL_TESTS = $(shell grep -l "pytest.mark.kernels" tests/test_*.py)
+
 unit: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses 2
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses 2 --dist worksteal $(KERNEL_TESTS)
 
 # Readers on bytes that nobody wrote; SECONDS is the time of all targets together, OPTIONS are those of fuzz/run.py.
 fuzz: $(INSTALLED)
@@ -40,10 +44,10 @@ roundtrip: $(INSTALLED)
 	$(BIN)/python fuzz/roundtrip.py --seconds $(or $(SECONDS),60)
 
 # The kernels compiled, on a machine with a CUDA device: most of the time goes to compiling, so in many processes.
-GPU_TESTS = $(wildcard tests/test_*kernels*.py) tests/test_attention_side_cars.py tests/test_cuda.py
+GPU_TESTS = $(KERNEL_TESTS) tests/test_attention_kernels_bench.py tests/test_encode_kernels_bench.py tests/test_cuda.py
 
 gpu-test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses auto --dist worksteal -k "not in_the_interpreter" $(GPU_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses auto --dist worksteal $(GPU_TESTS)
 
 # Every tile loader, on any words, the side-cars and the lookups, under the checkers of memory accesses and of races.
 SANITIZED_TESTS = $(addprefix tests/test_,attention_kernels.py attention_side_cars.py shared_table_kernels.py)

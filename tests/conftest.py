@@ -1,6 +1,32 @@
-"""Settings of all property tests: no example fails for the time that it took."""
+"""Settings of all tests: no property test fails for the time an example takes, and a process runs only the kernel tests that it can."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
 from hypothesis import settings
+from interpreter import INTERPRETED
+
+from kvpack import dispatch
+
+if TYPE_CHECKING:
+    import pytest
 
 settings.register_profile("kvpack", deadline=None)
 settings.load_profile("kvpack")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests that another process runs: see interpreter.py."""
+    device = torch.cuda.is_available()
+
+    def runs_here(item: pytest.Item) -> bool:
+        kernels, cuda = (item.get_closest_marker(name) is not None for name in ("kernels", "cuda"))
+        if INTERPRETED:
+            return kernels and not cuda and dispatch.triton_installed()
+        return device or not (kernels or cuda)
+
+    elsewhere = [item for item in items if not runs_here(item)]
+    items[:] = [item for item in items if runs_here(item)]
+    config.hook.pytest_deselected(items=elsewhere)

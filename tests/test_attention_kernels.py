@@ -1,7 +1,6 @@
 """Attention over packed rows by Triton against fp64 attention over the decoded values: in the interpreter anywhere, and on CUDA.
 
-The interpreter must be chosen before Triton is imported. So one test runs this file again, in a process that has
-chosen it; there the tests of kernels run on the CPU. Without that choice they need a CUDA device.
+interpreter.py says which process runs which of these tests.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kvpack.formats.side_cars import WithSideCars
 from kvpack.recipes import parse_recipe
 
 from caches import random_pairs  # isort: skip
-from interpreter import DEVICE, INTERPRETED, on_cuda, on_kernels, run_interpreted  # isort: skip
+from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
 from strategies import poisoned  # isort: skip
 
 if TYPE_CHECKING:
@@ -77,9 +76,7 @@ VALUES = {
     "dense angle, outliers": "angle:n=48,norm=log4,outliers=3",
 }
 
-
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__, loops_over_loaded_bounds=True)
+pytestmark = needs_loaded_bounds
 
 
 @pytest.fixture(autouse=True)
@@ -205,14 +202,14 @@ PAIRS = [(k, v) for number, k in enumerate(KEYS) for v in (list(VALUES) * 2)[num
 """All of them, or where that takes long as many as name every codec."""
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize(("k", "v"), PAIRS)
 def test_every_key_codec_with_every_value_codec(k: str, v: str) -> None:
     k_codec, v_codec = codecs(KEYS[k], VALUES[v], (32, 64))
     check(Layer(random_side(k_codec, 1, (40,), 0, 1), random_side(v_codec, 1, (40,), 0, 2)), 2)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "family",
     [name for name in KEYS if name in {"group 4", "scalar 3", "octahedral 4", "angle", "quaternion", "raw"} or name.startswith("dense")],
@@ -223,7 +220,7 @@ def test_head_dims(family: str) -> None:
         check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("bits", range(1, 9), ids=lambda bits: f"{bits} bits")
 def test_widths_of_codes(bits: int) -> None:
     for fields in (128 // bits, 3):
@@ -232,7 +229,7 @@ def test_widths_of_codes(bits: int) -> None:
         check(Layer(random_side(group, 1, (33,), 0, 1), random_side(scalar, 1, (33,), 0, 2)), 1)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize(("k", "v"), [((1, 1), (42, 4)), ((48, 3), (48, 4)), ((682, 4), (96, 8)), ((171, 1), (192, 3))])
 def test_widths_of_codewords_and_radii(k: tuple[int, int], v: tuple[int, int]) -> None:
     """Dense quaternions whose codewords and radii are one symbol, and two; of more codewords than shared memory holds."""
@@ -240,7 +237,7 @@ def test_widths_of_codewords_and_radii(k: tuple[int, int], v: tuple[int, int]) -
     check(Layer(random_side(k_codec, 1, (70,), 0, 1), random_side(v_codec, 1, (70,), 0, 2)), 2)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize(("bits", "size", "dim"), [(4, 4, 128), (2, 16, 128), (3, 8, 96), (8, 4, 64), (2, 8, 60), (4, 8, 80), (1, 4, 256)])
 def test_groups_of_few_channels(bits: int, size: int, dim: int) -> None:
     """Scales and centres that a few columns share, within fields of whole groups or not."""
@@ -264,7 +261,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_over_pages_and_a_tail(mode: str) -> None:
     k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))
@@ -282,7 +279,7 @@ LENGTHS: dict[str, dict[str, Any]] = {
 }
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("mode", LENGTHS)
 def test_sequences_of_unequal_lengths(mode: str) -> None:
     k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))
@@ -316,7 +313,7 @@ WIDE = {
 """Codecs that a narrow one may lie beside."""
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("k", "v"),
     [
@@ -335,7 +332,7 @@ def test_two_tokens_a_row(k: str, v: str) -> None:
     check(layer, 2)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("recipe", "dims"),
     [
@@ -353,7 +350,7 @@ def test_trees_of_radii(recipe: str, dims: tuple[int, int]) -> None:
     check(Layer(random_side(k_codec, 1, (70,), 0, 1), random_side(v_codec, 1, (70,), 0, 2)), 1)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize("recipe", ["angle:n=128", "angle:n=64,norm=log4", "angle:n=4096,norm=log4", "angle:n=16,norm=linear2,range=fp32"])
 def test_widths_of_dense_angle(recipe: str, dim: int) -> None:
@@ -361,7 +358,7 @@ def test_widths_of_dense_angle(recipe: str, dim: int) -> None:
     check(Layer(random_side(codec, 1, (65,), 0, 1), random_side(codec, 1, (65,), 0, 2)), 3, q_len=3)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_over_two_tokens_a_row(mode: str) -> None:
     k_codec, v_codec = codecs(NARROW["octahedral 3"], NARROW["group 2, groups of tokens"], (64, 64))
@@ -369,7 +366,7 @@ def test_modes_over_two_tokens_a_row(mode: str) -> None:
     check(layer, 2, **MODES[mode])
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("mode", LENGTHS)
 def test_unequal_lengths_over_two_tokens_a_row(mode: str) -> None:
     k_codec, v_codec = codecs(NARROW["scalar 3"], NARROW["group 3, groups of channels"], (64, 64))
@@ -377,13 +374,13 @@ def test_unequal_lengths_over_two_tokens_a_row(mode: str) -> None:
     check(layer, 2, lengths=[310, 0, 1, 250, 130], **LENGTHS[mode])
 
 
-@on_kernels
+@pytest.mark.kernels
 def test_batches_and_heads() -> None:
     k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))
     check(Layer(random_side(k_codec, 2, (40,), 2, 1, batch=2), random_side(v_codec, 2, (40,), 2, 2, batch=2)), 4)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128])
 def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
     """The indices that permutations of bytes select by are those that are read one by one."""
@@ -409,20 +406,20 @@ def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
             assert found >> at & 0xFF == sum((words[word] >> bit & (1 << count) - 1) << before for word, bit, count, before in pieces)
 
 
-@on_kernels
+@pytest.mark.kernels
 def test_many_short_pages() -> None:
     k_codec, v_codec = codecs(KEYS["group 4"], VALUES["group 4"], (32, 32))
     check(Layer(random_side(k_codec, 1, (32,) * 5, 0, 1), random_side(v_codec, 1, (32,) * 5, 0, 2)), 3)
 
 
-@on_kernels
+@pytest.mark.kernels
 def test_a_layer_of_a_tail_alone_and_of_one_token() -> None:
     k_codec, v_codec = codecs(KEYS["group 4"], VALUES["group 4"], (32, 64))
     check(Layer(random_side(k_codec, 2, (), 20, 1), random_side(v_codec, 2, (), 20, 2)), 2)
     check(Layer(random_side(k_codec, 2, (1,), 0, 1), random_side(v_codec, 2, (1,), 0, 2)), 2)
 
 
-@on_kernels
+@pytest.mark.kernels
 def test_norms_of_any_size() -> None:
     """Factors beyond binary16, in keys and in values: large, tiny and zero ones side by side."""
     k_codec, v_codec = codecs("scalar:b=3,norm=fp32", "scalar:b=3,norm=fp32", (64, 64))
@@ -440,7 +437,7 @@ def test_norms_of_any_size() -> None:
     check(layer, 2, scale=1e29)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("dim", [20, 64, 128])
 def test_scales_of_keys_of_any_size(dim: int) -> None:
     """Groups of more tokens than a tile, whose scales are near the ends of binary16 and whose scores are of ordinary size."""
@@ -455,7 +452,7 @@ def test_scales_of_keys_of_any_size(dim: int) -> None:
         check(layer, 2, scale=2.0**-power * dim**-0.5)
 
 
-@on_kernels
+@pytest.mark.kernels
 def test_streams_of_any_strides() -> None:
     k_codec, v_codec = codecs(KEYS["scalar 3"], VALUES["group 4"], (64, 64))
     layer = Layer(random_side(k_codec, 2, (65,), 0, 1), random_side(v_codec, 2, (65,), 0, 2))
@@ -472,7 +469,7 @@ def test_streams_of_any_strides() -> None:
     assert (found - expected).norm() / expected.norm() < TOLERANCE
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("family", KEYS)
 def test_no_word_reads_outside_a_table(family: str) -> None:
     """Digits that no writer makes decode to something finite: indices are masked to the table's width."""
@@ -489,7 +486,7 @@ def test_no_word_reads_outside_a_table(family: str) -> None:
     assert torch.isfinite(attention.attend(torch.randn(1, 1, 1, 64, device=DEVICE), Layer(there, there), 0.1, True, None, None)).all()
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("recipe", "fused"),
     [
@@ -521,7 +518,7 @@ def test_attend_takes_the_kernels_where_they_are_right(recipe: str, fused: bool,
     assert (found - expected).norm() / expected.norm() < TOLERANCE
 
 
-@on_kernels
+@pytest.mark.kernels
 def test_long_queries_and_gradients_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = kvpack.pack(random_pairs(1, 70, dims=(64, 64)), "kivi-4").to(DEVICE)[0]
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
@@ -530,7 +527,7 @@ def test_long_queries_and_gradients_stay_with_torch(monkeypatch: pytest.MonkeyPa
     assert dispatch.attention_kernels(torch.randn(1, 4, 1, 64, device=DEVICE, requires_grad=True), layer) is None
 
 
-@on_kernels
+@pytest.mark.kernels
 def test_a_prefill_chunk_is_attended_over_rows_that_kernels_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = kvpack.pack(random_pairs(1, 600, dims=(64, 64)), "k=scalar:b=3;v=group:b=4;tail=32")[0]
     q = torch.randn(1, 4, 512, 64)
@@ -540,7 +537,7 @@ def test_a_prefill_chunk_is_attended_over_rows_that_kernels_decode(monkeypatch: 
     assert (found - expected).norm() / expected.norm() < TOLERANCE
 
 
-@on_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("k", KEYS)
 def test_without_inline_assembly(k: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels import plan
@@ -550,7 +547,7 @@ def test_without_inline_assembly(k: str, monkeypatch: pytest.MonkeyPatch) -> Non
     check(Layer(random_side(k_codec, 2, (300,), 0, 1), random_side(v_codec, 2, (300,), 0, 2)), 4)
 
 
-@on_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("k", KEYS)
 def test_many_programs(k: str) -> None:
     """Enough tokens that every program walks several tiles, in flight together."""
@@ -558,7 +555,7 @@ def test_many_programs(k: str) -> None:
     check(Layer(random_side(k_codec, 2, (40_000,), 17, 1), random_side(v_codec, 2, (40_000,), 17, 2)), 8)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("begin", [0, 33], ids=["aligned", "inside a token group"])
 def test_tiles_of_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a group of tokens shares is loaded once a tile of 64 tokens, if the tiles lie in groups."""
@@ -575,7 +572,7 @@ def test_tiles_of_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> No
         assert {launch.shape.tokens for launch in launches} == ({32} if begin else {64})
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("lengths", [None, [3, 1], [700, 4]], ids=["all tokens", "short sequences", "a long and a short sequence"])
 def test_rows_loaded_ahead(lengths: list[int] | None) -> None:
     """Registers hold the rows of a tile while the one before it is decoded, if a program has whole tiles at all."""
@@ -585,7 +582,7 @@ def test_rows_loaded_ahead(lengths: list[int] | None) -> None:
     check(layer, 2, lengths=lengths)
 
 
-@on_cuda
+@pytest.mark.cuda
 def test_in_a_cuda_graph() -> None:
     layer = kvpack.pack(random_pairs(1, 5000, dims=(64, 64)), "k=scalar:b=4;v=group:b=4;tail=128").to(DEVICE)[0]
     q = torch.randn(1, 4, 1, 64, device=DEVICE)
@@ -602,7 +599,7 @@ def test_in_a_cuda_graph() -> None:
         assert torch.equal(captured, kvpack.attend(q, layer))
 
 
-@on_cuda
+@pytest.mark.cuda
 def test_lengths_change_between_replays_of_a_cuda_graph() -> None:
     layer = kvpack.pack(random_pairs(1, 3000, batch=2, dims=(64, 64)), "k=scalar:b=4;v=group:b=4;tail=128").to(DEVICE)[0]
     q = torch.randn(2, 4, 1, 64, device=DEVICE)

@@ -67,7 +67,7 @@ def test_a_recipe_without_a_kernel_is_shown_as_decoded_first(capsys: pytest.Capt
     assert "kv=raw,outliers=3" in marked[0]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.cuda
 def test_a_small_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     command = ["bench", "kernels", "--shape", "1x4x2x64x2048", "--recipe", "kivi-4", "--only", "attention", "--json"]
     assert main([*command, "--out", str(tmp_path)]) == 0

@@ -12,7 +12,7 @@ from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
 
 from caches import random_pairs  # isort: skip
-from interpreter import DEVICE, on_kernels, run_interpreted  # isort: skip
+from interpreter import DEVICE, needs_loaded_bounds  # isort: skip
 from test_attention_kernels import TOLERANCE, check, codecs, exact, random_side  # isort: skip
 
 SIDE_CARS = {
@@ -29,12 +29,10 @@ CODECS = {
     "dense octahedral 3": "octahedral:b=3",
 }
 
-
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__, loops_over_loaded_bounds=True)
+pytestmark = needs_loaded_bounds
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("family", CODECS)
 @pytest.mark.parametrize("side_car", SIDE_CARS)
 def test_side_cars_of_keys_and_of_values(side_car: str, family: str) -> None:
@@ -43,7 +41,7 @@ def test_side_cars_of_keys_and_of_values(side_car: str, family: str) -> None:
     check(Layer(random_side(k_codec, 2, (40,), 3, 1), random_side(v_codec, 2, (40,), 3, 2)), 2)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("side_car", SIDE_CARS)
 def test_head_dims(side_car: str) -> None:
     for dims in ((80, 96), (256, 16)):
@@ -51,7 +49,7 @@ def test_head_dims(side_car: str) -> None:
         check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("side_car", SIDE_CARS)
 def test_pages_batches_and_lengths(side_car: str) -> None:
     """Pages of keys and of values end at different tokens."""
@@ -61,7 +59,7 @@ def test_pages_batches_and_lengths(side_car: str) -> None:
     check(layer, 2, lengths=[138, 1, 97])
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("fields", [3, 8, 16, 24, 64, 128])
 def test_widths_of_columns_of_signs(fields: int) -> None:
     found = codecs("scalar:b=2", "group:b=2,g=32", (64, 128))
@@ -69,7 +67,7 @@ def test_widths_of_columns_of_signs(fields: int) -> None:
     check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
 
 
-@on_kernels
+@pytest.mark.kernels
 def test_factors_of_any_size() -> None:
     """Those of a codec and of its signs are large, tiny and zero, side by side."""
     k_codec, v_codec = codecs(*("scalar:b=3,norm=fp32,qjl=fp32" for _ in "kv"), (64, 64))
@@ -84,7 +82,7 @@ def test_factors_of_any_size() -> None:
         check(layer, 2)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -116,7 +114,7 @@ def test_beside_other_side_cars(recipe: str, monkeypatch: pytest.MonkeyPatch) ->
     assert (found - expected).norm() / expected.norm() < TOLERANCE
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("norm", [0.0, 1e-3, 1e3])
 def test_outliers_of_any_size_beside_their_token(norm: float) -> None:
     k_codec, v_codec = codecs(*("scalar:b=3,norm=fp32,outliers=3" for _ in "kv"), (64, 64))
@@ -131,7 +129,7 @@ def test_outliers_of_any_size_beside_their_token(norm: float) -> None:
     check(layer, 2, scale=0.1 if norm < 1 else 1e-4)
 
 
-@on_kernels
+@pytest.mark.kernels
 def test_what_no_writer_puts_in_an_outliers_place_is_left_to_torch() -> None:
     from kvpack.kernels import attention
 
@@ -147,7 +145,7 @@ def test_what_no_writer_puts_in_an_outliers_place_is_left_to_torch() -> None:
         assert attention.supports(q, layer) == (size == 0)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("size", [1e-7, 1.0, 1e6])
 def test_raw_tokens_of_either_side_share_a_launch(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """And values that binary16 does not hold stay as they are."""
@@ -168,13 +166,13 @@ def test_raw_tokens_of_either_side_share_a_launch(size: float, monkeypatch: pyte
     assert (found - expected).norm() / expected.norm() < TOLERANCE
 
 
-@on_kernels
+@pytest.mark.kernels
 def test_outliers_of_many_tokens() -> None:
     k_codec, v_codec = codecs("scalar:b=2,outliers=3", "group:b=2,g=16,outliers=3", (16, 16))
     check(Layer(random_side(k_codec, 1, (2500,), 0, 1), random_side(v_codec, 1, (1301, 1199), 0, 2)), 1)
 
 
-@on_kernels
+@pytest.mark.kernels
 def test_more_outliers_than_a_thread_holds() -> None:
     """Most chunks of some tokens, and none of others, in tiles of tokens that begin inside a granule of entries."""
     k_codec, v_codec = codecs("group:b=4,g=64,axis=channel,outliers=3", "quaternion:s=24,r=3,outliers=3", (64, 64))

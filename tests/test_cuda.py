@@ -9,7 +9,7 @@ import kvpack
 
 from caches import BOUNDS, RECIPES, dense, random_pairs, relative_error  # isort: skip
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+pytestmark = pytest.mark.cuda
 
 TOLERANCE = 1e-4
 

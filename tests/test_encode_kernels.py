@@ -1,7 +1,6 @@
 """Encoding by Triton against formats/: in the interpreter anywhere, and on CUDA.
 
-The interpreter must be chosen before Triton is imported. So one test runs this file again, in a process that has
-chosen it; there the tests of kernels run on the CPU. Without that choice they need a CUDA device.
+interpreter.py says which process runs which of these tests.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvpack.formats.errors import InvalidParameter, KvpackError, NonFinite, OutO
 
 from caches import random_pairs  # isort: skip
 from encode_columns_kernel import pack  # isort: skip
-from interpreter import DEVICE, INTERPRETED, on_cuda, on_kernels, run_interpreted  # isort: skip
+from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
 from strategies import CASES, CONTENTS, DIMS, contents, create, packings, poisoned  # isort: skip
 
 if TYPE_CHECKING:
@@ -92,9 +91,7 @@ CLOSE = [
     ("polar", 256, "v", "bfloat16", "b=2"),
 ]
 
-
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__, loops_over_loaded_bounds=True)
+pytestmark = needs_loaded_bounds
 
 
 @pytest.fixture
@@ -140,7 +137,7 @@ def squared_error(codec: Codec, x: torch.Tensor, streams: dict[str, torch.Tensor
     return float((codec.decode(streams) - x.float()).double().square().sum())
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.usefixtures("uninitialized_is_poisoned")
 @cases(EXACT)
 def test_codes_and_scales_are_those_of_the_format(codec_id: str, dim: int, side: str, dtype: str, words: str) -> None:
@@ -152,7 +149,7 @@ def test_codes_and_scales_are_those_of_the_format(codec_id: str, dim: int, side:
         assert torch.equal(bits(streams[name]), bits(stream)), name
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.usefixtures("uninitialized_is_poisoned")
 @cases(CLOSE)
 def test_distortion_is_that_of_the_format(codec_id: str, dim: int, side: str, dtype: str, words: str) -> None:
@@ -172,7 +169,7 @@ def test_distortion_is_that_of_the_format(codec_id: str, dim: int, side: str, dt
     assert squared_error(codec, x, streams) == pytest.approx(squared_error(codec, x, expected), rel=DISTORTION)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.usefixtures("uninitialized_is_poisoned")
 @cases([CLOSE[0], CLOSE[1], CLOSE[3], CLOSE[11], CLOSE[22], CLOSE[28], CLOSE[34]])
 def test_one_head_of_one_token(codec_id: str, dim: int, side: str, dtype: str, words: str) -> None:
@@ -186,7 +183,7 @@ def test_one_head_of_one_token(codec_id: str, dim: int, side: str, dtype: str, w
     assert squared_error(codec, x, streams) == pytest.approx(squared_error(codec, x, codec.encode(x.float())), rel=0.02, abs=rounded)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @settings(max_examples=10 if INTERPRETED else 5)
 @given(st.data())
@@ -211,7 +208,7 @@ def test_any_options_and_contents(data: st.DataObject) -> None:
     assert squared_error(codec, x, streams) <= squared_error(codec, x, expected) * 1.01 + 1e-9 * power
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("codec_id", "dim", "words"),
     [
@@ -241,7 +238,7 @@ def test_devices_without_products_of_bfloat16_are_left_to_the_format(monkeypatch
 RECIPES = ("kv=group:b=4", "kv=group:b=2,token_scale=fp16", "kv=scalar:b=3", "kv=octahedral:b=3", "kv=angle:n=64", "kv=quaternion:s=3,r=3")
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
@@ -262,7 +259,7 @@ def test_values_are_refused_as_by_the_format(recipe: str, value: float, error: t
     assert messages[0] == messages[1]
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("recipe", RECIPES[2:])
 @pytest.mark.parametrize("size", [2.0**-130, 2.0**-60, 2.0**70], ids=lambda size: f"{size:.0e}")
@@ -280,7 +277,7 @@ def test_values_whose_squares_leave_binary32_are_left_to_the_format(recipe: str,
         assert torch.equal(bits(found[1][name]), bits(stream)), name
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("backend", dispatch.BACKENDS)
 def test_pack_and_append_take_the_kernels(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels import encode
@@ -305,7 +302,7 @@ def test_pack_and_append_take_the_kernels(backend: str, monkeypatch: pytest.Monk
         assert (found - x).norm() / x.norm() < 0.25
 
 
-@on_kernels
+@pytest.mark.kernels
 @settings(max_examples=20 if INTERPRETED else 10)
 @given(packings(), st.integers(0, 2**32 - 1))
 def test_digits_are_packed_as_the_format_packs_them(packing: Columns, seed: int) -> None:
@@ -321,7 +318,7 @@ def test_digits_are_packed_as_the_format_packs_them(packing: Columns, seed: int)
         assert torch.equal(bits(plane), bits(expected))
 
 
-@on_cuda
+@pytest.mark.cuda
 def test_kernel_offsets_of_tokens_are_64_bit() -> None:
     from kvpack.kernels import encode
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from kvpack.bench import encode_kernels
 
@@ -32,7 +31,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "3.95 TB/s both ways" in text
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.cuda
 def test_a_small_shape() -> None:
     report = encode_kernels.run(["kivi-4", "kv=group:b=2,scales=u8"], encode_kernels.Shape(1, 2, 2048, 64))
     assert [(row["side"], row["seconds"] is not None) for row in report["rows"]] == [("k", True), ("v", True), ("k", False), ("v", False)]

@@ -1,7 +1,6 @@
 """Triton kernels against formats/: in Triton's interpreter anywhere, compiled where there is a CUDA device.
 
-The interpreter must be chosen before Triton is imported. So one test runs this file again, in a process that has
-chosen it; there the tests of kernels run on the CPU. Without that choice they need a CUDA device.
+interpreter.py says which process runs which of these tests.
 """
 
 from __future__ import annotations
@@ -22,16 +21,12 @@ from kvpack.formats.errors import InvalidParameter, InvalidShape
 from kvpack.formats.group import AXES, SIZES, TOKEN_SCALES, Group
 
 from caches import random_pairs  # isort: skip
-from interpreter import DEVICE, on_cuda, on_kernels, run_interpreted  # isort: skip
+from interpreter import DEVICE  # isort: skip
 from strategies import create, packings, poisoned  # isort: skip
 from vector_checks import DECODED, check_values, unpacked  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__, loops_over_loaded_bounds=False)
 
 
 @pytest.fixture
@@ -81,7 +76,7 @@ def check_group(codec: Group, batch: int, heads: int, tokens: int) -> None:
     assert torch.equal(decoded.cpu(), codec.decode_frame(streams)), codec
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.usefixtures("uninitialized_is_poisoned")
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("bits", range(1, 9), ids=lambda bits: f"{bits} bits")
@@ -92,7 +87,7 @@ def test_group_kernel_equals_the_format(bits: int, axis: str) -> None:
         check_group(Group(dim, bits, axis, size, "none", 0, token_scale, (("codes", fields),)), 1, 2, 18)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.usefixtures("uninitialized_is_poisoned")
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8], ids=lambda bits: f"{bits} bits")
@@ -103,14 +98,14 @@ def test_group_kernel_on_the_default_layout(bits: int, side: str) -> None:
         check_group(codec, batch, heads, tokens)
 
 
-@on_kernels
+@pytest.mark.kernels
 def test_group_kernel_of_no_tokens() -> None:
     codec = create("group", 64, "k", b="2")
     assert isinstance(codec, Group)
     check_group(codec, 2, 1, 0)
 
 
-@on_kernels
+@pytest.mark.kernels
 def test_group_kernel_copies_only_scales_that_are_not_aligned() -> None:
     from kvpack.kernels import group
 
@@ -121,7 +116,7 @@ def test_group_kernel_copies_only_scales_that_are_not_aligned() -> None:
         assert torch.equal(group._pairs(view).view(torch.float16), scales)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("stream", ["codes.1", "scales", "token_scale"])
 def test_group_kernel_refuses_streams_that_it_would_read_past(stream: str) -> None:
     from kvpack.kernels import group
@@ -175,7 +170,7 @@ def check_tables(codec: Codec, streams: dict[str, torch.Tensor], expected: torch
         assert torch.equal(decoded.cpu(), expected)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.usefixtures("uninitialized_is_poisoned")
 @table_codecs
 def test_table_kernel_equals_the_format(codec_id: str, dim: int, words: str) -> None:
@@ -186,7 +181,7 @@ def test_table_kernel_equals_the_format(codec_id: str, dim: int, words: str) -> 
     check_tables(codec, streams, codec.decode_frame(streams))
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("words", ["n=48,norm=linear4,arrangement=direct", "s=7,r=3,arrangement=direct", "n=48,norm=fp32"])
 def test_table_kernel_stays_in_its_table_whatever_the_words(words: str) -> None:
     codec = create("angle" if words.startswith("n") else "quaternion", 64, **dict(word.split("=") for word in words.split(",")))
@@ -201,7 +196,7 @@ def test_table_kernel_stays_in_its_table_whatever_the_words(words: str) -> None:
     check_tables(codec, streams, codec.decode_frame(inside))
 
 
-@on_kernels
+@pytest.mark.kernels
 def test_table_kernel_refuses_streams_that_it_would_read_past() -> None:
     from kvpack.kernels import decode_table
 
@@ -227,7 +222,7 @@ def check_unpack(packing: Columns, seed: int = 0) -> None:
         assert torch.equal(digit.cpu(), reference), packing
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.usefixtures("uninitialized_is_poisoned")
 @pytest.mark.parametrize(
     ("symbols", "bases", "fields"),
@@ -247,14 +242,14 @@ def test_unpack_kernel_equals_the_format(symbols: int, bases: tuple[int, ...], f
     check_unpack(Columns(symbols, bases, fields))
 
 
-@on_kernels
+@pytest.mark.kernels
 @settings(max_examples=15)
 @given(packings(), st.integers(0, 2**32 - 1))
 def test_unpack_kernel_on_any_packing(packing: Columns, seed: int) -> None:
     check_unpack(packing, seed)
 
 
-@on_kernels
+@pytest.mark.kernels
 def test_unpack_kernel_refuses_planes_that_it_would_read_past() -> None:
     from kvpack.kernels import columns
 
@@ -264,7 +259,7 @@ def test_unpack_kernel_refuses_planes_that_it_would_read_past() -> None:
         columns.unpack(packing, [planes[0], planes[1][..., :1]])
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("recipe", "kernels"),
     [
@@ -312,14 +307,14 @@ def test_kernels_decode_the_pages_of_a_cache(recipe: str, kernels: set[str], mon
         assert torch.equal(by_torch, by_triton)
 
 
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("file", DECODED)
 def test_kernels_decode_a_vector_to_its_values(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     check_values(file, unpacked(file, DEVICE))
 
 
-@on_cuda
+@pytest.mark.cuda
 def test_kernel_offsets_of_tokens_are_64_bit() -> None:
     from kvpack.kernels import group
 
@@ -338,7 +333,7 @@ def test_kernel_offsets_of_tokens_are_64_bit() -> None:
     assert torch.equal(group.decode_frame(codec, streams)[:, :, -64:].cpu(), codec.decode_frame(last))
 
 
-@on_cuda
+@pytest.mark.cuda
 def test_kernel_offsets_of_words_are_64_bit() -> None:
     from kvpack.kernels import group
 

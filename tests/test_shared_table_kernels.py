@@ -5,17 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from interpreter import DEVICE, INTERPRETED, on_kernels, run_interpreted  # isort: skip
+from interpreter import DEVICE, INTERPRETED  # isort: skip
 
 
 COUNT = 1024
 
 
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__, loops_over_loaded_bounds=False)
-
-
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("fast", [False] if INTERPRETED else [False, True], ids=lambda fast: "assembly" if fast else "portable")
 @pytest.mark.parametrize(("warps", "budget"), [(1, 40 << 10), (4, 40 << 10), (4, 160 << 10)])
 @pytest.mark.parametrize("values", [2, 4])

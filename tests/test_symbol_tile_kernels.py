@@ -5,17 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from interpreter import DEVICE, INTERPRETED, on_kernels, run_interpreted  # isort: skip
+from interpreter import DEVICE, INTERPRETED  # isort: skip
 
 
 TOKENS = 64
 
 
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__, loops_over_loaded_bounds=False)
-
-
-@on_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("fast", [False] if INTERPRETED else [False, True], ids=lambda fast: "assembly" if fast else "portable")
 @pytest.mark.parametrize("turned", [False, True], ids=lambda turned: "turned" if turned else "straight")
 @pytest.mark.parametrize("symbols", [16, 9])

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 
 from kvpack.formats.batch import select
-from kvpack.formats.errors import InvalidDtype, InvalidShape, NotConsecutive, OutOfBounds
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
 
 from .batch import check_rows, row_numbers
 from .blocks import caches_of, for_each_block
@@ -333,10 +333,19 @@ def _settled(pages: list[Page]) -> list[Page]:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer: keys and values, each a Side; one of the two may be absent."""
+    """One layer: keys and values, each a Side; one of the two may be absent.
+
+    ``skipped`` counts the tokens at the beginning of the cache's range that the layer no longer holds, as a sliding window
+    drops them. Raises InvalidParameter for a count below 0, or of a layer without sides.
+    """
 
     k: Side | None
     v: Side | None
+    skipped: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.skipped < 0 or (self.skipped and not self.sides):
+            raise InvalidParameter(f"skipped is {self.skipped}, allowed are integers from 0, and 0 alone for a layer without sides")
 
     def __deepcopy__(self, memo: object) -> Layer:
         return self
@@ -349,19 +358,40 @@ class Layer:
     @property
     def tokens(self) -> int:
         """Tokens held; K and V of a layer hold the same number."""
-        return next((side.tokens for side in self.sides.values()), 0)
+        side = self.v if self.k is None else self.k
+        return 0 if side is None else side.tokens
+
+    @property
+    def seen(self) -> int:
+        """Tokens from the beginning of the cache's range to the layer's last: those skipped and those held."""
+        return self.skipped + self.tokens
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> Pair:
         """Dense K and V ``[batch, kv_head, token, dim]`` of ``dtype``; None for an absent side."""
         return (self.k.unpack(dtype) if self.k else None, self.v.unpack(dtype) if self.v else None)
 
     def prefix(self, tokens: int) -> Layer:
-        """The first ``tokens`` tokens. Raises OutOfBounds."""
+        """The first ``tokens`` tokens of the cache's range. Raises OutOfBounds."""
         return self.slice(0, tokens)
 
     def slice(self, start: int, stop: int) -> Layer:
-        """Tokens ``[start, stop)``. Raises OutOfBounds."""
-        return Layer(self.k.slice(start, stop) if self.k else None, self.v.slice(start, stop) if self.v else None)
+        """Tokens ``[start, stop)``, counted from the beginning of the cache's range, all of which the layer holds; or the whole layer.
+
+        Raises OutOfBounds. A cut through a layer that skipped tokens would leave the last ones without the window before them.
+        """
+        if (start, stop) == (0, self.seen) or not self.sides:
+            return self
+        if not self.skipped <= start <= stop <= self.seen:
+            raise OutOfBounds(f"tokens {start} to {stop} were asked of a layer that holds tokens {self.skipped} to {self.seen}")
+        first, last = start - self.skipped, stop - self.skipped
+        return Layer(self.k.slice(first, last) if self.k else None, self.v.slice(first, last) if self.v else None)
+
+    def crop(self, count: int) -> Layer:
+        """The layer without its newest ``count`` tokens; those that it skipped stay skipped. Raises OutOfBounds."""
+        if not 0 <= count <= self.tokens:
+            raise OutOfBounds(f"{count} tokens are to be dropped of a layer that holds {self.tokens}")
+        held = self.tokens - count
+        return replace(self, k=self.k.prefix(held) if self.k else None, v=self.v.prefix(held) if self.v else None)
 
     def select(self, indices: Rows) -> Layer:
         """The rows ``indices`` of the batch, as ``Side.select``. Raises OutOfBounds, InvalidParameter."""
@@ -378,14 +408,19 @@ class Layer:
             sides.append(None if side is None or x is None else side.append(x, f"{where}.{name}"))
         if k is not None and v is not None and k.shape[2] != v.shape[2]:
             raise InvalidShape(f"{where}: k has {k.shape[2]} tokens and v has {v.shape[2]}; a layer's sides hold the same tokens")
-        return Layer(*sides)
+        return replace(self, k=sides[0], v=sides[1])
+
+    def to(self, device: torch.device | str) -> Layer:
+        """The layer with every buffer on ``device``."""
+        return replace(self, k=self.k.to(device) if self.k else None, v=self.v.to(device) if self.v else None)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Cache:
     """A packed KV cache: one Layer a model layer, the recipe's text, the model's identity, the first token's position.
 
-    ``cache[i]`` is a layer, ``cache[:, a:b]`` the tokens ``[a, b)`` of every layer. ``inputs`` is what the tokens were computed
+    ``cache[i]`` is a layer, ``cache[:, a:b]`` the tokens ``[a, b)`` of every layer. Its range is ``start`` to ``stop``; a layer of it
+    holds the positions from ``start + layer.skipped`` to ``start + layer.seen``. ``inputs`` is what the tokens were computed
     from; None says nothing about it.
     """
 
@@ -399,7 +434,9 @@ class Cache:
         return self
 
     def __repr__(self) -> str:
-        return f"Cache({self.recipe!r}, {len(self)} layers, tokens {self.start} to {self.stop}, model {dict(self.model)})"
+        held = {self.positions(number) for number, layer in enumerate(self) if layer.sides} - {(self.start, self.stop)}
+        others = "".join(f", some layers {first} to {last}" for first, last in sorted(held))
+        return f"Cache({self.recipe!r}, {len(self)} layers, tokens {self.start} to {self.stop}{others}, model {dict(self.model)})"
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -426,13 +463,28 @@ class Cache:
 
     @property
     def tokens(self) -> int:
-        """The most tokens that a layer holds."""
-        return max((layer.tokens for layer in self.layers), default=0)
+        """The tokens of the cache's range: the most that a layer has seen."""
+        return max((layer.seen for layer in self.layers), default=0)
 
     @property
     def stop(self) -> int:
         """The position after the last token."""
         return self.start + self.tokens
+
+    def positions(self, number: int) -> tuple[int, int]:
+        """The first position that layer ``number`` holds, and the one after its last."""
+        layer = self.layers[number]
+        return self.start + layer.skipped, self.start + layer.seen
+
+    def check_ends(self) -> None:
+        """Raise NotConsecutive, naming it, for a layer that ends before ``stop``: no token can follow it."""
+        tokens = self.tokens
+        for number, layer in enumerate(self.layers):
+            if layer.sides and layer.seen != tokens:
+                raise NotConsecutive(
+                    f"layers[{number}] ends at position {self.start + layer.seen} and the cache at {self.stop}: "
+                    "what follows the cache cannot follow the layer, so neither can be continued"
+                )
 
     @property
     def values(self) -> int:
@@ -462,19 +514,23 @@ class Cache:
     def prefix(self, tokens: int) -> Cache:
         """The first ``tokens`` tokens of every layer, sharing the packed bytes.
 
-        Raises OutOfBounds when a layer holds fewer.
+        Raises OutOfBounds when a layer does not hold them.
         """
         return self.slice(0, tokens)
 
     def slice(self, start: int, stop: int) -> Cache:
         """Tokens ``[start, stop)`` of every layer, counted from the cache's first, sharing the packed bytes.
 
-        Raises OutOfBounds when a layer holds fewer, and when ``start`` is inside tokens that a codec encoded together.
+        Raises OutOfBounds when a layer does not hold all of them (the whole cache is a slice, whatever its layers hold), and when
+        ``start`` is inside tokens that a codec encoded together.
         """
+        if not 0 <= start <= stop <= self.tokens:
+            raise OutOfBounds(f"tokens {start} to {stop} were asked of a cache of {self.tokens}")
         layers = []
         for number, layer in enumerate(self.layers):
-            if not 0 <= start <= stop <= layer.tokens:
-                raise OutOfBounds(f"tokens {start} to {stop} were asked of layers[{number}], which holds {layer.tokens}")
+            whole = (start, stop) == (0, self.tokens) and layer.seen == stop
+            if layer.sides and not whole and not layer.skipped <= start <= stop <= layer.seen:
+                raise OutOfBounds(f"tokens {start} to {stop} were asked of layers[{number}], {self._held(number, start, stop)}")
             try:
                 layers.append(layer.slice(start, stop))
             except OutOfBounds as error:
@@ -497,15 +553,27 @@ class Cache:
                 raise OutOfBounds(f"layers[{number}]: {error}") from None
         return replace(self, layers=tuple(layers))
 
+    def _held(self, number: int, start: int, stop: int) -> str:
+        if not self.layers[number].skipped:
+            return f"which holds {self.layers[number].tokens}"
+        first, last = self.positions(number)
+        return f"which holds positions {first} to {last} alone, not {self.start + start} to {self.start + stop}"
+
     def append(self, pairs: Sequence[Pair]) -> Cache:
         """Add one (k, v) of new tokens a layer; what is packed stays as it is.
 
-        Raises InvalidShape, InvalidDtype, NonFinite or OutOfRange; the cache itself never changes.
+        Raises InvalidShape, InvalidDtype, NonFinite or OutOfRange, NotConsecutive when a layer ends before the cache does; the cache
+        itself never changes.
         """
         if len(pairs) != len(self):
             raise InvalidShape(f"{len(pairs)} layers were appended to a cache of {len(self)}")
-        layers = [layer.append(k, v, f"layers[{i}]") for i, (layer, (k, v)) in enumerate(zip(self.layers, pairs, strict=True))]
-        return replace(self, layers=tuple(layers))
+        self.check_ends()
+        layers = tuple(layer.append(k, v, f"layers[{i}]") for i, (layer, (k, v)) in enumerate(zip(self.layers, pairs, strict=True)))
+        added = {layer.seen - self.tokens: number for number, layer in reversed([*enumerate(layers)]) if layer.sides}
+        if len(added) > 1:
+            counts = " and ".join(f"layers[{number}] {count}" for count, number in sorted(added.items(), key=operator.itemgetter(1)))
+            raise InvalidShape(f"every layer gets the same tokens; {counts} were appended")
+        return replace(self, layers=layers)
 
     def convert(self, recipe: str | os.PathLike[str] | Recipe, *, progress: Progress | None = None) -> Cache:
         """The cache in another recipe (as ``pack`` takes it). A side whose codec and window stay is not touched.
@@ -523,29 +591,31 @@ class Cache:
 
     def to(self, device: torch.device | str) -> Cache:
         """The cache with every buffer on ``device``."""
-        layers = [Layer(layer.k.to(device) if layer.k else None, layer.v.to(device) if layer.v else None) for layer in self.layers]
-        return replace(self, layers=tuple(layers))
+        return replace(self, layers=tuple(layer.to(device) for layer in self.layers))
 
 
 def concat(caches: Sequence[Cache]) -> Cache:
     """Join caches of consecutive tokens; packed bytes are shared, nothing is encoded.
 
-    Raises NotConsecutive when they differ in model or layers, leave a gap, or a codec or shape changes.
+    Raises NotConsecutive when they differ in model or layers, leave a gap in a layer, or a codec or shape changes.
     """
     if not caches:
         raise NotConsecutive("concat of no caches: at least one is needed")
     first, tokens = caches[0], [cache.tokens for cache in caches]
     stop, model = first.start + tokens[0], dict(first.model)
+    if len(caches) > 1:
+        first.check_ends()
     for other, count in zip(caches[1:], tokens[1:], strict=True):
         if stop != other.start:
             raise NotConsecutive(f"tokens {first.start} to {stop} are followed by tokens {other.start} to {other.start + count}")
         if model != dict(other.model) or len(first) != len(other):
             raise NotConsecutive(f"a cache of {len(first)} layers of {model} is followed by {len(other)} layers of {dict(other.model)}")
+        other.check_ends()
         for number, layer in enumerate(other):
-            if layer.sides and layer.tokens != count:
+            if layer.skipped:
                 raise NotConsecutive(
-                    f"layers[{number}] of the cache from token {other.start} holds {layer.tokens} of its {count} tokens: "
-                    "those before them would be missing in between"
+                    f"layers[{number}] of the cache from token {other.start} holds {layer.tokens} of its {count} tokens, "
+                    f"positions {other.start + layer.skipped} to {other.stop}: those before them would be missing in between"
                 )
         stop += count
     layers = tuple(_joined_layers(number, [cache.layers[number] for cache in caches]) for number in range(len(first)))
@@ -560,7 +630,7 @@ def _joined_layers(number: int, layers: Sequence[Layer]) -> Layer:
             raise NotConsecutive(f"layers[{number}] has the sides {list(first.sides)}, then {list(second.sides)}")
     try:
         k, v = [layer.k for layer in layers if layer.k], [layer.v for layer in layers if layer.v]
-        return Layer(k[0].concat(*k[1:]) if k else None, v[0].concat(*v[1:]) if v else None)
+        return replace(layers[0], k=k[0].concat(*k[1:]) if k else None, v=v[0].concat(*v[1:]) if v else None)
     except NotConsecutive as error:
         raise NotConsecutive(f"layers[{number}]: {error}") from None
 

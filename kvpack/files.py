@@ -10,6 +10,7 @@ import torch
 from . import container
 from .cache import Cache, Layer, Page, Side
 from .encoding import RAW_DTYPES, TORCH_DTYPES
+from .formats.errors import InvalidParameter
 from .formats.raw import DTYPES
 from .header import Contents, LayerEntry, SideEntry
 from .modes import own_modes
@@ -91,7 +92,9 @@ def read(file: container.File, *, check_values: bool = True) -> Cache:
 def _contents(cache: Cache) -> Contents:
     codecs: dict[Codec, int] = {}
     layers = []
-    for layer in cache.layers:
+    for number, layer in enumerate(cache.layers):
+        if layer.skipped:
+            raise InvalidParameter(f"layers[{number}] starts at position {cache.positions(number)[0]}, the cache at {cache.start}")
         entries = {name: _entry(side, codecs.setdefault(side.codec, len(codecs))) for name, side in layer.sides.items()}
         layers.append(LayerEntry(entries.get("k"), entries.get("v")))
     return Contents(codecs=tuple(codecs), layers=tuple(layers), model=dict(cache.model), recipe=cache.recipe, start=cache.start)

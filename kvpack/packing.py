@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.formats.errors import InvalidDtype, InvalidHeader, InvalidParameter, InvalidShape, LimitExceeded
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidShape, LimitExceeded
 
 from .cache import Cache, Layer, Page, Pair, Side, check_tensor
 from .checks import check_integer, check_names, check_string
+from .dense_states import dense_states
 from .encoding import check_finite, encode, raw_values
 from .limits import MAX_TOKENS
 from .modes import own_modes
@@ -48,14 +49,14 @@ def pack(
     except (InvalidHeader, LimitExceeded) as error:
         raise InvalidParameter(str(error)) from None
     _check_length(recipe)
-    pairs = _pairs(past_key_values)
-    recipe.check_layers(len(pairs))
+    states = dense_states(past_key_values)
+    recipe.check_layers(len(states))
     layers = []
-    for number, pair in enumerate(pairs):
-        _check_pair(pair, f"layers[{number}]")
-        layers.append(Layer(*(_pack_side(x, recipe, number, len(pairs), side) for x, side in zip(pair, "kv", strict=True))))
+    for number, (k, v, skipped) in enumerate(states):
+        _check_pair((k, v), f"layers[{number}]")
+        layers.append(Layer(*(_pack_side(x, recipe, number, len(states), side) for x, side in ((k, "k"), (v, "v"))), skipped=skipped))
         if progress:
-            progress(number + 1, len(pairs))
+            progress(number + 1, len(states))
     return Cache(tuple(layers), recipe.text, MappingProxyType(model), start)
 
 
@@ -82,7 +83,7 @@ def convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, progress: Pro
                 packed = _pack_side(side.unpack(torch.float32), recipe, number, len(cache), name)
                 assert packed is not None
                 sides.append(replace(packed, tail=raw_values(packed.tail, side.tail.dtype, f"layers[{number}].{name}")))
-        layers.append(Layer(*sides))
+        layers.append(replace(layer, k=sides[0], v=sides[1]))
         if progress:
             progress(number + 1, len(cache))
     return replace(cache, layers=tuple(layers), recipe=recipe.text)
@@ -126,34 +127,6 @@ def _pack_side(x: torch.Tensor | None, recipe: Recipe, layer: int, layers: int, 
             check_finite(x[:, :, packed:], packed, where)
         pages = (Page(codec, packed, encode(codec, x[:, :, :packed], where)),) if packed else ()
         return Side(codec, pages, x[:, :, packed:].clone(), recipe.window)
-
-
-def _pairs(past: Any) -> list[Pair]:
-    """(k, v) a layer from whatever a caller may hold."""
-    if isinstance(past, Cache) or isinstance(getattr(past, "packed", None), Cache):
-        raise InvalidDtype(f"a {type(past).__name__} is packed already: Cache.convert gives it another recipe")
-    if hasattr(past, "layers") and not isinstance(past, torch.Tensor):
-        return [_states(layer, f"layers[{number}]") for number, layer in enumerate(past.layers)]
-    if isinstance(past, (list, tuple)):
-        if len(past) == 2 and all(x is None or isinstance(x, torch.Tensor) for x in past):
-            return [(past[0], past[1])]
-        if all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in past):
-            return [(pair[0], pair[1]) for pair in past]
-    raise InvalidDtype(f"a {type(past).__name__} is not a KV cache: give a transformers Cache, a list of (k, v), or one (k, v)")
-
-
-def _states(layer: Any, where: str) -> Pair:
-    """The (k, v) of a transformers cache layer: of a static one, the part that is filled."""
-    k, v = getattr(layer, "keys", None), getattr(layer, "values", None)
-    if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor) or k.dim() != 4 or not hasattr(layer, "get_seq_length"):
-        return k, v
-    seen, held = int(layer.get_seq_length()), k.shape[2]
-    if seen > held and not getattr(layer, "is_sliding", False):
-        raise InvalidShape(
-            f"{where}: a {type(layer).__name__} that has seen {seen} tokens holds the keys of {held}; "
-            "pack a cache that holds all, as DynamicCache does"
-        )
-    return k[:, :, :seen], v[:, :, :seen]
 
 
 def _check_pair(pair: Pair, where: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -135,11 +135,11 @@ def test_concat_refuses_what_does_not_continue() -> None:
 
 def test_concat_refuses_a_layer_without_its_oldest_tokens() -> None:
     pairs = random_pairs(2, 64)
-    newest = [pairs[0], tuple(x[:, :, 40:] for x in pairs[1])]
-    first, second = (kvpack.pack(given, "kivi-2", start=start) for given, start in ((newest, 0), (pairs, 64)))
-    assert [layer.tokens for layer in kvpack.concat([first, second])] == [128, 88]
+    short = kvpack.pack([pairs[0], tuple(x[:, :, 40:] for x in pairs[1])], "kivi-2")
+    first = replace(short, layers=(short[0], replace(short[1], skipped=40)))
+    assert [layer.tokens for layer in kvpack.concat([first, kvpack.pack(pairs, "kivi-2", start=64)])] == [128, 88]
     with pytest.raises(NotConsecutive, match=r"layers\[1\] of the cache from token 64 holds 24 of its 64 tokens"):
-        kvpack.concat([first, kvpack.pack(newest, "kivi-2", start=64)])
+        kvpack.concat([first, replace(first, start=64)])
 
 
 def test_caches_compare_by_identity_and_copy_as_themselves() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from transformers import (
 
 from kvpack.attention import attend
 from kvpack.cache import Cache, Layer
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.integrations.transformers import attention as packed_attention
 from kvpack.packing import pack
@@ -179,10 +180,17 @@ def test_sliding_window_and_softcap(tokens: int) -> None:
 
 def test_a_layer_without_its_oldest_tokens_needs_a_window() -> None:
     model = small_model()
-    pairs = [layer.unpack(torch.float32) for layer in pack(prefill(model, token_ids(1, 30)), "bf16")]
-    pairs[1] = (pairs[1][0][:, :, 10:], pairs[1][1][:, :, 10:])
+    packed = pack(prefill(model, token_ids(1, 30)), "bf16")
+    newest = replace(packed[1], k=packed[1].k.slice(10, 30), v=packed[1].v.slice(10, 30), skipped=10)
     with pytest.raises(InvalidShape, match="newest 20 of its earlier tokens"):
-        model(token_ids(1, 2), past_key_values=KvpackCache(pack(pairs, "bf16")))
+        model(token_ids(1, 2), past_key_values=KvpackCache(replace(packed, layers=(packed[0], newest))))
+
+
+def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
+    pairs = [layer.unpack(torch.float32) for layer in pack(prefill(small_model(), token_ids(1, 30)), "bf16")]
+    pairs[1] = (pairs[1][0][:, :, 10:], pairs[1][1][:, :, 10:])
+    with pytest.raises(NotConsecutive, match=r"layers\[1\] ends at position 20 and the cache at 30"):
+        KvpackCache(pack(pairs, "bf16"))
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 23])

@@ -35,12 +35,13 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     """A transformers cache over a packed one: new tokens are appended packed, old ones are never unpacked.
 
     Give the model the token ids that follow the cache, or give ``generate`` all of them. Raises
-    InvalidParameter when the packed tokens do not start at position 0.
+    InvalidParameter when the packed tokens do not start at position 0, NotConsecutive when a layer ends before the others.
     """
 
     def __init__(self, cache: Cache) -> None:
         if cache.start:
             raise InvalidParameter(f"the cache starts at position {cache.start}; a model continues a cache that starts at position 0")
+        cache.check_ends()
         super().__init__(layers=[PackedLayer(layer, cache.tokens) for layer in cache])
         self._packed = cache
 
@@ -105,11 +106,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         held = self.packed.tokens
         if not 0 <= removed <= held:
             raise OutOfBounds(f"crop({tokens_to_remove}) of a layer that holds {held} tokens; allowed are -{held} to 0")
-        self.packed = self.packed.prefix(held - removed)
+        self.packed = self.packed.crop(removed)
         self.seen -= removed
 
     def reset(self) -> None:
-        self.crop(-self.packed.tokens)
+        self.packed = replace(self.packed.crop(self.packed.tokens), skipped=0)
         self.seen = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

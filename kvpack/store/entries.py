@@ -119,8 +119,9 @@ class Reader:
         cache = files.read(file, check_values=self.check_values)
         begin = min((place.begin for place in file.front.places.values()), default=0)
         _check_payload(named, xxhash.xxh3_128_digest(view[len(file.front.text) + begin :]), where)
-        if any(layer.tokens != self.chunk for layer in cache if layer.sides):
-            raise InvalidHeader(f"{where}: holds {[layer.tokens for layer in cache]} tokens, expected {self.chunk} a layer")
+        if any((layer.skipped, layer.tokens) != (0, self.chunk) for layer in cache if layer.sides):
+            held = [cache.positions(number) for number in range(len(cache))]
+            raise InvalidHeader(f"{where}: its layers hold the positions {held}, expected {(start, start + self.chunk)}")
         if not self.check_values:
             shape = Shape.of(file, FEATURE, cache)
             if shape is not None and len(self._shapes) < _SHAPES:

@@ -34,8 +34,10 @@ def check_cache(cache: Any, identity: Identity) -> None:
             if side.batch != 1:
                 raise InvalidParameter(f"layers[{number}].{name} holds {side.batch} sequences, a prefix is one")
         if layer.sides and layer.tokens != cache.tokens:
+            first, last = cache.positions(number)
             raise InvalidParameter(
-                f"layers[{number}] holds {layer.tokens} of {cache.tokens} tokens: a prefix needs all, and a sliding window drops some"
+                f"layers[{number}] holds {layer.tokens} of {cache.tokens} tokens, positions {first} to {last}: "
+                "a prefix needs all, and a sliding window drops some"
             )
 
 

@@ -1,0 +1,118 @@
+"""Each layer knows which positions it holds, from a model's cache to a file and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.cache import Layer
+from kvpack.formats.errors import InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
+
+from caches import dense, random_pairs  # isort: skip
+
+
+def sliding(tokens: int = 70, held: int = 22, *, start: int = 5, recipe: str = "kivi-2") -> kvpack.Cache:
+    """A cache of three layers; the second holds the newest ``held`` tokens alone."""
+    pairs = random_pairs(3, tokens)
+    full = kvpack.pack(pairs, recipe, start=start)
+    newest = kvpack.pack([tuple(x[:, :, tokens - held :] for x in pairs[1])], recipe)[0]
+    return replace(full, layers=(full[0], replace(newest, skipped=tokens - held), full[2]))
+
+
+def test_a_cache_spans_what_its_layers_have_seen() -> None:
+    cache = sliding()
+    assert (cache.tokens, cache.start, cache.stop) == (70, 5, 75)
+    assert [(layer.skipped, layer.tokens, layer.seen) for layer in cache] == [(0, 70, 70), (48, 22, 70), (0, 70, 70)]
+    assert [cache.positions(number) for number in range(3)] == [(5, 75), (53, 75), (5, 75)]
+    alone = replace(cache, layers=cache.layers[1:2])
+    assert (alone.tokens, alone.stop) == (70, 75), "a cache whose layers all slide spans what they have seen"
+    assert repr(alone) == "Cache('kivi-2', 1 layers, tokens 5 to 75, some layers 53 to 75, model {})"
+
+
+@pytest.mark.parametrize(("sides", "skipped"), [(1, -1), (0, 1)], ids=["negative", "without sides"])
+def test_a_count_that_no_layer_has_is_refused(sides: int, skipped: int) -> None:
+    side = sliding()[0].k
+    with pytest.raises(InvalidParameter, match=f"skipped is {skipped}"):
+        Layer(side if sides else None, None, skipped=skipped)
+
+
+def test_the_whole_cache_is_a_slice_of_itself() -> None:
+    cache = sliding()
+    for whole in (cache.prefix(70), cache[:, :], cache[:, :70]):
+        assert [layer.skipped for layer in whole] == [0, 48, 0]
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(dense(whole), dense(cache), strict=True))
+
+
+def test_tokens_that_every_layer_holds_are_a_cache_of_their_own() -> None:
+    cache = sliding(recipe="bf16")
+    cut = cache[:, 50:65]
+    assert (cut.start, cut.stop, [layer.skipped for layer in cut]) == (55, 70, [0, 0, 0])
+    for mine, pair in zip(cut, random_pairs(3, 70), strict=True):
+        assert torch.equal(mine.unpack()[0], pair[0][:, :, 50:65])
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 69), (0, 48), (0, 0), (10, 70), (47, 48), (10, 20)])
+def test_tokens_that_a_layer_skipped_are_not_sliced(start: int, stop: int) -> None:
+    message = rf"tokens {start} to {stop} were asked of layers\[1\], which holds positions 53 to 75 alone, not {5 + start} to {5 + stop}"
+    with pytest.raises(OutOfBounds, match=message):
+        sliding(recipe="bf16")[:, start:stop]
+    with pytest.raises(OutOfBounds, match=f"tokens {start} to {stop} were asked of a layer that holds tokens 48 to 70"):
+        sliding()[1].slice(start, stop)
+
+
+def test_slices_lie_within_the_cache() -> None:
+    for start, stop in ((0, 71), (-1, 3), (8, 3)):
+        with pytest.raises(OutOfBounds, match=f"tokens {start} to {stop} were asked of a cache of 70"):
+            sliding().slice(start, stop)
+
+
+def test_a_layer_without_sides_is_in_every_slice() -> None:
+    cache = replace(sliding(), layers=(*sliding().layers[:1], Layer(None, None)))
+    assert [layer.tokens for layer in cache[:, 32:40]] == [8, 0]
+    assert cache[:, 32:40].append([*random_pairs(1, 3), (None, None)]).tokens == 11
+
+
+def test_every_change_of_a_cache_keeps_what_layers_skipped() -> None:
+    cache = sliding()
+    pairs = random_pairs(3, 4, seed=1)
+    for changed, seen in (
+        (cache.append(pairs), 74),
+        (cache.convert("octopus-3"), 70),
+        (cache.convert("kivi-2;tail=32"), 70),
+        (cache.to("cpu"), 70),
+        (kvpack.concat([cache]), 70),
+        (kvpack.concat([cache, kvpack.pack(pairs, "kivi-2", start=75)]), 74),
+    ):
+        assert [(layer.skipped, layer.seen) for layer in changed] == [(0, seen), (48, seen), (0, seen)]
+        assert (changed.start, changed.stop) == (5, 5 + seen)
+    assert [(cache[1].crop(count).skipped, cache[1].crop(count).tokens) for count in (0, 3, 22)] == [(48, 22), (48, 19), (48, 0)]
+    with pytest.raises(OutOfBounds, match="23 tokens are to be dropped of a layer that holds 22"):
+        cache[1].crop(23)
+
+
+def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
+    cache = sliding()
+    short = replace(cache, layers=(cache[0], replace(cache[1], skipped=40), cache[2]))
+    message = r"layers\[1\] ends at position 67 and the cache at 75"
+    pairs = random_pairs(3, 4, seed=1)
+    with pytest.raises(NotConsecutive, match=message):
+        short.append(pairs)
+    following = kvpack.pack(pairs, "kivi-2", start=75)
+    with pytest.raises(NotConsecutive, match=message):
+        kvpack.concat([short, following])
+    with pytest.raises(NotConsecutive, match=message):
+        kvpack.concat([kvpack.pack(random_pairs(3, 5), "kivi-2"), short])
+
+
+def test_layers_get_the_same_tokens() -> None:
+    pairs = random_pairs(3, 4)
+    with pytest.raises(InvalidShape, match=r"every layer gets the same tokens; layers\[0\] 4 and layers\[2\] 3 were appended"):
+        sliding().append([pairs[0], pairs[1], tuple(x[:, :, :3] for x in pairs[2])])
+
+
+def test_a_cache_that_skipped_tokens_follows_no_other() -> None:
+    with pytest.raises(NotConsecutive, match=r"layers\[1\] of the cache from token 5 holds 22 of its 70 tokens, positions 53 to 75: those"):
+        kvpack.concat([kvpack.pack(random_pairs(3, 5), "kivi-2"), sliding()])

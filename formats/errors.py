@@ -5,6 +5,9 @@ The command line prints the same message and exits with the class's ``exit_code`
 1 the file is refused, 2 the request is wrong, 3 the system refused (disk, permissions).
 """
 
+import errno
+import os
+
 
 class KvpackError(Exception):
     """Base of every error that kvpack raises on purpose."""
@@ -12,10 +15,24 @@ class KvpackError(Exception):
     exit_code = 1
 
 
-class MissingFile(KvpackError):
-    """The path does not exist or is not a regular file."""
+class MissingFile(KvpackError, FileNotFoundError):
+    """The path does not exist, cannot be opened or is not a regular file.
+
+    ``filename`` is the path and ``errno`` the system's reason, where they are known.
+    """
 
     exit_code = 3
+
+    def __init__(self, message: str = "", *, filename: str | None = None, number: int = errno.ENOENT) -> None:
+        super().__init__(message)
+        self.errno, self.strerror, self.filename = number, os.strerror(number), filename
+
+    def __str__(self) -> str:
+        # OSError would write its own message of the three attributes.
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _missing_file, (self.args[0], self.filename, self.errno)
 
 
 class WriteFailed(KvpackError):
@@ -106,3 +123,7 @@ class NotConsecutive(KvpackError):
     """Pages that do not continue one another, or differ in model, layers or codec."""
 
     exit_code = 2
+
+
+def _missing_file(message: str, filename: str | None, number: int) -> MissingFile:
+    return MissingFile(message, filename=filename, number=number)

@@ -8,16 +8,16 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import stat
 from typing import TYPE_CHECKING, Any, Self
 
 import xxhash
 
 from .atomic import write_file
-from .formats.errors import InvalidParameter, InvalidPayload, InvalidShape, KvpackError, LimitExceeded, MissingFile, OutOfBounds
+from .formats.errors import InvalidParameter, InvalidPayload, InvalidShape, KvpackError, LimitExceeded, OutOfBounds
 from .formats.lazy import numpy
 from .header import DIGEST_BYTES, Contents, Header, TensorEntry, layout_bytes
 from .json_header import check_digest, make_front, read_front
+from .user_files import could_not_open, open_regular, path_text
 from .zstd import compressed, decompressed
 
 if TYPE_CHECKING:
@@ -88,22 +88,17 @@ def open_file(path: str | os.PathLike[str], *, max_bytes: int | None = None) -> 
     ``max_bytes`` limits both the file and what its tensors take when decoded. Order: spec/container.md, Reading.
     Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded.
     """
-    where = os.fsdecode(path)
+    where = path_text(path)
+    descriptor = open_regular(where)
     try:
-        # Without O_NONBLOCK, opening a FIFO waits for a writer.
-        descriptor = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise MissingFile(f"{where}: is a {_kind(status.st_mode)}, expected a regular file")
-            _check_limit(where, status.st_size, max_bytes, "has")
-            # A private mapping is writable, as tensors are, and never changes the file. An empty file cannot be mapped.
-            data = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY) if status.st_size else b""
-        finally:
-            os.close(descriptor)
+        size = os.fstat(descriptor).st_size
+        _check_limit(where, size, max_bytes, "has")
+        # A private mapping is writable, as tensors are, and never changes the file. An empty file cannot be mapped.
+        data = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY) if size else b""
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise MissingFile(f"{where}: could not be opened: {reason or error}") from None
+        raise could_not_open(where, error) from None
+    finally:
+        os.close(descriptor)
     return File(data, where, max_bytes)
 
 
@@ -216,11 +211,6 @@ def _flat(name: str, array: Any) -> memoryview:
 def _check_limit(where: str, size: int, max_bytes: int | None, what: str) -> None:
     if max_bytes is not None and size > max_bytes:
         raise LimitExceeded(f"{where}: {what} {size} bytes, max_bytes is {max_bytes}")
-
-
-def _kind(mode: int) -> str:
-    kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
-    return kinds.get(stat.S_IFMT(mode), "device")
 
 
 @contextlib.contextmanager

@@ -12,10 +12,11 @@ a recipe: it holds a ``/``, ends in ``.txt`` or is the name of a file. A preset'
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvpack.formats.errors import InvalidRecipe, MissingFile
+from kvpack.formats.errors import InvalidParameter, InvalidRecipe, LimitExceeded
+
+from .user_files import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -44,19 +45,9 @@ def read_clauses(path: str) -> list[tuple[int, str]]:
     Raises MissingFile, or InvalidRecipe for a file that is too large, not UTF-8 or without a clause.
     """
     try:
-        if not os.path.isfile(path):
-            os.stat(path)
-            raise MissingFile(f"{path}: is not a regular file, expected a recipe file")
-        with Path(path).open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise MissingFile(f"{path}: the recipe file could not be opened: {getattr(error, 'strerror', None) or error}") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise InvalidRecipe(f"{path}: has more than {MAX_FILE_BYTES} bytes, which a recipe file may have")
-    try:
-        lines = data.decode("utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise InvalidRecipe(f"{path}: the byte at {error.start} is not UTF-8: a recipe file is text") from None
+        lines = read_text(path, MAX_FILE_BYTES, "a recipe file").splitlines()
+    except (LimitExceeded, InvalidParameter) as error:
+        raise InvalidRecipe(str(error)) from None
     clauses = [(number, clause.strip()) for number, line in enumerate(lines, 1) for clause in line.partition("#")[0].split(";")]
     found = [(number, clause) for number, clause in clauses if clause]
     if not found:

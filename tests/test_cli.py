@@ -385,7 +385,7 @@ def test_bench_io(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--synthetic", "2x3"], 2, "--synthetic is '2x3', expected layers x batch x heads x tokens x dim"),
         (["--synthetic", "1x1x1x32x64", "--repeats", "0"], 2, "--repeats is 0, allowed are integers from 1"),
         (["--model", "/nowhere"], 3, "/nowhere: has no config.json"),
-        (["--text", "/nowhere"], 3, "/nowhere: could not be opened: No such file or directory"),
+        (["--text", "/nowhere"], 3, "/nowhere: could not be opened as a text: No such file or directory"),
     ],
     ids=["shape", "repeats", "model", "text"],
 )

@@ -454,7 +454,7 @@ def test_paths_that_hold_no_file(tmp_path: Path) -> None:
             tmp_path / "missing": "could not be opened: No such file or directory",
             tmp_path: "is a folder, expected a regular file",
             tmp_path / "fifo": "is a FIFO, expected a regular file",
-            tmp_path / "socket": "could not be opened: No such device or address",
+            tmp_path / "socket": "is a socket, expected a regular file",
             "/dev/null": "is a device, expected a regular file",
             "a\0b": "could not be opened: embedded null byte",
         }.items():

@@ -106,15 +106,15 @@ def test_a_refusal_of_an_added_clause(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["@none.txt", "none.txt", "no/such", "@", "@a\0b", Path("none")], ids=repr)
 def test_a_file_that_is_not_there(folder: Path, name: str | Path) -> None:
-    with pytest.raises(MissingFile, match="the recipe file could not be opened"):
+    with pytest.raises(MissingFile, match="could not be opened as a recipe file: "):
         parse_recipe(name)
 
 
 def test_what_is_no_regular_file(folder: Path) -> None:
     os.mkfifo(folder / "pipe.txt")
     (folder / "folder.txt").mkdir()
-    for name in ("pipe.txt", "folder.txt"):
-        with pytest.raises(MissingFile, match=f"{name}: is not a regular file"):
+    for name, kind in (("pipe.txt", "a FIFO"), ("folder.txt", "a folder")):
+        with pytest.raises(MissingFile, match=f"{name}: is {kind}, expected a recipe file"):
             parse_recipe(name)
 
 

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.demo import BOS, demo_text, transformers_library
-from kvpack.formats.errors import InvalidParameter, MissingFile
+from kvpack.formats.errors import InvalidParameter
+from kvpack.user_files import read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+MAX_TEXT_BYTES = 2**30
+"""Bytes of a text."""
 
 OUTLIER_PAIRS = 2
 """RoPE channel pairs of every KV head that the twin scales."""
@@ -47,13 +51,10 @@ def vocabulary(model: Any) -> int:
 def read_text(path: str | None, folder: Path, ids_below: int) -> Text:
     """The file ``path``, or the demo's text, as ids of the model in ``folder``, which takes ``ids_below`` ids.
 
-    Raises MissingFile, or InvalidParameter when the folder has no tokenizer and the model cannot take bytes.
+    Raises MissingFile, LimitExceeded, or InvalidParameter when the folder has no tokenizer and the model cannot take bytes.
     """
     name = path or "the demo's text"
-    try:
-        data = demo_text() if path is None else Path(path).read_bytes()
-    except OSError as error:
-        raise MissingFile(f"{path}: could not be opened: {error.strerror}") from None
+    data = demo_text() if path is None else read_bytes(path, MAX_TEXT_BYTES, "a text")
     if any((folder / file).exists() for file in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         tokenizer = transformers_library().AutoTokenizer.from_pretrained(folder)
         ids = tokenizer(data.decode(errors="replace"))["input_ids"]

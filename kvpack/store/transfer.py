@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from kvpack.formats.errors import InvalidParameter, MissingFile
 
 from .. import container
 from ..limits import MAX_BINARY_BYTES
+from ..user_files import read_json
 from .encryption import in_clear
 from .identity import Identity
 from .keys import ID_BYTES, token_bytes
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 FEATURE = "token-ids"
 """Begins the names of the ignorable features that hold an exported prefix's token ids: token-ids.0, token-ids.1 and so on."""
+
+MAX_TOKENS_BYTES = 2**26
+"""Bytes of a JSON file of token ids."""
 
 
 def export_prefix(
@@ -66,13 +69,11 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str)
         if not data or len(data) % ID_BYTES:
             raise InvalidParameter(f"{file.where}: holds no token ids; give them as a JSON array with --tokens")
     else:
+        given = read_json(tokens, MAX_TOKENS_BYTES, "a JSON array of token ids")
         try:
-            with open(tokens, encoding="utf-8") as text:
-                data = token_bytes(json.load(text))
-        except OSError as error:
-            raise MissingFile(f"{tokens}: could not be read: {error.strerror or error}") from None
-        except ValueError as error:
-            raise InvalidParameter(f"{tokens}: is no JSON array of token ids: {error}") from None
+            data = token_bytes(given)
+        except InvalidParameter as error:
+            raise InvalidParameter(f"{tokens}: is not a JSON array of token ids: {error}") from None
     fields = {"model": model.get("name", ""), **{name: model.get(name, "") for name in ("weights", "adapter", "rope", "dtype")}}
     ids = memoryview(data).cast("I").tolist()
     return Identity(recipe=header.recipe, tenant=tenant, **fields), ids, files.read(file)

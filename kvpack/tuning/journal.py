@@ -6,14 +6,14 @@ import json
 import math
 import os
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 import kvpack
 from kvpack.atomic import write_file
-from kvpack.formats.errors import InvalidParameter, MissingFile
+from kvpack.formats.errors import InvalidParameter
+from kvpack.user_files import read_json
 
 from .measurement import Loss
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 EVERY = 16
 """Recipes after which the file is written again."""
+
+MAX_JOURNAL_BYTES = 2**26
+"""Bytes of the file."""
 
 _FORMAT = "kvpack measurements"
 
@@ -76,10 +79,8 @@ def open_journal(path: str | None, exact: Sequence[Exact]) -> Journal:
     if path is None or not os.path.lexists(path):
         return made
     try:
-        content = json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise MissingFile(f"{path}: could not be opened: {error.strerror}") from None
-    except (ValueError, RecursionError):
+        content = read_json(path, MAX_JOURNAL_BYTES, "a file of measurements")
+    except InvalidParameter:
         content = None
     if not isinstance(content, dict) or content.get("format") != _FORMAT or not isinstance(content.get("losses"), dict):
         raise InvalidParameter(f"{path}: holds no measurements of kvpack tune; give a new file's name or remove it")

@@ -460,7 +460,7 @@ ENTRY = TensorEntry("0.k.values", "F16", (1,), "none", 2, bytes(16))
             r"kvpack.header has 8\d{6} bytes, allowed are at most 8388608",
         ),
     ],
-    ids=["codecs", "layers", "names", "binary", "tensors", "runs", "header"],
+    ids=["codecs", "required", "layers", "names", "binary", "tensors", "runs", "header"],
 )
 def test_writers_keep_the_limits(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(LimitExceeded, match=message):

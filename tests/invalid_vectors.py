@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Invalid:
-    """What is wrong with a vector, the rule that it breaks, the class of error, and its bytes."""
+    """What is wrong with a vector, the rule that it breaks, the class of error, and its bytes.
+
+    ``either``: a reader may decode it, to any values.
+    """
 
     shows: str
     rule: str
     error: str
     make: Callable[[], bytes]
+    either: bool = False
 
 
 INVALID: dict[str, Invalid] = {}
@@ -37,9 +41,9 @@ POLAR = create("polar", 6, b="2.3.1", rotation="none")
 CODECS = {"raw": RAW, "group": GROUP, "octahedral": OCTAHEDRAL, "quaternion": QUATERNION, "angle": ANGLE, "scalar": SCALAR, "polar": POLAR}
 
 
-def add(name: str, rule: str, error: str, shows: str, make: Callable[[], bytes]) -> None:
+def add(name: str, rule: str, error: str, shows: str, make: Callable[[], bytes], *, either: bool = False) -> None:
     assert name not in INVALID
-    INVALID[name] = Invalid(shows, rule, error, make)
+    INVALID[name] = Invalid(shows, rule, error, make, either)
 
 
 def add_header(name: str, rule: str, codec: Codec, path: str, value: Any, shows: str, error: str = "InvalidHeader") -> None:

@@ -75,7 +75,7 @@ def test_the_second_decoder_needs_a_decompressor() -> None:
 
 def test_no_file_that_is_refused_takes_more_memory_than_four_times_itself() -> None:
     """Beyond 8 MiB: what it claims to hold is not allocated before it is checked."""
-    files = {file: (FOLDER / file).read_bytes() for file, line in LINES.items() if "error" in line}
+    files = {file: (FOLDER / file).read_bytes() for file, line in LINES.items() if "error" in line and "either" not in line}
     tracemalloc.start()
     try:
         for name, data in files.items():

@@ -66,7 +66,7 @@ def manifest() -> dict[str, dict[str, Any]]:
 def described(vector: Valid | Invalid) -> dict[str, Any]:
     """What the manifest says of a vector besides its bytes."""
     if isinstance(vector, Invalid):
-        return {"shows": vector.shows, "rules": [vector.rule], "error": vector.error}
+        return {"shows": vector.shows, "rules": [vector.rule], "error": vector.error} | ({"either": True} if vector.either else {})
     return {"shows": vector.shows, "rules": list(vector.rules)}
 
 

@@ -15,7 +15,28 @@ if not Path(__path__[0], "formats").is_dir():
 
 from typing import TYPE_CHECKING, Any
 
-from .formats.errors import KvpackError
+from .errors import (
+    DigestMismatch,
+    InvalidDtype,
+    InvalidHeader,
+    InvalidParameter,
+    InvalidPayload,
+    InvalidRecipe,
+    InvalidShape,
+    KvpackError,
+    LimitExceeded,
+    MissingFile,
+    NonFinite,
+    NotConsecutive,
+    NotKvpack,
+    OutOfBounds,
+    OutOfRange,
+    Truncated,
+    Undecryptable,
+    UnknownCodec,
+    UnsupportedVersion,
+    WriteFailed,
+)
 
 if TYPE_CHECKING:
     from .attention import attend
@@ -47,14 +68,33 @@ _HOMES = {
 __all__ = [
     "PRESETS",
     "Cache",
+    "DigestMismatch",
     "Identity",
+    "InvalidDtype",
+    "InvalidHeader",
+    "InvalidParameter",
+    "InvalidPayload",
+    "InvalidRecipe",
+    "InvalidShape",
     "KvpackError",
     "Layer",
+    "LimitExceeded",
+    "MissingFile",
+    "NonFinite",
+    "NotConsecutive",
+    "NotKvpack",
+    "OutOfBounds",
+    "OutOfRange",
     "Page",
     "Recipe",
     "Side",
     "Store",
     "Tier",
+    "Truncated",
+    "Undecryptable",
+    "UnknownCodec",
+    "UnsupportedVersion",
+    "WriteFailed",
     "attend",
     "concat",
     "load",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from kvpack import KvpackError, __version__
 from kvpack.commands import bench, convert, demo, dense, inspect, recipes, store, tune, verify
@@ -42,29 +43,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        arguments = parser().parse_args(argv)
-        code: int = arguments.run(arguments)
-        sys.stdout.flush()
-    except KvpackError as error:
-        _complain(error)
-        return error.exit_code
+        try:
+            return _run(argv)
+        finally:
+            # Here, and after --help too: what cannot be written is then reported once, not by the interpreter when it exits.
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        _drop_output()
+        _drop(sys.stdout, sys.stderr)
         return BROKEN_PIPE
     except OSError as error:
-        _drop_output()
-        _complain(error)
+        _drop(sys.stdout)
+        with contextlib.suppress(OSError):
+            _complain(str(error))
+        return SYSTEM_REFUSED
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        arguments = parser().parse_args(argv)
+        code: int = arguments.run(arguments)
+    except KvpackError as error:
+        _complain(str(error))
+        return error.exit_code
+    except MemoryError:
+        _complain("there is not enough memory")
         return SYSTEM_REFUSED
     return code
 
 
-def _complain(error: Exception) -> None:
+def _complain(message: str) -> None:
     # Names in a message may be a file's.
-    print("kvpack: " + "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
+    print("kvpack: " + "\n".join(map(printable, message.split("\n"))), file=sys.stderr)
 
 
-def _drop_output() -> None:
+def _drop(*streams: TextIO) -> None:
     """What is still buffered cannot be written: without this, the interpreter tries and reports it again when it exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for stream in streams:
+        with contextlib.suppress(OSError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)

@@ -108,6 +108,29 @@ def test_verify(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [result.get("error") for result in results] == ["DigestMismatch", None, "MissingFile"]
 
 
+def test_the_worst_code_of_several_files(file: Path, tmp_path: Path) -> None:
+    """As diff and grep do: nothing is known of a file that could not be read."""
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes(b"nonsense")
+    for order in ([damaged, tmp_path, file], [tmp_path, file, damaged]):
+        assert run("verify", *order) == 3
+    assert run("verify", file, damaged) == 1
+    assert run("verify", file, file) == 0
+    assert kvpack.errors.WORST_FIRST == (3, 2, 1, 0)
+    for codes, worst in (((), 0), ((0, 1), 1), ((1, 3, 2), 3), ((2, 1), 2)):
+        assert kvpack.errors.worst_exit_code(codes) == worst
+
+
+def test_every_error_is_where_users_look() -> None:
+    classes = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.KvpackError)}
+    assert len(classes) >= 20
+    for name, kind in classes.items():
+        assert getattr(kvpack, name) is getattr(kvpack.errors, name) is kind
+        assert name in kvpack.__all__
+        assert name in kvpack.errors.__all__
+        assert kind.exit_code in kvpack.errors.WORST_FIRST
+
+
 def _bad_files(file: Path) -> dict[str, bytes]:
     data = file.read_bytes()
     newer = data.replace(b'"kvpack":"1 ', b'"kvpack":"2 ', 1)
@@ -286,12 +309,25 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, file: Path, capsys: pytest.Capt
     assert capsys.readouterr().err == ""
 
 
-def test_a_reader_that_leaves(file: Path) -> None:
+PIPED = {
+    "recipes": ["recipes"],
+    "recipes as JSON": ["recipes", "--json"],
+    "inspect": ["inspect", "FILE"],
+    "inspect as JSON": ["inspect", "--json", "FILE"],
+    "verify": ["verify", "FILE"],
+    "store ls": ["store", "ls", "STORE"],
+}
+
+
+@pytest.mark.parametrize("words", PIPED.values(), ids=PIPED)
+def test_a_reader_that_leaves(words: list[str], file: Path, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    names = {"FILE": str(file), "STORE": str(tmp_path / "store")}
     read, write = os.pipe()
     os.close(read)
     # Python ignores SIGPIPE by itself; a shell may hand down either setting.
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvpack", "inspect", "--json", str(file)],
+        [sys.executable, "-m", "kvpack", *(names.get(word, word) for word in words)],
         stdout=write,
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGPIPE, signal.SIG_IGN),
@@ -299,6 +335,24 @@ def test_a_reader_that_leaves(file: Path) -> None:
     os.close(write)
     _, err = process.communicate()
     assert (process.returncode, err) == (141, b"")
+
+
+def test_a_reader_that_leaves_the_complaints(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.Popen([sys.executable, "-m", "kvpack", "verify", str(tmp_path / "none")], stdout=subprocess.PIPE, stderr=write)
+    os.close(write)
+    out, _ = process.communicate()
+    assert (process.returncode, out) == (141, b"")
+
+
+def test_too_little_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("kvpack.container.File.verify", refuse)
+    assert run("verify", file) == 3
+    assert capsys.readouterr().err == "kvpack: there is not enough memory\n"
 
 
 def _closed_streams() -> None:

@@ -148,7 +148,8 @@ def test_public_names_come_from_a_constant_table() -> None:
     module = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     homes = next(node.value for node in module.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES")
     assert all(home.isidentifier() for home in ast.literal_eval(homes).values())
-    assert set(ast.literal_eval(homes)) | {"KvpackError"} == set(kvpack.__all__)
+    classes = {name for name in kvpack.errors.__all__ if isinstance(getattr(kvpack.errors, name), type)}
+    assert set(ast.literal_eval(homes)) | classes == set(kvpack.__all__)
     with pytest.raises(AttributeError, match="module 'kvpack' has no attribute 'os'"):
         kvpack.__getattr__("os")
 

@@ -46,8 +46,10 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_row(*map(Text, row))
     console = Console()
     console.width = console.measure(table, options=console.options.update(width=1000)).maximum
-    print(f"\n{title}")
-    console.print(table)
+    # Printed here: on a closed pipe, rich would end the process with another code than the command line's.
+    with console.capture() as capture:
+        console.print(table)
+    print(f"\n{title}\n{capture.get()}", end="")
 
 
 @contextlib.contextmanager

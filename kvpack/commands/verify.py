@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kvpack import KvpackError
+from kvpack.errors import KvpackError, worst_exit_code
 
 from .output import add_json, print_json, progress
 
@@ -22,10 +22,10 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify all files, and return the highest exit code among those that are refused."""
+    """Verify all files, and return the worst exit code of those that are refused (``kvpack.errors``)."""
     from kvpack.container import open_file
 
-    code, results = 0, []
+    codes, results = [], []
     for path in arguments.files:
         try:
             with progress(path, arguments) as callback, open_file(path) as file:
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
                 results.append({"file": path, "ok": True, "bytes": file.size})
                 line = f"{path}: {file.size:,} bytes, {len(file.header.layers)} layers, all checked"
         except KvpackError as error:
-            code = max(code, error.exit_code)
+            codes.append(error.exit_code)
             results.append({"file": path, "ok": False, "error": type(error).__name__, "message": str(error)})
             print(f"kvpack: {error}", file=sys.stderr)
             continue
@@ -41,4 +41,4 @@ def run(arguments: argparse.Namespace) -> int:
             print(line)
     if arguments.json:
         print_json(results)
-    return code
+    return worst_exit_code(codes)

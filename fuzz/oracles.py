@@ -111,6 +111,7 @@ def compare_header(data: bytes) -> None:
     except decoder.Refused as refusal:
         rule = refusal
     else:
+        assert error is not None or list(parse_header(data).starts) == file.starts, "the positions of layers differ"
         json_header, laid = decoder.json_header(data, file.tensors), decoder.places(len(data), file.tensors)
         end = 8 + len(json_header) + (laid[-1].end if laid else len(data))
         # Of these a reader of whole files learns from the file, which is not there.

@@ -10,9 +10,9 @@ import torch
 from . import container
 from .cache import Cache, Layer, Page, Side
 from .encoding import RAW_DTYPES, TORCH_DTYPES
-from .formats.errors import InvalidParameter
 from .formats.raw import DTYPES
 from .header import Contents, LayerEntry, SideEntry
+from .layer_positions import features_of
 from .modes import own_modes
 
 if TYPE_CHECKING:
@@ -85,19 +85,26 @@ def read(file: container.File, *, check_values: bool = True) -> Cache:
     with own_modes(torch.device("cpu")):
         for number, layer in enumerate(header.layers):
             sides = {name: _side(header, entry, file.read_side(number, name, check_values=check_values)) for name, entry in layer.sides()}
-            layers.append(Layer(sides.get("k"), sides.get("v")))
+            layers.append(Layer(sides.get("k"), sides.get("v"), skipped=header.starts[number] - header.start))
     return Cache(tuple(layers), header.recipe, MappingProxyType(dict(header.model)), header.start)
 
 
 def _contents(cache: Cache) -> Contents:
     codecs: dict[Codec, int] = {}
     layers = []
-    for number, layer in enumerate(cache.layers):
-        if layer.skipped:
-            raise InvalidParameter(f"layers[{number}] starts at position {cache.positions(number)[0]}, the cache at {cache.start}")
+    for layer in cache.layers:
         entries = {name: _entry(side, codecs.setdefault(side.codec, len(codecs))) for name, side in layer.sides.items()}
         layers.append(LayerEntry(entries.get("k"), entries.get("v")))
-    return Contents(codecs=tuple(codecs), layers=tuple(layers), model=dict(cache.model), recipe=cache.recipe, start=cache.start)
+    required, ignorable = features_of(cache.start, [cache.positions(number)[0] for number in range(len(layers))])
+    return Contents(
+        codecs=tuple(codecs),
+        layers=tuple(layers),
+        model=dict(cache.model),
+        recipe=cache.recipe,
+        start=cache.start,
+        required=required,
+        ignorable=ignorable,
+    )
 
 
 def _entry(side: Side, codec: int) -> SideEntry:

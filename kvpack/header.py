@@ -10,8 +10,10 @@ import dataclasses
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from . import layer_positions
 from .checks import check_integer, check_names, check_sequence, check_string, check_type
 from .formats.base import DTYPE_BYTES, Codec, Layout
 from .formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnsupportedVersion
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 """The one major number of a file."""
 
-FEATURES: frozenset[str] = frozenset()
+FEATURES = frozenset({layer_positions.FEATURE})
 """The required features that this kvpack knows."""
 
 FILTERS = ("none", "zstd")
@@ -145,7 +147,8 @@ class TensorEntry:
 class Contents:
     """What a file holds, before its tensors are stored.
 
-    ``model`` is the identity of the model, ``recipe`` informative, ``start`` the position of the first token.
+    ``model`` is the identity of the model, ``recipe`` informative, ``start`` the first position of the range that all layers
+    have, ``starts`` where each layer starts in it.
     Readers that do not know an ``ignorable`` feature preserve it; an unknown ``required`` one raises UnsupportedVersion.
     Raises InvalidHeader or LimitExceeded, which name the place.
     """
@@ -171,6 +174,12 @@ class Contents:
                 self._check_side(side)
             except InvalidHeader as error:
                 raise within(f"layers[{number}].{name}", error) from None
+        _ = self.starts
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The position of the first token of every layer."""
+        return layer_positions.layer_starts(self.start, self.layers, self.required, self.ignorable)
 
     @cached_property
     def _first_uses(self) -> dict[tuple[int, str], SideEntry]:
@@ -254,12 +263,14 @@ def layout_bytes(layout: Layout) -> int:
 
 
 def check_required(required: tuple[str, ...]) -> None:
-    """Raise UnsupportedVersion, naming it, for a required feature that this kvpack does not know."""
+    """Raise UnsupportedVersion, naming it, for a required feature that this kvpack does not know, InvalidHeader for another order."""
     check_sequence("required", required, tuple, MAX_NAMES)
     for number, name in enumerate(required):
         check_string(f"required[{number}]", name)
         if name not in FEATURES:
             raise UnsupportedVersion(lacking(name))
+    if any(second <= first for first, second in pairwise(required)):
+        raise InvalidHeader(f"required is {list(required)}, expected names that ascend")
 
 
 def lacking(feature: str) -> str:

@@ -483,7 +483,7 @@ def refuse_news(data: bytes) -> None:
     """container.md, Header tensor: "What is new is told before what is wrong"."""
     walk, version = Walk(data), FORMAT
     unknown: dict[bytes, list[bytes]] = {}
-    known: dict[bytes, set[bytes]] = {b"required": set(), b"codecs": {name.encode() for name in CODECS}}
+    known: dict[bytes, set[bytes]] = {b"required": REQUIRED_FEATURES, b"codecs": {name.encode() for name in CODECS}}
     try:
         kind, count = walk.head()
         seen: set[bytes] = set()
@@ -1442,12 +1442,16 @@ class File:
     model: dict[str, str]
     recipe: str
     start: int
+    starts: list[int]
     codecs: list[Codec]
     layers: list[dict[str, Side | None]]
     tensors: list[Tensor]
 
 
 FIELDS = "container.md, Fields"
+POSITIONS = "container.md, Layer positions"
+LAYER_POSITIONS = "layer-positions"
+REQUIRED_FEATURES = {LAYER_POSITIONS.encode()}
 LIMITS = "container.md, Limits"
 
 
@@ -1473,7 +1477,7 @@ def take_names(value: Any, of: type, what: str) -> dict[str, Any]:
 def take_header(header: dict[str, Any]) -> File:
     """container.md, Fields; what is new in the header was told before."""
     require(header.get("format") == FORMAT, FIELDS, f"format is {header.get('format')!r}")
-    required = header.get("required")
+    required: Any = header.get("required")
     require(isinstance(required, list) and all(isinstance(name, str) for name in required), FIELDS, "required is no array of strings")
     _, _, ignorable, model, recipe, start, codecs, layers, tensors = take_keys(header, HEADER_KEYS, "the header")
     ignorable, model = take_names(ignorable, bytes, "ignorable"), take_names(model, str, "model")
@@ -1483,13 +1487,15 @@ def take_header(header: dict[str, Any]) -> File:
     require(len(codecs) <= MAX_CODECS, LIMITS, f"{len(codecs)} codecs")
     require(len(layers) <= MAX_LAYERS, LIMITS, f"{len(layers)} layers")
     made = [take_codec(entry, f"codec {number}") for number, entry in enumerate(codecs)]
-    file = File(ignorable, model, recipe, start, made, [], [])
+    file = File(ignorable, model, recipe, start, [], made, [], [])
     for number, layer in enumerate(layers):
         sides = take_keys(layer, ["k", "v"], f"layer {number}")
         k, v = (None if side is None else take_side(side, made, f"layer {number}") for side in sides)
         if k and v:
             require((k.batch, k.shape[2]) == (v.batch, v.shape[2]), FIELDS, f"layer {number}: k and v differ in batch or tokens")
         file.layers.append({"k": k, "v": v})
+    require(required == sorted(set(required)), "container.md, Header tensor", f"required is {required}, not in order or not each once")
+    file.starts = take_starts(file, LAYER_POSITIONS in required)
     expected = [
         tensor
         for number, layer in enumerate(file.layers)
@@ -1500,6 +1506,22 @@ def take_header(header: dict[str, Any]) -> File:
     require(isinstance(tensors, list) and len(tensors) == len(expected), FIELDS, f"tensors has not {len(expected)} entries")
     file.tensors = [take_tensor(entry, tensor) for entry, tensor in zip(tensors, expected, strict=True)]
     return file
+
+
+def take_starts(file: File, named: bool) -> list[int]:
+    """container.md, Layer positions: the start of every layer."""
+    require(named == (LAYER_POSITIONS in file.ignorable), POSITIONS, f"{LAYER_POSITIONS} is not both in required and in ignorable")
+    if not named:
+        return [file.start] * len(file.layers)
+    data = file.ignorable[LAYER_POSITIONS]
+    require(len(data) == 8 * len(file.layers), POSITIONS, f"{len(data)} bytes for {len(file.layers)} layers")
+    starts = [word64(data, at) for at in range(0, len(data), 8)]
+    for number, (start, layer) in enumerate(zip(starts, file.layers, strict=True)):
+        require(start >= file.start, POSITIONS, f"layer {number} starts at {start}, the file at {file.start}")
+        require(start <= MAX_TOKENS, LIMITS, f"layer {number} starts at {start}")
+        require(start == file.start or any(layer.values()), POSITIONS, f"layer {number} has no side, and starts at {start}")
+    require(starts != [file.start] * len(starts), POSITIONS, f"every layer starts at {file.start}")
+    return starts
 
 
 def take_codec(entry: Any, what: str) -> Codec:
@@ -1846,7 +1868,8 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"{number}.{name}  absent")
             else:
                 first = " ".join(f"{value:.9g}" for value in side.values[:6])
-                print(f"{number}.{name}  {side.codec.id}  {'x'.join(map(str, side.shape))}  {first}")
+                place = f"from position {file.starts[number]}  " if file.starts[number] != file.start else ""
+                print(f"{number}.{name}  {side.codec.id}  {'x'.join(map(str, side.shape))}  {place}{first}")
     return 0
 
 

@@ -25,6 +25,7 @@ def assert_within(values: list[float], expected: list[float], tolerances: list[f
 def assert_same_cache(file: Any, cache: Cache) -> None:
     """``file``, which the second decoder read, and ``cache`` hold the same values, each within the tolerance of the text."""
     assert (file.start, file.recipe, file.model) == (cache.start, cache.recipe, dict(cache.model))
+    assert file.starts == [cache.positions(number)[0] for number in range(len(cache))]
     for layer, expected in zip(file.layers, cache, strict=True):
         assert [name for name, side in layer.items() if side] == list(expected.sides)
         for name, side in expected.sides.items():

@@ -157,9 +157,10 @@ def random_side(
     return Side(codec, pages, values.view(batch, heads, tail, codec.dim).to(RAW_DTYPES[tail_dtype]), 0)
 
 
-def file_of(*layers: tuple[Side | None, Side | None]) -> bytes:
-    """A file of these layers, each k and v."""
-    cache = Cache(tuple(Layer(k, v) for k, v in layers), "test", {"name": "x"}, start=3)
+def file_of(*layers: tuple[Side | None, Side | None], skipped: tuple[int, ...] = ()) -> bytes:
+    """A file of these layers, each k and v, that starts at position 3; ``skipped`` are the tokens that each no longer holds."""
+    counts = skipped or (0,) * len(layers)
+    cache = Cache(tuple(Layer(k, v, skipped=count) for (k, v), count in zip(layers, counts, strict=True)), "test", {"name": "x"}, start=3)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file"
         kvpack.save(cache, path)

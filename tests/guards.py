@@ -31,11 +31,26 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = [
     *sorted((ROOT / "formats").glob("*.py")),
-    *(ROOT / "kvpack" / f"{name}.py" for name in ("checks", "container", "header", "header_tensor", "json_header", "zstd")),
+    *(
+        ROOT / "kvpack" / f"{name}.py"
+        for name in ("checks", "container", "header", "header_tensor", "json_header", "layer_positions", "zstd")
+    ),
 ]
 
 OTHER_CLASSES = {"Options"}
-OTHER_FUNCTIONS = {"create", "encode", "chosen", "default_fields", "lloyd_max", "pieces", "_blocks", "_flat", "_qjl", "_raw_tokens"}
+OTHER_FUNCTIONS = {
+    "create",
+    "encode",
+    "chosen",
+    "default_fields",
+    "features_of",
+    "lloyd_max",
+    "pieces",
+    "_blocks",
+    "_flat",
+    "_qjl",
+    "_raw_tokens",
+}
 """What encodes, makes codecs for recipes, and writes files: no reader calls it."""
 OTHER_ERRORS = {"OutOfRange", "UnknownWord", "OutOfBounds"}
 """Errors of encoders, of recipes and of callers."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import kvpack
+from kvpack import cli, container
 from kvpack.cache import Layer
-from kvpack.formats.errors import InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, InvalidShape, LimitExceeded, NotConsecutive, OutOfBounds
 
 from caches import dense, random_pairs  # isort: skip
 
@@ -116,3 +119,50 @@ def test_layers_get_the_same_tokens() -> None:
 def test_a_cache_that_skipped_tokens_follows_no_other() -> None:
     with pytest.raises(NotConsecutive, match=r"layers\[1\] of the cache from token 5 holds 22 of its 70 tokens, positions 53 to 75: those"):
         kvpack.concat([kvpack.pack(random_pairs(3, 5), "kivi-2"), sliding()])
+
+
+def test_a_file_keeps_the_positions_of_every_layer(tmp_path: Path) -> None:
+    cache, path = sliding(), tmp_path / "cache.kvpack"
+    assert kvpack.save(cache, path) == cache.nbytes
+    header = container.open_file(path).header
+    assert (header.required, header.start, header.starts) == (("layer-positions",), 5, (5, 53, 5))
+    loaded = kvpack.load(path)
+    assert [loaded.positions(number) for number in range(3)] == [(5, 75), (53, 75), (5, 75)]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(dense(loaded), dense(cache), strict=True))
+    kvpack.save(loaded, tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == path.read_bytes()
+
+
+def test_a_file_whose_layers_hold_the_same_range_needs_no_feature(tmp_path: Path) -> None:
+    kvpack.save(kvpack.pack(random_pairs(2, 40), "kivi-2", start=7), tmp_path / "cache.kvpack")
+    header = container.open_file(tmp_path / "cache.kvpack").header
+    assert (header.required, dict(header.ignorable), header.starts) == ((), {}, (7, 7))
+
+
+def test_positions_that_no_file_holds_are_not_written(tmp_path: Path) -> None:
+    cache = sliding()
+    far = replace(cache, layers=(replace(cache[0], skipped=2**40 - 5),))
+    with pytest.raises(LimitExceeded, match=r"the first position of layers\[0\] is 1099511627776, allowed are at most 1099511627775"):
+        kvpack.save(far, tmp_path / "cache.kvpack")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_inspect_shows_the_positions_of_layers_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cache.kvpack"
+    kvpack.save(sliding(), path)
+    assert cli.main(["inspect", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("tokens 5 to 75, ") for line in lines)
+    rows = [line.split() for line in lines if line.split()[1:2] in (["k"], ["v"])]
+    assert [" ".join(row).count(" 53 to 75 ") for row in rows] == [0, 0, 1, 1, 0, 0]
+    assert [" ".join(row).count(" 5 to 75 ") for row in rows] == [1, 1, 0, 0, 1, 1]
+    cli.main(["inspect", "--json", str(path)])
+    summary = json.loads(capsys.readouterr().out)
+    assert [[(side["start"], side["stop"]) for side in layer.values()] for layer in summary["layers"]] == [
+        [(5, 75)] * 2,
+        [(53, 75)] * 2,
+        [(5, 75)] * 2,
+    ]
+    kvpack.save(kvpack.pack(random_pairs(2, 40), "kivi-2", start=7), path)
+    cli.main(["inspect", str(path)])
+    assert "positions" not in capsys.readouterr().out

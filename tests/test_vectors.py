@@ -93,6 +93,8 @@ def test_both_readers_decode_a_vector_to_its_values(file: str) -> None:
     assert LINES[file]["profile"] == profile_of(read(file))
     check_values(file, values_of(read(file)))
     check_values(file, unpacked(file))
+    starts = LINES[file].get("starts", [read(file).start] * len(read(file).layers))
+    assert list(container.open_file(FOLDER / file).header.starts) == read(file).starts == starts
 
 
 def test_unknown_ignorable_features_are_kept() -> None:

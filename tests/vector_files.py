@@ -18,6 +18,7 @@ import frame_vectors  # isort: skip
 import header_vectors  # isort: skip
 import limit_vectors  # isort: skip
 import parameter_vectors  # isort: skip
+import position_vectors  # isort: skip
 import row_vectors  # isort: skip
 import side_car_vectors  # isort: skip
 import valid_vectors  # isort: skip
@@ -45,6 +46,7 @@ MODULES = (
     corner_vectors,
     limit_vectors,
     parameter_vectors,
+    position_vectors,
 )
 for module in MODULES:
     module.add_all()
@@ -100,6 +102,7 @@ def written(file: str, vector: Valid | Invalid) -> dict[str, Any]:
         packed = struct.pack(f"<{len(values)}f", *values)
         (FOLDER / values_path(file)).write_bytes(packed)
         line |= {"profile": profile_of(read), "values": values_path(file), "values_sha256": digest(packed)}
+        line |= {"starts": read.starts} if set(read.starts) - {read.start} else {}
     return line
 
 

@@ -51,7 +51,7 @@ def summarize(file: File) -> dict[str, Any]:
         stored[int(number), name] += tensor.stored_bytes
         streams[f"{name}.{stream}"] += tensor.stored_bytes
     layers = [
-        {name: _side(header.codecs[side.codec], side, stored[number, name]) for name, side in layer.sides()}
+        {name: _side(header.codecs[side.codec], side, header.starts[number], stored[number, name]) for name, side in layer.sides()}
         for number, layer in enumerate(header.layers)
     ]
     sides = [side for layer in layers for side in layer.values()]
@@ -67,7 +67,7 @@ def summarize(file: File) -> dict[str, Any]:
         "recipe": header.recipe,
         "model": dict(header.model),
         "start": header.start,
-        "stop": header.start + max((side["tokens"] for side in sides), default=0),
+        "stop": max((side["stop"] for side in sides), default=header.start),
         "codecs": [codec.params() for codec in header.codecs],
         "layers": layers,
         "streams": {**streams, "header and padding": file.size - payload},
@@ -78,12 +78,14 @@ def summarize(file: File) -> dict[str, Any]:
     }
 
 
-def _side(codec: Codec, side: SideEntry, stored: int) -> dict[str, Any]:
+def _side(codec: Codec, side: SideEntry, start: int, stored: int) -> dict[str, Any]:
     values = side.batch * side.heads * side.tokens * codec.dim
     return {
         "codec": side.codec,
         "batch": side.batch,
         "heads": side.heads,
+        "start": start,
+        "stop": start + side.tokens,
         "tokens": side.tokens,
         "packed_tokens": side.packed,
         "tail_tokens": side.tail,
@@ -103,15 +105,20 @@ def _print(summary: dict[str, Any]) -> None:
     print(f"{summary['values']:,} values, {summary['bits_per_value']:.3f} bits a value (nominal {summary['nominal_bits']:.3f})")
     print(f"tokens {summary['start']} to {summary['stop']}, recipe {printable(summary['recipe']) or 'not named'}, model {model}")
     codecs = [_describe(params) for params in summary["codecs"]]
+    whole = (summary["start"], summary["stop"])
+    # Which tokens a layer holds is said where it does not hold all.
+    positions = any((side["start"], side["stop"]) != whole for layer in summary["layers"] for side in layer.values())
     print_table(
         "layers",
-        ["layers", "side", "codec", "batch", "heads", "tokens", "raw tail", "dim", "bits", "bytes"],
+        ["layers", "side", "codec", "batch", "heads", "tokens", *(["positions"] if positions else []), "raw tail", "dim", "bits", "bytes"],
         (
             [
                 f"{first}-{last}" if last > first else str(first),
                 name,
                 codecs[side["codec"]],
-                *(str(side[key]) for key in ("batch", "heads", "tokens", "tail_tokens", "dim")),
+                *(str(side[key]) for key in ("batch", "heads", "tokens")),
+                *([f"{side['start']} to {side['stop']}"] if positions else []),
+                *(str(side[key]) for key in ("tail_tokens", "dim")),
                 f"{side['bits_per_value']:.3f}",
                 bytes_text(side["stored_bytes"] * (last - first + 1)),
             ]

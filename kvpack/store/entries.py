@@ -58,7 +58,7 @@ def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes) -> list[memor
         payload.update(bytes(pad))
         payload.update(arrays[name].data)
         end += pad + arrays[name].nbytes
-    contents = replace(contents, ignorable={FEATURE: key + parent + payload.digest() + ids})
+    contents = replace(contents, ignorable={**contents.ignorable, FEATURE: key + parent + payload.digest() + ids})
     return container.pieces(contents, arrays)
 
 

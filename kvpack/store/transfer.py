@@ -50,7 +50,7 @@ def export_prefix(
     contents, arrays = files.stored(concat(chunks))
     ids = b"".join(entry.named.ids for entry in prefix.entries)
     pieces = {f"{FEATURE}.{number}": ids[at : at + MAX_BINARY_BYTES] for number, at in enumerate(range(0, len(ids), MAX_BINARY_BYTES))}
-    return container.write(path, replace(contents, ignorable=pieces), arrays, durable=durable)
+    return container.write(path, replace(contents, ignorable={**contents.ignorable, **pieces}), arrays, durable=durable)
 
 
 def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str) -> tuple[Identity, list[int], Cache]:

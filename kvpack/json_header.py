@@ -132,6 +132,11 @@ def read_front(view: memoryview) -> tuple[Header, Front]:
     return header, front
 
 
+def begins_file(beginning: bytes) -> bool:
+    """Whether the first bytes of a file, 64 are enough, are those of a kvpack file of any version."""
+    return beginning.startswith(_PREFIX, LENGTH_BYTES)
+
+
 def front_bytes(beginning: bytes | memoryview) -> int:
     """Where kvpack.header ends in the file that begins with ``beginning``, of which 4 KiB are enough; 0 for what is no such file."""
     entry = _HEADER_TENSOR.match(bytes(beginning[LENGTH_BYTES : LENGTH_BYTES + _BEGINNING_BYTES]))

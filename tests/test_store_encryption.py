@@ -106,10 +106,14 @@ def test_a_damaged_entry_heals_and_a_plain_one_is_none(tmp_path: Path) -> None:
     assert store.load(ids)[0] == 2 * CHUNK
     plain = open_store(tmp_path / "plain")
     save(plain, ids)
-    assert open_store(tmp_path / "plain", encryption={"k": OLD}).load(ids) == (0, None)
-    assert plain.load(ids)[0] == 2 * CHUNK
+    sealing = open_store(tmp_path / "plain", encryption={"k": OLD})
+    assert sealing.load(ids) == (0, None)
+    assert sealing.counters()["damaged_entries"] == 1
+    assert sealing.save(ids, whole) == 2 * CHUNK
     seen = open_store(tmp_path)
     assert seen.load(ids) == (0, None)
+    assert (seen.counters()["undecryptable_entries"], seen.counters()["damaged_entries"]) == (1, 0)
+    assert store.load(ids)[0] == 2 * CHUNK, "without a key an encrypted entry is no damage"
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,10 @@ def test_what_the_server_makes_up_is_a_miss_and_heals(server: Server) -> None:
     assert store.counters()["damaged_entries"] == 5
     client(server).delete(name)
     client(server).hset(name, "a", "b")
-    assert store.load(ids) == (0, None)
+    assert store.load(ids)[0] == store.match(ids) == CHUNK, "what is before it is found"
     assert set(store.counters()["faults"]) >= {"match ResponseError"}
+    assert store.save(ids, whole) == 3 * CHUNK, "it gives way to a good one"
+    assert same(store.load(ids)[1], whole)
 
 
 def test_a_server_that_dies_and_comes_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,17 +61,19 @@ def _action(kinds: Any, name: str, run: Any, what: str) -> Any:
 
 
 def _cipher(arguments: argparse.Namespace) -> Cipher | None:
-    from kvpack.store.encryption import Cipher, read_key_file
+    from kvpack.store.encryption import Cipher
+    from kvpack.store.key_files import read_key_file
 
     return Cipher(read_key_file(arguments.key_file), arguments.tenant) if arguments.key_file else None
 
 
 def _opened(arguments: argparse.Namespace, **options: Any) -> tuple[Backend, Counters]:
     from kvpack.store.counters import Counters
+    from kvpack.store.forms import PLAIN
     from kvpack.store.locations import open_existing
 
     counters = Counters()
-    return open_existing(arguments.store, counters, **options), counters
+    return open_existing(arguments.store, counters, PLAIN, **options), counters
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
@@ -222,7 +224,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 def run_import(arguments: argparse.Namespace) -> int:
     """Store a file's prefix; 3 when not all of its whole chunks are stored."""
     from kvpack import Store
-    from kvpack.store.encryption import read_key_file
+    from kvpack.store.key_files import read_key_file
     from kvpack.store.transfer import read_exported
 
     identity, ids, cache = read_exported(arguments.input, arguments.tokens, arguments.tenant)

@@ -11,7 +11,7 @@ Data = bytes | bytearray | memoryview
 
 
 MAX_ENTRY_BYTES = 512 * 2**20
-"""What a server may hold as one entry, as Redis has it for a string; a longer one is not asked for."""
+"""The most bytes of one entry, unless the store says otherwise, and what Redis holds as one string; a larger one is never read."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,19 @@ class Stored:
     used_ns: int
 
 
+@dataclass(frozen=True)
+class Found:
+    """An entry as a backend had it: its bytes, which nobody has checked yet, and the tier that they came from, 0 for the fastest."""
+
+    data: Data
+    tier: int
+
+
 class Backend(Protocol):
     """Entries by key. No method raises for a fault of the system or the server: it counts the fault, and is a miss.
 
-    Keys come in the order of a chain, an ancestor before what follows it.
+    Keys come in the order of a chain, an ancestor before what follows it. What is larger than an entry may be (forms.py) is
+    never read: it is not there.
     """
 
     @property
@@ -38,10 +47,16 @@ class Backend(Protocol):
         """How many entries are best put at once: 1 where a put waits for nobody."""
 
     def present(self, keys: Sequence[bytes]) -> int:
-        """How many of ``keys`` are there, from the first to the one before the first that is not."""
+        """How many of ``keys`` are there, as entries of the store's form, up to the first that is not."""
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
-        """The bytes of ``keys``, up to the first that is not there, and their use noted for eviction."""
+        """The bytes of ``keys``, up to the first that is not there."""
+
+    def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
+        """As ``get``, with the tier of each entry; the first of ``keys`` from a tier slower than ``beyond``."""
+
+    def accept(self, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
+        """Note that a whole chain, found so and checked since, is in use, and copy it to the tiers faster than those it was in."""
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         """The bytes of one entry, or None, without noting its use: to look at.
@@ -50,7 +65,10 @@ class Backend(Protocol):
         """
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
-        """Store the last entry of ``chain`` unless it is there already, in use since ``now_ns``. Whether it is there now."""
+        """Store the last entry of ``chain``, in use since ``now_ns``, unless there is one; whether one that can be read is there now.
+
+        What is no entry (``forms.Kind.JUNK``) gives way to it; what another store may read stays.
+        """
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
         """Note that ``chain``, from its first chunk on, is in use."""
@@ -58,8 +76,8 @@ class Backend(Protocol):
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
         """Remove entries, the last first, and return those that there were."""
 
-    def discard(self, key: bytes, data: Data) -> None:
-        """Remove an entry whose bytes ``data`` were refused."""
+    def discard(self, key: bytes, found: Found) -> None:
+        """Remove an entry whose bytes ``found`` are damaged, from the tier that it was in."""
 
     def list(self) -> Iterator[Stored]:
         """Every entry, in no order."""
@@ -81,3 +99,15 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Give back connections; the entries stay."""
+
+
+class OneTier:
+    """What a backend that is no list of tiers makes of ``find`` and ``accept``."""
+
+    def find(self: Backend, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
+        """As the protocol has it: there is no slower tier."""
+        return [Found(data, 0) for data in self.get(keys)] if beyond < 0 else []
+
+    def accept(self: Backend, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
+        """As the protocol has it: there is no faster tier."""
+        self.touch(keys, now_ns)

@@ -70,7 +70,9 @@ class Guard:
             return otherwise
         try:
             answer = ask()
-        except self._errors as error:
+        except BaseException as error:
+            if not isinstance(error, self._errors) and not is_panic(error):
+                raise
             if isinstance(error, self._refusals):
                 self._breaker.succeeded()
             else:
@@ -79,6 +81,11 @@ class Guard:
             return otherwise
         self._breaker.succeeded()
         return answer
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether an extension in Rust gave up, mostly for want of memory: its error is no Exception."""
+    return type(error).__module__ == "pyo3_runtime"
 
 
 class Resting(Exception):

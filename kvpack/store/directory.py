@@ -15,14 +15,14 @@ import contextlib
 import mmap
 import os
 import stat
-import time
 from typing import TYPE_CHECKING
 
 from kvpack.atomic import TEMPORARY_PREFIX, sync_folder, write_file
-from kvpack.formats.errors import InvalidParameter, KvpackError
+from kvpack.formats.errors import InvalidParameter, KvpackError, LimitExceeded
 
-from .backend import Stored
+from .backend import OneTier, Stored
 from .eviction import FUTURE_NS, Evictor, NoRoom
+from .forms import PLAIN, check_size
 from .mapping import map_file
 from .pins import Pins
 from .usage import Usage
@@ -30,14 +30,15 @@ from .usage import Usage
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .backend import Data
+    from .backend import Data, Found
     from .counters import Counters
+    from .forms import Form
 
 ENTRY_FOLDERS = [f"{first:x}/{second:x}" for first in range(16) for second in range(16)]
 UNFINISHED = "unfinished"
 
 
-class Directory:
+class Directory(OneTier):
     """A folder of entries. ``max_bytes`` is a hard budget of their bytes, ``min_free`` the bytes of disk left to others.
 
     Nothing is made before the first entry is put. ``durable`` forces each entry to the disk before ``put`` returns.
@@ -51,6 +52,7 @@ class Directory:
         self,
         root: str | os.PathLike[str],
         counters: Counters,
+        form: Form = PLAIN,
         *,
         max_bytes: int | None = None,
         min_free: int = 0,
@@ -58,7 +60,7 @@ class Directory:
     ) -> None:
         self.root = os.path.abspath(os.path.expanduser(os.fsdecode(root)))
         self.durable = durable
-        self._counters = counters
+        self._counters, self._form = counters, form
         self._unfinished = os.path.join(self.root, UNFINISHED)
         self._pins = Pins(self, os.path.join(self.root, "pins"), self._unfinished, counters)
         self._usage = Usage(os.path.join(self.root, "usage"), self._unfinished)
@@ -77,19 +79,22 @@ class Directory:
         for key in keys:
             try:
                 data = self._mapped(self.path(key))
-            except (OSError, ValueError, MemoryError) as error:
+            except (OSError, ValueError, MemoryError, LimitExceeded) as error:
                 if not isinstance(error, FileNotFoundError):
                     self._counters.fault("get", error)
                 break
             found.append(data)
-        self.touch(keys[: len(found)], time.time_ns())
         return found
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         try:
             with open(self.path(key), "rb") as file:
+                check_size(file.name, os.fstat(file.fileno()).st_size, self._form.max_bytes)
                 return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         except FileNotFoundError:
+            return None
+        except LimitExceeded as error:
+            self._counters.fault("get", error)
             return None
         except (OSError, ValueError) as error:
             self._counters.fault("get", error)
@@ -143,7 +148,7 @@ class Directory:
                 self._count(-size)
         return removed
 
-    def discard(self, key: bytes, data: Data) -> None:
+    def discard(self, key: bytes, found: Found) -> None:
         self.delete([key])
 
     def remove(self, path: str) -> int | None:
@@ -204,6 +209,7 @@ class Directory:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError(f"{path} is no regular file")
+            check_size(path, status.st_size, self._form.max_bytes)
             if not status.st_size:
                 # It cannot be mapped, and is refused as any file that is cut short.
                 return b""

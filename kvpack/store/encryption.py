@@ -10,66 +10,45 @@ take the place of another.
 from __future__ import annotations
 
 import os
-import stat
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from kvpack.formats.errors import InvalidParameter, KvpackError, LimitExceeded, MissingFile, Undecryptable
+from kvpack.formats.errors import InvalidParameter, KvpackError, LimitExceeded, NotKvpack, Truncated, Undecryptable, UnsupportedVersion
 
 from ..header import DIGEST_BYTES
 from ..json_header import check_digest
+from .forms import FRONT_BYTES, MAGIC, MAX_ID_BYTES, NONCE_BYTES, TAG_BYTES, VERSION, encrypted_version, key_id, sealed_bytes
 from .identity import length_prefixed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from .backend import Data
 
-MAGIC = b"kvpack-encrypted 1\n"
 KEY_SIZES = (16, 24, 32)
-MAX_ID_BYTES = 255
 MAX_PLAIN_BYTES = 2**31 - 1
-_NONCE_BYTES, _TAG_BYTES = 12, 16
-
-
-def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
-    """The keys in a file of lines "ID HEXADECIMAL-DIGITS", the one that encrypts first; # begins a comment.
-
-    Raises MissingFile, and InvalidParameter for a file that others than its owner may read or a line that is no key.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            lines = file.read().splitlines()
-    except OSError as error:
-        raise MissingFile(f"{os.fspath(path)}: could not be read: {error.strerror or error}") from None
-    except ValueError:
-        raise InvalidParameter(f"{os.fspath(path)}: is no text of keys") from None
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise InvalidParameter(f"{os.fspath(path)}: has the mode {stat.S_IMODE(mode):04o}, expected 0600: keys are for their owner alone")
-    keys: dict[str, bytes] = {}
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        # The line is not shown: it is, or nearly is, a secret.
-        try:
-            name, digits = words
-            keys[name] = bytes.fromhex(digits)
-        except ValueError:
-            raise InvalidParameter(f"{os.fspath(path)}: line {number} is no ID and key in hexadecimal digits") from None
-    return keys
+_SPARE_BYTES = 15
+"""What the package cryptography asks of a buffer beyond its contents: a block less one byte."""
 
 
 def in_clear(key: bytes, data: Data, cipher: Cipher | None) -> Data:
-    """The entry ``key`` as it is, or decrypted where it is encrypted. Raises Undecryptable and DigestMismatch."""
-    if bytes(data[: len(MAGIC)]) != MAGIC:
-        return data
+    """The entry ``key`` decrypted by ``cipher``; without one it is as it is, unless it is encrypted.
+
+    Raises what ``Cipher.decrypt`` raises, and so NotKvpack for an entry that is not encrypted where there is a cipher.
+    """
     if cipher is not None:
         return cipher.decrypt(key, data)
-    check_digest(f"entry {key.hex()}", memoryview(data)[:-DIGEST_BYTES], bytes(data[-DIGEST_BYTES:]))
-    raise Undecryptable(f"entry {key.hex()}: is encrypted, and no key was given")
+    if encrypted_version(memoryview(data)[:FRONT_BYTES]) is None:
+        return data
+    name, _ = _checked_head(f"entry {key.hex()}", memoryview(data))
+    raise Undecryptable(f"entry {key.hex()}: is encrypted with the key {shown(name)}, and no key was given")
+
+
+def shown(name: bytes) -> str:
+    """The id of a key as a message has it; it may be anybody's bytes."""
+    return repr(name.decode("utf-8", "backslashreplace"))
 
 
 class Cipher:
@@ -82,58 +61,101 @@ class Cipher:
     def __init__(self, keys: Mapping[str, bytes], tenant: str) -> None:
         try:
             from cryptography.exceptions import InvalidTag
-            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+            from cryptography.hazmat.primitives.ciphers import Cipher as Engine
+            from cryptography.hazmat.primitives.ciphers import algorithms, modes
         except ImportError:
             raise KvpackError("encrypted entries need the package cryptography: pip install 'kvpack[encryption]'") from None
-        if not keys:
-            raise InvalidParameter("encryption is an empty map, expected at least one key by its id")
+        if not isinstance(keys, Mapping) or not keys:
+            kind = "an empty map" if isinstance(keys, Mapping) else f"of type {type(keys).__name__}"
+            raise InvalidParameter(f"encryption is {kind}, expected at least one key by its id")
         self._invalid = InvalidTag
-        self._keys: dict[bytes, Any] = {}
+        # Not AESGCM: where memory ends, its own allocation is a panic, which no "except Exception" catches.
+        self._engine: Any = lambda key, nonce, tag=None: Engine(algorithms.AES(key), modes.GCM(nonce, tag))
+        self._keys: dict[bytes, bytes] = {}
         for name, key in keys.items():
-            if not isinstance(name, str) or not 1 <= len(name.encode("utf-8", "surrogatepass")) <= MAX_ID_BYTES:
-                raise InvalidParameter(f"the id of an encryption key is {name!r}, expected 1 to {MAX_ID_BYTES} bytes of text")
             if not isinstance(key, bytes) or len(key) not in KEY_SIZES:
                 size = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
                 raise InvalidParameter(f"the encryption key {name!r} is of {size}, expected 16, 24 or 32 bytes")
-            self._keys[name.encode("utf-8", "surrogatepass")] = AESGCM(key)
+            self._keys[_id_bytes(name)] = key
         self._tenant = tenant.encode("utf-8", "surrogatepass")
 
+    @property
+    def key_ids(self) -> frozenset[bytes]:
+        """The ids of the keys at hand, as entries name them."""
+        return frozenset(self._keys)
+
     def encrypt(self, key: bytes, pieces: Sequence[memoryview]) -> list[memoryview]:
-        """The entry ``key`` encrypted with the first key. Raises LimitExceeded for 2 GiB or more."""
-        plain = b"".join(pieces)
-        if len(plain) > MAX_PLAIN_BYTES:
-            raise LimitExceeded(f"the entry has {len(plain)} bytes, allowed to encrypt are at most {MAX_PLAIN_BYTES}")
-        name, cipher = next(iter(self._keys.items()))
-        nonce = os.urandom(_NONCE_BYTES)
+        """The entry ``key`` encrypted with the first key. Raises LimitExceeded for 2 GiB or more, and MemoryError."""
+        size = sum(map(len, pieces))
+        if size > MAX_PLAIN_BYTES:
+            raise LimitExceeded(f"the entry has {size} bytes, allowed to encrypt are at most {MAX_PLAIN_BYTES}")
+        name, secret = next(iter(self._keys.items()))
+        nonce = os.urandom(NONCE_BYTES)
         head = MAGIC + bytes([len(name)]) + name
-        front, sealed = head + nonce, cipher.encrypt(nonce, plain, self._associated(head, key))
+        encryptor = self._engine(secret, nonce).encryptor()
+        encryptor.authenticate_additional_data(self._associated(head, key))
+        sealed = bytearray(size + _SPARE_BYTES)
+        with memoryview(sealed) as view:
+            at = 0
+            for piece in pieces:
+                at += encryptor.update_into(piece, view[at:])
+        encryptor.finalize()
+        del sealed[size:]
+        front, end = head + nonce, encryptor.tag
         digest = xxhash.xxh3_128(front)
         digest.update(sealed)
-        return [memoryview(front), memoryview(sealed), memoryview(digest.digest())]
+        digest.update(end)
+        return [memoryview(front), memoryview(sealed), memoryview(end + digest.digest())]
 
     def decrypt(self, key: bytes, data: Data) -> bytearray:
-        """The entry ``key`` in memory of its own.
+        """The entry ``key`` in memory of its own, taken only when all that needs no key is right.
 
-        Raises Undecryptable when it is not encrypted or no key at hand opens it, DigestMismatch when it is damaged.
+        Raises NotKvpack when it is not encrypted, UnsupportedVersion when a later version encrypted it, Truncated and DigestMismatch
+        when it is damaged, Undecryptable when no key at hand opens it, and MemoryError.
         """
         view = memoryview(data)
         where = f"entry {key.hex()}"
-        if bytes(view[: len(MAGIC)]) != MAGIC or len(view) < len(MAGIC) + 1:
-            raise Undecryptable(f"{where}: is not encrypted, and the store takes encrypted entries alone")
-        # A damaged entry is worth nothing to anybody; one of another key is.
-        check_digest(where, view[:-DIGEST_BYTES], bytes(view[-DIGEST_BYTES:]))
-        end = len(MAGIC) + 1 + view[len(MAGIC)]
-        name = bytes(view[len(MAGIC) + 1 : end])
-        cipher = self._keys.get(name)
-        if cipher is None:
-            raise Undecryptable(f"{where}: is encrypted with the key {name!r}, at hand are {', '.join(map(repr, self._keys))}")
-        if len(view) < end + _NONCE_BYTES + _TAG_BYTES + DIGEST_BYTES:
-            raise Undecryptable(f"{where}: ends within its nonce or its tag")
-        nonce, sealed = bytes(view[end : end + _NONCE_BYTES]), view[end + _NONCE_BYTES : -DIGEST_BYTES]
+        name, end = _checked_head(where, view)
+        secret = self._keys.get(name)
+        if secret is None:
+            at_hand = ", ".join(map(shown, self._keys))
+            raise Undecryptable(f"{where}: is encrypted with the key {shown(name)}, at hand are {at_hand}")
+        nonce, tag_at = bytes(view[end : end + NONCE_BYTES]), len(view) - DIGEST_BYTES - TAG_BYTES
+        sealed = view[end + NONCE_BYTES : tag_at]
+        decryptor = self._engine(secret, nonce, bytes(view[tag_at:-DIGEST_BYTES])).decryptor()
+        decryptor.authenticate_additional_data(self._associated(bytes(view[:end]), key))
+        plain = bytearray(len(sealed) + _SPARE_BYTES)
+        decryptor.update_into(sealed, plain)
         try:
-            return bytearray(cipher.decrypt(nonce, sealed, self._associated(bytes(view[:end]), key)))
+            decryptor.finalize()
         except self._invalid:
-            raise Undecryptable(f"{where}: its tag does not agree: another key under the id {name!r}, or another entry") from None
+            raise Undecryptable(f"{where}: its tag does not agree: another key under the id {shown(name)}, or another entry") from None
+        del plain[len(sealed) :]
+        return plain
 
     def _associated(self, head: bytes, key: bytes) -> bytes:
         return b"".join(map(length_prefixed, (head, key, self._tenant)))
+
+
+def _checked_head(where: str, view: memoryview) -> tuple[bytes, int]:
+    """The id of an encrypted entry's key and where its nonce begins; every byte is covered by the digest that is checked here."""
+    version = encrypted_version(view[:FRONT_BYTES])
+    if version is None:
+        raise NotKvpack(f"{where}: is not encrypted, and where there are keys only encrypted entries are read")
+    if version > VERSION:
+        raise UnsupportedVersion(f"{where}: is encrypted by version {version}, this kvpack reads version {VERSION}")
+    # A damaged entry is worth nothing to anybody; one of another key is.
+    check_digest(where, view[:-DIGEST_BYTES], bytes(view[-DIGEST_BYTES:]))
+    name = key_id(view[:FRONT_BYTES])
+    if name is None or len(view) < sealed_bytes(name, 0):
+        raise Truncated(f"{where}: has {len(view)} bytes, and ends within its id, its nonce or its tag")
+    if len(view) > sealed_bytes(name, MAX_PLAIN_BYTES):
+        raise LimitExceeded(f"{where}: has {len(view)} bytes, allowed to decrypt are at most {sealed_bytes(name, MAX_PLAIN_BYTES)}")
+    return name, len(MAGIC) + 1 + len(name)
+
+
+def _id_bytes(name: Any) -> bytes:
+    """An id as entries name it. Raises InvalidParameter."""
+    if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name.encode()) <= MAX_ID_BYTES:
+        raise InvalidParameter(f"the id of an encryption key is {name!r}, expected 1 to {MAX_ID_BYTES} bytes of printable text")
+    return name.encode()

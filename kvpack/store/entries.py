@@ -72,19 +72,19 @@ class Reader:
     check_values: bool
     _shapes: dict[tuple[int, int], Shape] = field(default_factory=dict)
 
-    def read(self, entries: Sequence[Data], keys: Sequence[bytes]) -> Iterator[Cache]:
-        """The caches of a chain's entries in order, as views of them, checked.
+    def read(self, entries: Sequence[Data], keys: Sequence[bytes], *, first: int = 0) -> Iterator[Cache]:
+        """The caches of a chain's entries in order from chunk ``first`` on, as views of them, checked.
 
         Raises what ``container.open_bytes`` raises, and InvalidHeader when an entry is not the chunk of its key.
         """
         views = [memoryview(data) for data in entries]
         if len(views) < 2:
-            yield from (self._one(view, key, number) for number, (view, key) in enumerate(zip(views, keys, strict=False)))
+            yield from (self._one(view, key, number) for number, (view, key) in enumerate(zip(views, keys, strict=False), first))
             return
         # Hashing needs no Python: the next entries are hashed while this one becomes tensors.
-        digests = in_parallel(lambda number: self._payload_digest(views[number], number), range(len(views)), _THREADS)
+        digests = in_parallel(lambda at: self._payload_digest(views[at], first + at), range(len(views)), _THREADS)
         with contextlib.closing(digests):
-            for number, (view, key, digest) in enumerate(zip(views, keys, digests, strict=False)):
+            for number, (view, key, digest) in enumerate(zip(views, keys, digests, strict=False), first):
                 yield self._one(view, key, number, digest)
 
     def _payload_digest(self, view: memoryview, number: int) -> tuple[int, bytes] | None:

@@ -13,6 +13,7 @@ from kvpack.formats.errors import InvalidParameter, MissingFile
 
 from .counters import Counters
 from .directory import Directory
+from .forms import Form
 from .memory import Memory
 from .object_store import ObjectStore, is_object_store
 from .objects import SCHEMES as OBJECT_STORE_SCHEMES
@@ -55,12 +56,12 @@ class Tier:
     storage_options: Mapping[str, Any] | None = None
 
 
-def open_backend(location: Any, counters: Counters, **options: Any) -> Backend:
+def open_backend(location: Any, counters: Counters, form: Form, **options: Any) -> Backend:
     """The backend at ``location``: a URL of a server or an object store, an object of ``obstore.store``, else a folder.
 
-    A list of locations and Tiers is one backend of all. ``options`` are those of the backend; one that is None is as if it were not
-    given. Raises InvalidParameter for one that the backend does not have, or that makes no sense, for a URL of no kind that is
-    known, and what the backend raises.
+    A list of locations and Tiers is one backend of all. ``form`` is what entries look like; ``options`` are those of the backend, and
+    one that is None is as if it were not given. Raises InvalidParameter for one that the backend does not have, or that makes no
+    sense, for a URL of no kind that is known, and what the backend raises.
     """
     kind = _kind(location)
     given = {name: value for name, value in options.items() if value is not None}
@@ -70,16 +71,16 @@ def open_backend(location: Any, counters: Counters, **options: Any) -> Backend:
     for name, least in _LEAST.items():
         check_count(name, given.get(name, least), least)
     if kind == "a list of tiers":
-        return _open_tiers(location, counters, **given)
+        return _open_tiers(location, counters, form, **given)
     if kind == "memory":
         if "max_bytes" not in given:
             raise InvalidParameter("memory needs max_bytes: nothing else bounds it")
         return Memory(counters, **given)
     if kind == "a Redis server":
-        return Redis(location, counters, **given)
+        return Redis(location, counters, form, **given)
     if kind == "an object store":
-        return ObjectStore(location, counters, **given)
-    return Directory(_folder(location), counters, **given)
+        return ObjectStore(location, counters, form, **given)
+    return Directory(_folder(location), counters, form, **given)
 
 
 def check_count(name: str, value: Any, least: int) -> None:
@@ -88,7 +89,7 @@ def check_count(name: str, value: Any, least: int) -> None:
         raise InvalidParameter(f"{name} is {value!r}, allowed are integers from {least}")
 
 
-def _open_tiers(locations: Sequence[Any], counters: Counters, *, write_back: bool = False) -> Tiers:
+def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, write_back: bool = False) -> Tiers:
     if not locations:
         raise InvalidParameter("the location is an empty list, expected at least one tier")
     tiers = []
@@ -98,15 +99,15 @@ def _open_tiers(locations: Sequence[Any], counters: Counters, *, write_back: boo
             raise InvalidParameter("a tier is a list of tiers, expected one location")
         own = Counters(counters)
         options = {field.name: getattr(tier, field.name) for field in dataclasses.fields(tier) if field.name != "location"}
-        tiers.append((open_backend(tier.location, own, **options), own))
+        tiers.append((open_backend(tier.location, own, form, **options), own))
     return Tiers(tiers, counters, write_back=write_back)
 
 
-def open_existing(location: str, counters: Counters, **options: Any) -> Backend:
+def open_existing(location: str, counters: Counters, form: Form, **options: Any) -> Backend:
     """The backend at a location that is there already. Raises MissingFile for a folder that is not."""
     if _kind(location) == "a folder" and not os.path.isdir(os.path.expanduser(_folder(location))):
         raise MissingFile(f"{location}: is no folder")
-    return open_backend(location, counters, **options)
+    return open_backend(location, counters, form, **options)
 
 
 def _kind(location: Any) -> str:

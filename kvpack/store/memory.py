@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from .backend import Stored
+from .backend import OneTier, Stored
 from .locks import Lock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .backend import Data
+    from .backend import Data, Found
     from .counters import Counters
 
 
-class Memory:
+class Memory(OneTier):
     """Entries of at most ``max_bytes``; what was used longest ago goes first, leaves before their ancestors."""
 
     private = True
@@ -40,7 +40,6 @@ class Memory:
             if data is None:
                 break
             found.append(data)
-        self.touch(keys[: len(found)], 0)
         return found
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
@@ -84,7 +83,7 @@ class Memory:
         with self._lock:
             return {key for key in reversed(keys) if self._remove(key)}
 
-    def discard(self, key: bytes, data: Data) -> None:
+    def discard(self, key: bytes, found: Found) -> None:
         self.delete([key])
 
     def list(self) -> Iterator[Stored]:

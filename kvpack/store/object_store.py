@@ -14,8 +14,11 @@ import time
 from random import randrange
 from typing import TYPE_CHECKING, Any
 
-from .backend import MAX_ENTRY_BYTES, Stored
+from kvpack.formats.errors import LimitExceeded
+
+from .backend import OneTier, Stored
 from .breaker import Breaker, Guard
+from .forms import PLAIN, Kind
 from .keys import KEY_BYTES
 from .locks import Lock
 from .objects import SCHEMES, Objects
@@ -25,8 +28,9 @@ from .uses import Uses, eviction_order, order_of, record_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .backend import Data
+    from .backend import Data, Found
     from .counters import Counters
+    from .forms import Form
 
 REQUESTS = 16
 """Requests under way at once."""
@@ -36,6 +40,8 @@ _SLACK = 16
 """Eviction frees a 16th of the budget more than is needed, so that not every put lists the entries."""
 _MERGE = 32
 """One record of uses in so many, drawn at random, is followed by a merge of all."""
+MAX_RECORDS_BYTES = 256 * 2**20
+"""What records of uses, or pins, may take together when they are read: 8 million keys."""
 _PINS, _USES = "pins/", "uses/"
 
 
@@ -46,7 +52,7 @@ Entries = list[tuple[bytes, int, int]]
 """The same by key."""
 
 
-class ObjectStore:
+class ObjectStore(OneTier):
     """Entries in an object store, by its URL or as an object of ``obstore.store``.
 
     ``storage_options`` are obstore's settings by name, such as endpoint, region and access_key_id; what is not given is taken
@@ -61,13 +67,14 @@ class ObjectStore:
         self,
         location: Any,
         counters: Counters,
+        form: Form = PLAIN,
         *,
         max_bytes: int | None = None,
         timeout: float = 5.0,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._objects = Objects(location, timeout, storage_options)
-        self._counters, self._max_bytes = counters, max_bytes
+        self._objects = Objects(location, form.max_bytes, timeout, storage_options)
+        self._counters, self._form, self._max_bytes = counters, form, max_bytes
         self._breaker = Breaker()
         self._guard = Guard(self._breaker, counters, self._objects.errors, self._objects.refusals)
         self._uses = Uses()
@@ -76,11 +83,8 @@ class ObjectStore:
         self._counted: float | None = None
 
     def present(self, keys: Sequence[bytes]) -> int:
-        with contextlib.closing(in_parallel(self._size, keys, REQUESTS)) as sizes:
-            for number, size in enumerate(sizes):
-                if not size or size > MAX_ENTRY_BYTES:
-                    return number
-        return len(keys)
+        with contextlib.closing(in_parallel(lambda key: self._kind(_name(key)), keys, REQUESTS)) as kinds:
+            return next((number for number, kind in enumerate(kinds) if kind is not Kind.READABLE), len(keys))
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         found: list[Data] = []
@@ -89,7 +93,6 @@ class ObjectStore:
                 if data is None:
                     break
                 found.append(data)
-        self.touch(keys[: len(found)], 0)
         return found
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
@@ -98,16 +101,26 @@ class ObjectStore:
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         size = sum(map(len, pieces))
-        if size > MAX_ENTRY_BYTES or not self._reserved(size, chain):
+        if size > self._form.max_bytes or not self._reserved(size, chain):
             self._counters.add("refused_chunks")
             return False
-        new = self._guard.ask("put", lambda: self._put(_name(chain[-1]), b"".join(pieces)), None)
+        name, data = _name(chain[-1]), b"".join(pieces)
+        new: bool | None = self._guard.ask("put", lambda: self._objects.put_new(name, data), None)
+        there = Kind.READABLE
+        if new is False:
+            there = self._kind(name) or Kind.FOREIGN
+            if there is Kind.JUNK:
+                # Nobody's entry: whatever put it there, no store reads it.
+                new = self._guard.ask("put", lambda: self._objects.put(name, data), None)
         if new:
             self._counters.add("saved_chunks")
             self._counters.add("saved_bytes", size)
         else:
             self._release(size)
         if new is None:
+            return False
+        if there is Kind.FOREIGN:
+            self._counters.add("refused_chunks")
             return False
         self.touch(chain, now_ns)
         return True
@@ -122,7 +135,7 @@ class ObjectStore:
         sizes = dict(zip(keys, in_parallel(self._size, keys, REQUESTS), strict=True))
         return self._removed([key for key in reversed(keys) if sizes[key] is not None])
 
-    def discard(self, key: bytes, data: Data) -> None:
+    def discard(self, key: bytes, found: Found) -> None:
         self._removed([key])
 
     def list(self) -> Iterator[Stored]:
@@ -142,8 +155,7 @@ class ObjectStore:
         return self._guard.ask("unpin", lambda: self._objects.size(name) is not None and self._objects.remove(name), False)
 
     def pinned(self) -> set[bytes]:
-        names = [name for name, _, _ in self._names("list", _PINS) or ()]
-        chains = [chain or b"" for chain in in_parallel(self._read, names, REQUESTS)]
+        chains = self._read_all(self._names("list", _PINS) or [])
         return {bytes(chain[at : at + KEY_BYTES]) for chain in chains for at in range(0, len(chain) - KEY_BYTES + 1, KEY_BYTES)}
 
     def collect(self) -> None:
@@ -157,13 +169,10 @@ class ObjectStore:
         """Record what was used."""
         self._record_uses()
 
-    def _put(self, name: str, data: bytes) -> bool:
-        if self._objects.put_new(name, data):
-            return True
-        if not self._objects.size(name):
-            # Nobody's entry is empty: whatever made it so, it is none.
-            return self._objects.put(name, data)
-        return False
+    def _kind(self, name: str) -> Kind | None:
+        """What there is under the name of an entry, by its beginning and its size; None where there is nothing, or no answer."""
+        found = self._guard.ask("match", lambda: self._objects.look(name), None)
+        return None if found is None else self._form.kind(*found)
 
     def _reserved(self, size: int, chain: Sequence[bytes]) -> bool:
         """Count ``size`` bytes more, after making room for them; whether they fit."""
@@ -227,8 +236,8 @@ class ObjectStore:
         return self._names("list", _USES) or []
 
     def _last_uses(self, listed: Listing) -> dict[bytes, int]:
-        records = in_parallel(self._read, [name for name, _, _ in listed], REQUESTS)
-        return order_of([(used_ns, name, bytes(record)) for (name, _, used_ns), record in zip(listed, records, strict=True) if record])
+        records = zip(listed, self._read_all(listed), strict=True)
+        return order_of([(used_ns, name, bytes(record)) for (name, _, used_ns), record in records if record])
 
     def _entries(self) -> Entries | None:
         """(key, bytes, when it was put) of every entry; None when the store does not answer."""
@@ -249,8 +258,23 @@ class ObjectStore:
     def _size(self, key: bytes) -> int | None:
         return self._guard.ask("match", lambda: self._objects.size(_name(key)), None)
 
-    def _read(self, name: str) -> Data | None:
-        return self._guard.ask("get", lambda: self._objects.read(name), None)
+    def _read_all(self, listed: Listing) -> Sequence[Data]:
+        """The records listed, an empty one for each that there is no answer or no room for: others may have put them."""
+        nothing: Data = b""
+        room = MAX_RECORDS_BYTES
+        names = []
+        for name, size, _ in listed:
+            room -= size
+            names.append(name if room >= 0 else None)
+        if room < 0:
+            self._counters.fault("list", LimitExceeded(f"{len(listed)} records take more than {MAX_RECORDS_BYTES} bytes"))
+
+        def read(name: str | None) -> Data:
+            if name is None:
+                return nothing
+            return self._guard.ask("get", lambda: self._objects.read(name, MAX_RECORDS_BYTES), None) or nothing
+
+        return [*in_parallel(read, names, REQUESTS)]
 
     def _removed(self, keys: Sequence[bytes]) -> set[bytes]:
         """Remove entries, and return those that there were."""

@@ -6,10 +6,10 @@ import datetime
 import os
 from typing import TYPE_CHECKING, Any
 
-from kvpack.formats.errors import InvalidParameter, KvpackError
+from kvpack.formats.errors import InvalidParameter, KvpackError, LimitExceeded
 
 from ..json_header import front_bytes
-from .backend import MAX_ENTRY_BYTES
+from .forms import FRONT_BYTES, check_size
 from .parallel import in_parallel
 
 if TYPE_CHECKING:
@@ -32,21 +32,24 @@ _FRONT_BYTES = 64 * 1024
 
 
 class Objects:
-    """The objects at ``location``, a URL or an object of ``obstore.store``.
+    """The objects at ``location``, a URL or an object of ``obstore.store``; one of more than ``max_bytes`` is never fetched.
 
     Methods raise one of ``errors``; of those, ``refusals`` are answers of a server that works. The constructor raises
     InvalidParameter for a URL or ``storage_options`` that make no sense, and KvpackError without the package obstore.
     """
 
-    def __init__(self, location: Any, timeout: float, storage_options: Mapping[str, Any] | None) -> None:
+    def __init__(self, location: Any, max_bytes: int, timeout: float, storage_options: Mapping[str, Any] | None) -> None:
         try:
             import obstore
         except ImportError:
             raise KvpackError("a store on an object store needs the package obstore: pip install 'kvpack[object-store]'") from None
         self._obstore: Any = obstore
+        self._max_bytes = max_bytes
         known = obstore.exceptions
-        self.errors = (known.BaseError, OSError, MemoryError, Forked)
-        self.refusals = (known.PermissionDeniedError, known.UnauthenticatedError, known.NotSupportedError, FileNotFoundError, Forked)
+        self.errors = (known.BaseError, OSError, MemoryError, LimitExceeded, Forked)
+        answers = (known.PermissionDeniedError, known.UnauthenticatedError, known.NotSupportedError, FileNotFoundError)
+        self.refusals: tuple[type[BaseException], ...] = (*answers, MemoryError, LimitExceeded, Forked)
+        self._base = known.BaseError
         self._exists, self._changed = known.AlreadyExistsError, known.PreconditionError
         if not isinstance(location, str) and storage_options:
             raise InvalidParameter("storage_options go with a URL: an obstore object has its own")
@@ -70,16 +73,15 @@ class Objects:
             for meta in batch
         ]
 
-    def read(self, name: str) -> Data | None:
-        """An object's bytes, or None; of one that is larger than any entry nothing is fetched, and it is as if it were empty."""
+    def read(self, name: str, max_bytes: int | None = None) -> Data | None:
+        """An object's bytes, or None; of one that is larger than ``max_bytes`` (default: that of all) nothing is fetched: LimitExceeded."""
         self._check_process()
         try:
             answer = self._obstore.get(self._store, name)
         except FileNotFoundError:
             return None
         size, tag = answer.meta["size"], answer.meta["e_tag"]
-        if size > MAX_ENTRY_BYTES:
-            return b""
+        check_size(name, size, self._max_bytes if max_bytes is None else max_bytes)
         if size <= PART_BYTES:
             return bytearray(memoryview(answer.bytes()))
         # Not read: its connection closes.
@@ -89,20 +91,39 @@ class Objects:
 
     def read_front(self, name: str) -> Data | None:
         """As ``read``, but of a kvpack file the bytes after the header are zeros."""
-        self._check_process()
-        try:
-            answer = self._obstore.get(self._store, name, options={"range": (0, _FRONT_BYTES)})
-        except FileNotFoundError:
+        found = self._beginning(name, _FRONT_BYTES)
+        if found is None:
             return None
-        size, tag = answer.meta["size"], answer.meta["e_tag"]
-        beginning = bytes(memoryview(answer.bytes()))
-        if size > MAX_ENTRY_BYTES or len(beginning) != min(size, _FRONT_BYTES):
-            return b""
+        beginning, size, tag = found
+        check_size(name, size, self._max_bytes)
+        if len(beginning) != min(size, _FRONT_BYTES):
+            return None
         # Zeros that nobody reads take no memory.
         data = bytearray(size)
         data[: len(beginning)] = beginning
         end = min(size, front_bytes(beginning) or size)
         return data if self._fill(name, memoryview(data)[:end], len(beginning), tag) else None
+
+    def look(self, name: str) -> tuple[bytes, int] | None:
+        """The first bytes of an object, which tell its form, and its size; None where there is none."""
+        found = self._beginning(name, FRONT_BYTES)
+        return None if found is None else found[:2]
+
+    def _beginning(self, name: str, count: int) -> tuple[bytes, int, str | None] | None:
+        """The first bytes of an object, its size and its tag."""
+        self._check_process()
+        try:
+            answer = self._obstore.get(self._store, name, options={"range": (0, count)})
+            return bytes(memoryview(answer.bytes())), answer.meta["size"], answer.meta["e_tag"]
+        except FileNotFoundError:
+            return None
+        except self._base as error:
+            # Of an empty object there is no first byte.
+            if "416" in str(error) or "StartTooLarge" in str(error):
+                size = self.size(name)
+                if size == 0:
+                    return b"", 0, None
+            raise
 
     def put_new(self, name: str, data: bytes) -> bool:
         """Put an object where there is none; whether there was none."""

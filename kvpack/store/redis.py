@@ -6,28 +6,34 @@
     {kvpack}:bytes         the sum of those
     {kvpack}:pins          pinned chains, a hash of all keys by the last one
 
-The braces keep all of them on one node of a cluster.
+The braces keep all of them on one node of a cluster. The entries are the truth: where the rest is lost or makes no sense, it is
+counted again from a scan of the server's names before anything is put.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from kvpack.formats.errors import InvalidParameter, KvpackError
+from kvpack.formats.errors import InvalidParameter, KvpackError, LimitExceeded
 
 from ..json_header import front_bytes
-from .backend import MAX_ENTRY_BYTES, Stored
+from .backend import MAX_ENTRY_BYTES, OneTier, Stored
 from .breaker import Breaker, Guard
+from .forms import FRONT_BYTES, PLAIN, Kind, check_size
 from .keys import KEY_BYTES
-from .redis_scripts import COLLECT, DELETE, PUT, USE
+from .locks import Lock
+from .redis_scripts import COLLECT, DELETE, PUT, RECOUNT, SIZE, USE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from .backend import Data
+    from .backend import Data, Found
     from .counters import Counters
+    from .forms import Form
 
 SCHEMES = ("redis://", "rediss://", "unix://")
 PREFIX = b"{kvpack}:"
@@ -37,9 +43,14 @@ _SHARED = [PREFIX + name for name in (b"used", b"sizes", b"bytes", b"pins")]
 _FRONT_BYTES = 64 * 1024
 """More than the header of most entries."""
 _BYTES_AT_ONCE = 64 * 2**20
+_NAMES_AT_ONCE = 1000
+RECOUNT_SECONDS = 600.0
+"""How old the sum of the sizes may be that a budget is held by: anybody who uses the server may have changed it."""
+SCAN_SECONDS = 5.0
+"""How long one put looks through the names of a server whose count is lost; the next one goes on from there."""
 
 
-class Redis:
+class Redis(OneTier):
     """Entries on the server at ``url`` (redis://, rediss:// or unix://).
 
     ``max_bytes`` is a hard budget of their bytes, ``ttl`` the seconds after which an entry that nobody uses goes, ``timeout`` the
@@ -49,7 +60,16 @@ class Redis:
     private = False
     puts_at_once = 1
 
-    def __init__(self, url: str, counters: Counters, *, max_bytes: int | None = None, ttl: int | None = None, timeout: float = 1.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        counters: Counters,
+        form: Form = PLAIN,
+        *,
+        max_bytes: int | None = None,
+        ttl: int | None = None,
+        timeout: float = 1.0,
+    ) -> None:
         try:
             import redis
             from redis.backoff import NoBackoff
@@ -57,8 +77,12 @@ class Redis:
         except ImportError:
             raise KvpackError("a store on Redis needs the package redis: pip install 'kvpack[redis]'") from None
         self._counters, self._max_bytes, self._ttl = counters, max_bytes, ttl
+        self._form = dataclasses.replace(form, max_bytes=min(form.max_bytes, MAX_ENTRY_BYTES))
+        self._lock = Lock()
+        self._summed: float | None = None
+        self._cursor = 0
         self._breaker = Breaker()
-        self._guard = Guard(self._breaker, counters, (redis.RedisError, OSError), (redis.ResponseError,))
+        self._guard = Guard(self._breaker, counters, (redis.RedisError, OSError, MemoryError), (redis.ResponseError, MemoryError))
         try:
             self._client: Any = redis.Redis.from_url(
                 url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0), protocol=2
@@ -69,56 +93,56 @@ class Redis:
         self._close = weakref.finalize(self, self._client.close)
         self._scripts = {
             name: self._client.register_script(text)
-            for name, text in (("put", PUT), ("touch", USE), ("delete", DELETE), ("collect", COLLECT))
+            for name, text in (("put", PUT), ("touch", USE), ("delete", DELETE), ("size", SIZE), ("count", RECOUNT), ("collect", COLLECT))
         }
 
     def present(self, keys: Sequence[bytes]) -> int:
-        return len(self._leading_sizes(keys))
+        commands = [command for key in keys for command in (("STRLEN", ENTRY + key), ("GETRANGE", ENTRY + key, 0, FRONT_BYTES - 1))]
+        answers = self._asked("match", commands)
+        kinds = [self._form.kind(front or b"", size or 0) for size, front in zip(answers[::2], answers[1::2], strict=True)]
+        return next((number for number, kind in enumerate(kinds) if kind is not Kind.READABLE), len(kinds))
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
-        sizes = self._leading_sizes(keys)
+        # Sizes first: nothing is fetched that is larger than an entry may be.
+        sizes = [size or 0 for size in self._asked("match", [("STRLEN", ENTRY + key) for key in keys])]
+        missing = next((number for number, size in enumerate(sizes) if not self._takes(keys[number], size)), len(sizes))
         found: list[Data] = []
-        while len(found) < len(sizes):
+        while len(found) < missing:
             # As many as fit in one answer, at least one.
             stop, total = len(found) + 1, sizes[len(found)]
-            while stop < len(sizes) and total + sizes[stop] <= _BYTES_AT_ONCE:
+            while stop < missing and total + sizes[stop] <= _BYTES_AT_ONCE:
                 total += sizes[stop]
                 stop += 1
-            names = [ENTRY + key for key in keys[len(found) : stop]]
-            values = self._fetched(names)
-            whole = [bytearray(value) for value in values if value is not None]
+            whole = self._fetched(keys[len(found) : stop], sizes[len(found) : stop])
             found += whole
-            if len(whole) < len(names):
+            if len(found) < stop:
                 break
-        self.touch(keys[: len(found)], 0)
         return found
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         name = ENTRY + key
-        size = self._guard.ask("get", lambda: self._client.strlen(name), 0)
+        size = self._guard.ask("get", lambda: int(self._client.strlen(name)), 0)
+        if not self._takes(key, size):
+            return None
         if not front or size <= _FRONT_BYTES:
-            value = self._guard.ask("get", lambda: self._client.get(name), None)
-            return None if value is None else bytearray(value)
-        beginning = self._range(name, 0, _FRONT_BYTES)
-        if beginning is None or size > MAX_ENTRY_BYTES:
-            return None
-        # Zeros that nobody reads take no memory.
-        data = bytearray(size)
-        end = min(size, front_bytes(beginning) or size)
-        rest = self._range(name, len(beginning), end) if end > len(beginning) else b""
-        if rest is None or len(beginning) + len(rest) < end:
-            return None
-        data[: len(beginning)] = beginning
-        data[len(beginning) : len(beginning) + len(rest)] = rest
-        return data
+            return next(iter(self._fetched([key], [size])), None)
+        return self._guard.ask("get", lambda: self._front(name, size), None)
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
-        data = b"".join(pieces)
-        if len(data) > MAX_ENTRY_BYTES:
+        size = sum(map(len, pieces))
+        if size > self._form.max_bytes:
             self._counters.add("refused_chunks")
             return False
-        answer = self._run("put", b"".join(chain), data, self._most(), self._seconds())
-        if answer is None:
+        data = b"".join(pieces)
+        answer = self._put(chain, data)
+        if answer is not None and answer[0] == -1:
+            answer = self._put(chain, data) if self._recounted() else None
+        if answer is not None and answer[0] == 2:
+            kind = self._form.kind(answer[1], answer[2])
+            if kind is Kind.READABLE:
+                return True
+            answer = self._put(chain, data, replace=True) if kind is Kind.JUNK else (0, 0, 0)
+        if answer is None or answer[0] == -1:
             return False
         stored, evicted, freed = answer
         self._counters.add("evicted_entries", evicted)
@@ -126,7 +150,7 @@ class Redis:
         self._counters.add("refused_chunks", stored == 0)
         if stored == 1:
             self._counters.add("saved_chunks")
-            self._counters.add("saved_bytes", len(data))
+            self._counters.add("saved_bytes", size)
         return bool(stored)
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
@@ -137,19 +161,28 @@ class Redis:
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
         return set(self._run("delete", b"".join(keys)) or ()) if keys else set()
 
-    def discard(self, key: bytes, data: Data) -> None:
+    def discard(self, key: bytes, found: Found) -> None:
         self.delete([key])
 
     def list(self) -> Iterator[Stored]:
-        used: Sequence[tuple[bytes, float]] = self._guard.ask("list", lambda: self._client.zrange(_SHARED[0], 0, -1, withscores=True), ())
-        sizes: Mapping[bytes, bytes] = self._guard.ask("list", lambda: self._client.hgetall(_SHARED[1]), {})
-        for key, score in used:
-            if len(key) == KEY_BYTES and key in sizes:
-                yield Stored(key, int(sizes[key]), int(score) * 1000)
+        listed: set[bytes] = set()
+        cursor = None
+        while cursor != 0 and (page := self._page("list", cursor or 0)) is not None:
+            cursor, keys = page
+            # A scan may show a name twice.
+            new = [key for key in dict.fromkeys(keys) if key not in listed]
+            listed.update(new)
+            commands = [command for key in new for command in (("STRLEN", ENTRY + key), ("ZSCORE", _SHARED[0], key))]
+            answers = self._asked("list", commands)
+            for key, size, score in zip(new, answers[::2], answers[1::2], strict=False):
+                yield Stored(key, size or 0, int(score) * 1000 if score and 0 < score < 2**53 else 0)
 
     def size(self) -> tuple[int, int]:
-        entries = self._guard.ask("list", lambda: self._client.zcard(_SHARED[0]), 0)
-        return entries, int(self._guard.ask("list", lambda: self._client.get(_SHARED[2]), None) or 0)
+        answer = self._run("size")
+        if answer is not None and answer[0] == -1:
+            sizes = [entry.size for entry in self.list()]
+            return len(sizes), sum(sizes)
+        return (0, 0) if answer is None else (answer[0], answer[1])
 
     def pin(self, keys: Sequence[bytes]) -> bool:
         return self._guard.ask("pin", lambda: self._client.hset(_SHARED[3], keys[-1], b"".join(keys)), None) is not None
@@ -162,34 +195,103 @@ class Redis:
         return {chain[at : at + KEY_BYTES] for chain in chains for at in range(0, len(chain), KEY_BYTES)}
 
     def collect(self) -> None:
-        evicted, freed = self._run("collect", self._most()) or (0, 0)
-        self._counters.add("evicted_entries", evicted)
-        self._counters.add("evicted_bytes", freed)
+        """Count what is there by the server's names, and evict what is above the budget."""
+        with self._lock:
+            self._cursor = 0
+        while not self._recounted() and self._cursor:
+            continue
 
     def close(self) -> None:
         self._close()
 
-    def _range(self, name: bytes, start: int, stop: int) -> bytes | None:
-        return self._guard.ask("get", lambda: bytes(self._client.getrange(name, start, stop - 1)), None)
+    def _put(self, chain: Sequence[bytes], data: bytes, *, replace: bool = False) -> Any:
+        due = self._summed is None or time.monotonic() - self._summed > RECOUNT_SECONDS
+        if due:
+            self._summed = time.monotonic()
+        return self._run("put", b"".join(chain), data, self._most(), self._seconds(), int(replace), FRONT_BYTES, int(due))
 
-    def _fetched(self, names: Sequence[bytes]) -> Sequence[bytes | None]:
-        nothing: Sequence[bytes | None] = ()
-        return self._guard.ask("get", lambda: self._client.mget(names), nothing)
+    def _recounted(self) -> bool:
+        """Count every entry afresh, then evict; False where the server does not answer or has more names than there is time for."""
+        deadline = time.monotonic() + SCAN_SECONDS
+        with self._lock:
+            if not self._cursor and self._run("count", b"") is None:
+                return False
+            while True:
+                page = self._page("count", self._cursor)
+                self._cursor, keys = page or (0, ())
+                if page is None or (keys and self._run("count", b"".join(keys)) is None):
+                    return False
+                if not self._cursor:
+                    break
+                if time.monotonic() > deadline:
+                    self._counters.fault("count", TimeoutError(f"the server has more names than can be looked through in {SCAN_SECONDS} s"))
+                    return False
+            answer = self._run("collect", self._most())
+        if answer is None:
+            return False
+        self._counters.add("evicted_entries", answer[0])
+        self._counters.add("evicted_bytes", answer[1])
+        return True
 
-    def _leading_sizes(self, keys: Sequence[bytes]) -> Sequence[int]:
-        """The sizes of the entries before the first that is not there, asked for before any is fetched."""
+    def _takes(self, key: bytes, size: int) -> bool:
+        """Whether there is an entry, and it is no larger than one may be."""
+        try:
+            check_size(f"entry {key.hex()}", size, self._form.max_bytes)
+        except LimitExceeded as error:
+            self._counters.fault("get", error)
+            return False
+        return size > 0
 
-        def ask() -> Sequence[int]:
+    def _page(self, operation: str, cursor: int) -> tuple[int, Sequence[bytes]] | None:
+        """What a scan shows from ``cursor`` on: the next one, 0 at the end, and keys of entries."""
+        answer = self._guard.ask(operation, lambda: self._client.scan(cursor, match=ENTRY + b"*", count=_NAMES_AT_ONCE), None)
+        if answer is None:
+            return None
+        return int(answer[0]), [name[len(ENTRY) :] for name in answer[1] if len(name) == len(ENTRY) + KEY_BYTES]
+
+    def _asked(self, operation: str, commands: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
+        """The server's answers, None for a command that it refuses, such as one of an entry of another type; [] when it gives none."""
+
+        def ask() -> Sequence[Any]:
             with self._client.pipeline(transaction=False) as pipeline:
-                for key in keys:
-                    pipeline.strlen(ENTRY + key)
-                sizes: Sequence[int] = pipeline.execute()
-            return sizes
+                for command in commands:
+                    pipeline.execute_command(*command)
+                answers: Sequence[Any] = pipeline.execute(raise_on_error=False)
+            return answers
 
-        nothing: Sequence[int] = ()
-        sizes = self._guard.ask("match", ask, nothing) if keys else nothing
-        missing = next((number for number, size in enumerate(sizes) if not 0 < size <= MAX_ENTRY_BYTES), len(sizes))
-        return sizes[:missing]
+        nothing: Sequence[Any] = ()
+        answers = self._guard.ask(operation, ask, nothing) if commands else nothing
+        for error in answers:
+            if isinstance(error, Exception):
+                self._counters.fault(operation, error)
+        return [None if isinstance(answer, Exception) else answer for answer in answers]
+
+    def _fetched(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:
+        """The bytes of entries up to the first that is not of its size any more; never more than those sizes are fetched."""
+
+        def ask() -> Sequence[bytearray]:
+            found = []
+            values = self._asked("get", [("GETRANGE", ENTRY + key, 0, size - 1) for key, size in zip(keys, sizes, strict=True)])
+            for value, size in zip(values, sizes, strict=False):
+                if value is None or len(value) != size:
+                    break
+                found.append(bytearray(value))
+            return found
+
+        nothing: Sequence[bytearray] = ()
+        return self._guard.ask("get", ask, nothing)
+
+    def _front(self, name: bytes, size: int) -> bytearray | None:
+        """An entry of ``size`` bytes of which those after the header are zeros, which take no memory."""
+        beginning = self._client.getrange(name, 0, _FRONT_BYTES - 1)
+        data = bytearray(size)
+        end = min(size, front_bytes(beginning) or size)
+        rest = self._client.getrange(name, len(beginning), end - 1) if end > len(beginning) else b""
+        if len(beginning) + len(rest) < end:
+            return None
+        data[: len(beginning)] = beginning
+        data[len(beginning) : len(beginning) + len(rest)] = rest
+        return data
 
     def _run(self, script: str, *arguments: Any) -> Any:
         return self._guard.ask(script, lambda: self._scripts[script](keys=_SHARED, args=arguments), None)

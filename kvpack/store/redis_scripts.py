@@ -1,28 +1,77 @@
-"""What the Redis backend does in one step on the server, in Lua: no other user sees a state in between (names in redis.py)."""
+"""What the Redis backend does in one step on the server, in Lua: no other user sees a state in between (names in redis.py).
+
+The entries are the truth. What is counted of them may be lost or overwritten by anybody who uses the server: every script first
+removes what is of another type, and ``sound`` says whether the rest fits together; if not, ``PUT`` asks for a new count.
+"""
 
 # KEYS in all: used, sizes, bytes, pins. Members of the sets are keys of 32 bytes.
-REMOVE = """
-local function remove(key)
-    local size = redis.call('HGET', KEYS[2], key)
+BEGIN = """
+for number, kind in ipairs({'zset', 'hash', 'string', 'hash'}) do
+    local found = redis.call('TYPE', KEYS[number]).ok
+    if found ~= kind and found ~= 'none' then redis.call('DEL', KEYS[number]) end
+end
+
+local function entry(key) return '{kvpack}:entry:' .. key end
+
+local function add(bytes)
+    local total = tonumber(redis.call('GET', KEYS[3]) or '')
+    if total then redis.call('SET', KEYS[3], string.format('%.0f', total + bytes)) end
+end
+
+local function microseconds()
+    local clock = redis.call('TIME')
+    return clock[1] * 1000000 + clock[2]
+end
+
+local function count(key, size, used)
+    local before = tonumber(redis.call('HGET', KEYS[2], key) or '') or 0
+    redis.call('HSET', KEYS[2], key, size)
+    redis.call('ZADD', KEYS[1], 'NX', string.format('%.0f', used), key)
+    add(size - before)
+end
+
+local function forget(key)
+    local size = tonumber(redis.call('HGET', KEYS[2], key) or '') or 0
     redis.call('ZREM', KEYS[1], key)
-    if size then
-        redis.call('HDEL', KEYS[2], key)
-        redis.call('DECRBY', KEYS[3], size)
-    end
-    return redis.call('DEL', '{kvpack}:entry:' .. key), tonumber(size or 0)
+    redis.call('HDEL', KEYS[2], key)
+    add(-size)
+    return size
+end
+
+local function remove(key)
+    local size = forget(key)
+    return redis.call('DEL', entry(key)), size
+end
+"""
+
+SOUND = """
+local function sound()
+    local bytes = redis.call('GET', KEYS[3])
+    if not bytes or not string.match(bytes, '^%d+$') or #bytes > 15 then return false end
+    local entries = redis.call('ZCARD', KEYS[1])
+    if entries ~= redis.call('HLEN', KEYS[2]) then return false end
+    return tonumber(bytes) >= entries and (entries > 0 or tonumber(bytes) == 0)
 end
 """
 
 TOUCH = """
 local function touch(chain, seconds)
-    local clock = redis.call('TIME')
-    local now = clock[1] * 1000000 + clock[2]
+    local now = microseconds()
     for depth = 1, #chain / 32 do
         local key = string.sub(chain, 32 * depth - 31, 32 * depth)
         redis.call('ZADD', KEYS[1], 'XX', 'GT', string.format('%.0f', now - depth), key)
-        if seconds ~= '' then redis.call('EXPIRE', '{kvpack}:entry:' .. key, seconds) end
+        if seconds ~= '' then redis.call('EXPIRE', entry(key), seconds) end
     end
     return now
+end
+"""
+
+TOTAL = """
+local function total()
+    local sum = 0
+    for _, size in ipairs(redis.call('HVALS', KEYS[2])) do sum = sum + (tonumber(size) or 0) end
+    redis.call('SET', KEYS[3], string.format('%.0f', sum))
+    return sum
 end
 """
 
@@ -36,7 +85,7 @@ local function evict(most, room, chain)
         for at = 1, #pinned, 32 do kept[string.sub(pinned, at, at + 31)] = true end
     end
     local first, evicted, bytes = 0, 0, 0
-    while tonumber(redis.call('GET', KEYS[3]) or 0) + room > most do
+    while (tonumber(redis.call('GET', KEYS[3]) or '') or 0) + room > most do
         local oldest = redis.call('ZRANGE', KEYS[1], first, first)[1]
         if not oldest then return false, evicted, bytes end
         if kept[oldest] then
@@ -50,37 +99,56 @@ local function evict(most, room, chain)
 end
 """
 
-# ARGV: chain, entry, most bytes or '', seconds to live or ''. Returns {stored, entries evicted, their bytes}.
+# ARGV: chain, entry, most bytes or '', seconds to live or '', '1' to replace what is there, bytes of a front, '1' to sum sizes anew.
+# Returns {-1} where nothing can be said of what is stored, {2, front, bytes} of what is there, else {stored, entries evicted, bytes}.
 PUT = (
-    REMOVE
+    BEGIN
+    + SOUND
     + TOUCH
+    + TOTAL
     + EVICT
     + """
-local chain, size, most = ARGV[1], #ARGV[2], tonumber(ARGV[3])
+local chain, size, most, seconds = ARGV[1], #ARGV[2], tonumber(ARGV[3]), ARGV[4]
+if not sound() then return {-1} end
+if ARGV[7] == '1' then total() end
 local key = string.sub(chain, -32)
-local name = '{kvpack}:entry:' .. key
-if redis.call('EXISTS', name) == 1 then return {2, 0, 0} end
+if redis.call('TYPE', entry(key)).ok == 'string' and ARGV[5] ~= '1' then
+    local there = redis.call('STRLEN', entry(key))
+    if redis.call('HEXISTS', KEYS[2], key) == 0 then count(key, there, microseconds()) end
+    return {2, redis.call('GETRANGE', entry(key), 0, ARGV[6] - 1), there}
+end
 remove(key)
 if most and size > most then return {0, 0, 0} end
-local fits, evicted, bytes = true, 0, 0
-if most then fits, evicted, bytes = evict(most, size, chain) end
-if not fits then return {0, evicted, bytes} end
-local now = touch(string.sub(chain, 1, -33), ARGV[4])
-redis.call('SET', name, ARGV[2])
-if ARGV[4] ~= '' then redis.call('EXPIRE', name, ARGV[4]) end
-redis.call('ZADD', KEYS[1], string.format('%.0f', now - #chain / 32), key)
-redis.call('HSET', KEYS[2], key, size)
-redis.call('INCRBY', KEYS[3], size)
+local evicted, bytes = 0, 0
+if most then
+    local fits, more, freed
+    for attempt = 1, 2 do
+        fits, more, freed = evict(most, size, chain)
+        evicted, bytes = evicted + more, bytes + freed
+        if fits then break end
+        total()
+    end
+    if not fits then return {0, evicted, bytes} end
+end
+local now = touch(string.sub(chain, 1, -33), seconds)
+-- Counted before it is there: an entry that nobody counts would never go.
+count(key, size, now - #chain / 32)
+local done = redis.pcall('SET', entry(key), ARGV[2])
+if type(done) == 'table' and done.err then
+    forget(key)
+    return done
+end
+if seconds ~= '' then redis.call('EXPIRE', entry(key), seconds) end
 return {1, evicted, bytes}
 """
 )
 
 # ARGV: chain, seconds to live or ''.
-USE = TOUCH + "touch(ARGV[1], ARGV[2]) return 1"
+USE = BEGIN + TOUCH + "touch(ARGV[1], ARGV[2]) return 1"
 
 # ARGV: keys, one after the other. Returns those of the entries that there were.
 DELETE = (
-    REMOVE
+    BEGIN
     + """
 local removed = {}
 for at = #ARGV[1] - 31, 1, -32 do
@@ -91,15 +159,38 @@ return removed
 """
 )
 
-# ARGV: most bytes or ''. Forgets entries that have expired, then evicts. Returns {entries evicted, their bytes}.
+# Returns {entries, bytes}, or {-1} where the numbers make no sense.
+SIZE = BEGIN + SOUND + "if not sound() then return {-1} end return {redis.call('ZCARD', KEYS[1]), tonumber(redis.call('GET', KEYS[3]))}"
+
+# ARGV: keys, one after the other; '' for all that are counted. Counts them as they are now, and forgets those that are gone.
+RECOUNT = (
+    BEGIN
+    + """
+local now = microseconds()
+local function look(key)
+    if #key == 32 and redis.call('TYPE', entry(key)).ok == 'string' then
+        count(key, redis.call('STRLEN', entry(key)), now)
+    else
+        forget(key)
+    end
+end
+for at = 1, #ARGV[1], 32 do look(string.sub(ARGV[1], at, at + 31)) end
+if ARGV[1] == '' then
+    for _, key in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do look(key) end
+    for _, key in ipairs(redis.call('HKEYS', KEYS[2])) do look(key) end
+end
+return 1
+"""
+)
+
+# ARGV: most bytes or ''. Sums the sizes, which are all there, and evicts. Returns {entries evicted, their bytes}.
 COLLECT = (
-    REMOVE
+    BEGIN
+    + TOTAL
     + EVICT
     + """
-for _, key in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
-    if redis.call('EXISTS', '{kvpack}:entry:' .. key) == 0 then remove(key) end
-end
 local most = tonumber(ARGV[1])
+total()
 if not most then return {0, 0} end
 local _, evicted, bytes = evict(most, 0, '')
 return {evicted, bytes}

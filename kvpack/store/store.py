@@ -7,15 +7,17 @@ import time
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Self
 
-from kvpack.formats.errors import InvalidParameter, KvpackError, Undecryptable
+from kvpack.formats.errors import InvalidParameter
 
+from .backend import MAX_ENTRY_BYTES
 from .counters import Counters
-from .encryption import Cipher, in_clear
+from .encryption import Cipher
 from .entries import Reader, to_pieces
-from .faults import is_damage
 from .fitting import check_cache, check_groups
+from .forms import Form, check_size
 from .identity import Identity
 from .keys import ID_BYTES, chained, chunk_keys, token_bytes
+from .loading import FAULTS, Loader
 from .locations import check_count, open_backend
 from .parallel import in_parallel
 from .tiers import Tiers
@@ -26,13 +28,9 @@ if TYPE_CHECKING:
     import torch
 
     from ..cache import Cache
-    from .backend import Backend, Data
+    from .backend import Backend
 
 CHUNK_TOKENS = 256
-
-_FAULTS = (KvpackError, OSError, MemoryError)
-"""What an entry may fail with: each is a miss, and is counted."""
-
 
 class Store:
     """Packed prefixes of one ``identity``, in chunks of ``chunk`` tokens, shared by every process that opens ``location``.
@@ -75,16 +73,21 @@ class Store:
         write_back: bool | None = None,
         encryption: Mapping[str, bytes] | None = None,
         check_values: bool | None = None,
+        max_entry_bytes: int = MAX_ENTRY_BYTES,
     ) -> None:
         if not isinstance(identity, Identity):
             raise InvalidParameter(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")
         check_count("chunk", chunk, 1)
         check_groups(identity, chunk)
         self.location, self.identity, self.chunk = location, identity, chunk
+        self._max_entry_bytes = max_entry_bytes
+        check_count("max_entry_bytes", max_entry_bytes, 1)
         self._counters = Counters()
+        self._cipher = None if encryption is None else Cipher(encryption, identity.tenant)
         self._backend: Backend = open_backend(
             location,
             self._counters,
+            Form(max_entry_bytes, None if self._cipher is None else self._cipher.key_ids),
             max_bytes=max_bytes,
             min_free=min_free,
             durable=durable,
@@ -93,11 +96,11 @@ class Store:
             storage_options=storage_options,
             write_back=write_back,
         )
-        self._cipher = None if encryption is None else Cipher(encryption, identity.tenant)
         trusted = self._backend.private or self._cipher is not None
         self._root = identity.digest
         self._model = identity.header_model
         self._reader = Reader(self._model, identity.recipe, chunk, check_values=not trusted if check_values is None else check_values)
+        self._loader = Loader(self._backend, self._reader, self._cipher, self._counters)
 
     def __enter__(self) -> Self:
         return self
@@ -126,29 +129,16 @@ class Store:
         Every digest is checked; the cache's pages are views of mapped files, or copies on ``device``. A model needs a token
         to go on from: give all but the last. Raises InvalidParameter.
         """
-        from ..cache import concat
-
         keys = self.keys(token_ids)
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.chunk)
-        chunks: list[Cache] = []
-        entries = self._backend.get(keys)
-        try:
-            chunks.extend(self._reader.read(self._decrypted(entries, keys), keys))
-        except _FAULTS as error:
-            self._refuse(keys[len(chunks)], entries[len(chunks)], error)
-        while chunks:
-            try:
-                cache = concat(chunks)
-                break
-            except _FAULTS as error:
-                # Whole by itself, but no continuation of the ones before it, or memory has ended.
-                self._refuse(keys[len(chunks) - 1], entries[len(chunks) - 1], error)
-                chunks.pop()
-        else:
+        cache = self._loader.load(keys)
+        if cache is not None and str(device) != "cpu":
+            cache = self._moved(cache, device)
+        if cache is None:
             return 0, None
         self._counters.add("hit_tokens", cache.tokens)
-        return cache.tokens, cache if str(device) == "cpu" else cache.to(device)
+        return cache.tokens, cache
 
     def save(self, token_ids: Any, cache: Cache) -> int:
         """Store every whole chunk of the prefix that ``cache`` holds packed, and return the tokens that are stored now.
@@ -177,7 +167,8 @@ class Store:
                 pieces = to_pieces(chunk, key, parent, part)
                 if self._cipher is not None:
                     pieces = self._cipher.encrypt(key, pieces)
-            except _FAULTS as error:
+                check_size(f"the chunk of {key.hex()}", sum(map(len, pieces)), self._max_entry_bytes)
+            except FAULTS as error:
                 # Such as a chunk that begins inside a token group of a cache that was packed in parts.
                 self._counters.fault("encode", error)
                 return False
@@ -233,29 +224,15 @@ class Store:
         entries, size = self._backend.size()
         return self._counters.prometheus({"entries": ("Entries at the location.", entries), "bytes": ("Bytes of those entries.", size)})
 
-    def _decrypted(self, entries: list[Data], keys: list[bytes]) -> list[Data]:
-        """The entries in the clear, up to the first that no key opens; it stays, for others may have its key."""
-        clear: list[Data] = []
-        for key, data in zip(keys, entries, strict=False):
-            try:
-                clear.append(in_clear(key, data, None) if self._cipher is None else self._cipher.decrypt(key, data))
-            except Undecryptable as error:
-                self._counters.add("undecryptable_entries")
-                self._counters.fault("load", error)
-                break
-            except _FAULTS as error:
-                self._refuse(key, data, error)
-                break
-        return clear
+    def _moved(self, cache: Cache, device: torch.device | str) -> Cache | None:
+        """A copy on ``device``; None where that has no room."""
+        import torch
 
-    def _refuse(self, key: bytes, data: Data, error: BaseException) -> None:
-        """A bad entry is a miss. A damaged one goes, so that a good one can take its place; any other may be good for others."""
-        self._counters.fault("load", error)
-        if is_damage(error):
-            self._counters.add("damaged_entries")
-            self._backend.discard(key, data)
-        else:
-            self._counters.add("unreadable_entries")
+        try:
+            return cache.to(device)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            self._counters.fault("load", error)
+            return None
 
     def _named(self, chunk: Cache) -> Cache:
         from dataclasses import replace

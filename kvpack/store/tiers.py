@@ -1,7 +1,8 @@
 """Tiers as one backend: several backends, the fastest first, such as memory, a folder and a server.
 
-What is read from a slower tier is copied to the faster ones. What is saved goes to all of them before ``save`` returns
-(write-through), or to the first one, and to the others in the background (write-back). Each tier evicts by its own budget.
+What is read from a slower tier is copied to the faster ones once it has been checked. What is saved goes to all of them before
+``save`` returns (write-through), or to the first one, and to the others in the background (write-back). Each tier evicts by its
+own budget.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-from .backend import Stored
+from .backend import Found, Stored
 from .locks import Lock
 from .write_back import WriteBack
 
@@ -54,18 +55,21 @@ class Tiers:
         return found
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
-        found: list[Data] = []
-        from_tier: list[int] = []
-        for tier, entries in self._in_turn(keys, lambda backend, rest: backend.get(rest), len):
-            found += entries
-            from_tier += [tier] * len(entries)
-            self._tier_counters[tier].add("hit_chunks", len(entries))
-        now = time.time_ns()
-        for number, (data, tier) in enumerate(zip(found, from_tier, strict=True)):
-            self._counters.add("promoted_chunks", self._put_in(self._backends[:tier], keys[: number + 1], data, now))
+        return [found.data for found in self.find(keys)]
+
+    def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
+        return [
+            Found(data, tier)
+            for tier, entries in self._in_turn(keys, lambda backend, rest: backend.get(rest), len, beyond)
+            for data in entries
+        ]
+
+    def accept(self, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
+        for number, entry in enumerate(found):
+            self._tier_counters[entry.tier].add("hit_chunks")
+            self._counters.add("promoted_chunks", self._put_in(self._backends[: entry.tier], keys[: number + 1], entry.data, now_ns))
         # Parts of a chain that were noted one by one would leave an ancestor older than what follows it.
-        self.touch(keys[: len(found)], now, asked=max(from_tier, default=-1))
-        return found
+        self.touch(keys, now_ns, asked=max((entry.tier for entry in found), default=-1))
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         return next((data for backend in self._backends if (data := backend.peek(key, front=front)) is not None), None)
@@ -93,14 +97,9 @@ class Tiers:
             self._write_back.forget(keys)
         return set().union(*(backend.delete(keys) for backend in self._backends))
 
-    def discard(self, key: bytes, data: Data) -> None:
-        if self._write_back is not None:
-            self._write_back.forget([key])
-        # A copy that was promoted goes with what it is a copy of; another tier's may be a good one.
-        for backend in self._backends:
-            other = backend.peek(key)
-            if other is not None and memoryview(other) == memoryview(data):
-                backend.discard(key, data)
+    def discard(self, key: bytes, found: Found) -> None:
+        # What is queued was saved here, and another tier's may be a good one.
+        self._backends[found.tier].discard(key, Found(found.data, 0))
 
     def list(self) -> Iterator[Stored]:
         listed: dict[bytes, Stored] = {}
@@ -149,14 +148,15 @@ class Tiers:
         return _each(backends, lambda backend: backend.put(chain, [memoryview(data)], now_ns))
 
     def _in_turn(
-        self, keys: Sequence[bytes], ask: Callable[[Backend, Sequence[bytes]], Any], count: Callable[[Any], int]
+        self, keys: Sequence[bytes], ask: Callable[[Backend, Sequence[bytes]], Any], count: Callable[[Any], int], beyond: int = -1
     ) -> Iterator[tuple[int, Any]]:
         """(tier, its answer) for as long as one has the next of ``keys``; ``count`` says how many of them an answer has.
 
-        The fastest is asked first each time, and none again for the key that it did not have.
+        The fastest is asked first each time, and none again for the key that it did not have; for the first key only those
+        slower than ``beyond``.
         """
         found = 0
-        ended: dict[int, int] = {}
+        ended: dict[int, int] = dict.fromkeys(range(beyond + 1), 0)
         while found < len(keys):
             for tier, backend in enumerate(self._backends):
                 if ended.get(tier) == found:

@@ -1,0 +1,89 @@
+"""What an entry looks like before it is read whole: its size, and how it begins (spec/store.md, Entries and Encrypted entries)."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+from kvpack.formats.errors import LimitExceeded
+
+from ..header import DIGEST_BYTES
+from ..json_header import begins_file
+from .backend import MAX_ENTRY_BYTES
+
+VERSION = 1
+"""The version of encrypted entries that is written."""
+MAGIC = b"kvpack-encrypted 1\n"
+"""What an encrypted entry begins with."""
+MAX_ID_BYTES = 255
+NONCE_BYTES, TAG_BYTES = 12, 16
+FRONT_BYTES = 512
+"""More of an entry's beginning than its form is told from."""
+
+_ENCRYPTED = re.compile(rb"kvpack-encrypted ([1-9][0-9]{0,8})\n")
+
+
+class Kind(enum.Enum):
+    """What the beginning and the size of an entry tell of it."""
+
+    READABLE = enum.auto()
+    """It begins as the entries of this store do."""
+    FOREIGN = enum.auto()
+    """Another store may read it: it is encrypted with a key that is not at hand, or by a later version."""
+    JUNK = enum.auto()
+    """No store reads it, or none that takes entries of this form: a good one may take its place."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """The entries that a store takes: of at most ``max_bytes``, and encrypted with one of ``key_ids`` unless that is None."""
+
+    max_bytes: int = MAX_ENTRY_BYTES
+    key_ids: frozenset[bytes] | None = None
+
+    def kind(self, beginning: bytes | memoryview, size: int) -> Kind:
+        """What an entry of ``size`` bytes is whose first ``FRONT_BYTES``, or all where there are fewer, are ``beginning``."""
+        front = bytes(beginning[:FRONT_BYTES])
+        if size > self.max_bytes:
+            return Kind.JUNK
+        version = encrypted_version(front)
+        if version is None:
+            return Kind.READABLE if self.key_ids is None and begins_file(front) else Kind.JUNK
+        if version > VERSION:
+            return Kind.FOREIGN
+        name = key_id(front)
+        if name is None or size < sealed_bytes(name, 0):
+            return Kind.JUNK
+        return Kind.READABLE if self.key_ids is not None and name in self.key_ids else Kind.FOREIGN
+
+
+PLAIN = Form()
+"""Entries that are not encrypted."""
+
+
+def check_size(where: str, size: int, max_bytes: int) -> None:
+    """Raise LimitExceeded for what is larger than an entry may be: it is not read."""
+    if size > max_bytes:
+        raise LimitExceeded(f"{where}: has {size} bytes, max_entry_bytes is {max_bytes}")
+
+
+def encrypted_version(beginning: bytes | memoryview) -> int | None:
+    """The version of the encryption that an entry begins with; None where it is not encrypted."""
+    found = _ENCRYPTED.match(bytes(beginning[:FRONT_BYTES]))
+    return int(found[1]) if found else None
+
+
+def key_id(beginning: bytes | memoryview) -> bytes | None:
+    """The id of the key that an entry says it is encrypted with; None where it does not begin as one of version 1, or is cut."""
+    front = bytes(beginning[:FRONT_BYTES])
+    if not front.startswith(MAGIC) or len(front) == len(MAGIC):
+        return None
+    start = len(MAGIC) + 1
+    name = front[start : start + front[len(MAGIC)]]
+    return name if len(name) == front[len(MAGIC)] else None
+
+
+def sealed_bytes(name: bytes, size: int) -> int:
+    """The bytes of an entry of ``size`` bytes encrypted with the key of the id ``name``."""
+    return len(MAGIC) + 1 + len(name) + NONCE_BYTES + size + TAG_BYTES + DIGEST_BYTES

@@ -1,0 +1,41 @@
+"""The keys of encrypted entries in a file, one a line: its id, then its hexadecimal digits."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from kvpack.formats.errors import InvalidParameter
+
+from ..user_files import read_text_and_mode
+
+MAX_BYTES = 2**20
+"""Of such a file."""
+
+
+def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
+    """The keys in a file of lines "ID HEXADECIMAL-DIGITS", the one that encrypts first; # begins a comment.
+
+    Raises MissingFile, LimitExceeded, and InvalidParameter for a file that others than its owner may read, a line that is no key
+    and an id that comes twice.
+    """
+    text, mode = read_text_and_mode(path, MAX_BYTES)
+    where = os.fsdecode(path)
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise InvalidParameter(f"{where}: has the mode {mode:04o}, expected 0600: keys are for their owner alone (chmod 600 makes it so)")
+    keys: dict[str, bytes] = {}
+    lines: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        # The line is not shown: it is, or nearly is, a secret.
+        try:
+            name, digits = words
+            key = bytes.fromhex(digits)
+        except ValueError:
+            raise InvalidParameter(f"{where}: line {number} is no ID and key in hexadecimal digits") from None
+        if name in keys:
+            raise InvalidParameter(f"{where}: line {number} has the id {name!r} of line {lines[name]}, expected one key by each id")
+        keys[name], lines[name] = key, number
+    return keys

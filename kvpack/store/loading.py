@@ -1,0 +1,101 @@
+"""Loading a prefix: entries are decrypted, checked and joined; what a check refuses is asked of the next tier.
+
+Only what has been checked is noted as used and copied to faster tiers.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvpack.formats.errors import KvpackError, Undecryptable
+
+from .encryption import in_clear
+from .faults import is_damage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..cache import Cache
+    from .backend import Backend, Data, Found
+    from .counters import Counters
+    from .encryption import Cipher
+    from .entries import Reader
+
+FAULTS = (KvpackError, OSError, MemoryError, RuntimeError)
+"""What an entry may fail with, torch's want of memory among it: each is a miss, and is counted."""
+
+
+class Loader:
+    """Loads chains of one identity's keys."""
+
+    def __init__(self, backend: Backend, reader: Reader, cipher: Cipher | None, counters: Counters) -> None:
+        self._backend, self._reader, self._cipher, self._counters = backend, reader, cipher, counters
+
+    def load(self, keys: Sequence[bytes]) -> Cache | None:
+        """The cache of the longest stored beginning of a chain, every digest checked; None when there is none."""
+        chunks: list[Cache] = []
+        found: list[Found] = []
+        beyond = -1
+        while len(chunks) < len(keys):
+            rest = keys[len(chunks) :]
+            entries = self._backend.find(rest, beyond=beyond)
+            good, error = self._read(entries, rest, len(chunks))
+            chunks += good
+            found += entries[: len(good)]
+            if error is None:
+                break
+            # A bad entry hides none that is in a slower tier.
+            self._refuse(rest[len(good)], entries[len(good)], error)
+            beyond = entries[len(good)].tier
+        cache = self._joined(chunks, keys, found)
+        if cache is not None:
+            self._backend.accept(keys[: len(chunks)], found[: len(chunks)], time.time_ns())
+        return cache
+
+    def _read(self, entries: Sequence[Found], keys: Sequence[bytes], first: int) -> tuple[list[Cache], Exception | None]:
+        """The caches of entries up to the first that is refused, and why that is; ``first`` is the number of the first one's chunk."""
+        clear: list[Data] = []
+        refused: Exception | None = None
+        for key, entry in zip(keys, entries, strict=False):
+            try:
+                clear.append(in_clear(key, entry.data, self._cipher))
+            except FAULTS as error:
+                refused = error
+                break
+        chunks: list[Cache] = []
+        try:
+            chunks.extend(self._reader.read(clear, keys, first=first))
+        except FAULTS as error:
+            return chunks, error
+        return chunks, refused
+
+    def _joined(self, chunks: list[Cache], keys: Sequence[bytes], found: Sequence[Found]) -> Cache | None:
+        """The cache of ``chunks``, of which those go that continue none before them."""
+        from ..cache import concat
+
+        refused: Exception | None = None
+        while chunks:
+            try:
+                cache = concat(chunks)
+                break
+            except FAULTS as error:
+                refused = error
+                chunks.pop()
+        else:
+            cache = None
+        if refused is not None:
+            # Whole by itself, but no continuation of the ones before it, or memory has ended.
+            self._refuse(keys[len(chunks)], found[len(chunks)], refused)
+        return cache
+
+    def _refuse(self, key: bytes, found: Found, error: Exception) -> None:
+        """A bad entry is a miss. A damaged one goes, so that a good one can take its place; any other may be good for others."""
+        self._counters.fault("load", error)
+        if isinstance(error, Undecryptable):
+            self._counters.add("undecryptable_entries")
+        elif is_damage(error):
+            self._counters.add("damaged_entries")
+            self._backend.discard(key, found)
+        else:
+            self._counters.add("unreadable_entries")

@@ -70,9 +70,9 @@ def test_prompts_share_what_they_have_in_common(tmp_path: Path) -> None:
 def test_a_longer_cache_adds_what_is_new(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     ids, whole = prompt(6), cache(6 * CHUNK + 5)
-    assert store.save(ids, whole[:, : 2 * CHUNK]) == 2 * CHUNK
+    assert store.save(ids[: 2 * CHUNK], whole[:, : 2 * CHUNK]) == 2 * CHUNK
     assert store.save(ids, whole) == 6 * CHUNK
-    assert store.save(ids[: 3 * CHUNK], whole) == 3 * CHUNK
+    assert store.save(ids[: 3 * CHUNK], whole[:, : 3 * CHUNK]) == 3 * CHUNK
     assert store.counters()["saved_chunks"] == 6
     assert same(store.load(ids)[1], whole)
 
@@ -131,14 +131,18 @@ def test_keys_are_those_of_the_text() -> None:
         return b"".join(struct.pack("<Q", len(field)) + field for field in fields)
 
     fields = {"format": "1", "model": "m", "recipe": "bf16", "weights": "", "adapter": "", "rope": "", "dtype": "", "tenant": ""}
+    fields |= {"config": "", "extra": ""}
     root = hashlib.sha256(prefixed(*(text.encode() for pair in fields.items() for text in pair))).digest()
     first = hashlib.sha256(prefixed(root, struct.pack("<4I", *range(4)))).digest()
     second = hashlib.sha256(prefixed(first, struct.pack("<4I", *range(4, 8)))).digest()
+    with_inputs = hashlib.sha256(prefixed(first, struct.pack("<4I", *range(4, 8)), b"image")).digest()
     identity = kvpack.Identity("m", "bf16")
     assert identity.digest == root
-    assert kvpack.Store("/nowhere", identity, chunk=4).keys(range(9)) == [first, second]
+    store = kvpack.Store("/nowhere", identity, chunk=4)
+    assert store.keys(range(9)) == store.keys(range(9), inputs=[b"", b""]) == [first, second]
+    assert store.keys(range(9), inputs=[b"", b"image"]) == [first, with_inputs]
     text = (Path(__file__).parent.parent / "spec" / "store.md").read_text()
-    assert re.findall("`([0-9a-f]{64})`", text) == [digest.hex() for digest in (root, first, second)]
+    assert re.findall("`([0-9a-f]{64})`", text) == [digest.hex() for digest in (root, first, second, with_inputs)]
 
 
 @pytest.mark.parametrize("tenant", ["", "a/b", "..", "\0", "@", "\ud800", "x" * 100_000], ids=repr)
@@ -380,7 +384,8 @@ def test_the_identity_of_a_model() -> None:
     assert dataclasses.replace(changed, weights=mine.weights) == mine
     model.config.rope_parameters["rope_theta"] *= 2
     assert kvpack.Identity.of(model, "octopus-3", weights="w").rope != mine.rope
-    assert kvpack.Identity.of(model, "octopus-3", weights="w", name="n", adapter="a").adapter == "a"
+    named = kvpack.Identity.of(model, "octopus-3", weights="w", name="n", adapter="a", extra="a hook")
+    assert (named.weights, named.model, named.adapter, named.extra) == ("w", "n", "a", "a hook")
 
 
 def test_entries_of_one_shape_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

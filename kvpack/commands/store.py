@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
     _action(kinds, "stat", run_stat, "count entries, bytes and tokens by model and recipe")
     verify = _action(kinds, "verify", run_verify, "check every byte of every entry, and its key")
     verify.add_argument("--delete", action="store_true", help="remove the entries that are refused")
-    collect = _action(kinds, "gc", run_gc, "remove what dead writers left, and evict what is above a budget")
+    collect = _action(kinds, "gc", run_gc, "remove what dead writers and older versions left, and evict what is above a budget")
     collect.add_argument("--max-bytes", type=int, metavar="N", help="the bytes that the entries may take (default: any)")
     collect.add_argument("--min-free", type=int, metavar="N", help="the bytes of disk that stay free, for a folder (default: 0)")
     export = _action(kinds, "export", run_export, "write one prefix as a single kvpack file")
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
     add = _action(kinds, "import", run_import, "store a kvpack file's prefix")
     add.add_argument("input", metavar="FILE", help="an exported prefix, or any kvpack file with --tokens")
     add.add_argument("--tokens", metavar="JSON", help="a file with the token ids as a JSON array (default: those in FILE)")
-    add.add_argument("--chunk", type=int, default=256, metavar="N", help="tokens of a chunk (default: 256)")
+    add.add_argument("--chunk", type=int, metavar="N", help="tokens of a chunk (default: those that FILE names, or 256)")
     demo = _action(kinds, "demo", run_demo, "three processes share a prompt: one computes it, two load it and produce the same tokens")
     demo.add_argument("--recipe", default="octopus-4", metavar="RECIPE", help="of what is stored (default: octopus-4)")
 
@@ -48,7 +48,7 @@ def _action(kinds: Any, name: str, run: Any, what: str) -> Any:
     parser = kinds.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
     parser.add_argument("store", metavar="STORE", help="a folder, or the URL of a Redis server or an object store")
     add_json(parser)
-    if name not in ("gc", "demo"):
+    if name != "demo":
         parser.add_argument(
             "--key-file",
             metavar="FILE",
@@ -192,7 +192,10 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 def run_gc(arguments: argparse.Namespace) -> int:
     """Collect, and print what went and what stays."""
+    from kvpack.store.reclaim import reclaim
+
     backend, counters = _opened(arguments, max_bytes=arguments.max_bytes, min_free=arguments.min_free)
+    reclaim(backend, counters, _cipher(arguments))
     backend.collect()
     entries, size = backend.size()
     counts = counters.as_dict()
@@ -200,7 +203,8 @@ def run_gc(arguments: argparse.Namespace) -> int:
         print_json({**counts, "entries": entries, "bytes": size})
     else:
         gone = f"{counts['evicted_entries']:,} entries of {counts['evicted_bytes']:,} bytes and {counts['swept_files']:,} unfinished files"
-        print(f"{arguments.store}: removed {gone}; {entries:,} entries of {size:,} bytes stay")
+        old = f", {counts['reclaimed_entries']:,} entries of older layouts" if counts["reclaimed_entries"] else ""
+        print(f"{arguments.store}: removed {gone}{old}; {entries:,} entries of {size:,} bytes stay")
     return 3 if counts["faults"] else 0
 
 
@@ -224,18 +228,22 @@ def run_export(arguments: argparse.Namespace) -> int:
 def run_import(arguments: argparse.Namespace) -> int:
     """Store a file's prefix; 3 when not all of its whole chunks are stored."""
     from kvpack import Store
+    from kvpack.formats.errors import InvalidParameter
     from kvpack.store.key_files import read_key_file
     from kvpack.store.transfer import read_exported
 
-    identity, ids, cache = read_exported(arguments.input, arguments.tokens, arguments.tenant)
+    exported = read_exported(arguments.input, arguments.tokens, arguments.tenant)
+    chunk = exported.chunk or 256 if arguments.chunk is None else arguments.chunk
+    if exported.inputs and chunk != exported.chunk:
+        raise InvalidParameter(f"{arguments.input}: has digests of inputs for chunks of {exported.chunk} tokens, --chunk is {chunk}")
     keys = read_key_file(arguments.key_file) if arguments.key_file else None
-    with Store(arguments.store, identity, chunk=arguments.chunk, encryption=keys) as store:
-        stored = store.save(ids, cache)
+    with Store(arguments.store, exported.identity, chunk=chunk, encryption=keys) as store:
+        stored = store.save(exported.ids, exported.cache, inputs=exported.inputs)
         counts = store.counters()
     if arguments.json:
-        print_json({"store": arguments.store, "tokens": stored, "of": len(ids), "new_entries": counts["saved_chunks"]})
+        print_json({"store": arguments.store, "tokens": stored, "of": len(exported.ids), "new_entries": counts["saved_chunks"]})
     else:
-        print(f"{arguments.store}: {stored:,} of {len(ids):,} tokens stored, {counts['saved_chunks']:,} new entries")
+        print(f"{arguments.store}: {stored:,} of {len(exported.ids):,} tokens stored, {counts['saved_chunks']:,} new entries")
     for fault, count in counts["faults"].items():
         print(f"kvpack: {fault}: {count} times", file=sys.stderr)
     return 3 if counts["faults"] else 0

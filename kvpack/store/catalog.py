@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,8 +11,7 @@ from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError
 from .. import container
 from .encryption import in_clear
 from .entries import Named, check_entry
-from .identity import length_prefixed
-from .keys import ID_BYTES
+from .keys import ID_BYTES, chunk_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -123,7 +121,8 @@ def read_catalog(backend: Backend, progress: Callable[[int, int], None] | None =
 def verify(
     backend: Backend, progress: Callable[[int, int], None] | None = None, cipher: Cipher | None = None
 ) -> Iterator[tuple[Stored, KvpackError | None]]:
-    """(entry, what is wrong or None) for every entry: every byte, the rules of its codecs, and its key by its parent and its ids.
+    """(entry, what is wrong or None) for every entry: every byte, the rules of its codecs, and its key by its parent, its
+    ids and its other inputs.
 
     Of an encrypted entry that ``cipher`` does not open only the digest is checked, and Undecryptable is what is wrong.
     """
@@ -132,9 +131,9 @@ def verify(
         try:
             with _opened(backend, stored, cipher) as file:
                 named = check_entry(file, None, None, None)
-                key = hashlib.sha256(length_prefixed(named.parent) + length_prefixed(named.ids)).digest()
+                key = chunk_key(named.parent, named.ids, named.inputs)
                 if not named.key == key == stored.key:
-                    raise InvalidHeader(f"{file.where}: names the key {named.key.hex()}, its parent and token ids give {key.hex()}")
+                    raise InvalidHeader(f"{file.where}: names the key {named.key.hex()}, its parent, ids and inputs give {key.hex()}")
                 file.verify()
         except FileNotFoundError:
             continue

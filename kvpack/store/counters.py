@@ -32,6 +32,8 @@ NAMES = {
     "evicted_entries": "Entries removed to make room.",
     "evicted_bytes": "Bytes of those entries.",
     "deleted_entries": "Entries removed by delete.",
+    "reclaimed_entries": "Entries of older layouts, which no store finds any more, that were removed.",
+    "reclaimed_bytes": "Bytes of those entries.",
     "swept_files": "Unfinished files of dead writers that were removed.",
     "faults": "Operations that the system or the server refused, by operation and reason.",
 }

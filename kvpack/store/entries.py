@@ -13,7 +13,7 @@ from kvpack.formats.errors import DigestMismatch, InvalidHeader
 from .. import container
 from ..header import DIGEST_BYTES
 from ..json_header import TENSOR_ALIGNMENT
-from .keys import KEY_BYTES
+from .keys import ID_BYTES, KEY_BYTES, MAX_INPUT_BYTES
 from .parallel import in_parallel
 
 if TYPE_CHECKING:
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from .backend import Data
     from .shapes import Shape
 
-FEATURE = "prefix-store"
-"""The ignorable feature that names a chunk: its key, its parent's, the digest of its payload, then its token ids."""
+FEATURE = "prefix-store-2"
+"""The ignorable feature that names a chunk: its key, its parent's, the digest of its payload, that of other inputs, its token ids."""
+OLD_FEATURES = ("prefix-store",)
+"""Those of entries whose keys cover less of the identity: no store looks for such keys any more."""
 _DIGEST_END = 2 * KEY_BYTES + DIGEST_BYTES
 
 _THREADS = 4
@@ -38,16 +40,24 @@ class Named:
     key: bytes
     parent: bytes
     payload: bytes
+    inputs: bytes
     ids: bytes
 
     @classmethod
-    def of(cls, feature: bytes) -> Named:
-        """The parts of the feature."""
-        return cls(feature[:KEY_BYTES], feature[KEY_BYTES : 2 * KEY_BYTES], feature[2 * KEY_BYTES : _DIGEST_END], feature[_DIGEST_END:])
+    def of(cls, feature: bytes, where: str) -> Named:
+        """The parts of the feature. Raises InvalidHeader, naming ``where``, for one that is cut."""
+        ids = _DIGEST_END + 1 + (feature[_DIGEST_END] if len(feature) > _DIGEST_END else MAX_INPUT_BYTES)
+        if not ids <= len(feature) or ids > _DIGEST_END + 1 + MAX_INPUT_BYTES or (len(feature) - ids) % ID_BYTES:
+            raise InvalidHeader(f"{where}: the feature {FEATURE!r} has {len(feature)} bytes, which are no digests and token ids")
+        key, parent = feature[:KEY_BYTES], feature[KEY_BYTES : 2 * KEY_BYTES]
+        return cls(key, parent, feature[2 * KEY_BYTES : _DIGEST_END], feature[_DIGEST_END + 1 : ids], feature[ids:])
 
 
-def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes) -> list[memoryview]:
-    """The entry of one chunk, its header naming ``key``, ``parent`` and the token ``ids``. Raises LimitExceeded."""
+def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes = b"") -> list[memoryview]:
+    """The entry of one chunk, its header naming ``key``, ``parent``, the token ``ids`` and the digest of other ``inputs``.
+
+    Raises LimitExceeded.
+    """
     from .. import files
 
     contents, arrays = files.stored(cache)
@@ -58,7 +68,8 @@ def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes) -> list[memor
         payload.update(bytes(pad))
         payload.update(arrays[name].data)
         end += pad + arrays[name].nbytes
-    contents = replace(contents, ignorable={**contents.ignorable, FEATURE: key + parent + payload.digest() + ids})
+    feature = key + parent + payload.digest() + bytes([len(inputs)]) + inputs + ids
+    contents = replace(contents, ignorable={**contents.ignorable, FEATURE: feature})
     return container.pieces(contents, arrays)
 
 
@@ -102,7 +113,7 @@ class Reader:
         feature = shape.feature(view, start) if shape is not None else None
         if shape is None or feature is None:
             return self._parsed(view, key, start, where)
-        named = Named.of(feature)
+        named = Named.of(feature, where)
         self._check_key(named, key, where)
         # An entry read since it was hashed may have brought another shape of the same size.
         begin, digest = hashed or (None, b"")
@@ -136,6 +147,8 @@ class Reader:
 def check_entry(file: container.File, start: int | None, model: Mapping[str, str] | None, recipe: str | None) -> Named:
     """What a file says of its chunk. Raises InvalidHeader unless it is an entry, with this start, model and recipe (None: any)."""
     header = file.header
+    if FEATURE not in header.ignorable and is_old(file):
+        raise InvalidHeader(f"{file.where}: is an entry of an older kvpack, which no store looks for any more: kvpack store gc removes it")
     if FEATURE not in header.ignorable:
         raise InvalidHeader(f"{file.where}: is no entry of a store: its header has no feature {FEATURE!r}")
     for what, found, expected in (
@@ -145,7 +158,13 @@ def check_entry(file: container.File, start: int | None, model: Mapping[str, str
     ):
         if expected is not None and found != expected:
             raise InvalidHeader(f"{file.where}: the entry's {what} is {found!r}, expected {expected!r}")
-    return Named.of(header.ignorable[FEATURE])
+    return Named.of(header.ignorable[FEATURE], file.where)
+
+
+def is_old(file: container.File) -> bool:
+    """Whether a file is an entry whose key covers less of the identity than keys do now."""
+    ignorable = file.header.ignorable
+    return FEATURE not in ignorable and any(name in ignorable for name in OLD_FEATURES)
 
 
 def _check_payload(named: Named, digest: bytes, where: str) -> None:

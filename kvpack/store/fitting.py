@@ -6,9 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
 
+from ..inputs import Inputs
 from ..recipes import parse_recipe
+from .keys import ID_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..cache import Cache
     from .identity import Identity
 
 _ANY_DIM = 128
@@ -39,6 +44,42 @@ def check_cache(cache: Any, identity: Identity) -> None:
                 f"layers[{number}] holds {layer.tokens} of {cache.tokens} tokens, positions {first} to {last}: "
                 "a prefix needs all, and a sliding window drops some"
             )
+
+
+def check_ids(cache: Cache, ids: bytes) -> None:
+    """Raise InvalidParameter unless ``ids`` are those of the cache's tokens, one for each where the cache does not know its own."""
+    count, known = len(ids) // ID_BYTES, b"" if cache.inputs is None else cache.inputs.token_ids
+    both = min(len(ids), len(known))
+    if known[:both] != ids[:both]:
+        own, given = (memoryview(data)[:both].cast("I").tolist() for data in (known, ids))
+        token = next(number for number, pair in enumerate(zip(own, given, strict=True)) if pair[0] != pair[1])
+        raise InvalidParameter(f"token {token} of the cache was computed from the id {own[token]}, token_ids has {given[token]} there")
+    if count != cache.tokens and len(known) != cache.tokens * ID_BYTES:
+        raise InvalidParameter(
+            f"token_ids has {count} ids and the cache holds {cache.tokens} tokens: expected the ids of its tokens, one for each from "
+            "the first on. Cut the longer, as token_ids[:n] or cache[:, :n], where both begin with the same tokens; the cache of a "
+            "sliding window, which has dropped tokens, cannot be stored"
+        )
+
+
+def check_inputs_given(cache: Cache, digests: Sequence[bytes], chunk: int) -> None:
+    """Raise InvalidParameter where a chunk depends on more than token ids, and ``digests`` has nothing for the first that does."""
+    if cache.inputs is None:
+        return
+    for text, start in zip(cache.inputs.undetermined, cache.inputs.starts, strict=True):
+        number = start // chunk
+        if number < len(digests) and not digests[number]:
+            raise InvalidParameter(
+                f"{text}: token ids do not determine the cache's keys and values. Give inputs=, for each chunk of {chunk} tokens a digest "
+                f"of what else it was computed from (b'' for none), with one for chunk {number}"
+            )
+
+
+def inputs_found(ids: bytes, digests: Sequence[bytes], chunk: int) -> Inputs:
+    """What a loaded cache of the token ``ids`` was computed from: to be stored again it needs the same ``digests``."""
+    starts = [number * chunk for number in range(len(ids) // ID_BYTES // chunk) if digests[number]]
+    texts = (f"tokens {start} to {start + chunk - 1} were stored with a digest of other inputs" for start in starts)
+    return Inputs(ids, tuple(texts), tuple(starts))
 
 
 def check_groups(identity: Identity, chunk: int) -> None:

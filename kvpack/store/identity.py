@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
-
-import xxhash
 
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 
@@ -17,23 +14,25 @@ from ..header import FORMAT
 from ..recipes import parse_recipe
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Mapping
 
     from ..recipes import Recipe
 
-_MODEL_FIELDS = {"model": "name", "weights": "weights", "adapter": "adapter", "rope": "rope", "dtype": "dtype"}
-"""Fields that an entry's header names, and the names that it has for them: the tenant is in the key alone."""
-
-_INCIDENTAL_SETTINGS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "_attn_implementation"}
-"""Settings of a transformers configuration that change no key and no value, or that have a field of their own."""
+_HEADER_NAMES = {"model": "name"}
+"""Fields that an entry's header has another name for."""
+_LONGEST_ROPE = 1024
+"""Bytes of the longest RoPE settings that are kept as text: every entry's header has them."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Model, weights (a digest or a revision), adapter, RoPE settings, dtype, recipe and tenant, each as text.
+    """What the keys and values of a prefix depend on besides its tokens, each as text; ``of`` finds it for a transformers model.
 
-    An empty ``tenant`` is shared by all who name none. Raises InvalidParameter, naming the field, for anything but text
-    that a header can hold (a tenant may be any text), and InvalidRecipe.
+    ``weights`` is a digest or a revision, ``adapter`` names and digests the adapters in effect, ``config`` digests the
+    configuration, the modules with their settings and quantization, and the buffers. ``extra`` is the caller's: forward hooks
+    and anything else that spec/store.md does not list. An empty ``tenant`` is shared by all who name none.
+    Raises InvalidParameter, naming the field, for anything but text that a header can hold (a tenant may be any text), and
+    InvalidRecipe.
     """
 
     model: str
@@ -43,6 +42,8 @@ class Identity:
     rope: str = ""
     dtype: str = ""
     tenant: str = ""
+    config: str = ""
+    extra: str = ""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -65,30 +66,53 @@ class Identity:
         weights: str | None = None,
         adapter: str | None = None,
         tenant: str = "",
+        extra: str = "",
     ) -> Self:
-        """The identity of a transformers ``model`` whose caches are packed with ``recipe``.
+        """The identity of a transformers ``model``, as it is now, whose caches are packed with ``recipe``.
 
-        Unless given, ``name`` is where the model was loaded from, ``adapter`` the names of its active PEFT adapters, and
-        ``weights`` a digest of its configuration and of every parameter, which reads the weights once.
+        ``model`` may have adapters of PEFT in it or around it. Unless given, ``name`` is where the model was loaded from,
+        ``adapter`` the names of the adapters in effect, and ``weights`` a digest of every parameter, which reads the weights
+        once. Adapters, configuration, modules and buffers are digested whatever is given: take the identity anew after a
+        change of any. ``extra`` names what kvpack cannot see (spec/store.md has the list of what it does).
+
+        Raises InvalidParameter for an adapter of which kvpack cannot tell what it does, for values that are not in memory
+        (offloaded, or on the meta device) or whose bytes cannot be read, and for a model that drops values at random.
         """
-        config = model.config
-        rope = getattr(config, "rope_parameters", None) or {
+        from .adapters import adapters_text
+        from .described import json_text, plain, text_digest
+        from .fingerprint import check_deterministic, config_digest, weights_digest
+        from .modules import base_model
+
+        base = base_model(model)
+        check_deterministic(model)
+        config = getattr(base.config, "text_config", None) or base.config
+        settings = getattr(config, "rope_parameters", None) or {
             key: getattr(config, key) for key in ("rope_theta", "rope_scaling", "partial_rotary_factor") if hasattr(config, key)
         }
+        rope = json_text(plain("config.rope_parameters", settings))
         return cls(
-            model=getattr(config, "name_or_path", "") if name is None else name,
+            model=getattr(base.config, "name_or_path", "") if name is None else name,
             recipe=parse_recipe(recipe).text,
             weights=weights_digest(model) if weights is None else weights,
-            adapter=_active_adapters(model) if adapter is None else adapter,
-            rope=_text(rope),
-            dtype=str(model.dtype).removeprefix("torch."),
+            adapter=adapters_text(model, adapter),
+            rope=rope if len(rope.encode()) <= _LONGEST_ROPE else text_digest(rope),
+            dtype=str(base.dtype).removeprefix("torch."),
             tenant=tenant,
+            config=config_digest(base),
+            extra=extra,
         )
 
     @property
     def header_model(self) -> dict[str, str]:
-        """The map ``model`` of an entry's header."""
-        return {name: value for field, name in _MODEL_FIELDS.items() if (value := getattr(self, field))}
+        """The map ``model`` of an entry's header: all but the recipe, which has a place of its own, and the tenant."""
+        fields = (field.name for field in dataclasses.fields(self) if field.name not in ("recipe", "tenant"))
+        return {_HEADER_NAMES.get(name, name): value for name in fields if (value := getattr(self, name))}
+
+    @classmethod
+    def of_header(cls, model: Mapping[str, str], recipe: str, tenant: str) -> Self:
+        """The identity that a header names, for ``tenant``. Raises InvalidParameter and InvalidRecipe."""
+        fields = (field.name for field in dataclasses.fields(cls) if field.name not in ("recipe", "tenant"))
+        return cls(recipe=recipe, tenant=tenant, **{name: model.get(_HEADER_NAMES.get(name, name), "") for name in fields})
 
     @property
     def digest(self) -> bytes:
@@ -100,30 +124,3 @@ class Identity:
 def length_prefixed(data: bytes) -> bytes:
     """``data`` after its length in 8 bytes: no two sequences of such fields have the same bytes."""
     return len(data).to_bytes(8, "little") + data
-
-
-def weights_digest(model: Any) -> str:
-    """A digest of a transformers model's configuration and of every parameter and persistent buffer, by name, dtype and shape."""
-    settings = {key: value for key, value in model.config.to_dict().items() if key not in _INCIDENTAL_SETTINGS}
-    total = hashlib.sha256(length_prefixed(_text(settings).encode()))
-    for name, tensor in sorted(model.state_dict().items()):
-        described = f"{name} {tensor.dtype} {list(tensor.shape)}"
-        total.update(length_prefixed(described.encode()) + xxhash.xxh3_128_digest(_bytes(tensor)))
-    return f"sha256:{total.hexdigest()}"
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    import torch
-
-    data: memoryview = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-    return data
-
-
-def _active_adapters(model: Any) -> str:
-    if not getattr(model, "_hf_peft_config_loaded", False):
-        return ""
-    return ",".join(sorted(model.active_adapters()))
-
-
-def _text(settings: Any) -> str:
-    return json.dumps(settings, sort_keys=True, separators=(",", ":"), default=str)

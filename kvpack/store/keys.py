@@ -13,11 +13,14 @@ from kvpack.formats.lazy import numpy
 from .identity import length_prefixed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 KEY_BYTES = 32
 ID_BYTES = 4
 """A token id is stored as an unsigned 32-bit integer, little-endian."""
+
+MAX_INPUT_BYTES = 64
+"""Bytes of a digest of what a chunk's values depend on besides token ids."""
 
 _MAX_ID = 2**32 - 1
 
@@ -55,20 +58,49 @@ def _listed(token_ids: list[int] | tuple[int, ...]) -> bytes:
     return ids.tobytes()
 
 
-def chunk_keys(root: bytes, ids: bytes, chunk: int) -> list[bytes]:
+def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
+    """The digest of every whole chunk of ``ids``, empty where its token ids determine it.
+
+    ``inputs`` has one for each, and may have one for the tokens after the last whole chunk. Raises InvalidParameter for another
+    number of digests, and for anything but bytes, at most 64.
+    """
+    tokens = len(ids) // ID_BYTES
+    whole, begun = tokens // chunk, -(-tokens // chunk)
+    if inputs is None:
+        return [b""] * whole
+    if isinstance(inputs, (bytes, bytearray, str)) or not hasattr(inputs, "__len__"):
+        raise InvalidParameter(f"inputs is a {type(inputs).__name__}, expected a sequence of digests (bytes), one for each chunk")
+    if len(inputs) not in (whole, begun):
+        raise InvalidParameter(
+            f"inputs has {len(inputs)} digests, {tokens} token ids in chunks of {chunk} need {whole}: one for each chunk, b'' where "
+            "its token ids determine it"
+        )
+    for number, digest in enumerate(inputs):
+        if not isinstance(digest, bytes) or len(digest) > MAX_INPUT_BYTES:
+            found = f"{len(digest)} bytes" if isinstance(digest, bytes) else f"of type {type(digest).__name__}"
+            raise InvalidParameter(f"inputs[{number}] is {found}, allowed are at most {MAX_INPUT_BYTES} bytes: give a digest")
+    return list(inputs[:whole])
+
+
+def chunk_keys(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes] | None = None) -> list[bytes]:
     """The key of every whole chunk of ``chunk`` tokens of ``ids`` (of ``token_bytes``), first chunk first.
 
-    ``root`` is the digest of the identity: the parent of the first.
+    ``root`` is the digest of the identity: the parent of the first. ``inputs`` are as for ``check_inputs``, which raises.
     """
-    return [key for key, _, _ in chained(root, ids, chunk)]
+    return [key for key, _, _, _ in chained(root, ids, chunk, check_inputs(inputs, ids, chunk))]
 
 
-def chained(root: bytes, ids: bytes, chunk: int) -> Iterator[tuple[bytes, bytes, bytes]]:
-    """(key, parent's key, token ids) of every whole chunk."""
+def chained(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes]) -> Iterator[tuple[bytes, bytes, bytes, bytes]]:
+    """(key, parent's key, token ids, digest of other inputs) of every whole chunk; ``inputs`` has a digest for each."""
     parent, size = root, chunk * ID_BYTES
-    head = KEY_BYTES.to_bytes(8, "little")
-    for start in range(0, len(ids) - size + 1, size):
+    for start, digest in zip(range(0, len(ids) - size + 1, size), inputs, strict=True):
         part = ids[start : start + size]
-        key = hashlib.sha256(head + parent + length_prefixed(part)).digest()
-        yield key, parent, part
+        key = chunk_key(parent, part, digest)
+        yield key, parent, part, digest
         parent = key
+
+
+def chunk_key(parent: bytes, ids: bytes, inputs: bytes) -> bytes:
+    """The key of one chunk."""
+    fields = length_prefixed(parent) + length_prefixed(ids)
+    return hashlib.sha256(fields + length_prefixed(inputs) if inputs else fields).digest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,17 +14,18 @@ from .backend import MAX_ENTRY_BYTES
 from .counters import Counters
 from .encryption import Cipher
 from .entries import Reader, to_pieces
-from .fitting import check_cache, check_groups
+from .fitting import check_cache, check_groups, check_ids, check_inputs_given, inputs_found
 from .forms import Form, check_size
 from .identity import Identity
-from .keys import ID_BYTES, chained, chunk_keys, token_bytes
+from .keys import ID_BYTES, chained, check_inputs, chunk_keys, token_bytes
 from .loading import FAULTS, Loader
 from .locations import check_count, open_backend
 from .parallel import in_parallel
+from .reclaim import reclaim
 from .tiers import Tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -112,24 +114,32 @@ class Store:
         """Give back connections; what was loaded stays valid, and the entries stay."""
         self._backend.close()
 
-    def keys(self, token_ids: Any) -> list[bytes]:
-        """The keys of a prefix's whole chunks, first chunk first (spec/store.md). Raises InvalidParameter."""
-        return chunk_keys(self._root, token_bytes(token_ids), self.chunk)
+    def keys(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> list[bytes]:
+        """The keys of a prefix's whole chunks, first chunk first (spec/store.md). Raises InvalidParameter.
 
-    def match(self, token_ids: Any) -> int:
+        ``inputs`` says what chunks depend on besides token ids, such as images or embeddings: for every chunk a digest of at most
+        64 bytes, b"" where its ids determine it. A digest is part of the chunk's key, and so of all that follow. So for every method.
+        """
+        return chunk_keys(self._root, token_bytes(token_ids), self.chunk, inputs)
+
+    def match(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> int:
         """The length in tokens of the longest stored prefix, without loading it: a multiple of ``chunk``.
 
         ``token_ids`` is a list or an array ``[token]`` or ``[1, token]`` of integers, as for every method. Raises InvalidParameter.
         """
-        return self.chunk * self._backend.present(self.keys(token_ids))
+        return self.chunk * self._backend.present(self.keys(token_ids, inputs=inputs))
 
-    def load(self, token_ids: Any, *, device: torch.device | str = "cpu") -> tuple[int, Cache | None]:
+    def load(
+        self, token_ids: Any, *, device: torch.device | str = "cpu", inputs: Sequence[bytes] | None = None
+    ) -> tuple[int, Cache | None]:
         """The longest stored prefix: its length in tokens and its cache, (0, None) when there is none.
 
         Every digest is checked; the cache's pages are views of mapped files, or copies on ``device``. A model needs a token
         to go on from: give all but the last. Raises InvalidParameter.
         """
-        keys = self.keys(token_ids)
+        ids = token_bytes(token_ids)
+        digests = check_inputs(inputs, ids, self.chunk)
+        keys = chunk_keys(self._root, ids, self.chunk, digests)
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.chunk)
         cache = self._loader.load(keys)
@@ -138,22 +148,31 @@ class Store:
         if cache is None:
             return 0, None
         self._counters.add("hit_tokens", cache.tokens)
-        return cache.tokens, cache
+        return cache.tokens, replace(cache, inputs=inputs_found(ids[: cache.tokens * ID_BYTES], digests, self.chunk))
 
-    def save(self, token_ids: Any, cache: Cache) -> int:
+    def save(self, token_ids: Any, cache: Cache, *, inputs: Sequence[bytes] | None = None) -> int:
         """Store every whole chunk of the prefix that ``cache`` holds packed, and return the tokens that are stored now.
 
-        ``cache`` is a packed cache, or what holds one as ``packed``, from the first token on; one of fewer or more tokens than
-        ``token_ids`` is stored as far as both go, and tokens of a raw tail are not. Raises InvalidParameter for a cache of
-        another recipe, another model or another start than position 0, or of several sequences.
+        ``cache`` is a packed cache, or what holds one as ``packed``, from the first token on; tokens of a raw tail are not stored.
+        ``token_ids`` are the ids of its tokens, one for each: cut the longer of the two, as ``token_ids[:-1]`` where the newest
+        token has no key yet. A cache that knows all its own ids (``Cache.inputs``) is stored as far as both go.
+
+        Raises InvalidParameter for another number of ids, for other ids than the cache's own, for a cache of another recipe,
+        another model or another start than position 0, of several sequences, or without its first tokens, and for one that
+        depends on more than token ids (``Cache.inputs``) where ``inputs`` does not say on what.
         """
         cache = getattr(cache, "packed", cache)
         check_cache(cache, self.identity)
         ids = token_bytes(token_ids)
-        self._counters.add("saves")
+        digests = check_inputs(inputs, ids, self.chunk)
+        check_ids(cache, ids)
         packed = min((side.packed_tokens for layer in cache for side in layer.sides.values()), default=0)
-        links = list(chained(self._root, ids[: packed * ID_BYTES], self.chunk))
-        keys = [key for key, _, _ in links]
+        ids = ids[: packed * ID_BYTES]
+        digests = digests[: len(ids) // ID_BYTES // self.chunk]
+        check_inputs_given(cache, digests, self.chunk)
+        self._counters.add("saves")
+        links = list(chained(self._root, ids, self.chunk, digests))
+        keys = [link[0] for link in links]
         stored = self._backend.present(keys)
         self._counters.add("present_chunks", stored)
         # Ancestors must be the last to go, so they are in use from now on.
@@ -161,10 +180,10 @@ class Store:
         self._backend.touch(keys[:stored], now)
 
         def put(number: int) -> bool:
-            key, parent, part = links[number]
+            key, parent, part, digest = links[number]
             try:
                 chunk = self._named(cache.slice(number * self.chunk, (number + 1) * self.chunk))
-                pieces = to_pieces(chunk, key, parent, part)
+                pieces = to_pieces(chunk, key, parent, part, digest)
                 if self._cipher is not None:
                     pieces = self._cipher.encrypt(key, pieces)
                 check_size(f"the chunk of {key.hex()}", sum(map(len, pieces)), self._max_entry_bytes)
@@ -178,23 +197,23 @@ class Store:
             stored += sum(takewhile(bool, puts))
         return stored * self.chunk
 
-    def pin(self, token_ids: Any) -> int:
+    def pin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> int:
         """Keep the longest stored prefix from eviction, in every process, until ``unpin`` or ``delete``; its length in tokens."""
-        keys = self.keys(token_ids)
+        keys = self.keys(token_ids, inputs=inputs)
         found = keys[: self._backend.present(keys)]
         return len(found) * self.chunk if found and self._backend.pin(found) else 0
 
-    def unpin(self, token_ids: Any) -> bool:
+    def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> bool:
         """Undo ``pin`` of the same prefix, and say whether it was pinned."""
-        keys = self.keys(token_ids)
+        keys = self.keys(token_ids, inputs=inputs)
         return any(self._backend.unpin(keys[:count]) for count in range(len(keys), 0, -1))
 
-    def delete(self, token_ids: Any, *, start: int = 0) -> int:
+    def delete(self, token_ids: Any, *, start: int = 0, inputs: Sequence[bytes] | None = None) -> int:
         """Remove the stored chunks of a prefix that lie from token ``start`` on, pins of them too, and return how many there were.
 
         Longer prefixes that continue them are no longer found, and go when room is needed.
         """
-        keys = self.keys(token_ids)
+        keys = self.keys(token_ids, inputs=inputs)
         removed = keys[-(-start // self.chunk) :]
         for count in range(len(keys), len(keys) - len(removed), -1):
             self._backend.unpin(keys[:count])
@@ -203,7 +222,8 @@ class Store:
         return count
 
     def collect(self) -> None:
-        """Remove what dead writers left, count the entries afresh, and evict what is above the budget."""
+        """Remove what dead writers left and entries of older layouts, count the rest afresh, and evict what is above the budget."""
+        reclaim(self._backend, self._counters, self._cipher)
         self._backend.collect()
 
     def counters(self) -> dict[str, Any]:
@@ -235,6 +255,4 @@ class Store:
             return None
 
     def _named(self, chunk: Cache) -> Cache:
-        from dataclasses import replace
-
-        return replace(chunk, model=self._model, recipe=self.identity.recipe)
+        return replace(chunk, model=self._model, recipe=self.identity.recipe, inputs=None)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvpack.formats.errors import InvalidParameter, MissingFile
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, MissingFile
 
 from .. import container
 from ..limits import MAX_BINARY_BYTES
 from ..user_files import read_json
 from .encryption import in_clear
 from .identity import Identity
-from .keys import ID_BYTES, token_bytes
+from .keys import ID_BYTES, MAX_INPUT_BYTES, token_bytes
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
 
     from ..cache import Cache
     from .backend import Backend
@@ -24,9 +25,23 @@ if TYPE_CHECKING:
 
 FEATURE = "token-ids"
 """Begins the names of the ignorable features that hold an exported prefix's token ids: token-ids.0, token-ids.1 and so on."""
-
+CHUNKS_FEATURE = "token-chunks"
+"""Begins those that are there instead where a chunk has a digest of other inputs: without it the token ids say too little."""
 MAX_TOKENS_BYTES = 2**26
 """Bytes of a JSON file of token ids."""
+_CHUNK_BYTES = 4
+"""Before the chunks: how many tokens each has, little-endian."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An exported prefix: ``chunk`` tokens have one of the digests ``inputs`` each, where there are any."""
+
+    identity: Identity
+    ids: list[int]
+    cache: Cache
+    inputs: list[bytes] | None = None
+    chunk: int | None = None
 
 
 def export_prefix(
@@ -48,13 +63,21 @@ def export_prefix(
             raise MissingFile(f"entry {entry.stored.key.hex()} is gone")
         chunks.append(files.read(container.open_bytes(in_clear(entry.stored.key, data, cipher), where=f"entry {entry.stored.key.hex()}")))
     contents, arrays = files.stored(concat(chunks))
-    ids = b"".join(entry.named.ids for entry in prefix.entries)
-    pieces = {f"{FEATURE}.{number}": ids[at : at + MAX_BINARY_BYTES] for number, at in enumerate(range(0, len(ids), MAX_BINARY_BYTES))}
-    return container.write(path, replace(contents, ignorable={**contents.ignorable, **pieces}), arrays, durable=durable)
+    return container.write(path, replace(contents, ignorable={**contents.ignorable, **_features(prefix)}), arrays, durable=durable)
 
 
-def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str) -> tuple[Identity, list[int], Cache]:
-    """The identity, the token ids and the cache of a kvpack file; ``tokens`` is a JSON file of its ids, where it has none itself.
+def _features(prefix: Prefix) -> dict[str, bytes]:
+    named = [entry.named for entry in prefix.entries]
+    name, data = FEATURE, b"".join(chunk.ids for chunk in named)
+    if any(chunk.inputs for chunk in named):
+        name = CHUNKS_FEATURE
+        size = len(named[0].ids) // ID_BYTES
+        data = size.to_bytes(_CHUNK_BYTES, "little") + b"".join(bytes([len(chunk.inputs)]) + chunk.inputs + chunk.ids for chunk in named)
+    return {f"{name}.{number}": data[at : at + MAX_BINARY_BYTES] for number, at in enumerate(range(0, len(data), MAX_BINARY_BYTES))}
+
+
+def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str) -> Exported:
+    """What is in a kvpack file; ``tokens`` is a JSON file of its token ids, where it has none itself.
 
     Raises InvalidParameter without ids, MissingFile, and what loading a file raises.
     """
@@ -62,18 +85,44 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str)
 
     file = container.open_file(path)
     header = file.header
-    model = header.model
-    if tokens is None:
-        count = sum(name.startswith(f"{FEATURE}.") for name in header.ignorable)
-        data = b"".join(header.ignorable.get(f"{FEATURE}.{number}", b"") for number in range(count))
-        if not data or len(data) % ID_BYTES:
-            raise InvalidParameter(f"{file.where}: holds no token ids; give them as a JSON array with --tokens")
-    else:
-        given = read_json(tokens, MAX_TOKENS_BYTES, "a JSON array of token ids")
-        try:
-            data = token_bytes(given)
-        except InvalidParameter as error:
-            raise InvalidParameter(f"{tokens}: is not a JSON array of token ids: {error}") from None
-    fields = {"model": model.get("name", ""), **{name: model.get(name, "") for name in ("weights", "adapter", "rope", "dtype")}}
-    ids = memoryview(data).cast("I").tolist()
-    return Identity(recipe=header.recipe, tenant=tenant, **fields), ids, files.read(file)
+    identity = Identity.of_header(header.model, header.recipe, tenant)
+    if data := _joined(header.ignorable, CHUNKS_FEATURE):
+        if tokens is not None:
+            raise InvalidParameter(f"{file.where}: holds its token ids, and digests of other inputs with them: import it without --tokens")
+        chunk, digests, ids = _chunks(data, file.where)
+        return Exported(identity, _listed(ids), files.read(file), digests, chunk)
+    data = _joined(header.ignorable, FEATURE) if tokens is None else _ids_of(tokens)
+    if not data or len(data) % ID_BYTES:
+        raise InvalidParameter(f"{file.where}: holds no token ids; give them as a JSON array with --tokens")
+    return Exported(identity, _listed(data), files.read(file))
+
+
+def _joined(ignorable: Mapping[str, bytes], feature: str) -> bytes:
+    count = sum(name.startswith(f"{feature}.") for name in ignorable)
+    return b"".join(ignorable.get(f"{feature}.{number}", b"") for number in range(count))
+
+
+def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:
+    """(tokens of a chunk, digest of each, all token ids) of the features ``CHUNKS_FEATURE``. Raises InvalidHeader."""
+    chunk = int.from_bytes(data[:_CHUNK_BYTES], "little")
+    digests, ids, place = [], [], _CHUNK_BYTES
+    while place < len(data):
+        begin = place + 1 + data[place]
+        digests.append(data[place + 1 : begin])
+        ids.append(data[begin : begin + chunk * ID_BYTES])
+        place = begin + chunk * ID_BYTES
+    if not chunk or place != len(data) or any(len(digest) > MAX_INPUT_BYTES for digest in digests):
+        raise InvalidHeader(f"{where}: the features {CHUNKS_FEATURE!r} have {len(data)} bytes, which are no chunks of {chunk} tokens")
+    return chunk, digests, b"".join(ids)
+
+
+def _ids_of(tokens: str) -> bytes:
+    given = read_json(tokens, MAX_TOKENS_BYTES, "a JSON array of token ids")
+    try:
+        return token_bytes(given)
+    except InvalidParameter as error:
+        raise InvalidParameter(f"{tokens}: is not a JSON array of token ids: {error}") from None
+
+
+def _listed(data: bytes) -> list[int]:
+    return memoryview(data).cast("I").tolist()

@@ -1,0 +1,142 @@
+"""Which adapters are in effect on a model, as text: their names, and a digest of their weights, scaling and state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvpack.formats.errors import InvalidParameter
+
+from .described import BY_HAND, class_name, plain, tensor_digest, text_digest
+from .modules import Part, check_determined, own_children, parts
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import torch
+
+_STATE = {"_active_adapter", "_disable_adapters", "merged_adapters"}
+"""Attributes of a layer that say which adapters are in effect: described by themselves."""
+_INCIDENTAL = {"_adapters", "_caches", "_tied_adapter", "kwargs", "quantization_backend"}
+"""Attributes of a layer that change no value: names of all adapters, what is computed anew, another layer that has its own turn."""
+_HOME_MADE = re.compile(r"lora|adapter", re.IGNORECASE)
+
+
+def adapters_text(model: torch.nn.Module, named: str | None) -> str:
+    """The field ``adapter`` of an identity: ``named``, or the names of the adapters in effect, and their digest.
+
+    Empty without adapters. Adapters that are loaded and not in effect leave no trace. Raises InvalidParameter, naming the
+    module, for an adapter of which kvpack cannot tell what it does.
+    """
+    layers = list(parts(model))
+    states: list[Any] = []
+    names: set[str] = set()
+    for part in layers:
+        if part.adapter == "layer":
+            chosen = _in_effect(part.module)
+            if chosen:
+                names.update(chosen)
+                states.append([part.name, _layer_state(part, chosen)])
+        elif part.adapter == "around":
+            states += _prompt_state(part.module, names)
+        elif home_made := _home_made_state(part):
+            states.append([part.name, home_made])
+    if states:
+        label = ",".join(sorted(names)) if named is None else named
+        return f"{label} {text_digest(states)}".strip()
+    label = named or ""
+    return f"{label} disabled".strip() if any(part.adapter for part in layers) else label
+
+
+def _in_effect(layer: Any) -> list[str]:
+    """The adapters that a layer of PEFT applies: those merged, and the active ones unless it is disabled."""
+    active = layer.active_adapters
+    merged = list(getattr(layer, "merged_adapters", ()))
+    known = _known(layer)
+    applied = [] if layer.disable_adapters else [name for name in active if name in known and name not in merged]
+    return merged + applied
+
+
+def _known(layer: Any) -> set[str]:
+    known: set[str] = set()
+    for name in (*layer.adapter_layer_names, *layer.other_param_names):
+        values: Any = layer
+        for step in name.split("."):
+            values = getattr(values, step, None)
+        if hasattr(values, "keys"):
+            known.update(values.keys())
+    return known
+
+
+def _layer_state(part: Part, chosen: list[str]) -> list[Any]:
+    layer: Any = part.module
+    if any(getattr(layer, "sample_at_inference", {}).get(name) for name in chosen):
+        raise InvalidParameter(f"{part.name} has the adapter {class_name(type(layer))} with sample_at_inference: its values are random")
+    others = _known(layer) - set(chosen)
+    state = {"disabled": layer.disable_adapters, "merged": list(getattr(layer, "merged_adapters", ())), "applied": chosen}
+    return [class_name(type(layer)), sorted(state.items()), _module_state(part.name, layer, others)]
+
+
+def _module_state(where: str, module: Any, others: Collection[str]) -> list[Any]:
+    """The attributes, tensors and inner modules of an adapter's module, without those of the adapters ``others``."""
+    import torch
+
+    check_determined(where, type(module))
+    usual = vars(torch.nn.Module()).keys() | _STATE | _INCIDENTAL
+    state = [[name, _value(f"{where}.{name}", value, others)] for name, value in sorted(vars(module).items()) if name not in usual]
+    for name, tensor in sorted([*module._parameters.items(), *module._buffers.items()]):
+        if tensor is not None:
+            state.append([name, tensor_digest(f"{where}.{name}", tensor)])
+    for name, child in sorted(own_children(module)):
+        state.append([name, [class_name(type(child)), _value(f"{where}.{name}", child, others)]])
+    return state
+
+
+def _value(where: str, value: Any, others: Collection[str]) -> Any:
+    import torch
+
+    if isinstance(value, (Mapping, torch.nn.ModuleDict, torch.nn.ParameterDict)) or _has_class(value, "BufferDict"):
+        keys = sorted(key for key in value.keys() if key not in others)  # noqa: SIM118
+        return [[key, _value(f"{where}.{key}", value[key], ())] for key in keys]
+    if isinstance(value, torch.nn.Module):
+        return [class_name(type(value)), _module_state(where, value, others)]
+    if type(value).__module__.startswith("peft.") and hasattr(value, "__dict__") and not isinstance(value, type):
+        # Such as a variant of LoRA, which is a class and its settings.
+        check_determined(where, type(value))
+        attributes = sorted(vars(value).items())
+        return [class_name(type(value)), [[name, _value(f"{where}.{name}", item, ())] for name, item in attributes]]
+    return plain(where, value)
+
+
+def _has_class(value: Any, name: str) -> bool:
+    return any(base.__name__ == name for base in type(value).__mro__)
+
+
+def _prompt_state(model: Any, names: set[str]) -> list[Any]:
+    """The prompt that a PeftModel puts before the tokens, where it has one and is not disabled; its name goes to ``names``."""
+    encoders = model._modules.get("prompt_encoder")
+    if encoders is None or model._adapters_disabled:
+        return []
+    name = model.active_adapter
+    config = model.peft_config[name]
+    if getattr(config, "num_tasks", None) is not None:
+        raise InvalidParameter(f"the adapter {name!r} is {class_name(type(config))}, whose prompt depends on task_ids: {BY_HAND}")
+    names.add(name)
+    encoder = encoders[name]
+    settings = {key: value for key, value in config.to_dict().items() if key not in _INCIDENTAL_PROMPT_SETTINGS}
+    return [[name, class_name(type(encoder)), plain(f"peft_config[{name!r}]", settings), _module_state("prompt_encoder", encoder, ())]]
+
+
+_INCIDENTAL_PROMPT_SETTINGS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "tokenizer_kwargs"}
+"""Settings of a prompt's configuration that change no value."""
+
+
+def _home_made_state(part: Part) -> list[Any]:
+    own = [(name, tensor) for name, tensor in sorted(part.module._parameters.items()) if tensor is not None and _is_adapters(part, name)]
+    return [[name, tensor_digest(f"{part.name}.{name}", tensor)] for name, tensor in own]
+
+
+def _is_adapters(part: Part, parameter: str) -> bool:
+    """Whether a parameter of a module outside of PEFT is an adapter's by its name: such as lora_A."""
+    return bool(_HOME_MADE.search(parameter) or _HOME_MADE.search(type(part.module).__name__))

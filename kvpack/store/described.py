@@ -1,0 +1,94 @@
+"""Values as text that is the same in every process: what an identity digests (spec/store.md, Keys)."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import types
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from kvpack.formats.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    import torch
+
+BY_HAND = "build the kvpack.Identity by hand, and name in it what the keys and values depend on"
+"""What a caller can do whose model cannot be digested."""
+
+
+def text_digest(value: Any) -> str:
+    """The SHA-256 of ``value``, of what ``plain`` returns, as text."""
+    return f"sha256:{hashlib.sha256(json_text(value).encode('utf-8', 'surrogatepass')).hexdigest()}"
+
+
+def json_text(value: Any) -> str:
+    """``value``, of what ``plain`` returns, as JSON without spaces, its keys in order."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def class_name(kind: type) -> str:
+    """The full name of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def plain(where: str, value: Any) -> Any:
+    """``value`` as JSON values; tensors as their digests. Raises InvalidParameter, naming ``where``, for what has no such form."""
+    import torch
+
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value.value if isinstance(value, enum.Enum) else value
+    if isinstance(value, enum.Enum):
+        return plain(where, value.value)
+    if isinstance(value, (torch.dtype, torch.layout)):
+        return str(value)
+    if isinstance(value, torch.Tensor):
+        return tensor_digest(where, value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, (list, tuple)):
+        return [plain(f"{where}[{number}]", item) for number, item in enumerate(value)]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(where, item) for item in value), key=json_text)
+    if isinstance(value, dict):
+        if all(type(key) is str for key in value):
+            return {key: plain(f"{where}.{key}", item) for key, item in value.items()}
+        return sorted(([plain(where, key), plain(f"{where}[{key!r}]", item)] for key, item in value.items()), key=json_text)
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) and "<" not in value.__qualname__:
+        return f"{value.__module__}.{value.__qualname__}"
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return plain(where, value.item())
+    raise InvalidParameter(f"{where} is a {class_name(type(value))}, of which kvpack cannot tell what it does: {BY_HAND}")
+
+
+def tensor_digest(where: str, tensor: torch.Tensor) -> str:
+    """Dtype, shape and the XXH3-128 of a tensor's bytes; of a quantized one all that it is made of.
+
+    Raises InvalidParameter, naming ``where``, for one whose values are elsewhere, or are no bytes that can be read.
+    """
+    import torch
+
+    kind = class_name(type(tensor))
+    if tensor.device.type == "meta":
+        raise InvalidParameter(
+            f"{where} is on the meta device: its values are not in memory (offloaded, or not loaded yet), so they cannot be digested; "
+            "load the model whole, or give weights= (a revision) where it is a weight"
+        )
+    if kind.endswith(".DTensor"):
+        raise InvalidParameter(f"{where} is a DTensor, of which this process holds a part: give weights= (a revision), or {BY_HAND}")
+    described = f"{tensor.dtype} {list(tensor.shape)}"
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        parts = [[name, tensor_digest(f"{where}.{name}", getattr(tensor, name))] for name in names]
+        return f"{kind} {described} {text_digest([parts, plain(where, context)])}"
+    try:
+        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InvalidParameter(
+            f"{where} is a {kind} of {described}, whose bytes cannot be read to digest them ({reason}): "
+            f"give weights= (a revision) where it is a weight, or {BY_HAND}"
+        ) from None
+    return f"{described} {xxhash.xxh3_128_hexdigest(data.data)}"

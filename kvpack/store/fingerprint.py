@@ -1,0 +1,117 @@
+"""Digests of a transformers model: its weights; and its configuration, modules, dtypes and buffers."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from kvpack.formats.errors import InvalidParameter
+
+from .described import class_name, json_text, plain, tensor_digest, text_digest
+from .modules import parts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from .modules import Part
+
+_INCIDENTAL_SETTINGS = {
+    "_attn_implementation",
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+"""Settings of a transformers configuration that change no key and no value, or that have a field of their own."""
+_INCIDENTAL_ATTRIBUTES = {"gradient_checkpointing", "hf_device_map", "name_or_path", "warnings_issued"}
+"""Attributes of modules that change no key and no value."""
+_NOTED_LENGTH = "max_seq_len_cached"
+"""Ends the names of attributes in which a rotary embedding notes the longest sequence so far: what follows from it is in a buffer."""
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """A digest of every parameter and persistent buffer by name, dtype and shape, adapters apart. Raises InvalidParameter."""
+    total = hashlib.sha256()
+    for part in _of_the_model(model):
+        own: dict[str, Any] = {}
+        # One module's own, with what quantized ones keep beside their parameters.
+        part.module._save_to_state_dict(own, f"{part.name}.", keep_vars=False)
+        for name, value in sorted(own.items()):
+            total.update(f"{json_text([name, plain(name, value)])}\n".encode())
+    return f"sha256:{total.hexdigest()}"
+
+
+def config_digest(model: Any) -> str:
+    """A digest of all that keys and values depend on besides the weights' values and adapters.
+
+    These are the configuration, and of every module its class, its plain attributes, the types, dtypes and shapes of its
+    parameters, and its buffers, which may have changed since it was made. Raises InvalidParameter.
+    """
+    return text_digest([_settings(model.config), [_module(part) for part in _of_the_model(model)]])
+
+
+def check_deterministic(model: torch.nn.Module) -> None:
+    """Raise InvalidParameter for a model that drops values at random, as one in training does."""
+    for part in parts(model):
+        for name, module in part.module.named_modules() if part.adapter == "layer" else [("", part.module)]:
+            rates = {key: value for key, value in vars(module).items() if "dropout" in key and isinstance(value, float)}
+            if type(module).__name__.endswith(("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")):
+                rates["p"] = getattr(module, "p", 0)
+            for key, rate in rates.items():
+                if module.training and rate > 0:
+                    where = ".".join(filter(None, (part.name, name, key)))
+                    raise InvalidParameter(
+                        f"the model is in training mode and drops values at random ({where} is {rate}): call model.eval() first"
+                    )
+
+
+def _of_the_model(model: torch.nn.Module) -> Iterator[Part]:
+    return (part for part in parts(model) if not part.adapter)
+
+
+def _settings(config: Any) -> Any:
+    def kept(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: kept(item) for key, item in value.items() if key not in _INCIDENTAL_SETTINGS}
+        return [kept(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return plain("config", kept(config.to_dict()))
+
+
+def _module(part: Part) -> list[Any]:
+    module = part.module
+    where = part.name or "the model"
+    attributes = sorted([name, value] for name, value in vars(module).items() if _is_setting(name, value))
+    parameters = [[name, _kind(f"{where}.{name}", tensor)] for name, tensor in sorted(module._parameters.items()) if tensor is not None]
+    buffers = [[name, tensor_digest(f"{where}.{name}", tensor)] for name, tensor in sorted(module._buffers.items()) if tensor is not None]
+    return [part.name, class_name(type(module)), plain(where, attributes), parameters, buffers]
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    incidental = name.startswith("_") or name == "training" or name in _INCIDENTAL_ATTRIBUTES or name.endswith(_NOTED_LENGTH)
+    return not incidental and _is_plain(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values())) and all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _kind(where: str, tensor: torch.Tensor) -> list[Any]:
+    """What a parameter is besides its values: a quantized one says so by its class, its attributes and its dtype."""
+    attributes = sorted([name, value] for name, value in getattr(tensor, "__dict__", {}).items() if _is_setting(name, value))
+    kinds = [class_name(type(tensor)), str(tensor.dtype), list(tensor.shape), plain(where, attributes)]
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        kinds.append([[name, _kind(f"{where}.{name}", getattr(tensor, name))] for name in names])
+    return kinds

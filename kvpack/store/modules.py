@@ -1,0 +1,114 @@
+"""The modules of a transformers model: those of the model itself, and those of adapters around them.
+
+PEFT is recognised by the names of its classes: it need not be installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvpack.formats.errors import InvalidParameter
+
+from .described import BY_HAND, class_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+_LAYERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper"}
+"""Classes of PEFT that stand in the place of one module of the model."""
+_AROUND = {"PeftModel", "PeftMixedModel", "BaseTuner"}
+"""Classes of PEFT that hold the whole model."""
+_UNDETERMINED = {"XLoraModel", "PolyModel", "PolyLayer", "ShadowModel", "ALoraLinearVariant"}
+"""Classes of PEFT whose output depends on arguments of a call, or on later tokens."""
+_BASES = ("base_layer", "original_module")
+"""Where a layer of PEFT has the module that it stands for."""
+OTHER_LIBRARIES = ("adapters",)
+"""Libraries of adapters whose state is not in their modules."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module by its name in the model without adapters. ``adapter``: PEFT's ``layer`` or what is ``around`` the model; or neither."""
+
+    name: str
+    module: torch.nn.Module
+    adapter: str = ""
+
+
+def parts(model: torch.nn.Module) -> Iterator[Part]:
+    """Every module of ``model``, once, each before those in it; of an adapter only what it stands for is gone into.
+
+    Raises InvalidParameter for an adapter of which kvpack cannot tell what it does.
+    """
+    seen: set[int] = set()
+
+    def walk(name: str, module: torch.nn.Module) -> Iterator[Part]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        adapter = _adapter(name, module)
+        yield Part(name, module, adapter)
+        if adapter == "around":
+            yield from walk(name, _held(module))
+        elif adapter == "layer":
+            children = module._modules
+            # A wrapper may have a layer of its own between itself and the module.
+            for child in (children.get(place) for place in (*_BASES, "token_adapter")):
+                if child is not None:
+                    yield from walk(name, child)
+        else:
+            for child_name, child in module._modules.items():
+                if child is not None:
+                    yield from walk(f"{name}.{child_name}" if name else child_name, child)
+
+    yield from walk("", model)
+
+
+def base_model(model: Any) -> Any:
+    """The transformers model inside what adapters have put around it."""
+    return next(part.module for part in parts(model) if not part.adapter)
+
+
+def own_children(layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules that an adapter's layer has besides the one that it stands for, by name."""
+    for name, child in layer._modules.items():
+        if child is not None and name not in (*_BASES, "token_adapter"):
+            yield name, child
+
+
+def check_determined(where: str, kind: type) -> None:
+    """Raise InvalidParameter for a class of adapters whose output the tokens of a prefix do not determine."""
+    found = _names(kind) & _UNDETERMINED
+    if found:
+        raise InvalidParameter(
+            f"{where or 'the model'} has the adapter {class_name(kind)}, whose output depends on more than the tokens before: "
+            "its keys and values cannot be stored by token ids"
+        )
+
+
+def _adapter(name: str, module: torch.nn.Module) -> str:
+    kind = type(module)
+    library = kind.__module__.partition(".")[0]
+    check_determined(name, kind)
+    names = _names(kind)
+    if names & _LAYERS:
+        return "layer"
+    if names & _AROUND:
+        return "around"
+    if library in ("peft", *OTHER_LIBRARIES):
+        raise InvalidParameter(f"{name or 'the model'} has the adapter {class_name(kind)}, which kvpack does not know: {BY_HAND}")
+    return ""
+
+
+def _names(kind: type) -> set[str]:
+    return {base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "peft"}
+
+
+def _held(module: torch.nn.Module) -> torch.nn.Module:
+    found = module._modules.get("base_model") or module._modules.get("model")
+    if found is None:
+        raise InvalidParameter(f"a {class_name(type(module))} holds no model as base_model or model: {BY_HAND}")
+    return found

@@ -1,0 +1,48 @@
+"""Removing entries of older layouts: their keys cover less of the identity, so no store looks for them any more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpack.formats.errors import KvpackError
+
+from .. import container
+from .encryption import in_clear
+from .entries import FEATURE, is_old
+
+if TYPE_CHECKING:
+    from .backend import Backend, Stored
+    from .counters import Counters
+    from .encryption import Cipher
+
+_FRONT_BYTES = 2**16
+"""Bytes in which the name of an entry's feature is nearly always found, for its header is not parsed then."""
+
+
+def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None) -> None:
+    """Remove the entries whose header is whole and says that they are of an older layout, and what pins them.
+
+    Any other entry stays: one of a newer layout, one that cannot be read, and an encrypted one that ``cipher`` does not open.
+    """
+    old = [stored for stored in backend.list() if stored.size and _is_old(backend, stored, cipher)]
+    pinned = backend.pinned() if old else set()
+    for stored in old:
+        if stored.key in pinned:
+            backend.unpin([stored.key])
+        if backend.delete([stored.key]):
+            counters.add("reclaimed_entries")
+            counters.add("reclaimed_bytes", stored.size)
+
+
+def _is_old(backend: Backend, stored: Stored, cipher: Cipher | None) -> bool:
+    try:
+        data = backend.peek(stored.key, front=True)
+        if data is None:
+            return False
+        data = in_clear(stored.key, data, cipher)
+        if FEATURE.encode() in bytes(memoryview(data)[:_FRONT_BYTES]):
+            return False
+        with container.open_bytes(data, where=f"entry {stored.key.hex()}") as file:
+            return is_old(file)
+    except (KvpackError, OSError, MemoryError):
+        return False

@@ -1,0 +1,32 @@
+"""Small transformers models that tests of identities share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import kvpack
+
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 50}
+
+
+def small_llama(**settings: Any) -> Any:
+    """A Llama of two layers whose weights are the same each time."""
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 2, **settings})).eval()
+
+
+def identity(model: Any, **given: Any) -> kvpack.Identity:
+    """The identity of a model whose weights the caller names: what differs is in the other fields."""
+    return kvpack.Identity.of(model, "octopus-3", **{"weights": "revision", **given})
+
+
+def printed_elsewhere(script: str) -> str:
+    """What a script prints in a process of its own, which imports these tests' modules."""
+    code = f"import sys, warnings\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nwarnings.simplefilter('ignore')\n{script}"
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=300).stdout.strip()

@@ -1,0 +1,220 @@
+"""The identity of a transformers model: whatever its keys and values depend on is in it, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import kvpack
+from kvpack.formats.errors import InvalidParameter
+
+transformers = pytest.importorskip("transformers")
+
+from small_models import SIZES, identity, printed_elsewhere, small_llama  # noqa: E402 isort: skip
+
+
+def changed_fields(one: kvpack.Identity, other: kvpack.Identity) -> set[str]:
+    return {name for name, value in dataclasses.asdict(one).items() if getattr(other, name) != value}
+
+
+class Int8Linear(nn.Module):
+    """A linear layer of 8-bit weights with a scale for each row, as libraries for quantization put in."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((linear.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight * self.scale).T
+
+
+def quantized(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.self_attn.k_proj = Int8Linear(layer.self_attn.k_proj)
+    return model
+
+
+def with_setting(name: str, value: Any) -> Any:
+    model = small_llama()
+    setattr(model.config, name, value)
+    return model
+
+
+def scaled_frequencies() -> Any:
+    model = small_llama()
+    model.model.rotary_emb.inv_freq *= 0.5
+    return model
+
+
+def other_attribute(path: str, value: Any) -> Any:
+    model = small_llama()
+    owner, _, name = path.rpartition(".")
+    setattr(model.get_submodule(owner), name, value)
+    return model
+
+
+STATES = {
+    "as it is": small_llama,
+    "sliding_window of the configuration": lambda: with_setting("sliding_window", 16),
+    "sliding_window of a layer": lambda: other_attribute("model.layers.0.self_attn.sliding_window", 16),
+    "rms_norm_eps": lambda: small_llama(rms_norm_eps=1e-3),
+    "epsilon of a norm": lambda: other_attribute("model.norm.variance_epsilon", 1e-3),
+    "scaling of attention": lambda: other_attribute("model.layers.1.self_attn.scaling", 1.0),
+    "8-bit weights": lambda: quantized(small_llama()),
+    "a quantization_config": lambda: with_setting("quantization_config", {"quant_method": "gptq", "bits": 4}),
+    "inv_freq at run time": scaled_frequencies,
+    "a nested configuration": lambda: with_setting("text_config", transformers.LlamaConfig(rms_norm_eps=1e-3)),
+    "half of the parameters in another dtype": lambda: with_half_in_bfloat16(),
+}
+
+
+def with_half_in_bfloat16() -> Any:
+    model = small_llama()
+    model.model.layers[1].to(torch.bfloat16)
+    return model
+
+
+def test_models_that_differ_in_anything_but_weights_have_identities_that_differ() -> None:
+    found = {name: identity(make()) for name, make in STATES.items()}
+    assert len({one.digest for one in found.values()}) == len(STATES)
+    for name, one in found.items():
+        assert changed_fields(one, found["as it is"]) <= {"config"}, name
+        assert one.header_model.get("config") == one.config
+
+
+def test_running_a_model_and_adding_what_changes_nothing_keeps_its_identity() -> None:
+    model = small_llama()
+    mine = kvpack.Identity.of(model, "octopus-3")
+    with torch.no_grad():
+        model(torch.arange(40)[None])
+    model.config.use_cache = False
+    model.set_attn_implementation("eager")
+    model.train()
+    model.eval()
+    assert kvpack.Identity.of(model, "octopus-3") == mine
+
+
+def test_the_same_model_has_the_same_identity_in_another_process() -> None:
+    model = small_llama()
+    script = "from small_models import *\n{0}\nprint(kvpack.Identity.of(model, 'octopus-3', name='m').digest.hex())"
+    mine = kvpack.Identity.of(model, "octopus-3", name="m").digest.hex()
+    assert printed_elsewhere(script.format("model = small_llama()")) == mine
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded = f"model = transformers.AutoModelForCausalLM.from_pretrained({folder!r})"
+        assert printed_elsewhere(script.format(loaded)) == mine
+
+
+def test_frequencies_that_follow_the_length_count_by_their_values() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = small_llama(rope_parameters=rope, max_position_embeddings=16)
+    mine = identity(model)
+    with torch.no_grad():
+        model(torch.arange(12)[None])
+        assert identity(model) == mine
+        model(torch.arange(30)[None])
+        assert changed_fields(identity(model), mine) == {"config"}
+        model(torch.arange(12)[None])
+    assert identity(model) == mine
+
+
+def test_weights_are_digested_by_value_unless_they_are_named() -> None:
+    model = small_llama()
+    mine = kvpack.Identity.of(model, "octopus-3")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight[0, 0] += 1
+    assert changed_fields(kvpack.Identity.of(model, "octopus-3"), mine) == {"weights"}
+    model = quantized(small_llama())
+    mine = kvpack.Identity.of(model, "octopus-3")
+    model.model.layers[0].self_attn.k_proj.weight[0, 0] += 1
+    assert changed_fields(kvpack.Identity.of(model, "octopus-3"), mine) == {"weights"}
+
+
+def test_values_that_are_not_in_memory_are_refused() -> None:
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_hidden_layers=1))
+    with pytest.raises(InvalidParameter, match=r"is on the meta device: its values are not in memory \(offloaded"):
+        kvpack.Identity.of(model.eval(), "octopus-3")
+    with pytest.raises(InvalidParameter, match=r"inv_freq is on the meta device"):
+        identity(model)
+    model = small_llama()
+    model.lm_head.to("meta")
+    with pytest.raises(InvalidParameter, match=r"lm_head\.weight is on the meta device.*give weights="):
+        kvpack.Identity.of(model, "octopus-3")
+    assert identity(model).weights == "revision"
+
+
+def test_tensors_whose_bytes_cannot_be_read_are_refused() -> None:
+    model = small_llama()
+    model.model.layers[0].register_buffer("packed", torch.eye(4).to_sparse())
+    with pytest.raises(InvalidParameter, match=r"layers\.0\.packed is a torch\.Tensor of .* \[4, 4\], whose bytes cannot be read"):
+        identity(model)
+
+
+def test_a_tensor_of_several_tensors_is_digested_whole() -> None:
+    class Scaled(torch.Tensor):
+        """Codes and a scale, as torchao has them."""
+
+        @staticmethod
+        def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, bits: int) -> Any:
+            return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+
+        def __init__(self, codes: torch.Tensor, scale: torch.Tensor, bits: int) -> None:
+            self.codes, self.scale, self.bits = codes, scale, bits
+
+        def __tensor_flatten__(self) -> Any:
+            return ["codes", "scale"], {"bits": self.bits}
+
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten.detach.default:
+                return args[0]
+            raise NotImplementedError(function)
+
+    def made(code: int, scale: float, bits: int) -> kvpack.Identity:
+        model = small_llama()
+        codes = torch.full((50, 32), code, dtype=torch.int8)
+        model.lm_head.weight = nn.Parameter(Scaled(codes, torch.tensor([scale]), bits), requires_grad=False)
+        return kvpack.Identity.of(model, "octopus-3")
+
+    one = made(1, 0.5, 8)
+    assert made(1, 0.5, 8) == one
+    for other in (made(2, 0.5, 8), made(1, 0.25, 8), made(1, 0.5, 4)):
+        assert other.weights != one.weights
+
+
+def test_a_model_that_drops_values_at_random_is_refused() -> None:
+    model = small_llama(attention_dropout=0.1)
+    identity(model)
+    model.train()
+    with pytest.raises(InvalidParameter, match=r"training mode.*self_attn\.attention_dropout is 0\.1.*model\.eval\(\)"):
+        identity(model)
+    identity(small_llama().train())
+
+
+def test_long_rope_settings_are_digested() -> None:
+    factors = [1.0 + n / 7 for n in range(8)]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors}
+    rope["original_max_position_embeddings"] = 64
+    model = small_llama(rope_parameters=rope)
+    assert '"longrope"' in identity(model).rope
+    model.config.rope_parameters["more"] = ["x" * 100] * 20
+    assert identity(model).rope.startswith("sha256:")
+
+
+def test_a_setting_without_a_text_of_its_own_is_refused() -> None:
+    with pytest.raises(InvalidParameter, match=r"config\.odd is a .*object, of which kvpack cannot tell what it does"):
+        identity(with_setting("odd", object()))
+
+
+def test_the_callers_own_words_are_in_the_key(tmp_path: Any) -> None:
+    model = small_llama()
+    plain, hooked = (kvpack.Store(tmp_path, identity(model, extra=extra), chunk=32) for extra in ("", "a hook on layer 3"))
+    assert not set(plain.keys(range(64))) & set(hooked.keys(range(64)))

@@ -37,8 +37,8 @@ def entries(recipe: str, chunks: int = 2) -> list[bytes]:
     cache = kvpack.pack([(x, x)], recipe, model=MODEL)
     ids = b"".join(number.to_bytes(4, "little") for number in range(chunks * CHUNK))
     return [
-        b"".join(to_pieces(cache[:, number * CHUNK : (number + 1) * CHUNK], key, parent, part))
-        for number, (key, parent, part) in enumerate(chained(bytes(KEY_BYTES), ids, CHUNK))
+        b"".join(to_pieces(cache[:, number * CHUNK : (number + 1) * CHUNK], key, parent, part, inputs))
+        for number, (key, parent, part, inputs) in enumerate(chained(bytes(KEY_BYTES), ids, CHUNK, [b"", *[b"image"] * (chunks - 1)]))
     ]
 
 

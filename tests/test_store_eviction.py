@@ -126,7 +126,7 @@ def test_a_minimum_of_free_disk_is_kept(tmp_path: Path, entry_bytes: int, monkey
         assert Disk().f_bavail >= 2 * entry_bytes
     assert store.counters()["evicted_entries"] == 6
     capacity = entry_bytes
-    assert store.save(prompt(1, seed=9), cache(40)) == 0
+    assert store.save(prompt(1, seed=9), cache(CHUNK + 5)) == 0
     assert store.counters()["refused_chunks"] == 1
 
 
@@ -227,10 +227,10 @@ def test_an_evictor_that_is_stopped_stalls_nobody_for_long(tmp_path: Path, entry
     other = open_store(tmp_path, max_bytes=2 * entry_bytes)
     with other._backend._evictor._locked() as held:
         assert held
-        assert store.save(prompt(1, seed=1), cache(40)) == 0
+        assert store.save(prompt(1, seed=1), cache(CHUNK + 5)) == 0
         assert store.counters()["refused_chunks"] == 1
         assert store.load(prompt(2))[0] == 2 * CHUNK
-    assert store.save(prompt(1, seed=1), cache(40)) == CHUNK
+    assert store.save(prompt(1, seed=1), cache(CHUNK + 5)) == CHUNK
 
 
 def _save_in_child(store: kvpack.Store, results: Any) -> None:

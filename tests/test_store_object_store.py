@@ -161,7 +161,7 @@ def test_the_budget_holds_and_leaves_go_first(place: Any, monkeypatch: pytest.Mo
         save(store, prompt(1, seed=10 + seed))
     assert store.match(branches[0]) == 2 * CHUNK
     tiny = opened(place, identity=dataclasses.replace(IDENTITY, tenant="tiny"), max_bytes=entry.size - 1)
-    assert tiny.save(prompt(1), cache(40)) == 0
+    assert tiny.save(prompt(1), cache(CHUNK + 5)) == 0
     assert tiny.counters()["refused_chunks"] == 1
 
 

@@ -105,7 +105,7 @@ def test_pins_hold_and_what_cannot_fit_is_refused(server: Server) -> None:
     assert not store.unpin(ids)
     assert store.save(other, cache(len(other))) == 2 * CHUNK
     tiny = open_store(server, max_bytes=size - 1)
-    assert tiny.save(prompt(1, seed=20), cache(40)) == 0
+    assert tiny.save(prompt(1, seed=20), cache(CHUNK + 5)) == 0
     assert store.match(other) == 2 * CHUNK, "what can never fit takes nobody's place"
 
 

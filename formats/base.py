@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .lazy import numpy, torch
 from .rotation import Rotation
+from .value_blocks import first_place, value_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from .columns import Columns
     from .options import Options
+    from .value_blocks import Array
 
 HALF_LIMIT = 65520.0
 """The least number that rounds to infinity in binary16; the largest finite one is 65504."""
@@ -215,11 +217,11 @@ class Codec(ABC):
         scales = {name: streams[name] for name in self.scales(1, 1, 0)}
         return other.pack_digits(*self.digits(streams)) | scales
 
-    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+    def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Refuse stored bytes that no writer may produce.
 
-        ``arrays`` are the streams as numpy arrays (bfloat16 never occurs in a scale). Raises InvalidPayload
-        for a digit outside its alphabet, a spare bit that is not zero, or a scale that is not finite.
+        ``arrays`` are the streams as numpy arrays (bfloat16 never occurs in a scale), or read in blocks. Raises
+        InvalidPayload for a digit outside its alphabet, a spare bit that is not zero, or a scale that is not finite.
         """
         names = set(arrays)
         for stream, packing in self.packings().items():
@@ -273,11 +275,13 @@ def _is_optional(field: dataclasses.Field[Any]) -> bool:
     return bool(field.metadata.get("optional", False))
 
 
-def check_finite(where: str, array: numpy.ndarray[Any, Any], what: str) -> None:
+def check_finite(where: str, array: Array, what: str) -> None:
     """Raise InvalidPayload, naming the place, unless binary16 or binary32 values, which are ``what``, are all finite."""
-    if not _all_finite(array):
-        at = [int(i) for i in numpy.argwhere(~numpy.isfinite(array))[0]]
-        raise InvalidPayload(f"{where}: the value at {at} is {array[tuple(at)]}, {what} are finite")
+    for first, block in value_blocks(array):
+        if not _all_finite(block):
+            odd = ~numpy.isfinite(block)
+            at = first_place(odd, first, array.shape)
+            raise InvalidPayload(f"{where}: the value at {at} is {block[odd.argmax()]}, {what} are finite")
 
 
 def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:

@@ -7,14 +7,17 @@ block alike, it does so for all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .base import Layout
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import numpy, torch
+from .value_blocks import first_place, row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from .value_blocks import Array
 
 STREAM = "channel_order"
 DTYPES = {"u8": "U8", "u16": "U16"}
@@ -51,13 +54,14 @@ class ChannelOrder:
         order: torch.Tensor = rounds.transpose(-1, -2).flatten(-2).to(torch.uint8 if self.dtype == "u8" else torch.uint16)
         return order
 
-    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+    def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Raise InvalidPayload unless every row names each channel once."""
         orders = arrays[STREAM]
-        wrong = numpy.argwhere((numpy.sort(orders, -1) != numpy.arange(self.dim)).any(-1))
-        if len(wrong):
-            at = [int(i) for i in wrong[0]]
-            raise InvalidPayload(f"{where}.{STREAM}: the row at {at} does not name each of {self.dim} channels once")
+        for first, (rows,) in row_blocks(orders):
+            wrong = (numpy.sort(rows, -1) != numpy.arange(self.dim)).any(-1)
+            if wrong.any():
+                at = first_place(wrong, first, orders.shape[:-1])
+                raise InvalidPayload(f"{where}.{STREAM}: the row at {at} does not name each of {self.dim} channels once")
 
 
 def reordered(x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

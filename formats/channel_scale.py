@@ -7,14 +7,17 @@ describes them. Divided out, they cost one number a channel, head and run, which
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .base import NORMS, Layout
 from .errors import InvalidPayload
 from .lazy import numpy, torch
+from .value_blocks import first_place, value_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from .value_blocks import Array
 
 STREAM = "channel_scale"
 
@@ -47,13 +50,14 @@ class ChannelScale:
             factor = torch.maximum(low, high).repeat(1, 1, 1, 2)
         return factor.to(torch.float16 if self.dtype == "fp16" else torch.float32)
 
-    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+    def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Raise InvalidPayload unless every factor is finite and above 0."""
         factors = arrays[STREAM]
-        odd = numpy.argwhere(~((factors > 0) & numpy.isfinite(factors)))
-        if len(odd):
-            at = [int(i) for i in odd[0]]
-            raise InvalidPayload(f"{where}.{STREAM}: the value at {at} is {factors[tuple(at)]}, channel scales are finite and above 0")
+        for first, block in value_blocks(factors):
+            odd = ~((block > 0) & numpy.isfinite(block))
+            if odd.any():
+                at = first_place(odd, first, factors.shape)
+                raise InvalidPayload(f"{where}.{STREAM}: the value at {at} is {block[odd.argmax()]}, channel scales are finite and above 0")
 
 
 def factors(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

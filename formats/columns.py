@@ -15,13 +15,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import functional, numpy, torch
+from .value_blocks import row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from .value_blocks import Array
 
 MAX_BASE = 1 << 16
 """The largest base of a digit."""
@@ -226,11 +229,15 @@ class Columns:
             fields.append(both >> shift & self.bases[digit] - 1)
         return self._symbols(torch.stack(fields, -2))
 
-    def check(self, planes: Sequence[numpy.ndarray[Any, Any]], where: str) -> None:
+    def check(self, planes: Sequence[Array], where: str) -> None:
         """Refuse a digit outside its alphabet, a spare bit or an unused field that is not zero.
 
         ``planes`` are uint16 arrays ``[..., words]``. Raises InvalidPayload, which names ``where`` and the place.
         """
+        for first, blocks in row_blocks(*planes):
+            self._check_rows(blocks, _Place(where, first, planes[0].shape[:-1]))
+
+    def _check_rows(self, planes: Sequence[numpy.ndarray[Any, Any]], where: _Place) -> None:
         if self.binary:
             self._check_spare_bits(planes, where)
             if self.alphabets == self.bases:
@@ -257,13 +264,13 @@ class Columns:
                 _refuse(where, f"symbol of field {k}", value[..., :used], alphabet - 1)
                 _refuse(where, f"unused field {k}", value[..., used:], 0, used)
 
-    def _check_spare_bits(self, planes: Sequence[numpy.ndarray[Any, Any]], where: str) -> None:
+    def _check_spare_bits(self, planes: Sequence[numpy.ndarray[Any, Any]], where: _Place) -> None:
         for number, (plane, allowed) in enumerate(zip(planes, self._allowed_bits, strict=True)):
             if all(bits == 0xFFFF for bits in allowed):
                 continue
             spare = ~numpy.array(allowed, dtype=numpy.uint16)
             if (_over_rows(plane, numpy.bitwise_or) & spare).any():
-                _refuse(f"{where}, plane {number}", "spare bits of word", plane & spare, 0)
+                _refuse(where._replace(where=f"{where.where}, plane {number}"), "spare bits of word", plane & spare, 0)
 
     @cached_property
     def _column_limits(self) -> numpy.ndarray[Any, Any] | None:
@@ -328,8 +335,17 @@ def _over_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.nd
     return result
 
 
-def _refuse(where: str, what: str, values: numpy.ndarray[Any, Any], limit: int, first: int = 0) -> None:
+class _Place(NamedTuple):
+    """Where rows that are checked are: from ``first`` on of the rows of a stream ``where``, whose axes but the last are ``axes``."""
+
+    where: str
+    first: int
+    axes: tuple[int, ...]
+
+
+def _refuse(place: _Place, what: str, values: numpy.ndarray[Any, Any], limit: int, first: int = 0) -> None:
     """Raise InvalidPayload when a value is above ``limit``; ``values`` begin at column ``first``."""
     if values.size and int(values.max()) > limit:
-        *rows, column = (int(i) for i in numpy.unravel_index(int(values.argmax()), values.shape))
-        raise InvalidPayload(f"{where}: {what} at {[*rows, first + column]} is {int(values[*rows, column])}, above {limit}")
+        row, column = divmod(int(values.argmax()), values.shape[1])
+        rows = [int(i) for i in numpy.unravel_index(place.first + row, place.axes)]
+        raise InvalidPayload(f"{place.where}: {what} at {[*rows, first + column]} is {int(values[row, column])}, above {limit}")

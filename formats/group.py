@@ -14,15 +14,15 @@ from . import scale_range
 from .base import MAX_DIM, Codec, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter
-from .lazy import numpy, torch
+from .lazy import torch
 from .rotation import KINDS, Rotation
 from .tables import TABLES_KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from typing import Any
 
     from .options import Options
+    from .value_blocks import Array
 
 AXES = ("token", "channel")
 SIZES = (4, 8, 16, 32, 64, 128)
@@ -180,7 +180,7 @@ class Group(Codec):
         pairs = scale_range.pairs(streams["scales"], streams["scale_range"])
         return replace(self, scale_dtype="fp16"), {name: streams[name] for name in streams if name != "scale_range"} | {"scales": pairs}
 
-    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+    def check(self, arrays: Mapping[str, Array], where: str) -> None:
         super().check(arrays, where)
         if self.scale_dtype == "u8":
             scale_range.check(arrays["scale_range"], f"{where}.scale_range")

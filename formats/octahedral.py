@@ -19,12 +19,14 @@ from .lloyd_max import direction_table, triplet_norm_table
 from .octahedral_search import ROUNDINGS, codebook, codebook_directions, midpoints, nearest_level
 from .rotation import KINDS, Rotation
 from .tables import TABLES_KEPT, kept_on_device
+from .value_blocks import first_place, row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
     from .options import Options
+    from .value_blocks import Array
 
 ARRANGEMENTS = ("dense", "direct")
 
@@ -146,14 +148,16 @@ class Octahedral(Codec):
         triplet *= functional.embedding(norm_index, _column(self.norm_table, symbol.device))
         return triplet.flatten(-2)[..., : self.dim] * streams["norm"].to(torch.float32)[..., None]
 
-    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+    def check(self, arrays: Mapping[str, Array], where: str) -> None:
         super().check(arrays, where)
         if self.arrangement == "direct":
             for name, bits in _padding_bits(self.packings()["symbol"], self.triplets).items():
-                padding = arrays[name] & bits
-                if padding.any():
-                    at = [int(i) for i in numpy.argwhere(padding)[0]]
-                    found = int(padding[tuple(at)])
+                for first, (rows,) in row_blocks(arrays[name]):
+                    padding = rows & bits
+                    if not padding.any():
+                        continue
+                    at = first_place(padding != 0, first * padding.shape[1], arrays[name].shape)
+                    found = int(padding.flat[(padding != 0).argmax()])
                     raise InvalidPayload(f"{where}.{name}: the word at {at} sets bits {found:#x} of padding triplets, which are zero")
 
     @property

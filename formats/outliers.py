@@ -13,9 +13,12 @@ from .base import HALF_LIMIT, Layout, check_finite
 from .columns import Columns
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .lazy import numpy, torch
+from .value_blocks import value_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from .value_blocks import Array
 
 FLAGS, VALUES = "outlier_flags", "outliers"
 CHUNK = 4
@@ -85,13 +88,14 @@ class Outliers:
         (flags,) = self.packing.unpack([streams[f"{FLAGS}.{plane}"] for plane in range(len(self.packing.planes))])
         return flags != 0
 
-    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+    def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Raise InvalidPayload for spare bits, flags that are more or fewer than the outliers, and values that no writer makes."""
         planes = [arrays[f"{FLAGS}.{plane}"] for plane in range(len(self.packing.planes))]
         self.packing.check(planes, f"{where}.{FLAGS}")
         values = arrays[VALUES]
         # One bit a chunk: every set bit of every plane is a flag.
-        flags = sum(int(numpy.unpackbits(plane.view(numpy.uint8)).sum(dtype=numpy.int64)) for plane in planes)
+        blocks = (block for plane in planes for _, block in value_blocks(plane))
+        flags = sum(int(numpy.unpackbits(block.view(numpy.uint8)).sum(dtype=numpy.int64)) for block in blocks)
         if flags != values.shape[2]:
             raise InvalidPayload(f"{where}.{FLAGS}: {flags} chunks are flagged, {where}.{VALUES} holds {values.shape[2]}")
         check_finite(f"{where}.{VALUES}", values, "outliers")

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from .base import NORMS, Layout, check_choice, check_finite, check_range, stored_norm
 from .columns import Columns
-from .lazy import numpy, torch
+from .lazy import torch
 from .rotation import Rotation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from .value_blocks import Array
 
 SIGNS, NORM = "qjl_signs", "qjl_norm"
 DEFAULT_SEED = 1
@@ -61,7 +63,7 @@ class Qjl:
         planes = {f"{SIGNS}.{plane}": words for plane, words in enumerate(self.packing.pack([negative]))}
         return planes | {NORM: stored_norm(norm, NORMS[self.norm], "norm of a residual")}
 
-    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+    def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Raise InvalidPayload for spare bits and norms that are not finite."""
         self.packing.check([arrays[f"{SIGNS}.{plane}"] for plane in range(len(self.packing.planes))], f"{where}.{SIGNS}")
         check_finite(f"{where}.{NORM}", arrays[NORM], "norms")

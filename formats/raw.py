@@ -11,12 +11,10 @@ from .lazy import torch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import Any
-
-    import numpy
 
     from .columns import Columns
     from .options import Options
+    from .value_blocks import Array
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
@@ -67,5 +65,5 @@ class Raw(Codec):
     def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return streams["values"].to(torch.float32)
 
-    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+    def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Any bytes are valid."""

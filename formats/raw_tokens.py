@@ -6,17 +6,19 @@ Attention sinks and tokens of low norm are few, and spoil the groups that they a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .base import Layout
 from .errors import InvalidPayload, OutOfRange
 from .lazy import functional, numpy, torch
 from .raw import DTYPES
+from .value_blocks import first_place, value_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .base import Run
+    from .value_blocks import Array
 
 FLAGS, VALUES = "raw_token_flags", "raw_tokens"
 
@@ -75,13 +77,16 @@ class RawTokens:
         result.permute(2, 0, 1, 3)[(streams[FLAGS] != 0)[:, 0].T] = raw
         return result
 
-    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+    def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Raise InvalidPayload for a flag above 1, and flags that are more or fewer than the raw tokens, whose values may be any."""
         flags, rows = arrays[FLAGS], arrays[VALUES].shape[2]
-        if flags.size and flags.max() > 1:
-            at = [int(i) for i in numpy.argwhere(flags > 1)[0]]
-            raise InvalidPayload(f"{where}.{FLAGS}: the value at {at} is {flags[tuple(at)]}, expected 0 or 1")
-        if (count := int(flags.sum(dtype=numpy.int64))) != rows:
+        count = 0
+        for first, block in value_blocks(flags):
+            if block.max() > 1:
+                at = first_place(block > 1, first, flags.shape)
+                raise InvalidPayload(f"{where}.{FLAGS}: the value at {at} is {block[(block > 1).argmax()]}, expected 0 or 1")
+            count += int(block.sum(dtype=numpy.int64))
+        if count != rows:
             raise InvalidPayload(f"{where}.{FLAGS}: {count} tokens are flagged, {where}.{VALUES} holds {rows}")
 
 

@@ -5,13 +5,16 @@ Equal steps of the root are finer for small values: groups of ordinary channels 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .errors import InvalidPayload, OutOfRange
 from .lazy import numpy, torch
+from .value_blocks import first_place, row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from .value_blocks import Array
 
 SCALE, CENTRE = 0, 1
 """Members of a pair, and of a range: its four numbers are the step and the minimum of the root of either."""
@@ -104,12 +107,14 @@ def _check_size(values: torch.Tensor, what: str) -> None:
         )
 
 
-def check(scale_range: numpy.ndarray[Any, Any], where: str) -> None:
+def check(scale_range: Array, where: str) -> None:
     """Raise InvalidPayload for a range ``[batch, kv_head, run, 4]`` with a code whose square is infinite in binary16."""
-    step, minimum = scale_range[..., 0::2].astype(numpy.float32), scale_range[..., 1::2].astype(numpy.float32)
-    for code in (0, _STEPS):
-        root = minimum + step * numpy.float32(code)
-        infinite = numpy.argwhere(~(root * root < numpy.float32(_HALF_LIMIT)))
-        if len(infinite):
-            at = [int(i) for i in infinite[0]]
-            raise InvalidPayload(f"{where}: code {code} of the range at {at} is {root[tuple(at)]} squared, the largest binary16 is 65504")
+    for first, (rows,) in row_blocks(scale_range):
+        step, minimum = rows[:, 0::2].astype(numpy.float32), rows[:, 1::2].astype(numpy.float32)
+        for code in (0, _STEPS):
+            root = minimum + step * numpy.float32(code)
+            infinite = ~(root * root < numpy.float32(_HALF_LIMIT))
+            if infinite.any():
+                at = first_place(infinite, 2 * first, (*scale_range.shape[:-1], 2))
+                value = root.flat[infinite.argmax()]
+                raise InvalidPayload(f"{where}: code {code} of the range at {at} is {value} squared, the largest binary16 is 65504")

@@ -16,7 +16,7 @@ from .channel_order import ChannelOrder, reordered, restored
 from .channel_scale import STREAM as CHANNEL_SCALE
 from .channel_scale import ChannelScale, factors
 from .errors import InvalidParameter, OutOfRange
-from .lazy import numpy, torch
+from .lazy import torch
 from .outliers import CHUNK, Outliers
 from .outliers import VALUES as OUTLIERS
 from .qjl import Qjl
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .columns import Columns
     from .options import Options
     from .rotation import Rotation
+    from .value_blocks import Array
 
 SIDE_CARS = ("channel_scale", "channel_order", "block_rotation", "outliers", "qjl", "raw_tokens")
 """Their names in a codec's map in the header, after the codec's own parameters and in this order."""
@@ -266,7 +267,7 @@ class WithSideCars(Codec):
     def _side_cars(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in SIDE_CARS)
 
-    def check(self, arrays: Mapping[str, numpy.ndarray[Any, Any]], where: str) -> None:
+    def check(self, arrays: Mapping[str, Array], where: str) -> None:
         own = self._own_layout(1, 1, 0)
         self.codec.check({name: array for name, array in arrays.items() if name not in own}, where)
         for side_car in self._side_cars:

@@ -6,27 +6,27 @@ A length, a JSON header, then the data: the tensor ``kvpack.header`` and the pay
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
 from typing import TYPE_CHECKING, Any, Self
 
 import xxhash
 
 from .atomic import write_file
-from .formats.errors import InvalidParameter, InvalidPayload, InvalidShape, KvpackError, LimitExceeded, OutOfBounds
-from .formats.lazy import numpy
+from .footprint import check_size
+from .formats.errors import InvalidParameter, InvalidShape, KvpackError, OutOfBounds
 from .header import DIGEST_BYTES, Contents, Header, TensorEntry, layout_bytes
 from .json_header import check_digest, make_front, read_front
-from .user_files import could_not_open, open_regular, path_text
+from .payload import as_array, check_pad, checked_array
+from .sources import InMemory, OnDisk
+from .user_files import open_regular, path_text
 from .zstd import compressed, decompressed
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator, Mapping
 
     from .atomic import Progress
     from .header import SideEntry
-
-_NUMPY_DTYPES = {"U8": "u1", "U16": "<u2", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
+    from .sources import Source
 
 
 def file_size(contents: Contents) -> int:
@@ -82,30 +82,32 @@ def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = Fa
     return result
 
 
-def open_file(path: str | os.PathLike[str], *, max_bytes: int | None = None) -> File:
-    """Map a file and check its size, version and headers; tensors are checked when first used.
+def open_file(path: str | os.PathLike[str], *, max_bytes: int | None = None, copy: bool = False) -> File:
+    """Open a file and check its size, version and headers, which are read; tensors are mapped and checked when first used.
 
-    ``max_bytes`` limits both the file and what its tensors take when decoded. Order: spec/container.md, Reading.
+    With ``copy`` the file is read into memory once: what is checked is then what is used, whatever happens to the file.
+    ``max_bytes`` bounds the file and what it takes in memory (``footprint``). Order: spec/container.md, Reading.
     Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded.
     """
     where = path_text(path)
-    descriptor = open_regular(where)
+    source: Source = OnDisk(open_regular(where))
     try:
-        size = os.fstat(descriptor).st_size
-        _check_limit(where, size, max_bytes, "has")
-        # A private mapping is writable, as tensors are, and never changes the file. An empty file cannot be mapped.
-        data = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY) if size else b""
-    except (OSError, ValueError) as error:
-        raise could_not_open(where, error) from None
-    finally:
-        os.close(descriptor)
-    return File(data, where, max_bytes)
+        with _located(where):
+            check_size(source.size, max_bytes)
+            if copy:
+                disk, source = source, InMemory(source.read(0, source.size))
+                disk.close()
+    except BaseException:
+        source.close()
+        raise
+    return File(source, where, max_bytes)
 
 
 def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", max_bytes: int | None = None) -> File:
     """A file that is already in memory; tensors are views of ``data``. Raises as ``open_file``, naming ``where``."""
-    _check_limit(where, len(data), max_bytes, "has")
-    return File(data, where, max_bytes)
+    with _located(where):
+        check_size(len(data), max_bytes)
+    return File(InMemory(data), where, max_bytes)
 
 
 class File:
@@ -114,16 +116,13 @@ class File:
     Made by ``open_file`` and ``open_bytes``. Every error names ``where``.
     """
 
-    def __init__(self, data: mmap.mmap | bytes | bytearray | memoryview, where: str, max_bytes: int | None) -> None:
+    def __init__(self, source: Source, where: str, max_bytes: int | None) -> None:
         self.where = where
-        self.size = len(data)
-        self._data = data
-        self._view = memoryview(data)
+        self.size = source.size
+        self._source = source
         try:
             with _located(where):
-                self.header, self.front = read_front(self._view)
-            decoded = sum(map(layout_bytes, self.header.layouts.values()))
-            _check_limit(where, decoded, max_bytes, "its tensors, decoded, take")
+                self.header, self.front = read_front(source, max_bytes)
         except BaseException:
             self.close()
             raise
@@ -138,10 +137,7 @@ class File:
 
     def close(self) -> None:
         """Unmap the file; views from ``tensor`` stay valid, and keep the mapping until the last of them is gone."""
-        self._view.release()
-        if isinstance(self._data, mmap.mmap):
-            with contextlib.suppress(BufferError):
-                self._data.close()
+        self._source.close()
 
     def tensor(self, name: str) -> memoryview:
         """The decoded bytes of a tensor as a flat view, its digest and the pad before it checked on first use.
@@ -151,14 +147,11 @@ class File:
         """
         if name not in self.tensors:
             raise OutOfBounds(f"{self.where}: has no tensor {name!r}")
-        entry, place = self.tensors[name], self.front.places[name]
-        data = self._view[len(self.front.text) :]
-        stored = data[place.begin : place.end]
+        entry, place, start = self.tensors[name], self.front.places[name], len(self.front.text)
         with _located(self.where):
+            stored = self._source.view(start + place.begin, start + place.end)
             if name not in self._verified:
-                pad = data[place.pad : place.begin]
-                if any(pad):
-                    raise InvalidPayload(f"{name}: the pad before it holds {pad.hex()}, expected {len(pad)} zero bytes")
+                check_pad(name, self._source.view(start + place.pad, start + place.begin))
                 check_digest(name, stored, entry.digest)
                 self._verified.add(name)
             return stored if entry.filter == "none" else decompressed(name, stored, layout_bytes(self.header.layouts[name]))
@@ -174,7 +167,7 @@ class File:
         for stream, layout in self.header.streams[entry].items():
             data[stream] = self.tensor(f"{layer}.{side}.{stream}")
             if check_values and stream != "tail":
-                arrays[stream] = numpy.frombuffer(data[stream], _NUMPY_DTYPES[layout.dtype]).reshape(layout.shape)
+                arrays[stream] = as_array(data[stream], layout)
         if check_values:
             with _located(self.where):
                 self.header.codecs[entry.codec].check(arrays, f"{layer}.{side}")
@@ -183,13 +176,19 @@ class File:
     def verify(self, progress: Progress | None = None) -> None:
         """Check every byte that opening did not: all sides. ``progress(done, total)`` counts stored bytes.
 
-        Raises DigestMismatch and InvalidPayload.
+        A file is read in pieces and never mapped, so one that is cut meanwhile is Truncated.
+        Raises DigestMismatch, InvalidPayload and Truncated.
         """
         done, total = 0, sum(tensor.stored_bytes for tensor in self.header.tensors)
         for number, layer in enumerate(self.header.layers):
             for side, entry in layer.sides():
-                self.read_side(number, side)
-                done += sum(self.tensors[f"{number}.{side}.{stream}"].stored_bytes for stream in self.header.streams[entry])
+                stored = {stream: self.tensors[f"{number}.{side}.{stream}"] for stream in self.header.streams[entry]}
+                with _located(self.where):
+                    layouts = self.header.streams[entry]
+                    arrays = {stream: checked_array(self._source, self.front, tensor, layouts[stream]) for stream, tensor in stored.items()}
+                    arrays.pop("tail", None)
+                    self.header.codecs[entry.codec].check(arrays, f"{number}.{side}")
+                done += sum(tensor.stored_bytes for tensor in stored.values())
                 if progress is not None:
                     progress(done, total)
 
@@ -206,11 +205,6 @@ def _flat(name: str, array: Any) -> memoryview:
     if not view.c_contiguous:
         raise InvalidParameter(f"{name} is not C-contiguous")
     return view.cast("B") if view.nbytes else memoryview(b"")
-
-
-def _check_limit(where: str, size: int, max_bytes: int | None, what: str) -> None:
-    if max_bytes is not None and size > max_bytes:
-        raise LimitExceeded(f"{where}: {what} {size} bytes, max_bytes is {max_bytes}")
 
 
 @contextlib.contextmanager

@@ -47,14 +47,16 @@ def save(
     return container.write(path, contents, arrays, compress=compress, durable=durable, progress=progress)
 
 
-def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", max_bytes: int | None = None) -> Cache:
+def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", max_bytes: int | None = None, copy: bool = False) -> Cache:
     """Open a file as a Cache whose buffers are views of the mapped file, or copies on ``device``.
 
-    Every digest, spare bit, digit and scale is checked before a tensor is handed out. ``max_bytes`` bounds what the
-    file may take in memory. Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion,
-    UnknownCodec, InvalidHeader, InvalidPayload or LimitExceeded.
+    Every digest, spare bit, digit and scale is checked before a tensor is handed out. Whoever can write a mapped file can change
+    what was checked, and whoever cuts it ends the process: with ``copy`` the file is read into memory once, before it is checked.
+    ``max_bytes`` bounds the file and what it takes in memory (``kvpack.footprint``).
+    Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader, InvalidPayload or
+    LimitExceeded.
     """
-    cache = read(container.open_file(path, max_bytes=max_bytes))
+    cache = read(container.open_file(path, max_bytes=max_bytes, copy=copy))
     return cache if torch.device(device).type == "cpu" else cache.to(device)
 
 

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import xxhash
 
+from .footprint import check_front, check_header
 from .formats.errors import DigestMismatch, InvalidHeader, LimitExceeded, NotKvpack, Truncated, UnsupportedVersion
 from .header import FORMAT, Header
 from .header_tensor import check_header_size, newer, pack_header, parse_header
 from .limits import MAX_FILE_BYTES, MAX_JSON_BYTES
+
+if TYPE_CHECKING:
+    from .sources import Source
 
 DATA_ALIGNMENT = 4096
 """The data section starts at a multiple of this in the file."""
@@ -92,16 +97,16 @@ def make_front(header: Header) -> Front:
     return front
 
 
-def read_front(view: memoryview) -> tuple[Header, Front]:
-    """The header of the file ``view`` and its front, every byte of it checked, and the length of the file.
+def read_front(source: Source, max_bytes: int | None = None) -> tuple[Header, Front]:
+    """The header of the file ``source`` and its front, every byte of it checked, and the length of the file.
 
     Raises NotKvpack, UnsupportedVersion, UnknownCodec, Truncated, DigestMismatch, InvalidHeader and LimitExceeded.
     """
-    size = len(view)
-    length = int.from_bytes(view[:LENGTH_BYTES], "little")
-    beginning = bytes(view[LENGTH_BYTES : LENGTH_BYTES + _BEGINNING_BYTES])
+    size = source.size
+    first = bytes(source.read(0, min(size, LENGTH_BYTES + _BEGINNING_BYTES)))
+    length, beginning = int.from_bytes(first[:LENGTH_BYTES], "little"), first[LENGTH_BYTES:]
     if not beginning.startswith(_PREFIX):
-        raise NotKvpack(_not_kvpack(view, length))
+        raise NotKvpack(_not_kvpack(first, size, length))
     version = _VERSION.match(beginning)
     if version and int(version[1]) > FORMAT:
         raise UnsupportedVersion(newer(int(version[1])))
@@ -115,15 +120,18 @@ def read_front(view: memoryview) -> tuple[Header, Front]:
     entry = _HEADER_TENSOR.match(beginning)
     if not entry:
         raise InvalidHeader("the JSON header does not begin with the metadata of format 1 and the entry of kvpack.header")
-    check_header_size(int(entry[2]))
-    end = start + int(entry[2])
+    header_bytes = int(entry[2])
+    check_header_size(header_bytes)
+    end = start + header_bytes
     if end > size:
         raise Truncated(f"has {size} bytes, kvpack.header ends at {end}")
-    tensor = bytes(view[start:end])
+    check_front(size, start, header_bytes, max_bytes)
+    tensor = bytes(source.read(start, end))
     check_digest("kvpack.header", tensor, bytes.fromhex(entry[1].decode()))
     header = parse_header(tensor)
+    check_header(header, size, start, header_bytes, max_bytes)
     front = make_front(header)
-    found = bytes(view[: len(front.text)])
+    found = bytes(source.read(0, min(size, len(front.text))))
     if found != front.text:
         at = _first_difference(found, front.text[: len(found)])
         raise InvalidHeader(f"the JSON header differs at byte {at} of the file from the one that kvpack.header gives")
@@ -150,21 +158,25 @@ def _first_difference(a: bytes, b: bytes) -> int:
 
 def check_digest(name: str, stored: bytes | memoryview, expected: bytes) -> None:
     """Raise DigestMismatch unless ``expected`` is the XXH3-128 of the ``stored`` bytes of tensor ``name``."""
-    found = xxhash.xxh3_128_digest(stored)
+    check_hash(name, len(stored), xxhash.xxh3_128_digest(stored), expected)
+
+
+def check_hash(name: str, size: int, found: bytes, expected: bytes) -> None:
+    """Raise DigestMismatch unless ``found``, the digest of the ``size`` bytes of tensor ``name``, is the ``expected`` one."""
     if found != expected:
-        raise DigestMismatch(f"{name}: damaged: its {len(stored)} bytes have the digest {found.hex()}, expected {expected.hex()}")
+        raise DigestMismatch(f"{name}: damaged: its {size} bytes have the digest {found.hex()}, expected {expected.hex()}")
 
 
 def _row(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) -> str:
     return f'"{name}":{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":[{begin},{end}]}}'
 
 
-def _not_kvpack(view: memoryview, length: int) -> str:
-    if len(view) < LENGTH_BYTES:
-        return f"is {f'only {len(view)} bytes long' if len(view) else 'empty'}, not a kvpack file"
-    if bytes(view[LENGTH_BYTES : LENGTH_BYTES + 1]) == b"{" and LENGTH_BYTES + length <= len(view):
+def _not_kvpack(first: bytes, size: int, length: int) -> str:
+    if size < LENGTH_BYTES:
+        return f"is {f'only {size} bytes long' if size else 'empty'}, not a kvpack file"
+    if first[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and LENGTH_BYTES + length <= size:
         return 'is another safetensors file, not a kvpack file: its metadata does not begin with "format":"kvpack"'
     for magic, name in _OTHERS.items():
-        if view[: len(magic)] == magic:
+        if first.startswith(magic):
             return f"is {name}, not a kvpack file"
     return f"is not a kvpack file: bytes 8 to {LENGTH_BYTES + len(_PREFIX) - 1} are not {_PREFIX.decode()}"

@@ -33,7 +33,7 @@ LIBRARY = [
     *sorted((ROOT / "formats").glob("*.py")),
     *(
         ROOT / "kvpack" / f"{name}.py"
-        for name in ("checks", "container", "header", "header_tensor", "json_header", "layer_positions", "zstd")
+        for name in ("checks", "container", "footprint", "header", "header_tensor", "json_header", "layer_positions", "payload", "zstd")
     ),
 ]
 

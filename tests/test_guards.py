@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgpack
 import pytest
 
-from kvpack import container
+from kvpack import container, files
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, LimitExceeded, UnsupportedVersion
 from kvpack.header import Contents
@@ -50,7 +50,7 @@ def test_a_share_of_the_guards_is_shown_by_a_file_or_by_the_test_that_the_list_n
 
 
 def test_a_guard_that_is_out_is_in_again_afterwards() -> None:
-    guard = next(guard for guard in all_guards() if guard.text == "found != expected" and guard.where == "check_digest")
+    guard = next(guard for guard in all_guards() if guard.text == "found != expected" and guard.where == "check_hash")
     assert caught_by_a_file(guard) == "invalid/digest-of-a-tensor.kvpack"
     assert all(reading.outcome() == reading.refusal for reading in readings(False) if "digest-of" in reading.name)
 
@@ -60,6 +60,15 @@ def test_max_bytes_limits_bytes_in_memory() -> None:
     container.open_bytes(data, max_bytes=len(data)).verify()
     with pytest.raises(LimitExceeded, match=f"has {len(data)} bytes, max_bytes is {len(data) - 1}"):
         container.open_bytes(data, max_bytes=len(data) - 1)
+
+
+def test_loading_makes_the_checks_of_verifying() -> None:
+    """A file that is verified is read in pieces, one that is loaded is checked as it is used."""
+    for file, line in LINES.items():
+        if "error" in line and "either" not in line:
+            with pytest.raises(KvpackError) as raised:
+                files.read(container.open_bytes(bytearray((FOLDER / file).read_bytes())))
+            assert type(raised.value).__name__ == line["error"], file
 
 
 def test_no_writer_names_a_required_feature() -> None:
@@ -75,10 +84,10 @@ def test_the_second_decoder_needs_a_decompressor() -> None:
 
 def test_no_file_that_is_refused_takes_more_memory_than_four_times_itself() -> None:
     """Beyond 8 MiB: what it claims to hold is not allocated before it is checked."""
-    files = {file: (FOLDER / file).read_bytes() for file, line in LINES.items() if "error" in line and "either" not in line}
+    refused = {file: (FOLDER / file).read_bytes() for file, line in LINES.items() if "error" in line and "either" not in line}
     tracemalloc.start()
     try:
-        for name, data in files.items():
+        for name, data in refused.items():
             tracemalloc.reset_peak()
             before, _ = tracemalloc.get_traced_memory()
             with pytest.raises(KvpackError):

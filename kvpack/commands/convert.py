@@ -36,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Load, convert and save."""
     import kvpack
 
-    cache = kvpack.load(arguments.input)
+    # A command outlives what others do to its input: a mapped file that is cut would end the process.
+    cache = kvpack.load(arguments.input, copy=True)
     with progress("encode", arguments) as callback:
         converted = cache.convert(arguments.recipe, progress=callback)
     save(converted, arguments)

@@ -52,7 +52,8 @@ def unpack(arguments: argparse.Namespace) -> int:
     import kvpack
     from kvpack.atomic import write_file
 
-    cache = kvpack.load(arguments.input)
+    # A command outlives what others do to its input: a mapped file that is cut would end the process.
+    cache = kvpack.load(arguments.input, copy=True)
     with progress("decode", arguments) as callback:
         tensors = _dense(cache, arguments.dtype, callback)
     with progress("write", arguments) as callback:

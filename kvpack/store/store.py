@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 256
 
+
 class Store:
     """Packed prefixes of one ``identity``, in chunks of ``chunk`` tokens, shared by every process that opens ``location``.
 

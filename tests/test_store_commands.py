@@ -118,7 +118,7 @@ def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     found = printed(capsys, "export", folder, key[:10], tmp_path / "one.kvpack")
     assert (found["tokens"], found["key"]) == (3 * CHUNK, key)
     assert same(kvpack.load(tmp_path / "one.kvpack"), whole)
-    found = printed(capsys, "import", tmp_path / "new", tmp_path / "one.kvpack", "--tenant", "tenant", "--chunk", CHUNK)
+    found = printed(capsys, "import", tmp_path / "new", tmp_path / "one.kvpack", "--tenant", "tenant", "--chunk", CHUNK, "--trust-names")
     assert found == {"store": str(tmp_path / "new"), "tokens": 3 * CHUNK, "of": 3 * CHUNK, "new_entries": 3}
     imported = open_store(tmp_path / "new")
     assert imported.keys(ids) == store.keys(ids)
@@ -137,7 +137,7 @@ def test_import_of_a_file_without_token_ids(tmp_path: Path, capsys: pytest.Captu
     tokens = tmp_path / "ids.json"
     for text, code in (("{", 2), ('["a"]', 2), (json.dumps(ids), 0)):
         tokens.write_text(text)
-        run("import", tmp_path / "store", path, "--tokens", tokens, "--tenant", IDENTITY.tenant, "--chunk", CHUNK, code=code)
+        run("import", tmp_path / "store", path, "--tokens", tokens, "--tenant", IDENTITY.tenant, "--chunk", CHUNK, "--trust-names", code=code)
     assert same(open_store(tmp_path / "store").load(ids)[1], whole)
     run("import", tmp_path / "store", path, "--tokens", tmp_path / "nothing", code=3)
 
@@ -187,7 +187,7 @@ def test_encrypted_entries_with_and_without_their_key(
     assert printed(capsys, "stat", folder, "--tenant", IDENTITY.tenant)["unreadable"] == 0
     printed(capsys, "export", folder, row["key"], tmp_path / "out.kvpack", "--tenant", IDENTITY.tenant)
     assert same(kvpack.load(tmp_path / "out.kvpack"), whole)
-    printed(capsys, "import", tmp_path / "again", tmp_path / "out.kvpack", "--tenant", IDENTITY.tenant, "--chunk", CHUNK)
+    printed(capsys, "import", tmp_path / "again", tmp_path / "out.kvpack", "--tenant", IDENTITY.tenant, "--chunk", CHUNK, "--trust-names")
     assert same(open_store(tmp_path / "again", encryption={"new": bytes(range(16))}).load(ids)[1], whole)
     with open(entries(folder)[0], "r+b") as file:
         file.seek(3000)
@@ -206,6 +206,8 @@ def test_encrypted_entries_with_and_without_their_key(
         ("\na xyz", 0o600, "line 2 is no ID and key"),
         ("a 0011", 0o600, "is of 2 bytes, expected 16, 24 or 32"),
         ("# none", 0o600, "expected at least one key"),
+        (f"a {'00' * 16}\nb {'00' * 16}\na {'11' * 16}", 0o600, "line 3 has the id 'a' of line 1"),
+        (f"a\x1b[2J {'00' * 16}", 0o600, "printable text"),
     ],
 )
 def test_files_that_are_no_keys_are_refused(
@@ -218,6 +220,106 @@ def test_files_that_are_no_keys_are_refused(
     assert message in (said := capsys.readouterr().err)
     assert "xyz" not in said
     run("ls", folder, "--key-file", tmp_path / "nothing", code=3)
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    for name, what in ((tmp_path / "fifo", "is a FIFO"), ("/dev/zero", "is a device"), (tmp_path, "is a folder")):
+        run("ls", folder, "--key-file", name, code=3)
+        assert what in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["redis", "s3"])
+@pytest.mark.parametrize("action", ["ls", "stat", "verify", "gc", "export"])
+def test_a_dead_server_is_told_in_one_line(
+    kind: str, action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip({"redis": "redis", "s3": "obstore"}[kind])
+    for variable, value in (("AWS_ENDPOINT_URL", "http://127.0.0.1:1"), ("AWS_ACCESS_KEY_ID", "k"), ("AWS_SECRET_ACCESS_KEY", "s")):
+        monkeypatch.setenv(variable, value)
+    url = {"redis": "redis://:secret@127.0.0.1:1", "s3": "s3://bucket/prefix"}[kind]
+    words = ["00", tmp_path / "out"] if action == "export" else []
+    for options in ([], ["--json"]):
+        run(action, url, *words, *options, code=3)
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err.count("\n") == 1
+        assert said.err.startswith(f"kvpack: {url.replace(':secret@', '***@')}: ")
+        assert "secret" not in said.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_store_that_answers_in_part_is_told(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.store.directory import Directory
+
+    real = Directory.peek
+
+    def peek(self: Directory, key: bytes, **options: Any) -> Any:
+        if key.hex() == os.path.basename(entries(folder)[2]):
+            self._counters.fault("get", OSError(5, "Input/output error"))
+            return None
+        return real(self, key, **options)
+
+    monkeypatch.setattr(Directory, "peek", peek)
+    for action in ("ls", "stat", "verify"):
+        run(action, folder, code=3)
+        said = capsys.readouterr()
+        assert said.err == f"kvpack: {folder}: get: [Errno 5] Input/output error\n"
+        assert said.out
+
+
+def test_verify_exits_with_the_worst(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.container import File
+
+    damaged, unread = entries(folder)[1:3]
+    with open(damaged, "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    run("verify", folder, code=1)
+    real = File.verify
+
+    def verify(self: File, *words: Any) -> None:
+        if self.where.endswith(os.path.basename(unread)):
+            raise MemoryError
+        real(self, *words)
+
+    monkeypatch.setattr(File, "verify", verify)
+    capsys.readouterr()
+    run("verify", folder, "--delete", code=3)
+    assert "too little memory for its" in capsys.readouterr().err
+    assert os.path.exists(unread), "want of memory is no damage"
+    assert not os.path.exists(damaged)
+
+
+def test_a_file_that_names_what_it_holds_is_believed_only_when_asked(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = prompt(3, first=1, seed=1)
+    run("export", folder, open_store(folder).keys(ids)[2].hex(), tmp_path / "one.kvpack")
+    words = ["import", tmp_path / "new", tmp_path / "one.kvpack", "--tenant", IDENTITY.tenant, "--chunk", CHUNK]
+    run(*words, code=2)
+    said = capsys.readouterr().err
+    assert f"of {3 * CHUNK} token ids of the model 'model', weights 'w1'" in said
+    assert "whoever loads these ids from the store is served what the file holds" in said
+    assert "--trust-names" in said
+    assert not (tmp_path / "new").exists()
+    run(*words, "--trust-names")
+    assert open_store(tmp_path / "new").match(ids) == 3 * CHUNK
+
+
+def test_token_ids_that_cannot_be_read_are_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("export", folder, open_store(folder).keys(prompt(3, first=1, seed=1))[2].hex(), tmp_path / "one.kvpack")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "deep").write_text("[" * 100_000)
+    bad = {tmp_path / "fifo": (3, "is a FIFO"), "/dev/zero": (3, "is a device"), tmp_path / "deep": (2, "nested too deep")}
+    for name, (code, message) in bad.items():
+        run("import", tmp_path / "new", tmp_path / "one.kvpack", "--tokens", name, "--trust-names", code=code)
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "x", "1.5", ""])
+def test_a_size_that_cannot_be_is_refused(number: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run("ls", folder, f"--max-entry-bytes={number}")
+    assert stopped.value.code == 2
+    assert "is no integer from 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["redis", "s3"])
@@ -232,7 +334,7 @@ def test_the_actions_work_on_servers(
         ids = prompt(3, first=1, seed=1)
         key = open_store(folder).keys(ids)[2].hex()
         run("export", folder, key, tmp_path / "one.kvpack")
-        run("import", server.url, tmp_path / "one.kvpack", "--tenant", IDENTITY.tenant, "--chunk", CHUNK)
+        run("import", server.url, tmp_path / "one.kvpack", "--tenant", IDENTITY.tenant, "--chunk", CHUNK, "--trust-names")
         (row,) = printed(capsys, "ls", server.url)["prefixes"]
         assert (row["key"], row["tokens"]) == (key, 3 * CHUNK)
         assert printed(capsys, "stat", server.url)["entries"] == 3

@@ -235,6 +235,57 @@ def test_what_is_damaged_is_a_miss_and_heals(place: Any) -> None:
     assert store.save(ids, whole) == store.match(ids) == 3 * CHUNK, "a new entry takes the place of an empty one"
 
 
+def test_what_is_no_entry_gives_way_and_what_another_key_opens_stays(place: Any) -> None:
+    pytest.importorskip("cryptography")
+    ours = opened(place, encryption={"ours": bytes(32)})
+    ids = prompt(3)
+    whole = save(ours, ids)
+    raw, name = ours._backend._objects._store, object_store._name(ours.keys(ids)[1])
+    good = bytes(obstore.get(raw, name).bytes())
+    for bad in (b"", bytes(len(good)), b"junk", good[:20]):
+        obstore.put(raw, name, bad)
+        assert ours.match(ids) == CHUNK
+        assert ours.save(ids, whole) == 3 * CHUNK, "without a load before it"
+        assert same(ours.load(ids)[1], whole)
+    for other in (opened(place), opened(place, encryption={"theirs": bytes(32)})):
+        assert other.load(ids) == (0, None)
+        assert other.save(ids, whole) == other.match(ids) == 0
+        assert other.counters()["refused_chunks"] == 1
+    assert same(ours.load(ids)[1], whole)
+
+
+def test_nothing_larger_than_an_entry_is_fetched(place: Any) -> None:
+    store = opened(place, max_entry_bytes=100_000)
+    ids = prompt(3)
+    whole = save(store, ids)
+    raw, name = store._backend._objects._store, object_store._name(store.keys(ids)[1])
+    obstore.put(raw, name, bytes(obstore.get(raw, name).bytes()) + bytes(100_000))
+    assert store.load(ids)[0] == store.match(ids) == CHUNK
+    assert store._backend.peek(store.keys(ids)[1]) is store._backend.peek(store.keys(ids)[1], front=True) is None
+    assert store.counters()["faults"] == {"get LimitExceeded": 3}
+    assert store.counters()["damaged_entries"] == 0
+    assert store.save(ids, whole) == 3 * CHUNK
+    assert same(store.load(ids)[1], whole)
+
+
+def test_records_that_others_put_take_no_memory(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "MAX_RECORDS_BYTES", 10_000)
+    store = opened(place)
+    ids = prompt(2)
+    save(store, ids)
+    assert store.pin(ids) == 2 * CHUNK
+    raw = store._backend._objects._store
+    asked = []
+    for folder in ("pins", "uses"):
+        obstore.put(raw, f"{folder}/zz", bytes(20_000))
+    real = objects.Objects.read
+    monkeypatch.setattr(objects.Objects, "read", lambda self, name, most=None: (asked.append(name), real(self, name, most))[1])
+    assert store._backend.pinned() == set(store.keys(ids))
+    assert len(list(store._backend.list())) == 2
+    assert not any(name.endswith("/zz") for name in asked)
+    assert store.counters()["faults"]["list LimitExceeded"] == 2
+
+
 def test_a_server_that_lies_is_a_miss(server: Server) -> None:
     ids = prompt(1)
     store = at(server)

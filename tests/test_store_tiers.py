@@ -121,6 +121,76 @@ def test_a_damaged_copy_goes_and_a_good_one_stays(bad: str, tmp_path: Path) -> N
     assert same(store.load(ids)[1], whole)
 
 
+@pytest.mark.parametrize("keys", [None, {"k": bytes(32)}])
+def test_junk_in_a_slow_tier_evicts_nothing_and_is_served_to_nobody(keys: dict[str, bytes] | None, tmp_path: Path) -> None:
+    if keys:
+        pytest.importorskip("cryptography")
+    good, bad = prompt(4, seed=1), prompt(1, seed=2)
+    saved = open_store(tmp_path / "slow", encryption=keys)
+    save(saved, bad)
+    path = Path(entry_of(saved, bad, 0))
+    sealed = path.read_bytes()
+    whole = save(open_store(tmp_path / "size", encryption=keys), good)
+    size = open_store(tmp_path / "size").stats()["bytes"]
+    memory = kvpack.Tier("memory://", max_bytes=size)
+    store = tiered(memory, tmp_path / "fast", tmp_path / "slow", encryption=keys)
+    save(store, good)
+    assert counts(store) == [4, 4, 5]
+    for junk in (sealed[:-1] + bytes([sealed[-1] ^ 1]), sealed[:300] + bytes(size - 400), bytes(size - 100)):
+        path.write_bytes(junk)
+        assert store.load(bad) == (0, None)
+        assert counts(store) == [4, 4, 4], "what is damaged is gone, and nothing made room for it"
+        assert store.stats()["tiers"][0]["evicted_entries"] == 0
+        assert store.counters()["promoted_chunks"] == 0
+    assert same(store.load(good)[1], whole)
+    assert store.stats()["tiers"][0]["hit_chunks"] == 4
+
+
+def test_what_a_tier_refuses_is_asked_of_the_next_and_put_right(tmp_path: Path) -> None:
+    """Junk in the fastest tier hides nothing: not what is behind it in that tier, nor its copies in others."""
+    ids = prompt(5)
+    whole = save(tiered(tmp_path / "a", tmp_path / "b", tmp_path / "c"), ids)
+    at = {name: open_store(tmp_path / name) for name in "abc"}
+    for name, chunk, junk in (("a", 1, b"junk"), ("b", 1, bytes(9000)), ("a", 3, b""), ("a", 4, b"x" * 9000), ("b", 4, b"y")):
+        Path(entry_of(at[name], ids, chunk)).write_bytes(junk)
+    store = tiered(tmp_path / "a", tmp_path / "b", tmp_path / "c")
+    n, found = store.load(ids)
+    assert n == 5 * CHUNK
+    assert same(found, whole)
+    assert store.counters()["damaged_entries"] == 2, "the rest came from where the first good one was"
+    for one in at.values():
+        assert same(one.load(ids)[1], whole)
+
+
+def test_what_no_key_opens_in_a_fast_tier_hides_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    ids = prompt(3)
+    ours, theirs = {"ours": bytes(32)}, {"theirs": bytes(32)}
+    save(open_store(tmp_path / "fast", encryption=theirs), ids)
+    whole = save(open_store(tmp_path / "slow", encryption=ours), ids)
+    store = tiered(tmp_path / "fast", tmp_path / "slow", encryption=ours)
+    for _ in range(2):
+        n, found = store.load(ids)
+        assert n == 3 * CHUNK
+        assert same(found, whole)
+    assert store.counters()["undecryptable_entries"] == 2
+    assert open_store(tmp_path / "fast", encryption=theirs).load(ids)[0] == 3 * CHUNK, "it stays"
+
+
+def test_what_was_not_checked_is_not_noted_as_used(tmp_path: Path) -> None:
+    store, ids = open_store(tmp_path), prompt(3)
+    save(store, ids)
+    paths = [entry_of(store, ids, number) for number in range(3)]
+    with open(paths[1], "r+b") as file:
+        file.seek(6000)
+        file.write(b"damage")
+    for path in paths:
+        os.utime(path, ns=(10**18, 10**18))
+    assert store.load(ids)[0] == CHUNK
+    assert os.stat(paths[0]).st_mtime_ns > 10**18
+    assert os.stat(paths[2]).st_mtime_ns == 10**18
+
+
 def test_every_tier_keeps_its_budget(tmp_path: Path) -> None:
     save(open_store(tmp_path / "size"), prompt(1))
     (size,) = (os.stat(path).st_size for path in entries(tmp_path / "size"))
@@ -412,7 +482,9 @@ TestTierMachine = TierMachine.TestCase
 TestTierMachine.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
 
 
-@pytest.mark.parametrize("mutant", ["no promotion", "discards everywhere", "asks once", "queue forgets nothing", "notes in parts"])
+@pytest.mark.parametrize(
+    "mutant", ["no promotion", "discards everywhere", "asks once", "queue forgets nothing", "notes in parts", "promotes first"]
+)
 def test_the_rules_above_are_seen_to_break(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test fails on tiers that break its rule."""
     whole = tiers.Tiers
@@ -425,6 +497,16 @@ def test_the_rules_above_are_seen_to_break(mutant: str, tmp_path: Path, monkeypa
     elif mutant == "asks once":
         monkeypatch.setattr(whole, "present", lambda self, keys: max(backend.present(keys) for backend in self._backends))
         failing = test_a_prefix_that_is_scattered_over_tiers_is_found
+    elif mutant == "promotes first":
+        real = whole.find
+
+        def promoting(self: Any, keys: Any, **options: Any) -> Any:
+            found = real(self, keys, **options)
+            self.accept(keys[: len(found)], found, time.time_ns())
+            return found
+
+        monkeypatch.setattr(whole, "find", promoting)
+        failing = lambda path: test_junk_in_a_slow_tier_evicts_nothing_and_is_served_to_nobody(None, path)  # noqa: E731
     elif mutant == "queue forgets nothing":
         monkeypatch.setattr(write_back.WriteBack, "forget", lambda self, keys: None)
         failing = lambda path: test_deletion_reaches_what_is_queued(path, monkeypatch)  # noqa: E731

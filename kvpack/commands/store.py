@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -10,12 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .output import add_json, bytes_text, print_json, print_table, printable, progress
 
 if TYPE_CHECKING:
-    import argparse
-
-    from kvpack.store.backend import Backend
-    from kvpack.store.catalog import Prefix
-    from kvpack.store.counters import Counters
-    from kvpack.store.encryption import Cipher
+    from kvpack.store.catalog import Catalog, Prefix
 
 KEY_FILE_VARIABLE = "KVPACK_KEY_FILE"
 """The environment variable that names the file of keys where no option does."""
@@ -28,7 +24,7 @@ def add(commands: Any) -> None:
     _action(kinds, "ls", run_ls, "list the stored prefixes, the last used first")
     _action(kinds, "stat", run_stat, "count entries, bytes and tokens by model and recipe")
     verify = _action(kinds, "verify", run_verify, "check every byte of every entry, and its key")
-    verify.add_argument("--delete", action="store_true", help="remove the entries that are refused")
+    verify.add_argument("--delete", action="store_true", help="remove the damaged ones; with keys also those that are not encrypted")
     collect = _action(kinds, "gc", run_gc, "remove what dead writers and older versions left, and evict what is above a budget")
     collect.add_argument("--max-bytes", type=int, metavar="N", help="the bytes that the entries may take (default: any)")
     collect.add_argument("--min-free", type=int, metavar="N", help="the bytes of disk that stay free, for a folder (default: 0)")
@@ -40,6 +36,11 @@ def add(commands: Any) -> None:
     add.add_argument("input", metavar="FILE", help="an exported prefix, or any kvpack file with --tokens")
     add.add_argument("--tokens", metavar="JSON", help="a file with the token ids as a JSON array (default: those in FILE)")
     add.add_argument("--chunk", type=int, metavar="N", help="tokens of a chunk (default: those that FILE names, or 256)")
+    add.add_argument(
+        "--trust-names",
+        action="store_true",
+        help="believe the model, the weights and the token ids that FILE names: whoever loads them is served the values of FILE",
+    )
     demo = _action(kinds, "demo", run_demo, "three processes share a prompt: one computes it, two load it and produce the same tokens")
     demo.add_argument("--recipe", default="octopus-4", metavar="RECIPE", help="of what is stored (default: octopus-4)")
 
@@ -53,43 +54,42 @@ def _action(kinds: Any, name: str, run: Any, what: str) -> Any:
             "--key-file",
             metavar="FILE",
             default=os.environ.get(KEY_FILE_VARIABLE),
-            help=f"the keys of encrypted entries, one a line: its id and its hexadecimal digits (default: ${KEY_FILE_VARIABLE})",
+            help="the keys of encrypted entries, one a line: its id and its hexadecimal digits; with keys, entries that are not encrypted "
+            f"are refused (default: ${KEY_FILE_VARIABLE})",
+        )
+        parser.add_argument(
+            "--max-entry-bytes",
+            type=_positive,
+            metavar="N",
+            help="the bytes of the largest entry that is read (default: 512 MiB)",
         )
         parser.add_argument("--tenant", default="", metavar="NAME", help="whose entries they are (default: shared by all who name none)")
     parser.set_defaults(run=run)
     return parser
 
 
-def _cipher(arguments: argparse.Namespace) -> Cipher | None:
-    from kvpack.store.encryption import Cipher
-    from kvpack.store.key_files import read_key_file
-
-    return Cipher(read_key_file(arguments.key_file), arguments.tenant) if arguments.key_file else None
-
-
-def _opened(arguments: argparse.Namespace, **options: Any) -> tuple[Backend, Counters]:
-    from kvpack.store.counters import Counters
-    from kvpack.store.forms import PLAIN
-    from kvpack.store.locations import open_existing
-
-    counters = Counters()
-    return open_existing(arguments.store, counters, PLAIN, **options), counters
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer from 1")
+    return int(text)
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
     """Print one row a prefix."""
-    from kvpack.store.catalog import read_catalog
+    from .opened import Opened
 
-    backend, _ = _opened(arguments)
-    with progress("read", arguments) as callback:
-        catalog = read_catalog(backend, callback, _cipher(arguments))
-    pinned = backend.pinned()
+    store = Opened(arguments)
+    catalog = store.catalog()
+    pinned = store.backend.pinned()
+    if store.silent(catalog.count):
+        return store.exit_code()
     rows = [_described(prefix, prefix.key in pinned) for prefix in catalog.prefixes()]
     if arguments.json:
-        print_json({"prefixes": rows, "unreadable": {key.hex(): why for key, why in catalog.unreadable.items()}})
-        return 0
+        unreadable = {key.hex(): str(error) for key, error in catalog.unreadable.items()}
+        print_json({"prefixes": rows, "unreadable": unreadable, "undecryptable": [key.hex() for key in catalog.undecryptable]})
+        return store.exit_code()
     print_table(
-        f"{arguments.store}: {len(rows)} prefixes in {len(catalog.entries)} entries",
+        f"{store.name}: {len(rows)} prefixes in {len(catalog.entries)} entries",
         ["key", "model", "recipe", "tokens", "chunks", "bytes", "bytes a token", "used", ""],
         (
             [
@@ -107,9 +107,23 @@ def run_ls(arguments: argparse.Namespace) -> int:
         ),
         left=3,
     )
-    if catalog.unreadable:
-        print(f"{len(catalog.unreadable)} entries cannot be read: encrypted ones need --key-file, others show in verify")
-    return 0
+    for line in _unread(catalog, keys=store.cipher is not None):
+        print(line)
+    return store.exit_code()
+
+
+def _unread(catalog: Catalog, *, keys: bool) -> list[str]:
+    """What is to say of the entries that are not listed, and of those that are where others are encrypted."""
+    closed = len(catalog.undecryptable)
+    refused = len(catalog.unreadable) - closed
+    lines = []
+    if closed:
+        lines.append(f"{closed:,} encrypted entries that no key given opens{'' if keys else ': --key-file names the keys'}")
+    if refused:
+        lines.append(f"{refused:,} entries refused as damaged{', not encrypted' if keys else ''} or too large: verify says which and why")
+    if closed and catalog.entries and not keys:
+        lines.append("the prefixes above are not encrypted: anybody who may write there can have put them; stores with keys refuse them")
+    return lines
 
 
 def _described(prefix: Prefix, pinned: bool) -> dict[str, Any]:
@@ -129,19 +143,20 @@ def _described(prefix: Prefix, pinned: bool) -> dict[str, Any]:
 
 def run_stat(arguments: argparse.Namespace) -> int:
     """Print totals and one row an identity."""
-    from kvpack.store.catalog import read_catalog
+    from .opened import Opened
 
-    backend, _ = _opened(arguments)
-    with progress("read", arguments) as callback:
-        catalog = read_catalog(backend, callback, _cipher(arguments))
-    entries, size = backend.size()
+    store = Opened(arguments)
+    catalog = store.catalog()
+    entries, size = store.backend.size()
+    pinned, unreadable, closed = len(store.backend.pinned()), len(catalog.unreadable), len(catalog.undecryptable)
+    if store.silent(catalog.count):
+        return store.exit_code()
     identities: list[dict[str, Any]] = [{"model": model, "recipe": recipe, **counts} for model, recipe, counts in catalog.identities()]
     if arguments.json:
-        total = {"entries": entries, "bytes": size, "pinned": len(backend.pinned()), "unreadable": len(catalog.unreadable)}
+        total = {"entries": entries, "bytes": size, "pinned": pinned, "unreadable": unreadable, "undecryptable": closed}
         print_json({**total, "identities": identities})
-        return 0
-    pinned, unreadable = len(backend.pinned()), len(catalog.unreadable)
-    print(f"{arguments.store}: {entries:,} entries, {size:,} bytes, {pinned:,} pinned, {unreadable:,} unreadable")
+        return store.exit_code()
+    print(f"{store.name}: {entries:,} entries, {size:,} bytes, {pinned:,} pinned, {unreadable:,} unreadable ({closed:,} for want of a key)")
     print_table(
         "by model and recipe",
         ["model", "weights", "recipe", "entries", "tokens", "bytes", "bytes a token"],
@@ -159,20 +174,24 @@ def run_stat(arguments: argparse.Namespace) -> int:
         ),
         left=3,
     )
-    return 0
+    return store.exit_code()
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Check all entries; 1 when one is refused."""
+    """Check all entries; the worst exit code of those that are refused, 3 when the store does not answer."""
     from kvpack.formats.errors import Undecryptable
     from kvpack.store.catalog import verify
+    from kvpack.store.faults import is_damage
 
-    backend, _ = _opened(arguments)
+    from .opened import Opened
+
+    store = Opened(arguments)
     refused: list[dict[str, Any]] = []
     unopened: list[str] = []
+    codes: list[int] = []
     count = 0
     with progress("verify", arguments) as callback:
-        for stored, why in verify(backend, callback, _cipher(arguments)):
+        for stored, why in verify(store.backend, callback, store.cipher, max_entry_bytes=store.max_entry_bytes):
             count += 1
             if why is None:
                 continue
@@ -180,64 +199,82 @@ def run_verify(arguments: argparse.Namespace) -> int:
                 # Whole, as far as anybody can tell who has not its key.
                 unopened.append(stored.key.hex())
                 continue
-            removed = bool(arguments.delete and backend.delete([stored.key]))
+            removed = bool(arguments.delete and is_damage(why) and store.backend.delete([stored.key]))
             refused.append({"key": stored.key.hex(), "bytes": stored.size, "message": str(why), "deleted": removed})
-            print(f"kvpack: {why}", file=sys.stderr)
+            codes.append(why.exit_code)
+            print(f"kvpack: {printable(str(why))}", file=sys.stderr)
+    if store.silent(count):
+        return store.exit_code(*codes)
     if arguments.json:
         print_json({"entries": count, "refused": refused, "undecryptable": unopened})
     else:
-        print(f"{arguments.store}: {count:,} entries checked, {len(refused):,} refused, {len(unopened):,} that no key given opens")
-    return 1 if refused else 0
+        print(f"{store.name}: {count:,} entries checked, {len(refused):,} refused, {len(unopened):,} that no key given opens")
+    return store.exit_code(*codes)
 
 
 def run_gc(arguments: argparse.Namespace) -> int:
     """Collect, and print what went and what stays."""
     from kvpack.store.reclaim import reclaim
 
-    backend, counters = _opened(arguments, max_bytes=arguments.max_bytes, min_free=arguments.min_free)
-    reclaim(backend, counters, _cipher(arguments))
-    backend.collect()
-    entries, size = backend.size()
-    counts = counters.as_dict()
+    from .opened import Opened
+
+    store = Opened(arguments, max_bytes=arguments.max_bytes, min_free=arguments.min_free)
+    reclaim(store.backend, store.counters, store.cipher, max_entry_bytes=store.max_entry_bytes)
+    store.backend.collect()
+    entries, size = store.backend.size()
+    if store.silent(entries):
+        return store.exit_code()
+    counts = store.counters.as_dict()
     if arguments.json:
         print_json({**counts, "entries": entries, "bytes": size})
     else:
         gone = f"{counts['evicted_entries']:,} entries of {counts['evicted_bytes']:,} bytes and {counts['swept_files']:,} unfinished files"
         old = f", {counts['reclaimed_entries']:,} entries of older layouts" if counts["reclaimed_entries"] else ""
-        print(f"{arguments.store}: removed {gone}{old}; {entries:,} entries of {size:,} bytes stay")
-    return 3 if counts["faults"] else 0
+        print(f"{store.name}: removed {gone}{old}; {entries:,} entries of {size:,} bytes stay")
+    return store.exit_code()
 
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Write one prefix."""
-    from kvpack.store.catalog import read_catalog
     from kvpack.store.transfer import export_prefix
 
-    backend, _ = _opened(arguments)
-    with progress("read", arguments) as callback:
-        catalog = read_catalog(backend, callback, _cipher(arguments))
+    from .opened import Opened
+
+    store = Opened(arguments)
+    catalog = store.catalog()
+    if store.silent(catalog.count):
+        return store.exit_code()
     prefix = catalog.find(arguments.key)
-    size = export_prefix(backend, prefix, arguments.output, _cipher(arguments), durable=arguments.durable)
+    size = export_prefix(store.backend, prefix, arguments.output, store.cipher, durable=arguments.durable)
     if arguments.json:
         print_json({"file": arguments.output, "bytes": size, "key": prefix.key.hex(), "tokens": prefix.tokens})
     else:
         print(f"{arguments.output}: {prefix.tokens:,} tokens, {size:,} bytes")
-    return 0
+    return store.exit_code()
 
 
 def run_import(arguments: argparse.Namespace) -> int:
     """Store a file's prefix; 3 when not all of its whole chunks are stored."""
     from kvpack import Store
     from kvpack.formats.errors import InvalidParameter
+    from kvpack.store.backend import MAX_ENTRY_BYTES
     from kvpack.store.key_files import read_key_file
     from kvpack.store.transfer import read_exported
 
     exported = read_exported(arguments.input, arguments.tokens, arguments.tenant)
+    if not arguments.trust_names:
+        named = exported.identity
+        whose = f"of the model {named.model!r}, weights {named.weights!r}, adapter {named.adapter!r}"
+        raise InvalidParameter(
+            f"{arguments.input}: says that it holds the keys and values of {len(exported.ids):,} token ids {whose}, and nothing can check "
+            "that: whoever loads these ids from the store is served what the file holds. Give --trust-names if you trust who wrote it"
+        )
     chunk = exported.chunk or 256 if arguments.chunk is None else arguments.chunk
     if exported.inputs and chunk != exported.chunk:
         raise InvalidParameter(f"{arguments.input}: has digests of inputs for chunks of {exported.chunk} tokens, --chunk is {chunk}")
     keys = read_key_file(arguments.key_file) if arguments.key_file else None
-    with Store(arguments.store, exported.identity, chunk=chunk, encryption=keys) as store:
+    largest = arguments.max_entry_bytes or MAX_ENTRY_BYTES
+    with Store(arguments.store, exported.identity, chunk=chunk, encryption=keys, max_entry_bytes=largest) as store:
         stored = store.save(exported.ids, exported.cache, inputs=exported.inputs)
         counts = store.counters()
     if arguments.json:

@@ -6,16 +6,19 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingFile, Undecryptable
 
 from .. import container
+from .backend import MAX_ENTRY_BYTES
 from .encryption import in_clear
 from .entries import Named, check_entry
+from .forms import check_size
 from .keys import ID_BYTES, chunk_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
+    from ..atomic import Progress
     from .backend import Backend, Stored
     from .encryption import Cipher
 
@@ -61,10 +64,20 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All readable entries by key, and why each other one is not."""
+    """All readable entries by key, and why each other one is not: Undecryptable where it only lacks its key."""
 
     entries: Mapping[bytes, Entry]
-    unreadable: Mapping[bytes, str]
+    unreadable: Mapping[bytes, KvpackError]
+
+    @property
+    def count(self) -> int:
+        """The entries listed, readable or not."""
+        return len(self.entries) + len(self.unreadable)
+
+    @property
+    def undecryptable(self) -> list[bytes]:
+        """The keys of the entries that are encrypted, and that no key at hand opens."""
+        return [key for key, error in self.unreadable.items() if isinstance(error, Undecryptable)]
 
     def prefixes(self) -> list[Prefix]:
         """One for every entry that no other continues, the last used first."""
@@ -84,8 +97,13 @@ class Catalog:
         return Prefix(tuple(chain))
 
     def find(self, text: str) -> Prefix:
-        """The prefix whose last key begins with the hexadecimal digits ``text``. Raises InvalidParameter unless there is one."""
-        keys = [key for key in self.entries if key.hex().startswith(text.lower())]
+        """The prefix whose last key begins with the hexadecimal digits ``text``.
+
+        Raises InvalidParameter unless there is one, and what is wrong with the entry where that cannot be read.
+        """
+        keys = [key for key in (*self.entries, *self.unreadable) if key.hex().startswith(text.lower())]
+        if len(keys) == 1 and text and keys[0] in self.unreadable:
+            raise self.unreadable[keys[0]]
         if len(keys) != 1 or not text:
             raise InvalidParameter(f"key {text!r} is the beginning of {len(keys)} entries' keys, expected one")
         return self.prefix(keys[0])
@@ -99,55 +117,79 @@ class Catalog:
         return [(dict(model), recipe, count) for (model, recipe), count in sorted(counts.items())]
 
 
-def read_catalog(backend: Backend, progress: Callable[[int, int], None] | None = None, cipher: Cipher | None = None) -> Catalog:
-    """Read the header of every entry; ``cipher`` opens encrypted ones. ``progress`` counts entries."""
-    entries, unreadable = {}, {}
+def read_catalog(
+    backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
+) -> Catalog:
+    """Read the header of every entry of at most ``max_entry_bytes``; ``progress`` counts entries.
+
+    With ``cipher`` only what it opens is readable: an entry that is not encrypted is as unreadable as one of another key.
+    """
+    entries: dict[bytes, Entry] = {}
+    unreadable: dict[bytes, KvpackError] = {}
     listed = list(backend.list())
     for number, stored in enumerate(listed):
         try:
-            with _opened(backend, stored, cipher, front=True) as file:
+            with _opened(backend, stored, cipher, max_entry_bytes, front=True) as file:
                 named = check_entry(file, None, None, None)
+                if named.key != stored.key:
+                    raise InvalidHeader(f"{file.where}: the entry's key is {named.key.hex()}")
                 header = file.header
                 entries[stored.key] = Entry(stored, named, dict(header.model), header.recipe, header.start)
-        except FileNotFoundError:
+        except _Gone:
             continue
         except KvpackError as error:
-            unreadable[stored.key] = str(error)
+            unreadable[stored.key] = error
+        except MemoryError:
+            unreadable[stored.key] = _without_memory(stored)
         if progress:
             progress(number + 1, len(listed))
     return Catalog(entries, unreadable)
 
 
 def verify(
-    backend: Backend, progress: Callable[[int, int], None] | None = None, cipher: Cipher | None = None
+    backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Iterator[tuple[Stored, KvpackError | None]]:
     """(entry, what is wrong or None) for every entry: every byte, the rules of its codecs, and its key by its parent, its
     ids and its other inputs.
 
-    Of an encrypted entry that ``cipher`` does not open only the digest is checked, and Undecryptable is what is wrong.
+    Of an encrypted entry that ``cipher`` does not open only the digest is checked, and Undecryptable is what is wrong. With
+    ``cipher`` NotKvpack is what is wrong with an entry that is not encrypted. One of more than ``max_entry_bytes`` is not read.
     """
     listed = list(backend.list())
     for number, stored in enumerate(listed):
         try:
-            with _opened(backend, stored, cipher) as file:
+            with _opened(backend, stored, cipher, max_entry_bytes) as file:
                 named = check_entry(file, None, None, None)
                 key = chunk_key(named.parent, named.ids, named.inputs)
                 if not named.key == key == stored.key:
                     raise InvalidHeader(f"{file.where}: names the key {named.key.hex()}, its parent, ids and inputs give {key.hex()}")
                 file.verify()
-        except FileNotFoundError:
+        except _Gone:
             continue
         except KvpackError as error:
             yield stored, error
+        except MemoryError:
+            yield stored, _without_memory(stored)
         else:
             yield stored, None
         if progress:
             progress(number + 1, len(listed))
 
 
-def _opened(backend: Backend, stored: Stored, cipher: Cipher | None, *, front: bool = False) -> container.File:
-    """An entry's file, with ``front`` perhaps without its payload. Raises FileNotFoundError for one that is gone meanwhile."""
+class _Gone(Exception):
+    """An entry that was listed is not there, or was not given; then the backend has counted why."""
+
+
+def _opened(backend: Backend, stored: Stored, cipher: Cipher | None, max_entry_bytes: int, *, front: bool = False) -> container.File:
+    """An entry's file, with ``front`` perhaps without its payload."""
+    where = f"entry {stored.key.hex()}"
+    # Before a byte of it is fetched or mapped: others may have written it.
+    check_size(where, stored.size, max_entry_bytes)
     data = backend.peek(stored.key, front=front) if stored.size else b""
     if data is None:
-        raise FileNotFoundError
-    return container.open_bytes(in_clear(stored.key, data, cipher), where=f"entry {stored.key.hex()}")
+        raise _Gone
+    return container.open_bytes(in_clear(stored.key, data, cipher), where=where)
+
+
+def _without_memory(stored: Stored) -> KvpackError:
+    return MissingFile(f"entry {stored.key.hex()}: could not be read: too little memory for its {stored.size} bytes")

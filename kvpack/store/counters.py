@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .locks import Lock
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 log = logging.getLogger("kvpack.store")
 
@@ -43,11 +43,12 @@ NAMES = {
 class Counters:
     """Counts from 0 since the store was opened; safe to use from any thread, and after a fork.
 
-    Those of a tier give their faults to those of ``whole``, the store, too.
+    Those of a tier give their faults to those of ``whole``, the store, too. ``tell(operation, error)`` hears of the first fault of
+    each kind (default: a warning in the log).
     """
 
-    def __init__(self, whole: Counters | None = None) -> None:
-        self._whole = whole
+    def __init__(self, whole: Counters | None = None, tell: Callable[[str, BaseException], None] | None = None) -> None:
+        self._whole, self._tell = whole, tell or _warn
         self._counts: Counter[str] = Counter()
         self._faults: Counter[tuple[str, str]] = Counter()
         self._lock = Lock()
@@ -58,7 +59,7 @@ class Counters:
             self._counts[name] += amount
 
     def fault(self, operation: str, error: BaseException) -> None:
-        """Count a refusal, and log the first of its kind."""
+        """Count a refusal, and tell the first of its kind."""
         if self._whole is not None:
             self._whole.fault(operation, error)
         reason = fault_reason(error)
@@ -66,7 +67,7 @@ class Counters:
             self._faults[operation, reason] += 1
             first = self._faults[operation, reason] == 1
         if first and self._whole is None:
-            log.warning("%s: %s; this and what follows of its kind is a miss, and is counted", operation, error)
+            self._tell(operation, error)
 
     def as_dict(self) -> dict[str, int | dict[str, int]]:
         """Every counter by name; ``faults`` by "operation reason"."""
@@ -91,6 +92,10 @@ class Counters:
         for name, (meaning, value) in gauges.items():
             lines += [f"# HELP kvpack_store_{name} {meaning}", f"# TYPE kvpack_store_{name} gauge", f"kvpack_store_{name} {value}"]
         return "\n".join(lines) + "\n"
+
+
+def _warn(operation: str, error: BaseException) -> None:
+    log.warning("%s: %s; this and what follows of its kind is a miss, and is counted", operation, error)
 
 
 def fault_reason(error: BaseException) -> str:

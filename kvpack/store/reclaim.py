@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvpack.formats.errors import KvpackError
 
 from .. import container
+from .backend import MAX_ENTRY_BYTES
 from .encryption import in_clear
 from .entries import FEATURE, is_old
 
@@ -19,12 +20,12 @@ _FRONT_BYTES = 2**16
 """Bytes in which the name of an entry's feature is nearly always found, for its header is not parsed then."""
 
 
-def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None) -> None:
+def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
     """Remove the entries whose header is whole and says that they are of an older layout, and what pins them.
 
-    Any other entry stays: one of a newer layout, one that cannot be read, and an encrypted one that ``cipher`` does not open.
+    Any other entry stays: one of a newer layout, one that cannot be read or is larger than ``max_entry_bytes``, and an encrypted one that ``cipher`` does not open.
     """
-    old = [stored for stored in backend.list() if stored.size and _is_old(backend, stored, cipher)]
+    old = [stored for stored in backend.list() if 0 < stored.size <= max_entry_bytes and _is_old(backend, stored, cipher)]
     pinned = backend.pinned() if old else set()
     for stored in old:
         if stored.key in pinned:

@@ -66,26 +66,30 @@ local function touch(chain, seconds)
 end
 """
 
+# Sums the sizes; false where one makes no sense.
 TOTAL = """
 local function total()
     local sum = 0
-    for _, size in ipairs(redis.call('HVALS', KEYS[2])) do sum = sum + (tonumber(size) or 0) end
+    for _, size in ipairs(redis.call('HVALS', KEYS[2])) do
+        if not string.match(size, '^%d+$') or #size > 15 then return false end
+        sum = sum + tonumber(size)
+    end
     redis.call('SET', KEYS[3], string.format('%.0f', sum))
-    return sum
+    return true
 end
 """
 
-# Removes what was used longest ago, but what is kept or pinned, until ``room`` more bytes fit below ``most``.
-# Returns whether they do, entries evicted, and their bytes.
+# Removes what was used longest ago, but what is kept or pinned, until what is counted fits below ``most``.
+# Returns whether it does, entries evicted, and their bytes.
 EVICT = """
-local function evict(most, room, chain)
+local function evict(most, chain)
     local kept = {}
     for at = 1, #chain, 32 do kept[string.sub(chain, at, at + 31)] = true end
     for _, pinned in ipairs(redis.call('HVALS', KEYS[4])) do
         for at = 1, #pinned, 32 do kept[string.sub(pinned, at, at + 31)] = true end
     end
     local first, evicted, bytes = 0, 0, 0
-    while (tonumber(redis.call('GET', KEYS[3]) or '') or 0) + room > most do
+    while (tonumber(redis.call('GET', KEYS[3]) or '') or 0) > most do
         local oldest = redis.call('ZRANGE', KEYS[1], first, first)[1]
         if not oldest then return false, evicted, bytes end
         if kept[oldest] then
@@ -109,35 +113,41 @@ PUT = (
     + EVICT
     + """
 local chain, size, most, seconds = ARGV[1], #ARGV[2], tonumber(ARGV[3]), ARGV[4]
-if not sound() then return {-1} end
-if ARGV[7] == '1' then total() end
+if not sound() or (ARGV[7] == '1' and not total()) then return {-1} end
 local key = string.sub(chain, -32)
 if redis.call('TYPE', entry(key)).ok == 'string' and ARGV[5] ~= '1' then
     local there = redis.call('STRLEN', entry(key))
     if redis.call('HEXISTS', KEYS[2], key) == 0 then count(key, there, microseconds()) end
     return {2, redis.call('GETRANGE', entry(key), 0, ARGV[6] - 1), there}
 end
-remove(key)
 if most and size > most then return {0, 0, 0} end
-local evicted, bytes = 0, 0
-if most then
-    local fits, more, freed
-    for attempt = 1, 2 do
-        fits, more, freed = evict(most, size, chain)
+-- Counted before it is there: an entry that nobody counts would never go. A server without memory refuses this first write.
+count(key, size, microseconds())
+local fits, evicted, bytes = true, 0, 0
+for attempt = 1, 2 do
+    if most then
+        local more, freed
+        fits, more, freed = evict(most, chain)
         evicted, bytes = evicted + more, bytes + freed
-        if fits then break end
-        total()
     end
-    if not fits then return {0, evicted, bytes} end
+    if fits then break end
+    if not total() then
+        remove(key)
+        return {-1}
+    end
+end
+if not fits then
+    remove(key)
+    return {0, evicted, bytes}
 end
 local now = touch(string.sub(chain, 1, -33), seconds)
--- Counted before it is there: an entry that nobody counts would never go.
-count(key, size, now - #chain / 32)
+redis.call('DEL', entry(key))
 local done = redis.pcall('SET', entry(key), ARGV[2])
 if type(done) == 'table' and done.err then
     forget(key)
     return done
 end
+redis.call('ZADD', KEYS[1], string.format('%.0f', now - #chain / 32), key)
 if seconds ~= '' then redis.call('EXPIRE', entry(key), seconds) end
 return {1, evicted, bytes}
 """
@@ -192,7 +202,7 @@ COLLECT = (
 local most = tonumber(ARGV[1])
 total()
 if not most then return {0, 0} end
-local _, evicted, bytes = evict(most, 0, '')
+local _, evicted, bytes = evict(most, '')
 return {evicted, bytes}
 """
 )

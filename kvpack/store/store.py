@@ -224,7 +224,7 @@ class Store:
 
     def collect(self) -> None:
         """Remove what dead writers left and entries of older layouts, count the rest afresh, and evict what is above the budget."""
-        reclaim(self._backend, self._counters, self._cipher)
+        reclaim(self._backend, self._counters, self._cipher, max_entry_bytes=self._max_entry_bytes)
         self._backend.collect()
 
     def counters(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from .. import container
 from ..limits import MAX_BINARY_BYTES
 from ..user_files import read_json
 from .encryption import in_clear
+from .entries import check_entry
 from .identity import Identity
 from .keys import ID_BYTES, MAX_INPUT_BYTES, token_bytes
 
@@ -58,10 +59,15 @@ def export_prefix(
         raise InvalidParameter(f"the prefix of {prefix.key.hex()} begins at token {prefix.entries[0].start}: what is before it is gone")
     chunks = []
     for entry in prefix.entries:
-        data = backend.peek(entry.stored.key)
+        key = entry.stored.key
+        data = backend.peek(key)
         if data is None:
-            raise MissingFile(f"entry {entry.stored.key.hex()} is gone")
-        chunks.append(files.read(container.open_bytes(in_clear(entry.stored.key, data, cipher), where=f"entry {entry.stored.key.hex()}")))
+            raise MissingFile(f"entry {key.hex()} is gone")
+        file = container.open_bytes(in_clear(key, data, cipher), where=f"entry {key.hex()}")
+        # What was listed may have been replaced since.
+        if check_entry(file, entry.start, entry.model, entry.recipe) != entry.named:
+            raise InvalidHeader(f"{file.where}: is not the entry that was listed")
+        chunks.append(files.read(file))
     contents, arrays = files.stored(concat(chunks))
     return container.write(path, replace(contents, ignorable={**contents.ignorable, **_features(prefix)}), arrays, durable=durable)
 

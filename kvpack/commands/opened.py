@@ -1,0 +1,61 @@
+"""A store that a command looks at: its backend, its keys, and what went wrong there, in one line and an exit code."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kvpack.errors import worst_exit_code
+from kvpack.store.backend import MAX_ENTRY_BYTES
+from kvpack.store.catalog import Catalog, read_catalog
+from kvpack.store.counters import Counters
+from kvpack.store.encryption import Cipher
+from kvpack.store.forms import Form
+from kvpack.store.key_files import read_key_file
+from kvpack.store.locations import open_existing
+
+from .output import printable, progress
+
+if TYPE_CHECKING:
+    import argparse
+
+SYSTEM_REFUSED = 3
+_SECRETS = re.compile(r"//[^/@]*@")
+
+
+class Opened:
+    """The store that ``arguments`` name. Raises what opening it and reading its keys raise."""
+
+    def __init__(self, arguments: argparse.Namespace, **options: Any) -> None:
+        self.arguments = arguments
+        self.keys = read_key_file(arguments.key_file) if getattr(arguments, "key_file", None) else None
+        self.cipher = None if self.keys is None else Cipher(self.keys, arguments.tenant)
+        self.max_entry_bytes: int = getattr(arguments, "max_entry_bytes", None) or MAX_ENTRY_BYTES
+        self.faults: list[tuple[str, BaseException]] = []
+        self.counters = Counters(tell=lambda operation, error: self.faults.append((operation, error)))
+        form = Form(self.max_entry_bytes, None if self.cipher is None else self.cipher.key_ids)
+        self.backend = open_existing(arguments.store, self.counters, form, **options)
+
+    @property
+    def name(self) -> str:
+        """The location as it is printed: without a password."""
+        return _SECRETS.sub("//***@", self.arguments.store)
+
+    def silent(self, entries: int) -> bool:
+        """Whether the store, of which ``entries`` are known, has said nothing of what it holds."""
+        return not entries and bool(self.faults)
+
+    def catalog(self) -> Catalog:
+        """What its entries' headers say."""
+        with progress("read", self.arguments) as callback:
+            return read_catalog(self.backend, callback, self.cipher, max_entry_bytes=self.max_entry_bytes)
+
+    def exit_code(self, *codes: int) -> int:
+        """The worst of ``codes`` and of what went wrong there, of which the first is told."""
+        if not self.faults:
+            return worst_exit_code(codes)
+        operation, error = self.faults[0]
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        print(f"kvpack: {self.name}: {operation}: {printable(_SECRETS.sub('//***@', reason))}", file=sys.stderr)
+        return worst_exit_code((*codes, SYSTEM_REFUSED))

@@ -137,7 +137,8 @@ def test_import_of_a_file_without_token_ids(tmp_path: Path, capsys: pytest.Captu
     tokens = tmp_path / "ids.json"
     for text, code in (("{", 2), ('["a"]', 2), (json.dumps(ids), 0)):
         tokens.write_text(text)
-        run("import", tmp_path / "store", path, "--tokens", tokens, "--tenant", IDENTITY.tenant, "--chunk", CHUNK, "--trust-names", code=code)
+        words = ["--tokens", tokens, "--tenant", IDENTITY.tenant, "--chunk", CHUNK, "--trust-names"]
+        run("import", tmp_path / "store", path, *words, code=code)
     assert same(open_store(tmp_path / "store").load(ids)[1], whole)
     run("import", tmp_path / "store", path, "--tokens", tmp_path / "nothing", code=3)
 

@@ -23,7 +23,8 @@ _FRONT_BYTES = 2**16
 def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
     """Remove the entries whose header is whole and says that they are of an older layout, and what pins them.
 
-    Any other entry stays: one of a newer layout, one that cannot be read or is larger than ``max_entry_bytes``, and an encrypted one that ``cipher`` does not open.
+    Any other entry stays: one of a newer layout, one that cannot be read or is larger than ``max_entry_bytes``, and an encrypted one
+    that ``cipher`` does not open.
     """
     old = [stored for stored in backend.list() if 0 < stored.size <= max_entry_bytes and _is_old(backend, stored, cipher)]
     pinned = backend.pinned() if old else set()

@@ -26,7 +26,7 @@ from .breaker import Breaker, Guard
 from .forms import FRONT_BYTES, PLAIN, Kind, check_size
 from .keys import KEY_BYTES
 from .locks import Lock
-from .redis_scripts import COLLECT, DELETE, PUT, RECOUNT, SIZE, USE
+from .redis_scripts import COLLECT, DELETE, LOOK, PUT, RECOUNT, SIZE, USE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -91,10 +91,8 @@ class Redis(OneTier):
             raise InvalidParameter(f"the location is no URL of a Redis server: {error}") from None
         # A store that is dropped unclosed gives its sockets back before the collector meets them.
         self._close = weakref.finalize(self, self._client.close)
-        self._scripts = {
-            name: self._client.register_script(text)
-            for name, text in (("put", PUT), ("touch", USE), ("delete", DELETE), ("size", SIZE), ("count", RECOUNT), ("collect", COLLECT))
-        }
+        scripts = {"put": PUT, "touch": USE, "delete": DELETE, "list": LOOK, "size": SIZE, "count": RECOUNT, "collect": COLLECT}
+        self._scripts = {name: self._client.register_script(text) for name, text in scripts.items()}
 
     def present(self, keys: Sequence[bytes]) -> int:
         commands = [command for key in keys for command in (("STRLEN", ENTRY + key), ("GETRANGE", ENTRY + key, 0, FRONT_BYTES - 1))]
@@ -172,10 +170,10 @@ class Redis(OneTier):
             # A scan may show a name twice.
             new = [key for key in dict.fromkeys(keys) if key not in listed]
             listed.update(new)
-            commands = [command for key in new for command in (("STRLEN", ENTRY + key), ("ZSCORE", _SHARED[0], key))]
-            answers = self._asked("list", commands)
-            for key, size, score in zip(new, answers[::2], answers[1::2], strict=False):
-                yield Stored(key, size or 0, int(score) * 1000 if score and 0 < score < 2**53 else 0)
+            found = self._run("list", b"".join(new)) or () if new else ()
+            for key, size, score in zip(new, found[::2], found[1::2], strict=False):
+                used = float(score or 0)
+                yield Stored(key, size, int(used) * 1000 if 0 < used < 2**53 else 0)
 
     def size(self) -> tuple[int, int]:
         answer = self._run("size")

@@ -5,13 +5,15 @@ removes what is of another type, and ``sound`` says whether the rest fits togeth
 """
 
 # KEYS in all: used, sizes, bytes, pins. Members of the sets are keys of 32 bytes.
-BEGIN = """
+NAMES = "local function entry(key) return '{kvpack}:entry:' .. key end"
+
+BEGIN = (
+    NAMES
+    + """
 for number, kind in ipairs({'zset', 'hash', 'string', 'hash'}) do
     local found = redis.call('TYPE', KEYS[number]).ok
     if found ~= kind and found ~= 'none' then redis.call('DEL', KEYS[number]) end
 end
-
-local function entry(key) return '{kvpack}:entry:' .. key end
 
 local function add(bytes)
     local total = tonumber(redis.call('GET', KEYS[3]) or '')
@@ -43,6 +45,7 @@ local function remove(key)
     return redis.call('DEL', entry(key)), size
 end
 """
+)
 
 SOUND = """
 local function sound()
@@ -166,6 +169,21 @@ for at = #ARGV[1] - 31, 1, -32 do
     if remove(key) == 1 then table.insert(removed, key) end
 end
 return removed
+"""
+)
+
+# ARGV: keys, one after the other. Returns for each the bytes of its entry, 0 for what is none, and its last use or ''; changes nothing.
+LOOK = (
+    NAMES
+    + """
+local used, found = redis.call('TYPE', KEYS[1]).ok == 'zset', {}
+for at = 1, #ARGV[1], 32 do
+    local key = string.sub(ARGV[1], at, at + 31)
+    local is = redis.call('TYPE', entry(key)).ok == 'string'
+    table.insert(found, is and redis.call('STRLEN', entry(key)) or 0)
+    table.insert(found, used and redis.call('ZSCORE', KEYS[1], key) or '')
+end
+return found
 """
 )
 

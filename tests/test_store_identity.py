@@ -12,6 +12,7 @@ from torch import nn
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter
+from kvpack.store.rope import longest_sequence
 
 transformers = pytest.importorskip("transformers")
 
@@ -199,14 +200,43 @@ def test_a_model_that_drops_values_at_random_is_refused() -> None:
     identity(small_llama().train())
 
 
+def with_rope(kind: str, **more: Any) -> Any:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if kind == "longrope" else {"factor": 2.0}
+    rope = {"rope_type": kind, "rope_theta": 1e4, **factors, "original_max_position_embeddings": 64, **more}
+    return small_llama(rope_parameters=rope, max_position_embeddings=64)
+
+
 def test_long_rope_settings_are_digested() -> None:
-    factors = [1.0 + n / 7 for n in range(8)]
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors}
-    rope["original_max_position_embeddings"] = 64
-    model = small_llama(rope_parameters=rope)
-    assert '"longrope"' in identity(model).rope
-    model.config.rope_parameters["more"] = ["x" * 100] * 20
-    assert identity(model).rope.startswith("sha256:")
+    assert '"short_factor"' in identity(with_rope("longrope")).rope
+    long, other = (identity(with_rope("longrope", more=["x" * 100] * 20 + [end])).rope for end in "ab")
+    assert long != other
+    for rope in (long, other):
+        assert len(rope) < 200
+        assert longest_sequence(rope) == 64
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("longrope", 64), ("dynamic", 63)])
+def test_sequences_whose_length_changes_the_frequencies_are_not_stored(kind: str, longest: int, tmp_path: Any) -> None:
+    """The keys of a prefix of a long prompt are not those of the same prefix of a short one, though their ids are equal."""
+    model, ids = with_rope(kind), list(range(50)) * 2
+    store = kvpack.Store(tmp_path, kvpack.Identity.of(model, "bf16", name="m"), chunk=16)
+
+    def computed(tokens: int) -> kvpack.Cache:
+        past = transformers.DynamicCache()
+        with torch.no_grad():
+            model(torch.tensor([ids[:tokens]]), past_key_values=past)
+        return kvpack.pack(past, "bf16")
+
+    short, long = (computed(tokens)[0].unpack(torch.float32)[0] for tokens in (longest, 80))
+    assert not torch.allclose(short[:, :, :16], long[:, :, :16], atol=0.05)
+    with pytest.raises(InvalidParameter, match=rf"the cache holds 80 tokens: .* for sequences of more than {longest} tokens"):
+        store.save(ids[:80], computed(80))
+    assert store.save(ids[:longest], computed(longest)) == longest // 16 * 16
+    assert store.load(ids[: longest - 1])[0] == store.match(ids[: longest - 1]) == (longest - 1) // 16 * 16
+    assert store.load(ids[:longest]) == (0, None), "with the token that follows, the model takes other frequencies"
+    assert store.match(ids[:80]) == 0
+    plain = kvpack.Store(tmp_path / "plain", identity(small_llama(), name="m"), chunk=16)
+    assert plain._longest is None
 
 
 def test_a_setting_without_a_text_of_its_own_is_refused() -> None:

@@ -62,6 +62,15 @@ def check_ids(cache: Cache, ids: bytes) -> None:
         )
 
 
+def check_length(cache: Cache, longest: int | None) -> None:
+    """Raise InvalidParameter for a cache of a longer sequence than has the frequencies of every shorter one."""
+    if longest is not None and cache.tokens > longest:
+        raise InvalidParameter(
+            f"the cache holds {cache.tokens} tokens: the model's rotary embedding takes other frequencies for sequences of more than "
+            f"{longest} tokens, so keys depend on the length of the whole sequence and cannot be stored by token ids"
+        )
+
+
 def check_inputs_given(cache: Cache, digests: Sequence[bytes], chunk: int) -> None:
     """Raise InvalidParameter where a chunk depends on more than token ids, and ``digests`` has nothing for the first that does."""
     if cache.inputs is None:

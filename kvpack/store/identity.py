@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 _HEADER_NAMES = {"model": "name"}
 """Fields that an entry's header has another name for."""
-_LONGEST_ROPE = 1024
-"""Bytes of the longest RoPE settings that are kept as text: every entry's header has them."""
 
 
 @dataclass(frozen=True)
@@ -79,23 +77,18 @@ class Identity:
         (offloaded, or on the meta device) or whose bytes cannot be read, and for a model that drops values at random.
         """
         from .adapters import adapters_text
-        from .described import json_text, plain, text_digest
         from .fingerprint import check_deterministic, config_digest, weights_digest
         from .modules import base_model
+        from .rope import rope_text
 
         base = base_model(model)
         check_deterministic(model)
-        config = getattr(base.config, "text_config", None) or base.config
-        settings = getattr(config, "rope_parameters", None) or {
-            key: getattr(config, key) for key in ("rope_theta", "rope_scaling", "partial_rotary_factor") if hasattr(config, key)
-        }
-        rope = json_text(plain("config.rope_parameters", settings))
         return cls(
             model=getattr(base.config, "name_or_path", "") if name is None else name,
             recipe=parse_recipe(recipe).text,
             weights=weights_digest(model) if weights is None else weights,
             adapter=adapters_text(model, adapter),
-            rope=rope if len(rope.encode()) <= _LONGEST_ROPE else text_digest(rope),
+            rope=rope_text(getattr(base.config, "text_config", None) or base.config),
             dtype=str(base.dtype).removeprefix("torch."),
             tenant=tenant,
             config=config_digest(base),

@@ -14,7 +14,7 @@ from .backend import MAX_ENTRY_BYTES
 from .counters import Counters
 from .encryption import Cipher
 from .entries import Reader, to_pieces
-from .fitting import check_cache, check_groups, check_ids, check_inputs_given, inputs_found
+from .fitting import check_cache, check_groups, check_ids, check_inputs_given, check_length, inputs_found
 from .forms import Form, check_size
 from .identity import Identity
 from .keys import ID_BYTES, chained, check_inputs, chunk_keys, token_bytes
@@ -22,6 +22,7 @@ from .loading import FAULTS, Loader
 from .locations import check_count, open_backend
 from .parallel import in_parallel
 from .reclaim import reclaim
+from .rope import longest_sequence
 from .tiers import Tiers
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Store:
         trusted = self._backend.private or self._cipher is not None
         self._root = identity.digest
         self._model = identity.header_model
+        self._longest = longest_sequence(identity.rope)
         self._reader = Reader(self._model, identity.recipe, chunk, check_values=not trusted if check_values is None else check_values)
         self._loader = Loader(self._backend, self._reader, self._cipher, self._counters)
 
@@ -128,7 +130,9 @@ class Store:
 
         ``token_ids`` is a list or an array ``[token]`` or ``[1, token]`` of integers, as for every method. Raises InvalidParameter.
         """
-        return self.chunk * self._backend.present(self.keys(token_ids, inputs=inputs))
+        ids = token_bytes(token_ids)
+        keys = chunk_keys(self._root, ids, self.chunk, inputs)
+        return self.chunk * self._backend.present(keys) if self._determined(ids) else 0
 
     def load(
         self, token_ids: Any, *, device: torch.device | str = "cpu", inputs: Sequence[bytes] | None = None
@@ -143,7 +147,7 @@ class Store:
         keys = chunk_keys(self._root, ids, self.chunk, digests)
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.chunk)
-        cache = self._loader.load(keys)
+        cache = self._loader.load(keys) if self._determined(ids) else None
         if cache is not None and str(device) != "cpu":
             cache = self._moved(cache, device)
         if cache is None:
@@ -159,14 +163,16 @@ class Store:
         token has no key yet. A cache that knows all its own ids (``Cache.inputs``) is stored as far as both go.
 
         Raises InvalidParameter for another number of ids, for other ids than the cache's own, for a cache of another recipe,
-        another model or another start than position 0, of several sequences, or without its first tokens, and for one that
-        depends on more than token ids (``Cache.inputs``) where ``inputs`` does not say on what.
+        another model or another start than position 0, of several sequences, or without its first tokens, for one that depends on
+        more than token ids (``Cache.inputs``) where ``inputs`` does not say on what, and for one so long that the model's rotary
+        embedding has taken other frequencies than for shorter sequences (``match`` and ``load`` find nothing for such ids).
         """
         cache = getattr(cache, "packed", cache)
         check_cache(cache, self.identity)
         ids = token_bytes(token_ids)
         digests = check_inputs(inputs, ids, self.chunk)
         check_ids(cache, ids)
+        check_length(cache, self._longest)
         packed = min((side.packed_tokens for layer in cache for side in layer.sides.values()), default=0)
         ids = ids[: packed * ID_BYTES]
         digests = digests[: len(ids) // ID_BYTES // self.chunk]
@@ -244,6 +250,10 @@ class Store:
         """``stats`` in Prometheus' text format."""
         entries, size = self._backend.size()
         return self._counters.prometheus({"entries": ("Entries at the location.", entries), "bytes": ("Bytes of those entries.", size)})
+
+    def _determined(self, ids: bytes) -> bool:
+        """Whether the frequencies of ``ids`` and a token more are those of every shorter sequence."""
+        return self._longest is None or len(ids) // ID_BYTES < self._longest
 
     def _moved(self, cache: Cache, device: torch.device | str) -> Cache | None:
         """A copy on ``device``; None where that has no room."""

@@ -137,7 +137,5 @@ def _check_pair(pair: Pair, where: str) -> None:
         if not x.shape[0] or not x.shape[1]:
             raise InvalidShape(f"{where}.{name}: shape {list(x.shape)}; there is at least one sequence and one head")
     k, v = pair
-    if k is None and v is None:
-        raise InvalidShape(f"{where}: both sides are absent; a layer holds keys, values or both")
     if k is not None and v is not None and k.shape[:3] != v.shape[:3]:
         raise InvalidShape(f"{where}: k is {list(k.shape)} and v is {list(v.shape)}; batch, kv_head and token agree")

@@ -21,7 +21,10 @@ _ANY_DIM = 128
 
 
 def check_cache(cache: Any, identity: Identity) -> None:
-    """Raise InvalidParameter unless ``cache`` is a packed cache of one sequence from its start, of the identity's model and recipe."""
+    """Raise InvalidParameter unless ``cache`` is a packed cache of one sequence from its start, of the identity's model and recipe.
+
+    Every layer must hold all tokens of the cache.
+    """
     from ..cache import Cache
 
     model = identity.header_model

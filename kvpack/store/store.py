@@ -52,11 +52,16 @@ class Store:
 
     A list of locations is one store of several *tiers*, the fastest first, such as ``["memory://", "/var/cache/kvpack", "s3://..."]``;
     a ``Tier`` is a location with options of its own, and memory must have ``max_bytes``. What a slower tier had is copied to the
-    faster ones; what is saved goes to all, with ``write_back`` in the background to all but the first: ``close`` waits for that.
+    faster ones once it has been checked, and what one tier has damaged is asked of the next; what is saved goes to all, with
+    ``write_back`` in the background to all but the first: ``close`` waits for that.
 
     ``encryption`` maps ids to AES keys of 16, 24 or 32 bytes: entries are encrypted with the first and read with any, and such
-    a load copies. ``check_values`` checks the rules of the codecs on every load, and not digests alone (default: where others
-    than this user may write unencrypted).
+    a load copies. An entry that is not encrypted is then none: it is removed like a damaged one, and ``save`` puts another in its
+    place. One of another key stays, and ``save`` does not count it as stored. ``check_values`` checks the rules of the codecs on
+    every load, and not digests alone (default: where others than this user may write unencrypted).
+
+    ``max_entry_bytes`` is what the largest entry may take (default: 512 MiB, the most that Redis takes): a larger one is not saved,
+    and one that somebody else put there is not read.
 
     Full disks, dead servers, damaged entries and the like are misses that ``stats`` counts; they raise nothing. Raises
     InvalidParameter for arguments that can never work, such as a chunk that is no multiple of the recipe's token groups.

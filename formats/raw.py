@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
+HOLDS = {"bf16": ("bf16",), "fp16": ("fp16",), "fp32": ("bf16", "fp16", "fp32")}
+"""The dtypes whose every value each dtype holds."""
+
 
 @dataclass(frozen=True)
 class Raw(Codec):

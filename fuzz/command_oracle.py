@@ -24,7 +24,7 @@ _COMMANDS = (
     ("unpack", "FILE", "OUT"),
     ("unpack", "FILE", "OUT", "--dtype", "fp32", "--json"),
     ("convert", "FILE", "OUT", "kv=group:b=4,g=4", "--compress"),
-    ("convert", "FILE", "OUT", "bf16", "--json"),
+    ("convert", "FILE", "OUT", "raw", "--json"),
     ("store", "ls", "STORE"),
     ("store", "ls", "STORE", "--json"),
     ("store", "stat", "STORE"),

@@ -20,11 +20,12 @@ import torch
 
 from kvpack.formats.batch import select
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
+from kvpack.formats.raw import HOLDS, Raw
 
 from .batch import check_rows, row_numbers
 from .blocks import caches_of, for_each_block
 from .dispatch import decode, decode_frame
-from .encoding import RAW_DTYPES, check_finite, encode, raw_values
+from .encoding import RAW_DTYPES, RAW_NAMES, check_finite, encode, is_rounded
 from .inputs import joined
 from .modes import own_modes
 
@@ -271,7 +272,7 @@ class Side:
             if self.codec.id != "raw":
                 # Here and not when the tail is encoded: by then the tokens that came with it could not be told apart.
                 check_finite(x, self.tokens, where)
-            tail = torch.cat([self.tail, raw_values(x, self.tail.dtype, where)], 2)
+            tail = self._tail_with(x, where)
             unit = self.window or self.codec.token_group
             ready = tail.shape[2] // unit * unit
             if not ready:
@@ -280,6 +281,25 @@ class Side:
             streams = encode(self.codec, tail[:, :, :ready], where, before)
             pages = _settled([*self.pages, Page(self.codec, ready, streams)])
             return replace(self, pages=tuple(pages), tail=tail[:, :, ready:].clone())
+
+    def _tail_with(self, x: torch.Tensor, where: str) -> torch.Tensor:
+        """The tail, then ``x``, exactly: in the tail's dtype where that holds ``x``, else in one that holds both.
+
+        Raises InvalidDtype where the pages are raw, have kept every value so far, and would not keep those of ``x``.
+        """
+        narrow = x.to(self.tail.dtype)
+        if not is_rounded(x, narrow):
+            return torch.cat([self.tail, narrow], 2)
+        if isinstance(self.codec, Raw):
+            held = HOLDS[self.codec.dtype]
+            if RAW_NAMES[self.tail.dtype] in held and RAW_NAMES[x.dtype] not in held:
+                kept = RAW_DTYPES[self.codec.dtype]
+                raise InvalidDtype(
+                    f"{where}: the values are {x.dtype}, and the side keeps {kept}, which would round them: "
+                    f"append x.to({kept}), or convert the cache to fp32 first"
+                )
+        wide = torch.promote_types(x.dtype, self.tail.dtype)
+        return torch.cat([self.tail.to(wide), x.to(wide)], 2)
 
     def concat(self, *others: Side) -> Side:
         """This side, then ``others``.

@@ -7,14 +7,16 @@ import contextlib
 import io
 import os
 import sys
-from typing import TYPE_CHECKING, TextIO
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any, TextIO
 
-from kvpack import KvpackError, __version__
+from kvpack import KvpackError, RoundedWarning, __version__
 from kvpack.commands import bench, convert, demo, dense, inspect, recipes, store, tune, verify
 from kvpack.commands.output import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 SYSTEM_REFUSED = 3
 INTERRUPTED = 130
@@ -63,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     try:
         arguments = parser().parse_args(argv)
-        code: int = arguments.run(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(_warn, warnings.showwarning)
+            code: int = arguments.run(arguments)
     except KvpackError as error:
         _complain(str(error))
         return error.exit_code
@@ -76,6 +80,14 @@ def _run(argv: Sequence[str] | None) -> int:
 def _complain(message: str) -> None:
     # Names in a message may be a file's.
     print("kvpack: " + "\n".join(map(printable, message.split("\n"))), file=sys.stderr)
+
+
+def _warn(show: Callable[..., None], message: Warning | str, category: type[Warning], *place: Any) -> None:
+    """Show a warning of kvpack's own as one line, any other as ``show`` does."""
+    if issubclass(category, RoundedWarning):
+        _complain(f"warning: {message}")
+    else:
+        show(message, category, *place)
 
 
 def _drop(*streams: TextIO) -> None:

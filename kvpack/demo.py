@@ -26,6 +26,7 @@ from torch.nn import functional
 
 import kvpack
 from kvpack.commands.output import bytes_text, print_table, printable
+from kvpack.encoding import rounding_is_shown
 from kvpack.formats.errors import MissingFile, WriteFailed
 from kvpack.recipes import parse_recipe
 
@@ -105,6 +106,7 @@ def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
 
 
+@rounding_is_shown()
 def write(pairs: list[tuple[torch.Tensor, torch.Tensor]], recipe: str, path: Path) -> dict[str, Any]:
     """Pack and save, and compare what was packed with the original."""
     pack, save = kvpack.pack, kvpack.save
@@ -137,6 +139,7 @@ def read(path: str) -> dict[str, Any]:
     return {"load_ms": 1000 * (loaded - started)} | continue_from(cache)
 
 
+@rounding_is_shown()
 def continue_from(past: Cache | Any) -> dict[str, Any]:
     """Answer the keys, continue, and score the true continuation, all from one prefilled cache.
 

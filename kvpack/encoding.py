@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from kvpack.errors import RoundedWarning
 from kvpack.formats.base import Run
 from kvpack.formats.errors import NonFinite, OutOfRange
-from kvpack.formats.raw import Raw
+from kvpack.formats.raw import HOLDS, Raw
 
 from . import dispatch
 from .blocks import caches_of, for_each_block
@@ -25,6 +27,9 @@ TORCH_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "B
 
 RAW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """torch dtypes of raw tails by their names in the header."""
+
+RAW_NAMES = {dtype: name for name, dtype in RAW_DTYPES.items()}
+"""The inverse of RAW_DTYPES."""
 
 BLOCK_VALUES = 1 << 19
 """Values encoded at a time on the CPU: few enough for the processor's cache, enough to hide the cost of a call."""
@@ -43,10 +48,16 @@ def encode(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch
 
     ``before`` are the streams of the run that it continues. Raises NonFinite for NaN or infinity (raw keeps them),
     OutOfRange for a norm that its width cannot hold; both name ``where``. Raises InvalidParameter where ``uses_triton`` does.
+    Warns with RoundedWarning of values that a raw codec rounds.
     """
     with own_modes(x.device):
         streams = dispatch.encode(codec, x)
-    return _encode_in_blocks(codec, x, where, before) if streams is None else streams
+    if streams is None:
+        streams = _encode_in_blocks(codec, x, where, before)
+    if isinstance(codec, Raw) and is_rounded(x, streams["values"]):
+        names = f"{RAW_NAMES[x.dtype]} values as {codec.dtype}"
+        warnings.warn(f"the recipe stores {names} and rounds them; the recipe raw keeps every value", RoundedWarning, stacklevel=2)
+    return streams
 
 
 def _encode_in_blocks(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
@@ -101,13 +112,24 @@ def _placed(where: str) -> Iterator[None]:
         raise OutOfRange(f"{where}: {error}") from None
 
 
-def raw_values(x: torch.Tensor, dtype: torch.dtype, where: str) -> torch.Tensor:
-    """``x`` in the ``dtype`` of a raw tail. Raises OutOfRange, naming ``where``, for a finite value that would become infinity."""
-    if x.dtype == dtype:
-        return x
-    name = next(name for name, known in RAW_DTYPES.items() if known == dtype)
-    with _placed(where):
-        return Raw(x.shape[-1], name).encode(x)["values"]
+def is_rounded(x: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether a value of ``x`` ``[batch, kv_head, token, dim]`` is another in ``values``, which is ``x`` in another dtype."""
+    if RAW_NAMES[x.dtype] in HOLDS[RAW_NAMES[values.dtype]]:
+        return False
+    size = max(1, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
+    for given, stored in zip(torch.split(x, size, 2), torch.split(values, size, 2), strict=True):
+        # A NaN stays one.
+        if ((stored.to(x.dtype) != given) & ~torch.isnan(given)).any():
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def rounding_is_shown() -> Iterator[None]:
+    """No RoundedWarning inside: for measurements, which show what rounding costs. It holds for all threads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RoundedWarning)
+        yield
 
 
 def check_finite(x: torch.Tensor, first: int, where: str) -> None:

@@ -1,6 +1,6 @@
 """Every error class, under the name that users look for: ``kvpack.errors.DigestMismatch``, or ``kvpack.DigestMismatch``.
 
-All are subclasses of ``KvpackError``, whose ``exit_code`` is that of the command line:
+All errors are subclasses of ``KvpackError``, whose ``exit_code`` is that of the command line:
 
 3. the system refused: a file that is missing or cannot be read or written, a full disk, too little memory
 2. the request is wrong: an unknown recipe, a shape or dtype that does not fit
@@ -60,6 +60,7 @@ __all__ = [
     "NotKvpack",
     "OutOfBounds",
     "OutOfRange",
+    "RoundedWarning",
     "Truncated",
     "Undecryptable",
     "UnknownCodec",
@@ -67,6 +68,10 @@ __all__ = [
     "WriteFailed",
     "worst_exit_code",
 ]
+
+
+class RoundedWarning(UserWarning):
+    """Values were rounded to the dtype that a recipe names for a raw codec."""
 
 
 def worst_exit_code(codes: Iterable[int]) -> int:

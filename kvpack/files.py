@@ -9,7 +9,7 @@ import torch
 
 from . import container
 from .cache import Cache, Layer, Page, Side
-from .encoding import RAW_DTYPES, TORCH_DTYPES
+from .encoding import RAW_NAMES, TORCH_DTYPES
 from .formats.raw import DTYPES
 from .header import Contents, LayerEntry, SideEntry
 from .layer_positions import features_of
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from .encoding import Progress
     from .formats.base import Codec
     from .header import Header
-
-_TAIL_DTYPES = {dtype: name for name, dtype in RAW_DTYPES.items()}
 
 
 def save(
@@ -114,7 +112,7 @@ def _entry(side: Side, codec: int) -> SideEntry:
     for page in side.pages:
         for name in rows:
             rows[name] += page.streams[name].shape[2]
-    tail, dtype = side.tail.shape[2], _TAIL_DTYPES[side.tail.dtype]
+    tail, dtype = side.tail.shape[2], RAW_NAMES[side.tail.dtype]
     return SideEntry(codec, side.batch, side.heads, side.merged_runs(), tail, dtype, side.window, tuple(rows.items()))
 
 

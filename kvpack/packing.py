@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidShape, LimitExceeded
+from kvpack.formats.raw import HOLDS, Raw
 
 from .cache import Cache, Layer, Page, Pair, Side, check_tensor
 from .checks import check_integer, check_names, check_string
 from .dense_states import dense_states
-from .encoding import check_finite, encode, raw_values
+from .encoding import RAW_NAMES, check_finite, encode, is_rounded
 from .limits import MAX_TOKENS
 from .modes import own_modes
 from .recipes import Recipe, parse_recipe
@@ -22,6 +23,8 @@ from .recipes import Recipe, parse_recipe
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
+
+    from kvpack.formats.base import Codec
 
     from .encoding import Progress
 
@@ -72,7 +75,7 @@ def convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, progress: Pro
             if side is None:
                 sides.append(None)
                 continue
-            codec = recipe.codec(number, len(cache), name, side.dim)
+            codec = recipe.codec(number, len(cache), name, side.dim, _exact_dtype(side))
             if codec == side.codec:
                 sides.append(_with_window(side, recipe.window, f"layers[{number}].{name}"))
             elif codec.same_codes(side.codec):
@@ -80,13 +83,26 @@ def convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, progress: Pro
                     pages = tuple(Page(codec, page.tokens, side.codec.repack(page.streams, codec)) for page in side.pages)
                 sides.append(_with_window(replace(side, codec=codec, pages=pages), recipe.window, f"layers[{number}].{name}"))
             else:
-                packed = _pack_side(side.unpack(torch.float32), recipe, number, len(cache), name)
-                assert packed is not None
-                sides.append(replace(packed, tail=raw_values(packed.tail, side.tail.dtype, f"layers[{number}].{name}")))
+                packed = _packed(side.unpack(torch.float32), codec, recipe.window, f"layers[{number}].{name}")
+                sides.append(replace(packed, tail=_narrowed(packed.tail, side.tail.dtype)))
         layers.append(replace(layer, k=sides[0], v=sides[1]))
         if progress:
             progress(number + 1, len(cache))
     return replace(cache, layers=tuple(layers), recipe=recipe.text)
+
+
+def _exact_dtype(side: Side) -> str:
+    """The narrowest raw dtype that holds every value of a side as it decodes."""
+    dtypes = {RAW_NAMES[side.tail.dtype]} if side.tail.shape[2] or not side.pages else set()
+    if side.pages:
+        dtypes.add(side.codec.dtype if isinstance(side.codec, Raw) else "fp32")
+    return next(name for name in HOLDS if dtypes <= set(HOLDS[name]))
+
+
+def _narrowed(tail: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float32 tail in ``dtype``, or as it is where ``dtype`` would round it."""
+    narrow = tail.to(dtype)
+    return tail if is_rounded(tail, narrow) else narrow
 
 
 def _check_length(recipe: Recipe) -> None:
@@ -116,17 +132,22 @@ def _pack_side(x: torch.Tensor | None, recipe: Recipe, layer: int, layers: int, 
         return None
     where = f"layers[{layer}].{side}"
     try:
-        codec = recipe.codec(layer, layers, side, x.shape[3])
+        codec = recipe.codec(layer, layers, side, x.shape[3], RAW_NAMES[x.dtype])
     except InvalidParameter as error:
         raise InvalidParameter(f"{where}: {error}") from None
+    return _packed(x, codec, recipe.window, where)
+
+
+def _packed(x: torch.Tensor, codec: Codec, window: int, where: str) -> Side:
+    """A side of ``x``, encoded by ``codec`` but for the tail that ``window`` leaves."""
     tokens = x.shape[2]
     # With a residual window the newest tokens stay raw; without one everything is packed, a partial last group included.
-    packed = tokens - tokens % recipe.window if recipe.window else tokens
+    packed = tokens - tokens % window if window else tokens
     with own_modes(x.device):
         if codec.id != "raw":
             check_finite(x[:, :, packed:], packed, where)
         pages = (Page(codec, packed, encode(codec, x[:, :, :packed], where)),) if packed else ()
-        return Side(codec, pages, x[:, :, packed:].clone(), recipe.window)
+        return Side(codec, pages, x[:, :, packed:].clone(), window)
 
 
 def _check_pair(pair: Pair, where: str) -> None:

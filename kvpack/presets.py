@@ -44,7 +44,9 @@ def _mixed_kv(boosted: str, k_bins: int, v_bins: int) -> str:
 
 def _all() -> dict[str, Preset]:
     rotated = "rotation=hadamard"
-    found = {"bf16": Preset("kv=raw:dtype=bf16", "no compression")}
+    found = {"raw": Preset("kv=raw", "no compression, values as they come")}
+    for name in ("bf16", "fp16", "fp32"):
+        found[name] = Preset(f"kv=raw:dtype={name}", f"no compression, stored as {name}")
     for b in (2, 3, 4):
         found[f"octopus-{b}"] = Preset(f"k=octahedral:b={b};v=group:b={b},g=32", "OCTOPUS keys, values in groups")
     for b in (2, 3, 4):

@@ -7,12 +7,14 @@
     list    = item { "," item }                item = layer or first-last; -1 is the last layer
 
 Presets and additions are in kvpack/presets.py: the addition "boundary-1" says "layers=0,-1:k=raw".
+A raw codec stores the dtype of what comes, or rounds to its option: "k=raw:dtype=bf16".
 For example "octopus-3", "octopus-3;boundary-1;tail=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;tail=32".
 Where a recipe is asked for, "@path" names a file of clauses (kvpack/recipe_files.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 from kvpack.formats import CODECS, create_codec
 from kvpack.formats.errors import InvalidParameter, InvalidRecipe, OutOfBounds
 from kvpack.formats.options import Options, UnknownWord
+from kvpack.formats.raw import HOLDS, Raw
 
 from .presets import ADDITIONS, PUBLISHED
 from .recipe_files import read_clauses, split_path
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 PRESETS: dict[str, str] = {name: preset.recipe for name, preset in PUBLISHED.items()}
-"""The papers' published configurations, by name."""
+"""Recipes by name: the papers' published configurations, and those without compression."""
 
 SIDES = ("k", "v")
 MAX_WINDOW = 1 << 20
@@ -70,9 +73,12 @@ class Rule:
             return True
         return any(_position(first, layers) <= layer <= _position(last, layers) for first, last in self.items)
 
-    def codec(self, dim: int, side: str) -> Codec:
-        """The rule's codec for one head dim. Raises InvalidParameter when it cannot take it."""
-        return create_codec(self.codec_id, dim, side, Options(self.codec_id, dict(self.words)))
+    def codec(self, dim: int, side: str, dtype: str = "bf16") -> Codec:
+        """The rule's codec for one head dim; ``dtype`` is that of the values. Raises InvalidParameter when it cannot take the head dim."""
+        words = dict(self.words)
+        if self.codec_id == "raw":
+            words.setdefault("dtype", dtype)
+        return create_codec(self.codec_id, dim, side, Options(self.codec_id, words))
 
 
 def _position(item: int, layers: int) -> int:
@@ -120,13 +126,29 @@ class Recipe:
                     )
         return window
 
-    def codec(self, layer: int, layers: int, side: str, dim: int) -> Codec:
+    def codec(self, layer: int, layers: int, side: str, dim: int, dtype: str = "bf16") -> Codec:
         """The codec of ``side`` ("k" or "v") of ``layer`` of ``layers`` at head dim ``dim``.
 
-        Raises InvalidParameter when the codec cannot take this head dim.
+        ``dtype`` is that of the values ("bf16", "fp16" or "fp32"), which a raw codec keeps unless its clause names another.
+        Raises InvalidParameter, which names presets that do, when the codec cannot take this head dim.
         """
         rule = next(rule for rule in reversed(self.rules) if side in rule.sides and rule.covers(layer, layers))
-        return rule.codec(dim, side)
+        try:
+            return rule.codec(dim, side, dtype)
+        except InvalidParameter as error:
+            raise InvalidParameter(f"{error}{_presets_for(dim)}") from None
+
+    def lossless(self, layers: int, dim: int = _CHECKED_DIM) -> tuple[str, ...]:
+        """The dtypes, of "bf16", "fp16" and "fp32", whose values the recipe keeps exactly in every one of ``layers`` layers."""
+        sides = [(layer, side) for layer in range(layers) for side in SIDES]
+        return tuple(
+            dtype
+            for dtype in HOLDS
+            if all(
+                isinstance(codec := self.codec(layer, layers, side, dim, dtype), Raw) and dtype in HOLDS[codec.dtype]
+                for layer, side in sides
+            )
+        )
 
     def check_layers(self, layers: int) -> None:
         """Raise OutOfBounds when a clause names a layer that a cache of ``layers`` layers does not have."""
@@ -201,6 +223,18 @@ class Recipe:
         close = difflib.get_close_matches(word, known or [], 1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise InvalidClause(self.text, clause, word, f"{message}{hint}")
+
+
+def _presets_for(dim: int) -> str:
+    """The end of a message: presets for any model that take head dim ``dim``, the first of each codec."""
+    found: dict[str, str] = {}
+    for name, preset in PUBLISHED.items():
+        rules = Recipe(preset.recipe).rules
+        if preset.layers is None and rules[0].codec_id not in found:
+            with contextlib.suppress(InvalidParameter):
+                _ = [rule.codec(dim, side) for rule in rules for side in rule.sides]
+                found[rules[0].codec_id] = name
+    return f"; presets that take head dim {dim} are {', '.join(found.values())}" if found else ""
 
 
 def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:

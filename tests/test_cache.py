@@ -152,9 +152,13 @@ def test_caches_compare_by_identity_and_copy_as_themselves() -> None:
 def test_a_tail_holds_no_value_beyond_its_dtype() -> None:
     k, v = (x.to(torch.float16) for x in random_pairs(1, 40)[0])
     cache = kvpack.pack([(k, v)], "kivi-2;tail=64")
-    with pytest.raises(OutOfRange, match=r"layers\[0\].k: the value at \[0, 0, 0, 0\] is 7\d+, the largest fp16 is 65504"):
-        cache.append([(torch.full((1, 2, 1, 64), 7e4), v[:, :, :1])])
     assert cache.append([(k[:, :, :1].float(), v[:, :, :1].float())])[0].k.tail.dtype == torch.float16
+    wider = torch.full((1, 2, 1, 64), 7e4)
+    grown = cache.append([(wider, v[:, :, :1])])[0]
+    assert (grown.k.tail.dtype, grown.v.tail.dtype) == (torch.float32, torch.float16)
+    found = grown.unpack(torch.float32)
+    assert torch.equal(found[0], torch.cat([k.float(), wider], 2))
+    assert torch.equal(found[1], torch.cat([v, v[:, :, :1]], 2).float())
 
 
 @pytest.mark.parametrize("codec", ["group:b=4", "octahedral:b=3", "raw"])

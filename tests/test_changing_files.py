@@ -169,7 +169,7 @@ def test_commands_do_not_map_their_input(command: str, path: Path, monkeypatch: 
         raise AssertionError("a file was mapped")
 
     monkeypatch.setattr(sources.OnDisk, "view", mapping)
-    output = {"unpack": [str(tmp_path / "o")], "convert": [str(tmp_path / "o"), "bf16"]}.get(command, [])
+    output = {"unpack": [str(tmp_path / "o")], "convert": [str(tmp_path / "o"), "raw"]}.get(command, [])
     assert cli.main([command, str(path), *output]) == 0
 
 

@@ -92,7 +92,7 @@ def test_codecs_need_no_torch(code: str) -> None:
 
 def test_reading_and_verifying_a_file_needs_no_torch(tmp_path: Path) -> None:
     path = tmp_path / "cache.kvpack"
-    x = torch.randn(1, 2, 40, 64)
+    x = torch.randn(1, 2, 40, 64).to(torch.float16)
     kvpack.save(kvpack.pack([(x, x)], "k=group:b=3,rotation=hadamard;v=raw:dtype=fp16"), path)
     assert_light(
         "from kvpack.container import open_file\n"

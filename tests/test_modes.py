@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # In a process of its own each: tables are kept, so they must be made in the mode under test.
 PROGRAM = """
-import contextlib, hashlib, sys, torch
+import contextlib, hashlib, sys, warnings, torch
 import kvpack
 mode = sys.argv[1]
 context = contextlib.nullcontext()
@@ -25,6 +25,7 @@ elif mode == "default device":
     context = torch.device("meta")
 elif mode != "none":
     torch.set_default_dtype(getattr(torch, mode))
+warnings.simplefilter("ignore", kvpack.RoundedWarning)
 recipes = [
     "bf16", "octopus-3", "kv=octahedral:b=5,arrangement=direct", "kv=octahedral:b=2,rounding=full", "oscar-2", "kivi-4;tail=32",
     "turboangle-k8v4", "kv=scalar:b=3", "kv=angle:n=48,norm=log4", "hqmq-s24-r3",

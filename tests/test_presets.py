@@ -105,7 +105,11 @@ def test_the_command_lists_presets_and_additions(capsys: pytest.CaptureFixture[s
         **{"layers": 32, "heads": 8, "tokens": 4096, "dim": 128},
         "nominal_bits": pytest.approx(2.0),
         "bits_per_value": pytest.approx(3.0, abs=0.01),
+        "lossless": [],
     }
+    lossless = {name: row["lossless"] for name, row in rows.items() if row["lossless"]}
+    every = ["bf16", "fp16", "fp32"]
+    assert lossless == {"raw": every, "bf16": ["bf16"], "fp16": ["fp16"], "fp32": every}
     # TurboAngle's total for Mistral-7B; a range in fp16 takes half of what Eq. 3 counts.
     assert rows["mixedkv-mistral-7b"]["bits_per_value"] == pytest.approx(6.56, abs=0.005)
     assert (rows["mixedkv-olmo-1b"]["layers"], rows["mixedkv-olmo-1b"]["dim"]) == (32, 64)
@@ -125,6 +129,18 @@ def test_the_command_prices_any_recipe_at_any_shape(capsys: pytest.CaptureFixtur
     file.write_text("kivi-2  # keys\nboundary-1\n")
     (from_file,) = json.loads(run(capsys, f"@{file}", "--layers", 4, "--heads", 2, "--tokens", 64, "--dim", 80, "--json"))["recipes"]
     assert (from_file["recipe"], from_file["bits_per_value"]) == (recipe, row["bits_per_value"])
+
+
+def test_presets_for_a_head_dim_without_a_rotation_are_named() -> None:
+    x = torch.randn(1, 1, 40, 72)
+    for make in (lambda: kvpack.pack([(x, x)], "octopus-3"), lambda: kvpack.pack([(x, x)], "kivi-2").convert("octopus-3")):
+        with pytest.raises(InvalidParameter, match=r"no Hadamard rotation of head dim 72.*; presets that take head dim 72 are ") as raised:
+            make()
+        named = str(raised.value).rpartition(" are ")[2].split(", ")
+        assert "kivi-2" in named
+        assert len(named) >= 3
+        for name in named:
+            assert kvpack.pack([(x, x)], name)[0].k.dim == 72
 
 
 def test_presets_that_cannot_take_a_shape_are_listed_without_bits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,9 @@ from kvpack.recipes import parse_recipe
 TEXT = """\ufeff# found for a small model
 k=group:b=2   # coarse keys
 
-  v=group:b=4,g=32; layers=0-1,-1:k=raw:dtype=fp16;\r
+  v=group:b=4,g=32; layers=0-1,-1:k=raw:dtype=fp32;\r
 """
-CLAUSES = "k=group:b=2;v=group:b=4,g=32;layers=0-1,-1:k=raw:dtype=fp16"
+CLAUSES = "k=group:b=2;v=group:b=4,g=32;layers=0-1,-1:k=raw:dtype=fp32"
 
 
 @pytest.fixture

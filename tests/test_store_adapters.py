@@ -195,7 +195,8 @@ def test_the_same_state_has_the_same_identity_in_another_process() -> None:
 
 def test_customers_never_see_each_others_tokens(tmp_path: Path) -> None:
     model, ids = with_two_loras(), list(range(64))
-    cache = kvpack.pack([(torch.randn(1, 1, 64, 16), torch.randn(1, 1, 64, 16)) for _ in range(2)], "bf16")
+    k, v = torch.randn(2, 1, 1, 64, 16).to(torch.bfloat16)
+    cache = kvpack.pack([(k, v)] * 2, "bf16")
 
     def store() -> kvpack.Store:
         return kvpack.Store(tmp_path, kvpack.Identity.of(model, "bf16", name="m"), chunk=32)

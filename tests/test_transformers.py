@@ -27,7 +27,7 @@ from kvpack.integrations.transformers import KvpackCache
 from kvpack.integrations.transformers import attention as packed_attention
 from kvpack.packing import pack
 
-RECIPES = ["bf16", "kivi-2", "kivi-2;tail=64", "kv=group:b=4,g=32,rotation=signed-hadamard;layers=0:v=raw"]
+RECIPES = ["raw", "kivi-2", "kivi-2;tail=64", "kv=group:b=4,g=32,rotation=signed-hadamard;layers=0:v=raw"]
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 50}
 
 
@@ -90,7 +90,7 @@ def test_continues_as_over_unpacked_tensors(recipe: str, batch: int, monkeypatch
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["kivi-2;tail=256", "bf16"])
+@pytest.mark.parametrize("recipe", ["kivi-2;tail=256", "raw"])
 def test_equals_the_dense_cache_when_new_tokens_stay_raw(recipe: str) -> None:
     model = small_model().to(torch.bfloat16)
     packed = pack(prefill(model, token_ids(2, 300)), recipe)
@@ -180,17 +180,17 @@ def test_sliding_window_and_softcap(tokens: int) -> None:
 
 def test_a_layer_without_its_oldest_tokens_needs_a_window() -> None:
     model = small_model()
-    packed = pack(prefill(model, token_ids(1, 30)), "bf16")
+    packed = pack(prefill(model, token_ids(1, 30)), "raw")
     newest = replace(packed[1], k=packed[1].k.slice(10, 30), v=packed[1].v.slice(10, 30), skipped=10)
     with pytest.raises(InvalidShape, match="newest 20 of its earlier tokens"):
         model(token_ids(1, 2), past_key_values=KvpackCache(replace(packed, layers=(packed[0], newest))))
 
 
 def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
-    pairs = [layer.unpack(torch.float32) for layer in pack(prefill(small_model(), token_ids(1, 30)), "bf16")]
+    pairs = [layer.unpack(torch.float32) for layer in pack(prefill(small_model(), token_ids(1, 30)), "raw")]
     pairs[1] = (pairs[1][0][:, :, 10:], pairs[1][1][:, :, 10:])
     with pytest.raises(NotConsecutive, match=r"layers\[1\] ends at position 20 and the cache at 30"):
-        KvpackCache(pack(pairs, "bf16"))
+        KvpackCache(pack(pairs, "raw"))
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 23])
@@ -216,17 +216,17 @@ def test_padding_is_refused(packed: bool) -> None:
     model = small_model()
     cache = prefill(model, token_ids(2, 6))
     mask = torch.ones(2, 9, dtype=torch.long)
-    model(token_ids(2, 3), past_key_values=KvpackCache(pack(cache, "bf16")), attention_mask=mask)
+    model(token_ids(2, 3), past_key_values=KvpackCache(pack(cache, "raw")), attention_mask=mask)
     mask[1, :2] = 0
     with pytest.raises(InvalidParameter, match="padding in row 1"):
-        model(token_ids(2, 3), past_key_values=KvpackCache(pack(cache, "bf16")) if packed else cache, attention_mask=mask)
+        model(token_ids(2, 3), past_key_values=KvpackCache(pack(cache, "raw")) if packed else cache, attention_mask=mask)
 
 
 def test_other_masks_are_refused() -> None:
     model = small_model()
     with pytest.raises(InvalidParameter, match="neither causal nor a sliding window"):
         model(token_ids(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
-    cache = KvpackCache(pack(prefill(model, token_ids(1, 6)), "bf16"))
+    cache = KvpackCache(pack(prefill(model, token_ids(1, 6)), "raw"))
     with pytest.raises(InvalidParameter, match="passes a mask"):
         model(token_ids(1, 2), past_key_values=cache, attention_mask=torch.zeros(1, 1, 2, 8))
 
@@ -273,7 +273,7 @@ def test_a_copy_continues_on_its_own() -> None:
 
 def test_a_cache_that_does_not_fit_is_refused() -> None:
     model = small_model()
-    packed = pack(prefill(model, token_ids(1, 6)), "bf16")
+    packed = pack(prefill(model, token_ids(1, 6)), "raw")
     with pytest.raises(OutOfBounds, match="layer 2, the packed cache has 2 layers"):
         model(token_ids(1, 2), past_key_values=KvpackCache(Cache(packed.layers[:2], packed.recipe)))
     with pytest.raises(InvalidShape, match="does not continue"):

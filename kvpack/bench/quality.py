@@ -19,14 +19,13 @@ import torch
 
 from kvpack.demo import model_folder, transformers_library
 from kvpack.formats.errors import WriteFailed
-from kvpack.integrations.transformers import KvpackCache
 from kvpack.recipes import parse_recipe
 
 from . import needles, picture
 from .models import OUTLIER_PAIRS, Text, load_model, make_twin, read_text, vocabulary
 from .sizes import check_size, positions, starts, window, window_ids, window_tokens
 from .summary import show, summary
-from .windows import Measured, measure, packed_file, prefill, read_exactly
+from .windows import Bf16Cache, Measured, measure, packed_file, prefill, read_exactly
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -189,7 +188,7 @@ class _Measurement:
             exact_answers += needles.answers(self.model, prompt, partial(transformers_library().DynamicCache, pairs))
             self._step()
             for recipe, right in zip(self.recipes, found, strict=True):
-                right += needles.answers(self.model, prompt, partial(KvpackCache, packed_file(pairs, recipe, path)))
+                right += needles.answers(self.model, prompt, partial(Bf16Cache, packed_file(pairs, recipe, path)))
                 self._step()
         return exact_answers, found
 

@@ -139,9 +139,16 @@ def _pack(pairs: Pairs, recipe: str) -> Cache:
     return kvpack.pack([(k.to(torch.bfloat16), v.to(torch.bfloat16)) for k, v in pairs], recipe)
 
 
+class Bf16Cache(KvpackCache):
+    """A cache that takes new keys and values in bf16, as models hold them; the models measured compute in float32."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return super().update(key_states.to(torch.bfloat16), value_states.to(torch.bfloat16), layer_idx, *args, **kwargs)
+
+
 def read_packed(model: Any, exact: Exact, cache: Cache) -> Predicted:
     """Read the scored tokens of a window over ``cache``, its packed prefix; they are appended and packed."""
-    over = KvpackCache(cache)
+    over = Bf16Cache(cache)
     model.set_attn_implementation("kvpack")
     with torch.inference_mode():
         logits = model(exact.tokens[:, exact.prefix : -1], past_key_values=over).logits[0]
@@ -184,7 +191,7 @@ def measure(model: Any, exact: Exact, recipe: str, path: str) -> Measured:
 def _layer_errors(layer: Layer, exact: Exact, number: int) -> tuple[float, float, float]:
     """The cosines of keys and values and the relative error of attention, of a layer whose input is exact."""
     k, v = exact.pairs[number]
-    layer = layer.append(k[:, :, exact.prefix :], v[:, :, exact.prefix :])
+    layer = layer.append(k[:, :, exact.prefix :].to(torch.bfloat16), v[:, :, exact.prefix :].to(torch.bfloat16))
     packed_k, packed_v = layer.unpack(torch.float32)
     assert packed_k is not None
     assert packed_v is not None

@@ -52,9 +52,17 @@ def run(arguments: argparse.Namespace) -> int:
     shape = DEFAULTS | asked
     print_table(
         f"bits a value in files of {shape['tokens']:,} tokens of {shape['heads']} heads",
-        ["recipe", "from", "layers", "head dim", "nominal bits", "bits in the file"],
+        ["recipe", "from", "layers", "head dim", "nominal bits", "bits in the file", "lossless for"],
         (
-            [row["name"], row["source"], str(row["layers"]), str(row["dim"]), _bits(row["nominal_bits"]), _bits(row["bits_per_value"])]
+            [
+                row["name"],
+                row["source"],
+                str(row["layers"]),
+                str(row["dim"]),
+                _bits(row["nominal_bits"]),
+                _bits(row["bits_per_value"]),
+                ", ".join(row["lossless"]) or "-",
+            ]
             for row in rows
         ),
         left=2,
@@ -84,7 +92,15 @@ def _row(name: str, asked: dict[str, int], *, listed: bool) -> dict[str, Any]:
     except (InvalidParameter, OutOfBounds):
         if not listed:
             raise
-    return {"name": name, "source": preset.source, "recipe": preset.recipe, **shape, "nominal_bits": nominal, "bits_per_value": stored}
+    return {
+        "name": name,
+        "source": preset.source,
+        "recipe": preset.recipe,
+        **shape,
+        "nominal_bits": nominal,
+        "bits_per_value": stored,
+        "lossless": [] if stored is None else list(recipe.lossless(shape["layers"], shape["dim"])),
+    }
 
 
 def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import stat
 from collections import deque
@@ -19,7 +21,11 @@ if TYPE_CHECKING:
 TEMPORARY_PREFIX = ".kvpack-"
 TEMPORARY_SUFFIX = ".tmp"
 """What the name of an unfinished file begins and ends with: a crash may leave one behind, and whoever owns the folder may remove it."""
+LOCKED_SUFFIX = "-locked.tmp"
+"""What the name of one ends with whose writer holds an exclusive ``flock`` on it: when nobody does, the writer is gone."""
 
+_ATTEMPTS = 100
+"""How often a writer makes a file anew that was swept before the writer held the lock."""
 _PIECES_AT_ONCE = 64
 _PIECE_BYTES = 4 * 2**20
 
@@ -31,14 +37,16 @@ def write_file(
     durable: bool = False,
     progress: Progress | None = None,
     unfinished: str | None = None,
+    begin: Callable[[int], None] | None = None,
     complete: Callable[[int], None] | None = None,
 ) -> int:
     """Replace ``path`` by the bytes of ``pieces``, and return their number.
 
-    They go to a new file of mode 0600 in the folder ``unfinished`` of the same file system (without one, in that of
-    ``path``), which is renamed over ``path`` when complete. ``durable`` forces the bytes, then the rename, to the disk
-    before returning. ``progress(done, total)`` counts bytes. ``complete(descriptor)`` is called when all are written, before
-    the rename: what it raises ends the writing.
+    They go to a new file of mode 0600 in the folder of ``path``, which is renamed over ``path`` when complete; or in the folder
+    ``unfinished`` of the same file system, locked until it has its name, so that ``sweep`` can tell it from one of a dead writer.
+    ``durable`` forces the bytes, then the rename, to the disk before returning. ``progress(done, total)`` counts bytes.
+    ``begin(descriptor)`` is called before the first byte is written, ``complete(descriptor)`` after the last one and before the
+    rename: what they raise ends the writing.
     Raises WriteFailed, which names the path and the system's reason, after removing the new file; the old one is as it was.
     """
     target = os.fsdecode(path)
@@ -48,19 +56,23 @@ def write_file(
     if _is_special(target):
         raise WriteFailed(f"{target}: could not be written: it is a device, a pipe or a socket, expected a file or nothing")
     folder = os.path.dirname(target) or "."
-    temporary = os.path.join(unfinished or folder, f"{TEMPORARY_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
+    held = -1
     try:
-        # KV states are as private as the prompt that they hold.
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor, temporary = _create(folder) if unfinished is None else _create_locked(unfinished)
     except OSError as error:
         raise WriteFailed(_reason(target, error)) from None
     try:
         try:
+            if begin is not None:
+                begin(descriptor)
             total = _write_all(descriptor, pieces, progress)
             if complete is not None:
                 complete(descriptor)
             if durable:
                 os.fsync(descriptor)
+            if unfinished is not None:
+                # Closing says what could not be written, and must not give the lock back before the rename.
+                held = os.dup(descriptor)
         finally:
             os.close(descriptor)
         os.replace(temporary, target)
@@ -70,12 +82,76 @@ def write_file(
         if isinstance(error, OSError):
             raise WriteFailed(_reason(target, error)) from None
         raise
+    finally:
+        if held != -1:
+            with contextlib.suppress(OSError):
+                os.close(held)
     if durable:
         try:
             sync_folder(folder)
         except OSError as error:
             raise WriteFailed(f"{target}: written, but its folder could not be synced: {error.strerror or error}") from None
     return total
+
+
+def _create(folder: str, suffix: str = TEMPORARY_SUFFIX) -> tuple[int, str]:
+    """A new file: its descriptor and its path. Raises OSError."""
+    path = os.path.join(folder, f"{TEMPORARY_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{suffix}")
+    # KV states are as private as the prompt that they hold.
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), path
+
+
+def _create_locked(folder: str) -> tuple[int, str]:
+    """A new file that is locked, and has its name although it was not locked at first. Raises OSError."""
+    for _ in range(_ATTEMPTS):
+        descriptor, path = _create(folder, LOCKED_SUFFIX)
+        try:
+            if lock_now(descriptor) is not False and _names(path, descriptor):
+                return descriptor, path
+        except BaseException:
+            os.close(descriptor)
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+        os.close(descriptor)
+    raise BlockingIOError(errno.EAGAIN, "unfinished files are removed as soon as they are made")
+
+
+def sweep(path: str, *, old: bool) -> bool:
+    """Remove an unfinished file unless its writer holds its lock, and say whether it was removed. Raises OSError.
+
+    One that its writer never locks, by its name or because files cannot be locked here, goes only if it is ``old``.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        locked = lock_now(descriptor)
+        gone = locked is not None and path.endswith(LOCKED_SUFFIX)
+        if locked is False or not (gone or old) or not _names(path, descriptor):
+            return False
+        # A writer that has only just made it sees that its name is gone, and makes another.
+        os.unlink(path)
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def lock_now(descriptor: int) -> bool | None:
+    """Take an exclusive lock that ends with the descriptor: False when another has it, None where files cannot be locked."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _names(path: str, descriptor: int) -> bool:
+    """Whether ``path`` is the name of an open file."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _write_all(descriptor: int, pieces: Sequence[memoryview], progress: Progress | None) -> int:

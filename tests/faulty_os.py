@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvpack import atomic
-from kvpack.store import directory, eviction, pins, usage
+from kvpack.store import directory, eviction, pins, reading, trust, usage
 
 if TYPE_CHECKING:
     import pytest
 
-CHANGES = ("open", "write", "writev", "fsync", "replace", "unlink", "mkdir", "utime", "close")
+CHANGES = ("open", "pwrite", "ftruncate", "writev", "fsync", "replace", "unlink", "mkdir", "utime", "close")
 """Operations that change what another process sees; a kill between two of them is the same as one just after the first."""
 OPERATIONS = (*CHANGES, "pread", "stat", "fstat", "scandir", "statvfs")
 
@@ -62,7 +62,7 @@ class FaultyOs:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put it in the place of ``os`` in every module of the store."""
-        for module in (atomic, directory, eviction, pins, usage):
+        for module in (atomic, directory, eviction, pins, reading, trust, usage):
             monkeypatch.setattr(module, "os", self)
 
 
@@ -71,6 +71,6 @@ def _short(name: str, real: Any, descriptor: int, what: Any, *rest: Any) -> Any:
     if name == "writev":
         data = b"".join(what)
         return os.write(descriptor, data[: max(1, len(data) // 2)])
-    if name == "write":
-        return os.write(descriptor, what[: max(1, len(what) // 2)])
+    if name == "pwrite":
+        return os.pwrite(descriptor, what[: max(1, len(what) // 2)], *rest)
     return real(descriptor, max(1, what // 2), *rest)

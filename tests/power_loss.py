@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvpack import atomic
-from kvpack.store import directory, eviction, pins, usage
+from kvpack.store import directory, eviction, pins, reading, trust, usage
 
 if TYPE_CHECKING:
     import random
@@ -51,10 +51,14 @@ class RecordingOs:
             self._note("create", path)
         return descriptor
 
-    def write(self, descriptor: int, data: Any) -> int:
-        written = os.write(descriptor, data)
-        self._note("write", self._paths[descriptor], bytes(data)[:written])
+    def pwrite(self, descriptor: int, data: Any, at: int) -> int:
+        written = os.pwrite(descriptor, data, at)
+        self._note("write at", self._paths[descriptor], (at, bytes(data)[:written]))
         return written
+
+    def ftruncate(self, descriptor: int, size: int) -> None:
+        os.ftruncate(descriptor, size)
+        self._note("truncate", self._paths[descriptor], size)
 
     def writev(self, descriptor: int, pieces: Any) -> int:
         written = os.writev(descriptor, pieces)
@@ -79,7 +83,7 @@ class RecordingOs:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put it in the place of ``os`` in every module of the store."""
-        for module in (atomic, directory, eviction, pins, usage):
+        for module in (atomic, directory, eviction, pins, reading, trust, usage):
             monkeypatch.setattr(module, "os", self)
 
 
@@ -87,6 +91,11 @@ class RecordingOs:
 class _File:
     current: bytes = b""
     safe: bytes | None = None
+    end: int = 0
+    """Where the next write goes that names no place."""
+
+    def write(self, at: int, data: bytes) -> None:
+        self.current = self.current[:at].ljust(at, b"\0") + data + self.current[at + len(data) :]
 
 
 class Disk:
@@ -105,7 +114,15 @@ class Disk:
             elif step.what == "write":
                 file = names[step.path]
                 assert file is not None
-                file.current += step.more
+                file.write(file.end, step.more)
+                file.end += len(step.more)
+            elif step.what in ("write at", "truncate"):
+                file = names[step.path]
+                assert file is not None
+                if step.what == "truncate":
+                    file.current = file.current[: step.more].ljust(step.more, b"\0")
+                else:
+                    file.write(*step.more)
             elif step.what == "sync":
                 self._sync(step.path, names.get(step.path))
             elif step.what == "mkdir":
@@ -155,5 +172,5 @@ def _left(file: _File | None, choice: random.Random | None) -> bytes:
     safe = file.safe or b""
     if choice is None:
         return safe
-    kept = file.current[: choice.randint(len(safe), len(file.current))]
+    kept = file.current[: choice.randint(min(len(safe), len(file.current)), len(file.current))]
     return choice.choice([safe, file.current, kept, kept + bytes(len(file.current) - len(kept))])

@@ -101,7 +101,7 @@ def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_gc(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "unfinished" / ".kvpack-x-y.tmp").write_bytes(b"part")
+    (folder / "unfinished" / ".kvpack-1-0-locked.tmp").write_bytes(b"part")
     found = printed(capsys, "gc", folder)
     assert (found["swept_files"], found["evicted_entries"], found["entries"]) == (1, 0, 5)
     found = printed(capsys, "gc", folder, "--max-bytes", 0)

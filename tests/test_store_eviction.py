@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
 import time
@@ -149,7 +150,7 @@ def test_clocks_that_jump_break_no_rule(hours: int, tmp_path: Path, entry_bytes:
     branches = [prompt(3, first=1, seed=seed) for seed in (1, 2)]
     save(store, branches[0])
     real = time.time_ns
-    monkeypatch.setattr(directory.time, "time_ns", lambda: real() + hours * 3600 * 10**9)
+    monkeypatch.setattr(time, "time_ns", lambda: real() + hours * 3600 * 10**9)
     save(store, branches[1])
     store.load(branches[0])
     for seed in range(6):
@@ -165,7 +166,7 @@ def test_a_clock_that_was_ahead_keeps_nothing(tmp_path: Path, entry_bytes: int, 
     store = open_store(tmp_path, max_bytes=4 * entry_bytes)
     real = time.time_ns
     with monkeypatch.context() as patch:
-        patch.setattr(directory.time, "time_ns", lambda: real() + 24 * 365 * 3600 * 10**9)
+        patch.setattr(time, "time_ns", lambda: real() + 24 * 365 * 3600 * 10**9)
         save(store, prompt(2, seed=1))
     for seed in (2, 3):
         save(store, prompt(2, seed=seed))
@@ -200,24 +201,28 @@ def test_what_a_lost_count_says_is_counted_again(tmp_path: Path, entry_bytes: in
             assert total(tmp_path) <= 4 * entry_bytes
 
 
-def test_unfinished_files_go_when_their_writer_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_files_go_when_nobody_holds_their_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
     save(store, prompt(1))
-    dead = FORK.Process(target=int)
-    dead.start()
-    dead.join()
-    mine, gone = f".kvpack-{os.getpid()}", f".kvpack-{dead.pid}"
-    names = {f"{gone}-aa.tmp": False, f"{mine}-bb.tmp": True, f"{mine}-cc.tmp": False, "other": True}
+    folder = tmp_path / "unfinished"
+    # An older writer holds no lock, so only age tells that it is gone.
+    names = {".kvpack-1-aa-locked.tmp": False, ".kvpack-1-bb-locked.tmp": True, ".kvpack-999999999-cc.tmp": True, "other": True}
     for name in names:
-        (tmp_path / "unfinished" / name).write_bytes(b"part")
-    store = open_store(tmp_path)
-    assert {name: (tmp_path / "unfinished" / name).exists() for name in names} == {**names, f"{mine}-cc.tmp": True}
-    (tmp_path / "unfinished" / f"{mine}-bb.tmp").unlink()
-    real = time.time
-    monkeypatch.setattr(eviction.time, "time", lambda: real() + eviction.STALE_SECONDS + 60)
+        (folder / name).write_bytes(b"part")
+    with open(folder / ".kvpack-1-bb-locked.tmp") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        store = open_store(tmp_path)
+        assert {name: (folder / name).exists() for name in names} == names
+        assert store.counters()["swept_files"] == 1
+        real = time.time
+        with monkeypatch.context() as patch:
+            patch.setattr(eviction.time, "time", lambda: real() + eviction.STALE_SECONDS + 60)
+            store.collect()
+        assert sorted(os.listdir(folder)) == [".kvpack-1-bb-locked.tmp", "other"]
     store.collect()
-    assert os.listdir(tmp_path / "unfinished") == ["other"]
-    assert store.counters()["swept_files"] == 2
+    assert os.listdir(folder) == ["other"]
+    assert store.counters()["swept_files"] == 3
+    assert store.counters()["faults"] == {}
 
 
 def test_an_evictor_that_is_stopped_stalls_nobody_for_long(tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,13 +248,11 @@ def test_a_store_goes_on_in_a_fork(tmp_path: Path, entry_bytes: int) -> None:
     save(store, prompt(2))
     results = FORK.Queue()
     # As another thread of the parent would leave them at that moment.
-    locks = [store._counters._lock, store._backend._usage._lock]
-    for lock in locks:
-        lock.acquire()
+    lock = store._counters._lock
+    lock.acquire()
     child = FORK.Process(target=_save_in_child, args=(store, results), daemon=True)
     child.start()
-    for lock in locks:
-        lock.release()
+    lock.release()
     assert results.get(timeout=600) == (2 * CHUNK, 2 * CHUNK, 2 * CHUNK)
     child.join()
     assert store.match(prompt(2, seed=7)) == 2 * CHUNK
@@ -292,7 +295,7 @@ def test_the_rules_above_are_seen_to_break(mutant: str, tmp_path: Path, entry_by
         monkeypatch.setattr(eviction, "sorted", lambda entries: sorted(entries, reverse=True), raising=False)
         failing: Any = test_what_was_used_longest_ago_goes_first
     else:
-        monkeypatch.setattr(eviction.Evictor, "_fits", lambda self, total: total is not None)
+        monkeypatch.setattr(eviction.Evictor, "_fits", lambda self, total, size: True)
         failing = test_the_budget_holds_after_every_save
     with pytest.raises(AssertionError):
         failing(tmp_path, entry_bytes)

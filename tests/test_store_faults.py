@@ -18,7 +18,7 @@ import pytest
 
 import kvpack
 from kvpack import atomic
-from kvpack.store import directory, eviction
+from kvpack.store import directory
 
 from faulty_os import CHANGES, OPERATIONS, FaultyOs  # isort: skip
 from store_caches import CHUNK, cache, entries, open_store, prompt, same  # isort: skip
@@ -93,13 +93,15 @@ def run_with_fault(folder: Path, fault: FaultyOs, monkeypatch: pytest.MonkeyPatc
     before = open_files()
     with monkeypatch.context() as patch:
         fault.install(patch)
-        use(open_store(folder, max_bytes=BUDGET, durable=True, min_free=1))
+        try:
+            store = open_store(folder, max_bytes=BUDGET, durable=True, min_free=1)
+        except kvpack.formats.errors.InvalidParameter:
+            # A folder that cannot be reached is no place for a store, which is told when it is opened.
+            if fault.code != errno.EACCES:
+                raise
+        else:
+            use(store)
     assert open_files() == before, "a descriptor is left open"
-    if "unlink" in fault.operations:
-        # What could not be removed goes when it is old: its writer, this process, still runs.
-        with monkeypatch.context() as patch:
-            patch.setattr(eviction, "STALE_SECONDS", -1)
-            open_store(folder).collect()
     check(folder)
     return fault.calls >= fault.number
 
@@ -125,7 +127,7 @@ def test_no_fault_raises_or_harms(operation: str, folder: Path, monkeypatch: pyt
     assert tried > 3
 
 
-@pytest.mark.parametrize("operation", ["write", "writev", "pread"])
+@pytest.mark.parametrize("operation", ["pwrite", "writev", "pread"])
 def test_short_writes_and_reads_lose_nothing(operation: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the first calls, alone and with all that follow: the rest is written or read as well."""
     for number, sticky in itertools.product(range(1, 12), (False, True)):
@@ -194,7 +196,7 @@ def test_a_kill_at_any_step_of_put_and_evict_leaves_a_whole_store(moment: str, f
 
 def test_a_read_only_folder_serves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_store(folder).save(PROMPTS[1], WHOLE[1])
-    changes = ("write", "writev", "fsync", "replace", "unlink", "mkdir", "utime")
+    changes = ("pwrite", "ftruncate", "writev", "fsync", "replace", "unlink", "mkdir", "utime")
     FaultyOs(changes, 1, errno.EROFS, sticky=True).install(monkeypatch)
     store = open_store(folder, max_bytes=BUDGET)
     for _ in range(2):
@@ -282,7 +284,7 @@ def test_the_rules_above_are_seen_to_break(mutant: str, folder: Path, monkeypatc
     def write_in_place(path: str, pieces: Any, *, complete: Any, **_: Any) -> int:
         descriptor = directory.os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for piece in pieces:
-            directory.os.write(descriptor, piece)
+            directory.os.writev(descriptor, [piece])
         complete(descriptor)
         directory.os.close(descriptor)
         return 0

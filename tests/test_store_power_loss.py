@@ -68,9 +68,6 @@ def crashes(folder: Path, monkeypatch: pytest.MonkeyPatch, *, durable: bool) -> 
         for way in range(5):
             shutil.rmtree(target, ignore_errors=True)
             disk.crash(target, random.Random(stop * 10 + way) if way > 1 else None, names_survive=way in (1, 2))
-            # No process survives a power loss, so none has the number of the one that wrote.
-            for number, path in enumerate(glob.glob(f"{target}/unfinished/.kvpack-*")):
-                os.replace(path, f"{target}/unfinished/.kvpack-gone-{number}.tmp")
             store = open_store(target, max_bytes=20 * SIZE)
             present = {bytes.fromhex(os.path.basename(path)) for path in entries(target)}
             if durable and stop <= deletion:

@@ -15,10 +15,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import kvpack
-from kvpack.store import directory
+from kvpack.store import directory, loading
+from kvpack.store import store as store_module
 
 import store_stress  # isort: skip
 from store_caches import CHUNK, cache, entry_of, open_store, prompt, same  # isort: skip
+
+
+CLOCKED: Any = (loading, store_module)
+"""Modules that note when an entry is used."""
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +95,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.clock = 0
 
     def teardown(self) -> None:
-        directory.time = time
+        for module in CLOCKED:
+            module.time = time
         shutil.rmtree(getattr(self, "folder", ""), ignore_errors=True)
 
     def chain(self, ids: list[int]) -> list[bytes]:
@@ -166,7 +172,8 @@ class StoreMachine(RuleBasedStateMachine):
         class Clock:
             time_ns = staticmethod(lambda: max(1, time.time_ns() + offset))
 
-        directory.time = Clock
+        for module in CLOCKED:
+            module.time = Clock
 
     @invariant()
     def the_same_is_there(self) -> None:

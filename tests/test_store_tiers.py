@@ -463,7 +463,8 @@ class TierMachine(RuleBasedStateMachine):
             self.bad.discard((tier, key))
         elif (tier, key) not in self.bad:
             with open(path, "r+b") as file:
-                file.seek(5000)
+                # In the payload, for save looks at the front of what it has not read.
+                file.seek(6000)
                 file.write(b"damage")
             self.bad.add((tier, key))
 

@@ -25,9 +25,9 @@ _SECRETS = re.compile(r"//[^/@]*@")
 
 
 class Opened:
-    """The store that ``arguments`` name. Raises what opening it and reading its keys raise."""
+    """The store that ``arguments`` name; one that is only looked at is left as it is. Raises what opening it and reading its keys raise."""
 
-    def __init__(self, arguments: argparse.Namespace, **options: Any) -> None:
+    def __init__(self, arguments: argparse.Namespace, *, looking: bool = True, **options: Any) -> None:
         self.arguments = arguments
         self.keys = read_key_file(arguments.key_file) if getattr(arguments, "key_file", None) else None
         self.cipher = None if self.keys is None else Cipher(self.keys, arguments.tenant)
@@ -35,7 +35,7 @@ class Opened:
         self.faults: list[tuple[str, BaseException]] = []
         self.counters = Counters(tell=lambda operation, error: self.faults.append((operation, error)))
         form = Form(self.max_entry_bytes, None if self.cipher is None else self.cipher.key_ids)
-        self.backend = open_existing(arguments.store, self.counters, form, **options)
+        self.backend = open_existing(arguments.store, self.counters, form, looking=looking, **options)
 
     @property
     def name(self) -> str:

@@ -218,7 +218,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
 
     from .opened import Opened
 
-    store = Opened(arguments, max_bytes=arguments.max_bytes, min_free=arguments.min_free)
+    store = Opened(arguments, looking=False, max_bytes=arguments.max_bytes, min_free=arguments.min_free)
     reclaim(store.backend, store.counters, store.cipher, max_entry_bytes=store.max_entry_bytes)
     store.backend.collect()
     entries, size = store.backend.size()

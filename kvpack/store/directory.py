@@ -18,13 +18,16 @@ import stat
 from typing import TYPE_CHECKING
 
 from kvpack.atomic import TEMPORARY_PREFIX, sync_folder, write_file
-from kvpack.formats.errors import InvalidParameter, KvpackError, LimitExceeded
+from kvpack.formats.errors import KvpackError
 
 from .backend import OneTier, Stored
-from .eviction import FUTURE_NS, Evictor, NoRoom
-from .forms import PLAIN, check_size
+from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
+from .forms import FRONT_BYTES, PLAIN, Kind, check_size
+from .fronts import kind_of
 from .mapping import map_file
 from .pins import Pins
+from .reading import read_beginning, read_whole
+from .trust import NotAnEntry, Trust, Untrusted
 from .usage import Usage
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from .backend import Data, Found
     from .counters import Counters
     from .forms import Form
+    from .usage import Count
 
 ENTRY_FOLDERS = [f"{first:x}/{second:x}" for first in range(16) for second in range(16)]
 UNFINISHED = "unfinished"
@@ -41,11 +45,11 @@ UNFINISHED = "unfinished"
 class Directory(OneTier):
     """A folder of entries. ``max_bytes`` is a hard budget of their bytes, ``min_free`` the bytes of disk left to others.
 
-    Nothing is made before the first entry is put. ``durable`` forces each entry to the disk before ``put`` returns.
-    Raises InvalidParameter when others may write to the folder, or it is no folder.
+    Nothing is made before the first entry is put. ``durable`` forces each entry to the disk before ``put`` returns. With
+    ``looking`` nothing is swept when it is opened. What this user owns is mapped; what another owns is copied, and not ``private``.
+    Raises InvalidParameter when others may write to the folder, or it can be no folder.
     """
 
-    private = True
     puts_at_once = 1
 
     def __init__(
@@ -57,20 +61,34 @@ class Directory(OneTier):
         max_bytes: int | None = None,
         min_free: int = 0,
         durable: bool = False,
+        looking: bool = False,
     ) -> None:
         self.root = os.path.abspath(os.path.expanduser(os.fsdecode(root)))
         self.durable = durable
         self._counters, self._form = counters, form
+        self.trust = Trust(self.root)
         self._unfinished = os.path.join(self.root, UNFINISHED)
-        self._pins = Pins(self, os.path.join(self.root, "pins"), self._unfinished, counters)
-        self._usage = Usage(os.path.join(self.root, "usage"), self._unfinished)
+        self._pins = Pins(self, os.path.join(self.root, "pins"), counters)
+        self._usage = Usage(os.path.join(self.root, "usage"), self.trust.own)
         self._evictor = Evictor(self, self._usage, counters, max_bytes, min_free)
-        self._check_owner()
-        self._evictor.sweep()
+        if not looking and self.trust.may_write:
+            self._evictor.sweep()
+
+    @property
+    def private(self) -> bool:
+        return self.trust.private
 
     def present(self, keys: Sequence[bytes]) -> int:
         for number, key in enumerate(keys):
-            if not os.access(self.path(key), os.R_OK):
+            try:
+                with self.trust.opened(self.path(key)) as (descriptor, status):
+                    kind = self._form.kind(read_beginning(descriptor, FRONT_BYTES), status.st_size)
+            except FileNotFoundError:
+                return number
+            except OSError as error:
+                self._counters.fault("match", error)
+                return number
+            if kind is not Kind.READABLE:
                 return number
         return len(keys)
 
@@ -78,46 +96,57 @@ class Directory(OneTier):
         found: list[Data] = []
         for key in keys:
             try:
-                data = self._mapped(self.path(key))
-            except (OSError, ValueError, MemoryError, LimitExceeded) as error:
-                if not isinstance(error, FileNotFoundError):
-                    self._counters.fault("get", error)
+                data = self._read(key)
+            except FileNotFoundError:
+                break
+            except (OSError, ValueError, MemoryError, KvpackError) as error:
+                self._counters.fault("get", error)
                 break
             found.append(data)
         return found
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         try:
-            with open(self.path(key), "rb") as file:
-                check_size(file.name, os.fstat(file.fileno()).st_size, self._form.max_bytes)
-                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+            return self._read(key, lazily=True)
         except FileNotFoundError:
             return None
-        except LimitExceeded as error:
+        except (OSError, ValueError, MemoryError, KvpackError) as error:
             self._counters.fault("get", error)
             return None
-        except (OSError, ValueError) as error:
-            self._counters.fault("get", error)
-            # What cannot be mapped is empty.
-            return b""
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
-        path, size = self.path(chain[-1]), sum(map(len, pieces))
+        key, size = chain[-1], sum(map(len, pieces))
+        path, used = self.path(key), now_ns - len(chain) + 1
+        reservation = Reservation(self._evictor, size, chain)
+
+        def begin(descriptor: int) -> None:
+            self.trust.own(descriptor)
+            reservation.take(descriptor)
+
+        def complete(descriptor: int) -> None:
+            os.utime(descriptor, ns=(used, used))
+
         try:
-            if os.access(path, os.F_OK):
+            if not self.trust.may_write:
+                raise Untrusted(f"{self.root} belongs to user {self.trust.owner}: others read it")
+            there = self._kind(key)
+            if there is Kind.READABLE:
                 return True
+            if there is Kind.FOREIGN:
+                raise NoRoom
             self.make_folders(os.path.dirname(path))
-            used = now_ns - len(chain) + 1
-
-            def complete(descriptor: int) -> None:
-                os.utime(descriptor, ns=(used, used))
-                self._evictor.reserve(size, chain)
-
-            write_file(path, pieces, durable=self.durable, unfinished=self._unfinished, complete=complete)
+            self._clear(path)
+            try:
+                write_file(path, pieces, durable=self.durable, unfinished=self._unfinished, begin=begin, complete=complete)
+            except BaseException:
+                if not os.path.lexists(path):
+                    with contextlib.suppress(OSError):
+                        reservation.give_back()
+                raise
         except NoRoom:
             self._counters.add("refused_chunks")
             return False
-        except (OSError, KvpackError) as error:
+        except (OSError, MemoryError, KvpackError) as error:
             self._counters.fault("put", error)
             return False
         self._counters.add("saved_chunks")
@@ -125,13 +154,15 @@ class Directory(OneTier):
         return True
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
+        if not self.trust.may_write:
+            return
         # From the first on: at every moment an ancestor's time is the later one.
         for depth, key in enumerate(chain):
             path, used = self.path(key), now_ns - depth
             try:
-                noted = os.stat(path).st_mtime_ns
+                noted = os.stat(path, follow_symlinks=False).st_mtime_ns
                 if noted < used or noted > now_ns + FUTURE_NS:
-                    os.utime(path, ns=(used, used))
+                    os.utime(path, ns=(used, used), follow_symlinks=False)
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -140,28 +171,36 @@ class Directory(OneTier):
                 return
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
-        removed = set()
+        removed = {}
+        # A count from now on may be one without what is removed.
+        counted = self._counted()
         for key in reversed(keys):
             size = self.remove(self.path(key))
             if size is not None:
-                removed.add(key)
-                self._count(-size)
-        return removed
+                removed[key] = size
+        if removed:
+            try:
+                self._usage.give_back(sum(removed.values()), counted)
+            except OSError as error:
+                self._counters.fault("count", error)
+        return {*removed}
 
     def discard(self, key: bytes, found: Found) -> None:
-        self.delete([key])
+        # Another process may have put a good one in its place.
+        if self.trust.may_write and (data := self.peek(key)) is not None and memoryview(data) == memoryview(found.data):
+            self.delete([key])
 
     def remove(self, path: str) -> int | None:
         """Unlink an entry and return the bytes that it had, or None."""
         try:
-            size = os.stat(path).st_size
+            status = os.stat(path, follow_symlinks=False)
             os.unlink(path)
         except FileNotFoundError:
             return None
         except OSError as error:
             self._counters.fault("delete", error)
             return None
-        return size
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
     def list(self) -> Iterator[Stored]:
         for name, status in self.scan():
@@ -174,10 +213,11 @@ class Directory(OneTier):
             yield from self.files(os.path.join(self.root, folder))
 
     def unfinished(self) -> Iterator[tuple[str, os.stat_result]]:
-        """(name, status) of every unfinished file."""
-        for name, status in self.files(self._unfinished):
-            if name.startswith(TEMPORARY_PREFIX):
-                yield name, status
+        """(path, status) of every unfinished file."""
+        for folder in (self._unfinished, self._pins.folder):
+            for name, status in self.files(folder):
+                if name.startswith(TEMPORARY_PREFIX):
+                    yield os.path.join(folder, name), status
 
     def size(self) -> tuple[int, int]:
         sizes = [entry.size for entry in self.list()]
@@ -203,19 +243,50 @@ class Directory(OneTier):
         name = key.hex()
         return f"{self.root}/{name[0]}/{name[1]}/{name}"
 
-    def _mapped(self, path: str) -> Data:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise ValueError(f"{path} is no regular file")
-            check_size(path, status.st_size, self._form.max_bytes)
-            if not status.st_size:
+    def _read(self, key: bytes, *, lazily: bool = False) -> Data:
+        """An entry's bytes: mapped where nobody else can change them, ``lazily`` to look at a part.
+
+        Raises OSError, LimitExceeded, and what mapping raises.
+        """
+        with self.trust.opened(self.path(key)) as (descriptor, status):
+            size = status.st_size
+            if not size:
                 # It cannot be mapped, and is refused as any file that is cut short.
                 return b""
-            return map_file(descriptor, status.st_size)
-        finally:
-            os.close(descriptor)
+            check_size(f"entry {key.hex()}", size, self._form.max_bytes)
+            if not self.private:
+                return read_whole(descriptor, size)
+            if lazily:
+                return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY))
+            return map_file(descriptor, size)
+
+    def _kind(self, key: bytes) -> Kind | None:
+        """What has an entry's name, by its front; None where there is nothing. Raises OSError and what reading raises."""
+        try:
+            return kind_of(key, self._read(key, lazily=True), self._form)
+        except FileNotFoundError:
+            return None
+        except (Untrusted, NotAnEntry):
+            return Kind.JUNK
+
+    def _clear(self, path: str) -> None:
+        """Remove what has an entry's name and is none. Raises OSError."""
+        try:
+            status = os.stat(path, follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        if stat.S_ISDIR(status.st_mode):
+            # What it holds is nobody's entry, and is not ours to remove.
+            os.rename(path, os.path.join(self._unfinished, f"{os.path.basename(path)}-{os.urandom(8).hex()}"))
+        else:
+            self.delete([bytes.fromhex(os.path.basename(path))])
+
+    def _counted(self) -> Count | None:
+        try:
+            return self._usage.read()
+        except OSError as error:
+            self._counters.fault("count", error)
+            return None
 
     def files(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
         """(name, status) of every regular file in a folder."""
@@ -231,19 +302,12 @@ class Directory(OneTier):
         except OSError as error:
             self._counters.fault("list", error)
 
-    def _count(self, change: int) -> None:
-        try:
-            self._usage.add(change)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            self._counters.fault("count", error)
-
     def make_folders(self, *folders: str) -> None:
-        """Make ``folders`` and that of unfinished files, where they are not there. Raises OSError."""
+        """Make ``folders`` and that of unfinished files, where they are not there. Raises OSError and Untrusted."""
         for folder in (self._unfinished, *folders):
             if not os.path.isdir(folder):
                 self._make_folder(folder)
+            self.trust.check_folder(folder)
 
     def _make_folder(self, folder: str) -> None:
         parent = os.path.dirname(folder)
@@ -251,18 +315,7 @@ class Directory(OneTier):
             self._make_folder(parent)
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
+            if folder.startswith(f"{self.root}/"):
+                self.trust.own_folder(folder)
         if self.durable:
             sync_folder(parent)
-
-    def _check_owner(self) -> None:
-        try:
-            status = os.stat(self.root)
-        except OSError:
-            return
-        if not stat.S_ISDIR(status.st_mode):
-            raise InvalidParameter(f"{self.root}: is no folder, a store is one")
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise InvalidParameter(
-                f"{self.root}: has the mode {stat.S_IMODE(status.st_mode):04o}, expected a folder that neither group nor others may write: "
-                "whoever writes an entry decides what models read"
-            )

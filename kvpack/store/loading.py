@@ -12,6 +12,7 @@ from kvpack.formats.errors import KvpackError, Undecryptable
 
 from .encryption import in_clear
 from .faults import is_damage
+from .fronts import Known, check_front
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +32,7 @@ class Loader:
 
     def __init__(self, backend: Backend, reader: Reader, cipher: Cipher | None, counters: Counters) -> None:
         self._backend, self._reader, self._cipher, self._counters = backend, reader, cipher, counters
+        self._known, self._doubted = Known(), Known()
 
     def load(self, keys: Sequence[bytes]) -> Cache | None:
         """The cache of the longest stored beginning of a chain, every digest checked; None when there is none."""
@@ -50,8 +52,39 @@ class Loader:
             beyond = entries[len(good)].tier
         cache = self._joined(chunks, keys, found)
         if cache is not None:
+            self._know(keys[: len(chunks)])
             self._backend.accept(keys[: len(chunks)], found[: len(chunks)], time.time_ns())
         return cache
+
+    def opens(self, key: bytes, number: int) -> bool:
+        """Whether the entry of chunk ``number`` that is there can be read here. Its front is looked at once; what is damaged goes."""
+        if key in self._known:
+            return True
+        data = None if key in self._doubted else self._backend.peek(key, front=True)
+        if data is None:
+            return False
+        try:
+            check_front(key, data, self._cipher)
+        except FAULTS:
+            # Its front may not be all that it takes to tell.
+            if not self._reads(key, number):
+                return False
+        self._know([key])
+        return True
+
+    def _know(self, keys: Sequence[bytes]) -> None:
+        self._known.add(keys)
+        self._doubted.remove(keys)
+
+    def _reads(self, key: bytes, number: int) -> bool:
+        beyond = -1
+        while entries := self._backend.find([key], beyond=beyond):
+            _, error = self._read(entries, [key], number)
+            if error is None:
+                return True
+            self._refuse(key, entries[0], error)
+            beyond = entries[0].tier
+        return False
 
     def _read(self, entries: Sequence[Found], keys: Sequence[bytes], first: int) -> tuple[list[Cache], Exception | None]:
         """The caches of entries up to the first that is refused, and why that is; ``first`` is the number of the first one's chunk."""
@@ -92,10 +125,14 @@ class Loader:
     def _refuse(self, key: bytes, found: Found, error: Exception) -> None:
         """A bad entry is a miss. A damaged one goes, so that a good one can take its place; any other may be good for others."""
         self._counters.fault("load", error)
+        self._known.remove([key])
         if isinstance(error, Undecryptable):
             self._counters.add("undecryptable_entries")
         elif is_damage(error):
             self._counters.add("damaged_entries")
             self._backend.discard(key, found)
+            if self._backend.present([key]):
+                # What cannot be removed is not stored either.
+                self._doubted.add([key])
         else:
             self._counters.add("unreadable_entries")

@@ -56,12 +56,12 @@ class Tier:
     storage_options: Mapping[str, Any] | None = None
 
 
-def open_backend(location: Any, counters: Counters, form: Form, **options: Any) -> Backend:
+def open_backend(location: Any, counters: Counters, form: Form, *, looking: bool = False, **options: Any) -> Backend:
     """The backend at ``location``: a URL of a server or an object store, an object of ``obstore.store``, else a folder.
 
     A list of locations and Tiers is one backend of all. ``form`` is what entries look like; ``options`` are those of the backend, and
-    one that is None is as if it were not given. Raises InvalidParameter for one that the backend does not have, or that makes no
-    sense, for a URL of no kind that is known, and what the backend raises.
+    one that is None is as if it were not given. With ``looking`` opening it changes nothing there. Raises InvalidParameter for an
+    option that the backend does not have, or that makes no sense, for a URL of no kind that is known, and what the backend raises.
     """
     kind = _kind(location)
     given = {name: value for name, value in options.items() if value is not None}
@@ -71,7 +71,7 @@ def open_backend(location: Any, counters: Counters, form: Form, **options: Any) 
     for name, least in _LEAST.items():
         check_count(name, given.get(name, least), least)
     if kind == "a list of tiers":
-        return _open_tiers(location, counters, form, **given)
+        return _open_tiers(location, counters, form, looking=looking, **given)
     if kind == "memory":
         if "max_bytes" not in given:
             raise InvalidParameter("memory needs max_bytes: nothing else bounds it")
@@ -80,7 +80,7 @@ def open_backend(location: Any, counters: Counters, form: Form, **options: Any) 
         return Redis(location, counters, form, **given)
     if kind == "an object store":
         return ObjectStore(location, counters, form, **given)
-    return Directory(_folder(location), counters, form, **given)
+    return Directory(_folder(location), counters, form, looking=looking, **given)
 
 
 def check_count(name: str, value: Any, least: int) -> None:
@@ -89,7 +89,7 @@ def check_count(name: str, value: Any, least: int) -> None:
         raise InvalidParameter(f"{name} is {value!r}, allowed are integers from {least}")
 
 
-def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, write_back: bool = False) -> Tiers:
+def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, looking: bool = False, write_back: bool = False) -> Tiers:
     if not locations:
         raise InvalidParameter("the location is an empty list, expected at least one tier")
     tiers = []
@@ -99,15 +99,15 @@ def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, wri
             raise InvalidParameter("a tier is a list of tiers, expected one location")
         own = Counters(counters)
         options = {field.name: getattr(tier, field.name) for field in dataclasses.fields(tier) if field.name != "location"}
-        tiers.append((open_backend(tier.location, own, form, **options), own))
+        tiers.append((open_backend(tier.location, own, form, looking=looking, **options), own))
     return Tiers(tiers, counters, write_back=write_back)
 
 
-def open_existing(location: str, counters: Counters, form: Form, **options: Any) -> Backend:
-    """The backend at a location that is there already. Raises MissingFile for a folder that is not."""
+def open_existing(location: str, counters: Counters, form: Form, *, looking: bool = False, **options: Any) -> Backend:
+    """The backend at a location that is there already, as ``open_backend`` opens it. Raises MissingFile for a folder that is not."""
     if _kind(location) == "a folder" and not os.path.isdir(os.path.expanduser(_folder(location))):
         raise MissingFile(f"{location}: is no folder")
-    return open_backend(location, counters, form, **options)
+    return open_backend(location, counters, form, looking=looking, **options)
 
 
 def _kind(location: Any) -> str:
@@ -126,11 +126,17 @@ def _kind(location: Any) -> str:
     return "a folder"
 
 
-def _folder(location: Any) -> Any:
-    """The path of a folder that may be named by a URL."""
-    if not isinstance(location, str) or not location.startswith(_FILE):
-        return location
-    parts = urlsplit(location)
-    if parts.netloc not in ("", "localhost"):
-        raise InvalidParameter(f"the location {location!r} names the host {parts.netloc!r}: a folder is one of this machine, file:///...")
-    return unquote(parts.path)
+def _folder(location: Any) -> str:
+    """The path of a folder, which may be named by a URL."""
+    if not isinstance(location, (str, bytes, os.PathLike)):
+        raise InvalidParameter(f"the location is of type {type(location).__name__}, expected a path, a URL or a list of these")
+    path = os.fsdecode(location)
+    if path.startswith(_FILE):
+        parts = urlsplit(path)
+        if parts.netloc not in ("", "localhost"):
+            raise InvalidParameter(f"the location {path!r} names the host {parts.netloc!r}: a folder is one of this machine, file:///...")
+        path = unquote(parts.path)
+    if not path or "\0" in path:
+        why = "a path holds no zero byte" if path else "it is empty; the current folder is '.'"
+        raise InvalidParameter(f"the location {location!r} is no path of a folder: {why}")
+    return path

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import TYPE_CHECKING
 
-from kvpack.atomic import write_file
+from kvpack.atomic import TEMPORARY_PREFIX, write_file
 from kvpack.formats.errors import KvpackError
 
 from .keys import KEY_BYTES
+from .reading import read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 class Pins:
     """The pins in ``folder``, for every process. Refusals of the system are counted, but those of ``keys``, which raises OSError."""
 
-    def __init__(self, directory: Directory, folder: str, unfinished: str, counters: Counters) -> None:
-        self._directory, self._folder, self._unfinished, self._counters = directory, folder, unfinished, counters
+    def __init__(self, directory: Directory, folder: str, counters: Counters) -> None:
+        self._directory, self.folder, self._counters = directory, folder, counters
 
     def add(self, chain: Sequence[bytes]) -> bool:
         """Pin a chain, and say whether it is pinned now."""
         try:
-            self._directory.make_folders(self._folder)
-            write_file(self._path(chain), [memoryview(b"".join(chain))], durable=self._directory.durable, unfinished=self._unfinished)
+            self._directory.make_folders(self.folder)
+            keys, durable, own = memoryview(b"".join(chain)), self._directory.durable, self._directory.trust.own
+            # Not among the unfinished entries, for which there is a budget.
+            write_file(self._path(chain), [keys], durable=durable, unfinished=self.folder, begin=own)
         except (OSError, KvpackError) as error:
             self._counters.fault("pin", error)
             return False
@@ -48,11 +50,21 @@ class Pins:
     def keys(self) -> set[bytes]:
         """All keys that are pinned."""
         keys: set[bytes] = set()
-        for name, _ in self._directory.files(self._folder):
-            with contextlib.suppress(FileNotFoundError), open(os.path.join(self._folder, name), "rb") as file:
-                data = file.read()
-                keys.update(data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES))
+        for name, _ in self._directory.files(self.folder):
+            if name.startswith(TEMPORARY_PREFIX):
+                continue
+            path = os.path.join(self.folder, name)
+            try:
+                with self._directory.trust.opened(path) as (descriptor, status):
+                    data = read_whole(descriptor, status.st_size)
+            except FileNotFoundError:
+                continue
+            except PermissionError as error:
+                # Nobody's but the owner's pins count.
+                self._counters.fault("pinned", error)
+                continue
+            keys.update(bytes(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES))
         return keys
 
     def _path(self, chain: Sequence[bytes]) -> str:
-        return os.path.join(self._folder, chain[-1].hex())
+        return os.path.join(self.folder, chain[-1].hex())

@@ -185,14 +185,22 @@ class Store:
         self._counters.add("saves")
         links = list(chained(self._root, ids, self.chunk, digests))
         keys = [link[0] for link in links]
-        stored = self._backend.present(keys)
-        self._counters.add("present_chunks", stored)
+        there = self._backend.present(keys)
+        looks = in_parallel(lambda number: self._loader.opens(keys[number], number), range(there), self._backend.puts_at_once)
+        with contextlib.closing(looks):
+            opens = list(looks)
+        stored = sum(takewhile(bool, opens))
+        self._counters.add("present_chunks", sum(opens))
+        # What cannot be read here, and may be good for others, stays; what follows it would not be found.
+        end = next((n for n in range(stored, there) if not opens[n] and self._backend.present(keys[n : n + 1])), len(links))
         # Ancestors must be the last to go, so they are in use from now on.
         now = time.time_ns()
         self._backend.touch(keys[:stored], now)
 
         def put(number: int) -> bool:
             key, parent, part, digest = links[number]
+            if number < there and opens[number]:
+                return True
             try:
                 chunk = self._named(cache.slice(number * self.chunk, (number + 1) * self.chunk))
                 pieces = to_pieces(chunk, key, parent, part, digest)
@@ -205,7 +213,7 @@ class Store:
                 return False
             return self._backend.put(keys[: number + 1], pieces, now)
 
-        with contextlib.closing(in_parallel(put, range(stored, len(links)), self._backend.puts_at_once)) as puts:
+        with contextlib.closing(in_parallel(put, range(stored, end), self._backend.puts_at_once)) as puts:
             stored += sum(takewhile(bool, puts))
         return stored * self.chunk
 

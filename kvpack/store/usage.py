@@ -1,112 +1,149 @@
-"""How many bytes a folder's entries take, known to every process without a lock: a file of changes that all append to.
+"""How many bytes a folder's entries take, and are about to: one number in a file, which writers change under its lock.
 
-A writer adds the size of an entry when its unfinished file is complete, before the entry gets its name, so the sum is
-not below what is stored. Every process reads what is new since it last looked. Whoever counts the folder afresh puts the
-count in place of the changes. The file is a hint: one that is missing or makes no sense is replaced likewise.
+A writer takes bytes before it writes them, and only where they fit, so the entries and all that is unfinished are never more
+than the number. Whoever counts the folder afresh puts the count in its place. The file is a hint: one that is missing, makes no
+sense or is from before the machine was started is counted afresh likewise.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-from typing import TYPE_CHECKING
+import struct
+import time
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvpack.atomic import write_file
+import xxhash
 
-from .locks import Lock
+from kvpack.atomic import lock_now
+
+from .reading import read_beginning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-_MAGIC = b"kvpu"
-"""What the file begins with; 4 random bytes follow, which tell one file from the next, then the changes."""
-_RECORD = 8
-"""Bytes of a change, a signed integer, little-endian, and of what is before them.
+_MAGIC = b"kvpusage"
+_FIELDS = struct.Struct("<8s8s8sQQ")
+_SUM_BYTES = 8
+_SIZE = _FIELDS.size + _SUM_BYTES
 
-An append of so few bytes is never torn on a local file system.
-"""
-_READ_AT_ONCE = 1 << 20
+WAIT_SECONDS = 1.0
+"""How long a writer waits for another that is stopped while it holds the lock."""
+_POLL_SECONDS = 0.0005
+
+
+class Count(NamedTuple):
+    """``total`` bytes; ``taken`` is the sum of all that was ever taken; ``generation`` is new with every count of the folder."""
+
+    generation: bytes
+    total: int
+    taken: int
 
 
 class Usage:
-    """The sum of the changes in the file ``path``. Methods raise OSError, and FileNotFoundError where there is no file."""
+    """The count in the file ``path``. Methods raise OSError, and BlockingIOError where the lock was not to be had in time.
 
-    def __init__(self, path: str, unfinished: str) -> None:
-        self._path, self._unfinished = path, unfinished
-        self._beginning = b""
-        self._read_to = _RECORD
-        self._sum = 0
-        self._lock = Lock()
+    ``own`` is called with the descriptor of a file that was made.
+    """
 
-    def add(self, change: int) -> int | None:
-        """Append a change and return the new sum, or None when the file makes no sense."""
-        while True:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-            try:
-                os.write(descriptor, _record(change))
-                # Appended to a file that was replaced meanwhile, it may be lost; added twice, it is soon counted right.
-                if os.stat(self._path).st_ino == os.fstat(descriptor).st_ino:
-                    return self._summed(descriptor)
-            finally:
-                os.close(descriptor)
+    def __init__(self, path: str, own: Callable[[int], None]) -> None:
+        self._path, self._own = path, own
 
-    def total(self) -> int | None:
-        """The sum, or None when the file makes no sense."""
-        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+    def read(self) -> Count | None:
+        """The count, or None when there is none or it makes no sense."""
+        with self._opened() as descriptor:
+            return None if descriptor is None else _read(descriptor)
+
+    def take(self, size: int, fits: Callable[[int], bool], taken: Callable[[], None]) -> Count | None:
+        """Add ``size``, and call ``taken`` while no other can count: the new count, or None unless there is one that ``fits``."""
+        with self._opened(locked=True) as descriptor:
+            count = None if descriptor is None else _read(descriptor)
+            if descriptor is None or count is None or not fits(count.total + size):
+                return None
+            # Whoever counts the folder from now on sees the file that ``taken`` made as long as ``size``, or what is added here.
+            taken()
+            return _write(descriptor, Count(count.generation, count.total + size, count.taken + size))
+
+    def give_back(self, size: int, counted: Count | None) -> None:
+        """Subtract ``size`` of what has been removed since it was ``counted``; a later count does not have it."""
+        with self._opened(locked=True) as descriptor:
+            count = None if descriptor is None else _read(descriptor)
+            if descriptor is None or count is None or counted is None or count.generation != counted.generation:
+                return
+            _write(descriptor, count._replace(total=max(0, count.total - size)))
+
+    def replace(self, total: int, before: Count | None) -> None:
+        """Put ``total``, counted since the count was ``before``, and what was taken since then, in its place."""
+        with self._opened(locked=True, make=True) as descriptor:
+            assert descriptor is not None
+            count = _read(descriptor)
+            if count is None or before is None:
+                taken, late = 0, 0
+            else:
+                taken, late = count.taken, max(0, count.taken - before.taken)
+            _write(descriptor, Count(os.urandom(8), total + late, taken))
+
+    @contextlib.contextmanager
+    def _opened(self, *, locked: bool = False, make: bool = False) -> Iterator[int | None]:
+        flags = os.O_RDWR if locked else os.O_RDONLY
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if make else 0)
         try:
-            return self._summed(descriptor)
+            try:
+                descriptor = os.open(self._path, flags, 0o600)
+            except PermissionError:
+                if not make:
+                    raise
+                # Made by another user, such as an administrator once.
+                os.unlink(self._path)
+                descriptor = os.open(self._path, flags, 0o600)
+        except (FileNotFoundError, PermissionError):
+            if make:
+                raise
+            yield None
+            return
+        try:
+            if make:
+                self._own(descriptor)
+            if locked:
+                _wait_for_lock(descriptor)
+            yield descriptor
         finally:
             os.close(descriptor)
 
-    def replace(self, count: Callable[[], int]) -> int:
-        """Put the bytes that ``count()`` finds, and what was added since it began, in the place of all changes."""
-        try:
-            replaced = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return self._write(count())
-        try:
-            start = os.fstat(replaced).st_size
-            counted = count()
-            late = _changes(replaced, start)
-            total = self._write(counted + _added(late))
-            # What came between the last look and the new file.
-            last = _added(_changes(replaced, start + _RECORD * len(late)))
-            if last:
-                self.add(last)
-            return total + last
-        finally:
-            os.close(replaced)
 
-    def _write(self, total: int) -> int:
-        write_file(self._path, [memoryview(_MAGIC + os.urandom(_RECORD - len(_MAGIC)) + _record(total))], unfinished=self._unfinished)
-        return total
-
-    def _summed(self, descriptor: int) -> int | None:
-        with self._lock:
-            beginning = os.pread(descriptor, _RECORD, 0)
-            if beginning != self._beginning:
-                self._beginning, self._read_to, self._sum = beginning, _RECORD, 0
-            changes = _changes(descriptor, self._read_to)
-            self._sum += sum(changes)
-            self._read_to += _RECORD * len(changes)
-            whole = beginning.startswith(_MAGIC) and os.fstat(descriptor).st_size % _RECORD == 0
-            return self._sum if whole and self._sum >= 0 else None
+def _wait_for_lock(descriptor: int) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while lock_now(descriptor) is False:
+        if time.monotonic() > deadline:
+            raise BlockingIOError(f"the count of bytes was locked for {WAIT_SECONDS:g} s")
+        time.sleep(_POLL_SECONDS)
 
 
-def _record(change: int) -> bytes:
-    return change.to_bytes(_RECORD, "little", signed=True)
+def _read(descriptor: int) -> Count | None:
+    data = read_beginning(descriptor, _SIZE + 1)
+    if len(data) != _SIZE or data[_FIELDS.size :] != xxhash.xxh3_64_digest(data[: _FIELDS.size]):
+        return None
+    magic, boot, generation, total, taken = _FIELDS.unpack(data[: _FIELDS.size])
+    return Count(generation, total, taken) if (magic, boot) == (_MAGIC, _boot()) else None
 
 
-def _added(changes: list[int]) -> int:
-    return sum(max(0, change) for change in changes)
+def _write(descriptor: int, count: Count) -> Count:
+    data = _FIELDS.pack(_MAGIC, _boot(), *count)
+    data += xxhash.xxh3_64_digest(data)
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], done)
+    if os.fstat(descriptor).st_size != _SIZE:
+        os.ftruncate(descriptor, _SIZE)
+    return count
 
 
-def _changes(descriptor: int, start: int) -> list[int]:
-    """The changes from byte ``start`` of an open file on; a last one that is not whole is left out."""
-    changes: list[int] = []
-    while True:
-        data = os.pread(descriptor, _READ_AT_ONCE, start)
-        whole = len(data) - len(data) % _RECORD
-        changes += (int.from_bytes(data[at : at + _RECORD], "little", signed=True) for at in range(0, whole, _RECORD))
-        start += whole
-        if len(data) < _READ_AT_ONCE:
-            return changes
+@functools.cache
+def _boot() -> bytes:
+    """What tells this run of the machine from others: after a loss of power a count may be older than what it counts."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            return xxhash.xxh3_64_digest(file.read(64))
+    except OSError:
+        return bytes(8)

@@ -1,0 +1,69 @@
+"""Whether what begins as an entry is one, by its front: looked at before it is taken for stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpack.formats.errors import InvalidHeader, KvpackError, Undecryptable
+
+from .. import container
+from .encryption import in_clear
+from .entries import check_entry
+from .faults import is_damage
+from .forms import FRONT_BYTES, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .backend import Data
+    from .encryption import Cipher
+    from .forms import Form
+
+_MOST_KNOWN = 65_536
+
+
+def check_front(key: bytes, data: Data, cipher: Cipher | None) -> None:
+    """Raise what reading raises unless ``data`` is an entry of ``key`` by its front, which with a ``cipher`` is decrypted.
+
+    Without one an encrypted entry raises Undecryptable once its digest agrees.
+    """
+    with container.open_bytes(in_clear(key, data, cipher), where=f"entry {key.hex()}") as file:
+        named = check_entry(file, None, None, None)
+        if named.key != key:
+            raise InvalidHeader(f"{file.where}: the entry's key is {named.key.hex()}")
+
+
+def kind_of(key: bytes, data: Data, form: Form) -> Kind:
+    """What ``data``, all bytes of an entry of ``key``, is to a store of this form."""
+    kind = form.kind(memoryview(data)[:FRONT_BYTES], len(data))
+    if kind is not Kind.READABLE:
+        return kind
+    try:
+        check_front(key, data, None)
+    except Undecryptable:
+        # Whole, and encrypted as the store's are.
+        return kind
+    except KvpackError as error:
+        return Kind.JUNK if is_damage(error) else Kind.FOREIGN
+    return kind
+
+
+class Known:
+    """The keys of entries of which something is known, so that they need not be looked at again."""
+
+    def __init__(self) -> None:
+        self._keys: set[bytes] = set()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Remember ``keys``; of very many the earlier ones are forgotten."""
+        if len(self._keys) > _MOST_KNOWN:
+            self._keys = set()
+        self._keys.update(keys)
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Forget ``keys``."""
+        if self._keys:
+            self._keys.difference_update(keys)

@@ -1,0 +1,196 @@
+"""The budget of a folder, of entries and unfinished files together, whoever writes at once; and the file that counts them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvpack.store import eviction, usage
+from kvpack.store.counters import Counters
+from kvpack.store.directory import Directory
+
+from store_caches import CHUNK, cache, entries, open_store, prompt, save  # isort: skip
+from store_stress import FORK  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WRITERS, ENTRY, BUDGET = 12, 60_000, 200_000
+HEAD = (2000).to_bytes(8, "little") + b'{"__metadata__":{"format":"kvpack","kvpack":"'
+
+
+def held(folder: Path) -> int:
+    """Bytes of entries and unfinished files that were all there at one moment: those seen both before and after it."""
+    before, after = sizes(folder), sizes(folder)
+    return sum(min(size, after[file]) for file, size in before.items() if file in after)
+
+
+def sizes(folder: Path) -> dict[tuple[int, str], int]:
+    found = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            if len(name) > 30:
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.stat(os.path.join(parent, name))
+                    found[status.st_ino, name] = status.st_size
+    return found
+
+
+def key_of(writer: int, number: int) -> bytes:
+    return (writer * 1000 + number).to_bytes(4, "little") * 8
+
+
+def write(folder: str, writer: int, count: int, refused: Any = None) -> None:
+    """Put entries of pieces that are many, so that writing takes its time."""
+    counters = Counters()
+    backend = Directory(folder, counters, max_bytes=BUDGET)
+    pieces = [memoryview(HEAD), *([memoryview(bytes(250))] * ((ENTRY - len(HEAD)) // 250))]
+    for number in range(count):
+        backend.put([key_of(writer, number)], pieces, time.time_ns())
+        if number % 5 == 4:
+            backend.delete([key_of(writer, number - 2)])
+    if refused is not None:
+        refused.put(counters.as_dict())
+
+
+def most_held(folder: Path, writers: list[Any]) -> int:
+    for writer in writers:
+        writer.start()
+    most = 0
+    while any(writer.is_alive() for writer in writers):
+        most = max(most, held(folder))
+    for writer in writers:
+        writer.join()
+    return max(most, held(folder))
+
+
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+def test_the_budget_holds_at_every_moment(kind: str, tmp_path: Path) -> None:
+    """More writers than entries that fit: none writes before there is room."""
+    results = FORK.Queue()
+    made: Any = FORK.Process if kind == "processes" else threading.Thread
+    writers = [made(target=write, args=(str(tmp_path), number, 20, results)) for number in range(WRITERS)]
+    most = most_held(tmp_path, writers)
+    assert ENTRY < most <= BUDGET
+    counts = [results.get(timeout=60) for _ in writers]
+    assert all(count["faults"] == {} for count in counts)
+    assert sum(count["saved_chunks"] for count in counts) > WRITERS * 10
+    assert os.listdir(tmp_path / "unfinished") == []
+    # The count is never less than what is there.
+    assert usage.Usage(str(tmp_path / "usage"), lambda _: None).read().total >= held(tmp_path)
+
+
+@pytest.mark.parametrize("mutant", ["counts after writing", "counts no unfinished file"])
+def test_a_budget_that_does_not_hold_is_seen(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mutant == "counts after writing":
+        monkeypatch.setattr(eviction.Reservation, "take", lambda self, descriptor: None)
+    else:
+        monkeypatch.setattr(Directory, "unfinished", lambda self: iter(()))
+        real = usage.Usage.replace
+        monkeypatch.setattr(usage.Usage, "replace", lambda self, total, before: real(self, total, None))
+    writers = [FORK.Process(target=write, args=(str(tmp_path), number, 10)) for number in range(WRITERS)]
+    assert most_held(tmp_path, writers) > BUDGET
+
+
+def test_an_unfinished_file_is_as_long_as_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So whoever counts the folder counts what a writer has yet to write."""
+    backend = Directory(tmp_path, Counters(), max_bytes=BUDGET)
+    real, seen = eviction.Reservation.take, []
+
+    def take(self: Any, descriptor: int) -> None:
+        assert os.fstat(descriptor).st_size == 0
+        real(self, descriptor)
+        seen.append(os.fstat(descriptor).st_size)
+        # A count of the folder at this moment, by another process.
+        other = Directory(tmp_path, Counters(), max_bytes=BUDGET)
+        other.collect()
+        seen.append(other._usage.read().total)
+
+    monkeypatch.setattr(eviction.Reservation, "take", take)
+    assert backend.put([key_of(1, 1)], [memoryview(HEAD + bytes(5000))], time.time_ns())
+    assert seen == [len(HEAD) + 5000] * 2
+
+
+def test_the_count_stays_small(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_bytes=10**8)
+    ids, whole = prompt(2), cache(2 * CHUNK + 5)
+    lengths = set()
+    for _ in range(20):
+        assert store.save(ids, whole) == 2 * CHUNK
+        assert store.delete(ids) == 2
+        lengths.add(os.stat(tmp_path / "usage").st_size)
+    assert lengths == {48}
+    assert store._backend._usage.read().total == 0
+
+
+def test_a_count_of_an_earlier_version_is_counted_afresh(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_bytes=10**8)
+    save(store, prompt(2))
+    stored = held(tmp_path)
+    (tmp_path / "usage").write_bytes(b"kvpu1234" + b"".join(n.to_bytes(8, "little", signed=True) for n in (8320, -8320) * 1000))
+    save(store, prompt(1, seed=1))
+    assert store._backend._usage.read().total == held(tmp_path) > stored
+
+
+def test_a_count_from_before_the_machine_was_started_is_counted_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a loss of power it may be older than the entries."""
+    store = open_store(tmp_path, max_bytes=10**8)
+    save(store, prompt(1))
+    early = (tmp_path / "usage").read_bytes()
+    save(store, prompt(3, seed=1))
+    (tmp_path / "usage").write_bytes(early)
+    monkeypatch.setattr(usage, "_boot", lambda: b"a boot's")
+    save(store, prompt(1, seed=2))
+    assert store._backend._usage.read().total == held(tmp_path)
+
+
+def test_what_is_given_back_is_not_given_back_twice(tmp_path: Path) -> None:
+    """A count of the folder that began after an entry was removed is without it already."""
+    counted = usage.Usage(str(tmp_path / "usage"), lambda _: None)
+    counted.replace(1000, None)
+    before = counted.read()
+    counted.replace(900, before)
+    counted.give_back(100, before)
+    assert counted.read().total == 900
+    counted.give_back(100, counted.read())
+    assert counted.read().total == 800
+    # What is taken while the folder is counted is added to the count.
+    before = counted.read()
+    assert counted.take(50, lambda total: total <= 850, lambda: None) is not None
+    assert counted.take(1, lambda total: total <= 850, lambda: None) is None
+    counted.replace(800, before)
+    assert counted.read().total == 850
+
+
+def test_a_writer_that_dies_keeps_no_room(tmp_path: Path) -> None:
+    def die(folder: str) -> None:
+        eviction.Reservation.take = lambda self, descriptor: (real(self, descriptor), os._exit(9))  # type: ignore[method-assign]
+        write(folder, 1, 1)
+
+    real = eviction.Reservation.take
+    for _ in range(5):
+        child = FORK.Process(target=die, args=(str(tmp_path),))
+        child.start()
+        child.join()
+        assert child.exitcode == 9
+    assert held(tmp_path) <= BUDGET
+    write(str(tmp_path), 2, 3)
+    assert len(entries(tmp_path)) == 3
+    assert os.listdir(tmp_path / "unfinished") == []
+
+
+def test_a_stopped_writer_that_holds_the_count_stalls_nobody_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "WAIT_SECONDS", 0.05)
+    store = open_store(tmp_path, max_bytes=10**8)
+    save(store, prompt(1))
+    with open(tmp_path / "usage") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert store.save(prompt(1, seed=1), cache(37)) == 0
+        assert store.load(prompt(1))[0] == CHUNK
+    assert store.save(prompt(1, seed=1), cache(37)) == CHUNK

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -230,6 +232,16 @@ def test_customers_never_see_each_others_tokens(tmp_path: Path) -> None:
 def test_adapters_that_cannot_be_digested_are_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         identity(make())
+
+
+def test_another_library_of_adapters_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_llama()
+    other = type("Layer", (nn.Identity,), {"__module__": "adapters.layer"})
+    model.model.layers[0].post = other()
+    identity(model)
+    monkeypatch.setitem(sys.modules, "adapters", types.SimpleNamespace(AdapterConfig=object))
+    with pytest.raises(InvalidParameter, match=r"layers\.0\.post has the adapter adapters\.layer\.Layer, which kvpack does not know"):
+        identity(model)
 
 
 def with_an_unknown_attribute() -> Any:

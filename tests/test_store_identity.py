@@ -159,6 +159,27 @@ def test_tensors_whose_bytes_cannot_be_read_are_refused() -> None:
         identity(model)
 
 
+def test_what_a_quantized_layer_keeps_beside_its_parameters_counts() -> None:
+    class Packed(nn.Linear):
+        """A layer that keeps scales in a map of its own, and has them in the state dict that it makes."""
+
+        def __init__(self, scale: float) -> None:
+            super().__init__(32, 50, bias=False)
+            nn.init.ones_(self.weight)
+            self.meta = {"scale": torch.tensor([scale])}
+
+        def state_dict(self, *arguments: Any, prefix: str = "", **options: Any) -> Any:
+            return {f"{prefix}weight": self.weight.detach(), f"{prefix}scale": self.meta["scale"]}
+
+    def made(scale: float) -> kvpack.Identity:
+        model = small_llama()
+        model.lm_head = Packed(scale)
+        return kvpack.Identity.of(model, "octopus-3")
+
+    assert made(0.5) == made(0.5)
+    assert changed_fields(made(0.5), made(0.25)) == {"weights"}
+
+
 def test_a_tensor_of_several_tensors_is_digested_whole() -> None:
     class Scaled(torch.Tensor):
         """Codes and a scale, as torchao has them."""

@@ -40,10 +40,7 @@ def weights_digest(model: torch.nn.Module) -> str:
     """A digest of every parameter and persistent buffer by name, dtype and shape, adapters apart. Raises InvalidParameter."""
     total = hashlib.sha256()
     for part in _of_the_model(model):
-        own: dict[str, Any] = {}
-        # One module's own, with what quantized ones keep beside their parameters.
-        part.module._save_to_state_dict(own, f"{part.name}.", keep_vars=False)
-        for name, value in sorted(own.items()):
+        for name, value in sorted(_own_state(part).items()):
             total.update(f"{json_text([name, plain(name, value)])}\n".encode())
     return f"sha256:{total.hexdigest()}"
 
@@ -74,6 +71,18 @@ def check_deterministic(model: torch.nn.Module) -> None:
 
 def _of_the_model(model: torch.nn.Module) -> Iterator[Part]:
     return (part for part in parts(model) if not part.adapter)
+
+
+def _own_state(part: Part) -> dict[str, Any]:
+    """A module's own part of the state dict, with what quantized ones keep beside their parameters."""
+    import torch
+
+    module, prefix, own = part.module, f"{part.name}.", {}
+    if type(module).state_dict is not torch.nn.Module.state_dict and not module._modules:
+        # Libraries for quantization override either: this one, or the one below.
+        return dict(module.state_dict(prefix=prefix))
+    module._save_to_state_dict(own, prefix, keep_vars=False)
+    return own
 
 
 def _settings(config: Any) -> Any:

@@ -5,6 +5,7 @@ PEFT is recognised by the names of its classes: it need not be installed.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,8 @@ _UNDETERMINED = {"XLoraModel", "PolyModel", "PolyLayer", "ShadowModel", "ALoraLi
 """Classes of PEFT whose output depends on arguments of a call, or on later tokens."""
 _BASES = ("base_layer", "original_module")
 """Where a layer of PEFT has the module that it stands for."""
-OTHER_LIBRARIES = ("adapters",)
-"""Libraries of adapters whose state is not in their modules."""
+_OTHER_LIBRARIES = {"adapters": "AdapterConfig"}
+"""Libraries of adapters whose state is not in their modules, and by which of their names to tell them from a user's own file."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def _adapter(name: str, module: torch.nn.Module) -> str:
         return "layer"
     if names & _AROUND:
         return "around"
-    if library in ("peft", *OTHER_LIBRARIES):
+    if library == "peft" or hasattr(sys.modules.get(library), _OTHER_LIBRARIES.get(library, "")):
         raise InvalidParameter(f"{name or 'the model'} has the adapter {class_name(kind)}, which kvpack does not know: {BY_HAND}")
     return ""
 

@@ -138,6 +138,13 @@ def test_weights_are_digested_by_value_unless_they_are_named() -> None:
     assert changed_fields(kvpack.Identity.of(model, "octopus-3"), mine) == {"weights"}
 
 
+def test_autocast_is_another_dtype() -> None:
+    model = small_llama()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert identity(model).dtype == "float32 autocast bfloat16"
+    assert identity(model).dtype == "float32"
+
+
 def test_values_that_are_not_in_memory_are_refused() -> None:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_hidden_layers=1))
@@ -150,6 +157,15 @@ def test_values_that_are_not_in_memory_are_refused() -> None:
     with pytest.raises(InvalidParameter, match=r"lm_head\.weight is on the meta device.*give weights="):
         kvpack.Identity.of(model, "octopus-3")
     assert identity(model).weights == "revision"
+
+
+def test_an_offloaded_model_needs_the_name_of_its_weights() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    mine = identity(small_llama())
+    model = accelerate.cpu_offload(small_llama(), execution_device="cpu")
+    with pytest.raises(InvalidParameter, match=r"weight is on the meta device.*give weights="):
+        kvpack.Identity.of(model, "octopus-3")
+    assert identity(model) == mine
 
 
 def test_tensors_whose_bytes_cannot_be_read_are_refused() -> None:

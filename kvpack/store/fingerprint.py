@@ -54,6 +54,16 @@ def config_digest(model: Any) -> str:
     return text_digest([_settings(model.config), [_module(part) for part in _of_the_model(model)]])
 
 
+def dtype_text(model: Any) -> str:
+    """The dtype of a transformers model, and that of autocast where it is on."""
+    import torch
+
+    # Weights that are offloaded do not say where the model computes.
+    devices = [model.device.type] if torch.amp.is_autocast_available(model.device.type) else ["cpu", "cuda"]
+    dtypes = [model.dtype, *(torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device))]
+    return " autocast ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
 def check_deterministic(model: torch.nn.Module) -> None:
     """Raise InvalidParameter for a model that drops values at random, as one in training does."""
     for part in parts(model):
@@ -77,7 +87,8 @@ def _own_state(part: Part) -> dict[str, Any]:
     """A module's own part of the state dict, with what quantized ones keep beside their parameters."""
     import torch
 
-    module, prefix, own = part.module, f"{part.name}.", {}
+    module, prefix = part.module, f"{part.name}."
+    own: dict[str, Any] = {}
     if type(module).state_dict is not torch.nn.Module.state_dict and not module._modules:
         # Libraries for quantization override either: this one, or the one below.
         return dict(module.state_dict(prefix=prefix))

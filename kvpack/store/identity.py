@@ -77,7 +77,7 @@ class Identity:
         (offloaded, or on the meta device) or whose bytes cannot be read, and for a model that drops values at random.
         """
         from .adapters import adapters_text
-        from .fingerprint import check_deterministic, config_digest, weights_digest
+        from .fingerprint import check_deterministic, config_digest, dtype_text, weights_digest
         from .modules import base_model
         from .rope import rope_text
 
@@ -89,7 +89,7 @@ class Identity:
             weights=weights_digest(model) if weights is None else weights,
             adapter=adapters_text(model, adapter),
             rope=rope_text(getattr(base.config, "text_config", None) or base.config),
-            dtype=str(base.dtype).removeprefix("torch."),
+            dtype=dtype_text(base),
             tenant=tenant,
             config=config_digest(base),
             extra=extra,

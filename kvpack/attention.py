@@ -44,11 +44,13 @@ def attend(
     Returns ``[batch, q_head, q_len, dim_v]`` in q's dtype.
     Where Triton kernels run (``kvpack.dispatch``), short queries are attended straight over the packed bytes, in binary16 products
     and within 2e-3 of the exact result; longer ones, and codecs that the kernels lack, as anywhere else, in binary32.
+    A layer that skipped tokens is attended only where ``sliding_window`` keeps every query from them.
     Raises InvalidShape, InvalidDtype or InvalidParameter. The query is rotated once and the values are summed in
     their coded frame (OCTOPUS Eq. 13), with the running softmax of FlashAttention.
     """
     k, v = _sides(layer)
     _check(q, k, v, causal, sliding_window, softcap)
+    _check_held(q.shape[2], layer, sliding_window, lengths)
     _check_sink_logits(sink_logits, q)
     lengths = _checked_lengths(lengths, k)
     scale = k.dim**-0.5 if scale is None else scale
@@ -185,6 +187,19 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
         raise InvalidParameter(f"sliding_window is {sliding_window}, allowed are integers from 1")
     if softcap is not None and not softcap > 0:
         raise InvalidParameter(f"softcap is {softcap}, allowed are numbers above 0")
+
+
+def _check_held(queries: int, layer: Layer, sliding_window: int | None, lengths: object) -> None:
+    """Raise InvalidShape where a query sees tokens that the layer no longer holds."""
+    if not layer.skipped:
+        return
+    held = f"the layer holds tokens {layer.skipped} to {layer.seen} of its cache, not those before"
+    if lengths is not None:
+        raise InvalidShape(f"{held}; lengths count tokens from the first of the cache on, which is needed with them")
+    first = layer.seen - queries
+    if sliding_window is None or first - sliding_window + 1 < layer.skipped:
+        seen = "all before it: give sliding_window" if sliding_window is None else f"a window of {sliding_window} tokens"
+        raise InvalidShape(f"{held}; the query of token {first} sees {seen}")
 
 
 def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
 
 from .cache import Cache
+from .limits import MAX_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -55,15 +56,21 @@ def dense_states(past: Any) -> list[DenseLayer]:
     if isinstance(past, (list, tuple)):
         if len(past) == 2 and all(x is None or isinstance(x, torch.Tensor) for x in past):
             past = [past]
-        if all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in past):
-            return [_of_pair(pair, f"layers[{number}]") for number, pair in enumerate(past)]
+        if all(isinstance(pair, (list, tuple)) and len(pair) in (2, 3) for pair in past):
+            return [_of_tuple(pair, f"layers[{number}]") for number, pair in enumerate(past)]
     raise InvalidDtype(f"a {type(past).__name__} is not a KV cache: give a transformers Cache, a list of (k, v), or one (k, v)")
 
 
-def _of_pair(pair: Sequence[Any], where: str) -> DenseLayer:
+def _of_tuple(pair: Sequence[Any], where: str) -> DenseLayer:
+    if isinstance(pair, DenseLayer):
+        return pair
+    skipped = pair[2] if len(pair) == 3 else 0
+    if type(skipped) is not int or not 0 <= skipped <= MAX_TOKENS:
+        shown = skipped if isinstance(skipped, int) else type(skipped).__name__
+        raise InvalidParameter(f"{where}: the tokens before k and v that the layer dropped are {shown}, expected an integer from 0")
     if pair[0] is None and pair[1] is None:
         raise InvalidShape(f"{where}: both sides are absent; a layer holds keys, values or both")
-    return DenseLayer(pair[0], pair[1])
+    return DenseLayer(pair[0], pair[1], skipped)
 
 
 def _of_layers(past: Any) -> list[DenseLayer]:

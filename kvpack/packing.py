@@ -40,8 +40,9 @@ def pack(
     """Encode a KV cache with ``recipe``: a preset's name, a recipe string, or ``"@path"`` or a Path of a recipe file.
 
     ``past_key_values`` is a transformers Cache, a sequence of (k, v) a layer, or one (k, v); k and v are
-    ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, and either may be None. ``model`` is the
-    model's identity, ``start`` the position of the first token; both are stored. ``progress`` counts layers.
+    ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, and either may be None. In place of (k, v) a layer may be
+    (k, v, skipped), where a sliding window has dropped that many tokens before them. ``model`` is the model's
+    identity, ``start`` the position of the first token; both are stored. ``progress`` counts layers.
     Raises InvalidRecipe, MissingFile, InvalidShape, InvalidDtype, NonFinite, OutOfRange or InvalidParameter.
     """
     recipe = parse_recipe(recipe)

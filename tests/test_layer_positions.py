@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import kvpack
 from kvpack import cli, container
@@ -166,3 +168,63 @@ def test_inspect_shows_the_positions_of_layers_that_differ(tmp_path: Path, capsy
     kvpack.save(kvpack.pack(random_pairs(2, 40), "kivi-2", start=7), path)
     cli.main(["inspect", str(path)])
     assert "positions" not in capsys.readouterr().out
+
+
+def test_a_layer_is_given_with_the_tokens_that_it_dropped() -> None:
+    pairs = random_pairs(2, 40)
+    newest = tuple(x[:, :, 30:] for x in pairs[1])
+    cache = kvpack.pack([pairs[0], (*newest, 30)], "kv=raw:dtype=bf16", start=5)
+    assert [cache.positions(number) for number in range(2)] == [(5, 45), (35, 45)]
+    assert torch.equal(cache[1].unpack()[1], newest[1])
+    for skipped, shown in ((-1, "-1"), (True, "True"), (2**40, "1099511627776"), (None, "NoneType"), (torch.tensor(16), "Tensor")):
+        with pytest.raises(InvalidParameter, match=rf"layers\[0\]: the tokens before k and v that the layer dropped are {shown}"):
+            kvpack.pack([(*newest, skipped)], "bf16")
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_attention_over_a_layer_that_dropped_tokens_needs_a_window_within_what_it_holds(queries: int) -> None:
+    whole, newest = kvpack.pack(random_pairs(3, 70), "bf16")[1], sliding(recipe="bf16")[1]
+    q = torch.randn(1, 4, queries, 64, generator=torch.Generator().manual_seed(0))
+    largest = 22 - queries + 1
+    for window in (1, largest):
+        found, expected = (kvpack.attend(q, layer, sliding_window=window) for layer in (newest, whole))
+        torch.testing.assert_close(found, expected)
+    held = "the layer holds tokens 48 to 70 of its cache, not those before; "
+    for options, message in (
+        ({}, f"the query of token {70 - queries} sees all before it: give sliding_window"),
+        ({"causal": False}, f"the query of token {70 - queries} sees all before it"),
+        ({"sliding_window": largest + 1}, f"the query of token {70 - queries} sees a window of {largest + 1} tokens"),
+        ({"sliding_window": 4, "lengths": [20]}, "lengths count tokens from the first of the cache on"),
+    ):
+        with pytest.raises(InvalidShape, match=held + message):
+            kvpack.attend(q, newest, **options)
+
+
+def test_unpack_and_pack_keep_the_positions_of_layers(tmp_path: Path) -> None:
+    cache = replace(sliding(recipe="bf16"), layers=(*sliding(recipe="bf16").layers, Layer(None, None)))
+    path, plain, again = tmp_path / "cache.kvpack", tmp_path / "dense.safetensors", tmp_path / "again.kvpack"
+    kvpack.save(cache, path)
+    assert cli.main(["unpack", str(path), str(plain)]) == 0
+    assert cli.main(["pack", str(plain), str(again), "--recipe", "bf16"]) == 0
+    assert again.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        ({"range": 3, "layers": [3]}, r"has the layers \[0, 1\], expected some of the 1 that its metadata names"),
+        ({"range": 3, "layers": [3, 2]}, "lets layer 1 start at 2, and the range at 3"),
+        ({"range": 3, "layers": [3, 2**40]}, "lets layer 1 start at 1099511627776"),
+        ({"range": 3, "layers": [3, 3, 4]}, "lets layer 2 start at 4"),
+        ({"range": 3, "layers": [3, True]}, "its metadata kvpack.unpacked is"),
+        ({"range": 3}, "its metadata kvpack.unpacked is"),
+        ({"range": -1, "layers": [-1, -1]}, "start is -1, allowed are at least 0"),
+    ],
+    ids=["fewer layers", "before the range", "beyond all positions", "without tensors", "boolean", "no layers", "negative"],
+)
+def test_notes_of_other_positions_are_refused(start: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {f"{number}.k": torch.zeros(1, 1, 4, 64) for number in range(2)}
+    save_file(tensors, tmp_path / "dense", {"kvpack.unpacked": json.dumps({"start": start, "model": {}})})
+    assert cli.main(["pack", str(tmp_path / "dense"), str(tmp_path / "out"), "--recipe", "bf16"]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()

@@ -1,6 +1,8 @@
 """kvpack unpack and kvpack pack: kvpack files to and from safetensors files of dense keys and values.
 
-A dense file holds the tensors ``{layer}.k`` and ``{layer}.v``, ``[batch, kv_head, token, dim]``, layers from 0.
+A dense file holds the tensors ``{layer}.k`` and ``{layer}.v``, ``[batch, kv_head, token, dim]``, layers from 0. Its metadata
+``kvpack.unpacked`` is JSON: the model's identity and the position of the first token, or, where layers start elsewhere or are
+without tensors, ``{"range": position, "layers": [position of each]}``.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack.formats.errors import InvalidParameter, MissingFile
 from kvpack.limits import MAX_TOKENS
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvpack import Cache
+    from kvpack.dense_states import DenseLayer
     from kvpack.encoding import Progress
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -69,9 +72,9 @@ def pack(arguments: argparse.Namespace) -> int:
     """Read the dense file and write a kvpack file; position and model identity come along where ``unpack`` noted them."""
     import kvpack
 
-    pairs, model, start = _read_dense(arguments.input)
+    layers, model, start = _read_dense(arguments.input)
     with progress("encode", arguments) as callback:
-        cache = kvpack.pack(pairs, arguments.recipe, model=model, start=start, progress=callback)
+        cache = kvpack.pack(layers, arguments.recipe, model=model, start=start, progress=callback)
     save(cache, arguments)
     return 0
 
@@ -91,7 +94,9 @@ def _safetensors(tensors: dict[str, torch.Tensor], dtype: str, cache: Cache) -> 
     """The dense file as pieces that share the tensors' memory: safetensors' own writer would hold a second copy."""
     import torch
 
-    note = {"start": cache.start, "model": dict(cache.model)}
+    starts = [cache.positions(number)[0] for number in range(len(cache))]
+    whole = all(layer.sides and not layer.skipped for layer in cache)
+    note = {"start": cache.start if whole else {"range": cache.start, "layers": starts}, "model": dict(cache.model)}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "kvpack.unpacked": json.dumps(note)}}
     end, pieces = 0, []
     for name, tensor in tensors.items():
@@ -103,17 +108,20 @@ def _safetensors(tensors: dict[str, torch.Tensor], dtype: str, cache: Cache) -> 
     return [memoryview(len(text).to_bytes(8, "little") + text), *pieces]
 
 
-def _read_dense(path: str) -> tuple[list[tuple[torch.Tensor | None, torch.Tensor | None]], dict[str, str], int]:
-    """The (k, v) of every layer, the model's identity and the first position.
+def _read_dense(path: str) -> tuple[list[DenseLayer], dict[str, str], int]:
+    """The layers, the model's identity and the first position.
 
     Raises MissingFile, or InvalidParameter when the file is no safetensors file or its names are not those of a dense cache.
     """
     from safetensors import SafetensorError, safe_open
 
+    from kvpack.dense_states import DenseLayer
+
     try:
         with safe_open(path, framework="pt") as file:
             names, metadata = list(file.keys()), file.metadata() or {}
-            _check_names(path, names)
+            note = _note(path, metadata.get("kvpack.unpacked", '{"start": 0, "model": {}}'))
+            layers = _check_names(path, names, note)
             for name in names:
                 _check_shape(path, name, file.get_slice(name).get_shape())
             tensors = {name: file.get_tensor(name) for name in names}
@@ -121,18 +129,30 @@ def _read_dense(path: str) -> tuple[list[tuple[torch.Tensor | None, torch.Tensor
         raise MissingFile(f"{path}: could not be opened: {error.strerror or error}") from None
     except SafetensorError as error:
         raise InvalidParameter(f"{path}: is not a safetensors file: {printable(str(error))}") from None
-    layers = 1 + max(int(name.partition(".")[0]) for name in names)
-    note = _note(path, metadata.get("kvpack.unpacked", '{"start": 0, "model": {}}'))
-    return [(tensors.get(f"{n}.k"), tensors.get(f"{n}.v")) for n in range(layers)], note["model"], note["start"]
+    starts = [note.start] * layers if note.starts is None else note.starts
+    return (
+        [DenseLayer(tensors.get(f"{n}.k"), tensors.get(f"{n}.v"), start - note.start) for n, start in enumerate(starts)],
+        note.model,
+        note.start,
+    )
 
 
-def _check_names(path: str, names: list[str]) -> None:
+def _check_names(path: str, names: list[str], note: _Note) -> int:
+    """The number of layers that the tensors and the note name. Raises InvalidParameter where they name others."""
     for name in names:
         if not _NAME.fullmatch(name):
             raise InvalidParameter(f"{path}: the tensor {name!r} is not named {{layer}}.k or {{layer}}.v, such as 0.k")
     layers = {int(name.partition(".")[0]) for name in names}
-    if layers != set(range(len(layers))) or not layers:
-        raise InvalidParameter(f"{path}: has the layers {sorted(layers)[:8]}, expected all from 0 to the last")
+    count = len(layers) if note.starts is None else len(note.starts)
+    if not layers or max(layers) >= count:
+        expected = "all from 0 to the last" if note.starts is None else f"some of the {count} that its metadata names"
+        raise InvalidParameter(f"{path}: has the layers {sorted(layers)[:8]}, expected {expected}")
+    for number, start in enumerate(note.starts or ()):
+        if start < note.start or start > MAX_TOKENS or (start != note.start and number not in layers):
+            raise InvalidParameter(
+                f"{path}: its metadata kvpack.unpacked lets layer {number} start at {start}, and the range at {note.start}"
+            )
+    return count
 
 
 MAX_VALUES = 2**63 - 1
@@ -149,12 +169,26 @@ def _check_shape(path: str, name: str, shape: list[int]) -> None:
         raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, {what}")
 
 
-def _note(path: str, text: str) -> dict[str, Any]:
+class _Note(NamedTuple):
+    """What ``unpack`` noted: ``starts`` has the first position of every layer, None where it is ``start``."""
+
+    model: dict[str, str]
+    start: int
+    starts: list[int] | None
+
+
+def _note(path: str, text: str) -> _Note:
     try:
         note = json.loads(text)
     except (ValueError, RecursionError):
         note = None
     match note:
-        case {"start": start, "model": {**model}} if type(start) is int and all(isinstance(word, str) for word in model.values()):
-            return dict(note)
-    raise InvalidParameter(f'{path}: its metadata kvpack.unpacked is {text!r:.200}, expected {{"start": integer, "model": {{name: text}}}}')
+        case {"start": start, "model": {**named}} if all(isinstance(word, str) for word in named.values()):
+            model = {str(name): str(word) for name, word in named.items()}
+            match start:
+                case int() if type(start) is int:
+                    return _Note(model, start, None)
+                case {"range": first, "layers": [*starts]} if all(type(position) is int for position in (first, *starts)):
+                    return _Note(model, first, starts)
+    expected = '{"start": integer, "model": {name: text}}, or for start {"range": integer, "layers": [integer]}'
+    raise InvalidParameter(f"{path}: its metadata kvpack.unpacked is {text!r:.200}, expected {expected}")

@@ -250,7 +250,7 @@ def test_what_is_no_entry_gives_way_and_what_another_key_opens_stays(place: Any)
     for other in (opened(place), opened(place, encryption={"theirs": bytes(32)})):
         assert other.load(ids) == (0, None)
         assert other.save(ids, whole) == other.match(ids) == 0
-        assert other.counters()["refused_chunks"] == 3, "several are put at once"
+        assert 1 <= other.counters()["refused_chunks"] <= 3, "several may be put at once"
     assert same(ours.load(ids)[1], whole)
 
 

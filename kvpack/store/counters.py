@@ -25,7 +25,7 @@ NAMES = {
     "saved_chunks": "Chunks that save has written.",
     "saved_bytes": "Bytes of those chunks.",
     "present_chunks": "Chunks that save found in the store.",
-    "refused_chunks": "Chunks that did not fit: the budget, or the disk, is taken by entries that may not be removed.",
+    "refused_chunks": "Chunks that did not fit: the budget, the disk or the name is taken by entries that may not be removed.",
     "damaged_entries": "Entries whose bytes are damaged; each was a miss and was removed.",
     "unreadable_entries": "Entries not read for lack of memory, a codec or a newer version; each was a miss and stays.",
     "undecryptable_entries": "Entries that no key at hand opens; each was a miss.",

@@ -198,10 +198,10 @@ def test_the_same_state_has_the_same_identity_in_another_process() -> None:
 def test_customers_never_see_each_others_tokens(tmp_path: Path) -> None:
     model, ids = with_two_loras(), list(range(64))
     k, v = torch.randn(2, 1, 1, 64, 16).to(torch.bfloat16)
-    cache = kvpack.pack([(k, v)] * 2, "bf16")
+    cache = kvpack.pack([(k, v)] * 2, "raw")
 
     def store() -> kvpack.Store:
-        return kvpack.Store(tmp_path, kvpack.Identity.of(model, "bf16", name="m"), chunk=32)
+        return kvpack.Store(tmp_path, kvpack.Identity.of(model, "raw", name="m"), chunk=32)
 
     assert store().save(ids, cache) == 64
     with model.disable_adapter():

@@ -179,7 +179,7 @@ def test_inputs_are_exported_and_imported(tmp_path: Path, capsys: pytest.Capture
     features = container.open_file(file).header.ignorable
     assert list(features) == ["token-chunks.0"], "an importer that knows no inputs finds no token ids"
     new = tmp_path / "new"
-    words = ["store", "import", str(new), str(file), "--tenant", IDENTITY.tenant]
+    words = ["store", "import", str(new), str(file), "--tenant", IDENTITY.tenant, "--trust-names"]
     assert cli.main([*words, "--chunk", "64"]) == 2
     assert "has digests of inputs for chunks of 32 tokens, --chunk is 64" in capsys.readouterr().err
     (tmp_path / "ids.json").write_text(json.dumps(ids[: 3 * CHUNK]))

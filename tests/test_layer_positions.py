@@ -228,3 +228,17 @@ def test_notes_of_other_positions_are_refused(start: object, message: str, tmp_p
     assert cli.main(["pack", str(tmp_path / "dense"), str(tmp_path / "out"), "--recipe", "bf16"]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_entry_of_a_store_whose_layers_start_elsewhere_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a writer without checks has stored: 32 tokens in each layer, those of the second at the positions 32 to 64."""
+    store = kvpack.Store(tmp_path, kvpack.Identity("model", "bf16", weights="w"), chunk=32)
+    ids, whole = list(range(32)), kvpack.pack(random_pairs(2, 32), "bf16")
+    moved = replace(whole, layers=(whole[0], replace(whole[1], skipped=32)))
+    monkeypatch.setattr("kvpack.store.store.check_cache", lambda *_: None)
+    monkeypatch.setattr("kvpack.store.store.check_ids", lambda *_: None)
+    monkeypatch.setattr(kvpack.Cache, "slice", lambda *_: moved)
+    assert store.save(ids, moved) == 32
+    monkeypatch.undo()
+    assert store.load(ids) == (0, None)
+    assert store.counters()["faults"] == {"load InvalidHeader": 1}

@@ -15,6 +15,10 @@ class KvpackError(Exception):
     exit_code = 1
 
 
+class KvpackWarning(UserWarning):
+    """Something works, and not in the way that was asked for."""
+
+
 class MissingFile(KvpackError, FileNotFoundError):
     """The path does not exist, cannot be opened or is not a regular file.
 

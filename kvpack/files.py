@@ -11,6 +11,7 @@ from . import container
 from .cache import Cache, Layer, Page, Side
 from .encoding import RAW_NAMES, TORCH_DTYPES
 from .formats.raw import DTYPES
+from .given import check_packed
 from .header import Contents, LayerEntry, SideEntry
 from .layer_positions import features_of
 from .modes import own_modes
@@ -39,8 +40,9 @@ def save(
     The file appears whole or not at all, and an older file stays until then. ``compress`` stores a tensor as a
     zstd frame where that saves 3 % or more (such a file is decoded when loaded, not mapped); ``durable`` returns
     after the file and its folder reached the disk; ``progress`` counts bytes.
-    Raises WriteFailed, or LimitExceeded when the cache is beyond the format's limits.
+    Raises WriteFailed, LimitExceeded when the cache is beyond the format's limits, or InvalidDtype for what is no packed cache.
     """
+    check_packed(cache, "kvpack.save({}, path)")
     contents, arrays = stored(cache)
     return container.write(path, contents, arrays, compress=compress, durable=durable, progress=progress)
 

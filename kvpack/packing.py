@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,13 @@ from .cache import Cache, Layer, Page, Pair, Side, check_tensor
 from .checks import check_integer, check_names, check_string
 from .dense_states import dense_states
 from .encoding import RAW_NAMES, check_finite, encode, is_rounded
+from .inputs import Inputs
 from .limits import MAX_TOKENS
 from .modes import own_modes
 from .recipes import Recipe, parse_recipe
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
 
     from kvpack.formats.base import Codec
 
@@ -35,6 +36,7 @@ def pack(
     *,
     model: Mapping[str, str] | None = None,
     start: int = 0,
+    inputs: Inputs | None = None,
     progress: Progress | None = None,
 ) -> Cache:
     """Encode a KV cache with ``recipe``: a preset's name, a recipe string, or ``"@path"`` or a Path of a recipe file.
@@ -42,10 +44,15 @@ def pack(
     ``past_key_values`` is a transformers Cache, a sequence of (k, v) a layer, or one (k, v); k and v are
     ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, and either may be None. In place of (k, v) a layer may be
     (k, v, skipped), where a sliding window has dropped that many tokens before them. ``model`` is the model's
-    identity, ``start`` the position of the first token; both are stored. ``progress`` counts layers.
+    identity, ``start`` the position of the first token; both are stored. ``inputs`` is what the tokens were
+    computed from, where it is known. ``progress`` counts layers.
     Raises InvalidRecipe, MissingFile, InvalidShape, InvalidDtype, NonFinite, OutOfRange or InvalidParameter.
     """
     recipe = parse_recipe(recipe)
+    if model is not None and not isinstance(model, Mapping):
+        raise InvalidParameter(f"model is a {type(model).__name__}, expected a map of names to text, such as {{'name': 'llama'}}")
+    if inputs is not None and not isinstance(inputs, Inputs):
+        raise InvalidParameter(f"inputs is a {type(inputs).__name__}, expected a kvpack.inputs.Inputs")
     start, model = operator.index(start), dict(model or {})
     try:
         check_integer("start", start, 0, MAX_TOKENS)
@@ -61,7 +68,7 @@ def pack(
         layers.append(Layer(*(_pack_side(x, recipe, number, len(states), side) for x, side in ((k, "k"), (v, "v"))), skipped=skipped))
         if progress:
             progress(number + 1, len(states))
-    return Cache(tuple(layers), recipe.text, MappingProxyType(model), start)
+    return Cache(tuple(layers), recipe.text, MappingProxyType(model), start, inputs)
 
 
 def convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, progress: Progress | None) -> Cache:

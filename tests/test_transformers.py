@@ -25,6 +25,8 @@ from kvpack.cache import Cache, Layer
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.integrations.transformers import attention as packed_attention
+from kvpack.integrations.transformers.masks import mask
+from kvpack.integrations.transformers.states import PackedLength
 from kvpack.packing import pack
 
 RECIPES = ["raw", "kivi-2", "kivi-2;tail=64", "kv=group:b=4,g=32,rotation=signed-hadamard;layers=0:v=raw"]
@@ -84,7 +86,7 @@ def test_continues_as_over_unpacked_tensors(recipe: str, batch: int, monkeypatch
     over_packed = KvpackCache(packed)
     found = [model(part, past_key_values=over_packed).logits for part in following.split([6, 1, 2], 1)]
     assert over_packed.packed.tokens == over_packed.get_seq_length() == 92
-    monkeypatch.setattr("kvpack.integrations.transformers.attend", dense_attention)
+    monkeypatch.setattr("kvpack.integrations.transformers.functions.attend", dense_attention)
     over_packed = KvpackCache(packed)
     expected = [model(part, past_key_values=over_packed).logits for part in following.split([6, 1, 2], 1)]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -211,30 +213,24 @@ def test_a_window_falls_back_to_dense_attention() -> None:
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "tensors"])
-def test_padding_is_refused(packed: bool) -> None:
+def test_padding_is_refused_over_packed_layers() -> None:
     model = small_model()
-    cache = prefill(model, token_ids(2, 6))
+    packed = pack(prefill(model, token_ids(2, 6)), "raw")
     mask = torch.ones(2, 9, dtype=torch.long)
-    model(token_ids(2, 3), past_key_values=KvpackCache(pack(cache, "raw")), attention_mask=mask)
+    model(token_ids(2, 3), past_key_values=KvpackCache(packed), attention_mask=mask)
     mask[1, :2] = 0
     with pytest.raises(InvalidParameter, match="padding in row 1"):
-        model(token_ids(2, 3), past_key_values=KvpackCache(pack(cache, "raw")) if packed else cache, attention_mask=mask)
+        model(token_ids(2, 3), past_key_values=KvpackCache(packed), attention_mask=mask)
 
 
-def test_other_masks_are_refused() -> None:
+def test_other_masks_are_refused_over_packed_layers() -> None:
     model = small_model()
+    packed = pack(prefill(model, token_ids(1, 6)), "raw")
+    with pytest.raises(InvalidParameter, match=r"passes: a mask; KvpackCache\(cache, model, dense=True\)"):
+        model(token_ids(1, 2), past_key_values=KvpackCache(packed), attention_mask=torch.zeros(1, 1, 2, 8))
+    options = {"batch_size": 1, "q_length": 2, "q_offset": 6, "mask_function": lambda batch, head, q, k: q >= k - 1}
     with pytest.raises(InvalidParameter, match="neither causal nor a sliding window"):
-        model(token_ids(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
-    cache = KvpackCache(pack(prefill(model, token_ids(1, 6)), "raw"))
-    with pytest.raises(InvalidParameter, match="passes a mask"):
-        model(token_ids(1, 2), past_key_values=cache, attention_mask=torch.zeros(1, 1, 2, 8))
-
-
-def test_static_caches_are_refused() -> None:
-    model = small_model()
-    with pytest.raises(InvalidParameter, match="spans positions up to 31, the queries end at 4"):
-        model.generate(token_ids(1, 4), cache_implementation="static", max_new_tokens=28, disable_compile=True, pad_token_id=0)
+        mask(kv_length=PackedLength(8), config=model.config, **options)
 
 
 def test_of_a_static_cache_the_filled_part_is_packed() -> None:
@@ -286,4 +282,4 @@ def test_from_pretrained_takes_the_name(tmp_path: Any) -> None:
     small_model().save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="kvpack")
     assert model.config._attn_implementation == "kvpack"
-    assert AttentionInterface()["kvpack"].__module__ == "kvpack.integrations.transformers"
+    assert AttentionInterface()["kvpack"] is packed_attention

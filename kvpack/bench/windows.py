@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 import kvpack
 from kvpack.attention import attend
-from kvpack.integrations.transformers import KvpackCache, attention, no_mask
+from kvpack.integrations.transformers import KvpackCache, attention, mask
 
 if TYPE_CHECKING:
     from kvpack.cache import Cache, Layer
@@ -45,7 +45,7 @@ class _Recorder:
 
     def __call__(
         self, module: torch.nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **options: Any
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, weights = attention(module, query, key, value, attention_mask, **options)
         newest = output[:, -QUERIES:].transpose(1, 2).clone()
         kept = {"scale": options.get("scaling")} | {name: options.get(name) for name in ("softcap", "sliding_window")}
@@ -55,7 +55,7 @@ class _Recorder:
 
 _recorder = _Recorder()
 AttentionInterface.register(_RECORDED, _recorder)
-AttentionMaskInterface.register(_RECORDED, no_mask)
+AttentionMaskInterface.register(_RECORDED, mask)
 
 
 @dataclass(frozen=True)

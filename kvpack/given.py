@@ -1,0 +1,25 @@
+"""Telling a caller who gave something else than a packed cache what to write instead."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from kvpack.formats.errors import InvalidDtype
+
+from .cache import Cache
+
+
+def check_packed(given: Any, call: str) -> None:
+    """Raise InvalidDtype unless ``given`` is a Cache; ``call`` is the call to write, with ``{}`` where the cache goes."""
+    if isinstance(given, Cache):
+        return
+    if isinstance(getattr(given, "packed", None), Cache):
+        instead = call.format("cache.packed")
+    elif isinstance(given, (str, os.PathLike)):
+        instead = call.format(f"kvpack.load({os.fspath(given)!r})")
+    elif isinstance(given, (list, tuple)) or hasattr(given, "layers"):
+        instead = call.format("kvpack.pack(past_key_values, recipe)")
+    else:
+        raise InvalidDtype(f"a {type(given).__name__} is no packed cache: kvpack.pack makes one, and kvpack.load reads one")
+    raise InvalidDtype(f"a {type(given).__name__} is no packed cache: write {instead}")

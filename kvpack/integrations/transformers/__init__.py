@@ -1,0 +1,25 @@
+"""transformers models over packed layers: no decompressed copy of the cache exists.
+
+    cache = kvpack.load("prompt.kvpack")
+    model.set_attn_implementation("kvpack")
+    model.generate(token_ids, past_key_values=KvpackCache(cache, model))
+
+Importing this package registers the attention "kvpack". It runs causal and sliding-window attention over packed layers;
+plain tensors, such as those of a prefill, go to the model's own attention: scaled dot product attention where the model has it,
+else eager. With "kvpack|eager" they go to eager attention. With the model, a KvpackCache records what its tokens came from, refuses
+a cache of another model, and decodes layers for models whose attention takes tensors alone.
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .cache import KvpackCache
+from .functions import attention
+from .hooks import recording
+from .masks import mask
+from .plain import NAMES
+
+__all__ = ["KvpackCache", "attention", "mask", "recording"]
+
+for _name in NAMES:
+    AttentionInterface.register(_name, attention)
+    AttentionMaskInterface.register(_name, mask)

@@ -1,0 +1,79 @@
+"""transformers' attention function over packed layers, and over plain tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvpack.attention import attend
+from kvpack.cache import Layer
+from kvpack.formats.errors import InvalidParameter, InvalidShape
+
+from .plain import plain_attention
+from .states import PackedStates
+
+if TYPE_CHECKING:
+    import torch
+
+_WITHOUT_COUNTERPART = {
+    "position_bias": "a position bias",
+    "indices": "the indices of the keys to attend to",
+    "block_indices": "the indices of the blocks to attend to",
+    "sinks": "sinks that are not logits",
+    "cu_seq_lens_q": "several sequences in one row",
+    "cu_seq_lens_k": "several sequences in one row",
+}
+"""Options of attention functions that ``attend`` has no counterpart of."""
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor | PackedStates | Layer,
+    value: torch.Tensor | PackedStates | Layer,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' attention function over a packed layer (``key``), or over tensors, which go to the model's own attention.
+
+    ``query`` is ``[batch, q_head, q_len, dim]``; returns ``[batch, q_len, q_head, dim]``. Raises InvalidParameter
+    for what ``attend`` has no counterpart of: a mask, dropout, a position bias; InvalidShape for a layer without tokens that
+    the model attends to.
+    """
+    if isinstance(key, PackedStates):
+        key.cache.check_attention(module)
+        key = key.packed
+    if not isinstance(key, Layer):
+        if isinstance(value, (Layer, PackedStates)):
+            raise InvalidShape("the value states are a packed layer and the key states are a tensor")
+        return plain_attention(module, options)(module, query, key, value, attention_mask, **options)
+    given = [what for name, what in _WITHOUT_COUNTERPART.items() if options.get(name) is not None]
+    if attention_mask is not None:
+        given.append("a mask")
+    if options.get("dropout"):
+        given.append("dropout")
+    if given:
+        raise InvalidParameter(
+            f"attention over packed layers has no counterpart of what the model passes: {', '.join(given)}; "
+            "KvpackCache(cache, model, dense=True) decodes each layer for its call"
+        )
+    causal = options.get("is_causal")
+    window = options.get("sliding_window")
+    _check_window(key, query.shape[2], window)
+    out = attend(
+        query,
+        key,
+        scale=options.get("scaling"),
+        causal=getattr(module, "is_causal", True) if causal is None else causal,
+        softcap=options.get("softcap"),
+        sliding_window=window,
+        sink_logits=options.get("s_aux"),
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _check_window(layer: Layer, queries: int, window: int | None) -> None:
+    """Raise InvalidShape when a query attends to tokens that the layer skipped."""
+    older = layer.tokens - queries
+    if layer.skipped and (window is None or older < window - 1):
+        attended = "all of them" if window is None else f"a window of {window}"
+        raise InvalidShape(f"the layer holds only the newest {older} of its earlier tokens, and the model attends to {attended}")

@@ -1,0 +1,213 @@
+"""Hooks on a model that tell its caches what forward passes see, and the recording of passes over plain caches."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
+
+from kvpack.formats.errors import InvalidParameter
+
+from .passes import Pass, arguments_of
+from .record import Record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvpack.inputs import Inputs
+
+_HOOKS: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
+"""The hooks of each model, by its id; they live as long as something holds them."""
+
+
+class Hooks:
+    """The hooks of one model: they refer to no cache, and go with the last object that holds this one."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = weakref.ref(model)
+        self.recordings: list[Recording] = []
+        mine = weakref.ref(self)
+
+        def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            arguments = arguments_of(module, args, kwargs)
+            hooks = mine()
+            for passes in [*passes_over(_past(arguments)), *(hooks.recordings if hooks is not None else ())]:
+                passes.enter(module, arguments)
+
+        def after(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            arguments = arguments_of(module, args, kwargs)
+            hooks = mine()
+            for passes in [*passes_over(_past(arguments)), *(hooks.recordings if hooks is not None else ())]:
+                passes.leave(module, arguments, output)
+
+        # A wrapper, such as PEFT's, may call the forward of a model and not the model; the models inside that one are called.
+        handles: list[Any] = []
+        for module in models_in(model):
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        watched = [weakref.ref(module) for module in models_in(model) if _watch_generate(module)]
+        weakref.finalize(self, _remove, handles, watched)
+
+    def __deepcopy__(self, memo: object) -> Hooks:
+        return self
+
+    @staticmethod
+    def on(model: torch.nn.Module) -> Hooks:
+        """The hooks of ``model``, made unless there are some."""
+        hooks = _HOOKS.get(id(model))
+        if hooks is None or hooks.model() is not model:
+            hooks = Hooks(model)
+            _HOOKS[id(model)] = hooks
+        return hooks
+
+
+class Passes:
+    """The forward passes over one cache: the outermost call of each, with the positions that calls inside it were given."""
+
+    def __init__(self) -> None:
+        self.current: Pass | None = None
+        self._inside: list[torch.nn.Module] = []
+
+    def __deepcopy__(self, memo: object) -> Passes:
+        return Passes()
+
+    @property
+    def outermost(self) -> bool:
+        """Whether no call is inside another."""
+        return len(self._inside) == 1
+
+    def enter(self, module: torch.nn.Module, arguments: dict[str, Any], start: int) -> None:
+        """A call begins, over a cache of ``start`` tokens."""
+        self._inside.append(module)
+        if self.outermost:
+            self.current = Pass(module, arguments, start, isinstance(_past(arguments), EncoderDecoderCache))
+        elif self.current is not None:
+            self.current.check_positions(arguments)
+
+    def leave(self, module: torch.nn.Module) -> Pass | None:
+        """A call ends; the pass, when it was the outermost one."""
+        if self._inside and self._inside[-1] is module:
+            self._inside.pop()
+        if self._inside:
+            return None
+        ended, self.current = self.current, None
+        return ended
+
+
+class Recording:
+    """What the passes of a model over transformers' own caches see while it is recorded."""
+
+    def __init__(self) -> None:
+        self._passes = Passes()
+        self._records: weakref.WeakKeyDictionary[TransformersCache, Record] = weakref.WeakKeyDictionary()
+
+    def enter(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
+        self._passes.enter(module, arguments, _tokens(_past(arguments)))
+
+    def leave(self, module: torch.nn.Module, arguments: dict[str, Any], output: Any) -> None:
+        ended = self._passes.leave(module)
+        past = _past(arguments)
+        if past is None:
+            past = getattr(output, "past_key_values", None)
+        if ended is None:
+            return
+        for cache in _parts(past):
+            record = self._records.get(cache)
+            if record is None:
+                record = self._records[cache] = Record(None, 0)
+            _match(record, ended.start)
+            record.add(max(0, _tokens(cache) - record.tokens), None if output is None else ended)
+
+    def inputs(self, past_key_values: TransformersCache) -> Inputs:
+        """What the tokens of ``past_key_values`` came from: the ``inputs`` of ``kvpack.pack``.
+
+        Raises InvalidParameter for a cache that no recorded pass was over.
+        """
+        record = self._records.get(past_key_values) if isinstance(past_key_values, TransformersCache) else None
+        if record is None:
+            raise InvalidParameter(f"no recorded forward pass was over this {type(past_key_values).__name__}")
+        _match(record, _tokens(past_key_values))
+        inputs = record.inputs
+        assert inputs is not None
+        return inputs
+
+
+@contextmanager
+def recording(model: torch.nn.Module) -> Iterator[Recording]:
+    """Record what forward passes of ``model`` over transformers' own caches see.
+
+        with recording(model) as record:
+            past = model(token_ids).past_key_values
+        cache = kvpack.pack(past, "octopus-3", inputs=record.inputs(past))
+    """
+    hooks, one = Hooks.on(model), Recording()
+    hooks.recordings.append(one)
+    try:
+        yield one
+    finally:
+        hooks.recordings.remove(one)
+
+
+def models_in(model: torch.nn.Module) -> list[PreTrainedModel]:
+    """The transformers models among the modules of ``model``, the outermost first: PEFT's wrappers are none."""
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+def passes_over(past: Any) -> list[Any]:
+    """What the KvpackCaches of ``past`` are told of the passes over them."""
+    return [cache.passes for cache in _parts(past) if hasattr(cache, "passes")]
+
+
+def _parts(past: Any) -> list[TransformersCache]:
+    """The caches of keys and values that ``past`` is made of."""
+    if isinstance(past, EncoderDecoderCache):
+        return [past.self_attention_cache, past.cross_attention_cache]
+    return [past] if isinstance(past, TransformersCache) else []
+
+
+def _past(arguments: dict[str, Any]) -> Any:
+    return arguments.get("past_key_values", arguments.get("layer_past"))
+
+
+def _tokens(past: Any) -> int:
+    return int(past.get_seq_length()) if isinstance(past, TransformersCache) else 0
+
+
+def _match(record: Record, tokens: int) -> None:
+    """Bring a record to the length of its cache, which may have been cropped, or grown by passes outside the recording."""
+    if tokens < record.tokens:
+        record.crop(tokens)
+    elif tokens > record.tokens:
+        record.add(tokens - record.tokens, None)
+
+
+def _watch_generate(model: PreTrainedModel) -> bool:
+    """Show caches the token ids that ``generate`` is given: forward passes see only those after the cache."""
+    if "prepare_inputs_for_generation" in vars(model) or not hasattr(type(model), "prepare_inputs_for_generation"):
+        return False
+    owner = weakref.ref(model)
+
+    def prepare_inputs_for_generation(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        following = kwargs.get("next_sequence_length")
+        if kwargs.get("is_first_iteration", True) and following is not None and kwargs.get("inputs_embeds") is None:
+            for passes in passes_over(kwargs.get("past_key_values")):
+                passes.check_ids(input_ids, following)
+        alive = owner()
+        assert alive is not None
+        return type(alive).prepare_inputs_for_generation(alive, input_ids, *args, **kwargs)
+
+    model.prepare_inputs_for_generation = prepare_inputs_for_generation
+    return True
+
+
+def _remove(handles: list[Any], watched: list[weakref.ref[Any]]) -> None:
+    for handle in handles:
+        handle.remove()
+    for owner in watched:
+        model = owner()
+        if model is not None:
+            vars(model).pop("prepare_inputs_for_generation", None)

@@ -1,0 +1,98 @@
+"""What a transformers model expects of a cache, and whether a packed one is of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvpack.formats.errors import InvalidParameter
+
+from .hooks import models_in
+from .plain import NAMES
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvpack.cache import Cache
+
+_OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
+"""Settings of models that expand what the cache holds before they attend to it, or attend in chunks."""
+
+
+class Model:
+    """What is known of a transformers model, or of a wrapper of one, as far as its caches are concerned; it refers to no weights.
+
+    ``takes_packed_layers`` says whether its attention is given keys and values as the cache hands them out.
+    Raises InvalidParameter for anything but a model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        inside = models_in(model) if hasattr(model, "modules") else []
+        if not inside:
+            raise InvalidParameter(f"model is a {type(model).__name__}, expected a transformers model or a wrapper of one")
+        outer = inside[0]
+        decoder = outer.get_decoder()
+        decoder = decoder if isinstance(decoder, PreTrainedModel) else outer
+        self.name = type(outer).__name__
+        self.config: Any = outer.config.get_text_config(decoder=True)
+        self.has_encoder = bool(outer.config.is_encoder_decoder)
+        other = any(getattr(self.config, name, None) is not None for name in _OTHER_ATTENTION)
+        self.takes_packed_layers = bool(decoder._can_set_attn_implementation()) and not other and not self.has_encoder
+        self._decoder_config: Any = decoder.config
+
+    def __deepcopy__(self, memo: object) -> Model:
+        return self
+
+    @property
+    def attention(self) -> str:
+        """The name of the attention that is set."""
+        return str(self._decoder_config._attn_implementation)
+
+    @property
+    def runs_packed_layers(self) -> bool:
+        """Whether attention "kvpack" is set."""
+        return self.attention in NAMES
+
+    def windows(self, layers: int) -> list[int | None]:
+        """The sliding window of each of the first ``layers`` layers."""
+        known = [getattr(layer, "sliding_window", None) for layer in self._layers()]
+        return [*known, *[None] * layers][:layers]
+
+    def check(self, cache: Cache) -> None:
+        """Raise InvalidParameter, naming what differs, for a cache that is not of this model as far as both tell."""
+        expected = [] if self.has_encoder else self._layers()
+        for number, layer in enumerate(expected):
+            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+                raise InvalidParameter(
+                    f"layers[{number}] of {self.name} keeps a {type(layer).__name__}, and a packed layer holds keys and values alone"
+                )
+        if expected and len(cache) != len(expected):
+            raise InvalidParameter(f"the cache has {len(cache)} layers, and {self.name} {len(expected)}")
+
+    def _layers(self) -> list[Any]:
+        layers: list[Any] = DynamicCache(config=self.config).layers
+        return layers
+
+
+def has_multidimensional_positions(config: Any) -> bool:
+    """Whether a configuration splits rotary positions into sections, as Qwen2-VL does."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    return "mrope_section" in _keys(rope)
+
+
+def check_layers(layers: int, module: torch.nn.Module) -> None:
+    """Raise InvalidParameter when an attention module is seen to be of a model with fewer than ``layers`` layers."""
+    config = getattr(module, "config", None)
+    expected = getattr(config, "num_hidden_layers", None)
+    if isinstance(expected, int) and not getattr(config, "is_encoder_decoder", False) and layers > expected:
+        raise InvalidParameter(f"the cache has {layers} layers, and the model of this {type(module).__name__} {expected}")
+
+
+def _keys(settings: Any) -> set[str]:
+    """The keys of nested maps."""
+    if not isinstance(settings, Mapping):
+        return set()
+    return set(settings).union(*(_keys(value) for value in settings.values()))

@@ -1,0 +1,101 @@
+"""What one forward pass computed its keys and values from, as far as its arguments tell."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_WITHOUT_EFFECT = {
+    "labels",
+    "layer_past",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "num_logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "return_dict",
+    "use_cache",
+}
+"""The arguments of forward passes that change no key and no value: a closed list."""
+
+_POSITIONS = ("position_ids", "cache_position")
+_READ = {"input_ids", "inputs_embeds", "attention_mask", *_POSITIONS}
+"""The arguments that a Pass reads."""
+
+
+def arguments_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``module`` by name, without those that are None or empty."""
+    given = dict(kwargs)
+    if args:
+        parameters = inspect.signature(module.forward).parameters
+        names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
+        given = {**dict(zip(names, args, strict=False)), **given}
+    empty = {name for name, value in given.items() if value is None or (isinstance(value, (dict, list, tuple)) and not value)}
+    return {name: value for name, value in given.items() if name not in empty}
+
+
+class Pass:
+    """One forward pass that begins at token ``start``: its token ids, and what they do not determine.
+
+    ``ids`` is ``[batch, token]``, or None. Comparisons are made on the device, and read when ``undetermined`` is called.
+    """
+
+    def __init__(self, module: torch.nn.Module, arguments: Mapping[str, Any], start: int, encoder: bool) -> None:
+        ids = arguments.get("decoder_input_ids" if encoder else "input_ids")
+        self.ids = ids.detach().clone() if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
+        self.start = start
+        self._found: list[str] = []
+        self._expected: list[tuple[torch.Tensor | bool, str]] = []
+        self._embedded = self.ids is None or arguments.get("inputs_embeds") is not None
+        if encoder:
+            self._found.append("depend on what an encoder was given")
+        others = sorted(set(arguments) - _READ - _WITHOUT_EFFECT - ({"decoder_input_ids"} if encoder else set()))
+        if others and not encoder:
+            self._found.append(f"depend on the arguments {', '.join(others)}" if len(others) > 1 else f"depend on the argument {others[0]}")
+        given = next((value for value in arguments.values() if isinstance(value, torch.Tensor)), None)
+        device = given.device.type if given is not None else "cpu"
+        if torch.is_autocast_enabled(device):
+            self._found.append(f"were computed under autocast to {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}")
+        if module.training:
+            self._found.append("were computed in training mode")
+        if not encoder:
+            self._check_mask(arguments.get("attention_mask"))
+        self.check_positions(arguments)
+
+    def check_positions(self, arguments: Mapping[str, Any]) -> None:
+        """Note whether positions given to the model, or by it to a part of it, are those that follow the cache."""
+        for name in _POSITIONS:
+            positions = arguments.get(name)
+            if isinstance(positions, torch.Tensor) and positions.numel():
+                stop = self.start + positions.shape[-1]
+                expected = torch.arange(self.start, stop, device=positions.device)
+                self._expected.append(((positions == expected).all(), "have other positions than those that follow the cache"))
+
+    def undetermined(self, tokens: int) -> list[str]:
+        """What the ids of this pass, which made ``tokens`` tokens, do not determine."""
+        found = list(self._found)
+        if self._embedded:
+            found.insert(0, "came from embeddings, not from token ids")
+        elif self.ids is not None and self.ids.shape[1] != tokens:
+            found.insert(0, f"came from a forward pass over {self.ids.shape[1]} token ids, not {tokens}")
+        found += [text for holds, text in self._expected if not bool(holds)]
+        return list(dict.fromkeys(found))
+
+    def _check_mask(self, mask: Any) -> None:
+        text = "were computed with an attention mask that hides tokens"
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            tokens = self.start + (self.ids.shape[1] if self.ids is not None else mask.shape[1] - self.start)
+            self._expected.append(((mask != 0).all() if mask.shape[1] == tokens else False, text))
+        elif mask is not None and any(part is not None for part in _parts(mask)):
+            self._found.append(text)
+
+
+def _parts(mask: Any) -> Iterable[Any]:
+    return mask.values() if isinstance(mask, dict) else (mask,)

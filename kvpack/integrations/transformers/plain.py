@@ -1,0 +1,59 @@
+"""The attention that plain tensors go to: what the model has without kvpack."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from kvpack.formats.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+NAMES = ("kvpack", "kvpack|eager")
+"""Names of the attention: with the second, plain tensors go to eager attention whatever else the model has."""
+
+_NOT_IN_SDPA = ("s_aux", "softcap")
+"""What eager attention functions take, and scaled dot product attention leaves out."""
+
+
+def plain_name(config: Any) -> str:
+    """"sdpa" or "eager": where the plain tensors of models of ``config`` go.
+
+    A model's configuration no longer says which attention was set before "kvpack", so it is transformers' own default.
+    """
+    models = [model for model in _subclasses(PreTrainedModel) if getattr(model, "config_class", None) is type(config)]
+    supported = bool(models) and all(model._supports_sdpa for model in models)
+    return "sdpa" if supported and config._attn_implementation != "kvpack|eager" else "eager"
+
+
+def plain_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """The attention function for plain tensors of one attention module. Raises InvalidParameter when there is none."""
+    if plain_name(module.config) == "sdpa":
+        lost = [name for name in _NOT_IN_SDPA if options.get(name) is not None]
+        if lost:
+            raise InvalidParameter(
+                f"{type(module).__name__} passes {' and '.join(lost)}, which scaled dot product attention leaves out: "
+                'call model.set_attn_implementation("kvpack|eager")'
+            )
+        function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = sdpa_attention_forward
+        return function
+    for parent in type(module).__mro__:
+        eager = getattr(sys.modules.get(parent.__module__), "eager_attention_forward", None)
+        if eager is not None:
+            return eager  # type: ignore[no-any-return]
+    raise InvalidParameter(
+        f"{type(module).__name__} has no eager attention that kvpack finds for plain tensors: compute them before "
+        'model.set_attn_implementation("kvpack")'
+    )
+
+
+def _subclasses(parent: Any) -> Iterator[Any]:
+    for child in parent.__subclasses__():
+        yield child
+        yield from _subclasses(child)

@@ -1,0 +1,78 @@
+"""Rotary positions of several dimensions: models find them from images, and keep in themselves where text goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.formats.errors import InvalidParameter
+
+from .models import has_multidimensional_positions
+
+if TYPE_CHECKING:
+    from kvpack.inputs import Inputs
+
+    from .models import Model
+
+
+class RotaryPositions:
+    """The positions that tokens after a cache have in such a model: the number of tokens before them plus ``deltas``, one for each row."""
+
+    def __init__(self, deltas: torch.Tensor, name: str) -> None:
+        self._deltas, self._name = deltas, name
+        self._given = False
+
+    @classmethod
+    def of(cls, model: Model | None, inputs: Inputs | None, tokens: int, rope_deltas: torch.Tensor | int | None) -> RotaryPositions | None:
+        """Those after a cache of ``tokens`` tokens; None for a model whose positions have one dimension.
+
+        Raises InvalidParameter when they are not known: a file does not hold them, and the model may have others of another prompt.
+        """
+        if model is None or not has_multidimensional_positions(model.config):
+            if rope_deltas is not None:
+                raise InvalidParameter("rope_deltas is for models with rotary positions of several dimensions: KvpackCache(cache, model)")
+            return None
+        if rope_deltas is None:
+            if tokens and (inputs is None or inputs.undetermined or inputs.tokens != tokens):
+                raise InvalidParameter(
+                    f"{model.name} has rotary positions of several dimensions, and the cache does not say where they go on: write "
+                    "KvpackCache(cache, model, rope_deltas=...) with what model.model.rope_deltas was after the prompt, or 0 if it was text"
+                )
+            rope_deltas = 0
+        return cls(torch.as_tensor(rope_deltas).detach().cpu().to(torch.int64).reshape(-1, 1), model.name)
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self._given = False
+
+    def check(self, arguments: Mapping[str, Any], start: int) -> None:
+        """Raise InvalidParameter when the model, or a part of it, is given other positions for the tokens from ``start`` on."""
+        positions = arguments.get("position_ids")
+        if not isinstance(positions, torch.Tensor) or not positions.numel():
+            return
+        self._given = True
+        plain = torch.arange(start, start + positions.shape[-1])
+        found = positions.detach().cpu().reshape(-1, *positions.shape[-2:])
+        # The first of four is the number of the token, for masks.
+        rotary = found[1:] if len(found) == 4 else found
+        if not bool((rotary == plain + self._deltas).all()) or (len(found) == 4 and not bool((found[0] == plain).all())):
+            self._refuse(int(rotary[0, 0, 0]), start)
+
+    def check_given(self, start: int) -> None:
+        """Raise InvalidParameter when no positions were given, and those that the model takes then are others."""
+        if not self._given and bool(self._deltas.any()):
+            self._refuse(start, start)
+
+    def select(self, indices: torch.Tensor) -> None:
+        """Keep these rows of the batch."""
+        if len(self._deltas) > 1:
+            self._deltas = self._deltas[indices.cpu()]
+
+    def _refuse(self, found: int, start: int) -> None:
+        deltas = self._deltas.flatten().tolist()
+        raise InvalidParameter(
+            f"{self._name} gives token {start} the position {found}, and after this cache it has {start + deltas[0]}: "
+            f"set model.model.rope_deltas to torch.tensor({[[delta] for delta in deltas]}), or to None for text"
+        )

@@ -1,0 +1,50 @@
+"""What a KvpackCache hands to a model in place of keys and values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from kvpack.formats.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from kvpack.cache import Layer
+
+    from .cache import KvpackCache
+
+
+class PackedLength(int):
+    """The number of keys that a mask is for, when they are packed: kvpack attention then needs no mask."""
+
+
+class PackedStates:
+    """One packed layer as attention "kvpack" takes it. Anything else that touches it raises InvalidParameter, which says what to do."""
+
+    def __init__(self, cache: KvpackCache, number: int, packed: Layer) -> None:
+        self.cache, self.number, self.packed = cache, number, packed
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def __getitem__(self, index: object) -> NoReturn:
+        self._refuse()
+
+    def __iter__(self) -> NoReturn:
+        self._refuse()
+
+    def __len__(self) -> NoReturn:
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise InvalidParameter(_REMEDY)
+
+    def _refuse(self) -> NoReturn:
+        raise InvalidParameter(_REMEDY)
+
+
+_REMEDY = (
+    "the model's attention reads keys and values as tensors, and these are packed: call model.set_attn_implementation(\"kvpack\"), or, "
+    "for a model whose attention cannot take packed layers, write KvpackCache(cache, model), or KvpackCache(cache, dense=True)"
+)

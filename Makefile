@@ -4,7 +4,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 INSTALLED := .venv/installed
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo test lint types unit fuzz roundtrip gpu-test gpu-sanitize damage guards
+.PHONY: demo test lint types unit fuzz roundtrip gpu-test gpu-sanitize damage guards zoo
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -38,6 +38,10 @@ damage: $(INSTALLED)
 
 guards: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/guard_removal.py
+
+# Tiny models of many architectures over packed caches: what works, and what is refused.
+zoo: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/model_zoo.py
 
 # Encoders on tensors of any contents.
 roundtrip: $(INSTALLED)

@@ -4,7 +4,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 INSTALLED := .venv/installed
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo test lint types unit fuzz roundtrip gpu-test gpu-sanitize damage guards zoo
+.PHONY: demo test lint types unit fuzz roundtrip gpu-test gpu-sanitize damage guards store-matrix zoo
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -46,6 +46,10 @@ zoo: $(INSTALLED)
 # Encoders on tensors of any contents.
 roundtrip: $(INSTALLED)
 	$(BIN)/python fuzz/roundtrip.py --seconds $(or $(SECONDS),60)
+
+# Every kind of store under every fault, half an hour; KILLS are those of all kinds together, OPTIONS those of `--help`.
+store-matrix: $(INSTALLED)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m store_matrix --kills $(or $(KILLS),7000) $(OPTIONS)
 
 # The kernels compiled, on a machine with a CUDA device: most of the time goes to compiling, so in many processes.
 GPU_TESTS = $(KERNEL_TESTS) tests/test_attention_kernels_bench.py tests/test_encode_kernels_bench.py tests/test_cuda.py

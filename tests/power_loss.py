@@ -10,8 +10,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvpack import atomic
-from kvpack.store import directory, eviction, pins, reading, trust, usage
+from faulty_os import store_modules  # isort: skip
 
 if TYPE_CHECKING:
     import random
@@ -83,8 +82,9 @@ class RecordingOs:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put it in the place of ``os`` in every module of the store."""
-        for module in (atomic, directory, eviction, pins, reading, trust, usage):
-            monkeypatch.setattr(module, "os", self)
+        for module in store_modules():
+            if vars(module).get("os") is os:
+                monkeypatch.setattr(module, "os", self)
 
 
 @dataclass
@@ -157,9 +157,11 @@ class Disk:
             if os.path.dirname(path) not in there and path != self._root:
                 continue
             new = target + path[len(self._root) :]
-            if there[path] is None:
-                os.makedirs(new, mode=0o700, exist_ok=True)
-            elif os.path.isdir(os.path.dirname(new)):
+            if path == self._root:
+                os.makedirs(new, mode=0o700)
+            elif there[path] is None and os.path.isdir(os.path.dirname(new)):
+                os.mkdir(new, mode=0o700)
+            elif there[path] is not None and os.path.isdir(os.path.dirname(new)):
                 with open(os.open(new, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as written:
                     written.write(_left(there[path], choice))
 

@@ -19,20 +19,21 @@ SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
 
 
 class Server:
-    """``redis-server`` on a free port; ``url`` stays the same over restarts."""
+    """``redis-server`` on a free port; ``url`` stays the same over restarts, and without ``keep_log`` nothing else does."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._folder = folder
+        self._folder, self._keeps_log = folder, False
         self.start()
 
     def start(self) -> None:
         """Start it and wait until it answers."""
         assert SERVER
-        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(self._folder)]
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
+        options += ["--appendonly", "yes" if self._keeps_log else "no", "--aof-use-rdb-preamble", "no"]
         self.process = subprocess.Popen([SERVER, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 30
         while True:
@@ -46,6 +47,32 @@ class Server:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+    def keep_log(self) -> None:
+        """Start anew, empty, with a log of changes that outlives it."""
+        self._restart(keeps_log=True)
+
+    def drop_log(self) -> None:
+        """Start anew, empty, with nothing on disk."""
+        self._restart(keeps_log=False)
+
+    def log(self) -> bytes:
+        """The changes since ``keep_log``."""
+        return self._log_path().read_bytes()
+
+    def set_log(self, log: bytes) -> None:
+        """What the server, which does not run, finds when it starts."""
+        self._log_path().write_bytes(log)
+
+    def _restart(self, *, keeps_log: bool) -> None:
+        self.kill()
+        shutil.rmtree(self._folder / "appendonlydir", ignore_errors=True)
+        self._keeps_log = keeps_log
+        self.start()
+
+    def _log_path(self) -> Path:
+        (path,) = self._folder.glob("appendonlydir/*.incr.aof")
+        return path
 
 
 @contextlib.contextmanager

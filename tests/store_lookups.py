@@ -14,11 +14,14 @@ import random
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import kvpack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 CHUNK, LAYERS = 16, 1
 TENANTS = ("", "a", "b", "ab", "a/b", "tenant")
@@ -45,17 +48,25 @@ def packed(owner: tuple[int, bytes], number: int) -> kvpack.Cache:
     """A cache whose values say whose it is, and of which prompt."""
     identity, inputs = owner
     tokens = len(prompt(number))
-    x = torch.full((1, 1, tokens, 16), identity).to(torch.bfloat16)
-    x[..., 0], x[..., 1] = number % 128, INPUTS.index(inputs)
+    x = torch.full((1, 1, tokens, 16), identity % 128, dtype=torch.bfloat16)
+    x[..., 0], x[..., 1], x[..., 2] = number % 128, INPUTS.index(inputs), identity // 128
     return kvpack.pack([(x, -x)] * LAYERS, "bf16")
 
 
-def lookups(folder: str, count: int, prompts: int = 500, *, seed: int = 0) -> dict[str, Any]:
-    """``count`` lookups by others than the owners, and one by each owner."""
+def lookups(
+    opened: Callable[[kvpack.Identity], kvpack.Store],
+    count: int,
+    prompts: int = 500,
+    *,
+    seed: int = 0,
+    identities: Sequence[kvpack.Identity] = IDENTITIES,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> dict[str, Any]:
+    """``count`` lookups by others than the owners, and one by each owner, in the stores that ``opened`` gives for ``identities``."""
     choice = random.Random(seed)
-    stores = [kvpack.Store(folder, identity, chunk=CHUNK) for identity in IDENTITIES]
+    stores = [opened(identity) for identity in identities]
     texts = [prompt(number) for number in range(prompts)]
-    owners = [(choice.randrange(len(IDENTITIES)), choice.choice(INPUTS)) for _ in texts]
+    owners = [(choice.randrange(len(stores)), choice.choice(INPUTS)) for _ in texts]
     # Whoever stored a prompt has the first chunk of all that begin so.
     stored_first = {(owner, tuple(text[:CHUNK])) for owner, text in zip(owners, texts, strict=True)}
     for number, (text, (identity, inputs)) in enumerate(zip(texts, owners, strict=True)):
@@ -65,13 +76,15 @@ def lookups(folder: str, count: int, prompts: int = 500, *, seed: int = 0) -> di
     looked_up = 0
     while looked_up < count:
         number = choice.randrange(prompts)
-        asking = (choice.randrange(len(IDENTITIES)), choice.choice(INPUTS))
+        asking = (choice.randrange(len(stores)), choice.choice(INPUTS))
         text = texts[number]
         if (asking, tuple(text[:CHUNK])) in stored_first:
             continue
         found, cache = stores[asking[0]].load(text, inputs=_digests(text, asking[1]))
         hits += found > 0 or cache is not None
         looked_up += 1
+        if looked_up % 1000 == 0:
+            progress(looked_up, count)
     seconds = time.monotonic() - started
     for number, (text, (identity, inputs)) in enumerate(zip(texts, owners, strict=True)):
         found, cache = stores[identity].load(text, inputs=_digests(text, inputs))
@@ -82,15 +95,23 @@ def lookups(folder: str, count: int, prompts: int = 500, *, seed: int = 0) -> di
         k = cache[0].unpack(torch.bfloat16)[0]
         # The first chunk may be of another prompt of the same owner.
         wrong += not torch.equal(k[:, :, CHUNK:], expected[:, :, CHUNK:]) or not torch.equal(k[..., 1:], expected[..., 1:])
+    refused = sum(store.counters()["damaged_entries"] for store in stores)
+    for store in stores:
+        store.close()
     return {
-        "identities": len(IDENTITIES),
+        "identities": len(stores),
         "prompts": prompts,
         "lookups": looked_up,
         "hits": hits,
-        "refused": sum(store.counters()["damaged_entries"] for store in stores),
+        "refused": refused,
         "owners_that_found_something_else": wrong,
         "seconds": round(seconds, 1),
     }
+
+
+def in_folder(folder: str) -> Callable[[kvpack.Identity], kvpack.Store]:
+    """The stores of a folder."""
+    return lambda identity: kvpack.Store(folder, identity, chunk=CHUNK)
 
 
 def _digests(text: list[int], inputs: bytes) -> list[bytes]:
@@ -104,7 +125,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        report = lookups(folder, arguments.count, seed=arguments.seed)
+        report = lookups(in_folder(folder), arguments.count, seed=arguments.seed)
     print(json.dumps(report, indent=2))
     sys.exit(1 if report["hits"] or report["refused"] or report["owners_that_found_something_else"] else 0)
 

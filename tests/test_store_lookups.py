@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def test_nobody_finds_what_another_stored(tmp_path: Path) -> None:
-    report = store_lookups.lookups(str(tmp_path), 4000, prompts=60)
+    report = store_lookups.lookups(store_lookups.in_folder(str(tmp_path)), 4000, prompts=60)
     assert report["lookups"] == 4000
     assert (report["hits"], report["refused"], report["owners_that_found_something_else"]) == (0, 0, 0)
 
@@ -31,6 +31,6 @@ def test_a_field_that_is_not_in_the_key_is_seen(field: str, tmp_path: Path, monk
         digest = kvpack.Identity.digest
         without = property(lambda identity: digest.fget(dataclasses.replace(identity, **{field: ""})))
         monkeypatch.setattr(kvpack.Identity, "digest", without)
-    report = store_lookups.lookups(str(tmp_path), 4000, prompts=60)
+    report = store_lookups.lookups(store_lookups.in_folder(str(tmp_path)), 4000, prompts=60)
     # Where the header names the field, the reader refuses what it should not have found.
     assert report["hits"] if field in ("tenant", "inputs") else report["refused"]

@@ -1,0 +1,58 @@
+"""The command line of the matrix: a table, or with --json one value. Exits with 1 when a promise was broken."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+
+import torch
+
+from kvpack.commands.output import print_table
+
+from store_matrix.matrix import FAULTS, KINDS, run_cell, table  # isort: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="store_matrix", description="Every kind of store under every fault.")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="only this one; may be given several times")
+    parser.add_argument("--fault", action="append", choices=FAULTS, help="only this one; may be given several times")
+    parser.add_argument("--kills", type=int, help="of all kinds together (default 7,000)")
+    parser.add_argument("--lookups", type=int, help="of all kinds together (default 1,001,000)")
+    parser.add_argument("--cases", type=int, help="of each other cell (default: as many as the fault has)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random choices (default 0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON value instead of a table")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    # What is met is counted; every store would say it once.
+    logging.getLogger("kvpack.store").setLevel(logging.CRITICAL)
+    kinds, faults = arguments.kind or list(KINDS), arguments.fault or list(FAULTS)
+    together = {"kill": arguments.kills, "isolation": arguments.lookups}
+    counts = {fault: FAULTS[fault].many if arguments.cases is None else arguments.cases for fault in faults}
+    counts |= {fault: -(-most // len(kinds)) for fault, most in together.items() if most is not None}
+    cells = []
+    for fault in faults:
+        for kind in kinds:
+            cells.append(run_cell(kind, fault, counts[fault], arguments.seed, lambda text, at=f"{fault}, {kind}": _tell(f"{at}: {text}")))
+            _tell("")
+            if not sys.stderr.isatty():
+                print(f"{fault}, {kind}: {cells[-1].counts['cases']:,} cases, {cells[-1].seconds:,.0f} s", file=sys.stderr, flush=True)
+            # What is broken is told when it is met: a run may take hours.
+            for problem in cells[-1].problems:
+                print(f"{fault}, {kind}: {problem}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps([cell.as_json() for cell in cells], indent=2))
+    else:
+        columns, rows = table(cells)
+        print_table("stores under faults", columns, rows, left=2)
+    return 1 if any(cell.counts["problems"] for cell in cells) else 0
+
+
+def _tell(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

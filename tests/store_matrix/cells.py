@@ -1,0 +1,115 @@
+"""One cell of the matrix: what was done to a kind of store by a fault, and every promise that broke."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Note = Callable[[str, int], None]
+
+MOST_SHOWN = 20
+
+
+@dataclass
+class Cell:
+    """``counts`` by name, such as cases and verified reads; ``problems`` are sentences, as many as are shown."""
+
+    kind: str
+    fault: str
+    counts: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    skipped: str = ""
+    seconds: float = 0.0
+    processor_seconds: float = 0.0
+    progress: Callable[[str], None] | None = None
+
+    @property
+    def found(self) -> int:
+        """Reads that hit, chunks that were found after a fault, and the like: 0 says that nothing was looked at."""
+        return sum(self.counts[name] for name in ("hits", "chunks_found", "chunks_left", "own_hits", "saves"))
+
+    def problem(self, text: str) -> None:
+        self.counts["problems"] += 1
+        if len(self.problems) < MOST_SHOWN:
+            self.problems.append(text)
+
+    @contextlib.contextmanager
+    def noting(self, what: str) -> Iterator[None]:
+        """An exception in the block is a problem, and ends the block."""
+        try:
+            yield
+        except (Exception, AssertionError) as error:
+            self.problem(f"{what}: {told(error)}")
+
+    def done(self, cases: int = 1, *, of: int | None = None) -> None:
+        """Count cases, and tell how far it is."""
+        self.counts["cases"] += cases
+        if self.progress is not None:
+            self.progress(f"{self.counts['cases']:,}" + (f" of {of:,}" if of else ""))
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "fault": self.fault,
+            "seconds": round(self.seconds, 1),
+            "processor_seconds": round(self.processor_seconds, 1),
+            "skipped": self.skipped,
+            "counts": dict(self.counts),
+            "problems": self.problems,
+        }
+
+
+def told(error: BaseException) -> str:
+    """An exception and where it was raised, in a line."""
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    where = " < ".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in reversed(frames))
+    return f"{type(error).__name__}: {error} ({where})"
+
+
+def fork(work: Callable[[Note], None], notes: str) -> int:
+    """The process number of a child that does ``work(note)`` and ends; ``note(text, count)`` and exceptions go to the file ``notes``."""
+    sys.stdout.flush()
+    with warnings.catch_warnings():
+        # From Python 3.12 on a fork beside threads warns; no child waits for one of the parent.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        descriptor = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+        def note(text: str, count: int = 1) -> None:
+            os.write(descriptor, json.dumps([text, count]).encode() + b"\n")
+
+        try:
+            work(note)
+            code = 0
+        except BaseException as error:
+            note(f"problem: a child: {told(error)}", 1)
+    finally:
+        os._exit(code)
+
+
+def read_notes(notes: str, cell: Cell) -> None:
+    """Add what children have noted: a problem as one, anything else as a count. The file is empty afterwards."""
+    if not os.path.exists(notes):
+        return
+    with open(notes, encoding="utf-8") as file:
+        for line in file:
+            text, count = json.loads(line)
+            if text.startswith("problem: "):
+                cell.problem(text.removeprefix("problem: "))
+            else:
+                cell.counts[text] += count
+    os.truncate(notes, 0)

@@ -1,0 +1,112 @@
+"""errno: the n-th call of each operation of the system fails, once or from then on, whatever the store was at."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+import kvpack
+from kvpack.store import breaker
+
+from faulty_os import BESIDE_OS, OPERATIONS, SOCKET_OPERATIONS, FaultyOs  # isort: skip
+from store_matrix.cells import Cell  # isort: skip
+from store_matrix.kinds import BUDGET, Place  # isort: skip
+from store_matrix.oracle import IDENTITIES, Wrong, check, packed, prepare, prompt  # isort: skip
+from store_matrix.uses import KEPT, each, keep, sound, works  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+ERRORS = (
+    *(errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR),
+    *(errno.ESTALE, errno.EPERM),
+)
+SOCKET_ERRORS = (errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.EINTR)
+BESIDE = (*KEPT, (0, 2), (1, 3))
+"""What is saved without pins where there is no budget: nothing may go."""
+
+
+def errors(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
+    """Try ``count`` cases of (operation, call, errno, once or for good), with and without a budget."""
+    prepare()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.0))
+        without = FaultyOs(tuple(_operations(place)), 10**9)
+        _run(place, cell, without, BUDGET)
+        cell.counts["operations"] = len(without.counts)
+        cases = _cases(without.counts, random.Random(seed))
+        for case in itertools.islice(cases, count):
+            operation, number, code, sticky, budget = case
+            fault = FaultyOs((operation,), number, code, sticky)
+            what = f"{operation} {number} {errno.errorcode[code]}{' and all later' if sticky else ''}{'' if budget else ', no budget'}"
+            with cell.noting(what):
+                cell.counts["faults_met"] += _run(place, cell, fault, budget) >= number
+            cell.done(of=count)
+
+
+def _operations(place: Place) -> Sequence[str]:
+    folder = (*OPERATIONS, *BESIDE_OS) if place.folders else ()
+    return (*folder, *(SOCKET_OPERATIONS if place.has_server else ()))
+
+
+def _cases(calls: Mapping[str, int], choice: random.Random) -> list[tuple[str, int, int, bool, int | None]]:
+    """Every case, in a random order in which each operation comes as often as the others."""
+    by_operation = []
+    for operation, most in calls.items():
+        codes = SOCKET_ERRORS if operation in SOCKET_OPERATIONS else ERRORS
+        cases = list(itertools.product([operation], range(1, most + 1), codes, (False, True), (BUDGET, None)))
+        choice.shuffle(cases)
+        by_operation.append(cases)
+    choice.shuffle(by_operation)
+    return [case for row in itertools.zip_longest(*by_operation) for case in row if case is not None]
+
+
+def _run(place: Place, cell: Cell, fault: FaultyOs, budget: int | None) -> int:
+    """Use a store that meets a fault, and check it afterwards; how often the fault's operations were called. Raises what a store raises."""
+    place.clear()
+    place.budget, place.durable = budget, True
+    keep(place)
+    kept = KEPT
+    if budget is None:
+        kept = BESIDE
+        for who, number in BESIDE:
+            with place.open(who) as store:
+                store.save(prompt(number), packed(who, number))
+    before = open_files()
+    lasting = [place.open(who) for who in range(len(IDENTITIES))]
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            fault.install(patch)
+            for who, store in enumerate(lasting[:2]):
+                check(store, who, 0)
+                store.save(prompt(7), packed(who, 7))
+                cell.counts["chunks_found"] += check(store, who, 7)
+            # A store that cannot be opened may say so.
+            with contextlib.suppress(kvpack.KvpackError):
+                cell.counts["chunks_found"] += each(place)
+        for who, store in enumerate(lasting[:2]):
+            works(store, who, 4)
+    finally:
+        for store in lasting:
+            store.close()
+    if after := open_files() - before:
+        raise Wrong(f"left open: {after}")
+    sound(place, kept, read=(0, 1, 4, 7))
+    return fault.calls
+
+
+def open_files() -> set[str]:
+    """The files that this process has open; sockets go when a client is collected."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if not target.startswith("socket:"):
+                found.add(f"{name} {target}")
+    return found

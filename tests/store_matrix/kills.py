@@ -1,0 +1,136 @@
+"""Kill: processes that save, load, evict and collect end by SIGKILL at random moments, and so does the server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvpack.store import breaker
+
+from store_matrix.cells import Cell, fork, read_notes  # isort: skip
+from store_matrix.kinds import Place  # isort: skip
+from store_matrix.oracle import IDENTITIES, PROMPTS, check, prepare, require  # isort: skip
+from store_matrix.uses import KEPT, at_random, keep, sound  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from store_matrix.cells import Note
+
+WRITERS = 3
+LONGEST_LIFE = 0.03
+"""Seconds between two kills, at most."""
+READS = 3
+"""Verified reads after each kill."""
+KILLS_A_CHECK = 50
+"""Kills after which all writers end and the store is looked through."""
+KILLS_A_SERVER = 20
+_SERVER_FAULTS = ("ConnectionError", "TimeoutError", "Resting", "ECONN", "EPIPE")
+
+
+def kills(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
+    """Kill ``count`` writers, one at a time, with every promise checked meanwhile and afterwards."""
+    prepare()
+    with pytest.MonkeyPatch.context() as patch:
+        # A server that comes back is asked again soon.
+        patch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.02))
+        keep(place)
+        choice, left = random.Random(seed), count
+        while left:
+            now = min(left, KILLS_A_CHECK)
+            _round(place, cell, now, choice)
+            with cell.noting("after the kills"):
+                cell.counts["chunks_left"] += sound(place)
+            left -= now
+            cell.done(now, of=count)
+
+
+def _round(place: Place, cell: Cell, count: int, choice: random.Random) -> None:
+    notes = str(place.root / "notes")
+    stores = [place.open(who) for who in range(len(IDENTITIES))]
+    running: list[int] = []
+
+    def start() -> int:
+        seed = choice.getrandbits(32)
+        return fork(lambda note: _use_until_killed(place, random.Random(seed), note), notes)
+
+    try:
+        running += (start() for _ in range(WRITERS))
+        for number in range(count):
+            time.sleep(choice.uniform(0, LONGEST_LIFE))
+            victim = choice.randrange(WRITERS)
+            os.kill(running[victim], signal.SIGKILL)
+            _, status = os.waitpid(running[victim], 0)
+            if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
+                cell.problem(f"a writer ended by itself, with {os.waitstatus_to_exitcode(status)}")
+            running[victim] = start()
+            if place.has_server and number % KILLS_A_SERVER == KILLS_A_SERVER - 1:
+                _kill_server(place, cell)
+            for _ in range(READS):
+                who, read = choice.randrange(len(stores)), choice.randrange(PROMPTS)
+                with cell.noting("a read"):
+                    cell.counts["reads"] += 1
+                    cell.counts["hits"] += check(stores[who], who, read) > 0
+            with cell.noting("the prompts that are kept"):
+                who, _ = choice.choice(KEPT)
+                require(stores[who], KEPT, who, "while writers are killed")
+            size = place.most_stored()
+            cell.counts["most_bytes"] = max(cell.counts["most_bytes"], size)
+            if place.budget is not None and size > place.budget:
+                cell.problem(f"{size} bytes at one moment, the budget is {place.budget}")
+        for who, store in enumerate(stores):
+            _check_counters(store.counters(), who, place, cell.problem)
+    finally:
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+        for store in stores:
+            store.close()
+        read_notes(notes, cell)
+
+
+def _kill_server(place: Place, cell: Cell) -> None:
+    assert place.server is not None
+    place.server.kill()
+    place.server.start()
+    cell.counts["server_kills"] += 1
+    time.sleep(0.03)
+    if not place.lasting:
+        with cell.noting("after a restart of the server"):
+            keep(place)
+
+
+def _use_until_killed(place: Place, choice: random.Random, note: Note) -> None:
+    stores = [place.open(who) for who in range(len(IDENTITIES))]
+    loaded: list[object] = []
+    seen: set[str] = set()
+
+    def problem(text: str) -> None:
+        if text not in seen:
+            seen.add(text)
+            note(f"problem: {text}", 1)
+
+    while True:
+        found, _ = at_random(place, stores, choice, loaded)
+        if found:
+            note("hits", 1)
+        for who, store in enumerate(stores):
+            _check_counters(store.counters(), who, place, problem)
+
+
+def _check_counters(counts: dict[str, object], who: int, place: Place, problem: Callable[[str], None]) -> None:
+    """On a sound disk nothing is damaged and nothing refused, whoever is killed; a server that is killed does not answer."""
+    if counts["damaged_entries"]:
+        problem(f"identity {who} met {counts['damaged_entries']} damaged entries: {counts['faults']}")
+    faults = counts["faults"]
+    assert isinstance(faults, dict)
+    for fault in faults:
+        if not (place.has_server and any(known in fault for known in _SERVER_FAULTS)):
+            problem(f"identity {who} met the fault {fault!r}")

@@ -1,0 +1,164 @@
+"""The kinds of store that faults meet, and what can be seen of one from outside while it works."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import kvpack
+
+from store_matrix.oracle import CHUNK, IDENTITIES  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from redis_server import Server
+
+ENTRY_BYTES = 5696
+BUDGET = 12 * ENTRY_BYTES
+"""About a fifth of what all prompts of all identities take."""
+MOST_ENTRY_BYTES = 2**20
+KEYS = {"now": bytes(range(32)), "before": bytes(32)}
+
+_STORED = """
+local total = 0
+for _, name in ipairs(redis.call('KEYS', '{kvpack}:entry:*')) do
+    if redis.call('TYPE', name)['ok'] == 'string' then total = total + redis.call('STRLEN', name) end
+end
+return total
+"""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Its tiers, the fastest first: "memory", "folder" or "Redis"."""
+
+    name: str
+    tiers: tuple[str, ...]
+    encrypted: bool = False
+    write_back: bool = False
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("plain", ("folder",)),
+        Kind("encrypted", ("folder",), encrypted=True),
+        Kind("memory + folder", ("memory", "folder")),
+        Kind("folder + folder", ("folder", "folder"), write_back=True),
+        Kind("folder + Redis", ("folder", "Redis")),
+        Kind("encrypted tiers", ("memory", "folder", "Redis"), encrypted=True),
+        Kind("Redis", ("Redis",)),
+    )
+}
+
+
+@dataclass
+class Place:
+    """A store of a kind below the folder ``root``, with a server where the kind has one; ``budget`` is that of every tier."""
+
+    kind: Kind
+    root: Path
+    server: Server | None = None
+    budget: int | None = BUDGET
+    durable: bool = False
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders of the tiers that are one."""
+        return [str(self.root / f"tier-{number}") for number, tier in enumerate(self.kind.tiers) if tier == "folder"]
+
+    @property
+    def has_server(self) -> bool:
+        return "Redis" in self.kind.tiers
+
+    @property
+    def lasting(self) -> bool:
+        """Whether entries outlive the server."""
+        return "folder" in self.kind.tiers
+
+    def open(self, who: int | kvpack.Identity = 0, *, chunk: int = CHUNK, **options: Any) -> kvpack.Store:
+        """The store of one identity, or of one of ``IDENTITIES``; ``options`` are those of every tier."""
+        identity = who if isinstance(who, kvpack.Identity) else IDENTITIES[who]
+        options = {"max_bytes": self.budget, **options}
+        tiers = []
+        for number, tier in enumerate(self.kind.tiers):
+            location, own = str(self.root / f"tier-{number}"), {"durable": self.durable or None, **options}
+            if tier == "memory":
+                location, own = "memory://", {"max_bytes": options["max_bytes"] or 10**9}
+            elif tier == "Redis":
+                assert self.server is not None
+                location, own = self.server.url, {"max_bytes": options["max_bytes"], "timeout": 5}
+            tiers.append((location, own))
+        given: dict[str, Any] = {"chunk": chunk, "encryption": KEYS if self.kind.encrypted else None, "max_entry_bytes": MOST_ENTRY_BYTES}
+        if len(tiers) == 1:
+            return kvpack.Store(tiers[0][0], identity, **given, **tiers[0][1])
+        several = [kvpack.Tier(location, **own) for location, own in tiers]
+        return kvpack.Store(several, identity, **given, write_back=self.kind.write_back or None)
+
+    def clear(self) -> None:
+        """Nothing is stored, and nothing is left of what was."""
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        if self.server is not None:
+            self.client().flushall()
+
+    def client(self) -> Any:
+        import redis
+
+        assert self.server is not None
+        return redis.Redis.from_url(self.server.url, socket_timeout=10)
+
+    def most_stored(self) -> int:
+        """The bytes of entries and unfinished files that the fullest tier held at one moment."""
+        sizes = [bytes_stored(folder) for folder in self.folders]
+        if self.server is not None:
+            sizes.append(int(self.client().eval(_STORED, 0)))
+        return max(sizes)
+
+    def left_over(self) -> list[str]:
+        """Unfinished files of any tier."""
+        found = []
+        for folder in self.folders:
+            with contextlib.suppress(FileNotFoundError):
+                found += [f"{folder}/unfinished/{name}" for name in os.listdir(f"{folder}/unfinished")]
+        return found
+
+    def foreign(self, uid: int | None = None) -> list[str]:
+        """Files and folders that are not ``uid``'s (default: this process's), or that others may read."""
+        uid = os.geteuid() if uid is None else uid
+        found = []
+        for path in everything(self.folders):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.lstat(path)
+                if status.st_uid != uid or status.st_mode & 0o077:
+                    found.append(f"{path} of user {status.st_uid}, mode {status.st_mode:o}")
+        return found
+
+
+def everything(folders: list[str]) -> Iterator[str]:
+    """The path of every file and folder below ``folders``."""
+    for folder in folders:
+        for parent, inner, names in os.walk(folder):
+            yield from (os.path.join(parent, name) for name in (*inner, *names))
+
+
+def bytes_stored(folder: str) -> int:
+    """Bytes of entries, and of what is unfinished, that were all there at one moment: those seen both before and after it."""
+    before, after = (dict(_sizes(folder)) for _ in range(2))
+    return sum(size for path, (size, file) in before.items() if after.get(path) == (size, file))
+
+
+def _sizes(folder: str) -> Iterator[tuple[str, tuple[int, int]]]:
+    """(path, (bytes, inode)) of every file."""
+    for parent, _, names in os.walk(folder):
+        if os.path.basename(parent) == "unfinished" or len(os.path.basename(parent)) == 1:
+            for name in names:
+                path = os.path.join(parent, name)
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.lstat(path)
+                    yield path, (status.st_size, status.st_ino)

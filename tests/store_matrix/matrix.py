@@ -1,0 +1,100 @@
+"""Runs cells of the matrix, one after another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import redis_server  # isort: skip
+from store_matrix.cells import Cell  # isort: skip
+from store_matrix.errors import errors  # isort: skip
+from store_matrix.kills import kills  # isort: skip
+from store_matrix.kinds import KINDS, Kind, Place  # isort: skip
+from store_matrix.lookups import lookups  # isort: skip
+from store_matrix.memory import limits  # isort: skip
+from store_matrix.namespaces import namespaces  # isort: skip
+from store_matrix.power import crashes  # isort: skip
+from store_matrix.users import users  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    Run = Callable[[Place, Cell, int, int], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What ``run(place, cell, count, seed)`` does to a place.
+
+    ``many`` cases are those of a long run of one kind; a test has ``few`` of a plain folder, and a third of that of any other kind.
+    """
+
+    name: str
+    run: Run
+    few: int
+    many: int
+    what: str
+
+
+    def cases_of_test(self, kind: str) -> int:
+        return self.few if kind == "plain" else -(-self.few // 3)
+
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault("kill", kills, 12, 1000, "processes killed"),
+        Fault("errno", errors, 12, 2000, "calls that fail"),
+        Fault("power loss", crashes, 24, 1000, "crashes"),
+        Fault("memory limit", limits, 8, 64, "limits"),
+        Fault("two users", users, 12, 16, "planted entries"),
+        Fault("PID namespaces", namespaces, 12, 200, "saves"),
+        Fault("isolation", lookups, 2000, 143_000, "lookups"),
+    )
+}
+
+
+@contextlib.contextmanager
+def places(kind: Kind) -> Iterator[Place]:
+    """A new place of a kind, with a server of its own where it needs one; in memory where that is possible."""
+    with contextlib.ExitStack() as stack:
+        memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=memory)))
+        (root / "place").mkdir(mode=0o700)
+        server = None
+        if "Redis" in kind.tiers:
+            (root / "server").mkdir(mode=0o700)
+            server = stack.enter_context(redis_server.running(root / "server"))
+        # Others than root, in the cell of two users, reach their folders through it.
+        root.chmod(0o755)
+        yield Place(kind, root / "place", server)
+
+
+def run_cell(kind: str, fault: str, count: int, seed: int = 0, progress: Callable[[str], None] | None = None) -> Cell:
+    """One cell; what is raised in it is one of its problems."""
+    cell = Cell(kind, fault, progress=progress)
+    if "Redis" in KINDS[kind].tiers and redis_server.SERVER is None:
+        cell.skipped = "neither redis-server nor valkey-server is installed"
+        return cell
+    started, used = time.monotonic(), sum(os.times()[:4])
+    with places(KINDS[kind]) as place, cell.noting("the run"):
+        FAULTS[fault].run(place, cell, count, seed)
+    cell.seconds, cell.processor_seconds = time.monotonic() - started, sum(os.times()[:4]) - used
+    return cell
+
+
+def table(cells: list[Cell]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of a report."""
+    columns = ["kind", "fault", "cases", "reads that hit", "problems", "seconds", ""]
+    rows = []
+    for cell in cells:
+        what = FAULTS[cell.fault].what
+        cases = f"{cell.counts['cases']:,} {what}"
+        rows.append([cell.kind, cell.fault, cases, f"{cell.found:,}", f"{cell.counts['problems']:,}", f"{cell.seconds:,.0f}", cell.skipped])
+    return columns, rows

@@ -1,0 +1,152 @@
+"""Memory limit: a process whose address space ends at any point, and a server that is full."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvpack.store import breaker
+
+from store_matrix.cells import Cell, fork, read_notes  # isort: skip
+from store_matrix.kinds import BUDGET, Place  # isort: skip
+from store_matrix.oracle import CHUNK, Wrong, check, chunks, compare, expected, packed, prepare, prompt, require, set_layers  # isort: skip
+from store_matrix.uses import KEPT, keep, sound  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from store_matrix.cells import Note
+
+LAYERS = 12
+"""For entries that take memory of their own: 40 kB."""
+STEP_BYTES = 150_000
+OTHERS = (8, 9, 11, 14)
+"""Prompts of the first identity that are saved without memory."""
+STEPS = 32
+"""Limits from what the process has on, up to room for everything."""
+_SERVER_STEP_BYTES = 30_000
+_LIBC = ctypes.CDLL(None)
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
+_LARGE = 16_384
+
+
+def limits(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
+    """Use a store under ``count`` limits, each in turn; nothing that was saved before may go."""
+    place.budget = None
+    notes = str(place.root / "notes")
+    process = fork(lambda note: _under_limits(place, count, note), notes)
+    _, status = os.waitpid(process, 0)
+    read_notes(notes, cell)
+    if code := os.waitstatus_to_exitcode(status):
+        cell.problem(f"the process under limits ended with {code}")
+    cell.done(count)
+    if place.has_server:
+        _full_server(place, cell, count)
+
+
+def _under_limits(place: Place, count: int, note: Note) -> None:
+    # A thread that finds no memory to begin with says so there, and its work is done by who started it.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    # Larger allocations come from the system, and go back to it, so that the limit meets them.
+    _LIBC.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+    _LIBC.mallopt(_M_TRIM_THRESHOLD, _LARGE)
+    set_layers(LAYERS)
+    for who, number in (*KEPT, *((0, other) for other in OTHERS)):
+        expected(who, number)
+    keep(place)
+    # What is imported when it is needed is imported now: without memory that would be an ImportError of Python's own.
+    _use(place, 0, None)
+    for number in range(count):
+        kept, saved = _use(place, number, STEP_BYTES * (number * STEPS // max(1, count - 1)))
+        note("hits", sum(kept))
+        note("misses", 3 - sum(kept))
+        note("saved", saved)
+        for who, kept_number in KEPT:
+            with place.open(who) as store:
+                require(store, ((who, kept_number),), who, f"under limit {number}")
+
+
+def _use(place: Place, number: int, room: int | None) -> tuple[list[bool], int]:
+    """Save and load with ``room`` bytes of address space more than there are: (which of ``KEPT`` were found, chunks saved)."""
+    other = OTHERS[number % len(OTHERS)]
+    whole, loaded = packed(0, other), []
+    stores = [place.open(who) for who in range(3)]
+    try:
+        with _room(room):
+            for who, kept in KEPT:
+                loaded.append((who, kept, *stores[who].load(prompt(kept))))
+            saved = stores[0].save(prompt(other), whole)
+            stores[0].match(prompt(other))
+            stores[0].collect()
+        hits = [compare(*answer) > 0 for answer in loaded]
+        found = check(stores[0], 0, other)
+        if found < saved // CHUNK:
+            raise Wrong(f"save said {saved // CHUNK} chunks without memory, and {found} of {chunks(other)} are found")
+        stores[0].delete(prompt(other), start=CHUNK * 2)
+    finally:
+        for store in stores:
+            store.close()
+    return hits, saved // CHUNK
+
+
+@contextlib.contextmanager
+def _room(room: int | None) -> Iterator[None]:
+    """In the block, large allocations have ``room`` bytes together (None: all that there are)."""
+    if room is None:
+        yield
+        return
+    ballast = []
+    with open("/proc/self/statm") as file:
+        used = os.sysconf("SC_PAGE_SIZE") * int(file.read().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
+    try:
+        # What is free in the heap is taken first.
+        for size in (16 * _LARGE, 4 * _LARGE, _LARGE):
+            with contextlib.suppress(MemoryError):
+                while True:
+                    ballast.append(bytearray(size))
+        resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def _full_server(place: Place, cell: Cell, count: int) -> None:
+    """A server that refuses what it has no room for, or removes what it likes, bookkeeping too."""
+    prepare()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.0))
+        for policy in ("noeviction", "allkeys-random"):
+            full = replace(place, budget=BUDGET)
+            full.clear()
+            client = full.client()
+            keep(full)
+            for number in range(max(1, count // 4)):
+                used = client.info("memory")["used_memory"]
+                client.config_set("maxmemory-policy", policy)
+                client.config_set("maxmemory", used + _SERVER_STEP_BYTES * (number % 4) - 20_000)
+                with cell.noting(f"a full server, {policy}, step {number}"):
+                    _fill(full)
+                client.config_set("maxmemory", 0)
+                with cell.noting(f"after a full server, {policy}, step {number}"):
+                    kept = KEPT if policy == "noeviction" or full.lasting else ()
+                    cell.counts["chunks_left"] += sound(full, kept, read=(0, 1, 4))
+                cell.done()
+
+
+def _fill(place: Place) -> None:
+    for who in (0, 1):
+        with place.open(who) as store:
+            for number in range(8):
+                saved = store.save(prompt(number), packed(who, number))
+                if not 0 <= saved <= chunks(number) * CHUNK:
+                    raise Wrong(f"save says {saved} tokens")
+                check(store, who, number)
+            store.collect()
+            store.stats()

@@ -1,0 +1,153 @@
+"""Two PID namespaces: containers that share a folder, whose process numbers say nothing to each other."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+from faulty_os import store_modules  # isort: skip
+from store_matrix.cells import Cell, fork, read_notes, told  # isort: skip
+from store_matrix.kinds import Place  # isort: skip
+from store_matrix.oracle import CHUNK, IDENTITIES, PROMPTS, Wrong, check, chunks, counted, packed, prepare, prompt  # isort: skip
+from store_matrix.uses import ALL, sound  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from store_matrix.cells import Note
+
+CLONE_NEWPID, CLONE_NEWUSER = 0x20000000, 0x10000000
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def namespaces(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
+    """Save ``count`` times in each of two namespaces while another opens, reads and collects; every save must be found whole."""
+    if reason := _forbidden():
+        cell.skipped = reason
+        return
+    prepare()
+    place.budget = None
+    notes, stop = str(place.root / "notes"), place.root / "stop"
+    looker = fork(_in_another(1, lambda note: _look_on(place, stop, random.Random(seed), note)), notes)
+    writers = [fork(_in_another(2 + who, lambda note, who=who: _save(place, who, count, note)), notes) for who in (0, 1)]
+    try:
+        for process in writers:
+            _wait(process, cell)
+    finally:
+        stop.touch()
+        _wait(looker, cell)
+        stop.unlink()
+        read_notes(notes, cell)
+    with cell.noting("afterwards"):
+        saved = [(who, number) for who in (0, 1) for number in range(min(count, PROMPTS))]
+        cell.counts["chunks_left"] += sound(place, saved, read=ALL)
+    cell.done(2 * count)
+
+
+def _wait(process: int, cell: Cell) -> None:
+    _, status = os.waitpid(process, 0)
+    if code := os.waitstatus_to_exitcode(status):
+        cell.problem(f"a process of another namespace ended with {code}")
+
+
+def _look_on(place: Place, stop: Path, choice: random.Random, note: Note) -> None:
+    """What another container does: open the store, look through it, collect."""
+    while not stop.exists():
+        with place.open(3) as store:
+            store.collect()
+            check(store, 3, choice.randrange(PROMPTS))
+            store.stats()
+        note("looks", 1)
+
+
+def _save(place: Place, who: int, count: int, note: Note) -> None:
+    for module in store_modules():
+        if vars(module).get("os") is os:
+            vars(module)["os"] = _SlowOs()
+    stores = [place.open(identity) for identity in range(len(IDENTITIES))]
+    for number in range(count):
+        saved = number % PROMPTS
+        if number >= PROMPTS:
+            # From then on what is there is made anew.
+            stores[who].delete(prompt(saved))
+        whole = chunks(saved)
+        tokens = stores[who].save(prompt(saved), packed(who, saved))
+        found = check(stores[who], who, saved)
+        if tokens != whole * CHUNK or found != whole or stores[who].counters()["faults"]:
+            of = f"{tokens} of {whole * CHUNK} tokens are saved and {found} chunks found"
+            note(f"problem: save {number}: {of}: {counted(stores[who])}", 1)
+        else:
+            note("saves", 1)
+    for store in stores:
+        store.close()
+
+
+class _SlowOs:
+    """The module ``os`` on a disk that takes its time, so that the others look while files are unfinished."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def replace(self, *paths: str) -> None:
+        time.sleep(0.002)
+        os.replace(*paths)
+
+
+def _in_another(number: int, work: Callable[[Note], None]) -> Callable[[Note], None]:
+    """``work`` in process ``number`` of a namespace of its own: where the numbers differ, one knows nothing of the other's."""
+
+    def start(note: Note, number: int = number) -> None:
+        if number:
+            _in_child(lambda: start(note, number - 1), note)
+        else:
+            work(note)
+
+    def begin(note: Note) -> None:
+        _unshare()
+        start(note)
+
+    return begin
+
+
+def _in_child(work: Callable[[], None], note: Note) -> None:
+    """Do ``work`` in a child and wait for it."""
+    process = os.fork()
+    if process:
+        _, status = os.waitpid(process, 0)
+        if code := os.waitstatus_to_exitcode(status):
+            raise Wrong(f"the child ended with {code}")
+        return
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException as error:
+        note(f"problem: in another namespace: {told(error)}", 1)
+    finally:
+        os._exit(code)
+
+
+def _unshare() -> None:
+    # Root needs no user namespace of its own.
+    flags = CLONE_NEWPID if os.geteuid() == 0 else CLONE_NEWPID | CLONE_NEWUSER
+    if _LIBC.unshare(flags):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _forbidden() -> str:
+    """Why this machine allows no namespaces, or an empty text."""
+    process = os.fork()
+    if not process:
+        try:
+            _unshare()
+        except OSError as error:
+            os._exit(error.errno or 1)
+        os._exit(0)
+    _, status = os.waitpid(process, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return f"PID namespaces are not allowed here: {os.strerror(code)}" if code else ""

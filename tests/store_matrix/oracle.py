@@ -1,0 +1,140 @@
+"""What a store must answer: streams of every prompt of every identity, kept here as bytes of their own.
+
+All identities have the same prompts and caches of the same shape, so any mix of them would be found, and would show.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import kvpack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+CHUNK = 32
+FAMILIES, PROMPTS, LONGEST = 4, 16, 4
+"""Prompts share first chunks with those of their family, and have up to ``LONGEST`` chunks."""
+HEADS, DIM = 1, 32
+_layers = 1
+
+BASE = kvpack.Identity("model", "kivi-2", weights="w1", adapter="a", dtype="bfloat16", tenant="tenant")
+IDENTITIES = (
+    BASE,
+    replace(BASE, tenant="tenant 2"),
+    replace(BASE, adapter="b"),
+    replace(BASE, model="model 2"),
+)
+
+
+class Wrong(Exception):
+    """A store has broken a promise."""
+
+
+@cache
+def prompt(number: int) -> tuple[int, ...]:
+    """The token ids of a prompt: one or two chunks of its family, then its own, and a few more than whole chunks."""
+    family, own = random.Random(number % FAMILIES), random.Random(1000 + number)
+    shared = [family.randrange(100_000) for _ in range(CHUNK * (1 + number % FAMILIES % 2))]
+    rest = [own.randrange(100_000) for _ in range(CHUNK * own.randint(0, LONGEST - 2))]
+    return (*shared, *rest, 1, 2, 3)
+
+
+def chunks(number: int) -> int:
+    """The whole chunks of a prompt."""
+    return len(prompt(number)) // CHUNK
+
+
+@cache
+def packed(who: int, number: int) -> kvpack.Cache:
+    """The cache of a prompt: its values are a function of the identity, the layer and all tokens up to them."""
+    ids = prompt(number)
+
+    def side(*name: Any) -> torch.Tensor:
+        parts = []
+        for start in range(0, len(ids), CHUNK):
+            generator = torch.Generator().manual_seed(random.Random(repr((who, name, ids[: start + CHUNK]))).getrandbits(60))
+            parts.append(torch.randn(1, HEADS, len(ids[start : start + CHUNK]), DIM, generator=generator))
+        return torch.cat(parts, 2).to(torch.bfloat16)
+
+    return kvpack.pack([(side("k", layer), side("v", layer)) for layer in range(_layers)], BASE.recipe)
+
+
+def chunk_bytes(whole: kvpack.Cache, number: int) -> bytes:
+    """Every stream of chunk ``number`` with its name, dtype and shape."""
+    parts: list[bytes] = []
+    for layer in whole.slice(number * CHUNK, (number + 1) * CHUNK):
+        for name, side in layer.sides.items():
+            parts.append(f"{name} {side.codec} {side.tokens} {side.tail.shape[2]}".encode())
+            for page in side.pages:
+                for stream, x in page.streams.items():
+                    parts.append(f"{stream} {x.dtype} {list(x.shape)}".encode())
+                    parts.append(x.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return b"\n".join(parts)
+
+
+@cache
+def expected(who: int, number: int) -> tuple[bytes, ...]:
+    whole = packed(who, number)
+    return tuple(chunk_bytes(whole, chunk) for chunk in range(chunks(number)))
+
+
+def set_layers(count: int) -> None:
+    """Give caches ``count`` layers from now on, for entries of another size: in a process of its own."""
+    global _layers
+    _layers = count
+    packed.cache_clear()
+    expected.cache_clear()
+
+
+def prepare() -> None:
+    """Compute everything now: what is forked from here on has it."""
+    for who in range(len(IDENTITIES)):
+        for number in range(PROMPTS):
+            expected(who, number)
+
+
+def compare(who: int, number: int, tokens: int, found: kvpack.Cache | None) -> int:
+    """The chunks of an answer of ``load``. Raises Wrong unless they are those that were saved, byte for byte."""
+    if found is None:
+        if tokens:
+            raise Wrong(f"load says {tokens} tokens and has no cache")
+        return 0
+    right = expected(who, number)
+    if not 0 < tokens == found.tokens <= len(right) * CHUNK or tokens % CHUNK:
+        raise Wrong(f"load says {tokens} tokens, its cache holds {found.tokens}, the prompt has {len(right)} chunks")
+    for chunk in range(tokens // CHUNK):
+        got = chunk_bytes(found, chunk)
+        if got != right[chunk]:
+            raise Wrong(f"chunk {chunk} of prompt {number} of identity {who} is wrong: it holds {_whose(got)}")
+    return tokens // CHUNK
+
+
+def check(store: kvpack.Store, who: int, number: int) -> int:
+    """Load a prompt and return the chunks found. Raises Wrong for a wrong one, and whatever ``load`` raises."""
+    return compare(who, number, *store.load(prompt(number)))
+
+
+def require(store: kvpack.Store, wanted: Iterable[tuple[int, int]], who: int, why: str) -> None:
+    """Raise Wrong unless the prompts of ``wanted`` (identity, prompt) that ``store`` may see are there whole."""
+    for owner, number in wanted:
+        if owner == who and (found := check(store, who, number)) != chunks(number):
+            raise Wrong(f"{why}: {found} of {chunks(number)} chunks of prompt {number} of identity {who} are left: {counted(store)}")
+
+
+def counted(store: kvpack.Store) -> dict[str, object]:
+    """The counters of a store that are not 0."""
+    return {name: count for name, count in store.counters().items() if count}
+
+
+def _whose(got: bytes) -> str:
+    for who in range(len(IDENTITIES)):
+        for number in range(PROMPTS):
+            if got in expected(who, number):
+                return f"chunk {expected(who, number).index(got)} of prompt {number} of identity {who}"
+    return "what nobody saved"

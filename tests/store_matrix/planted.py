@@ -1,0 +1,216 @@
+"""What a neighbour may put in the place of an entry: in a folder, or on a server."""
+
+from __future__ import annotations
+
+import glob
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import kvpack
+from kvpack.store.backend import MAX_ENTRY_BYTES
+
+from store_matrix.oracle import CHUNK, IDENTITIES, packed, prompt  # isort: skip
+
+Plant = Callable[[str, str], None]
+"""Put something at the path of an entry, in a folder of a tier."""
+OnServer = Callable[[Any, bytes], None]
+"""Put something on the server of a client, such as in the place of the entry of a key."""
+
+LARGE = MAX_ENTRY_BYTES + 2**20
+"""Bytes of a sparse file: more than any entry has."""
+ENTRY = b"{kvpack}:entry:"
+
+
+def junk(path: str, folder: str) -> None:
+    _write(path, os.urandom(5000))
+
+
+def nothing(path: str, folder: str) -> None:
+    _write(path, b"")
+
+
+def zeros(path: str, folder: str) -> None:
+    _write(path, bytes(5760))
+
+
+def sparse(path: str, folder: str) -> None:
+    _write(path, b"")
+    os.truncate(path, LARGE)
+
+
+def sparse_encrypted(path: str, folder: str) -> None:
+    """One that begins as an encrypted entry does."""
+    _write(path, b"kvpack-encrypted 1\n\x03now" + bytes(100))
+    os.truncate(path, LARGE)
+
+
+def a_fifo(path: str, folder: str) -> None:
+    _make_room(path)
+    os.mkfifo(path, 0o666)
+
+
+def a_link(path: str, folder: str) -> None:
+    _make_room(path)
+    os.symlink("/etc/passwd", path)
+
+
+def a_link_to_an_entry(path: str, folder: str) -> None:
+    _make_room(path)
+    os.symlink(_another(path, folder), path)
+
+
+def a_folder(path: str, folder: str) -> None:
+    _make_room(path)
+    os.makedirs(f"{path}/inner")
+
+
+def another_entry(path: str, folder: str) -> None:
+    """The bytes of another entry, whole and right."""
+    other = _another(path, folder)
+    data = os.urandom(100)
+    if os.path.isfile(other):
+        with open(other, "rb") as file:
+            data = file.read()
+    _write(path, data)
+
+
+def plaintext(path: str, folder: str) -> None:
+    """The entry itself, of other values, that nobody encrypted: right for a store that is not encrypted."""
+    name = os.path.basename(path)
+    pieces = _MADE[bytes.fromhex(name)]
+    _write(path, pieces if not _trusts_plaintext(folder) else pieces[:-100])
+
+
+def unreadable(path: str, folder: str) -> None:
+    """Of mode 0000."""
+    _write(path, bytes(100))
+    os.chmod(path, 0)
+
+
+IN_FOLDERS: list[Plant] = [
+    *(junk, nothing, zeros, sparse, sparse_encrypted, a_fifo, a_link, a_link_to_an_entry, a_folder, another_entry, plaintext, unreadable),
+]
+
+STAYS: list[Plant] = [sparse, sparse_encrypted, a_folder, unreadable]
+"""What a store does not remove, for it may be good for others, or hold anything: it is a miss, and ``save`` says so."""
+
+
+def _junk_entry(client: Any, key: bytes) -> None:
+    client.set(ENTRY + key, os.urandom(5000))
+
+
+def _empty_entry(client: Any, key: bytes) -> None:
+    client.set(ENTRY + key, b"")
+
+
+def _large_entry(client: Any, key: bytes) -> None:
+    client.setrange(ENTRY + key, LARGE // 64, b"x")
+
+
+def _list_entry(client: Any, key: bytes) -> None:
+    client.delete(ENTRY + key)
+    client.rpush(ENTRY + key, b"a", b"b")
+
+
+def _another_entry(client: Any, key: bytes) -> None:
+    client.set(ENTRY + key, next((client.get(name) for name in client.keys(ENTRY + b"*") if name != ENTRY + key), b"x"))
+
+
+def _plaintext_entry(client: Any, key: bytes) -> None:
+    client.set(ENTRY + key, _MADE[key][:-100])
+
+
+def _no_bookkeeping(client: Any, key: bytes) -> None:
+    client.delete(*(b"{kvpack}:" + name for name in (b"used", b"sizes", b"bytes")))
+
+
+def _sum_of_junk(client: Any, key: bytes) -> None:
+    client.set(b"{kvpack}:bytes", b"junk")
+
+
+def _negative_sum(client: Any, key: bytes) -> None:
+    client.set(b"{kvpack}:bytes", b"-1000000000")
+
+
+def _large_sum(client: Any, key: bytes) -> None:
+    client.set(b"{kvpack}:bytes", b"9000000000000000000")
+
+
+def _sizes_of_junk(client: Any, key: bytes) -> None:
+    client.hset(b"{kvpack}:sizes", mapping={key: b"junk", b"short": b"1"})
+
+
+def _text_for_uses(client: Any, key: bytes) -> None:
+    client.delete(b"{kvpack}:used")
+    client.set(b"{kvpack}:used", b"text")
+
+
+def _text_for_sizes(client: Any, key: bytes) -> None:
+    client.delete(b"{kvpack}:sizes")
+    client.set(b"{kvpack}:sizes", b"text")
+
+
+def _list_for_sum(client: Any, key: bytes) -> None:
+    client.delete(b"{kvpack}:bytes")
+    client.rpush(b"{kvpack}:bytes", b"1")
+
+
+def _text_for_pins(client: Any, key: bytes) -> None:
+    client.delete(b"{kvpack}:pins")
+    client.set(b"{kvpack}:pins", b"text")
+
+
+def _uses_of_junk(client: Any, key: bytes) -> None:
+    client.zadd(b"{kvpack}:used", {b"short": 1.0, key: float("inf"), b"x" * 40: -1.0})
+
+
+ON_SERVERS: list[OnServer] = [
+    *(_junk_entry, _empty_entry, _large_entry, _list_entry, _another_entry, _plaintext_entry, _no_bookkeeping, _sum_of_junk),
+    *(_negative_sum, _large_sum, _sizes_of_junk, _text_for_uses, _text_for_sizes, _list_for_sum, _text_for_pins, _uses_of_junk),
+]
+
+
+def _write(path: str, data: bytes) -> None:
+    _make_room(path)
+    with open(path, "wb") as file:
+        file.write(data)
+
+
+def _make_room(path: str) -> None:
+    os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+    if os.path.lexists(path):
+        os.unlink(path)
+
+
+def _another(path: str, folder: str) -> str:
+    """The path of any other entry of a folder."""
+    found = [other for other in glob.glob(f"{folder}/?/?/" + "?" * 64) if other != path]
+    return found[0] if found else "/nowhere"
+
+
+def _trusts_plaintext(folder: str) -> bool:
+    """Whether what lies in a folder is not encrypted, so that a whole entry would be what its writer says."""
+    for other in glob.glob(f"{folder}/?/?/" + "?" * 64):
+        if os.path.isfile(other) and os.access(other, os.R_OK):
+            with open(other, "rb") as file:
+                return not file.read(16).startswith(b"kvpack-encrypted")
+    return True
+
+
+_MADE: dict[bytes, bytes] = {}
+
+
+def keys(who: int, number: int) -> list[bytes]:
+    """The keys of a prompt's chunks."""
+    return kvpack.Store("memory://", IDENTITIES[who], chunk=CHUNK, max_bytes=0).keys(prompt(number))
+
+
+def prepare(who: int, number: int) -> None:
+    """Make the entries of a prompt with the values of the next identity, as its own store would write them."""
+    with tempfile.TemporaryDirectory() as parent, kvpack.Store(f"{parent}/store", IDENTITIES[who], chunk=CHUNK) as store:
+        store.save(prompt(number), packed((who + 1) % len(IDENTITIES), number))
+        for path in glob.glob(f"{parent}/store/?/?/" + "?" * 64):
+            with open(path, "rb") as file:
+                _MADE[bytes.fromhex(os.path.basename(path))] = file.read()

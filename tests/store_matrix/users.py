@@ -1,0 +1,298 @@
+"""Two users: this one, root or a neighbour who owns the folder, writes what it likes to it, or cuts what another has loaded.
+
+Folders need root, who becomes two users of no rights; a server needs nobody, for all its clients are equals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import resource
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import kvpack
+from kvpack.cli import main as command_line
+
+from store_matrix import planted  # isort: skip
+from store_matrix.cells import Cell, fork, read_notes  # isort: skip
+from store_matrix.kinds import BUDGET, KEYS, Place, everything  # isort: skip
+from store_matrix.oracle import CHUNK, Wrong, check, chunks, compare, counted, packed, prepare, prompt  # isort: skip
+from store_matrix.uses import KEPT, at_random, each, keep, sound, works  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from store_matrix.cells import Note
+
+ALICE, BOB = 54_321, 54_322
+MOST_GROWTH = 64 * 2**20
+"""Bytes of memory that a planted entry may cost."""
+VICTIM = (0, 2)
+"""The prompt (identity, number) at one of whose chunks something is planted."""
+
+
+def users(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
+    """Plant ``count`` entries in turn, and let root and a neighbour do what they may."""
+    prepare()
+    planted.prepare(*VICTIM)
+    if place.server is not None:
+        for number in range(count):
+            on_server = planted.ON_SERVERS[(seed * count + number) % len(planted.ON_SERVERS)]
+            with cell.noting(f"a stranger's client, {on_server.__name__}"):
+                _client(place, cell, on_server)
+            cell.done()
+    if not place.folders:
+        return
+    if os.geteuid():
+        cell.skipped = "becoming two users needs root"
+        return
+    # What is imported when it is needed is imported now: the two users may not read it.
+    place.clear()
+    each(place)
+    _commands(place)
+    os.chmod(place.root, 0o755)
+    for number in range(count):
+        plant = planted.IN_FOLDERS[(seed * count + number) % len(planted.IN_FOLDERS)]
+        for folder in range(len(place.folders)):
+            _own_folder(place, cell, plant, folder)
+            _shared_folder(place, cell, plant, folder)
+            cell.done(2)
+    _root_collects(place, cell, seed)
+    _folder_of_another(place, cell)
+    cell.done(2)
+
+
+def _as(uid: int, place: Place, cell: Cell, what: str, work: Callable[[Note], None]) -> None:
+    """Do ``work`` as another user, and note what goes wrong."""
+
+    def become(note: Note) -> None:
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
+        os.umask(0o022)
+        try:
+            work(note)
+        except BaseException as error:
+            raise Wrong(f"{what}: {type(error).__name__}: {error}") from error
+
+    notes = str(place.root / "notes")
+    Path(notes).touch()
+    os.chmod(notes, 0o666)
+    _, status = os.waitpid(fork(become, notes), 0)
+    read_notes(notes, cell)
+    code = os.waitstatus_to_exitcode(status)
+    if code not in (0, 1):
+        cell.problem(f"{what}: ended with {code}")
+
+
+def _fresh(place: Place, uid: int, mode: int = 0o700) -> Place:
+    """The place with folders of one user, empty."""
+    place.clear()
+    for folder in place.folders:
+        os.mkdir(folder, mode)
+        os.chown(folder, uid, uid)
+        os.chmod(folder, mode)
+    return replace(place, budget=None)
+
+
+def _own_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> None:
+    """Something lies in the user's own folder under the name of an entry, put there by root or by a fault."""
+    own = _fresh(place, ALICE)
+    what = f"{plant.__name__} in one's own folder"
+    _as(ALICE, own, cell, what, lambda note: keep(own))
+
+    def meet(note: Note) -> None:
+        with _small_growth():
+            _meet(own)
+            _commands(own)
+        if plant not in planted.STAYS:
+            with own.open(VICTIM[0]) as store:
+                works(store, *VICTIM)
+        for who, number in KEPT:
+            with own.open(who) as store:
+                if check(store, who, number) != chunks(number):
+                    raise Wrong(f"a good entry is gone: {counted(store)}")
+
+    _as(ALICE, own, cell, what, lambda note: plant(_victim(own, folder), own.folders[folder]))
+    _as(ALICE, own, cell, what, meet)
+
+
+def _shared_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> None:
+    """A folder that everybody may write, and in which a neighbour has planted something: refused, or right."""
+    shared = _fresh(place, ALICE, 0o777)
+
+    def prepare_folder(note: Note) -> None:
+        os.umask(0)
+        path = _victim(shared, folder)
+        os.makedirs(os.path.dirname(path), 0o777, exist_ok=True)
+        plant(path, shared.folders[folder])
+
+    def meet(note: Note) -> None:
+        try:
+            shared.open(VICTIM[0]).close()
+        except kvpack.KvpackError:
+            note("refused", 1)
+            return
+        with _small_growth():
+            _meet(shared)
+
+    what = f"{plant.__name__} in a shared folder"
+    _as(BOB, shared, cell, what, prepare_folder)
+    _as(ALICE, shared, cell, what, meet)
+
+
+def _meet(place: Place) -> None:
+    """Use the chain that something was planted in: right or a miss, and what is said to be saved is found."""
+    who, number = VICTIM
+    with place.open(who) as store:
+        store.match(prompt(number))
+        check(store, who, number)
+        store.pin(prompt(number))
+        store.unpin(prompt(number))
+        saved = store.save(prompt(number), packed(who, number)) // CHUNK
+        found = check(store, who, number)
+        if found < saved:
+            raise Wrong(f"save says {saved} chunks of {chunks(number)}, and {found} are found: {counted(store)}")
+        store.stats()
+        store.collect()
+        check(store, who, number)
+
+
+def _commands(place: Place) -> None:
+    """``kvpack store ls``, ``stat`` and ``verify`` of every folder end with a code and without a traceback."""
+    options = ["--json"]
+    if place.kind.encrypted:
+        path = f"{place.folders[0]}/keys"
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.writelines(f"{name} {key.hex()}\n" for name, key in KEYS.items())
+        options += ["--key-file", path, "--tenant", "tenant"]
+    for folder in place.folders:
+        for action in ("ls", "stat", "verify"):
+            with _output_dropped():
+                command_line(["store", action, folder, *options])
+    if place.kind.encrypted:
+        os.unlink(path)
+
+
+def _root_collects(place: Place, cell: Cell, seed: int) -> None:
+    """Root cleans a user's folder up: what it leaves is the user's, who goes on."""
+    own = replace(_fresh(place, ALICE), budget=BUDGET)
+
+    def use(note: Note) -> None:
+        stores = [own.open(who) for who in range(3)]
+        choice = random.Random(seed)
+        for _ in range(20):
+            at_random(own, stores, choice, [])
+        for store in stores:
+            store.close()
+        sound(own, read=(1, 3))
+
+    _as(ALICE, own, cell, "before root", lambda note: keep(own))
+    _as(ALICE, own, cell, "before root", use)
+    with cell.noting("root in a user's folder"), _output_dropped():
+        for folder in own.folders:
+            for words in (["ls"], ["stat"], ["verify"], ["gc"], ["gc", "--max-bytes", str(BUDGET // 2)]):
+                command_line(["store", words[0], folder, *words[1:], "--json"])
+    foreign = own.foreign(ALICE)
+    if foreign:
+        cell.problem(f"root has left files of its own in a user's folder: {foreign}")
+    _as(ALICE, own, cell, "after root", use)
+
+
+def _folder_of_another(place: Place, cell: Cell) -> None:
+    """A neighbour's folder of mode 0755 is refused, or what was loaded from it stays as it was when the neighbour changes his files."""
+    his = _fresh(place, BOB, 0o755)
+
+    def readable(note: Note) -> None:
+        keep(his)
+        for path in everything(his.folders):
+            if not path.rpartition("/")[2].startswith("."):
+                os.chmod(path, 0o755)
+
+    def cut(note: Note) -> None:
+        for path in everything(his.folders):
+            if os.path.isfile(path) and len(os.path.basename(path)) == 64 and "pins" not in path:
+                with open(path, "r+b") as file:
+                    file.write(bytes(os.stat(path).st_size))
+                    file.truncate(100)
+
+    go, done = str(place.root / "go"), str(place.root / "done")
+    for path in (go, done):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        os.mkfifo(path)
+        os.chmod(path, 0o666)
+
+    def hold(note: Note) -> None:
+        loaded = []
+        try:
+            stores = [his.open(who) for who, _ in KEPT]
+            loaded = [(who, number, *store.load(prompt(number))) for store, (who, number) in zip(stores, KEPT, strict=True)]
+        except kvpack.KvpackError:
+            note("refused", 1)
+        finally:
+            with open(go, "w"), open(done):
+                pass
+        for answer in loaded:
+            note("hits", compare(*answer) > 0)
+
+    _as(BOB, his, cell, "a neighbour", readable)
+    notes = str(place.root / "notes-2")
+
+    def neighbour(note: Note) -> None:
+        with open(go):
+            pass
+        os.setuid(BOB)
+        try:
+            cut(note)
+        finally:
+            with open(done, "w"):
+                pass
+
+    process = fork(neighbour, notes)
+    _as(ALICE, his, cell, "reading a neighbour's folder that is cut", hold)
+    os.waitpid(process, 0)
+    read_notes(notes, cell)
+
+
+def _victim(place: Place, folder: int) -> str:
+    """The path of the second chunk of ``VICTIM`` in one of the folders."""
+    name = planted.keys(*VICTIM)[1].hex()
+    return f"{place.folders[folder]}/{name[0]}/{name[1]}/{name}"
+
+
+def _client(place: Place, cell: Cell, plant: planted.OnServer) -> None:
+    """Another client of the server has planted something: right or a miss, and after ``collect`` everything works."""
+    place.clear()
+    own = replace(place, budget=BUDGET)
+    keep(own)
+    who, number = VICTIM
+    with own.open(who) as store:
+        store.save(prompt(number), packed(who, number))
+    plant(own.client(), planted.keys(*VICTIM)[1])
+    with _small_growth():
+        _meet(own)
+        with own.open(3) as store:
+            store.stats()
+            list(store._backend.list())
+    cell.counts["chunks_left"] += sound(own, KEPT if own.lasting else (), damage_allowed=True, read=(0, 2, 5))
+
+
+@contextlib.contextmanager
+def _output_dropped() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+@contextlib.contextmanager
+def _small_growth() -> Iterator[None]:
+    """Raise Wrong when the block takes more memory than anything of the test's needs."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    yield
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    if grown > MOST_GROWTH:
+        raise Wrong(f"{grown:,} bytes of memory were taken, allowed are {MOST_GROWTH:,}")

@@ -1,0 +1,124 @@
+"""Everything that users do with a store, at random or once each, and what must be true when the faults are over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from store_matrix.kinds import Place  # isort: skip
+from store_matrix.oracle import CHUNK, IDENTITIES, PROMPTS, Wrong, check, chunks, compare, counted, packed, prompt, require  # isort: skip
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Sequence
+
+    import kvpack
+
+ALL = tuple(range(PROMPTS))
+KEPT = ((0, 0), (1, 5), (2, 0))
+"""Prompts (identity, prompt) that are saved and pinned before the fault: no fault may take them. 8 chunks at most."""
+
+
+def keep(place: Place) -> None:
+    """Save ``KEPT`` and pin it."""
+    for who, number in KEPT:
+        with place.open(who) as store:
+            for _ in range(20):
+                # Others may evict between the two.
+                store.save(prompt(number), packed(who, number))
+                if store.pin(prompt(number)) == chunks(number) * CHUNK and check(store, who, number) == chunks(number):
+                    break
+            else:
+                raise Wrong(f"prompt {number} could not be saved and pinned: {counted(store)}")
+
+
+def at_random(place: Place, stores: list[kvpack.Store], choice: random.Random, loaded: list[Any]) -> tuple[int, int]:
+    """One use of one identity's store: (chunks found, chunks compared). ``loaded`` holds caches whose entries may go meanwhile."""
+    who, number, what = choice.randrange(len(stores)), choice.randrange(PROMPTS), choice.random()
+    store, ids = stores[who], prompt(number)
+    if what < 0.45:
+        return check(store, who, number), chunks(number)
+    if what < 0.85:
+        saved = store.save(ids, packed(who, number))
+        if not 0 <= saved <= len(ids) or saved % CHUNK:
+            raise Wrong(f"save says {saved} tokens of {len(ids)}")
+    elif what < 0.88:
+        store.match(ids)
+    elif what < 0.91:
+        # Not the first chunks, which the prompts that are kept share.
+        store.delete(ids, start=2 * CHUNK) if (who, number) not in KEPT else None
+    elif what < 0.95:
+        loaded.append((who, number, *store.load(ids)))
+        if len(loaded) > 4:
+            compare(*loaded.pop(0))
+    elif what < 0.97:
+        if all(number != kept for _, kept in KEPT):
+            store.pin(ids[:CHUNK])
+            store.unpin(ids[:CHUNK])
+    elif what < 0.98:
+        store.collect()
+    elif what < 0.99:
+        store.stats()
+    else:
+        stores[who].close()
+        stores[who] = place.open(who)
+    return 0, 0
+
+
+def each(place: Place) -> int:
+    """Every use once, of two identities; the chunks found. Raises Wrong, and whatever a store raises, which must be nothing."""
+    found = 0
+    for who in (0, 2):
+        with place.open(who) as store:
+            for number in (1, 4):
+                ids = prompt(number)
+                if not 0 <= store.save(ids, packed(who, number)) <= len(ids):
+                    raise Wrong("save says more than there was")
+                found += check(store, who, number)
+            if store.pin(prompt(1)) > len(prompt(1)):
+                raise Wrong("pin says more than there was")
+            store.match(prompt(1))
+            store.unpin(prompt(1))
+            store.delete(prompt(4), start=CHUNK)
+            store.collect()
+            store.stats()
+            check(store, who, 0)
+    return found
+
+
+def sound(place: Place, kept: Sequence[tuple[int, int]] = KEPT, *, damage_allowed: bool = False, read: Sequence[int] = ALL) -> int:
+    """That a store is whole now that the fault is gone: the chunks of the prompts ``read`` that are still found. Raises Wrong.
+
+    With ``damage_allowed`` what is refused is a miss and no more than that.
+    """
+    stores = [place.open(who) for who in range(len(IDENTITIES))]
+    try:
+        stores[0].collect()
+        if left := place.left_over():
+            raise Wrong(f"unfinished files are left: {left}")
+        if place.budget is not None and (size := place.most_stored()) > place.budget:
+            raise Wrong(f"{size} bytes are stored, the budget is {place.budget}")
+        if foreign := place.foreign():
+            raise Wrong(f"not this user's alone: {foreign}")
+        found = 0
+        for who, store in enumerate(stores):
+            require(store, kept, who, "what was saved and pinned before the fault is gone")
+            found += sum(check(store, who, number) for number in read)
+        for store in stores:
+            counts = store.counters()
+            if not damage_allowed and (counts["damaged_entries"] or counts["faults"]):
+                raise Wrong(f"after the fault: {counts['damaged_entries']} damaged entries, faults {counts['faults']}")
+        for who, number in ((0, 6), (3, 9)):
+            works(stores[who], who, number)
+        return found
+    finally:
+        for store in stores:
+            store.close()
+
+
+def works(store: kvpack.Store, who: int, number: int) -> None:
+    """Raise Wrong unless a prompt can be saved and found."""
+    whole = chunks(number)
+    if (saved := store.save(prompt(number), packed(who, number))) != whole * CHUNK:
+        raise Wrong(f"save works no more: {saved} tokens of {whole} chunks: {counted(store)}")
+    if (found := check(store, who, number)) != whole:
+        raise Wrong(f"a miss for ever: {found} of {whole} chunks after a save that said all are stored: {counted(store)}")

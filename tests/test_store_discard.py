@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -54,6 +55,20 @@ def test_what_the_reader_lacks_removes_nothing(step: str, error: Exception, tmp_
         patch.setattr("kvpack.store.entries.Reader._one" if step == "read" else "kvpack.cache.concat", refuse)
         assert store.load(ids) == (0, None)
     assert store.counters()["unreadable_entries"] == 1
+    assert store.counters()["damaged_entries"] == 0
+    assert same(store.load(ids)[1], whole)
+
+
+def test_a_read_that_ends_early_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is cut while it is read, as another user may do, is not bytes that were read whole."""
+    store, ids = open_store(tmp_path), prompt(2)
+    whole = save(store, ids)
+    monkeypatch.setattr("kvpack.store.trust.Trust.private", False)
+    real = os.preadv
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpack.store.reading.os.preadv", lambda fd, views, at: 0 if at else real(fd, [views[0][:100]], at))
+        assert store.load(ids) == (0, None)
+    assert store.counters()["faults"] == {"get EIO": 1}
     assert store.counters()["damaged_entries"] == 0
     assert same(store.load(ids)[1], whole)
 

@@ -147,6 +147,16 @@ def test_an_entry_of_another_name_is_replaced(tmp_path: Path) -> None:
     assert same(again.load(ids)[1], whole)
 
 
+def test_what_is_larger_than_an_entry_is_replaced(tmp_path: Path) -> None:
+    ids = prompt(2)
+    whole = save(open_store(tmp_path), ids)
+    os.truncate(entry_of(open_store(tmp_path), ids, 1), 2**31)
+    os.unlink(entry_of(open_store(tmp_path), ids, 0))
+    store = open_store(tmp_path)
+    assert store.save(ids, whole) == 2 * CHUNK
+    assert same(store.load(ids)[1], whole)
+
+
 def test_what_cannot_be_replaced_is_not_said_to_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, ids = open_store(tmp_path), prompt(3)
     whole = save(store, ids)
@@ -270,13 +280,39 @@ def test_a_folder_of_another_user_is_read_with_care(shared: Path) -> None:
                 assert str(folder) not in maps.read()
             assert theirs.counters()["faults"] == {}
     with user(NOBODY):
-        # A length of path that its owner uses serves others, who can write nothing.
         other = prompt(1, seed=1)
         assert theirs.save(other, cache(len(other))) == 0
         assert theirs.save(ids, whole) == 3 * CHUNK
         assert theirs.pin(ids) == theirs.delete(ids) == 0
         theirs.collect()
         assert open_store(folder).load(ids)[0] == 3 * CHUNK
+
+
+@as_root
+def test_a_path_of_full_length_serves_who_may_not_write(shared: Path) -> None:
+    """An entry's path is the longest below a store: where that fits, everything does."""
+    longest = 4095 - len("/3/f/") - 64
+    path = str(shared)
+    while len(path) < longest:
+        part = min(200, longest - len(path) - 1)
+        part -= longest - len(path) - 1 - part == 1
+        path += "/" + "d" * part
+        os.mkdir(path)
+    assert len(path) == longest
+    os.chown(path, ANOTHER, ANOTHER)
+    ids = prompt(2)
+    with user(ANOTHER):
+        whole = save(open_store(path, max_bytes=10**6), ids)
+    for parent, _, names in os.walk(path):
+        os.chmod(parent, 0o755)
+        for name in names:
+            os.chmod(os.path.join(parent, name), 0o644)
+    with user(NOBODY):
+        store = open_store(path, max_bytes=10**6)
+        n, found = store.load(ids)
+        assert n == store.match(ids) == 2 * CHUNK
+        assert same(found, whole)
+        assert store.counters()["faults"] == {}
 
 
 @as_root

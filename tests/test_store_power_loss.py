@@ -15,7 +15,7 @@ import pytest
 
 import kvpack
 from kvpack import atomic
-from kvpack.store import directory
+from kvpack.store import directory, trust
 
 from power_loss import Disk, RecordingOs  # isort: skip
 from store_caches import CHUNK, cache, entries, open_store, prompt, same  # isort: skip
@@ -118,7 +118,7 @@ def test_the_rules_above_are_seen_to_break(mutant: str, folder: Path, monkeypatc
     elif mutant == "no sync of folders":
         monkeypatch.setattr(atomic, "sync_folder", lambda folder: None)
     elif mutant == "no sync of new folders":
-        monkeypatch.setattr(directory, "sync_folder", lambda folder: None)
+        monkeypatch.setattr(trust, "sync_folder", lambda folder: None)
     elif mutant == "sync after rename":
         monkeypatch.setattr(directory, "write_file", synced_late)
     else:

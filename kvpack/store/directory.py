@@ -1,7 +1,7 @@
-"""The directory backend: one immutable file an entry, which any number of processes read and write without a lock.
+"""The directory backend: one immutable file per entry, which any number of processes read without a lock.
 
     <root>/3/f/3f...e1       an entry, named by the hexadecimal digits of its key
-    <root>/unfinished/       what writers have not finished
+    <root>/unfinished/       what writers have not finished, and hold a lock on
     <root>/pins/             one file a pinned chain: its keys
     <root>/usage, lock       what usage.py counts, and the evictor's lock
 
@@ -17,8 +17,8 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from kvpack.atomic import TEMPORARY_PREFIX, sync_folder, write_file
-from kvpack.formats.errors import KvpackError
+from kvpack.atomic import TEMPORARY_PREFIX, write_file
+from kvpack.formats.errors import KvpackError, LimitExceeded
 
 from .backend import OneTier, Stored
 from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
@@ -26,7 +26,7 @@ from .forms import FRONT_BYTES, PLAIN, Kind, check_size
 from .fronts import kind_of
 from .mapping import map_file
 from .pins import Pins
-from .reading import read_beginning, read_whole
+from .reading import read_beginning, read_whole, regular_files
 from .trust import NotAnEntry, Trust, Untrusted
 from .usage import Usage
 
@@ -210,12 +210,12 @@ class Directory(OneTier):
     def scan(self) -> Iterator[tuple[str, os.stat_result]]:
         """(name, status) of every entry."""
         for folder in ENTRY_FOLDERS:
-            yield from self.files(os.path.join(self.root, folder))
+            yield from regular_files(os.path.join(self.root, folder), self._counters)
 
     def unfinished(self) -> Iterator[tuple[str, os.stat_result]]:
         """(path, status) of every unfinished file."""
         for folder in (self._unfinished, self._pins.folder):
-            for name, status in self.files(folder):
+            for name, status in regular_files(folder, self._counters):
                 if name.startswith(TEMPORARY_PREFIX):
                     yield os.path.join(folder, name), status
 
@@ -263,11 +263,12 @@ class Directory(OneTier):
     def _kind(self, key: bytes) -> Kind | None:
         """What has an entry's name, by its front; None where there is nothing. Raises OSError and what reading raises."""
         try:
-            return kind_of(key, self._read(key, lazily=True), self._form)
+            data = self._read(key, lazily=True)
         except FileNotFoundError:
             return None
-        except (Untrusted, NotAnEntry):
+        except (Untrusted, NotAnEntry, LimitExceeded):
             return Kind.JUNK
+        return kind_of(key, data, self._form)
 
     def _clear(self, path: str) -> None:
         """Remove what has an entry's name and is none. Raises OSError."""
@@ -288,34 +289,7 @@ class Directory(OneTier):
             self._counters.fault("count", error)
             return None
 
-    def files(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
-        """(name, status) of every regular file in a folder."""
-        try:
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    with contextlib.suppress(FileNotFoundError):
-                        status = entry.stat(follow_symlinks=False)
-                        if stat.S_ISREG(status.st_mode):
-                            yield entry.name, status
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            self._counters.fault("list", error)
-
     def make_folders(self, *folders: str) -> None:
         """Make ``folders`` and that of unfinished files, where they are not there. Raises OSError and Untrusted."""
         for folder in (self._unfinished, *folders):
-            if not os.path.isdir(folder):
-                self._make_folder(folder)
-            self.trust.check_folder(folder)
-
-    def _make_folder(self, folder: str) -> None:
-        parent = os.path.dirname(folder)
-        if not os.path.isdir(parent):
-            self._make_folder(parent)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder, 0o700)
-            if folder.startswith(f"{self.root}/"):
-                self.trust.own_folder(folder)
-        if self.durable:
-            sync_folder(parent)
+            self.trust.make_folder(folder, durable=self.durable)

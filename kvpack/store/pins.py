@@ -9,7 +9,7 @@ from kvpack.atomic import TEMPORARY_PREFIX, write_file
 from kvpack.formats.errors import KvpackError
 
 from .keys import KEY_BYTES
-from .reading import read_whole
+from .reading import read_whole, regular_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Pins:
     def keys(self) -> set[bytes]:
         """All keys that are pinned."""
         keys: set[bytes] = set()
-        for name, _ in self._directory.files(self.folder):
+        for name, _ in regular_files(self.folder, self._counters):
             if name.startswith(TEMPORARY_PREFIX):
                 continue
             path = os.path.join(self.folder, name)

@@ -1,9 +1,17 @@
-"""Reading a file into memory of one's own, once: what its writer does to it afterwards changes nothing."""
+"""Reading a folder's files into memory of one's own, once: what a writer does to one afterwards changes nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import stat
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .counters import Counters
 
 
 def read_whole(descriptor: int, size: int) -> bytearray:
@@ -24,3 +32,18 @@ def read_beginning(descriptor: int, most: int) -> bytes:
     while len(data) < most and (more := os.pread(descriptor, most - len(data), len(data))):
         data += more
     return data
+
+
+def regular_files(folder: str, counters: Counters) -> Iterator[tuple[str, os.stat_result]]:
+    """(name, status) of every regular file in a folder; a refusal of the system is counted."""
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        yield entry.name, status
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        counters.fault("list", error)

@@ -43,6 +43,7 @@ class Store:
     Redis or Valkey server (redis://, rediss://, unix://), or an object store: its URL (s3://, gs://, az://) or an object of
     ``obstore.store``. ``max_bytes`` is a budget of all entries there, whoever saved them: what was used longest ago goes first.
 
+    - A folder of another user is read only, as copies; one that others may write is refused (spec/store.md, Trust).
     - A folder also has ``min_free``, the bytes that stay free on its disk, and ``durable``, which forces entries to the disk
       before ``save`` returns.
     - A Redis server has ``ttl``, the seconds after which an entry goes that nobody uses, and ``timeout``, the seconds that a

@@ -12,6 +12,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
+from kvpack.atomic import sync_folder
 from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -117,8 +118,21 @@ class Trust:
         else:
             self._check("what was made", status)
 
-    def own_folder(self, folder: str) -> None:
-        """Give a folder that this user has just made to the store's owner. Raises OSError."""
+    def make_folder(self, folder: str, *, durable: bool) -> None:
+        """Make a folder and those above it where they are not there. Raises OSError, and Untrusted as ``check_folder``."""
+        parent = os.path.dirname(folder)
+        if not os.path.isdir(folder):
+            if not os.path.isdir(parent):
+                self.make_folder(parent, durable=durable)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+                self._own_folder(folder)
+            if durable:
+                sync_folder(parent)
+        if folder.startswith(f"{self._root}/"):
+            self.check_folder(folder)
+
+    def _own_folder(self, folder: str) -> None:
         if self._user == 0 != self.owner:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:

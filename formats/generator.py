@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
+from typing import Any
+
+from .lazy import numpy
 
 _MASK = (1 << 64) - 1
 
@@ -43,17 +45,37 @@ def signs(seed: int, count: int) -> tuple[int, ...]:
     return tuple(-1 if words[i // 64] >> i % 64 & 1 else 1 for i in range(count))
 
 
-@lru_cache(maxsize=4)
-def unit_quaternions(seed: int, count: int) -> tuple[tuple[float, float, float, float], ...]:
-    """``count`` unit quaternions (w, x, y, z), uniform on the 3-sphere, in binary64.
+def unit_quaternions(seed: int, count: int) -> numpy.ndarray[Any, Any]:
+    """``count`` unit quaternions (w, x, y, z), uniform on the 3-sphere, binary64 ``[count, 4]``.
 
     Source: Marsaglia 1972, two points of the unit disc; only +, -, x, / and square root.
     """
-    generator = Generator(seed)
-    result = []
-    for _ in range(count):
-        w, x, first = generator.disc()
-        y, z, second = generator.disc()
-        stretch = math.sqrt((1.0 - first) / second)
-        result.append((w, x, y * stretch, z * stretch))
-    return tuple(result)
+    x, y, square = _points_of_the_disc(seed, 2 * count)
+    stretch = numpy.sqrt((1.0 - square[0::2]) / square[1::2])
+    result: numpy.ndarray[Any, Any] = numpy.stack([x[0::2], y[0::2], x[1::2] * stretch, y[1::2] * stretch], -1)
+    return result
+
+
+def _points_of_the_disc(seed: int, count: int) -> list[numpy.ndarray[Any, Any]]:
+    """What so many calls of ``Generator.disc`` give: a header may ask for thousands, and for another codebook in every layer."""
+    found: list[list[numpy.ndarray[Any, Any]]] = []
+    drawn, left = 0, count
+    while not found or left > 0:
+        # Of the pairs of symmetric values pi/4 are in the disc.
+        pairs = left + left // 3 + 16
+        values = ((_words(seed, drawn, 2 * pairs) >> numpy.uint64(11)).astype(numpy.int64) - (1 << 52)) / (1 << 52)
+        x, y = values[0::2], values[1::2]
+        square = x * x + y * y
+        inside = (square > 0.0) & (square < 1.0)
+        found.append([x[inside], y[inside], square[inside]])
+        drawn, left = drawn + 2 * pairs, left - int(inside.sum())
+    return [numpy.concatenate(parts)[:count] for parts in zip(*found, strict=True)]
+
+
+def _words(seed: int, first: int, count: int) -> numpy.ndarray[Any, Any]:
+    """The words of the generator from the one after ``first`` on, uint64."""
+    numbers = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64)
+    z: numpy.ndarray[Any, Any] = numpy.uint64(seed & _MASK) + numbers * numpy.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ z >> numpy.uint64(30)) * numpy.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> numpy.uint64(27)) * numpy.uint64(0x94D049BB133111EB)
+    return z ^ z >> numpy.uint64(31)

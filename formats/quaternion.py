@@ -30,6 +30,8 @@ MAX_SECONDARY = 4096
 DEFAULT_SEED = 435
 """Errors scatter with the seed, by 2 to 5 %; with this one they are those of the page's table at S = 24, 48, 96 and 192."""
 
+_AT_ONCE = 128
+"""Secondary quaternions whose codewords are computed at a time."""
 _TOKENS_OF_ONE_HEAD = 1 << 12
 _EXPONENT_BITS = 0x7F800000
 _SMALLEST_NORMAL = 2.0**-126
@@ -197,7 +199,7 @@ def _packings(dim: int, secondary: int, radius_bits: int, arrangement: str, fiel
 @kept_on_device
 def secondary_quaternions(seed: int, count: int) -> torch.Tensor:
     """The ``count`` seeded unit quaternions (w, x, y, z), float32 ``[count, 4]``."""
-    return torch.tensor(unit_quaternions(seed, count), dtype=torch.float64).to(torch.float32)
+    return torch.from_numpy(unit_quaternions(seed, count)).to(torch.float32)
 
 
 @kept_on_device
@@ -207,11 +209,17 @@ def codewords(seed: int, count: int) -> torch.Tensor:
     units += [[-0.5 if bits >> i & 1 else 0.5 for i in range(4)] for bits in range(16)]
     # In binary64 and rounded once: the products with 0, 1/2 and 1 are exact, the sums run left to right.
     a, b, c, d = torch.tensor(units, dtype=torch.float64).T
-    w, x, y, z = secondary_quaternions(seed, count, "cpu").to(torch.float64).T[..., None]
-    product = (a * w - b * x - c * y - d * z, a * x + b * w + c * z - d * y, a * y - b * z + c * w + d * x, a * z + b * y - c * x + d * w)
-    return torch.stack(product, -1).flatten(0, 1).to(torch.float32)
+    result = torch.empty(count, UNITS, 4)
+    # A part at a time: an allocator keeps the memory of large temporaries, and the next codebook takes others.
+    for secondary, part in zip(*(torch.split(one, _AT_ONCE) for one in (secondary_quaternions(seed, count, "cpu"), result)), strict=True):
+        w, x, y, z = secondary.to(torch.float64).T[..., None]
+        part[..., 0] = a * w - b * x - c * y - d * z
+        part[..., 1] = a * x + b * w + c * z - d * y
+        part[..., 2] = a * y - b * z + c * w + d * x
+        part[..., 3] = a * z + b * y - c * x + d * w
+    return result.flatten(0, 1)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def _search(seed: int, count: int) -> Search:
     return Search(secondary_quaternions(seed, count, "cpu"), codewords(seed, count, "cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -174,7 +175,9 @@ def decoded(found: Sequence[Segment], columns: tuple[int, ...], side: str) -> li
 def segments(k: Sequence[Run], v: Sequence[Run], begin: int, end: int) -> list[Segment]:
     edges = sorted({begin, end, *(edge for run in (*k, *v) for edge in (run.first, run.first + run.tokens) if begin < edge < end)})
 
-    def holding(found: Sequence[Run], token: int) -> Run:
-        return next(run for run in found if run.first <= token < run.first + run.tokens)
+    firsts = [[run.first for run in found] for found in (k, v)]
 
-    return [Segment(first, last - first, holding(k, first), holding(v, first)) for first, last in pairwise(edges)]
+    def holding(found: Sequence[Run], firsts: list[int], token: int) -> Run:
+        return found[bisect_right(firsts, token) - 1]
+
+    return [Segment(first, last - first, holding(k, firsts[0], first), holding(v, firsts[1], first)) for first, last in pairwise(edges)]

@@ -9,8 +9,7 @@ import torch
 
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
 
-from .blocks import caches_of
-from .cache import TILE_VALUES, Layer
+from .cache import Layer, tokens_at_once
 from .dispatch import attention_kernels
 from .modes import without_autocast
 
@@ -95,7 +94,7 @@ def _attend_chunk(
     begin, end = _visible(position, q_len, k.tokens, causal, sliding_window) if lengths is None else (0, k.tokens)
     # Of each sequence: its tokens, and how far its queries lie before those of a sequence of all tokens.
     lengths = None if lengths is None else lengths.to(q.device)[:, None, None, None]
-    per_tile = max(64, TILE_VALUES * caches_of(q.device) // max(1, batch * k.heads * max(k.dim, v.dim, rows)) // 64 * 64)
+    per_tile = tokens_at_once(batch * k.heads * max(k.dim, v.dim, rows), 64, max(k.codec.token_group, v.codec.token_group), q.device)
     for start, stop in k.tiles(per_tile, [*v.boundaries, begin, end]):
         if stop <= begin or start >= end:
             continue

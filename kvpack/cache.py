@@ -24,16 +24,16 @@ from kvpack.formats.raw import HOLDS, Raw
 
 from .batch import check_rows, row_numbers
 from .blocks import caches_of, for_each_block
-from .dispatch import decode, decode_frame
 from .encoding import RAW_DTYPES, RAW_NAMES, check_finite, encode, is_rounded
 from .inputs import joined
 from .modes import own_modes
+from .pages import Page, Pages
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from kvpack.formats.base import Codec, Layout
+    from kvpack.formats.base import Codec
 
     from .encoding import Progress
     from .inputs import Inputs
@@ -48,87 +48,6 @@ TILE_VALUES = 1 << 19
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Page:
-    """One run of ``tokens`` packed tokens: the codec's streams, laid out by ``Codec.layout``."""
-
-    codec: Codec
-    tokens: int
-    streams: Mapping[str, torch.Tensor]
-
-    def __repr__(self) -> str:
-        return f"Page({self.codec.id}, {self.tokens} tokens)"
-
-    @cached_property
-    def _layout(self) -> dict[str, Layout]:
-        return self.codec.layout(1, 1, 0)
-
-    @cached_property
-    def _first_entries(self) -> dict[str, list[int]]:
-        """For every stream with a row an entry, the first row of each token, and the end."""
-        counts = self.codec.entries(self.streams)
-        return {name: [0, *count.sum(1).cumsum(0).tolist()] for name, count in counts.items()}
-
-    def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """The streams of tokens ``[start, stop)`` as views; ``start`` is a multiple of the codec's token group."""
-        result = {}
-        for name, layout in self._layout.items():
-            stream, step = self.streams[name], layout.tokens_per_row
-            if layout.per == "entry":
-                first = self._first_entries[name]
-                stream = stream[:, :, first[start] : first[stop]]
-            elif layout.per == "token":
-                stream = stream[:, :, start // step : -(-stop // step)]
-            result[name] = stream
-        return result
-
-    def frame(self, start: int, stop: int) -> torch.Tensor:
-        """Tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
-        aligned = start - start % self.codec.token_group
-        return decode_frame(self.codec, self.rows(aligned, stop))[:, :, start - aligned :]
-
-    def slice(self, start: int, stop: int) -> Page:
-        """Tokens ``[start, stop)``, sharing the streams; ``start`` is a multiple of the codec's token group."""
-        return replace(self, tokens=stop - start, streams=self.rows(start, stop))
-
-    def decode(self, start: int, stop: int) -> torch.Tensor:
-        """Tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
-        aligned = start - start % self.codec.token_group
-        rows = self.rows(aligned, stop)
-        return decode(self.codec, rows)[:, :, start - aligned :]
-
-    def query(self, q: torch.Tensor) -> torch.Tensor:
-        """Queries ``[batch, kv_head, row, dim]`` as ``frame``'s keys take them."""
-        return self.codec.query(q, self.streams)
-
-    def original(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sums ``[batch, kv_head, row, dim]`` of ``frame``'s values, in the original frame."""
-        return self.codec.original(sums, self.streams)
-
-    def continued_by(self, other: Page) -> bool:
-        """Whether ``other`` can be joined on: the last token group is whole, and what a run has once is equal."""
-        if self.tokens % self.codec.token_group:
-            return False
-        return all(torch.equal(self.streams[name], other.streams[name]) for name, layout in self._layout.items() if layout.per == "run")
-
-    def select(self, indices: torch.Tensor) -> Page:
-        """The sequences ``indices``, int64 ``[row]`` inside the batch, in that order; codes are copied, never decoded."""
-        return replace(self, streams=select(self.codec, self.streams, indices))
-
-    @staticmethod
-    def joined(pages: Sequence[Page]) -> Page:
-        """Consecutive pages as one; more than one are copied. Each but the last is ``continued_by`` the next."""
-        first = pages[0]
-        if len(pages) == 1:
-            return first
-        with own_modes(next(iter(first.streams.values())).device):
-            streams = {
-                name: first.streams[name] if layout.per == "run" else torch.cat([page.streams[name] for page in pages], 2)
-                for name, layout in first._layout.items()
-            }
-        return Page(first.codec, sum(page.tokens for page in pages), streams)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
 class Side:
     """The keys or the values of one layer: packed pages, then a raw tail ``[batch, kv_head, token, dim]``.
 
@@ -136,9 +55,12 @@ class Side:
     """
 
     codec: Codec
-    pages: tuple[Page, ...]
+    pages: Sequence[Page]
     tail: torch.Tensor
     window: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pages", Pages.of(self.pages))
 
     def __repr__(self) -> str:
         shape = f"{self.batch} x {self.heads} x {self.tokens} x {self.dim}"
@@ -163,7 +85,12 @@ class Side:
     @cached_property
     def packed_tokens(self) -> int:
         """Tokens in pages."""
-        return sum(page.tokens for page in self.pages)
+        return self._pages.tokens
+
+    @property
+    def _pages(self) -> Pages:
+        assert isinstance(self.pages, Pages)
+        return self.pages
 
     @property
     def tokens(self) -> int:
@@ -173,10 +100,7 @@ class Side:
     @cached_property
     def boundaries(self) -> list[int]:
         """Token positions where a page or the tail starts or ends, ascending."""
-        edges = [0]
-        for page in self.pages:
-            edges.append(edges[-1] + page.tokens)
-        return [*edges, self.tokens]
+        return [0, *self._pages.ends.tolist(), self.tokens]
 
     def place(self, start: int, stop: int) -> tuple[Page | None, int]:
         """The page that holds tokens ``[start, stop)``, or None for the tail, and its first token. Raises OutOfBounds."""
@@ -185,7 +109,7 @@ class Side:
         number = bisect_right(self.boundaries, start, 0, len(self.pages)) - 1
         page, first = self.pages[number], self.boundaries[number]
         if not first <= start <= stop <= first + page.tokens:
-            raise OutOfBounds(f"tokens {start} to {stop} are not inside one page of {self.boundaries}")
+            raise OutOfBounds(f"tokens {start} to {stop} are not inside one page: that of the first ends at token {first + page.tokens}")
         return page, first
 
     def frame(self, start: int, stop: int) -> tuple[torch.Tensor, Page | None]:
@@ -209,7 +133,7 @@ class Side:
         """
         if not dtype.is_floating_point:
             raise InvalidDtype(f"{dtype} cannot hold decoded values: they are floating point")
-        per_tile = max(128, TILE_VALUES * caches_of(self.device) // max(1, self.batch * self.heads * self.dim) // 128 * 128)
+        per_tile = tokens_at_once(self.batch * self.heads * self.dim, 128, self.codec.token_group, self.device)
 
         def unpack_tile(start: int, stop: int) -> None:
             page, first = self.place(start, stop)
@@ -232,19 +156,12 @@ class Side:
         """
         if not 0 <= start <= stop <= self.tokens:
             raise OutOfBounds(f"tokens {start} to {stop} were asked of a side that holds {self.tokens}")
-        pages = []
-        for page, first in zip(self.pages, self.boundaries, strict=False):
-            begin, end = max(start - first, 0), min(stop - first, page.tokens)
-            if begin >= end:
-                continue
-            if begin % self.codec.token_group:
-                raise OutOfBounds(
-                    f"a slice from token {start} begins {begin} tokens into a page of a codec that encodes "
-                    f"{self.codec.token_group} tokens together, expected a multiple of that"
-                )
-            pages.append(page if end - begin == page.tokens else page.slice(begin, end))
+        try:
+            pages = self._pages.slice(start, stop)
+        except OutOfBounds as error:
+            raise OutOfBounds(f"a slice from token {start} {error}") from None
         tail_start, tail_stop = (max(0, position - self.packed_tokens) for position in (start, stop))
-        return replace(self, pages=tuple(pages), tail=self.tail[:, :, tail_start:tail_stop])
+        return replace(self, pages=pages, tail=self.tail[:, :, tail_start:tail_stop])
 
     def select(self, indices: Rows) -> Side:
         """The rows ``indices`` of the batch in that order, repeats allowed; codes are copied, never decoded.
@@ -257,7 +174,8 @@ class Side:
             return self
         with own_modes(self.device):
             chosen = torch.tensor(rows, dtype=torch.int64, device=self.device)
-            return replace(self, pages=tuple(page.select(chosen) for page in self.pages), tail=self.tail.index_select(0, chosen))
+            pages = self._pages.mapped(self.codec, lambda streams: select(self.codec, streams, chosen))
+            return replace(self, pages=pages, tail=self.tail.index_select(0, chosen))
 
     def append(self, x: torch.Tensor, where: str = "append") -> Side:
         """Add tokens ``[batch, kv_head, token, dim]``: the tail grows, and is encoded in whole groups at ``window``.
@@ -279,8 +197,7 @@ class Side:
                 return replace(self, tail=tail)
             before = self.pages[-1].streams if self.pages else None
             streams = encode(self.codec, tail[:, :, :ready], where, before)
-            pages = _settled([*self.pages, Page(self.codec, ready, streams)])
-            return replace(self, pages=tuple(pages), tail=tail[:, :, ready:].clone())
+            return replace(self, pages=self._pages.added(Page(self.codec, ready, streams)), tail=tail[:, :, ready:].clone())
 
     def _tail_with(self, x: torch.Tensor, where: str) -> torch.Tensor:
         """The tail, then ``x``, exactly: in the tail's dtype where that holds ``x``, else in one that holds both.
@@ -317,38 +234,38 @@ class Side:
                     "append the tokens instead, or pack it with tail=0"
                 )
         sides = (self, *others)
-        return replace(sides[-1], pages=tuple(page for side in sides for page in side.pages))
+        return replace(sides[-1], pages=Pages(stretch for side in sides for stretch in side._pages.stretches))
 
     def merged(self) -> Side:
-        """The same tokens in the fewest pages: as a file stores them."""
-        return replace(self, pages=tuple(Page.joined(pages) for pages in self._runs))
+        """The same tokens in the fewest pages, their streams one array each: as a file stores them."""
+        return replace(self, pages=self._pages.merged())
 
     def merged_runs(self) -> tuple[int, ...]:
         """The tokens of each page of ``merged()``."""
-        return tuple(sum(page.tokens for page in pages) for pages in self._runs)
+        return self._pages.merged_runs()
 
-    @cached_property
-    def _runs(self) -> list[list[Page]]:
-        """The pages, those together that make one run."""
-        runs: list[list[Page]] = []
-        for page in self.pages:
-            if runs and runs[-1][-1].continued_by(page):
-                runs[-1].append(page)
-            else:
-                runs.append([page])
-        return runs
+    def stored_streams(self) -> list[Mapping[str, torch.Tensor]]:
+        """The streams of all pages, in arrays that hold the rows of consecutive pages: one of each for a ``merged()`` side."""
+        return [stretch.streams for stretch in self._pages.stretches]
+
+    def repacked(self, codec: Codec) -> Side:
+        """The side with the same codes, packed as ``codec`` packs them."""
+        return replace(self, codec=codec, pages=self._pages.mapped(codec, lambda streams: self.codec.repack(streams, codec)))
+
+    def followed_by(self, page: Page, tail: torch.Tensor) -> Side:
+        """The side with one more page, and another tail."""
+        return replace(self, pages=Pages([*self._pages.stretches, page.stretch]), tail=tail)
 
     def to(self, device: torch.device | str) -> Side:
         """The side with every buffer on ``device``."""
-        pages = tuple(replace(page, streams={name: stream.to(device) for name, stream in page.streams.items()}) for page in self.pages)
+        pages = self._pages.mapped(self.codec, lambda streams: {name: stream.to(device) for name, stream in streams.items()})
         return replace(self, pages=pages, tail=self.tail.to(device))
 
 
-def _settled(pages: list[Page]) -> list[Page]:
-    """Join the last pages while the earlier is no longer: n appends cost n log n copies and leave log n pages."""
-    while len(pages) > 1 and pages[-2].tokens <= pages[-1].tokens and pages[-2].continued_by(pages[-1]):
-        pages[-2:] = [Page.joined(pages[-2:])]
-    return pages
+def tokens_at_once(values: int, multiple: int, token_group: int, device: torch.device) -> int:
+    """The tokens of a tile, each of so many ``values``: a ``multiple``; where that is too many, token groups, at least one."""
+    tokens = TILE_VALUES * caches_of(device) // max(1, values)
+    return tokens // multiple * multiple or max(token_group, tokens // token_group * token_group)
 
 
 @dataclass(frozen=True, eq=False)

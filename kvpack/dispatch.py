@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 VARIABLE = "KVPACK_KERNELS"
 BACKENDS = ("torch", "triton")
 
+MOST_PAGES = 1 << 14
+"""Pages of a side that the kernels plan for: a plan takes about a kilobyte each, which a file with a run for every token would use."""
+
 
 def encode(codec: Codec, x: torch.Tensor) -> dict[str, torch.Tensor] | None:
     """The streams of ``x`` ``[batch, kv_head, token, dim]`` from a kernel, None where the codec itself is to encode it.
@@ -77,6 +80,8 @@ def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
     Raises what ``uses_triton`` raises.
     """
     if not uses_triton(q.device) or q.requires_grad:
+        return None
+    if any(len(side.pages) > MOST_PAGES for side in layer.sides.values()):
         return None
     from kvpack.kernels import attention
 

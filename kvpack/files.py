@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import container
-from .cache import Cache, Layer, Page, Side
+from .cache import Cache, Layer, Side
 from .encoding import RAW_NAMES, TORCH_DTYPES
 from .formats.raw import DTYPES
 from .given import check_packed
 from .header import Contents, LayerEntry, SideEntry
 from .layer_positions import features_of
 from .modes import own_modes
+from .pages import Pages, Stretch
 
 if TYPE_CHECKING:
     import os
@@ -111,9 +112,9 @@ def _contents(cache: Cache) -> Contents:
 
 def _entry(side: Side, codec: int) -> SideEntry:
     rows = {name: 0 for name, layout in side.codec.layout(1, 1, 0).items() if layout.per == "entry"}
-    for page in side.pages:
+    for streams in side.stored_streams():
         for name in rows:
-            rows[name] += page.streams[name].shape[2]
+            rows[name] += streams[name].shape[2]
     tail, dtype = side.tail.shape[2], RAW_NAMES[side.tail.dtype]
     return SideEntry(codec, side.batch, side.heads, side.merged_runs(), tail, dtype, side.window, tuple(rows.items()))
 
@@ -125,10 +126,9 @@ def _stored_streams(side: Side) -> dict[str, torch.Tensor]:
         # Without a run, a stream with one row a run has none either.
         shapes = {name: (*entry.shape[:2], 0, *entry.shape[3:]) for name, entry in names.items()}
         streams = {name: torch.empty(shapes[name], dtype=TORCH_DTYPES[entry.dtype], device="cpu") for name, entry in names.items()}
-    elif len(side.pages) == 1:
-        streams = dict(side.pages[0].streams)
     else:
-        streams = {name: torch.cat([page.streams[name] for page in side.pages], 2) for name in names}
+        (stored,) = side.stored_streams()
+        streams = {name: stored[name] for name in names}
     return {**streams, "tail": side.tail} if side.tail.shape[2] else streams
 
 
@@ -147,28 +147,4 @@ def _side(header: Header, entry: SideEntry, data: Mapping[str, memoryview]) -> S
     tail = tensors.pop("tail", None)
     if tail is None:
         tail = torch.empty(entry.batch, entry.heads, 0, codec.dim, dtype=TORCH_DTYPES[DTYPES[entry.tail_dtype]], device="cpu")
-    return Side(codec, tuple(_pages(codec, entry.runs, tensors)), tail, entry.window)
-
-
-def _pages(codec: Codec, runs: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> list[Page]:
-    if len(runs) == 1:
-        return [Page(codec, runs[0], tensors)]
-    layouts = codec.layout(1, 1, 0)
-    first = dict.fromkeys(tensors, 0)
-    pages = []
-
-    def next_rows(name: str, rows: int) -> torch.Tensor:
-        start = first[name]
-        first[name] += rows
-        return tensors[name][:, :, start : start + rows]
-
-    for run in runs:
-        streams = {
-            name: next_rows(name, 1 if layout.per == "run" else -(-run // layout.tokens_per_row))
-            for name, layout in layouts.items()
-            if layout.per != "entry"
-        }
-        for name, counts in codec.entries(streams).items():
-            streams[name] = next_rows(name, int(counts.sum()))
-        pages.append(Page(codec, run, {name: streams[name] for name in layouts}))
-    return pages
+    return Side(codec, Pages([Stretch.of_runs(codec, entry.runs, tensors)] if entry.runs else []), tail, entry.window)

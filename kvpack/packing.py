@@ -88,8 +88,8 @@ def convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, progress: Pro
                 sides.append(_with_window(side, recipe.window, f"layers[{number}].{name}"))
             elif codec.same_codes(side.codec):
                 with own_modes(side.device):
-                    pages = tuple(Page(codec, page.tokens, side.codec.repack(page.streams, codec)) for page in side.pages)
-                sides.append(_with_window(replace(side, codec=codec, pages=pages), recipe.window, f"layers[{number}].{name}"))
+                    repacked = side.repacked(codec)
+                sides.append(_with_window(repacked, recipe.window, f"layers[{number}].{name}"))
             else:
                 packed = _packed(side.unpack(torch.float32), codec, recipe.window, f"layers[{number}].{name}")
                 sides.append(replace(packed, tail=_narrowed(packed.tail, side.tail.dtype)))
@@ -132,7 +132,7 @@ def _with_window(side: Side, window: int, where: str) -> Side:
     with own_modes(side.device):
         before = side.pages[-1].streams if side.pages else None
         page = Page(side.codec, ready, encode(side.codec, side.tail[:, :, :ready], where, before))
-        return replace(side, pages=(*side.pages, page), tail=side.tail[:, :, ready:].clone(), window=window)
+        return replace(side.followed_by(page, side.tail[:, :, ready:].clone()), window=window)
 
 
 def _pack_side(x: torch.Tensor | None, recipe: Recipe, layer: int, layers: int, side: str) -> Side | None:

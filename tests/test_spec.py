@@ -204,7 +204,7 @@ def test_generator_words_signs_and_quaternions() -> None:
         drawn = "".join("+" if sign > 0 else "-" for sign in signs(int(row["seed"]), 80))
         assert (row["signs 0 to 15"], row["signs 64 to 79"]) == (drawn[:16], drawn[64:])
     for row in table(text, "seed", "quaternion", *"wxyz"):
-        drawn_quaternion = unit_quaternions(int(row["seed"]), int(row["quaternion"]) + 1)[-1]
+        drawn_quaternion = unit_quaternions(int(row["seed"]), int(row["quaternion"]) + 1)[-1].tolist()
         assert tuple(int(row[name], 16) for name in "wxyz") == struct.unpack(">4Q", struct.pack(">4d", *drawn_quaternion))
 
 

@@ -132,7 +132,7 @@ def _additive(settings: Settings) -> list[Row]:
 
 def additive(x: torch.Tensor, entries: int, radius_bits: int, seed: int, *, unit: bool) -> torch.Tensor:
     """Float32 ``[token, dim]`` as HQMQ decodes it, with c1[i] + c2[j] in place of the product of two quaternions (App. Q)."""
-    quaternions = torch.tensor(unit_quaternions(seed, 2 * entries), dtype=torch.float32)
+    quaternions = torch.from_numpy(unit_quaternions(seed, 2 * entries)).to(torch.float32)
     sums = (quaternions[:entries, None] + quaternions[entries:]).flatten(0, 1)
     if unit:
         sums = torch.nn.functional.normalize(sums, dim=-1)

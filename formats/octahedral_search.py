@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from functools import cached_property, lru_cache
 
-from .lazy import functional, numpy, torch
-from .tables import TABLES_KEPT
+from .lazy import numpy, torch
 
 ROUNDINGS = ("scalar", "local2x2", "local3x3", "full")
 
 _SETTLING = "local2x2"
 _CELLS_A_LEVEL = 64
 _MOST_CELLS = 1024
+_ROWS_OF_CELLS = 64
+_CODEBOOKS_KEPT = 8
 _LARGEST_GRID_CODEBOOK = 1 << 12
 _MOST_COMPARISONS = 15
 _FULL_SEARCH_PRODUCTS = 1 << 22
@@ -62,7 +63,7 @@ def nearest_level(values: torch.Tensor, bounds: list[float]) -> torch.Tensor:
     return level
 
 
-@lru_cache(TABLES_KEPT)
+@lru_cache(_CODEBOOKS_KEPT)
 def codebook(table: bytes, device: torch.device) -> Codebook:
     """The codebook of a table of magnitudes (see ``codebook_directions``), its tensors on ``device``."""
     return Codebook(table, device)
@@ -147,13 +148,18 @@ class Codebook:
         The last cell of a row or column is for a coordinate of exactly 1, and equals the one before it.
         """
         corners = torch.arange(self._cells + 1, dtype=torch.float32, device=self._device) / self._cells
-        eta, xi = torch.meshgrid(corners, corners, indexing="ij")
-        z = 1 - xi - eta
-        nearest = self.local_search(torch.where(z < 0, 1 - eta, xi), torch.where(z < 0, 1 - xi, eta), z, _SETTLING)
-        first = nearest[:-1, :-1]
-        agreed = (first == nearest[:-1, 1:]) & (first == nearest[1:, :-1]) & (first == nearest[1:, 1:])
-        settled = torch.where(agreed, first, -1).to(torch.float32)
-        return functional.pad(settled[None, None], (0, 1, 0, 1), mode="replicate").to(torch.int16).view(-1)
+        bands = []
+        # All cells at once would take fifty times what the grid does.
+        for first in range(0, self._cells, _ROWS_OF_CELLS):
+            eta, xi = torch.meshgrid(corners[first : first + _ROWS_OF_CELLS + 1], corners, indexing="ij")
+            z = 1 - xi - eta
+            nearest = self.local_search(torch.where(z < 0, 1 - eta, xi), torch.where(z < 0, 1 - xi, eta), z, _SETTLING)
+            lowest = nearest[:-1, :-1]
+            agreed = (lowest == nearest[:-1, 1:]) & (lowest == nearest[1:, :-1]) & (lowest == nearest[1:, 1:])
+            bands.append(torch.where(agreed, lowest, -1).to(torch.int16))
+        settled = torch.cat(bands)
+        settled = torch.cat([settled, settled[:, -1:]], 1)
+        return torch.cat([settled, settled[-1:]]).view(-1)
 
 
 def _negative(values: torch.Tensor) -> torch.Tensor:

@@ -79,6 +79,20 @@ def side_cars() -> Target:
     return Target(*_files(seeds.files_with_side_cars()), check_values, compare_values)
 
 
+def attend() -> Target:
+    """Files of any codec, attended by queries of any options."""
+    from cache_oracles import check_attend, compare_attend
+
+    return Target(*_files(list(seeds.kvpack_files())), check_attend, compare_attend)
+
+
+def append() -> Target:
+    """Files of any codec, to which tokens are added."""
+    from cache_oracles import check_append
+
+    return Target(*_files(list(seeds.kvpack_files())), check_append)
+
+
 def safetensors() -> Target:
     """The official safetensors reader takes what kvpack takes, and means the same."""
     from oracles import check_safetensors
@@ -168,6 +182,8 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "header": header,
     **{f"codec-{name}": partial(codec, name) for name in CODECS},
     "side-cars": side_cars,
+    "attend": attend,
+    "append": append,
     "safetensors": safetensors,
     "entry": entry,
     "encrypted-entry": encrypted_entry,

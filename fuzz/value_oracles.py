@@ -50,11 +50,11 @@ def compare_values(data: bytes) -> None:
     _check_finite(cache)
     again = loaded(container.to_bytes(*files.stored(cache)))
     assert again is not None, "what was saved again is refused"
-    _assert_equal(again, cache, cache.tokens)
+    assert_equal(again, cache, cache.tokens)
     half = cache.tokens // 2
     assert [again.positions(number) for number in range(len(again))] == [cache.positions(number) for number in range(len(cache))]
     if all(not layer.skipped and layer.tokens >= half for layer in cache):
-        _assert_equal(cache.prefix(half), cache, half)
+        assert_equal(cache.prefix(half), cache, half)
 
 
 def _stored_bytes(cache: Cache) -> int:
@@ -77,7 +77,8 @@ def _check_finite(cache: Cache) -> None:
                 assert tokens.all(), f"{name}: a value is not finite, and no stored number is {_MODERATE:g} or more"
 
 
-def _assert_equal(found: Cache, cache: Cache, tokens: int) -> None:
+def assert_equal(found: Cache, cache: Cache, tokens: int) -> None:
+    """``found`` has the values of the first ``tokens`` tokens of ``cache``."""
     for layer, other in zip(found, cache, strict=True):
         for name, side in layer.sides.items():
             values, whole = side.unpack(torch.float32), other.sides[name].unpack(torch.float32)[:, :, :tokens]

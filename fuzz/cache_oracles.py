@@ -1,0 +1,138 @@
+"""What must hold of accepted files that are attended and appended to, and of the memory that this takes."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import kvpack
+from kvpack import container, files
+from kvpack.formats.errors import KvpackError
+
+from memory import check_growth  # isort: skip
+from oracles import MAX_DECODED_BYTES  # isort: skip
+from value_oracles import MOST_VALUES, assert_equal, loaded  # isort: skip
+
+if TYPE_CHECKING:
+    from kvpack.cache import Cache, Layer
+
+_MODERATE = 2.0**20
+_TOLERANCE = 2e-3
+
+
+def check_attend(data: bytes) -> bool:
+    """An accepted file is attended by any queries, or refused by name, in bounded memory."""
+
+    def attend() -> bool:
+        cache = loaded(data)
+        if cache is None or cache.values > MOST_VALUES:
+            return cache is not None
+        for layer, q, options in _queries(cache, data):
+            try:
+                out = kvpack.attend(q, layer, **options)
+            except KvpackError:
+                continue
+            assert layer.v is not None
+            assert tuple(out.shape) == (*q.shape[:3], layer.v.dim)
+        return True
+
+    return check_growth(attend, MAX_DECODED_BYTES)
+
+
+def compare_attend(data: bytes) -> None:
+    """Attention over packed tokens is attention over the values that they decode to."""
+    cache = loaded(data)
+    if cache is None or cache.values > MOST_VALUES:
+        return
+    for layer, q, options in _queries(cache, data):
+        if layer.k is None or layer.v is None:
+            continue
+        k, v = (side.unpack(torch.float32).to(torch.float64) for side in (layer.k, layer.v))
+        if not all((values.abs() < _MODERATE).all() for values in (k, v)):
+            continue
+        try:
+            out = kvpack.attend(q, layer, **options)
+        except KvpackError:
+            continue
+        expected = _attention(q.to(torch.float64), k, v, **options)
+        largest = v.abs().amax() if v.numel() else 1.0
+        # Scores of large keys leave little of a softmax but its largest: a rounding then moves the whole.
+        if k.abs().amax() < 2.0**6:
+            assert ((out - expected).abs() <= _TOLERANCE * largest).all(), "attention differs from that over the decoded values"
+
+
+def check_append(data: bytes) -> bool:
+    """Tokens are added to an accepted file, or refused by name, in bounded memory; what it held stays, saved and loaded as well."""
+
+    def append() -> bool:
+        cache = loaded(data)
+        if cache is None or cache.values > MOST_VALUES:
+            return cache is not None
+        source = _source(data)
+        count = source.randrange(1, 40)
+        if any(side.batch * side.heads * side.dim * count > MOST_VALUES for layer in cache for side in layer.sides.values()):
+            return True
+        pairs = [tuple(_values(source, side, count) for side in (layer.k, layer.v)) for layer in cache]
+        try:
+            longer = cache.append(pairs)  # type: ignore[arg-type]
+            again = files.read(container.open_bytes(bytearray(container.to_bytes(*files.stored(longer)))))
+        except KvpackError:
+            return True
+        for layer, before in zip(longer, cache, strict=True):
+            assert layer.tokens == before.tokens + (count if layer.sides else 0)
+        if all(layer.tokens == cache.tokens for layer in cache):
+            assert_equal(again, longer, longer.tokens)
+            # What is still raw may be encoded by now.
+            packed = min((side.packed_tokens for layer in cache for side in layer.sides.values()), default=0)
+            assert_equal(longer.prefix(packed), cache, packed)
+        return True
+
+    return check_growth(append, MAX_DECODED_BYTES)
+
+
+def _source(data: bytes) -> random.Random:
+    return random.Random(hashlib.blake2b(data).digest())
+
+
+def _values(source: random.Random, side: Any, count: int) -> torch.Tensor | None:
+    if side is None:
+        return None
+    generator = torch.Generator().manual_seed(source.randrange(2**32))
+    return torch.randn(side.batch, side.heads, count, side.dim, generator=generator) * source.choice((0.0, 1.0, 100.0))
+
+
+def _queries(cache: Cache, data: bytes) -> list[tuple[Layer, torch.Tensor, dict[str, Any]]]:
+    """For each layer that has keys, queries and options that follow from the bytes of the file."""
+    source, found = _source(data), []
+    for layer in cache:
+        if layer.k is None or layer.k.batch * layer.k.heads * layer.k.dim > MOST_VALUES:
+            continue
+        length, groups = source.randrange(1, 4), source.randrange(1, 3)
+        generator = torch.Generator().manual_seed(source.randrange(2**32))
+        q = torch.randn(layer.k.batch, groups * layer.k.heads, length, layer.k.dim, generator=generator)
+        options: dict[str, Any] = {"causal": source.random() < 0.7}
+        if source.random() < 0.3:
+            options["softcap"] = source.choice((0.5, 30.0))
+        if source.random() < 0.3:
+            options["sliding_window"] = source.randrange(1, 20)
+        found.append((layer, q, options))
+    return found
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softcap: float | None = None, sliding_window: int | None = None
+) -> torch.Tensor:
+    """softmax(q k^T / sqrt(dim)) v, every query head with its own key head."""
+    groups, length, tokens = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    scores = q @ k.repeat_interleave(groups, 1).transpose(-1, -2) * q.shape[3] ** -0.5
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    position, token = (tokens - length + torch.arange(length))[:, None], torch.arange(tokens)
+    hidden = (token > position) & causal
+    if sliding_window is not None:
+        hidden = hidden | (token <= position - sliding_window)
+    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1).nan_to_num(0.0)
+    return weights @ v.repeat_interleave(groups, 1)

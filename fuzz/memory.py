@@ -1,0 +1,40 @@
+"""What one input takes: the growth of resident memory, measured by the system, so that libraries' own buffers count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvpack.footprint import CONSTANT_BYTES
+
+from session import resident  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_CLEAR = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+
+
+def growth(action: Callable[[], object]) -> float | None:
+    """MiB that the process grows by while ``action`` runs; None where the system cannot say."""
+    try:
+        _CLEAR.write_text(_RESET_PEAK, encoding="ascii")
+    except OSError:
+        return None
+    before = resident("VmRSS")
+    action()
+    return resident("VmHWM") - before
+
+
+def check_growth(action: Callable[[], bool], max_bytes: int) -> bool:
+    """What ``action`` returns. Raises AssertionError when it takes more than ``max_bytes`` and the constant that kvpack states."""
+    result = False
+
+    def noted() -> None:
+        nonlocal result
+        result = action()
+
+    taken, allowed = growth(noted), (max_bytes + CONSTANT_BYTES) / 2**20
+    assert taken is None or taken <= allowed, f"took {taken:.0f} MiB, allowed are {allowed:.0f}: max_bytes and the stated constant"
+    return result

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from kvpack import container, files
 from kvpack.footprint import CONSTANT_BYTES, FREE_BYTES, RUN_BYTES
@@ -172,9 +173,9 @@ def test_pages_of_a_stretch_are_the_runs_that_were_stored(codec: Codec) -> None:
                 continue
             found = loaded.slice(start, stop)
             assert found.merged_runs() == expected.merged_runs()
-            assert torch.equal(found.unpack(torch.float32), expected.unpack(torch.float32))
+            assert_close(found.unpack(torch.float32), expected.unpack(torch.float32), rtol=0, atol=0, equal_nan=True)
     x = torch.randn(1, 2, 9, codec.dim)
-    assert torch.equal(loaded.append(x).unpack(torch.float32), side.append(x).unpack(torch.float32))
+    assert_close(loaded.append(x).unpack(torch.float32), side.append(x).unpack(torch.float32), rtol=0, atol=0, equal_nan=True)
     assert loaded.append(x).merged_runs() == side.append(x).merged_runs()
     again = files.read(container.open_bytes(bytearray(container.to_bytes(*files.stored(cache)))))
-    assert torch.equal(again[0].k.unpack(torch.float32), side.unpack(torch.float32))  # type: ignore[union-attr]
+    assert_close(again[0].k.unpack(torch.float32), side.unpack(torch.float32), rtol=0, atol=0, equal_nan=True)  # type: ignore[union-attr]

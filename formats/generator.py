@@ -78,4 +78,5 @@ def _words(seed: int, first: int, count: int) -> numpy.ndarray[Any, Any]:
     z: numpy.ndarray[Any, Any] = numpy.uint64(seed & _MASK) + numbers * numpy.uint64(0x9E3779B97F4A7C15)
     z = (z ^ z >> numpy.uint64(30)) * numpy.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ z >> numpy.uint64(27)) * numpy.uint64(0x94D049BB133111EB)
-    return z ^ z >> numpy.uint64(31)
+    words: numpy.ndarray[Any, Any] = z ^ z >> numpy.uint64(31)
+    return words

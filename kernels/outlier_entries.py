@@ -18,7 +18,7 @@ from .tiles_outliers import BOUNDS, PLACES, POWER, VALUES, entries
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvpack.cache import Page
+    from kvpack.pages import Page
 
 DECODED_VALUES = 1 << 22
 """At a time."""

@@ -21,8 +21,9 @@ from . import loaders, outlier_entries, tiles_outliers
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvpack.cache import Page, Side
+    from kvpack.cache import Side
     from kvpack.formats.base import Codec
+    from kvpack.pages import Page
 
 RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

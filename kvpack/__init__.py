@@ -42,9 +42,10 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .attention import attend
-    from .cache import Cache, Layer, Page, Side, concat
+    from .cache import Cache, Layer, Side, concat
     from .files import load, save
     from .packing import pack
+    from .pages import Page
     from .recipes import PRESETS, Recipe
     from .store import Identity, Store, Tier
 

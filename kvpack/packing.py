@@ -13,13 +13,14 @@ import torch
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidShape, LimitExceeded
 from kvpack.formats.raw import HOLDS, Raw
 
-from .cache import Cache, Layer, Page, Pair, Side, check_tensor
+from .cache import Cache, Layer, Pair, Side, check_tensor
 from .checks import check_integer, check_names, check_string
 from .dense_states import dense_states
 from .encoding import RAW_NAMES, check_finite, encode, is_rounded
 from .inputs import Inputs
 from .limits import MAX_TOKENS
 from .modes import own_modes
+from .pages import Page
 from .recipes import Recipe, parse_recipe
 
 if TYPE_CHECKING:

@@ -18,11 +18,12 @@ import xxhash
 
 from kvpack.formats.base import DTYPE_BYTES
 
-from ..cache import Cache, Layer, Page, Side
+from ..cache import Cache, Layer, Side
 from ..encoding import TORCH_DTYPES
 from ..header_tensor import pack_header
 from ..json_header import DIGEST_PLACE
 from ..modes import own_modes
+from ..pages import Page
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,6 +13,7 @@ from .encoding import RAW_NAMES, TORCH_DTYPES
 from .formats.raw import DTYPES
 from .given import check_packed
 from .header import Contents, LayerEntry, SideEntry
+from .inputs import FEATURE, Inputs
 from .layer_positions import features_of
 from .modes import own_modes
 from .pages import Pages, Stretch
@@ -89,7 +90,9 @@ def read(file: container.File, *, check_values: bool = True) -> Cache:
         for number, layer in enumerate(header.layers):
             sides = {name: _side(header, entry, file.read_side(number, name, check_values=check_values)) for name, entry in layer.sides()}
             layers.append(Layer(sides.get("k"), sides.get("v"), skipped=header.starts[number] - header.start))
-    return Cache(tuple(layers), header.recipe, MappingProxyType(dict(header.model)), header.start)
+    found = header.ignorable.get(FEATURE)
+    inputs = None if found is None else Inputs.from_bytes(found)
+    return Cache(tuple(layers), header.recipe, MappingProxyType(dict(header.model)), header.start, inputs)
 
 
 def _contents(cache: Cache) -> Contents:
@@ -99,6 +102,8 @@ def _contents(cache: Cache) -> Contents:
         entries = {name: _entry(side, codecs.setdefault(side.codec, len(codecs))) for name, side in layer.sides.items()}
         layers.append(LayerEntry(entries.get("k"), entries.get("v")))
     required, ignorable = features_of(cache.start, [cache.positions(number)[0] for number in range(len(layers))])
+    if cache.inputs is not None:
+        ignorable[FEATURE] = cache.inputs.to_bytes()
     return Contents(
         codecs=tuple(codecs),
         layers=tuple(layers),

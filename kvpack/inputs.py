@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from kvpack.formats.errors import InvalidParameter
 
+from .limits import MAX_BINARY_BYTES
+
+FEATURE = "inputs"
+"""The ignorable feature that holds them in a file."""
 ID_BYTES = 4
 """Bytes of a token id: unsigned, little-endian."""
 
@@ -47,6 +51,36 @@ class Inputs:
         """
         kept = [(text, position) for text, position in zip(self.undetermined, self.starts, strict=True) if position < first + stop]
         return _of(self.token_ids[start * ID_BYTES : stop * ID_BYTES], kept)
+
+    def to_bytes(self) -> bytes:
+        """The feature ``inputs`` of a file (spec/container.md): as many ids as fit after what is undetermined."""
+        texts = [text.encode() for text in self.undetermined]
+        items = b"".join(
+            start.to_bytes(8, "little") + len(text).to_bytes(4, "little") + text for start, text in zip(self.starts, texts, strict=True)
+        )
+        if len(items) > MAX_BINARY_BYTES // 2:
+            return Inputs(self.token_ids, ("more than a file lists",), (min(self.starts),)).to_bytes()
+        ids = self.token_ids[: (MAX_BINARY_BYTES - 8 - len(items)) // ID_BYTES * ID_BYTES]
+        return (len(ids) // ID_BYTES).to_bytes(8, "little") + ids + items
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Inputs:
+        """What ``to_bytes`` gave; of any other bytes that nothing is determined."""
+        try:
+            end = 8 + ID_BYTES * int.from_bytes(data[:8], "little")
+            if len(data) < max(8, end):
+                raise ValueError
+            ids, items = data[8:end], []
+            while end < len(data):
+                start, size = int.from_bytes(data[end : end + 8], "little"), int.from_bytes(data[end + 8 : end + 12], "little")
+                text = data[end + 12 : end + 12 + size]
+                if len(text) != size or not size:
+                    raise ValueError
+                items.append((text.decode(), start))
+                end += 12 + size
+        except ValueError:
+            return cls(undetermined=("what its tokens came from is not readable",))
+        return _of(ids, items)
 
 
 def joined(parts: Sequence[tuple[Inputs | None, int]]) -> Inputs | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 
+import kvpack
 from kvpack.cache import Cache, concat
 from kvpack.formats.errors import InvalidParameter
 from kvpack.inputs import Inputs
@@ -84,3 +86,29 @@ def test_what_is_undetermined_from_an_unknown_token_on_stays_in_every_part() -> 
 def test_bad_inputs_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         Inputs(**arguments)
+
+
+def test_a_file_keeps_the_inputs(tmp_path: Path) -> None:
+    for inputs in (None, Inputs(), Inputs(ids(1, 2, 3)), Inputs(ids(*range(12)), (EMBEDDINGS, "tokens 9 to 9 \u00fc"), (8, 9))):
+        kvpack.save(cache_of(12, 0, inputs), tmp_path / "file")
+        assert kvpack.load(tmp_path / "file").inputs == inputs
+        assert (tmp_path / "file").stat().st_size == cache_of(12, 0, inputs).nbytes
+
+
+def test_more_than_a_header_holds_is_kept_in_part() -> None:
+    many = Inputs(ids(*range(20000)), (EMBEDDINGS,), (8,))
+    found = Inputs.from_bytes(many.to_bytes())
+    assert (found.undetermined, found.starts) == (many.undetermined, many.starts)
+    assert many.token_ids.startswith(found.token_ids)
+    assert found.tokens > 16000
+    crowded = Inputs(b"", tuple(f"token {number} came from embeddings" for number in range(2000)), tuple(range(5, 2005)))
+    assert Inputs.from_bytes(crowded.to_bytes()) == Inputs(b"", ("more than a file lists",), (5,))
+
+
+CUT = [b"", b"\x02" + bytes(7) + b"1234", bytes(8) + b"1", bytes(8) + bytes(12), bytes(8) + bytes(8) + b"\x01\x00\x00\x00\xff"]
+
+
+@pytest.mark.parametrize("data", CUT)
+def test_bytes_that_are_none_determine_nothing(data: bytes) -> None:
+    found = Inputs.from_bytes(data)
+    assert found == Inputs(undetermined=("what its tokens came from is not readable",))

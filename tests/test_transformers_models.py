@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -308,3 +309,39 @@ def test_arguments_of_another_type_are_refused() -> None:
         KvpackCache(pack(PAST, FP32), "llama")
     with pytest.raises(InvalidParameter, match="inputs is a list, expected a kvpack"):
         pack(PAST, FP32, inputs=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda model: setattr(model.config, "rms_norm_eps", 1e-3), "config"),
+        (lambda model: model.to(torch.bfloat16), "dtype"),
+        (lambda model: model.config.rope_parameters.update(rope_theta=5e5), "rope"),
+        (lambda model: setattr(model.config, "_name_or_path", "another"), "name"),
+        (lambda model: model.model.rotary_emb.inv_freq.mul_(2), "config"),
+    ],
+)
+def test_a_cache_that_names_its_model_is_refused_by_another(change: Any, field: str) -> None:
+    model = model_of("Llama", "kvpack")
+    model.config._name_or_path = "one"
+    named = kvpack.Identity.of(model, FP32).header_model
+    cache = replace(recorded(model), model=named)
+    KvpackCache(cache, model)
+    change(model)
+    with pytest.raises(InvalidParameter, match=f"the cache is of a model whose {field} is '"):
+        KvpackCache(cache, model)
+    KvpackCache(replace(cache, model={}), model)
+
+
+def test_what_ids_do_not_determine_is_refused_by_a_store_after_a_file(tmp_path: Path) -> None:
+    model = model_of("Llama", "kvpack")
+    cache = KvpackCache(recorded(model), model)
+    ids = torch.cat([PROMPT, FOLLOWING, FOLLOWING], 1)
+    model(ids[:, 32:], past_key_values=cache, token_type_ids=torch.zeros(1, 10, dtype=torch.int64))
+    kvpack.save(cache.packed, tmp_path / "file")
+    loaded = kvpack.load(tmp_path / "file")
+    assert loaded.inputs == cache.packed.inputs
+    with kvpack.Store(tmp_path / "store", kvpack.Identity.of(model, FP32), chunk=8) as store:
+        with pytest.raises(InvalidParameter, match="tokens 32 to 41 depend on the argument token_type_ids"):
+            store.save(ids, loaded)
+        assert store.save(ids[:, :32], loaded[:, :32]) == 32

@@ -13,7 +13,7 @@ from kvpack.given import check_packed
 
 from .hooks import Hooks
 from .layers import AbsentLayer, Decoding, PackedLayer
-from .models import Model, check_layers, has_multidimensional_positions
+from .models import Model, check_identity, check_layers, has_multidimensional_positions
 from .positions import RotaryPositions
 from .record import Record
 from .states import PackedLength, PackedStates
@@ -56,6 +56,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         known = None if model is None else Model(model)
         if known is not None:
             known.check(cache)
+            check_identity(cache, model)
         windows = [None] * len(cache) if known is None else known.windows(len(cache))
         decoding = Decoding(bool(dense))
         layers = [PackedLayer(one, window, decoding) if one.sides else AbsentLayer() for one, window in zip(cache, windows, strict=True)]

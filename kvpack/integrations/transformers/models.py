@@ -9,6 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpack.formats.errors import InvalidParameter
+from kvpack.store.identity import Identity
 
 from .hooks import models_in
 from .plain import NAMES
@@ -75,6 +76,33 @@ class Model:
     def _layers(self) -> list[Any]:
         layers: list[Any] = DynamicCache(config=self.config).layers
         return layers
+
+
+def check_identity(cache: Cache, model: Any) -> None:
+    """Raise InvalidParameter, naming what differs, when the cache names a model by ``Identity.of`` and this is another.
+
+    Weights are not compared: they would all have to be read.
+    """
+    named = cache.model
+    if not named.get("config"):
+        return
+    try:
+        found = Identity.of(model, cache.recipe, weights=named.get("weights", "")).header_model
+    except InvalidParameter:
+        # In training mode, or with values that are not in memory, a model cannot be named.
+        return
+    for field in ("name", "dtype", "rope", "adapter", "config"):
+        mine, theirs = named.get(field, ""), found.get(field, "")
+        if field == "name" and not (mine and theirs):
+            continue
+        if field == "adapter":
+            # A caller may have named them; what they do is in the digest.
+            mine, theirs = mine.rpartition(" ")[2], theirs.rpartition(" ")[2]
+        if mine != theirs:
+            raise InvalidParameter(
+                f"the cache is of a model whose {field} is {mine!r}, and this one's is {theirs!r}; if they are the same for all that, "
+                "write KvpackCache(dataclasses.replace(cache, model={}), model)"
+            )
 
 
 def has_multidimensional_positions(config: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
 
+from .arguments import check_number, integer
 from .cache import Layer, tokens_at_once
 from .dispatch import attention_kernels
 from .modes import without_autocast
@@ -48,7 +49,7 @@ def attend(
     their coded frame (OCTOPUS Eq. 13), with the running softmax of FlashAttention.
     """
     k, v = _sides(layer)
-    _check(q, k, v, causal, sliding_window, softcap)
+    _check(q, k, v, causal, sliding_window, softcap, scale)
     _check_held(q.shape[2], layer, sliding_window, lengths)
     _check_sink_logits(sink_logits, q)
     lengths = _checked_lengths(lengths, k)
@@ -158,15 +159,19 @@ def _mask_each(
     scores.masked_fill_(hidden, -torch.inf)
 
 
-def _sides(layer: Layer) -> tuple[Side, Side]:
+def _sides(layer: Any) -> tuple[Side, Side]:
     if not isinstance(layer, Layer):
-        raise InvalidShape(f"attention is over one layer, such as cache[0]; found a {type(layer).__name__}")
+        hint = "" if hasattr(layer, "recipe") else ": kvpack.pack makes a cache of keys and values, and cache[0] is its first layer"
+        raise InvalidShape(f"attention is over one layer, such as cache[0]; found a {type(layer).__name__}{hint}")
     if layer.k is None or layer.v is None:
         raise InvalidShape(f"attention needs keys and values; the layer holds only {', '.join(layer.sides) or 'nothing'}")
     return layer.k, layer.v
 
 
-def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int | None, softcap: float | None) -> None:
+def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int | None, softcap: float | None, scale: float | None) -> None:
+    given: Any = q
+    if not isinstance(given, torch.Tensor):
+        raise InvalidDtype(f"q is a {type(given).__name__}, expected a tensor [batch, q_head, q_len, dim]")
     if q.dim() != 4:
         raise InvalidShape(f"q: rank {q.dim()}, shape {list(q.shape)}; queries are [batch, q_head, q_len, dim]")
     if not q.dtype.is_floating_point:
@@ -176,13 +181,18 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
             f"q: shape {list(q.shape)} does not fit keys [{k.batch}, {k.heads}, {k.tokens}, {k.dim}]: "
             "batch and dim agree, q_head is a multiple of kv_head"
         )
+    if not q.device == k.device == v.device:
+        places = f"{k.device} (keys) and {v.device} (values)"
+        raise InvalidParameter(f"q is on {q.device}, and the layer is on {places}: bring them together with q.to(...) or cache.to(...)")
     if v.heads != k.heads:
         raise InvalidShape(f"keys have {k.heads} heads and values {v.heads}; attention needs as many of both")
     if k.tokens == 0 or (causal and q.shape[2] > k.tokens):
         raise InvalidShape(
             f"q: {q.shape[2]} queries over {k.tokens} tokens; causal queries are the last tokens of the cache, and there is at least one"
         )
-    if sliding_window is not None and sliding_window < 1:
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        check_number(number, name)
+    if sliding_window is not None and integer(sliding_window, "sliding_window") < 1:
         raise InvalidParameter(f"sliding_window is {sliding_window}, allowed are integers from 1")
     if softcap is not None and not softcap > 0:
         raise InvalidParameter(f"softcap is {softcap}, allowed are numbers above 0")
@@ -218,6 +228,8 @@ def _checked_lengths(lengths: torch.Tensor | Sequence[int] | None, k: Side) -> t
         return None
     given: Any = lengths
     if not isinstance(given, torch.Tensor):
+        if isinstance(given, str | bytes) or not hasattr(given, "__len__"):
+            raise InvalidDtype(f"lengths is {given!r:.80}; it is a list of integers, one for each sequence of the batch")
         for number, length in enumerate(given):
             if not isinstance(length, int) or isinstance(length, bool):
                 raise InvalidDtype(f"lengths[{number}] is {length!r}; lengths are integers")

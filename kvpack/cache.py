@@ -22,6 +22,7 @@ from kvpack.formats.batch import select
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
 from kvpack.formats.raw import HOLDS, Raw
 
+from .arguments import check_floating, checked_device, integer
 from .batch import check_rows, row_numbers
 from .blocks import caches_of, for_each_block
 from .encoding import RAW_DTYPES, RAW_NAMES, check_finite, encode, is_rounded
@@ -131,8 +132,7 @@ class Side:
 
         Raises InvalidDtype unless ``dtype`` is a floating-point one.
         """
-        if not dtype.is_floating_point:
-            raise InvalidDtype(f"{dtype} cannot hold decoded values: they are floating point")
+        check_floating(dtype)
         per_tile = tokens_at_once(self.batch * self.heads * self.dim, 128, self.codec.token_group, self.device)
 
         def unpack_tile(start: int, stop: int) -> None:
@@ -154,6 +154,7 @@ class Side:
 
         Raises OutOfBounds for tokens that the side does not hold, and for a start inside a token group.
         """
+        start, stop = integer(start, "start"), integer(stop, "stop")
         if not 0 <= start <= stop <= self.tokens:
             raise OutOfBounds(f"tokens {start} to {stop} were asked of a side that holds {self.tokens}")
         try:
@@ -186,6 +187,10 @@ class Side:
         expected = (self.batch, self.heads, x.shape[2], self.dim)
         if tuple(x.shape) != expected:
             raise InvalidShape(f"{where}: shape {list(x.shape)} does not continue a side of shape {list(expected)}")
+        if x.device != self.device:
+            raise InvalidParameter(
+                f"{where}: the values are on {x.device} and the cache is on {self.device}: append x.to({str(self.device)!r})"
+            )
         with own_modes(self.device):
             if self.codec.id != "raw":
                 # Here and not when the tail is encoded: by then the tokens that came with it could not be told apart.
@@ -257,7 +262,8 @@ class Side:
         return replace(self, pages=Pages([*self._pages.stretches, page.stretch]), tail=tail)
 
     def to(self, device: torch.device | str) -> Side:
-        """The side with every buffer on ``device``."""
+        """The side with every buffer on ``device``. Raises InvalidParameter for what is no device."""
+        device = checked_device(device)
         pages = self._pages.mapped(self.codec, lambda streams: {name: stream.to(device) for name, stream in streams.items()})
         return replace(self, pages=pages, tail=self.tail.to(device))
 
@@ -316,6 +322,7 @@ class Layer:
 
         Raises OutOfBounds. A cut through a layer that skipped tokens would leave the last ones without the window before them.
         """
+        start, stop = integer(start, "start"), integer(stop, "stop")
         if (start, stop) == (0, self.seen) or not self.sides:
             return self
         if not self.skipped <= start <= stop <= self.seen:
@@ -461,6 +468,7 @@ class Cache:
         Raises OutOfBounds when a layer does not hold all of them (the whole cache is a slice, whatever its layers hold), and when
         ``start`` is inside tokens that a codec encoded together.
         """
+        start, stop = integer(start, "start"), integer(stop, "stop")
         if not 0 <= start <= stop <= self.tokens:
             raise OutOfBounds(f"tokens {start} to {stop} were asked of a cache of {self.tokens}")
         layers = []
@@ -502,6 +510,8 @@ class Cache:
         Raises InvalidShape, InvalidDtype, NonFinite or OutOfRange, NotConsecutive when a layer ends before the cache does; the cache
         itself never changes.
         """
+        if not isinstance(pairs, list | tuple) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+            raise InvalidShape("what is appended is a list of (k, v), one pair for each layer, such as [(k, v)] for a cache of one layer")
         if len(pairs) != len(self):
             raise InvalidShape(f"{len(pairs)} layers were appended to a cache of {len(self)}")
         self.check_ends()
@@ -527,7 +537,8 @@ class Cache:
         return [layer.unpack(dtype) for layer in self.layers]
 
     def to(self, device: torch.device | str) -> Cache:
-        """The cache with every buffer on ``device``."""
+        """The cache with every buffer on ``device``. Raises InvalidParameter for what is no device."""
+        device = checked_device(device)
         return replace(self, layers=tuple(layer.to(device) for layer in self.layers))
 
 
@@ -536,6 +547,13 @@ def concat(caches: Sequence[Cache]) -> Cache:
 
     Raises NotConsecutive when they differ in model or layers, leave a gap in a layer, or a codec or shape changes.
     """
+    given: Any = caches
+    if not isinstance(given, list | tuple):
+        raise InvalidParameter(f"concat takes a list of packed caches, found a {type(given).__name__}")
+    for number, cache in enumerate(given):
+        if not isinstance(cache, Cache):
+            made = "kvpack.pack makes one, and kvpack.load reads one"
+            raise InvalidParameter(f"concat: caches[{number}] is a {type(cache).__name__}, expected a packed cache: {made}")
     if not caches:
         raise NotConsecutive("concat of no caches: at least one is needed")
     first, tokens = caches[0], [cache.tokens for cache in caches]
@@ -573,9 +591,12 @@ def _joined_layers(number: int, layers: Sequence[Layer]) -> Layer:
 
 
 def check_tensor(x: Any, where: str) -> None:
-    """Raise InvalidDtype unless ``x`` is a tensor of bfloat16, float16 or float32, InvalidShape unless it has rank 4."""
+    """Raise InvalidDtype unless ``x`` is a tensor of bfloat16, float16 or float32 with values, InvalidShape unless it has rank 4."""
     if not isinstance(x, torch.Tensor):
-        raise InvalidDtype(f"{where}: a {type(x).__name__} where a tensor or None is expected")
+        hint = ": torch.from_numpy makes one of an array" if type(x).__module__ == "numpy" else ""
+        raise InvalidDtype(f"{where}: a {type(x).__name__} where a tensor or None is expected{hint}")
+    if x.is_meta or x.layout != torch.strided:
+        raise InvalidDtype(f"{where}: a tensor of the layout {x.layout} on {x.device}; keys and values are dense, and in memory")
     if x.dim() != 4:
         raise InvalidShape(f"{where}: rank {x.dim()}, shape {list(x.shape)}; keys and values are [batch, kv_head, token, dim]")
     if x.dtype not in RAW_DTYPES.values():

@@ -6,6 +6,7 @@ transformers is not imported: a cache of it is known by the names of its classes
 
 from __future__ import annotations
 
+import os
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,6 +59,10 @@ def dense_states(past: Any) -> list[DenseLayer]:
             past = [past]
         if all(isinstance(pair, (list, tuple)) and len(pair) in (2, 3) for pair in past):
             return [_of_tuple(pair, f"layers[{number}]") for number, pair in enumerate(past)]
+    if isinstance(past, str | bytes | os.PathLike):
+        raise InvalidDtype(
+            f"the path {os.fsdecode(past)!r} is not a KV cache: kvpack.load opens kvpack files, the command pack safetensors files"
+        )
     raise InvalidDtype(f"a {type(past).__name__} is not a KV cache: give a transformers Cache, a list of (k, v), or one (k, v)")
 
 

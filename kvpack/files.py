@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import container
+from .arguments import checked_device, integer
 from .cache import Cache, Layer, Side
 from .encoding import RAW_NAMES, TORCH_DTYPES
 from .formats.raw import DTYPES
@@ -17,6 +18,7 @@ from .inputs import FEATURE, Inputs
 from .layer_positions import features_of
 from .modes import own_modes
 from .pages import Pages, Stretch
+from .user_files import path_text
 
 if TYPE_CHECKING:
     import os
@@ -46,7 +48,7 @@ def save(
     """
     check_packed(cache, "kvpack.save({}, path)")
     contents, arrays = stored(cache)
-    return container.write(path, contents, arrays, compress=compress, durable=durable, progress=progress)
+    return container.write(path_text(path), contents, arrays, compress=compress, durable=durable, progress=progress)
 
 
 def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", max_bytes: int | None = None, copy: bool = False) -> Cache:
@@ -58,8 +60,11 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", ma
     Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader, InvalidPayload or
     LimitExceeded.
     """
+    target = checked_device(device)
+    if max_bytes is not None:
+        max_bytes = integer(max_bytes, "max_bytes")
     cache = read(container.open_file(path, max_bytes=max_bytes, copy=copy))
-    return cache if torch.device(device).type == "cpu" else cache.to(device)
+    return cache if target.type == "cpu" else cache.to(target)
 
 
 def file_size(cache: Cache) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -13,6 +12,7 @@ import torch
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidShape, LimitExceeded
 from kvpack.formats.raw import HOLDS, Raw
 
+from .arguments import integer
 from .cache import Cache, Layer, Pair, Side, check_tensor
 from .checks import check_integer, check_names, check_string
 from .dense_states import dense_states
@@ -54,7 +54,7 @@ def pack(
         raise InvalidParameter(f"model is a {type(model).__name__}, expected a map of names to text, such as {{'name': 'llama'}}")
     if inputs is not None and not isinstance(inputs, Inputs):
         raise InvalidParameter(f"inputs is a {type(inputs).__name__}, expected a kvpack.inputs.Inputs")
-    start, model = operator.index(start), dict(model or {})
+    start, model = integer(start, "start"), dict(model or {})
     try:
         check_integer("start", start, 0, MAX_TOKENS)
         check_names("model", model, str)

@@ -92,6 +92,8 @@ class Recipe:
     text: str
 
     def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise InvalidRecipe(f"a recipe is text, such as 'octopus-3'; found a {type(self.text).__name__}")
         for side in SIDES:
             if not any(side in rule.sides and rule.items is None for rule in self.rules):
                 raise InvalidRecipe(

@@ -334,7 +334,7 @@ def test_indices_may_be_of_any_integer_type() -> None:
     assert cache[numpy.int64(1)] is cache[1]
     assert cache[:, : numpy.int64(5)].tokens == 5
     assert type(cache.start) is int
-    with pytest.raises(TypeError):
+    with pytest.raises(InvalidParameter, match=r"start is 1\.5, expected an integer"):
         kvpack.pack(random_pairs(2, 8), "kivi-2", start=1.5)
 
 

@@ -18,10 +18,10 @@ from kvpack.formats.errors import NotConsecutive, OutOfBounds
 from caches import dense, random_pairs  # isort: skip
 
 RECIPES = {
-    "bf16": 0.0,
+    "fp32": 0.0,
     "kivi-4": 0.12,
     "kivi-4;tail=32": 0.12,
-    "k=group:b=8,axis=channel;v=raw": 0.02,
+    "k=group:b=8,axis=channel;v=raw:dtype=fp32": 0.02,
     "k=octahedral:b=4;v=angle:n=256,norm=log8;tail=16": 0.15,
     "kv=quaternion:s=24,r=3,outliers=3": 0.25,
     "k=scalar:b=4,channel_scale=fp16;v=polar:b=4": 0.25,

@@ -1,0 +1,199 @@
+"""What a user may give by mistake: each is one class of error, in a message that says what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from caches import random_pairs
+
+import kvpack
+from kvpack import cli
+from kvpack.errors import (
+    InvalidDtype,
+    InvalidParameter,
+    InvalidRecipe,
+    InvalidShape,
+    KvpackError,
+    MissingFile,
+    NonFinite,
+    NotConsecutive,
+    OutOfBounds,
+    WriteFailed,
+)
+
+PAIRS = random_pairs(2, 40)
+CACHE = kvpack.pack(PAIRS, "kivi-4")
+K, V = PAIRS[0]
+Q = torch.randn(1, 4, 1, 64)
+META = Q.to("meta")
+
+
+class KvpackCache:
+    """Stands for the transformers integration's, which the other tests of this file do not need."""
+
+    packed = CACHE
+
+
+Call = tuple[Callable[[], object], type[KvpackError], str]
+
+CALLS: dict[str, Call] = {
+    # save and load
+    "save a list": (
+        lambda: kvpack.save([(K, V)], "x"),
+        InvalidDtype,
+        r"write kvpack\.save\(kvpack\.pack\(past_key_values, recipe\), path\)",
+    ),
+    "save a path": (lambda: kvpack.save("file", "x"), InvalidDtype, r"write kvpack\.save\(kvpack\.load\('file'\), path\)"),
+    "save a KvpackCache": (lambda: kvpack.save(KvpackCache(), "x"), InvalidDtype, r"write kvpack\.save\(cache\.packed, path\)"),
+    "save a tensor": (lambda: kvpack.save(K, "x"), InvalidDtype, "a Tensor is no packed cache: kvpack.pack makes one"),
+    "save a layer": (lambda: kvpack.save(CACHE[0], "x"), InvalidDtype, "a Layer is no packed cache"),
+    "save None": (lambda: kvpack.save(None, "x"), InvalidDtype, "a NoneType is no packed cache"),
+    "save to None": (lambda: kvpack.save(CACHE, None), InvalidParameter, "a path is text or os.PathLike.*found None"),
+    "save to a number": (lambda: kvpack.save(CACHE, 3), InvalidParameter, "found a int"),
+    "save to a folder": (lambda: kvpack.save(CACHE, "/"), WriteFailed, "could not be written"),
+    "load None": (lambda: kvpack.load(None), InvalidParameter, "a path is text or os.PathLike"),
+    "load a cache": (lambda: kvpack.load(CACHE), InvalidParameter, "found a Cache"),
+    "load bytes of no path": (lambda: kvpack.load("nothing.kvpack"), MissingFile, "nothing.kvpack: could not be opened: No such file"),
+    "load on no device": (lambda: kvpack.load("x", device="gpu"), InvalidParameter, "device is 'gpu', expected .*'cuda:0'"),
+    "load max_bytes of text": (lambda: kvpack.load("x", max_bytes="1GB"), InvalidParameter, "max_bytes is '1GB', expected an integer"),
+    # pack
+    "pack a path": (lambda: kvpack.pack("x.kvpack", "kivi-4"), InvalidDtype, "the path 'x.kvpack' is not a KV cache: kvpack.load opens"),
+    "pack a Path": (lambda: kvpack.pack(Path("x"), "kivi-4"), InvalidDtype, "kvpack.load opens"),
+    "pack None": (lambda: kvpack.pack(None, "kivi-4"), InvalidDtype, "a NoneType is not a KV cache: give"),
+    "pack a number": (lambda: kvpack.pack(3, "kivi-4"), InvalidDtype, "a int is not a KV cache: give"),
+    "pack one tensor": (lambda: kvpack.pack(K, "kivi-4"), InvalidDtype, "a Tensor is not a KV cache: give"),
+    "pack arrays": (lambda: kvpack.pack([(K.float().numpy(),) * 2], "kivi-4"), InvalidDtype, "a ndarray where .*torch.from_numpy"),
+    "pack a cache": (lambda: kvpack.pack(CACHE, "kivi-4"), InvalidDtype, "packed already: Cache.convert"),
+    "pack integers": (lambda: kvpack.pack([(K.int(), V)], "kivi-4"), InvalidDtype, "dtype torch.int32; keys and values are bfloat16"),
+    "pack rank 3": (lambda: kvpack.pack([(K[0], V[0])], "kivi-4"), InvalidShape, r"\[batch, kv_head, token, dim\]"),
+    "pack a meta tensor": (lambda: kvpack.pack([(K.to("meta"), V)], "kivi-4"), InvalidDtype, "on meta; keys and values are dense"),
+    "pack a sparse tensor": (lambda: kvpack.pack([(K.to_sparse(), V)], "kivi-4"), InvalidDtype, "layout torch.sparse_coo"),
+    "pack NaN": (lambda: kvpack.pack([(K * torch.nan, V)], "kivi-4"), NonFinite, "token 0, channel 0 is nan"),
+    "pack without a recipe": (lambda: kvpack.pack(PAIRS, None), InvalidRecipe, "a recipe is text, such as 'octopus-3'; found a NoneType"),
+    "pack with an unknown recipe": (lambda: kvpack.pack(PAIRS, "octopus"), InvalidRecipe, "did you mean octopus-"),
+    "model is text": (
+        lambda: kvpack.pack(PAIRS, "kivi-4", model="llama"),
+        InvalidParameter,
+        r"is a str.*such as \{'name': 'llama'\}",
+    ),
+    "model is a number": (lambda: kvpack.pack(PAIRS, "kivi-4", model=3), InvalidParameter, "model is a int, expected a map of names"),
+    "start is text": (lambda: kvpack.pack(PAIRS, "kivi-4", start="0"), InvalidParameter, "start is '0', expected an integer"),
+    "start is negative": (lambda: kvpack.pack(PAIRS, "kivi-4", start=-1), InvalidParameter, "start is -1"),
+    # attend
+    "attend a cache": (lambda: kvpack.attend(Q, CACHE), InvalidShape, r"one layer, such as cache\[0\]; found a Cache$"),
+    "attend tensors": (lambda: kvpack.attend(Q, K), InvalidShape, r"found a Tensor: kvpack.pack makes .* cache\[0\] is its first layer"),
+    "attend None": (lambda: kvpack.attend(Q, None), InvalidShape, "found a NoneType"),
+    "attend an array": (lambda: kvpack.attend(Q.numpy(), CACHE[0]), InvalidDtype, "q is a ndarray, expected a tensor"),
+    "attend without q": (lambda: kvpack.attend(None, CACHE[0]), InvalidDtype, "q is a NoneType"),
+    "q of other heads": (lambda: kvpack.attend(Q[:, :3], CACHE[0]), InvalidShape, "q_head is a multiple of kv_head"),
+    "q of another batch": (lambda: kvpack.attend(torch.cat([Q, Q]), CACHE[0]), InvalidShape, "batch and dim agree"),
+    "q of another dim": (lambda: kvpack.attend(Q[..., :32], CACHE[0]), InvalidShape, "batch and dim agree"),
+    "q of integers": (lambda: kvpack.attend(Q.int(), CACHE[0]), InvalidDtype, "queries are floating point"),
+    "q elsewhere": (lambda: kvpack.attend(META, CACHE[0]), InvalidParameter, r"q is on meta, and the layer is on cpu .*q.to\(...\)"),
+    "scale of text": (lambda: kvpack.attend(Q, CACHE[0], scale="1"), InvalidParameter, "scale is '1', expected a number"),
+    "softcap of text": (lambda: kvpack.attend(Q, CACHE[0], softcap="30"), InvalidParameter, "softcap is '30', expected a number"),
+    "window of text": (
+        lambda: kvpack.attend(Q, CACHE[0], sliding_window="8"),
+        InvalidParameter,
+        "window is '8', expected an integer",
+    ),
+    "lengths of a number": (lambda: kvpack.attend(Q, CACHE[0], lengths=40), InvalidDtype, "lengths is 40; it is a list of integers"),
+    "lengths of floats": (lambda: kvpack.attend(Q, CACHE[0], lengths=[40.0]), InvalidDtype, r"lengths\[0\] is 40.0; lengths are integers"),
+    # concat, slices, append, unpack
+    "concat of a cache": (lambda: kvpack.concat(CACHE), InvalidParameter, "concat takes a list of packed caches, found a Cache"),
+    "concat of None": (lambda: kvpack.concat(None), InvalidParameter, "a list of packed caches, found a NoneType"),
+    "concat of tensors": (
+        lambda: kvpack.concat([CACHE, K]),
+        InvalidParameter,
+        r"caches\[1\] is a Tensor, expected a packed cache: kvpack.pack",
+    ),
+    "concat of paths": (lambda: kvpack.concat(["a", "b"]), InvalidParameter, r"caches\[0\] is a str, .*kvpack.load"),
+    "concat of nothing": (lambda: kvpack.concat([]), NotConsecutive, "at least one"),
+    "concat of other tokens": (lambda: kvpack.concat([CACHE, CACHE]), NotConsecutive, "tokens 0 to 40 are followed by tokens 0 to 40"),
+    "a layer beyond the last": (lambda: CACHE[2], OutOfBounds, "layer 2 is out of range: the cache has 2 layers"),
+    "a layer by name": (lambda: CACHE["0"], OutOfBounds, r"a cache is indexed as cache\[layer\]"),
+    "a slice of text": (lambda: CACHE.slice("0", 3), InvalidParameter, "start is '0', expected an integer"),
+    "a prefix of None": (lambda: CACHE.prefix(None), InvalidParameter, "stop is None, expected an integer"),
+    "a prefix of a layer": (lambda: CACHE[0].prefix(1.5), InvalidParameter, "stop is 1.5, expected an integer"),
+    "a prefix too long": (lambda: CACHE.prefix(41), OutOfBounds, "tokens 0 to 41 were asked of a cache of 40"),
+    "append None": (lambda: CACHE.append(None), InvalidShape, r"a list of \(k, v\), one pair for each layer"),
+    "append tensors": (lambda: CACHE.append((K, V)), InvalidShape, r"a list of \(k, v\), one pair for each layer"),
+    "append to one layer": (lambda: CACHE.append([(K, V)]), InvalidShape, "1 layers were appended to a cache of 2"),
+    "append arrays": (lambda: CACHE.append([(np.zeros(3),) * 2] * 2), InvalidDtype, "a ndarray where"),
+    "append elsewhere": (lambda: CACHE.append([(K.to("meta"), V)] * 2), InvalidDtype, "on meta"),
+    "unpack to text": (lambda: CACHE.unpack("bf16"), InvalidDtype, "dtype is 'bf16', expected one of torch, such as torch.bfloat16"),
+    "unpack to integers": (lambda: CACHE[0].unpack(torch.int8), InvalidDtype, "torch.int8 cannot hold decoded values"),
+    "to no device": (lambda: CACHE.to("gpu"), InvalidParameter, "device is 'gpu'"),
+    "to None": (lambda: CACHE.to(None), InvalidParameter, "device is None"),
+    "convert to None": (lambda: CACHE.convert(None), InvalidRecipe, "a recipe is text"),
+    "a Recipe of None": (lambda: kvpack.Recipe(None), InvalidRecipe, "a recipe is text, such as 'octopus-3'; found a NoneType"),
+    "a Recipe of a number": (lambda: kvpack.Recipe(3), InvalidRecipe, "found a int"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), CALLS.values(), ids=CALLS)
+def test_a_mistake_is_told(call: Callable[[], Any], error: type[KvpackError], message: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message) as raised:
+        call()
+    assert type(raised.value) is error or issubclass(type(raised.value), InvalidRecipe)
+    assert not list(tmp_path.iterdir()), "it left a file"
+
+
+# The commands: one line, the right exit code, no traceback, and nothing written.
+
+COMMANDS: dict[str, list[str]] = {
+    "inspect": ["inspect", "IN"],
+    "verify": ["verify", "IN"],
+    "convert": ["convert", "IN", "OUT", "kivi-4"],
+    "unpack": ["unpack", "IN", "OUT"],
+    "pack": ["pack", "IN", "OUT", "--recipe", "kivi-4"],
+    "import": ["store", "import", "STORE", "IN"],
+    "recipes": ["recipes", "@IN"],
+    "a recipe file": ["convert", "GOOD", "OUT", "@IN"],
+    "the text of bench io": ["bench", "io", "--text", "IN"],
+}
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, Path]:
+    kvpack.save(CACHE, tmp_path / "GOOD")
+    (tmp_path / "STORE").mkdir(mode=0o700)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "nonsense").write_bytes(b"\xff" * 100)
+    (tmp_path / "empty").write_bytes(b"")
+    return {name: tmp_path / name for name in ("GOOD", "OUT", "STORE", "folder", "nonsense", "empty", "missing", "nul\0")}
+
+
+@pytest.mark.parametrize(("kind", "codes"), [("missing", {3}), ("folder", {3}), ("nul\0", {3}), ("nonsense", {1, 2}), ("empty", {1, 2})])
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+def test_a_command_on_what_is_no_file_of_its_own(
+    words: list[str], kind: str, codes: set[int], places: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if words[0] == "bench" and codes != {3}:
+        pytest.skip("any bytes are a text")
+    before = {path: path.stat().st_size for path in places["GOOD"].parent.rglob("*")}
+    names = {"IN": str(places[kind]), **{name: str(path) for name, path in places.items()}}
+    given = [names.get(word, word.replace("IN", names["IN"]) if word == "@IN" else word) for word in words]
+    assert cli.main(given) in codes
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvpack: ")
+    assert len(err.splitlines()) == 1 or "recipe" in err
+    assert "Traceback" not in err
+    assert {path: path.stat().st_size for path in places["GOOD"].parent.rglob("*")} == before
+
+
+@pytest.mark.parametrize("recipe", ["nonsense", "", "kv=", "kv=group", "k=raw", "layers=9:kv=raw;kv=raw"])
+def test_a_command_with_a_wrong_recipe(recipe: str, places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["convert", places["GOOD"], places["OUT"], recipe], ["recipes", recipe]):
+        assert cli.main([str(word) for word in words]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("kvpack: ")
+        assert not places["OUT"].exists()

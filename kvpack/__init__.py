@@ -55,7 +55,7 @@ _HOMES = {
     "attend": "attention",
     "Cache": "cache",
     "Layer": "cache",
-    "Page": "cache",
+    "Page": "pages",
     "Side": "cache",
     "concat": "cache",
     "load": "files",

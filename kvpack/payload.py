@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from .sources import Source
 
 PIECE_BYTES = 1 << 20
-"""Bytes of a tensor that are read at a time; a smaller tensor is read once."""
+"""A tensor of at most so many bytes is read once, a larger one in pieces."""
+_HASHED_BYTES = 1 << 18
+"""Bytes that are read and hashed at a time: they stay in a core's cache."""
 
 _NUMPY_DTYPES = {"U8": "u1", "U16": "<u2", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
 
@@ -38,10 +40,15 @@ class InPieces:
     def __init__(self, source: Source, begin: int, layout: Layout) -> None:
         self._source, self._begin, self._item = source, begin, DTYPE_BYTES[layout.dtype]
         self.shape, self.dtype = layout.shape, numpy.dtype(_NUMPY_DTYPES[layout.dtype])
+        # Fresh memory costs more than what is read into it.
+        self._memory = bytearray()
 
     def flat(self, start: int, stop: int) -> numpy.ndarray[Any, Any]:
-        """Values ``[start, stop)`` of the flattened array. Raises Truncated."""
-        data = self._source.read(self._begin + start * self._item, self._begin + stop * self._item)
+        """Values ``[start, stop)`` of the flattened array, until others are asked for. Raises Truncated."""
+        begin, end = self._begin + start * self._item, self._begin + stop * self._item
+        if len(self._memory) < end - begin:
+            self._memory = bytearray(end - begin)
+        data = self._source.read(begin, end, self._memory)
         array: numpy.ndarray[Any, Any] = numpy.frombuffer(data, self.dtype)
         return array
 
@@ -55,9 +62,9 @@ def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Lay
     begin, end = start + place.begin, start + place.end
     check_pad(tensor.name, source.read(start + place.pad, begin))
     if tensor.filter == "none" and end - begin > PIECE_BYTES:
-        digest = xxhash.xxh3_128()
-        for first in range(begin, end, PIECE_BYTES):
-            digest.update(source.read(first, min(first + PIECE_BYTES, end)))
+        digest, memory = xxhash.xxh3_128(), bytearray(_HASHED_BYTES)
+        for first in range(begin, end, _HASHED_BYTES):
+            digest.update(source.read(first, min(first + _HASHED_BYTES, end), memory))
         check_hash(tensor.name, end - begin, digest.digest(), tensor.digest)
         return InPieces(source, begin, layout)
     stored = source.read(begin, end)

@@ -19,8 +19,11 @@ class Source(Protocol):
 
     size: int
 
-    def read(self, begin: int, end: int) -> memoryview:
-        """Bytes ``[begin, end)``, which are there when they are asked for. Raises Truncated, MissingFile."""
+    def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
+        """Bytes ``[begin, end)``, which are there when they are asked for. Raises Truncated, MissingFile.
+
+        A copy is made ``into`` memory that the caller uses again, where that is given and large enough.
+        """
         ...
 
     def view(self, begin: int, end: int) -> memoryview:
@@ -39,11 +42,13 @@ class InMemory:
         self._view = memoryview(data)
         self.size = len(data)
 
-    def read(self, begin: int, end: int) -> memoryview:
+    def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
         """A view."""
         return self._view[begin:end]
 
-    view = read
+    def view(self, begin: int, end: int) -> memoryview:
+        """A view."""
+        return self._view[begin:end]
 
     def close(self) -> None:
         """Release the view."""
@@ -61,10 +66,11 @@ class OnDisk:
         self._mapping: InMemory | None = None
         self.size = os.fstat(descriptor).st_size
 
-    def read(self, begin: int, end: int) -> memoryview:
-        """A copy of its own."""
+    def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
+        """A copy."""
         self._check_open()
-        data = memoryview(bytearray(end - begin))
+        size = end - begin
+        data = memoryview(bytearray(size) if into is None or len(into) < size else into)[:size]
         done = 0
         while done < len(data):
             try:

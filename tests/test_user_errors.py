@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,6 +189,33 @@ def test_a_command_on_what_is_no_file_of_its_own(
     assert len(err.splitlines()) == 1 or "recipe" in err
     assert "Traceback" not in err
     assert {path: path.stat().st_size for path in places["GOOD"].parent.rglob("*")} == before
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+def test_a_command_on_a_fifo_or_a_device_ends(words: list[str], places: dict[str, Path]) -> None:
+    os.mkfifo(places["folder"] / "fifo")
+    for path in (str(places["folder"] / "fifo"), "/dev/zero"):
+        names = {"IN": path, **{name: str(place) for name, place in places.items()}, "@IN": f"@{path}"}
+        codes: list[int] = []
+        given = [names.get(word, word) for word in words]
+        thread = threading.Thread(target=lambda given=given, codes=codes: codes.append(cli.main(given)), daemon=True)
+        thread.start()
+        thread.join(60)
+        assert codes == [3]
+
+
+def test_a_dense_file_of_a_long_or_deep_header_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "in"
+    deep = b'{"0.k":' + b"[" * 100_000
+    for front, message in (
+        ((2**24 + 1).to_bytes(8, "little"), "its header has 16777217 bytes"),
+        (len(deep).to_bytes(8, "little") + deep, ""),
+    ):
+        with path.open("wb") as file:
+            file.write(front)
+            file.truncate(2**25)
+        assert cli.main(["pack", str(path), str(tmp_path / "out"), "--recipe", "raw"]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recipe", ["nonsense", "", "kv=", "kv=group", "k=raw", "layers=9:kv=raw;kv=raw"])

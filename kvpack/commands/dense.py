@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack.formats.errors import InvalidParameter, MissingFile
-from kvpack.limits import MAX_TOKENS
+from kvpack.limits import MAX_JSON_BYTES, MAX_TOKENS
+from kvpack.user_files import open_regular
 
 from .convert import RECIPE_HELP, add_writing, save
 from .output import add_json, print_json, printable, progress
@@ -117,6 +119,7 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], dict[str, str], int]:
 
     from kvpack.dense_states import DenseLayer
 
+    _check_front(path)
     try:
         with safe_open(path, framework="pt") as file:
             names, metadata = list(file.keys()), file.metadata() or {}
@@ -135,6 +138,20 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], dict[str, str], int]:
         note.model,
         note.start,
     )
+
+
+def _check_front(path: str) -> None:
+    """Refuse what is no regular file, which could make safetensors wait, and a header of more bytes than names of a cache take."""
+    descriptor = open_regular(path)
+    try:
+        length = int.from_bytes(os.read(descriptor, 8), "little")
+        size = os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+    if 8 + length > size:
+        raise InvalidParameter(f"{path}: is not a safetensors file: it has {size} bytes, and its header would end at {8 + length}")
+    if length > MAX_JSON_BYTES:
+        raise InvalidParameter(f"{path}: its header has {length} bytes, allowed are at most {MAX_JSON_BYTES}")
 
 
 def _check_names(path: str, names: list[str], note: _Note) -> int:

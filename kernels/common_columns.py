@@ -11,7 +11,7 @@ twice, and copied side by side in registers; each copy shows another field.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 from triton import language as tl
@@ -27,8 +27,23 @@ if TYPE_CHECKING:
 
     from kvpack.formats.columns import Columns
 
-COPIES, BESIDE, BITS = (tl.constexpr(number) for number in (6, 7, 8))
-"""Of a stream's constants: copies of what is loaded side by side, fields side by side, and bits of a field."""
+
+class CommonPacking(NamedTuple):
+    """One stream's columns as ``load_stream`` and ``words_of_stream`` take them.
+
+    The first six are those of ``tiles.TilePacking``, with the columns that are loaded as ``tile_width``. ``copies`` of these lie side
+    by side in a tile, which shows ``beside`` fields of ``bits`` each.
+    """
+
+    stream: int
+    column_bytes: int
+    width: int
+    tile_width: int
+    fields: int
+    paired: int
+    copies: int
+    beside: int
+    bits: int
 
 
 def columns_together(packings: Sequence[Columns]) -> int | None:
@@ -49,30 +64,30 @@ def steps_together(packings: Sequence[Columns], columns: int) -> list[tuple[int,
     ]
 
 
-def stream_constants(packings: Sequence[Columns], columns: int) -> list[tuple[int, ...]]:
-    """For each stream what ``fields.load_planes`` needs, then the numbers that have names above."""
+def stream_constants(packings: Sequence[Columns], columns: int) -> list[CommonPacking]:
+    """The packing of each stream in tiles of ``columns``."""
     pointer = 0
-    found: list[tuple[int, ...]] = []
+    found = []
     for packing in packings:
         whole = not is_power_of_two(packing.width)
         loaded = columns if whole else packing.width
         beside = 1 if whole else columns // packing.width
         bits = packing.bases[0].bit_length() - 1
-        found.append((pointer, packing.column_bytes, packing.width, loaded, packing.fields, 0, columns // loaded, beside, bits))
+        copies = columns // loaded
+        found.append(CommonPacking(pointer, packing.column_bytes, packing.width, loaded, packing.fields, 0, copies, beside, bits))
         pointer += len(packing.planes)
     return found
 
 
-def places_of(constants: Sequence[tuple[int, ...]], columns: int) -> tuple[int, ...]:
+def places_of(packings: Sequence[CommonPacking], columns: int) -> tuple[int, ...]:
     """For ``fields.load_places``: of each stream the columns that are loaded, and those of the tile."""
-    return tuple(number for stream in constants for number in (stream[2], stream[3], stream[2], columns))
+    return tuple(number for packing in packings for number in (packing.width, packing.tile_width, packing.width, columns))
 
 
 @triton.constexpr_function
-def bit_of_step(stream: tuple[int, ...], step: int, at: int) -> int:
+def bit_of_step(packing: CommonPacking, step: int, at: int) -> int:
     """Where the digits of ``step`` begin in the words of ``words_of_stream``."""
-    beside, bits = stream[7:9]
-    return step * bits if beside == 1 else at
+    return step * packing.bits if packing.beside == 1 else at
 
 
 @triton.jit
@@ -124,13 +139,13 @@ def load_stream(
     TURNED: tl.constexpr,
 ) -> tl.tuple:
     """``fields.load_planes`` of a stream that ``stream_constants`` describe."""
-    if PACKING[COPIES] == 1:
+    if PACKING.copies == 1:
         planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
     else:
         planes = ()
-        column = tl.arange(0, PACKING[3])[None, :]
-        for plane in tl.static_range((PACKING[1] + 1) // 2):
-            pointer = pointers[PACKING[0] + plane]
+        column = tl.arange(0, PACKING.tile_width)[None, :]
+        for plane in tl.static_range((PACKING.column_bytes + 1) // 2):
+            pointer = pointers[PACKING.stream + plane]
             word = column % words_of_plane(PACKING, plane)
             planes = planes + (
                 load_columns(pointer, first, token, valid, column, word, words_of_plane(PACKING, plane), 0, True, MASKED, TURNED),
@@ -139,9 +154,9 @@ def load_stream(
 
 
 @triton.constexpr_function
-def words_of_plane(packing: tuple[int, ...], plane: int) -> int:
+def words_of_plane(packing: CommonPacking, plane: int) -> int:
     """Words of a row of one plane, of which the last may be of bytes."""
-    return packing[2] if 2 * plane + 1 < packing[1] else (packing[2] + 1) // 2
+    return packing.width if 2 * plane + 1 < packing.column_bytes else (packing.width + 1) // 2
 
 
 @triton.jit
@@ -157,7 +172,7 @@ def words_of_stream(
 ) -> tl.tuple:
     """The words that hold the digits of ``STEP`` of stream ``NUMBER``, one below the other; fields side by side begin at bit ``AT``."""
     words = whole_planes(raw, places, 2 * NUMBER, PACKING, TURNED, FAST)
-    if PACKING[BESIDE] > 1:
+    if PACKING.beside > 1:
         words = (_side_by_side(words, places, NUMBER, PACKING, STEP, AT, TURNED, FAST),)
     return words
 
@@ -180,16 +195,16 @@ def _side_by_side(
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """The field of each copy of the row at bit ``AT``: words of several fields each, which every copy shifts to its own."""
-    SIZE: tl.constexpr = PACKING[BITS]
-    FIRST: tl.constexpr = STEP * PACKING[BESIDE]
-    LAST: tl.constexpr = PACKING[4] - 1
+    SIZE: tl.constexpr = PACKING.bits
+    FIRST: tl.constexpr = STEP * PACKING.beside
+    LAST: tl.constexpr = PACKING.fields - 1
     TOGETHER: tl.constexpr = _fields_of_a_window(SIZE)
-    COUNT: tl.constexpr = (PACKING[BESIDE] + TOGETHER - 1) // TOGETHER
-    own = places[4 * NUMBER + 3] % PACKING[BESIDE]
-    value = copied(_window(planes, FIRST * SIZE, TOGETHER * SIZE, FAST), PACKING[COPIES], TURNED)
+    COUNT: tl.constexpr = (PACKING.beside + TOGETHER - 1) // TOGETHER
+    own = places[4 * NUMBER + 3] % PACKING.beside
+    value = copied(_window(planes, FIRST * SIZE, TOGETHER * SIZE, FAST), PACKING.copies, TURNED)
     for number in tl.static_range(1, COUNT):
         if FIRST + number * TOGETHER <= LAST:
-            other = copied(_window(planes, (FIRST + number * TOGETHER) * SIZE, TOGETHER * SIZE, FAST), PACKING[COPIES], TURNED)
+            other = copied(_window(planes, (FIRST + number * TOGETHER) * SIZE, TOGETHER * SIZE, FAST), PACKING.copies, TURNED)
             # All bits of a word, or none: the assembler would find a predicate anew for every register.
             before = of_columns(tl.where(own < number * TOGETHER, -1, 0).to(tl.int16), TURNED)
             if FAST:
@@ -199,7 +214,7 @@ def _side_by_side(
             else:
                 value = (value & before) | (other & ~before)
     place = of_columns(own % TOGETHER * SIZE, TURNED)
-    if FAST and PACKING[2] % 2 == 0:
+    if FAST and PACKING.width % 2 == 0:
         value = tl.inline_asm_elementwise(
             _turned_to(AT, (TOGETHER - 1) * SIZE), "=r,r,r", [value, place], dtype=tl.int16, is_pure=True, pack=2
         )

@@ -79,11 +79,11 @@ def load_planes(
     ``PACKING`` is (first pointer, bytes a column, columns, columns of the tile, fields, how two tokens share a row); if they do,
     ``valid`` is (that of the first ones, that of the second ones).
     """
-    FIRST: tl.constexpr = PACKING[0]
-    BYTES: tl.constexpr = PACKING[1]
-    WIDTH: tl.constexpr = PACKING[2]
-    PAD: tl.constexpr = PACKING[3]
-    BEHIND: tl.constexpr = tokens_behind(PACKING[5], token.shape[1])
+    FIRST: tl.constexpr = PACKING.stream
+    BYTES: tl.constexpr = PACKING.column_bytes
+    WIDTH: tl.constexpr = PACKING.width
+    PAD: tl.constexpr = PACKING.tile_width
+    BEHIND: tl.constexpr = tokens_behind(PACKING.paired, token.shape[1])
     planes = ()
     for plane in tl.static_range(BYTES // 2):
         planes = planes + (load_words(pointers[FIRST + plane], first, token, valid, WIDTH, PAD, MASKED, TURNED, BEHIND),)
@@ -150,9 +150,9 @@ def whole_planes(
     raw: tl.tuple, places: tl.tuple, NUMBER: tl.constexpr, PACKING: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
     """The planes of code stream ``NUMBER`` among what was loaded, a plane of bytes as a byte a column."""
-    FIRST: tl.constexpr = PACKING[0]
-    BYTES: tl.constexpr = PACKING[1]
-    WIDTH: tl.constexpr = PACKING[2]
+    FIRST: tl.constexpr = PACKING.stream
+    BYTES: tl.constexpr = PACKING.column_bytes
+    WIDTH: tl.constexpr = PACKING.width
     whole = ()
     for plane in tl.static_range(BYTES // 2):
         whole = whole + (raw[FIRST + plane],)
@@ -282,11 +282,11 @@ def words_of_step(
     BEGIN: tl.constexpr = FIRST + FIELD * BITS
     LAST: tl.constexpr = BEGIN + (BESIDE - 1) * DISTANCE * BITS
     if BEGIN // 16 == (LAST + BITS - 1) // 16:
-        value = shifted(planes[BEGIN // 16], places, NUMBER, PACKING[2], BEGIN % 16, DISTANCE * BITS, TURNED, FAST)
+        value = shifted(planes[BEGIN // 16], places, NUMBER, PACKING.width, BEGIN % 16, DISTANCE * BITS, TURNED, FAST)
     else:
         value = digit(planes, BEGIN, BITS, FAST)
         for number in tl.static_range(1, BESIDE):
             if FIELD + number * DISTANCE < FIELDS:
                 other = digit(planes, BEGIN + number * DISTANCE * BITS, BITS, FAST)
-                value = beside(value, other, places, NUMBER, PACKING[2], number, TURNED, FAST)
+                value = beside(value, other, places, NUMBER, PACKING.width, number, TURNED, FAST)
     return value

@@ -11,7 +11,7 @@ products are taken: in fewer instructions the smaller the number is known to be.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 from triton import language as tl
@@ -24,17 +24,27 @@ if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
 
 
-def digit_constants(packings: Sequence[Columns], number: int) -> tuple[int, ...]:
-    """What ``digit`` needs of stream ``number``: (first word, bytes a column, columns, base, whether fields are bits)."""
-    first = sum((halves + 1) // 2 for halves in rows_constants(packings[:number]))
+class RowPacking(NamedTuple):
+    """A code stream's columns in a row of words: the first of its words, and whether its fields are bit fields."""
+
+    first_word: int
+    column_bytes: int
+    width: int
+    base: int
+    binary: bool
+
+
+def row_packing(packings: Sequence[Columns], number: int) -> RowPacking:
+    """The columns of stream ``number`` of a row that holds all ``packings``."""
+    first_word = sum((halves + 1) // 2 for halves in rows_constants(packings[:number]))
     packing = packings[number]
-    return (first, packing.column_bytes, packing.width, packing.bases[0], int(packing.binary))
+    return RowPacking(first_word, packing.column_bytes, packing.width, packing.bases[0], packing.binary)
 
 
 @triton.constexpr_function
-def pieces_of_bits(packing: tuple[int, ...], column: int, position: int, bits: int) -> tuple[tuple[int, int, int, int], ...]:
+def pieces_of_bits(packing: RowPacking, column: int, position: int, bits: int) -> tuple[tuple[int, int, int, int], ...]:
     """Where ``bits`` bits of a column from ``position`` up lie: (word, first bit in it, bits, bits before them) of each piece."""
-    first, column_bytes, width = packing[:3]
+    first, column_bytes, width = packing.first_word, packing.column_bytes, packing.width
     pieces = []
     done = 0
     while done < bits:
@@ -66,11 +76,10 @@ def bits_of_column(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr,
 
 
 @triton.constexpr_function
-def most_fields(packing: tuple[int, ...]) -> int:
+def most_fields(packing: RowPacking) -> int:
     """The most fields that a column of as many bytes could have."""
-    _, column_bytes, _, base, _ = packing
     fields = 1
-    while base ** (fields + 1) <= 1 << 8 * column_bytes:
+    while packing.base ** (fields + 1) <= 1 << 8 * packing.column_bytes:
         fields += 1
     return fields
 
@@ -107,12 +116,12 @@ def _digit_of(value: tl.tensor, BASE: tl.constexpr, FIELD: tl.constexpr, FIELDS:
 @triton.jit
 def digit(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The digit of one symbol, uint32, below its base."""
-    COLUMN: tl.constexpr = SYMBOL % PACKING[2]
-    FIELD: tl.constexpr = SYMBOL // PACKING[2]
-    BASE: tl.constexpr = PACKING[3]
-    BITS: tl.constexpr = 8 * PACKING[1]
+    COLUMN: tl.constexpr = SYMBOL % PACKING.width
+    FIELD: tl.constexpr = SYMBOL // PACKING.width
+    BASE: tl.constexpr = PACKING.base
+    BITS: tl.constexpr = 8 * PACKING.column_bytes
     FIELDS: tl.constexpr = most_fields(PACKING)
-    if PACKING[4]:
+    if PACKING.binary:
         DIGIT_BITS: tl.constexpr = _bits_of_base(BASE)
         value = bits_of_column(words, PACKING, COLUMN, FIELD * DIGIT_BITS, DIGIT_BITS)
     elif first_of_upper(PACKING) > 0:

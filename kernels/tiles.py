@@ -9,7 +9,7 @@ a query is put in that order once, and the output once put back.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack.formats.columns import Columns, is_power_of_two, next_power_of_two
 
@@ -115,9 +115,23 @@ def takes_whole_words(packing: Columns) -> bool:
     return packing.binary and all(base.bit_length() - 1 <= WIDEST_DIGIT for base in packing.bases)
 
 
-def packing_constants(first: int, packing: Columns, paired: int = 0) -> tuple[int, ...]:
-    """What ``fields.load_planes`` needs; ``first`` is the number of the stream of plane 0."""
-    return (first, packing.column_bytes, packing.width, tile_width(packing), packing.fields, paired)
+class TilePacking(NamedTuple):
+    """A code stream's columns as ``fields.load_planes`` takes them: the number of the stream of plane 0, and how its tiles are made.
+
+    ``tile_width`` are the columns of a tile, ``width`` those that have words; ``paired`` is that of ``Tiles``.
+    """
+
+    stream: int
+    column_bytes: int
+    width: int
+    tile_width: int
+    fields: int
+    paired: int
+
+
+def tile_packing(stream: int, packing: Columns, paired: int = 0) -> TilePacking:
+    """The columns of a code stream whose plane 0 is stream number ``stream``."""
+    return TilePacking(stream, packing.column_bytes, packing.width, tile_width(packing), packing.fields, paired)
 
 
 def distance(packing: Columns, bits: int, fields: int, paired: int = 0) -> int:

@@ -23,7 +23,7 @@ from .axes import of_tokens
 from .fields import load_per_token, load_planes, whole_planes, words_of_step
 from .halves import affine_bits, binary16_bits, power_of_two, product
 from .shared_table import look_up_bits
-from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
+from .tiles import Stream, Tiles, channels_of, fields_side_by_side, plane_streams, step_symbols, takes_whole_words, tile_packing
 
 if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
@@ -42,7 +42,7 @@ def tiles(codec: Angle) -> Tiles | None:
     half = codec.range == "fp16"
     streams = (*streams, Stream("range", 32, 1 if half else 2))
     constants = (
-        packing_constants(0, packing), fields_side_by_side(packing), bin_bits, codec.norm_bits, int(codec.norm == "log"),
+        tile_packing(0, packing), fields_side_by_side(packing), bin_bits, codec.norm_bits, int(codec.norm == "log"),
         len(streams) - 1, int(half),
     )  # fmt: skip
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
@@ -206,13 +206,13 @@ def decode(
     planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
     BIN_BITS: tl.constexpr = C[2]
     NORM_BITS: tl.constexpr = C[3]
-    NORMS: tl.constexpr = PACKING[4] * BIN_BITS
+    NORMS: tl.constexpr = PACKING.fields * BIN_BITS
     line = line_of_tokens(raw, C, TURNED, FAST)
     if BESIDE == 1:
         found = pair(planes, line, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, C, SHARED, FAST)
     else:
-        index = words_of_step(planes, places, 0, PACKING, 0, BIN_BITS, STEP, BESIDE, 1, PACKING[4], TURNED, FAST)
-        norm = words_of_step(planes, places, 0, PACKING, NORMS, NORM_BITS, STEP, BESIDE, 1, PACKING[4], TURNED, FAST)
+        index = words_of_step(planes, places, 0, PACKING, 0, BIN_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
+        norm = words_of_step(planes, places, 0, PACKING, NORMS, NORM_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
         found = pair((index, norm), line, table, 0, 16, C, SHARED, FAST)
     return found
 

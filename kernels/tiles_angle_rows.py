@@ -13,7 +13,7 @@ import triton
 from triton import language as tl
 
 from .pairs import joined, look_up_words, pair_affine, pair_of_one, pair_power_of_two, pair_product, unit
-from .row_digits import digit, digit_constants, two_digits
+from .row_digits import digit, row_packing, two_digits
 from .row_tiles import TOKENS, decode_rows, pairs_of, tiles_of
 from .rows import load_rows, row_streams, rows_constants, stream_of_words, words_of_row
 from .tiles import WIDEST_DIGIT, Tiles
@@ -38,8 +38,8 @@ def tiles(codec: Angle) -> Tiles | None:
     low_bits = packings["angle_low"].bases[0].bit_length() - 1 if "angle_low" in packings else 0
     pairs, channels = tiles_of(pairs_of(codec.dim // VALUES, VALUES, codec.dim), VALUES)
     constants = (
-        rows, digit_constants(every, 0), digit_constants(every, len(every) - 2), codec.norm_bits, int(codec.norm == "log"),
-        2 * words_of_row(rows), int(half_range), digit_constants(every, len(every) - 1), low_bits, pairs, codec.dim // VALUES,
+        rows, row_packing(every, 0), row_packing(every, len(every) - 2), codec.norm_bits, int(codec.norm == "log"),
+        2 * words_of_row(rows), int(half_range), row_packing(every, len(every) - 1), low_bits, pairs, codec.dim // VALUES,
     )  # fmt: skip
     return Tiles(load, decode, factor, constants, len(channels), channels, streams, table(codec), tokens=TOKENS)
 

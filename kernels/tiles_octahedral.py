@@ -20,7 +20,7 @@ from kvpack.formats.octahedral_search import codebook_directions
 from .fields import load_planes, whole_planes, words_of_step
 from .halves import load_factors, negated, product, read_factors
 from .shared_table import look_up_bits, look_up_repeated
-from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
+from .tiles import Stream, Tiles, channels_of, fields_side_by_side, plane_streams, step_symbols, takes_whole_words, tile_packing
 
 if TYPE_CHECKING:
     from kvpack.formats.octahedral import Octahedral
@@ -42,7 +42,7 @@ def tiles(codec: Octahedral, paired: int = 0) -> Tiles | None:
     streams = plane_streams("symbol", packing)
     norm_bits = 16 if codec.norm == "fp16" else 32
     constants = (
-        packing_constants(0, packing, paired), fields_side_by_side(packing, paired), index_bits, more[0] if more else 0,
+        tile_packing(0, packing, paired), fields_side_by_side(packing, paired), index_bits, more[0] if more else 0,
         codec.b_norm if more and more[0] > SIGN_BITS else 0, len(streams), norm_bits,
     )  # fmt: skip
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
@@ -83,7 +83,7 @@ def load(
     """The planes, then the norms."""
     PACKING: tl.constexpr = C[0]
     planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
-    return planes + load_factors(pointers[C[5]], first, token, valid, C[6], PACKING[5], MASKED, FAST)
+    return planes + load_factors(pointers[C[5]], first, token, valid, C[6], PACKING.paired, MASKED, FAST)
 
 
 @triton.jit
@@ -102,15 +102,15 @@ def decode(
     BESIDE: tl.constexpr = C[1]
     INDEX_BITS: tl.constexpr = C[2]
     SIGN_BITS: tl.constexpr = C[3]
-    SIGNS: tl.constexpr = PACKING[4] * INDEX_BITS
+    SIGNS: tl.constexpr = PACKING.fields * INDEX_BITS
     planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
     if BESIDE == 1:
         found = _triplet(planes, table, STEP * INDEX_BITS, SIGNS + STEP * SIGN_BITS, C, SHARED, FAST)
     else:
-        index = words_of_step(planes, places, 0, PACKING, 0, INDEX_BITS, STEP, BESIDE, 1, PACKING[4], TURNED, FAST)
+        index = words_of_step(planes, places, 0, PACKING, 0, INDEX_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
         sign = index
         if SIGN_BITS:
-            sign = words_of_step(planes, places, 0, PACKING, SIGNS, SIGN_BITS, STEP, BESIDE, 1, PACKING[4], TURNED, FAST)
+            sign = words_of_step(planes, places, 0, PACKING, SIGNS, SIGN_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
         found = _triplet((index, sign), table, 0, 16, C, SHARED, FAST)
     return found
 
@@ -143,4 +143,4 @@ def _triplet(
 def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The norm."""
     PACKING: tl.constexpr = C[0]
-    return read_factors(raw, C[5], C[6], PACKING[5], FAST)
+    return read_factors(raw, C[5], C[6], PACKING.paired, FAST)

@@ -12,7 +12,7 @@ from triton import language as tl
 
 from .pairs import look_up_repeated, look_up_words, pair_negated, pair_product, unit
 from .register_table import MOST_BITS, select_of_four, table_of_bytes
-from .row_digits import bits_of_column, digit, digit_constants
+from .row_digits import bits_of_column, digit, row_packing
 from .row_tiles import TOKENS, decode_rows, factor_beside_rows, load_rows_and_factor, pairs_of, tiles_of
 from .rows import row_streams, rows_constants
 from .tiles import WIDEST_DIGIT, Stream, Tiles
@@ -44,7 +44,7 @@ def tiles(codec: Octahedral) -> Tiles | None:
     few_norms = not whole and SIGN_BITS.value < sign_bits <= SIGN_BITS.value + MOST_BITS
     norms = table_of_bytes(found[1 << index_bits :, 0]) if few_norms else None
     constants = (
-        rows, digit_constants(both, 0), digit_constants(both, 1), index_bits, int(whole), sign_bits - SIGN_BITS.value, norm_bits, pairs,
+        rows, row_packing(both, 0), row_packing(both, 1), index_bits, int(whole), sign_bits - SIGN_BITS.value, norm_bits, pairs,
         norms,
     )  # fmt: skip
     return Tiles(

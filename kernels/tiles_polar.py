@@ -25,7 +25,7 @@ from .fields import load_per_token
 from .halves import load_factor, read_factor
 from .pairs import pair_product, pair_scaled
 from .polar_steps import angles_of_step, blocks_of_step, lookups_of, place_in, places_of, table
-from .row_digits import digit_constants
+from .row_digits import row_packing
 from .row_tiles import PAIRS_OF_A_TILE, TOKENS, tile_of_pairs
 from .rows import load_row, load_rows, row_streams, rows_constants, stream_of_words, words_of_row
 from .tiles import Stream, Tiles
@@ -58,7 +58,7 @@ def tiles(codec: Polar) -> Tiles | None:
     for number, run in enumerate(codec.stream_levels.values()):
         before = accumulate((level.angles for level in run), initial=0)
         for angles, level in zip(before, run, strict=False):
-            of_levels.append((*digit_constants(every, number), angles, level.bits))
+            of_levels.append((*row_packing(every, number), angles, level.bits))
             of_steps = (angles_of_step(tree, step, len(of_levels)) for step in range(steps))
             lookups = (lookup for angles in of_steps for lookup in lookups_of(angles, every[number].width, level.bits))
             counts.append(frozenset(count for _, count in lookups))

@@ -29,10 +29,10 @@ from .tiles import (
     Tiles,
     distance,
     fields_side_by_side,
-    packing_constants,
     plane_streams,
     step_symbols,
     takes_whole_words,
+    tile_packing,
     tile_width,
 )
 
@@ -54,7 +54,7 @@ def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
     symbols = step_symbols(packing, apart)
     norm_bits = 16 if qjl.norm == "fp16" else 32
     constants = (
-        packing_constants(0, packing), len(tiles.streams), len(tiles.place_columns) // 2, fields_side_by_side(packing), apart, len(symbols),
+        tile_packing(0, packing), len(tiles.streams), len(tiles.place_columns) // 2, fields_side_by_side(packing), apart, len(symbols),
         len(planes), norm_bits, math.sqrt(math.pi / (2 * qjl.dim)),
     )  # fmt: skip
     return replace(
@@ -129,7 +129,7 @@ def _words(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, C: tl.constexpr,
     if BESIDE == 1:
         word = planes[STEP // 16]
     else:
-        word = words_of_step(planes, places, NUMBER, PACKING, 0, 1, STEP, BESIDE, APART, PACKING[4], TURNED, FAST)
+        word = words_of_step(planes, places, NUMBER, PACKING, 0, 1, STEP, BESIDE, APART, PACKING.fields, TURNED, FAST)
     return word
 
 

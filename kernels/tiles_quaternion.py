@@ -14,7 +14,7 @@ from triton import language as tl
 from .fields import load_planes, whole_planes, words_of_step
 from .halves import code_bits, load_factor, product, read_factor
 from .shared_table import look_up_bits
-from .tiles import Stream, Tiles, channels_of, fields_side_by_side, packing_constants, plane_streams, step_symbols, takes_whole_words
+from .tiles import Stream, Tiles, channels_of, fields_side_by_side, plane_streams, step_symbols, takes_whole_words, tile_packing
 
 if TYPE_CHECKING:
     from kvpack.formats.quaternion import Quaternion
@@ -33,7 +33,7 @@ def tiles(codec: Quaternion) -> Tiles | None:
     streams = plane_streams("symbol", packing)
     scale_bits = 16 if codec.norm == "fp16" else 32
     constants = (
-        packing_constants(0, packing), fields_side_by_side(packing), packing.bases[0].bit_length() - 1, codec.radius_bits,
+        tile_packing(0, packing), fields_side_by_side(packing), packing.bases[0].bit_length() - 1, codec.radius_bits,
         len(streams), scale_bits,
     )  # fmt: skip
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
@@ -85,13 +85,13 @@ def decode(
     BESIDE: tl.constexpr = C[1]
     CODE_BITS: tl.constexpr = C[2]
     RADIUS_BITS: tl.constexpr = C[3]
-    RADII: tl.constexpr = PACKING[4] * CODE_BITS
+    RADII: tl.constexpr = PACKING.fields * CODE_BITS
     planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
     if BESIDE == 1:
         found = _chunk(planes, table, STEP * CODE_BITS, RADII + STEP * RADIUS_BITS, C, SHARED, FAST)
     else:
-        index = words_of_step(planes, places, 0, PACKING, 0, CODE_BITS, STEP, BESIDE, 1, PACKING[4], TURNED, FAST)
-        radius = words_of_step(planes, places, 0, PACKING, RADII, RADIUS_BITS, STEP, BESIDE, 1, PACKING[4], TURNED, FAST)
+        index = words_of_step(planes, places, 0, PACKING, 0, CODE_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
+        radius = words_of_step(planes, places, 0, PACKING, RADII, RADIUS_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
         found = _chunk((index, radius), table, 0, 16, C, SHARED, FAST)
     return found
 

@@ -13,7 +13,7 @@ import triton
 from triton import language as tl
 
 from .halves import code_as_half, product
-from .row_digits import above, digit_constants, two_digits
+from .row_digits import above, row_packing, two_digits
 from .row_tiles import TOKENS, factor_beside_rows, load_rows_and_factor
 from .rows import row_streams, rows_constants
 from .shared_table import look_up
@@ -47,7 +47,7 @@ def tiles(codec: Quaternion) -> Tiles | None:
     few_words = sum(-(-halves // 2) for halves in rows) <= FEW_WORDS
     symbols = steps_of(chunks)
     constants = (
-        rows, digit_constants(every, 0), digit_constants(every, len(every) - 2), digit_constants(every, len(every) - 1),
+        rows, row_packing(every, 0), row_packing(every, len(every) - 2), row_packing(every, len(every) - 1),
         low_bits, codec.radius_bits, scale_bits, codeword_bits, chunks,
     )  # fmt: skip
     return Tiles(

@@ -14,7 +14,7 @@ from triton import language as tl
 from .fields import load_planes, position_of_step, whole_planes, words_of_step
 from .halves import load_factors, read_factors
 from .shared_table import look_up_bits
-from .tiles import Stream, Tiles, distance, fields_side_by_side, packing_constants, plane_streams, step_symbols
+from .tiles import Stream, Tiles, distance, fields_side_by_side, plane_streams, step_symbols, tile_packing
 
 if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
@@ -42,7 +42,7 @@ def tiles(codec: Scalar, paired: int = 0) -> Tiles:
         symbols = step_symbols(packing, apart, together, paired)
         steps = len(symbols) // together
         all_steps += steps
-        packings.append(packing_constants(len(streams), packing, paired))
+        packings.append(tile_packing(len(streams), packing, paired))
         parts.append((part.bits, beside, together, sum(map(len, tables)), steps, apart))
         tables.append(_entries(values, together))
         channels += [tuple(part.channels[symbol] if symbol >= 0 else -1 for symbol in tile) for tile in symbols]
@@ -142,7 +142,7 @@ def _decode_part(
     if BESIDE == 1:
         value = look_up_bits(planes, table, TOGETHER * STEP * BITS, TOGETHER * BITS, ENTRY, PART[3], SHARED, FAST)
     else:
-        GROUPS: tl.constexpr = PACKING[4] // TOGETHER
+        GROUPS: tl.constexpr = PACKING.fields // TOGETHER
         index = words_of_step(planes, places, NUMBER, PACKING, 0, TOGETHER * BITS, STEP, BESIDE, PART[5], GROUPS, TURNED, FAST)
         AT: tl.constexpr = position_of_step(STEP, TOGETHER * BITS, PART[5])
         value = look_up_bits((index,), table, AT, TOGETHER * BITS, ENTRY, PART[3], SHARED, FAST)

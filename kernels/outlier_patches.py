@@ -11,7 +11,7 @@ codec, and its places are zeros again. Where the assembly is off (``FAST`` false
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 from triton import language as tl
@@ -21,7 +21,7 @@ from .shapes import MULTIPROCESSOR_BYTES
 
 if TYPE_CHECKING:
     from .shapes import Shape
-    from .tiles import Tiles
+    from .tiles import Outliers, Tiles
 
 GRANULE = tl.constexpr(32)
 """Tokens of which the entries lie together in the order of their tokens."""
@@ -39,7 +39,7 @@ CARRIED_BYTES = 96
 """A token of the shared memory that the compiler takes, most of it for rows on their way to the layout of the matrix units."""
 
 
-def in_patches(k: Tiles, v: Tiles, shape: Shape, table_bytes: int) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None, int]:
+def in_patches(k: Tiles, v: Tiles, shape: Shape, table_bytes: int) -> tuple[Outliers | None, Outliers | None, int]:
     """The constants of both sides, if they have outliers, and the bytes that the patches of all warps take.
 
     A patch holds as many of a side's tiles as fit beside tables of ``table_bytes`` in every program of a multiprocessor; 0 where not
@@ -49,12 +49,11 @@ def in_patches(k: Tiles, v: Tiles, shape: Shape, table_bytes: int) -> tuple[tupl
     limit = (min(own_bytes, STATIC_SHARED_BYTES) - table_bytes) // shape.warps
     together, most = [], 0
     for outliers in (k.outliers, v.outliers):
-        _, tiles, width, _ = outliers or (0, 0, 1, None)
-        tile_bytes = 2 * shape.tokens * width
-        together.append(max(0, min(limit // tile_bytes, tiles)))
+        tile_bytes = 2 * shape.tokens * (outliers.width if outliers else 1)
+        together.append(max(0, min(limit // tile_bytes, outliers.tiles)) if outliers else 0)
         most = max(most, together[-1] * tile_bytes)
-    k_constants = None if k.outliers is None else (*k.outliers, together[0], most)
-    v_constants = None if v.outliers is None else (*v.outliers, together[1], most)
+    k_constants = k.outliers and k.outliers._replace(together=together[0], patch_bytes=most)
+    v_constants = v.outliers and v.outliers._replace(together=together[1], patch_bytes=most)
     return k_constants, v_constants, most * shape.warps
 
 
@@ -83,9 +82,9 @@ def _put_zeros(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 
 
 @triton.jit
-def patch_places(numbers: tl.tensor, C: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+def patch_places(numbers: tl.tensor, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
     """Where a tile is read in a patch of which it is the first; from loaded numbers (``fields.load_places``)."""
-    WIDTH: tl.constexpr = C[2]
+    WIDTH: tl.constexpr = CONSTANTS.width
     row = tl.load(numbers + tl.arange(0, TOKENS)[None, :]).to(tl.int32)
     column = tl.load(numbers + tl.arange(0, WIDTH)[None, :]).to(tl.int32)
     if TURNED:
@@ -93,7 +92,7 @@ def patch_places(numbers: tl.tensor, C: tl.constexpr, WARPS: tl.constexpr, TOKEN
     else:
         place = of_tokens(_exchanged(row * (2 * WIDTH)), TURNED) ^ of_columns(_exchanged(column * 2), TURNED)
     if WARPS > 1:
-        place += tl.load(numbers + tl.arange(0, WARPS)[:, None, None]).to(tl.int32) * C[5]
+        place += tl.load(numbers + tl.arange(0, WARPS)[:, None, None]).to(tl.int32) * CONSTANTS.patch_bytes
     return place
 
 
@@ -114,12 +113,12 @@ def _exchanged(place: tl.tensor) -> tl.tensor:
 
 
 @triton.constexpr_function
-def _store(first: int, tokens: int, turned: bool, constants: tuple[Any, ...]) -> str:
+def _store(first: int, tokens: int, turned: bool, constants: Outliers) -> str:
     """Put four values, if their columns are in the patch that begins with tile ``first``, beside their token's place.
 
     These are the column of the first of them and the next ones, or where columns are not in order, four 16-bit integers.
     """
-    _, _, width, components, together, _ = constants
+    width, components, together = constants.width, constants.components, constants.together
     columns = together * width
     if turned:
         at = f"mad.lo.u32 at, column, {2 * tokens}, $1;"
@@ -155,25 +154,25 @@ def placed(
     entries: tl.tuple,
     loaded: tl.tuple,
     TILE: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     TOKENS: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """What patches of a warp's tile ``TILE`` need of entries that were ``loaded``, if ``FAST``: places of tokens, values, and columns."""
     found = loaded
-    if FAST and C[4] > 0:
+    if FAST and CONSTANTS.together > 0:
         row = _row_of_tile(loaded[0], entries, TILE, TOKENS)
         chunk = loaded[0] // TOKENS_TOLD_APART
         real = (loaded[0] >= 0) & (row >= 0) & (row < TOKENS)
-        IN_ORDER: tl.constexpr = in_order(C)
+        IN_ORDER: tl.constexpr = in_order(CONSTANTS)
         if IN_ORDER:
             columns = tl.where(real, 4 * chunk, -1)
         else:
             # Four columns, those of a chunk, are one integer.
             columns = tl.load(entries[0][4].to(tl.pointer_type(tl.int64)) + chunk, real, -1)
-        TOKEN_BYTES: tl.constexpr = 2 if TURNED else 2 * C[2]
-        place = row * TOKEN_BYTES + tl.arange(0, row.shape[0])[:, None] * C[5]
+        TOKEN_BYTES: tl.constexpr = 2 if TURNED else 2 * CONSTANTS.width
+        place = row * TOKEN_BYTES + tl.arange(0, row.shape[0])[:, None] * CONSTANTS.patch_bytes
         found = (place, loaded[1], columns)
     return found
 
@@ -183,7 +182,7 @@ def put_all(
     entries: tl.tuple,
     found: tl.tuple,
     FIRST: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     TOKENS: tl.constexpr,
     TURNED: tl.constexpr,
     CLEAR: tl.constexpr,
@@ -194,9 +193,9 @@ def put_all(
     What reads the patch takes the result, a zero, and so comes after.
     """
     after = 0
-    if FAST and C[4] > 0:
-        IN_ORDER: tl.constexpr = in_order(C)
-        ASSEMBLY: tl.constexpr = _store(FIRST, TOKENS, TURNED, C)
+    if FAST and CONSTANTS.together > 0:
+        IN_ORDER: tl.constexpr = in_order(CONSTANTS)
+        ASSEMBLY: tl.constexpr = _store(FIRST, TOKENS, TURNED, CONSTANTS)
         REGISTERS: tl.constexpr = "=r,r,l,r" if IN_ORDER else "=r,r,l,l"
         WARPS: tl.constexpr = found[0].shape[0]
         values = found[1]
@@ -205,7 +204,7 @@ def put_all(
             _wait(entries)
         if CLEAR and not IN_ORDER:
             # All of it takes less than to find the places.
-            _put_zeros(WARPS * C[5], WARPS)
+            _put_zeros(WARPS * CONSTANTS.patch_bytes, WARPS)
         else:
             tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, [found[0], values, found[2]], dtype=tl.int32, is_pure=False, pack=1)
         after = _wait(entries)
@@ -231,10 +230,10 @@ def _read(offset: int) -> str:
 
 @triton.jit
 def _patch_tile(
-    entries: tl.tuple, places: tl.tensor, after: tl.tensor, NUMBER: tl.constexpr, C: tl.constexpr, TOKENS: tl.constexpr
+    entries: tl.tuple, places: tl.tensor, after: tl.tensor, NUMBER: tl.constexpr, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr
 ) -> tl.tensor:
     """``outlier_tile`` from shared memory."""
-    ASSEMBLY: tl.constexpr = _read(NUMBER % C[4] * C[2] * 2 * TOKENS)
+    ASSEMBLY: tl.constexpr = _read(NUMBER % CONSTANTS.together * CONSTANTS.width * 2 * TOKENS)
     # A load from there comes after what gave ``after``.
     zero = tl.load(entries[3][0] + after + tl.zeros((1, 1, 1), tl.int32)).to(tl.int32)
     return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r", [places, zero], dtype=tl.float16, is_pure=True, pack=2)
@@ -246,13 +245,13 @@ def _slow_tile(
     loaded: tl.tuple,
     TILE: tl.constexpr,
     NUMBER: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
     TURNED: tl.constexpr,
 ) -> tl.tensor:
     """``outlier_tile`` without shared memory: the product of entries and a matrix that is 1 where one is of a token."""
-    WIDTH: tl.constexpr = C[2]
+    WIDTH: tl.constexpr = CONSTANTS.width
     place, values = loaded[0], loaded[1]
     row = _row_of_tile(place, entries, TILE, TOKENS)
     real = place >= 0
@@ -270,16 +269,15 @@ def _slow_tile(
 
 
 @triton.constexpr_function
-def in_order(constants: tuple[Any, ...]) -> bool:
+def in_order(constants: Outliers) -> bool:
     """Whether columns are in the order of channels."""
-    return constants[3] is None
+    return constants.components is None
 
 
 @triton.constexpr_function
-def tiles_together(constants: tuple[Any, ...]) -> int:
+def tiles_together(constants: Outliers) -> int:
     """Tiles of a patch, and all where there is none."""
-    _, tiles, _, _, together, _ = constants
-    return int(together or tiles)
+    return constants.together or constants.tiles
 
 
 @triton.jit
@@ -290,15 +288,15 @@ def outlier_tile(
     after: tl.tensor,
     TILE: tl.constexpr,
     NUMBER: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """The codec's tile ``NUMBER``, whose patch is there: ``[warp, token, column]``, or turned, ``[warp, column, token]``."""
-    if FAST and C[4] > 0:
-        tile = _patch_tile(entries, places, after, NUMBER, C, TOKENS)
+    if FAST and CONSTANTS.together > 0:
+        tile = _patch_tile(entries, places, after, NUMBER, CONSTANTS, TOKENS)
     else:
-        tile = _slow_tile(entries, loaded, TILE, NUMBER, C, WARPS, TOKENS, TURNED)
+        tile = _slow_tile(entries, loaded, TILE, NUMBER, CONSTANTS, WARPS, TOKENS, TURNED)
     return tile

@@ -113,25 +113,25 @@ def load_rows_and_factor(
     first: tl.tensor,
     token: tl.tensor,
     valid: tl.tensor,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The rows of all code streams, then a factor a token; of ``C``, 0 are the rows and 6 the bits of the factor."""
-    ROWS: tl.constexpr = C[0]
+    """The rows of all code streams, then a factor a token; ``CONSTANTS`` have ``rows`` and ``factor_bits``."""
+    ROWS: tl.constexpr = CONSTANTS.rows
     raw = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
-    return raw + (load_unseen(pointers[len(ROWS)], first, token, valid, C[6], MASKED, FAST),)
+    return raw + (load_unseen(pointers[len(ROWS)], first, token, valid, CONSTANTS.factor_bits, MASKED, FAST),)
 
 
 @triton.jit
-def factor_beside_rows(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor_beside_rows(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The factor that ``load_rows_and_factor`` loaded."""
-    value = raw[2 * words_of_row(C[0])]
-    if C[6] == 16:
+    value = raw[2 * words_of_row(CONSTANTS.rows)]
+    if CONSTANTS.factor_bits == 16:
         value = value.to(tl.int16)
-    return read_factor((value,), 0, C[6], False)
+    return read_factor((value,), 0, CONSTANTS.factor_bits, False)
 
 
 @triton.jit
@@ -141,16 +141,16 @@ def decode_rows(
     PAIRS: tl.constexpr,
     STEP: tl.constexpr,
     SYMBOL: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The tile of ``STEP``; ``SYMBOL(words, table, symbol, C, SHARED, FAST)`` gives the pairs of values of one symbol."""
-    ROW: tl.constexpr = words_of_row(C[0])
+    """The tile of ``STEP``; ``SYMBOL(words, table, symbol, CONSTANTS, SHARED, FAST)`` gives the pairs of values of one symbol."""
+    ROW: tl.constexpr = words_of_row(CONSTANTS.rows)
     WARPS: tl.constexpr = raw[2 * ROW].shape[0]
-    first = _pairs(raw[:ROW], table, PAIRS, STEP, SYMBOL, C, SHARED, FAST)
-    second = _pairs(raw[ROW : 2 * ROW], table, PAIRS, STEP, SYMBOL, C, SHARED, FAST)
+    first = _pairs(raw[:ROW], table, PAIRS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
+    second = _pairs(raw[ROW : 2 * ROW], table, PAIRS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
     return tile_of_pairs(first, second, WARPS, TURNED, FAST)
 
 
@@ -161,13 +161,13 @@ def _pairs(
     PAIRS: tl.constexpr,
     STEP: tl.constexpr,
     SYMBOL: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     pairs = ()
     for at in tl.static_range(4 * STEP * PAIRS_OF_A_TILE, 4 * (STEP + 1) * PAIRS_OF_A_TILE, 4):
-        pairs = pairs + (_pair(words, table, PAIRS[at], PAIRS[at + 1], PAIRS[at + 2], PAIRS[at + 3], SYMBOL, C, SHARED, FAST),)
+        pairs = pairs + (_pair(words, table, PAIRS[at], PAIRS[at + 1], PAIRS[at + 2], PAIRS[at + 3], SYMBOL, CONSTANTS, SHARED, FAST),)
     return pairs
 
 
@@ -180,15 +180,15 @@ def _pair(
     SECOND: tl.constexpr,
     HIGH: tl.constexpr,
     SYMBOL: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """Value ``LOW`` of symbol ``FIRST`` and value ``HIGH`` of symbol ``SECOND``."""
-    low = SYMBOL(words, table, FIRST, C, SHARED, FAST)
+    low = SYMBOL(words, table, FIRST, CONSTANTS, SHARED, FAST)
     if FIRST == SECOND and LOW < HIGH:
         pair = low[LOW // 2]
     else:
-        high = SYMBOL(words, table, SECOND, C, SHARED, FAST)
+        high = SYMBOL(words, table, SECOND, CONSTANTS, SHARED, FAST)
         pair = joined(low[LOW // 2], high[HIGH // 2], LOW % 2, HIGH % 2, FAST)
     return pair

@@ -60,7 +60,7 @@ def _scores(
 
     Two ``raws`` are of tokens that share a row of scores (``add_tiles``), and each has query tiles of its own.
     """
-    SIGN_STEPS: tl.constexpr = 0 if SIGNS is None else SIGNS[5]
+    SIGN_STEPS: tl.constexpr = 0 if SIGNS is None else SIGNS.steps
     OWN: tl.constexpr = len(q) // len(raws)
     scores = tl.zeros(like.shape, tl.float32)
     for number in tl.static_range(len(raws)):
@@ -201,7 +201,7 @@ def add_tiles(
     A value's factor is 2^e times a rest: e joins the score and the rest the weight, so that weights never leave [-2, 2]. Signs have
     factors of their own, and the last sums; e is that of the larger factor.
     """
-    SIGN_STEPS: tl.constexpr = 0 if V_SIGNS is None else V_SIGNS[5]
+    SIGN_STEPS: tl.constexpr = 0 if V_SIGNS is None else V_SIGNS.steps
     FIRST_SIGNS: tl.constexpr = len(sums) - SIGN_STEPS
     TILES: tl.constexpr = len(scores)
     V_EACH: tl.constexpr = len(v_raws) // TILES

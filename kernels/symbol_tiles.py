@@ -34,16 +34,22 @@ def steps_of(symbols: int) -> list[tuple[int, ...]]:
 
 @triton.jit
 def symbol_tile(
-    raw: tl.tuple, STEP: tl.constexpr, TWO: tl.constexpr, SYMBOLS: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
+    raw: tl.tuple,
+    STEP: tl.constexpr,
+    TWO: tl.constexpr,
+    SYMBOLS: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> tl.tensor:
     """The symbols of ``STEP``, int16 ``[warp, token, column]``, or turned, ``[warp, column, token]``.
 
-    ``TWO(words, symbol, C, FAST)`` gives a symbol and the next one, 16 bits apart.
+    ``TWO(words, symbol, CONSTANTS, FAST)`` gives a symbol and the next one, 16 bits apart.
     """
-    ROW: tl.constexpr = words_of_row(C[0])
+    ROW: tl.constexpr = words_of_row(CONSTANTS.rows)
     WARPS: tl.constexpr = raw[2 * ROW].shape[0]
-    first = _pairs(raw[:ROW], STEP, TWO, SYMBOLS, C, FAST)
-    second = _pairs(raw[ROW : 2 * ROW], STEP, TWO, SYMBOLS, C, FAST)
+    first = _pairs(raw[:ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
+    second = _pairs(raw[ROW : 2 * ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
     tile = tile_of_pairs(first, second, WARPS, TURNED, FAST)
     if FAST:
         tile = _laid_out_as_sums(tile, TURNED)
@@ -64,11 +70,13 @@ def _laid_out_as_sums(tile: tl.tensor, TURNED: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _pairs(words: tl.tuple, STEP: tl.constexpr, TWO: tl.constexpr, SYMBOLS: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def _pairs(
+    words: tl.tuple, STEP: tl.constexpr, TWO: tl.constexpr, SYMBOLS: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
     pairs = ()
     for symbol in tl.static_range(STEP * WIDTH, (STEP + 1) * WIDTH, 2):
         if symbol < SYMBOLS:
-            pairs = pairs + (TWO(words, symbol, C, FAST),)
+            pairs = pairs + (TWO(words, symbol, CONSTANTS, FAST),)
         else:
             pairs = pairs + (tl.zeros(words[0].shape, tl.uint32),)
     return pairs

@@ -45,6 +45,21 @@ class Stream:
     tokens: int = 1
 
 
+class Outliers(NamedTuple):
+    """Outliers beside ``tiles`` of ``width`` columns each; ``first_stream`` is the number of their first stream.
+
+    ``components`` are, of the four values of an entry, those with columns in each tile; None where columns are in the order of channels.
+    A patch of ``patch_bytes`` holds ``together`` tiles; 0 where there is none (``outlier_patches.in_patches``).
+    """
+
+    first_stream: int
+    tiles: int
+    width: int
+    components: tuple[tuple[int, ...], ...] | None
+    together: int = 0
+    patch_bytes: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Tiles:
     """One codec's loader. ``channels`` is the channel of every column of every tile, -1 for none; ``steps`` calls of ``decode`` make them.
@@ -86,8 +101,8 @@ class Tiles:
     """Of the tiles: fp16, or that of raw values; without inline PTX, bf16 ones are widened to fp32."""
     signs: tuple[Any, ...] | None = None
     """Constants of ``tiles_qjl``, whose tiles are the last ones; None without its side-car."""
-    outliers: tuple[Any, ...] | None = None
-    """Constants of ``tiles_outliers``; None without its side-car."""
+    outliers: Outliers | None = None
+    """Those of ``tiles_outliers``; None without its side-car."""
 
     @property
     def place_columns(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ direct arrangement; the dense one has bins and norms in columns of their own (ti
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -23,12 +23,34 @@ from .axes import of_tokens
 from .fields import load_per_token, load_planes, whole_planes, words_of_step
 from .halves import affine_bits, binary16_bits, power_of_two, product
 from .shared_table import look_up_bits
-from .tiles import Stream, Tiles, channels_of, fields_side_by_side, plane_streams, step_symbols, takes_whole_words, tile_packing
+from .tiles import (
+    Stream,
+    TilePacking,
+    Tiles,
+    channels_of,
+    fields_side_by_side,
+    plane_streams,
+    step_symbols,
+    takes_whole_words,
+    tile_packing,
+)
 
 if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
 
 VALUES = 2
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its tiles: bits of a bin and of a norm, and how norms are spaced."""
+
+    packing: TilePacking
+    beside: int
+    bin_bits: int
+    norm_bits: int
+    log: bool
+    range_stream: int
+    half_range: bool
 
 
 def tiles(codec: Angle) -> Tiles | None:
@@ -41,10 +63,15 @@ def tiles(codec: Angle) -> Tiles | None:
     streams = plane_streams("symbol", packing)
     half = codec.range == "fp16"
     streams = (*streams, Stream("range", 32, 1 if half else 2))
-    constants = (
-        tile_packing(0, packing), fields_side_by_side(packing), bin_bits, codec.norm_bits, int(codec.norm == "log"),
-        len(streams) - 1, int(half),
-    )  # fmt: skip
+    constants = Constants(
+        packing=tile_packing(0, packing),
+        beside=fields_side_by_side(packing),
+        bin_bits=bin_bits,
+        norm_bits=codec.norm_bits,
+        log=codec.norm == "log",
+        range_stream=len(streams) - 1,
+        half_range=half,
+    )
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
     return Tiles(load, decode, factor, constants, len(symbols), channels, streams, table(codec), packings=(packing,))
 
@@ -62,24 +89,26 @@ def load(
     first: tl.tensor,
     token: tl.tensor,
     valid: tl.tensor,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The planes, then the ranges."""
-    PACKING: tl.constexpr = C[0]
+    PACKING: tl.constexpr = CONSTANTS.packing
     raw = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
-    return raw + load_range(pointers[C[5]], first, token, valid, C, MASKED)
+    return raw + load_range(pointers[CONSTANTS.range_stream], first, token, valid, CONSTANTS, MASKED)
 
 
 @triton.jit
-def load_range(pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, C: tl.constexpr, MASKED: tl.constexpr) -> tl.tuple:
+def load_range(
+    pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
+) -> tl.tuple:
     """The range of each token, a pair of binary16 in one word or two words."""
     words = ()
-    for word in tl.static_range(2 - C[6]):
-        words = words + (load_per_token(pointer, first, token, valid, 2 - C[6], word, MASKED),)
+    for word in tl.static_range(2 - CONSTANTS.half_range):
+        words = words + (load_per_token(pointer, first, token, valid, 2 - CONSTANTS.half_range, word, MASKED),)
     return words
 
 
@@ -120,16 +149,16 @@ def _exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """``factor_of_range`` of each token."""
-    return factor_of_range(raw[C[5] : C[5] + 2 - C[6]], C)
+    return factor_of_range(raw[CONSTANTS.range_stream : CONSTANTS.range_stream + 2 - CONSTANTS.half_range], CONSTANTS)
 
 
 @triton.jit
-def factor_of_range(words: tl.tuple, C: tl.constexpr) -> tl.tensor:
+def factor_of_range(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
     """What norms are decoded over: a power of two, or the largest possible one; ``words`` are the range."""
-    LARGEST: tl.constexpr = (1 << C[3]) - 1
-    if C[4]:
+    LARGEST: tl.constexpr = (1 << CONSTANTS.norm_bits) - 1
+    if CONSTANTS.log:
         step, minimum = _range(words)
         value = tl.exp2(minimum + tl.maximum(step * LARGEST, 0.0))
     else:
@@ -144,15 +173,15 @@ def middle_norm(bits: int) -> int:
 
 
 @triton.jit
-def norm_line(words: tl.tuple, C: tl.constexpr) -> tl.tuple:
+def norm_line(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
     """(scale, centre) of a norm, or its logarithm, over the token's factor: (code - ``middle_norm``) * scale + centre, float32.
 
     ``words`` are the token's range.
     """
     step, minimum = _range(words)
-    MIDDLE: tl.constexpr = middle_norm(C[3])
-    LARGEST: tl.constexpr = (1 << C[3]) - 1
-    if C[4]:
+    MIDDLE: tl.constexpr = middle_norm(CONSTANTS.norm_bits)
+    LARGEST: tl.constexpr = (1 << CONSTANTS.norm_bits) - 1
+    if CONSTANTS.log:
         scale = step
         centre = step * MIDDLE - tl.maximum(step * LARGEST, 0.0)
     else:
@@ -176,14 +205,14 @@ def _line(bits: int) -> str:
 
 
 @triton.jit
-def norm_line_halves(words: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def norm_line_halves(words: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """``norm_line`` in binary16."""
-    if FAST and C[4] == 0 and len(words) == 1:
+    if FAST and CONSTANTS.log == 0 and len(words) == 1:
         scale, centre = tl.inline_asm_elementwise(
-            _line(C[3]), "=&r,=&r,r,r", [words[0]], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            _line(CONSTANTS.norm_bits), "=&r,=&r,r,r", [words[0]], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     else:
-        scale, centre = norm_line(words, C)
+        scale, centre = norm_line(words, CONSTANTS)
         scale = scale.to(tl.float16)
         centre = centre.to(tl.float16)
     return scale, centre
@@ -195,32 +224,32 @@ def decode(
     places: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The two coordinates of the pairs of ``STEP``, over the token's factor."""
-    PACKING: tl.constexpr = C[0]
-    BESIDE: tl.constexpr = C[1]
+    PACKING: tl.constexpr = CONSTANTS.packing
+    BESIDE: tl.constexpr = CONSTANTS.beside
     planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
-    BIN_BITS: tl.constexpr = C[2]
-    NORM_BITS: tl.constexpr = C[3]
+    BIN_BITS: tl.constexpr = CONSTANTS.bin_bits
+    NORM_BITS: tl.constexpr = CONSTANTS.norm_bits
     NORMS: tl.constexpr = PACKING.fields * BIN_BITS
-    line = line_of_tokens(raw, C, TURNED, FAST)
+    line = line_of_tokens(raw, CONSTANTS, TURNED, FAST)
     if BESIDE == 1:
-        found = pair(planes, line, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, C, SHARED, FAST)
+        found = pair(planes, line, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, CONSTANTS, SHARED, FAST)
     else:
         index = words_of_step(planes, places, 0, PACKING, 0, BIN_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
         norm = words_of_step(planes, places, 0, PACKING, NORMS, NORM_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
-        found = pair((index, norm), line, table, 0, 16, C, SHARED, FAST)
+        found = pair((index, norm), line, table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 
 
 @triton.jit
-def line_of_tokens(raw: tl.tuple, C: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def line_of_tokens(raw: tl.tuple, CONSTANTS: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """``norm_line`` of the ranges in ``raw``, binary16 that broadcast to a tile."""
-    scale, centre = norm_line_halves(raw[C[5] : C[5] + 2 - C[6]], C, FAST)
+    scale, centre = norm_line_halves(raw[CONSTANTS.range_stream : CONSTANTS.range_stream + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
     return of_tokens(scale, TURNED), of_tokens(centre, TURNED)
 
 
@@ -231,13 +260,13 @@ def pair(
     table: tl.tensor,
     BIN: tl.constexpr,
     NORM: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The pairs whose bin begins at bit ``BIN`` of each column, and their norm code at bit ``NORM``; ``line`` is ``norm_line``."""
-    found = look_up_bits(planes, table, BIN, C[2], 2, 0, SHARED, FAST)
-    norm = affine_bits(planes, line[0], line[1], NORM, C[3], middle_norm(C[3]), FAST)
-    if C[4]:
+    found = look_up_bits(planes, table, BIN, CONSTANTS.bin_bits, 2, 0, SHARED, FAST)
+    norm = affine_bits(planes, line[0], line[1], NORM, CONSTANTS.norm_bits, middle_norm(CONSTANTS.norm_bits), FAST)
+    if CONSTANTS.log:
         norm = power_of_two(norm, FAST)
     return (product(found[0], norm, FAST), product(found[1], norm, FAST))

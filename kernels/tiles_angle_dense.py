@@ -5,17 +5,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 from triton import language as tl
 
-from .common_columns import bit_of_step, columns_together, load_stream, places_of, steps_together, stream_constants, words_of_stream
+from .common_columns import (
+    CommonPacking,
+    bit_of_step,
+    columns_together,
+    load_stream,
+    places_of,
+    steps_together,
+    stream_constants,
+    words_of_stream,
+)
 from .tiles import Stream, Tiles, channels_of, plane_streams
 from .tiles_angle import VALUES, factor, line_of_tokens, load_range, pair, table
 
 if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its tiles: bits of a bin and of a norm, and how norms are spaced."""
+
+    bins: CommonPacking
+    norms: CommonPacking
+    bin_bits: int
+    norm_bits: int
+    log: bool
+    range_stream: int
+    half_range: bool
 
 
 def tiles(codec: Angle) -> Tiles | None:
@@ -28,9 +49,16 @@ def tiles(codec: Angle) -> Tiles | None:
     streams = tuple(stream for name, packing in packings.items() for stream in plane_streams(name, packing))
     of_streams = stream_constants(every, columns)
     half = codec.range == "fp16"
-    constants = (
-        *of_streams, *(packing.bases[0].bit_length() - 1 for packing in every), int(codec.norm == "log"), len(streams), int(half),
-    )  # fmt: skip
+    bin_bits, norm_bits = (packing.bases[0].bit_length() - 1 for packing in every)
+    constants = Constants(
+        bins=of_streams[0],
+        norms=of_streams[1],
+        bin_bits=bin_bits,
+        norm_bits=norm_bits,
+        log=codec.norm == "log",
+        range_stream=len(streams),
+        half_range=half,
+    )
     streams = (*streams, Stream("range", 32, 1 if half else 2))
     steps = steps_together(every, columns)
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in steps for value in range(VALUES))
@@ -44,18 +72,18 @@ def load(
     first: tl.tensor,
     token: tl.tensor,
     valid: tl.tensor,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The planes of the bins, of the norm codes, and the ranges."""
-    BINS: tl.constexpr = C[0]
-    NORMS: tl.constexpr = C[1]
+    BINS: tl.constexpr = CONSTANTS.bins
+    NORMS: tl.constexpr = CONSTANTS.norms
     raw = load_stream(pointers, first, token, valid, BINS, MASKED, TURNED)
     raw = raw + load_stream(pointers, first, token, valid, NORMS, MASKED, TURNED)
-    return raw + load_range(pointers[C[5]], first, token, valid, C, MASKED)
+    return raw + load_range(pointers[CONSTANTS.range_stream], first, token, valid, CONSTANTS, MASKED)
 
 
 @triton.jit
@@ -64,20 +92,22 @@ def decode(
     places: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The two coordinates of the pairs of ``STEP``, over the token's factor."""
-    BINS: tl.constexpr = C[0]
-    NORMS: tl.constexpr = C[1]
+    BINS: tl.constexpr = CONSTANTS.bins
+    NORMS: tl.constexpr = CONSTANTS.norms
     # Where the table is shared, an index that begins at its bit of a place in bytes is not shifted.
-    AT: tl.constexpr = bit_of_places(C[2], SHARED, FAST)
+    AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
     bins = words_of_stream(raw, places, 0, BINS, STEP, AT, TURNED, FAST)
     norms = words_of_stream(raw, places, 1, NORMS, STEP, 0, TURNED, FAST)
     NORM: tl.constexpr = 16 * len(bins) + bit_of_step(NORMS, STEP, 0)
-    return pair(bins + norms, line_of_tokens(raw, C, TURNED, FAST), table, bit_of_step(BINS, STEP, AT), NORM, C, SHARED, FAST)
+    return pair(
+        bins + norms, line_of_tokens(raw, CONSTANTS, TURNED, FAST), table, bit_of_step(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST
+    )
 
 
 @triton.constexpr_function

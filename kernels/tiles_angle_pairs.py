@@ -11,13 +11,13 @@ show two fields, and norm codes are loaded as those two fields of both tokens li
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 from triton import language as tl
 
 from .axes import copied, repeated, tokens_behind
-from .common_columns import bit_of_step, load_columns, words_of_plane, words_of_stream
+from .common_columns import CommonPacking, bit_of_step, load_columns, words_of_plane, words_of_stream
 from .tiles import PAIRED_WIDTH, SMALLEST_WIDTH, WORD_BITS, Stream, Tiles, channels_of, plane_streams, takes_whole_words
 from .tiles_angle import VALUES, factor_of_range, norm_line_halves, pair, table
 from .tiles_angle_dense import bit_of_places
@@ -30,6 +30,27 @@ RUN = PAIRED_WIDTH // 2
 
 MOST_SLICES = 2
 """Parts that a row of norm codes is loaded in, one for each two fields of bins; more of them fetch the same memory too often."""
+
+
+class Slices(NamedTuple):
+    """The words of norms, ``width`` a row, as ``count`` tiles that each have the columns of bins."""
+
+    stream: int
+    width: int
+    count: int
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its tiles. ``range_tile`` is where a tile's range is among what ``load`` gives."""
+
+    bins: CommonPacking
+    norms: Slices
+    bin_bits: int
+    norm_bits: int
+    log: bool
+    range_tile: int
+    half_range: bool
+    range_stream: int
 
 
 def tiles(codec: Angle, paired: int) -> Tiles | None:
@@ -46,11 +67,17 @@ def tiles(codec: Angle, paired: int) -> Tiles | None:
     bin_bits, norm_bits = (packing.bases[0].bit_length() - 1 for packing in every)
     streams = tuple(stream for name, packing in packings.items() for stream in plane_streams(name, packing))
     half = codec.range == "fp16"
-    of_bins = (0, bins.column_bytes, RUN, 2 * RUN, bins.fields, paired, beside, beside, bin_bits)
-    constants = (
-        of_bins, (len(bins.planes), norms.width, slices), bin_bits, norm_bits, int(codec.norm == "log"), len(bins.planes) + slices,
-        int(half), len(streams),
-    )  # fmt: skip
+    of_bins = CommonPacking(0, bins.column_bytes, RUN, 2 * RUN, bins.fields, paired, copies=beside, beside=beside, bits=bin_bits)
+    constants = Constants(
+        bins=of_bins,
+        norms=Slices(len(bins.planes), norms.width, slices),
+        bin_bits=bin_bits,
+        norm_bits=norm_bits,
+        log=codec.norm == "log",
+        range_tile=len(bins.planes) + slices,
+        half_range=half,
+        range_stream=len(streams),
+    )
     streams = (*streams, Stream("range", 32, 1 if half else 2))
     channels = tuple(
         channels_of(tuple(range(begin, begin + PAIRED_WIDTH)), VALUES, value, codec.dim)
@@ -79,35 +106,37 @@ def load(
     first: tl.tensor,
     token: tl.tensor,
     valid: tl.tensor,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The planes of the bins, the norm codes of each two fields, and the ranges, ``[warp, token, 2]``."""
-    BINS: tl.constexpr = C[0]
-    NORMS: tl.constexpr = C[1]
-    WIDTH: tl.constexpr = BINS[2]
-    PLANES: tl.constexpr = NORMS[0]
-    SLICES: tl.constexpr = NORMS[2]
-    WORDS: tl.constexpr = 2 - C[6]
-    BEHIND: tl.constexpr = tokens_behind(BINS[5], token.shape[1])
+    BINS: tl.constexpr = CONSTANTS.bins
+    NORMS: tl.constexpr = CONSTANTS.norms
+    WIDTH: tl.constexpr = BINS.width
+    PLANES: tl.constexpr = NORMS.stream
+    SLICES: tl.constexpr = NORMS.count
+    WORDS: tl.constexpr = 2 - CONSTANTS.half_range
+    BEHIND: tl.constexpr = tokens_behind(BINS.paired, token.shape[1])
     raw = ()
-    column = tl.arange(0, BINS[3])[None, :]
+    column = tl.arange(0, BINS.tile_width)[None, :]
     for plane in tl.static_range(PLANES):
         words = _load_bins(pointers[plane], first, token, valid, column, WIDTH, words_of_plane(BINS, plane), BEHIND, MASKED, TURNED)
         raw = raw + (words,)
-    column = tl.arange(0, BINS[3] * BINS[6])[None, :]
+    column = tl.arange(0, BINS.tile_width * BINS.copies)[None, :]
     second = column // WIDTH % 2
-    word = column // BINS[3] * WIDTH + column % WIDTH
+    word = column // BINS.tile_width * WIDTH + column % WIDTH
     for number in tl.static_range(SLICES):
-        place = number * (WIDTH * BINS[6]) + word
-        raw = raw + (load_columns(pointers[PLANES], first, token, valid, second, place, NORMS[1], BEHIND, False, MASKED, TURNED),)
+        place = number * (WIDTH * BINS.copies) + word
+        raw = raw + (load_columns(pointers[PLANES], first, token, valid, second, place, NORMS.width, BEHIND, False, MASKED, TURNED),)
     second = tl.arange(0, 2)[None, :]
     for word in tl.static_range(WORDS):
         place = tl.full((1, 2), word, tl.int32)
-        raw = raw + (load_columns(pointers[C[7]], first, token, valid, second, place, WORDS, BEHIND, False, MASKED, False),)
+        raw = raw + (
+            load_columns(pointers[CONSTANTS.range_stream], first, token, valid, second, place, WORDS, BEHIND, False, MASKED, False),
+        )
     return raw
 
 
@@ -139,22 +168,22 @@ def decode(
     places: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The two coordinates of the pairs of ``STEP``, over the tokens' factors."""
-    BINS: tl.constexpr = C[0]
-    NORMS: tl.constexpr = C[1]
-    AT: tl.constexpr = bit_of_places(C[2], SHARED, FAST)
+    BINS: tl.constexpr = CONSTANTS.bins
+    NORMS: tl.constexpr = CONSTANTS.norms
+    AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
     bins = words_of_stream(raw, places, 0, BINS, STEP, AT, TURNED, FAST)
-    NORM: tl.constexpr = 16 * len(bins) + STEP // NORMS[2] * C[3]
-    scale, centre = norm_line_halves(raw[C[5] : C[5] + 2 - C[6]], C, FAST)
+    NORM: tl.constexpr = 16 * len(bins) + STEP // NORMS.count * CONSTANTS.norm_bits
+    scale, centre = norm_line_halves(raw[CONSTANTS.range_tile : CONSTANTS.range_tile + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
     scale = _of_columns(scale, BINS, TURNED)
     centre = _of_columns(centre, BINS, TURNED)
-    planes = bins + (raw[NORMS[0] + STEP % NORMS[2]],)
-    return pair(planes, (scale, centre), table, bit_of_step(BINS, STEP, AT), NORM, C, SHARED, FAST)
+    planes = bins + (raw[NORMS.stream + STEP % NORMS.count],)
+    return pair(planes, (scale, centre), table, bit_of_step(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST)
 
 
 @triton.jit
@@ -162,10 +191,10 @@ def _of_columns(value: tl.tensor, BINS: tl.constexpr, TURNED: tl.constexpr) -> t
     """``[warp, token, 2]`` as a tile."""
     if TURNED:
         value = tl.permute(value, (0, 2, 1))
-    return copied(repeated(value, BINS[2], TURNED), BINS[6], TURNED)
+    return copied(repeated(value, BINS.width, TURNED), BINS.copies, TURNED)
 
 
 @triton.jit
-def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """What norms are decoded over (``tiles_angle.factor``), ``[warp, token, 2]``."""
-    return (factor_of_range(raw[C[5] : C[5] + 2 - C[6]], C),)
+    return (factor_of_range(raw[CONSTANTS.range_tile : CONSTANTS.range_tile + 2 - CONSTANTS.half_range], CONSTANTS),)

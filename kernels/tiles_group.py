@@ -38,7 +38,8 @@ class Constants(NamedTuple):
     """What the functions below know of a codec and its tiles when they are compiled.
 
     A row of the stream of scales has ``pairs`` of scale and centre; ``kind`` says which of them a tile needs, and ``whole_rows``
-    whether rows are loaded whole. A step makes one tile of ``beside`` fields of ``bits``, ``apart`` fields from each other, in ``span`` columns.
+    whether rows are loaded whole. A step makes one tile of ``beside`` fields of ``bits``, ``apart`` fields from each other, in
+    ``span`` columns.
     """
 
     packing: TilePacking

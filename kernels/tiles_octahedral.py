@@ -9,7 +9,7 @@ everything. This is the direct arrangement; the dense one has columns of other w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -20,7 +20,17 @@ from kvpack.formats.octahedral_search import codebook_directions
 from .fields import load_planes, whole_planes, words_of_step
 from .halves import load_factors, negated, product, read_factors
 from .shared_table import look_up_bits, look_up_repeated
-from .tiles import Stream, Tiles, channels_of, fields_side_by_side, plane_streams, step_symbols, takes_whole_words, tile_packing
+from .tiles import (
+    Stream,
+    TilePacking,
+    Tiles,
+    channels_of,
+    fields_side_by_side,
+    plane_streams,
+    step_symbols,
+    takes_whole_words,
+    tile_packing,
+)
 
 if TYPE_CHECKING:
     from kvpack.formats.octahedral import Octahedral
@@ -29,6 +39,22 @@ VALUES = 3
 SIGN_BITS = 2
 DIGITS_THAT_HOLD_NORMS = (1, 2, 4, 8, 16)
 """Bits of an index digit that the norm's bits complete: spec/codecs/octahedral.md, Layout."""
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its tiles.
+
+    Of a symbol, ``index_bits`` look a direction up; ``sign_bits`` follow them unless the index holds the whole symbol, and end in
+    ``norm_index_bits``.
+    """
+
+    packing: TilePacking
+    beside: int
+    index_bits: int
+    sign_bits: int
+    norm_index_bits: int
+    norm_stream: int
+    norm_bits: int
 
 
 def tiles(codec: Octahedral, paired: int = 0) -> Tiles | None:
@@ -41,10 +67,15 @@ def tiles(codec: Octahedral, paired: int = 0) -> Tiles | None:
     entries = table(codec, whole=not more)
     streams = plane_streams("symbol", packing)
     norm_bits = 16 if codec.norm == "fp16" else 32
-    constants = (
-        tile_packing(0, packing, paired), fields_side_by_side(packing, paired), index_bits, more[0] if more else 0,
-        codec.b_norm if more and more[0] > SIGN_BITS else 0, len(streams), norm_bits,
-    )  # fmt: skip
+    constants = Constants(
+        packing=tile_packing(0, packing, paired),
+        beside=fields_side_by_side(packing, paired),
+        index_bits=index_bits,
+        sign_bits=more[0] if more else 0,
+        norm_index_bits=codec.b_norm if more and more[0] > SIGN_BITS else 0,
+        norm_stream=len(streams),
+        norm_bits=norm_bits,
+    )
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
     streams = (*streams, Stream("norm", norm_bits, 1))
     return Tiles(load, decode, factor, constants, len(symbols), channels, streams, entries, packings=(packing,), paired=paired)
@@ -74,16 +105,16 @@ def load(
     first: tl.tensor,
     token: tl.tensor,
     valid: tl.tensor,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The planes, then the norms."""
-    PACKING: tl.constexpr = C[0]
+    PACKING: tl.constexpr = CONSTANTS.packing
     planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
-    return planes + load_factors(pointers[C[5]], first, token, valid, C[6], PACKING.paired, MASKED, FAST)
+    return planes + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, PACKING.paired, MASKED, FAST)
 
 
 @triton.jit
@@ -92,26 +123,26 @@ def decode(
     places: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The three coordinates of the triplets of ``STEP``, within a unit vector."""
-    PACKING: tl.constexpr = C[0]
-    BESIDE: tl.constexpr = C[1]
-    INDEX_BITS: tl.constexpr = C[2]
-    SIGN_BITS: tl.constexpr = C[3]
+    PACKING: tl.constexpr = CONSTANTS.packing
+    BESIDE: tl.constexpr = CONSTANTS.beside
+    INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
+    SIGN_BITS: tl.constexpr = CONSTANTS.sign_bits
     SIGNS: tl.constexpr = PACKING.fields * INDEX_BITS
     planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
     if BESIDE == 1:
-        found = _triplet(planes, table, STEP * INDEX_BITS, SIGNS + STEP * SIGN_BITS, C, SHARED, FAST)
+        found = _triplet(planes, table, STEP * INDEX_BITS, SIGNS + STEP * SIGN_BITS, CONSTANTS, SHARED, FAST)
     else:
         index = words_of_step(planes, places, 0, PACKING, 0, INDEX_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
         sign = index
         if SIGN_BITS:
             sign = words_of_step(planes, places, 0, PACKING, SIGNS, SIGN_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
-        found = _triplet((index, sign), table, 0, 16, C, SHARED, FAST)
+        found = _triplet((index, sign), table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 
 
@@ -121,16 +152,16 @@ def _triplet(
     table: tl.tensor,
     INDEX: tl.constexpr,
     SIGNS: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The triplets whose index begins at bit ``INDEX`` of each column, and their signs at bit ``SIGNS``."""
-    INDEX_BITS: tl.constexpr = C[2]
-    NORM_BITS: tl.constexpr = C[4]
+    INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
+    NORM_BITS: tl.constexpr = CONSTANTS.norm_index_bits
     found = look_up_bits(planes, table, INDEX, INDEX_BITS, 4, 0, SHARED, FAST)
     x, y, z = found[0], found[1], found[2]
-    if C[3]:
+    if CONSTANTS.sign_bits:
         x = negated(x, planes[SIGNS // 16], SIGNS % 16, FAST)
         y = negated(y, planes[(SIGNS + 1) // 16], (SIGNS + 1) % 16, FAST)
         if NORM_BITS:
@@ -140,7 +171,7 @@ def _triplet(
 
 
 @triton.jit
-def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The norm."""
-    PACKING: tl.constexpr = C[0]
-    return read_factors(raw, C[5], C[6], PACKING.paired, FAST)
+    PACKING: tl.constexpr = CONSTANTS.packing
+    return read_factors(raw, CONSTANTS.norm_stream, CONSTANTS.norm_bits, PACKING.paired, FAST)

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 from triton import language as tl
 
 from .pairs import look_up_repeated, look_up_words, pair_negated, pair_product, unit
 from .register_table import MOST_BITS, select_of_four, table_of_bytes
-from .row_digits import bits_of_column, digit, row_packing
+from .row_digits import RowPacking, bits_of_column, digit, row_packing
 from .row_tiles import TOKENS, decode_rows, factor_beside_rows, load_rows_and_factor, pairs_of, tiles_of
 from .rows import row_streams, rows_constants
 from .tiles import WIDEST_DIGIT, Stream, Tiles
@@ -24,6 +24,23 @@ if TYPE_CHECKING:
 SIGN_BITS = tl.constexpr(2)
 MOST_BITS_OF_ONE_INDEX = 8
 """Of an index and its signs together, for a table of whole triplets."""
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its rows.
+
+    ``whole``: the table is of whole symbols; ``norms`` are those of triplets by ``norm_index_bits``, where they are no part of the index.
+    """
+
+    rows: tuple[int, ...]
+    indices: RowPacking
+    signs: RowPacking
+    index_bits: int
+    whole: bool
+    norm_index_bits: int
+    factor_bits: int
+    pairs: tuple[tuple[int, ...], ...]
+    norms: tuple[int, ...] | None
 
 
 def tiles(codec: Octahedral) -> Tiles | None:
@@ -43,10 +60,17 @@ def tiles(codec: Octahedral) -> Tiles | None:
     found = table(codec, whole)
     few_norms = not whole and SIGN_BITS.value < sign_bits <= SIGN_BITS.value + MOST_BITS
     norms = table_of_bytes(found[1 << index_bits :, 0]) if few_norms else None
-    constants = (
-        rows, row_packing(both, 0), row_packing(both, 1), index_bits, int(whole), sign_bits - SIGN_BITS.value, norm_bits, pairs,
-        norms,
-    )  # fmt: skip
+    constants = Constants(
+        rows=rows,
+        indices=row_packing(both, 0),
+        signs=row_packing(both, 1),
+        index_bits=index_bits,
+        whole=whole,
+        norm_index_bits=sign_bits - SIGN_BITS.value,
+        factor_bits=norm_bits,
+        pairs=pairs,
+        norms=norms,
+    )
     return Tiles(
         load_rows_and_factor,
         decode,
@@ -67,27 +91,27 @@ def decode(
     places: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The coordinates of the triplets of ``STEP``, within a unit vector."""
-    PAIRS: tl.constexpr = C[7]
-    return (decode_rows(raw, table, PAIRS, STEP, coordinates, C, SHARED, TURNED, FAST),)
+    PAIRS: tl.constexpr = CONSTANTS.pairs
+    return (decode_rows(raw, table, PAIRS, STEP, coordinates, CONSTANTS, SHARED, TURNED, FAST),)
 
 
 @triton.jit
 def coordinates(
-    words: tl.tuple, table: tl.tensor, TRIPLET: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
+    words: tl.tuple, table: tl.tensor, TRIPLET: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
     """The pairs (x, y) and (z, 0) of one triplet."""
-    INDICES: tl.constexpr = C[1]
-    SIGNS: tl.constexpr = C[2]
-    INDEX_BITS: tl.constexpr = C[3]
-    WHOLE: tl.constexpr = C[4]
-    NORM_BITS: tl.constexpr = C[5]
-    NORMS: tl.constexpr = C[8]
+    INDICES: tl.constexpr = CONSTANTS.indices
+    SIGNS: tl.constexpr = CONSTANTS.signs
+    INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
+    WHOLE: tl.constexpr = CONSTANTS.whole
+    NORM_BITS: tl.constexpr = CONSTANTS.norm_index_bits
+    NORMS: tl.constexpr = CONSTANTS.norms
     UNIT: tl.constexpr = unit(4, SHARED, FAST)
     index = digit(words, INDICES, TRIPLET, FAST) * UNIT
     if WHOLE:
@@ -95,8 +119,8 @@ def coordinates(
     found = look_up_words(index, table, 2, 4, 0, SHARED, FAST)
     xy, z = found[0], found[1]
     if not WHOLE:
-        COLUMN: tl.constexpr = TRIPLET % SIGNS[2]
-        POSITION: tl.constexpr = TRIPLET // SIGNS[2] * (SIGN_BITS + NORM_BITS)
+        COLUMN: tl.constexpr = TRIPLET % SIGNS.width
+        POSITION: tl.constexpr = TRIPLET // SIGNS.width * (SIGN_BITS + NORM_BITS)
         xy = pair_negated(xy, words, SIGNS, COLUMN, POSITION, FAST)
         if NORM_BITS:
             if FAST and NORMS is not None:

@@ -21,7 +21,7 @@ from triton import language as tl
 from kvpack.formats.outliers import CHUNK
 
 from .outlier_patches import GRANULE, TOKENS_TOLD_APART, fetch_numbers, outlier_tile, patch_places, placed, put_all, tiles_together
-from .tiles import Stream, Tiles
+from .tiles import Outliers, Stream, Tiles
 
 BOUNDS, PLACES, VALUES, POWER, COLUMNS = "outlier_bounds", "outlier_places", "outlier_values", "outlier_power", "outlier_columns"
 """Streams that no file has: where the entries of a granule of tokens begin, ``entries``, and ``columns_of``."""
@@ -48,7 +48,7 @@ def with_outliers(tiles: Tiles) -> Tiles:
         streams=(*tiles.streams, *columns),
         most_tokens=min(tiles.most_tokens, 32),
         loads_ahead=False,
-        outliers=(len(tiles.streams), len(tiles.channels), width, None if in_order else components),
+        outliers=Outliers(len(tiles.streams), len(tiles.channels), width, None if in_order else components),
     )
 
 
@@ -68,7 +68,7 @@ def columns_of(tiles: Tiles, device: str) -> torch.Tensor:
 def ready_patches(
     pointers: tl.tuple,
     numbers: tl.tensor,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
     TURNED: tl.constexpr,
@@ -80,22 +80,22 @@ def ready_patches(
     Else registers have room for that only where there are outliers (``_places``).
     """
     ready = ()
-    if C is not None:
-        ready = (numbers, tl.load(pointers[C[0] + 3]).to(tl.float32, bitcast=True))
+    if CONSTANTS is not None:
+        ready = (numbers, tl.load(pointers[CONSTANTS.first_stream + 3]).to(tl.float32, bitcast=True))
         if AHEAD:
-            ready = ready + (patch_places(numbers, C, WARPS, TOKENS, TURNED),)
+            ready = ready + (patch_places(numbers, CONSTANTS, WARPS, TOKENS, TURNED),)
         elif FAST:
             fetch_numbers(numbers)
     return ready
 
 
 @triton.jit
-def _places(ready: tl.tuple, C: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+def _places(ready: tl.tuple, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
     """Where patches are read."""
     if len(ready) == 3:
         places = ready[2]
     else:
-        places = patch_places(ready[0], C, WARPS, TOKENS, TURNED)
+        places = patch_places(ready[0], CONSTANTS, WARPS, TOKENS, TURNED)
     return places
 
 
@@ -145,7 +145,7 @@ def first_entries(
     pointers: tl.tuple,
     first: tl.tensor,
     last: tl.tensor,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -155,8 +155,8 @@ def first_entries(
     With ``AHEAD``, these entries and the bounds of those of the tokens that follow.
     """
     ahead = ()
-    if C is not None:
-        own = pointers[C[0] :]
+    if CONSTANTS is not None:
+        own = pointers[CONSTANTS.first_stream :]
         bounds = _bounds(own, first, last, WARPS, TOKENS)
         ahead = (bounds,)
         if AHEAD:
@@ -170,14 +170,14 @@ def next_entries(
     pointers: tl.tuple,
     first: tl.tensor,
     last: tl.tensor,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
     """What ``first_entries`` gives for the tokens that follow those from row ``first`` on: loaded while these are attended."""
-    if C is not None:
-        own = pointers[C[0] :]
+    if CONSTANTS is not None:
+        own = pointers[CONSTANTS.first_stream :]
         if AHEAD:
             ahead = (_bounds(own, first + 2 * WARPS * TOKENS, last, WARPS, TOKENS), _loaded(own, ahead[0], WARPS, TOKENS))
         else:
@@ -191,7 +191,7 @@ def entries_of(
     pointers: tl.tuple,
     first: tl.tensor,
     ready: tl.tuple,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -201,8 +201,8 @@ def entries_of(
     Pointers, entries, the place of each warp's first token, and ``ready_patches``.
     """
     found = ()
-    if C is not None:
-        own = pointers[C[0] :]
+    if CONSTANTS is not None:
+        own = pointers[CONSTANTS.first_stream :]
         token = (first + tl.arange(0, WARPS)[:, None] * TOKENS).to(tl.int32)
         if AHEAD:
             entries = ahead[1]
@@ -221,18 +221,18 @@ def _patch_scores(
     q: tl.tuple,
     TILE: tl.constexpr,
     FIRST: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """``products`` and those of the patch that begins with the codec's tile ``FIRST``."""
     WARPS: tl.constexpr = products.shape[0]
     TOKENS: tl.constexpr = products.shape[1]
-    END: tl.constexpr = min(FIRST + tiles_together(C), C[1])
-    after = put_all(entries, found, FIRST, C, TOKENS, False, False, FAST)
+    END: tl.constexpr = min(FIRST + tiles_together(CONSTANTS), CONSTANTS.tiles)
+    after = put_all(entries, found, FIRST, CONSTANTS, TOKENS, False, False, FAST)
     for number in tl.static_range(FIRST, END):
-        tile = outlier_tile(entries, found, places, after, TILE, number, C, WARPS, TOKENS, False, FAST)
+        tile = outlier_tile(entries, found, places, after, TILE, number, CONSTANTS, WARPS, TOKENS, False, FAST)
         products = tl.dot(tile, q[number], products)
-    put_all(entries, found, FIRST, C, TOKENS, False, True, FAST)
+    put_all(entries, found, FIRST, CONSTANTS, TOKENS, False, True, FAST)
     return products
 
 
@@ -244,22 +244,22 @@ def _next(entries: tl.tuple, loaded: tl.tuple, at: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def add_outlier_scores(
-    scores: tl.tensor, entries: tl.tuple, q: tl.tuple, TILE: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr
+    scores: tl.tensor, entries: tl.tuple, q: tl.tuple, TILE: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
     """``scores`` ``[warp, token, row]`` of a warp's tile ``TILE`` and the products of its outliers with the query."""
-    TILES: tl.constexpr = C[1]
-    TOGETHER: tl.constexpr = tiles_together(C)
+    TILES: tl.constexpr = CONSTANTS.tiles
+    TOGETHER: tl.constexpr = tiles_together(CONSTANTS)
     TOKENS: tl.constexpr = scores.shape[1]
     most = entries[1][3]
     # Seldom more than once: a loop right inside that over tiles would keep their loads from being fetched ahead of time.
     if most > 0:
-        places = _places(entries[3], C, scores.shape[0], TOKENS, False)
+        places = _places(entries[3], CONSTANTS, scores.shape[0], TOKENS, False)
         products = tl.zeros(scores.shape, tl.float32)
         loaded = entries[1][0]
         for at in tl.range(0, most, loaded[0].shape[1], num_stages=1):
-            found = placed(entries, loaded, TILE, C, TOKENS, False, FAST)
+            found = placed(entries, loaded, TILE, CONSTANTS, TOKENS, False, FAST)
             for first in tl.static_range(0, TILES, TOGETHER):
-                products = _patch_scores(products, entries, found, places, q, TILE, first, C, FAST)
+                products = _patch_scores(products, entries, found, places, q, TILE, first, CONSTANTS, FAST)
             loaded = _next(entries, loaded, at)
         scores += products * entries[3][1]
     return scores
@@ -274,38 +274,38 @@ def _patch_values(
     weights: tl.tensor,
     TILE: tl.constexpr,
     FIRST: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """``sums`` and those of the patch that begins with the codec's tile ``FIRST``."""
     WARPS: tl.constexpr = weights.shape[0]
     TOKENS: tl.constexpr = weights.shape[1]
-    END: tl.constexpr = min(FIRST + tiles_together(C), C[1])
+    END: tl.constexpr = min(FIRST + tiles_together(CONSTANTS), CONSTANTS.tiles)
     new = sums[:FIRST]
-    after = put_all(entries, found, FIRST, C, TOKENS, True, False, FAST)
+    after = put_all(entries, found, FIRST, CONSTANTS, TOKENS, True, False, FAST)
     for number in tl.static_range(FIRST, END):
-        tile = outlier_tile(entries, found, places, after, TILE, number, C, WARPS, TOKENS, True, FAST)
+        tile = outlier_tile(entries, found, places, after, TILE, number, CONSTANTS, WARPS, TOKENS, True, FAST)
         new = new + (tl.dot(tile, weights, sums[number]),)
-    put_all(entries, found, FIRST, C, TOKENS, True, True, FAST)
+    put_all(entries, found, FIRST, CONSTANTS, TOKENS, True, True, FAST)
     return new + sums[END:]
 
 
 @triton.jit
 def add_outlier_values(
-    sums: tl.tuple, entries: tl.tuple, weights: tl.tensor, TILE: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr
+    sums: tl.tuple, entries: tl.tuple, weights: tl.tensor, TILE: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
     """``sums`` and those of the outliers of a warp's tile ``TILE``, times ``weights`` ``[warp, token, row]`` of at most 2^7."""
-    TILES: tl.constexpr = C[1]
-    TOGETHER: tl.constexpr = tiles_together(C)
+    TILES: tl.constexpr = CONSTANTS.tiles
+    TOGETHER: tl.constexpr = tiles_together(CONSTANTS)
     TOKENS: tl.constexpr = weights.shape[1]
     most = entries[1][3]
     if most > 0:
-        places = _places(entries[3], C, weights.shape[0], TOKENS, True)
+        places = _places(entries[3], CONSTANTS, weights.shape[0], TOKENS, True)
         scaled = (weights * entries[3][1]).to(tl.float16)
         loaded = entries[1][0]
         for at in tl.range(0, most, loaded[0].shape[1], num_stages=1):
-            found = placed(entries, loaded, TILE, C, TOKENS, True, FAST)
+            found = placed(entries, loaded, TILE, CONSTANTS, TOKENS, True, FAST)
             for first in tl.static_range(0, TILES, TOGETHER):
-                sums = _patch_values(sums, entries, found, places, scaled, TILE, first, C, FAST)
+                sums = _patch_values(sums, entries, found, places, scaled, TILE, first, CONSTANTS, FAST)
             loaded = _next(entries, loaded, at)
     return sums

@@ -5,14 +5,14 @@ decoded over a power of two near the largest. ``polar_steps`` says which angles 
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005, SIM108
+# ruff: noqa: RUF005
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -25,7 +25,7 @@ from .fields import load_per_token
 from .halves import load_factor, read_factor
 from .pairs import pair_product, pair_scaled
 from .polar_steps import angles_of_step, blocks_of_step, lookups_of, place_in, places_of, table
-from .row_digits import row_packing
+from .row_digits import RowPacking, row_packing
 from .row_tiles import PAIRS_OF_A_TILE, TOKENS, tile_of_pairs
 from .rows import load_row, load_rows, row_streams, rows_constants, stream_of_words, words_of_row
 from .tiles import Stream, Tiles
@@ -35,6 +35,35 @@ if TYPE_CHECKING:
 
 MOST_DIM = 128
 """Above it the kernel takes minutes to compile."""
+
+
+class Level(NamedTuple):
+    """A level of the tree: its angles are the symbols of ``packing`` from ``first_symbol`` on.
+
+    Directions of one angle begin at entry ``first_entry`` of the table, those of two neighbouring fields at ``first_pair``.
+    """
+
+    packing: RowPacking
+    first_symbol: int
+    bits: int
+    first_entry: int
+    first_pair: int
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its rows, among which radii begin at word ``first_radius`` if there are several.
+
+    ``tree`` is that of ``polar_steps.angles_of_step``; a token's factor is its radius times ``unit``.
+    """
+
+    rows: tuple[int, ...]
+    radii: int
+    radius_bits: int
+    radius_stream: int
+    first_radius: int
+    tree: tuple[int, int]
+    unit: float
+    levels: tuple[Level, ...]
 
 
 def tiles(codec: Polar) -> Tiles | None:
@@ -58,15 +87,21 @@ def tiles(codec: Polar) -> Tiles | None:
     for number, run in enumerate(codec.stream_levels.values()):
         before = accumulate((level.angles for level in run), initial=0)
         for angles, level in zip(before, run, strict=False):
-            of_levels.append((*row_packing(every, number), angles, level.bits))
+            of_levels.append((row_packing(every, number), angles, level.bits))
             of_steps = (angles_of_step(tree, step, len(of_levels)) for step in range(steps))
             lookups = (lookup for angles in of_steps for lookup in lookups_of(angles, every[number].width, level.bits))
             counts.append(frozenset(count for _, count in lookups))
     entries, firsts, product = table(codec, tuple(counts))
-    constants = (
-        rows, len(levels), codec.radii, radius_bits, len(streams) - 1, words_of_row(rows_constants(every)), tree, 1 / product,
-        *((*of_level, *first) for of_level, first in zip(of_levels, firsts, strict=True)),
-    )  # fmt: skip
+    constants = Constants(
+        rows=rows,
+        radii=codec.radii,
+        radius_bits=radius_bits,
+        radius_stream=len(streams) - 1,
+        first_radius=words_of_row(rows_constants(every)),
+        tree=tree,
+        unit=1 / product,
+        levels=tuple(Level(*of_level, *first) for of_level, first in zip(of_levels, firsts, strict=True)),
+    )
     channels = tuple(tuple(2 * angle + value for angle in angles_of_step(tree, step, 1) for value in range(2)) for step in range(steps))
     padded = torch.zeros(next_power_of_two(len(entries)), entries.shape[1], dtype=entries.dtype)
     padded[: len(entries)] = entries
@@ -79,21 +114,21 @@ def load(
     first: tl.tensor,
     token: tl.tensor,
     valid: tl.tensor,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The rows, among them several radii, then the radii of each token."""
-    ROWS: tl.constexpr = C[0]
-    RADII: tl.constexpr = C[2]
+    ROWS: tl.constexpr = CONSTANTS.rows
+    RADII: tl.constexpr = CONSTANTS.radii
     raw = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
     if RADII > 1:
-        like = load_per_token(pointers[C[4]], first, token, valid, RADII // 2, 0, MASKED)
-        raw = raw + load_row(pointers[C[4]], first, token, valid, like, RADII, MASKED, FAST)
+        like = load_per_token(pointers[CONSTANTS.radius_stream], first, token, valid, RADII // 2, 0, MASKED)
+        raw = raw + load_row(pointers[CONSTANTS.radius_stream], first, token, valid, like, RADII, MASKED, FAST)
     else:
-        raw = raw + load_factor(pointers[C[4]], first, token, valid, C[3], MASKED, FAST)
+        raw = raw + load_factor(pointers[CONSTANTS.radius_stream], first, token, valid, CONSTANTS.radius_bits, MASKED, FAST)
     return raw
 
 
@@ -117,15 +152,15 @@ def _larger(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tenso
 
 
 @triton.jit
-def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The radius, or the power of two that several are decoded over, less the scales of the tables."""
-    ROWS: tl.constexpr = C[0]
+    ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
-    if C[2] > 1:
+    if CONSTANTS.radii > 1:
         value = ((_exponent(raw[2 * ROW :], FAST) + 112) << 23).to(tl.float32, bitcast=True)
     else:
-        value = read_factor(raw, 2 * ROW, C[3], FAST)
-    return value * C[7]
+        value = read_factor(raw, 2 * ROW, CONSTANTS.radius_bits, FAST)
+    return value * CONSTANTS.unit
 
 
 @triton.jit
@@ -134,37 +169,39 @@ def decode(
     places: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The channels of ``STEP``, over the token's factor."""
-    ROWS: tl.constexpr = C[0]
+    ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
     WARPS: tl.constexpr = raw[2 * ROW].shape[0]
-    first = _pairs(raw[:ROW], table, STEP, C, SHARED, FAST)
-    second = _pairs(raw[ROW : 2 * ROW], table, STEP, C, SHARED, FAST)
+    first = _pairs(raw[:ROW], table, STEP, CONSTANTS, SHARED, FAST)
+    second = _pairs(raw[ROW : 2 * ROW], table, STEP, CONSTANTS, SHARED, FAST)
     return (tile_of_pairs(first, second, WARPS, TURNED, FAST),)
 
 
 @triton.jit
-def _pairs(words: tl.tuple, table: tl.tensor, STEP: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def _pairs(
+    words: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
     """The pairs of channels of ``STEP``."""
-    LEVELS: tl.constexpr = C[1]
+    LEVELS: tl.constexpr = len(CONSTANTS.levels)
     pairs = ()
-    if C[2] > 1:
-        pairs = _radii(words, STEP, C, FAST)
+    if CONSTANTS.radii > 1:
+        pairs = _radii(words, STEP, CONSTANTS, FAST)
     for above in tl.static_range(LEVELS):
-        pairs = _below(words, table, pairs, STEP, LEVELS - above, C, SHARED, FAST)
+        pairs = _below(words, table, pairs, STEP, LEVELS - above, CONSTANTS, SHARED, FAST)
     return pairs
 
 
 @triton.jit
-def _radii(words: tl.tuple, STEP: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def _radii(words: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """The radii that the step begins with, two by two, over the token's power of two."""
-    AT: tl.constexpr = C[5]
-    PLACES: tl.constexpr = angles_of_step(C[6], STEP, C[1] + 1)
+    AT: tl.constexpr = CONSTANTS.first_radius
+    PLACES: tl.constexpr = angles_of_step(CONSTANTS.tree, STEP, len(CONSTANTS.levels) + 1)
     inverse = ((30 - _exponent(words[AT:], FAST)) << 10).to(tl.uint32, bitcast=True) * 0x10001
     radii = ()
     for number in tl.static_range(len(PLACES)):
@@ -179,16 +216,16 @@ def _below(
     radii: tl.tuple,
     STEP: tl.constexpr,
     LEVEL: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """What lies below the radii of ``LEVEL`` in the step, two by two; ``radii`` are those, two by two as well, or none where it is 1."""
-    OF_LEVEL: tl.constexpr = C[7 + LEVEL]
-    ANGLES: tl.constexpr = angles_of_step(C[6], STEP, LEVEL)
-    ABOVE: tl.constexpr = angles_of_step(C[6], STEP, LEVEL + 1)
-    LOOKUPS: tl.constexpr = lookups_of(ANGLES, OF_LEVEL[2], OF_LEVEL[6])
-    PLACES: tl.constexpr = places_of(ANGLES, OF_LEVEL[2], OF_LEVEL[6])
+    OF_LEVEL: tl.constexpr = CONSTANTS.levels[LEVEL - 1]
+    ANGLES: tl.constexpr = angles_of_step(CONSTANTS.tree, STEP, LEVEL)
+    ABOVE: tl.constexpr = angles_of_step(CONSTANTS.tree, STEP, LEVEL + 1)
+    LOOKUPS: tl.constexpr = lookups_of(ANGLES, OF_LEVEL.packing.width, OF_LEVEL.bits)
+    PLACES: tl.constexpr = places_of(ANGLES, OF_LEVEL.packing.width, OF_LEVEL.bits)
     found = ()
     for number in tl.static_range(len(LOOKUPS)):
         found = found + _directions(words, table, LOOKUPS[number][0], LOOKUPS[number][1], OF_LEVEL, SHARED, FAST)
@@ -213,9 +250,9 @@ def _directions(
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """Cosine and sine of an angle of a level, and if ``COUNT`` is 2 those of the next field of its column."""
-    SYMBOL: tl.constexpr = OF_LEVEL[5] + ANGLE
-    COLUMN: tl.constexpr = SYMBOL % OF_LEVEL[2]
-    POSITION: tl.constexpr = SYMBOL // OF_LEVEL[2] * OF_LEVEL[6]
-    BITS: tl.constexpr = COUNT * OF_LEVEL[6]
-    FIRST: tl.constexpr = OF_LEVEL[6 + COUNT]
-    return look_up_field(words, table, OF_LEVEL, COLUMN, POSITION, BITS, COUNT, FIRST, SHARED, FAST)
+    SYMBOL: tl.constexpr = OF_LEVEL.first_symbol + ANGLE
+    COLUMN: tl.constexpr = SYMBOL % OF_LEVEL.packing.width
+    POSITION: tl.constexpr = SYMBOL // OF_LEVEL.packing.width * OF_LEVEL.bits
+    BITS: tl.constexpr = COUNT * OF_LEVEL.bits
+    FIRST: tl.constexpr = OF_LEVEL.first_entry if COUNT == 1 else OF_LEVEL.first_pair
+    return look_up_field(words, table, OF_LEVEL.packing, COLUMN, POSITION, BITS, COUNT, FIRST, SHARED, FAST)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 from triton import language as tl
@@ -26,6 +26,7 @@ from .fields import load_planes, whole_planes, words_of_step
 from .halves import load_factor, read_factor
 from .tiles import (
     Stream,
+    TilePacking,
     Tiles,
     distance,
     fields_side_by_side,
@@ -44,6 +45,23 @@ QUERY = tl.constexpr(0.25)
 """What a query's columns, of at most 1, are multiplied by: none leaves binary16 when it is divided by a bit's power."""
 
 
+class Constants(NamedTuple):
+    """What the functions below know of the signs beside a codec's tiles.
+
+    ``first_stream`` is the number of their first stream, and ``number`` that of their packing; ``unit`` is the estimator's factor.
+    """
+
+    packing: TilePacking
+    first_stream: int
+    number: int
+    beside: int
+    apart: int
+    steps: int
+    norm_stream: int
+    norm_bits: int
+    unit: float
+
+
 def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
     """The loader ``tiles`` of a codec with the signs of ``qjl``, whose channel i is channel dim + i; None where their packing has none."""
     packing = qjl.packing
@@ -53,10 +71,17 @@ def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
     apart = distance(packing, 1, packing.fields)
     symbols = step_symbols(packing, apart)
     norm_bits = 16 if qjl.norm == "fp16" else 32
-    constants = (
-        tile_packing(0, packing), len(tiles.streams), len(tiles.place_columns) // 2, fields_side_by_side(packing), apart, len(symbols),
-        len(planes), norm_bits, math.sqrt(math.pi / (2 * qjl.dim)),
-    )  # fmt: skip
+    constants = Constants(
+        packing=tile_packing(0, packing),
+        first_stream=len(tiles.streams),
+        number=len(tiles.place_columns) // 2,
+        beside=fields_side_by_side(packing),
+        apart=apart,
+        steps=len(symbols),
+        norm_stream=len(planes),
+        norm_bits=norm_bits,
+        unit=math.sqrt(math.pi / (2 * qjl.dim)),
+    )
     return replace(
         tiles,
         channels=(*tiles.channels, *(tuple(qjl.dim + symbol if symbol >= 0 else -1 for symbol in step) for step in symbols)),
@@ -74,16 +99,16 @@ def load_signs(
     first: tl.tensor,
     token: tl.tensor,
     valid: tl.tensor,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The planes, then the norms."""
-    PACKING: tl.constexpr = C[0]
-    own = pointers[C[1] :]
+    PACKING: tl.constexpr = CONSTANTS.packing
+    own = pointers[CONSTANTS.first_stream :]
     planes = load_planes(own, first, token, valid, PACKING, MASKED, TURNED)
-    return planes + load_factor(own[C[6]], first, token, valid, C[7], MASKED, FAST)
+    return planes + load_factor(own[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, MASKED, FAST)
 
 
 @triton.constexpr_function
@@ -120,11 +145,13 @@ def _position(step: int, beside: int, apart: int) -> int:
 
 
 @triton.jit
-def _words(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    PACKING: tl.constexpr = C[0]
-    NUMBER: tl.constexpr = C[2]
-    BESIDE: tl.constexpr = C[3]
-    APART: tl.constexpr = C[4]
+def _words(
+    raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tensor:
+    PACKING: tl.constexpr = CONSTANTS.packing
+    NUMBER: tl.constexpr = CONSTANTS.number
+    BESIDE: tl.constexpr = CONSTANTS.beside
+    APART: tl.constexpr = CONSTANTS.apart
     planes = whole_planes(raw, places, NUMBER, PACKING, TURNED, FAST)
     if BESIDE == 1:
         word = planes[STEP // 16]
@@ -134,10 +161,10 @@ def _words(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, C: tl.constexpr,
 
 
 @triton.jit
-def decode_signs(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def decode_signs(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """Of values, turned: -1 where a digit of the fields of ``STEP`` is 1, and 1 where it is 0."""
-    BIT: tl.constexpr = _position(STEP, C[3], C[4])
-    word = _words(raw, places, STEP, C, True, FAST)
+    BIT: tl.constexpr = _position(STEP, CONSTANTS.beside, CONSTANTS.apart)
+    word = _words(raw, places, STEP, CONSTANTS, True, FAST)
     if FAST:
         value = tl.inline_asm_elementwise(_one(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -146,10 +173,10 @@ def decode_signs(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, C: tl.cons
 
 
 @triton.jit
-def decode_bits(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def decode_bits(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """Of keys: a power of two where a digit of the fields of ``STEP`` is 1, and 0 where it is 0."""
-    BIT: tl.constexpr = _position(STEP, C[3], C[4])
-    word = _words(raw, places, STEP, C, False, FAST)
+    BIT: tl.constexpr = _position(STEP, CONSTANTS.beside, CONSTANTS.apart)
+    word = _words(raw, places, STEP, CONSTANTS, False, FAST)
     if FAST:
         value = tl.inline_asm_elementwise(_alone(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -158,52 +185,52 @@ def decode_bits(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, C: tl.const
 
 
 @triton.jit
-def queries_of_bits(q: tl.tuple, C: tl.constexpr, SETS: tl.constexpr) -> tl.tuple:
+def queries_of_bits(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tuple:
     """The tiles of a query, each of ``SETS`` of them ending in those of signs: these for ``decode_bits``."""
     tiles = q
-    if C is not None:
+    if CONSTANTS is not None:
         tiles = ()
         EACH: tl.constexpr = len(q) // SETS
-        FIRST: tl.constexpr = EACH - C[5]
+        FIRST: tl.constexpr = EACH - CONSTANTS.steps
         for number in tl.static_range(len(q)):
             tile = q[number]
             if number % EACH >= FIRST:
-                tile = _scaled(tile, number % EACH - FIRST, C)
+                tile = _scaled(tile, number % EACH - FIRST, CONSTANTS)
             tiles = tiles + (tile,)
     return tiles
 
 
 @triton.jit
-def _scaled(tile: tl.tensor, STEP: tl.constexpr, C: tl.constexpr) -> tl.tensor:
-    POWER: tl.constexpr = _power(_position(STEP, C[3], C[4]))
+def _scaled(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
+    POWER: tl.constexpr = _power(_position(STEP, CONSTANTS.beside, CONSTANTS.apart))
     return (tile.to(tl.float32) * (-QUERY / POWER)).to(tl.float16)
 
 
 @triton.jit
-def half_sum(q: tl.tuple, C: tl.constexpr, SETS: tl.constexpr) -> tl.tensor:
+def half_sum(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tensor:
     """Half the sum of the columns for signs, times ``QUERY``, of what ``queries_of_bits`` gave: ``[warp, 1, row]``."""
     EACH: tl.constexpr = len(q) // SETS
     # One sum over columns, of all tiles together: each would have the warps wait for each other.
-    columns = _half_of_tile(q[EACH - C[5]], 0, C)
-    for number in tl.static_range(EACH - C[5] + 1, len(q)):
-        if number % EACH >= EACH - C[5]:
-            columns += _half_of_tile(q[number], number % EACH - (EACH - C[5]), C)
+    columns = _half_of_tile(q[EACH - CONSTANTS.steps], 0, CONSTANTS)
+    for number in tl.static_range(EACH - CONSTANTS.steps + 1, len(q)):
+        if number % EACH >= EACH - CONSTANTS.steps:
+            columns += _half_of_tile(q[number], number % EACH - (EACH - CONSTANTS.steps), CONSTANTS)
     return tl.sum(columns, 1)[:, None, :]
 
 
 @triton.jit
-def _half_of_tile(tile: tl.tensor, STEP: tl.constexpr, C: tl.constexpr) -> tl.tensor:
-    POWER: tl.constexpr = _power(_position(STEP, C[3], C[4]))
+def _half_of_tile(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
+    POWER: tl.constexpr = _power(_position(STEP, CONSTANTS.beside, CONSTANTS.apart))
     return tile.to(tl.float32) * (-0.5 * POWER)
 
 
 @triton.jit
-def factor_of_bits(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor_of_bits(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """``factor_of_signs`` for half their products times ``QUERY``."""
-    return read_factor(raw, C[6], C[7], FAST) * (C[8] * (2 / QUERY))
+    return read_factor(raw, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * (CONSTANTS.unit * (2 / QUERY))
 
 
 @triton.jit
-def factor_of_signs(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor_of_signs(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The norm times sqrt(pi / (2 dim)) (OCTOPUS Sec. 3.6)."""
-    return read_factor(raw, C[6], C[7], FAST) * C[8]
+    return read_factor(raw, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * CONSTANTS.unit

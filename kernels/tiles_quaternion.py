@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -14,12 +14,33 @@ from triton import language as tl
 from .fields import load_planes, whole_planes, words_of_step
 from .halves import code_bits, load_factor, product, read_factor
 from .shared_table import look_up_bits
-from .tiles import Stream, Tiles, channels_of, fields_side_by_side, plane_streams, step_symbols, takes_whole_words, tile_packing
+from .tiles import (
+    Stream,
+    TilePacking,
+    Tiles,
+    channels_of,
+    fields_side_by_side,
+    plane_streams,
+    step_symbols,
+    takes_whole_words,
+    tile_packing,
+)
 
 if TYPE_CHECKING:
     from kvpack.formats.quaternion import Quaternion
 
 VALUES = 4
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its tiles: bits of a codeword and of a radius."""
+
+    packing: TilePacking
+    beside: int
+    code_bits: int
+    radius_bits: int
+    scale_stream: int
+    scale_bits: int
 
 
 def tiles(codec: Quaternion) -> Tiles | None:
@@ -32,10 +53,14 @@ def tiles(codec: Quaternion) -> Tiles | None:
     table[: packing.alphabets[0]] = codec.codebook
     streams = plane_streams("symbol", packing)
     scale_bits = 16 if codec.norm == "fp16" else 32
-    constants = (
-        tile_packing(0, packing), fields_side_by_side(packing), packing.bases[0].bit_length() - 1, codec.radius_bits,
-        len(streams), scale_bits,
-    )  # fmt: skip
+    constants = Constants(
+        packing=tile_packing(0, packing),
+        beside=fields_side_by_side(packing),
+        code_bits=packing.bases[0].bit_length() - 1,
+        radius_bits=codec.radius_bits,
+        scale_stream=len(streams),
+        scale_bits=scale_bits,
+    )
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
     return Tiles(
         load,
@@ -57,16 +82,16 @@ def load(
     first: tl.tensor,
     token: tl.tensor,
     valid: tl.tensor,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The planes, then the scales."""
-    PACKING: tl.constexpr = C[0]
+    PACKING: tl.constexpr = CONSTANTS.packing
     planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
-    return planes + load_factor(pointers[C[4]], first, token, valid, C[5], MASKED, FAST)
+    return planes + load_factor(pointers[CONSTANTS.scale_stream], first, token, valid, CONSTANTS.scale_bits, MASKED, FAST)
 
 
 @triton.jit
@@ -75,24 +100,24 @@ def decode(
     places: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The components of the chunks of ``STEP``: unit quaternions times radius codes."""
-    PACKING: tl.constexpr = C[0]
-    BESIDE: tl.constexpr = C[1]
-    CODE_BITS: tl.constexpr = C[2]
-    RADIUS_BITS: tl.constexpr = C[3]
+    PACKING: tl.constexpr = CONSTANTS.packing
+    BESIDE: tl.constexpr = CONSTANTS.beside
+    CODE_BITS: tl.constexpr = CONSTANTS.code_bits
+    RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
     RADII: tl.constexpr = PACKING.fields * CODE_BITS
     planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
     if BESIDE == 1:
-        found = _chunk(planes, table, STEP * CODE_BITS, RADII + STEP * RADIUS_BITS, C, SHARED, FAST)
+        found = _chunk(planes, table, STEP * CODE_BITS, RADII + STEP * RADIUS_BITS, CONSTANTS, SHARED, FAST)
     else:
         index = words_of_step(planes, places, 0, PACKING, 0, CODE_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
         radius = words_of_step(planes, places, 0, PACKING, RADII, RADIUS_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
-        found = _chunk((index, radius), table, 0, 16, C, SHARED, FAST)
+        found = _chunk((index, radius), table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 
 
@@ -102,13 +127,13 @@ def _chunk(
     table: tl.tensor,
     CODE: tl.constexpr,
     RADIUS: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The chunks whose codeword begins at bit ``CODE`` of each column, and their radius at bit ``RADIUS``."""
-    found = look_up_bits(planes, table, CODE, C[2], 4, 0, SHARED, FAST)
-    radius = code_bits(planes, RADIUS, C[3], FAST)
+    found = look_up_bits(planes, table, CODE, CONSTANTS.code_bits, 4, 0, SHARED, FAST)
+    radius = code_bits(planes, RADIUS, CONSTANTS.radius_bits, FAST)
     return (
         product(found[0], radius, FAST),
         product(found[1], radius, FAST),
@@ -118,6 +143,6 @@ def _chunk(
 
 
 @triton.jit
-def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The scale over the largest radius code."""
-    return read_factor(raw, C[4], C[5], FAST) * (1.0 / ((1 << C[3]) - 1))
+    return read_factor(raw, CONSTANTS.scale_stream, CONSTANTS.scale_bits, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

@@ -6,14 +6,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
 from .halves import code_as_half, product
-from .row_digits import above, row_packing, two_digits
+from .row_digits import RowPacking, above, row_packing, two_digits
 from .row_tiles import TOKENS, factor_beside_rows, load_rows_and_factor
 from .rows import row_streams, rows_constants
 from .shared_table import look_up
@@ -31,6 +31,23 @@ Where they do not, programs of more warps, which share more copies of the table,
 """
 
 
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its rows.
+
+    A codeword is a digit of ``codewords`` above ``low_bits`` bits of one of ``high_codewords``, if there are any.
+    """
+
+    rows: tuple[int, ...]
+    codewords: RowPacking
+    high_codewords: RowPacking
+    radii: RowPacking
+    low_bits: int
+    radius_bits: int
+    factor_bits: int
+    codeword_bits: int
+    chunks: int
+
+
 def tiles(codec: Quaternion) -> Tiles | None:
     """The loader of ``codec``, None where there are too many codewords."""
     table = codec.codebook.to(torch.float16)
@@ -46,10 +63,17 @@ def tiles(codec: Quaternion) -> Tiles | None:
     rows = rows_constants(every)
     few_words = sum(-(-halves // 2) for halves in rows) <= FEW_WORDS
     symbols = steps_of(chunks)
-    constants = (
-        rows, row_packing(every, 0), row_packing(every, len(every) - 2), row_packing(every, len(every) - 1),
-        low_bits, codec.radius_bits, scale_bits, codeword_bits, chunks,
-    )  # fmt: skip
+    constants = Constants(
+        rows=rows,
+        codewords=row_packing(every, 0),
+        high_codewords=row_packing(every, len(every) - 2),
+        radii=row_packing(every, len(every) - 1),
+        low_bits=low_bits,
+        radius_bits=codec.radius_bits,
+        factor_bits=scale_bits,
+        codeword_bits=codeword_bits,
+        chunks=chunks,
+    )
     return Tiles(
         load_rows_and_factor,
         decode,
@@ -71,22 +95,22 @@ def decode(
     places: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The components of the chunks of ``STEP``: unit quaternions times radius codes."""
-    CODEWORD_BITS: tl.constexpr = C[7]
-    RADIUS_BITS: tl.constexpr = C[5]
+    CODEWORD_BITS: tl.constexpr = CONSTANTS.codeword_bits
+    RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
     TOGETHER: tl.constexpr = CODEWORD_BITS + RADIUS_BITS <= MOST_BITS
     POSITION: tl.constexpr = MOST_BITS - CODEWORD_BITS if TOGETHER else 0
     if TOGETHER:
-        symbols = symbol_tile(raw, STEP, two_chunks, C[8], C, TURNED, FAST)
+        symbols = symbol_tile(raw, STEP, two_chunks, CONSTANTS.chunks, CONSTANTS, TURNED, FAST)
         radius = code_as_half(symbols, 0, RADIUS_BITS, FAST)
     else:
-        symbols = symbol_tile(raw, STEP, two_codewords, C[8], C, TURNED, FAST)
-        radius = code_as_half(symbol_tile(raw, STEP, two_radii, C[8], C, TURNED, FAST), 0, RADIUS_BITS, FAST)
+        symbols = symbol_tile(raw, STEP, two_codewords, CONSTANTS.chunks, CONSTANTS, TURNED, FAST)
+        radius = code_as_half(symbol_tile(raw, STEP, two_radii, CONSTANTS.chunks, CONSTANTS, TURNED, FAST), 0, RADIUS_BITS, FAST)
     # All codewords are below the entries, so that none needs to be held there.
     found = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, SHARED[0], SHARED[1], 1 << CODEWORD_BITS, FAST)
     return (
@@ -98,36 +122,36 @@ def decode(
 
 
 @triton.jit
-def two_chunks(words: tl.tuple, CHUNK: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def two_chunks(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The radius codes of an even chunk and of the next one, and their codewords, which end at the highest bit."""
-    return _codewords_from(words, CHUNK, MOST_BITS - C[7], C, FAST) | two_radii(words, CHUNK, C, FAST)
+    return _codewords_from(words, CHUNK, MOST_BITS - CONSTANTS.codeword_bits, CONSTANTS, FAST) | two_radii(words, CHUNK, CONSTANTS, FAST)
 
 
 @triton.jit
-def two_codewords(words: tl.tuple, CHUNK: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def two_codewords(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The codewords of an even chunk and of the next one."""
-    return _codewords_from(words, CHUNK, 0, C, FAST)
+    return _codewords_from(words, CHUNK, 0, CONSTANTS, FAST)
 
 
 @triton.jit
-def _codewords_from(words: tl.tuple, CHUNK: tl.constexpr, POSITION: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def _codewords_from(words: tl.tuple, CHUNK: tl.constexpr, POSITION: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """``two_codewords``, each from bit ``POSITION`` of its half up."""
-    CODEWORDS: tl.constexpr = C[1]
-    HIGH_CODEWORDS: tl.constexpr = C[2]
-    pair = two_digits(words, CODEWORDS, CHUNK, C[8], FAST) << POSITION
-    if C[4]:
-        pair = above(two_digits(words, HIGH_CODEWORDS, CHUNK, C[8], FAST), pair, C[4] + POSITION, FAST)
+    CODEWORDS: tl.constexpr = CONSTANTS.codewords
+    HIGH_CODEWORDS: tl.constexpr = CONSTANTS.high_codewords
+    pair = two_digits(words, CODEWORDS, CHUNK, CONSTANTS.chunks, FAST) << POSITION
+    if CONSTANTS.low_bits:
+        pair = above(two_digits(words, HIGH_CODEWORDS, CHUNK, CONSTANTS.chunks, FAST), pair, CONSTANTS.low_bits + POSITION, FAST)
     return pair
 
 
 @triton.jit
-def two_radii(words: tl.tuple, CHUNK: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def two_radii(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The radius codes of an even chunk and of the next one."""
-    RADII: tl.constexpr = C[3]
-    return two_digits(words, RADII, CHUNK, C[8], FAST)
+    RADII: tl.constexpr = CONSTANTS.radii
+    return two_digits(words, RADII, CHUNK, CONSTANTS.chunks, FAST)
 
 
 @triton.jit
-def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The scale over the largest radius code."""
-    return factor_beside_rows(raw, C, FAST) * (1.0 / ((1 << C[5]) - 1))
+    return factor_beside_rows(raw, CONSTANTS, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 from triton import language as tl
@@ -24,13 +24,22 @@ MOST_WIDTH = 32
 """Channels of a tile at most."""
 
 
+class Constants(NamedTuple):
+    """What the functions below know of a codec: ``steps`` tiles of ``width`` channels each."""
+
+    dim: int
+    steps: int
+    dtype: str
+    width: int
+
+
 def tiles(codec: Raw) -> Tiles:
     """The loader of ``codec``."""
     width = math.gcd(codec.dim, MOST_WIDTH) if codec.dim % SMALLEST_WIDTH == 0 else MOST_WIDTH
     steps = -(-codec.dim // width)
     channels = tuple(tuple(c if c < codec.dim else -1 for c in range(step * width, (step + 1) * width)) for step in range(steps))
     stream = Stream("values", 32 if codec.dtype == "fp32" else 16, codec.dim)
-    return Tiles(load, decode, None, (codec.dim, steps, codec.dtype, width), steps, channels, (stream,), dtype=codec.dtype)
+    return Tiles(load, decode, None, Constants(codec.dim, steps, codec.dtype, width), steps, channels, (stream,), dtype=codec.dtype)
 
 
 @triton.jit
@@ -39,7 +48,7 @@ def load(
     first: tl.tensor,
     token: tl.tensor,
     valid: tl.tensor,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
     TURNED: tl.constexpr,
@@ -47,9 +56,9 @@ def load(
 ) -> tl.tuple:
     """Rows of bits."""
     bits = ()
-    STEPS: tl.constexpr = C[1]
+    STEPS: tl.constexpr = CONSTANTS.steps
     for step in tl.static_range(STEPS):
-        bits = bits + (_columns(pointers[0], first, token, valid, step * C[3], C[3], C[0], MASKED, TURNED),)
+        bits = bits + (_columns(pointers[0], first, token, valid, step * CONSTANTS.width, CONSTANTS.width, CONSTANTS.dim, MASKED, TURNED),)
     return bits
 
 
@@ -82,20 +91,20 @@ def decode(
     places: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The bits in their dtype."""
     bits = raw[STEP]
-    if C[2] == "bf16":
+    if CONSTANTS.dtype == "bf16":
         if FAST:
             # Not a cast: it would take pairs of values apart.
             value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], dtype=tl.bfloat16, is_pure=True, pack=2)
         else:
             value = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    elif C[2] == "fp16":
+    elif CONSTANTS.dtype == "fp16":
         value = bits.to(tl.float16, bitcast=True)
     else:
         value = bits.to(tl.float32, bitcast=True)

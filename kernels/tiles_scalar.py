@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -14,7 +14,7 @@ from triton import language as tl
 from .fields import load_planes, position_of_step, whole_planes, words_of_step
 from .halves import load_factors, read_factors
 from .shared_table import look_up_bits
-from .tiles import Stream, Tiles, distance, fields_side_by_side, plane_streams, step_symbols, tile_packing
+from .tiles import Stream, TilePacking, Tiles, distance, fields_side_by_side, plane_streams, step_symbols, tile_packing
 
 if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
@@ -24,12 +24,41 @@ MOST_INDEX_BITS = 8
 """Of several fields: 256 entries fit shared memory once a bank."""
 
 
+class Part(NamedTuple):
+    """The channels of one width: fields of ``bits``, ``beside`` of them side by side in a tile and ``apart`` from each other.
+
+    ``together`` neighbouring fields share an index into the table, from ``first_entry`` on.
+    """
+
+    bits: int
+    beside: int
+    together: int
+    first_entry: int
+    steps: int
+    apart: int
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its tiles: each width of its channels has a packing and a part.
+
+    Of ``parts`` of one, ``low`` and ``high`` are the same.
+    """
+
+    low: TilePacking
+    high: TilePacking
+    low_part: Part
+    high_part: Part
+    parts: int
+    norm_stream: int
+    norm_bits: int
+
+
 def tiles(codec: Scalar, paired: int = 0) -> Tiles:
     """The loader of ``codec``: one code stream for each width of its channels. ``paired`` is that of the result."""
     streams: tuple[Stream, ...] = ()
     tables: list[torch.Tensor] = []
-    packings: list[tuple[int, ...]] = []
-    parts: list[tuple[int, ...]] = []
+    packings: list[TilePacking] = []
+    parts: list[Part] = []
     all_steps = 0
     channels: list[tuple[int, ...]] = []
     stored = (codec.magnitude_table, codec.high_magnitude_table)
@@ -43,12 +72,20 @@ def tiles(codec: Scalar, paired: int = 0) -> Tiles:
         steps = len(symbols) // together
         all_steps += steps
         packings.append(tile_packing(len(streams), packing, paired))
-        parts.append((part.bits, beside, together, sum(map(len, tables)), steps, apart))
+        parts.append(Part(part.bits, beside, together, sum(map(len, tables)), steps, apart))
         tables.append(_entries(values, together))
         channels += [tuple(part.channels[symbol] if symbol >= 0 else -1 for symbol in tile) for tile in symbols]
         streams = (*streams, *plane_streams(name, packing))
     norm_bits = 16 if codec.norm == "fp16" else 32
-    constants = (packings[0], packings[-1], parts[0], parts[-1], len(parts), len(streams), norm_bits)
+    constants = Constants(
+        low=packings[0],
+        high=packings[-1],
+        low_part=parts[0],
+        high_part=parts[-1],
+        parts=len(parts),
+        norm_stream=len(streams),
+        norm_bits=norm_bits,
+    )
     streams = (*streams, Stream("norm", norm_bits, 1))
     return Tiles(
         load,
@@ -83,19 +120,19 @@ def load(
     first: tl.tensor,
     token: tl.tensor,
     valid: tl.tensor,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The planes of each width, then the norms."""
-    LOW: tl.constexpr = C[0]
-    HIGH: tl.constexpr = C[1]
+    LOW: tl.constexpr = CONSTANTS.low
+    HIGH: tl.constexpr = CONSTANTS.high
     raw = load_planes(pointers, first, token, valid, LOW, MASKED, TURNED)
-    if C[4] == 2:
+    if CONSTANTS.parts == 2:
         raw = raw + load_planes(pointers, first, token, valid, HIGH, MASKED, TURNED)
-    return raw + load_factors(pointers[C[5]], first, token, valid, C[6], LOW[5], MASKED, FAST)
+    return raw + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, LOW.paired, MASKED, FAST)
 
 
 @triton.jit
@@ -104,20 +141,20 @@ def decode(
     places: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
-    C: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The values of the fields of ``STEP``, within a unit vector."""
-    LOW_PACKING: tl.constexpr = C[0]
-    HIGH_PACKING: tl.constexpr = C[1]
-    LOW: tl.constexpr = C[2]
-    HIGH: tl.constexpr = C[3]
-    if LOW[4] > STEP:
+    LOW_PACKING: tl.constexpr = CONSTANTS.low
+    HIGH_PACKING: tl.constexpr = CONSTANTS.high
+    LOW: tl.constexpr = CONSTANTS.low_part
+    HIGH: tl.constexpr = CONSTANTS.high_part
+    if LOW.steps > STEP:
         value = _decode_part(raw, places, table, STEP, 0, LOW_PACKING, LOW, SHARED, TURNED, FAST)
     else:
-        value = _decode_part(raw, places, table, STEP - LOW[4], 1, HIGH_PACKING, HIGH, SHARED, TURNED, FAST)
+        value = _decode_part(raw, places, table, STEP - LOW.steps, 1, HIGH_PACKING, HIGH, SHARED, TURNED, FAST)
     return value
 
 
@@ -134,25 +171,25 @@ def _decode_part(
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    BITS: tl.constexpr = PART[0]
-    BESIDE: tl.constexpr = PART[1]
+    BITS: tl.constexpr = PART.bits
+    BESIDE: tl.constexpr = PART.beside
     planes = whole_planes(raw, places, NUMBER, PACKING, TURNED, FAST)
-    TOGETHER: tl.constexpr = PART[2]
+    TOGETHER: tl.constexpr = PART.together
     ENTRY: tl.constexpr = 4 if TOGETHER == 4 else 2
     if BESIDE == 1:
-        value = look_up_bits(planes, table, TOGETHER * STEP * BITS, TOGETHER * BITS, ENTRY, PART[3], SHARED, FAST)
+        value = look_up_bits(planes, table, TOGETHER * STEP * BITS, TOGETHER * BITS, ENTRY, PART.first_entry, SHARED, FAST)
     else:
         GROUPS: tl.constexpr = PACKING.fields // TOGETHER
-        index = words_of_step(planes, places, NUMBER, PACKING, 0, TOGETHER * BITS, STEP, BESIDE, PART[5], GROUPS, TURNED, FAST)
-        AT: tl.constexpr = position_of_step(STEP, TOGETHER * BITS, PART[5])
-        value = look_up_bits((index,), table, AT, TOGETHER * BITS, ENTRY, PART[3], SHARED, FAST)
+        index = words_of_step(planes, places, NUMBER, PACKING, 0, TOGETHER * BITS, STEP, BESIDE, PART.apart, GROUPS, TURNED, FAST)
+        AT: tl.constexpr = position_of_step(STEP, TOGETHER * BITS, PART.apart)
+        value = look_up_bits((index,), table, AT, TOGETHER * BITS, ENTRY, PART.first_entry, SHARED, FAST)
     if TOGETHER == 1:
         value = (value[0],)
     return value
 
 
 @triton.jit
-def factor(raw: tl.tuple, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The norm."""
-    LOW: tl.constexpr = C[0]
-    return read_factors(raw, C[5], C[6], LOW[5], FAST)
+    LOW: tl.constexpr = CONSTANTS.low
+    return read_factors(raw, CONSTANTS.norm_stream, CONSTANTS.norm_bits, LOW.paired, FAST)

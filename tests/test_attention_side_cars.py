@@ -208,8 +208,8 @@ def test_patches_fit_beside_tables() -> None:
         assert v_constants is not None
         assert table_bytes + size <= outlier_patches.STATIC_SHARED_BYTES
         assert programs * (table_bytes + size) < MULTIPROCESSOR_BYTES
-        assert size == warps * k_constants[5] == warps * v_constants[5]
-        for _, _, width, _, together, area in (k_constants, v_constants):
-            assert together > 0 or table_bytes > 0
-            assert 2 * tokens * width * together <= area
-        assert (k_constants[4] == k_constants[1]) == (table_bytes == 0)
+        assert size == warps * k_constants.patch_bytes == warps * v_constants.patch_bytes
+        for side in (k_constants, v_constants):
+            assert side.together > 0 or table_bytes > 0
+            assert 2 * tokens * side.width * side.together <= side.patch_bytes
+        assert (k_constants.together == k_constants.tiles) == (table_bytes == 0)

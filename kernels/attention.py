@@ -180,7 +180,7 @@ def attended(call: Call) -> dict[runs.Frame, torch.Tensor]:
     sequences, blocks = batch * heads, -(-call.rows // call.block)
     padded = blocks * call.block
     parts = sum(launch.parts for launch in call.launches)
-    columns = max(sum(launch.constants["V_WIDTHS"]) for launch in call.launches)
+    columns = max(sum(launch.constants["V"].widths) for launch in call.launches)
     sums = torch.empty(sequences * padded * parts * columns, dtype=torch.float32, device=device)
     largest, total = torch.empty(2, sequences * padded * parts, dtype=torch.float32, device=device)
     overlap = {"launch_pdl": True} if call.dependent else {}
@@ -202,8 +202,8 @@ def attended(call: Call) -> dict[runs.Frame, torch.Tensor]:
         options = {"num_warps": launch.shape.warps, **overlap}
         grid = (items * blocks * sequences,)
         variant = (call.softcap is not None, rows, columns, call.lengths is not None, call.dependent, start == 0)
-        if (launch.constants["TABLES"][0] or launch.constants["PATCHES"]) and variant not in launch.allowed:
-            shared_table.allow(split.attend_split.warmup(*arguments, grid=grid, **constants, **options), launch.constants["TABLES"][0])
+        if (launch.constants["TABLES"].nbytes or launch.constants["PATCHES"]) and variant not in launch.allowed:
+            shared_table.allow(split.attend_split.warmup(*arguments, grid=grid, **constants, **options), launch.constants["TABLES"].nbytes)
             launch.allowed.add(variant)
         split.attend_split[grid](*arguments, **constants, **options)
         spans[launch.v] = (spans.get(launch.v, (start,))[0], stop)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvpack.formats.base import MAX_DIM
 
 from . import shared_table
+from .tiles import Fill, SharedTable, SharedTables
 
 if TYPE_CHECKING:
     from .tiles import Tiles
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def of_sides(
     k: Tiles, v: Tiles, device: torch.device, fast: bool, budget: int
-) -> tuple[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor], list[tuple[int, int, int]]]:
+) -> tuple[SharedTables, tuple[torch.Tensor, torch.Tensor], list[SharedTable]]:
     """What ``split.attend_split`` declares and fills, both tables in global memory, and the place of each in shared memory.
 
     Together they take at most ``budget`` bytes of it.
@@ -25,21 +26,22 @@ def of_sides(
     tables = [tiles.table for tiles in (k, v)]
     same = tables[0] is not None and tables[1] is not None and torch.equal(tables[0], tables[1])
     distinct = 1 if same else sum(table is not None for table in tables)
-    places, fills, offset = [], [], 0
+    places: list[SharedTable] = []
+    fills, offset = [], 0
     for side, (tiles, table) in enumerate(zip((k, v), tables, strict=True)):
         if table is None or not fast:
-            places.append((0, 0, 0))
+            places.append(SharedTable())
         elif same and side == 1:
             places.append(places[0])
         else:
             entries, values = tiles.entries or table.shape[0], table.shape[1]
             copies = shared_table.copies_of(entries, 2 * values, budget // distinct)
-            places.append((offset, copies, entries))
+            places.append(SharedTable(offset, copies, entries))
             if copies:
-                fills.append((side, offset, entries, values, copies))
+                fills.append(Fill(side, offset, entries, values, copies))
                 offset += entries * values * 2 * copies
     on_device = tuple(_on_device(tiles, str(device)) for tiles in (k, v))
-    return (offset, *fills), (on_device[0], on_device[1]), places
+    return SharedTables(offset, tuple(fills)), (on_device[0], on_device[1]), places
 
 
 @lru_cache(maxsize=16)

@@ -66,27 +66,23 @@ def _power_and_rest(factor: tl.tensor) -> tl.tuple:
 def power_and_rests(
     raws: tl.tuple,
     second: tl.tensor,
-    FACTOR: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SIGNS: tl.constexpr,
-    OUTLIERS: tl.constexpr,
-    PAIRED: tl.constexpr,
+    V: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """e and 2^-e of ``_power_and_rest`` for the larger one of a token's factors, and what is left of each over 2^e."""
-    if FACTOR is None:
-        factor = tl.full(factor_of(raws, 1, second, factor_of_signs, SIGNS, False, FAST).shape, 1.0, tl.float32)
+    if V.factor is None:
+        factor = tl.full(factor_of(raws, 1, second, factor_of_signs, V.signs, False, FAST).shape, 1.0, tl.float32)
     else:
-        factor = factor_of(raws, 0, second, FACTOR, CONSTANTS, PAIRED, FAST)
-    if SIGNS is None and not OUTLIERS:
+        factor = factor_of(raws, 0, second, V.factor, V.constants, V.paired, FAST)
+    if V.signs is None and V.outliers is None:
         found = _power_and_rest(factor)
     else:
         most = tl.abs(factor)
-        if OUTLIERS:
+        if V.outliers is not None:
             most = tl.maximum(most, LEAST_OF_OUTLIERS)
         of_signs = most
-        if SIGNS is not None:
-            of_signs = factor_of(raws, 1, second, factor_of_signs, SIGNS, False, FAST)
+        if V.signs is not None:
+            of_signs = factor_of(raws, 1, second, factor_of_signs, V.signs, False, FAST)
             most = tl.maximum(most, tl.abs(of_signs))
         power, inverse, _ = _power_and_rest(most)
         found = power, inverse, factor * inverse, of_signs * inverse

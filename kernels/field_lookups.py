@@ -36,12 +36,12 @@ def look_up_field(
 ) -> tl.tuple:
     """The first ``WORDS`` (1 or 2) pairs of an entry, ``BITS`` bits of a column from ``POSITION`` up after entry ``FIRST``.
 
-    Of entries of which one pair is asked for, all are the same pair twice. ``SHARED`` is the table's (offset in bytes, copies, entries).
+    Of entries of which one pair is asked for, all are the same pair twice. ``SHARED`` is the table's ``SharedTable``.
     """
     UNIT: tl.constexpr = unit(VALUES, SHARED, FAST)
     PIECES: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION, BITS)
-    if FAST and SHARED[1] > 0 and len(PIECES) <= 2:
-        ASSEMBLY: tl.constexpr = lookup_of_field(PIECES, WORDS, SHARED[0] + FIRST * UNIT, UNIT)
+    if FAST and SHARED.copies > 0 and len(PIECES) <= 2:
+        ASSEMBLY: tl.constexpr = lookup_of_field(PIECES, WORDS, SHARED.offset + FIRST * UNIT, UNIT)
         inputs = [words[PIECES[0][0]]] if len(PIECES) == 1 else [words[PIECES[0][0]], words[PIECES[1][0]]]
         REGISTERS: tl.constexpr = registers(WORDS, len(PIECES))
         if WORDS == 1:

@@ -14,13 +14,15 @@ import triton
 from triton import language as tl
 
 from .row_digits import pieces_of_bits
+from .shared_table import in_halves
 from .table_assembly import lookup_of_entry
+from .tiles import SharedTable
 
 
 @triton.constexpr_function
-def unit(values: int, shared: tuple[int, int, int], fast: bool) -> int:
+def unit(values: int, shared: SharedTable, fast: bool) -> int:
     """What ``look_up_words`` counts entries of ``values`` binary16 in: bytes where the table is shared, so that fields are shifted once."""
-    return 2 * values * shared[1] if fast and shared[1] else 1
+    return 2 * values * shared.copies if fast and shared.copies else 1
 
 
 @triton.jit
@@ -35,10 +37,10 @@ def look_up_words(
 ) -> tl.tuple:
     """The first ``WORDS`` (1 or 2) pairs of an entry of a table of ``VALUES`` (2 or 4) binary16 an entry, ``place`` units after ``FIRST``.
 
-    ``SHARED`` is the table's (offset in bytes, copies, entries); ``place`` never leads beyond the entries.
+    ``SHARED`` is the table's ``SharedTable``; ``place`` never leads beyond the entries.
     """
-    if FAST and SHARED[1] > 0:
-        ASSEMBLY: tl.constexpr = lookup_of_entry(WORDS, SHARED[0] + FIRST * unit(VALUES, SHARED, FAST), SHARED[1], 2 * VALUES)
+    if FAST and SHARED.copies > 0:
+        ASSEMBLY: tl.constexpr = lookup_of_entry(WORDS, SHARED.offset + FIRST * unit(VALUES, SHARED, FAST), SHARED.copies, 2 * VALUES)
         if WORDS == 1:
             found = (tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [place], dtype=tl.uint32, is_pure=True, pack=1),)
         else:
@@ -54,8 +56,8 @@ def look_up_words(
 @triton.jit
 def look_up_repeated(place: tl.tensor, table: tl.tensor, FIRST: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The first pair of an entry of 4 equal values: half of it is loaded, of which there are twice as many copies."""
-    if FAST and SHARED[1] > 0:
-        HALVES: tl.constexpr = (SHARED[0], 2 * SHARED[1], SHARED[2])
+    if FAST and SHARED.copies > 0:
+        HALVES: tl.constexpr = in_halves(SHARED, 0, 0)
         found = look_up_words(place, table, 1, 2, FIRST, HALVES, FAST)
     else:
         found = look_up_words(place, table, 1, 4, FIRST, SHARED, FAST)

@@ -19,6 +19,7 @@ import torch
 from . import device_tables, loaders, runs
 from .outlier_patches import in_patches
 from .shapes import Shape, shape_of, table_budget
+from .side import RowStream, side_of
 from .tiles import NEIGHBOURS
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Launch:
     @property
     def paired(self) -> bool:
         """Whether a row of its scores is of two tokens (``split``)."""
-        return bool(self.constants["K_PAIRED"] or self.constants["V_PAIRED"])
+        return bool(self.constants["K"].paired or self.constants["V"].paired)
 
 
 def loader(codec: Codec, pairs: bool) -> Tiles:
@@ -151,11 +152,11 @@ def _launch(
     fast: bool,
 ) -> Launch:
     k_tiles, v_tiles = _loaders(segments[0].k.codec, segments[0].v.codec, pairs)
-    table_bytes, tables, places = device_tables.of_sides(k_tiles, v_tiles, device, fast, table_budget(k_tiles, v_tiles))
+    shared, tables, places = device_tables.of_sides(k_tiles, v_tiles, device, fast, table_budget(k_tiles, v_tiles))
     tokens = sum(segment.tokens for segment in segments)
     aligned = math.gcd(*(segment.first - run.first for segment in segments for run in (segment.k, segment.v)))
     share = tokens * sequences // _multiprocessors(device)
-    shape = shape_of(k_tiles, v_tiles, table_bytes[0], share, aligned, fast)
+    shape = shape_of(k_tiles, v_tiles, shared.nbytes, share, aligned, fast)
     tile = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.paired or v_tiles.paired else 1)
     programs = max(1, _multiprocessors(device) * shape.programs // sequences)
     if segments[0].k.whole is segments[0].v.whole is None and tokens <= programs * tile:
@@ -182,38 +183,11 @@ def _launch(
     streams = len(k_tiles.streams)
     # Values that wait for barriers, after the scores of keys whose rows fill registers (``split``).
     late = fast and shape.stages == 1 and v_tiles.tokens < k_tiles.tokens
-    k_outliers, v_outliers, patches = in_patches(k_tiles, v_tiles, shape, table_bytes[0])
+    k_outliers, v_outliers, patches = in_patches(k_tiles, v_tiles, shape, shared.nbytes)
     constants = {
-        "K_LOAD": k_tiles.load,
-        "K_DECODE": k_tiles.decode,
-        "K_FACTOR": k_tiles.factor,
-        "K_STEPS": k_tiles.steps,
-        "K_CONSTANTS": k_tiles.constants,
-        "K_SHARED": places[0],
-        "K_SIGNS": k_tiles.signs,
-        "K_OUTLIERS": k_outliers,
-        "K_STREAMS": _aligned(rows, k_tiles, 5),
-        "K_PACKINGS": k_tiles.place_columns,
-        "K_WIDTHS": tuple(map(len, k_tiles.channels)),
-        "K_KIND": k_tiles.dtype if fast or k_tiles.dtype != "bf16" else "fp32",
-        "K_PAIRED": k_tiles.paired,
-        "K_RUN": k_tiles.run,
-        "K_WHOLE": _whole(rows, 3, k_tiles, shape),
-        "V_LOAD": v_tiles.load,
-        "V_DECODE": v_tiles.decode,
-        "V_FACTOR": v_tiles.factor,
-        "V_STEPS": v_tiles.steps,
-        "V_CONSTANTS": v_tiles.constants,
-        "V_SHARED": places[1],
-        "V_SIGNS": v_tiles.signs,
-        "V_OUTLIERS": v_outliers,
-        "V_STREAMS": _aligned(rows, v_tiles, 5 + 3 * streams),
-        "V_PACKINGS": v_tiles.place_columns,
-        "V_WIDTHS": tuple(map(len, v_tiles.channels)),
-        "V_PAIRED": v_tiles.paired,
-        "V_RUN": v_tiles.run,
-        "V_WHOLE": _whole(rows, 4, v_tiles, shape),
-        "TABLES": table_bytes,
+        "K": side_of(k_tiles, places[0], k_outliers, _aligned(rows, k_tiles, 5), _whole(rows, 3, k_tiles, shape), fast),
+        "V": side_of(v_tiles, places[1], v_outliers, _aligned(rows, v_tiles, 5 + 3 * streams), _whole(rows, 4, v_tiles, shape), fast),
+        "TABLES": shared,
         "PATCHES": patches if fast else 0,
         "WORK_ROW": len(rows[0]),
         "WARPS": shape.warps,
@@ -259,15 +233,13 @@ def _cuts_words(run: runs.Run, tiles: Tiles) -> bool:
     return False
 
 
-def _aligned(rows: list[list[int]], tiles: Tiles, first: int) -> tuple[tuple[int, int, int, int], ...]:
-    """Of each stream: the bits of an element, the largest power of two, at most 16, that divides all its addresses and strides,
-    the bytes of a row and its tokens.
-    """
+def _aligned(rows: list[list[int]], tiles: Tiles, first: int) -> tuple[RowStream, ...]:
+    """The streams of ``tiles``, whose addresses and strides in ``rows`` begin at number ``first``."""
     found = []
     for number, stream in enumerate(tiles.streams):
         at = first + 3 * number
         aligned = math.gcd(16, *(value for row in rows for value in row[at : at + 3]))
-        found.append((stream.bits, aligned, stream.row * stream.bits // 8, stream.tokens))
+        found.append(RowStream(stream.bits, aligned, stream.row * stream.bits // 8, stream.tokens))
     return tuple(found)
 
 

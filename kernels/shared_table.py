@@ -21,6 +21,7 @@ from triton import language as tl
 
 from .fields import straddling
 from .table_assembly import BANK_BYTES, COMPILERS_BYTES, LARGEST_BYTES, declaration, filling, lookup_of_tiles, registers
+from .tiles import SharedTable
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """A function attribute of the CUDA driver, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
@@ -118,6 +119,12 @@ def look_up(
     return found
 
 
+@triton.constexpr_function
+def in_halves(shared: SharedTable, first: int, values: int) -> SharedTable:
+    """A table of which half an entry is read: twice as many copies, from entry ``first`` of ``values`` binary16 on."""
+    return SharedTable(shared.offset + first * values * 2 * shared.copies, 2 * shared.copies, shared.entries - first)
+
+
 @triton.jit
 def look_up_bits(
     planes: tl.tuple,
@@ -131,11 +138,11 @@ def look_up_bits(
 ) -> tl.tuple:
     """``look_up`` by ``BITS`` bits of each column from ``BIT`` up, in the part of the table that begins at entry ``FIRST``.
 
-    ``SHARED`` is the table's (offset in bytes, copies, entries).
+    ``SHARED`` is the table's ``SharedTable``.
     """
-    OFFSET: tl.constexpr = SHARED[0] + FIRST * VALUES * 2 * SHARED[1]
-    COPIES: tl.constexpr = SHARED[1]
-    ENTRIES: tl.constexpr = SHARED[2] - FIRST
+    OFFSET: tl.constexpr = SHARED.offset + FIRST * VALUES * 2 * SHARED.copies
+    COPIES: tl.constexpr = SHARED.copies
+    ENTRIES: tl.constexpr = SHARED.entries - FIRST
     if BIT % 16 + BITS > 16:
         found = look_up(straddling(planes, BIT, BITS, FAST), table + FIRST * VALUES, 0, BITS, VALUES, OFFSET, COPIES, ENTRIES, FAST)
     else:
@@ -154,8 +161,8 @@ def look_up_repeated(
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """``look_up_bits`` of entries of 4 equal values, one tile: half an entry is loaded, of which there are twice as many copies."""
-    if FAST and SHARED[1] > 0:
-        HALVES: tl.constexpr = (SHARED[0] + FIRST * 8 * SHARED[1], 2 * SHARED[1], SHARED[2] - FIRST)
+    if FAST and SHARED.copies > 0:
+        HALVES: tl.constexpr = in_halves(SHARED, FIRST, 4)
         found = look_up_bits(planes, table, BIT, BITS, 2, 0, HALVES, FAST)
     else:
         found = look_up_bits(planes, table, BIT, BITS, 4, FIRST, SHARED, FAST)

@@ -44,40 +44,34 @@ def _scores(
     table: tl.tensor,
     like: tl.tensor,
     second: tl.tensor,
-    DECODE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    STEPS: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    SIGNS: tl.constexpr,
-    OUTLIERS: tl.constexpr,
+    K: tl.constexpr,
     TILE: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    PAIRED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """Base-2 logarithms of weights, ``[warp, token, row]``; signs have the last columns of the query.
 
     Two ``raws`` are of tokens that share a row of scores (``add_tiles``), and each has query tiles of its own.
     """
-    SIGN_STEPS: tl.constexpr = 0 if SIGNS is None else SIGNS.steps
+    STEPS: tl.constexpr = K.steps
+    SIGN_STEPS: tl.constexpr = 0 if K.signs is None else K.signs.steps
     OWN: tl.constexpr = len(q) // len(raws)
     scores = tl.zeros(like.shape, tl.float32)
     for number in tl.static_range(len(raws)):
         for step in tl.static_range(STEPS):
-            tiles = DECODE(raws[number][0], places, table, step, CONSTANTS, SHARED, False, FAST)
+            tiles = K.decode(raws[number][0], places, table, step, K.constants, K.shared, False, FAST)
             scores = _products(tiles, q, scores, number * (STEPS * len(tiles) + SIGN_STEPS) + step * len(tiles))
-    if FACTOR is not None:
-        scores = scores * of_rows(factor_of(raws, 0, second, FACTOR, CONSTANTS, PAIRED, FAST))
-    if SIGNS is not None:
+    if K.factor is not None:
+        scores = scores * of_rows(factor_of(raws, 0, second, K.factor, K.constants, K.paired, FAST))
+    if K.signs is not None:
         products = tl.zeros(like.shape, tl.float32) + half_sum
         for number in tl.static_range(len(raws)):
             for step in tl.static_range(SIGN_STEPS):
-                tiles = decode_bits(raws[number][1], places, step, SIGNS, FAST)
+                tiles = decode_bits(raws[number][1], places, step, K.signs, FAST)
                 products = _products(tiles, q, products, (number + 1) * OWN - SIGN_STEPS + step)
-        scores += products * of_rows(factor_of(raws, 1, second, factor_of_bits, SIGNS, False, FAST))
-    if OUTLIERS is not None:
-        scores = add_outlier_scores(scores, entries, q, TILE, OUTLIERS, FAST)
+        scores += products * of_rows(factor_of(raws, 1, second, factor_of_bits, K.signs, False, FAST))
+    if K.outliers is not None:
+        scores = add_outlier_scores(scores, entries, q, TILE, K.outliers, FAST)
     scores = scores * scale
     if SOFTCAP:
         # cap * tanh(s / cap): 1 / cap is in scale, and the logarithm's base in cap.
@@ -138,17 +132,10 @@ def key_scores(
     k_places: tl.tuple,
     k_table: tl.tensor,
     like: tl.tensor,
-    K_DECODE: tl.constexpr,
-    K_FACTOR: tl.constexpr,
-    K_STEPS: tl.constexpr,
-    K_CONSTANTS: tl.constexpr,
-    K_SHARED: tl.constexpr,
-    K_SIGNS: tl.constexpr,
-    K_OUTLIERS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
-    K_PAIRED: tl.constexpr,
-    V_PAIRED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """``_scores`` of tiles of tokens, -inf where a query does not see one.
@@ -157,13 +144,13 @@ def key_scores(
     (``axes.tokens_behind``); a side that is not paired has a tile for each of the two.
     """
     TOKENS: tl.constexpr = like.shape[1]
-    PAIRS: tl.constexpr = K_PAIRED or V_PAIRED
-    K_EACH: tl.constexpr = 2 if PAIRS and not K_PAIRED else 1
+    PAIRS: tl.constexpr = K.paired or V.paired
+    K_EACH: tl.constexpr = 2 if PAIRS and not K.paired else 1
     scores = ()
     for tile in tl.static_range(len(k_raws) // K_EACH):
         score = _scores(
             k_raws[tile * K_EACH : (tile + 1) * K_EACH], k_entries, q, half_sum, scale, cap, k_places, k_table, like, second,
-            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, K_OUTLIERS, tile, SOFTCAP, K_PAIRED, FAST,
+            K, tile, SOFTCAP, FAST,
         )  # fmt: skip
         if MASKED:
             at = (token + tile * (2 * TOKENS if PAIRS else TOKENS))[:, :, None]
@@ -186,14 +173,7 @@ def add_tiles(
     largest: tl.tensor,
     total: tl.tensor,
     sums: tl.tuple,
-    V_DECODE: tl.constexpr,
-    V_FACTOR: tl.constexpr,
-    V_STEPS: tl.constexpr,
-    V_CONSTANTS: tl.constexpr,
-    V_SHARED: tl.constexpr,
-    V_SIGNS: tl.constexpr,
-    V_OUTLIERS: tl.constexpr,
-    V_PAIRED: tl.constexpr,
+    V: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """Tiles of tokens added to (largest score, sum of weights, sums of values), which are rescaled once for all of them.
@@ -201,7 +181,8 @@ def add_tiles(
     A value's factor is 2^e times a rest: e joins the score and the rest the weight, so that weights never leave [-2, 2]. Signs have
     factors of their own, and the last sums; e is that of the larger factor.
     """
-    SIGN_STEPS: tl.constexpr = 0 if V_SIGNS is None else V_SIGNS.steps
+    STEPS: tl.constexpr = V.steps
+    SIGN_STEPS: tl.constexpr = 0 if V.signs is None else V.signs.steps
     FIRST_SIGNS: tl.constexpr = len(sums) - SIGN_STEPS
     TILES: tl.constexpr = len(scores)
     V_EACH: tl.constexpr = len(v_raws) // TILES
@@ -209,9 +190,9 @@ def add_tiles(
     powers = ()
     for tile in tl.static_range(TILES):
         score = scores[tile]
-        if V_FACTOR is not None or V_SIGNS is not None:
+        if V.factor is not None or V.signs is not None:
             raws = v_raws[tile * V_EACH : (tile + 1) * V_EACH]
-            power = power_and_rests(raws, second, V_FACTOR, V_CONSTANTS, V_SIGNS, V_OUTLIERS is not None, V_PAIRED, FAST)
+            power = power_and_rests(raws, second, V, FAST)
             score = score + of_rows(power[0])
             powers = powers + (power,)
         powered = powered + (score,)
@@ -223,11 +204,11 @@ def add_tiles(
     plain_weights = ()
     for tile in tl.static_range(TILES):
         weight = tl.exp2(powered[tile] - new_largest)
-        if V_FACTOR is not None or V_SIGNS is not None:
+        if V.factor is not None or V.signs is not None:
             plain = weight * of_rows(powers[tile][1])
             total += plain
             plain_weights = plain_weights + (plain,)
-            if V_SIGNS is not None:
+            if V.signs is not None:
                 sign_weights = sign_weights + (weight * of_rows(powers[tile][3]),)
             weight = weight * of_rows(powers[tile][2])
         else:
@@ -239,18 +220,18 @@ def add_tiles(
         rescaled = rescaled + (sums[number] * kept,)
     for number in tl.static_range(len(v_raws)):
         weight = _own_weights(weights[number // V_EACH], second, number, V_EACH)
-        if V_SIGNS is not None:
+        if V.signs is not None:
             sign_weight = _own_weights(sign_weights[number // V_EACH], second, number, V_EACH)
         new_sums = ()
-        for step in tl.static_range(V_STEPS):
-            decoded = V_DECODE(v_raws[number][0], v_places, v_table, step, V_CONSTANTS, V_SHARED, True, FAST)
+        for step in tl.static_range(STEPS):
+            decoded = V.decode(v_raws[number][0], v_places, v_table, step, V.constants, V.shared, True, FAST)
             new_sums = new_sums + _weighted(decoded, weight, rescaled, step * len(decoded))
         for step in tl.static_range(SIGN_STEPS):
-            decoded = decode_signs(v_raws[number][1], v_places, step, V_SIGNS, FAST)
+            decoded = decode_signs(v_raws[number][1], v_places, step, V.signs, FAST)
             new_sums = new_sums + _weighted(decoded, sign_weight, rescaled, FIRST_SIGNS + step)
         rescaled = new_sums
-        if V_OUTLIERS is not None:
-            rescaled = add_outlier_values(rescaled, v_entries, plain_weights[number], number, V_OUTLIERS, FAST)
+        if V.outliers is not None:
+            rescaled = add_outlier_values(rescaled, v_entries, plain_weights[number], number, V.outliers, FAST)
     return new_largest, total, rescaled
 
 
@@ -269,22 +250,20 @@ def add_halves(
     total: tl.tensor,
     sums: tl.tuple,
     second: tl.tensor,
-    V_WIDTHS: tl.constexpr,
-    V_PAIRED: tl.constexpr,
-    V_RUN: tl.constexpr,
+    V: tl.constexpr,
 ) -> tl.tuple:
     """What ``add_tiles`` gave for the first and for the second tokens, together: half as many rows, and of paired values columns."""
     WARPS: tl.constexpr = largest.shape[0]
     ROWS: tl.constexpr = largest.shape[2] // 2
-    WIDTH: tl.constexpr = V_WIDTHS[0]
+    WIDTH: tl.constexpr = V.widths[0]
     most = tl.max(tl.reshape(largest, (WARPS, 1, 2, ROWS)), 2)
     kept = tl.exp2(largest - tl.reshape(tl.broadcast_to(most[:, :, None, :], (WARPS, 1, 2, ROWS)), (WARPS, 1, 2 * ROWS)))
     added = ()
     for number in tl.static_range(len(sums)):
-        if V_PAIRED:
+        if V.paired:
             # Other columns are values of one token with the weights of the other.
-            value = tl.where((tl.arange(0, 2 * WIDTH)[None, :, None] // V_RUN % 2 == 1) == second, sums[number] * kept, 0.0)
-            value = tl.sum(tl.sum(tl.reshape(value, (WARPS, WIDTH // V_RUN, 2, V_RUN, 2, ROWS)), 4), 2)
+            value = tl.where((tl.arange(0, 2 * WIDTH)[None, :, None] // V.run % 2 == 1) == second, sums[number] * kept, 0.0)
+            value = tl.sum(tl.sum(tl.reshape(value, (WARPS, WIDTH // V.run, 2, V.run, 2, ROWS)), 4), 2)
             value = tl.reshape(value, (WARPS, WIDTH, ROWS))
         else:
             value = _product_alone(sums[number], kept)

@@ -44,6 +44,17 @@ def _zeros(WARPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr) -> tl.t
     return tl.zeros((WARPS, WIDTH, ROWS), tl.float32)
 
 
+@triton.jit
+def _fetched(k_table: tl.tensor, v_table: tl.tensor, FILL: tl.constexpr) -> tl.tuple:
+    """The entries that ``FILL`` names, on their way to registers."""
+    return fetch(k_table if FILL.side == 0 else v_table, FILL.entries, FILL.values)
+
+
+@triton.jit
+def _fill(entries: tl.tuple, FILL: tl.constexpr) -> None:
+    fill(entries, FILL.offset, FILL.entries, FILL.values, FILL.copies)
+
+
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["lengths"])
 def attend_split(
     sums_out: tl.tensor,
@@ -67,35 +78,8 @@ def attend_split(
     q_len: tl.tensor,
     ahead: tl.tensor,
     window: tl.tensor,
-    K_LOAD: tl.constexpr,
-    K_DECODE: tl.constexpr,
-    K_FACTOR: tl.constexpr,
-    K_STEPS: tl.constexpr,
-    K_CONSTANTS: tl.constexpr,
-    K_SHARED: tl.constexpr,
-    K_SIGNS: tl.constexpr,
-    K_OUTLIERS: tl.constexpr,
-    K_STREAMS: tl.constexpr,
-    K_PACKINGS: tl.constexpr,
-    K_WIDTHS: tl.constexpr,
-    K_KIND: tl.constexpr,
-    K_PAIRED: tl.constexpr,
-    K_RUN: tl.constexpr,
-    K_WHOLE: tl.constexpr,
-    V_LOAD: tl.constexpr,
-    V_DECODE: tl.constexpr,
-    V_FACTOR: tl.constexpr,
-    V_STEPS: tl.constexpr,
-    V_CONSTANTS: tl.constexpr,
-    V_SHARED: tl.constexpr,
-    V_SIGNS: tl.constexpr,
-    V_OUTLIERS: tl.constexpr,
-    V_STREAMS: tl.constexpr,
-    V_PACKINGS: tl.constexpr,
-    V_WIDTHS: tl.constexpr,
-    V_PAIRED: tl.constexpr,
-    V_RUN: tl.constexpr,
-    V_WHOLE: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
     TABLES: tl.constexpr,
     PATCHES: tl.constexpr,
     WORK_ROW: tl.constexpr,
@@ -124,7 +108,7 @@ def attend_split(
     query of a sequence of all tokens. ``LATE``: values are loaded after the scores of their tokens. ``PREFETCH``: the rows of the tokens
     that follow are brought to the second-level cache; with ``LOADS_AHEAD`` they are loaded, into registers.
     """
-    PAIRS: tl.constexpr = K_PAIRED or V_PAIRED
+    PAIRS: tl.constexpr = K.paired or V.paired
     TOGETHER: tl.constexpr = 2 if PAIRS else 1
     NEIGHBOURS: tl.constexpr = PAIRS and tokens_behind(PAIRS, TOKENS) == 1
     SPAN: tl.constexpr = WARPS * TOGETHER * TOKENS
@@ -136,11 +120,11 @@ def attend_split(
     head = (sequence % heads).to(tl.int64)
     if DEPENDENT and not FIRST:
         gdc_launch_dependents()
-    if TABLES[0]:
-        declare(TABLES[0], WARPS)
+    if TABLES.nbytes:
+        declare(TABLES.nbytes, WARPS)
         entries = ()
-        for number in tl.static_range(len(TABLES) - 1):
-            entries = entries + (fetch(k_table if TABLES[number + 1][0] == 0 else v_table, TABLES[number + 1][2], TABLES[number + 1][3]),)
+        for number in tl.static_range(len(TABLES.fills)):
+            entries = entries + (_fetched(k_table, v_table, TABLES.fills[number]),)
     if PATCHES:
         declare_patches(PATCHES, WARPS)
     row = work + item * WORK_ROW
@@ -149,15 +133,15 @@ def attend_split(
     whole = tl.load(row + 2).to(tl.int32)
     k_first = tl.load(row + 3)
     v_first = tl.load(row + 4)
-    k_pointers = stream_pointers(row + 5, batch, head, K_STREAMS)
-    v_pointers = stream_pointers(row + 5 + 3 * len(K_STREAMS), batch, head, V_STREAMS)
+    k_pointers = stream_pointers(row + 5, batch, head, K)
+    v_pointers = stream_pointers(row + 5 + 3 * len(K.streams), batch, head, V)
     # Where tiles are not loaded ahead of time, barriers keep the loads of one from being under way together.
     AHEAD: tl.constexpr = TILES * SPAN if PREFETCH else 0
     if AHEAD:
-        prefetch(k_pointers, k_first, tl.minimum(count, AHEAD), K_STREAMS)
-        prefetch(v_pointers, v_first, tl.minimum(count, AHEAD), V_STREAMS)
-    k_places = load_places(numbers, K_PACKINGS)
-    v_places = load_places(numbers, V_PACKINGS)
+        prefetch(k_pointers, k_first, tl.minimum(count, AHEAD), K)
+        prefetch(v_pointers, v_first, tl.minimum(count, AHEAD), V)
+    k_places = load_places(numbers, K.places)
+    v_places = load_places(numbers, V.places)
     if LENGTHS:
         length = tl.minimum(tl.load(lengths + batch), position + q_len)
         position = length - q_len
@@ -171,19 +155,19 @@ def attend_split(
         gdc_wait()
         gdc_launch_dependents()
     padded = row_blocks * BLOCK
-    columns: tl.constexpr = sum_of(K_WIDTHS)
+    columns: tl.constexpr = sum_of(K.widths)
     row_number = tl.arange(0, ROWS)
     second = (row_number >= ROWS // 2)[None, None, :]
     if PAIRS:
         row_number = row_number % (ROWS // 2)
     row_number += block * BLOCK
     q_begin = q + sequence.to(tl.int64) * columns * padded
-    q_tiles = query_tiles(q_begin, row_number, second, padded, K_WIDTHS, K_KIND, WARPS, K_PAIRED, K_RUN, PAIRS)
-    SETS: tl.constexpr = 2 if PAIRS and not K_PAIRED else 1
-    q_tiles = queries_of_bits(q_tiles, K_SIGNS, SETS)
+    q_tiles = query_tiles(q_begin, row_number, second, padded, K.widths, K.dtype, WARPS, K.paired, K.run, PAIRS)
+    SETS: tl.constexpr = 2 if PAIRS and not K.paired else 1
+    q_tiles = queries_of_bits(q_tiles, K.signs, SETS)
     q_half_sum = 0.0
-    if K_SIGNS is not None:
-        q_half_sum = half_sum(q_tiles, K_SIGNS, SETS)
+    if K.signs is not None:
+        q_half_sum = half_sum(q_tiles, K.signs, SETS)
     scale = tl.load(scales + sequence * padded + row_number)[None, None, :]
     at = position + (row_number % q_len)[None, None, :]
     # Tokens of a warp lie side by side, whatever tiles they are cut into.
@@ -194,32 +178,32 @@ def attend_split(
         # A program without whole tiles has nothing to load.
         k_next = load_tiles(
             k_pointers, k_first, token, whole,
-            K_LOAD, K_CONSTANTS, K_SIGNS, K_WHOLE, TILES * TOGETHER, TOKENS, K_PAIRED, True, False, FAST,
+            K, TILES * TOGETHER, TOKENS, True, False, FAST,
         )  # fmt: skip
         v_next = load_tiles(
             v_pointers, v_first, token, whole,
-            V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TILES * TOGETHER, TOKENS, V_PAIRED, True, True, FAST,
+            V, TILES * TOGETHER, TOKENS, True, True, FAST,
         )  # fmt: skip
-    if TABLES[0]:
-        for number in tl.static_range(len(TABLES) - 1):
-            fill(entries[number], TABLES[number + 1][1], TABLES[number + 1][2], TABLES[number + 1][3], TABLES[number + 1][4])
-    if TABLES[0] or PATCHES:
+    if TABLES.nbytes:
+        for number in tl.static_range(len(TABLES.fills)):
+            _fill(entries[number], TABLES.fills[number])
+    if TABLES.nbytes or PATCHES:
         tl.debug_barrier()
     largest = tl.full((WARPS, 1, ROWS), UNSEEN, tl.float32)
     total = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
     sums = ()
-    for number in tl.static_range(len(V_WIDTHS)):
-        sums = sums + (_zeros(WARPS, 2 * V_WIDTHS[number] if V_PAIRED else V_WIDTHS[number], ROWS),)
+    for number in tl.static_range(len(V.widths)):
+        sums = sums + (_zeros(WARPS, 2 * V.widths[number] if V.paired else V.widths[number], ROWS),)
     # Where registers do not hold a tile ahead of time, they do not hold its entries either.
     ENTRIES_AHEAD: tl.constexpr = STAGES > 1
-    k_ready = ready_patches(k_pointers, numbers, K_OUTLIERS, WARPS, TOKENS, False, ENTRIES_AHEAD, FAST)
-    v_ready = ready_patches(v_pointers, numbers, V_OUTLIERS, WARPS, TOKENS, True, ENTRIES_AHEAD, FAST)
-    k_ahead = first_entries(k_pointers, k_first, k_first + count, K_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
-    v_ahead = first_entries(v_pointers, v_first, v_first + count, V_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+    k_ready = ready_patches(k_pointers, numbers, K.outliers, WARPS, TOKENS, False, ENTRIES_AHEAD, FAST)
+    v_ready = ready_patches(v_pointers, numbers, V.outliers, WARPS, TOKENS, True, ENTRIES_AHEAD, FAST)
+    k_ahead = first_entries(k_pointers, k_first, k_first + count, K.outliers, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+    v_ahead = first_entries(v_pointers, v_first, v_first + count, V.outliers, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
     for offset in tl.range(0, whole, TILES * SPAN, num_stages=STAGES):
         if AHEAD:
-            prefetch(k_pointers, k_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), K_STREAMS)
-            prefetch(v_pointers, v_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), V_STREAMS)
+            prefetch(k_pointers, k_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), K)
+            prefetch(v_pointers, v_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), V)
         at_load = offset
         if LOADS_AHEAD:
             k_raws, v_raws = k_next, v_next
@@ -227,33 +211,33 @@ def attend_split(
             at_load = tl.minimum(offset + TILES * SPAN, whole - TILES * SPAN)
         k_next = load_tiles(
             k_pointers, k_first + at_load, token, count,
-            K_LOAD, K_CONSTANTS, K_SIGNS, K_WHOLE, TILES * TOGETHER, TOKENS, K_PAIRED, False, False, FAST,
+            K, TILES * TOGETHER, TOKENS, False, False, FAST,
         )  # fmt: skip
         if not LATE:
             v_next = load_tiles(
                 v_pointers, v_first + at_load, token, count,
-                V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TILES * TOGETHER, TOKENS, V_PAIRED, False, True, FAST,
+                V, TILES * TOGETHER, TOKENS, False, True, FAST,
             )  # fmt: skip
             if not LOADS_AHEAD:
                 v_raws = v_next
         if not LOADS_AHEAD:
             k_raws = k_next
-        k_entries = entries_of(k_ahead, k_pointers, k_first + offset, k_ready, K_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
-        v_entries = entries_of(v_ahead, v_pointers, v_first + offset, v_ready, V_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
-        k_ahead = next_entries(k_ahead, k_pointers, k_first + offset, k_first + count, K_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
-        v_ahead = next_entries(v_ahead, v_pointers, v_first + offset, v_first + count, V_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+        k_entries = entries_of(k_ahead, k_pointers, k_first + offset, k_ready, K.outliers, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+        v_entries = entries_of(v_ahead, v_pointers, v_first + offset, v_ready, V.outliers, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+        k_ahead = next_entries(k_ahead, k_pointers, k_first + offset, k_first + count, K.outliers, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+        v_ahead = next_entries(v_ahead, v_pointers, v_first + offset, v_first + count, V.outliers, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
         scores = key_scores(
             k_raws, k_entries, q_tiles, q_half_sum, scale, cap, at, token, second, count, ahead, window, k_places, k_table, total,
-            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, K_OUTLIERS, SOFTCAP, False, K_PAIRED, V_PAIRED, FAST,
+            K, V, SOFTCAP, False, FAST,
         )  # fmt: skip
         if LATE:
             v_raws = load_tiles(
                 v_pointers, v_first + offset, token, count,
-                V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TILES * TOGETHER, TOKENS, V_PAIRED, False, True, FAST,
+                V, TILES * TOGETHER, TOKENS, False, True, FAST,
             )  # fmt: skip
         largest, total, sums = add_tiles(
             scores, v_raws, v_entries, second, v_places, v_table, largest, total, sums,
-            V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS, V_OUTLIERS, V_PAIRED, FAST,
+            V, FAST,
         )  # fmt: skip
     # Query positions relative to the run's first token: all counts of tokens in a run fit an int32.
     at = (at - begin).to(tl.int32)
@@ -263,33 +247,33 @@ def attend_split(
     for offset in tl.range(masked, count, SPAN, num_stages=1):
         k_raws = load_tiles(
             k_pointers, k_first + offset, near, count - offset,
-            K_LOAD, K_CONSTANTS, K_SIGNS, K_WHOLE, TOGETHER, TOKENS, K_PAIRED, True, False, FAST,
+            K, TOGETHER, TOKENS, True, False, FAST,
         )  # fmt: skip
         if not LATE:
             v_raws = load_tiles(
                 v_pointers, v_first + offset, near, count - offset,
-                V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TOGETHER, TOKENS, V_PAIRED, True, True, FAST,
+                V, TOGETHER, TOKENS, True, True, FAST,
             )  # fmt: skip
-        k_bounds = first_entries(k_pointers, k_first + offset, k_first + count, K_OUTLIERS, WARPS, TOKENS, False)
-        v_bounds = first_entries(v_pointers, v_first + offset, v_first + count, V_OUTLIERS, WARPS, TOKENS, False)
-        k_entries = entries_of(k_bounds, k_pointers, k_first + offset, k_ready, K_OUTLIERS, WARPS, TOKENS, False)
-        v_entries = entries_of(v_bounds, v_pointers, v_first + offset, v_ready, V_OUTLIERS, WARPS, TOKENS, False)
+        k_bounds = first_entries(k_pointers, k_first + offset, k_first + count, K.outliers, WARPS, TOKENS, False)
+        v_bounds = first_entries(v_pointers, v_first + offset, v_first + count, V.outliers, WARPS, TOKENS, False)
+        k_entries = entries_of(k_bounds, k_pointers, k_first + offset, k_ready, K.outliers, WARPS, TOKENS, False)
+        v_entries = entries_of(v_bounds, v_pointers, v_first + offset, v_ready, V.outliers, WARPS, TOKENS, False)
         scores = key_scores(
             k_raws, k_entries, q_tiles, q_half_sum, scale, cap, at, near + offset, second, count, ahead, window, k_places, k_table, total,
-            K_DECODE, K_FACTOR, K_STEPS, K_CONSTANTS, K_SHARED, K_SIGNS, K_OUTLIERS, SOFTCAP, True, K_PAIRED, V_PAIRED, FAST,
+            K, V, SOFTCAP, True, FAST,
         )  # fmt: skip
         if LATE:
             v_raws = load_tiles(
                 v_pointers, v_first + offset, near, count - offset,
-                V_LOAD, V_CONSTANTS, V_SIGNS, V_WHOLE, TOGETHER, TOKENS, V_PAIRED, True, True, FAST,
+                V, TOGETHER, TOKENS, True, True, FAST,
             )  # fmt: skip
         largest, total, sums = add_tiles(
             scores, v_raws, v_entries, second, v_places, v_table, largest, total, sums,
-            V_DECODE, V_FACTOR, V_STEPS, V_CONSTANTS, V_SHARED, V_SIGNS, V_OUTLIERS, V_PAIRED, FAST,
+            V, FAST,
         )  # fmt: skip
     total = tl.sum(total, 1)[:, None, :]
     if PAIRS:
-        largest, total, sums = add_halves(largest, total, sums, second, V_WIDTHS, V_PAIRED, V_RUN)
+        largest, total, sums = add_halves(largest, total, sums, second, V)
         row_number = block * BLOCK + tl.arange(0, ROWS // 2)
     warp = tl.arange(0, WARPS)[:, None, None]
     part = (sequence.to(tl.int64) * padded + row_number[None, None, :]) * parts + first_part + item * WARPS + warp
@@ -297,9 +281,9 @@ def attend_split(
     tl.store(largest_out + part, largest, real)
     tl.store(total_out + part, total, real)
     done = 0
-    for number in tl.static_range(len(V_WIDTHS)):
-        tl.store(sums_out + part * COLUMNS + done + tl.arange(0, V_WIDTHS[number])[None, :, None], sums[number], real)
-        done += V_WIDTHS[number]
+    for number in tl.static_range(len(V.widths)):
+        tl.store(sums_out + part * COLUMNS + done + tl.arange(0, V.widths[number])[None, :, None], sums[number], real)
+        done += V.widths[number]
     if DEPENDENT and not FIRST:
         # The launch before runs beside this one, and the merge waits for the last of them.
         gdc_wait()

@@ -15,11 +15,11 @@ from .tiles_qjl import load_signs
 
 
 @triton.jit
-def stream_pointers(row: tl.tensor, batch: tl.tensor, head: tl.tensor, STREAMS: tl.constexpr) -> tl.tuple:
-    """Pointers to the first row of this head in each stream; ``STREAMS`` is (bits, aligned bytes) of each."""
+def stream_pointers(row: tl.tensor, batch: tl.tensor, head: tl.tensor, SIDE: tl.constexpr) -> tl.tuple:
+    """Pointers to the first row of this head in each stream."""
     pointers = ()
-    for number in tl.static_range(len(STREAMS)):
-        pointers = pointers + (_pointer(row + 3 * number, batch, head, STREAMS[number][0], STREAMS[number][1]),)
+    for number in tl.static_range(len(SIDE.streams)):
+        pointers = pointers + (_pointer(row + 3 * number, batch, head, SIDE.streams[number].bits, SIDE.streams[number].aligned),)
     return pointers
 
 
@@ -34,11 +34,11 @@ def _pointer(at: tl.tensor, batch: tl.tensor, head: tl.tensor, BITS: tl.constexp
 
 
 @triton.jit
-def prefetch(pointers: tl.tuple, first: tl.tensor, tokens: tl.tensor, STREAMS: tl.constexpr) -> None:
+def prefetch(pointers: tl.tuple, first: tl.tensor, tokens: tl.tensor, SIDE: tl.constexpr) -> None:
     """Have the rows of ``tokens``, if there are any, from row ``first`` on brought to the second-level cache."""
-    for number in tl.static_range(len(STREAMS)):
-        if STREAMS[number][2]:
-            _prefetch_stream(pointers[number], first, tokens, STREAMS[number][2], STREAMS[number][3])
+    for number in tl.static_range(len(SIDE.streams)):
+        if SIDE.streams[number].row_bytes:
+            _prefetch_stream(pointers[number], first, tokens, SIDE.streams[number].row_bytes, SIDE.streams[number].tokens)
 
 
 @triton.jit
@@ -63,24 +63,23 @@ def load_tiles(
     first: tl.tensor,
     token: tl.tensor,
     end: tl.tensor,
-    LOAD: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SIGNS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    SIDE: tl.constexpr,
     TILES: tl.constexpr,
     TOKENS: tl.constexpr,
-    PAIRED: tl.constexpr,
     MASKED: tl.constexpr,
     TURNED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """``TILES`` tiles of ``TOKENS`` tokens, if ``PAIRED`` half as many of twice as many: what the codec's hold, and their signs, if any."""
+    """``TILES`` tiles of ``TOKENS`` tokens: what the codec's rows hold of each, and the signs beside it, if any.
+
+    If the side is ``paired``, half as many of twice as many tokens.
+    """
     raws = ()
-    for tile in tl.static_range(TILES // 2 if PAIRED else TILES):
-        at = token + tile * (2 * TOKENS if PAIRED else TOKENS)
-        valid = (at < end, at + tokens_behind(PAIRED, TOKENS) < end) if PAIRED else at < end
-        raw = (LOAD(pointers, first, at, valid, CONSTANTS, MASKED, WHOLE, TURNED, FAST),)
-        if SIGNS is not None:
-            raw = raw + (load_signs(pointers, first, at, valid, SIGNS, MASKED, TURNED, FAST),)
+    for tile in tl.static_range(TILES // 2 if SIDE.paired else TILES):
+        at = token + tile * (2 * TOKENS if SIDE.paired else TOKENS)
+        valid = (at < end, at + tokens_behind(SIDE.paired, TOKENS) < end) if SIDE.paired else at < end
+        raw = (SIDE.load(pointers, first, at, valid, SIDE.constants, MASKED, SIDE.whole, TURNED, FAST),)
+        if SIDE.signs is not None:
+            raw = raw + (load_signs(pointers, first, at, valid, SIDE.signs, MASKED, TURNED, FAST),)
         raws = raws + (raw,)
     return raws

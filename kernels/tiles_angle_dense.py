@@ -20,7 +20,7 @@ from .common_columns import (
     stream_constants,
     words_of_stream,
 )
-from .tiles import Stream, Tiles, channels_of, plane_streams
+from .tiles import SharedTable, Stream, Tiles, channels_of, plane_streams
 from .tiles_angle import VALUES, factor, line_of_tokens, load_range, pair, table
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def decode(
 
 
 @triton.constexpr_function
-def bit_of_places(bits: int, shared: tuple[int, int, int], fast: bool) -> int:
+def bit_of_places(bits: int, shared: SharedTable, fast: bool) -> int:
     """The bit of a word from which an index of ``bits`` counts whole entries, all copies of them, in bytes; 0 where it is too high."""
     at = (2 * VALUES * shared[1]).bit_length() - 1 if fast and shared[1] else 0
     return at if at + bits <= 16 else 0

@@ -112,7 +112,7 @@ def decode(
         symbols = symbol_tile(raw, STEP, two_codewords, CONSTANTS.chunks, CONSTANTS, TURNED, FAST)
         radius = code_as_half(symbol_tile(raw, STEP, two_radii, CONSTANTS.chunks, CONSTANTS, TURNED, FAST), 0, RADIUS_BITS, FAST)
     # All codewords are below the entries, so that none needs to be held there.
-    found = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, SHARED[0], SHARED[1], 1 << CODEWORD_BITS, FAST)
+    found = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, SHARED.offset, SHARED.copies, 1 << CODEWORD_BITS, FAST)
     return (
         product(found[0], radius, FAST),
         product(found[1], radius, FAST),

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 from triton import language as tl
 
@@ -17,8 +19,17 @@ PAIRS = tl.constexpr(WIDTH.value // 2)
 HALF = tl.constexpr(TOKENS // 2)
 
 
+class Rows(NamedTuple):
+    """All that ``symbol_tile`` asks of a loader's constants."""
+
+    rows: tuple[int, ...]
+
+
+ROWS = tl.constexpr(Rows((WIDTH.value,)))
+
+
 @triton.jit
-def given(words: tl.tuple, SYMBOL: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def given(words: tl.tuple, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The word that two symbols are in."""
     return words[SYMBOL // 2]
 
@@ -41,7 +52,7 @@ def tile_of_words(
             raw = raw + (tl.load(words + (row + half * HALF) * PAIRS + pair).to(tl.uint32, bitcast=True),)
     warp = tl.arange(0, WARPS)[:, None, None]
     raw = raw + (warp,)
-    tile = symbol_tile(raw, 0, given, SYMBOLS, ((WIDTH,),), TURNED, FAST)
+    tile = symbol_tile(raw, 0, given, SYMBOLS, ROWS, TURNED, FAST)
     token, column = tl.arange(0, 2 * HALF), tl.arange(0, WIDTH)
     if TURNED:
         at = (warp * (2 * HALF) + token[None, None, :]) * WIDTH + column[None, :, None]

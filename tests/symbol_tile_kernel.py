@@ -25,9 +25,6 @@ class Rows(NamedTuple):
     rows: tuple[int, ...]
 
 
-ROWS = tl.constexpr(Rows((WIDTH.value,)))
-
-
 @triton.jit
 def given(words: tl.tuple, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The word that two symbols are in."""
@@ -39,6 +36,7 @@ def tile_of_words(
     out: tl.tensor,
     words: tl.tensor,
     SYMBOLS: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     TURNED: tl.constexpr,
     WARPS: tl.constexpr,
     FAST: tl.constexpr,
@@ -52,7 +50,7 @@ def tile_of_words(
             raw = raw + (tl.load(words + (row + half * HALF) * PAIRS + pair).to(tl.uint32, bitcast=True),)
     warp = tl.arange(0, WARPS)[:, None, None]
     raw = raw + (warp,)
-    tile = symbol_tile(raw, 0, given, SYMBOLS, ROWS, TURNED, FAST)
+    tile = symbol_tile(raw, 0, given, SYMBOLS, CONSTANTS, TURNED, FAST)
     token, column = tl.arange(0, 2 * HALF), tl.arange(0, WIDTH)
     if TURNED:
         at = (warp * (2 * HALF) + token[None, None, :]) * WIDTH + column[None, :, None]

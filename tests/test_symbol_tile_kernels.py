@@ -16,7 +16,7 @@ TOKENS = 64
 @pytest.mark.parametrize("turned", [False, True], ids=lambda turned: "turned" if turned else "straight")
 @pytest.mark.parametrize("symbols", [16, 9])
 def test_every_symbol_arrives(symbols: int, turned: bool, fast: bool) -> None:
-    from symbol_tile_kernel import tile_of_words
+    from symbol_tile_kernel import Rows, tile_of_words
 
     from kvpack.kernels.symbol_tiles import MOST_BITS, WIDTH
 
@@ -26,7 +26,8 @@ def test_every_symbol_arrives(symbols: int, turned: bool, fast: bool) -> None:
         given = ((torch.arange(warps * TOKENS * width) + begin) * 4099).to(torch.int16).reshape(-1, width)
         out = torch.full(given.shape, -1, dtype=torch.int16, device=DEVICE)
         tile_of_words[(1,)](
-            out, given.to(DEVICE).view(torch.int32), SYMBOLS=symbols, TURNED=turned, WARPS=warps, FAST=fast, num_warps=warps
+            out, given.to(DEVICE).view(torch.int32), SYMBOLS=symbols, CONSTANTS=Rows((width,)), TURNED=turned, WARPS=warps, FAST=fast,
+            num_warps=warps,
         )  # fmt: skip
         # An odd symbol that is the last one has a neighbour in its word.
         assert torch.equal(out.cpu()[:, :symbols], given[:, :symbols])

@@ -11,7 +11,7 @@ Each thread decodes the symbols of its channels, so that what is written is cont
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -36,12 +36,33 @@ Piece = tuple[int, int, int]
 
 
 class Form(NamedTuple):
-    """What a kernel knows of a codec: ``values`` a symbol, its digits' pieces, and what they say (``_entry``, ``_scaled``)."""
+    """What a kernel knows of a codec: the values per symbol, and the pieces of each of its digits.
+
+    An octahedral symbol is one number: an index of ``index_bits``, two sign bits from bit ``signs_at`` on, and from ``norm_at`` on a
+    norm in ``norm_mask``. A quaternion's radius is a code of at most ``largest_radius``.
+    """
 
     kind: str
     values: int
     digits: tuple[tuple[Piece, ...], ...]
-    arguments: tuple[int, ...] = ()
+    index_bits: int = 0
+    signs_at: int = 0
+    norm_at: int = 0
+    norm_mask: int = 0
+    largest_radius: int = 0
+
+
+class CodeStream(NamedTuple):
+    """A code stream's planes and packing: per digit the place of its first field and its base, in bits where all bases are binary."""
+
+    first_plane: int
+    planes: int
+    first_places: tuple[int, ...]
+    bases: tuple[int, ...]
+    binary: bool
+    fields: int
+    width: int
+    column_bytes: int
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -65,7 +86,7 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
     launch(
         _decode_frame, batch * heads * -(-tokens // block_tokens), out.device,
         out, planes, tuple(plane.stride() for plane in planes), scales, (*scales.stride(), 0), table, norm_table, heads, tokens,
-        STREAMS=_constants(codec), DIGITS=form.digits, KIND=form.kind, ARGUMENTS=form.arguments, VALUES=form.values,
+        STREAMS=_code_streams(codec), FORM=form,
         ENTRIES=table.numel() // form.values, DIM=codec.dim, BLOCK_TOKENS=block_tokens, BLOCK_CHANNELS=channels,
     )  # fmt: skip
     return out
@@ -88,7 +109,7 @@ def _form(codec: Codec) -> Form | None:
         return Form("scalar", 1, (((0, 0, 0),),))
     if type(codec) is Quaternion:
         digits = direct if "symbol" in numbers else (factored("codeword"), factored("radius"))
-        return Form("quaternion", 4, digits, ((1 << codec.radius_bits) - 1,))
+        return Form("quaternion", 4, digits, largest_radius=(1 << codec.radius_bits) - 1)
     if type(codec) is Angle:
         if codec.norm == "fp32":
             return Form("angle fp32", 2, (factored("angle"),))
@@ -103,20 +124,19 @@ def _form(codec: Codec) -> Form | None:
         else:
             whole = (*(((numbers["index"], 0, 0),) if "index" in numbers else ()), (numbers["sign"], 0, first))
         norm_at = index_bits if with_index else first + 2
-        return Form("octahedral", 3, (whole,), (index_bits, first, norm_at, (1 << codec.b_norm) - 1))
+        return Form("octahedral", 3, (whole,), index_bits, first, norm_at, (1 << codec.b_norm) - 1)
     return None
 
 
 @lru_cache(maxsize=64)
-def _constants(codec: Codec) -> tuple[tuple[Any, ...], ...]:
-    """For each code stream: its first plane, its planes, first places and bases (bits, where all are binary), and its packing."""
+def _code_streams(codec: Codec) -> tuple[CodeStream, ...]:
     streams, planes = [], 0
     for packing in codec.packings().values():
         first, bases = tuple(places[0] for places in packing.place_values), packing.bases
         if packing.binary:
             first, bases = (tuple(value.bit_length() - 1 for value in values) for values in (first, bases))
         count = len(packing.planes)
-        streams.append((planes, count, first, bases, packing.binary, packing.fields, packing.width, packing.column_bytes))
+        streams.append(CodeStream(planes, count, first, bases, packing.binary, packing.fields, packing.width, packing.column_bytes))
         planes += count
     return tuple(streams)
 
@@ -147,16 +167,17 @@ def _digit_of_stream(
 ) -> tl.tensor:
     own = ()
     own_strides = ()
-    for plane in tl.static_range(constant_at(STREAM, 1)):
-        own = own + (planes[STREAM[0] + plane],)
-        own_strides = own_strides + (strides[STREAM[0] + plane],)
-    first: tl.constexpr = constant_at(STREAM, 2, DIGIT)
-    base: tl.constexpr = constant_at(STREAM, 3, DIGIT)
-    if STREAM[4]:
-        value = load_bit_fields(own, own_strides, batch, head, token, symbol, mask, first, base, STREAM[6], STREAM[7])
+    PLANES: tl.constexpr = STREAM.planes
+    for plane in tl.static_range(PLANES):
+        own = own + (planes[STREAM.first_plane + plane],)
+        own_strides = own_strides + (strides[STREAM.first_plane + plane],)
+    first: tl.constexpr = STREAM.first_places[DIGIT]
+    base: tl.constexpr = STREAM.bases[DIGIT]
+    if STREAM.binary:
+        value = load_bit_fields(own, own_strides, batch, head, token, symbol, mask, first, base, STREAM.width, STREAM.column_bytes)
     else:
-        columns = load_columns(own, own_strides, batch, head, token, symbol, mask, STREAM[6], STREAM[7])
-        value = digit_of_field(columns, symbol // STREAM[6], first, base, STREAM[5])
+        columns = load_columns(own, own_strides, batch, head, token, symbol, mask, STREAM.width, STREAM.column_bytes)
+        value = digit_of_field(columns, symbol // STREAM.width, first, base, STREAM.fields)
     return value
 
 
@@ -195,39 +216,38 @@ def _decode_frame(
     heads: tl.tensor,
     tokens: tl.tensor,
     STREAMS: tl.constexpr,
-    DIGITS: tl.constexpr,
-    KIND: tl.constexpr,
-    ARGUMENTS: tl.constexpr,
-    VALUES: tl.constexpr,
+    FORM: tl.constexpr,
     ENTRIES: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ) -> None:
+    KIND: tl.constexpr = FORM.kind
+    VALUES: tl.constexpr = FORM.values
     batch, head, begin = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (begin + tl.arange(0, BLOCK_TOKENS))[:, None]
     channel = tl.arange(0, BLOCK_CHANNELS)[None, :]
     mask = (token < tokens) & (channel < DIM)
     symbol = channel // VALUES
     scale = scales + batch * scale_strides[0] + head * scale_strides[1] + token * scale_strides[2]
-    entry = _digit(planes, plane_strides, batch, head, token, symbol, mask, STREAMS, constant_at(DIGITS, 0))
+    entry = _digit(planes, plane_strides, batch, head, token, symbol, mask, STREAMS, constant_at(FORM.digits, 0))
     whole = entry
     if KIND == "octahedral":
         # The signs are the higher part of an entry's number.
-        entry = entry & ((1 << ARGUMENTS[0]) - 1) | (entry >> ARGUMENTS[1] & 3) << ARGUMENTS[0]
+        entry = entry & ((1 << FORM.index_bits) - 1) | (entry >> FORM.signs_at & 3) << FORM.index_bits
     value = tl.load(table + tl.minimum(entry, ENTRIES - 1) * VALUES + channel % VALUES, mask, 0.0)
     if KIND == "angle fp32":
         value = value * tl.load(scale + symbol.to(tl.int64) * scale_strides[3], mask, 0.0)
     else:
         factor = tl.load(scale, token < tokens, 0.0).to(tl.float32)
         if KIND == "octahedral":
-            value = value * tl.load(norm_table + (whole >> ARGUMENTS[2] & ARGUMENTS[3])) * factor
+            value = value * tl.load(norm_table + (whole >> FORM.norm_at & FORM.norm_mask)) * factor
         elif KIND == "scalar":
             value = value * factor
         else:
-            code = _digit(planes, plane_strides, batch, head, token, symbol, mask, STREAMS, constant_at(DIGITS, 1)).to(tl.float32)
+            code = _digit(planes, plane_strides, batch, head, token, symbol, mask, STREAMS, constant_at(FORM.digits, 1)).to(tl.float32)
             if KIND == "quaternion":
-                value = value * (code * tl.div_rn(factor, tl.full(factor.shape, ARGUMENTS[0], tl.float32)))
+                value = value * (code * tl.div_rn(factor, tl.full(factor.shape, FORM.largest_radius, tl.float32)))
             else:
                 least = tl.load(scale + scale_strides[3], token < tokens, 0.0).to(tl.float32)
                 norm = least + factor * code

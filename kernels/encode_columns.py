@@ -10,7 +10,7 @@ powers of two and of 8 bits elsewhere; the sums of limbs are integers that binar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -38,8 +38,27 @@ _PIECE_BITS = 8
 _EXACT_SUM = {16: 1 << 24, 8: 1 << 22}
 """Bounds of the sums by the bits of a limb: binary32 is exact, and the carry of two limbs fits 31 bits."""
 
-Stream = tuple[int | tuple[tuple[int, int, int], ...], ...]
-"""Columns, columns of the tile, bytes a column, bits a limb, limbs, the first accumulator, plane and place, and the pieces."""
+
+class Piece(NamedTuple):
+    """Bits of digit ``source`` of the kernel: those in ``mask`` after a shift down by ``shift``."""
+
+    source: int
+    shift: int
+    mask: int
+
+
+class Stream(NamedTuple):
+    """How one code stream is packed: its columns, the limbs of their sums, and the first sum, plane and place that are its own."""
+
+    width: int
+    tile_width: int
+    column_bytes: int
+    limb_bits: int
+    limbs: int
+    first_sum: int
+    first_plane: int
+    first_place: int
+    pieces: tuple[Piece, ...]
 
 
 class Term(NamedTuple):
@@ -78,8 +97,8 @@ def plan_of(codec: Codec, terms: Mapping[str, Sequence[Term]], symbols: int, dev
         largest = torch.tensor([(1 << piece.bits) - 1 for piece in pieces])[:, None, None]
         if int((limbs.sum(2) * largest).sum(0).max()) >= _EXACT_SUM[bits]:
             return None
-        cuts = tuple((piece.source, piece.shift, (1 << piece.bits) - 1) for piece in pieces)
-        streams.append((packing.width, limbs.shape[-1], packing.column_bytes, bits, count, accumulators, planes, elements, cuts))
+        cuts = tuple(Piece(piece.source, piece.shift, (1 << piece.bits) - 1) for piece in pieces)
+        streams.append(Stream(packing.width, limbs.shape[-1], packing.column_bytes, bits, count, accumulators, planes, elements, cuts))
         matrices.append(limbs.flatten().to(torch.float16))
         accumulators, planes, elements = accumulators + count, planes + len(packing.planes), elements + limbs.numel()
     return Plan(tuple(streams), torch.cat(matrices).to(device))
@@ -104,8 +123,19 @@ def _places(packing: Columns, term: Term, symbols: int) -> list[list[int]]:
 
 
 @triton.constexpr_function
-def _count(stream: Any) -> int:
-    return len(stream[8])
+def _limbs(streams: tuple[Stream, ...], number: int) -> int:
+    return streams[number].limbs
+
+
+@triton.jit
+def _empty_sum(STREAM: tl.constexpr, BLOCK_TOKENS: tl.constexpr) -> tl.tensor:
+    WIDTH: tl.constexpr = STREAM.tile_width
+    return tl.zeros((BLOCK_TOKENS, WIDTH), tl.float32)
+
+
+@triton.jit
+def _piece_of(digits: tl.tuple, PIECE: tl.constexpr) -> tl.tensor:
+    return digits[PIECE.source] >> PIECE.shift & PIECE.mask
 
 
 @triton.jit
@@ -113,8 +143,8 @@ def empty_columns(STREAMS: tl.constexpr, BLOCK_TOKENS: tl.constexpr) -> tl.tuple
     """The accumulators of all streams, one a limb."""
     sums = ()
     for stream in tl.static_range(len(STREAMS)):
-        for _ in tl.static_range(constant_at(STREAMS, stream, 4)):
-            sums = sums + (tl.zeros((BLOCK_TOKENS, constant_at(STREAMS, stream, 1)), tl.float32),)
+        for _ in tl.static_range(_limbs(STREAMS, stream)):
+            sums = sums + (_empty_sum(constant_at(STREAMS, stream), BLOCK_TOKENS),)
     return sums
 
 
@@ -131,7 +161,7 @@ def add_digits(
     """The accumulators with ``digits``, int32 ``[token, COUNT]`` each, of the symbols from ``first`` on of ``SYMBOLS``."""
     added = ()
     for stream in tl.static_range(len(STREAMS)):
-        for limb in tl.static_range(constant_at(STREAMS, stream, 4)):
+        for limb in tl.static_range(_limbs(STREAMS, stream)):
             added = added + (_add_limb(sums, digits, places, limb, first, COUNT, SYMBOLS, constant_at(STREAMS, stream)),)
     return added
 
@@ -147,11 +177,13 @@ def _add_limb(
     SYMBOLS: tl.constexpr,
     STREAM: tl.constexpr,
 ) -> tl.tensor:
-    place = places + STREAM[7] + (first + tl.arange(0, COUNT))[:, None] * STREAM[1] + tl.arange(0, STREAM[1])[None, :]
-    total = sums[STREAM[5] + LIMB]
-    for piece in tl.static_range(_count(STREAM)):
-        limbs = tl.load(place + (piece * STREAM[4] + LIMB) * SYMBOLS * STREAM[1])
-        digit = digits[constant_at(STREAM, 8, piece, 0)] >> constant_at(STREAM, 8, piece, 1) & constant_at(STREAM, 8, piece, 2)
+    place = (
+        places + STREAM.first_place + (first + tl.arange(0, COUNT))[:, None] * STREAM.tile_width + tl.arange(0, STREAM.tile_width)[None, :]
+    )
+    total = sums[STREAM.first_sum + LIMB]
+    for number in tl.static_range(len(STREAM.pieces)):
+        limbs = tl.load(place + (number * STREAM.limbs + LIMB) * SYMBOLS * STREAM.tile_width)
+        digit = _piece_of(digits, constant_at(STREAM.pieces, number))
         total = tl.dot(digit.to(tl.float16), limbs, total)
     return total
 
@@ -165,23 +197,23 @@ def store_columns(sums: tl.tuple, planes: tl.tuple, row: tl.tensor, valid: tl.te
 
 @triton.jit
 def _store_stream(sums: tl.tuple, planes: tl.tuple, row: tl.tensor, valid: tl.tensor, STREAM: tl.constexpr) -> None:
-    WIDTH: tl.constexpr = STREAM[0]
-    HALF: tl.constexpr = (STREAM[0] + 1) // 2
-    column = tl.arange(0, STREAM[1])[None, :]
-    rest = tl.zeros(sums[STREAM[5]].shape, tl.int32)
-    for word in tl.static_range((STREAM[2] + 1) // 2):
-        if STREAM[3] == 16:
-            if word < STREAM[4]:
-                rest += sums[STREAM[5] + word].to(tl.int32)
+    WIDTH: tl.constexpr = STREAM.width
+    HALF: tl.constexpr = (STREAM.width + 1) // 2
+    column = tl.arange(0, STREAM.tile_width)[None, :]
+    rest = tl.zeros(sums[STREAM.first_sum].shape, tl.int32)
+    for word in tl.static_range((STREAM.column_bytes + 1) // 2):
+        if STREAM.limb_bits == 16:
+            if word < STREAM.limbs:
+                rest += sums[STREAM.first_sum + word].to(tl.int32)
         else:
-            if 2 * word < STREAM[4]:
-                rest += sums[STREAM[5] + 2 * word].to(tl.int32)
-            if 2 * word + 1 < STREAM[4]:
-                rest += sums[STREAM[5] + 2 * word + 1].to(tl.int32) << 8
-        if 2 * word + 1 < STREAM[2]:
-            tl.store(planes[STREAM[6] + word] + row * WIDTH + column, (rest & 0xFFFF).to(tl.uint16), valid & (column < WIDTH))
+            if 2 * word < STREAM.limbs:
+                rest += sums[STREAM.first_sum + 2 * word].to(tl.int32)
+            if 2 * word + 1 < STREAM.limbs:
+                rest += sums[STREAM.first_sum + 2 * word + 1].to(tl.int32) << 8
+        if 2 * word + 1 < STREAM.column_bytes:
+            tl.store(planes[STREAM.first_plane + word] + row * WIDTH + column, (rest & 0xFFFF).to(tl.uint16), valid & (column < WIDTH))
         else:
             # Byte c of the last plane's W is the low or the high one of word c mod W / 2.
-            place = planes[STREAM[6] + word] + row * (2 * HALF) + (column % HALF * 2 + column // HALF)
+            place = planes[STREAM.first_plane + word] + row * (2 * HALF) + (column % HALF * 2 + column // HALF)
             tl.store(place, (rest & 0xFF).to(tl.uint8), valid & (column < 2 * HALF))
         rest = rest >> 16

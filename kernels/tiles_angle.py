@@ -42,14 +42,17 @@ VALUES = 2
 
 
 class Constants(NamedTuple):
-    """What the functions below know of a codec and its tiles: bits of a bin and of a norm, and how norms are spaced."""
+    """What the functions below know of a codec and its tiles: bits of a bin and of a norm, and how norms are spaced.
+
+    The range is stream ``range_place``, and at that place of what ``load`` gives.
+    """
 
     packing: TilePacking
     beside: int
     bin_bits: int
     norm_bits: int
     log: bool
-    range_stream: int
+    range_place: int
     half_range: bool
 
 
@@ -69,7 +72,7 @@ def tiles(codec: Angle) -> Tiles | None:
         bin_bits=bin_bits,
         norm_bits=codec.norm_bits,
         log=codec.norm == "log",
-        range_stream=len(streams) - 1,
+        range_place=len(streams) - 1,
         half_range=half,
     )
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
@@ -98,7 +101,7 @@ def load(
     """The planes, then the ranges."""
     PACKING: tl.constexpr = CONSTANTS.packing
     raw = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
-    return raw + load_range(pointers[CONSTANTS.range_stream], first, token, valid, CONSTANTS, MASKED)
+    return raw + load_range(pointers[CONSTANTS.range_place], first, token, valid, CONSTANTS, MASKED)
 
 
 @triton.jit
@@ -151,7 +154,7 @@ def _exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
 @triton.jit
 def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """``factor_of_range`` of each token."""
-    return factor_of_range(raw[CONSTANTS.range_stream : CONSTANTS.range_stream + 2 - CONSTANTS.half_range], CONSTANTS)
+    return factor_of_range(raw[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS)
 
 
 @triton.jit
@@ -249,7 +252,7 @@ def decode(
 @triton.jit
 def line_of_tokens(raw: tl.tuple, CONSTANTS: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """``norm_line`` of the ranges in ``raw``, binary16 that broadcast to a tile."""
-    scale, centre = norm_line_halves(raw[CONSTANTS.range_stream : CONSTANTS.range_stream + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
+    scale, centre = norm_line_halves(raw[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
     return of_tokens(scale, TURNED), of_tokens(centre, TURNED)
 
 

@@ -28,14 +28,17 @@ if TYPE_CHECKING:
 
 
 class Constants(NamedTuple):
-    """What the functions below know of a codec and its tiles: bits of a bin and of a norm, and how norms are spaced."""
+    """What the functions below know of a codec and its tiles: bits of a bin and of a norm, and how norms are spaced.
+
+    The range is stream ``range_place``, and at that place of what ``load`` gives.
+    """
 
     bins: CommonPacking
     norms: CommonPacking
     bin_bits: int
     norm_bits: int
     log: bool
-    range_stream: int
+    range_place: int
     half_range: bool
 
 
@@ -56,7 +59,7 @@ def tiles(codec: Angle) -> Tiles | None:
         bin_bits=bin_bits,
         norm_bits=norm_bits,
         log=codec.norm == "log",
-        range_stream=len(streams),
+        range_place=len(streams),
         half_range=half,
     )
     streams = (*streams, Stream("range", 32, 1 if half else 2))
@@ -83,7 +86,7 @@ def load(
     NORMS: tl.constexpr = CONSTANTS.norms
     raw = load_stream(pointers, first, token, valid, BINS, MASKED, TURNED)
     raw = raw + load_stream(pointers, first, token, valid, NORMS, MASKED, TURNED)
-    return raw + load_range(pointers[CONSTANTS.range_stream], first, token, valid, CONSTANTS, MASKED)
+    return raw + load_range(pointers[CONSTANTS.range_place], first, token, valid, CONSTANTS, MASKED)
 
 
 @triton.jit

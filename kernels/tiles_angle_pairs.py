@@ -41,14 +41,14 @@ class Slices(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What the functions below know of a codec and its tiles. ``range_tile`` is where a tile's range is among what ``load`` gives."""
+    """What the functions below know of a codec and its tiles. ``range_place`` is where a tile's range is among what ``load`` gives."""
 
     bins: CommonPacking
     norms: Slices
     bin_bits: int
     norm_bits: int
     log: bool
-    range_tile: int
+    range_place: int
     half_range: bool
     range_stream: int
 
@@ -74,7 +74,7 @@ def tiles(codec: Angle, paired: int) -> Tiles | None:
         bin_bits=bin_bits,
         norm_bits=norm_bits,
         log=codec.norm == "log",
-        range_tile=len(bins.planes) + slices,
+        range_place=len(bins.planes) + slices,
         half_range=half,
         range_stream=len(streams),
     )
@@ -179,7 +179,7 @@ def decode(
     AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
     bins = words_of_stream(raw, places, 0, BINS, STEP, AT, TURNED, FAST)
     NORM: tl.constexpr = 16 * len(bins) + STEP // NORMS.count * CONSTANTS.norm_bits
-    scale, centre = norm_line_halves(raw[CONSTANTS.range_tile : CONSTANTS.range_tile + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
+    scale, centre = norm_line_halves(raw[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
     scale = _of_columns(scale, BINS, TURNED)
     centre = _of_columns(centre, BINS, TURNED)
     planes = bins + (raw[NORMS.stream + STEP % NORMS.count],)
@@ -197,4 +197,4 @@ def _of_columns(value: tl.tensor, BINS: tl.constexpr, TURNED: tl.constexpr) -> t
 @triton.jit
 def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """What norms are decoded over (``tiles_angle.factor``), ``[warp, token, 2]``."""
-    return (factor_of_range(raw[CONSTANTS.range_tile : CONSTANTS.range_tile + 2 - CONSTANTS.half_range], CONSTANTS),)
+    return (factor_of_range(raw[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS),)

@@ -34,7 +34,7 @@ class Constants(NamedTuple):
     half_range: bool
     norms: RowPacking
     low_bits: int
-    pairs: tuple[tuple[int, ...], ...]
+    pairs: tuple[int, ...]
     symbols: int
 
 

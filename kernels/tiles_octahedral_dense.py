@@ -39,7 +39,7 @@ class Constants(NamedTuple):
     whole: bool
     norm_index_bits: int
     factor_bits: int
-    pairs: tuple[tuple[int, ...], ...]
+    pairs: tuple[int, ...]
     norms: tuple[int, ...] | None
 
 

@@ -14,6 +14,7 @@ from test_side_cars import attention, relative_error
 
 import kvpack
 from kvpack.container import open_file
+from kvpack.encoding import RAW_DTYPES
 from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.presets import PUBLISHED
@@ -37,6 +38,7 @@ def pairs(name: str, tokens: int, seed: int) -> list[tuple[torch.Tensor, torch.T
         for sequence in range(3):
             x[:, sequence, :, sequence :: 7 + sequence, 4 * sequence] *= 40
             x[:, sequence, :, 2 * sequence + 1 :: 31] *= 0.01
+        x = x.to(RAW_DTYPES.get(name, torch.float32))
         result.append((x[0], x[1]))
     return result
 

@@ -77,6 +77,28 @@ def test_an_entry_takes_the_place_of_no_other(tmp_path: Path) -> None:
             Cipher({"k": OLD}, tenant).decrypt(key, sealed)
 
 
+def test_what_cannot_be_read_beyond_a_gap_is_not_said_to_be_saved(tmp_path: Path) -> None:
+    store = open_store(tmp_path, encryption={"k": OLD})
+    ids, others = prompt(3), prompt(2, seed=5)
+    whole = save(store, ids)
+    save(store, others, seed=1)
+    os.replace(entry_of(store, others, 1), entry_of(store, ids, 1))
+    os.unlink(entry_of(store, ids, 0))
+    fresh = open_store(tmp_path, encryption={"k": OLD})
+    assert fresh.save(ids, whole) == fresh.load(ids)[0] == CHUNK
+    assert len(entries(tmp_path)) == 4, "another key may open it"
+    # What is damaged beyond a gap is made anew.
+    with open(entry_of(store, ids, 1), "r+b") as file:
+        file.write(b"x")
+    os.unlink(entry_of(store, ids, 0))
+    assert same(save_again(open_store(tmp_path, encryption={"k": OLD}), ids, whole), whole)
+
+
+def save_again(store: kvpack.Store, ids: list[int], whole: kvpack.Cache) -> kvpack.Cache | None:
+    assert store.save(ids, whole) == 3 * CHUNK
+    return store.load(ids)[1]
+
+
 def test_every_byte_is_covered() -> None:
     cipher = Cipher({"k": OLD}, "tenant")
     sealed = bytearray(b"".join(cipher.encrypt(bytes(32), [memoryview(b"some"), memoryview(b"text")])))

@@ -202,6 +202,12 @@ class Store:
             key, parent, part, digest = links[number]
             if number < there and opens[number]:
                 return True
+            if number >= there and self._cipher is not None and self._backend.present([key]):
+                # Beyond a gap. Only a key tells whether an encrypted entry can be read here, and what is damaged goes.
+                if self._loader.opens(key, number):
+                    return True
+                if self._backend.present([key]):
+                    return False
             try:
                 chunk = self._named(cache.slice(number * self.chunk, (number + 1) * self.chunk))
                 pieces = to_pieces(chunk, key, parent, part, digest)

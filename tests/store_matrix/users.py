@@ -109,7 +109,8 @@ def _own_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> 
         with _small_growth():
             _meet(own)
             _commands(own)
-        if plant not in planted.STAYS:
+        # What another key may open stays as well (spec/store.md, Encrypted entries).
+        if plant not in planted.STAYS and not (own.kind.encrypted and plant is planted.another_entry):
             with own.open(VICTIM[0]) as store:
                 works(store, *VICTIM)
         for who, number in KEPT:

@@ -1,21 +1,18 @@
-"""Prefix stores under load: processes that write, read, evict and are killed, every read compared with what its tokens say.
+"""Prefix stores under load: processes and threads that write, read and evict, every read compared with what its tokens say.
 
-    python tests/store_stress.py kills --count 1000
-    python tests/store_stress.py operations --processes 8 --threads 4 --count 100000
+    python tests/store_stress.py --processes 8 --threads 4 --count 100000
 
-The tests run short versions of both. What a cache holds is a function of its token ids, so any process can tell
+The tests run a short version. What a cache holds is a function of its token ids, so any process can tell
 whether what it read is what was saved.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import os
 import random
-import signal
 import sys
 import tempfile
 import threading
@@ -27,9 +24,9 @@ import torch
 
 import kvpack
 
+from store_matrix.kinds import bytes_stored  # isort: skip
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from multiprocessing.process import BaseProcess
     from multiprocessing.sharedctypes import Synchronized
 
 CHUNK = 32
@@ -116,25 +113,6 @@ def one_operation(stores: list[kvpack.Store], choice: random.Random, kept: list[
         store.collect()
 
 
-def bytes_stored(folder: str) -> int:
-    """Bytes of entries, and of what is unfinished, that were all there at one moment: those seen both before and after it."""
-    before, after = (dict(_sizes(folder)) for _ in range(2))
-    return sum(size for path, size in before.items() if after.get(path) == size)
-
-
-def _sizes(folder: str) -> Iterator[tuple[str, int]]:
-    for parent, _, names in os.walk(folder):
-        if os.path.basename(parent) == "unfinished" or len(os.path.basename(parent)) == 1:
-            for name in names:
-                path = os.path.join(parent, name)
-                with contextlib.suppress(FileNotFoundError):
-                    yield path, os.stat(path).st_size
-
-
-def unfinished(folder: str) -> list[str]:
-    return os.listdir(os.path.join(folder, "unfinished"))
-
-
 def refusals(stores: list[kvpack.Store]) -> int:
     """Damaged entries and faults that the stores have met: on a sound disk there are none, whoever was killed."""
     counts = [store.counters() for store in stores]
@@ -151,75 +129,6 @@ def note_refusals(folder: str, count: int) -> None:
 def refusals_noted(folder: str) -> int:
     path = f"{folder}.refused"
     return os.stat(path).st_size if os.path.exists(path) else 0
-
-
-def _write_until_killed(folder: str, seed: int) -> None:
-    choice, kept = random.Random(seed), []
-    stores = [open_store(folder, model) for model in range(len(LAYERS))]
-    seen = 0
-    while True:
-        one_operation(stores, choice, kept)
-        now = refusals(stores)
-        note_refusals(folder, now - seen)
-        seen = now
-
-
-def kills(folder: str, count: int, *, writers: int = 4, reads_a_kill: int = 15, seed: int = 0) -> dict[str, Any]:
-    """Kill one of the ``writers`` at a random moment, ``count`` times, with verified reads after each."""
-    choice = random.Random(seed)
-    stores = [open_store(folder, model) for model in range(len(LAYERS))]
-    for number in range(PROMPTS):
-        for model in range(len(LAYERS)):
-            packed(number, model)
-    for number in range(FAMILIES):
-        stores[0].save(prompt(number), packed(number, 0))
-
-    def start() -> BaseProcess:
-        process = FORK.Process(target=_write_until_killed, args=(folder, choice.getrandbits(32)), daemon=True)
-        process.start()
-        return process
-
-    running = [start() for _ in range(writers)]
-    reads = hits = died = most = 0
-    slowest = 0.0
-    try:
-        for _ in range(count):
-            time.sleep(choice.uniform(0, 0.03))
-            victim = choice.randrange(writers)
-            assert running[victim].pid is not None
-            os.kill(running[victim].pid, signal.SIGKILL)
-            running[victim].join()
-            died += running[victim].exitcode != -signal.SIGKILL
-            running[victim] = start()
-            for _ in range(reads_a_kill):
-                started = time.monotonic()
-                hits += check(stores[model := choice.randrange(len(LAYERS))], choice.randrange(PROMPTS), model) > 0
-                slowest = max(slowest, time.monotonic() - started)
-                reads += 1
-            most = max(most, bytes_stored(folder))
-    finally:
-        for process in running:
-            process.kill()
-            process.join()
-    started = time.monotonic()
-    left = len(unfinished(folder))
-    final = open_store(folder, 0)
-    reopened = time.monotonic() - started
-    final.collect()
-    return {
-        "kills": count,
-        "writers_that_ended_by_themselves": died,
-        "verified_reads": reads,
-        "reads_that_hit": hits,
-        "refused": refusals_noted(folder) + refusals(stores),
-        "slowest_read_s": round(slowest, 3),
-        "unfinished_files_left": left,
-        "unfinished_files_after_opening": len(unfinished(folder)),
-        "reopened_s": round(reopened, 3),
-        "budget": BUDGET,
-        "most_bytes": most,
-        "bytes": bytes_stored(folder),
-    }
 
 
 def _work(folder: str, seed: int, threads: int, count: int, failed: Synchronized[int]) -> None:
@@ -279,23 +188,17 @@ def operations(folder: str, processes: int, threads: int, count: int) -> dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kills", "operations"])
-    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="where the store is (default: a temporary folder)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
         folder = os.path.join(temporary, "store")
-        if arguments.what == "kills":
-            report = kills(folder, arguments.count, seed=arguments.seed)
-            bad = report["refused"] + report["unfinished_files_after_opening"] + report["writers_that_ended_by_themselves"]
-        else:
-            report = operations(folder, arguments.processes, arguments.threads, arguments.count)
-            bad = report["refused"] + report["threads_that_failed"] + report["processes_that_failed"]
-            bad += report["most_bytes"] > report["budget"]
+        report = operations(folder, arguments.processes, arguments.threads, arguments.count)
+    bad = report["refused"] + report["threads_that_failed"] + report["processes_that_failed"]
+    bad += report["most_bytes"] > report["budget"]
     print(json.dumps(report, indent=2))
     sys.exit(1 if bad else 0)
 

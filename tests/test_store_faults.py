@@ -106,18 +106,10 @@ def run_with_fault(folder: Path, fault: FaultyOs, monkeypatch: pytest.MonkeyPatc
     return fault.calls >= fault.number
 
 
-ALL_FAULTS = bool(os.environ.get("KVPACK_ALL_FAULTS"))
-"""Whether every error is tried at each of the first 20 calls, once and from then on: some minutes."""
-
-
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_no_fault_raises_or_harms(operation: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The n-th call of every operation, failing once or from then on; later calls less and less densely."""
     reached, number, tried = True, 1, 0
-    if ALL_FAULTS:
-        for number, code, sticky in itertools.product(range(1, 21), ERRORS, (False, True)):
-            run_with_fault(folder, FaultyOs((operation,), number, code, sticky), monkeypatch)
-        return
     while reached:
         code = ERRORS[tried % len(ERRORS)]
         sticky = tried // len(ERRORS) % 2 == 1 or tried % 3 == 2

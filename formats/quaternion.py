@@ -220,6 +220,6 @@ def codewords(seed: int, count: int) -> torch.Tensor:
     return result.flatten(0, 1)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)
 def _search(seed: int, count: int) -> Search:
     return Search(secondary_quaternions(seed, count, "cpu"), codewords(seed, count, "cpu"))

@@ -28,7 +28,7 @@ _BLOCK = 1 << 17
 _RESOLUTION = 128
 # So few chunks (a token or two, as generation appends them) take longer to call the other searches than to search.
 _FEW = 512
-_PRODUCTS_AT_ONCE = 1 << 21
+_PRODUCTS_AT_ONCE = 1 << 20
 # Building the grid takes as long as searching some 2^18 (S = 4096) to 2^21 chunks (S = 24) explicitly.
 _PAYS_AFTER = 1 << 19
 # Comparisons decided by less than this stay in the list: it covers the rounding of cell coordinates many times.
@@ -71,8 +71,13 @@ class Search:
     def by_products(self, planes: Planes) -> torch.Tensor:
         """The search among all codewords, as one matrix product; of equals the lowest s, then the lowest unit."""
         codebook = self._codebook.to(planes[0].device).T
-        chunks = torch.split(torch.stack(list(planes), 1), max(1, _PRODUCTS_AT_ONCE // codebook.shape[1]))
-        return torch.cat([(chunk @ codebook).argmax(1) for chunk in chunks]).to(torch.int32)
+        chunks, size = torch.stack(list(planes), 1), max(1, _PRODUCTS_AT_ONCE // codebook.shape[1])
+        nearest = torch.empty(len(chunks), dtype=torch.int32, device=chunks.device)
+        # One buffer for all: an allocator would keep several.
+        products = chunks.new_empty(min(size, len(chunks)), codebook.shape[1])
+        for some, found in zip(torch.split(chunks, size), torch.split(nearest, size), strict=True):
+            found.copy_(torch.mm(some, codebook, out=products[: len(some)]).argmax(1))
+        return nearest
 
     def explicit(self, planes: Planes) -> torch.Tensor:
         """The search over all secondary quaternions; of equals the lowest s, then an axis before a half unit."""

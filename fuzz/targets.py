@@ -83,6 +83,7 @@ def attend() -> Target:
     """Files of any codec, attended by queries of any options."""
     from cache_oracles import check_attend, compare_attend
 
+    _run_what_caches_run()
     return Target(*_files(list(seeds.kvpack_files())), check_attend, compare_attend)
 
 
@@ -90,6 +91,7 @@ def append() -> Target:
     """Files of any codec, to which tokens are added."""
     from cache_oracles import check_append
 
+    _run_what_caches_run()
     return Target(*_files(list(seeds.kvpack_files())), check_append)
 
 
@@ -157,6 +159,19 @@ def _import_what_commands_do() -> None:
     """What commands import when they run is of the libraries, not of an input."""
     for module in ("rich.console", "rich.table", "safetensors.torch", "kvpack.packing", "kvpack.store.catalog"):
         importlib.import_module(module)
+
+
+def _run_what_caches_run() -> None:
+    """Code of PyTorch that is mapped when it first runs is of the libraries, not of an input."""
+    import torch
+
+    import kvpack
+
+    x = torch.linspace(-1, 1, 2 * 40 * 64).view(1, 2, 40, 64)
+    for recipe in ("octopus-3", "kivi-2", "k=quaternion:s=4096,r=4;v=angle:n=64", "k=scalar:b=3;v=polar:b=4.2.2"):
+        cache = kvpack.pack([(x, x)], recipe).append([(x, x)])
+        kvpack.attend(x[:, :, :1], cache[0])
+        cache.unpack()
 
 
 def _recipe_words() -> tuple[list[bytes], list[bytes]]:

@@ -224,13 +224,14 @@ def _decode_frame(
 ) -> None:
     KIND: tl.constexpr = FORM.kind
     VALUES: tl.constexpr = FORM.values
+    DIGITS: tl.constexpr = FORM.digits
     batch, head, begin = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (begin + tl.arange(0, BLOCK_TOKENS))[:, None]
     channel = tl.arange(0, BLOCK_CHANNELS)[None, :]
     mask = (token < tokens) & (channel < DIM)
     symbol = channel // VALUES
     scale = scales + batch * scale_strides[0] + head * scale_strides[1] + token * scale_strides[2]
-    entry = _digit(planes, plane_strides, batch, head, token, symbol, mask, STREAMS, constant_at(FORM.digits, 0))
+    entry = _digit(planes, plane_strides, batch, head, token, symbol, mask, STREAMS, constant_at(DIGITS, 0))
     whole = entry
     if KIND == "octahedral":
         # The signs are the higher part of an entry's number.
@@ -245,7 +246,7 @@ def _decode_frame(
         elif KIND == "scalar":
             value = value * factor
         else:
-            code = _digit(planes, plane_strides, batch, head, token, symbol, mask, STREAMS, constant_at(FORM.digits, 1)).to(tl.float32)
+            code = _digit(planes, plane_strides, batch, head, token, symbol, mask, STREAMS, constant_at(DIGITS, 1)).to(tl.float32)
             if KIND == "quaternion":
                 value = value * (code * tl.div_rn(factor, tl.full(factor.shape, FORM.largest_radius, tl.float32)))
             else:

@@ -181,9 +181,10 @@ def _add_limb(
         places + STREAM.first_place + (first + tl.arange(0, COUNT))[:, None] * STREAM.tile_width + tl.arange(0, STREAM.tile_width)[None, :]
     )
     total = sums[STREAM.first_sum + LIMB]
-    for number in tl.static_range(len(STREAM.pieces)):
+    PIECES: tl.constexpr = STREAM.pieces
+    for number in tl.static_range(len(PIECES)):
         limbs = tl.load(place + (number * STREAM.limbs + LIMB) * SYMBOLS * STREAM.tile_width)
-        digit = _piece_of(digits, constant_at(STREAM.pieces, number))
+        digit = _piece_of(digits, constant_at(PIECES, number))
         total = tl.dot(digit.to(tl.float16), limbs, total)
     return total
 

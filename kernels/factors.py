@@ -70,10 +70,12 @@ def power_and_rests(
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """e and 2^-e of ``_power_and_rest`` for the larger one of a token's factors, and what is left of each over 2^e."""
+    CONSTANTS: tl.constexpr = V.constants
+    SIGNS: tl.constexpr = V.signs
     if V.factor is None:
-        factor = tl.full(factor_of(raws, 1, second, factor_of_signs, V.signs, False, FAST).shape, 1.0, tl.float32)
+        factor = tl.full(factor_of(raws, 1, second, factor_of_signs, SIGNS, False, FAST).shape, 1.0, tl.float32)
     else:
-        factor = factor_of(raws, 0, second, V.factor, V.constants, V.paired, FAST)
+        factor = factor_of(raws, 0, second, V.factor, CONSTANTS, V.paired, FAST)
     if V.signs is None and V.outliers is None:
         found = _power_and_rest(factor)
     else:
@@ -82,7 +84,7 @@ def power_and_rests(
             most = tl.maximum(most, LEAST_OF_OUTLIERS)
         of_signs = most
         if V.signs is not None:
-            of_signs = factor_of(raws, 1, second, factor_of_signs, V.signs, False, FAST)
+            of_signs = factor_of(raws, 1, second, factor_of_signs, SIGNS, False, FAST)
             most = tl.maximum(most, tl.abs(of_signs))
         power, inverse, _ = _power_and_rest(most)
         found = power, inverse, factor * inverse, of_signs * inverse

@@ -12,7 +12,7 @@ import torch
 import triton
 from triton import language as tl
 
-from .row_digits import pieces_of_bits
+from .row_digits import RowPacking, pieces_at
 
 MOST_BITS = 3
 """Of an index into a table in registers: a permutation selects one of 8 bytes."""
@@ -28,16 +28,17 @@ def table_of_bytes(values: torch.Tensor) -> tuple[int, ...]:
 
 
 @triton.constexpr_function
-def _gathered(packing: tuple[int, ...], symbol: int, first: int, bits: int, distance: int) -> tuple[int, ...]:
+def _gathered(packing: RowPacking, symbol: int, first: int, bits: int, distance: int) -> tuple[int, ...]:
     """Where the digits of four symbols are: (word, shift to the right, mask) three integers each, for digits at bits 0, 16, 8 and 24.
 
     A digit is ``bits`` bits from ``first`` up in a field of ``distance`` bits; what is beyond the columns is left out.
     """
+    columns = packing.first_word, packing.column_bytes, packing.width
     masks: dict[tuple[int, int], int] = {}
     for number, target in enumerate((0, 16, 8, 24)):
-        position = (symbol + number) // packing[2] * distance + first
-        if position + bits <= 8 * packing[1]:
-            for word, at, count, before in pieces_of_bits(packing, (symbol + number) % packing[2], position, bits):
+        position = (symbol + number) // packing.width * distance + first
+        if position + bits <= 8 * packing.column_bytes:
+            for word, at, count, before in pieces_at(*columns, (symbol + number) % packing.width, position, bits):
                 place = (word, at - target - before)
                 masks[place] = masks.get(place, 0) | ((1 << count) - 1) << (target + before)
     return tuple(number for place, mask in masks.items() for number in (*place, mask))

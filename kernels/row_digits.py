@@ -42,9 +42,8 @@ def row_packing(packings: Sequence[Columns], number: int) -> RowPacking:
 
 
 @triton.constexpr_function
-def pieces_of_bits(packing: RowPacking, column: int, position: int, bits: int) -> tuple[tuple[int, int, int, int], ...]:
+def pieces_at(first: int, column_bytes: int, width: int, column: int, position: int, bits: int) -> tuple[tuple[int, int, int, int], ...]:
     """Where ``bits`` bits of a column from ``position`` up lie: (word, first bit in it, bits, bits before them) of each piece."""
-    first, column_bytes, width = packing.first_word, packing.column_bytes, packing.width
     pieces = []
     done = 0
     while done < bits:
@@ -57,6 +56,12 @@ def pieces_of_bits(packing: RowPacking, column: int, position: int, bits: int) -
         pieces.append((first + plane * ((width + 1) // 2) + half // 2, 16 * (half % 2) + at, count, done))
         done += count
     return tuple(pieces)
+
+
+@triton.constexpr_function
+def pieces_of_bits(packing: RowPacking, column: int, position: int, bits: int) -> tuple[tuple[int, int, int, int], ...]:
+    """``pieces_at`` in the columns of ``packing``: Triton 3.6 takes the names of tuples that one such function gives another."""
+    return pieces_at(packing.first_word, packing.column_bytes, packing.width, column, position, bits)
 
 
 @triton.constexpr_function
@@ -168,9 +173,9 @@ def _twos(base: int) -> int:
 
 
 @triton.constexpr_function
-def first_of_upper(packing: tuple[int, ...]) -> int:
+def first_of_upper(packing: RowPacking) -> int:
     """The fewest fields of a column of more than 32 bits that leave at most 32 above them, without the twos of their bases; 0: none."""
-    _, column_bytes, _, base, _ = packing
+    column_bytes, base = packing.column_bytes, packing.base
     twos = _twos(base)
     if column_bytes <= 4 or not twos:
         return 0
@@ -179,16 +184,17 @@ def first_of_upper(packing: tuple[int, ...]) -> int:
 
 
 @triton.constexpr_function
-def _pieces_of_two(packing: tuple[int, ...], symbol: int) -> tuple[tuple[int, int, int, int], ...]:
+def _pieces_of_two(packing: RowPacking, symbol: int) -> tuple[tuple[int, int, int, int], ...]:
     """Where the bits of a symbol and of the next one are, if they lie in the same words: (word, shift to the right, mask, whether both
     are in one half of it, a byte each) of each piece, for bits 16 apart; none, if they do not.
     """
-    column, bits = symbol % packing[2], packing[3].bit_length() - 1
-    position = symbol // packing[2] * bits
-    if not packing[4] or column + 1 == packing[2]:
+    column, bits = symbol % packing.width, packing.base.bit_length() - 1
+    position = symbol // packing.width * bits
+    if not packing.binary or column + 1 == packing.width:
         return ()
     pieces = []
-    for low, high in zip(pieces_of_bits(packing, column, position, bits), pieces_of_bits(packing, column + 1, position, bits), strict=True):
+    columns = packing.first_word, packing.column_bytes, packing.width
+    for low, high in zip(pieces_at(*columns, column, position, bits), pieces_at(*columns, column + 1, position, bits), strict=True):
         word, at, count, before = low
         if high[0] != word or high[1] - at not in (8, 16) or (high[1] - at == 8 and at >= 8):
             return ()

@@ -128,7 +128,8 @@ def load_rows_and_factor(
 @triton.jit
 def factor_beside_rows(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The factor that ``load_rows_and_factor`` loaded."""
-    value = raw[2 * words_of_row(CONSTANTS.rows)]
+    ROWS: tl.constexpr = CONSTANTS.rows
+    value = raw[2 * words_of_row(ROWS)]
     if CONSTANTS.factor_bits == 16:
         value = value.to(tl.int16)
     return read_factor((value,), 0, CONSTANTS.factor_bits, False)
@@ -147,7 +148,8 @@ def decode_rows(
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """The tile of ``STEP``; ``SYMBOL(words, table, symbol, CONSTANTS, SHARED, FAST)`` gives the pairs of values of one symbol."""
-    ROW: tl.constexpr = words_of_row(CONSTANTS.rows)
+    ROWS: tl.constexpr = CONSTANTS.rows
+    ROW: tl.constexpr = words_of_row(ROWS)
     WARPS: tl.constexpr = raw[2 * ROW].shape[0]
     first = _pairs(raw[:ROW], table, PAIRS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
     second = _pairs(raw[ROW : 2 * ROW], table, PAIRS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)

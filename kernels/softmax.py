@@ -54,24 +54,28 @@ def _scores(
     Two ``raws`` are of tokens that share a row of scores (``add_tiles``), and each has query tiles of its own.
     """
     STEPS: tl.constexpr = K.steps
+    CONSTANTS: tl.constexpr = K.constants
+    SHARED: tl.constexpr = K.shared
+    SIGNS: tl.constexpr = K.signs
+    OUTLIERS: tl.constexpr = K.outliers
     SIGN_STEPS: tl.constexpr = 0 if K.signs is None else K.signs.steps
     OWN: tl.constexpr = len(q) // len(raws)
     scores = tl.zeros(like.shape, tl.float32)
     for number in tl.static_range(len(raws)):
         for step in tl.static_range(STEPS):
-            tiles = K.decode(raws[number][0], places, table, step, K.constants, K.shared, False, FAST)
+            tiles = K.decode(raws[number][0], places, table, step, CONSTANTS, SHARED, False, FAST)
             scores = _products(tiles, q, scores, number * (STEPS * len(tiles) + SIGN_STEPS) + step * len(tiles))
     if K.factor is not None:
-        scores = scores * of_rows(factor_of(raws, 0, second, K.factor, K.constants, K.paired, FAST))
+        scores = scores * of_rows(factor_of(raws, 0, second, K.factor, CONSTANTS, K.paired, FAST))
     if K.signs is not None:
         products = tl.zeros(like.shape, tl.float32) + half_sum
         for number in tl.static_range(len(raws)):
             for step in tl.static_range(SIGN_STEPS):
-                tiles = decode_bits(raws[number][1], places, step, K.signs, FAST)
+                tiles = decode_bits(raws[number][1], places, step, SIGNS, FAST)
                 products = _products(tiles, q, products, (number + 1) * OWN - SIGN_STEPS + step)
-        scores += products * of_rows(factor_of(raws, 1, second, factor_of_bits, K.signs, False, FAST))
+        scores += products * of_rows(factor_of(raws, 1, second, factor_of_bits, SIGNS, False, FAST))
     if K.outliers is not None:
-        scores = add_outlier_scores(scores, entries, q, TILE, K.outliers, FAST)
+        scores = add_outlier_scores(scores, entries, q, TILE, OUTLIERS, FAST)
     scores = scores * scale
     if SOFTCAP:
         # cap * tanh(s / cap): 1 / cap is in scale, and the logarithm's base in cap.
@@ -182,6 +186,10 @@ def add_tiles(
     factors of their own, and the last sums; e is that of the larger factor.
     """
     STEPS: tl.constexpr = V.steps
+    CONSTANTS: tl.constexpr = V.constants
+    SHARED: tl.constexpr = V.shared
+    SIGNS: tl.constexpr = V.signs
+    OUTLIERS: tl.constexpr = V.outliers
     SIGN_STEPS: tl.constexpr = 0 if V.signs is None else V.signs.steps
     FIRST_SIGNS: tl.constexpr = len(sums) - SIGN_STEPS
     TILES: tl.constexpr = len(scores)
@@ -224,14 +232,14 @@ def add_tiles(
             sign_weight = _own_weights(sign_weights[number // V_EACH], second, number, V_EACH)
         new_sums = ()
         for step in tl.static_range(STEPS):
-            decoded = V.decode(v_raws[number][0], v_places, v_table, step, V.constants, V.shared, True, FAST)
+            decoded = V.decode(v_raws[number][0], v_places, v_table, step, CONSTANTS, SHARED, True, FAST)
             new_sums = new_sums + _weighted(decoded, weight, rescaled, step * len(decoded))
         for step in tl.static_range(SIGN_STEPS):
-            decoded = decode_signs(v_raws[number][1], v_places, step, V.signs, FAST)
+            decoded = decode_signs(v_raws[number][1], v_places, step, SIGNS, FAST)
             new_sums = new_sums + _weighted(decoded, sign_weight, rescaled, FIRST_SIGNS + step)
         rescaled = new_sums
         if V.outliers is not None:
-            rescaled = add_outlier_values(rescaled, v_entries, plain_weights[number], number, V.outliers, FAST)
+            rescaled = add_outlier_values(rescaled, v_entries, plain_weights[number], number, OUTLIERS, FAST)
     return new_largest, total, rescaled
 
 

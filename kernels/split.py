@@ -23,6 +23,7 @@ from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .axes import tokens_behind
+from .columns import constant_at
 from .fields import load_places
 from .outlier_patches import declare_patches
 from .query_tiles import query_tiles, sum_of
@@ -108,6 +109,16 @@ def attend_split(
     query of a sequence of all tokens. ``LATE``: values are loaded after the scores of their tokens. ``PREFETCH``: the rows of the tokens
     that follow are brought to the second-level cache; with ``LOADS_AHEAD`` they are loaded, into registers.
     """
+    # Triton 3.6 takes tuples and text as arguments of functions only where they have a name.
+    K_DTYPE: tl.constexpr = K.dtype
+    K_PLACES: tl.constexpr = K.places
+    V_PLACES: tl.constexpr = V.places
+    K_WIDTHS: tl.constexpr = K.widths
+    V_WIDTHS: tl.constexpr = V.widths
+    K_SIGNS: tl.constexpr = K.signs
+    K_OUTLIERS: tl.constexpr = K.outliers
+    V_OUTLIERS: tl.constexpr = V.outliers
+    FILLS: tl.constexpr = TABLES.fills
     PAIRS: tl.constexpr = K.paired or V.paired
     TOGETHER: tl.constexpr = 2 if PAIRS else 1
     NEIGHBOURS: tl.constexpr = PAIRS and tokens_behind(PAIRS, TOKENS) == 1
@@ -123,8 +134,8 @@ def attend_split(
     if TABLES.nbytes:
         declare(TABLES.nbytes, WARPS)
         entries = ()
-        for number in tl.static_range(len(TABLES.fills)):
-            entries = entries + (_fetched(k_table, v_table, TABLES.fills[number]),)
+        for number in tl.static_range(len(FILLS)):
+            entries = entries + (_fetched(k_table, v_table, constant_at(FILLS, number)),)
     if PATCHES:
         declare_patches(PATCHES, WARPS)
     row = work + item * WORK_ROW
@@ -140,8 +151,8 @@ def attend_split(
     if AHEAD:
         prefetch(k_pointers, k_first, tl.minimum(count, AHEAD), K)
         prefetch(v_pointers, v_first, tl.minimum(count, AHEAD), V)
-    k_places = load_places(numbers, K.places)
-    v_places = load_places(numbers, V.places)
+    k_places = load_places(numbers, K_PLACES)
+    v_places = load_places(numbers, V_PLACES)
     if LENGTHS:
         length = tl.minimum(tl.load(lengths + batch), position + q_len)
         position = length - q_len
@@ -155,19 +166,19 @@ def attend_split(
         gdc_wait()
         gdc_launch_dependents()
     padded = row_blocks * BLOCK
-    columns: tl.constexpr = sum_of(K.widths)
+    columns: tl.constexpr = sum_of(K_WIDTHS)
     row_number = tl.arange(0, ROWS)
     second = (row_number >= ROWS // 2)[None, None, :]
     if PAIRS:
         row_number = row_number % (ROWS // 2)
     row_number += block * BLOCK
     q_begin = q + sequence.to(tl.int64) * columns * padded
-    q_tiles = query_tiles(q_begin, row_number, second, padded, K.widths, K.dtype, WARPS, K.paired, K.run, PAIRS)
+    q_tiles = query_tiles(q_begin, row_number, second, padded, K_WIDTHS, K_DTYPE, WARPS, K.paired, K.run, PAIRS)
     SETS: tl.constexpr = 2 if PAIRS and not K.paired else 1
-    q_tiles = queries_of_bits(q_tiles, K.signs, SETS)
+    q_tiles = queries_of_bits(q_tiles, K_SIGNS, SETS)
     q_half_sum = 0.0
-    if K.signs is not None:
-        q_half_sum = half_sum(q_tiles, K.signs, SETS)
+    if K_SIGNS is not None:
+        q_half_sum = half_sum(q_tiles, K_SIGNS, SETS)
     scale = tl.load(scales + sequence * padded + row_number)[None, None, :]
     at = position + (row_number % q_len)[None, None, :]
     # Tokens of a warp lie side by side, whatever tiles they are cut into.
@@ -185,21 +196,21 @@ def attend_split(
             V, TILES * TOGETHER, TOKENS, True, True, FAST,
         )  # fmt: skip
     if TABLES.nbytes:
-        for number in tl.static_range(len(TABLES.fills)):
-            _fill(entries[number], TABLES.fills[number])
+        for number in tl.static_range(len(FILLS)):
+            _fill(entries[number], constant_at(FILLS, number))
     if TABLES.nbytes or PATCHES:
         tl.debug_barrier()
     largest = tl.full((WARPS, 1, ROWS), UNSEEN, tl.float32)
     total = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
     sums = ()
-    for number in tl.static_range(len(V.widths)):
-        sums = sums + (_zeros(WARPS, 2 * V.widths[number] if V.paired else V.widths[number], ROWS),)
+    for number in tl.static_range(len(V_WIDTHS)):
+        sums = sums + (_zeros(WARPS, 2 * V_WIDTHS[number] if V.paired else V_WIDTHS[number], ROWS),)
     # Where registers do not hold a tile ahead of time, they do not hold its entries either.
     ENTRIES_AHEAD: tl.constexpr = STAGES > 1
-    k_ready = ready_patches(k_pointers, numbers, K.outliers, WARPS, TOKENS, False, ENTRIES_AHEAD, FAST)
-    v_ready = ready_patches(v_pointers, numbers, V.outliers, WARPS, TOKENS, True, ENTRIES_AHEAD, FAST)
-    k_ahead = first_entries(k_pointers, k_first, k_first + count, K.outliers, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
-    v_ahead = first_entries(v_pointers, v_first, v_first + count, V.outliers, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+    k_ready = ready_patches(k_pointers, numbers, K_OUTLIERS, WARPS, TOKENS, False, ENTRIES_AHEAD, FAST)
+    v_ready = ready_patches(v_pointers, numbers, V_OUTLIERS, WARPS, TOKENS, True, ENTRIES_AHEAD, FAST)
+    k_ahead = first_entries(k_pointers, k_first, k_first + count, K_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+    v_ahead = first_entries(v_pointers, v_first, v_first + count, V_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
     for offset in tl.range(0, whole, TILES * SPAN, num_stages=STAGES):
         if AHEAD:
             prefetch(k_pointers, k_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), K)
@@ -222,10 +233,10 @@ def attend_split(
                 v_raws = v_next
         if not LOADS_AHEAD:
             k_raws = k_next
-        k_entries = entries_of(k_ahead, k_pointers, k_first + offset, k_ready, K.outliers, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
-        v_entries = entries_of(v_ahead, v_pointers, v_first + offset, v_ready, V.outliers, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
-        k_ahead = next_entries(k_ahead, k_pointers, k_first + offset, k_first + count, K.outliers, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
-        v_ahead = next_entries(v_ahead, v_pointers, v_first + offset, v_first + count, V.outliers, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+        k_entries = entries_of(k_ahead, k_pointers, k_first + offset, k_ready, K_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+        v_entries = entries_of(v_ahead, v_pointers, v_first + offset, v_ready, V_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+        k_ahead = next_entries(k_ahead, k_pointers, k_first + offset, k_first + count, K_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+        v_ahead = next_entries(v_ahead, v_pointers, v_first + offset, v_first + count, V_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
         scores = key_scores(
             k_raws, k_entries, q_tiles, q_half_sum, scale, cap, at, token, second, count, ahead, window, k_places, k_table, total,
             K, V, SOFTCAP, False, FAST,
@@ -254,10 +265,10 @@ def attend_split(
                 v_pointers, v_first + offset, near, count - offset,
                 V, TOGETHER, TOKENS, True, True, FAST,
             )  # fmt: skip
-        k_bounds = first_entries(k_pointers, k_first + offset, k_first + count, K.outliers, WARPS, TOKENS, False)
-        v_bounds = first_entries(v_pointers, v_first + offset, v_first + count, V.outliers, WARPS, TOKENS, False)
-        k_entries = entries_of(k_bounds, k_pointers, k_first + offset, k_ready, K.outliers, WARPS, TOKENS, False)
-        v_entries = entries_of(v_bounds, v_pointers, v_first + offset, v_ready, V.outliers, WARPS, TOKENS, False)
+        k_bounds = first_entries(k_pointers, k_first + offset, k_first + count, K_OUTLIERS, WARPS, TOKENS, False)
+        v_bounds = first_entries(v_pointers, v_first + offset, v_first + count, V_OUTLIERS, WARPS, TOKENS, False)
+        k_entries = entries_of(k_bounds, k_pointers, k_first + offset, k_ready, K_OUTLIERS, WARPS, TOKENS, False)
+        v_entries = entries_of(v_bounds, v_pointers, v_first + offset, v_ready, V_OUTLIERS, WARPS, TOKENS, False)
         scores = key_scores(
             k_raws, k_entries, q_tiles, q_half_sum, scale, cap, at, near + offset, second, count, ahead, window, k_places, k_table, total,
             K, V, SOFTCAP, True, FAST,
@@ -281,9 +292,9 @@ def attend_split(
     tl.store(largest_out + part, largest, real)
     tl.store(total_out + part, total, real)
     done = 0
-    for number in tl.static_range(len(V.widths)):
-        tl.store(sums_out + part * COLUMNS + done + tl.arange(0, V.widths[number])[None, :, None], sums[number], real)
-        done += V.widths[number]
+    for number in tl.static_range(len(V_WIDTHS)):
+        tl.store(sums_out + part * COLUMNS + done + tl.arange(0, V_WIDTHS[number])[None, :, None], sums[number], real)
+        done += V_WIDTHS[number]
     if DEPENDENT and not FIRST:
         # The launch before runs beside this one, and the merge waits for the last of them.
         gdc_wait()

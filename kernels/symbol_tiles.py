@@ -46,7 +46,8 @@ def symbol_tile(
 
     ``TWO(words, symbol, CONSTANTS, FAST)`` gives a symbol and the next one, 16 bits apart.
     """
-    ROW: tl.constexpr = words_of_row(CONSTANTS.rows)
+    ROWS: tl.constexpr = CONSTANTS.rows
+    ROW: tl.constexpr = words_of_row(ROWS)
     WARPS: tl.constexpr = raw[2 * ROW].shape[0]
     first = _pairs(raw[:ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
     second = _pairs(raw[ROW : 2 * ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)

@@ -74,12 +74,14 @@ def load_tiles(
 
     If the side is ``paired``, half as many of twice as many tokens.
     """
+    CONSTANTS: tl.constexpr = SIDE.constants
+    SIGNS: tl.constexpr = SIDE.signs
     raws = ()
     for tile in tl.static_range(TILES // 2 if SIDE.paired else TILES):
         at = token + tile * (2 * TOKENS if SIDE.paired else TOKENS)
         valid = (at < end, at + tokens_behind(SIDE.paired, TOKENS) < end) if SIDE.paired else at < end
-        raw = (SIDE.load(pointers, first, at, valid, SIDE.constants, MASKED, SIDE.whole, TURNED, FAST),)
+        raw = (SIDE.load(pointers, first, at, valid, CONSTANTS, MASKED, SIDE.whole, TURNED, FAST),)
         if SIDE.signs is not None:
-            raw = raw + (load_signs(pointers, first, at, valid, SIDE.signs, MASKED, TURNED, FAST),)
+            raw = raw + (load_signs(pointers, first, at, valid, SIGNS, MASKED, TURNED, FAST),)
         raws = raws + (raw,)
     return raws

@@ -201,7 +201,8 @@ def _pairs(
 def _radii(words: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """The radii that the step begins with, two by two, over the token's power of two."""
     AT: tl.constexpr = CONSTANTS.first_radius
-    PLACES: tl.constexpr = angles_of_step(CONSTANTS.tree, STEP, len(CONSTANTS.levels) + 1)
+    TREE: tl.constexpr = CONSTANTS.tree
+    PLACES: tl.constexpr = angles_of_step(TREE, STEP, len(CONSTANTS.levels) + 1)
     inverse = ((30 - _exponent(words[AT:], FAST)) << 10).to(tl.uint32, bitcast=True) * 0x10001
     radii = ()
     for number in tl.static_range(len(PLACES)):
@@ -222,8 +223,9 @@ def _below(
 ) -> tl.tuple:
     """What lies below the radii of ``LEVEL`` in the step, two by two; ``radii`` are those, two by two as well, or none where it is 1."""
     OF_LEVEL: tl.constexpr = CONSTANTS.levels[LEVEL - 1]
-    ANGLES: tl.constexpr = angles_of_step(CONSTANTS.tree, STEP, LEVEL)
-    ABOVE: tl.constexpr = angles_of_step(CONSTANTS.tree, STEP, LEVEL + 1)
+    TREE: tl.constexpr = CONSTANTS.tree
+    ANGLES: tl.constexpr = angles_of_step(TREE, STEP, LEVEL)
+    ABOVE: tl.constexpr = angles_of_step(TREE, STEP, LEVEL + 1)
     LOOKUPS: tl.constexpr = lookups_of(ANGLES, OF_LEVEL.packing.width, OF_LEVEL.bits)
     PLACES: tl.constexpr = places_of(ANGLES, OF_LEVEL.packing.width, OF_LEVEL.bits)
     found = ()
@@ -255,4 +257,5 @@ def _directions(
     POSITION: tl.constexpr = SYMBOL // OF_LEVEL.packing.width * OF_LEVEL.bits
     BITS: tl.constexpr = COUNT * OF_LEVEL.bits
     FIRST: tl.constexpr = OF_LEVEL.first_entry if COUNT == 1 else OF_LEVEL.first_pair
-    return look_up_field(words, table, OF_LEVEL.packing, COLUMN, POSITION, BITS, COUNT, FIRST, SHARED, FAST)
+    PACKING: tl.constexpr = OF_LEVEL.packing
+    return look_up_field(words, table, PACKING, COLUMN, POSITION, BITS, COUNT, FIRST, SHARED, FAST)

@@ -61,7 +61,10 @@ def pieces_at(first: int, column_bytes: int, width: int, column: int, position: 
 @triton.constexpr_function
 def pieces_of_bits(packing: RowPacking, column: int, position: int, bits: int) -> tuple[tuple[int, int, int, int], ...]:
     """``pieces_at`` in the columns of ``packing``: Triton 3.6 takes the names of tuples that one such function gives another."""
-    return pieces_at(packing.first_word, packing.column_bytes, packing.width, column, position, bits)
+    pieces: tuple[tuple[int, int, int, int], ...] = pieces_at(
+        packing.first_word, packing.column_bytes, packing.width, column, position, bits
+    )
+    return pieces
 
 
 @triton.constexpr_function

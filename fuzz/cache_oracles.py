@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import random
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import kvpack
 from kvpack import container, files
+from kvpack.encoding import RAW_DTYPES, RAW_NAMES
+from kvpack.errors import RoundedWarning
 from kvpack.formats.errors import KvpackError
+from kvpack.formats.raw import HOLDS, Raw
 
 from memory import check_growth  # isort: skip
 from oracles import MAX_DECODED_BYTES  # isort: skip
 from value_oracles import MOST_VALUES, assert_equal, loaded  # isort: skip
 
 if TYPE_CHECKING:
-    from kvpack.cache import Cache, Layer
+    from kvpack.cache import Cache, Layer, Side
 
 _MODERATE = 2.0**20
 _TOLERANCE = 2e-3
@@ -77,12 +81,15 @@ def check_append(data: bytes) -> bool:
             return True
         pairs = [tuple(_values(source, side, count) for side in (layer.k, layer.v)) for layer in cache]
         try:
-            longer = cache.append(pairs)  # type: ignore[arg-type]
+            with warnings.catch_warnings(record=True) as shown:
+                warnings.simplefilter("always")
+                longer = cache.append(pairs)  # type: ignore[arg-type]
             again = files.read(container.open_bytes(bytearray(container.to_bytes(*files.stored(longer)))))
         except KvpackError:
             return True
         for layer, before in zip(longer, cache, strict=True):
             assert layer.tokens == before.tokens + (count if layer.sides else 0)
+        _check_added(cache, longer, pairs, shown)
         if all(layer.tokens == cache.tokens for layer in cache):
             assert_equal(again, longer, longer.tokens)
             # What is still raw may be encoded by now.
@@ -93,15 +100,34 @@ def check_append(data: bytes) -> bool:
     return check_growth(append, MAX_DECODED_BYTES)
 
 
+def _check_added(cache: Cache, longer: Cache, pairs: list[tuple[torch.Tensor | None, ...]], shown: list[warnings.WarningMessage]) -> None:
+    """Added values are kept exactly while they are raw; only a raw codec narrower than they are rounds them, with its warning."""
+    assert all(issubclass(warning.category, RoundedWarning) for warning in shown), [str(warning.message) for warning in shown]
+    may_round = False
+    for layer, before, pair in zip(longer, cache, pairs, strict=True):
+        for name, x in zip(("k", "v"), pair, strict=True):
+            if x is None:
+                continue
+            side, raw = layer.sides[name], isinstance(layer.sides[name].codec, Raw)
+            may_round |= raw and any(RAW_NAMES[dtype] not in HOLDS[side.codec.dtype] for dtype in (x.dtype, before.sides[name].tail.dtype))
+            exact = x.shape[2] if raw and not shown else min(x.shape[2], side.tail.shape[2])
+            added = side.unpack(torch.float32)[:, :, side.tokens - exact :]
+            assert torch.equal(added, x[:, :, x.shape[2] - exact :].to(torch.float32)), f"{name}: other values than those added"
+    assert may_round or not shown, "a warning of rounding, and no codec rounds"
+
+
 def _source(data: bytes) -> random.Random:
     return random.Random(hashlib.blake2b(data).digest())
 
 
-def _values(source: random.Random, side: Any, count: int) -> torch.Tensor | None:
+def _values(source: random.Random, side: Side | None, count: int) -> torch.Tensor | None:
+    """Values for a side: of the widest dtype, which a raw side may refuse or round, or of the dtype that it keeps."""
     if side is None:
         return None
+    dtype = source.choice((torch.float32, RAW_DTYPES[side.codec.dtype] if isinstance(side.codec, Raw) else side.tail.dtype))
     generator = torch.Generator().manual_seed(source.randrange(2**32))
-    return torch.randn(side.batch, side.heads, count, side.dim, generator=generator) * source.choice((0.0, 1.0, 100.0))
+    x = torch.randn(side.batch, side.heads, count, side.dim, generator=generator) * source.choice((0.0, 1.0, 100.0))
+    return x.to(dtype)
 
 
 def _queries(cache: Cache, data: bytes) -> list[tuple[Layer, torch.Tensor, dict[str, Any]]]:

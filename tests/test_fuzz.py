@@ -15,7 +15,7 @@ import msgpack
 import pytest
 import xxhash
 
-from kvpack import container, header_tensor, recipes
+from kvpack import cache, container, header_tensor, payload, recipes
 from kvpack.formats import CODECS, columns
 from kvpack.formats.errors import DigestMismatch, KvpackError
 from kvpack.formats.scalar import Scalar
@@ -146,12 +146,13 @@ def another_shape(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "a reader crashes": ("container", crash(container, "check_digest")),
-    "a pad is not checked": ("container", lambda patch: patch.setattr(container, "any", lambda _: False, raising=False)),
+    "a pad is not checked": ("container", lambda patch: patch.setattr(payload, "any", lambda _: False, raising=False)),
     "keys are not checked": ("header", leave_out(header_tensor, "check_keys")),
     "another form of the header": ("header", wrong_bytes),
     "digits are not checked": ("codec-group", leave_out(columns.Columns, "check")),
     "values are wrong": ("codec-scalar", wrong_value),
     "another reading": ("safetensors", another_shape),
+    "added values are rounded": ("append", leave_out(cache, "is_rounded", False)),
     "payloads are not checked": ("entry", leave_out(entries, "_check_payload")),
     "a word crashes": ("recipe", crash(recipes, "create_codec")),
     "a clause crashes": ("recipe-file", crash(recipes, "read_clauses")),

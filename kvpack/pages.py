@@ -86,7 +86,8 @@ class Stretch:
 
     def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """The streams of tokens ``[start, stop)`` as views; ``start`` is at a token group of its run."""
-        first = int(numpy.searchsorted(self.ends, start, "right"))
+        # Tokens after the last are none, in the last run.
+        first = min(int(numpy.searchsorted(self.ends, start, "right")), len(self.ends) - 1)
         last = max(first, int(numpy.searchsorted(self.ends, stop, "left")))
         result = {}
         for name, layout in self.layout.items():

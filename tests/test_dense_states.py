@@ -111,13 +111,13 @@ def test_of_a_static_cache_the_filled_part_is_packed_at_its_positions(name: str,
 def test_a_store_takes_no_layer_that_dropped_tokens(tmp_path: Any) -> None:
     model = small_model("Mistral", sliding_window=WINDOW)
     cache, ids = filled(model, 70), token_ids(70)
-    store = kvpack.Store(tmp_path, kvpack.Identity("model", "bf16", weights="w"), chunk=8)
+    store = kvpack.Store(tmp_path, kvpack.Identity("model", "raw", weights="w"), chunk=8)
     with pytest.raises(InvalidParameter, match=r"layers\[0\] holds 15 of 70 tokens, positions 55 to 70: a prefix needs all"):
-        store.save(ids, kvpack.pack(cache, "bf16"))
+        store.save(ids, kvpack.pack(cache, "raw"))
     with pytest.raises(InvalidParameter, match="token_ids has 70 ids and the cache holds 15 tokens"):
-        store.save(ids, kvpack.pack([(layer.keys, layer.values) for layer in cache.layers], "bf16"))
+        store.save(ids, kvpack.pack([(layer.keys, layer.values) for layer in cache.layers], "raw"))
     assert store.match(ids) == 0
-    inside = kvpack.pack(filled(model, WINDOW - 1), "bf16")
+    inside = kvpack.pack(filled(model, WINDOW - 1), "raw")
     assert store.save(ids[:, : WINDOW - 1], inside) == 8
 
 
@@ -127,7 +127,7 @@ def test_a_cache_with_other_states_is_refused_by_name(name: str) -> None:
     model = small_model(name, **options)
     cache = model(token_ids(12), use_cache=True).past_key_values
     with pytest.raises(InvalidParameter, match=message):
-        kvpack.pack(cache, "bf16")
+        kvpack.pack(cache, "raw")
 
 
 def test_layers_that_share_the_keys_of_others_are_without_sides() -> None:
@@ -137,7 +137,7 @@ def test_layers_that_share_the_keys_of_others_are_without_sides() -> None:
     torch.manual_seed(0)
     cache = filled(transformers.Gemma3nForCausalLM(config).eval(), 20)
     assert [type(layer).__name__ for layer in cache.layers][-1] == "DummyLayer"
-    assert [(list(layer.sides), layer.skipped) for layer in kvpack.pack(cache, "bf16")] == [(["k", "v"], 5), (["k", "v"], 5), ([], 0)]
+    assert [(list(layer.sides), layer.skipped) for layer in kvpack.pack(cache, "raw")] == [(["k", "v"], 5), (["k", "v"], 5), ([], 0)]
 
 
 def test_of_an_encoder_decoder_cache_each_half_is_packed() -> None:
@@ -146,9 +146,9 @@ def test_of_an_encoder_decoder_cache_each_half_is_packed() -> None:
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**options)).eval()
     cache = model(input_ids=token_ids(7), decoder_input_ids=token_ids(3), use_cache=True).past_key_values
     with pytest.raises(InvalidParameter, match=r"EncoderDecoderCache is two caches, .* pack its self_attention_cache"):
-        kvpack.pack(cache, "bf16")
-    assert kvpack.pack(cache.self_attention_cache, "bf16").tokens == 3
-    assert kvpack.pack(cache.cross_attention_cache, "bf16").tokens == 7
+        kvpack.pack(cache, "raw")
+    assert kvpack.pack(cache.self_attention_cache, "raw").tokens == 3
+    assert kvpack.pack(cache.cross_attention_cache, "raw").tokens == 7
 
 
 X = torch.zeros(1, 1, 8, 16)
@@ -215,15 +215,15 @@ class Unknown:
 )
 def test_a_layer_that_holds_more_is_refused_by_name(layer: Any, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
-        kvpack.pack(with_layer(layer), "bf16")
+        kvpack.pack(with_layer(layer), "raw")
 
 
 @pytest.mark.parametrize("seen", [7, 9])
 def test_a_layer_of_an_unknown_class_holds_what_it_has_seen(seen: int) -> None:
     with pytest.raises(InvalidShape, match=rf"layers\[1\]: a Unknown that has seen {seen} tokens holds the keys of 8"):
-        kvpack.pack(with_layer(Unknown(seen, is_sliding=True)), "bf16")
-    assert [layer.tokens for layer in kvpack.pack(with_layer(Unknown(8)), "bf16")] == [8, 8]
-    assert kvpack.pack(with_layer(WithMore({"settings": (1, "a", None, torch.float32)})), "bf16").tokens == 8
+        kvpack.pack(with_layer(Unknown(seen, is_sliding=True)), "raw")
+    assert [layer.tokens for layer in kvpack.pack(with_layer(Unknown(8)), "raw")] == [8, 8]
+    assert kvpack.pack(with_layer(WithMore({"settings": (1, "a", None, torch.float32)})), "raw").tokens == 8
 
 
 def test_caches_of_other_kinds_are_refused_by_name() -> None:
@@ -234,20 +234,20 @@ def test_caches_of_other_kinds_are_refused_by_name() -> None:
         (MtpCache(config=config), "the cache is a MtpCache: what it holds"),
     ):
         with pytest.raises(InvalidParameter, match=message):
-            kvpack.pack(filled(model, 8, cache), "bf16")
+            kvpack.pack(filled(model, 8, cache), "raw")
     quantized = transformers.QuantizedCache("fp8", config).layers[0]
     with pytest.raises(InvalidParameter, match=r"layers\[1\] is a Fp8QuantizedLayer: its _quantized_keys and _quantized_values"):
-        kvpack.pack(with_layer(quantized), "bf16")
+        kvpack.pack(with_layer(quantized), "raw")
     for empty in (DynamicCache(), DynamicCache(config=config), StaticCache(config=config, max_cache_len=8)):
         with pytest.raises(InvalidShape, match="Cache without keys and values: no forward pass has filled it"):
-            kvpack.pack(empty, "bf16")
+            kvpack.pack(empty, "raw")
     with pytest.raises(InvalidDtype, match="not a KV cache"):
-        kvpack.pack(object(), "bf16")
+        kvpack.pack(object(), "raw")
 
 
 def test_layers_that_have_not_seen_the_same_tokens_are_refused() -> None:
     with pytest.raises(InvalidShape, match=r"layers\[0\] 8 and layers\[1\] 5 of them"):
-        kvpack.pack(with_layer(DynamicLayer(), tokens=5), "bf16")
+        kvpack.pack(with_layer(DynamicLayer(), tokens=5), "raw")
 
 
 def test_a_layer_without_tokens_among_others_is_without_sides() -> None:
@@ -255,4 +255,4 @@ def test_a_layer_without_tokens_among_others_is_without_sides() -> None:
     cache.layers.insert(1, DynamicLayer())
     cache.layers.append(DynamicLayer())
     cache.layers[-1].lazy_initialization(X, X)
-    assert [layer.tokens for layer in kvpack.pack(cache, "bf16")] == [8, 0, 8, 0]
+    assert [layer.tokens for layer in kvpack.pack(cache, "raw")] == [8, 0, 8, 0]

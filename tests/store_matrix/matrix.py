@@ -41,7 +41,6 @@ class Fault:
     many: int
     what: str
 
-
     def cases_of_test(self, kind: str) -> int:
         return self.few if kind == "plain" else -(-self.few // 3)
 

@@ -209,7 +209,7 @@ def codewords(seed: int, count: int) -> torch.Tensor:
     units += [[-0.5 if bits >> i & 1 else 0.5 for i in range(4)] for bits in range(16)]
     # In binary64 and rounded once: the products with 0, 1/2 and 1 are exact, the sums run left to right.
     a, b, c, d = torch.tensor(units, dtype=torch.float64).T
-    result = torch.empty(count, UNITS, 4)
+    result = torch.empty(count, UNITS, 4, dtype=torch.float32, device="cpu")
     # A part at a time: an allocator keeps the memory of large temporaries, and the next codebook takes others.
     for secondary, part in zip(*(torch.split(one, _AT_ONCE) for one in (secondary_quaternions(seed, count, "cpu"), result)), strict=True):
         w, x, y, z = secondary.to(torch.float64).T[..., None]

@@ -195,7 +195,7 @@ def test_outliers_are_stored_as_they_are() -> None:
     threshold = 3 * norms.transpose(0, 1).flatten(1).median(1).values
     flagged = norms > threshold[:, None, None]
     assert streams["outliers"].shape == (1, 1, int(flagged.sum()), 4)
-    assert torch.equal(one.entries(streams)["outliers"], flagged.sum((0, 1, 3)))
+    assert torch.equal(one.entries(streams)["outliers"], flagged.sum((1, 3)).T)
     base = codec("quaternion", s="24", r="3")
     rest = [(y - x)[~flagged.repeat_interleave(4, -1)].square().mean() for y in (decoded, base.decode(base.encode(x)))]
     assert rest[0] < rest[1]

@@ -41,3 +41,12 @@ def test_a_cache_is_encoded_on_the_device(recipe: str, tmp_path: object) -> None
     kvpack.save(cache, f"{tmp_path}/a.kvpack")
     loaded = kvpack.load(f"{tmp_path}/a.kvpack")
     assert all(torch.equal(a, b) for a, b in zip(dense(loaded), dense(cache.to("cpu")), strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["octopus-3-scaled", "hqmq-s24-r4-med3", "rotatekv-2", "octopus-qjl-2", "raw"])
+def test_rows_of_a_batch_are_selected_where_they_are(recipe: str) -> None:
+    cache = kvpack.pack(random_pairs(1, 300, batch=3, dims=(128, 128)), recipe)
+    found = cache.to("cuda").select([2, 0, 0])
+    assert all(side.device.type == "cuda" for side in found[0].sides.values())
+    for mine, theirs in zip(dense(found.to("cpu")), dense(cache), strict=True):
+        assert torch.equal(mine, theirs[[2, 0, 0]])

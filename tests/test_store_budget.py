@@ -59,6 +59,10 @@ def write(folder: str, writer: int, count: int, refused: Any = None) -> None:
         refused.put(counters.as_dict())
 
 
+ATTEMPTS = 30
+"""Runs in which a budget that does not hold must be seen once."""
+
+
 def most_held(folder: Path, writers: list[Any]) -> int:
     for writer in writers:
         writer.start()
@@ -94,8 +98,13 @@ def test_a_budget_that_does_not_hold_is_seen(mutant: str, tmp_path: Path, monkey
         monkeypatch.setattr(Directory, "unfinished", lambda self: iter(()))
         real = usage.Usage.replace
         monkeypatch.setattr(usage.Usage, "replace", lambda self, total, before: real(self, total, None))
-    writers = [FORK.Process(target=write, args=(str(tmp_path), number, 10)) for number in range(WRITERS)]
-    assert most_held(tmp_path, writers) > BUDGET
+
+    def most_of(folder: Path) -> int:
+        folder.mkdir()
+        return most_held(folder, [FORK.Process(target=write, args=(str(folder), number, 10)) for number in range(WRITERS)])
+
+    # Whether writers meet in the wrong moment, and the sampling too, is chance.
+    assert any(most_of(tmp_path / str(attempt)) > BUDGET for attempt in range(ATTEMPTS))
 
 
 def test_an_unfinished_file_is_as_long_as_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ _NOT_IN_SDPA = ("s_aux", "softcap")
 
 
 def plain_name(config: Any) -> str:
-    """"sdpa" or "eager": where the plain tensors of models of ``config`` go.
+    """ "sdpa" or "eager": where the plain tensors of models of ``config`` go.
 
     A model's configuration no longer says which attention was set before "kvpack", so it is transformers' own default.
     """

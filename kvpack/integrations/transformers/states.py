@@ -45,6 +45,6 @@ class PackedStates:
 
 
 _REMEDY = (
-    "the model's attention reads keys and values as tensors, and these are packed: call model.set_attn_implementation(\"kvpack\"), or, "
+    'the model\'s attention reads keys and values as tensors, and these are packed: call model.set_attn_implementation("kvpack"), or, '
     "for a model whose attention cannot take packed layers, write KvpackCache(cache, model), or KvpackCache(cache, dense=True)"
 )

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .base import Codec
+    from .family import CodecFamily
     from .options import Options
 
-CODECS: dict[str, type[Codec]] = {codec.id: codec for codec in (Raw, Group, Scalar, Octahedral, Angle, Polar, Quaternion)}
+CODECS: dict[str, type[CodecFamily]] = {codec.id: codec for codec in (Raw, Group, Scalar, Octahedral, Angle, Polar, Quaternion)}
 
 
-def codec_class(codec_id: str) -> type[Codec]:
+def codec_class(codec_id: str) -> type[CodecFamily]:
     """The class of a codec id. Raises UnknownCodec, which lists the known ones."""
     try:
         return CODECS[codec_id]
@@ -34,8 +35,9 @@ def codec_class(codec_id: str) -> type[Codec]:
 
 def create_codec(codec_id: str, dim: int, side: str, options: Options) -> Codec:
     """The codec, with side-cars or without, that a recipe's ``options`` ask for. Raises UnknownCodec and InvalidParameter."""
-    wanted = WithSideCars if options.mention(OPTIONS) else codec_class(codec_id)
-    return wanted.create(dim, side, options)
+    if options.mention(OPTIONS):
+        return WithSideCars.create(dim, side, options)
+    return codec_class(codec_id).create(dim, side, options)
 
 
 def codec_from_params(params: Mapping[str, Any]) -> Codec:

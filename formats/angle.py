@@ -10,9 +10,10 @@ from functools import lru_cache
 from math import log2, pi
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Codec, Fields, Layout, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
+from .base import MAX_DIM, Fields, Layout, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
 from .columns import Columns, default_fields, factors_of_two, is_power_of_two, next_power_of_two, row_bytes
 from .errors import InvalidParameter
+from .family import CodecFamily
 from .lazy import functional, torch
 from .rotation import KINDS, Rotation
 from .tables import TABLES_KEPT, kept_on_device
@@ -20,6 +21,7 @@ from .tables import TABLES_KEPT, kept_on_device
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from .base import Unpacker
     from .options import Options
 
 MAX_BINS = 1 << 16
@@ -35,7 +37,7 @@ _OCTAVES = 8.0
 
 
 @dataclass(frozen=True)
-class Angle(Codec):
+class Angle(CodecFamily):
     """Consecutive pairs are r (cos, sin) of 2 pi (k + 1/2) / ``bins``, with the norm r as ``norm`` says.
 
     fp32: r itself; linear: r = minimum + step * code; log: r = 2^(minimum + step * code), with one pair
@@ -137,15 +139,15 @@ class Angle(Codec):
         streams = self.pack_factored("angle", bins)
         return streams | (self.pack("norm_codes", *codes) if codes else {})
 
-    def digits(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def digits(self, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> tuple[torch.Tensor, ...]:
         names = dict(self.fields)
         if "symbol" in names:
-            return tuple(self.unpack("symbol", streams))
-        codes = self.unpack("norm_codes", streams) if "norm_codes" in names else []
-        return self.unpack_factored("angle", streams), *codes
+            return tuple(self.unpack("symbol", streams, unpacker))
+        codes = self.unpack("norm_codes", streams, unpacker) if "norm_codes" in names else []
+        return self.unpack_factored("angle", streams, unpacker), *codes
 
-    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        bins, *codes = self.digits(streams)
+    def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        bins, *codes = digits
         if self.norm == "fp32":
             norms = streams["norm"]
         else:

@@ -1,28 +1,26 @@
 """What every codec is: frozen parameters, a layout, encode and decode.
 
-A codec file holds one frozen dataclass. Its fields are the parameters that the file header stores, so
-equality, repr and the header round trip come with it. An id and its meaning never change: two codecs of
-one id and equal parameters decode each other's bytes (spec/README.md, Versioning).
+An id and its meaning never change: two codecs of one id and equal parameters decode each other's bytes
+(spec/README.md, Versioning).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from .columns import Columns
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .lazy import numpy, torch
 from .rotation import Rotation
 from .value_blocks import first_place, value_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
-    from .columns import Columns
-    from .options import Options
     from .value_blocks import Array
 
 HALF_LIMIT = 65520.0
@@ -41,6 +39,9 @@ _PACKING = {"arrangement", "fields"}
 
 Fields = tuple[tuple[str, int], ...]
 """F of every code stream, in stream order."""
+
+Unpacker = Callable[[Columns, Sequence["torch.Tensor"]], list["torch.Tensor"]]
+"""What unpacks the planes of a code stream to its digits, as ``Columns.unpack`` does."""
 
 
 @dataclass(frozen=True)
@@ -83,23 +84,10 @@ class RunEncoder:
 
 
 class Codec(ABC):
-    """A codec with its parameters bound to one head dim.
-
-    Every subclass is a frozen dataclass whose first field is ``dim``. A field with ``metadata={"stored": False}`` and a
-    default steers the encoder only: no header holds it. One with ``metadata={"optional": True}`` is stored unless it has its
-    default, so that files from before it came are as they were.
-    """
+    """A codec with its parameters bound to one head dim: a family's (``family.CodecFamily``), or one with side-cars."""
 
     id: ClassVar[str]
     dim: int
-
-    @classmethod
-    @abstractmethod
-    def create(cls, dim: int, side: str, options: Options) -> Self:
-        """The codec that a recipe asks for, with the defaults of this ``side`` ("k" or "v") filled in.
-
-        Raises InvalidParameter for an option that is unknown or out of range.
-        """
 
     @property
     @abstractmethod
@@ -139,8 +127,12 @@ class Codec(ABC):
         """
 
     @abstractmethod
+    def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Decode ``digits`` (those of ``streams``) to float32 ``[batch, kv_head, token, dim]``, before the inverse rotation."""
+
     def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Decode to float32 ``[batch, kv_head, token, dim]`` in the coded frame, before the inverse rotation."""
+        return self.decode_digits(self.digits(streams), streams)
 
     def decode(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Decode to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
@@ -175,14 +167,17 @@ class Codec(ABC):
         """The planes of one code stream from its digits, each ``[batch, kv_head, token, symbols]``."""
         return {f"{stream}.{plane}": words for plane, words in enumerate(self.packings()[stream].pack(digits))}
 
-    def unpack(self, stream: str, streams: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def unpack(self, stream: str, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> list[torch.Tensor]:
         """The digits of one code stream, int32 ``[batch, kv_head, token, symbols]`` each."""
         packing = self.packings()[stream]
-        return packing.unpack([streams[f"{stream}.{plane}"] for plane in range(len(packing.planes))])
+        return unpacker(packing, [streams[f"{stream}.{plane}"] for plane in range(len(packing.planes))])
 
-    def digits(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The codes themselves, int32 ``[batch, kv_head, token, symbols]`` a digit, however this codec packs them."""
-        return tuple(digit for stream in self.packings() for digit in self.unpack(stream, streams))
+    def digits(self, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> tuple[torch.Tensor, ...]:
+        """The codes, int32 ``[batch, kv_head, token, symbols]`` per digit; they do not depend on how this codec packs them.
+
+        ``unpacker`` unpacks the planes of each code stream: ``Columns.unpack``, or a kernel that does the same.
+        """
+        return tuple(digit for stream in self.packings() for digit in self.unpack(stream, streams, unpacker))
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
         """The code streams of ``digits``: the inverse of ``digits``."""
@@ -199,12 +194,12 @@ class Codec(ABC):
         low = packings[f"{stream}_low"].bases[0]
         return self.pack(f"{stream}_low", digit & low - 1) | self.pack(f"{stream}_high", digit >> low.bit_length() - 1)
 
-    def unpack_factored(self, stream: str, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def unpack_factored(self, stream: str, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> torch.Tensor:
         """The digit that ``pack_factored`` packed."""
         packings = self.packings()
         if stream in packings:
-            return self.unpack(stream, streams)[0]
-        (low,), (high,) = self.unpack(f"{stream}_low", streams), self.unpack(f"{stream}_high", streams)
+            return self.unpack(stream, streams, unpacker)[0]
+        (low,), (high,) = (self.unpack(f"{stream}_{part}", streams, unpacker) for part in ("low", "high"))
         return high << packings[f"{stream}_low"].bases[0].bit_length() - 1 | low
 
     def same_codes(self, other: Codec) -> bool:
@@ -232,47 +227,9 @@ class Codec(ABC):
             if arrays[name].dtype.kind == "f":
                 check_finite(f"{where}.{name}", arrays[name], "scales and norms")
 
+    @abstractmethod
     def params(self) -> dict[str, Any]:
-        """The header's map of this codec: ``id``, then every stored field by name, an optional one only where it is not the default."""
-        result: dict[str, Any] = {"id": self.id}
-        for field in _stored_fields(type(self)):
-            value = getattr(self, field.name)
-            if not _is_optional(field) or value != field.default:
-                result[field.name] = dict(value) if field.name == "fields" else value
-        return result
-
-    @classmethod
-    def from_params(cls, params: Mapping[str, Any]) -> Self:
-        """The codec of a header map, ``id`` left out.
-
-        Raises InvalidParameter for a missing or unknown name, an optional one with its default, a wrong type or a value out of range.
-        """
-        fields = [field for field in _stored_fields(cls) if field.name in params or not _is_optional(field)]
-        odd = set(params) ^ {field.name for field in fields}
-        if odd:
-            names = ", ".join(name if name.isprintable() else repr(name) for name in sorted(odd))
-            raise InvalidParameter(f"codec {cls.id}: parameters missing or unknown: {names}")
-        values = {}
-        for field in fields:
-            name, type_name, value = field.name, field.type, params[field.name]
-            if _is_optional(field) and value == field.default:
-                raise InvalidParameter(f"codec {cls.id}: {name} is {value!r}, which is said by leaving it out")
-            if type_name == "Fields":
-                if not isinstance(value, dict) or not all(isinstance(k, str) and type(v) is int for k, v in value.items()):
-                    raise InvalidParameter(f"codec {cls.id}: fields is a map from stream name to integer, found {value!r}")
-                value = tuple(value.items())
-            elif type(value).__name__ != type_name:
-                raise InvalidParameter(f"codec {cls.id}: {name} is of type {type_name}, found {type(value).__name__}")
-            values[name] = value
-        return cls(**values)
-
-
-def _stored_fields(codec: type[Codec]) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(codec) if field.metadata.get("stored", True)]  # type: ignore[arg-type]
-
-
-def _is_optional(field: dataclasses.Field[Any]) -> bool:
-    return bool(field.metadata.get("optional", False))
+        """The header's map of this codec: ``id``, its parameters, then its side-cars."""
 
 
 def check_finite(where: str, array: Array, what: str) -> None:

@@ -11,9 +11,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from . import scale_range
-from .base import MAX_DIM, Codec, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range, stored_norm
+from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter
+from .family import CodecFamily
 from .lazy import torch
 from .rotation import KINDS, Rotation
 from .tables import TABLES_KEPT
@@ -34,7 +35,7 @@ SMALLEST_HALF = 2.0**-24
 
 
 @dataclass(frozen=True)
-class Group(Codec):
+class Group(CodecFamily):
     """``bits`` a value in groups of ``size`` along ``axis``: x = (code - (2^bits - 1) / 2) * scale + centre.
 
     ``token_scale`` other than none adds OScaR's factor, one a token over all heads, stored in that dtype.
@@ -201,8 +202,8 @@ class Group(Codec):
             u = torch.cat([u, last.expand(*(short if a == axis else n for a, n in enumerate(u.shape)))], axis)
         return u.reshape(*u.shape[:axis], u.shape[axis] // self.size, self.size, *u.shape[axis + 1 :])
 
-    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        (codes,) = self.unpack("codes", streams)
+    def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        (codes,) = digits
         scale, centre = self.with_pairs(streams)[1]["scales"].to(torch.float32).unbind(-1)
         dim = self._members
         grouped = self._grouped(codes.to(torch.float32).sub_(self._middle))

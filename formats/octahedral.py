@@ -11,9 +11,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, NORMS, Codec, Fields, Layout, check_choice, check_fields, check_range, encoded_by_rows, stored_norm
+from .base import MAX_DIM, NORMS, Fields, Layout, check_choice, check_fields, check_range, encoded_by_rows, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload
+from .family import CodecFamily
 from .lazy import functional, numpy, torch
 from .lloyd_max import direction_table, triplet_norm_table
 from .octahedral_search import ROUNDINGS, codebook, codebook_directions, midpoints, nearest_level
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
+    from .base import Unpacker
     from .options import Options
     from .value_blocks import Array
 
@@ -43,7 +45,7 @@ _CHUNK_ROWS = 4096
 
 
 @dataclass(frozen=True)
-class Octahedral(Codec):
+class Octahedral(CodecFamily):
     """``b_dir`` bits for each of two octahedral coordinates and ``b_norm`` for the norm of every three rotated values.
 
     ``direction_table`` is the 2^(b_dir - 1) magnitudes of a coordinate, ``norm_table`` the 2^b_norm triplet norms,
@@ -139,8 +141,8 @@ class Octahedral(Codec):
             sign.add_(norm_index, alpha=_SIGNS)
         return self.pack_digits(digit, sign) | {"norm": norm}
 
-    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        index, sign = self.digits(streams)
+    def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        index, sign = digits
         carrier, place = (index, self._directions) if norm_with_index(self.b_dir, self.b_norm) else (sign, _SIGNS)
         norm_index = carrier // place
         symbol = index % self._directions + sign % _SIGNS * self._directions
@@ -178,12 +180,12 @@ class Octahedral(Codec):
             return self.pack("symbol", index + sign * 2**bits)
         return self.pack("symbol", index, sign)
 
-    def digits(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def digits(self, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> tuple[torch.Tensor, ...]:
         packings = self.packings()
         if self.arrangement == "dense":
-            (sign,) = self.unpack("sign", streams)
-            return self.unpack("index", streams)[0] if "index" in packings else torch.zeros_like(sign), sign
-        digits = [digit[..., : self.triplets] for digit in self.unpack("symbol", streams)]
+            (sign,) = self.unpack("sign", streams, unpacker)
+            return self.unpack("index", streams, unpacker)[0] if "index" in packings else torch.zeros_like(sign), sign
+        digits = [digit[..., : self.triplets] for digit in self.unpack("symbol", streams, unpacker)]
         if len(digits) == 2:
             return digits[0], digits[1]
         bits = _digit_bits(self.b_dir, self.b_norm)[0]

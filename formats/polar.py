@@ -12,9 +12,10 @@ from itertools import groupby, islice, pairwise
 from math import pi
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, NORMS, Codec, Fields, Layout, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
+from .base import MAX_DIM, NORMS, Fields, Layout, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter
+from .family import CodecFamily
 from .lazy import functional, torch
 from .lloyd_max import polar_angle_table
 from .octahedral_search import midpoints, nearest_level
@@ -49,7 +50,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Polar(Codec):
+class Polar(CodecFamily):
     """``bits`` of the angles of each level, joined by dots; what is left after the last level are radii in the dtype ``norm``.
 
     ``angle_table`` is the angles of every level above the first, ascending, little-endian binary32; the first is uniform.
@@ -143,9 +144,9 @@ class Polar(Codec):
         digits = [torch.cat(list(islice(of_level, len(run))), -1) for run in _streams(self.levels).values()]
         return self.pack_digits(*digits) | {"radius": stored}
 
-    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         radii = streams["radius"].to(torch.float32)
-        runs = zip(_streams(self.levels).values(), self.digits(streams), strict=True)
+        runs = zip(_streams(self.levels).values(), digits, strict=True)
         codes = [code for run, digit in runs for code in torch.split(digit, [level.angles for level in run], -1)]
         for level, tables, code in reversed(list(zip(self.levels, self.tables, codes, strict=True))):
             if tables:

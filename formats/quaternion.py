@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Codec, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
+from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
 from .columns import MAX_BASE, Columns, default_fields, factors_of_two, next_power_of_two, row_bytes
 from .errors import InvalidParameter
+from .family import CodecFamily
 from .generator import unit_quaternions
 from .lazy import functional, torch
 from .quaternion_search import UNITS, Search
@@ -22,6 +23,7 @@ from .tables import TABLES_KEPT, kept_on_device
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from .base import Unpacker
     from .options import Options
 
 ARRANGEMENTS = ("dense", "direct")
@@ -38,7 +40,7 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 @dataclass(frozen=True)
-class Quaternion(Codec):
+class Quaternion(CodecFamily):
     """Four values are radius code * scale / (2^radius_bits - 1) times the product of a Hurwitz unit and a seeded unit quaternion.
 
     ``secondary`` is S, the number of seeded quaternions; ``norm`` the dtype of the scale, one a token and head.
@@ -138,14 +140,14 @@ class Quaternion(Codec):
             return self.pack("symbol", codeword, radius)
         return self.pack_factored("codeword", codeword) | self.pack("radius", radius)
 
-    def digits(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def digits(self, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> tuple[torch.Tensor, ...]:
         names = dict(self.fields)
         if "symbol" in names:
-            return tuple(self.unpack("symbol", streams))
-        return self.unpack_factored("codeword", streams), *self.unpack("radius", streams)
+            return tuple(self.unpack("symbol", streams, unpacker))
+        return self.unpack_factored("codeword", streams, unpacker), *self.unpack("radius", streams, unpacker)
 
-    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        codeword, radius = self.digits(streams)
+    def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        codeword, radius = digits
         scale = streams["scale"].to(torch.float32)[..., None]
         # By a tensor: CUDA devices multiply by the rounded reciprocal of a number.
         step = scale / scale.new_full((), 2**self.radius_bits - 1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Codec, Layout, check_choice, check_range
+from .base import MAX_DIM, Layout, check_choice, check_range
 from .errors import OutOfRange
+from .family import CodecFamily
 from .lazy import torch
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ HOLDS = {"bf16": ("bf16",), "fp16": ("fp16",), "fp32": ("bf16", "fp16", "fp32")}
 
 
 @dataclass(frozen=True)
-class Raw(Codec):
+class Raw(CodecFamily):
     """Values stored as ``dtype``: bf16, fp16 or fp32. NaN and infinity are kept."""
 
     id: ClassVar[str] = "raw"
@@ -65,7 +66,7 @@ class Raw(Codec):
                 raise OutOfRange(f"the value at {lost[0]} is {found:.6g}, the largest {self.dtype} is {largest:.6g}; choose a wider dtype")
         return {"values": values}
 
-    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return streams["values"].to(torch.float32)
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:

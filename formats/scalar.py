@@ -11,9 +11,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from .base import MAX_DIM, NORMS, Codec, Fields, Layout, check_choice, check_fields, check_range, encoded_by_rows, stored_norm
+from .base import MAX_DIM, NORMS, Fields, Layout, check_choice, check_fields, check_range, encoded_by_rows, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter
+from .family import CodecFamily
 from .lazy import torch
 from .lloyd_max import coordinate_table
 from .octahedral_search import midpoints, nearest_level
@@ -42,7 +43,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scalar(Codec):
+class Scalar(CodecFamily):
     """``bits`` a value, its sign included, and ``bits_high`` on the channels of the coded frame that ``high_channels`` sets.
 
     ``magnitude_table`` is the 2^(bits - 1) magnitudes within a unit vector, ascending, little-endian binary32;
@@ -135,11 +136,11 @@ class Scalar(Codec):
             codes.append(level.add_(negative, alpha=2 ** (part.bits - 1)))
         return self.pack_digits(*codes) | {"norm": norm[:, 0]}
 
-    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         norm = streams["norm"].to(torch.float32)[..., None]
         # Rows of a matrix: torch takes channels of them ten times as fast as of four axes.
         values = []
-        for codes, table in zip(self.digits(streams), self._tables, strict=True):
+        for codes, table in zip(digits, self._tables, strict=True):
             values.append(signed_values(table, codes.device).index_select(0, codes.reshape(-1)).view(-1, codes.shape[-1]))
         unit = values[0] if self.bits_high == 0 else torch.cat(values, -1).index_select(-1, _order(self.parts, norm.device))
         return unit.view(*norm.shape[:-1], self.dim).mul_(norm)

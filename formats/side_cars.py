@@ -15,6 +15,7 @@ from .channel_order import STREAM as CHANNEL_ORDER
 from .channel_order import ChannelOrder, reordered, restored
 from .channel_scale import STREAM as CHANNEL_SCALE
 from .channel_scale import ChannelScale, factors
+from .columns import Columns
 from .errors import InvalidParameter, OutOfRange
 from .lazy import torch
 from .outliers import CHUNK, Outliers
@@ -29,8 +30,7 @@ from .side_car_options import side_cars_of_params, side_cars_of_words
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from .base import Layout
-    from .columns import Columns
+    from .base import Layout, Unpacker
     from .options import Options
     from .rotation import Rotation
     from .value_blocks import Array
@@ -205,8 +205,11 @@ class WithSideCars(Codec):
 
         return RunEncoder({**inner.streams, **own}, encode)
 
-    def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.complete(self.codec.decode_frame(streams), streams)
+    def digits(self, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> tuple[torch.Tensor, ...]:
+        return self.codec.digits(streams, unpacker)
+
+    def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.complete(self.codec.decode_digits(digits, streams), streams)
 
     def complete(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """What the codec alone decodes to, with everything that the side-cars know, in the coded frame."""

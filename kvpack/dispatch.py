@@ -6,14 +6,11 @@ device when it is installed, else torch. On the CPU the kernels run in Triton's 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from functools import cache
 from importlib.util import find_spec
-from types import new_class
 from typing import TYPE_CHECKING
 
-from kvpack.formats.base import Codec
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.group import Group
 from kvpack.formats.side_cars import WithSideCars
@@ -23,6 +20,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     import torch
+
+    from kvpack.formats.base import Codec
 
     from .cache import Layer
 
@@ -64,7 +63,9 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
     frame = decode_table.decode_frame(codec, streams)
     if frame is not None:
         return frame
-    return _unpacking_on_kernels(codec).decode_frame(streams)
+    from kvpack.kernels import columns
+
+    return codec.decode_digits(codec.digits(streams, columns.unpack), streams)
 
 
 def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -112,20 +113,3 @@ def uses_triton(device: torch.device) -> bool:
 def triton_installed() -> bool:
     """Whether Triton can be imported."""
     return find_spec("triton") is not None
-
-
-class _UnpackingOnKernels(Codec):
-    """Put before a codec class: its codes are unpacked by a kernel, the rest of its decoding stays torch operations."""
-
-    def unpack(self, stream: str, streams: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        from kvpack.kernels import columns
-
-        packing = self.packings()[stream]
-        return columns.unpack(packing, [streams[f"{stream}.{plane}"] for plane in range(len(packing.planes))])
-
-
-@cache
-def _unpacking_on_kernels(codec: Codec) -> Codec:
-    values = {field.name: getattr(codec, field.name) for field in dataclasses.fields(codec)}  # type: ignore[arg-type]
-    on_kernels: Codec = new_class(type(codec).__name__, (_UnpackingOnKernels, type(codec)))(**values)
-    return on_kernels

@@ -22,7 +22,7 @@ types: $(INSTALLED)
 	$(BIN)/mypy spec/decoder.py
 
 # The files with tests marked kernels, which the second run interprets.
-KERNEL_TESTS = $(shell grep -l "pytest.mark.kernels" tests/test_*.py)
+KERNEL_TESTS = $(shell grep -lr "pytest.mark.kernels" tests --include="test_*.py")
 
 unit: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses 2
@@ -34,14 +34,14 @@ fuzz: $(INSTALLED)
 
 # All damage to the golden files, and the readers without each of their guards: some minutes each (fuzz/README.md).
 damage: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/golden_damage.py
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/golden_damage.py
 
 guards: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/guard_removal.py
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/guard_removal.py
 
 # Tiny models of many architectures over packed caches: what works, and what is refused.
 zoo: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/model_zoo.py
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/model_zoo.py
 
 # Encoders on tensors of any contents.
 roundtrip: $(INSTALLED)
@@ -49,16 +49,16 @@ roundtrip: $(INSTALLED)
 
 # Every kind of store under every fault, half an hour; KILLS are those of all kinds together, OPTIONS those of `--help`.
 store-matrix: $(INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m store_matrix --kills $(or $(KILLS),7000) $(OPTIONS)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m store_matrix --kills $(or $(KILLS),7000) $(OPTIONS)
 
 # The kernels compiled, on a machine with a CUDA device: most of the time goes to compiling, so in many processes.
-GPU_TESTS = $(KERNEL_TESTS) tests/test_attention_kernels_bench.py tests/test_encode_kernels_bench.py tests/test_cuda.py
+GPU_TESTS = $(KERNEL_TESTS) tests/bench/test_attention_kernels.py tests/bench/test_encode_kernels.py tests/kernels/test_cuda.py
 
 gpu-test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses auto --dist worksteal $(GPU_TESTS)
 
 # Every tile loader, on any words, the side-cars and the lookups, under the checkers of memory accesses and of races.
-SANITIZED_TESTS = $(addprefix tests/test_,attention_kernels.py attention_side_cars.py shared_table_kernels.py)
+SANITIZED_TESTS = $(addprefix tests/kernels/test_,attention.py side_cars.py shared_table.py)
 SANITIZED = no_word_reads_outside or unequal_lengths or octopus-qjl-2 or int-4-med3 or more_outliers or factors_of_any_size or any_word_finds
 
 gpu-sanitize: $(INSTALLED)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
-from kvpack import container, files
-from kvpack.encoding import RAW_DTYPES, RAW_NAMES
+from kvpack.cache import files
+from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
 from kvpack.errors import RoundedWarning
+from kvpack.file import container
 from kvpack.formats.errors import KvpackError
 from kvpack.formats.raw import HOLDS, Raw
 
@@ -21,7 +22,7 @@ from oracles import MAX_DECODED_BYTES  # isort: skip
 from value_oracles import MOST_VALUES, assert_equal, loaded  # isort: skip
 
 if TYPE_CHECKING:
-    from kvpack.cache import Cache, Layer, Side
+    from kvpack.cache.cache import Cache, Layer, Side
 
 _MODERATE = 2.0**20
 _TOLERANCE = 2e-3

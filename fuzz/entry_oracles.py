@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 import kvpack
-from kvpack import container
+from kvpack.file import container
 from kvpack.formats.errors import KvpackError
 from kvpack.store.entries import FEATURE, Reader, to_pieces
 from kvpack.store.keys import KEY_BYTES, chained
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from file_mutator import Vocabulary
 
-    from kvpack.cache import Cache
+    from kvpack.cache.cache import Cache
 
 CHUNK = 16
 RECIPES = ("kv=group:b=4,g=16", "k=octahedral:b=2;v=raw", "kv=scalar:b=2,channel_scale=fp16")

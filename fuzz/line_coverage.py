@@ -14,7 +14,7 @@ from kvpack import formats
 
 FOLDERS = {"formats": Path(formats.__file__).parent, "kvpack": Path(kvpack.__file__).parent}
 READERS = ("checks", "container", "header", "header_tensor", "json_header", "layer_positions", "limits", "payload", "zstd")
-"""The modules of kvpack/ that read files."""
+"""The modules of kvpack/file/ that read files."""
 
 Arc = tuple[str, int, int]
 
@@ -86,7 +86,7 @@ def minimized(run: Callable[[bytes], object], inputs: Iterable[bytes], known: It
 def runnable_lines() -> dict[str, set[int]]:
     """The lines inside functions of formats/ and of the readers, by file: others run when a module is imported."""
     result: dict[str, set[int]] = {}
-    readers = {f"kvpack/{name}.py" for name in READERS}
+    readers = {f"kvpack/file/{name}.py" for name in READERS}
     for path, name in Tracer().sources.items():
         if not (name.startswith("formats/") or name in readers):
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvpack.footprint import CONSTANT_BYTES
+from kvpack.file.footprint import CONSTANT_BYTES
 
 from session import resident  # isort: skip
 

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors
 
-from kvpack import container
+from kvpack.coding.recipes import Recipe, parse_recipe
+from kvpack.file import container
+from kvpack.file.header import layout_bytes
+from kvpack.file.header_tensor import pack_header, parse_header
+from kvpack.file.json_header import make_front
+from kvpack.file.limits import MAX_FILE_BYTES, MAX_JSON_BYTES
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import InvalidParameter, KvpackError
-from kvpack.header import layout_bytes
-from kvpack.header_tensor import pack_header, parse_header
-from kvpack.json_header import make_front
-from kvpack.limits import MAX_FILE_BYTES, MAX_JSON_BYTES
-from kvpack.recipes import Recipe, parse_recipe
 
 from second_decoder import decoder, decompress  # isort: skip
 
 if TYPE_CHECKING:
-    from kvpack.container import File
+    from kvpack.file.container import File
 
 MAX_DECODED_BYTES = 1 << 20
 """What the readers are allowed to make of one input, as a program that reads files of others allows."""

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import zstandard
 
+from kvpack.file.header import Contents, LayerEntry, SideEntry, layout_bytes, side_tensors
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import LimitExceeded
-from kvpack.header import Contents, LayerEntry, SideEntry, layout_bytes, side_tensors
 
 from parts import Parts  # isort: skip
 from second_decoder import decompress  # isort: skip

@@ -2,7 +2,7 @@
 
     python fuzz/roundtrip.py --seconds 60 --codec group
 
-Every example is encoded, compared with its layout, checked, and decoded within its codec's bound (tests/strategies.py
+Every example is encoded, compared with its layout, checked, and decoded within its codec's bound (tests/support/strategies.py
 has a row for each codec). Prints how many examples ran, the slowest and the failures; exits with 1 when there are any.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from strategies import check_round_trip, codecs, tensors
 

@@ -13,7 +13,7 @@ MOST_MEMORY = 256.0
 MOST_GROWTH = 80.0
 """MiB that a run may add to the libraries: PyTorch alone takes more than 140, and libFuzzer adds 30 for its tables."""
 MORE_OF_ENCODERS = {"append": 40.0}
-"""MiB that a target whose inputs are encoded takes besides: encoders keep search tables, within the constant of kvpack.footprint."""
+"""MiB that a target whose inputs are encoded takes besides: encoders keep search tables, within the constant of kvpack.file.footprint."""
 
 
 def problems(reports: list[dict[str, Any]]) -> list[str]:
@@ -61,7 +61,7 @@ def show(reports: list[dict[str, Any]], found: list[str]) -> None:
     print("resident is the peak in MiB, memory is that without the files of libraries, and inputs' is what inputs added to the libraries")
     lines = coverage_lines(reports) if any(report.get("lines") for report in reports) else {}
     for what, names in (
-        ("readers", [f"kvpack/{name}.py" for name in READERS]),
+        ("readers", [f"kvpack/file/{name}.py" for name in READERS]),
         ("formats/", [name for name in lines if name.startswith("formats/")]),
     ):
         counts = [lines[name] for name in names if name in lines]

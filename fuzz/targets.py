@@ -157,7 +157,7 @@ def dense_file() -> Target:
 
 def _import_what_commands_do() -> None:
     """What commands import when they run is of the libraries, not of an input."""
-    for module in ("rich.console", "rich.table", "safetensors.torch", "kvpack.packing", "kvpack.store.catalog"):
+    for module in ("rich.console", "rich.table", "safetensors.torch", "kvpack.cache.packing", "kvpack.store.catalog"):
         importlib.import_module(module)
 
 
@@ -175,8 +175,8 @@ def _run_what_caches_run() -> None:
 
 
 def _recipe_words() -> tuple[list[bytes], list[bytes]]:
+    from kvpack.coding.presets import ADDITIONS, PUBLISHED
     from kvpack.formats.side_car_options import OPTIONS
-    from kvpack.presets import ADDITIONS, PUBLISHED
 
     texts = [preset.recipe.encode() for preset in PUBLISHED.values()]
     texts += [f"{name};{addition};tail=32".encode() for name in list(PUBLISHED)[:6] for addition in ADDITIONS]

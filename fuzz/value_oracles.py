@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kvpack import container, files
-from kvpack.cache import Cache
+from kvpack.cache import files
+from kvpack.cache.cache import Cache
+from kvpack.file import container
 from kvpack.formats.errors import KvpackError
 
 from decoded_alike import assert_same_cache  # isort: skip

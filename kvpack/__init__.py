@@ -42,27 +42,29 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .attention import attend
-    from .cache import Cache, Layer, Side, concat
-    from .files import load, save
-    from .packing import pack
-    from .pages import Page
-    from .recipes import PRESETS, Recipe
+    from .cache.cache import Cache, Layer, Side, concat
+    from .cache.files import load, save
+    from .cache.packing import pack
+    from .cache.pages import Page
+    from .coding.recipes import PRESETS, Recipe
+    from .file.inputs import Inputs
     from .store import Identity, Store, Tier
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "attend": "attention",
-    "Cache": "cache",
-    "Layer": "cache",
-    "Page": "pages",
-    "Side": "cache",
-    "concat": "cache",
-    "load": "files",
-    "save": "files",
-    "pack": "packing",
-    "PRESETS": "recipes",
-    "Recipe": "recipes",
+    "Cache": "cache.cache",
+    "Layer": "cache.cache",
+    "Page": "cache.pages",
+    "Side": "cache.cache",
+    "concat": "cache.cache",
+    "Inputs": "file.inputs",
+    "load": "cache.files",
+    "save": "cache.files",
+    "pack": "cache.packing",
+    "PRESETS": "coding.recipes",
+    "Recipe": "coding.recipes",
     "Identity": "store",
     "Store": "store",
     "Tier": "store",
@@ -73,6 +75,7 @@ __all__ = [
     "Cache",
     "DigestMismatch",
     "Identity",
+    "Inputs",
     "InvalidDtype",
     "InvalidHeader",
     "InvalidParameter",

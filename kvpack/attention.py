@@ -9,13 +9,13 @@ import torch
 
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
 
-from .arguments import check_number, integer
-from .cache import Layer, tokens_at_once
-from .dispatch import attention_kernels
-from .modes import without_autocast
+from .cache.arguments import check_number, integer
+from .cache.cache import Layer, tokens_at_once
+from .coding.dispatch import attention_kernels
+from .coding.modes import without_autocast
 
 if TYPE_CHECKING:
-    from .cache import Side
+    from .cache.cache import Side
 
 QUERIES_AT_A_TIME = 1024
 """Queries of one head that share a pass over the pages; longer chunks take several passes."""
@@ -42,7 +42,7 @@ def attend(
     alone, and the queries are the last of them; one that sees no token gives zeros. They may be a tensor on the
     device: it is then not read here, and holds for the next replay of a CUDA graph; values outside 0 to tokens are clamped.
     Returns ``[batch, q_head, q_len, dim_v]`` in q's dtype.
-    Where Triton kernels run (``kvpack.dispatch``), short queries are attended straight over the packed bytes, in binary16 products
+    Where Triton kernels run (``kvpack.coding.dispatch``), short queries are attended straight over the packed bytes, in binary16 products
     and within 2e-3 of the exact result; longer ones, and codecs that the kernels lack, as anywhere else, in binary32.
     A layer that skipped tokens is attended only where ``sliding_window`` keeps every query from them.
     Raises InvalidShape, InvalidDtype or InvalidParameter. The query is rotated once and the values are summed in

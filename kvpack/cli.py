@@ -12,8 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 from kvpack import KvpackError, RoundedWarning, __version__
-from kvpack.commands import bench, convert, demo, dense, inspect, recipes, store, tune, verify
-from kvpack.commands.output import printable
+
+from .commands import bench, convert, demo, dense, inspect, recipes, store, tune, verify
+from .commands.output import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .formats.errors import (
+from kvpack.formats.errors import (
     DigestMismatch,
     InvalidDtype,
     InvalidHeader,

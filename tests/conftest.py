@@ -8,7 +8,7 @@ import torch
 from hypothesis import settings
 from interpreter import INTERPRETED
 
-from kvpack import dispatch
+from kvpack.coding import dispatch
 
 if TYPE_CHECKING:
     import pytest

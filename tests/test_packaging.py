@@ -42,7 +42,7 @@ def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: zipfile.ZipFi
     expected = set(_below("kvpack")) | {f"kvpack/{name}" for folder in ("formats", "kernels") for name in _below(folder)}
     metadata = f"kvpack-{kvpack.__version__}.dist-info/"
     assert {name for name in wheel.namelist() if not name.startswith(metadata)} == expected
-    assert {"kvpack/py.typed", "kvpack/data/tinylm/model.safetensors", "kvpack/data/demo.txt", "kvpack/formats/group.py"} <= expected
+    assert {"kvpack/py.typed", "kvpack/demo/tinylm/model.safetensors", "kvpack/demo/demo.txt", "kvpack/formats/group.py"} <= expected
     assert f"{metadata}licenses/LICENSE" in wheel.namelist()
 
 

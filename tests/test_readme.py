@@ -11,9 +11,9 @@ import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 import kvpack
+from kvpack.coding.presets import PUBLISHED
+from kvpack.coding.recipes import Recipe
 from kvpack.commands.recipes import rates
-from kvpack.presets import PUBLISHED
-from kvpack.recipes import Recipe
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 import kvpack
-from kvpack.dispatch import uses_triton
-from kvpack.recipes import parse_recipe
+from kvpack.coding.dispatch import uses_triton
+from kvpack.coding.recipes import parse_recipe
 
 from .timing import graph_seconds, median_seconds
 
@@ -92,7 +92,7 @@ def codecs_of(recipe: str, dim: int) -> Iterator[tuple[str, Codec]]:
 
 
 def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copied: float) -> dict[str, Any]:
-    from kvpack.kernels.encode import prepare
+    from kvpack.kernels.encode.encode import prepare
 
     encodings = [prepare(codec, x) for x in inputs] if uses_triton(inputs[0].device) else []
     # What the kernels lack is encoded by torch, and has the time of packing only.

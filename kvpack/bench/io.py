@@ -18,7 +18,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 import kvpack
-from kvpack.demo import model_folder, transformers_library
+from kvpack.demo.demo import model_folder, transformers_library
 from kvpack.formats.errors import InvalidParameter
 
 from .models import load_model, read_text, vocabulary
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from kvpack.encoding import Progress
+    from kvpack.coding.encoding import Progress
 
 DEFAULT_SYNTHETIC = "8x1x8x4096x128"
 """Large enough that neither the processor's cache nor the cost of a call decides: 128 MiB in bf16."""

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 import kvpack
-from kvpack.dispatch import attention_kernels
+from kvpack.coding.dispatch import attention_kernels
+from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import InvalidParameter, WriteFailed
-from kvpack.recipes import parse_recipe
 
 from . import encode_kernels, kernels_picture, picture
 from .timing import graph_seconds, median_seconds
@@ -27,8 +27,8 @@ from .timing import graph_seconds, median_seconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.cache import Layer
-    from kvpack.encoding import Progress
+    from kvpack.cache.cache import Layer
+    from kvpack.coding.encoding import Progress
 
 
 class Shape(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvpack.recipes import parse_recipe
+from kvpack.coding.recipes import parse_recipe
 
 from . import picture
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.demo import BOS, demo_text, transformers_library
+from kvpack.demo.demo import BOS, demo_text, transformers_library
+from kvpack.file.user_files import read_bytes
 from kvpack.formats.errors import InvalidParameter
-from kvpack.user_files import read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

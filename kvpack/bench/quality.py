@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.demo import model_folder, transformers_library
+from kvpack.coding.recipes import parse_recipe
+from kvpack.demo.demo import model_folder, transformers_library
 from kvpack.formats.errors import WriteFailed
-from kvpack.recipes import parse_recipe
 
 from . import needles, picture
 from .models import OUTLIER_PAIRS, Text, load_model, make_twin, read_text, vocabulary
@@ -30,7 +30,7 @@ from .windows import Bf16Cache, Measured, measure, packed_file, prefill, read_ex
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.encoding import Progress
+    from kvpack.coding.encoding import Progress
 
 __all__ = ["RECIPES", "Settings", "run", "show"]
 

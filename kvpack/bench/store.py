@@ -26,7 +26,7 @@ from kvpack.store.directory import Directory
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvpack.encoding import Progress
+    from kvpack.coding.encoding import Progress
 
 CHUNK = 256
 MATCHED_TOKENS = 131_072

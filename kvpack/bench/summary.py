@@ -7,8 +7,8 @@ from dataclasses import asdict
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from kvpack.coding.recipes import parse_recipe
 from kvpack.commands.output import print_table
-from kvpack.recipes import parse_recipe
 
 from .intervals import CONFIDENCE, student_t, wilson
 

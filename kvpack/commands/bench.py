@@ -126,7 +126,7 @@ def run_store(arguments: argparse.Namespace) -> int:
 def run_io(arguments: argparse.Namespace) -> int:
     """Measure and print one table."""
     from kvpack.bench import io
-    from kvpack.recipes import parse_recipe
+    from kvpack.coding.recipes import parse_recipe
 
     recipes = arguments.recipe or list(io.RECIPES)
     for recipe in recipes:
@@ -145,7 +145,7 @@ def run_io(arguments: argparse.Namespace) -> int:
 
 def run_quality(arguments: argparse.Namespace) -> int:
     """Measure, print one table and write the picture."""
-    from kvpack.demo import transformers_library
+    from kvpack.demo.demo import transformers_library
 
     # Refuses with a message where transformers is missing; what follows imports it.
     transformers_library()

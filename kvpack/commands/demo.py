@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo and print its table."""
-    from kvpack import demo
+    from kvpack.demo import demo
 
     recipes = arguments.recipe or list(demo.RECIPES)
     with progress("demo", arguments) as callback:

@@ -13,9 +13,9 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvpack.file.limits import MAX_JSON_BYTES, MAX_TOKENS
+from kvpack.file.user_files import open_regular
 from kvpack.formats.errors import InvalidParameter, MissingFile
-from kvpack.limits import MAX_JSON_BYTES, MAX_TOKENS
-from kvpack.user_files import open_regular
 
 from .convert import RECIPE_HELP, add_writing, save
 from .output import add_json, print_json, printable, progress
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import torch
 
     from kvpack import Cache
-    from kvpack.dense_states import DenseLayer
-    from kvpack.encoding import Progress
+    from kvpack.cache.dense_states import DenseLayer
+    from kvpack.coding.encoding import Progress
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 """safetensors names of the dtypes that ``unpack`` writes."""
@@ -55,7 +55,7 @@ def add(commands: Any) -> None:
 def unpack(arguments: argparse.Namespace) -> int:
     """Decode every layer and write the dense file."""
     import kvpack
-    from kvpack.atomic import write_file
+    from kvpack.file.atomic import write_file
 
     # A command outlives what others do to its input: a mapped file that is cut would end the process.
     cache = kvpack.load(arguments.input, copy=True)
@@ -82,7 +82,7 @@ def pack(arguments: argparse.Namespace) -> int:
 
 
 def _dense(cache: Cache, dtype: str, callback: Progress | None) -> dict[str, torch.Tensor]:
-    from kvpack.encoding import RAW_DTYPES
+    from kvpack.coding.encoding import RAW_DTYPES
 
     tensors = {}
     for number, layer in enumerate(cache):
@@ -117,7 +117,7 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], dict[str, str], int]:
     """
     from safetensors import SafetensorError, safe_open
 
-    from kvpack.dense_states import DenseLayer
+    from kvpack.cache.dense_states import DenseLayer
 
     _check_front(path)
     try:

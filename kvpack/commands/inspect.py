@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
-    from kvpack.container import File
+    from kvpack.file.container import File
+    from kvpack.file.header import SideEntry
     from kvpack.formats.base import Codec
-    from kvpack.header import SideEntry
 
 
 def add(commands: Any) -> None:
@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the summary of one file."""
-    from kvpack.container import open_file
+    from kvpack.file.container import open_file
 
     with open_file(arguments.file) as file:
         summary = summarize(file)
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def summarize(file: File) -> dict[str, Any]:
     """Everything that the header says, as JSON values (bytes stay bytes)."""
-    from kvpack.header import FORMAT
+    from kvpack.file.header import FORMAT
 
     header = file.header
     stored: Counter[tuple[int, str]] = Counter()

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from kvpack.encoding import Progress
+    from kvpack.coding.encoding import Progress
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvpack.file.limits import MAX_HEADS, MAX_LAYERS, MAX_TOKENS
 from kvpack.formats.base import MAX_DIM
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
-from kvpack.limits import MAX_HEADS, MAX_LAYERS, MAX_TOKENS
 
 from .output import add_json, print_json, print_table
 
 if TYPE_CHECKING:
     import argparse
 
-    from kvpack.recipes import Recipe
+    from kvpack.coding.recipes import Recipe
 
 DEFAULTS = {"layers": 32, "heads": 8, "tokens": 4096, "dim": 128}
 """The shape of a cache, where a preset is for no model of its own."""
@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print one row a recipe, and the additions after the presets."""
-    from kvpack.presets import ADDITIONS, PUBLISHED
+    from kvpack.coding.presets import ADDITIONS, PUBLISHED
 
     asked = {name: getattr(arguments, name) for name in DEFAULTS if getattr(arguments, name) is not None}
     for name, value in asked.items():
@@ -78,8 +78,8 @@ def _bits(value: float | None) -> str:
 
 def _row(name: str, asked: dict[str, int], *, listed: bool) -> dict[str, Any]:
     """One recipe with its shape and bits; ``listed`` ones that cannot take the shape have none."""
-    from kvpack.presets import PUBLISHED, Preset
-    from kvpack.recipes import parse_recipe
+    from kvpack.coding.presets import PUBLISHED, Preset
+    from kvpack.coding.recipes import parse_recipe
 
     recipe = parse_recipe(name)
     preset = PUBLISHED.get(name, Preset(recipe.text, ""))
@@ -110,8 +110,8 @@ def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tup
     Raises OutOfBounds when the recipe names other layers, InvalidParameter when a codec cannot take ``dim``,
     InvalidHeader or LimitExceeded for sizes that no file holds.
     """
-    from kvpack.container import file_size
-    from kvpack.header import Contents, LayerEntry, SideEntry
+    from kvpack.file.container import file_size
+    from kvpack.file.header import Contents, LayerEntry, SideEntry
 
     recipe.check_layers(layers)
     codecs: dict[Any, int] = {}

@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, write the recipe file and print what it is worth."""
-    from kvpack.demo import transformers_library
+    from kvpack.demo.demo import transformers_library
 
     # Refuses with a message where transformers is missing; what follows imports it.
     transformers_library()

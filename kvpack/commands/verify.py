@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify all files, and return the worst exit code of those that are refused (``kvpack.errors``)."""
-    from kvpack.container import open_file
+    from kvpack.file.container import open_file
 
     codes, results = [], []
     for path in arguments.files:

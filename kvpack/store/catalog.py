@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvpack.file import container
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingFile, Undecryptable
 
-from .. import container
 from .backend import MAX_ENTRY_BYTES
 from .encryption import in_clear
 from .entries import Named, check_entry
@@ -18,7 +18,8 @@ from .keys import ID_BYTES, chunk_key
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ..atomic import Progress
+    from kvpack.file.atomic import Progress
+
     from .backend import Backend, Stored
     from .encryption import Cipher
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
-from kvpack import demo
+from kvpack.coding.recipes import parse_recipe
 from kvpack.commands.output import print_table
-from kvpack.recipes import parse_recipe
+from kvpack.demo import demo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.encoding import Progress
+    from kvpack.coding.encoding import Progress
 
 RECIPE = "octopus-4"
 PROCESSES = ("A", "B", "C")

@@ -17,7 +17,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from kvpack.atomic import TEMPORARY_PREFIX, write_file
+from kvpack.file.atomic import TEMPORARY_PREFIX, write_file
 from kvpack.formats.errors import KvpackError, LimitExceeded
 
 from .backend import OneTier, Stored

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from kvpack.file.header import DIGEST_BYTES
+from kvpack.file.json_header import check_digest
 from kvpack.formats.errors import InvalidParameter, KvpackError, LimitExceeded, NotKvpack, Truncated, Undecryptable, UnsupportedVersion
 
-from ..header import DIGEST_BYTES
-from ..json_header import check_digest
 from .forms import FRONT_BYTES, MAGIC, MAX_ID_BYTES, NONCE_BYTES, TAG_BYTES, VERSION, encrypted_version, key_id, sealed_bytes
 from .identity import length_prefixed
 

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from kvpack.file import container
+from kvpack.file.header import DIGEST_BYTES
+from kvpack.file.json_header import TENSOR_ALIGNMENT
 from kvpack.formats.errors import DigestMismatch, InvalidHeader
 
-from .. import container
-from ..header import DIGEST_BYTES
-from ..json_header import TENSOR_ALIGNMENT
 from .keys import ID_BYTES, KEY_BYTES, MAX_INPUT_BYTES
 from .parallel import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ..cache import Cache
+    from kvpack.cache.cache import Cache
+
     from .backend import Data
     from .shapes import Shape
 
@@ -58,7 +59,7 @@ def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes
 
     Raises LimitExceeded.
     """
-    from .. import files
+    from kvpack.cache import files
 
     contents, arrays = files.stored(cache)
     payload = xxhash.xxh3_128()
@@ -121,7 +122,8 @@ class Reader:
         return shape.cache(view, start)
 
     def _parsed(self, view: memoryview, key: bytes, start: int, where: str) -> Cache:
-        from .. import files
+        from kvpack.cache import files
+
         from .shapes import Shape
 
         file = container.open_bytes(view, where=where)

@@ -10,7 +10,7 @@ import os
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpack.atomic import lock_now, sweep
+from kvpack.file.atomic import lock_now, sweep
 from kvpack.formats.errors import KvpackError
 
 if TYPE_CHECKING:

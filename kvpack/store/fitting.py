@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvpack.coding.recipes import parse_recipe
+from kvpack.file.inputs import Inputs
 from kvpack.formats.errors import InvalidParameter
 
-from ..inputs import Inputs
-from ..recipes import parse_recipe
 from .keys import ID_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..cache import Cache
+    from kvpack.cache.cache import Cache
+
     from .identity import Identity
 
 _ANY_DIM = 128
@@ -25,7 +26,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
 
     Every layer must hold all tokens of the cache.
     """
-    from ..cache import Cache
+    from kvpack.cache.cache import Cache
 
     model = identity.header_model
     if not isinstance(cache, Cache):

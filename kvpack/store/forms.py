@@ -6,10 +6,10 @@ import enum
 import re
 from dataclasses import dataclass
 
+from kvpack.file.header import DIGEST_BYTES
+from kvpack.file.json_header import begins_file
 from kvpack.formats.errors import LimitExceeded
 
-from ..header import DIGEST_BYTES
-from ..json_header import begins_file
 from .backend import MAX_ENTRY_BYTES
 
 VERSION = 1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvpack.file import container
 from kvpack.formats.errors import InvalidHeader, KvpackError, Undecryptable
 
-from .. import container
 from .encryption import in_clear
 from .entries import check_entry
 from .faults import is_damage

@@ -7,16 +7,15 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from kvpack.coding.recipes import parse_recipe
+from kvpack.file.checks import check_string
+from kvpack.file.header import FORMAT
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
-
-from ..checks import check_string
-from ..header import FORMAT
-from ..recipes import parse_recipe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..recipes import Recipe
+    from kvpack.coding.recipes import Recipe
 
 _HEADER_NAMES = {"model": "name"}
 """Fields that an entry's header has another name for."""

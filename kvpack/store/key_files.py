@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import stat
 
+from kvpack.file.user_files import read_text_and_mode
 from kvpack.formats.errors import InvalidParameter
-
-from ..user_files import read_text_and_mode
 
 MAX_BYTES = 2**20
 """Of such a file."""

@@ -17,7 +17,8 @@ from .fronts import Known, check_front
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..cache import Cache
+    from kvpack.cache.cache import Cache
+
     from .backend import Backend, Data, Found
     from .counters import Counters
     from .encryption import Cipher
@@ -105,7 +106,7 @@ class Loader:
 
     def _joined(self, chunks: list[Cache], keys: Sequence[bytes], found: Sequence[Found]) -> Cache | None:
         """The cache of ``chunks``, of which those go that continue none before them."""
-        from ..cache import concat
+        from kvpack.cache.cache import concat
 
         refused: Exception | None = None
         while chunks:

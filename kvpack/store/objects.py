@@ -6,9 +6,9 @@ import datetime
 import os
 from typing import TYPE_CHECKING, Any
 
+from kvpack.file.json_header import front_bytes
 from kvpack.formats.errors import InvalidParameter, KvpackError, LimitExceeded
 
-from ..json_header import front_bytes
 from .forms import FRONT_BYTES, check_size
 from .parallel import in_parallel
 

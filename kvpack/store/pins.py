@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from kvpack.atomic import TEMPORARY_PREFIX, write_file
+from kvpack.file.atomic import TEMPORARY_PREFIX, write_file
 from kvpack.formats.errors import KvpackError
 
 from .keys import KEY_BYTES

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvpack.file import container
 from kvpack.formats.errors import KvpackError
 
-from .. import container
 from .backend import MAX_ENTRY_BYTES
 from .encryption import in_clear
 from .entries import FEATURE, is_old

@@ -18,9 +18,9 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from kvpack.file.json_header import front_bytes
 from kvpack.formats.errors import InvalidParameter, KvpackError, LimitExceeded
 
-from ..json_header import front_bytes
 from .backend import MAX_ENTRY_BYTES, OneTier, Stored
 from .breaker import Breaker, Guard
 from .forms import FRONT_BYTES, PLAIN, Kind, check_size

@@ -16,20 +16,19 @@ import msgpack
 import torch
 import xxhash
 
+from kvpack.cache.cache import Cache, Layer, Side
+from kvpack.cache.pages import Page
+from kvpack.coding.encoding import TORCH_DTYPES
+from kvpack.coding.modes import own_modes
+from kvpack.file.header_tensor import pack_header
+from kvpack.file.json_header import DIGEST_PLACE
 from kvpack.formats.base import DTYPE_BYTES
-
-from ..cache import Cache, Layer, Side
-from ..encoding import TORCH_DTYPES
-from ..header_tensor import pack_header
-from ..json_header import DIGEST_PLACE
-from ..modes import own_modes
-from ..pages import Page
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..container import File
-    from ..header import Header, SideEntry
+    from kvpack.file.container import File
+    from kvpack.file.header import Header, SideEntry
 
 Stream = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """Name, dtype, shape, strides and first element (of the file as an array of that dtype)."""

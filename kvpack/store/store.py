@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ..cache import Cache
+    from kvpack.cache.cache import Cache
+
     from .backend import Backend
 
 CHUNK_TOKENS = 256

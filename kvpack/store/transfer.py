@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvpack.file import container
+from kvpack.file.limits import MAX_BINARY_BYTES
+from kvpack.file.user_files import read_json
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, MissingFile
 
-from .. import container
-from ..limits import MAX_BINARY_BYTES
-from ..user_files import read_json
 from .encryption import in_clear
 from .entries import check_entry
 from .identity import Identity
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-    from ..cache import Cache
+    from kvpack.cache.cache import Cache
+
     from .backend import Backend
     from .catalog import Prefix
     from .encryption import Cipher
@@ -52,8 +53,8 @@ def export_prefix(
 
     Raises InvalidParameter for a prefix whose beginning is missing, WriteFailed, and what reading its entries raises.
     """
-    from .. import files
-    from ..cache import concat
+    from kvpack.cache import files
+    from kvpack.cache.cache import concat
 
     if not prefix.whole:
         raise InvalidParameter(f"the prefix of {prefix.key.hex()} begins at token {prefix.entries[0].start}: what is before it is gone")
@@ -87,7 +88,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str)
 
     Raises InvalidParameter without ids, MissingFile, and what loading a file raises.
     """
-    from .. import files
+    from kvpack.cache import files
 
     file = container.open_file(path)
     header = file.header

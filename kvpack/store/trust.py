@@ -12,7 +12,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from kvpack.atomic import sync_folder
+from kvpack.file.atomic import sync_folder
 from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from kvpack.atomic import lock_now
+from kvpack.file.atomic import lock_now
 
 from .reading import read_beginning
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from kvpack.file.limits import MAX_STRING_BYTES
 from kvpack.formats.errors import InvalidParameter
-from kvpack.limits import MAX_STRING_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

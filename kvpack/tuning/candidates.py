@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 import kvpack
-from kvpack.cache import Cache, Layer
+from kvpack.cache.cache import Cache, Layer
+from kvpack.coding.recipes import Recipe
 from kvpack.formats.errors import InvalidParameter, OutOfRange
-from kvpack.recipes import Recipe
 
 from .allocation import Allocation, Place, recipe_text
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.bench.windows import Exact
-    from kvpack.cache import Side
+    from kvpack.cache.cache import Side
 
 _SCALED = ("", ",channel_scale=fp16")
 """Keys without and with channel scales: where channels stand out a rotation needs them, elsewhere they may do harm."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 import kvpack
-from kvpack.atomic import write_file
+from kvpack.file.atomic import write_file
+from kvpack.file.user_files import read_json
 from kvpack.formats.errors import InvalidParameter
-from kvpack.user_files import read_json
 
 from .measurement import Loss
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.atomic import write_file
 from kvpack.bench.models import Text, load_model, read_text, vocabulary
 from kvpack.bench.sizes import check_size, positions, starts, window, window_ids, window_tokens
-from kvpack.demo import model_folder
+from kvpack.demo.demo import model_folder
+from kvpack.file.atomic import write_file
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 
 from .allocation import recipe_clauses, recipe_text
@@ -31,7 +31,7 @@ from .search import Search, steps, thorough
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.encoding import Progress
+    from kvpack.coding.encoding import Progress
 
 
 DEFAULT_TOKENS = 1024

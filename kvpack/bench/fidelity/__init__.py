@@ -18,7 +18,7 @@ from .rows import TOLERANCE, Row
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.encoding import Progress
+    from kvpack.coding.encoding import Progress
 
 __all__ = ["LARGEST_SEED", "PAPERS", "Settings", "run", "show"]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kvpack.encoding import encode
-from kvpack.recipes import parse_recipe
+from kvpack.coding.encoding import encode
+from kvpack.coding.recipes import parse_recipe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvpack.encoding import encode
-from kvpack.presets import PUBLISHED
-from kvpack.recipes import parse_recipe
+from kvpack.coding.encoding import encode
+from kvpack.coding.presets import PUBLISHED
+from kvpack.coding.recipes import parse_recipe
 
 from .measure import DIM, Rate, Settings, codec, decoded, mean_square_error, rate
 from .rows import Row, around

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
+from kvpack.cache.given import check_packed
 from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
-from kvpack.given import check_packed
 
 from .hooks import Hooks
 from .layers import AbsentLayer, Decoding, PackedLayer
@@ -20,7 +20,7 @@ from .states import PackedLength, PackedStates
 from .tracking import Tracking
 
 if TYPE_CHECKING:
-    from kvpack.cache import Cache
+    from kvpack.cache.cache import Cache
 
 
 class KvpackCache(TransformersCache):  # type: ignore[misc]

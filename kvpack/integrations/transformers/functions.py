@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvpack.attention import attend
-from kvpack.cache import Layer
+from kvpack.cache.cache import Layer
 from kvpack.formats.errors import InvalidParameter, InvalidShape
 
 from .plain import plain_attention

@@ -18,7 +18,7 @@ from .record import Record
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvpack.inputs import Inputs
+    from kvpack.file.inputs import Inputs
 
 _HOOKS: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
 """The hooks of each model, by its id; they live as long as something holds them."""

@@ -17,7 +17,7 @@ from .plain import NAMES
 if TYPE_CHECKING:
     import torch
 
-    from kvpack.cache import Cache
+    from kvpack.cache.cache import Cache
 
 _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
 """Settings of models that expand what the cache holds before they attend to it, or attend in chunks."""

@@ -12,7 +12,7 @@ from kvpack.formats.errors import InvalidParameter
 from .models import has_multidimensional_positions
 
 if TYPE_CHECKING:
-    from kvpack.inputs import Inputs
+    from kvpack.file.inputs import Inputs
 
     from .models import Model
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 import numpy
 import torch
 
-from kvpack.inputs import Inputs
+from kvpack.file.inputs import Inputs
 
 if TYPE_CHECKING:
     from .passes import Pass

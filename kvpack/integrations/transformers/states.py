@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:
-    from kvpack.cache import Layer
+    from kvpack.cache.cache import Layer
 
     from .cache import KvpackCache
 

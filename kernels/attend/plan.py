@@ -1,0 +1,251 @@
+"""Which tokens of a layer each program attends, and with which loaders.
+
+A layer's tokens are cut where a page of either side begins or ends, and where a program has enough. All that has the same two
+codecs is one launch, the raw tail being a page of raw values; its work is a table on the device, one row a program's tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvpack.kernels.loaders import loaders
+from kvpack.kernels.loaders.outlier_patches import in_patches
+from kvpack.kernels.loaders.tiles import NEIGHBOURS
+from kvpack.kernels.tables import device_tables
+
+from . import runs
+from .shapes import Shape, shape_of, table_budget
+from .side import RowStream, side_of
+
+if TYPE_CHECKING:
+    from kvpack.cache.cache import Layer, Side
+    from kvpack.formats.base import Codec
+    from kvpack.kernels.loaders.tiles import Tiles
+
+VARIABLE = "KVPACK_INLINE_ASSEMBLY"
+
+INTERPRETED_MULTIPROCESSORS = 2
+
+PREFETCHED_WITH_SIGNS = 1500
+"""Tokens a multiprocessor from which prefetching is worth what it costs beside signs."""
+
+MASKED_TILES = 3
+"""Whole tiles that take as long as what a masked one takes more: it is not fetched ahead of time, nor is its code."""
+
+Pair = tuple[runs.Frame, runs.Frame, bool, bool]
+"""The frames of both sides of a launch, and whether each is decoded before it."""
+
+_plans: WeakKeyDictionary[Layer, dict[Any, list[Launch]]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One kernel over all segments of the same two codecs: its ``work`` (see ``split.attend_split``) and compile-time constants.
+
+    ``held`` are the tensors that the work's addresses refer to, ``allowed`` the variants that ``shared_table.allow`` has seen.
+    """
+
+    k: runs.Frame
+    v: runs.Frame
+    shape: Shape
+    work: torch.Tensor
+    tables: tuple[torch.Tensor, torch.Tensor]
+    constants: dict[str, Any]
+    held: tuple[torch.Tensor, ...]
+    allowed: set[Any] = field(default_factory=set)
+
+    @property
+    def parts(self) -> int:
+        """Partial results that it writes for each row of a query."""
+        return self.work.shape[0] * self.shape.warps
+
+    @property
+    def paired(self) -> bool:
+        """Whether a row of its scores is of two tokens (``split``)."""
+        return bool(self.constants["K"].paired or self.constants["V"].paired)
+
+
+def loader(codec: Codec, pairs: bool) -> Tiles:
+    """The tile loader of a codec that has one: with ``pairs`` that of two tokens a row, if there is one."""
+    found = (loaders.paired_tiles_of(codec) if pairs else None) or loaders.tiles_of(codec)
+    assert found is not None
+    return found
+
+
+def _loaders(k: Codec, v: Codec, pairs: bool) -> tuple[Tiles, Tiles]:
+    """The loaders of both sides: where they and their groups of tokens allow it, of neighbours, whose words are one run of memory."""
+    found = loader(k, pairs), loader(v, pairs)
+    if all(tiles.paired and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in found):
+        k_tiles, v_tiles = (loaders.paired_tiles_of(codec, NEIGHBOURS) for codec in (k, v))
+        assert k_tiles is not None
+        assert v_tiles is not None
+        found = k_tiles, v_tiles
+    return found
+
+
+@lru_cache(maxsize=256)
+def columns(codec: Codec, pairs: bool) -> tuple[int, ...]:
+    """The channel of each column of all tiles of ``loader``, -1 for none."""
+    return tuple(channel for part in loader(codec, pairs).channels for channel in part)
+
+
+@lru_cache(maxsize=256)
+def frame_dim(codec: Codec) -> int:
+    """Channels that columns have: the head dim, and as many again for the signs of qjl."""
+    return (1 if loader(codec, False).signs is None else 2) * codec.dim
+
+
+@lru_cache(maxsize=16)
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel can begin while the one before it ends (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int, pairs: bool) -> list[Launch]:
+    """The launches that attend tokens ``[begin, end)``, kept with the layer; every query sees all of ``whole``.
+
+    ``pairs``: query rows are few enough for tiles of two tokens a row.
+    """
+    fast = k.device.type == "cuda" and os.environ.get(VARIABLE, "") != "0"
+    kept = _plans.setdefault(layer, {})
+    key = (begin, end, whole, row_blocks, pairs, fast)
+    if key not in kept:
+        kept[key] = _launches(k, v, begin, end, whole, row_blocks, pairs, fast)
+    return kept[key]
+
+
+def _launches(k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, pairs: bool, fast: bool) -> list[Launch]:
+    groups: dict[Pair, list[runs.Segment]] = {}
+    for segment in runs.segments(runs.of_side(k).runs, runs.of_side(v).runs, begin, end):
+        # Where one side is decoded so is the other, if it is packed: one kernel then attends all such segments.
+        raw = segment.k.raw or segment.v.raw
+        decoded = raw and segment.k.whole is not None, raw and segment.v.whole is not None
+        groups.setdefault((segment.k.frame, segment.v.frame, *decoded), []).append(segment)
+    sequences = k.batch * k.heads * row_blocks
+    launches = []
+    # Partial results of one frame of the values lie side by side. The most tokens first: other launches then run beside them.
+    largest = sorted(groups, key=lambda pair: -sum(segment.tokens for segment in groups[pair]))
+    frames = list(dict.fromkeys(pair[1] for pair in largest))
+    for pair in sorted(largest, key=lambda pair: frames.index(pair[1])):
+        segments = groups[pair]
+        for side, frame, is_decoded in zip("kv", pair[:2], pair[2:], strict=True):
+            if is_decoded:
+                segments = runs.decoded(segments, columns(frame.codec, pairs), side)
+        launches.append(_launch(segments, *pair[:2], whole, sequences, pairs, k.device, fast))
+    return launches
+
+
+def _launch(
+    segments: list[runs.Segment],
+    k: runs.Frame,
+    v: runs.Frame,
+    whole: tuple[int, int],
+    sequences: int,
+    pairs: bool,
+    device: torch.device,
+    fast: bool,
+) -> Launch:
+    k_tiles, v_tiles = _loaders(segments[0].k.codec, segments[0].v.codec, pairs)
+    shared, tables, places = device_tables.of_sides(k_tiles, v_tiles, device, fast, table_budget(k_tiles, v_tiles))
+    tokens = sum(segment.tokens for segment in segments)
+    aligned = math.gcd(*(segment.first - run.first for segment in segments for run in (segment.k, segment.v)))
+    share = tokens * sequences // _multiprocessors(device)
+    shape = shape_of(k_tiles, v_tiles, shared.nbytes, share, aligned, fast)
+    tile = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.paired or v_tiles.paired else 1)
+    programs = max(1, _multiprocessors(device) * shape.programs // sequences)
+    if segments[0].k.whole is segments[0].v.whole is None and tokens <= programs * tile:
+        # Raw tokens, a tile a program: there is nothing to fetch ahead of time.
+        shape = shape._replace(stages=1)
+    rows: list[list[int]] = []
+    held: list[torch.Tensor] = []
+    for segment in segments:
+        first_rows = segment.first - segment.k.first, segment.first - segment.v.first
+        cut_words = any(_cuts_words(run, tiles) for run, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
+        addresses = [*_addresses(segment.k, k_tiles, held), *_addresses(segment.v, v_tiles, held)]
+        # As many programs as its share of the tokens, of as many tiles each, give or take one and what a masked last one costs.
+        tiles = -(-segment.tokens // tile)
+        pieces = max(1, min(tiles, segment.tokens * programs // tokens))
+        weight = tiles + (MASKED_TILES if segment.tokens % tile or cut_words else 0)
+        starts = dict.fromkeys(min(weight * piece // pieces, tiles - 1) * tile for piece in range(pieces))
+        for start, stop in pairwise((*starts, tiles * tile)):
+            count, first = min(stop, segment.tokens) - start, segment.first + start
+            seen_by_all = min(count, whole[1] - first) if first >= whole[0] else 0
+            if start + seen_by_all == segment.tokens and cut_words:
+                seen_by_all -= 1
+            seen_by_all = seen_by_all // tile * tile
+            rows.append([first, count, max(0, seen_by_all), *(row + start for row in first_rows), *addresses])
+    streams = len(k_tiles.streams)
+    # Values that wait for barriers, after the scores of keys whose rows fill registers (``split``).
+    late = fast and shape.stages == 1 and v_tiles.tokens < k_tiles.tokens
+    k_outliers, v_outliers, patches = in_patches(k_tiles, v_tiles, shape, shared.nbytes)
+    constants = {
+        "K": side_of(k_tiles, places[0], k_outliers, _aligned(rows, k_tiles, 5), _whole(rows, 3, k_tiles, shape), fast),
+        "V": side_of(v_tiles, places[1], v_outliers, _aligned(rows, v_tiles, 5 + 3 * streams), _whole(rows, 4, v_tiles, shape), fast),
+        "TABLES": shared,
+        "PATCHES": patches if fast else 0,
+        "WORK_ROW": len(rows[0]),
+        "WARPS": shape.warps,
+        "TILES": shape.tiles,
+        "TOKENS": shape.tokens,
+        "STAGES": shape.stages,
+        "LOADS_AHEAD": k_tiles.loads_ahead and v_tiles.loads_ahead,
+        "LATE": late,
+        "PREFETCH": late and overlaps(device) and (k_tiles.signs is None or share >= PREFETCHED_WITH_SIGNS),
+        "FAST": fast,
+    }
+    return Launch(k, v, shape, torch.tensor(rows, dtype=torch.int64).to(device), tables, constants, tuple(held))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_MULTIPROCESSORS
+
+
+def _addresses(run: runs.Run, tiles: Tiles, held: list[torch.Tensor]) -> list[int]:
+    """Address, batch stride and head stride in bytes of each stream; a stream whose rows are not dense and aligned is copied."""
+    found: list[int] = []
+    for stream in tiles.streams:
+        tensor = run.streams[stream.name]
+        dense = tensor.stride()[2:] == torch.empty(tensor.shape[2:], device="meta").stride()
+        steps = [step * tensor.element_size() for step in tensor.stride()[:2]]
+        if not dense or any(place % (stream.bits // 8) for place in (tensor.data_ptr(), *steps)):
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        batch, head = (
+            step * tensor.element_size() if size > 1 else 0 for step, size in zip(tensor.stride(), tensor.shape[:2], strict=False)
+        )
+        held.append(tensor)
+        found += [tensor.data_ptr(), batch, head]
+    return found
+
+
+def _cuts_words(run: runs.Run, tiles: Tiles) -> bool:
+    """Whether a stream of an odd number of halves a token may end in the middle of an aligned word of 4 bytes."""
+    for stream in tiles.streams:
+        if stream.bits == 16 and stream.row % 2:
+            tensor = run.streams[stream.name]
+            if (tensor.data_ptr() + 2 * tensor.shape[2]) % 4 or any(step % 2 for step in tensor.stride()[:2]):
+                return True
+    return False
+
+
+def _aligned(rows: list[list[int]], tiles: Tiles, first: int) -> tuple[RowStream, ...]:
+    """The streams of ``tiles``, whose addresses and strides in ``rows`` begin at number ``first``."""
+    found = []
+    for number, stream in enumerate(tiles.streams):
+        at = first + 3 * number
+        aligned = math.gcd(16, *(value for row in rows for value in row[at : at + 3]))
+        found.append(RowStream(stream.bits, aligned, stream.row * stream.bits // 8, stream.tokens))
+    return tuple(found)
+
+
+def _whole(rows: list[list[int]], at: int, tiles: Tiles, shape: Shape) -> bool:
+    """Whether the tokens of a warp's tile always lie in one token group."""
+    tokens = shape.tokens * (2 if tiles.paired == NEIGHBOURS else 1)
+    return tiles.whole_groups % tokens == 0 and all(row[at] % tokens == 0 for row in rows)

@@ -1,0 +1,106 @@
+"""How a kernel's program is shaped: its warps, the tiles that they attend at once, and how many programs a multiprocessor has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvpack.kernels.loaders.tiles import fields_side_by_side
+from kvpack.kernels.tables.table_assembly import LARGEST_BYTES
+
+if TYPE_CHECKING:
+    from kvpack.kernels.loaders.tiles import Stream, Tiles
+
+LARGE_TABLES = 32 << 10
+"""Bytes of shared tables above which programs are few and share them among more warps."""
+
+FEW_TILES = 4
+"""Of a side: above it registers, not shared memory, bound what a multiprocessor holds."""
+
+FEW_BYTES, MANY_TOKENS = 64, 6000
+"""Bytes of codes a token, and tokens a multiprocessor, up to which and from which more tokens at once are faster."""
+
+MANY_BYTES = 256
+"""Bytes of two tokens that share a row, from which fewer tiles in flight are faster."""
+
+MULTIPROCESSOR_BYTES = 228 << 10
+"""Shared memory of a multiprocessor."""
+
+SHARED_BYTES = 220 << 10
+"""Of it, those for tables and tiles in flight."""
+
+MOST_BYTES_IN_FLIGHT = 96 << 10
+"""Of all tiles that a program fetches ahead of time."""
+
+LARGE_TABLE_BYTES, FEWEST_COPIES = 80 << 10, 8
+"""Of tables beyond what the assembly declares: what each of two programs has room for, and the copies of each entry that make up for
+there being no more of them."""
+
+
+class Shape(NamedTuple):
+    """Warps of a program, tiles that a warp attends at once and their tokens, stages of tiles in flight, and programs a multiprocessor."""
+
+    warps: int
+    tiles: int
+    tokens: int
+    stages: int
+    programs: int
+
+
+def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fast: bool) -> Shape:
+    """What was fastest on an H200 for tables of ``table_bytes`` and ``tokens`` a multiprocessor; ``aligned`` divides all first rows.
+
+    Tried were one to eight warps, tiles of 16 to 64 tokens, one or two of them, two to four stages, and 96 to 255 registers;
+    for rows of which a thread holds one, whose loads lose by stages, one to four warps and 168 or more registers. Programs that are
+    no multiple of the four schedulers in warps are slower by half.
+    """
+    if not fast:
+        return Shape(2, 1, 32, 1, 4)
+    # Tokens that share a row of a tile count as one, of as many bytes.
+    together = 2 if k.paired or v.paired else 1
+    tokens //= together
+    token_bytes = together * sum(_bytes(stream, aligned) for stream in (*k.streams, *v.streams))
+    few_bytes = 2 * sum(sum(packing.planes) for packing in (*k.packings, *v.packings)) <= FEW_BYTES
+    tables = [tiles.table for tiles in (k, v) if tiles.table is not None]
+    most_tokens = min(k.most_tokens, v.most_tokens)
+    plain = k.outliers is v.outliers is None
+    many = tokens >= MANY_TOKENS and together == 1
+    small = Shape(1, 1, min(32, most_tokens), 3, 8)
+    many_tiles = len(tables) == 2 and min(len(k.channels), len(v.channels)) > FEW_TILES
+    if max(k.tokens, v.tokens) > 32:
+        # Large tables are of few programs.
+        warps, programs = (4, 2) if table_bytes > LARGEST_BYTES else (2, 4)
+        shape = Shape(warps, 1, max(k.tokens, v.tokens), 1, programs)
+    elif not k.dtype == v.dtype == "fp16" or (table_bytes > LARGE_TABLES and many_tiles):
+        shape = Shape(2, 1, 32, 2, 4)
+    elif table_bytes > LARGE_TABLES:
+        narrow = any(fields_side_by_side(packing) > 1 for packing in (*k.packings, *v.packings))
+        shape = Shape(2, 1, 32, 4 - together, 4) if narrow else Shape(4, 1, 32, 3, 2)
+    elif table_bytes and small.programs * (table_bytes + small.stages * small.tokens * token_bytes) > SHARED_BYTES:
+        # Programs share a table's copies among their warps. One tile ahead of twice as many bytes is as much as two.
+        shape = Shape(2, 1, 32, 2 if together > 1 and token_bytes >= MANY_BYTES else 3, 4)
+        if many and few_bytes and plain:
+            shape = shape._replace(tiles=2)
+    elif table_bytes == 0 and many and most_tokens > small.tokens and aligned % most_tokens == 0:
+        shape = small._replace(tokens=most_tokens)
+    elif table_bytes == 0 and many and few_bytes and plain:
+        shape = small._replace(tiles=2)
+    else:
+        shape = small
+    tile_bytes = shape.warps * shape.tiles * shape.tokens * token_bytes
+    stages = shape.stages if plain else min(shape.stages, 2)
+    return shape._replace(stages=max(1, min(stages, MOST_BYTES_IN_FLIGHT // tile_bytes)))
+
+
+def table_budget(k: Tiles, v: Tiles) -> int:
+    """Bytes of shared memory that the tables of both sides may take together."""
+    alone = [tiles for tiles in (k, v) if tiles.many_copies and tiles.outliers is tiles.signs is None]
+    tables = [tiles.table for tiles in alone if tiles.table is not None]
+    if len(tables) == 2 and FEWEST_COPIES * max(table.nbytes for table in tables) <= LARGE_TABLE_BYTES:
+        return LARGE_TABLE_BYTES
+    return LARGEST_BYTES
+
+
+def _bytes(stream: Stream, aligned: int) -> int:
+    """Of a token in a tile of 32 or more, which holds one row of what all its tokens share, or one for each."""
+    shared = aligned % stream.tokens == 0 and stream.tokens % 32 == 0
+    return stream.row * stream.bits // (8 * stream.tokens if shared else 8)

@@ -1,0 +1,70 @@
+"""One side of a layer, keys or values, as the attention kernel knows it when it is compiled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from kvpack.kernels.loaders.tiles import Outliers, SharedTable, Tiles
+
+
+class RowStream(NamedTuple):
+    """A stream as a program reads it: elements of ``bits``, a row of ``row_bytes`` for ``tokens`` tokens.
+
+    ``aligned`` is the largest power of two, at most 16, that divides all its addresses and strides in bytes.
+    """
+
+    bits: int
+    aligned: int
+    row_bytes: int
+    tokens: int
+
+
+class Side(NamedTuple):
+    """A codec's loader (``tiles.Tiles``) over the streams of one launch.
+
+    ``widths`` are the columns of each tile, ``places`` those that ``fields.load_places`` takes. ``whole``: the tokens of a warp's tile
+    always lie in one token group.
+    """
+
+    load: Any
+    decode: Any
+    factor: Any
+    constants: Any
+    steps: int
+    signs: Any
+    outliers: Outliers | None
+    shared: SharedTable
+    streams: tuple[RowStream, ...]
+    places: tuple[int, ...]
+    widths: tuple[int, ...]
+    dtype: str
+    paired: int
+    run: int
+    whole: bool
+
+    @property
+    def cache_key(self) -> str:
+        """What Triton names compiled code by: of functions their source, which it sees in no argument but a function itself."""
+        return "-".join(getattr(value, "cache_key", None) or repr(value) for value in self)
+
+
+def side_of(tiles: Tiles, shared: SharedTable, outliers: Outliers | None, streams: tuple[RowStream, ...], whole: bool, fast: bool) -> Side:
+    """The side that ``tiles`` load. Without inline PTX (not ``fast``) tiles of bf16 are widened."""
+    return Side(
+        load=tiles.load,
+        decode=tiles.decode,
+        factor=tiles.factor,
+        constants=tiles.constants,
+        steps=tiles.steps,
+        signs=tiles.signs,
+        outliers=outliers,
+        shared=shared,
+        streams=streams,
+        places=tiles.place_columns,
+        widths=tuple(map(len, tiles.channels)),
+        dtype=tiles.dtype if fast or tiles.dtype != "bf16" else "fp32",
+        paired=tiles.paired,
+        run=tiles.run,
+        whole=whole,
+    )

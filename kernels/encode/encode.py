@@ -1,0 +1,88 @@
+"""Encoding on the GPU: one pass over the input for the codecs that have a kernel here; ``formats/`` encodes the rest.
+
+A kernel takes every option that its codec stores and the searches that are local; what it does not take, and every run with a
+value that it flags (``encode_rows``), is left to ``formats/``, which gives the same streams or the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from kvpack.formats.angle import Angle
+from kvpack.formats.group import Group
+from kvpack.formats.octahedral import Octahedral
+from kvpack.formats.polar import Polar
+from kvpack.formats.quaternion import Quaternion
+from kvpack.formats.scalar import Scalar
+
+from . import angle as encode_angle
+from . import group as encode_group
+from . import octahedral as encode_octahedral
+from . import polar as encode_polar
+from . import quaternion as encode_quaternion
+from . import scalar as encode_scalar
+from .rows import LARGEST_DIM
+
+if TYPE_CHECKING:
+    from kvpack.formats.base import Codec
+
+ENCODERS: dict[type[Codec], Callable[..., bool]] = {
+    Scalar: encode_scalar.encode,
+    Octahedral: encode_octahedral.encode,
+    Angle: encode_angle.encode,
+    Group: encode_group.encode,
+    Quaternion: encode_quaternion.encode,
+    Polar: encode_polar.encode,
+}
+
+_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "F32": torch.float32}
+
+
+class Encoding(NamedTuple):
+    """Streams to be filled: ``run()`` launches the kernels, and is False where they do not take the codec's options.
+
+    They hold the codes once ``flag``, int32 ``[1]``, is seen to be 0.
+    """
+
+    streams: dict[str, torch.Tensor]
+    flag: torch.Tensor
+    run: Callable[[], bool]
+
+
+def encode(codec: Codec, x: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """Encode ``x`` ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, of any strides, to the streams of ``codec.layout``.
+
+    None where ``formats/`` is to encode it: codecs, options and values that the kernels do not take.
+    """
+    encoding = prepare(codec, x)
+    if encoding is None or not encoding.run() or encoding.flag.item():
+        return None
+    return encoding.streams
+
+
+def has_products(device: torch.device) -> bool:
+    """Whether the matrix units of ``device`` multiply bfloat16 (those of CUDA devices before Ampere do not), or it is interpreted."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def prepare(codec: Codec, x: torch.Tensor) -> Encoding | None:
+    """What ``encode`` runs, its memory taken; None for a codec or device without a kernel, and for no values."""
+    # A class that is not known itself may hold more than its parent's streams.
+    encoder = ENCODERS.get(type(codec))
+    batch, heads, tokens, dim = x.shape
+    if encoder is None or dim > LARGEST_DIM or not x.numel() or not has_products(x.device):
+        return None
+    streams = {
+        name: torch.empty(layout.shape, dtype=_DTYPES[layout.dtype], device=x.device)
+        for name, layout in codec.layout(batch, heads, tokens).items()
+    }
+    planes = []
+    for name, packing in codec.packings().items():
+        words = [streams[f"{name}.{plane}"] for plane in range(len(packing.planes))]
+        planes += words if packing.column_bytes % 2 == 0 else [*words[:-1], words[-1].view(torch.uint8)]
+    flag = torch.zeros(1, dtype=torch.int32, device=x.device)
+    return Encoding(streams, flag, partial(encoder, codec, x, streams, tuple(planes), flag))

@@ -1,0 +1,211 @@
+"""group encoded on the GPU (spec/codecs/group.md): without rotation and token scales bit for bit as ``formats/group.py``, its oracle."""
+
+# Triton has no types.
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.base import HALF_LIMIT
+from kvpack.formats.columns import next_power_of_two
+from kvpack.formats.group import SMALLEST_HALF
+from kvpack.kernels.words.columns import launch, tile_origin
+
+from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
+from .rows import component, components, flag_unless, input_of, limit_of, load_rows, nearest_integer, scale_of
+
+if TYPE_CHECKING:
+    from kvpack.formats.group import Group
+
+BLOCK_TOKENS = 32
+ROTATED_CHANNELS = 32
+CHANNELS_ALONG_TOKENS = 64
+CHANNELS = 128
+"""Channels that a program encodes at once: few where they come from a product, for its tiles fill the registers."""
+
+SCALE_TOKENS = 16
+SCALE_HEADS = 4
+SCALE_WARPS = 4
+"""Tokens of a program that computes token scales, heads that it loads at once, and its warps."""
+
+
+def encode(codec: Group, x: torch.Tensor, streams: dict[str, torch.Tensor], planes: tuple[torch.Tensor, ...], flag: torch.Tensor) -> bool:
+    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take."""
+    plan = _plan(codec, x.device)
+    # 8-bit scales are chosen for the whole run before its first code.
+    if plan is None or codec.scale_dtype != "fp16":
+        return False
+    batch, heads, tokens, dim = x.shape
+    arguments, constants = input_of(x)
+    token_scale = streams.get("token_scale")
+    if token_scale is not None:
+        limit = limit_of(codec.scales(1, 1, 1)["token_scale"].dtype)
+        launch(
+            _token_scales, batch * -(-tokens // SCALE_TOKENS), x.device, *arguments, token_scale, flag,
+            DIM=dim, PADDED_DIM=constants["PADDED_DIM"], LIMIT=limit, AT_ONCE=SCALE_HEADS, BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
+        )  # fmt: skip
+    symbols = _symbols(codec)
+    along_tokens = codec.axis == "token"
+    block_tokens = max(BLOCK_TOKENS, codec.size) if along_tokens else BLOCK_TOKENS
+    rotated = codec.rotation.kind != "none"
+    block = ROTATED_CHANNELS if rotated else CHANNELS_ALONG_TOKENS if along_tokens else CHANNELS
+    block = min(symbols, block if along_tokens else max(block, codec.size))
+    launch(
+        _encode, batch * heads * -(-tokens // block_tokens), x.device,
+        *arguments, components(codec.rotation, 1, symbols, block, x) if rotated else None, plan.places, planes,
+        streams["scales"].view(torch.int32), token_scale, flag,
+        **constants, SYMBOLS=symbols, BLOCK=block, BITS=codec.bits, SIZE=codec.size, ALONG_TOKENS=along_tokens,
+        MIDDLE=codec.centre == "middle", SCALE=scale_of(codec.rotation), LIMIT=HALF_LIMIT, SMALLEST=SMALLEST_HALF, STREAMS=plan.streams,
+        BLOCK_TOKENS=block_tokens,
+        # Of one warp, most tokens of a group are in one thread.
+        warps=1 if along_tokens and not rotated and token_scale is None and block_tokens == BLOCK_TOKENS else WARPS,
+    )  # fmt: skip
+    return True
+
+
+def _symbols(codec: Group) -> int:
+    """Channels of a token, padding included: whole groups."""
+    return max(SMALLEST_AXIS, next_power_of_two(codec.dim), codec.size if codec.axis == "channel" else 1)
+
+
+@lru_cache(maxsize=64)
+def _plan(codec: Group, device: torch.device) -> Plan | None:
+    return plan_of(codec, {"codes": [Term(0, codec.bits)]}, _symbols(codec), device)
+
+
+@triton.jit
+def _token_scales(
+    x: tl.tensor,
+    batch_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    heads: tl.tensor,
+    tokens: tl.tensor,
+    scales: tl.tensor,
+    flag: tl.tensor,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    LIMIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+) -> None:
+    """The root mean square of every token over all heads; a rotation changes none."""
+    batch, _, first = tile_origin(1, tokens, BLOCK_TOKENS)
+    token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
+    valid = token < tokens
+    squares = tl.zeros((BLOCK_TOKENS, PADDED_DIM), tl.float32)
+    for some in range(0, heads, AT_ONCE):
+        # Unrolled, so that the loads of several heads are under way together.
+        for number in tl.static_range(AT_ONCE):
+            head = some + number
+            known = valid & (head < heads)
+            rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, known, DIM, PADDED_DIM)
+            value = rows.to(tl.float32)
+            squares += value * value
+    mean = tl.sum(squares, 1)[:, None] / (heads * DIM)
+    root = tl.sqrt_rn(mean)
+    fits = root < LIMIT
+    flag_unless(fits, flag)
+    tl.store(scales + batch * tokens + token, tl.where(fits, root, 0.0).to(scales.dtype.element_ty), valid)
+
+
+@triton.jit
+def _stored_half(value: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
+    """The binary16 nearest to each value; flagged, and zero, where there is none."""
+    fits = tl.abs(value) < LIMIT
+    flag_unless(fits, flag)
+    return tl.where(fits, value, 0.0).to(tl.float16)
+
+
+@triton.jit
+def _encode(
+    x: tl.tensor,
+    batch_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    heads: tl.tensor,
+    tokens: tl.tensor,
+    matrix: tl.tensor,
+    places: tl.tensor,
+    planes: tl.tuple,
+    pairs: tl.tensor,
+    token_scales: tl.tensor,
+    flag: tl.tensor,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    SYMBOLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ALONG_TOKENS: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    SCALE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    STREAMS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+) -> None:
+    batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
+    token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
+    valid = token < tokens
+    row = (batch * heads + head) * tokens + token
+    middle: tl.constexpr = ((1 << BITS) - 1) / 2
+    GROUPS: tl.constexpr = (DIM + SIZE - 1) // SIZE
+    AXIS: tl.constexpr = 1 if ALONG_TOKENS else 2
+    GROUPED: tl.constexpr = (BLOCK_TOKENS // SIZE, SIZE, BLOCK) if ALONG_TOKENS else (BLOCK_TOKENS, BLOCK // SIZE, SIZE)
+    if matrix is not None:
+        rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
+    if token_scales is not None:
+        factor = tl.load(token_scales + batch * tokens + token, valid, 1.0).to(tl.float32)
+        inverse = 1.0 / tl.where(factor > 0, factor, 1.0)
+    sums = empty_columns(STREAMS, BLOCK_TOKENS)
+    for block in range(SYMBOLS // BLOCK):
+        channel = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+        inside = valid & (channel < DIM)
+        if matrix is not None:
+            value = component(rows, matrix, block, BLOCK, PADDED_DIM, PARTS, OPERAND) * SCALE
+        else:
+            place = x + batch * batch_stride + head * head_stride + token * token_stride + channel.to(tl.int64) * channel_stride
+            value = tl.load(place, inside, 0.0).to(tl.float32)
+        if token_scales is not None:
+            value = value * inverse
+        # No comparison holds for a NaN, and the extremes below would pass over it.
+        flag_unless(tl.abs(value) < float("inf"), flag)
+
+        low = tl.min(tl.reshape(tl.where(inside, value, float("inf")), GROUPED), AXIS)
+        high = tl.max(tl.reshape(tl.where(inside, value, float("-inf")), GROUPED), AXIS)
+        low = tl.where(low <= high, low, 0.0)
+        high = tl.where(low <= high, high, 0.0)
+        # The halves of a sum, for the sum may be infinite; a scale in the same way.
+        centre = low * 0.5 + high * 0.5
+        if not MIDDLE:
+            centre = tl.zeros(low.shape, tl.float32)
+        centre = _stored_half(centre, flag, LIMIT)
+        reach = tl.maximum(high - centre.to(tl.float32), centre.to(tl.float32) - low)
+        scale = _stored_half(tl.minimum(reach, 1e30) * (1.0 / middle), flag, LIMIT)
+
+        pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF | centre.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        if ALONG_TOKENS:
+            group = first // SIZE + tl.arange(0, BLOCK_TOKENS // SIZE)[:, None]
+            place = pairs + ((batch * heads + head) * tl.cdiv(tokens, SIZE) + group) * DIM + channel
+            tl.store(place, pair, (group < tl.cdiv(tokens, SIZE)) & (channel < DIM))
+        else:
+            group = block * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)[None, :]
+            tl.store(pairs + row * GROUPS + group, pair, valid & (group < GROUPS))
+
+        per_step = tl.div_rn(1.0, tl.maximum(scale.to(tl.float32), SMALLEST))
+        offset = middle - centre.to(tl.float32) * per_step
+        steps = tl.reshape(value, GROUPED) * tl.expand_dims(per_step, AXIS) + tl.expand_dims(offset, AXIS)
+        code = tl.reshape(nearest_integer(steps, 2 * middle), (BLOCK_TOKENS, BLOCK))
+        sums = add_digits(sums, (code,), places, block * BLOCK, BLOCK, SYMBOLS, STREAMS)
+    store_columns(sums, planes, row, valid, STREAMS)

@@ -1,0 +1,217 @@
+"""What the encoders share: rows of values, their rotation as a product of the matrix units, norms, levels and roundings.
+
+A rotation's entries are +1 and -1, which every input type holds exactly: the product is as exact as the sum of its values. A row
+that a kernel does not encode as ``formats/`` would raises a flag, and the whole run is encoded there: values that are not finite
+or do not fit their width, whose error it names, and values whose squares leave binary32.
+"""
+
+# Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.base import HALF_LIMIT
+from kvpack.formats.columns import next_power_of_two
+from kvpack.formats.octahedral_search import midpoints
+from kvpack.formats.tables import kept_on_device
+
+from .columns import SMALLEST_AXIS
+
+if TYPE_CHECKING:
+    from kvpack.formats.rotation import Rotation
+
+LARGEST_DIM = 256
+"""Above it the rows of a tile do not fit the shared memory."""
+
+SMALLEST_SQUARE = 2.0**-80
+LARGEST_SQUARE = 2.0**80
+"""Squares of norms between these lose nothing in binary32."""
+
+_PARTS = 3
+"""bfloat16 numbers that together hold a binary32."""
+
+
+class Input(NamedTuple):
+    """A tensor to encode: ``arguments`` for ``load_rows``, and ``constants`` that every encoder takes."""
+
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+def input_of(x: torch.Tensor) -> Input:
+    """What a kernel is told of ``x``, ``[batch, kv_head, token, dim]`` of any strides."""
+    # Triton's interpreter has no products of bfloat16.
+    operand = {torch.float16: tl.float16}.get(x.dtype, tl.bfloat16) if x.device.type == "cuda" else tl.float32
+    padded = max(SMALLEST_AXIS, next_power_of_two(x.shape[3]))
+    parts = _PARTS if x.dtype == torch.float32 else 1
+    return Input(
+        (x, *x.stride(), x.shape[1], x.shape[2]),
+        {"DIM": x.shape[3], "PADDED_DIM": padded, "PARTS": parts, "OPERAND": operand},
+    )
+
+
+def components(rotation: Rotation, count: int, symbols: int, block: int, x: torch.Tensor) -> torch.Tensor:
+    """What rows of ``x`` are multiplied by for the first coordinate of every ``count`` channels, then the second, and so on.
+
+    ``[blocks, count, padded dim, block]`` for ``symbols`` symbols in blocks, +1, -1 or 0, in the type of the product; it is sqrt(dim)
+    times a rotation that is not none.
+    """
+    return _components(rotation, count, symbols, block, torch.float16 if x.dtype == torch.float16 else torch.bfloat16, x.device)
+
+
+@kept_on_device
+def _components(rotation: Rotation, count: int, symbols: int, block: int, dtype: torch.dtype) -> torch.Tensor:
+    dim = rotation.dim
+    # A matrix of no zeros: its signs are its entries times sqrt(dim), exactly.
+    matrix = torch.eye(dim) if rotation.kind == "none" else rotation.matrix().sign().T
+    padded = torch.zeros(max(SMALLEST_AXIS, next_power_of_two(dim)), count, symbols)
+    for channel in range(dim):
+        padded[:dim, channel % count, channel // count] = matrix[:, channel]
+    return padded.view(-1, count, symbols // block, block).permute(2, 1, 0, 3).to(dtype).contiguous()
+
+
+@kept_on_device
+def values_of(table: bytes) -> torch.Tensor:
+    """A table of little-endian binary32, as float32."""
+    return torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float32)
+
+
+@kept_on_device
+def bounds_of(table: bytes) -> torch.Tensor:
+    """The bounds between neighbours in a table within [0, 1], and one above all: a kernel takes no tensor without elements."""
+    return torch.tensor([*midpoints(table), 2.0], dtype=torch.float32)
+
+
+def scale_of(rotation: Rotation) -> float:
+    """What the products with ``components`` are multiplied by."""
+    return 1.0 if rotation.kind == "none" else 1.0 / math.sqrt(rotation.dim)
+
+
+def limit_of(dtype: str) -> float:
+    """The least number that does not fit a stored "F16" or "F32"."""
+    return HALF_LIMIT if dtype == "F16" else math.inf
+
+
+@triton.jit
+def load_rows(
+    x: tl.tensor,
+    batch_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    batch: tl.tensor,
+    head: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+) -> tl.tensor:
+    """Rows ``[token, PADDED_DIM]`` as they are stored; what is not ``valid``, int1 ``[token, 1]``, is 0."""
+    channel = tl.arange(0, PADDED_DIM)[None, :]
+    row = x + batch * batch_stride + head * head_stride
+    return tl.load(row + token * token_stride + channel.to(tl.int64) * channel_stride, valid & (channel < DIM), 0.0)
+
+
+@triton.jit
+def component(
+    rows: tl.tensor,
+    matrix: tl.tensor,
+    number: tl.tensor,
+    BLOCK: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    OPERAND: tl.constexpr,
+) -> tl.tensor:
+    """The product of rows and matrix ``number`` of ``components``, which has ``BLOCK`` columns, float32."""
+    place = matrix + number * PADDED_DIM * BLOCK + tl.arange(0, PADDED_DIM)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    factor = tl.load(place).to(OPERAND)
+    if PARTS == 1:
+        value = tl.dot(rows.to(OPERAND), factor, input_precision="ieee")
+    else:
+        value = tl.zeros((rows.shape[0], BLOCK), tl.float32)
+        rest = rows
+        for _ in tl.static_range(PARTS):
+            part = rest.to(tl.bfloat16)
+            value = tl.dot(part.to(OPERAND), factor, value, input_precision="ieee")
+            rest = rest - part.to(tl.float32)
+    return value
+
+
+@triton.jit
+def flag_unless(ok: tl.tensor, flag: tl.tensor) -> None:
+    """Raise the flag unless all of a tile is ``ok``."""
+    tl.store(flag, 1, tl.min(ok.to(tl.int32)) == 0)
+
+
+@triton.jit
+def norms_of(rows: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr) -> tl.tensor:
+    """The norm of each row, float32 ``[token, 1]``; flagged where it is not below ``LIMIT`` or its square is out of range.
+
+    A row of zeros is in range, and a NaN in none.
+    """
+    value = rows.to(tl.float32)
+    square = tl.sum(value * value, 1)
+    norm = tl.sqrt_rn(square)
+    ok = (square > SMALLEST) & (square < LARGEST) & (norm < LIMIT)
+    if tl.min(ok.to(tl.int32)) == 0:
+        flag_unless(ok | ((square == 0) & (tl.max(tl.abs(value), 1) == 0)), flag)
+    return norm[:, None]
+
+
+@triton.jit
+def store_norms(norms: tl.tensor, norm: tl.tensor, row: tl.tensor, valid: tl.tensor, LIMIT: tl.constexpr) -> None:
+    """Write one norm a row; one that does not fit was flagged, and is kept from a conversion that would overflow."""
+    tl.store(norms + row, tl.where(norm < LIMIT, norm, 0.0).to(norms.dtype.element_ty), valid)
+
+
+@triton.jit
+def level_of(values: tl.tensor, bounds: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
+    """How many of ``LEVELS`` - 1 ascending bounds each value is above, int32; ``LEVELS`` is a power of two, at most 256.
+
+    A few bounds are compared one by one: a lookup moves its tile to the layout of memory and back, which costs as much as several.
+    """
+    level = tl.zeros(values.shape, tl.int32)
+    if LEVELS <= 16:
+        for number in tl.static_range(LEVELS - 1):
+            level += tl.where(values > tl.load(bounds + number), 1, 0)
+    else:
+        for step in tl.static_range(1, 9):
+            if LEVELS >> step > 0:
+                bound = tl.load(bounds + (level + ((LEVELS >> step) - 1)))
+                level += tl.where(values > bound, LEVELS >> step, 0)
+    return level
+
+
+@triton.jit
+def enclosing_levels(values: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> tl.tuple:
+    """The number of the first of two neighbours in an ascending table that enclose each value, and both; the outermost beyond."""
+    if LEVELS <= 16:
+        level = tl.zeros(values.shape, tl.int32)
+        lower = tl.zeros(values.shape, tl.float32) + tl.load(table)
+        upper = tl.zeros(values.shape, tl.float32) + tl.load(table + 1)
+        for number in tl.static_range(1, LEVELS - 1):
+            above = values > tl.load(table + number)
+            level += tl.where(above, 1, 0)
+            lower = tl.where(above, tl.load(table + number), lower)
+            upper = tl.where(above, tl.load(table + number + 1), upper)
+    else:
+        level = tl.minimum(level_of(values, table + 1, LEVELS), LEVELS - 2)
+        lower = tl.load(table + level)
+        upper = tl.load(table + (level + 1))
+    return level, lower, upper
+
+
+@triton.jit
+def nearest_integer(values: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
+    """The integer in [0, LARGEST] that is nearest to each value, of equals the even one; int32."""
+    limited = tl.minimum(tl.maximum(values, 0.0), LARGEST)
+    # Where binary32 has no fractions its fraction bits are the integer.
+    return (limited + 8388608.0).to(tl.int32, bitcast=True) & 0x7FFFFF

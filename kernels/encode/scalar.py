@@ -1,0 +1,115 @@
+"""scalar encoded on the GPU (spec/codecs/scalar.md); ``formats/scalar.py`` is its oracle."""
+
+# Triton has no types, and tuples of tensors are of several lengths.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.columns import next_power_of_two
+from kvpack.kernels.words.columns import launch, tile_origin
+
+from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
+from .rows import (
+    LARGEST_SQUARE,
+    SMALLEST_SQUARE,
+    bounds_of,
+    component,
+    components,
+    input_of,
+    level_of,
+    limit_of,
+    load_rows,
+    norms_of,
+    scale_of,
+    store_norms,
+)
+
+if TYPE_CHECKING:
+    from kvpack.formats.scalar import Scalar
+
+BLOCK_TOKENS = 64
+BLOCK_SYMBOLS = 32
+
+
+def encode(codec: Scalar, x: torch.Tensor, streams: dict[str, torch.Tensor], planes: tuple[torch.Tensor, ...], flag: torch.Tensor) -> bool:
+    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take."""
+    plan = _plan(codec, x.device)
+    if plan is None:
+        return False
+    symbols = max(SMALLEST_AXIS, next_power_of_two(codec.dim))
+    block = min(symbols, BLOCK_SYMBOLS)
+    arguments, constants = input_of(x)
+    launch(
+        _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // BLOCK_TOKENS), x.device,
+        *arguments, components(codec.rotation, 1, symbols, block, x), plan.places, planes, streams["norm"],
+        bounds_of(codec.magnitude_table, x.device), bounds_of(codec.high_magnitude_table, x.device) if codec.bits_high else None, flag,
+        **constants, SYMBOLS=symbols, BLOCK=block, LEVELS=1 << codec.bits - 1, HIGH_LEVELS=(1 << codec.bits_high) // 2,
+        SCALE=scale_of(codec.rotation), LIMIT=limit_of(codec.scales(1, 1, 1)["norm"].dtype), SMALLEST=SMALLEST_SQUARE,
+        LARGEST=LARGEST_SQUARE, STREAMS=plan.streams, BLOCK_TOKENS=BLOCK_TOKENS, warps=WARPS, fusion=True,
+    )  # fmt: skip
+    return True
+
+
+@lru_cache(maxsize=64)
+def _plan(codec: Scalar, device: torch.device) -> Plan | None:
+    names = [name for name, _ in codec.fields]
+    parts = enumerate(zip(names, codec.parts, strict=True))
+    terms = {name: (Term(number, part.bits, symbols=part.channels),) for number, (name, part) in parts}
+    return plan_of(codec, terms, max(SMALLEST_AXIS, next_power_of_two(codec.dim)), device)
+
+
+@triton.jit
+def _encode(
+    x: tl.tensor,
+    batch_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    heads: tl.tensor,
+    tokens: tl.tensor,
+    matrix: tl.tensor,
+    places: tl.tensor,
+    planes: tl.tuple,
+    norms: tl.tensor,
+    bounds: tl.tensor,
+    high_bounds: tl.tensor,
+    flag: tl.tensor,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    SYMBOLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    HIGH_LEVELS: tl.constexpr,
+    SCALE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    STREAMS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+) -> None:
+    batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
+    token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
+    valid = token < tokens
+    row = (batch * heads + head) * tokens + token
+    rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
+    norm = norms_of(rows, flag, LIMIT, SMALLEST, LARGEST)
+    store_norms(norms, norm, row, valid, LIMIT)
+    factor = SCALE / tl.maximum(norm, 1e-37)
+    sums = empty_columns(STREAMS, BLOCK_TOKENS)
+    for block in range(SYMBOLS // BLOCK):
+        value = component(rows, matrix, block, BLOCK, PADDED_DIM, PARTS, OPERAND)
+        magnitude = tl.abs(value) * factor
+        digits = (level_of(magnitude, bounds, LEVELS) + tl.where(value < 0, LEVELS, 0),)
+        if HIGH_LEVELS > 0:
+            digits = (digits[0], level_of(magnitude, high_bounds, HIGH_LEVELS) + tl.where(value < 0, HIGH_LEVELS, 0))
+        sums = add_digits(sums, digits, places, block * BLOCK, BLOCK, SYMBOLS, STREAMS)
+    store_columns(sums, planes, row, valid, STREAMS)

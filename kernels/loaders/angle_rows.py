@@ -1,0 +1,130 @@
+"""angle as tiles of rows of which a thread holds one (spec/codecs/angle.md): dense bins, in one stream or two, and norms in any columns."""
+
+# Triton compiles no conditional expressions of tensors.
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+from triton import language as tl
+
+from kvpack.kernels.words.pairs import joined, look_up_words, pair_affine, pair_of_one, pair_power_of_two, pair_product, unit
+from kvpack.kernels.words.row_digits import RowPacking, digit, row_packing, two_digits
+from kvpack.kernels.words.row_tiles import TOKENS, decode_rows, pairs_of, tiles_of
+from kvpack.kernels.words.rows import load_rows, row_streams, rows_constants, stream_of_words, words_of_row
+
+from .angle import VALUES, factor, load_range, norm_line, table
+from .tiles import WIDEST_DIGIT, Tiles
+
+if TYPE_CHECKING:
+    from kvpack.formats.angle import Angle
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its rows. ``range_place`` is where a row's range is among what ``load`` gives."""
+
+    rows: tuple[int, ...]
+    bins: RowPacking
+    high_bins: RowPacking
+    norm_bits: int
+    log: bool
+    range_place: int
+    half_range: bool
+    norms: RowPacking
+    low_bits: int
+    pairs: tuple[int, ...]
+    symbols: int
+
+
+def tiles(codec: Angle) -> Tiles | None:
+    """The loader of ``codec``, None where there are too many bins, or norms are not codes."""
+    if codec.norm == "fp32" or codec.bins > 1 << WIDEST_DIGIT:
+        return None
+    packings = codec.packings()
+    every = tuple(packings.values())
+    half_range = codec.range == "fp16"
+    rows = (*rows_constants(every), 2 if half_range else 4)
+    streams = (
+        *(stream for name, packing in packings.items() for stream in row_streams(name, packing)),
+        stream_of_words("range", rows[-1]),
+    )
+    low_bits = packings["angle_low"].bases[0].bit_length() - 1 if "angle_low" in packings else 0
+    pairs, channels = tiles_of(pairs_of(codec.dim // VALUES, VALUES, codec.dim), VALUES)
+    constants = Constants(
+        rows=rows,
+        bins=row_packing(every, 0),
+        high_bins=row_packing(every, len(every) - 2),
+        norm_bits=codec.norm_bits,
+        log=codec.norm == "log",
+        range_place=2 * words_of_row(rows),
+        half_range=half_range,
+        norms=row_packing(every, len(every) - 1),
+        low_bits=low_bits,
+        pairs=pairs,
+        symbols=codec.dim // VALUES,
+    )
+    return Tiles(load, decode, factor, constants, len(channels), channels, streams, table(codec), tokens=TOKENS)
+
+
+@triton.jit
+def load(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    CONSTANTS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The rows of bins, norm codes and ranges, then the ranges once more, a token each."""
+    ROWS: tl.constexpr = CONSTANTS.rows
+    RANGE: tl.constexpr = len(ROWS) - 1
+    raw = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
+    return raw + load_range(pointers[RANGE], first, token, valid, CONSTANTS, MASKED)
+
+
+@triton.jit
+def decode(
+    raw: tl.tuple,
+    places: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The coordinates of the pairs of ``STEP``, over the token's factor."""
+    PAIRS: tl.constexpr = CONSTANTS.pairs
+    return (decode_rows(raw, table, PAIRS, STEP, coordinates, CONSTANTS, SHARED, TURNED, FAST),)
+
+
+@triton.jit
+def coordinates(
+    words: tl.tuple, table: tl.tensor, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
+    """The cosine and the sine of one pair, times its norm."""
+    BINS: tl.constexpr = CONSTANTS.bins
+    HIGH_BINS: tl.constexpr = CONSTANTS.high_bins
+    NORMS: tl.constexpr = CONSTANTS.norms
+    UNIT: tl.constexpr = unit(2, SHARED, FAST)
+    LAST: tl.constexpr = CONSTANTS.range_place // 2
+    place = digit(words, BINS, SYMBOL, FAST) * UNIT
+    if CONSTANTS.low_bits:
+        place = place + digit(words, HIGH_BINS, SYMBOL, FAST) * (UNIT << CONSTANTS.low_bits)
+    if CONSTANTS.half_range:
+        line = norm_line((words[LAST - 1].to(tl.int32, bitcast=True),), CONSTANTS)
+    else:
+        line = norm_line((words[LAST - 2], words[LAST - 1]), CONSTANTS)
+    norms = pair_affine(
+        two_digits(words, NORMS, SYMBOL, CONSTANTS.symbols, FAST), pair_of_one(line[0]), pair_of_one(line[1]), CONSTANTS.norm_bits, FAST
+    )
+    if CONSTANTS.log:
+        norms = pair_power_of_two(norms, FAST)
+    norm = joined(norms, norms, SYMBOL % 2, SYMBOL % 2, FAST)
+    return (pair_product(look_up_words(place, table, 1, 2, 0, SHARED, FAST)[0], norm, FAST),)

@@ -1,0 +1,94 @@
+"""The tile loader of each codec; one without a row here is decoded by torch before it is attended.
+
+Those are angle with norms of 32 bits, of which every token's largest would be sought; polar whose pairs are not all alike, of
+several radii of 32 bits, or of more dims than a compiler has patience for; and what has digits too wide for a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from kvpack.formats.angle import Angle
+from kvpack.formats.group import Group
+from kvpack.formats.octahedral import Octahedral
+from kvpack.formats.polar import Polar
+from kvpack.formats.quaternion import Quaternion
+from kvpack.formats.raw import Raw
+from kvpack.formats.scalar import Scalar
+from kvpack.formats.side_cars import WithSideCars
+
+from . import angle as tiles_angle
+from . import angle_dense as tiles_angle_dense
+from . import angle_pairs as tiles_angle_pairs
+from . import angle_rows as tiles_angle_rows
+from . import group as tiles_group
+from . import octahedral as tiles_octahedral
+from . import octahedral_dense as tiles_octahedral_dense
+from . import outliers as tiles_outliers
+from . import polar as tiles_polar
+from . import qjl as tiles_qjl
+from . import quaternion as tiles_quaternion
+from . import quaternion_dense as tiles_quaternion_dense
+from . import raw as tiles_raw
+from . import scalar as tiles_scalar
+from .tiles import APART, PAIRED_WIDTH, Tiles
+
+if TYPE_CHECKING:
+    from kvpack.formats.base import Codec
+
+Loader = Callable[[Any], Tiles | None]
+
+
+def _of_arrangement(direct: Loader, dense: Loader) -> Loader:
+    return lambda codec: (direct if codec.arrangement == "direct" else dense)(codec)
+
+
+LOADERS: dict[type[Codec], Loader] = {
+    Raw: tiles_raw.tiles,
+    Group: tiles_group.tiles,
+    Scalar: tiles_scalar.tiles,
+    Octahedral: _of_arrangement(tiles_octahedral.tiles, tiles_octahedral_dense.tiles),
+    Angle: _of_arrangement(tiles_angle.tiles, lambda codec: tiles_angle_dense.tiles(codec) or tiles_angle_rows.tiles(codec)),
+    Polar: tiles_polar.tiles,
+    Quaternion: _of_arrangement(tiles_quaternion.tiles, tiles_quaternion_dense.tiles),
+}
+
+
+def _of_eight_words(make: Callable[..., Tiles | None]) -> Callable[..., Tiles | None]:
+    return lambda codec, paired: make(codec, paired) if all(p.width == PAIRED_WIDTH for p in codec.packings().values()) else None
+
+
+PAIRED_LOADERS: dict[type[Codec], Callable[..., Tiles | None]] = {
+    Group: _of_eight_words(tiles_group.tiles),
+    Scalar: _of_eight_words(tiles_scalar.tiles),
+    Octahedral: _of_eight_words(lambda codec, paired: tiles_octahedral.tiles(codec, paired) if codec.arrangement == "direct" else None),
+    Angle: lambda codec, paired: tiles_angle_pairs.tiles(codec, paired) if codec.arrangement == "dense" else None,
+}
+
+
+@lru_cache(maxsize=256)
+def tiles_of(codec: Codec) -> Tiles | None:
+    """The loader of ``codec``, None where there is none: a class that is not known itself may hold more than its parent's streams."""
+    if isinstance(codec, WithSideCars):
+        return _with_side_cars(codec)
+    make = LOADERS.get(type(codec))
+    return make(codec) if make else None
+
+
+def _with_side_cars(codec: WithSideCars) -> Tiles | None:
+    """The loader of a codec with outliers and qjl; ``runs`` does what other side-cars ask for."""
+    tiles = tiles_of(codec.codec)
+    if tiles is None or codec != WithSideCars(codec.codec, outliers=codec.outliers, qjl=codec.qjl):
+        return None
+    if codec.outliers is not None:
+        tiles = tiles_outliers.with_outliers(tiles)
+    return tiles if codec.qjl is None else tiles_qjl.with_signs(tiles, codec.qjl)
+
+
+@lru_cache(maxsize=256)
+def paired_tiles_of(codec: Codec, paired: int = APART) -> Tiles | None:
+    """The loader of tiles that hold two tokens a row, which lie as ``paired`` says, None where rows have another number of words."""
+    make = PAIRED_LOADERS.get(type(codec))
+    return make(codec, paired) if make else None

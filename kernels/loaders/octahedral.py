@@ -1,0 +1,177 @@
+"""octahedral as tiles (spec/codecs/octahedral.md): three tiles a field, first, second and third coordinates of its triplets.
+
+A table holds the directions of positive signs; signs are turned afterwards. Where a symbol is one short digit, the table holds
+everything. This is the direct arrangement; the dense one has columns of other widths for indices and signs (tiles_octahedral_dense).
+"""
+
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.octahedral_search import codebook_directions
+from kvpack.kernels.tables.shared_table import look_up_bits, look_up_repeated
+from kvpack.kernels.words.fields import load_planes, whole_planes, words_of_step
+from kvpack.kernels.words.halves import load_factors, negated, product, read_factors
+
+from .tiles import (
+    Stream,
+    TilePacking,
+    Tiles,
+    channels_of,
+    fields_side_by_side,
+    plane_streams,
+    step_symbols,
+    takes_whole_words,
+    tile_packing,
+)
+
+if TYPE_CHECKING:
+    from kvpack.formats.octahedral import Octahedral
+
+VALUES = 3
+SIGN_BITS = 2
+DIGITS_THAT_HOLD_NORMS = (1, 2, 4, 8, 16)
+"""Bits of an index digit that the norm's bits complete: spec/codecs/octahedral.md, Layout."""
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its tiles.
+
+    Of a symbol, ``index_bits`` look a direction up; ``sign_bits`` follow them unless the index holds the whole symbol, and end in
+    ``norm_index_bits``.
+    """
+
+    packing: TilePacking
+    beside: int
+    index_bits: int
+    sign_bits: int
+    norm_index_bits: int
+    norm_stream: int
+    norm_bits: int
+
+
+def tiles(codec: Octahedral, paired: int = 0) -> Tiles | None:
+    """The loader of ``codec`` in the direct arrangement, None where a digit is too wide. ``paired`` is that of the result."""
+    packing = codec.packings()["symbol"]
+    if not takes_whole_words(packing):
+        return None
+    symbols = step_symbols(packing, paired=paired)
+    index_bits, *more = (base.bit_length() - 1 for base in packing.bases)
+    entries = table(codec, whole=not more)
+    streams = plane_streams("symbol", packing)
+    norm_bits = 16 if codec.norm == "fp16" else 32
+    constants = Constants(
+        packing=tile_packing(0, packing, paired),
+        beside=fields_side_by_side(packing, paired),
+        index_bits=index_bits,
+        sign_bits=more[0] if more else 0,
+        norm_index_bits=codec.b_norm if more and more[0] > SIGN_BITS else 0,
+        norm_stream=len(streams),
+        norm_bits=norm_bits,
+    )
+    channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
+    streams = (*streams, Stream("norm", norm_bits, 1))
+    return Tiles(load, decode, factor, constants, len(symbols), channels, streams, entries, packings=(packing,), paired=paired)
+
+
+def table(codec: Octahedral, whole: bool) -> torch.Tensor:
+    """Directions (x, y, z, 0) by the first digit, times the triplet norm where the digit has it; else the norms follow.
+
+    ``whole``: by the whole symbol, signs included.
+    """
+    norms = torch.frombuffer(bytearray(codec.norm_table), dtype=torch.float32)
+    directions = torch.nn.functional.pad(codebook_directions(codec.direction_table).T, (0, 1))
+    norm_in_index = 2 * (codec.b_dir - 1) + codec.b_norm in DIGITS_THAT_HOLD_NORMS
+    if whole:
+        signs = torch.tensor([[1.0, 1.0, 1.0, 1.0], [-1.0, 1.0, 1.0, 1.0], [1.0, -1.0, 1.0, 1.0], [-1.0, -1.0, 1.0, 1.0]])
+        signs, norms = signs[:, None, :], norms[:, None, None]
+        outer, inner = (signs[:, None], norms) if norm_in_index else (norms[:, None], signs)
+        return (outer * inner * directions).reshape(-1, 4).to(torch.float16)
+    if norm_in_index or codec.b_norm == 0:
+        return (norms[:, None, None] * directions).reshape(-1, 4).to(torch.float16)
+    return torch.cat([directions, norms[:, None].expand(-1, 4)]).to(torch.float16)
+
+
+@triton.jit
+def load(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    CONSTANTS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The planes, then the norms."""
+    PACKING: tl.constexpr = CONSTANTS.packing
+    planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
+    return planes + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, PACKING.paired, MASKED, FAST)
+
+
+@triton.jit
+def decode(
+    raw: tl.tuple,
+    places: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The three coordinates of the triplets of ``STEP``, within a unit vector."""
+    PACKING: tl.constexpr = CONSTANTS.packing
+    BESIDE: tl.constexpr = CONSTANTS.beside
+    INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
+    SIGN_BITS: tl.constexpr = CONSTANTS.sign_bits
+    SIGNS: tl.constexpr = PACKING.fields * INDEX_BITS
+    planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
+    if BESIDE == 1:
+        found = _triplet(planes, table, STEP * INDEX_BITS, SIGNS + STEP * SIGN_BITS, CONSTANTS, SHARED, FAST)
+    else:
+        index = words_of_step(planes, places, 0, PACKING, 0, INDEX_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
+        sign = index
+        if SIGN_BITS:
+            sign = words_of_step(planes, places, 0, PACKING, SIGNS, SIGN_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
+        found = _triplet((index, sign), table, 0, 16, CONSTANTS, SHARED, FAST)
+    return found
+
+
+@triton.jit
+def _triplet(
+    planes: tl.tuple,
+    table: tl.tensor,
+    INDEX: tl.constexpr,
+    SIGNS: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The triplets whose index begins at bit ``INDEX`` of each column, and their signs at bit ``SIGNS``."""
+    INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
+    NORM_BITS: tl.constexpr = CONSTANTS.norm_index_bits
+    found = look_up_bits(planes, table, INDEX, INDEX_BITS, 4, 0, SHARED, FAST)
+    x, y, z = found[0], found[1], found[2]
+    if CONSTANTS.sign_bits:
+        x = negated(x, planes[SIGNS // 16], SIGNS % 16, FAST)
+        y = negated(y, planes[(SIGNS + 1) // 16], (SIGNS + 1) % 16, FAST)
+        if NORM_BITS:
+            norm = look_up_repeated(planes, table, SIGNS + 2, NORM_BITS, 1 << INDEX_BITS, SHARED, FAST)
+            x, y, z = product(x, norm, FAST), product(y, norm, FAST), product(z, norm, FAST)
+    return (x, y, z)
+
+
+@triton.jit
+def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The norm."""
+    PACKING: tl.constexpr = CONSTANTS.packing
+    return read_factors(raw, CONSTANTS.norm_stream, CONSTANTS.norm_bits, PACKING.paired, FAST)

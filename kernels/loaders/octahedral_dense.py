@@ -1,0 +1,134 @@
+"""octahedral as tiles, dense arrangement (spec/codecs/octahedral.md): indices and signs in columns of their own."""
+
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+from triton import language as tl
+
+from kvpack.kernels.tables.register_table import MOST_BITS, select_of_four, table_of_bytes
+from kvpack.kernels.words.pairs import look_up_repeated, look_up_words, pair_negated, pair_product, unit
+from kvpack.kernels.words.row_digits import RowPacking, bits_of_column, digit, row_packing
+from kvpack.kernels.words.row_tiles import TOKENS, decode_rows, factor_beside_rows, load_rows_and_factor, pairs_of, tiles_of
+from kvpack.kernels.words.rows import row_streams, rows_constants
+
+from .octahedral import VALUES, table
+from .tiles import WIDEST_DIGIT, Stream, Tiles
+
+if TYPE_CHECKING:
+    from kvpack.formats.octahedral import Octahedral
+
+SIGN_BITS = tl.constexpr(2)
+MOST_BITS_OF_ONE_INDEX = 8
+"""Of an index and its signs together, for a table of whole triplets."""
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its rows.
+
+    ``whole``: the table is of whole symbols; ``norms`` are those of triplets by ``norm_index_bits``, where they are no part of the index.
+    """
+
+    rows: tuple[int, ...]
+    indices: RowPacking
+    signs: RowPacking
+    index_bits: int
+    whole: bool
+    norm_index_bits: int
+    factor_bits: int
+    pairs: tuple[int, ...]
+    norms: tuple[int, ...] | None
+
+
+def tiles(codec: Octahedral) -> Tiles | None:
+    """The loader of ``codec``, None where a digit is too wide."""
+    packings = codec.packings()
+    if "index" not in packings:
+        return None
+    index_bits, sign_bits = (packings[name].bases[0].bit_length() - 1 for name in ("index", "sign"))
+    if index_bits > WIDEST_DIGIT:
+        return None
+    whole = index_bits + sign_bits <= MOST_BITS_OF_ONE_INDEX
+    both = tuple(packings.values())
+    rows = rows_constants(both)
+    streams = tuple(stream for name, packing in packings.items() for stream in row_streams(name, packing))
+    norm_bits = 16 if codec.norm == "fp16" else 32
+    pairs, channels = tiles_of(pairs_of(codec.triplets, VALUES, codec.dim), VALUES)
+    found = table(codec, whole)
+    few_norms = not whole and SIGN_BITS.value < sign_bits <= SIGN_BITS.value + MOST_BITS
+    norms = table_of_bytes(found[1 << index_bits :, 0]) if few_norms else None
+    constants = Constants(
+        rows=rows,
+        indices=row_packing(both, 0),
+        signs=row_packing(both, 1),
+        index_bits=index_bits,
+        whole=whole,
+        norm_index_bits=sign_bits - SIGN_BITS.value,
+        factor_bits=norm_bits,
+        pairs=pairs,
+        norms=norms,
+    )
+    return Tiles(
+        load_rows_and_factor,
+        decode,
+        factor_beside_rows,
+        constants,
+        len(channels),
+        channels,
+        (*streams, Stream("norm", norm_bits, 1)),
+        found,
+        entries=0 if norms is None else 1 << index_bits,
+        tokens=TOKENS,
+    )
+
+
+@triton.jit
+def decode(
+    raw: tl.tuple,
+    places: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The coordinates of the triplets of ``STEP``, within a unit vector."""
+    PAIRS: tl.constexpr = CONSTANTS.pairs
+    return (decode_rows(raw, table, PAIRS, STEP, coordinates, CONSTANTS, SHARED, TURNED, FAST),)
+
+
+@triton.jit
+def coordinates(
+    words: tl.tuple, table: tl.tensor, TRIPLET: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
+    """The pairs (x, y) and (z, 0) of one triplet."""
+    INDICES: tl.constexpr = CONSTANTS.indices
+    SIGNS: tl.constexpr = CONSTANTS.signs
+    INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
+    WHOLE: tl.constexpr = CONSTANTS.whole
+    NORM_BITS: tl.constexpr = CONSTANTS.norm_index_bits
+    NORMS: tl.constexpr = CONSTANTS.norms
+    UNIT: tl.constexpr = unit(4, SHARED, FAST)
+    index = digit(words, INDICES, TRIPLET, FAST) * UNIT
+    if WHOLE:
+        index = index | (digit(words, SIGNS, TRIPLET, FAST) * (UNIT << INDEX_BITS))
+    found = look_up_words(index, table, 2, 4, 0, SHARED, FAST)
+    xy, z = found[0], found[1]
+    if not WHOLE:
+        COLUMN: tl.constexpr = TRIPLET % SIGNS.width
+        POSITION: tl.constexpr = TRIPLET // SIGNS.width * (SIGN_BITS + NORM_BITS)
+        xy = pair_negated(xy, words, SIGNS, COLUMN, POSITION, FAST)
+        if NORM_BITS:
+            if FAST and NORMS is not None:
+                norm = select_of_four(words, SIGNS, TRIPLET // 4 * 4, SIGN_BITS, NORM_BITS, SIGN_BITS + NORM_BITS, NORMS)[TRIPLET % 4]
+            else:
+                level = bits_of_column(words, SIGNS, COLUMN, POSITION + SIGN_BITS, NORM_BITS) * UNIT
+                norm = look_up_repeated(level, table, 1 << INDEX_BITS, SHARED, FAST)
+            xy = pair_product(xy, norm, FAST)
+            z = pair_product(z, norm, FAST)
+    return xy, z

@@ -1,0 +1,81 @@
+"""The outliers of a page as its tiles take them: in the order of sequences and heads, less what the codec decodes to in their places."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvpack.coding.dispatch import decode_frame
+from kvpack.formats.base import HALF_LIMIT
+from kvpack.formats.outliers import CHUNK
+from kvpack.formats.side_cars import WithSideCars
+
+from .outlier_patches import GRANULE
+from .outliers import BOUNDS, PLACES, POWER, VALUES, entries
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvpack.cache.pages import Page
+
+DECODED_VALUES = 1 << 22
+"""At a time."""
+
+MOST_IN_PLACE = 2.0
+"""Norms of a token that a codec may decode to in an outlier's place: what is taken off again costs its rounding."""
+
+LEAST_NORM = 2.0**-20
+"""Of a token that is not zero: weights of outliers and of other values share a power of two (``softmax``)."""
+
+_entries: WeakKeyDictionary[Page, dict[tuple[int, int], Mapping[str, torch.Tensor] | None]] = WeakKeyDictionary()
+
+
+def of_page(page: Page, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
+    """The streams of ``tiles_outliers`` but for its columns, of tokens ``[start, stop)``; kept with the page.
+
+    There are none where no chunk is flagged. None where they would be inexact: no writer makes that.
+    """
+    kept = _entries.setdefault(page, {})
+    if (start, stop) not in kept:
+        kept[start, stop] = _of_page(page, start, stop)
+    return kept[start, stop]
+
+
+def _of_page(page: Page, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
+    codec = page.codec
+    assert isinstance(codec, WithSideCars)
+    assert codec.outliers is not None
+    batch, heads = page.rows(start, start)[next(iter(codec.packings())) + ".0"].shape[:2]
+    step = max(1, DECODED_VALUES // (batch * heads * codec.dim) // codec.token_group) * codec.token_group
+    granules = -(-(stop - start) // GRANULE.value)
+    found: list[tuple[torch.Tensor, ...]] = []
+    for first in range(start, stop, step):
+        rows = page.rows(first, min(first + step, stop))
+        flags = codec.outliers.flags(rows)
+        if not flags.any():
+            continue
+        decoded = decode_frame(codec.codec, rows)
+        complete = codec.outliers.put(decoded, rows)
+        norms = torch.linalg.vector_norm(complete, dim=-1)
+        chunks = decoded.reshape(*flags.shape, CHUNK)
+        inexact = (chunks.norm(dim=-1) > MOST_IN_PLACE * norms[..., None]) & flags
+        values = (complete.reshape(chunks.shape) - chunks)[flags]
+        if inexact.any() or ((norms > 0) & (norms < LEAST_NORM)).any() or not (values.abs() < HALF_LIMIT).all():
+            return None
+        sequence, token, chunk = flags.flatten(0, 1).nonzero().T
+        token += first - start
+        found.append((sequence * granules + token // GRANULE.value, token, chunk, values))
+    if not found:
+        return {}
+    granule, token, chunk, values = (torch.cat(parts) for parts in zip(*found, strict=True))
+    granule, order = granule.sort(stable=True)
+    places, halves, power = entries(token[order], chunk[order], values[order])
+    edges = torch.arange(batch * heads, device=granule.device)[:, None] * granules + torch.arange(granules + 1, device=granule.device)
+    return {
+        BOUNDS: torch.searchsorted(granule, edges).to(torch.int32).reshape(batch, heads, -1),
+        PLACES: places[None, None],
+        VALUES: halves[None, None],
+        POWER: power.reshape(1, 1, 1),
+    }

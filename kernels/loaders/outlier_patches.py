@@ -1,0 +1,303 @@
+"""Outliers of a warp's tile as one more tile, in shared memory: inline PTX, for Triton has no operation that puts values there.
+
+They are put into zeros, each where its token's row meets its columns; the matrix units read that patch as they read a tile of the
+codec, and its places are zeros again. Where the assembly is off (``FAST`` false, or memory is short) the same tile is a product.
+"""
+
+# Triton compiles no conditional expressions of tensors.
+# ruff: noqa: SIM108
+# Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+from triton import language as tl
+
+from kvpack.kernels.attend.shapes import MULTIPROCESSOR_BYTES
+from kvpack.kernels.words.axes import of_columns, of_tokens
+
+if TYPE_CHECKING:
+    from kvpack.kernels.attend.shapes import Shape
+
+    from .tiles import Outliers, Tiles
+
+GRANULE = tl.constexpr(32)
+"""Tokens of which the entries lie together in the order of their tokens."""
+
+TOKENS_TOLD_APART = tl.constexpr(128)
+"""By an entry's place: more than a warp's tile and the granules that it begins and ends in."""
+
+SYSTEM_BYTES = 1 << 10
+"""Of a program's shared memory."""
+
+STATIC_SHARED_BYTES = (48 << 10) - SYSTEM_BYTES
+"""That a kernel may declare, patches and tables together."""
+
+CARRIED_BYTES = 96
+"""A token of the shared memory that the compiler takes, most of it for rows on their way to the layout of the matrix units."""
+
+
+def in_patches(k: Tiles, v: Tiles, shape: Shape, table_bytes: int) -> tuple[Outliers | None, Outliers | None, int]:
+    """The constants of both sides, if they have outliers, and the bytes that the patches of all warps take.
+
+    A patch holds as many of a side's tiles as fit beside tables of ``table_bytes`` in every program of a multiprocessor; 0 where not
+    even one does: it is then made without.
+    """
+    own_bytes = MULTIPROCESSOR_BYTES // shape.programs - SYSTEM_BYTES - CARRIED_BYTES * shape.warps * shape.tokens
+    limit = (min(own_bytes, STATIC_SHARED_BYTES) - table_bytes) // shape.warps
+    together, most = [], 0
+    for outliers in (k.outliers, v.outliers):
+        tile_bytes = 2 * shape.tokens * (outliers.width if outliers else 1)
+        together.append(max(0, min(limit // tile_bytes, outliers.tiles)) if outliers else 0)
+        most = max(most, together[-1] * tile_bytes)
+    k_constants = k.outliers and k.outliers._replace(together=together[0], patch_bytes=most)
+    v_constants = v.outliers and v.outliers._replace(together=together[1], patch_bytes=most)
+    return k_constants, v_constants, most * shape.warps
+
+
+@triton.constexpr_function
+def _declare(size: int) -> str:
+    return f".shared .align 16 .b8 kvpack_patches[{size}]; mov.u32 $0, 0;"
+
+
+@triton.constexpr_function
+def _zero(size: int, threads: int) -> str:
+    stores = "".join(f"st.shared.v4.b32 [at + {place}], {{zero, zero, zero, zero}};" for place in range(0, size, 16 * threads))
+    return f"{{ .reg .b32 at, zero; mov.u32 at, kvpack_patches; mad.lo.u32 at, $1, 16, at; mov.u32 zero, 0; {stores} mov.u32 $0, 0; }}"
+
+
+@triton.jit
+def declare_patches(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
+    """Reserve ``SIZE`` bytes of shared memory for patches, and put zeros there; once a kernel. ``tl.debug_barrier`` waits for it."""
+    tl.inline_asm_elementwise(_declare(SIZE), "=r,r", [tl.arange(0, 32 * WARPS)], dtype=tl.int32, is_pure=False, pack=1)
+    _put_zeros(SIZE, WARPS)
+
+
+@triton.jit
+def _put_zeros(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
+    ASSEMBLY: tl.constexpr = _zero(SIZE, 32 * WARPS)
+    tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [tl.arange(0, 32 * WARPS)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def patch_places(numbers: tl.tensor, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+    """Where a tile is read in a patch of which it is the first; from loaded numbers (``fields.load_places``)."""
+    WIDTH: tl.constexpr = CONSTANTS.width
+    row = tl.load(numbers + tl.arange(0, TOKENS)[None, :]).to(tl.int32)
+    column = tl.load(numbers + tl.arange(0, WIDTH)[None, :]).to(tl.int32)
+    if TURNED:
+        place = of_tokens(row * 2, TURNED) ^ of_columns(_exchanged(column * (2 * TOKENS)), TURNED)
+    else:
+        place = of_tokens(_exchanged(row * (2 * WIDTH)), TURNED) ^ of_columns(_exchanged(column * 2), TURNED)
+    if WARPS > 1:
+        place += tl.load(numbers + tl.arange(0, WARPS)[:, None, None]).to(tl.int32) * CONSTANTS.patch_bytes
+    return place
+
+
+@triton.jit
+def fetch_numbers(numbers: tl.tensor) -> None:
+    """Bring what ``patch_places`` loads nearer, for programs that compute them late."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [numbers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _exchanged(place: tl.tensor) -> tl.tensor:
+    """The 16 bytes of a line of all banks, 128 bytes, are exchanged by its number, so that the matrix units' eight rows lie in different
+    banks. Tiles lie one after another, a multiple of 1,024 bytes, and are all alike.
+    """
+    return place ^ ((place >> 3) & 0x70)
+
+
+@triton.constexpr_function
+def _store(first: int, tokens: int, turned: bool, constants: Outliers) -> str:
+    """Put four values, if their columns are in the patch that begins with tile ``first``, beside their token's place.
+
+    These are the column of the first of them and the next ones, or where columns are not in order, four 16-bit integers.
+    """
+    width, components, together = constants.width, constants.components, constants.together
+    columns = together * width
+    if turned:
+        at = f"mad.lo.u32 at, column, {2 * tokens}, $1;"
+    else:
+        at = f"and.b32 at, column, {width - 1}; mad.lo.u32 at, at, 2, $1;"
+        if columns > width:
+            at += f"shr.u32 column, column, {width.bit_length() - 1}; mad.lo.u32 at, column, {2 * tokens * width}, at;"
+    exchanged = "shr.u32 line, at, 3; lop3.b32 line, line, 0x70, at, 0x6A; add.u32 line, line, base;"
+    inside = f"sub.u32 column, column, {first * width}; setp.lt.u32 real, column, {columns};"
+    if components is None and not turned:
+        stores = f"mov.u32 column, $3; {inside} {at} {exchanged} @real st.shared.b64 [line], $2;"
+    elif components is None:
+        # Their columns begin at a multiple of four, so that sums of what is apart are its exclusive ors.
+        stores = f"mov.u32 column, $3; {inside} {at} shr.u32 line, at, 3; lop3.b32 line, line, 0x70, at, 0x6A;"
+        for number, apart in enumerate(range(0, 8 * tokens, 2 * tokens)):
+            stores += f"xor.b32 at, line, {apart ^ apart >> 3 & 0x70}; add.u32 at, at, base; @real st.shared.b16 [at], value{number};"
+    else:
+        stores = "mov.b64 {column0, column1, column2, column3}, $3;"
+        for number in sorted({number for tile in components[first : first + together] for number in tile}):
+            stores += f"cvt.u32.u16 column, column{number}; {inside} {at} {exchanged} @real st.shared.b16 [line], value{number};"
+    return f"""{{ .reg .pred real; .reg .b32 base, at, line, column; .reg .b16 column<4>, value<4>;
+        mov.u32 base, kvpack_patches; mov.b64 {{value0, value1, value2, value3}}, $2; {stores} mov.u32 $0, 0; }}"""
+
+
+@triton.jit
+def _row_of_tile(place: tl.tensor, entries: tl.tuple, TILE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tensor:
+    """The token of each place, counted from the first of a warp's tile ``TILE``; one of another tile is not in [0, ``TOKENS``)."""
+    return ((place - entries[2] + GRANULE) & (TOKENS_TOLD_APART - 1)) - (GRANULE + TILE * TOKENS)
+
+
+@triton.jit
+def placed(
+    entries: tl.tuple,
+    loaded: tl.tuple,
+    TILE: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """What patches of a warp's tile ``TILE`` need of entries that were ``loaded``, if ``FAST``: places of tokens, values, and columns."""
+    found = loaded
+    if FAST and CONSTANTS.together > 0:
+        row = _row_of_tile(loaded[0], entries, TILE, TOKENS)
+        chunk = loaded[0] // TOKENS_TOLD_APART
+        real = (loaded[0] >= 0) & (row >= 0) & (row < TOKENS)
+        IN_ORDER: tl.constexpr = in_order(CONSTANTS)
+        if IN_ORDER:
+            columns = tl.where(real, 4 * chunk, -1)
+        else:
+            # Four columns, those of a chunk, are one integer.
+            columns = tl.load(entries[0][4].to(tl.pointer_type(tl.int64)) + chunk, real, -1)
+        TOKEN_BYTES: tl.constexpr = 2 if TURNED else 2 * CONSTANTS.width
+        place = row * TOKEN_BYTES + tl.arange(0, row.shape[0])[:, None] * CONSTANTS.patch_bytes
+        found = (place, loaded[1], columns)
+    return found
+
+
+@triton.jit
+def put_all(
+    entries: tl.tuple,
+    found: tl.tuple,
+    FIRST: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TURNED: tl.constexpr,
+    CLEAR: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tensor:
+    """Put what was ``placed`` into the patch that begins with tile ``FIRST``; or with ``CLEAR`` zeros, after all have read it.
+
+    What reads the patch takes the result, a zero, and so comes after.
+    """
+    after = 0
+    if FAST and CONSTANTS.together > 0:
+        IN_ORDER: tl.constexpr = in_order(CONSTANTS)
+        ASSEMBLY: tl.constexpr = _store(FIRST, TOKENS, TURNED, CONSTANTS)
+        REGISTERS: tl.constexpr = "=r,r,l,r" if IN_ORDER else "=r,r,l,l"
+        WARPS: tl.constexpr = found[0].shape[0]
+        values = found[1]
+        if CLEAR:
+            values = tl.zeros(values.shape, tl.int64)
+            _wait(entries)
+        if CLEAR and not IN_ORDER:
+            # All of it takes less than to find the places.
+            _put_zeros(WARPS * CONSTANTS.patch_bytes, WARPS)
+        else:
+            tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, [found[0], values, found[2]], dtype=tl.int32, is_pure=False, pack=1)
+        after = _wait(entries)
+    return after
+
+
+@triton.jit
+def _wait(entries: tl.tuple) -> tl.tensor:
+    """For all that put into a patch or read it; a zero."""
+    WARPS: tl.constexpr = entries[2].shape[0]
+    if WARPS > 1:
+        tl.debug_barrier()
+    return tl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r,r", [entries[1][3]], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.constexpr_function
+def _read(offset: int) -> str:
+    """Two values side by side; what the second one's address and the zeros of ``put_all`` are does not matter."""
+    return f"{{ .reg .b32 at; mov.u32 at, kvpack_patches; add.u32 at, at, $1; ld.shared.b32 $0, [at + {offset}]; }}"
+
+
+@triton.jit
+def _patch_tile(
+    entries: tl.tuple, places: tl.tensor, after: tl.tensor, NUMBER: tl.constexpr, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr
+) -> tl.tensor:
+    """``outlier_tile`` from shared memory."""
+    ASSEMBLY: tl.constexpr = _read(NUMBER % CONSTANTS.together * CONSTANTS.width * 2 * TOKENS)
+    # A load from there comes after what gave ``after``.
+    zero = tl.load(entries[3][0] + after + tl.zeros((1, 1, 1), tl.int32)).to(tl.int32)
+    return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r", [places, zero], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _slow_tile(
+    entries: tl.tuple,
+    loaded: tl.tuple,
+    TILE: tl.constexpr,
+    NUMBER: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    WARPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TURNED: tl.constexpr,
+) -> tl.tensor:
+    """``outlier_tile`` without shared memory: the product of entries and a matrix that is 1 where one is of a token."""
+    WIDTH: tl.constexpr = CONSTANTS.width
+    place, values = loaded[0], loaded[1]
+    row = _row_of_tile(place, entries, TILE, TOKENS)
+    real = place >= 0
+    of_token = tl.where(real[:, None, :] & (row[:, None, :] == tl.arange(0, TOKENS)[None, :, None]), 1.0, 0.0).to(tl.float16)
+    column_of = tl.load(entries[0][4].to(tl.pointer_type(tl.int64)) + place // TOKENS_TOLD_APART, real, 0)
+    rows = tl.zeros((WARPS, place.shape[1], WIDTH), tl.float16)
+    for component in tl.static_range(4):
+        column = (column_of >> (16 * component)).to(tl.int16).to(tl.int32)[:, :, None] - NUMBER * WIDTH
+        value = (values >> (16 * component)).to(tl.int16).to(tl.float16, bitcast=True)
+        rows = tl.where(column == tl.arange(0, WIDTH)[None, None, :], value[:, :, None], rows)
+    tile = tl.dot(of_token, rows).to(tl.float16)
+    if TURNED:
+        tile = tl.trans(tile, 0, 2, 1)
+    return tile
+
+
+@triton.constexpr_function
+def in_order(constants: Outliers) -> bool:
+    """Whether columns are in the order of channels."""
+    return constants.components is None
+
+
+@triton.constexpr_function
+def tiles_together(constants: Outliers) -> int:
+    """Tiles of a patch, and all where there is none."""
+    return constants.together or constants.tiles
+
+
+@triton.jit
+def outlier_tile(
+    entries: tl.tuple,
+    loaded: tl.tuple,
+    places: tl.tensor,
+    after: tl.tensor,
+    TILE: tl.constexpr,
+    NUMBER: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    WARPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tensor:
+    """The codec's tile ``NUMBER``, whose patch is there: ``[warp, token, column]``, or turned, ``[warp, column, token]``."""
+    if FAST and CONSTANTS.together > 0:
+        tile = _patch_tile(entries, places, after, NUMBER, CONSTANTS, TOKENS)
+    else:
+        tile = _slow_tile(entries, loaded, TILE, NUMBER, CONSTANTS, WARPS, TOKENS, TURNED)
+    return tile

@@ -1,0 +1,261 @@
+"""polar as tiles (spec/codecs/polar.md): a token a thread, which multiplies angles down the tree of radii.
+
+Products are of binary16, so what is left after the last level is no part of them: one radius is the token's factor, and several are
+decoded over a power of two near the largest. ``polar_steps`` says which angles a step looks up, and in what table.
+"""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.columns import next_power_of_two
+from kvpack.kernels.tables.field_lookups import look_up_field
+from kvpack.kernels.words.fields import load_per_token
+from kvpack.kernels.words.halves import load_factor, read_factor
+from kvpack.kernels.words.pairs import pair_product, pair_scaled
+from kvpack.kernels.words.row_digits import RowPacking, row_packing
+from kvpack.kernels.words.row_tiles import PAIRS_OF_A_TILE, TOKENS, tile_of_pairs
+from kvpack.kernels.words.rows import load_row, load_rows, row_streams, rows_constants, stream_of_words, words_of_row
+
+from .polar_steps import angles_of_step, blocks_of_step, lookups_of, place_in, places_of, table
+from .tiles import Stream, Tiles
+
+if TYPE_CHECKING:
+    from kvpack.formats.polar import Polar
+
+MOST_DIM = 128
+"""Above it the kernel takes minutes to compile."""
+
+
+class Level(NamedTuple):
+    """A level of the tree: its angles are the symbols of ``packing`` from ``first_symbol`` on.
+
+    Directions of one angle begin at entry ``first_entry`` of the table, those of two neighbouring fields at ``first_pair``.
+    """
+
+    packing: RowPacking
+    first_symbol: int
+    bits: int
+    first_entry: int
+    first_pair: int
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its rows, among which radii begin at word ``first_radius`` if there are several.
+
+    ``tree`` is that of ``polar_steps.angles_of_step``; a token's factor is its radius times ``unit``.
+    """
+
+    rows: tuple[int, ...]
+    radii: int
+    radius_bits: int
+    radius_stream: int
+    first_radius: int
+    tree: tuple[int, int]
+    unit: float
+    levels: tuple[Level, ...]
+
+
+def tiles(codec: Polar) -> Tiles | None:
+    """The loader of ``codec``, None where a level has a pair unlike the others, several radii are binary32, or dims are too many."""
+    levels = codec.levels
+    steps, rest = divmod(codec.dim, 2 * PAIRS_OF_A_TILE.value)
+    if rest or codec.dim > MOST_DIM or codec.dim % (1 << len(levels)) or (codec.radii > 1 and (codec.norm == "fp32" or codec.radii % 2)):
+        return None
+    packings = codec.packings()
+    every = tuple(packings.values())
+    streams = tuple(stream for name, packing in packings.items() for stream in row_streams(name, packing))
+    rows = rows_constants(every)
+    radius_bits = 16 if codec.norm == "fp16" else 32
+    if codec.radii > 1:
+        rows = (*rows, codec.radii)
+        streams = (*streams, stream_of_words("radius", codec.radii))
+    else:
+        streams = (*streams, Stream("radius", radius_bits, 1))
+    tree = (levels[0].angles, blocks_of_step(levels[0].angles, every[0].width))
+    of_levels, counts = [], []
+    for number, run in enumerate(codec.stream_levels.values()):
+        before = accumulate((level.angles for level in run), initial=0)
+        for angles, level in zip(before, run, strict=False):
+            of_levels.append((row_packing(every, number), angles, level.bits))
+            of_steps = (angles_of_step(tree, step, len(of_levels)) for step in range(steps))
+            lookups = (lookup for angles in of_steps for lookup in lookups_of(angles, every[number].width, level.bits))
+            counts.append(frozenset(count for _, count in lookups))
+    entries, firsts, product = table(codec, tuple(counts))
+    constants = Constants(
+        rows=rows,
+        radii=codec.radii,
+        radius_bits=radius_bits,
+        radius_stream=len(streams) - 1,
+        first_radius=words_of_row(rows_constants(every)),
+        tree=tree,
+        unit=1 / product,
+        levels=tuple(Level(*of_level, *first) for of_level, first in zip(of_levels, firsts, strict=True)),
+    )
+    channels = tuple(tuple(2 * angle + value for angle in angles_of_step(tree, step, 1) for value in range(2)) for step in range(steps))
+    padded = torch.zeros(next_power_of_two(len(entries)), entries.shape[1], dtype=entries.dtype)
+    padded[: len(entries)] = entries
+    return Tiles(load, decode, factor, constants, steps, channels, streams, padded, len(entries), TOKENS)
+
+
+@triton.jit
+def load(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    CONSTANTS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The rows, among them several radii, then the radii of each token."""
+    ROWS: tl.constexpr = CONSTANTS.rows
+    RADII: tl.constexpr = CONSTANTS.radii
+    raw = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
+    if RADII > 1:
+        like = load_per_token(pointers[CONSTANTS.radius_stream], first, token, valid, RADII // 2, 0, MASKED)
+        raw = raw + load_row(pointers[CONSTANTS.radius_stream], first, token, valid, like, RADII, MASKED, FAST)
+    else:
+        raw = raw + load_factor(pointers[CONSTANTS.radius_stream], first, token, valid, CONSTANTS.radius_bits, MASKED, FAST)
+    return raw
+
+
+@triton.jit
+def _exponent(words: tl.tuple, FAST: tl.constexpr) -> tl.tensor:
+    """The largest exponent field of pairs of binary16, int32, at most 29."""
+    largest = words[0].to(tl.int32, bitcast=True) & 0x7FFF7FFF
+    for number in tl.static_range(1, len(words)):
+        largest = _larger(largest, words[number].to(tl.int32, bitcast=True) & 0x7FFF7FFF, FAST)
+    return tl.minimum(_larger(largest, largest >> 16, FAST) >> 10 & 31, 29)
+
+
+@triton.jit
+def _larger(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """The larger ones of two pairs of 15 bits, as which binary16 that are not negative are ordered."""
+    if FAST:
+        value = tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        value = tl.maximum(first & 0xFFFF, second & 0xFFFF) | tl.maximum(first >> 16, second >> 16) << 16
+    return value
+
+
+@triton.jit
+def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The radius, or the power of two that several are decoded over, less the scales of the tables."""
+    ROWS: tl.constexpr = CONSTANTS.rows
+    ROW: tl.constexpr = words_of_row(ROWS)
+    if CONSTANTS.radii > 1:
+        value = ((_exponent(raw[2 * ROW :], FAST) + 112) << 23).to(tl.float32, bitcast=True)
+    else:
+        value = read_factor(raw, 2 * ROW, CONSTANTS.radius_bits, FAST)
+    return value * CONSTANTS.unit
+
+
+@triton.jit
+def decode(
+    raw: tl.tuple,
+    places: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The channels of ``STEP``, over the token's factor."""
+    ROWS: tl.constexpr = CONSTANTS.rows
+    ROW: tl.constexpr = words_of_row(ROWS)
+    WARPS: tl.constexpr = raw[2 * ROW].shape[0]
+    first = _pairs(raw[:ROW], table, STEP, CONSTANTS, SHARED, FAST)
+    second = _pairs(raw[ROW : 2 * ROW], table, STEP, CONSTANTS, SHARED, FAST)
+    return (tile_of_pairs(first, second, WARPS, TURNED, FAST),)
+
+
+@triton.jit
+def _pairs(
+    words: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
+    """The pairs of channels of ``STEP``."""
+    LEVELS: tl.constexpr = len(CONSTANTS.levels)
+    pairs = ()
+    if CONSTANTS.radii > 1:
+        pairs = _radii(words, STEP, CONSTANTS, FAST)
+    for above in tl.static_range(LEVELS):
+        pairs = _below(words, table, pairs, STEP, LEVELS - above, CONSTANTS, SHARED, FAST)
+    return pairs
+
+
+@triton.jit
+def _radii(words: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+    """The radii that the step begins with, two by two, over the token's power of two."""
+    AT: tl.constexpr = CONSTANTS.first_radius
+    TREE: tl.constexpr = CONSTANTS.tree
+    PLACES: tl.constexpr = angles_of_step(TREE, STEP, len(CONSTANTS.levels) + 1)
+    inverse = ((30 - _exponent(words[AT:], FAST)) << 10).to(tl.uint32, bitcast=True) * 0x10001
+    radii = ()
+    for number in tl.static_range(len(PLACES)):
+        radii = radii + (pair_product(words[AT + PLACES[number]], inverse, FAST),)
+    return radii
+
+
+@triton.jit
+def _below(
+    words: tl.tuple,
+    table: tl.tensor,
+    radii: tl.tuple,
+    STEP: tl.constexpr,
+    LEVEL: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """What lies below the radii of ``LEVEL`` in the step, two by two; ``radii`` are those, two by two as well, or none where it is 1."""
+    OF_LEVEL: tl.constexpr = CONSTANTS.levels[LEVEL - 1]
+    TREE: tl.constexpr = CONSTANTS.tree
+    ANGLES: tl.constexpr = angles_of_step(TREE, STEP, LEVEL)
+    ABOVE: tl.constexpr = angles_of_step(TREE, STEP, LEVEL + 1)
+    LOOKUPS: tl.constexpr = lookups_of(ANGLES, OF_LEVEL.packing.width, OF_LEVEL.bits)
+    PLACES: tl.constexpr = places_of(ANGLES, OF_LEVEL.packing.width, OF_LEVEL.bits)
+    found = ()
+    for number in tl.static_range(len(LOOKUPS)):
+        found = found + _directions(words, table, LOOKUPS[number][0], LOOKUPS[number][1], OF_LEVEL, SHARED, FAST)
+    below = ()
+    for number in tl.static_range(len(ANGLES)):
+        if len(radii):
+            radius = radii[place_in(ABOVE, ANGLES[number] // 2)]
+            below = below + (pair_scaled(found[PLACES[number]], radius, ANGLES[number] % 2, FAST),)
+        else:
+            below = below + (found[PLACES[number]],)
+    return below
+
+
+@triton.jit
+def _directions(
+    words: tl.tuple,
+    table: tl.tensor,
+    ANGLE: tl.constexpr,
+    COUNT: tl.constexpr,
+    OF_LEVEL: tl.constexpr,
+    SHARED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """Cosine and sine of an angle of a level, and if ``COUNT`` is 2 those of the next field of its column."""
+    SYMBOL: tl.constexpr = OF_LEVEL.first_symbol + ANGLE
+    COLUMN: tl.constexpr = SYMBOL % OF_LEVEL.packing.width
+    POSITION: tl.constexpr = SYMBOL // OF_LEVEL.packing.width * OF_LEVEL.bits
+    BITS: tl.constexpr = COUNT * OF_LEVEL.bits
+    FIRST: tl.constexpr = OF_LEVEL.first_entry if COUNT == 1 else OF_LEVEL.first_pair
+    PACKING: tl.constexpr = OF_LEVEL.packing
+    return look_up_field(words, table, PACKING, COLUMN, POSITION, BITS, COUNT, FIRST, SHARED, FAST)

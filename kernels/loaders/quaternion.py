@@ -1,0 +1,149 @@
+"""quaternion as tiles (spec/codecs/quaternion.md): four tiles a field, the components of its chunks. The direct arrangement."""
+
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.kernels.tables.shared_table import look_up_bits
+from kvpack.kernels.words.fields import load_planes, whole_planes, words_of_step
+from kvpack.kernels.words.halves import code_bits, load_factor, product, read_factor
+
+from .tiles import (
+    Stream,
+    TilePacking,
+    Tiles,
+    channels_of,
+    fields_side_by_side,
+    plane_streams,
+    step_symbols,
+    takes_whole_words,
+    tile_packing,
+)
+
+if TYPE_CHECKING:
+    from kvpack.formats.quaternion import Quaternion
+
+VALUES = 4
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its tiles: bits of a codeword and of a radius."""
+
+    packing: TilePacking
+    beside: int
+    code_bits: int
+    radius_bits: int
+    scale_stream: int
+    scale_bits: int
+
+
+def tiles(codec: Quaternion) -> Tiles | None:
+    """The loader of ``codec`` in the direct arrangement, None where a digit is too wide."""
+    packing = codec.packings()["symbol"]
+    if not takes_whole_words(packing):
+        return None
+    symbols = step_symbols(packing)
+    table = torch.zeros(packing.bases[0], VALUES)
+    table[: packing.alphabets[0]] = codec.codebook
+    streams = plane_streams("symbol", packing)
+    scale_bits = 16 if codec.norm == "fp16" else 32
+    constants = Constants(
+        packing=tile_packing(0, packing),
+        beside=fields_side_by_side(packing),
+        code_bits=packing.bases[0].bit_length() - 1,
+        radius_bits=codec.radius_bits,
+        scale_stream=len(streams),
+        scale_bits=scale_bits,
+    )
+    channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
+    return Tiles(
+        load,
+        decode,
+        factor,
+        constants,
+        len(symbols),
+        channels,
+        (*streams, Stream("scale", scale_bits, 1)),
+        table.to(torch.float16),
+        packings=(packing,),
+        entries=packing.alphabets[0],
+    )
+
+
+@triton.jit
+def load(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    CONSTANTS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The planes, then the scales."""
+    PACKING: tl.constexpr = CONSTANTS.packing
+    planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
+    return planes + load_factor(pointers[CONSTANTS.scale_stream], first, token, valid, CONSTANTS.scale_bits, MASKED, FAST)
+
+
+@triton.jit
+def decode(
+    raw: tl.tuple,
+    places: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The components of the chunks of ``STEP``: unit quaternions times radius codes."""
+    PACKING: tl.constexpr = CONSTANTS.packing
+    BESIDE: tl.constexpr = CONSTANTS.beside
+    CODE_BITS: tl.constexpr = CONSTANTS.code_bits
+    RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
+    RADII: tl.constexpr = PACKING.fields * CODE_BITS
+    planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
+    if BESIDE == 1:
+        found = _chunk(planes, table, STEP * CODE_BITS, RADII + STEP * RADIUS_BITS, CONSTANTS, SHARED, FAST)
+    else:
+        index = words_of_step(planes, places, 0, PACKING, 0, CODE_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
+        radius = words_of_step(planes, places, 0, PACKING, RADII, RADIUS_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
+        found = _chunk((index, radius), table, 0, 16, CONSTANTS, SHARED, FAST)
+    return found
+
+
+@triton.jit
+def _chunk(
+    planes: tl.tuple,
+    table: tl.tensor,
+    CODE: tl.constexpr,
+    RADIUS: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The chunks whose codeword begins at bit ``CODE`` of each column, and their radius at bit ``RADIUS``."""
+    found = look_up_bits(planes, table, CODE, CONSTANTS.code_bits, 4, 0, SHARED, FAST)
+    radius = code_bits(planes, RADIUS, CONSTANTS.radius_bits, FAST)
+    return (
+        product(found[0], radius, FAST),
+        product(found[1], radius, FAST),
+        product(found[2], radius, FAST),
+        product(found[3], radius, FAST),
+    )
+
+
+@triton.jit
+def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The scale over the largest radius code."""
+    return read_factor(raw, CONSTANTS.scale_stream, CONSTANTS.scale_bits, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

@@ -1,0 +1,158 @@
+"""quaternion as tiles, dense arrangement (spec/codecs/quaternion.md): codewords and radii in columns of their own."""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.kernels.tables.shared_table import look_up
+from kvpack.kernels.words.halves import code_as_half, product
+from kvpack.kernels.words.row_digits import RowPacking, above, row_packing, two_digits
+from kvpack.kernels.words.row_tiles import TOKENS, factor_beside_rows, load_rows_and_factor
+from kvpack.kernels.words.rows import row_streams, rows_constants
+from kvpack.kernels.words.symbol_tiles import MOST_BITS, steps_of, symbol_tile
+
+from .quaternion import VALUES
+from .tiles import WIDEST_DIGIT, Stream, Tiles, channels_of
+
+if TYPE_CHECKING:
+    from kvpack.formats.quaternion import Quaternion
+
+FEW_WORDS = 8
+"""Words of a row of which registers hold two tiles' beside all else: seven at head dim 64, thirteen at 128.
+
+Where they do not, programs of more warps, which share more copies of the table, are faster.
+"""
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its rows.
+
+    A codeword is a digit of ``codewords`` above ``low_bits`` bits of one of ``high_codewords``, if there are any.
+    """
+
+    rows: tuple[int, ...]
+    codewords: RowPacking
+    high_codewords: RowPacking
+    radii: RowPacking
+    low_bits: int
+    radius_bits: int
+    factor_bits: int
+    codeword_bits: int
+    chunks: int
+
+
+def tiles(codec: Quaternion) -> Tiles | None:
+    """The loader of ``codec``, None where there are too many codewords."""
+    table = codec.codebook.to(torch.float16)
+    codeword_bits = (table.shape[0] - 1).bit_length()
+    if codeword_bits > WIDEST_DIGIT:
+        return None
+    packings = codec.packings()
+    every = tuple(packings.values())
+    streams = tuple(stream for name, packing in packings.items() for stream in row_streams(name, packing))
+    scale_bits = 16 if codec.norm == "fp16" else 32
+    low_bits = packings["codeword_low"].bases[0].bit_length() - 1 if "codeword_low" in packings else 0
+    chunks = -(-codec.dim // VALUES)
+    rows = rows_constants(every)
+    few_words = sum(-(-halves // 2) for halves in rows) <= FEW_WORDS
+    symbols = steps_of(chunks)
+    constants = Constants(
+        rows=rows,
+        codewords=row_packing(every, 0),
+        high_codewords=row_packing(every, len(every) - 2),
+        radii=row_packing(every, len(every) - 1),
+        low_bits=low_bits,
+        radius_bits=codec.radius_bits,
+        factor_bits=scale_bits,
+        codeword_bits=codeword_bits,
+        chunks=chunks,
+    )
+    return Tiles(
+        load_rows_and_factor,
+        decode,
+        factor,
+        constants,
+        len(symbols),
+        tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES)),
+        (*streams, Stream("scale", scale_bits, 1)),
+        table,
+        tokens=TOKENS,
+        loads_ahead=few_words,
+        many_copies=not few_words,
+    )
+
+
+@triton.jit
+def decode(
+    raw: tl.tuple,
+    places: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The components of the chunks of ``STEP``: unit quaternions times radius codes."""
+    CODEWORD_BITS: tl.constexpr = CONSTANTS.codeword_bits
+    RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
+    TOGETHER: tl.constexpr = CODEWORD_BITS + RADIUS_BITS <= MOST_BITS
+    POSITION: tl.constexpr = MOST_BITS - CODEWORD_BITS if TOGETHER else 0
+    if TOGETHER:
+        symbols = symbol_tile(raw, STEP, two_chunks, CONSTANTS.chunks, CONSTANTS, TURNED, FAST)
+        radius = code_as_half(symbols, 0, RADIUS_BITS, FAST)
+    else:
+        symbols = symbol_tile(raw, STEP, two_codewords, CONSTANTS.chunks, CONSTANTS, TURNED, FAST)
+        radius = code_as_half(symbol_tile(raw, STEP, two_radii, CONSTANTS.chunks, CONSTANTS, TURNED, FAST), 0, RADIUS_BITS, FAST)
+    # All codewords are below the entries, so that none needs to be held there.
+    found = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, SHARED.offset, SHARED.copies, 1 << CODEWORD_BITS, FAST)
+    return (
+        product(found[0], radius, FAST),
+        product(found[1], radius, FAST),
+        product(found[2], radius, FAST),
+        product(found[3], radius, FAST),
+    )
+
+
+@triton.jit
+def two_chunks(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The radius codes of an even chunk and of the next one, and their codewords, which end at the highest bit."""
+    return _codewords_from(words, CHUNK, MOST_BITS - CONSTANTS.codeword_bits, CONSTANTS, FAST) | two_radii(words, CHUNK, CONSTANTS, FAST)
+
+
+@triton.jit
+def two_codewords(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The codewords of an even chunk and of the next one."""
+    return _codewords_from(words, CHUNK, 0, CONSTANTS, FAST)
+
+
+@triton.jit
+def _codewords_from(words: tl.tuple, CHUNK: tl.constexpr, POSITION: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """``two_codewords``, each from bit ``POSITION`` of its half up."""
+    CODEWORDS: tl.constexpr = CONSTANTS.codewords
+    HIGH_CODEWORDS: tl.constexpr = CONSTANTS.high_codewords
+    pair = two_digits(words, CODEWORDS, CHUNK, CONSTANTS.chunks, FAST) << POSITION
+    if CONSTANTS.low_bits:
+        pair = above(two_digits(words, HIGH_CODEWORDS, CHUNK, CONSTANTS.chunks, FAST), pair, CONSTANTS.low_bits + POSITION, FAST)
+    return pair
+
+
+@triton.jit
+def two_radii(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The radius codes of an even chunk and of the next one."""
+    RADII: tl.constexpr = CONSTANTS.radii
+    return two_digits(words, RADII, CHUNK, CONSTANTS.chunks, FAST)
+
+
+@triton.jit
+def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The scale over the largest radius code."""
+    return factor_beside_rows(raw, CONSTANTS, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

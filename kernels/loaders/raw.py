@@ -1,0 +1,112 @@
+"""raw as tiles (spec/codecs/raw.md): the stored values themselves."""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+from triton import language as tl
+
+from kvpack.kernels.words.axes import of_columns, of_tokens
+
+from .tiles import SMALLEST_WIDTH, Stream, Tiles
+
+if TYPE_CHECKING:
+    from kvpack.formats.raw import Raw
+
+
+MOST_WIDTH = 32
+"""Channels of a tile at most."""
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec: ``steps`` tiles of ``width`` channels each."""
+
+    dim: int
+    steps: int
+    dtype: str
+    width: int
+
+
+def tiles(codec: Raw) -> Tiles:
+    """The loader of ``codec``."""
+    width = math.gcd(codec.dim, MOST_WIDTH) if codec.dim % SMALLEST_WIDTH == 0 else MOST_WIDTH
+    steps = -(-codec.dim // width)
+    channels = tuple(tuple(c if c < codec.dim else -1 for c in range(step * width, (step + 1) * width)) for step in range(steps))
+    stream = Stream("values", 32 if codec.dtype == "fp32" else 16, codec.dim)
+    return Tiles(load, decode, None, Constants(codec.dim, steps, codec.dtype, width), steps, channels, (stream,), dtype=codec.dtype)
+
+
+@triton.jit
+def load(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    CONSTANTS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """Rows of bits."""
+    bits = ()
+    STEPS: tl.constexpr = CONSTANTS.steps
+    for step in tl.static_range(STEPS):
+        bits = bits + (_columns(pointers[0], first, token, valid, step * CONSTANTS.width, CONSTANTS.width, CONSTANTS.dim, MASKED, TURNED),)
+    return bits
+
+
+@triton.jit
+def _columns(
+    pointer: tl.tensor,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    BEGIN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+    TURNED: tl.constexpr,
+) -> tl.tensor:
+    column = of_columns((tl.arange(0, WIDTH) + BEGIN)[None, :], TURNED)
+    place = pointer + first * DIM + (of_tokens(token, TURNED) * DIM + column)
+    if MASKED:
+        bits = tl.load(place, of_tokens(valid, TURNED) & (column < DIM), 0)
+    elif BEGIN + WIDTH > DIM:
+        bits = tl.load(place, column < DIM, 0)
+    else:
+        bits = tl.load(place)
+    return bits
+
+
+@triton.jit
+def decode(
+    raw: tl.tuple,
+    places: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The bits in their dtype."""
+    bits = raw[STEP]
+    if CONSTANTS.dtype == "bf16":
+        if FAST:
+            # Not a cast: it would take pairs of values apart.
+            value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], dtype=tl.bfloat16, is_pure=True, pack=2)
+        else:
+            value = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif CONSTANTS.dtype == "fp16":
+        value = bits.to(tl.float16, bitcast=True)
+    else:
+        value = bits.to(tl.float32, bitcast=True)
+    return (value,)

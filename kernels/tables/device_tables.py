@@ -1,0 +1,56 @@
+"""The tables of a launch on its device: what ``decode`` looks values up in, and where each lies in shared memory."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.formats.base import MAX_DIM
+from kvpack.kernels.loaders.tiles import Fill, SharedTable, SharedTables
+
+from . import shared_table
+
+if TYPE_CHECKING:
+    from kvpack.kernels.loaders.tiles import Tiles
+
+
+def of_sides(
+    k: Tiles, v: Tiles, device: torch.device, fast: bool, budget: int
+) -> tuple[SharedTables, tuple[torch.Tensor, torch.Tensor], list[SharedTable]]:
+    """What ``split.attend_split`` declares and fills, both tables in global memory, and the place of each in shared memory.
+
+    Together they take at most ``budget`` bytes of it.
+    """
+    tables = [tiles.table for tiles in (k, v)]
+    same = tables[0] is not None and tables[1] is not None and torch.equal(tables[0], tables[1])
+    distinct = 1 if same else sum(table is not None for table in tables)
+    places: list[SharedTable] = []
+    fills, offset = [], 0
+    for side, (tiles, table) in enumerate(zip((k, v), tables, strict=True)):
+        if table is None or not fast:
+            places.append(SharedTable())
+        elif same and side == 1:
+            places.append(places[0])
+        else:
+            entries, values = tiles.entries or table.shape[0], table.shape[1]
+            copies = shared_table.copies_of(entries, 2 * values, budget // distinct)
+            places.append(SharedTable(offset, copies, entries))
+            if copies:
+                fills.append(Fill(side, offset, entries, values, copies))
+                offset += entries * values * 2 * copies
+    on_device = tuple(_on_device(tiles, str(device)) for tiles in (k, v))
+    return SharedTables(offset, tuple(fills)), (on_device[0], on_device[1]), places
+
+
+@lru_cache(maxsize=16)
+def numbers(device: str) -> torch.Tensor:
+    """0, 1, 2, … for ``fields.load_places``, which needs none above the columns of a tile."""
+    return torch.arange(MAX_DIM, dtype=torch.int16, device=device)
+
+
+@lru_cache(maxsize=256)
+def _on_device(tiles: Tiles, device: str) -> torch.Tensor:
+    table = tiles.table if tiles.table is not None else torch.zeros(1, dtype=torch.float16)
+    return table.to(device)

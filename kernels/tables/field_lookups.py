@@ -1,0 +1,55 @@
+"""Entries of a table whose index is bits of a packed row, for rows of which a thread holds one: a shift, a mask and a load each.
+
+An entry of the table is two pairs of binary16. It holds one pair twice, or the pairs of two neighbouring fields of a column, which
+one index has both of. The thread's own copy and the mask are one operation, which the compiler does not see in ``look_up_words``.
+"""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+from kvpack.kernels.words.pairs import look_up_words, unit
+from kvpack.kernels.words.row_digits import bits_of_column, pieces_of_bits
+
+from .table_assembly import lookup_of_field, registers
+
+VALUES = tl.constexpr(4)
+"""Of an entry."""
+
+
+@triton.jit
+def look_up_field(
+    words: tl.tuple,
+    table: tl.tensor,
+    PACKING: tl.constexpr,
+    COLUMN: tl.constexpr,
+    POSITION: tl.constexpr,
+    BITS: tl.constexpr,
+    WORDS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SHARED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The first ``WORDS`` (1 or 2) pairs of an entry, ``BITS`` bits of a column from ``POSITION`` up after entry ``FIRST``.
+
+    Of entries of which one pair is asked for, all are the same pair twice. ``SHARED`` is the table's ``SharedTable``.
+    """
+    UNIT: tl.constexpr = unit(VALUES, SHARED, FAST)
+    PIECES: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION, BITS)
+    if FAST and SHARED.copies > 0 and len(PIECES) <= 2:
+        ASSEMBLY: tl.constexpr = lookup_of_field(PIECES, WORDS, SHARED.offset + FIRST * UNIT, UNIT)
+        inputs = [words[PIECES[0][0]]] if len(PIECES) == 1 else [words[PIECES[0][0]], words[PIECES[1][0]]]
+        REGISTERS: tl.constexpr = registers(WORDS, len(PIECES))
+        if WORDS == 1:
+            found = (tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, inputs, dtype=tl.uint32, is_pure=True, pack=1),)
+        else:
+            found = tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, inputs, dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1)
+    else:
+        place = bits_of_column(words, PACKING, COLUMN, POSITION, BITS) * UNIT
+        found = look_up_words(place, table, WORDS, VALUES, FIRST, SHARED, FAST)
+    return found

@@ -1,0 +1,147 @@
+"""The keys and values that a model's own cache holds, and at which positions; what holds more than that is refused by name.
+
+The rule is closed: of transformers' classes those listed here are known, and of any other class every attribute is looked at.
+transformers is not imported: a cache of it is known by the names of its classes.
+"""
+
+from __future__ import annotations
+
+import os
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from kvpack.file.limits import MAX_TOKENS
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
+
+from .cache import Cache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_MODULE = "transformers.cache_utils"
+_CACHES = {"Cache", "DynamicCache", "StaticCache"}
+_CACHE_SETTINGS = {"layers", "layer_class_to_replicate", "offloading", "only_non_sliding", "prefetch_stream"}
+_SLIDING, _STATIC = {"DynamicSlidingWindowLayer", "StaticSlidingWindowLayer"}, {"StaticLayer"}
+_LAYERS = {"CacheLayerMixin", "DynamicLayer", "DummyLayer", *_SLIDING, *_STATIC}
+_LAYER_COUNTS = {"keys", "values", "cumulative_length", "_sliding_window_tensor"}
+"""Tensors of the layers known: keys and values, and what counts tokens or gives the window."""
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, type, FunctionType, MethodType)
+_CONFIGURATIONS = {"PreTrainedConfig", "PretrainedConfig"}
+
+
+class DenseLayer(NamedTuple):
+    """Keys and values ``[batch, kv_head, token, dim]`` of one layer, and the tokens before them that it no longer holds."""
+
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    skipped: int = 0
+
+
+def dense_states(past: Any) -> list[DenseLayer]:
+    """The layers of whatever a caller may hold.
+
+    Raises InvalidDtype for what is no cache, InvalidParameter for one that holds more than keys and values, InvalidShape for one
+    that is empty or whose layers do not hold tokens of the same range.
+    """
+    if isinstance(past, Cache) or isinstance(getattr(past, "packed", None), Cache):
+        raise InvalidDtype(f"a {type(past).__name__} is packed already: Cache.convert gives it another recipe")
+    if "EncoderDecoderCache" in _classes(past):
+        raise InvalidParameter(
+            f"the {type(past).__name__} is two caches, of the decoder's tokens and of the encoder's: "
+            "pack its self_attention_cache, and its cross_attention_cache by itself"
+        )
+    if hasattr(past, "layers") and not isinstance(past, torch.Tensor):
+        return _of_layers(past)
+    if isinstance(past, (list, tuple)):
+        if len(past) == 2 and all(x is None or isinstance(x, torch.Tensor) for x in past):
+            past = [past]
+        if all(isinstance(pair, (list, tuple)) and len(pair) in (2, 3) for pair in past):
+            return [_of_tuple(pair, f"layers[{number}]") for number, pair in enumerate(past)]
+    if isinstance(past, str | bytes | os.PathLike):
+        raise InvalidDtype(
+            f"the path {os.fsdecode(past)!r} is not a KV cache: kvpack.load opens kvpack files, the command pack safetensors files"
+        )
+    raise InvalidDtype(f"a {type(past).__name__} is not a KV cache: give a transformers Cache, a list of (k, v), or one (k, v)")
+
+
+def _of_tuple(pair: Sequence[Any], where: str) -> DenseLayer:
+    if isinstance(pair, DenseLayer):
+        return pair
+    skipped = pair[2] if len(pair) == 3 else 0
+    if type(skipped) is not int or not 0 <= skipped <= MAX_TOKENS:
+        shown = skipped if isinstance(skipped, int) else type(skipped).__name__
+        raise InvalidParameter(f"{where}: the tokens before k and v that the layer dropped are {shown}, expected an integer from 0")
+    if pair[0] is None and pair[1] is None:
+        raise InvalidShape(f"{where}: both sides are absent; a layer holds keys, values or both")
+    return DenseLayer(pair[0], pair[1], skipped)
+
+
+def _of_layers(past: Any) -> list[DenseLayer]:
+    """The layers of a transformers cache, or of what looks like one."""
+    _refuse_more(past, "", _CACHES, _CACHE_SETTINGS)
+    layers = [_states(layer, f"layers[{number}]") for number, layer in enumerate(past.layers)]
+    held = ((number, layer, layer.v if layer.k is None else layer.k) for number, layer in enumerate(layers))
+    seen = {layer.skipped + x.shape[2]: number for number, layer, x in held if x is not None and _is_dense(x)}
+    if len(seen) > 1:
+        counts = " and ".join(f"layers[{number}] {count}" for count, number in sorted(seen.items(), key=lambda item: item[1]))
+        raise InvalidShape(f"the layers have not seen the same tokens: {counts} of them; pack what belongs together, as lists of (k, v)")
+    if all(layer.k is None and layer.v is None for layer in layers):
+        raise InvalidShape(f"a {type(past).__name__} without keys and values: no forward pass has filled it")
+    return layers
+
+
+def _states(layer: Any, where: str) -> DenseLayer:
+    """What a cache layer holds: of a static one, the part that is filled; of a sliding one, the newest tokens."""
+    _refuse_more(layer, where, _LAYERS, _LAYER_COUNTS)
+    k, v = layer.keys, layer.values
+    if not _is_dense(k) or not _is_dense(v) or not hasattr(layer, "get_seq_length"):
+        # A layer of no tokens yet, or one that shares those of another, has tensors without sizes or none at all.
+        k, v = (None if isinstance(x, torch.Tensor) and x.shape == (0,) else x for x in (k, v))
+        return DenseLayer(k, v)
+    seen, held, classes = int(layer.get_seq_length()), k.shape[2], _classes(layer)
+    if (seen > held and not classes & _SLIDING) or (seen < held and not classes & _STATIC):
+        raise InvalidShape(
+            f"{where}: a {type(layer).__name__} that has seen {seen} tokens holds the keys of {held}; "
+            "pack a cache that holds all, as DynamicCache does"
+        )
+    return DenseLayer(k[:, :, :seen], v[:, :, :seen], max(0, seen - held))
+
+
+def _is_dense(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() == 4
+
+
+def _classes(value: Any) -> set[str]:
+    """The names of transformers' own cache classes that ``value`` is of."""
+    return {one.__name__ for one in type(value).__mro__ if one.__module__ == _MODULE}
+
+
+def _refuse_more(value: Any, where: str, known: set[str], own: set[str]) -> None:
+    """Raise InvalidParameter for a class of transformers that is not ``known``, and for state beside the attributes ``own``."""
+    states = [name for name, state in _attributes(value) if name not in own and not _is_plain(state)]
+    if known is _LAYERS and not (hasattr(value, "keys") and hasattr(value, "values")):
+        states = states or ["state"]
+    if states or _classes(value) - known:
+        what = f"{where} is a {type(value).__name__}" if where else f"the cache is a {type(value).__name__}"
+        held = f"its {' and '.join(states)}" if states else "what it holds"
+        raise InvalidParameter(f"{what}: {held} cannot be packed, because kvpack packs keys and values alone")
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(value, "__dict__", {}).items()
+    for one in type(value).__mro__:
+        slots = one.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name != "__dict__" and hasattr(value, name):
+                yield name, getattr(value, name)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a setting: no tensor is in it, and nothing of which that is unknown."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN) or any(one.__name__ in _CONFIGURATIONS for one in type(value).__mro__)

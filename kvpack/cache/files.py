@@ -1,0 +1,161 @@
+"""save and load: a Cache as a kvpack file, and back as views of the mapped file."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.coding.encoding import RAW_NAMES, TORCH_DTYPES
+from kvpack.coding.modes import own_modes
+from kvpack.file import container
+from kvpack.file.header import Contents, LayerEntry, SideEntry
+from kvpack.file.inputs import FEATURE, Inputs
+from kvpack.file.layer_positions import features_of
+from kvpack.file.user_files import path_text
+from kvpack.formats.raw import DTYPES
+
+from .arguments import checked_device, integer
+from .cache import Cache, Layer, Side
+from .given import check_packed
+from .pages import Pages, Stretch
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    import numpy
+
+    from kvpack.coding.encoding import Progress
+    from kvpack.file.header import Header
+    from kvpack.formats.base import Codec
+
+
+def save(
+    cache: Cache,
+    path: str | os.PathLike[str],
+    *,
+    compress: bool = False,
+    durable: bool = False,
+    progress: Progress | None = None,
+) -> int:
+    """Write ``cache`` to ``path`` atomically and return the bytes written.
+
+    The file appears whole or not at all, and an older file stays until then. ``compress`` stores a tensor as a
+    zstd frame where that saves 3 % or more (such a file is decoded when loaded, not mapped); ``durable`` returns
+    after the file and its folder reached the disk; ``progress`` counts bytes.
+    Raises WriteFailed, LimitExceeded when the cache is beyond the format's limits, or InvalidDtype for what is no packed cache.
+    """
+    check_packed(cache, "kvpack.save({}, path)")
+    contents, arrays = stored(cache)
+    return container.write(path_text(path), contents, arrays, compress=compress, durable=durable, progress=progress)
+
+
+def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", max_bytes: int | None = None, copy: bool = False) -> Cache:
+    """Open a file as a Cache whose buffers are views of the mapped file, or copies on ``device``.
+
+    Every digest, spare bit, digit and scale is checked before a tensor is handed out. Whoever can write a mapped file can change
+    what was checked, and whoever cuts it ends the process: with ``copy`` the file is read into memory once, before it is checked.
+    ``max_bytes`` bounds the file and what it takes in memory (``kvpack.file.footprint``).
+    Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader, InvalidPayload or
+    LimitExceeded.
+    """
+    target = checked_device(device)
+    if max_bytes is not None:
+        max_bytes = integer(max_bytes, "max_bytes")
+    cache = read(container.open_file(path, max_bytes=max_bytes, copy=copy))
+    return cache if target.type == "cpu" else cache.to(target)
+
+
+def file_size(cache: Cache) -> int:
+    """The bytes that ``save`` writes without compression."""
+    return container.file_size(_contents(cache))
+
+
+def stored(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
+    """What ``container.write`` takes of a cache. Raises LimitExceeded."""
+    arrays = {}
+    for number, layer in enumerate(cache.layers):
+        for name, side in layer.sides.items():
+            merged = side.merged()
+            with own_modes(side.device):
+                for stream, tensor in _stored_streams(merged).items():
+                    arrays[f"{number}.{name}.{stream}"] = _bytes(tensor)
+    return _contents(cache), arrays
+
+
+def read(file: container.File, *, check_values: bool = True) -> Cache:
+    """The cache that an open file holds, as views of its bytes, every side checked (``File.read_side``).
+
+    Raises DigestMismatch and InvalidPayload.
+    """
+    header = file.header
+    layers = []
+    with own_modes(torch.device("cpu")):
+        for number, layer in enumerate(header.layers):
+            sides = {name: _side(header, entry, file.read_side(number, name, check_values=check_values)) for name, entry in layer.sides()}
+            layers.append(Layer(sides.get("k"), sides.get("v"), skipped=header.starts[number] - header.start))
+    found = header.ignorable.get(FEATURE)
+    inputs = None if found is None else Inputs.from_bytes(found)
+    return Cache(tuple(layers), header.recipe, MappingProxyType(dict(header.model)), header.start, inputs)
+
+
+def _contents(cache: Cache) -> Contents:
+    codecs: dict[Codec, int] = {}
+    layers = []
+    for layer in cache.layers:
+        entries = {name: _entry(side, codecs.setdefault(side.codec, len(codecs))) for name, side in layer.sides.items()}
+        layers.append(LayerEntry(entries.get("k"), entries.get("v")))
+    required, ignorable = features_of(cache.start, [cache.positions(number)[0] for number in range(len(layers))])
+    if cache.inputs is not None:
+        ignorable[FEATURE] = cache.inputs.to_bytes()
+    return Contents(
+        codecs=tuple(codecs),
+        layers=tuple(layers),
+        model=dict(cache.model),
+        recipe=cache.recipe,
+        start=cache.start,
+        required=required,
+        ignorable=ignorable,
+    )
+
+
+def _entry(side: Side, codec: int) -> SideEntry:
+    rows = {name: 0 for name, layout in side.codec.layout(1, 1, 0).items() if layout.per == "entry"}
+    for streams in side.stored_streams():
+        for name in rows:
+            rows[name] += streams[name].shape[2]
+    tail, dtype = side.tail.shape[2], RAW_NAMES[side.tail.dtype]
+    return SideEntry(codec, side.batch, side.heads, side.merged_runs(), tail, dtype, side.window, tuple(rows.items()))
+
+
+def _stored_streams(side: Side) -> dict[str, torch.Tensor]:
+    """A merged side's streams in stored form: the rows of consecutive runs follow one another."""
+    names = side.codec.layout(side.batch, side.heads, 0)
+    if not side.pages:
+        # Without a run, a stream with one row a run has none either.
+        shapes = {name: (*entry.shape[:2], 0, *entry.shape[3:]) for name, entry in names.items()}
+        streams = {name: torch.empty(shapes[name], dtype=TORCH_DTYPES[entry.dtype], device="cpu") for name, entry in names.items()}
+    else:
+        (stored,) = side.stored_streams()
+        streams = {name: stored[name] for name in names}
+    return {**streams, "tail": side.tail} if side.tail.shape[2] else streams
+
+
+def _bytes(tensor: torch.Tensor) -> numpy.ndarray:
+    array: numpy.ndarray = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return array
+
+
+def _side(header: Header, entry: SideEntry, data: Mapping[str, memoryview]) -> Side:
+    codec, tensors = header.codecs[entry.codec], {}
+    for name, layout in header.streams[entry].items():
+        dtype = TORCH_DTYPES[layout.dtype]
+        # torch makes no tensor of an empty buffer.
+        flat = torch.frombuffer(data[name], dtype=dtype) if len(data[name]) else torch.empty(0, dtype=dtype, device="cpu")
+        tensors[name] = flat.view(layout.shape)
+    tail = tensors.pop("tail", None)
+    if tail is None:
+        tail = torch.empty(entry.batch, entry.heads, 0, codec.dim, dtype=TORCH_DTYPES[DTYPES[entry.tail_dtype]], device="cpu")
+    return Side(codec, Pages([Stretch.of_runs(codec, entry.runs, tensors)] if entry.runs else []), tail, entry.window)

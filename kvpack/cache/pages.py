@@ -1,0 +1,341 @@
+"""The packed tokens of a side: runs of tokens that were encoded as one, stored side by side, and pages, which are one run each.
+
+A file may have a run for every token. A stretch holds consecutive runs as the file has them, one array a stream, and makes a page
+only when it is asked for, so that runs cost a few bytes each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy
+import torch
+
+from kvpack.coding.dispatch import decode, decode_frame
+from kvpack.coding.modes import own_modes
+from kvpack.formats.batch import select
+from kvpack.formats.errors import OutOfBounds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from kvpack.formats.base import Codec, Layout
+
+    Streams = Mapping[str, torch.Tensor]
+    Ends = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+
+_TOKENS_COUNTED = 1 << 12
+"""Tokens of one sequence and head whose entries are counted at a time."""
+
+
+_SHOWN = 4
+"""Pages that a description names."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Stretch:
+    """Consecutive runs, the last tokens of which are before ``ends``: streams as a file stores them, the rows of run after run."""
+
+    codec: Codec
+    ends: Ends
+    streams: Streams
+
+    @staticmethod
+    def of_runs(codec: Codec, runs: Iterable[int], streams: Streams) -> Stretch:
+        """The stretch of at least one run of so many tokens each."""
+        return Stretch(codec, numpy.cumsum(numpy.fromiter(runs, numpy.int64), dtype=numpy.int64), streams)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.ends[-1])
+
+    @cached_property
+    def layout(self) -> dict[str, Layout]:
+        """The layout of every stream, for its rows."""
+        return self.codec.layout(1, 1, 0)
+
+    def run(self, number: int) -> tuple[int, int]:
+        """The first token of a run, and the end of its last."""
+        return int(self.ends[number - 1]) if number else 0, int(self.ends[number])
+
+    @cached_property
+    def _first_rows(self) -> dict[int, Ends]:
+        """For every number of tokens a row, the first row of each run, and the end."""
+        steps = {layout.tokens_per_row for layout in self.layout.values() if layout.per == "token" and layout.tokens_per_row > 1}
+        tokens = numpy.diff(self.ends, prepend=0)
+        return {step: numpy.concatenate([[0], numpy.cumsum(-(-tokens // step))]) for step in steps}
+
+    @cached_property
+    def _first_entries(self) -> dict[str, torch.Tensor]:
+        """For every stream with a row an entry, the first row of each token, and the end: int64 ``[token + 1]`` on the CPU."""
+        counted = {name: [torch.zeros(1, dtype=torch.int64, device="cpu")] for name, layout in self.layout.items() if layout.per == "entry"}
+        if counted:
+            flags = {name for name, layout in self.layout.items() if layout.per == "token" and layout.tokens_per_row == 1}
+            batch, heads = next(iter(self.streams[name].shape[:2] for name in flags))
+            size = max(1, _TOKENS_COUNTED // max(1, batch * heads))
+            for start in range(0, self.tokens, size):
+                block = {name: self.streams[name][:, :, start : start + size] for name in flags}
+                for name, counts in self.codec.entries(block).items():
+                    counted[name].append(counts.flatten(1).sum(1).cpu())
+        return {name: torch.cat(counts).cumsum(0) for name, counts in counted.items()}
+
+    def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """The streams of tokens ``[start, stop)`` as views; ``start`` is at a token group of its run."""
+        # Tokens after the last are none, in the last run.
+        first = min(int(numpy.searchsorted(self.ends, start, "right")), len(self.ends) - 1)
+        last = max(first, int(numpy.searchsorted(self.ends, stop, "left")))
+        result = {}
+        for name, layout in self.layout.items():
+            result[name] = self.streams[name][:, :, slice(*self._rows_of(name, layout, start, stop, first, last))]
+        return result
+
+    def _rows_of(self, name: str, layout: Layout, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
+        """The rows of a stream for tokens ``[start, stop)``, which are of the runs ``first`` to ``last``."""
+        if layout.per == "run":
+            return first, last + 1
+        if layout.per == "entry":
+            entries = self._first_entries[name]
+            return int(entries[start]), int(entries[stop])
+        step = layout.tokens_per_row
+        if step == 1:
+            return start, stop
+        rows = self._first_rows[step]
+        return int(rows[first]) + (start - self.run(first)[0]) // step, int(rows[last]) - (self.run(last)[0] - stop) // step
+
+    def slice(self, start: int, stop: int) -> Stretch:
+        """Tokens ``[start, stop)``, at least one, sharing the streams. Raises OutOfBounds when ``start`` is inside a token group."""
+        if (start, stop) == (0, self.tokens):
+            return self
+        first, last = int(numpy.searchsorted(self.ends, start, "right")), int(numpy.searchsorted(self.ends, stop, "left"))
+        begin = start - self.run(first)[0]
+        if begin % self.codec.token_group:
+            raise OutOfBounds(
+                f"begins {begin} tokens into a page of a codec that encodes {self.codec.token_group} tokens together, "
+                "expected a multiple of that"
+            )
+        return Stretch(self.codec, numpy.minimum(self.ends[first : last + 1], stop) - start, self.rows(start, stop))
+
+    def page(self, number: int) -> Page:
+        """One run; the same object for that of a single one."""
+        if len(self.ends) == 1:
+            return self._only_page
+        start, stop = self.run(number)
+        return Page(self.codec, stop - start, self.rows(start, stop))
+
+    @cached_property
+    def _only_page(self) -> Page:
+        return Page(self.codec, self.tokens, self.streams)
+
+    @cached_property
+    def continues(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
+        """Of each run but the first: whether it can be joined to the one before (``Page.continued_by``)."""
+        whole = torch.from_numpy(numpy.diff(self.ends, prepend=0)[:-1] % self.codec.token_group == 0)
+        for name, layout in self.layout.items():
+            if layout.per == "run":
+                rows = self.streams[name]
+                # Not every device compares uint16.
+                rows = rows.view(torch.int16) if rows.dtype == torch.uint16 else rows
+                same = (rows[:, :, 1:] == rows[:, :, :-1]).transpose(0, 2).flatten(1).all(1)
+                whole &= same.cpu()
+        found: numpy.ndarray[Any, numpy.dtype[numpy.bool_]] = whole.numpy()
+        return found
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Page:
+    """One run of ``tokens`` packed tokens: the codec's streams, laid out by ``Codec.layout``."""
+
+    codec: Codec
+    tokens: int
+    streams: Mapping[str, torch.Tensor]
+
+    def __repr__(self) -> str:
+        return f"Page({self.codec.id}, {self.tokens} tokens)"
+
+    @cached_property
+    def _layout(self) -> dict[str, Layout]:
+        return self.codec.layout(1, 1, 0)
+
+    @cached_property
+    def stretch(self) -> Stretch:
+        """The page as a stretch of one run."""
+        return Stretch(self.codec, numpy.array([self.tokens], numpy.int64), self.streams)
+
+    def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """The streams of tokens ``[start, stop)`` as views; ``start`` is a multiple of the codec's token group."""
+        return self.stretch.rows(start, stop)
+
+    def frame(self, start: int, stop: int) -> torch.Tensor:
+        """Tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
+        aligned = start - start % self.codec.token_group
+        return decode_frame(self.codec, self.rows(aligned, stop))[:, :, start - aligned :]
+
+    def slice(self, start: int, stop: int) -> Page:
+        """Tokens ``[start, stop)``, sharing the streams; ``start`` is a multiple of the codec's token group."""
+        return replace(self, tokens=stop - start, streams=self.rows(start, stop))
+
+    def decode(self, start: int, stop: int) -> torch.Tensor:
+        """Tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
+        aligned = start - start % self.codec.token_group
+        rows = self.rows(aligned, stop)
+        return decode(self.codec, rows)[:, :, start - aligned :]
+
+    def query(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries ``[batch, kv_head, row, dim]`` as ``frame``'s keys take them."""
+        return self.codec.query(q, self.streams)
+
+    def original(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums ``[batch, kv_head, row, dim]`` of ``frame``'s values, in the original frame."""
+        return self.codec.original(sums, self.streams)
+
+    def continued_by(self, other: Page) -> bool:
+        """Whether ``other`` can be joined on: the last token group is whole, and what a run has once is equal."""
+        if self.tokens % self.codec.token_group:
+            return False
+        return all(torch.equal(self.streams[name], other.streams[name]) for name, layout in self._layout.items() if layout.per == "run")
+
+    def select(self, indices: torch.Tensor) -> Page:
+        """The sequences ``indices``, int64 ``[row]`` inside the batch, in that order; codes are copied, never decoded."""
+        return replace(self, streams=select(self.codec, self.streams, indices))
+
+    @staticmethod
+    def joined(pages: Sequence[Page]) -> Page:
+        """Consecutive pages as one; more than one are copied. Each but the last is ``continued_by`` the next."""
+        first = pages[0]
+        if len(pages) == 1:
+            return first
+        with own_modes(next(iter(first.streams.values())).device):
+            streams = {
+                name: first.streams[name] if layout.per == "run" else torch.cat([page.streams[name] for page in pages], 2)
+                for name, layout in first._layout.items()
+            }
+        return Page(first.codec, sum(page.tokens for page in pages), streams)
+
+
+class Pages(Sequence[Page]):
+    """The pages of a side, in order. Those of a stretch of many runs are made when they are asked for, and not kept."""
+
+    def __init__(self, stretches: Iterable[Stretch] = ()) -> None:
+        self.stretches = tuple(stretches)
+        self._last: tuple[int, Page] | None = None
+
+    @staticmethod
+    def of(pages: Iterable[Page]) -> Pages:
+        """These pages, each a stretch of its own; ``Pages`` as they are."""
+        return pages if isinstance(pages, Pages) else Pages(page.stretch for page in pages)
+
+    def __repr__(self) -> str:
+        shown = repr(self[:_SHOWN])
+        return shown if len(self) <= _SHOWN else f"{shown[:-1]}, ... {len(self)} in all)"
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, index: int) -> Page: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Page, ...]: ...
+    def __getitem__(self, index: int | slice) -> Page | tuple[Page, ...]:
+        if isinstance(index, slice):
+            return tuple(self[number] for number in range(*index.indices(len(self))))
+        number = range(len(self))[index]
+        if len(self.stretches) == len(self):
+            return self.stretches[number].page(0)
+        last = self._last
+        if last is None or last[0] != number:
+            part = int(numpy.searchsorted(self._first_pages, number, "right")) - 1
+            # Tiles of one page ask for it again and again, and know it by being the same object.
+            self._last = last = number, self.stretches[part].page(number - int(self._first_pages[part]))
+        return last[1]
+
+    def __iter__(self) -> Iterator[Page]:
+        return (stretch.page(number) for stretch in self.stretches for number in range(len(stretch.ends)))
+
+    @cached_property
+    def _first_pages(self) -> Ends:
+        """The number of the first page of every stretch."""
+        return numpy.cumsum([0, *(len(stretch.ends) for stretch in self.stretches)])[:-1]
+
+    @cached_property
+    def _first_tokens(self) -> list[int]:
+        """The first token of every stretch, and the end."""
+        return [0, *accumulate(stretch.tokens for stretch in self.stretches)]
+
+    @property
+    def tokens(self) -> int:
+        return self._first_tokens[-1]
+
+    @cached_property
+    def ends(self) -> Ends:
+        """For each page, the end of its last token."""
+        parts = [stretch.ends + first for stretch, first in zip(self.stretches, self._first_tokens, strict=False)]
+        return numpy.concatenate([numpy.empty(0, numpy.int64), *parts])
+
+    def slice(self, start: int, stop: int) -> Pages:
+        """Tokens ``[start, stop)``, sharing the streams. Raises OutOfBounds when ``start`` is inside a token group."""
+        found = []
+        for stretch, first in zip(self.stretches, self._first_tokens, strict=False):
+            begin, end = max(start - first, 0), min(stop - first, stretch.tokens)
+            if begin < end:
+                found.append(stretch.slice(begin, end))
+        return Pages(found)
+
+    def mapped(self, codec: Codec, change: Callable[[Streams], Streams]) -> Pages:
+        """The pages with the streams that ``change`` makes of those of each stretch, which are of ``codec``."""
+        return Pages(Stretch(codec, stretch.ends, change(stretch.streams)) for stretch in self.stretches)
+
+    @cached_property
+    def _continues(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
+        """Of each page but the first: whether it can be joined to the one before (``Page.continued_by``)."""
+        parts = [stretch.continues for stretch in self.stretches[:1]]
+        for stretch, other in pairwise(self.stretches):
+            parts += [numpy.array([stretch.page(len(stretch.ends) - 1).continued_by(other.page(0))]), other.continues]
+        return numpy.concatenate([numpy.empty(0, bool), *parts])
+
+    def merged_runs(self) -> tuple[int, ...]:
+        """The tokens of each page of ``merged()``."""
+        last = numpy.append(~self._continues, True)[: len(self)]
+        return tuple(numpy.diff(self.ends[last], prepend=0).tolist())
+
+    def merged(self) -> Pages:
+        """The same tokens in the fewest pages and one stretch; what is of several stretches is copied."""
+        if not self.stretches or (len(self.stretches) == 1 and not self._continues.any()):
+            return self
+        first, last = numpy.append(True, ~self._continues), numpy.append(~self._continues, True)
+        kept, one = torch.from_numpy(numpy.flatnonzero(first)), self.stretches[0]
+        streams = {}
+        with own_modes(next(iter(one.streams.values())).device):
+            for name, layout in one.layout.items():
+                parts = [stretch.streams[name] for stretch in self.stretches]
+                whole = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+                streams[name] = _rows(whole, kept) if layout.per == "run" else whole
+        return Pages([Stretch(one.codec, self.ends[last], streams)])
+
+    def added(self, page: Page) -> Pages:
+        """These pages and one more, joined with the last ones while these are no longer.
+
+        So n additions cost n log n copies and leave log n pages.
+        """
+        number, tokens, after = len(self), page.tokens, page
+        while number:
+            before = self[number - 1]
+            if before.tokens > tokens or not before.continued_by(after):
+                break
+            number, tokens, after = number - 1, tokens + before.tokens, before
+        start = int(self.ends[number - 1]) if number else 0
+        kept = self.slice(0, start) if number < len(self) else self
+        joined = Pages([*self.slice(start, self.tokens).stretches, page.stretch]).merged() if number < len(self) else Pages([page.stretch])
+        return Pages([*kept.stretches, *joined.stretches])
+
+
+def _rows(stream: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a stream, along its third axis."""
+    rows = rows.to(stream.device)
+    # Not every device indexes uint16.
+    if stream.dtype == torch.uint16:
+        return stream.view(torch.int16).index_select(2, rows).view(torch.uint16)
+    return stream.index_select(2, rows)

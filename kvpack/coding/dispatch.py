@@ -1,0 +1,114 @@
+"""Which code encodes values, and decodes and attends packed rows: torch operations on any device, or the Triton kernels.
+
+The environment variable KVPACK_KERNELS names it, "torch" or "triton". Unset: Triton for tensors on a CUDA
+device when it is installed, else torch. On the CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.group import Group
+from kvpack.formats.side_cars import WithSideCars
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import ModuleType
+
+    import torch
+
+    from kvpack.cache.cache import Layer
+    from kvpack.formats.base import Codec
+
+VARIABLE = "KVPACK_KERNELS"
+BACKENDS = ("torch", "triton")
+
+MOST_PAGES = 1 << 14
+"""Pages of a side that the kernels plan for: a plan takes about a kilobyte each, which a file with a run for every token would use."""
+
+
+def encode(codec: Codec, x: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """The streams of ``x`` ``[batch, kv_head, token, dim]`` from a kernel, None where the codec itself is to encode it.
+
+    That is so where not ``uses_triton``, for what the kernels do not take, and for values that the codec may refuse. Raises what
+    ``uses_triton`` raises.
+    """
+    if not uses_triton(x.device):
+        return None
+    from kvpack.kernels.encode import encode
+
+    return encode.encode(codec, x)
+
+
+def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Decode to float32 ``[batch, kv_head, token, dim]`` in the coded frame: ``codec.decode_frame``, on kernels where ``uses_triton``.
+
+    Raises InvalidShape when a stream is not laid out as the codec says, and what ``uses_triton`` raises.
+    """
+    if isinstance(codec, WithSideCars):
+        return codec.complete(decode_frame(codec.codec, streams), streams)
+    if not uses_triton(next(iter(streams.values())).device):
+        return codec.decode_frame(streams)
+    if isinstance(codec, Group):
+        from kvpack.kernels.decode import group
+
+        return group.decode_frame(codec, streams)
+    from kvpack.kernels.decode import table as decode_table
+
+    frame = decode_table.decode_frame(codec, streams)
+    if frame is not None:
+        return frame
+    from kvpack.kernels.words import columns
+
+    return codec.decode_digits(codec.digits(streams, columns.unpack), streams)
+
+
+def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Decode to float32 ``[batch, kv_head, token, dim]`` in the original frame, as ``decode_frame``."""
+    if isinstance(codec, WithSideCars):
+        return codec.complete_original(decode_frame(codec.codec, streams), streams)
+    return codec.original(decode_frame(codec, streams), streams)
+
+
+def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
+    """``kvpack.kernels.attend.attention`` where it attends ``layer`` with ``q``, else None: what it lacks is decoded and attended by torch.
+
+    Raises what ``uses_triton`` raises.
+    """
+    if not uses_triton(q.device) or q.requires_grad:
+        return None
+    if any(len(side.pages) > MOST_PAGES for side in layer.sides.values()):
+        return None
+    from kvpack.kernels.attend import attention
+
+    return attention if attention.supports(q, layer) else None
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Whether tensors on ``device`` are encoded and decoded by Triton kernels.
+
+    Raises InvalidParameter when KVPACK_KERNELS is unknown, or is "triton" where Triton cannot run.
+    """
+    backend = os.environ.get(VARIABLE, "")
+    if backend not in ("", *BACKENDS):
+        raise InvalidParameter(f"the environment variable {VARIABLE} is {backend!r}, known are {', '.join(BACKENDS)}")
+    if backend != "triton":
+        return not backend and device.type == "cuda" and triton_installed()
+    if not triton_installed():
+        raise InvalidParameter(f"the environment variable {VARIABLE} is 'triton', and Triton is not installed")
+    if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        raise InvalidParameter(
+            f"the environment variable {VARIABLE} is 'triton', which takes tensors on cuda (on cpu: with TRITON_INTERPRET=1); "
+            f"this one is on {device.type}"
+        )
+    return True
+
+
+@cache
+def triton_installed() -> bool:
+    """Whether Triton can be imported."""
+    return find_spec("triton") is not None

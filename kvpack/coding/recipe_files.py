@@ -1,0 +1,57 @@
+"""Recipe files: a recipe as text, one clause or several a line; ``#`` begins a comment.
+
+    # keys of the first layers are the sensitive ones
+    k=octahedral:b=3
+    v=group:b=3,g=32
+    layers=0-3:k=octahedral:b=4
+
+A recipe names its file as ``@path``, and may add clauses: ``@tuned.txt;tail=32``. A path alone will do where it cannot be
+a recipe: it holds a ``/``, ends in ``.txt`` or is the name of a file. A preset's name is always the preset.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from kvpack.file.user_files import read_text
+from kvpack.formats.errors import InvalidParameter, InvalidRecipe, LimitExceeded
+
+if TYPE_CHECKING:
+    from collections.abc import Container
+
+SUFFIX = ".txt"
+MAX_FILE_BYTES = 1 << 16
+"""Bytes of a recipe file; the recipe without its comments is shorter still (kvpack/file/limits.py)."""
+
+
+def split_path(recipe: str | os.PathLike[str], presets: Container[str]) -> tuple[str, str] | None:
+    """The path of the recipe file that ``recipe`` names and the clauses that it adds, or None for a recipe's text."""
+    if not isinstance(recipe, str):
+        return os.fsdecode(recipe), ""
+    if recipe.startswith("@"):
+        path, _, clauses = recipe[1:].partition(";")
+        return path, clauses
+    text = recipe.strip()
+    if not text or text in presets or "\0" in text or any(sign in text for sign in "=;\n"):
+        return None
+    return (text, "") if "/" in text or text.endswith(SUFFIX) or os.path.isfile(text) else None
+
+
+def read_clauses(path: str) -> list[tuple[int, str]]:
+    """The clauses of a recipe file, each with the number of its line, from 1.
+
+    Raises MissingFile, or InvalidRecipe for a file that is too large, not UTF-8 or without a clause.
+    """
+    try:
+        lines = read_text(path, MAX_FILE_BYTES, "a recipe file").splitlines()
+    except (LimitExceeded, InvalidParameter) as error:
+        raise InvalidRecipe(str(error)) from None
+    clauses = [(number, clause.strip()) for number, line in enumerate(lines, 1) for clause in line.partition("#")[0].split(";")]
+    found = [(number, clause) for number, clause in clauses if clause]
+    if not found:
+        raise InvalidRecipe(f"{path}: holds no clause of a recipe, only blank lines and comments")
+    for number, clause in found:
+        if clause.startswith("@"):
+            raise InvalidRecipe(f"{path}, line {number}: {clause!r}: a recipe file names no other")
+    return found

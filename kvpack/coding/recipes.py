@@ -1,0 +1,262 @@
+"""Recipes: which codec each layer and side gets, as a string or a preset's name.
+
+    recipe  = clause { ";" clause }            later clauses win
+    clause  = preset | addition | side "=" codec | "layers=" list ":" side "=" codec | "tail=" tokens
+    side    = "k" | "v" | "kv"
+    codec   = id [ ":" option { "," option } ]
+    list    = item { "," item }                item = layer or first-last; -1 is the last layer
+
+Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1" says "layers=0,-1:k=raw".
+A raw codec stores the dtype of what comes, or rounds to its option: "k=raw:dtype=bf16".
+For example "octopus-3", "octopus-3;boundary-1;tail=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;tail=32".
+Where a recipe is asked for, "@path" names a file of clauses (kvpack/coding/recipe_files.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NoReturn
+
+from kvpack.formats import CODECS, create_codec
+from kvpack.formats.errors import InvalidParameter, InvalidRecipe, OutOfBounds
+from kvpack.formats.options import Options, UnknownWord
+from kvpack.formats.raw import HOLDS, Raw
+
+from .presets import ADDITIONS, PUBLISHED
+from .recipe_files import read_clauses, split_path
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+    from kvpack.formats.base import Codec
+
+PRESETS: dict[str, str] = {name: preset.recipe for name, preset in PUBLISHED.items()}
+"""Recipes by name: the papers' published configurations, and those without compression."""
+
+SIDES = ("k", "v")
+MAX_WINDOW = 1 << 20
+_CHECKED_DIM = 128
+
+
+class InvalidClause(InvalidRecipe):
+    """A clause that is refused for ``reason``, by the ``word`` in it."""
+
+    def __init__(self, text: str, clause: str, word: str, reason: str) -> None:
+        super().__init__(f"recipe {text!r}: {reason}{pointer(text, word, max(0, text.find(clause)))}")
+        self.clause, self.word, self.reason = clause, word, reason
+
+
+def pointer(text: str, word: str, start: int = 0) -> str:
+    """Two lines that show ``text`` and, below it, where ``word`` stands in it; nothing when it does not."""
+    at = text.find(word, start)
+    return f"\n  {text}\n  {' ' * at}{'^' * len(word)}" if word and at >= 0 else ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``words`` for codec ``codec_id`` on ``sides``, in the layers of ``items`` (None: all); ``written`` is its clause in the text."""
+
+    sides: str
+    codec_id: str
+    words: tuple[tuple[str, str], ...]
+    items: tuple[tuple[int, int], ...] | None
+    written: str
+
+    def covers(self, layer: int, layers: int) -> bool:
+        """Whether the rule is about ``layer`` of ``layers``."""
+        if self.items is None:
+            return True
+        return any(_position(first, layers) <= layer <= _position(last, layers) for first, last in self.items)
+
+    def codec(self, dim: int, side: str, dtype: str = "bf16") -> Codec:
+        """The rule's codec for one head dim; ``dtype`` is that of the values. Raises InvalidParameter when it cannot take the head dim."""
+        words = dict(self.words)
+        if self.codec_id == "raw":
+            words.setdefault("dtype", dtype)
+        return create_codec(self.codec_id, dim, side, Options(self.codec_id, words))
+
+
+def _position(item: int, layers: int) -> int:
+    return item + layers if item < 0 else item
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A parsed recipe. Raises InvalidRecipe, which points at the word and lists what is known."""
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise InvalidRecipe(f"a recipe is text, such as 'octopus-3'; found a {type(self.text).__name__}")
+        for side in SIDES:
+            if not any(side in rule.sides and rule.items is None for rule in self.rules):
+                raise InvalidRecipe(
+                    f"recipe {self.text!r} says nothing of {side}: add {side}=<codec> or kv=<codec>; presets are {', '.join(PRESETS)}"
+                )
+        _ = self.window
+        self._check_order()
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules in the order given; the last that covers a layer and side holds."""
+        return tuple(rule for clause, written in self._clauses() if (rule := self._rule(clause, written)) is not None)
+
+    @cached_property
+    def window(self) -> int:
+        """Tokens at which the raw tail is encoded; 0: as soon as the codec has a whole group."""
+        windows = [clause for clause, _ in self._clauses() if clause.startswith("tail=")]
+        if not windows:
+            return 0
+        text = windows[-1].removeprefix("tail=")
+        if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) > MAX_WINDOW:
+            self._refuse(windows[-1], windows[-1], f"tail is {text!r}, allowed are integers from 0 to {MAX_WINDOW}")
+        window = int(text)
+        for rule in self.rules:
+            for side in rule.sides:
+                group = rule.codec(_CHECKED_DIM, side).token_group
+                if window % group:
+                    self._refuse(
+                        windows[-1],
+                        windows[-1],
+                        f"tail={window} is not a multiple of {group}, the tokens that {side}={rule.codec_id} encodes together",
+                    )
+        return window
+
+    def codec(self, layer: int, layers: int, side: str, dim: int, dtype: str = "bf16") -> Codec:
+        """The codec of ``side`` ("k" or "v") of ``layer`` of ``layers`` at head dim ``dim``.
+
+        ``dtype`` is that of the values ("bf16", "fp16" or "fp32"), which a raw codec keeps unless its clause names another.
+        Raises InvalidParameter, which names presets that do, when the codec cannot take this head dim.
+        """
+        rule = next(rule for rule in reversed(self.rules) if side in rule.sides and rule.covers(layer, layers))
+        try:
+            return rule.codec(dim, side, dtype)
+        except InvalidParameter as error:
+            raise InvalidParameter(f"{error}{_presets_for(dim)}") from None
+
+    def lossless(self, layers: int, dim: int = _CHECKED_DIM) -> tuple[str, ...]:
+        """The dtypes, of "bf16", "fp16" and "fp32", whose values the recipe keeps exactly in every one of ``layers`` layers."""
+        sides = [(layer, side) for layer in range(layers) for side in SIDES]
+        return tuple(
+            dtype
+            for dtype in HOLDS
+            if all(
+                isinstance(codec := self.codec(layer, layers, side, dim, dtype), Raw) and dtype in HOLDS[codec.dtype]
+                for layer, side in sides
+            )
+        )
+
+    def check_layers(self, layers: int) -> None:
+        """Raise OutOfBounds when a clause names a layer that a cache of ``layers`` layers does not have."""
+        for rule in self.rules:
+            for item in {item for pair in rule.items or () for item in pair}:
+                if not -layers <= item < layers:
+                    raise OutOfBounds(f"recipe {self.text!r} names layer {item}; the cache has {layers} layers")
+
+    def _check_order(self) -> None:
+        """Refuse a clause about some layers when what follows says otherwise of all layers: nothing would come of it."""
+        covered: set[str] = set()
+        for rule in reversed(self.rules):
+            if rule.items is None:
+                covered.update(rule.sides)
+            elif covered.issuperset(rule.sides) and rule.written not in PUBLISHED:
+                message = f"{rule.written!r} comes to nothing, for what follows says otherwise of all layers: put it last"
+                self._refuse(rule.written, rule.written, message)
+
+    def _clauses(self) -> Iterator[tuple[str, str]]:
+        """Every clause, those of presets and additions spelled out, and how it is written in the text."""
+        for text in self.text.split(";"):
+            written = text.strip()
+            named = PUBLISHED.get(written) or ADDITIONS.get(written)
+            for clause in named.recipe.split(";") if named else [written]:
+                yield clause, written
+
+    def _rule(self, clause: str, written: str) -> Rule | None:
+        if clause.startswith("tail="):
+            return None
+        items, body = None, clause
+        if clause.startswith("layers="):
+            text, colon, body = clause.removeprefix("layers=").partition(":")
+            if not colon:
+                self._refuse(clause, clause, "a layers clause reads layers=<list>:<k, v or kv>=<codec>")
+            items = tuple(self._item(item, clause) for item in text.split(","))
+        sides, equals, codec = body.partition("=")
+        if not equals or sides not in ("k", "v", "kv"):
+            known = [*PUBLISHED, *ADDITIONS, "k=", "v=", "kv=", "layers=", "tail="]
+            word = sides if equals else body
+            self._refuse(word, clause, f"unknown word {word!r}; known are {', '.join(known)}", known)
+        codec_id, _, options = codec.partition(":")
+        if codec_id not in CODECS:
+            self._refuse(codec_id or body, clause, f"unknown codec {codec_id!r}; known are {', '.join(sorted(CODECS))}", sorted(CODECS))
+        words: dict[str, str] = {}
+        for option in options.split(",") if options else []:
+            name, equals, value = option.partition("=")
+            if not equals:
+                self._refuse(option or codec, clause, f"option {option!r} of codec {codec_id} reads <name>=<value>")
+            if name in words:
+                self._refuse(option, clause, f"option {name!r} of codec {codec_id} is given twice, as {words[name]!r} and {value!r}")
+            words[name] = value
+        rule = Rule(sides, codec_id, tuple(words.items()), items, written)
+        try:
+            for side in sides:
+                rule.codec(_CHECKED_DIM, side)
+        except UnknownWord as error:
+            self._refuse(error.word, clause, str(error))
+        except InvalidParameter as error:
+            self._refuse(codec, clause, str(error))
+        return rule
+
+    def _item(self, text: str, clause: str) -> tuple[int, int]:
+        match = re.fullmatch(r"(-?[0-9]{1,9})(?:-(-?[0-9]{1,9}))?", text)
+        if match is None:
+            self._refuse(text or "layers=", clause, f"layer {text!r} is not an integer or a range first-last")
+        first, last = int(match[1]), int(match[2] if match[2] is not None else match[1])
+        if last < first and (first < 0) == (last < 0):
+            self._refuse(text, clause, f"layers {text} end before they begin")
+        return first, last
+
+    def _refuse(self, word: str, clause: str, message: str, known: list[str] | None = None) -> NoReturn:
+        close = difflib.get_close_matches(word, known or [], 1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise InvalidClause(self.text, clause, word, f"{message}{hint}")
+
+
+def _presets_for(dim: int) -> str:
+    """The end of a message: presets for any model that take head dim ``dim``, the first of each codec."""
+    found: dict[str, str] = {}
+    for name, preset in PUBLISHED.items():
+        rules = Recipe(preset.recipe).rules
+        if preset.layers is None and rules[0].codec_id not in found:
+            with contextlib.suppress(InvalidParameter):
+                _ = [rule.codec(dim, side) for rule in rules for side in rule.sides]
+                found[rules[0].codec_id] = name
+    return f"; presets that take head dim {dim} are {', '.join(found.values())}" if found else ""
+
+
+def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
+    """A recipe from its text, a preset's name or a recipe file.
+
+    Raises InvalidRecipe, which names the line of a file, and MissingFile.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str) and not hasattr(recipe, "__fspath__"):
+        raise InvalidRecipe(f"a recipe is text, such as 'octopus-3'; found a {type(recipe).__name__}")
+    named = split_path(recipe, PRESETS)
+    if named is None:
+        return Recipe(str(recipe))
+    path, added = named
+    clauses = read_clauses(path)
+    try:
+        return Recipe(";".join([*(clause for _, clause in clauses), *([added] if added else [])]))
+    except InvalidClause as error:
+        line = next((f", line {number}" for number, clause in clauses if clause == error.clause), "")
+        raise InvalidRecipe(f"{path}{line}: {error.reason}{pointer(error.clause, error.word)}") from None
+    except InvalidRecipe as error:
+        raise InvalidRecipe(f"{path}: {error}") from None

@@ -1,0 +1,286 @@
+"""The demo: a small model's KV cache packed in several recipes, each file continued from in a process of its own.
+
+The writing process prefills 2,000 tokens of real text that holds five key lines, packs and saves. A reading process
+sees only the file: it attends over the packed layers, answers the five keys, goes on with the text, and scores
+the 500 bytes that really follow. Tokens are bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+import kvpack
+from kvpack.coding.encoding import rounding_is_shown
+from kvpack.coding.recipes import parse_recipe
+from kvpack.commands.output import bytes_text, print_table, printable
+from kvpack.formats.errors import MissingFile, WriteFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvpack import Cache
+    from kvpack.coding.encoding import Progress
+
+RECIPES = ("bf16", "turboangle-k8v4", "octopus-4", "hqmq-s96-r4", "octopus-3", "hqmq-s24-r3", "oscar-2")
+"""The uncompressed baseline, then every family of codecs, from most bits to fewest."""
+
+PROMPT_BYTES = 2000
+SAMPLE_BYTES = 60
+READERS = 2
+"""Reading processes at a time."""
+BOS = 256
+IDENTITY = {"name": "tinylm"}
+
+_KEY_LINE = re.compile(rb"\[\[key (\w{6}) = (\w{8})\]\]")
+
+
+def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Write one file a recipe, read each in a fresh process, and report sizes, errors, answers and times as JSON values.
+
+    ``out`` is a folder that keeps the files; ``progress`` counts files written and read. Raises InvalidRecipe, and
+    KvpackError when transformers is not installed or a reader fails.
+    """
+    for recipe in recipes:
+        parse_recipe(recipe)
+    with one_thread(), tempfile.TemporaryDirectory(prefix="kvpack-demo-") as temporary:
+        folder = Path(out or temporary)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WriteFailed(f"{folder}: could not be made: {error.strerror or error}") from None
+        steps = 2 * len(recipes) + 1
+        done = 0
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            if progress:
+                progress(done, steps)
+
+        pairs = prefill(demo_text()[: PROMPT_BYTES - 1])
+        plain = continue_from(_dense(pairs))
+        step()
+        rows = []
+        for number, recipe in enumerate(recipes):
+            rows.append(write(pairs, recipe, folder / f"{number}-{_file_name(recipe)}.kvpack"))
+            step()
+        with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as readers:
+            for row, found in zip(rows, readers.map(_read_elsewhere, [row["file"] for row in rows]), strict=True):
+                row.update(found)
+                step()
+    return {"prompt_tokens": PROMPT_BYTES, "uncompressed": plain, "files": rows}
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """One PyTorch thread: the model's tensors are small, and on a busy machine more threads wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The (k, v) of every layer after BOS and ``prompt``, each ``[1, kv_head, token, dim]`` float32."""
+    transformers = transformers_library()
+    cache = transformers.DynamicCache()
+    with torch.inference_mode():
+        load_model("sdpa")(torch.tensor([[BOS, *prompt]]), past_key_values=cache)
+    return [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+
+
+@rounding_is_shown()
+def write(pairs: list[tuple[torch.Tensor, torch.Tensor]], recipe: str, path: Path) -> dict[str, Any]:
+    """Pack and save, and compare what was packed with the original."""
+    pack, save = kvpack.pack, kvpack.save
+    started = time.perf_counter()
+    cache = pack(pairs, recipe, model=IDENTITY)
+    packed = time.perf_counter()
+    size = save(cache, path)
+    saved = time.perf_counter()
+    k, v = (_mean_cosine([pair[side] for pair in pairs], [pair[side] for pair in cache.unpack(torch.float32)]) for side in (0, 1))
+    return {
+        "recipe": recipe,
+        "file": str(path),
+        "bytes": size,
+        "bits_per_value": 8 * size / cache.values,
+        "nominal_bits": cache.nominal_bits,
+        "bf16_ratio": 2 * cache.values / size,
+        "k_cosine": k,
+        "v_cosine": v,
+        "pack_ms": 1000 * (packed - started),
+        "save_ms": 1000 * (saved - packed),
+    }
+
+
+def read(path: str) -> dict[str, Any]:
+    """What a reading process does: load and verify the file, and continue from it without unpacking it."""
+    load = kvpack.load
+    started = time.perf_counter()
+    cache = load(path)
+    loaded = time.perf_counter()
+    return {"load_ms": 1000 * (loaded - started)} | continue_from(cache)
+
+
+@rounding_is_shown()
+def continue_from(past: Cache | Any) -> dict[str, Any]:
+    """Answer the keys, continue, and score the true continuation, all from one prefilled cache.
+
+    ``past`` is a packed Cache, attended as it is, or a transformers cache. It holds BOS and all of the prompt but its last byte.
+    """
+    from kvpack.integrations.transformers import KvpackCache
+
+    model = load_model("kvpack" if isinstance(past, kvpack.Cache) else "sdpa")
+    text = demo_text()
+    prompt, rest = text[:PROMPT_BYTES], text[PROMPT_BYTES:]
+
+    def fresh() -> Any:
+        return KvpackCache(past) if isinstance(past, kvpack.Cache) else _dense([(layer.keys, layer.values) for layer in past.layers])
+
+    answers = []
+    with torch.inference_mode():
+        for key, value in _KEY_LINE.findall(prompt):
+            answer = _greedy(model, fresh(), prompt[-1:] + b"\n[[key " + key + b" = ", len(value))
+            answers.append({"key": key.decode(), "value": value.decode(), "answer": answer, "right": answer == value.decode()})
+        sample = _greedy(model, fresh(), prompt[-1:], SAMPLE_BYTES)
+        logits = model(torch.tensor([[*prompt[-1:], *rest[:-1]]]), past_key_values=fresh()).logits[0]
+        loss = functional.cross_entropy(logits.float(), torch.tensor([*rest])).item()
+    return {
+        "answers": answers,
+        "right": sum(answer["right"] for answer in answers),
+        "asked": len(answers),
+        "sample": sample,
+        "byte_perplexity": math.exp(loss),
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the table and, under it, what each file's reader wrote next."""
+    plain = report["uncompressed"]
+    columns = [
+        "recipe", "file\nbytes", "bits a\nvalue", "nominal\nbits", "smaller\nthan bf16", "K\ncosine", "V\ncosine",
+        "byte\nperplexity", "first key's\nanswer", "keys\nright", "save\nms", "load\nms",
+    ]  # fmt: skip
+    rows = [["in memory, float32", *[""] * 6, f"{plain['byte_perplexity']:.4f}", *_answer(plain), "", ""]]
+    for file in report["files"]:
+        rows.append(
+            [
+                file["recipe"],
+                bytes_text(file["bytes"]),
+                f"{file['bits_per_value']:.2f}",
+                f"{file['nominal_bits']:.2f}",
+                f"{file['bf16_ratio']:.2f} x",
+                f"{file['k_cosine']:.5f}",
+                f"{file['v_cosine']:.5f}",
+                f"{file['byte_perplexity']:.4f}",
+                *_answer(file),
+                f"{file['save_ms']:.1f}",
+                f"{file['load_ms']:.1f}",
+            ]
+        )
+    print_table(f"A KV cache of {report['prompt_tokens']:,} tokens, packed; each file read and attended in another process", columns, rows)
+    print(f"key asked: {plain['answers'][0]['key']}, its value: {plain['answers'][0]['value']}")
+    for name, source in (("in memory", plain), *((file["recipe"], file) for file in report["files"])):
+        print(f"{name:>16} goes on: {source['sample']!r}")
+
+
+def _answer(source: dict[str, Any]) -> tuple[str, str]:
+    first = source["answers"][0]
+    return f"{printable(first['answer'])} {'right' if first['right'] else 'wrong'}", f"{source['right']} of {source['asked']}"
+
+
+def _read_elsewhere(path: str) -> dict[str, Any]:
+    reader = subprocess.run([sys.executable, "-m", "kvpack.demo.demo", "reader", path], capture_output=True, text=True, check=False)
+    if reader.returncode:
+        raise kvpack.KvpackError(f"the process that reads {path} failed: {reader.stderr.strip().rpartition(chr(10))[2]}")
+    report: dict[str, Any] = json.loads(reader.stdout)
+    return report
+
+
+def _greedy(model: Any, cache: Any, given: bytes, count: int) -> str:
+    """The ``count`` likeliest bytes after ``given``, one after another."""
+    tokens, result = torch.tensor([[*given]]), []
+    for _ in range(count):
+        token = int(model(tokens, past_key_values=cache).logits[0, -1, :BOS].argmax())
+        result.append(token)
+        tokens = torch.tensor([[token]])
+    return bytes(result).decode(errors="backslashreplace")
+
+
+def _mean_cosine(originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tensor | None]) -> float:
+    """The cosine between original and decoded vectors, averaged over layers, heads and tokens."""
+    cosines = [functional.cosine_similarity(x, y, dim=-1).mean().item() for x, y in zip(originals, decoded, strict=True) if y is not None]
+    return sum(cosines) / len(cosines)
+
+
+def _dense(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    return transformers_library().DynamicCache(pairs)
+
+
+def load_model(attention: str) -> Any:
+    """The demo's model in float32, with a transformers attention of this name."""
+    with model_folder() as folder:
+        model = transformers_library().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def model_folder(path: str | None = None) -> Iterator[Path]:
+    """The folder of a transformers model: ``path``, or the demo's own. Raises MissingFile."""
+    if path is None:
+        with as_file(files("kvpack.demo") / "tinylm") as folder:
+            yield folder
+    elif Path(path, "config.json").is_file():
+        yield Path(path)
+    else:
+        raise MissingFile(f"{path}: has no config.json, expected the folder of a transformers model")
+
+
+def demo_text() -> bytes:
+    """The demo's prompt and what follows it."""
+    return (files("kvpack.demo") / "demo.txt").read_bytes()
+
+
+def transformers_library() -> Any:
+    """The module transformers, its progress bars off. Raises KvpackError when it is not installed."""
+    try:
+        import transformers
+    except ImportError:
+        raise kvpack.KvpackError("the demo needs transformers: pip install 'kvpack[transformers]'") from None
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def _file_name(recipe: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", recipe)[:60]
+
+
+def main(words: Sequence[str]) -> int:
+    """``python -m kvpack.demo.demo reader FILE``: print what the reader found as JSON."""
+    command, path = words
+    if command != "reader":
+        raise SystemExit(f"unknown command {command!r}, expected reader")
+    with one_thread():
+        print(json.dumps(read(path)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The container: files and bytes to arrays and back, without torch."""

@@ -1,0 +1,216 @@
+"""The kvpack file: a safetensors file whose every bit is covered by a check (spec/container.md).
+
+A length, a JSON header, then the data: the tensor ``kvpack.header`` and the payload tensors at multiples of 64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Self
+
+import xxhash
+
+from kvpack.formats.errors import InvalidParameter, InvalidShape, KvpackError, OutOfBounds
+
+from .atomic import write_file
+from .footprint import check_size
+from .header import DIGEST_BYTES, Contents, Header, TensorEntry, layout_bytes
+from .json_header import check_digest, make_front, read_front
+from .payload import as_array, check_pad, checked_array
+from .sources import InMemory, OnDisk
+from .user_files import open_regular, path_text
+from .zstd import compressed, decompressed
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping
+
+    from .atomic import Progress
+    from .header import SideEntry
+    from .sources import Source
+
+
+def file_size(contents: Contents) -> int:
+    """The exact bytes that ``write`` makes of ``contents`` without compression. Raises LimitExceeded."""
+    unwritten = bytes(DIGEST_BYTES)
+    tensors = (
+        TensorEntry(name, layout.dtype, layout.shape, "none", layout_bytes(layout), unwritten) for name, layout in contents.layouts.items()
+    )
+    return make_front(Header.of(contents, tuple(tensors))).file_bytes
+
+
+def write(
+    path: str | os.PathLike[str],
+    contents: Contents,
+    arrays: Mapping[str, Any],
+    *,
+    compress: bool = False,
+    durable: bool = False,
+    progress: Progress | None = None,
+) -> int:
+    """Write a file atomically and return its bytes.
+
+    ``arrays`` holds a C-contiguous buffer for every name of ``contents.layouts``. ``compress`` stores a tensor as a zstd
+    frame where that saves 3 % or more. ``durable`` syncs file and folder. ``progress(done, total)`` counts bytes.
+    Raises InvalidParameter, InvalidShape and LimitExceeded before anything is written, then WriteFailed.
+    """
+    return write_file(path, pieces(contents, arrays, compress=compress), durable=durable, progress=progress)
+
+
+def to_bytes(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> bytes:
+    """The bytes of the file that ``write`` makes. Raises InvalidParameter, InvalidShape and LimitExceeded."""
+    return b"".join(pieces(contents, arrays, compress=compress))
+
+
+def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> list[memoryview]:
+    """The file that ``write`` makes, as pieces in order. Raises InvalidParameter, InvalidShape and LimitExceeded."""
+    if set(arrays) != set(contents.layouts):
+        odd = sorted(map(str, set(arrays) ^ set(contents.layouts)))
+        raise InvalidParameter(f"arrays missing or not in the layout: {', '.join(odd[:8])}")
+    stored, tensors = {}, []
+    for name, layout in contents.layouts.items():
+        raw = _flat(name, arrays[name])
+        if len(raw) != layout_bytes(layout):
+            raise InvalidShape(f"{name} has {len(raw)} bytes, {layout.dtype} {list(layout.shape)} takes {layout_bytes(layout)}")
+        frame = compressed(raw) if compress else None
+        stored[name] = raw if frame is None else memoryview(frame)
+        chosen = "none" if frame is None else "zstd"
+        tensors.append(TensorEntry(name, layout.dtype, layout.shape, chosen, len(stored[name]), xxhash.xxh3_128_digest(stored[name])))
+    front = make_front(Header.of(contents, tuple(tensors)))
+    result = [memoryview(front.text), memoryview(front.tensor)]
+    for name, place in front.places.items():
+        result += [memoryview(bytes(place.begin - place.pad)), stored[name]]
+    return result
+
+
+def open_file(path: str | os.PathLike[str], *, max_bytes: int | None = None, copy: bool = False) -> File:
+    """Open a file and check its size, version and headers, which are read; tensors are mapped and checked when first used.
+
+    With ``copy`` the file is read into memory once: what is checked is then what is used, whatever happens to the file.
+    ``max_bytes`` bounds the file and what it takes in memory (``footprint``). Order: spec/container.md, Reading.
+    Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded.
+    """
+    where = path_text(path)
+    source: Source = OnDisk(open_regular(where))
+    try:
+        with _located(where):
+            check_size(source.size, max_bytes)
+            if copy:
+                disk, source = source, InMemory(source.read(0, source.size))
+                disk.close()
+    except BaseException:
+        source.close()
+        raise
+    return File(source, where, max_bytes)
+
+
+def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", max_bytes: int | None = None) -> File:
+    """A file that is already in memory; tensors are views of ``data``. Raises as ``open_file``, naming ``where``."""
+    with _located(where):
+        check_size(len(data), max_bytes)
+    return File(InMemory(data), where, max_bytes)
+
+
+class File:
+    """An open kvpack file: ``header``, ``front``, ``size`` in bytes, ``tensors`` by name. A context manager.
+
+    Made by ``open_file`` and ``open_bytes``. Every error names ``where``.
+    """
+
+    def __init__(self, source: Source, where: str, max_bytes: int | None) -> None:
+        self.where = where
+        self.size = source.size
+        self._source = source
+        try:
+            with _located(where):
+                self.header, self.front = read_front(source, max_bytes)
+        except BaseException:
+            self.close()
+            raise
+        self.tensors: dict[str, TensorEntry] = {tensor.name: tensor for tensor in self.header.tensors}
+        self._verified: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unmap the file; views from ``tensor`` stay valid, and keep the mapping until the last of them is gone."""
+        self._source.close()
+
+    def tensor(self, name: str) -> memoryview:
+        """The decoded bytes of a tensor as a flat view, its digest and the pad before it checked on first use.
+
+        Of a mapped file the view is writable and private. Raises OutOfBounds for an unknown name, DigestMismatch, and
+        InvalidPayload for a pad that is not zero or a zstd frame that is not of its size.
+        """
+        if name not in self.tensors:
+            raise OutOfBounds(f"{self.where}: has no tensor {name!r}")
+        entry, place, start = self.tensors[name], self.front.places[name], len(self.front.text)
+        with _located(self.where):
+            stored = self._source.view(start + place.begin, start + place.end)
+            if name not in self._verified:
+                check_pad(name, self._source.view(start + place.pad, start + place.begin))
+                check_digest(name, stored, entry.digest)
+                self._verified.add(name)
+            return stored if entry.filter == "none" else decompressed(name, stored, layout_bytes(self.header.layouts[name]))
+
+    def read_side(self, layer: int, side: str, *, check_values: bool = True) -> dict[str, memoryview]:
+        """The decoded bytes of every tensor of one side ("k" or "v") by stream name, checked: digests, pads, and the rules of its codec.
+
+        Without ``check_values`` the codec's rules are left: for bytes of a writer that is known to keep them.
+        Raises DigestMismatch and InvalidPayload, and OutOfBounds when the file does not have the side.
+        """
+        data, arrays = {}, {}
+        entry = self._side(layer, side)
+        for stream, layout in self.header.streams[entry].items():
+            data[stream] = self.tensor(f"{layer}.{side}.{stream}")
+            if check_values and stream != "tail":
+                arrays[stream] = as_array(data[stream], layout)
+        if check_values:
+            with _located(self.where):
+                self.header.codecs[entry.codec].check(arrays, f"{layer}.{side}")
+        return data
+
+    def verify(self, progress: Progress | None = None) -> None:
+        """Check every byte that opening did not: all sides. ``progress(done, total)`` counts stored bytes.
+
+        A file is read in pieces and never mapped, so one that is cut meanwhile is Truncated.
+        Raises DigestMismatch, InvalidPayload and Truncated.
+        """
+        done, total = 0, sum(tensor.stored_bytes for tensor in self.header.tensors)
+        for number, layer in enumerate(self.header.layers):
+            for side, entry in layer.sides():
+                stored = {stream: self.tensors[f"{number}.{side}.{stream}"] for stream in self.header.streams[entry]}
+                with _located(self.where):
+                    layouts = self.header.streams[entry]
+                    arrays = {stream: checked_array(self._source, self.front, tensor, layouts[stream]) for stream, tensor in stored.items()}
+                    arrays.pop("tail", None)
+                    self.header.codecs[entry.codec].check(arrays, f"{number}.{side}")
+                done += sum(tensor.stored_bytes for tensor in stored.values())
+                if progress is not None:
+                    progress(done, total)
+
+    def _side(self, layer: int, side: str) -> SideEntry:
+        layers = self.header.layers
+        entry = dict(layers[layer].sides()).get(side) if 0 <= layer < len(layers) else None
+        if entry is None:
+            raise OutOfBounds(f"{self.where}: has no side {layer}.{side}")
+        return entry
+
+
+def _flat(name: str, array: Any) -> memoryview:
+    view = memoryview(array)
+    if not view.c_contiguous:
+        raise InvalidParameter(f"{name} is not C-contiguous")
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+@contextlib.contextmanager
+def _located(where: str) -> Iterator[None]:
+    try:
+        yield
+    except KvpackError as error:
+        raise type(error)(f"{where}: {error}") from None

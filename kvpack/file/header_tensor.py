@@ -1,0 +1,190 @@
+"""The tensor ``kvpack.header``: a Header as canonical msgpack (spec/container.md, msgpack profile)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from kvpack.formats import CODECS, codec_class, codec_from_params
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded, UnknownCodec, UnsupportedVersion
+
+from .checks import check_keys, check_string, check_type
+from .header import FEATURES, FORMAT, Header, LayerEntry, SideEntry, TensorEntry, lacking, within
+from .header_scan import news
+from .limits import MAX_BINARY_BYTES, MAX_ENTRIES, MAX_HEADER_BYTES, MAX_LAYERS, MAX_NAMES, MAX_STRING_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvpack.formats.base import Codec
+
+_TOP_KEYS = ("format", "required", "ignorable", "model", "recipe", "start", "codecs", "layers", "tensors")
+_SIDE_KEYS = tuple(field.name for field in dataclasses.fields(SideEntry) if field.name != "entries")
+_TENSOR_KEYS = tuple(field.name for field in dataclasses.fields(TensorEntry))
+_BYTES_PER_CONTAINER = 16
+"""In a valid header an array or a map comes with at least this many bytes, the top keys and layers without sides aside."""
+
+
+def pack_header(header: Header) -> bytes:
+    """The bytes of the header tensor. Raises LimitExceeded when they are more than the format allows."""
+    data: bytes = msgpack.packb(
+        {
+            "format": FORMAT,
+            "required": list(header.required),
+            "ignorable": dict(sorted(header.ignorable.items())),
+            "model": dict(sorted(header.model.items())),
+            "recipe": header.recipe,
+            "start": header.start,
+            "codecs": [codec.params() for codec in header.codecs],
+            "layers": [{"k": _packed_side(layer.k), "v": _packed_side(layer.v)} for layer in header.layers],
+            "tensors": [[t.name, t.dtype, t.shape, t.filter, t.stored_bytes, t.digest] for t in header.tensors],
+        }
+    )
+    check_header_size(len(data))
+    return data
+
+
+def parse_header(data: bytes) -> Header:
+    """The Header that ``pack_header`` makes ``data`` of, and no other bytes.
+
+    Raises UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded, which name the place. What is new is told first,
+    whatever else the header holds.
+    """
+    try:
+        return _parsed(data)
+    except (UnknownCodec, InvalidHeader, LimitExceeded):
+        _refuse_news(data)
+        raise
+
+
+def _refuse_news(data: bytes) -> None:
+    """Raise UnsupportedVersion for a later format or an unknown required feature, UnknownCodec for an unknown codec."""
+    found = news(data, FEATURES, CODECS)
+    if found.format is not None and found.format > FORMAT:
+        raise UnsupportedVersion(newer(found.format))
+    if found.feature is not None:
+        raise UnsupportedVersion(lacking(found.feature))
+    if found.codec is not None:
+        codec_class(found.codec)
+
+
+def _parsed(data: bytes) -> Header:
+    top = _unpacked(data)
+    check_type("kvpack.header", top, dict)
+    check_type("format", top.get("format"), int)
+    if top["format"] != FORMAT:
+        raise InvalidHeader(f"format is {top['format']}, allowed is {FORMAT}")
+    check_type("required", top.get("required"), list)
+    check_keys("kvpack.header", top, _TOP_KEYS)
+    for name in ("codecs", "layers", "tensors"):
+        check_type(name, top[name], list)
+    header = Header(
+        required=tuple(top["required"]),
+        ignorable=top["ignorable"],
+        model=top["model"],
+        recipe=top["recipe"],
+        start=top["start"],
+        codecs=tuple(_codec(f"codecs[{number}]", params) for number, params in enumerate(top["codecs"])),
+        layers=tuple(_layer(f"layers[{number}]", layer) for number, layer in enumerate(top["layers"])),
+        tensors=tuple(_tensor(number, row) for number, row in enumerate(top["tensors"])),
+    )
+    if pack_header(header) != data:
+        raise InvalidHeader("kvpack.header is not canonical msgpack: its values, written again, give other bytes")
+    return header
+
+
+def newer(version: int) -> str:
+    """The message for a file of a later major number."""
+    return f"written by a newer kvpack: format {version}, this one reads {FORMAT}"
+
+
+def _packed_side(side: SideEntry | None) -> dict[str, Any] | None:
+    if side is None:
+        return None
+    packed = {name: getattr(side, name) for name in _SIDE_KEYS}
+    return {**packed, "entries": dict(side.entries)} if side.entries else packed
+
+
+def _unpacked(data: bytes) -> Any:
+    check_header_size(len(data))
+    count = _counter(len(data) // _BYTES_PER_CONTAINER + len(_TOP_KEYS) + MAX_LAYERS)
+    try:
+        return msgpack.unpackb(
+            data,
+            max_str_len=MAX_STRING_BYTES,
+            max_bin_len=MAX_BINARY_BYTES,
+            max_array_len=MAX_ENTRIES,
+            max_map_len=MAX_NAMES,
+            # None occurs in this format, but a later one may have some, and is then called newer.
+            max_ext_len=MAX_BINARY_BYTES,
+            list_hook=count,
+            object_hook=count,
+        )
+    except (ValueError, msgpack.UnpackException) as error:
+        kind = LimitExceeded if re.search("exceeds max_(str|bin|array|map)_len", str(error)) else InvalidHeader
+        raise kind(f"kvpack.header is not msgpack within the format's limits: {str(error) or type(error).__name__}") from None
+
+
+def _counter(limit: int) -> Callable[[Any], Any]:
+    """A hook that refuses more arrays and maps than ``limit``: one byte of msgpack can become seventy of memory."""
+    left = limit
+
+    def count(container: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise LimitExceeded(f"kvpack.header has more than {limit} arrays and maps, its length allows no more")
+        return container
+
+    return count
+
+
+def check_header_size(size: int) -> None:
+    """Raise LimitExceeded for a ``kvpack.header`` of more bytes than the format allows."""
+    if size > MAX_HEADER_BYTES:
+        raise LimitExceeded(f"kvpack.header has {size} bytes, allowed are at most {MAX_HEADER_BYTES}")
+
+
+def _codec(where: str, params: Any) -> Codec:
+    check_type(where, params, dict)
+    for name in params:
+        check_string(f"a key of {where}", name)
+    check_string(f"{where}.id", params.get("id"))
+    try:
+        return codec_from_params(params)
+    except InvalidParameter as error:
+        raise InvalidHeader(f"{where}: {error}") from None
+
+
+def _layer(where: str, layer: Any) -> LayerEntry:
+    check_keys(where, layer, ("k", "v"))
+    sides = {name: None if side is None else _side(f"{where}.{name}", side) for name, side in layer.items()}
+    try:
+        return LayerEntry(**sides)
+    except InvalidHeader as error:
+        raise within(where, error) from None
+
+
+def _side(where: str, side: Any) -> SideEntry:
+    has_entries = type(side) is dict and "entries" in side
+    check_keys(where, side, (*_SIDE_KEYS, "entries") if has_entries else _SIDE_KEYS)
+    try:
+        check_type("runs", side["runs"], list)
+        entries = side.get("entries", {})
+        check_type("entries", entries, dict)
+        return SideEntry(**{**side, "runs": tuple(side["runs"]), "entries": tuple(entries.items())})
+    except (InvalidHeader, LimitExceeded) as error:
+        raise within(where, error) from None
+
+
+def _tensor(number: int, row: Any) -> TensorEntry:
+    if type(row) is not list or len(row) != len(_TENSOR_KEYS) or type(row[2]) is not list:
+        raise InvalidHeader(f"tensors[{number}] is {row!r:.200}, expected [{', '.join(_TENSOR_KEYS)}]")
+    name, dtype, shape, chosen, stored_bytes, digest = row
+    try:
+        return TensorEntry(name, dtype, tuple(shape), chosen, stored_bytes, digest)
+    except (InvalidHeader, LimitExceeded) as error:
+        raise within(f"tensors[{number}]", error) from None

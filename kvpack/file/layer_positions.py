@@ -1,0 +1,53 @@
+"""The required feature ``layer-positions``: where each layer of a file starts (spec/container.md, Layer positions)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpack.formats.errors import InvalidHeader
+
+from .checks import check_integer
+from .limits import MAX_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .header import LayerEntry
+
+FEATURE = "layer-positions"
+"""Its name in ``required``, and that of its entry in ``ignorable``."""
+START_BYTES = 8
+"""Bytes of a start: unsigned, little-endian."""
+
+
+def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dict[str, bytes]]:
+    """``required`` and ``ignorable`` of a file that begins at position ``start`` and has layers at ``starts``. Raises LimitExceeded."""
+    for number, first in enumerate(starts):
+        check_integer(f"the first position of layers[{number}]", first, start, MAX_TOKENS)
+    if all(first == start for first in starts):
+        return (), {}
+    return (FEATURE,), {FEATURE: b"".join(first.to_bytes(START_BYTES, "little") for first in starts)}
+
+
+def layer_starts(start: int, layers: Sequence[LayerEntry], required: Sequence[str], ignorable: Mapping[str, bytes]) -> tuple[int, ...]:
+    """The first position of every layer. Raises InvalidHeader or LimitExceeded, which name the layer."""
+    if (FEATURE in required) != (FEATURE in ignorable):
+        places = ("required", "ignorable") if FEATURE in required else ("ignorable", "required")
+        raise InvalidHeader(f"{FEATURE} is in {places[0]} and not in {places[1]}, expected both")
+    if FEATURE not in required:
+        return (start,) * len(layers)
+    data = ignorable[FEATURE]
+    if len(data) != START_BYTES * len(layers):
+        raise InvalidHeader(f"ignorable[{FEATURE!r}] has {len(data)} bytes, {len(layers)} layers take {START_BYTES * len(layers)}")
+    starts = tuple(int.from_bytes(data[at : at + START_BYTES], "little") for at in range(0, len(data), START_BYTES))
+    for number, (first, layer) in enumerate(zip(starts, layers, strict=True)):
+        _check_start(number, first, start, layer)
+    if all(first == start for first in starts):
+        raise InvalidHeader(f"{FEATURE} is named, and every layer starts at {start}, as the file does: expected no feature")
+    return starts
+
+
+def _check_start(number: int, first: int, start: int, layer: LayerEntry) -> None:
+    check_integer(f"ignorable[{FEATURE!r}][{number}]", first, start, MAX_TOKENS)
+    if first != start and layer.k is None and layer.v is None:
+        raise InvalidHeader(f"ignorable[{FEATURE!r}][{number}] is {first}, a layer without sides has the file's start {start}")

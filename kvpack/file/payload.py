@@ -1,0 +1,80 @@
+"""Stored tensors as arrays: whole, or read in pieces from a file that is not mapped, their digests checked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from kvpack.formats.base import DTYPE_BYTES
+from kvpack.formats.errors import InvalidPayload
+from kvpack.formats.lazy import numpy
+
+from .header import layout_bytes
+from .json_header import check_digest, check_hash
+from .zstd import decompressed
+
+if TYPE_CHECKING:
+    from kvpack.formats.base import Layout
+    from kvpack.formats.value_blocks import Array
+
+    from .header import TensorEntry
+    from .json_header import Front
+    from .sources import Source
+
+PIECE_BYTES = 1 << 20
+"""A tensor of at most so many bytes is read once, a larger one in pieces."""
+_HASHED_BYTES = 1 << 18
+"""Bytes that are read and hashed at a time: they stay in a core's cache."""
+
+_NUMPY_DTYPES = {"U8": "u1", "U16": "<u2", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
+
+
+def as_array(data: memoryview, layout: Layout) -> numpy.ndarray[Any, Any]:
+    """The bytes of a tensor as an array of its shape; bfloat16 as unsigned integers."""
+    array: numpy.ndarray[Any, Any] = numpy.frombuffer(data, _NUMPY_DTYPES[layout.dtype]).reshape(layout.shape)
+    return array
+
+
+class InPieces:
+    """A tensor of ``layout`` whose values are read from byte ``begin`` of ``source`` when they are asked for."""
+
+    def __init__(self, source: Source, begin: int, layout: Layout) -> None:
+        self._source, self._begin, self._item = source, begin, DTYPE_BYTES[layout.dtype]
+        self.shape, self.dtype = layout.shape, numpy.dtype(_NUMPY_DTYPES[layout.dtype])
+        # Fresh memory costs more than what is read into it.
+        self._memory = bytearray()
+
+    def flat(self, start: int, stop: int) -> numpy.ndarray[Any, Any]:
+        """Values ``[start, stop)`` of the flattened array, until others are asked for. Raises Truncated."""
+        begin, end = self._begin + start * self._item, self._begin + stop * self._item
+        if len(self._memory) < end - begin:
+            self._memory = bytearray(end - begin)
+        data = self._source.read(begin, end, self._memory)
+        array: numpy.ndarray[Any, Any] = numpy.frombuffer(data, self.dtype)
+        return array
+
+
+def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Layout) -> Array:
+    """The tensor, its pad and digest checked: read once where it is small, else in pieces; a zstd frame is decoded whole.
+
+    Raises DigestMismatch, InvalidPayload and Truncated.
+    """
+    start, place = len(front.text), front.places[tensor.name]
+    begin, end = start + place.begin, start + place.end
+    check_pad(tensor.name, source.read(start + place.pad, begin))
+    if tensor.filter == "none" and end - begin > PIECE_BYTES:
+        digest, memory = xxhash.xxh3_128(), bytearray(_HASHED_BYTES)
+        for first in range(begin, end, _HASHED_BYTES):
+            digest.update(source.read(first, min(first + _HASHED_BYTES, end), memory))
+        check_hash(tensor.name, end - begin, digest.digest(), tensor.digest)
+        return InPieces(source, begin, layout)
+    stored = source.read(begin, end)
+    check_digest(tensor.name, stored, tensor.digest)
+    return as_array(stored if tensor.filter == "none" else decompressed(tensor.name, stored, layout_bytes(layout)), layout)
+
+
+def check_pad(name: str, pad: memoryview) -> None:
+    """Raise InvalidPayload unless the ``pad`` before tensor ``name`` is zero."""
+    if any(pad):
+        raise InvalidPayload(f"{name}: the pad before it holds {pad.hex()}, expected {len(pad)} zero bytes")

@@ -1,0 +1,121 @@
+"""Where the bytes of an open file come from: memory, or a descriptor that is read piece by piece and mapped when tensors are asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from typing import TYPE_CHECKING, Protocol
+
+from kvpack.formats.errors import MissingFile, Truncated
+
+if TYPE_CHECKING:
+    Buffer = bytes | bytearray | memoryview | mmap.mmap
+
+
+class Source(Protocol):
+    """The bytes of a file."""
+
+    size: int
+
+    def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
+        """Bytes ``[begin, end)``, which are there when they are asked for. Raises Truncated, MissingFile.
+
+        A copy is made ``into`` memory that the caller uses again, where that is given and large enough.
+        """
+        ...
+
+    def view(self, begin: int, end: int) -> memoryview:
+        """Bytes ``[begin, end)`` as they are in memory or in the mapped file. Raises Truncated, MissingFile."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the file; views stay valid."""
+        ...
+
+
+class InMemory:
+    """A file that is in memory: everything is a view of it."""
+
+    def __init__(self, data: Buffer) -> None:
+        self._view = memoryview(data)
+        self.size = len(data)
+
+    def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
+        """A view."""
+        return self._view[begin:end]
+
+    def view(self, begin: int, end: int) -> memoryview:
+        """A view."""
+        return self._view[begin:end]
+
+    def close(self) -> None:
+        """Release the view."""
+        self._view.release()
+
+
+class OnDisk:
+    """An open file: ``read`` copies what is there, ``view`` is of a private mapping, made when it is first asked for.
+
+    What is read of a file that was cut meanwhile is Truncated. A mapping of such a file ends the process when it is touched.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._mapping: InMemory | None = None
+        self.size = os.fstat(descriptor).st_size
+
+    def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
+        """A copy."""
+        self._check_open()
+        size = end - begin
+        data = memoryview(bytearray(size) if into is None or len(into) < size else into)[:size]
+        done = 0
+        while done < len(data):
+            try:
+                count = os.preadv(self._descriptor, [data[done:]], begin + done)
+            except OSError as error:
+                raise _failed("read", error) from None
+            if not count:
+                raise self._cut(begin + done)
+            done += count
+        return data
+
+    def view(self, begin: int, end: int) -> memoryview:
+        """A view of the mapping: writable and private."""
+        self._check_open()
+        if self._mapping is None:
+            try:
+                now = os.fstat(self._descriptor).st_size
+                # A private mapping never changes the file.
+                made = mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_COPY) if now >= self.size else None
+            except (OSError, ValueError) as error:
+                raise _failed("mapped", error) from None
+            if made is None:
+                raise self._cut(now)
+            self._mapping = InMemory(made)
+        return self._mapping.view(begin, end)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        if self._mapping is not None:
+            self._mapping.close()
+
+    __del__ = close
+
+    def _check_open(self) -> None:
+        if self._descriptor < 0:
+            raise ValueError("the file was released")
+
+    def _cut(self, size: int) -> Truncated:
+        return Truncated(f"had {self.size} bytes when it was opened, and ended at byte {size} when that was read: it was cut meanwhile")
+
+
+def _failed(what: str, error: OSError | ValueError) -> MissingFile:
+    reason = (error.strerror if isinstance(error, OSError) else None) or error
+    return MissingFile(f"could not be {what}: {reason}", number=getattr(error, "errno", None) or errno.EIO)

@@ -1,0 +1,120 @@
+"""The conformance vectors in spec/vectors: their manifest, and how they were written.
+
+``python spec/makers/vector_files.py`` writes the vectors that are missing, with their lines of the manifest, and touches no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+
+import codec_vectors  # isort: skip
+import container_vectors  # isort: skip
+import corner_vectors  # isort: skip
+import frame_vectors  # isort: skip
+import header_vectors  # isort: skip
+import limit_vectors  # isort: skip
+import parameter_vectors  # isort: skip
+import position_vectors  # isort: skip
+import row_vectors  # isort: skip
+import side_car_vectors  # isort: skip
+import valid_vectors  # isort: skip
+from container_vectors import UNSUPPORTED  # isort: skip
+from invalid_vectors import INVALID, Invalid  # isort: skip
+from second_decoder import decoder, decompress  # isort: skip
+from valid_vectors import VALID, Valid  # isort: skip
+
+FOLDER = Path(__file__).resolve().parents[2] / "spec" / "vectors"
+MANIFEST = FOLDER / "manifest.json"
+CORE = {"raw", "group"}
+"""Codecs of the profile core, which has no side-cars and no filters."""
+
+MODULES = (
+    valid_vectors,
+    codec_vectors,
+    header_vectors,
+    container_vectors,
+    side_car_vectors,
+    frame_vectors,
+    row_vectors,
+    corner_vectors,
+    limit_vectors,
+    parameter_vectors,
+    position_vectors,
+)
+for module in MODULES:
+    module.add_all()
+
+DEFINED: dict[str, Valid | Invalid] = {
+    f"{folder}/{name}.kvpack": vector
+    for folder, vectors in (("valid", VALID), ("unsupported", UNSUPPORTED), ("invalid", INVALID))
+    for name, vector in vectors.items()
+}
+"""Every vector by its file."""
+
+
+def manifest() -> dict[str, dict[str, Any]]:
+    """The line of every vector, by its file."""
+    found: dict[str, dict[str, Any]] = json.loads(MANIFEST.read_text(encoding="utf-8")) if MANIFEST.exists() else {}
+    return found
+
+
+def described(vector: Valid | Invalid) -> dict[str, Any]:
+    """What the manifest says of a vector besides its bytes."""
+    if isinstance(vector, Invalid):
+        return {"shows": vector.shows, "rules": [vector.rule], "error": vector.error} | ({"either": True} if vector.either else {})
+    return {"shows": vector.shows, "rules": list(vector.rules)}
+
+
+def values_path(file: str) -> str:
+    return file.removesuffix(".kvpack") + ".f32"
+
+
+def values_of(file: Any) -> list[float]:
+    """All values of a file that the second decoder read, layer by layer, K before V."""
+    return [value for layer in file.layers for side in layer.values() if side for value in side.values]
+
+
+def profile_of(file: Any) -> str:
+    """The least profile whose readers decode a file that the second decoder read."""
+    plain = all(codec.id in CORE and not getattr(codec, "side_cars", {}) for codec in file.codecs)
+    return "core" if plain and all(tensor.filter == "none" for tensor in file.tensors) else "full"
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def written(file: str, vector: Valid | Invalid) -> dict[str, Any]:
+    """Writes a vector and gives its line of the manifest."""
+    data = vector.make()
+    (FOLDER / file).write_bytes(data)
+    line = described(vector) | {"sha256": digest(data)}
+    if isinstance(vector, Valid):
+        read = decoder.read(data, decompress)
+        values = values_of(read)
+        packed = struct.pack(f"<{len(values)}f", *values)
+        (FOLDER / values_path(file)).write_bytes(packed)
+        line |= {"profile": profile_of(read), "values": values_path(file), "values_sha256": digest(packed)}
+        line |= {"starts": read.starts} if set(read.starts) - {read.start} else {}
+    return line
+
+
+def main() -> None:
+    lines = manifest()
+    for file, vector in DEFINED.items():
+        if file not in lines:
+            (FOLDER / file).parent.mkdir(parents=True, exist_ok=True)
+            lines[file] = written(file, vector)
+    rows = ",\n".join(f"{json.dumps(file)}: {json.dumps(line, ensure_ascii=False)}" for file, line in lines.items())
+    MANIFEST.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,385 @@
+"""The quality measurement: its numbers against ones found in another way, its statistics, its picture and its refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch.nn import functional
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import kvpack
+from kvpack import cli
+from kvpack.bench import needles, picture, quality, windows
+from kvpack.bench.intervals import student_t, t_quantile, wilson
+from kvpack.bench.models import make_twin, read_text
+from kvpack.bench.sizes import starts
+from kvpack.coding.recipes import PRESETS
+from kvpack.demo.demo import demo_text, model_folder
+from kvpack.formats.errors import InvalidParameter
+
+RECIPES = ["bf16", "kivi-2", "kv=group:b=8,g=32"]
+SETTINGS = quality.Settings(tokens=512, score=96, windows=2, needles=1)
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def report() -> Any:
+    steps = []
+    found = quality.run(None, None, RECIPES, SETTINGS, progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(number, 12) for number in range(1, 13)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    with model_folder() as folder:
+        return quality.load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def exact(model: Any) -> windows.Exact:
+    return windows.read_exactly(model, torch.tensor([[256, *demo_text()[:416]]]), 96)
+
+
+def by_recipe(report: Any) -> dict[str, Any]:
+    return {row["recipe"]: row for row in report["recipes"]}
+
+
+def without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: without_times(item) for name, item in value.items() if not name.endswith("_seconds")}
+    return [without_times(item) for item in value] if isinstance(value, list) else value
+
+
+def tiny_model(**more: Any) -> Any:
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(Qwen2Config(**{**TINY, "head_dim": 32, "vocab_size": 50, **more})).eval()
+
+
+def test_the_uncompressed_perplexity_is_that_of_one_pass_without_a_cache(report: Any, model: Any) -> None:
+    model.set_attn_implementation("sdpa")
+    losses = []
+    for window in report["uncompressed"]["windows"]:
+        text = [*demo_text()[window["start"] : window["start"] + 512]]
+        with torch.inference_mode():
+            logits = model(torch.tensor([[256, *text[:-1]]])).logits[0, -96:]
+        losses.append(functional.cross_entropy(logits, torch.tensor(text[-96:])).item())
+        assert window["log_perplexity"] == pytest.approx(losses[-1], abs=1e-4)
+    assert report["uncompressed"]["perplexity"] == pytest.approx(math.exp(sum(losses) / 2), rel=1e-4)
+
+
+def test_windows_do_not_overlap(report: Any) -> None:
+    first, second = (window["start"] for window in report["uncompressed"]["windows"])
+    assert 0 <= first <= first + 512 <= second <= len(demo_text()) - 512
+
+
+def test_bf16_changes_next_to_nothing_and_2_bits_a_lot(report: Any) -> None:
+    rows = by_recipe(report)
+    assert [row["recipe"] for row in report["recipes"]] == ["bf16", "kv=group:b=8,g=32", "kivi-2"]
+    assert abs(rows["bf16"]["log_perplexity_difference"]) < 2e-3
+    for name in ("kl_divergence", "attention_error"):
+        assert 0 < rows["bf16"][name] < rows["kv=group:b=8,g=32"][name] < rows["kivi-2"][name]
+    for name in ("k_cosine", "v_cosine"):
+        assert 1.001 > rows["bf16"][name] > rows["kv=group:b=8,g=32"][name] > rows["kivi-2"][name] > 0.9
+    assert rows["bf16"]["kl_divergence"] < 1e-4
+    assert rows["kivi-2"]["log_perplexity_difference"] > 0.05
+    assert rows["kivi-2"]["needles"]["right"] < report["uncompressed"]["needles"]["right"] <= rows["bf16"]["needles"]["right"]
+
+
+def test_a_row_sums_up_its_windows(report: Any) -> None:
+    exact = [window["log_perplexity"] for window in report["uncompressed"]["windows"]]
+    for row in report["recipes"]:
+        losses = [window["log_perplexity"] for window in row["windows"]]
+        differences = [a - b for a, b in zip(losses, exact, strict=True)]
+        assert row["perplexity"] == pytest.approx(math.exp(sum(losses) / 2))
+        assert row["log_perplexity_difference"] == pytest.approx(sum(differences) / 2)
+        low, high = row["log_perplexity_difference_interval"]
+        assert high - low == pytest.approx(12.7062 * abs(differences[0] - differences[1]), rel=1e-3)
+        assert row["kl_divergence"] == pytest.approx(sum(window["kl_divergence"] for window in row["windows"]) / 2)
+        assert row["bits_per_value"] == pytest.approx(8 * row["windows"][0]["bytes"] / row["windows"][0]["values"])
+        assert row["windows"][0]["values"] == 4 * 2 * 512 * 64
+        assert len(row["by_layer"]["attention_error"]) == 4
+        assert row["needles"]["asked"] == len(row["needles"]["answers"]) == needles.LINES
+
+
+def test_the_bytes_are_those_of_a_file_of_the_whole_window(exact: windows.Exact, model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "window.kvpack"
+    measured = windows.measure(model, exact, "octopus-3", str(path))
+    assert measured.bytes == path.stat().st_size
+    cache = kvpack.load(path)
+    assert (cache.tokens, cache.values, cache.recipe) == (416, measured.values, "octopus-3")
+    # Everything is packed, and what was appended came from a model that read packed layers.
+    assert all(side.tail.shape[2] == 0 for layer in cache for side in layer.sides.values())
+
+
+def test_the_model_reads_what_the_file_holds(exact: windows.Exact, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = windows.measure(model, exact, "kivi-4", str(tmp_path / "a"))
+    load = kvpack.load
+    monkeypatch.setattr(kvpack, "load", lambda path: load(path).convert("kv=group:b=1,g=32"))
+    coarse = windows.measure(model, exact, "kivi-4", str(tmp_path / "b"))
+    assert coarse.log_perplexity > plain.log_perplexity + 0.1
+    assert coarse.kl_divergence > 10 * plain.kl_divergence
+    assert min(coarse.attention_error) > 2 * max(plain.attention_error)
+
+
+def test_the_errors_against_dense_attention(exact: windows.Exact, model: Any, tmp_path: Path) -> None:
+    measured = windows.measure(model, exact, "kivi-2", str(tmp_path / "window"))
+    packed = [kvpack.pack((k[:, :, :320], v[:, :, :320]), "kivi-2")[0].append(k[:, :, 320:], v[:, :, 320:]) for k, v in exact.pairs]
+    mask = torch.ones(96, 416, dtype=torch.bool).tril(320)
+    for number, layer in enumerate(packed):
+        seen = exact.seen[number]
+        assert seen.query.shape == (1, 3, 96, 64)
+        outputs = [
+            functional.scaled_dot_product_attention(seen.query, k, v, mask, enable_gqa=True)
+            for k, v in (exact.pairs[number], layer.unpack(torch.float32))
+        ]
+        torch.testing.assert_close(seen.output, outputs[0], rtol=1e-4, atol=1e-5)
+        error = ((outputs[1] - outputs[0]).norm() / outputs[0].norm()).item()
+        assert measured.attention_error[number] == pytest.approx(error, rel=0.02)
+        cosine = functional.cosine_similarity(exact.pairs[number][0], layer.unpack(torch.float32)[0], dim=-1).mean().item()
+        assert measured.k_cosine[number] == pytest.approx(cosine, abs=1e-3)
+
+
+def test_divergence() -> None:
+    logits = torch.randn(2, 150, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    p, q = logits.softmax(-1)
+    expected = (p * (p / q).log()).sum(-1).mean().item()
+    assert windows._divergence(p.log().float(), q.log().float()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_one_seed_one_result(report: Any) -> None:
+    assert without_times(quality.run(None, None, RECIPES, SETTINGS)) == without_times(report)
+    other = quality.run(None, None, ["bf16"], quality.Settings(tokens=256, score=8, windows=2, needles=0, seed=1))
+    assert [window["start"] for window in other["uncompressed"]["windows"]] != starts(2500, 256, 2, 0)
+    assert other["uncompressed"]["needles"] is other["recipes"][0]["needles"] is None
+
+
+def test_one_window_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = quality.run(None, None, ["bf16"], quality.Settings(tokens=64, windows=1, needles=0), out=str(tmp_path))
+    assert found["recipes"][0]["log_perplexity_difference_interval"] is None
+    assert found["settings"]["score"] == 32
+    quality.show(found)
+    assert "Needles" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("freedom", "expected"), [(1, 12.7062), (2, 4.30265), (5, 2.57058), (11, 2.20099), (30, 2.04227), (1000, 1.96234)])
+def test_t_quantile(freedom: int, expected: float) -> None:
+    assert t_quantile(freedom) == pytest.approx(expected, rel=1e-4)
+
+
+def test_student_t_covers_the_mean_19_times_in_20() -> None:
+    assert student_t([3.0]) is None
+    samples = numpy.random.default_rng(0).normal(2, 3, (4000, 5))
+    covered = sum(low <= 2 <= high for low, high in (student_t(list(sample)) or (0.0, 0.0) for sample in samples))
+    assert 0.94 < covered / 4000 < 0.96
+
+
+@pytest.mark.parametrize(
+    ("right", "asked", "low", "high"), [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (40, 40, 0.9124, 1.0)]
+)
+def test_wilson(right: int, asked: int, low: float, high: float) -> None:
+    assert wilson(right, asked) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_planting() -> None:
+    text = demo_text()[2000:].replace(b"[", b"(")
+    prompt = needles.plant(text, torch.Generator().manual_seed(3))
+    assert len(prompt.text) == len(text)
+    rest = prompt.text
+    for question, value in prompt.questions:
+        assert len(value) == 8
+        line = question + value + b"]]\n"
+        assert rest.count(line) == 1
+        rest = rest.replace(line, b"")
+    assert text.startswith(rest)
+    assert prompt == needles.plant(text, torch.Generator().manual_seed(3)) != needles.plant(text, torch.Generator().manual_seed(4))
+
+
+def test_an_answer_is_right_when_every_byte_is_the_first_choice() -> None:
+    value = b"8J2K9XPL"
+
+    class Answering:
+        wrong = 0
+
+        def __call__(self, tokens: torch.Tensor, past_key_values: Any) -> Any:
+            assert bytes(tokens[0].tolist()) == b"\n[[key QWERTY = " + value[:-1]
+            logits = torch.zeros(1, tokens.shape[1], 256)
+            choices = bytearray(value)
+            choices[self.wrong] ^= 1 if past_key_values == "other" else 0
+            logits[0, torch.arange(-8, 0), torch.tensor([*choices])] = 1
+            return type("Output", (), {"logits": logits})
+
+    prompt = needles.Prompt(b"", ((b"\n[[key QWERTY = ", value),))
+    for Answering.wrong in range(8):
+        assert needles.answers(Answering(), prompt, lambda: "true") == [True]
+        assert needles.answers(Answering(), prompt, lambda: "other") == [False]
+
+
+def test_the_twin_has_outliers_and_the_same_function() -> None:
+    sample = torch.arange(40)[None] % 50
+    plain, twin = tiny_model(), tiny_model()
+    for network in (plain, twin):
+        torch.nn.init.normal_(network.model.layers[1].self_attn.k_proj.bias, generator=torch.Generator().manual_seed(0))
+    assert make_twin(twin, 30.0, sample, seed=5) < 1e-4
+    keys = []
+    for network in (plain, twin):
+        cache = DynamicCache()
+        with torch.inference_mode():
+            network(sample, past_key_values=cache)
+        keys.append(cache.layers[1].keys.norm(dim=2)[0])
+    ratio = keys[1] / keys[0]
+    for head in ratio:
+        outliers = (head > 15).nonzero().flatten()
+        assert len(outliers) == 4
+        assert outliers[:2].tolist() == (outliers[2:] - 16).tolist()
+        torch.testing.assert_close(head[outliers], torch.full((4,), 30.0), rtol=1e-3, atol=0.0)
+        assert (head < 1.001).sum() == 28
+
+
+def test_the_twin_of_a_model_that_normalizes_keys_is_refused() -> None:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=32, vocab_size=50)).eval()
+    with pytest.raises(InvalidParameter, match=r"logits differ from the model's by .*, allowed are 1\.0e-03"):
+        make_twin(model, 30.0, torch.arange(40)[None], 0)
+    with pytest.raises(InvalidParameter, match="in 0 layers"):
+        make_twin(torch.nn.Linear(2, 2), 30.0, torch.arange(40)[None], 0)
+
+
+def test_a_model_with_a_tokenizer(tmp_path: Path) -> None:
+    words = {"<s>": 0, "<unk>": 1, **{f"w{number}": number + 2 for number in range(48)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>").save_pretrained(tmp_path)
+    # transformers gives Qwen2 folders a tokenizer of their own, whatever is in them.
+    LlamaForCausalLM(LlamaConfig(**TINY, vocab_size=50)).save_pretrained(tmp_path)
+    text = tmp_path / "text"
+    text.write_text("<s> " + " ".join(f"w{number % 48}" for number in range(200)))
+    read = read_text(str(text), tmp_path, 50)
+    assert (read.start, list(read.ids[:3]), len(read.ids), read.of_bytes) == ((0,), [2, 3, 4], 200, False)
+    found = quality.run(str(tmp_path), str(text), ["kivi-4"], quality.Settings(tokens=64, score=32))
+    assert found["settings"]["windows"] == 3
+    assert found["settings"]["needles"] == 0
+    assert found["recipes"][0]["perplexity"] == pytest.approx(found["uncompressed"]["perplexity"], rel=0.01)
+    with pytest.raises(InvalidParameter, match="--needles is 1, allowed are integers from 0 to 0"):
+        quality.run(str(tmp_path), str(text), ["kivi-4"], quality.Settings(tokens=64, needles=1))
+
+
+def test_a_model_that_cannot_take_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    assert cli.main(["bench", "quality", "--model", str(tmp_path)]) == 2
+    assert "has no tokenizer" in capsys.readouterr().err
+    assert cli.main(["bench", "io", "--model", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--tokens", "1"], 2, "--tokens is 1, allowed are integers from 2 to 2500"),
+        (["--tokens", "2501"], 2, "--tokens is 2501"),
+        (["--tokens", "512", "--score", "512"], 2, "--score is 512, allowed are integers from 1 to 511 of a window"),
+        (["--tokens", "512", "--windows", "5"], 2, "--windows is 5, allowed are integers from 1 to 4"),
+        (["--tokens", "512", "--needles", "5"], 2, "--needles is 5, allowed are integers from 0 to 4"),
+        (["--tokens", "100", "--needles", "1"], 2, "--needles is 1, allowed are integers from 0 to 0"),
+        (["--twin", "0"], 2, "the twin multiplies k_proj by 0.0"),
+        (["--recipe", "kivi-5"], 2, "recipe 'kivi-5'"),
+        (["--model", "/nowhere"], 3, "/nowhere: has no config.json"),
+        (["--text", "/nowhere"], 3, "/nowhere: could not be opened"),
+        (["--out", "/dev/null/x"], 3, "/dev/null/x: could not be made"),
+    ],
+    ids=["tokens", "more tokens", "score", "windows", "needles", "room", "twin", "recipe", "model", "text", "out"],
+)
+def test_what_is_refused(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "quality", *words]) == code
+    assert capsys.readouterr().err.startswith(f"kvpack: {message}")
+
+
+def test_default_recipes() -> None:
+    assert set(quality.RECIPES) <= set(PRESETS)
+    assert len(quality.RECIPES) <= 16
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--tokens", "400", "--score", "32", "--windows", "2", "--needles", "1"]
+    words = ["bench", "quality", *sizes, "--recipe", "kivi-2", "--twin", "8"]
+    assert cli.main([*words, "--json", "--out", str(tmp_path)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "quality.json").read_text())
+    assert printed["twin"]["factor"] == 8
+    assert printed["twin"]["largest_logit_difference"] < 1e-4
+    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
+    assert "kivi-2" in (tmp_path / "quality.svg").read_text()
+    quality.show(printed)
+    shown = capsys.readouterr().out
+    row = next(line for line in shown.splitlines() if line.strip().startswith("kivi-2"))
+    assert f"{printed['recipes'][0]['perplexity']:.4f}" in row
+    assert "of 5" in row
+    assert "its twin with key channels x 8" in shown
+
+
+def test_pareto_front() -> None:
+    points = [(3.0, 2.0), (2.0, 4.0), (2.5, 5.0), (3.0, 3.0), (4.0, 2.0), (5.0, 1.0), (2.0, 4.0)]
+    assert picture.pareto_front(points) == [(2.0, 4.0), (3.0, 2.0), (5.0, 1.0)]
+
+
+def cluttered(spread: float) -> Any:
+    """A report whose recipes lie close together."""
+    values = numpy.random.default_rng(1).normal(size=(12, 2))
+    rows = [
+        {
+            "recipe": f"recipe-{number}",
+            "family": list(picture.STYLES)[number % 7] if number else "new",
+            "bits_per_value": 3 * math.exp(0.2 * x),
+            "perplexity": 2 * math.exp(spread * abs(y)),
+            "log_perplexity_difference_interval": None if number % 2 else (-0.001, 0.02),
+        }
+        for number, (x, y) in enumerate(values.tolist())
+    ]
+    settings = {"windows": 3, "score": 10, "tokens": 100}
+    return {"model": "m", "twin": {"factor": 30}, "settings": settings, "uncompressed": {"perplexity": 2.0}, "recipes": rows}
+
+
+@pytest.mark.parametrize("spread", [1e-4, 0.05, 3.0], ids=["one line", "narrow", "wide"])
+def test_labels_do_not_overlap(spread: float) -> None:
+    figure = picture.figure(cluttered(spread))
+    figure.draw_without_rendering()
+    (axes,), renderer = figure.axes, figure.canvas.get_renderer()
+    inside = axes.get_window_extent(renderer)
+    boxes = [text.get_bbox_patch().get_window_extent(renderer) for text in axes.texts]
+    assert len(boxes) == 12
+    for number, box in enumerate(boxes):
+        assert inside.x0 <= box.x0 < box.x1 <= inside.x1
+        assert inside.y0 <= box.y0 < box.y1 <= inside.y1
+        assert all(picture._common(box, other) < 0.05 * box.width * box.height for other in boxes[:number])
+
+
+def test_one_report_one_picture(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        picture.draw(cluttered(0.05), tmp_path / name)
+    for suffix in (".png", ".svg"):
+        assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
+    assert "recipe-11" in (tmp_path / "a.svg").read_text()
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.main(["bench", "quality", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "kvpack: the picture needs matplotlib: pip install 'kvpack[bench]'\n"

@@ -1,0 +1,179 @@
+"""Rows of a batch taken out of packed caches: reordered, repeated, left out (Cache.select)."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from side_car_recipes import RECIPES as SIDE_CARS
+from side_car_recipes import attention, relative_error
+
+import kvpack
+from kvpack.coding.encoding import RAW_DTYPES
+from kvpack.coding.presets import PUBLISHED
+from kvpack.file.container import open_file
+from kvpack.formats import CODECS
+from kvpack.formats.errors import InvalidParameter, OutOfBounds
+
+CHOICES = {"reorder": [2, 0, 1], "repeat": [1, 1, 0, 2, 2, 1], "select": [2]}
+RECIPES = {**{name: name for name in PUBLISHED}, **SIDE_CARS, "a window": "k=raw:dtype=fp32;v=group:b=2,g=32,sinks=2;tail=64"}
+
+
+def shape_of(name: str) -> tuple[int, int]:
+    preset = PUBLISHED.get(name)
+    return (preset.layers or 1, preset.dim or 128) if preset else (1, 64)
+
+
+def pairs(name: str, tokens: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of a batch of 3 whose sequences differ in their outliers, sinks and tokens of low norm."""
+    layers, dim = shape_of(name)
+    generator = torch.Generator().manual_seed(seed)
+    result = []
+    for _ in range(layers):
+        x = torch.randn(2, 3, 2, tokens, dim, generator=generator)
+        for sequence in range(3):
+            x[:, sequence, :, sequence :: 7 + sequence, 4 * sequence] *= 40
+            x[:, sequence, :, 2 * sequence + 1 :: 31] *= 0.01
+        x = x.to(RAW_DTYPES.get(name, torch.float32))
+        result.append((x[0], x[1]))
+    return result
+
+
+@cache
+def packed(name: str) -> kvpack.Cache:
+    """Pages of several sizes and, where the recipe has a window, a tail."""
+    recipe = RECIPES[name]
+    whole = kvpack.pack(pairs(name, 96, 1), recipe)
+    for tokens, seed in ((37, 2), (1, 3)):
+        whole = whole.append(pairs(name, tokens, seed))
+    return whole
+
+
+def values(whole: kvpack.Cache) -> list[torch.Tensor]:
+    return [x for pair in whole.unpack(torch.float32) for x in pair if x is not None]
+
+
+def same(found: kvpack.Cache, expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(values(found), expected, strict=True))
+
+
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_values_of_the_rows_chosen_stay_bit_for_bit(name: str, choice: list[int], tmp_path: Path) -> None:
+    whole = packed(name)
+    expected = [x[choice] for x in values(whole)]
+    chosen = whole.select(choice)
+    assert same(chosen, expected)
+    assert (chosen.tokens, chosen.recipe, chosen[0].k.batch) == (whole.tokens, whole.recipe, len(choice))
+    path = tmp_path / "x.kvpack"
+    assert kvpack.save(chosen, path) == chosen.nbytes
+    open_file(path).verify()
+    loaded = kvpack.load(path)
+    assert same(loaded, expected)
+    assert same(loaded[:, :96], [x[:, :, :96] for x in expected])
+    q = torch.randn(len(choice), 4, 2, expected[0].shape[3], generator=torch.Generator().manual_seed(9))
+    assert relative_error(kvpack.attend(q, loaded[0]), attention(q, *expected[:2])) < 1e-5
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_appended_after_is_what_is_appended_before(name: str) -> None:
+    whole, new, choice = packed(name), pairs(name, 70, 5), [2, 0, 2]
+    grown = whole.select(choice).append([(k[choice], v[choice]) for k, v in new])
+    assert same(grown[:, :96], [x[choice, :, :96] for x in values(whole)])
+    expected = values(whole.append(new).select(choice))
+    if "outliers" in kvpack.Recipe(RECIPES[name]).text or "med3" in name:
+        # What is an outlier depends on the other sequences of the batch.
+        assert all(relative_error(*both) < 0.5 for both in zip(values(grown), expected, strict=True))
+    else:
+        assert same(grown, expected)
+
+
+def test_the_recipes_hold_every_codec_and_every_stream_without_a_batch_axis() -> None:
+    sides = [side for name in RECIPES for layer in packed(name) for side in layer.sides.values()]
+    assert {side.codec.id for side in sides} == set(CODECS)
+    without = set()
+    for side in sides:
+        for name, layout in side.codec.layout(5, 2, 3).items():
+            assert layout.batch_axis in (0, None)
+            assert (layout.shape[0] == 5) == (layout.batch_axis == 0), name
+            if layout.batch_axis is None:
+                assert layout.per == "entry"
+                assert any(page.streams[name].shape[2] for page in side.pages)
+                without.add(name)
+    assert without == {"outliers", "raw_tokens"}
+
+
+@pytest.mark.parametrize("name", ["raw tokens", "outliers", "all"])
+def test_entries_keep_the_order_of_the_format(name: str) -> None:
+    """Taking one sequence at a time and all at once stores the same bytes: a file has one order of entries."""
+    whole = packed(name)
+    counts = [count for page in whole[0].k.pages for count in page.codec.entries(page.streams).values()]
+    assert any((count[:, 0] != count[:, 1]).any() for count in counts)
+    twice = whole.select([2, 0, 1]).select([1, 2, 0])
+    for page, other in zip(whole[0].k.pages, twice[0].k.pages, strict=True):
+        assert page.streams.keys() == other.streams.keys()
+        assert all(torch.equal(page.streams[stream], other.streams[stream]) for stream in page.streams)
+    assert same(whole.select([0]), [x[:1] for x in values(whole)])
+
+
+@pytest.mark.parametrize("name", ["raw tokens", "all"])
+def test_side_layer_and_cache_select_alike_and_leave_the_original_as_it_was(name: str) -> None:
+    whole = packed(name)
+    before = [x.clone() for x in values(whole)]
+    k, v = whole[0].select([1, 0]).unpack(torch.float32)
+    assert torch.equal(k, before[0][[1, 0]])
+    assert torch.equal(v, before[1][[1, 0]])
+    assert torch.equal(whole[0].v.select([1, 0]).unpack(torch.float32), v)
+    assert same(whole, before)
+    assert whole[0].k.select([0, 1, 2]) is whole[0].k
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [torch.tensor([2, 0]), torch.tensor([2, 0], dtype=torch.int32), np.array([2, 0]), (2, 0), iter([2, 0]), [np.int64(2), torch.tensor(0)]],
+    ids=["tensor", "int32", "numpy", "tuple", "iterator", "scalars"],
+)
+def test_indices_of_any_integer_kind(indices: Any) -> None:
+    assert same(packed("all").select(indices), [x[[2, 0]] for x in values(packed("all"))])
+
+
+def test_a_slice_of_a_page_is_selected() -> None:
+    whole = packed("all")
+    part = whole[:, 32:70].select([2, 2, 0])
+    assert same(part, [x[[2, 2, 0], :, 32:70] for x in values(whole)])
+
+
+def test_under_inference_mode_and_autocast() -> None:
+    with torch.inference_mode(), torch.autocast("cpu"):
+        chosen = packed("all").select([1, 0])
+    assert not any(stream.is_inference() for page in chosen[0].k.pages for stream in page.streams.values())
+    assert same(chosen, [x[[1, 0]] for x in values(packed("all"))])
+
+
+@pytest.mark.parametrize("indices", [[-1], [0, 3], torch.tensor([0, 7])], ids=str)
+def test_rows_that_the_batch_lacks_are_refused(indices: Any) -> None:
+    row = int(indices[-1])
+    with pytest.raises(OutOfBounds, match=rf"^layers\[0\]: row {row} was asked of a batch of 3; its rows are 0 to 2$"):
+        packed("all").select(indices)
+
+
+WRONG = {
+    "a row alone": (0, r"select\(\[0, 2\]\); found 0"),
+    "text": ("0", "found '0'"),
+    "None": (None, "found None"),
+    "a mask": ([True, False, True], "integers, such as .*found True"),
+    "a mask tensor": (torch.tensor([True, False]), "found True"),
+    "floats": (torch.tensor([0.0, 1.0]), "found 0.0"),
+    "rank 2": (torch.zeros(1, 2, dtype=torch.int64), r"rank 1; found a tensor of shape \[1, 2\]"),
+    "none": ([], "at least one sequence"),
+}
+
+
+@pytest.mark.parametrize(("indices", "message"), WRONG.values(), ids=WRONG)
+def test_what_is_no_list_of_rows_is_refused(indices: Any, message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        packed("all").select(indices)

@@ -1,0 +1,144 @@
+"""Work over blocks: every block once, errors raised, torch's threads as they were."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.cache import cache as cache_module
+from kvpack.coding import encoding
+from kvpack.coding.blocks import for_each_block
+from kvpack.formats import quaternion_search
+from kvpack.formats.errors import NonFinite
+
+from caches import RECIPES, dense, random_pairs  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_every_block_once_in_threads_of_their_own() -> None:
+    seen, threads, inside = [], set(), []
+
+    def work(start: int, stop: int) -> None:
+        seen.append((start, stop))
+        threads.add(threading.get_ident())
+        inside.append(torch.get_num_threads())
+
+    blocks = [(i, i + 1) for i in range(50)]
+    for_each_block(work, blocks, CPU)
+    assert sorted(seen) == blocks
+    assert threading.get_ident() not in threads
+    assert set(inside) == {1}
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_an_error_is_raised_and_the_threads_are_given_back() -> None:
+    def work(start: int, stop: int) -> None:
+        if start == 3:
+            raise ValueError("block 3")
+
+    with pytest.raises(ValueError, match="block 3"):
+        for_each_block(work, [(i, i + 1) for i in range(8)], CPU)
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_users_at_the_same_time_each_keep_their_threads() -> None:
+    first_is_inside, second_is_inside, first_is_out = threading.Event(), threading.Event(), threading.Event()
+    after = {}
+
+    def use(name: str, inside: threading.Event, leave: threading.Event) -> None:
+        torch.set_num_threads(2)
+
+        def work(start: int, stop: int) -> None:
+            inside.set()
+            assert leave.wait(10)
+
+        if name == "second":
+            assert first_is_inside.wait(10)
+        for_each_block(work, [(0, 1), (1, 2)], CPU)
+        after[name] = torch.get_num_threads()
+        if name == "first":
+            first_is_out.set()
+
+    users = [
+        threading.Thread(target=use, args=("first", first_is_inside, second_is_inside)),
+        threading.Thread(target=use, args=("second", second_is_inside, first_is_out)),
+    ]
+    for user in users:
+        user.start()
+    for user in users:
+        user.join()
+    late = threading.Thread(target=lambda: after.update(late=torch.get_num_threads()))
+    late.start()
+    late.join()
+    assert after == {"first": 2, "second": 2, "late": 2}
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inference_mode_reaches_no_tensor(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)
+    monkeypatch.setattr(cache_module, "TILE_VALUES", 1)
+    first, second = random_pairs(1, 600), random_pairs(1, 20, seed=1)
+    expected = kvpack.pack(first, recipe).append(second)
+    with torch.inference_mode():
+        found = kvpack.pack([(k + 0, v + 0) for k, v in first], recipe).append(second)
+        assert all(torch.equal(a, b) for a, b in zip(dense(found), dense(expected), strict=True))
+    tensors = [x for side in found[0].sides.values() for page in side.pages for x in (*page.streams.values(), side.tail)]
+    assert not any(tensor.is_inference() for tensor in tensors)
+    q = torch.randn(1, 2, 1, 64, requires_grad=True)
+    kvpack.attend(q, found[0]).sum().backward()
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("tokens", [40, 600], ids=["one block", "several blocks"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_packed_cache_keeps_no_gradients(recipe: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)
+    pairs = [(k.requires_grad_(), v.requires_grad_()) for k, v in random_pairs(1, tokens)]
+    cache = kvpack.pack(pairs, recipe).append(pairs)
+    tensors = [x for side in cache[0].sides.values() for page in side.pages for x in (*page.streams.values(), side.tail)]
+    assert not any(tensor.requires_grad for tensor in [*tensors, *dense(cache)])
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_blocks_and_threads_change_no_code(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What earlier tests searched decides which of two searches quaternions take, and near ties may then differ.
+    monkeypatch.setattr(quaternion_search, "_PAYS_AFTER", 0)
+    pairs = random_pairs(1, 600, dims=(64, 96))
+    whole = kvpack.pack(pairs, recipe)
+    monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)
+    parts = kvpack.pack(pairs, recipe)
+    for side, cut in zip(whole[0].sides.values(), parts[0].sides.values(), strict=True):
+        for name, stream in side.pages[0].streams.items():
+            assert torch.equal(stream.view(torch.uint8), cut.pages[0].streams[name].view(torch.uint8)), name
+    assert all(torch.equal(a, b) for a, b in zip(dense(whole), dense(parts), strict=True))
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_an_error_in_a_thread_names_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)
+    ((k, v),) = random_pairs(1, 600)
+    k[0, 1, 555, 3] = float("nan")
+    with pytest.raises(NonFinite, match="token 555, channel 3"):
+        kvpack.pack([(k, v)], "kivi-2")

@@ -1,0 +1,173 @@
+"""The published configurations: what the papers say of them, and the command that lists them."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from caches import random_pairs
+
+import kvpack
+from kvpack import cli
+from kvpack.coding.presets import ADDITIONS, PUBLISHED
+from kvpack.coding.recipes import PRESETS, Recipe
+from kvpack.commands.recipes import rates
+from kvpack.formats.errors import InvalidParameter, OutOfBounds
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# TurboAngle: layers and angle bits (Table 2), boosted layers and their bins (Table 3), head dim (Table 5).
+MIXED_KV = {
+    "tinyllama-1.1b": (22, 3.34, range(4), (128, 256), 64),
+    "mistral-7b": (32, 3.31, range(4), (256, 128), 128),
+    "smollm2-1.7b": (24, 3.67, range(20), (256, 128), 64),
+    "phi-1.5": (24, 3.58, (*range(8), *range(16, 24)), (256, 128), 64),
+    "stablelm-2-1.6b": (32, 3.63, range(24), (256, 128), 64),
+    "starcoder2-3b": (40, 3.45, range(16), (256, 128), 64),
+    "olmo-1b": (32, 3.28, range(4), (256, 64), 64),
+}
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert cli.main(["recipes", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", MIXED_KV)
+def test_mixed_kv_presets_are_those_of_the_paper(model: str) -> None:
+    layers, angle_bits, boosted, bins, dim = MIXED_KV[model]
+    preset = PUBLISHED[f"mixedkv-{model}"]
+    assert (preset.layers, preset.dim) == (layers, dim)
+    recipe = Recipe(preset.recipe)
+    recipe.check_layers(layers)
+    total = 0.0
+    for layer in range(layers):
+        k, v = (recipe.codec(layer, layers, side, dim).params() for side in "kv")
+        assert (k["bins"], v["bins"]) == (bins if layer in boosted else (128, 64))
+        assert (k["norm"], k["norm_bits"], v["norm"], v["norm_bits"]) == ("linear", 8, "log", 4)
+        total += (math.log2(k["bins"]) + math.log2(v["bins"])) / 4
+    assert total / layers == pytest.approx(angle_bits, abs=0.005)
+
+
+def test_there_is_a_preset_for_every_model_of_the_paper() -> None:
+    assert {name.removeprefix("mixedkv-") for name in PUBLISHED if name.startswith("mixedkv-")} == set(MIXED_KV)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "window"),
+    [
+        ("turboquant-sym4-g4", {"bits": 4, "size": 4, "axis": "channel", "rotation_kind": "signed-hadamard"}, 0),
+        ("quarot-2", {"bits": 2, "size": 128, "axis": "channel", "rotation_kind": "hadamard", "token_scale": "none"}, 0),
+        ("int-3", {"bits": 3, "size": 128, "axis": "channel", "rotation_kind": "none"}, 0),
+        ("kivi-4-g128", {"bits": 4, "size": 128, "axis": "token", "rotation_kind": "none"}, 128),
+        ("oscar-2-g128", {"bits": 2, "size": 128, "axis": "token", "rotation_kind": "hadamard", "token_scale": "fp16"}, 128),
+    ],
+)
+def test_keys_of_group_presets(name: str, params: dict[str, Any], window: int) -> None:
+    recipe = Recipe(name)
+    assert recipe.codec(0, 1, "k", 128).params().items() >= params.items()
+    assert recipe.window == window
+
+
+def test_symmetric_presets_have_centres_of_zero() -> None:
+    pairs = random_pairs(1, 40)
+    for side in kvpack.pack(pairs, "turboquant-sym3-g4")[0].sides.values():
+        assert not side.pages[0].streams["scales"][..., 1].any()
+
+
+@pytest.mark.parametrize("recipe", ["oscar-2;boundary-1;tail=32", "mixedkv-tinyllama-1.1b;layers=4-21:kv=raw"])
+def test_rates_are_those_of_a_packed_cache(recipe: str) -> None:
+    layers = 22
+    cache = kvpack.pack(random_pairs(layers, 75), recipe)
+    assert rates(Recipe(recipe), layers, 2, 75, 64) == pytest.approx((cache.nominal_bits, cache.bits_per_value))
+
+
+def test_rates_refuse_what_no_cache_can_be() -> None:
+    with pytest.raises(OutOfBounds, match="names layer 16; the cache has 4 layers"):
+        rates(Recipe("mixedkv-phi-1.5"), 4, 1, 1, 64)
+    with pytest.raises(InvalidParameter, match="no Hadamard rotation of head dim 72"):
+        rates(Recipe("octopus-3"), 1, 1, 1, 72)
+
+
+def test_the_command_lists_presets_and_additions(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run(capsys, "--json"))
+    assert [row["name"] for row in found["recipes"]] == list(PRESETS)
+    assert [row["name"] for row in found["additions"]] == list(ADDITIONS)
+    rows = {row["name"]: row for row in found["recipes"]}
+    assert rows["kivi-2"] == {
+        "name": "kivi-2",
+        "source": "KIVI",
+        "recipe": "kv=group:b=2,g=32",
+        **{"layers": 32, "heads": 8, "tokens": 4096, "dim": 128},
+        "nominal_bits": pytest.approx(2.0),
+        "bits_per_value": pytest.approx(3.0, abs=0.01),
+        "lossless": [],
+    }
+    lossless = {name: row["lossless"] for name, row in rows.items() if row["lossless"]}
+    every = ["bf16", "fp16", "fp32"]
+    assert lossless == {"raw": every, "bf16": ["bf16"], "fp16": ["fp16"], "fp32": every}
+    # TurboAngle's total for Mistral-7B; a range in fp16 takes half of what Eq. 3 counts.
+    assert rows["mixedkv-mistral-7b"]["bits_per_value"] == pytest.approx(6.56, abs=0.005)
+    assert (rows["mixedkv-olmo-1b"]["layers"], rows["mixedkv-olmo-1b"]["dim"]) == (32, 64)
+    text = run(capsys)
+    for name in (*PRESETS, *ADDITIONS):
+        assert f" {name} " in text
+
+
+def test_the_command_prices_any_recipe_at_any_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = "kivi-2;boundary-1"
+    (row,) = json.loads(run(capsys, recipe, "--layers", 4, "--heads", 2, "--tokens", 64, "--dim", 80, "--json"))["recipes"]
+    assert (row["layers"], row["heads"], row["tokens"], row["dim"]) == (4, 2, 64, 80)
+    cache = kvpack.pack(random_pairs(4, 64, dims=(80, 80)), recipe)
+    assert row["bits_per_value"] == pytest.approx(cache.bits_per_value)
+    assert recipe in run(capsys, recipe)
+    file = tmp_path / "recipe.txt"
+    file.write_text("kivi-2  # keys\nboundary-1\n")
+    (from_file,) = json.loads(run(capsys, f"@{file}", "--layers", 4, "--heads", 2, "--tokens", 64, "--dim", 80, "--json"))["recipes"]
+    assert (from_file["recipe"], from_file["bits_per_value"]) == (recipe, row["bits_per_value"])
+
+
+def test_presets_for_a_head_dim_without_a_rotation_are_named() -> None:
+    x = torch.randn(1, 1, 40, 72)
+    for make in (lambda: kvpack.pack([(x, x)], "octopus-3"), lambda: kvpack.pack([(x, x)], "kivi-2").convert("octopus-3")):
+        with pytest.raises(InvalidParameter, match=r"no Hadamard rotation of head dim 72.*; presets that take head dim 72 are ") as raised:
+            make()
+        named = str(raised.value).rpartition(" are ")[2].split(", ")
+        assert "kivi-2" in named
+        assert len(named) >= 3
+        for name in named:
+            assert kvpack.pack([(x, x)], name)[0].k.dim == 72
+
+
+def test_presets_that_cannot_take_a_shape_are_listed_without_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {row["name"]: row for row in json.loads(run(capsys, "--dim", 72, "--layers", 4, "--json"))["recipes"]}
+    assert rows["kivi-2"]["bits_per_value"] is not None
+    assert rows["octopus-3"]["bits_per_value"] is rows["mixedkv-phi-1.5"]["nominal_bits"] is None
+    assert " - " in run(capsys, "--dim", 72)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["octopus-3", "--dim", "72"], "no Hadamard rotation of head dim 72"),
+        (["--layers", "0"], "--layers is 0, allowed are 1 to 4096"),
+        (["--tokens", "-5"], "--tokens is -5, allowed are 1 to 1099511627775"),
+        (["octopus-9"], "did you mean octopus-"),
+    ],
+)
+def test_what_the_command_refuses(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipes", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_turboquant_baseline_of_four_bits_is_as_good_as_its_groups_are_small() -> None:
+    x = torch.randn(1, 2, 256, 128, generator=torch.Generator().manual_seed(1))
+    errors = {}
+    for name in ("turboquant-sym3-g4", "turboquant-sym4-g4", "int-4"):
+        codec = Recipe(name).codec(0, 1, "k", 128)
+        errors[name] = (codec.decode(codec.encode(x)) - x).square().mean().item()
+    assert errors["turboquant-sym4-g4"] < errors["int-4"] < errors["turboquant-sym3-g4"]

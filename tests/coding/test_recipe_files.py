@@ -1,0 +1,125 @@
+"""Recipe files: what names one, what it may hold, and messages that name its line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import kvpack
+from kvpack import cli
+from kvpack.coding.recipes import parse_recipe
+from kvpack.formats.errors import InvalidParameter, InvalidRecipe, MissingFile
+
+TEXT = """\ufeff# found for a small model
+k=group:b=2   # coarse keys
+
+  v=group:b=4,g=32; layers=0-1,-1:k=raw:dtype=fp32;\r
+"""
+CLAUSES = "k=group:b=2;v=group:b=4,g=32;layers=0-1,-1:k=raw:dtype=fp32"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tuned.txt").write_text(TEXT)
+    return tmp_path
+
+
+def values(layers: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(1, 1, 40, 64, generator=generator), torch.randn(1, 1, 40, 64, generator=generator)) for _ in range(layers)]
+
+
+def test_every_way_to_name_a_file(folder: Path) -> None:
+    (folder / "tuned").write_text(TEXT)
+    (folder / "a=b").write_text(TEXT)
+    for recipe in ("@tuned.txt", "tuned.txt", " tuned.txt ", "./tuned", "tuned", str(folder / "tuned.txt"), "@a=b", Path("a=b")):
+        assert parse_recipe(recipe).text == CLAUSES
+    assert parse_recipe("@tuned.txt;tail=32").text == f"{CLAUSES};tail=32"
+
+
+def test_a_preset_is_never_a_file(folder: Path) -> None:
+    for name in ("octopus-3", "kv=raw", "bf16;tail=32"):
+        (folder / name).write_text("kv=group:b=1")
+        assert parse_recipe(name).text == name
+    assert parse_recipe("@octopus-3").text == "kv=group:b=1"
+
+
+def test_pack_and_convert_store_the_clauses(folder: Path) -> None:
+    packed = kvpack.pack(values(), "@tuned.txt")
+    assert packed.recipe == kvpack.pack(values(), Path("tuned.txt")).recipe == CLAUSES
+    assert [layer.k.codec.id for layer in packed] == ["raw", "raw", "group", "raw"]
+    assert kvpack.pack(values(), "octopus-3").convert(Path("tuned.txt")).recipe == CLAUSES
+
+
+def test_every_command_takes_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = values()
+    save_file({f"{number}.{side}": x for number, pair in enumerate(pairs) for side, x in zip("kv", pair, strict=True)}, "in.safetensors")
+    assert cli.main(["pack", "in.safetensors", "a.kvpack", "--recipe", "tuned.txt", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipe"] == CLAUSES
+    assert cli.main(["convert", "a.kvpack", "b.kvpack", "@tuned.txt;tail=32", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipe"] == f"{CLAUSES};tail=32"
+    assert cli.main(["bench", "io", "--synthetic", "4x1x1x32x64", "--recipe", "@tuned.txt", "--repeats", "1", "--json"]) == 0
+    assert "tuned.txt" in capsys.readouterr().out
+    sizes = ["--tokens", "32", "--score", "8", "--windows", "1", "--needles", "0"]
+    assert cli.main(["bench", "quality", *sizes, "--recipe", "@tuned.txt", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipes"][0]["recipe"] == "@tuned.txt"
+    (folder / "bad.txt").write_text("k=raw")
+    assert cli.main(["pack", "in.safetensors", "c.kvpack", "--recipe", "bad.txt"]) == 2
+    assert cli.main(["pack", "in.safetensors", "c.kvpack", "--recipe", "none.txt"]) == 3
+    assert not (folder / "c.kvpack").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# a\nkivi-2\nk=grp:b=3", r"^bad\.txt, line 3: unknown codec 'grp'.*\(did you mean group\?\)\n  k=grp:b=3\n    \^\^\^$"),
+        ("kivi-2;k=grp:b=3", r"^bad\.txt, line 1: unknown codec 'grp'"),
+        (
+            "k=group:b=2\nv=group:b=2\nk=group:b=2,z=1",
+            r"^bad\.txt, line 3: .*no option 'z'(?s:.*)\n  k=group:b=2,z=1\n              \^\^\^$",
+        ),
+        ("tail=33\nkivi-2", r"^bad\.txt, line 1: tail=33 is not a multiple of 32"),
+        ("k=group:b=2\n", r"^bad\.txt: recipe 'k=group:b=2' says nothing of v"),
+        ("\n# nothing\n ; \n", r"^bad\.txt: holds no clause"),
+        ("kivi-2\n@tuned.txt", r"^bad\.txt, line 2: '@tuned\.txt': a recipe file names no other"),
+        ("kivi-2\n#" + "x" * 65536, r"^bad\.txt: has more than 65536 bytes"),
+        (b"kivi-2\xff", r"^bad\.txt: the byte at 6 is not UTF-8"),
+    ],
+    ids=["codec", "one line", "option", "tail", "a side", "empty", "nested", "large", "bytes"],
+)
+def test_a_refusal_names_the_line(folder: Path, text: str | bytes, message: str) -> None:
+    (folder / "bad.txt").write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(InvalidRecipe, match=message):
+        parse_recipe("bad.txt")
+
+
+def test_a_refusal_of_an_added_clause(folder: Path) -> None:
+    with pytest.raises(InvalidRecipe, match=r"^tuned\.txt: unknown word 'q'"):
+        parse_recipe("@tuned.txt;q=raw")
+
+
+@pytest.mark.parametrize("name", ["@none.txt", "none.txt", "no/such", "@", "@a\0b", Path("none")], ids=repr)
+def test_a_file_that_is_not_there(folder: Path, name: str | Path) -> None:
+    with pytest.raises(MissingFile, match="could not be opened as a recipe file: "):
+        parse_recipe(name)
+
+
+def test_what_is_no_regular_file(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.txt")
+    (folder / "folder.txt").mkdir()
+    for name, kind in (("pipe.txt", "a FIFO"), ("folder.txt", "a folder")):
+        with pytest.raises(MissingFile, match=f"{name}: is {kind}, expected a recipe file"):
+            parse_recipe(name)
+
+
+def test_a_recipe_that_no_header_holds(folder: Path) -> None:
+    (folder / "long.txt").write_text("kivi-2\n" + "k=group:b=2\n" * 400)
+    for pack in (lambda: kvpack.pack(values(), "long.txt"), lambda: kvpack.pack(values(), "kivi-2").convert("long.txt")):
+        with pytest.raises(InvalidParameter, match="recipe has 4806 bytes, allowed are at most 4096"):
+            pack()

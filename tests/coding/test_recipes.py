@@ -1,0 +1,132 @@
+"""Recipes: the grammar, the presets, and messages that point at the word."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpack.coding.recipes import PRESETS, Recipe, parse_recipe
+from kvpack.formats.errors import InvalidParameter, InvalidRecipe, KvpackError, OutOfBounds
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_give_a_codec_for_every_head_dim(name: str) -> None:
+    recipe = parse_recipe(name)
+    for dim in (64, 80, 96, 112, 128, 192, 256):
+        if "block_rotation=32" in PRESETS[name] and dim % 32:
+            with pytest.raises(InvalidParameter, match="block_rotation is 32, allowed are sizes from 2 that divide the head dim"):
+                recipe.codec(0, 4, "k", dim)
+            continue
+        for side in "kv":
+            assert recipe.codec(0, 4, side, dim).dim == dim
+
+
+def test_later_clauses_win_and_layers_count_from_the_end() -> None:
+    recipe = Recipe("kivi-2;layers=0,-1:k=raw:dtype=fp16;layers=1-2:kv=group:b=5")
+    found = [[recipe.codec(layer, 4, side, 64).params() for side in "kv"] for layer in range(4)]
+    assert [params[0]["id"] for params in found] == ["raw", "group", "group", "raw"]
+    assert [params[1]["bits"] for params in found] == [2, 5, 5, 2]
+    assert Recipe("kivi-2;layers=-2--1:k=raw").codec(3, 4, "k", 64).id == "raw"
+
+
+def test_an_addition_changes_what_stands_before_it() -> None:
+    recipe = Recipe("octopus-3;boundary-1;tail=32")
+    found = [[recipe.codec(layer, 4, side, 64).id for side in "kv"] for layer in range(4)]
+    assert found == [["raw", "group"], ["octahedral", "group"], ["octahedral", "group"], ["raw", "group"]]
+    assert recipe.window == 32
+    assert Recipe("kivi-2-g128").window == 128
+    assert Recipe("kivi-2-g128;tail=0").window == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("boundary-1;octopus-3", "boundary-1"),
+        ("octopus-3;boundary-1;k=raw", "boundary-1"),
+        ("layers=0:kv=raw;kivi-2", "layers=0:kv=raw"),
+        ("kivi-2;layers=0:v=raw;tail=32;v=raw", "layers=0:v=raw"),
+    ],
+)
+def test_a_clause_that_comes_to_nothing_is_refused(text: str, word: str) -> None:
+    with pytest.raises(InvalidRecipe) as caught:
+        Recipe(text)
+    first, recipe, carets = str(caught.value).splitlines()
+    assert f"{word!r} comes to nothing" in first
+    assert recipe[carets.index("^") : carets.rindex("^") + 1] == word
+
+
+def test_what_is_changed_in_part_is_no_mistake() -> None:
+    assert Recipe("kivi-2;layers=0:kv=raw;v=group:b=4").codec(0, 2, "k", 64).id == "raw"
+    assert Recipe("mixedkv-mistral-7b;k=raw").codec(0, 32, "v", 64).params()["bins"] == 128
+
+
+def test_group_axis_follows_the_side() -> None:
+    recipe = Recipe("kv=group:b=2")
+    assert recipe.codec(0, 1, "k", 64).params()["axis"] == "token"
+    assert recipe.codec(0, 1, "v", 64).params()["axis"] == "channel"
+
+
+REFUSED = [
+    ("", "", "unknown word"),
+    ("octopuss-3", "octopuss-3", "did you mean octopus-3?"),
+    ("kivi-2;k=grp:b=2", "grp", "known are"),
+    ("kivi-2;q=group:b=2", "q", "unknown word 'q'"),
+    ("kivi-2;k=group:b=9", "b=9", "from 1 to 8"),
+    ("kivi-2;k=group", "group", "needs b="),
+    ("kivi-2;k=group:b", "b", "reads <name>=<value>"),
+    ("kivi-2;k=group:b=2,z=1", "z=1", "its options are b, g"),
+    ("kivi-2;k=group:b=2,b=3", "b=3", "given twice"),
+    ("kivi-2;k=group:b=2,g=48", "g=48", "4, 8, 16, 32, 64, 128"),
+    ("kivi-2;layers=x:k=raw", "x", "not an integer"),
+    ("kivi-2;layers=1", "layers=1", "layers clause reads"),
+    ("kivi-2;layers=2-1:k=raw", "2-1", "end before they begin"),
+    ("kivi-2;layers=-1--2:k=raw", "-1--2", "end before they begin"),
+    ("kivi-2;layers=" + "1" * 5000 + ":k=raw", "1" * 5000, "not an integer"),
+    ("kivi-2;layers=\u0663:k=raw", "\u0663", "not an integer"),
+    ("kivi-2;tail=" + "3" * 5000, "tail=" + "3" * 5000, "from 0 to"),
+    ("kivi-2;tail=-1", "tail=-1", "from 0 to"),
+    ("kivi-2;tail=33", "tail=33", "not a multiple of 32"),
+]
+
+
+@pytest.mark.parametrize(("text", "word", "message"), REFUSED, ids=[text[:40] or "empty" for text, _, _ in REFUSED])
+def test_a_refusal_points_at_the_word_and_says_what_is_known(text: str, word: str, message: str) -> None:
+    with pytest.raises(InvalidRecipe) as caught:
+        Recipe(text)
+    lines = str(caught.value).splitlines()
+    assert message in lines[0]
+    if word:
+        recipe, carets = lines[-2:]
+        start = carets.index("^")
+        assert recipe[start : start + carets.count("^")] == word
+
+
+@pytest.mark.parametrize("recipe", [None, b"kivi-2"], ids=str)
+def test_what_is_no_text_is_refused(recipe: object) -> None:
+    with pytest.raises(InvalidRecipe, match=r"found a (NoneType|bytes)"):
+        parse_recipe(recipe)
+
+
+def test_a_side_without_a_codec_is_refused() -> None:
+    with pytest.raises(InvalidRecipe, match="says nothing of v"):
+        Recipe("k=group:b=2")
+    with pytest.raises(InvalidRecipe, match="says nothing of k"):
+        Recipe("v=raw;layers=0:k=raw")
+
+
+def test_layers_beyond_the_cache_are_refused() -> None:
+    Recipe("kivi-2;layers=0,-4:k=raw").check_layers(4)
+    Recipe("kivi-2;layers=1--2:k=raw").check_layers(2)
+    for text in ("kivi-2;layers=4:k=raw", "kivi-2;layers=-5:k=raw", "kivi-2;layers=0-9:k=raw"):
+        with pytest.raises(OutOfBounds, match="the cache has 4 layers"):
+            Recipe(text).check_layers(4)
+
+
+@given(st.text(alphabet="kv=;:,-0129abgroupwlaystein. ", max_size=40))
+def test_any_text_parses_or_is_refused(text: str) -> None:
+    try:
+        recipe = Recipe(text)
+    except KvpackError:
+        return
+    assert recipe.codec(0, 1, "k", 64).dim == 64

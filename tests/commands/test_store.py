@@ -1,0 +1,346 @@
+"""kvpack store: what each action prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import kvpack
+from kvpack import cli
+
+import redis_server  # isort: skip
+import s3_server  # isort: skip
+from store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A store with two prefixes that share a chunk, and one of another recipe; the first is pinned."""
+    store = open_store(tmp_path / "store")
+    save(store, prompt(3, first=1, seed=1))
+    save(store, prompt(2, first=1, seed=2))
+    store.pin(prompt(3, first=1, seed=1))
+    other = open_store(tmp_path / "store", kvpack.Identity("other", "bf16"))
+    save(other, prompt(1))
+    return tmp_path / "store"
+
+
+def run(*words: object, code: int = 0) -> None:
+    assert cli.main(["store", *map(str, words)]) == code
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> Any:
+    capsys.readouterr()
+    run(*words, "--json", code=code)
+    return json.loads(capsys.readouterr().out)
+
+
+def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = printed(capsys, "ls", folder)["prefixes"]
+    assert [(row["model"]["name"], row["recipe"], row["tokens"], row["pinned"]) for row in rows] == [
+        ("other", "bf16", CHUNK, False),
+        ("model", "kivi-2", 2 * CHUNK, False),
+        ("model", "kivi-2", 3 * CHUNK, True),
+    ]
+    store = open_store(folder)
+    assert rows[2]["key"] == store.keys(prompt(3, first=1, seed=1))[-1].hex()
+    assert sum(row["bytes"] for row in rows) > store.stats()["bytes"], "a shared chunk counts for both prefixes"
+    run("ls", folder)
+    text = capsys.readouterr().out
+    assert "3 prefixes in 5 entries" in text
+    assert rows[2]["key"][:16] in text
+    times = [os.stat(path).st_mtime_ns for path in entries(folder)]
+    run("ls", folder)
+    assert [os.stat(path).st_mtime_ns for path in entries(folder)] == times, "to look at an entry is no use of it"
+
+
+def test_a_prefix_without_its_beginning_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(folder)
+    os.unlink(entry_of(store, prompt(3, first=1, seed=1), 0))
+    rows = printed(capsys, "ls", folder)["prefixes"]
+    assert [row["whole"] for row in rows] == [True, False, False]
+    run("export", folder, rows[1]["key"], folder / "out", code=2)
+    assert "what is before it is gone" in capsys.readouterr().err
+
+
+def test_stat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "stat", folder)
+    assert (found["entries"], found["pinned"], found["unreadable"]) == (5, 3, 0)
+    assert found["bytes"] == sum(os.stat(path).st_size for path in entries(folder))
+    assert {(row["model"]["name"], row["recipe"]): row["tokens"] for row in found["identities"]} == {
+        ("model", "kivi-2"): 4 * CHUNK,
+        ("other", "bf16"): CHUNK,
+    }
+    run("stat", folder)
+    assert "5 entries" in capsys.readouterr().out
+
+
+def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "verify", folder) == {"entries": 5, "refused": [], "undecryptable": []}
+    store = open_store(folder)
+    flipped, renamed = (entry_of(store, prompt(3, first=1, seed=1), number) for number in (1, 2))
+    with open(flipped, "r+b") as file:
+        data = bytearray(file.read())
+        data[-1] ^= 1
+        file.seek(0)
+        file.write(data)
+    os.replace(renamed, renamed[:-1] + ("0" if renamed[-1] != "0" else "1"))
+    refused = printed(capsys, "verify", folder, code=1)["refused"]
+    assert len(refused) == 2
+    assert {"damaged" in row["message"] or "names the key" in row["message"] for row in refused} == {True}
+    run("verify", folder, "--delete", code=1)
+    assert printed(capsys, "verify", folder) == {"entries": 3, "refused": [], "undecryptable": []}
+
+
+def test_gc(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "unfinished" / ".kvpack-1-0-locked.tmp").write_bytes(b"part")
+    found = printed(capsys, "gc", folder)
+    assert (found["swept_files"], found["evicted_entries"], found["entries"]) == (1, 0, 5)
+    found = printed(capsys, "gc", folder, "--max-bytes", 0)
+    assert (found["evicted_entries"], found["entries"]) == (2, 3), "what is pinned stays"
+    run("gc", folder)
+    assert "removed 0 entries" in capsys.readouterr().out
+
+
+def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = prompt(3, first=1, seed=1)
+    store = open_store(folder)
+    _, whole = store.load(ids)
+    key = store.keys(ids)[2].hex()
+    found = printed(capsys, "export", folder, key[:10], tmp_path / "one.kvpack")
+    assert (found["tokens"], found["key"]) == (3 * CHUNK, key)
+    assert same(kvpack.load(tmp_path / "one.kvpack"), whole)
+    found = printed(capsys, "import", tmp_path / "new", tmp_path / "one.kvpack", "--tenant", "tenant", "--chunk", CHUNK, "--trust-names")
+    assert found == {"store": str(tmp_path / "new"), "tokens": 3 * CHUNK, "of": 3 * CHUNK, "new_entries": 3}
+    imported = open_store(tmp_path / "new")
+    assert imported.keys(ids) == store.keys(ids)
+    n, again = imported.load(ids)
+    assert n == 3 * CHUNK
+    assert same(again, whole)
+    assert open_store(tmp_path / "new", kvpack.Identity("model", "kivi-2")).match(ids) == 0
+
+
+def test_import_of_a_file_without_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, ids = tmp_path / "plain.kvpack", prompt(2)
+    whole = kvpack.pack(cache(len(ids)).unpack(), "kivi-2", model={"name": "model", "weights": "w1", "dtype": "bfloat16"})
+    kvpack.save(whole, path)
+    run("import", tmp_path / "store", path, code=2)
+    assert "holds no token ids" in capsys.readouterr().err
+    tokens = tmp_path / "ids.json"
+    for text, code in (("{", 2), ('["a"]', 2), (json.dumps(ids), 0)):
+        tokens.write_text(text)
+        words = ["--tokens", tokens, "--tenant", IDENTITY.tenant, "--chunk", CHUNK, "--trust-names"]
+        run("import", tmp_path / "store", path, *words, code=code)
+    assert same(open_store(tmp_path / "store").load(ids)[1], whole)
+    run("import", tmp_path / "store", path, "--tokens", tmp_path / "nothing", code=3)
+
+
+def test_what_is_not_there_is_said(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for action in (["ls"], ["stat"], ["verify"], ["gc"]):
+        run(*action, tmp_path / "nothing", code=3)
+        assert "is no folder" in capsys.readouterr().err
+    for key in ("", "xyz", "0123456789abcdef0"):
+        run("export", folder, key, tmp_path / "out", code=2)
+        assert "expected one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("action", ["ls", "stat", "verify", "gc"])
+def test_looking_at_a_store_imports_no_torch(action: str, folder: Path) -> None:
+    script = "import sys\nfrom kvpack import cli\nassert cli.main(sys.argv[1:]) == 0\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script, "store", action, folder], check=True, capture_output=True)
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    """Two keys, the first of which encrypts."""
+    path = tmp_path / "keys"
+    path.write_text(f"# the key in use\nnew {bytes(range(16)).hex()}\n\nold {bytes(32).hex()} # until May\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_encrypted_entries_with_and_without_their_key(
+    key_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cryptography")
+    folder, ids = tmp_path / "store", prompt(3)
+    whole = save(open_store(folder, encryption={"old": bytes(32)}), ids)
+    found = printed(capsys, "ls", folder)
+    assert (found["prefixes"], len(found["unreadable"])) == ([], 3)
+    found = printed(capsys, "verify", folder, "--delete")
+    assert (len(found["undecryptable"]), found["refused"]) == (3, []), "what only lacks its key stays"
+    for words in (["--key-file", key_file], ["--key-file", key_file, "--tenant", "other"]):
+        found = printed(capsys, "verify", folder, *words)
+        assert len(found["undecryptable"]) == 3, "the tenant is part of what is authenticated"
+    words = ["--key-file", key_file, "--tenant", IDENTITY.tenant]
+    assert printed(capsys, "verify", folder, *words) == {"entries": 3, "refused": [], "undecryptable": []}
+    monkeypatch.setenv("KVPACK_KEY_FILE", str(key_file))
+    (row,) = printed(capsys, "ls", folder, "--tenant", IDENTITY.tenant)["prefixes"]
+    assert (row["tokens"], row["whole"]) == (3 * CHUNK, True)
+    assert printed(capsys, "stat", folder, "--tenant", IDENTITY.tenant)["unreadable"] == 0
+    printed(capsys, "export", folder, row["key"], tmp_path / "out.kvpack", "--tenant", IDENTITY.tenant)
+    assert same(kvpack.load(tmp_path / "out.kvpack"), whole)
+    printed(capsys, "import", tmp_path / "again", tmp_path / "out.kvpack", "--tenant", IDENTITY.tenant, "--chunk", CHUNK, "--trust-names")
+    assert same(open_store(tmp_path / "again", encryption={"new": bytes(range(16))}).load(ids)[1], whole)
+    with open(entries(folder)[0], "r+b") as file:
+        file.seek(3000)
+        file.write(b"damage")
+    monkeypatch.delenv("KVPACK_KEY_FILE")
+    found = printed(capsys, "verify", folder, code=1)
+    assert (len(found["undecryptable"]), len(found["refused"])) == (2, 1), "damage shows without the key"
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "message"),
+    [
+        ("a 00", 0o640, "has the mode 0640, expected 0600"),
+        ("a", 0o600, "line 1 is no ID and key"),
+        ("a 00 00", 0o600, "line 1 is no ID and key"),
+        ("\na xyz", 0o600, "line 2 is no ID and key"),
+        ("a 0011", 0o600, "is of 2 bytes, expected 16, 24 or 32"),
+        ("# none", 0o600, "expected at least one key"),
+        (f"a {'00' * 16}\nb {'00' * 16}\na {'11' * 16}", 0o600, "line 3 has the id 'a' of line 1"),
+        (f"a\x1b[2J {'00' * 16}", 0o600, "printable text"),
+    ],
+)
+def test_files_that_are_no_keys_are_refused(
+    text: str, mode: int, message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cryptography")
+    (tmp_path / "keys").write_text(text)
+    (tmp_path / "keys").chmod(mode)
+    run("ls", folder, "--key-file", tmp_path / "keys", code=2)
+    assert message in (said := capsys.readouterr().err)
+    assert "xyz" not in said
+    run("ls", folder, "--key-file", tmp_path / "nothing", code=3)
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    for name, what in ((tmp_path / "fifo", "is a FIFO"), ("/dev/zero", "is a device"), (tmp_path, "is a folder")):
+        run("ls", folder, "--key-file", name, code=3)
+        assert what in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["redis", "s3"])
+@pytest.mark.parametrize("action", ["ls", "stat", "verify", "gc", "export"])
+def test_a_dead_server_is_told_in_one_line(
+    kind: str, action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip({"redis": "redis", "s3": "obstore"}[kind])
+    for variable, value in (("AWS_ENDPOINT_URL", "http://127.0.0.1:1"), ("AWS_ACCESS_KEY_ID", "k"), ("AWS_SECRET_ACCESS_KEY", "s")):
+        monkeypatch.setenv(variable, value)
+    url = {"redis": "redis://:secret@127.0.0.1:1", "s3": "s3://bucket/prefix"}[kind]
+    words = ["00", tmp_path / "out"] if action == "export" else []
+    for options in ([], ["--json"]):
+        run(action, url, *words, *options, code=3)
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err.count("\n") == 1
+        assert said.err.startswith(f"kvpack: {url.replace(':secret@', '***@')}: ")
+        assert "secret" not in said.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_store_that_answers_in_part_is_told(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.store.directory import Directory
+
+    real = Directory.peek
+
+    def peek(self: Directory, key: bytes, **options: Any) -> Any:
+        if key.hex() == os.path.basename(entries(folder)[2]):
+            self._counters.fault("get", OSError(5, "Input/output error"))
+            return None
+        return real(self, key, **options)
+
+    monkeypatch.setattr(Directory, "peek", peek)
+    for action in ("ls", "stat", "verify"):
+        run(action, folder, code=3)
+        said = capsys.readouterr()
+        assert said.err == f"kvpack: {folder}: get: [Errno 5] Input/output error\n"
+        assert said.out
+
+
+def test_verify_exits_with_the_worst(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.file.container import File
+
+    damaged, unread = entries(folder)[1:3]
+    with open(damaged, "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    run("verify", folder, code=1)
+    real = File.verify
+
+    def verify(self: File, *words: Any) -> None:
+        if self.where.endswith(os.path.basename(unread)):
+            raise MemoryError
+        real(self, *words)
+
+    monkeypatch.setattr(File, "verify", verify)
+    capsys.readouterr()
+    run("verify", folder, "--delete", code=3)
+    assert "too little memory for its" in capsys.readouterr().err
+    assert os.path.exists(unread), "want of memory is no damage"
+    assert not os.path.exists(damaged)
+
+
+def test_a_file_that_names_what_it_holds_is_believed_only_when_asked(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = prompt(3, first=1, seed=1)
+    run("export", folder, open_store(folder).keys(ids)[2].hex(), tmp_path / "one.kvpack")
+    words = ["import", tmp_path / "new", tmp_path / "one.kvpack", "--tenant", IDENTITY.tenant, "--chunk", CHUNK]
+    run(*words, code=2)
+    said = capsys.readouterr().err
+    assert f"of {3 * CHUNK} token ids of the model 'model', weights 'w1'" in said
+    assert "whoever loads these ids from the store is served what the file holds" in said
+    assert "--trust-names" in said
+    assert not (tmp_path / "new").exists()
+    run(*words, "--trust-names")
+    assert open_store(tmp_path / "new").match(ids) == 3 * CHUNK
+
+
+def test_token_ids_that_cannot_be_read_are_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("export", folder, open_store(folder).keys(prompt(3, first=1, seed=1))[2].hex(), tmp_path / "one.kvpack")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "deep").write_text("[" * 100_000)
+    bad = {tmp_path / "fifo": (3, "is a FIFO"), "/dev/zero": (3, "is a device"), tmp_path / "deep": (2, "nested too deep")}
+    for name, (code, message) in bad.items():
+        run("import", tmp_path / "new", tmp_path / "one.kvpack", "--tokens", name, "--trust-names", code=code)
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "x", "1.5", ""])
+def test_a_size_that_cannot_be_is_refused(number: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run("ls", folder, f"--max-entry-bytes={number}")
+    assert stopped.value.code == 2
+    assert "is no integer from 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["redis", "s3"])
+def test_the_actions_work_on_servers(
+    kind: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip({"redis": "redis", "s3": "obstore"}[kind])
+    with redis_server.running(tmp_path) if kind == "redis" else s3_server.running() as server:
+        if kind == "s3":
+            for name, variable in s3_server.VARIABLES.items():
+                monkeypatch.setenv(variable, server.options[name])
+        ids = prompt(3, first=1, seed=1)
+        key = open_store(folder).keys(ids)[2].hex()
+        run("export", folder, key, tmp_path / "one.kvpack")
+        run("import", server.url, tmp_path / "one.kvpack", "--tenant", IDENTITY.tenant, "--chunk", CHUNK, "--trust-names")
+        (row,) = printed(capsys, "ls", server.url)["prefixes"]
+        assert (row["key"], row["tokens"]) == (key, 3 * CHUNK)
+        assert printed(capsys, "stat", server.url)["entries"] == 3
+        assert printed(capsys, "verify", server.url) == {"entries": 3, "refused": [], "undecryptable": []}
+        run("export", server.url, key, tmp_path / "two.kvpack")
+        assert (tmp_path / "two.kvpack").read_bytes() == (tmp_path / "one.kvpack").read_bytes()
+        found = printed(capsys, "gc", server.url, "--max-bytes", 0)
+        assert (found["evicted_entries"], found["entries"], found["faults"]) == (3, 0, {})

@@ -1,0 +1,70 @@
+"""Any valid file, and what becomes of it when it is changed and its digests are repaired: both readers take it alike."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from file_mutator import Vocabulary, mutated_file
+from file_parts import file_of, random_side
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracles import check_container, compare_container
+from seeds import kvpack_files
+from strategies import codecs
+from value_oracles import check_values, compare_values
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import DrawFn
+
+    from kvpack.cache.cache import Side
+    from kvpack.formats.base import Codec
+
+MOST_DIM = 64
+VOCABULARY = Vocabulary.of(kvpack_files())
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+
+
+@st.composite
+def files(draw: DrawFn) -> bytes:
+    """A valid file of up to three layers: sides absent or not, any codecs and side-cars, runs, tails, sequences, heads, positions."""
+    layers = [draw(_layers()) for _ in range(draw(st.integers(0, 3)))]
+    return file_of(*layers, skipped=tuple(draw(st.integers(0, 9)) if any(layer) else 0 for layer in layers))
+
+
+@st.composite
+def _layers(draw: DrawFn) -> tuple[Side | None, Side | None]:
+    batch, tail = draw(st.integers(1, 2)), draw(st.integers(0, 2))
+    chosen = [draw(codecs().filter(lambda codec: codec.dim <= MOST_DIM)) if draw(st.booleans()) else None for _ in "kv"]
+    # Runs are of both sides alike: a codec that encodes tokens one by one has one.
+    many = all(codec is None or _has_runs(codec) for codec in chosen)
+    runs = tuple(draw(st.lists(st.integers(1, 9), max_size=3 if many else 1)))
+    k, v = (
+        None
+        if codec is None
+        else random_side(codec, runs, tail, batch, draw(st.integers(1, 2)), draw(st.sampled_from(("bf16", "fp16", "fp32"))))
+        for codec in chosen
+    )
+    return k, v
+
+
+def _has_runs(codec: Codec) -> bool:
+    return codec.token_group > 1 or any(layout.per == "run" for layout in codec.layout(1, 1, 0).values())
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=SLOW)
+@given(data=files())
+def test_a_valid_file_is_accepted_and_decodes_alike(data: bytes) -> None:
+    assert check_container(data)
+    assert check_values(data)
+    compare_values(data)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=SLOW)
+@given(data=files(), seed=st.integers(0, 2**32))
+def test_a_changed_file_is_accepted_or_refused_alike(data: bytes, seed: int) -> None:
+    source = random.Random(seed)
+    for _ in range(6):
+        data = mutated_file(data, VOCABULARY, source, 1 << 16)
+        check_container(data)
+        compare_container(data)

@@ -1,0 +1,236 @@
+"""Damage: every flipped bit, every lost byte, every foreign page of a file is refused, and the message names the part."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvpack
+from kvpack.file import container
+from kvpack.file.header import Contents, LayerEntry
+from kvpack.formats.errors import DigestMismatch, InvalidPayload, KvpackError, NotKvpack, Truncated
+
+from caches import RECIPES, random_pairs  # isort: skip
+from small_files import KINDS, arrays_of, contents, side, small_file  # isort: skip
+from strategies import create  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from kvpack.formats.base import Codec
+
+
+def refusal(data: bytes | bytearray | memoryview) -> str:
+    """The message with which a reader refuses ``data``; anything but a KvpackError fails the test."""
+    try:
+        container.open_bytes(data).verify()
+    except KvpackError as error:
+        return str(error)
+    raise AssertionError("damage was not seen")
+
+
+def parts(data: bytes) -> list[tuple[int, int, str]]:
+    """Begin, end, and what a message calls it, of every part of a file; a pad is named by the tensor after it."""
+    length = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + length])
+    del entries["__metadata__"]
+    found = [(0, 8 + length, "JSON header")]
+    begin = 8 + length
+    for name, entry in entries.items():
+        if not name.startswith("kvpack.pad."):
+            end = 8 + length + entry["data_offsets"][1]
+            found.append((begin, end, f"bytes: {name}: "))
+            begin = end
+    return found
+
+
+def flip_each(data: bytes, bits: Iterable[int]) -> None:
+    damaged = bytearray(data)
+    for begin, end, name in parts(data):
+        for bit in bits if name == "JSON header" else range(8 * begin, 8 * end):
+            damaged[bit // 8] ^= 1 << bit % 8
+            message = refusal(damaged)
+            damaged[bit // 8] ^= 1 << bit % 8
+            if name == "JSON header":
+                assert any(word in message for word in ("JSON header", "kvpack file", "newer kvpack", "kvpack.header: damaged")), (
+                    bit,
+                    message,
+                )
+            else:
+                assert name in message, (bit, message)
+    assert damaged == data
+
+
+def test_every_bit_of_a_file() -> None:
+    made = Contents(codecs=(create("raw", 4, dtype="fp16"),), layers=(LayerEntry(side(0), None),))
+    data = container.to_bytes(made, arrays_of(made))
+    flip_each(data, range(8 * parts(data)[0][1]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "compress"), [("group", False), ("raw", False), ("empty", False), ("raw", True)], ids=["group", "raw", "empty", "zstd"]
+)
+def test_every_bit_of_other_files(kind: str, compress: bool) -> None:
+    """Every bit but those of the JSON header, of which one in four bytes."""
+    data = small_file(kind, compress=compress)
+    generator = random.Random(0)
+    flip_each(data, [8 * byte + generator.randrange(8) for byte in range(0, parts(data)[0][1], 4)])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_some_bits_of_every_codec(recipe: str, tmp_path: Path) -> None:
+    kvpack.save(kvpack.pack(random_pairs(2, 70), recipe), tmp_path / "a")
+    data = (tmp_path / "a").read_bytes()
+    container.open_bytes(data).verify()
+    damaged = bytearray(data)
+    generator = random.Random(0)
+    for begin, end, name in parts(data)[1:]:
+        # A tensor without bytes, where nothing is stored as it is, may need no pad.
+        for bit in [] if begin == end else [8 * begin, 8 * end - 1, *(generator.randrange(8 * begin, 8 * end) for _ in range(8))]:
+            damaged[bit // 8] ^= 1 << bit % 8
+            assert name in refusal(damaged)
+            damaged[bit // 8] ^= 1 << bit % 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_truncation(kind: str) -> None:
+    data = small_file(kind)
+    view = memoryview(data)
+    for size in range(len(data)):
+        with pytest.raises((Truncated, NotKvpack), match=f"has {size} bytes" if size > 300 else "kvpack file|has ") as caught:
+            container.open_bytes(view[:size])
+        assert size < 64 or isinstance(caught.value, Truncated), size
+
+
+@pytest.mark.parametrize(
+    "more", [b"\0", b" ", bytes(64), bytes(4096), b"a", small_file("raw")], ids=["zero", "space", "pad", "page", "a", "file"]
+)
+def test_appended_bytes(more: bytes) -> None:
+    data = small_file()
+    with pytest.raises(Truncated, match=f"has {len(data + more)} bytes, its header gives {len(data)}"):
+        container.open_bytes(data + more)
+
+
+def test_every_zeroed_page_and_block() -> None:
+    made = Contents(codecs=(create("raw", 64, dtype="bf16"),), layers=(LayerEntry(side(0, 100), side(0, 100)),))
+    data = container.to_bytes(made, arrays_of(made))
+    assert len(data) > 7 * 4096
+    for block in (512, 4096):
+        for at in range(0, len(data), block):
+            end = min(at + block, len(data))
+            if any(data[at:end]):
+                refusal(data[:at] + bytes(end - at) + data[end:])
+
+
+def test_swapped_tensors() -> None:
+    made = Contents(codecs=(create("raw", 16, dtype="bf16"),), layers=(LayerEntry(side(0), side(0)),) * 2)
+    data = container.to_bytes(made, arrays_of(made))
+    ends = {name: end for _, end, name in parts(data)[2:]}
+    assert list(ends) == ["bytes: 0.k.values: ", "bytes: 0.v.values: ", "bytes: 1.k.values: ", "bytes: 1.v.values: "]
+    for (first, a), (_, b) in itertools.combinations(ends.items(), 2):
+        swapped = bytearray(data)
+        swapped[a - 96 : a], swapped[b - 96 : b] = data[b - 96 : b], data[a - 96 : a]
+        assert first in refusal(swapped)
+
+
+def test_parts_of_two_files_do_not_mix() -> None:
+    made = contents("group")
+    one, other = container.to_bytes(made, arrays_of(made, 1)), container.to_bytes(made, arrays_of(made, 2))
+    assert len(one) == len(other)
+    for begin, end, name in parts(one):
+        message = refusal(one[:begin] + other[begin:end] + one[end:])
+        assert name in message or "kvpack.header: damaged" in message
+
+
+@given(st.data())
+def test_any_bytes_anywhere(data: st.DataObject) -> None:
+    whole = small_file(data.draw(st.sampled_from(KINDS)), compress=data.draw(st.booleans()))
+    damaged = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(damaged)))
+        damaged[at : at + data.draw(st.integers(0, 64))] = data.draw(st.binary(max_size=64))
+    if damaged != whole:
+        refusal(damaged)
+
+
+@given(st.binary(max_size=300), st.booleans())
+def test_any_bytes_at_all(data: bytes, plausible: bool) -> None:
+    refusal((4088).to_bytes(8, "little") + small_file()[8:80] + data if plausible else data)
+
+
+def test_a_damaged_tensor_spares_the_others() -> None:
+    data = bytearray(small_file())
+    end = next(end for _, end, name in parts(bytes(data)) if "0.k.tail" in name)
+    data[end - 1] ^= 1
+    file = container.open_bytes(data)
+    with pytest.raises(DigestMismatch, match=r"^bytes: 0\.k\.tail: damaged: its 16 bytes have the digest \w{32}, expected \w{32}$"):
+        file.tensor("0.k.tail")
+    file.read_side(0, "v")
+    with pytest.raises(DigestMismatch):
+        file.read_side(0, "k")
+
+
+def test_a_digest_is_checked_before_the_first_use_only() -> None:
+    data = bytearray(small_file())
+    file = container.open_bytes(data)
+    file.tensor("0.k.tail")
+    end = next(end for _, end, name in parts(bytes(data)) if "0.k.tail" in name)
+    data[end - 1] ^= 1
+    assert file.tensor("0.k.tail")[-1] == data[end - 1]
+    with pytest.raises(DigestMismatch):
+        container.open_bytes(data).tensor("0.k.tail")
+
+
+def broken(codec: Codec, change: Any, name: str) -> bytes:
+    """A file whose digests are right and whose values are not."""
+    made = Contents(codecs=(codec,), layers=(LayerEntry(side(0, 20), None),))
+    arrays = {key: torch.from_numpy(array.copy()) for key, array in arrays_of(made).items()}
+    change(arrays[f"0.k.{name}"])
+    return container.to_bytes(made, {key: array.numpy() for key, array in arrays.items()})
+
+
+KEYS = {"b": "3", "g": "16"}
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "change", "message"),
+    [
+        (
+            KEYS,
+            "codes.0",
+            lambda a: a.view(torch.uint16).fill_(0xFFFF),
+            r"0\.k\.codes, plane 0: spare bits of word at \[0, 0, 0, 0\] is 61440, above 0",
+        ),
+        (KEYS, "scales", lambda a: a.view(torch.float16)[5:6].fill_(torch.nan), r"0\.k\.scales: the value at \[0, 0, 0, 2, 1\] is nan"),
+        (
+            KEYS | {"token_scale": "fp32"},
+            "token_scale",
+            lambda a: a.view(torch.float32)[3:4].fill_(-torch.inf),
+            r"0\.k\.token_scale: .* at \[0, 0, 3\] is -inf",
+        ),
+    ],
+    ids=["spare bit", "scale", "token scale"],
+)
+def test_values_that_no_writer_makes(words: dict[str, str], name: str, change: Any, message: str) -> None:
+    """The digests agree, as a forger's would: the codec's own rules refuse."""
+    data = broken(create("group", 4, "k", **words), change, name)
+    file = container.open_bytes(data)
+    assert file.tensor(f"0.k.{name}") is not None
+    with pytest.raises(InvalidPayload, match=f"^bytes: {message}"):
+        file.verify()
+
+
+def test_raw_values_may_be_anything() -> None:
+    data = broken(create("raw", 3, dtype="fp16"), lambda a: a.fill_(0xFF), "values")
+    file = container.open_bytes(data)
+    file.verify()
+    assert numpy.isnan(numpy.frombuffer(file.tensor("0.k.values"), "<f2")).all()

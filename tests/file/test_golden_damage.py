@@ -1,0 +1,40 @@
+"""Damage to the golden files: an even share of every bit and every length; ``python tests/support/golden_damage.py`` does all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from golden_damage import FILES, accepted_flips, accepted_lengths, fronts_made_once, is_refused, moved, zeroed  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SHARE = 251
+"""One bit, and one length, in so many: a prime, so that all places of a byte and of a word are among them."""
+
+
+def test_there_are_forty_files() -> None:
+    assert len(FILES) >= 40
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_flipped_bits_and_truncations_are_refused(path: Path) -> None:
+    data, first = path.read_bytes(), FILES.index(path)
+    assert not is_refused(data)
+    with fronts_made_once():
+        assert accepted_flips(data, range(first, 8 * len(data), SHARE)) == []
+        assert accepted_lengths(data, range(first, len(data), SHARE)) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_zeroed_blocks_and_tensors_in_other_places_are_refused(path: Path) -> None:
+    data = path.read_bytes()
+    with fronts_made_once():
+        for damaged in (*zeroed(data), *moved(data)):
+            assert is_refused(damaged)
+
+
+def test_some_files_have_tensors_that_can_be_swapped() -> None:
+    assert sum(any(True for _ in moved(path.read_bytes())) for path in FILES) >= 10

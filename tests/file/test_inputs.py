@@ -1,0 +1,114 @@
+"""What a cache was computed from stays right when it is cut and joined."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import kvpack
+from kvpack.cache.cache import Cache, concat
+from kvpack.cache.packing import pack
+from kvpack.file.inputs import Inputs
+from kvpack.formats.errors import InvalidParameter
+
+EMBEDDINGS = "tokens 8 to 11 came from embeddings, not from token ids"
+
+
+def ids(*values: int) -> bytes:
+    return numpy.array(values, "<u4").tobytes()
+
+
+def cache_of(tokens: int, start: int, inputs: Inputs | None) -> Cache:
+    side = torch.randn(1, 2, tokens, 32, generator=torch.Generator().manual_seed(start))
+    return replace(pack([(side, side)], "kv=raw:dtype=fp32", start=start), inputs=inputs)
+
+
+def test_a_prefix_before_what_is_undetermined_is_determined() -> None:
+    cache = cache_of(12, 0, Inputs(ids(*range(12)), (EMBEDDINGS,), (8,)))
+    assert cache[:, :8].inputs == Inputs(ids(*range(8)))
+    assert cache[:, :9].inputs == Inputs(ids(*range(9)), (EMBEDDINGS,), (8,))
+
+
+def test_later_tokens_depend_on_what_was_undetermined_before_them() -> None:
+    cache = cache_of(16, 0, Inputs(ids(*range(16)), (EMBEDDINGS,), (8,)))
+    assert cache[:, 12:].inputs == Inputs(ids(12, 13, 14, 15), (EMBEDDINGS,), (8,))
+
+
+def test_positions_of_a_cache_that_does_not_start_at_0() -> None:
+    cache = cache_of(8, 4, Inputs(ids(1, 2, 3), (EMBEDDINGS,), (8,)))
+    assert cache[:, :4].inputs == Inputs(ids(1, 2, 3))
+    assert cache[:, 2:5].inputs == Inputs(ids(3), (EMBEDDINGS,), (8,))
+
+
+def test_of_joined_caches_ids_are_known_up_to_the_first_gap() -> None:
+    first, second = cache_of(4, 0, Inputs(ids(1, 2, 3, 4))), cache_of(4, 4, Inputs(ids(5, 6, 7, 8), (EMBEDDINGS,), (6,)))
+    assert concat([first, second]).inputs == Inputs(ids(*range(1, 9)), (EMBEDDINGS,), (6,))
+    partly = replace(first, inputs=Inputs(ids(1, 2, 3)))
+    assert concat([partly, second]).inputs == Inputs(ids(1, 2, 3), (EMBEDDINGS,), (6,))
+    unknown = replace(first, inputs=None)
+    assert concat([unknown, second]).inputs == Inputs(b"", (EMBEDDINGS,), (6,))
+    assert concat([first, replace(second, inputs=None)]).inputs == Inputs(ids(1, 2, 3, 4))
+    assert concat([unknown, replace(second, inputs=None)]).inputs is None
+
+
+def test_cutting_and_joining_again_gives_the_same() -> None:
+    cache = cache_of(16, 0, Inputs(ids(*range(16)), (EMBEDDINGS, "tokens 12 to 15 were computed in training mode"), (8, 12)))
+    assert concat([cache[:, :9], cache[:, 9:]]).inputs == cache.inputs
+
+
+def test_operations_on_layers_keep_the_inputs() -> None:
+    inputs = Inputs(ids(1, 2), (EMBEDDINGS,), (8,))
+    cache = cache_of(12, 0, inputs)
+    side = torch.randn(1, 2, 3, 32)
+    for other in (cache.convert("raw"), cache.to("cpu"), cache.append([(side, side)])):
+        assert other.inputs == inputs
+
+
+def test_what_is_undetermined_from_an_unknown_token_on_stays_in_every_part() -> None:
+    cache = cache_of(12, 0, Inputs(undetermined=("everything was computed under autocast to bfloat16",)))
+    assert cache[:, :1].inputs == cache.inputs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"token_ids": b"123"}, "4 for each id; found 3 bytes"),
+        ({"token_ids": [1, 2]}, "4 for each id; found a list"),
+        ({"undetermined": ("",)}, "expected a tuple of text"),
+        ({"undetermined": ("a", "b"), "starts": (1,)}, "starts has 1 positions, and undetermined 2 texts"),
+    ],
+)
+def test_bad_inputs_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        Inputs(**arguments)
+
+
+def test_a_file_keeps_the_inputs(tmp_path: Path) -> None:
+    for inputs in (None, Inputs(), Inputs(ids(1, 2, 3)), Inputs(ids(*range(12)), (EMBEDDINGS, "tokens 9 to 9 \u00fc"), (8, 9))):
+        kvpack.save(cache_of(12, 0, inputs), tmp_path / "file")
+        assert kvpack.load(tmp_path / "file").inputs == inputs
+        assert (tmp_path / "file").stat().st_size == cache_of(12, 0, inputs).nbytes
+
+
+def test_more_than_a_header_holds_is_kept_in_part() -> None:
+    many = Inputs(ids(*range(20000)), (EMBEDDINGS,), (8,))
+    found = Inputs.from_bytes(many.to_bytes())
+    assert (found.undetermined, found.starts) == (many.undetermined, many.starts)
+    assert many.token_ids.startswith(found.token_ids)
+    assert found.tokens > 16000
+    crowded = Inputs(b"", tuple(f"token {number} came from embeddings" for number in range(2000)), tuple(range(5, 2005)))
+    assert Inputs.from_bytes(crowded.to_bytes()) == Inputs(b"", ("more than a file lists",), (5,))
+
+
+CUT = [b"", b"\x02" + bytes(7) + b"1234", bytes(8) + b"1", bytes(8) + bytes(12), bytes(8) + bytes(8) + b"\x01\x00\x00\x00\xff"]
+
+
+@pytest.mark.parametrize("data", CUT)
+def test_bytes_that_are_none_determine_nothing(data: bytes) -> None:
+    found = Inputs.from_bytes(data)
+    assert found == Inputs(undetermined=("what its tokens came from is not readable",))

@@ -1,0 +1,245 @@
+"""Each layer knows which positions it holds, from a model's cache to a file and back."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import kvpack
+from kvpack import cli
+from kvpack.cache.cache import Layer
+from kvpack.file import container
+from kvpack.formats.errors import InvalidParameter, InvalidShape, LimitExceeded, NotConsecutive, OutOfBounds
+
+from caches import dense, random_pairs  # isort: skip
+
+
+def sliding(tokens: int = 70, held: int = 22, *, start: int = 5, recipe: str = "kivi-2") -> kvpack.Cache:
+    """A cache of three layers; the second holds the newest ``held`` tokens alone."""
+    pairs = random_pairs(3, tokens)
+    full = kvpack.pack(pairs, recipe, start=start)
+    newest = kvpack.pack([tuple(x[:, :, tokens - held :] for x in pairs[1])], recipe)[0]
+    return replace(full, layers=(full[0], replace(newest, skipped=tokens - held), full[2]))
+
+
+def test_a_cache_spans_what_its_layers_have_seen() -> None:
+    cache = sliding()
+    assert (cache.tokens, cache.start, cache.stop) == (70, 5, 75)
+    assert [(layer.skipped, layer.tokens, layer.seen) for layer in cache] == [(0, 70, 70), (48, 22, 70), (0, 70, 70)]
+    assert [cache.positions(number) for number in range(3)] == [(5, 75), (53, 75), (5, 75)]
+    alone = replace(cache, layers=cache.layers[1:2])
+    assert (alone.tokens, alone.stop) == (70, 75), "a cache whose layers all slide spans what they have seen"
+    assert repr(alone) == "Cache('kivi-2', 1 layers, tokens 5 to 75, some layers 53 to 75, model {})"
+
+
+@pytest.mark.parametrize(("sides", "skipped"), [(1, -1), (0, 1)], ids=["negative", "without sides"])
+def test_a_count_that_no_layer_has_is_refused(sides: int, skipped: int) -> None:
+    side = sliding()[0].k
+    with pytest.raises(InvalidParameter, match=f"skipped is {skipped}"):
+        Layer(side if sides else None, None, skipped=skipped)
+
+
+def test_the_whole_cache_is_a_slice_of_itself() -> None:
+    cache = sliding()
+    for whole in (cache.prefix(70), cache[:, :], cache[:, :70]):
+        assert [layer.skipped for layer in whole] == [0, 48, 0]
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(dense(whole), dense(cache), strict=True))
+
+
+def test_tokens_that_every_layer_holds_are_a_cache_of_their_own() -> None:
+    cache = sliding(recipe="bf16")
+    cut = cache[:, 50:65]
+    assert (cut.start, cut.stop, [layer.skipped for layer in cut]) == (55, 70, [0, 0, 0])
+    for mine, pair in zip(cut, random_pairs(3, 70), strict=True):
+        assert torch.equal(mine.unpack()[0], pair[0][:, :, 50:65])
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 69), (0, 48), (0, 0), (10, 70), (47, 48), (10, 20)])
+def test_tokens_that_a_layer_skipped_are_not_sliced(start: int, stop: int) -> None:
+    message = rf"tokens {start} to {stop} were asked of layers\[1\], which holds positions 53 to 75 alone, not {5 + start} to {5 + stop}"
+    with pytest.raises(OutOfBounds, match=message):
+        sliding(recipe="bf16")[:, start:stop]
+    with pytest.raises(OutOfBounds, match=f"tokens {start} to {stop} were asked of a layer that holds tokens 48 to 70"):
+        sliding()[1].slice(start, stop)
+
+
+def test_slices_lie_within_the_cache() -> None:
+    for start, stop in ((0, 71), (-1, 3), (8, 3)):
+        with pytest.raises(OutOfBounds, match=f"tokens {start} to {stop} were asked of a cache of 70"):
+            sliding().slice(start, stop)
+
+
+def test_a_layer_without_sides_is_in_every_slice() -> None:
+    cache = replace(sliding(), layers=(*sliding().layers[:1], Layer(None, None)))
+    assert [layer.tokens for layer in cache[:, 32:40]] == [8, 0]
+    assert cache[:, 32:40].append([*random_pairs(1, 3), (None, None)]).tokens == 11
+
+
+def test_every_change_of_a_cache_keeps_what_layers_skipped() -> None:
+    cache = sliding()
+    pairs = random_pairs(3, 4, seed=1)
+    for changed, seen in (
+        (cache.append(pairs), 74),
+        (cache.convert("octopus-3"), 70),
+        (cache.convert("kivi-2;tail=32"), 70),
+        (cache.to("cpu"), 70),
+        (kvpack.concat([cache]), 70),
+        (kvpack.concat([cache, kvpack.pack(pairs, "kivi-2", start=75)]), 74),
+    ):
+        assert [(layer.skipped, layer.seen) for layer in changed] == [(0, seen), (48, seen), (0, seen)]
+        assert (changed.start, changed.stop) == (5, 5 + seen)
+    assert [(cache[1].crop(count).skipped, cache[1].crop(count).tokens) for count in (0, 3, 22)] == [(48, 22), (48, 19), (48, 0)]
+    with pytest.raises(OutOfBounds, match="23 tokens are to be dropped of a layer that holds 22"):
+        cache[1].crop(23)
+
+
+def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
+    cache = sliding()
+    short = replace(cache, layers=(cache[0], replace(cache[1], skipped=40), cache[2]))
+    message = r"layers\[1\] ends at position 67 and the cache at 75"
+    pairs = random_pairs(3, 4, seed=1)
+    with pytest.raises(NotConsecutive, match=message):
+        short.append(pairs)
+    following = kvpack.pack(pairs, "kivi-2", start=75)
+    with pytest.raises(NotConsecutive, match=message):
+        kvpack.concat([short, following])
+    with pytest.raises(NotConsecutive, match=message):
+        kvpack.concat([kvpack.pack(random_pairs(3, 5), "kivi-2"), short])
+
+
+def test_layers_get_the_same_tokens() -> None:
+    pairs = random_pairs(3, 4)
+    with pytest.raises(InvalidShape, match=r"every layer gets the same tokens; layers\[0\] 4 and layers\[2\] 3 were appended"):
+        sliding().append([pairs[0], pairs[1], tuple(x[:, :, :3] for x in pairs[2])])
+
+
+def test_a_cache_that_skipped_tokens_follows_no_other() -> None:
+    with pytest.raises(NotConsecutive, match=r"layers\[1\] of the cache from token 5 holds 22 of its 70 tokens, positions 53 to 75: those"):
+        kvpack.concat([kvpack.pack(random_pairs(3, 5), "kivi-2"), sliding()])
+
+
+def test_a_file_keeps_the_positions_of_every_layer(tmp_path: Path) -> None:
+    cache, path = sliding(), tmp_path / "cache.kvpack"
+    assert kvpack.save(cache, path) == cache.nbytes
+    header = container.open_file(path).header
+    assert (header.required, header.start, header.starts) == (("layer-positions",), 5, (5, 53, 5))
+    loaded = kvpack.load(path)
+    assert [loaded.positions(number) for number in range(3)] == [(5, 75), (53, 75), (5, 75)]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(dense(loaded), dense(cache), strict=True))
+    kvpack.save(loaded, tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == path.read_bytes()
+
+
+def test_a_file_whose_layers_hold_the_same_range_needs_no_feature(tmp_path: Path) -> None:
+    kvpack.save(kvpack.pack(random_pairs(2, 40), "kivi-2", start=7), tmp_path / "cache.kvpack")
+    header = container.open_file(tmp_path / "cache.kvpack").header
+    assert (header.required, dict(header.ignorable), header.starts) == ((), {}, (7, 7))
+
+
+def test_positions_that_no_file_holds_are_not_written(tmp_path: Path) -> None:
+    cache = sliding()
+    far = replace(cache, layers=(replace(cache[0], skipped=2**40 - 5),))
+    with pytest.raises(LimitExceeded, match=r"the first position of layers\[0\] is 1099511627776, allowed are at most 1099511627775"):
+        kvpack.save(far, tmp_path / "cache.kvpack")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_inspect_shows_the_positions_of_layers_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cache.kvpack"
+    kvpack.save(sliding(), path)
+    assert cli.main(["inspect", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("tokens 5 to 75, ") for line in lines)
+    rows = [line.split() for line in lines if line.split()[1:2] in (["k"], ["v"])]
+    assert [" ".join(row).count(" 53 to 75 ") for row in rows] == [0, 0, 1, 1, 0, 0]
+    assert [" ".join(row).count(" 5 to 75 ") for row in rows] == [1, 1, 0, 0, 1, 1]
+    cli.main(["inspect", "--json", str(path)])
+    summary = json.loads(capsys.readouterr().out)
+    assert [[(side["start"], side["stop"]) for side in layer.values()] for layer in summary["layers"]] == [
+        [(5, 75)] * 2,
+        [(53, 75)] * 2,
+        [(5, 75)] * 2,
+    ]
+    kvpack.save(kvpack.pack(random_pairs(2, 40), "kivi-2", start=7), path)
+    cli.main(["inspect", str(path)])
+    assert "positions" not in capsys.readouterr().out
+
+
+def test_a_layer_is_given_with_the_tokens_that_it_dropped() -> None:
+    pairs = random_pairs(2, 40)
+    newest = tuple(x[:, :, 30:] for x in pairs[1])
+    cache = kvpack.pack([pairs[0], (*newest, 30)], "kv=raw:dtype=bf16", start=5)
+    assert [cache.positions(number) for number in range(2)] == [(5, 45), (35, 45)]
+    assert torch.equal(cache[1].unpack()[1], newest[1])
+    for skipped, shown in ((-1, "-1"), (True, "True"), (2**40, "1099511627776"), (None, "NoneType"), (torch.tensor(16), "Tensor")):
+        with pytest.raises(InvalidParameter, match=rf"layers\[0\]: the tokens before k and v that the layer dropped are {shown}"):
+            kvpack.pack([(*newest, skipped)], "bf16")
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_attention_over_a_layer_that_dropped_tokens_needs_a_window_within_what_it_holds(queries: int) -> None:
+    whole, newest = kvpack.pack(random_pairs(3, 70), "bf16")[1], sliding(recipe="bf16")[1]
+    q = torch.randn(1, 4, queries, 64, generator=torch.Generator().manual_seed(0))
+    largest = 22 - queries + 1
+    for window in (1, largest):
+        found, expected = (kvpack.attend(q, layer, sliding_window=window) for layer in (newest, whole))
+        torch.testing.assert_close(found, expected)
+    held = "the layer holds tokens 48 to 70 of its cache, not those before; "
+    for options, message in (
+        ({}, f"the query of token {70 - queries} sees all before it: give sliding_window"),
+        ({"causal": False}, f"the query of token {70 - queries} sees all before it"),
+        ({"sliding_window": largest + 1}, f"the query of token {70 - queries} sees a window of {largest + 1} tokens"),
+        ({"sliding_window": 4, "lengths": [20]}, "lengths count tokens from the first of the cache on"),
+    ):
+        with pytest.raises(InvalidShape, match=held + message):
+            kvpack.attend(q, newest, **options)
+
+
+def test_unpack_and_pack_keep_the_positions_of_layers(tmp_path: Path) -> None:
+    cache = replace(sliding(recipe="bf16"), layers=(*sliding(recipe="bf16").layers, Layer(None, None)))
+    path, plain, again = tmp_path / "cache.kvpack", tmp_path / "dense.safetensors", tmp_path / "again.kvpack"
+    kvpack.save(cache, path)
+    assert cli.main(["unpack", str(path), str(plain)]) == 0
+    assert cli.main(["pack", str(plain), str(again), "--recipe", "bf16"]) == 0
+    assert again.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        ({"range": 3, "layers": [3]}, r"has the layers \[0, 1\], expected some of the 1 that its metadata names"),
+        ({"range": 3, "layers": [3, 2]}, "lets layer 1 start at 2, and the range at 3"),
+        ({"range": 3, "layers": [3, 2**40]}, "lets layer 1 start at 1099511627776"),
+        ({"range": 3, "layers": [3, 3, 4]}, "lets layer 2 start at 4"),
+        ({"range": 3, "layers": [3, True]}, "its metadata kvpack.unpacked is"),
+        ({"range": 3}, "its metadata kvpack.unpacked is"),
+        ({"range": -1, "layers": [-1, -1]}, "start is -1, allowed are at least 0"),
+    ],
+    ids=["fewer layers", "before the range", "beyond all positions", "without tensors", "boolean", "no layers", "negative"],
+)
+def test_notes_of_other_positions_are_refused(start: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {f"{number}.k": torch.zeros(1, 1, 4, 64) for number in range(2)}
+    save_file(tensors, tmp_path / "dense", {"kvpack.unpacked": json.dumps({"start": start, "model": {}})})
+    assert cli.main(["pack", str(tmp_path / "dense"), str(tmp_path / "out"), "--recipe", "bf16"]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_entry_of_a_store_whose_layers_start_elsewhere_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a writer without checks has stored: 32 tokens in each layer, those of the second at the positions 32 to 64."""
+    store = kvpack.Store(tmp_path, kvpack.Identity("model", "bf16", weights="w"), chunk=32)
+    ids, whole = list(range(32)), kvpack.pack(random_pairs(2, 32), "bf16")
+    moved = replace(whole, layers=(whole[0], replace(whole[1], skipped=32)))
+    monkeypatch.setattr("kvpack.store.store.check_cache", lambda *_: None)
+    monkeypatch.setattr("kvpack.store.store.check_ids", lambda *_: None)
+    monkeypatch.setattr(kvpack.Cache, "slice", lambda *_: moved)
+    assert store.save(ids, moved) == 32
+    monkeypatch.undo()
+    assert store.load(ids) == (0, None)
+    assert store.counters()["faults"] == {"load InvalidHeader": 1}

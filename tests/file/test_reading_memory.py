@@ -1,0 +1,182 @@
+"""``max_bytes`` bounds what reading a file takes, whatever it holds: what is above it is refused, and what is accepted stays below it."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import tracemalloc
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from kvpack.cache import files
+from kvpack.file import container
+from kvpack.file.footprint import CONSTANT_BYTES, FREE_BYTES, RUN_BYTES
+from kvpack.formats.base import DTYPE_BYTES
+from kvpack.formats.errors import LimitExceeded, OutOfBounds
+
+from file_parts import compressed, file_of, random_side  # isort: skip
+from parts import Parts  # isort: skip
+from strategies import create  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvpack.formats.base import Codec
+
+RUNS = create("group", 1, b="1", g="4")
+
+
+def many_runs(runs: int, layers: int = 1, codec: Codec = RUNS, chosen: str = "zstd") -> bytes:
+    """Sides of so many runs of a token, every stream a frame that is just within the ratio, or as it is."""
+    sides = random_side(codec, (1,), 0, heads=1), random_side(codec, (1,), 0, heads=1)
+    parts = Parts.of(file_of(*[sides] * layers))
+    stored: dict[int, bytes] = {}
+    for layer in parts.header["layers"]:
+        for side in layer.values():
+            side["runs"] = [1] * runs
+    for number, row in enumerate(parts.header["tensors"]):
+        row[2][2] = runs
+        size = math.prod(row[2]) * DTYPE_BYTES[row[1]]
+        if size not in stored:
+            content, source = bytearray(size), random.Random(1)
+            for _ in range(size // 150):
+                content[2 * source.randrange(size // 2)] = 1
+            stored[size] = compressed(bytes(content)) if chosen == "zstd" else bytes(content)
+        row[3], parts.tensors[number] = chosen, stored[size]
+    return parts.joined()
+
+
+def frames(size: int) -> bytes:
+    """A file of one zstd tensor of ``size`` bytes, about 150 times as small."""
+    parts = Parts.of(file_of((random_side(create("raw", 256, dtype="fp32"), (1,), 0, heads=1), None)))
+    content, source = bytearray(size), random.Random(1)
+    for _ in range(size // 600):
+        content[source.randrange(size)] = 1
+    parts.header["layers"][0]["k"]["runs"] = [size // 1024]
+    parts.header["tensors"][0][2][2] = size // 1024
+    parts.store("0.k.values", compressed(bytes(content)), "zstd")
+    return parts.joined()
+
+
+@pytest.mark.parametrize(
+    ("make", "max_bytes", "message"),
+    [
+        (
+            lambda: many_runs(2**17, 20),
+            33 * 10**6,
+            r"takes up to \d+ bytes in memory \(\d+ for a header of 5\d{6} bytes, parsed, .*max_bytes",
+        ),
+        (lambda: many_runs(20000), 10**6, r"takes up to \d+ bytes .*\(40960000 for 40000 runs, .*\), max_bytes is 1000000"),
+        (lambda: frames(2**25), 2**25, r"takes up to \d+ bytes in memory \(67108864 for 1 zstd tensors, decoded"),
+    ],
+    ids=["a large header", "runs", "zstd"],
+)
+def test_what_takes_more_than_max_bytes_is_refused_and_named(make: object, max_bytes: int, message: str) -> None:
+    data = make()  # type: ignore[operator]
+    with pytest.raises(LimitExceeded, match=message):
+        container.open_bytes(data, max_bytes=max_bytes)
+
+
+def test_what_ordinary_files_take_is_not_counted() -> None:
+    data = many_runs(FREE_BYTES // RUN_BYTES // 4, chosen="none")
+    container.open_bytes(data, max_bytes=len(data))
+
+
+def codebooks(count: int) -> bytes:
+    """As many layers, each of a quaternion codebook of its own: 98,304 codewords that a seed stands for."""
+    made = [create("quaternion", 4, s="4096", r="4", seed=str(number)) for number in range(1, count + 1)]
+    return file_of(*[(random_side(codec, (2,), 0, heads=1), random_side(codec, (2,), 0, heads=1)) for codec in made])
+
+
+ACTIONS = """
+import resource, sys
+import torch, kvpack
+from kvpack import container
+
+path, max_bytes = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+
+def act(cache, action):
+    for layer in cache:
+        k = layer.k
+        if action == "attend" and layer.v:
+            kvpack.attend(torch.zeros(k.batch, k.heads, 1, k.dim), layer)
+        elif action == "unpack":
+            layer.unpack()
+        elif action == "append":
+            layer.append(*(None if side is None else torch.zeros(side.batch, side.heads, 5, side.dim) for side in (k, layer.v)))
+        elif action == "slice":
+            cache.slice(0, cache.tokens // 2)
+
+# What the libraries take when they are first used is not the file's.
+few = kvpack.pack([(torch.randn(1, 1, 40, 4),) * 2], "k=quaternion:s=5,r=4;v=group:b=3,g=4")
+for action in ("attend", "unpack", "append", "slice"):
+    act(few, action)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with container.open_file(path, max_bytes=max_bytes) as file:
+    file.verify()
+for action in ("load", "attend", "unpack", "append", "slice"):
+    act(kvpack.load(path, max_bytes=max_bytes), action)
+    print(action, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+"""
+
+
+@pytest.mark.parametrize(
+    ("make", "max_bytes"),
+    [(lambda: many_runs(6000), 10**6), (lambda: frames(2**25), 2**26), (lambda: codebooks(24), 10**6)],
+    ids=["runs", "zstd", "codebooks"],
+)
+def test_what_is_accepted_takes_at_most_max_bytes_and_the_constant(make: object, max_bytes: int, tmp_path: Path) -> None:
+    (tmp_path / "a.kvpack").write_bytes(make())  # type: ignore[operator]
+    command = [sys.executable, "-c", ACTIONS, str(tmp_path / "a.kvpack"), str(max_bytes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=environment).stdout
+    for line in output.splitlines():
+        action, taken = line.split()
+        assert int(taken) <= max_bytes + CONSTANT_BYTES, f"{action} took {int(taken) / 2**20:.0f} MiB"
+
+
+def test_runs_cost_bytes_and_not_objects() -> None:
+    data = many_runs(2**15)
+    tracemalloc.start()
+    try:
+        cache = files.read(container.open_bytes(bytearray(data)))
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(cache[0].k.pages) == 2**15  # type: ignore[union-attr]
+    assert kept < 64 * 2 * 2**15, "a run takes more than 64 bytes"
+
+
+@pytest.mark.parametrize(
+    "codec", [RUNS, create("group", 4, "v", b="2", g="4", scales="u8"), create("group", 4, b="2", g="4", raw_tokens="fp16", sinks="2")]
+)
+def test_pages_of_a_stretch_are_the_runs_that_were_stored(codec: Codec) -> None:
+    # No run is whole groups, so that none is joined to the next when it is saved.
+    side = random_side(codec, (3, 5, 1, 6, 7), 2)
+    cache = files.read(container.open_bytes(bytearray(file_of((side, None)))))
+    loaded = cache[0].k
+    assert loaded is not None
+    for start in range(0, side.tokens + 1):
+        for stop in range(start, side.tokens + 1):
+            try:
+                expected = side.slice(start, stop)
+            except OutOfBounds as error:
+                with pytest.raises(OutOfBounds, match=re.escape(str(error))):
+                    loaded.slice(start, stop)
+                continue
+            found = loaded.slice(start, stop)
+            assert found.merged_runs() == expected.merged_runs()
+            assert_close(found.unpack(torch.float32), expected.unpack(torch.float32), rtol=0, atol=0, equal_nan=True)
+    x = torch.randn(1, 2, 9, codec.dim)
+    assert_close(loaded.append(x).unpack(torch.float32), side.append(x).unpack(torch.float32), rtol=0, atol=0, equal_nan=True)
+    assert loaded.append(x).merged_runs() == side.append(x).merged_runs()
+    again = files.read(container.open_bytes(bytearray(container.to_bytes(*files.stored(cache)))))
+    assert_close(again[0].k.unpack(torch.float32), side.unpack(torch.float32), rtol=0, atol=0, equal_nan=True)  # type: ignore[union-attr]

@@ -1,0 +1,273 @@
+"""The fuzz targets: each runs, repairs what it changes, finds a planted fault, and reports it."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import xxhash
+
+from kvpack.cache import cache
+from kvpack.coding import recipes
+from kvpack.file import container, header_tensor, payload
+from kvpack.formats import CODECS, columns
+from kvpack.formats.errors import DigestMismatch, KvpackError
+from kvpack.formats.scalar import Scalar
+from kvpack.store import entries
+
+ROOT = Path(__file__).resolve().parents[2]
+
+import line_coverage  # noqa: E402
+import oracles  # noqa: E402
+import seeds  # noqa: E402
+import session  # noqa: E402
+import summary  # noqa: E402
+import worker  # noqa: E402
+from file_mutator import Vocabulary, mutated_file, taken_apart  # noqa: E402
+from session import Report, Session  # noqa: E402
+from targets import TARGETS, Target  # noqa: E402
+
+INPUTS = {"command": 12, "dense-file": 40, "entry": 20}
+"""Targets whose inputs take long run fewer of them."""
+
+
+def run(target: Target, count: int, folder: Path, seed: int = 0, every: int = 16) -> Report:
+    """``count`` mutations of seeds, in the order of ``seed``, and what came of them."""
+    source, report = random.Random(seed), Report("target", "random", seed)
+    found = Session(report, Target(**{**vars(target), "every": every}), 1e9, None, folder)
+    while report.executions < count and not report.crashes:
+        found.run(target.mutate(source.choice(target.seeds), source))
+    return found.finish()
+
+
+@pytest.fixture(scope="module")
+def targets() -> Callable[[str], Target]:
+    made: dict[str, Target] = {}
+
+    def get(name: str) -> Target:
+        if name not in made:
+            made[name] = TARGETS[name]()
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_runs_without_a_failure(name: str, targets: Callable[[str], Target], tmp_path: Path) -> None:
+    target = targets(name)
+    assert any(target.check(data) for data in target.seeds[:: max(1, len(target.seeds) // 8)]), "a seed is accepted"
+    count = INPUTS.get(name, 150)
+    report = run(target, count, tmp_path)
+    assert not report.crashes, report.crashes[0]
+    assert report.executions == count
+    assert report.accepted < count
+    assert (report.compared > 0) == (target.compare is not None)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_committed_corpus_runs_without_a_failure(name: str, targets: Callable[[str], Target]) -> None:
+    target, found = targets(name), seeds.committed(name)
+    assert found, "there is a corpus"
+    assert not set(found) & set(target.seeds), "seeds are not copied"
+    for data in found[:: max(1, len(found) // 20)]:
+        assert len(data) <= target.most_bytes
+        target.check(data)
+
+
+def test_every_codec_is_a_target() -> None:
+    assert {f"codec-{name}" for name in CODECS} <= set(TARGETS)
+
+
+def test_the_corpus_is_small() -> None:
+    assert {path.name for path in seeds.CORPUS.iterdir()} == {seeds.corpus_path(name).name for name in TARGETS}
+    assert sum(path.stat().st_size for path in seeds.CORPUS.iterdir()) < 1 << 20
+
+
+def test_mutations_are_repaired_and_repeat() -> None:
+    files = seeds.kvpack_files()
+    vocabulary, refusals, accepted, right, whole = Vocabulary.of(files), [], 0, 0, 0
+    for number in range(300):
+        data = files[number % len(files)]
+        mutated = mutated_file(data, vocabulary, random.Random(number), 1 << 14)
+        assert mutated == mutated_file(data, vocabulary, random.Random(number), 1 << 14)
+        try:
+            container.open_bytes(mutated).verify()
+            accepted += mutated != data
+        except KvpackError as error:
+            refusals.append(type(error))
+        parts = taken_apart(mutated)
+        if mutated != data and parts is not None:
+            whole += 1
+            header = mutated[8 + int.from_bytes(mutated[:8], "little") :][: len(msgpack.packb(parts.header))]
+            rows = zip(parts.header["tensors"], parts.tensors, strict=True)
+            right += xxhash.xxh3_128_hexdigest(header).encode() in mutated[:128] and all(
+                row[5] == xxhash.xxh3_128_digest(stored) for row, stored in rows
+            )
+    assert whole > 100
+    assert right > 0.9 * whole
+    assert accepted > 30
+    assert refusals.count(DigestMismatch) < 30, "nearly all get past the digests"
+    assert len(set(refusals)) >= 5
+
+
+def leave_out(module: Any, name: str, value: Any = None) -> Callable[[pytest.MonkeyPatch], None]:
+    """A fault: what ``name`` does is not done."""
+    return lambda patch: patch.setattr(module, name, lambda *_, **__: value)
+
+
+def crash(module: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    def fail(*_: Any, **__: Any) -> None:
+        raise IndexError("planted")
+
+    return lambda patch: patch.setattr(module, name, fail)
+
+
+def wrong_bytes(patch: pytest.MonkeyPatch) -> None:
+    real = header_tensor.pack_header
+    patch.setattr(oracles, "pack_header", lambda header: real(header) + b"\0")
+
+
+def wrong_value(patch: pytest.MonkeyPatch) -> None:
+    real = Scalar.decode_frame
+    patch.setattr(Scalar, "decode_frame", lambda codec, streams: real(codec, streams) * 1.25)
+
+
+def another_shape(patch: pytest.MonkeyPatch) -> None:
+    real = oracles.safetensors.deserialize
+    patch.setattr(oracles.safetensors, "deserialize", lambda data: [(name, {**at, "shape": [1]}) for name, at in real(data)])
+
+
+FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "a reader crashes": ("container", crash(container, "check_digest")),
+    "a pad is not checked": ("container", lambda patch: patch.setattr(payload, "any", lambda _: False, raising=False)),
+    "keys are not checked": ("header", leave_out(header_tensor, "check_keys")),
+    "another form of the header": ("header", wrong_bytes),
+    "digits are not checked": ("codec-group", leave_out(columns.Columns, "check")),
+    "values are wrong": ("codec-scalar", wrong_value),
+    "another reading": ("safetensors", another_shape),
+    "added values are rounded": ("append", leave_out(cache, "is_rounded", False)),
+    "payloads are not checked": ("entry", leave_out(entries, "_check_payload")),
+    "a word crashes": ("recipe", crash(recipes, "create_codec")),
+    "a clause crashes": ("recipe-file", crash(recipes, "read_clauses")),
+    "a command crashes": ("command", crash(container, "open_file")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, targets: Callable[[str], Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, plant = FAULTS[fault]
+    target = targets(name)
+    plant(monkeypatch)
+    report = run(target, 2000, tmp_path, every=4)
+    assert report.crashes, "the fault was not found"
+    kept = Path(report.crashes[0].partition("\n")[0])
+    assert kept.parent == tmp_path
+    assert kept.stat().st_size >= 0
+
+
+def test_a_hang_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "HANG_SECONDS", 0.01)
+
+    def slow(data: bytes) -> bool:
+        end = time.thread_time() + 0.02 * len(data)
+        while time.thread_time() < end:
+            pass
+        return True
+
+    report = run(Target((b"",), lambda data, source: data or b"x", slow), 1, tmp_path)
+    assert len(report.hangs) == 1
+    assert report.slowest_seconds > 0.01
+    assert Path(report.hangs[0]).read_bytes() == b"x"
+
+
+def test_each_kind_of_failure_counts() -> None:
+    memory = {"memory_peak": 300.0, "memory_of_libraries": 240.0, "memory_of_files": 70.0}
+    good = {"target": "x", "executions": 1, **memory, "crashes": [], "hangs": []}
+    assert summary.problems([good]) == []
+    for change, message in (
+        ({"crashes": ["file\ntrace"]}, "python fuzz/worker.py x --repeat file"),
+        ({"hangs": ["file"]}, "x: hangs: file"),
+        ({"memory_of_files": 43.0}, "took 257 MiB"),
+        ({"memory_peak": 325.0}, "85 MiB more than the libraries"),
+        ({"executions": 0}, "ran no input"),
+    ):
+        (problem,) = summary.problems([good | change])
+        assert message in problem
+
+
+def test_minimizing_keeps_what_reaches_something() -> None:
+    files = list(seeds.kvpack_files()[:60])
+    kept = line_coverage.minimized(oracles.check_container, files + files[:5], files[:10])
+    assert 2 <= len(kept) < 50
+    assert not set(kept) & set(files[:10])
+    assert line_coverage.minimized(oracles.check_container, kept, kept) == []
+    covered = line_coverage.covered_lines(oracles.check_container, files, 1e9)
+    runnable = line_coverage.runnable_lines()
+    assert set(covered["kvpack/file/container.py"]) & runnable["kvpack/file/container.py"]
+
+
+@pytest.mark.parametrize("driver", ["random", "atheris"])
+def test_the_command_line_reports_as_json(driver: str, tmp_path: Path) -> None:
+    if driver == "atheris":
+        pytest.importorskip("atheris")
+    words = ["--target", "recipe", "--target", "encrypted-entry", "--executions", "300", "--seconds", "120", "--lines", "1", "--json"]
+    command = [sys.executable, str(ROOT / "fuzz" / "run.py"), *words, "--driver", driver, "--failures", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    assert [(report["target"], report["executions"], report["driver"]) for report in result["targets"]] == [
+        ("recipe", 300, driver),
+        ("encrypted-entry", 300, driver),
+    ]
+    assert result["problems"] == []
+    assert result["coverage"]["formats/columns.py"][0] > 10
+    assert all((report["features"] > 0) == (driver == "atheris") for report in result["targets"])
+
+
+def test_a_failing_input_is_kept_and_repeats(tmp_path: Path) -> None:
+    (tmp_path / "input").write_bytes(seeds.kvpack_files()[-1])
+    command = [sys.executable, str(ROOT / "fuzz" / "worker.py"), "container", "--repeat", str(tmp_path / "input")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "input: accepted" in done.stdout or "input: refused" in done.stdout
+
+
+def test_a_process_that_dies_leaves_its_input(tmp_path: Path) -> None:
+    script = (
+        "import os, pathlib, sys\n"
+        f"sys.path[:0] = [{str(ROOT / 'fuzz')!r}, {str(ROOT / 'tests' / 'support')!r}]\n"
+        "from session import Report, Session\n"
+        "from targets import Target\n"
+        "from worker import run_random\n"
+        "target = Target((b'x',), lambda data, source: b'fatal', lambda data: os.abort() if data == b'fatal' else True)\n"
+        f"session = Session(Report('target', 'random', 0), target, 60.0, 9, pathlib.Path({str(tmp_path)!r}))\n"
+        "run_random(session, [b'x'], 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode < 0, done.stderr
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith("native-target-")
+    assert left.read_bytes() == b"fatal"
+
+
+def test_the_random_driver_goes_on_from_what_was_accepted(tmp_path: Path) -> None:
+    seen: list[bytes] = []
+
+    def check(data: bytes) -> bool:
+        seen.append(data)
+        return True
+
+    target = Target((b"x",), lambda data, source: data + b"y", check)
+    worker.run_random(Session(Report("target", "random", 0), target, 1e9, 200, tmp_path), [b"x"], 0)
+    assert seen[0] == b"x"
+    assert len(seen) == 200
+    assert max(map(len, seen)) > 3
+    assert list(tmp_path.iterdir()) == []

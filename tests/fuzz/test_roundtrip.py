@@ -1,0 +1,54 @@
+"""A short run of the round-trip fuzzer, and that it reports what it finds."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvpack.formats import CODECS
+
+from strategies import CASES  # isort: skip
+
+SOURCE = Path(__file__).resolve().parents[2] / "fuzz" / "roundtrip.py"
+
+
+@pytest.fixture(scope="module")
+def roundtrip() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("roundtrip", SOURCE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["roundtrip"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_codec_has_a_row() -> None:
+    assert set(CODECS) <= set(CASES)
+
+
+@pytest.mark.parametrize("codec_id", sorted(CODECS))
+def test_a_batch_of_every_codec(roundtrip: ModuleType, codec_id: str) -> None:
+    report = roundtrip.run(0, codec_id, 1)
+    assert report.failures == []
+    assert report.examples[codec_id] > 0
+    assert report.slowest_seconds > 0
+
+
+def test_a_fault_is_reported_with_the_seed_that_repeats_it(
+    roundtrip: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(codec: object, x: object) -> bool:
+        raise AssertionError("an error is above its bound")
+
+    monkeypatch.setattr(roundtrip, "check_round_trip", broken)
+    monkeypatch.setattr(sys, "argv", ["roundtrip.py", "--seconds", "0", "--codec", "raw", "--seed", "42"])
+    assert roundtrip.main() == 1
+    printed = capsys.readouterr().out
+    assert "failures: 1" in printed
+    assert "--seed 42:" in printed
+    assert "an error is above its bound" in printed

@@ -1,0 +1,347 @@
+"""Which models continue which packed caches, over what, and what is said of the others."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from zoo_models import ZOO
+
+import kvpack
+from kvpack.cache.cache import Cache
+from kvpack.cache.packing import pack
+from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape
+from kvpack.integrations.transformers import KvpackCache, recording
+
+FP32 = "kv=raw:dtype=fp32"
+PROMPT = torch.arange(3, 35)[None]
+FOLLOWING = torch.tensor([[7, 40, 9, 22, 5]])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def model_of(name: str, attention: str | None = None, **sizes: Any) -> Any:
+    architecture = next(architecture for architecture in ZOO if architecture.name == name)
+    model = type(architecture)(name, architecture.configuration, {**architecture.sizes, **sizes}, architecture.kind).model()
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    return model
+
+
+def recorded(model: Any, **images: Any) -> Cache:
+    with recording(model) as record:
+        past = model(PROMPT, use_cache=True, **images).past_key_values
+    return pack(past, FP32, inputs=record.inputs(past))
+
+
+def logits_of(model: Any, attention: str, cache: type = DynamicCache, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """Of a prefill and of two passes that continue it, over a plain cache."""
+    model.set_attn_implementation(attention)
+    past = DynamicCache(config=model.config) if cache is DynamicCache else StaticCache(config=model.config, max_cache_len=48)
+    result, seen = [], 0
+    for part in torch.cat([PROMPT, FOLLOWING], 1).expand(2, -1).split([32, 4, 1], 1):
+        seen += part.shape[1]
+        result.append(model(part, past_key_values=past, attention_mask=None if mask is None else mask[:, :seen]).logits)
+    return result
+
+
+PADDING = torch.ones(2, 37, dtype=torch.int64)
+PADDING[1, :5] = 0
+
+
+@pytest.mark.parametrize("mask", [None, PADDING], ids=["whole", "padded"])
+@pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("name", ["Llama", "GPT-OSS", "Gemma-2", "Mistral", "GPT-2", "Qwen2-VL", "Llama-4", "DeepSeek-V3", "StableLM"])
+def test_plain_tensors_go_to_the_models_own_attention_bit_for_bit(name: str, cache: type, mask: torch.Tensor | None) -> None:
+    model = model_of(name)
+    own = model.config._attn_implementation
+    expected = logits_of(model, own, cache, mask)
+    for one, other in zip(expected, logits_of(model, "kvpack", cache, mask), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT-2"])
+def test_or_to_eager_attention_when_that_is_named(name: str) -> None:
+    model = model_of(name)
+    for one, other in zip(logits_of(model, "eager"), logits_of(model, "kvpack|eager"), strict=True):
+        assert torch.equal(one, other)
+    assert KvpackCache(recorded(model), model).get_seq_length() == 32
+
+
+def test_masks_that_packed_attention_lacks_are_right_over_plain_tensors() -> None:
+    model = model_of("Llama")
+    positions = torch.tensor([[*range(16), *range(16)]])
+    found = []
+    for attention in ("sdpa", "kvpack"):
+        model.set_attn_implementation(attention)
+        found.append(model(PROMPT, position_ids=positions, use_cache=False).logits)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["Falcon", "Falcon (ALiBi)", "Bloom", "DeepSeek-V2", "DeepSeek-V3", "MPT", "Llama-4"])
+def test_models_that_need_tensors_get_them_with_a_warning(name: str) -> None:
+    model = model_of(name)
+    packed = recorded(model)
+    expected = model(FOLLOWING, past_key_values=model(PROMPT, use_cache=True).past_key_values).logits
+    with pytest.warns(kvpack.KvpackWarning, match=f"{type(model).__name__} has attention that cannot take packed layers") as told:
+        cache = KvpackCache(packed, model)
+    assert len(told) == 1
+    assert torch.equal(model(FOLLOWING, past_key_values=cache).logits, expected)
+    assert cache.packed.tokens == 37
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", kvpack.KvpackWarning)
+        assert torch.equal(model(FOLLOWING, past_key_values=KvpackCache(packed, model, dense=True)).logits, expected)
+
+
+def test_packed_cross_attention_is_decoded_with_a_warning() -> None:
+    model = model_of("BART")
+    options = {"input_ids": PROMPT, "decoder_input_ids": FOLLOWING}
+    past = model(**options, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache())).past_key_values
+    packed = [pack(part, FP32) for part in (past.self_attention_cache, past.cross_attention_cache)]
+    options["decoder_input_ids"] = torch.tensor([[9]])
+    expected = model(**options, past_key_values=past).logits
+    model.set_attn_implementation("kvpack")
+    with pytest.warns(kvpack.KvpackWarning, match="decodes the keys and values") as told:
+        found = model(**options, past_key_values=EncoderDecoderCache(*(KvpackCache(cache) for cache in packed))).logits
+    assert len(told) == 1
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["Llama", "Falcon", "DeepSeek-V3"])
+def test_attention_that_was_left_as_it_is_says_what_to_write(name: str, attention: str) -> None:
+    model = model_of(name)
+    packed = recorded(model)
+    model.set_attn_implementation(attention)
+    with pytest.raises(InvalidParameter, match=r'model\.set_attn_implementation\("kvpack"\).*KvpackCache\(cache, dense=True\)'):
+        model(FOLLOWING, past_key_values=KvpackCache(packed))
+    if name == "Llama":
+        cache = KvpackCache(packed, model)
+        with pytest.raises(InvalidParameter, match=rf"of LlamaForCausalLM is '{attention}'.*model\.set_attn_implementation\(\"kvpack\"\)"):
+            model(FOLLOWING, past_key_values=cache)
+        model.set_attn_implementation("kvpack")
+        model(FOLLOWING, past_key_values=cache)
+        assert cache.packed.tokens == 37
+
+
+TOUCHES: list[Any] = [
+    lambda states: states.shape,
+    lambda states: states.to("cpu"),
+    lambda states: states[..., 0],
+    list,
+    len,
+    lambda states: torch.cat([states]),
+    lambda states: torch.zeros(1, 2, 1, 8) @ states,
+]
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_touching_packed_states_says_what_to_write(touch: Any) -> None:
+    model = model_of("Llama")
+    states, _ = KvpackCache(recorded(model)).update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 0)
+    with pytest.raises(InvalidParameter, match="set_attn_implementation"):
+        touch(states)
+
+
+def test_a_pass_that_failed_between_layers_is_not_continued() -> None:
+    model = model_of("Llama")
+    cache = KvpackCache(recorded(model))
+    with pytest.raises(InvalidParameter, match="set_attn_implementation"):
+        model(FOLLOWING, past_key_values=cache)
+    model.set_attn_implementation("kvpack")
+    with pytest.raises(InvalidShape, match=r"layers\[0\] has seen 37 tokens and layers\[1\] 32: a forward pass ended between them"):
+        model(FOLLOWING, past_key_values=cache)
+
+
+def test_caches_of_other_models_are_refused() -> None:
+    model, larger = model_of("Llama", "kvpack"), model_of("Llama", "kvpack", num_hidden_layers=5)
+    packed = recorded(larger)
+    with pytest.raises(InvalidParameter, match="the cache has 5 layers, and LlamaForCausalLM 2"):
+        KvpackCache(packed, model)
+    with pytest.raises(InvalidParameter, match="the cache has 5 layers, and the model of this LlamaAttention 2"):
+        model(FOLLOWING, past_key_values=KvpackCache(packed))
+    with pytest.raises(InvalidParameter, match="the cache has 2 layers, and LlamaForCausalLM 5"):
+        KvpackCache(recorded(model), larger)
+    heads = recorded(model_of("Llama", num_key_value_heads=4))
+    with pytest.raises(InvalidShape, match=r"layers\[0\]: the model's keys have batch, heads and dim \[1, 2, 8\], the cache's \[1, 4, 8\]"):
+        model(FOLLOWING, past_key_values=KvpackCache(heads, model))
+    wide = recorded(model_of("Llama", head_dim=16))
+    with pytest.raises(InvalidShape, match=r"dim \[1, 2, 8\], the cache's \[1, 2, 16\]"):
+        model(FOLLOWING, past_key_values=KvpackCache(wide))
+
+
+@pytest.mark.parametrize("name", ["Falcon-H1", "Jamba", "Bamba", "Qwen3-Next"])
+def test_states_besides_keys_and_values_are_refused_by_name(name: str) -> None:
+    model = model_of(name)
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] is a LinearAttention\w+: its conv_states and recurrent_states cannot be"):
+        pack(model(PROMPT).past_key_values, FP32)
+    pairs = [(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))] * model.config.num_hidden_layers
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] of \w+ keeps a LinearAttention\w+, and a packed layer"):
+        KvpackCache(pack(pairs, FP32), model)
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Phi-3", "StarCoder2", "Gemma-3", "GPT-OSS"])
+def test_sliding_layers_go_on_and_are_cropped_within_their_window(name: str) -> None:
+    model = model_of(name)
+    packed = recorded(model)
+    dense = model(PROMPT).past_key_values
+    expected = [model(part, past_key_values=dense).logits for part in FOLLOWING.split(1, 1)]
+    model.set_attn_implementation("kvpack")
+    cache = KvpackCache(packed, model)
+    with pytest.raises(InvalidShape, match=r"newest 11 of its tokens \(1 are to be dropped\), the model attends to a window of 12"):
+        cache.crop(-1)
+    assert cache.get_seq_length() == 32
+    for _ in range(2):
+        found = [model(part, past_key_values=cache).logits for part in FOLLOWING.split(1, 1)]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        cache.crop(-5)
+    cut = pack([(layer.keys[:, :, 4:], layer.values[:, :, 4:]) for layer in model(PROMPT).past_key_values.layers], FP32)
+    assert cut.tokens < 32
+
+
+def test_dense_sliding_layers_need_the_window() -> None:
+    model = model_of("Mistral")
+    packed = recorded(model)
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] skipped tokens: dense layers need the model's window, Kvpack"):
+        KvpackCache(packed, dense=True)
+    expected = model(FOLLOWING, past_key_values=model(PROMPT).past_key_values).logits
+    assert torch.equal(model(FOLLOWING, past_key_values=KvpackCache(packed, model, dense=True)).logits, expected)
+
+
+def images(model: Any) -> dict[str, Any]:
+    """An image of 4 x 4 patches at tokens 8 to 23."""
+    pixels = torch.randn(16, 3 * 2 * 2 * 2, generator=torch.Generator().manual_seed(0))
+    types = torch.zeros_like(PROMPT)
+    types[:, 8:24] = 1
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]]), "mm_token_type_ids": types}
+
+
+def test_positions_of_several_dimensions_go_on_as_the_prompt_ended() -> None:
+    global PROMPT
+    model = model_of("Qwen2-VL", image_token_id=60)
+    text, PROMPT = PROMPT, PROMPT.clone()
+    PROMPT[:, 8:24] = 60
+    try:
+        packed = recorded(model, **images(model))
+        dense = model(PROMPT, **images(model)).past_key_values
+    finally:
+        PROMPT = text
+    deltas = model.model.rope_deltas
+    assert deltas.tolist() == [[-12]]
+    assert packed.inputs is not None
+    assert packed.inputs.undetermined == (
+        "tokens 0 to 31 depend on the arguments image_grid_thw, mm_token_type_ids, pixel_values",
+        "tokens 0 to 31 have other positions than those that follow the cache",
+    )
+    expected = model(FOLLOWING, past_key_values=dense).logits
+    model.set_attn_implementation("kvpack")
+    with pytest.raises(InvalidParameter, match=r"Qwen2VLForConditionalGeneration has rotary positions of several dimensions.*rope_deltas="):
+        KvpackCache(packed, model)
+    with pytest.raises(InvalidParameter, match=r"Qwen2VLAttention has rotary positions of several dimensions.*KvpackCache\(cache, model\)"):
+        model(FOLLOWING, past_key_values=KvpackCache(packed))
+    found = model(FOLLOWING, past_key_values=KvpackCache(packed, model, rope_deltas=deltas)).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    # As in a new process, and after a prompt with other images.
+    for other, position in ((None, 32), (torch.tensor([[-3]]), 29)):
+        model.model.rope_deltas = other
+        cache = KvpackCache(packed, model, rope_deltas=deltas)
+        with pytest.raises(InvalidParameter, match=rf"gives token 32 the position {position}, and after this cache it has 20: set model"):
+            model(FOLLOWING, past_key_values=cache)
+        model.model.rope_deltas = deltas
+        torch.testing.assert_close(model(FOLLOWING, past_key_values=cache).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_text_goes_on_in_a_model_of_images() -> None:
+    model = model_of("Qwen2-VL")
+    packed = recorded(model)
+    expected = model(FOLLOWING, past_key_values=model(PROMPT).past_key_values).logits
+    model.set_attn_implementation("kvpack")
+    torch.testing.assert_close(model(FOLLOWING, past_key_values=KvpackCache(packed, model)).logits, expected, rtol=1e-5, atol=1e-5)
+    model.model.rope_deltas = torch.tensor([[-12]])
+    with pytest.raises(InvalidParameter, match="gives token 32 the position 20, and after this cache it has 32"):
+        model(FOLLOWING, past_key_values=KvpackCache(packed, model))
+    model.model.rope_deltas = None
+    unknown = Cache(packed.layers, packed.recipe)
+    with pytest.raises(InvalidParameter, match="the cache does not say where they go on"):
+        KvpackCache(unknown, model)
+    found = model(FOLLOWING, past_key_values=KvpackCache(unknown, model, rope_deltas=0)).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(InvalidParameter, match="rope_deltas is for models with rotary positions of several dimensions"):
+        KvpackCache(packed, model_of("Llama"), rope_deltas=0)
+
+
+PAST = [(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))]
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        (KvpackCache(pack(PAST, FP32)), "a KvpackCache is no packed cache: write {}cache.packed"),
+        (PAST, "a list is no packed cache: write {}kvpack.pack(past_key_values, recipe)"),
+        (DynamicCache(PAST), "a DynamicCache is no packed cache: write {}kvpack.pack(past_key_values, recipe)"),
+        ("prompt.kvpack", "a str is no packed cache: write {}kvpack.load('prompt.kvpack')"),
+        (Path("prompt.kvpack"), "a PosixPath is no packed cache: write {}kvpack.load('prompt.kvpack')"),
+        (None, "a NoneType is no packed cache: kvpack.pack makes one, and kvpack.load reads one"),
+    ],
+)
+def test_what_is_no_packed_cache_says_what_to_write(given: Any, instead: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidDtype, match=re.escape(instead.format("KvpackCache("))):
+        KvpackCache(given)
+    with pytest.raises(InvalidDtype, match=re.escape(instead.format("kvpack.save("))):
+        kvpack.save(given, tmp_path / "file")
+    assert not list(tmp_path.iterdir())
+
+
+def test_arguments_of_another_type_are_refused() -> None:
+    with pytest.raises(InvalidParameter, match=r"model is a str, expected a map of names to text, such as \{'name': 'llama'\}"):
+        pack(PAST, FP32, model="llama")
+    with pytest.raises(InvalidParameter, match="model is a str, expected a transformers model"):
+        KvpackCache(pack(PAST, FP32), "llama")
+    with pytest.raises(InvalidParameter, match="inputs is a list, expected a kvpack"):
+        pack(PAST, FP32, inputs=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda model: setattr(model.config, "rms_norm_eps", 1e-3), "config"),
+        (lambda model: model.to(torch.bfloat16), "dtype"),
+        (lambda model: model.config.rope_parameters.update(rope_theta=5e5), "rope"),
+        (lambda model: setattr(model.config, "_name_or_path", "another"), "name"),
+        (lambda model: model.model.rotary_emb.inv_freq.mul_(2), "config"),
+    ],
+)
+def test_a_cache_that_names_its_model_is_refused_by_another(change: Any, field: str) -> None:
+    model = model_of("Llama", "kvpack")
+    model.config._name_or_path = "one"
+    named = kvpack.Identity.of(model, FP32).header_model
+    cache = replace(recorded(model), model=named)
+    KvpackCache(cache, model)
+    change(model)
+    with pytest.raises(InvalidParameter, match=f"the cache is of a model whose {field} is '"):
+        KvpackCache(cache, model)
+    KvpackCache(replace(cache, model={}), model)
+
+
+def test_what_ids_do_not_determine_is_refused_by_a_store_after_a_file(tmp_path: Path) -> None:
+    model = model_of("Llama", "kvpack")
+    cache = KvpackCache(recorded(model), model)
+    ids = torch.cat([PROMPT, FOLLOWING, FOLLOWING], 1)
+    model(ids[:, 32:], past_key_values=cache, token_type_ids=torch.zeros(1, 10, dtype=torch.int64))
+    kvpack.save(cache.packed, tmp_path / "file")
+    loaded = kvpack.load(tmp_path / "file")
+    assert loaded.inputs == cache.packed.inputs
+    with kvpack.Store(tmp_path / "store", kvpack.Identity.of(model, FP32), chunk=8) as store:
+        with pytest.raises(InvalidParameter, match="tokens 32 to 41 depend on the argument token_type_ids"):
+            store.save(ids, loaded)
+        assert store.save(ids[:, :32], loaded[:, :32]) == 32

@@ -1,0 +1,306 @@
+"""What forward passes saw is kept with a cache: ids where they determine it, and what they do not determine by name."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from transformers import DynamicCache
+from zoo_models import ZOO
+
+from kvpack.cache.cache import Cache
+from kvpack.cache.packing import pack
+from kvpack.file.inputs import Inputs
+from kvpack.formats.errors import InvalidParameter
+from kvpack.integrations.transformers import KvpackCache, recording
+
+FP32 = "kv=raw:dtype=fp32"
+PROMPT = torch.arange(3, 23)[None]
+FOLLOWING = torch.tensor([[40, 41, 42, 43]])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def model_of(name: str = "Llama") -> Any:
+    model = next(architecture for architecture in ZOO if architecture.name == name).model()
+    model.set_attn_implementation("kvpack")
+    return model
+
+
+def recorded(model: Any, ids: torch.Tensor = PROMPT) -> Cache:
+    with recording(model) as record:
+        past = model(ids).past_key_values
+    return pack(past, FP32, inputs=record.inputs(past))
+
+
+def ids_of(tensor: torch.Tensor) -> bytes:
+    return tensor.flatten().numpy().astype("<u4").tobytes()
+
+
+def hooks_of(model: Any) -> int:
+    return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
+
+
+def test_ids_of_all_passes_follow_one_another() -> None:
+    model = model_of()
+    cache = KvpackCache(recorded(model), model)
+    for part in FOLLOWING.split([2, 1, 1], 1):
+        model(part, past_key_values=cache)
+    assert cache.packed.inputs == Inputs(ids_of(torch.cat([PROMPT, FOLLOWING], 1)))
+    cache.crop(-3)
+    assert cache.packed.inputs == Inputs(ids_of(torch.cat([PROMPT, FOLLOWING[:, :1]], 1)))
+    cache.reset()
+    assert cache.packed.inputs == Inputs()
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-NeoX", "OPT", "Falcon", "Qwen2-VL", "Mistral", "Gemma-3"])
+def test_generate_is_recorded(name: str) -> None:
+    model = model_of(name) if name != "Falcon" else next(one for one in ZOO if one.name == name).model()
+    cache = KvpackCache(recorded(model), model, dense=name == "Falcon")
+    ids = model.generate(torch.cat([PROMPT, FOLLOWING], 1), past_key_values=cache, max_new_tokens=70, do_sample=False)
+    assert cache.packed.inputs == Inputs(ids_of(ids[:, :-1]))
+
+
+def test_passes_without_the_model_are_told() -> None:
+    model = model_of()
+    cache = KvpackCache(recorded(model))
+    assert cache.packed.inputs == Inputs(ids_of(PROMPT))
+    model(FOLLOWING, past_key_values=cache)
+    found = cache.packed.inputs
+    assert found is not None
+    assert found.token_ids == ids_of(PROMPT)
+    assert found.undetermined == ("tokens 20 to 23 came from forward passes that were not recorded: give KvpackCache the model",)
+    assert found.starts == (20,)
+    assert cache.packed[:, :20].inputs == Inputs(ids_of(PROMPT))
+
+
+def test_of_first_tokens_that_nobody_recorded_the_caller_vouches() -> None:
+    model = model_of()
+    packed = pack(model(PROMPT).past_key_values, FP32)
+    cache = KvpackCache(packed, model)
+    assert cache.packed.inputs is None
+    model(FOLLOWING, past_key_values=cache)
+    assert cache.packed.inputs == Inputs()
+
+
+def embedded(model: Any, cache: Any) -> None:
+    model(inputs_embeds=model.get_input_embeddings()(FOLLOWING), past_key_values=cache)
+
+
+def shifted(model: Any, cache: Any) -> None:
+    model(FOLLOWING, position_ids=torch.arange(25, 29)[None], past_key_values=cache)
+
+
+def shifted_inside(model: Any, cache: Any) -> None:
+    model.model(FOLLOWING, position_ids=torch.arange(25, 29)[None], past_key_values=cache)
+
+
+def under_autocast(model: Any, cache: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        model(FOLLOWING, past_key_values=cache)
+
+
+def training(model: Any, cache: Any) -> None:
+    model.train()
+    model(FOLLOWING, past_key_values=cache)
+    model.eval()
+
+
+def with_unknown_argument(model: Any, cache: Any) -> None:
+    model(FOLLOWING, past_key_values=cache, token_type_ids=torch.zeros(1, 4, dtype=torch.int64))
+
+
+def with_two_unknown_arguments(model: Any, cache: Any) -> None:
+    model(FOLLOWING, past_key_values=cache, pixel_values=torch.zeros(1), image_grid_thw=torch.ones(1, 3))
+
+
+def one_by_one(model: Any, cache: Any) -> None:
+    for part in FOLLOWING.split(1, 1):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(part, past_key_values=cache)
+
+
+UNDETERMINED = [
+    (embedded, "came from embeddings, not from token ids"),
+    (shifted, "have other positions than those that follow the cache"),
+    (shifted_inside, "have other positions than those that follow the cache"),
+    (under_autocast, "were computed under autocast to bfloat16"),
+    (one_by_one, "were computed under autocast to bfloat16"),
+    (training, "were computed in training mode"),
+    (with_unknown_argument, "depend on the argument token_type_ids"),
+    (with_two_unknown_arguments, "depend on the arguments image_grid_thw, pixel_values"),
+]
+
+
+@pytest.mark.parametrize(("run", "why"), UNDETERMINED)
+def test_what_ids_do_not_determine_is_named(run: Any, why: str) -> None:
+    model = model_of()
+    cache = KvpackCache(recorded(model), model)
+    run(model, cache)
+    found = cache.packed.inputs
+    assert found is not None
+    assert found.undetermined == (f"tokens 20 to 23 {why}",)
+    assert found.starts == (20,)
+
+
+@pytest.mark.parametrize(("run", "why"), UNDETERMINED)
+def test_so_it_is_for_the_prefill_of_a_plain_cache(run: Any, why: str) -> None:
+    model = model_of()
+    past = DynamicCache(config=model.config)
+    with recording(model) as record:
+        model(PROMPT, past_key_values=past)
+        run(model, past)
+    assert record.inputs(past).undetermined == (f"tokens 20 to 23 {why}",)
+    assert record.inputs(past).token_ids[:80] == ids_of(PROMPT)
+    past.crop(-4)
+    assert record.inputs(past) == Inputs(ids_of(PROMPT))
+
+
+def test_a_mask_that_hides_tokens_is_named() -> None:
+    model = model_of()
+    past = DynamicCache(config=model.config)
+    mask = torch.ones_like(PROMPT)
+    with recording(model) as record:
+        model(PROMPT, attention_mask=mask, past_key_values=past)
+    assert record.inputs(past) == Inputs(ids_of(PROMPT))
+    mask[0, 0] = 0
+    past = DynamicCache(config=model.config)
+    with recording(model) as record:
+        model(PROMPT, attention_mask=mask, past_key_values=past)
+    assert record.inputs(past).undetermined == ("tokens 0 to 19 were computed with an attention mask that hides tokens",)
+
+
+def test_plain_passes_outside_the_recording_are_told() -> None:
+    model = model_of()
+    past = DynamicCache(config=model.config)
+    model(PROMPT, past_key_values=past)
+    with recording(model) as record:
+        model(FOLLOWING, past_key_values=past)
+    model(FOLLOWING, past_key_values=past)
+    found = record.inputs(past)
+    assert found.starts == (0, 24)
+    assert all("were not recorded" in text for text in found.undetermined)
+    assert hooks_of(model) == 0
+    with pytest.raises(InvalidParameter, match="no recorded forward pass was over this DynamicCache"):
+        record.inputs(DynamicCache())
+
+
+def test_rows_of_other_ids_are_told_and_selecting_one_makes_them_known() -> None:
+    model = model_of()
+    cache = KvpackCache(recorded(model), model)
+    cache.batch_repeat_interleave(2)
+    model(torch.tensor([[40, 41, 42, 43], [40, 41, 50, 51]]), past_key_values=cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    found = cache.packed.inputs
+    assert found is not None
+    assert found.undetermined == ("tokens 22 to 23 differ from row to row of the batch",)
+    assert found.token_ids == ids_of(torch.cat([PROMPT, FOLLOWING[:, :2]], 1))
+    cache.batch_select_indices(torch.tensor([0]))
+    assert cache.packed.inputs == Inputs(ids_of(torch.cat([PROMPT, torch.tensor([[40, 41, 50, 51]])], 1)))
+
+
+def test_many_passes_are_kept() -> None:
+    model = model_of()
+    cache = KvpackCache(recorded(model), model)
+    ids = torch.arange(90)[None] % 60
+    for part in ids.split(1, 1):
+        model(part, past_key_values=cache)
+    assert cache.packed.inputs == Inputs(ids_of(torch.cat([PROMPT, ids], 1)))
+
+
+def test_a_copy_is_recorded_on_its_own() -> None:
+    model = model_of()
+    cache = KvpackCache(recorded(model), model)
+    model(FOLLOWING, past_key_values=cache)
+    other = copy.deepcopy(cache)
+    model(FOLLOWING[:, :1], past_key_values=other)
+    assert cache.packed.inputs == Inputs(ids_of(torch.cat([PROMPT, FOLLOWING], 1)))
+    assert other.packed.inputs == Inputs(ids_of(torch.cat([PROMPT, FOLLOWING, FOLLOWING[:, :1]], 1)))
+
+
+def test_hooks_go_with_the_last_cache_of_a_model() -> None:
+    model = model_of()
+    first, second = KvpackCache(recorded(model), model), KvpackCache(recorded(model), model)
+    hooks = hooks_of(model)
+    assert hooks == 4
+    assert "prepare_inputs_for_generation" in vars(model)
+    first.release()
+    gc.collect()
+    assert hooks_of(model) == hooks
+    model(FOLLOWING, past_key_values=second)
+    assert second.packed.inputs == Inputs(ids_of(torch.cat([PROMPT, FOLLOWING], 1)))
+    del second
+    gc.collect()
+    assert hooks_of(model) == 0
+    assert "prepare_inputs_for_generation" not in vars(model)
+
+
+def test_what_follows_a_release_is_not_recorded() -> None:
+    model = model_of()
+    cache = KvpackCache(recorded(model), model)
+    cache.release()
+    model(FOLLOWING, past_key_values=cache)
+    found = cache.packed.inputs
+    assert found is not None
+    assert "were not recorded" in found.undetermined[0]
+
+
+def test_hooks_keep_no_cache_and_no_model() -> None:
+    import weakref
+
+    model = model_of()
+    cache = KvpackCache(recorded(model), model)
+    model(FOLLOWING, past_key_values=cache)
+    seen = weakref.ref(cache), weakref.ref(model)
+    cache.release()
+    del cache
+    assert seen[0]() is None
+    del model
+    gc.collect()
+    assert seen[1]() is None
+
+
+class Wrapper(torch.nn.Module):
+    """As PEFT wraps a model: its forward calls the inner model's forward and not the model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner = model
+        self.config = model.config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("given", ["wrapper", "inner"])
+def test_a_wrapper_that_calls_the_inner_forward_is_recorded_once(given: str) -> None:
+    inner = model_of()
+    wrapper = Wrapper(inner)
+    cache = KvpackCache(recorded(inner), wrapper if given == "wrapper" else inner)
+    wrapper(FOLLOWING, past_key_values=cache)
+    assert cache.packed.inputs == Inputs(ids_of(torch.cat([PROMPT, FOLLOWING], 1)))
+
+
+def test_other_ids_than_the_caches_are_refused() -> None:
+    model = model_of()
+    packed = recorded(model)
+    other = PROMPT.clone()
+    other[0, 7] = 60
+    with pytest.raises(InvalidParameter, match="token 7 of row 0 has the id 60, and the cache was computed from the id 10 there"):
+        model.generate(torch.cat([other, FOLLOWING], 1), past_key_values=KvpackCache(packed, model), max_new_tokens=2)
+    with pytest.raises(InvalidParameter, match="was given 20 token ids, and the cache holds 20: give at least one"):
+        model.generate(PROMPT, past_key_values=KvpackCache(packed, model), max_new_tokens=2)
+
+
+def test_ids_are_little_endian_words() -> None:
+    inputs = recorded(model_of(), torch.tensor([[1, 2, 63]])).inputs
+    assert inputs is not None
+    assert numpy.frombuffer(inputs.token_ids, "<u4").tolist() == [1, 2, 63]

@@ -1,0 +1,500 @@
+"""Attention over packed rows by Triton against fp64 attention over the decoded values: in the interpreter anywhere, and on CUDA.
+
+interpreter.py says which process runs which of these tests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.cache.cache import Layer, Side
+from kvpack.coding import dispatch
+from kvpack.formats.group import Group
+
+from caches import random_pairs  # isort: skip
+from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
+from random_sides import TOLERANCE, check, codecs, exact, random_side  # isort: skip
+from strategies import poisoned  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+KEYS = {
+    "raw": "raw:dtype=bf16",
+    "raw fp32": "raw:dtype=fp32",
+    "group 4": "group:b=4,g=32",
+    "group 2, token scale": "group:b=2,g=32,rotation=hadamard,token_scale=fp16",
+    "group 3, groups of channels": "group:b=3,g=64,axis=channel",
+    "scalar 3": "scalar:b=3",
+    "scalar 2 and 3": "scalar:b=2,high=3",
+    "octahedral 2": "octahedral:b=2,arrangement=direct",
+    "octahedral 4": "octahedral:b=4,arrangement=direct",
+    "dense octahedral 2": "octahedral:b=2",
+    "dense octahedral 3": "octahedral:b=3",
+    "dense octahedral 4": "octahedral:b=4",
+    "angle": "angle:n=128,norm=linear8,arrangement=direct",
+    "quaternion": "quaternion:s=24,r=3,arrangement=direct",
+    "dense angle": "angle:n=128,norm=linear8",
+    "dense angle of wide bins": "angle:n=4096,norm=log4,range=fp32",
+    "dense angle, signs": "angle:n=128,qjl=fp16",
+    "dense angle of two streams": "angle:n=24,norm=log3,range=fp32",
+    "dense quaternion": "quaternion:s=24,r=3",
+    "scalar 2, signs": "scalar:b=2,qjl=fp16",
+    "dense octahedral 3, signs": "octahedral:b=3,qjl=fp32",
+    "scalar 3, outliers": "scalar:b=3,outliers=3",
+    "dense quaternion, outliers": "quaternion:s=24,r=3,outliers=3",
+}
+VALUES = {
+    "raw": "raw:dtype=fp16",
+    "group 4": "group:b=4,g=32",
+    "group 2, groups of tokens": "group:b=2,g=16,axis=token,token_scale=fp32",
+    "scalar 2": "scalar:b=2,norm=fp32",
+    "scalar 4": "scalar:b=4",
+    "octahedral 3": "octahedral:b=3,arrangement=direct",
+    "dense octahedral 2": "octahedral:b=2",
+    "dense octahedral 3": "octahedral:b=3",
+    "dense octahedral 4": "octahedral:b=4,norm=fp32",
+    "angle": "angle:n=48,norm=log4,arrangement=direct,range=fp32",
+    "quaternion": "quaternion:s=192,r=6,arrangement=direct",
+    "dense angle": "angle:n=48,norm=log4",
+    "dense quaternion": "quaternion:s=192,r=6,norm=fp32",
+    "group 4, signs": "group:b=4,g=32,qjl=fp16",
+    "scalar 3, signs": "scalar:b=3,qjl=fp16",
+    "group 4, outliers": "group:b=4,g=128,axis=channel,outliers=3",
+    "dense angle, outliers": "angle:n=48,norm=log4,outliers=3",
+}
+
+pytestmark = needs_loaded_bounds
+
+
+@pytest.fixture(autouse=True)
+def uninitialized_is_poisoned() -> Iterator[None]:
+    """torch.empty gives NaN: an element that no program writes shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+PAIRS = [(k, v) for number, k in enumerate(KEYS) for v in (list(VALUES) * 2)[number % len(VALUES) :][: 1 if INTERPRETED else len(VALUES)]]
+"""All of them, or where that takes long as many as name every codec."""
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("k", "v"), PAIRS)
+def test_every_key_codec_with_every_value_codec(k: str, v: str) -> None:
+    k_codec, v_codec = codecs(KEYS[k], VALUES[v], (32, 64))
+    check(Layer(random_side(k_codec, 1, (40,), 0, 1), random_side(v_codec, 1, (40,), 0, 2)), 2)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    "family",
+    [name for name in KEYS if name in {"group 4", "scalar 3", "octahedral 4", "angle", "quaternion", "raw"} or name.startswith("dense")],
+)
+def test_head_dims(family: str) -> None:
+    for dims in ((80, 96), (128, 256)) if INTERPRETED else ((80, 80), (96, 96), (128, 128), (256, 256)):
+        k_codec, v_codec = codecs(KEYS[family], KEYS[family], dims)
+        check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("bits", range(1, 9), ids=lambda bits: f"{bits} bits")
+def test_widths_of_codes(bits: int) -> None:
+    for fields in (128 // bits, 3):
+        group = Group(40, bits, "token", 32, "none", 0, "none", (("codes", fields),))
+        scalar, _ = codecs(f"scalar:b={bits}", "raw:dtype=bf16", (40, 40))
+        check(Layer(random_side(group, 1, (33,), 0, 1), random_side(scalar, 1, (33,), 0, 2)), 1)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("k", "v"), [((1, 1), (42, 4)), ((48, 3), (48, 4)), ((682, 4), (96, 8)), ((171, 1), (192, 3))])
+def test_widths_of_codewords_and_radii(k: tuple[int, int], v: tuple[int, int]) -> None:
+    """Dense quaternions whose codewords and radii are one symbol, and two; of more codewords than shared memory holds."""
+    k_codec, v_codec = codecs("quaternion:s={},r={}".format(*k), "quaternion:s={},r={}".format(*v), (64, 60))
+    check(Layer(random_side(k_codec, 1, (70,), 0, 1), random_side(v_codec, 1, (70,), 0, 2)), 2)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("bits", "size", "dim"), [(4, 4, 128), (2, 16, 128), (3, 8, 96), (8, 4, 64), (2, 8, 60), (4, 8, 80), (1, 4, 256)])
+def test_groups_of_few_channels(bits: int, size: int, dim: int) -> None:
+    """Scales and centres that a few columns share, within fields of whole groups or not."""
+    codec, other = codecs(f"group:b={bits},g={size},axis=channel", f"group:b={bits},g={size},axis=channel,token_scale=fp16", (dim, dim))
+    check(Layer(random_side(codec, 2, (33, 70), 0, 1), random_side(other, 2, (103,), 0, 2)), 4, q_len=3)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "one query": {},
+    "queries of a chunk": {"q_len": 5},
+    "more rows than a block": {"q_len": 9},
+    "not causal": {"q_len": 3, "causal": False},
+    "a scale": {"scale": 0.7},
+    "softcap": {"softcap": 3.0, "q_len": 2},
+    "a window": {"sliding_window": 20, "q_len": 2},
+    "a window inside the tail": {"sliding_window": 4},
+    "a window that is not causal": {"sliding_window": 30, "q_len": 4, "causal": False},
+    "half precision": {"dtype": torch.bfloat16},
+    "sink logits": {"sink_logits": [2.0, -torch.inf], "q_len": 2},
+    "sink logits and a softcap": {"sink_logits": [0.5, 30.0], "softcap": 3.0},
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_over_pages_and_a_tail(mode: str) -> None:
+    k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))
+    # Pages of keys and of values end at different tokens, so a run of keys begins inside a token group.
+    layer = Layer(random_side(k_codec, 1, (96, 1), 9, 1), random_side(v_codec, 1, (50, 47), 9, 2))
+    check(layer, 2, **MODES[mode])
+
+
+LENGTHS: dict[str, dict[str, Any]] = {
+    "one query": {},
+    "queries of a chunk": {"q_len": 3},
+    "a window": {"sliding_window": 20, "q_len": 2},
+    "not causal": {"causal": False, "q_len": 3},
+    "sink logits": {"sink_logits": [1.0, -2.0]},
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("mode", LENGTHS)
+def test_sequences_of_unequal_lengths(mode: str) -> None:
+    k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))
+    layer = Layer(random_side(k_codec, 1, (96, 1), 9, 1, batch=5), random_side(v_codec, 1, (50, 47), 9, 2, batch=5))
+    check(layer, 2, lengths=[106, 0, 1, 97, 64], **LENGTHS[mode])
+
+
+NARROW = {
+    "group 2, groups of tokens": "group:b=2,g=32,axis=token,rotation=hadamard,token_scale=fp16",
+    "group 2, short groups of tokens": "group:b=2,g=16,axis=token",
+    "group 3, groups of channels": "group:b=3,g=32,axis=channel",
+    "group 2, groups within fields": "group:b=2,g=4,axis=channel,token_scale=fp32",
+    "scalar 3": "scalar:b=3",
+    "scalar 2": "scalar:b=2,norm=fp32",
+    "octahedral 2": "octahedral:b=2,arrangement=direct",
+    "octahedral 3": "octahedral:b=3,arrangement=direct,norm=fp32",
+    "octahedral 4": "octahedral:b=4,arrangement=direct",
+    "dense angle": "angle:n=128,norm=linear8",
+    "dense angle, logarithms": "angle:n=32,norm=log4,range=fp32",
+}
+"""Rows of 4 or 8 words at head dim 64."""
+WIDE = {
+    "raw": "raw:dtype=bf16",
+    "group 4": "group:b=4,g=32",
+    "scalar 4": "scalar:b=4",
+    "dense octahedral 3": "octahedral:b=3",
+    "angle": "angle:n=128,norm=linear8,arrangement=direct",
+    "group 4, signs": "group:b=4,g=32,qjl=fp16",
+    "scalar 3, signs": "scalar:b=3,qjl=fp32",
+}
+"""Codecs that a narrow one may lie beside."""
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("k", "v"),
+    [
+        *((k, v) for number, k in enumerate(NARROW) for v in (list(NARROW) * 2)[number:][: 1 if INTERPRETED else len(NARROW)]),
+        *((k, v) for number, k in enumerate(NARROW) for v in (list(WIDE) * 2)[number:][: 1 if INTERPRETED else len(WIDE)]),
+        *((k, v) for number, v in enumerate(NARROW) for k in (list(WIDE) * 2)[number:][: 1 if INTERPRETED else len(WIDE)]),
+    ],
+)
+def test_two_tokens_a_row(k: str, v: str) -> None:
+    from kvpack.kernels.loaders import loaders
+
+    both = NARROW | WIDE
+    k_codec, v_codec = codecs(both[k], both[v], (64, 64))
+    layer = Layer(random_side(k_codec, 1, (1, 160), 0, 1), random_side(v_codec, 1, (161,), 0, 2))
+    assert any(loaders.paired_tiles_of(codec) for codec in (k_codec, v_codec))
+    check(layer, 2)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("recipe", "dims"),
+    [
+        pytest.param("polar:b=4.2.2.2", (64, 64), id="levels of a radius for 16 channels"),
+        pytest.param("polar:b=4.3.2.2", (96, 32), id="no power of two"),
+        pytest.param("polar:b=2,norm=fp32", (64, 64), id="one radius of 32 bits"),
+        pytest.param("polar:b=8.4.2.2.2", (64, 32), id="a radius for a tile"),
+        pytest.param("polar:b=3", (128, 64), id="two angles at once, and fields of two planes"),
+        pytest.param("polar:b=4", (128, 32), id="levels above a tile"),
+        pytest.param("polar:b=5.5", (128, 32), id="two levels"),
+    ],
+)
+def test_trees_of_radii(recipe: str, dims: tuple[int, int]) -> None:
+    k_codec, v_codec = codecs(recipe, recipe, dims)
+    check(Layer(random_side(k_codec, 1, (70,), 0, 1), random_side(v_codec, 1, (70,), 0, 2)), 1)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("recipe", ["angle:n=128", "angle:n=64,norm=log4", "angle:n=4096,norm=log4", "angle:n=16,norm=linear2,range=fp32"])
+def test_widths_of_dense_angle(recipe: str, dim: int) -> None:
+    codec, _ = codecs(recipe, recipe, (dim, dim))
+    check(Layer(random_side(codec, 1, (65,), 0, 1), random_side(codec, 1, (65,), 0, 2)), 3, q_len=3)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_over_two_tokens_a_row(mode: str) -> None:
+    k_codec, v_codec = codecs(NARROW["octahedral 3"], NARROW["group 2, groups of tokens"], (64, 64))
+    layer = Layer(random_side(k_codec, 1, (300, 1), 9, 1), random_side(v_codec, 1, (50, 251), 9, 2))
+    check(layer, 2, **MODES[mode])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("mode", LENGTHS)
+def test_unequal_lengths_over_two_tokens_a_row(mode: str) -> None:
+    k_codec, v_codec = codecs(NARROW["scalar 3"], NARROW["group 3, groups of channels"], (64, 64))
+    layer = Layer(random_side(k_codec, 1, (300, 1), 9, 1, batch=5), random_side(v_codec, 1, (50, 251), 9, 2, batch=5))
+    check(layer, 2, lengths=[310, 0, 1, 250, 130], **LENGTHS[mode])
+
+
+@pytest.mark.kernels
+def test_batches_and_heads() -> None:
+    k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))
+    check(Layer(random_side(k_codec, 2, (40,), 2, 1, batch=2), random_side(v_codec, 2, (40,), 2, 2, batch=2)), 4)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128])
+def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
+    """The indices that permutations of bytes select by are those that are read one by one."""
+    from kvpack.kernels.loaders import loaders
+    from kvpack.kernels.tables import register_table
+    from kvpack.kernels.words import row_digits, rows
+
+    codec = codecs("octahedral:b=4", "octahedral:b=4", (dim, dim))[0]
+    tiles = loaders.tiles_of(codec)
+    assert tiles is not None
+    assert tiles.table is not None
+    packing, bits, table = tiles.constants.signs, tiles.constants.norm_index_bits, tiles.constants.norms
+    norms = tiles.table[-(1 << bits) :, 0].view(torch.uint16).tolist()
+    assert [table[at // 4] >> 8 * (at % 4) & 0xFF | (table[2 + at // 4] >> 8 * (at % 4) & 0xFF) << 8 for at in range(8)] == norms
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(0, 1 << 32, (rows.words_of_row(tiles.constants.rows),), generator=generator).tolist()
+    # The plain functions: called as they are, Triton 3.6 takes the names of tuples away.
+    for first in range(0, -(-dim // 3), 4):
+        terms = register_table._gathered.fn(packing, first, 2, bits, 2 + bits)
+        found = 0
+        for word, shift, mask in zip(terms[::3], terms[1::3], terms[2::3], strict=True):
+            found |= (words[word] >> shift if shift >= 0 else words[word] << -shift) & mask
+        for number, at in zip(range(min(4, -(-dim // 3) - first)), (0, 16, 8, 24), strict=False):
+            position = (first + number) // packing.width * (2 + bits) + 2
+            pieces = row_digits.pieces_of_bits.fn(packing, (first + number) % packing.width, position, bits)
+            assert found >> at & 0xFF == sum((words[word] >> bit & (1 << count) - 1) << before for word, bit, count, before in pieces)
+
+
+@pytest.mark.kernels
+def test_many_short_pages() -> None:
+    k_codec, v_codec = codecs(KEYS["group 4"], VALUES["group 4"], (32, 32))
+    check(Layer(random_side(k_codec, 1, (32,) * 5, 0, 1), random_side(v_codec, 1, (32,) * 5, 0, 2)), 3)
+
+
+@pytest.mark.kernels
+def test_a_layer_of_a_tail_alone_and_of_one_token() -> None:
+    k_codec, v_codec = codecs(KEYS["group 4"], VALUES["group 4"], (32, 64))
+    check(Layer(random_side(k_codec, 2, (), 20, 1), random_side(v_codec, 2, (), 20, 2)), 2)
+    check(Layer(random_side(k_codec, 2, (1,), 0, 1), random_side(v_codec, 2, (1,), 0, 2)), 2)
+
+
+@pytest.mark.kernels
+def test_norms_of_any_size() -> None:
+    """Factors beyond binary16, in keys and in values: large, tiny and zero ones side by side."""
+    k_codec, v_codec = codecs("scalar:b=3,norm=fp32", "scalar:b=3,norm=fp32", (64, 64))
+    layer = Layer(random_side(k_codec, 1, (80,), 0, 1), random_side(v_codec, 1, (80,), 0, 2))
+    assert layer.k is not None
+    assert layer.v is not None
+    k_norm, v_norm = (side.pages[0].streams["norm"] for side in layer.sides.values())
+    k_norm *= 1e-30
+    for factor in (1e-25, 1e25):
+        # They are then small, and large.
+        v_norm *= factor
+        v_norm *= max(1.0, factor)
+        check(layer, 2, scale=1e29)
+    v_norm[..., ::2] *= 1e-15
+    check(layer, 2, scale=1e29)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dim", [20, 64, 128])
+def test_scales_of_keys_of_any_size(dim: int) -> None:
+    """Groups of more tokens than a tile, whose scales are near the ends of binary16 and whose scores are of ordinary size."""
+    k_codec, v_codec = codecs("group:b=2,g=64", "group:b=2,g=32", (dim, 64))
+    layer = Layer(random_side(k_codec, 1, (150, 70), 0, 1), random_side(v_codec, 1, (150, 70), 0, 2))
+    assert layer.k is not None
+    done = 0
+    for power in (-8, 14):
+        for page in layer.k.pages:
+            page.streams["scales"].mul_(2.0 ** (power - done))
+        done = power
+        check(layer, 2, scale=2.0**-power * dim**-0.5)
+
+
+@pytest.mark.kernels
+def test_streams_of_any_strides() -> None:
+    k_codec, v_codec = codecs(KEYS["scalar 3"], VALUES["group 4"], (64, 64))
+    layer = Layer(random_side(k_codec, 2, (65,), 0, 1), random_side(v_codec, 2, (65,), 0, 2))
+    expected = exact(q := torch.randn(1, 2, 1, 64), layer)
+    for side in layer.sides.values():
+        streams = side.pages[0].streams
+        assert isinstance(streams, dict)
+        with torch.device(DEVICE):
+            streams |= {name: poisoned(stream) for name, stream in streams.items()}
+    from kvpack.kernels.attend import attention
+
+    there = Layer(*(Side(side.codec, side.pages, side.tail.to(DEVICE)) for side in layer.sides.values()))
+    found = attention.attend(q.to(DEVICE), there, 64**-0.5, True, None, None).cpu()
+    assert (found - expected).norm() / expected.norm() < TOLERANCE
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("family", KEYS)
+def test_no_word_reads_outside_a_table(family: str) -> None:
+    """Digits that no writer makes decode to something finite: indices are masked to the table's width."""
+    from kvpack.kernels.attend import attention
+
+    codec, _ = codecs(KEYS[family], "raw:dtype=bf16", (64, 64))
+    side = random_side(codec, 1, (64,), 0, 1)
+    for name, stream in side.pages[0].streams.items():
+        if stream.dtype == torch.uint16 and name != "outlier_flags.0":
+            stream.copy_(torch.randint(0, 1 << 16, stream.shape, generator=torch.Generator().manual_seed(3)).to(torch.uint16))
+        else:
+            assert name not in ("codes.0", "symbol.0", "index.0")
+    there = side.to(DEVICE)
+    assert torch.isfinite(attention.attend(torch.randn(1, 1, 1, 64, device=DEVICE), Layer(there, there), 0.1, True, None, None)).all()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("recipe", "fused"),
+    [
+        pytest.param("kivi-4;tail=32", True, id="group"),
+        pytest.param("kv=group:b=2,g=32,scales=u8", True, id="scales of 8 bits"),
+        pytest.param("k=scalar:b=4;v=group:b=4", True, id="scalar"),
+        pytest.param("octopus-3", True, id="dense octahedral"),
+        pytest.param("kv=polar:b=4.2.2.2", True, id="polar"),
+        pytest.param("kv=polar:b=4.2.2.2,norm=fp32", False, id="polar of several radii of 32 bits"),
+        pytest.param("kv=scalar:b=4,channel_scale=fp16", True, id="channel scales"),
+        pytest.param("k=group:b=4,g=32,channel_order=u8,block_rotation=32,sinks=4;v=octahedral:b=3,sinks=2", True, id="raw tokens"),
+        pytest.param("kv=group:b=4,g=32,axis=token,low_norm_tokens=1,channel_scale=fp32;tail=32", True, id="a raw token in the middle"),
+        pytest.param("octopus-qjl-3", True, id="signs of what is lost"),
+        pytest.param("kv=quaternion:s=24,r=4,outliers=3", True, id="outliers"),
+    ],
+)
+def test_attend_takes_the_kernels_where_they_are_right(recipe: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.attend import attention
+
+    called = []
+    attend = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda *arguments: called.append(1) or attend(*arguments))
+    cache = kvpack.pack(random_pairs(1, 150, dims=(64, 64)), recipe)
+    q = torch.randn(1, 4, 2, 64)
+    expected = exact(q, cache[0])
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    found = kvpack.attend(q.to(DEVICE), cache.to(DEVICE)[0]).cpu()
+    assert bool(called) == fused
+    assert (found - expected).norm() / expected.norm() < TOLERANCE
+
+
+@pytest.mark.kernels
+def test_long_queries_and_gradients_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = kvpack.pack(random_pairs(1, 70, dims=(64, 64)), "kivi-4").to(DEVICE)[0]
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    assert dispatch.attention_kernels(torch.randn(1, 4, 64, 64, device=DEVICE), layer) is not None
+    assert dispatch.attention_kernels(torch.randn(1, 4, 65, 64, device=DEVICE), layer) is None
+    assert dispatch.attention_kernels(torch.randn(1, 4, 1, 64, device=DEVICE, requires_grad=True), layer) is None
+
+
+@pytest.mark.kernels
+def test_a_prefill_chunk_is_attended_over_rows_that_kernels_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = kvpack.pack(random_pairs(1, 600, dims=(64, 64)), "k=scalar:b=3;v=group:b=4;tail=32")[0]
+    q = torch.randn(1, 4, 512, 64)
+    expected = exact(q, layer)
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    found = kvpack.attend(q.to(DEVICE), Layer(*(side.to(DEVICE) for side in layer.sides.values()))).cpu()
+    assert (found - expected).norm() / expected.norm() < TOLERANCE
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("k", KEYS)
+def test_without_inline_assembly(k: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.attend import plan
+
+    monkeypatch.setenv(plan.VARIABLE, "0")
+    k_codec, v_codec = codecs(KEYS[k], VALUES["scalar 4"], (128, 64))
+    check(Layer(random_side(k_codec, 2, (300,), 0, 1), random_side(v_codec, 2, (300,), 0, 2)), 4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("k", KEYS)
+def test_many_programs(k: str) -> None:
+    """Enough tokens that every program walks several tiles, in flight together."""
+    k_codec, v_codec = codecs(KEYS[k], VALUES["octahedral 3"], (128, 128))
+    check(Layer(random_side(k_codec, 2, (40_000,), 17, 1), random_side(v_codec, 2, (40_000,), 17, 2)), 8)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("begin", [0, 33], ids=["aligned", "inside a token group"])
+def test_tiles_of_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a group of tokens shares is loaded once a tile of 64 tokens, if the tiles lie in groups."""
+    from kvpack.kernels.attend import plan, shapes
+
+    monkeypatch.setattr(shapes, "MANY_TOKENS", 0)
+    if INTERPRETED:
+        monkeypatch.setattr(plan, "shape_of", lambda *_: shapes.Shape(1, 1, 64, 1, 2))
+    k_codec, v_codec = codecs("group:b=2,g=64,axis=token", "group:b=2,g=128,axis=channel,token_scale=fp16", (32, 128))
+    k, v = random_side(k_codec, 1, (420,), 5, 1), random_side(v_codec, 1, (begin, 420 - begin) if begin else (420,), 5, 2)
+    check(Layer(k, v), 2)
+    if not INTERPRETED:
+        launches = plan.launches(k.to(DEVICE), v.to(DEVICE), Layer(k, v), 0, 420, (0, 420), 1, pairs=False)
+        assert {launch.shape.tokens for launch in launches} == ({32} if begin else {64})
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("lengths", [None, [3, 1], [700, 4]], ids=["all tokens", "short sequences", "a long and a short sequence"])
+def test_rows_loaded_ahead(lengths: list[int] | None) -> None:
+    """Registers hold the rows of a tile while the one before it is decoded, if a program has whole tiles at all."""
+    tokens = 900 if INTERPRETED else 60_000
+    k_codec, v_codec = codecs(KEYS["dense quaternion"], KEYS["dense quaternion"], (64, 60))
+    layer = Layer(random_side(k_codec, 1, (tokens,), 5, 1, batch=2), random_side(v_codec, 1, (tokens,), 5, 2, batch=2))
+    check(layer, 2, lengths=lengths)
+
+
+@pytest.mark.cuda
+def test_in_a_cuda_graph() -> None:
+    layer = kvpack.pack(random_pairs(1, 5000, dims=(64, 64)), "k=scalar:b=4;v=group:b=4;tail=128").to(DEVICE)[0]
+    q = torch.randn(1, 4, 1, 64, device=DEVICE)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        kvpack.attend(q, layer)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kvpack.attend(q, layer)
+    for seed in range(3):
+        q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        assert torch.equal(captured, kvpack.attend(q, layer))
+
+
+@pytest.mark.cuda
+def test_lengths_change_between_replays_of_a_cuda_graph() -> None:
+    layer = kvpack.pack(random_pairs(1, 3000, batch=2, dims=(64, 64)), "k=scalar:b=4;v=group:b=4;tail=128").to(DEVICE)[0]
+    q = torch.randn(2, 4, 1, 64, device=DEVICE)
+    lengths = torch.tensor([3000, 1], device=DEVICE)
+    kvpack.attend(q, layer, lengths=lengths)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kvpack.attend(q, layer, lengths=lengths)
+    for given in ([3000, 1], [17, 2999], [2900, 0]):
+        lengths.copy_(torch.tensor(given))
+        graph.replay()
+        assert torch.equal(captured, kvpack.attend(q, layer, lengths=given))

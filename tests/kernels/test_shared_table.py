@@ -1,0 +1,47 @@
+"""Lookups in shared memory, which inline assembly does, against indexing; and the same function without it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from interpreter import DEVICE, INTERPRETED  # isort: skip
+
+
+COUNT = 1024
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("fast", [False] if INTERPRETED else [False, True], ids=lambda fast: "assembly" if fast else "portable")
+@pytest.mark.parametrize(("warps", "budget"), [(1, 40 << 10), (4, 40 << 10), (4, 160 << 10)])
+@pytest.mark.parametrize("values", [2, 4])
+@pytest.mark.parametrize(
+    ("entries", "bits", "position"), [(3, 2, 0), (16, 4, 12), (24, 5, 3), (128, 7, 9), (256, 8, 0), (576, 10, 6), (4608, 13, 1)]
+)
+def test_any_word_finds_its_entry_or_the_last(
+    entries: int, bits: int, position: int, values: int, warps: int, budget: int, fast: bool
+) -> None:
+    from shared_table_kernel import found_of_words
+
+    from kvpack.kernels.tables import shared_table, table_assembly
+
+    copies = shared_table.copies_of(entries, 2 * values, budget)
+    offset = 1024
+    generator = torch.Generator().manual_seed(entries)
+    table = torch.randn(entries, values, generator=generator).to(torch.float16)
+    # What no code means repeats the last entry, for where the index is not held below ``entries``.
+    table = table[torch.arange(1 << bits).clamp(max=entries - 1)]
+    words = torch.randint(-(1 << 15), 1 << 15, (COUNT,), generator=generator).to(torch.int16)
+    out = torch.full((values * COUNT + 1,), torch.nan, dtype=torch.float16, device=DEVICE)
+    size = offset + entries * 2 * values * copies
+    arguments = (out, words.to(DEVICE), table.to(DEVICE))
+    constants = {
+        "COUNT": COUNT, "POSITION": position, "BITS": bits, "VALUES": values, "ENTRIES": entries, "OFFSET": offset, "COPIES": copies,
+        "SIZE": size, "WARPS": warps, "FAST": fast and copies > 0, "num_warps": warps,
+    }  # fmt: skip
+    if fast:
+        shared_table.allow(found_of_words.warmup(*arguments, grid=(1,), **constants), size)
+    found_of_words[(1,)](*arguments, **constants)
+    if size > table_assembly.LARGEST_BYTES:
+        assert out[-1] == int(words.sum()) & 0xFF
+    assert torch.equal(out[:-1].reshape(values, COUNT).cpu(), table[(words.to(torch.int32) & 0xFFFF) >> position & ((1 << bits) - 1)].T)

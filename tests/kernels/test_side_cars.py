@@ -1,0 +1,215 @@
+"""Attention over packed rows with the side-cars that the attention kernel itself attends; see test_attention_kernels.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.cache.cache import Layer
+from kvpack.coding import dispatch
+from kvpack.formats.qjl import Qjl
+from kvpack.formats.side_cars import WithSideCars
+
+from caches import random_pairs  # isort: skip
+from interpreter import DEVICE, needs_loaded_bounds  # isort: skip
+from random_sides import TOLERANCE, check, codecs, exact, random_side  # isort: skip
+
+SIDE_CARS = {
+    "signs": "qjl=fp16",
+    "signs of wide norms": "qjl=fp32,qjl_seed=9",
+    "outliers": "outliers=3",
+    "outliers and signs": "outliers=3,qjl=fp16",
+}
+CODECS = {
+    "group 4": "group:b=4,g=32",
+    "group 2, token scale": "group:b=2,g=32,axis=channel,rotation=hadamard,token_scale=fp16",
+    "quaternion": "quaternion:s=24,r=3,arrangement=direct",
+    "dense quaternion": "quaternion:s=24,r=3",
+    "dense octahedral 3": "octahedral:b=3",
+}
+
+pytestmark = needs_loaded_bounds
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("family", CODECS)
+@pytest.mark.parametrize("side_car", SIDE_CARS)
+def test_side_cars_of_keys_and_of_values(side_car: str, family: str) -> None:
+    recipe = f"{CODECS[family]},{SIDE_CARS[side_car]}"
+    k_codec, v_codec = codecs(recipe, recipe, (64, 128))
+    check(Layer(random_side(k_codec, 2, (40,), 3, 1), random_side(v_codec, 2, (40,), 3, 2)), 2)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("side_car", SIDE_CARS)
+def test_head_dims(side_car: str) -> None:
+    for dims in ((80, 96), (256, 16)):
+        k_codec, v_codec = codecs(*(f"scalar:b=2,{SIDE_CARS[side_car]}" for _ in dims), dims)
+        check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("side_car", SIDE_CARS)
+def test_pages_batches_and_lengths(side_car: str) -> None:
+    """Pages of keys and of values end at different tokens."""
+    k_codec, v_codec = codecs(*(f"scalar:b=3,{SIDE_CARS[side_car]}" for _ in "kv"), (32, 64))
+    layer = Layer(random_side(k_codec, 2, (96, 33), 9, 1, batch=3), random_side(v_codec, 2, (50, 79), 9, 2, batch=3))
+    check(layer, 4, q_len=2, sliding_window=70)
+    check(layer, 2, lengths=[138, 1, 97])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("fields", [3, 8, 16, 24, 64, 128])
+def test_widths_of_columns_of_signs(fields: int) -> None:
+    found = codecs("scalar:b=2", "group:b=2,g=32", (64, 128))
+    k_codec, v_codec = (WithSideCars(codec, qjl=Qjl(codec.dim, 1, "fp16", fields)) for codec in found)
+    check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
+
+
+@pytest.mark.kernels
+def test_factors_of_any_size() -> None:
+    """Those of a codec and of its signs are large, tiny and zero, side by side."""
+    k_codec, v_codec = codecs(*("scalar:b=3,norm=fp32,qjl=fp32" for _ in "kv"), (64, 64))
+    layer = Layer(random_side(k_codec, 1, (80,), 0, 1), random_side(v_codec, 1, (80,), 0, 2))
+    assert layer.v is not None
+    streams = layer.v.pages[0].streams
+    norms, qjl_norms = streams["norm"].clone(), streams["qjl_norm"].clone()
+    for norm, qjl_norm in ((1e-25, 1.0), (1e20, 1e-20), (1e10, 1e20), (0.0, 1.0), (1.0, 0.0), (0.0, 1e-25)):
+        torch.mul(norms, norm, out=streams["norm"])
+        torch.mul(qjl_norms, qjl_norm, out=streams["qjl_norm"])
+        streams["qjl_norm"][..., ::2] *= 1e-10
+        check(layer, 2)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "octopus-qjl-2",
+        "turboquant-qjl-3",
+        "kv=group:b=4,g=32,scales=u8,qjl=fp16",
+        "k=group:b=4,g=32,channel_order=u8,block_rotation=32,qjl=fp16,sinks=4;v=octahedral:b=3,qjl=fp16,sinks=2",
+        "kv=scalar:b=3,channel_scale=fp16,qjl=fp16;tail=32",
+        "int-4-med3",
+        "hqmq-s24-r4-med3;tail=32",
+        "k=group:b=4,g=32,channel_order=u8,block_rotation=32,outliers=2,sinks=4;v=octahedral:b=3,outliers=2,qjl=fp16,sinks=2",
+        "kv=group:b=4,g=32,scales=u8,outliers=2,channel_scale=fp16",
+    ],
+)
+def test_beside_other_side_cars(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.attend import attention
+
+    generator = torch.Generator().manual_seed(3)
+    pairs = random_pairs(1, 150, dims=(64, 64))
+    for x in (x for pair in pairs for x in pair):
+        x.unflatten(3, (-1, 4))[torch.rand(*x.shape[:3], 16, generator=generator) < 0.03] *= 8
+    cache = kvpack.pack(pairs, recipe)
+    q = torch.randn(1, 4, 2, 64, generator=generator)
+    expected = exact(q, cache[0])
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    there = cache.to(DEVICE)
+    assert attention.supports(q.to(DEVICE), there[0])
+    found = kvpack.attend(q.to(DEVICE), there[0]).cpu()
+    assert (found - expected).norm() / expected.norm() < TOLERANCE
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("norm", [0.0, 1e-3, 1e3])
+def test_outliers_of_any_size_beside_their_token(norm: float) -> None:
+    k_codec, v_codec = codecs(*("scalar:b=3,norm=fp32,outliers=3" for _ in "kv"), (64, 64))
+    layer = Layer(random_side(k_codec, 1, (80,), 0, 1), random_side(v_codec, 1, (80,), 0, 2))
+    for side in layer.sides.values():
+        streams = side.pages[0].streams
+        streams["norm"].mul_(norm)
+        streams["outliers"][:, :, ::2] *= 1e-3
+        if norm > 1:
+            # Larger than what the codec has in their places.
+            streams["outliers"] *= 200
+    check(layer, 2, scale=0.1 if norm < 1 else 1e-4)
+
+
+@pytest.mark.kernels
+def test_what_no_writer_puts_in_an_outliers_place_is_left_to_torch() -> None:
+    from kvpack.kernels.attend import attention
+
+    codec, _ = codecs("group:b=4,g=4,axis=channel,outliers=3", "raw:dtype=bf16", (64, 64))
+    assert isinstance(codec, WithSideCars)
+    assert codec.outliers is not None
+    q = torch.randn(1, 1, 1, 64, device=DEVICE)
+    for size in (0, 1000):
+        side = random_side(codec, 1, (80,), 0, 1)
+        streams = side.pages[0].streams
+        streams["scales"][..., 1] += size * codec.outliers.flags(streams)
+        layer = Layer(there := side.to(DEVICE), there)
+        assert attention.supports(q, layer) == (size == 0)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("size", [1e-7, 1.0, 1e6])
+def test_raw_tokens_of_either_side_share_a_launch(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And values that binary16 does not hold stay as they are."""
+    from kvpack.kernels.attend import attention
+
+    k, v = random_pairs(1, 300, dims=(64, 64))[0]
+    v[:, :, 0] *= size
+    k[:, :, 200] *= 1e-3
+    layer = kvpack.pack([(k, v)], "k=group:b=2,g=32,low_norm_tokens=1;v=group:b=2,g=32,rotation=hadamard,sinks=1,raw_tokens=fp32")[0]
+    q = torch.randn(1, 4, 2, 64)
+    expected = exact(q, layer)
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    there, q = Layer(*(side.to(DEVICE) for side in layer.sides.values())), q.to(DEVICE)
+    launches = attention.prepare(q, there, 0.125, True, None, None).launches
+    assert [int(launch.work[:, 1].sum()) for launch in launches] == [300 - 2 * 64, 2 * 64]
+    assert len({launch.v for launch in launches}) == 1
+    found = kvpack.attend(q, there).cpu()
+    assert (found - expected).norm() / expected.norm() < TOLERANCE
+
+
+@pytest.mark.kernels
+def test_outliers_of_many_tokens() -> None:
+    k_codec, v_codec = codecs("scalar:b=2,outliers=3", "group:b=2,g=16,outliers=3", (16, 16))
+    check(Layer(random_side(k_codec, 1, (2500,), 0, 1), random_side(v_codec, 1, (1301, 1199), 0, 2)), 1)
+
+
+@pytest.mark.kernels
+def test_more_outliers_than_a_thread_holds() -> None:
+    """Most chunks of some tokens, and none of others, in tiles of tokens that begin inside a granule of entries."""
+    k_codec, v_codec = codecs("group:b=4,g=64,axis=channel,outliers=3", "quaternion:s=24,r=3,outliers=3", (64, 64))
+    sides = []
+    for seed, codec in enumerate((k_codec, v_codec)):
+        assert isinstance(codec, WithSideCars)
+        assert codec.outliers is not None
+        generator = torch.Generator().manual_seed(seed)
+        (side,) = (random_side(codec, 2, runs, 0, seed) for runs in [(83, 77) if seed else (70, 90)])
+        for page in side.pages:
+            flags = torch.rand(1, 2, page.tokens, 16, generator=generator) < torch.linspace(-0.5, 0.9, page.tokens)[:, None]
+            planes = codec.outliers.packing.pack([flags.to(torch.int32)])
+            page.streams.update({f"outlier_flags.{plane}": words for plane, words in enumerate(planes)})
+            page.streams["outliers"] = (4 * torch.randn(1, 1, int(flags.sum()), 4, generator=generator)).to(torch.float16)
+        sides.append(side)
+    check(Layer(*sides), 2)
+
+
+@pytest.mark.skipif(not dispatch.triton_installed(), reason="Triton is not installed")
+def test_patches_fit_beside_tables() -> None:
+    from kvpack.kernels.attend.shapes import MULTIPROCESSOR_BYTES, Shape
+    from kvpack.kernels.loaders import loaders, outlier_patches
+
+    k_codec, v_codec = codecs("group:b=4,g=128,axis=channel,outliers=3", "quaternion:s=24,r=3,outliers=3", (128, 256))
+    k, v = loaders.tiles_of(k_codec), loaders.tiles_of(v_codec)
+    assert k is not None
+    assert v is not None
+    given = (1, 32, 8, 0), (2, 64, 4, 0), (2, 64, 4, 36 << 10), (4, 32, 2, 40 << 10), (4, 64, 2, 40 << 10)
+    for warps, tokens, programs, table_bytes in given:
+        shape = Shape(warps, 1, tokens, 1, programs)
+        k_constants, v_constants, size = outlier_patches.in_patches(k, v, shape, table_bytes)
+        assert k_constants is not None
+        assert v_constants is not None
+        assert table_bytes + size <= outlier_patches.STATIC_SHARED_BYTES
+        assert programs * (table_bytes + size) < MULTIPROCESSOR_BYTES
+        assert size == warps * k_constants.patch_bytes == warps * v_constants.patch_bytes
+        for side in (k_constants, v_constants):
+            assert side.together > 0 or table_bytes > 0
+            assert 2 * tokens * side.width * side.together <= side.patch_bytes
+        assert (k_constants.together == k_constants.tiles) == (table_bytes == 0)

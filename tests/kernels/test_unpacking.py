@@ -1,0 +1,402 @@
+"""Triton kernels against formats/: in Triton's interpreter anywhere, compiled where there is a CUDA device.
+
+interpreter.py says which process runs which of these tests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvpack
+from kvpack.coding import dispatch
+from kvpack.formats.angle import Angle
+from kvpack.formats.base import Codec
+from kvpack.formats.columns import Columns
+from kvpack.formats.errors import InvalidParameter, InvalidShape
+from kvpack.formats.group import AXES, SIZES, TOKEN_SCALES, Group
+
+from caches import random_pairs  # isort: skip
+from interpreter import DEVICE  # isort: skip
+from strategies import create, packings, poisoned  # isort: skip
+from vector_checks import DECODED, check_values, unpacked  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture
+def uninitialized_is_poisoned() -> Iterator[None]:
+    """torch.empty gives NaN, and the largest integer: an element that no program writes shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def on_device(streams: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The streams as views into larger buffers of ones: neither contiguous nor aligned."""
+    with torch.device(DEVICE):
+        return {name: poisoned(stream) for name, stream in streams.items()}
+
+
+def random_streams(codec: Codec, batch: int, heads: int, tokens: int, seed: int) -> dict[str, torch.Tensor]:
+    """Any words (also those that no writer produces) and any finite scales: subnormal, negative, largest."""
+    generator = torch.Generator().manual_seed(seed)
+    streams = {}
+    for name, layout in codec.layout(batch, heads, tokens).items():
+        bits = torch.randint(-(2**15), 2**15, layout.shape, dtype=torch.int16, generator=generator)
+        if layout.dtype == "F16":
+            # The highest exponent is infinity or NaN.
+            bits = torch.where(bits & 0x7C00 == 0x7C00, bits & ~0x400, bits).to(torch.int16)
+            streams[name] = bits.view(torch.float16)
+        elif layout.dtype == "F32":
+            streams[name] = bits.to(torch.float32) * torch.exp2(torch.randint(-150, 80, layout.shape, generator=generator).float())
+        elif layout.dtype == "U8":
+            streams[name] = (bits & 0xFF).to(torch.uint8)
+        else:
+            streams[name] = bits.view(torch.uint16)
+        if name == "scale_range":
+            # Steps and minima of roots: what they give stays finite.
+            streams[name] = streams[name].float().frexp().mantissa.half() / 4
+    return streams
+
+
+def check_group(codec: Group, batch: int, heads: int, tokens: int) -> None:
+    from kvpack.kernels.decode import group
+
+    streams = random_streams(codec, batch, heads, tokens, seed=codec.bits)
+    decoded = group.decode_frame(codec, on_device(streams))
+    assert decoded.device.type == DEVICE
+    assert decoded.dtype == torch.float32
+    assert torch.equal(decoded.cpu(), codec.decode_frame(streams)), codec
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("uninitialized_is_poisoned")
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("bits", range(1, 9), ids=lambda bits: f"{bits} bits")
+def test_group_kernel_equals_the_format(bits: int, axis: str) -> None:
+    # Columns of one field, of a byte left over, of fields across words, and the widest; widths off every power of two.
+    for number, (dim, fields) in enumerate(((40, 1), (80, 3), (63, 5), (40, 128 // bits))):
+        size, token_scale = SIZES[(number + bits) % len(SIZES)], TOKEN_SCALES[(number + bits) % 3]
+        check_group(Group(dim, bits, axis, size, "none", 0, token_scale, (("codes", fields),)), 1, 2, 18)
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("uninitialized_is_poisoned")
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8], ids=lambda bits: f"{bits} bits")
+def test_group_kernel_on_the_default_layout(bits: int, side: str) -> None:
+    for dim, batch, heads, tokens, scales in ((128, 2, 1, 33, "fp16"), (1, 1, 2, 66, "u8"), (300, 1, 1, 3, "fp16"), (80, 2, 2, 45, "u8")):
+        codec = create("group", dim, side, b=str(bits), token_scale="fp16", scales=scales)
+        assert isinstance(codec, Group)
+        check_group(codec, batch, heads, tokens)
+
+
+@pytest.mark.kernels
+def test_group_kernel_of_no_tokens() -> None:
+    codec = create("group", 64, "k", b="2")
+    assert isinstance(codec, Group)
+    check_group(codec, 2, 1, 0)
+
+
+@pytest.mark.kernels
+def test_group_kernel_copies_only_scales_that_are_not_aligned() -> None:
+    from kvpack.kernels.decode import group
+
+    scales = torch.arange(24, dtype=torch.float16).reshape(1, 1, 3, 4, 2)
+    aligned = group._pairs(scales[:, :, 1:])
+    assert aligned.data_ptr() == scales[:, :, 1:].data_ptr()
+    for view in (poisoned(scales), scales.transpose(3, 4).contiguous().transpose(3, 4)):
+        assert torch.equal(group._pairs(view).view(torch.float16), scales)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("stream", ["codes.1", "scales", "token_scale"])
+def test_group_kernel_refuses_streams_that_it_would_read_past(stream: str) -> None:
+    from kvpack.kernels.decode import group
+
+    codec = create("group", 80, "v", b="3", token_scale="fp32")
+    assert isinstance(codec, Group)
+    streams = random_streams(codec, 1, 2, 9, seed=0)
+    shape = list(streams[stream].shape)
+    streams[stream] = streams[stream][:, :, :8]
+    with pytest.raises(InvalidShape, match=rf"{stream}: shape \[.*\], the codec lays out \[{', '.join(map(str, shape))}\]"):
+        group.decode_frame(codec, streams)
+
+
+TABLE_CODECS = [
+    ("scalar", 80, "b=1"),
+    ("scalar", 128, "b=3"),
+    ("scalar", 64, "b=8,norm=fp32"),
+    ("scalar", 512, "b=4"),
+    ("octahedral", 128, "b=2"),
+    ("octahedral", 80, "b=3"),
+    ("octahedral", 64, "b=4"),
+    ("octahedral", 96, "b=4,arrangement=direct,norm=fp32"),
+    ("octahedral", 40, "b=2,arrangement=direct"),
+    ("octahedral", 64, "b=7"),
+    ("octahedral", 64, "b_dir=1,b_norm=0"),
+    ("octahedral", 64, "b_dir=1,b_norm=3,arrangement=direct"),
+    ("angle", 128, "n=128"),
+    ("angle", 80, "n=48,norm=linear4,arrangement=direct"),
+    ("angle", 96, "n=48,norm=linear1,range=fp32"),
+    ("angle", 64, "n=1000,norm=fp32"),
+    ("angle", 64, "n=48,norm=log4"),
+    ("quaternion", 128, "s=24,r=3"),
+    ("quaternion", 63, "s=7,r=8,arrangement=direct"),
+    ("quaternion", 80, "s=96,r=4,norm=fp32"),
+]
+table_codecs = pytest.mark.parametrize(
+    ("codec_id", "dim", "words"), [pytest.param(*row, id=f"{row[0]} {row[2]} {row[1]}") for row in TABLE_CODECS]
+)
+
+
+def check_tables(codec: Codec, streams: dict[str, torch.Tensor], expected: torch.Tensor) -> None:
+    from kvpack.kernels.decode import table as decode_table
+
+    decoded = decode_table.decode_frame(codec, on_device(streams))
+    assert decoded is not None
+    assert decoded.dtype == torch.float32
+    if isinstance(codec, Angle) and codec.norm == "log":
+        # A power of two is rounded otherwise.
+        torch.testing.assert_close(decoded.cpu(), expected, rtol=1e-6, atol=1e-7 * float(expected.abs().max()))
+    else:
+        assert torch.equal(decoded.cpu(), expected)
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("uninitialized_is_poisoned")
+@table_codecs
+def test_table_kernel_equals_the_format(codec_id: str, dim: int, words: str) -> None:
+    codec = create(codec_id, dim, **dict(word.split("=") for word in words.split(",")))
+    x = torch.randn(2, 2, 19, dim, generator=torch.Generator().manual_seed(dim))
+    x[0, 1, 3] = 0
+    streams = codec.encode(x)
+    check_tables(codec, streams, codec.decode_frame(streams))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("words", ["n=48,norm=linear4,arrangement=direct", "s=7,r=3,arrangement=direct", "n=48,norm=fp32"])
+def test_table_kernel_stays_in_its_table_whatever_the_words(words: str) -> None:
+    codec = create("angle" if words.startswith("n") else "quaternion", 64, **dict(word.split("=") for word in words.split(",")))
+    streams = random_streams(codec, 1, 2, 40, seed=1) | {
+        name: torch.ones(layout.shape, dtype=torch.float32 if layout.dtype == "F32" else torch.float16)
+        for name, layout in codec.scales(1, 2, 40).items()
+    }
+    entries = 48 if words.startswith("n") else 7 * 24
+    first, *more = codec.digits(streams)
+    assert first.max() >= entries, "the words say nothing beyond the table"
+    inside = codec.pack_digits(first.clamp(max=entries - 1), *more) | {name: streams[name] for name in codec.scales(1, 2, 40)}
+    check_tables(codec, streams, codec.decode_frame(inside))
+
+
+@pytest.mark.kernels
+def test_table_kernel_refuses_streams_that_it_would_read_past() -> None:
+    from kvpack.kernels.decode import table as decode_table
+
+    codec = create("scalar", 80, b="3")
+    streams = codec.encode(torch.randn(1, 2, 9, 80))
+    with pytest.raises(InvalidShape, match=r"norm: shape \[1, 2, 8\], the codec lays out \[1, 2, 9\]"):
+        decode_table.decode_frame(codec, streams | {"norm": streams["norm"][:, :, :8]})
+
+
+def check_unpack(packing: Columns, seed: int = 0) -> None:
+    from kvpack.kernels.words import columns
+
+    generator = torch.Generator().manual_seed(seed)
+    words = {
+        str(plane): torch.randint(-(2**15), 2**15, (2, 1, 5, count), dtype=torch.int16, generator=generator).view(torch.uint16)
+        for plane, count in enumerate(packing.planes)
+    }
+    expected = packing.unpack(list(words.values()))
+    digits = columns.unpack(packing, list(on_device(words).values()))
+    assert len(digits) == len(expected)
+    for digit, reference in zip(digits, expected, strict=True):
+        assert digit.dtype == torch.int32
+        assert torch.equal(digit.cpu(), reference), packing
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("uninitialized_is_poisoned")
+@pytest.mark.parametrize(
+    ("symbols", "bases", "fields"),
+    [
+        pytest.param(43, (3,), 10, id="one word of ternary digits"),
+        pytest.param(32, (24,), 5, id="3 bytes"),
+        pytest.param(32, (48,), 5, id="4 bytes, above the largest int32"),
+        pytest.param(32, (576, 16), 3, id="two digits"),
+        pytest.param(28, (5, 32), 5, id="5 bytes of two digits"),
+        pytest.param(66, (3,), 33, id="2^53 values"),
+        pytest.param(43, (256, 4), 1, id="two binary digits"),
+        pytest.param(130, (2,), 128, id="16 bytes"),
+        pytest.param(7, (65536,), 8, id="fields of a whole word"),
+    ],
+)
+def test_unpack_kernel_equals_the_format(symbols: int, bases: tuple[int, ...], fields: int) -> None:
+    check_unpack(Columns(symbols, bases, fields))
+
+
+@pytest.mark.kernels
+@settings(max_examples=15)
+@given(packings(), st.integers(0, 2**32 - 1))
+def test_unpack_kernel_on_any_packing(packing: Columns, seed: int) -> None:
+    check_unpack(packing, seed)
+
+
+@pytest.mark.kernels
+def test_unpack_kernel_refuses_planes_that_it_would_read_past() -> None:
+    from kvpack.kernels.words import columns
+
+    packing = Columns(32, (8,), 8)
+    planes = packing.pack([torch.zeros(1, 1, 3, 32, dtype=torch.int32)])
+    with pytest.raises(InvalidShape, match=r"plane: shape \[1, 1, 3, 1\], the codec lays out \[1, 1, 3, 2\]"):
+        columns.unpack(packing, [planes[0], planes[1][..., :1]])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("recipe", "kernels"),
+    [
+        pytest.param("oscar-2", {"group.decode_frame"}, id="group"),
+        pytest.param("k=octahedral:b=3;v=group:b=4;tail=32", {"decode_table.decode_frame", "group.decode_frame"}, id="octahedral, group"),
+        pytest.param("hqmq-s24-r3", {"decode_table.decode_frame"}, id="quaternion"),
+        pytest.param("kv=angle:n=48", {"decode_table.decode_frame"}, id="angle"),
+        pytest.param("kv=scalar:b=3", {"decode_table.decode_frame"}, id="scalar"),
+        pytest.param("turboquant-2.5", {"columns.unpack"}, id="scalar of two widths"),
+        pytest.param("kv=polar:b=4.2.2.2", {"columns.unpack"}, id="polar"),
+        pytest.param("bf16", set(), id="raw"),
+        pytest.param(
+            "k=group:b=2,g=32,rotation=hadamard,channel_scale=fp16,channel_order=u8,block_rotation=16,outliers=3,qjl=fp16,sinks=2;"
+            "v=octahedral:b=3,outliers=3,qjl=fp16,sinks=1",
+            {"decode_table.decode_frame", "group.decode_frame"},
+            id="side-cars",
+        ),
+    ],
+)
+def test_kernels_decode_the_pages_of_a_cache(recipe: str, kernels: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.decode import group
+    from kvpack.kernels.decode import table as decode_table
+    from kvpack.kernels.words import columns
+
+    called = set()
+
+    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            result = function(*arguments)
+            if result is not None:
+                called.add(name)
+            return result
+
+        return call
+
+    monkeypatch.setattr(group, "decode_frame", recorded("group.decode_frame", group.decode_frame))
+    monkeypatch.setattr(decode_table, "decode_frame", recorded("decode_table.decode_frame", decode_table.decode_frame))
+    monkeypatch.setattr(columns, "unpack", recorded("columns.unpack", columns.unpack))
+    cache = kvpack.pack(random_pairs(1, 40, dims=(80, 64)), recipe).to(DEVICE)
+    found = {}
+    for backend, expected in (("torch", set()), ("triton", kernels)):
+        monkeypatch.setenv(dispatch.VARIABLE, backend)
+        called.clear()
+        found[backend] = list(cache[0].unpack(torch.float32))
+        assert called == expected
+    for by_torch, by_triton in zip(found["torch"], found["triton"], strict=True):
+        assert torch.equal(by_torch, by_triton)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("file", DECODED)
+def test_kernels_decode_a_vector_to_its_values(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    check_values(file, unpacked(file, DEVICE))
+
+
+@pytest.mark.cuda
+def test_kernel_offsets_of_tokens_are_64_bit() -> None:
+    from kvpack.kernels.decode import group
+
+    codec = create("group", 128, "k", b="2")
+    assert isinstance(codec, Group)
+    tokens = 2**24 + 64
+    require_memory(12)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    streams = {
+        name: torch.randint(0, 2**14, layout.shape, dtype=torch.int16, device=DEVICE, generator=generator).view(
+            torch.float16 if layout.dtype == "F16" else torch.uint16
+        )
+        for name, layout in codec.layout(1, 1, tokens).items()
+    }
+    last = {name: stream[:, :, -64 // (32 if name == "scales" else 1) :].cpu() for name, stream in streams.items()}
+    assert torch.equal(group.decode_frame(codec, streams)[:, :, -64:].cpu(), codec.decode_frame(last))
+
+
+@pytest.mark.cuda
+def test_kernel_offsets_of_words_are_64_bit() -> None:
+    from kvpack.kernels.decode import group
+
+    codec = create("group", 1024, "k", b="8")
+    assert isinstance(codec, Group)
+    require_memory(9)
+    streams = random_streams(codec, 1, 1, 4, seed=0)
+    far_apart = {name: stream.to(DEVICE) for name, stream in streams.items()}
+    words = torch.empty(2**32 + 2**24, dtype=torch.uint16, device=DEVICE).as_strided(streams["codes.0"].shape, (1, 1, 1, 2**23))
+    far_apart["codes.0"] = words.copy_(far_apart["codes.0"])
+    assert torch.equal(group.decode_frame(codec, far_apart).cpu(), codec.decode_frame(streams))
+
+
+def require_memory(gibibytes: int) -> None:
+    if torch.cuda.mem_get_info()[0] < gibibytes << 30:
+        pytest.skip(f"needs {gibibytes} GiB of free memory on the device")
+
+
+@pytest.mark.parametrize(
+    ("variable", "device", "installed", "expected"),
+    [
+        pytest.param(None, "cuda", True, True, id="cuda"),
+        pytest.param(None, "cuda", False, False, id="cuda, not installed"),
+        pytest.param(None, "cpu", True, False, id="cpu"),
+        pytest.param("", "cuda", True, True, id="empty is unset"),
+        pytest.param("torch", "cuda", True, False, id="torch on cuda"),
+        pytest.param("triton", "cuda", True, True, id="triton on cuda"),
+    ],
+)
+def test_choice(variable: str | None, device: str, installed: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, variable, installed)
+    assert dispatch.uses_triton(torch.device(device)) == expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "device", "installed", "message"),
+    [
+        pytest.param("cuda", "cpu", True, r"KVPACK_KERNELS is 'cuda', known are torch, triton", id="unknown"),
+        pytest.param("triton", "cuda", False, "KVPACK_KERNELS is 'triton', and Triton is not installed", id="not installed"),
+        pytest.param("triton", "cpu", True, r"takes tensors on cuda \(on cpu: with TRITON_INTERPRET=1\); this one is on cpu", id="cpu"),
+        pytest.param("triton", "meta", True, "this one is on meta", id="another device"),
+    ],
+)
+def test_a_choice_that_cannot_be_met_is_refused(
+    variable: str, device: str, installed: bool, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_environment(monkeypatch, variable, installed)
+    with pytest.raises(InvalidParameter, match=message):
+        dispatch.uses_triton(torch.device(device))
+
+
+def test_a_page_is_decoded_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = kvpack.pack(random_pairs(1, 32), "kivi-2")
+    monkeypatch.setenv(dispatch.VARIABLE, "gpu")
+    with pytest.raises(InvalidParameter, match="KVPACK_KERNELS is 'gpu'"):
+        cache.unpack()
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, variable: str | None, installed: bool) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(dispatch.VARIABLE, variable)
+    monkeypatch.setattr(dispatch, "triton_installed", lambda: installed)

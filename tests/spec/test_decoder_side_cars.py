@@ -1,0 +1,212 @@
+"""The text of spec/side-cars.md against the code: its tables, its figures and its worked example, which both decoders read."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import pytest
+import torch
+
+import kvpack
+from kvpack.file import container
+from kvpack.file.header import Contents, LayerEntry
+from kvpack.formats import codec_from_params
+from kvpack.formats.base import DTYPE_BYTES, NORMS
+from kvpack.formats.channel_order import DTYPES as ORDER_DTYPES
+from kvpack.formats.channel_order import restored
+from kvpack.formats.channel_scale import factors
+from kvpack.formats.qjl import Qjl
+from kvpack.formats.raw import DTYPES as RAW_DTYPES
+from kvpack.formats.side_cars import SIDE_CARS, WithSideCars
+
+from side_car_bounds import QJL_WORST  # isort: skip
+from small_files import side  # isort: skip
+from strategies import create  # isort: skip
+from spec_pages import SPEC, section, table  # isort: skip
+from decoded_alike import assert_within  # isort: skip
+from second_decoder import decoder  # isort: skip
+
+if TYPE_CHECKING:
+    from kvpack.cache.cache import Page
+
+PAGE = SPEC / "side-cars.md"
+BATCH, HEADS, TOKENS, DIM = 2, 3, 7, 128
+
+
+def words(dtypes: dict[str, str]) -> str:
+    return ", ".join(dtypes)
+
+
+def stored(dtypes: dict[str, str]) -> str:
+    return " or ".join(f"{dtype} ({word})" for word, dtype in dtypes.items())
+
+
+def with_all() -> WithSideCars:
+    side_cars = {"channel_scale": "fp16", "channel_order": "u8", "block_rotation": "16", "outliers": "3", "qjl": "fp16", "sinks": "1"}
+    codec = create("scalar", DIM, "k", b="2", **side_cars)
+    assert isinstance(codec, WithSideCars)
+    return codec
+
+
+def test_the_keys_and_their_values() -> None:
+    rows = table(PAGE.read_text(encoding="utf-8").split("\n## ")[0], "key", "value", "side-car")
+    assert {row["key"]: row["value"] for row in rows} == {
+        "channel_scale": f"string: {words(NORMS)}",
+        "channel_order": f"string: {words(ORDER_DTYPES)}; with u8, dim is at most 256",
+        "block_rotation": "integer: the size of a block, from 2 on, which divides dim",
+        "outliers": "map: fields (integer)",
+        "qjl": f"map: seed (integer, 0 to 2^64 - 1), norm (string: {words(NORMS)}), fields (integer)",
+        "raw_tokens": f"string: {words(RAW_DTYPES)}",
+    }
+    params = with_all().params()
+    assert tuple(row["key"] for row in rows) == SIDE_CARS == tuple(params)[-len(SIDE_CARS) :]
+    assert [list(params[name]) for name in ("outliers", "qjl")] == [["fields"], ["seed", "norm", "fields"]]
+
+
+def test_the_layout() -> None:
+    rows = table(section(PAGE, "Layout"), "side-car", "stream", "dtype", "shape", "a row for each")
+    codec = with_all()
+    inner = codec.codec.layout(BATCH, HEADS, TOKENS)
+    layouts = {name.replace(".0", ".p"): layout for name, layout in codec.layout(BATCH, HEADS, TOKENS).items() if name not in inner}
+    assert [row["stream"] for row in rows] == list(layouts)
+    sizes = {"batch": BATCH, "kv_head": HEADS, "token": TOKENS, "run": 1, "entry": 0, "dim": DIM}
+    for row, layout in zip(rows, layouts.values(), strict=True):
+        shape = sizes | {"words": layout.shape[-1], "1": 1, "4": 4}
+        assert tuple(shape[size] for size in row["shape"].strip("[]").split(", ")) == layout.shape
+        assert row["a row for each"].partition(",")[0] == layout.per
+        assert layout.dtype in row["dtype"]
+    dtypes = {row["stream"]: row["dtype"] for row in rows}
+    assert (dtypes["channel_scale"], dtypes["channel_order"], dtypes["qjl_norm"]) == (
+        stored(NORMS),
+        stored(ORDER_DTYPES),
+        stored(NORMS),
+    )
+    assert sorted(re.findall(r"[BF]+\d+", dtypes["raw_tokens"])) == sorted(RAW_DTYPES.values())
+
+
+def test_the_sizes_at_head_dim_128() -> None:
+    text = section(PAGE, "Layout")
+    figures = re.search(
+        r"With dim 128 and F = (\d+), `outliers` takes (\d+) bytes .* and (\d+) bytes an entry; `qjl` takes (\d+) bytes", text
+    )
+    assert figures is not None
+    codec = with_all()
+    assert codec.outliers is not None
+    assert codec.qjl is not None
+    entry = codec.layout(1, 1, 1)["outliers"]
+    found = codec.outliers.fields, codec.outliers.packing.row_bytes, 4 * DTYPE_BYTES[entry.dtype], codec.qjl.packing.row_bytes
+    assert found == tuple(map(int, figures.groups()))
+    assert codec.qjl.fields == codec.outliers.fields
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128], ids=str)
+def test_what_remains_of_a_residual(dim: int) -> None:
+    """The identity, the bound and the usual share that Decode gives."""
+    text = section(PAGE, "Decode")
+    worst, usual = map(float, re.findall(r"which is (\d\.\d+) · ‖r‖, and about √\(π/2 . 1\) · ‖r‖, (\d\.\d+) · ‖r‖", text)[0])
+    assert worst == math.ceil(100 * QJL_WORST) / 100
+    assert usual == round(math.sqrt(math.pi / 2 - 1), 2)
+    qjl = Qjl(dim, 5, "fp32", 16)
+    r = torch.randn(1, 1, 500, dim, generator=torch.Generator().manual_seed(0))
+    r[:, :, 250:] *= torch.rand(1, 1, 250, dim, generator=torch.Generator().manual_seed(1)) < 0.03
+    remaining = (r - qjl.correction(qjl.encode(r))).double().norm(dim=-1)
+    norm, gamma = r.double().norm(dim=-1), r.double().norm(dim=-1) * math.sqrt(math.pi / (2 * dim))
+    turned = (r.double() @ qjl.rotation.matrix().double().T).abs().sum(-1)
+    expected = (norm.square() * (1 + math.pi / 2) - 2 * gamma * turned).clamp_min(0).sqrt()
+    torch.testing.assert_close(remaining, expected, rtol=1e-4, atol=1e-5)
+    assert (remaining <= QJL_WORST * norm).all()
+    assert (remaining / norm)[:, :, :250].mean().item() == pytest.approx(usual, abs=0.02)
+
+
+# Worked example -------------------------------------------------------------------------------------------------------
+
+EXAMPLE = section(PAGE, "Worked example")
+
+
+def example_params() -> dict[str, Any]:
+    """The codec's map: integers, strings, and maps written as ``name value`` between commas."""
+
+    def value(text: str) -> Any:
+        if " " in text:
+            return {name: value(word) for name, word in (pair.split() for pair in text.split(", "))}
+        return int(text) if text.isdigit() else text
+
+    return {row["key"]: value(row["value"]) for row in table(EXAMPLE, "key", "value")}
+
+
+@pytest.fixture(scope="module")
+def example() -> bytes:
+    """A file of the streams that the page gives."""
+    runs = re.findall(r"`runs` (\d+), (\d+) and `entries` outliers (\d+), raw_tokens (\d+)", EXAMPLE)[0]
+    first, second, outliers, raw_tokens = map(int, runs)
+    entry = side(0, runs=(first, second), entries=(("outliers", outliers), ("raw_tokens", raw_tokens)))
+    made = Contents(codecs=(codec_from_params(example_params()),), layers=(LayerEntry(entry, None),))
+    rows = table(EXAMPLE, "stream", "dtype", "shape", "bytes")
+    assert [(f"0.k.{row['stream']}", row["dtype"], row["shape"]) for row in rows] == [
+        (name, layout.dtype, " ".join(map(str, layout.shape))) for name, layout in made.layouts.items()
+    ]
+    arrays = {f"0.k.{row['stream']}": numpy.frombuffer(bytes.fromhex(row["bytes"]), numpy.uint8) for row in rows}
+    return container.to_bytes(made, arrays)
+
+
+def numbers_of(text: str) -> list[float]:
+    return list(map(float, text.split()))
+
+
+def first_page(data: bytes, path: Any) -> Page:
+    path.write_bytes(data)
+    cache = kvpack.load(path)
+    assert cache[0].k is not None
+    return cache[0].k.pages[0]
+
+
+def test_the_worked_example(example: bytes, tmp_path: Any) -> None:
+    (tmp_path / "example").write_bytes(example)
+    expected = [x for row in table(EXAMPLE, "token", "values") for x in numbers_of(row["values"])]
+    decoded = decoder.read(example).layers[0]["k"]
+    assert_within(decoded.values, expected, decoded.tolerances)
+    values = kvpack.load(tmp_path / "example").unpack(torch.float32)[0][0]
+    assert values is not None
+    assert_within(values.flatten().tolist(), expected, decoded.tolerances)
+
+
+def test_the_steps_of_the_worked_example(example: bytes, tmp_path: Any) -> None:
+    page = first_page(example, tmp_path / "example")
+    codec, streams = page.codec, page.rows(0, 1)
+    assert isinstance(codec, WithSideCars)
+    assert codec.outliers is not None
+    assert codec.qjl is not None
+    assert codec.block_rotation is not None
+    steps = {1: codec.codec.decode_frame(streams)}
+    steps[2] = codec.outliers.put(steps[1], streams)
+    steps[3] = steps[2] + codec.qjl.correction(streams)
+    steps[5] = codec.block_rotation.inverse(steps[3])
+    steps[6] = restored(steps[5], streams)
+    steps[7] = steps[6] * factors(streams)
+    rows = {int(row["after step"]): row["values of token 0"] for row in table(EXAMPLE, "after step", "values of token 0")}
+    assert list(rows) == list(steps)
+    for number, values in steps.items():
+        torch.testing.assert_close(values.flatten(), torch.tensor(numbers_of(rows[number])), rtol=1e-6, atol=1e-6)
+
+
+def test_the_sentences_of_the_worked_example(example: bytes, tmp_path: Any) -> None:
+    page = first_page(example, tmp_path / "example")
+    codec, bytes_of = page.codec, {row["stream"]: row["bytes"] for row in table(EXAMPLE, "stream", "dtype", "shape", "bytes")}
+    assert isinstance(codec, WithSideCars)
+    assert codec.outliers is not None
+    assert codec.qjl is not None
+    flags, chunk, entry = re.findall(r"flags are `(\w+)`: that of chunk (\d) .* entry 0, `([\w ]+)`", EXAMPLE)[0]
+    assert bytes_of["outlier_flags.0"].startswith(flags)
+    assert bytes_of["outliers"].startswith(entry)
+    assert codec.outliers.flags(page.streams)[0, 0, 0].nonzero().flatten().tolist() == [int(chunk)]
+    *digits, signs, gamma, gain = re.findall(
+        r"Digits (\d), (\d), (\d) and (\d) of its signs, `(\w+)`.* = ([\d.]+), .* = ([\d.]+)\.", EXAMPLE
+    )[0]
+    assert bytes_of["qjl_signs.0"].startswith(signs)
+    (negative,) = codec.qjl.packing.unpack([page.streams["qjl_signs.0"]])
+    assert negative[0, 0, 0].nonzero().flatten().tolist() == list(map(int, digits))
+    assert float(gamma) == pytest.approx(0.5 * math.sqrt(math.pi / 16), rel=1e-8)
+    assert codec.qjl.correction(page.streams)[0, 0, 0, 1].item() == pytest.approx(float(gain), rel=1e-6)

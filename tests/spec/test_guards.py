@@ -1,0 +1,157 @@
+"""Guards of what reads a file: each matters, none allocates before it checks. The whole is ``python tests/support/guard_removal.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+import tracemalloc
+import zlib
+from typing import TYPE_CHECKING
+
+import msgpack
+import pytest
+
+from kvpack.cache import files
+from kvpack.file import container
+from kvpack.file.header import Contents
+from kvpack.file.header_tensor import parse_header
+from kvpack.formats import codec_from_params
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, LimitExceeded, UnsupportedVersion
+
+from file_parts import Parts, one_side  # isort: skip
+from guard_removal import all_guards, caught_by_a_file, listed, readings  # isort: skip
+from guards import LIBRARY, guards_of  # isort: skip
+from invalid_vectors import ANGLE, GROUP, OCTAHEDRAL, POLAR, QUATERNION  # isort: skip
+from parameter_vectors import CODED, SIDE_CARS  # isort: skip
+from second_decoder import PATH, decoder  # isort: skip
+from vector_checks import LINES  # isort: skip
+from vector_files import FOLDER  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvpack.formats.base import Codec
+
+SHARE = 8
+"""One guard in so many is taken out by the tests of every change."""
+
+
+def test_guards_are_found_in_every_module_that_checks() -> None:
+    counts = {path.stem: len(guards_of(path)) for path in (*LIBRARY, PATH)}
+    assert all(counts[name] >= 5 for name in ("columns", "group", "octahedral", "polar", "checks", "header", "json_header", "zstd"))
+    assert counts["decoder"] >= 250
+    names = [guard.name for guard in all_guards()]
+    assert set(listed()) <= set(names), "a guard that is no more is in the list"
+
+
+@pytest.mark.parametrize("path", [*LIBRARY, PATH], ids=lambda path: path.stem)
+def test_a_share_of_the_guards_is_shown_by_a_file_or_by_the_test_that_the_list_names(path: Path) -> None:
+    for guard in guards_of(path):
+        if zlib.crc32(guard.name.encode()) % SHARE == 0 and guard.name not in listed():
+            assert caught_by_a_file(guard), f"no file shows what {guard.name} is for"
+
+
+def test_a_guard_that_is_out_is_in_again_afterwards() -> None:
+    guard = next(guard for guard in all_guards() if guard.text == "found != expected" and guard.where == "check_hash")
+    assert caught_by_a_file(guard) == "invalid/digest-of-a-tensor.kvpack"
+    assert all(reading.outcome() == reading.refusal for reading in readings(False) if "digest-of" in reading.name)
+
+
+def test_max_bytes_limits_bytes_in_memory() -> None:
+    data = (FOLDER / "valid" / "group-dim-3.kvpack").read_bytes()
+    container.open_bytes(data, max_bytes=len(data)).verify()
+    with pytest.raises(LimitExceeded, match=f"has {len(data)} bytes, max_bytes is {len(data) - 1}"):
+        container.open_bytes(data, max_bytes=len(data) - 1)
+
+
+def test_loading_makes_the_checks_of_verifying() -> None:
+    """A file that is verified is read in pieces, one that is loaded is checked as it is used."""
+    for file, line in LINES.items():
+        if "error" in line and "either" not in line:
+            with pytest.raises(KvpackError) as raised:
+                files.read(container.open_bytes(bytearray((FOLDER / file).read_bytes())))
+            assert type(raised.value).__name__ == line["error"], file
+
+
+def test_no_writer_names_a_required_feature() -> None:
+    with pytest.raises(UnsupportedVersion, match="needs the feature 'new-feature'"):
+        Contents(codecs=(), layers=(), required=("new-feature",))
+
+
+def test_the_second_decoder_needs_a_decompressor() -> None:
+    (file, *_) = (file for file, line in LINES.items() if "error" not in line and "zstd" in file)
+    with pytest.raises(decoder.Refused, match="no decompressor was given"):
+        decoder.read((FOLDER / file).read_bytes())
+
+
+def test_no_file_that_is_refused_takes_more_memory_than_four_times_itself() -> None:
+    """Beyond 8 MiB: what it claims to hold is not allocated before it is checked."""
+    refused = {file: (FOLDER / file).read_bytes() for file, line in LINES.items() if "error" in line and "either" not in line}
+    tracemalloc.start()
+    try:
+        for name, data in refused.items():
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            with pytest.raises(KvpackError):
+                container.open_bytes(data).verify()
+            assert tracemalloc.get_traced_memory()[1] - before <= 4 * len(data) + 2**23, name
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("codec", "change", "message"),
+    [
+        (ANGLE, {"dim": 0}, "dim is 0, allowed are 2 to 1024"),
+        (ANGLE, {"bins": 1}, "bins is 1, allowed are 2 to 65536"),
+        (ANGLE, {"bins": 65537}, "bins is 65537, allowed are 2 to 65536"),
+        (GROUP, {"dim": 0}, "dim is 0, allowed are 1 to 1024"),
+        (GROUP, {"bits": 0}, "bits is 0, allowed are 1 to 8"),
+        (GROUP, {"rotation_kind": "other"}, "rotation_kind is 'other', known are none, hadamard, signed-hadamard"),
+        (GROUP, {"scale_dtype": "fp16"}, "scale_dtype is 'fp16', which is said by leaving it out"),
+        (GROUP, {"fields": {b"codes": 1}}, "fields is a map from stream name to integer"),
+        (OCTAHEDRAL, {"b_norm": -1}, "b_norm is -1, allowed are 0 to 8"),
+        (POLAR, {"dim": 0}, "dim is 0, allowed are 2 to 1024"),
+        (POLAR, {"dim": 7}, "dim is 7, allowed are even ones"),
+        (QUATERNION, {"dim": 0}, "dim is 0, allowed are 1 to 1024"),
+        (QUATERNION, {"secondary": 0}, "secondary is 0, allowed are 1 to 4096"),
+        (QUATERNION, {"secondary": 2731}, "secondary is 2731, direct allows 1 to 2730"),
+        (QUATERNION, {"radius_bits": 0}, "radius_bits is 0, allowed are 1 to 8"),
+    ],
+    ids=str,
+)
+def test_what_several_guards_refuse_is_named_by_the_one_that_knows_the_parameter(
+    codec: Codec, change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        codec_from_params(codec.params() | change)
+
+
+@pytest.mark.parametrize(("codec", "name"), [(GROUP, "centre"), (OCTAHEDRAL, "rounding")], ids=["centre", "rounding"])
+def test_what_only_steers_an_encoder_is_checked_too(codec: Codec, name: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"{name} is 'other', known are"):
+        dataclasses.replace(codec, **{name: "other"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"outliers": -1, "raw_tokens": 0}, "entries.outliers is -1, allowed are at least 0"),
+        ({b"x": 1}, "a key of entries is of type bytes"),
+    ],
+    ids=["negative", "key"],
+)
+def test_entries_are_named(entries: dict[object, int], message: str) -> None:
+    parts = Parts.of(one_side(SIDE_CARS))
+    parts.header["layers"][0]["k"]["entries"] = entries
+    with pytest.raises(InvalidHeader, match=message):
+        parse_header(msgpack.packb(parts.header))
+
+
+@pytest.mark.parametrize("codec", [*CODED, SIDE_CARS], ids=lambda codec: f"{codec.id}-{len(codec.params())}")
+def test_a_seed_has_at_most_64_bits(codec: Codec) -> None:
+    """No file can hold more, for msgpack has no such integer: what makes a codec refuses it."""
+    params = codec.params()
+    places = [name for name in ("seed", "rotation_seed") if name in params]
+    for change in [*({name: 2**64} for name in places), *([{"qjl": params["qjl"] | {"seed": 2**64}}] if "qjl" in params else [])]:
+        with pytest.raises(InvalidParameter, match="seed is 18446744073709551616, allowed are 0 to 18446744073709551615"):
+            codec_from_params(params | change)

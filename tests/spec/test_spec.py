@@ -1,0 +1,270 @@
+"""The text of spec/ against the code: every table that both know, and every example."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+
+from kvpack.formats import CODECS
+from kvpack.formats.base import DTYPE_BYTES, MAX_DIM, Codec
+from kvpack.formats.columns import MAX_BASE, MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, MAX_FIELDS, Columns, default_fields
+from kvpack.formats.generator import Generator, signs, unit_quaternions
+from kvpack.formats.group import AXES, SCALE_DTYPES, SIZES, TOKEN_SCALES
+from kvpack.formats.raw import DTYPES
+from kvpack.formats.rotation import KINDS, hadamard
+
+from error_bounds import ROTATION_TOLERANCE  # isort: skip
+from spec_pages import SPEC, Table, section, table, tables  # isort: skip
+from strategies import create, packings  # isort: skip
+
+PAGES = {path.stem: path for path in (SPEC / "codecs").glob("*.md")}
+HEADINGS = [
+    "Id and status",
+    "Parameters and ranges",
+    "Layout",
+    "Decode",
+    "Special values",
+    "Writer duties",
+    "Worked example",
+    "Encoder notes",
+]
+
+
+def column(rows: Table, name: str) -> list[str]:
+    return [row[name] for row in rows]
+
+
+def test_every_codec_has_a_page_and_a_row() -> None:
+    rows = table(section(SPEC / "README.md", "Parts"), "codec", "a symbol decodes to", "page", "status")
+    assert sorted(column(rows, "codec")) == sorted(CODECS) == sorted(PAGES)
+    assert column(rows, "page") == [f"[codecs/{codec}.md](codecs/{codec}.md)" for codec in column(rows, "codec")]
+    for row in rows:
+        assert f"Codec id `{row['codec']}`, status {row['status']}." in PAGES[row["codec"]].read_text(encoding="utf-8")
+
+
+def test_what_is_stable_stays_so() -> None:
+    """A stable part keeps its promise to files that exist: no change takes the word back."""
+    text = section(SPEC / "README.md", "Parts")
+    status = {row["part"]: row["status"] for row in table(text, "part", "what it defines", "status")}
+    status |= {row["codec"]: row["status"] for row in table(text, "codec", "a symbol decodes to", "page", "status")}
+    stable = {"this page", "[container.md](container.md)", "[side-cars.md](side-cars.md)"}
+    stable |= {"raw", "group", "scalar", "octahedral", "quaternion", "angle", "polar"}
+    assert stable <= {part for part, word in status.items() if word == "stable"}
+    assert set(status.values()) - {"stable", "draft"} == {"see below", "that of the pages", "informative"}
+    for page in ("container.md", "side-cars.md", "store.md"):
+        assert f"\n\nStatus {status[f'[{page}]({page})']}.\n" in (SPEC / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("codec_id", sorted(CODECS))
+def test_a_codecs_page_has_the_headings_in_order_and_the_parameters_of_the_code(codec_id: str) -> None:
+    text = PAGES[codec_id].read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings == HEADINGS
+    assert re.match(rf"# {codec_id}: ", text)
+    assert f"Codec id `{codec_id}`, status " in section(PAGES[codec_id], "Id and status")
+    layout = section(PAGES[codec_id], "Layout")
+    assert re.search(r"^    .*\|", layout, re.MULTILINE), "Layout has a diagram"
+    assert "bytes" in layout, "Layout says how many bytes a token takes"
+    rows = table(section(PAGES[codec_id], "Parameters and ranges"), "parameter", "type", "range")
+    stored = [field.name for field in dataclasses.fields(CODECS[codec_id]) if field.metadata.get("stored", True)]  # type: ignore[arg-type]
+    assert [next(iter(row.values())) for row in rows] == stored
+
+
+@pytest.mark.parametrize("page", sorted(SPEC.rglob("*.md")), ids=lambda page: str(page.relative_to(SPEC)))
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)[^):]*\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_dtypes() -> None:
+    rows = table(section(SPEC / "README.md", "Conventions"), "dtype", "bytes", "meaning")
+    assert {row["dtype"]: int(row["bytes"]) for row in rows} == DTYPE_BYTES
+
+
+def test_limits_of_packing() -> None:
+    rows = table(section(SPEC / "README.md", "Bit packing"), "limit of packing", "value")
+    found = {row["limit of packing"]: eval_power(row["value"]) for row in rows}
+    assert found == {
+        "largest base": MAX_BASE,
+        "fields of a column": MAX_FIELDS,
+        "bytes of a column, every base a power of two": MAX_COLUMN_BYTES,
+        "values of a column, otherwise": MAX_COLUMN_VALUES,
+        "head dim": MAX_DIM,
+    }
+
+
+def eval_power(text: str) -> int:
+    """An integer written in decimal or as a power, such as 2^53."""
+    base, _, exponent = text.partition("^")
+    return int(base) ** int(exponent or 1)
+
+
+def parsed_packing(text: str) -> Columns:
+    """The packing that the text writes as columns(n, A, F) or columns(n, [B, …], F)."""
+    n, bases, fields = re.fullmatch(r"columns\((\d+), (\d+|\[[\d, ]+\]), (\d+)\)", text).groups()  # type: ignore[union-attr]
+    return Columns(int(n), tuple(map(int, re.findall(r"\d+", bases))), int(fields))
+
+
+@pytest.mark.parametrize("row", tables(section(SPEC / "README.md", "Examples in hexadecimal"))[0], ids=lambda row: row["packing"])
+def test_examples_of_packing(row: dict[str, str]) -> None:
+    packing = parsed_packing(row["packing"])
+    digits = [list(map(int, digit.split())) for digit in row["digits of the symbols"].split(";")]
+    planes = packing.pack([torch.tensor([digit]) for digit in digits])
+    stored = [numpy.frombuffer(bytes.fromhex(row[f"plane {p}"]), "<u2").tolist() for p in range(2) if row[f"plane {p}"]]
+    assert [plane[0].tolist() for plane in planes] == stored
+    assert [digit[0].tolist() for digit in packing.unpack([torch.tensor([words], dtype=torch.uint16) for words in stored])] == digits
+
+
+def test_the_lettered_example() -> None:
+    text = section(SPEC / "README.md", "Example: 3-bit symbols")
+    packing = parsed_packing(re.findall(r"columns\([^)]*\)", text)[0])
+    letters = re.findall(r"`((?:[A-Za-z]{3} ?)+)`", text)
+    symbols = [symbol for pair in zip(*(part.split() for part in letters), strict=True) for symbol in pair]
+    assert len(symbols) == packing.symbols
+    placed = [["?"] * 8 for _ in range(packing.row_bytes)]
+    for i, symbol in enumerate(symbols):
+        for bit, letter in enumerate(reversed(symbol)):
+            values = [1 << bit if k == i else 0 for k in range(packing.symbols)]
+            stored = b"".join(plane.numpy().tobytes() for plane in packing.pack([torch.tensor([values])]))
+            at = next(byte for byte, value in enumerate(stored) if value)
+            placed[at][7 - (stored[at].bit_length() - 1)] = letter
+    names = ["".join(byte) for byte in placed]
+    rows = table(text, "byte", "column 0", "column 1", "stored in")
+    by_column = [[row[f"column {c}"] for row in rows] for c in range(2)]
+    assert names == [*by_column[0][:2], *by_column[1][:2], by_column[0][2], by_column[1][2]]
+    assert f"plane 0 is `{' '.join(names[:4])}` and plane 1 is `{' '.join(names[4:])}`" in text
+    assert f"`{' '.join(reversed(by_column[0]))}` in binary" in text
+
+
+@given(packings())
+def test_the_size_formula(packing: Columns) -> None:
+    assert "2·(W·(Q div 2) + ⌈W / 2⌉·(Q mod 2))" in section(SPEC / "README.md", "Bit packing")
+    w, q = math.ceil(packing.symbols / packing.fields), packing.column_bytes
+    assert packing.row_bytes == 2 * (w * (q // 2) + math.ceil(w / 2) * (q % 2))
+
+
+@pytest.mark.parametrize("base", [2, 3, 4, 8, 9, 16, 32, 48, 64, 100, 128, 256, 1024, 65536], ids=str)
+@pytest.mark.parametrize("symbols", [1, 5, 21, 43, 64, 128], ids=str)
+def test_the_rule_for_the_default_fields(symbols: int, base: int) -> None:
+    def rank(fields: int) -> tuple[int, bool, int, int]:
+        packing = Columns(symbols, (base,), fields)
+        return packing.row_bytes, packing.column_bytes < 2, packing.column_bytes, fields
+
+    limit = 2**128 if base & (base - 1) == 0 else 2**53
+    assert default_fields(symbols, (base,)) == min((f for f in range(1, symbols + 1) if base**f <= limit), key=rank)
+
+
+def test_digests() -> None:
+    for row in table(section(SPEC / "container.md", "Digests"), "n", "digest"):
+        assert xxhash.xxh3_128_hexdigest(bytes(number % 256 for number in range(int(row["n"])))) == row["digest"]
+
+
+def test_generator_words_signs_and_quaternions() -> None:
+    text = section(SPEC / "README.md", "Generator")
+    for row in table(text, "seed", *(f"word {i}" for i in range(5))):
+        generator = Generator(int(row["seed"]))
+        assert [int(row[f"word {i}"], 16) for i in range(5)] == [generator.word() for _ in range(5)]
+    for row in table(text, "seed", "signs 0 to 15", "signs 64 to 79"):
+        drawn = "".join("+" if sign > 0 else "-" for sign in signs(int(row["seed"]), 80))
+        assert (row["signs 0 to 15"], row["signs 64 to 79"]) == (drawn[:16], drawn[64:])
+    for row in table(text, "seed", "quaternion", *"wxyz"):
+        drawn_quaternion = unit_quaternions(int(row["seed"]), int(row["quaternion"]) + 1)[-1].tolist()
+        assert tuple(int(row[name], 16) for name in "wxyz") == struct.unpack(">4Q", struct.pack(">4d", *drawn_quaternion))
+
+
+def test_rotation_kinds_matrices_and_tolerance() -> None:
+    text = section(SPEC / "README.md", "Rotation")
+    assert tuple(column(table(text, "rotation_kind", "H", "s"), "rotation_kind")) == KINDS
+    blocks = re.findall(r"^(?:\*\*)?Order (\d+).*:\n\n((?:    [+-]+\n)+)", text, re.MULTILINE)
+    assert [int(order) for order, _ in blocks] == [12, 20, 28]
+    for order, block in blocks:
+        rows = block.split()
+        assert rows == ["".join("+" if value > 0 else "-" for value in row) for row in hadamard(int(order))[: len(rows)]]
+    assert f"within 2^{round(math.log2(ROTATION_TOLERANCE))} · ‖u‖" in text
+
+
+def test_factors_of_head_dims() -> None:
+    pairs = re.findall(r"\| (\d+) \| (\d+) · (\d+) ", section(SPEC / "README.md", "Rotation"))
+    assert len(pairs) == 8
+    for dim, sylvester, paley in (map(int, pair) for pair in pairs):
+        assert dim == sylvester * paley
+        assert [row[:paley] for row in hadamard(dim)[:paley]] == list(hadamard(paley))
+
+
+def test_ranges_of_raw_and_group() -> None:
+    texts = {codec: section(PAGES[codec], "Parameters and ranges") for codec in ("raw", "group")}
+    raw, group = ({row["parameter"]: row["range"] for row in table(text, "parameter", "type", "range")} for text in texts.values())
+    assert raw == {"dim": f"1 to {MAX_DIM}", "dtype": ", ".join(DTYPES)}
+    assert {row["dtype"]: row["stored as"] for row in table(texts["raw"], "dtype", "stored as")} == DTYPES
+    assert group == {
+        "dim": f"1 to {MAX_DIM}",
+        "bits": "1 to 8",
+        "axis": ", ".join(AXES),
+        "size": ", ".join(map(str, SIZES)),
+        "rotation_kind": ", ".join(KINDS),
+        "seed": "0 to 2^64 - 1",
+        "token_scale": ", ".join(TOKEN_SCALES),
+        "fields": "codes: F of the stream codes",
+        "scale_dtype": ", ".join(SCALE_DTYPES[1:]) + "; left out: " + SCALE_DTYPES[0],
+    }
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("tokens", [1, 32, 45], ids=str)
+def test_the_size_formulas_of_group(tokens: int, axis: str) -> None:
+    codec = create("group", 80, b="3", g="32", axis=axis, token_scale="fp32")
+    layout = codec.layout(1, 1, tokens)
+    row, size = codec.packings()["codes"].row_bytes, 32
+    formula = tokens * row + 4 * 80 * math.ceil(tokens / size) if axis == "token" else tokens * (row + 4 * math.ceil(80 / size))
+    assert sum(DTYPE_BYTES[entry.dtype] * math.prod(entry.shape) for entry in layout.values()) == formula + 4 * tokens
+
+
+def example_codec(page: Path) -> Codec:
+    """The codec of a page's worked example."""
+    types = {field.name: field.type for field in dataclasses.fields(CODECS[page.stem])}  # type: ignore[arg-type]
+    params: dict[str, Any] = {}
+    for row in table(section(page, "Worked example"), "parameter", "value"):
+        name, value = row["parameter"], row["value"]
+        if types[name] == "Fields":
+            params[name] = {stream: int(fields) for stream, fields in (entry.split() for entry in value.split(", "))}
+        else:
+            params[name] = int(value) if types[name] == "int" else value
+    return CODECS[page.stem].from_params(params)
+
+
+@pytest.mark.parametrize("page", [PAGES["raw"], PAGES["group"]], ids=["raw", "group"])
+def test_worked_examples(page: Path) -> None:
+    codec, text = example_codec(page), section(page, "Worked example")
+    rows = table(text, "stream", "dtype", "shape", "bytes")
+    layout = codec.layout(1, 1, 2)
+    assert [(row["stream"], row["dtype"], row["shape"]) for row in rows] == [
+        (name, entry.dtype, " ".join(map(str, entry.shape))) for name, entry in layout.items()
+    ]
+    dtypes = {"U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+    streams = {
+        row["stream"]: torch.frombuffer(bytearray.fromhex(row["bytes"]), dtype=dtypes[row["dtype"]]).reshape(layout[row["stream"]].shape)
+        for row in rows
+    }
+    values = [[number(value) for value in row["values"].split()] for row in table(text, "token", "values")]
+    expected = torch.tensor(values)[None, None]
+    decoded = codec.decode(streams)
+    assert torch.equal(decoded.view(torch.int32), expected.view(torch.int32))
+    if codec.id != "raw":
+        codec.check({name: stream.numpy() for name, stream in streams.items()}, page.stem)
+        codes = [list(map(int, row["codes"].split())) for row in table(text, "token", "codes")]
+        assert codec.unpack("codes", streams)[0][0, 0].tolist() == codes
+
+
+def number(text: str) -> float:
+    """A decimal or hexadecimal float."""
+    return float.fromhex(text) if "0x" in text else float(text)

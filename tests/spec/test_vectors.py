@@ -1,0 +1,102 @@
+"""The conformance vectors: none changed, none unlisted, a vector for every rule, and both readers give what each expects."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from kvpack.file import container
+from kvpack.formats import errors
+from kvpack.formats.errors import KvpackError
+
+from frame_vectors import BLOCKS_REFUSED  # isort: skip
+from numbered_rules import rules  # isort: skip
+from second_decoder import decoder, decompress  # isort: skip
+from vector_checks import DECODED, LINES, check_values, read, unpacked  # isort: skip
+from vector_files import DEFINED, FOLDER, MANIFEST, described, digest, profile_of, values_of, values_path  # isort: skip
+
+REFUSED = [file for file, line in LINES.items() if "error" in line and "either" not in line]
+EITHER = [file for file, line in LINES.items() if "either" in line]
+MAX_BYTES = 9 * 2**19
+"""Of all vectors: they travel with the source, and a reader in another language runs them all. Half of it are the 4 KiB of each JSON
+header, and what is at a limit of the format takes up to 200 kB."""
+
+
+def test_no_vector_was_changed_added_or_lost() -> None:
+    listed = {MANIFEST.relative_to(FOLDER).as_posix(): None}
+    for file, line in LINES.items():
+        listed[file] = line["sha256"]
+        if "error" not in line:
+            assert line["values"] == values_path(file)
+            listed[line["values"]] = line["values_sha256"]
+    found = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*") if path.is_file()}
+    assert set(found) == set(listed)
+    for name, expected in listed.items():
+        assert expected is None or digest(found[name].read_bytes()) == expected, name
+    assert sum(path.stat().st_size for path in found.values()) <= MAX_BYTES
+
+
+def test_every_vector_is_listed_as_it_is_defined() -> None:
+    assert set(LINES) == set(DEFINED)
+    for file, vector in DEFINED.items():
+        assert LINES[file].items() >= described(vector).items(), file
+
+
+@pytest.mark.parametrize("number", [number for number, rule in rules().items() if rule.kept_by in ("refusal", "values")])
+def test_every_rule_that_a_file_can_show_has_a_vector(number: str) -> None:
+    shown = [file for file, line in LINES.items() if number in line["rules"]]
+    wanted = REFUSED if rules()[number].kept_by == "refusal" else DECODED
+    assert set(shown) & set(wanted), f"no vector for {number}"
+
+
+@pytest.mark.parametrize("file", REFUSED)
+def test_both_readers_refuse_a_vector_by_its_rule(file: str) -> None:
+    data = (FOLDER / file).read_bytes()
+    (number,) = LINES[file]["rules"]
+    rule, error = rules()[number], LINES[file]["error"]
+    assert error in rule.errors
+    # The decoder refuses frames by itself, but for what a decompressor alone can tell is wrong.
+    alone = number == "container-24" or file in BLOCKS_REFUSED
+    with pytest.raises(decoder.Refused) as refused:
+        decoder.read(data, decompress if alone else lambda frame, size: bytes(size))
+    assert refused.value.rule == rule.section
+    with pytest.raises(KvpackError) as raised:
+        container.open_bytes(data).verify()
+    assert type(raised.value).__name__ == error
+
+
+@pytest.mark.parametrize("file", EITHER)
+def test_what_a_reader_may_decode_is_refused_by_its_class_or_accepted(file: str) -> None:
+    data = (FOLDER / file).read_bytes()
+    assert decoder.read(data, lambda frame, size: bytes(size)).layers
+    with contextlib.suppress(decoder.Refused):
+        decoder.read(data, decompress)
+    # The class of every other refusal is wrong.
+    with contextlib.suppress(getattr(errors, LINES[file]["error"])):
+        container.open_bytes(data).verify()
+
+
+def test_what_a_reader_may_decode_is_named_by_a_correction() -> None:
+    corrections = (FOLDER.parent / "README.md").read_text(encoding="utf-8").partition("### Corrections")[2]
+    assert EITHER == [
+        "invalid/zstd-block-offset-0.kvpack",
+        "invalid/zstd-block-reserved-modes.kvpack",
+        "invalid/zstd-block-bit-missing.kvpack",
+    ]
+    assert all(f"`{file}`" in corrections for file in EITHER)
+
+
+@pytest.mark.parametrize("file", DECODED)
+def test_both_readers_decode_a_vector_to_its_values(file: str) -> None:
+    container.open_file(FOLDER / file).verify()
+    assert LINES[file]["profile"] == profile_of(read(file))
+    check_values(file, values_of(read(file)))
+    check_values(file, unpacked(file))
+    starts = LINES[file].get("starts", [read(file).start] * len(read(file).layers))
+    assert list(container.open_file(FOLDER / file).header.starts) == read(file).starts == starts
+
+
+def test_unknown_ignorable_features_are_kept() -> None:
+    file = "unsupported/ignorable-features.kvpack"
+    assert list(container.open_file(FOLDER / file).header.ignorable) == list(read(file).ignorable) == ["a-feature", "new-feature"]

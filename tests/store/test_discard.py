@@ -1,0 +1,114 @@
+"""What a store removes: entries whose bytes are damaged, and no other that it could not read."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import kvpack
+from kvpack.formats import errors
+from kvpack.store.faults import is_damage
+
+from file_parts import edit  # isort: skip
+from parts import Parts  # isort: skip
+from store_caches import CHUNK, entry_of, open_store, prompt, same, save  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+DAMAGE = {"DigestMismatch", "InvalidHeader", "InvalidPayload", "NotKvpack", "Truncated", "NotConsecutive"}
+
+
+def test_damage_is_a_fault_of_bytes_and_nothing_else() -> None:
+    classes = [found for found in vars(errors).values() if isinstance(found, type) and issubclass(found, kvpack.KvpackError)]
+    assert {found.__name__ for found in classes if is_damage(found("text"))} == DAMAGE
+    assert not any(map(is_damage, [MemoryError(), OSError(errno.EIO, "text"), ValueError("text"), KvpackErrorOfALaterVersion("text")]))
+
+
+class KvpackErrorOfALaterVersion(kvpack.KvpackError):
+    """A class that the policy has not heard of."""
+
+
+REFUSALS = [
+    MemoryError(),
+    OSError(errno.EIO, "Input/output error"),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    errors.LimitExceeded("more than max_bytes"),
+    errors.UnknownCodec("codec of a later version"),
+]
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=repr)
+@pytest.mark.parametrize("step", ["read", "concat"])
+def test_what_the_reader_lacks_removes_nothing(step: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, ids = open_store(tmp_path), prompt(3)
+    whole = save(store, ids)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpack.store.entries.Reader._one" if step == "read" else "kvpack.cache.cache.concat", refuse)
+        assert store.load(ids) == (0, None)
+    assert store.counters()["unreadable_entries"] == 1
+    assert store.counters()["damaged_entries"] == 0
+    assert same(store.load(ids)[1], whole)
+
+
+def test_a_read_that_ends_early_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is cut while it is read, as another user may do, is not bytes that were read whole."""
+    store, ids = open_store(tmp_path), prompt(2)
+    whole = save(store, ids)
+    monkeypatch.setattr("kvpack.store.trust.Trust.private", False)
+    real = os.preadv
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpack.store.reading.os.preadv", lambda fd, views, at: 0 if at else real(fd, [views[0][:100]], at))
+        assert store.load(ids) == (0, None)
+    assert store.counters()["faults"] == {"get EIO": 1}
+    assert store.counters()["damaged_entries"] == 0
+    assert same(store.load(ids)[1], whole)
+
+
+def _of_a_later_version(data: bytes) -> bytes:
+    parts = Parts.of(data)
+    edit("required", ["of-a-later-version"])(parts)
+    return parts.joined()
+
+
+def _of_another_codec(data: bytes) -> bytes:
+    parts = Parts.of(data)
+    edit("codecs.0.id", "of-a-later-version")(parts)
+    return parts.joined()
+
+
+@pytest.mark.parametrize("change", [_of_a_later_version, _of_another_codec])
+def test_an_entry_of_a_later_version_stays(change: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    store, ids = open_store(tmp_path), prompt(3)
+    whole = save(store, ids)
+    path = entry_of(store, ids, 1)
+    with open(path, "rb") as file:
+        later = change(file.read())
+    with open(path, "wb") as file:
+        file.write(later)
+    n, found = store.load(ids)
+    assert n == CHUNK
+    assert same(found, whole)
+    assert store.counters()["unreadable_entries"] == 1
+    assert store.counters()["damaged_entries"] == 0
+    with open(path, "rb") as file:
+        assert file.read() == later
+
+
+def test_an_encrypted_entry_stays_where_no_key_is_given(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    secret, ids = open_store(tmp_path, encryption={"k": bytes(32)}), prompt(2)
+    save(secret, ids)
+    plain = open_store(tmp_path)
+    assert plain.load(ids) == (0, None)
+    assert plain.counters()["undecryptable_entries"] == 1
+    assert plain.counters()["damaged_entries"] == 0
+    assert secret.load(ids)[0] == 2 * CHUNK

@@ -1,0 +1,305 @@
+"""Faults of the system and kills at every step: each costs a miss, and the store is whole afterwards."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import kvpack
+from kvpack.file import atomic
+from kvpack.store import directory
+
+from faulty_os import CHANGES, OPERATIONS, FaultyOs  # isort: skip
+from store_caches import CHUNK, cache, entries, open_store, prompt, same  # isort: skip
+from store_stress import FORK  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+STRIDE = int(os.environ.get("KVPACK_KILL_STRIDE", "7"))
+"""Of the steps at which a process is killed, one in so many; 1 tries all."""
+
+ENTRY_BYTES = 8320
+BUDGET = 4 * ENTRY_BYTES
+PROMPTS = {seed: prompt(3, first=1, seed=seed) for seed in (1, 2)}
+WHOLE = {seed: cache(len(ids), seed=0) for seed, ids in PROMPTS.items()}
+"""Both prompts share a chunk, so they are saved with the same values."""
+
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EMFILE, errno.EINTR, errno.ESTALE)
+
+
+def use(store: kvpack.Store) -> None:
+    """Everything that a store does, with eviction; what is loaded must be right."""
+    for seed, ids in PROMPTS.items():
+        assert store.save(ids, WHOLE[seed]) <= 3 * CHUNK
+        n, found = store.load(ids)
+        assert found is None if n == 0 else same(found, WHOLE[seed])
+    store.pin(PROMPTS[1])
+    assert store.match(PROMPTS[1]) <= 3 * CHUNK
+    store.unpin(PROMPTS[1])
+    store.delete(PROMPTS[2], start=2 * CHUNK)
+    store.collect()
+    store.stats()
+
+
+def check(folder: Path) -> int:
+    """That a store is whole: what is there is right, nothing is left over, and it works. The tokens it found."""
+    store = open_store(folder, max_bytes=BUDGET, durable=True)
+    store.collect()
+    assert not os.path.isdir(folder / "unfinished") or os.listdir(folder / "unfinished") == []
+    assert sum(os.stat(path).st_size for path in entries(folder)) <= BUDGET
+    total = 0
+    for seed, ids in PROMPTS.items():
+        n, found = store.load(ids)
+        assert found is None if n == 0 else same(found, WHOLE[seed])
+        total += n
+    assert store.counters()["damaged_entries"] == 0
+    assert store.counters()["faults"] == {}
+    assert store.save(PROMPTS[1], WHOLE[1]) == 3 * CHUNK
+    return total
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A store's folder, in memory where that is possible: each of many steps waits for the disk."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as parent:
+        yield Path(parent) / "store"
+
+
+def open_files() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def run_with_fault(folder: Path, fault: FaultyOs, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Use a store with one fault and check it; whether the fault was reached."""
+    shutil.rmtree(folder, ignore_errors=True)
+    before = open_files()
+    with monkeypatch.context() as patch:
+        fault.install(patch)
+        try:
+            store = open_store(folder, max_bytes=BUDGET, durable=True, min_free=1)
+        except kvpack.formats.errors.InvalidParameter:
+            # A folder that cannot be reached is no place for a store, which is told when it is opened.
+            if fault.code != errno.EACCES:
+                raise
+        else:
+            use(store)
+    assert open_files() == before, "a descriptor is left open"
+    check(folder)
+    return fault.calls >= fault.number
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_no_fault_raises_or_harms(operation: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The n-th call of every operation, failing once or from then on; later calls less and less densely."""
+    reached, number, tried = True, 1, 0
+    while reached:
+        code = ERRORS[tried % len(ERRORS)]
+        sticky = tried // len(ERRORS) % 2 == 1 or tried % 3 == 2
+        reached = run_with_fault(folder, FaultyOs((operation,), number, code, sticky), monkeypatch)
+        tried += 1
+        number += 1 if number < 4 else number
+    assert tried > 3
+
+
+@pytest.mark.parametrize("operation", ["pwrite", "writev", "pread"])
+def test_short_writes_and_reads_lose_nothing(operation: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the first calls, alone and with all that follow: the rest is written or read as well."""
+    for number, sticky in itertools.product(range(1, 12), (False, True)):
+        fault = FaultyOs((operation,), number, sticky=sticky, short=True)
+        run_with_fault(folder, fault, monkeypatch)
+        shutil.rmtree(folder)
+        with monkeypatch.context() as patch:
+            FaultyOs((operation,), number, sticky=sticky, short=True).install(patch)
+            store = open_store(folder, durable=True)
+            for seed, ids in PROMPTS.items():
+                assert store.save(ids, WHOLE[seed]) == 3 * CHUNK
+                assert same(store.load(ids)[1], WHOLE[seed])
+            assert store.counters()["faults"] == {}
+
+
+@pytest.mark.parametrize("code", ERRORS, ids=errno.errorcode.get)
+def test_a_system_that_refuses_everything_is_a_miss(code: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_with_fault(folder, FaultyOs(OPERATIONS, 1, code, sticky=True), monkeypatch)
+    with monkeypatch.context() as patch:
+        store = open_store(folder)
+        FaultyOs(OPERATIONS, 1, code, sticky=True).install(patch)
+        assert store.load(PROMPTS[1]) == (0, None)
+        assert store.save(PROMPTS[2], WHOLE[2]) == store.match(PROMPTS[2])
+        faults = store.counters()["faults"]
+    assert faults[f"get {errno.errorcode[code]}"] == 1
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "no memory"), ValueError("mmap length"), MemoryError()], ids=repr)
+def test_a_file_that_cannot_be_mapped_is_a_miss(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(folder)
+    store.save(PROMPTS[1], WHOLE[1])
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "map_file", refuse)
+        assert store.load(PROMPTS[1]) == (0, None)
+    assert store.load(PROMPTS[1])[0] == 3 * CHUNK
+
+
+def _used_until_killed(folder: Path, fault: FaultyOs) -> None:
+    patch = pytest.MonkeyPatch()
+    fault.install(patch)
+    use(open_store(folder, max_bytes=BUDGET, durable=True))
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_kill_at_any_step_of_put_and_evict_leaves_a_whole_store(moment: str, folder: Path) -> None:
+    number, found = {"before": 1, "after": STRIDE // 2 + 1}[moment], []
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        child = FORK.Process(target=_used_until_killed, args=(folder, FaultyOs(CHANGES, number, death=moment)))
+        child.start()
+        child.join(600)
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+        found.append(check(folder))
+        number += STRIDE
+    assert number > 60
+    # Early kills leave nothing, later ones what was finished.
+    assert found[0] == 0
+    assert max(found) >= 3 * CHUNK
+
+
+def test_a_read_only_folder_serves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_store(folder).save(PROMPTS[1], WHOLE[1])
+    changes = ("pwrite", "ftruncate", "writev", "fsync", "replace", "unlink", "mkdir", "utime")
+    FaultyOs(changes, 1, errno.EROFS, sticky=True).install(monkeypatch)
+    store = open_store(folder, max_bytes=BUDGET)
+    for _ in range(2):
+        n, found = store.load(PROMPTS[1])
+        assert n == store.match(PROMPTS[1]) == 3 * CHUNK
+        assert same(found, WHOLE[1])
+    assert store.save(PROMPTS[2], WHOLE[2]) == CHUNK
+    assert store.pin(PROMPTS[1]) == 0
+    assert store.delete(PROMPTS[1]) == 0
+    assert set(store.counters()["faults"]) == {f"{what} EROFS" for what in ("touch", "put", "pin", "unpin", "delete")}
+
+
+def test_a_folder_that_vanishes_is_a_miss(folder: Path) -> None:
+    store = open_store(folder, max_bytes=BUDGET)
+    store.save(PROMPTS[1], WHOLE[1])
+    shutil.rmtree(folder)
+    assert store.load(PROMPTS[1]) == (0, None)
+    assert store.save(PROMPTS[1], WHOLE[1]) == 3 * CHUNK
+    assert store.load(PROMPTS[1])[0] == 3 * CHUNK
+
+
+FULL_DISK = """
+import json, os, sys
+sys.path.insert(0, sys.argv[2])
+import torch
+torch.set_num_threads(1)
+if sys.argv[3] == "leaves unfinished files":
+    from kvpack import atomic
+    atomic.os = type("Os", (), {"__getattr__": lambda self, name: getattr(os, name), "unlink": lambda self, path: None})()
+elif sys.argv[3] == "raises":
+    from kvpack.store.counters import Counters
+    Counters.fault = lambda self, operation, error: (_ for _ in ()).throw(error)
+from store_caches import CHUNK, cache, entries, open_store, prompt, same
+folder = os.path.join(sys.argv[1], "store")
+store = open_store(folder)
+seed, saved = 0, []
+while True:
+    ids = prompt(2, seed=seed)
+    whole = cache(len(ids), seed=seed)
+    if store.save(ids, whole) < 2 * CHUNK:
+        break
+    saved.append((ids, whole))
+    seed += 1
+right = sum(store.load(ids)[0] == 2 * CHUNK and same(store.load(ids)[1], whole) for ids, whole in saved)
+left = os.listdir(os.path.join(folder, "unfinished"))
+store.delete(saved[0][0])
+again = store.save(ids, whole)
+print(json.dumps([len(saved), right, left, store.counters()["faults"], again, store.load(ids)[0]]))
+"""
+
+
+def on_a_full_disk(tmp_path: Path, variant: str = "") -> list[Any]:
+    mount = f"mount -t tmpfs -o size=600k,mode=700 none {tmp_path}"
+    command = ["unshare", "--map-root-user", "--mount"] if os.geteuid() else ["unshare", "--mount"]
+    if subprocess.run([*command, "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("a tmpfs cannot be mounted here: neither root nor user namespaces are allowed")
+    script = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(Path(__file__).parents[1] / "support"), variant]
+    done = subprocess.run([*command, "sh", "-c", f'{mount} && exec "$@"', "sh", *script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads(done.stdout)
+    return found
+
+
+def check_full_disk(saved: int, right: int, left: list[str], faults: dict[str, int], again: int, loaded: int) -> None:
+    assert saved == right > 20
+    assert left == []
+    assert set(faults) == {"put ENOSPC"}
+    assert (again, loaded) == (2 * CHUNK, 2 * CHUNK)
+
+
+def test_a_full_disk_is_a_miss(tmp_path: Path) -> None:
+    check_full_disk(*on_a_full_disk(tmp_path))
+
+
+@pytest.mark.parametrize("variant", ["leaves unfinished files", "raises"])
+def test_a_store_that_minds_a_full_disk_is_seen(variant: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        check_full_disk(*on_a_full_disk(tmp_path, variant))
+
+
+@pytest.mark.parametrize("mutant", ["in place", "no clean-up", "raises", "believes short writes"])
+def test_the_rules_above_are_seen_to_break(mutant: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = directory.write_file
+
+    def write_in_place(path: str, pieces: Any, *, complete: Any, **_: Any) -> int:
+        descriptor = directory.os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for piece in pieces:
+            directory.os.writev(descriptor, [piece])
+        complete(descriptor)
+        directory.os.close(descriptor)
+        return 0
+
+    def leave_behind(path: str, *args: Any, unfinished: str, **options: Any) -> int:
+        Path(unfinished, f".kvpack-{os.getpid()}-left.tmp").write_bytes(b"left")
+        return real(path, *args, unfinished=unfinished, **options)
+
+    if mutant == "believes short writes":
+        monkeypatch.setattr("kvpack.file.atomic._write_all", lambda descriptor, pieces, _: atomic.os.writev(descriptor, pieces))
+        with pytest.raises(AssertionError):
+            test_short_writes_and_reads_lose_nothing("writev", folder, monkeypatch)
+        return
+    if mutant == "raises":
+        monkeypatch.setattr("kvpack.store.counters.Counters.fault", lambda self, operation, error: (_ for _ in ()).throw(error))
+        with pytest.raises(OSError, match="Input/output"):
+            run_with_fault(folder, FaultyOs(("open",), 3, errno.EIO), monkeypatch)
+        return
+    if mutant == "no clean-up":
+        monkeypatch.setattr(directory, "write_file", leave_behind)
+        with pytest.raises(AssertionError, match="unfinished"):
+            run_with_fault(folder, FaultyOs(("open",), 10**9), monkeypatch)
+        return
+    monkeypatch.setattr(directory, "write_file", write_in_place)
+    with pytest.raises(AssertionError):
+        test_a_kill_at_any_step_of_put_and_evict_leaves_a_whole_store("before", folder)

@@ -1,0 +1,36 @@
+"""A short run of tests/support/store_lookups.py, and that it sees a key without one of its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+
+import kvpack
+from kvpack.store import keys
+
+import store_lookups  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_nobody_finds_what_another_stored(tmp_path: Path) -> None:
+    report = store_lookups.lookups(store_lookups.in_folder(str(tmp_path)), 4000, prompts=60)
+    assert report["lookups"] == 4000
+    assert (report["hits"], report["refused"], report["owners_that_found_something_else"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("field", ["tenant", "adapter", "config", "extra", "inputs"])
+def test_a_field_that_is_not_in_the_key_is_seen(field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if field == "inputs":
+        real = keys.chunk_key
+        monkeypatch.setattr(keys, "chunk_key", lambda parent, ids, inputs: real(parent, ids, b""))
+    else:
+        digest = kvpack.Identity.digest
+        without = property(lambda identity: digest.fget(dataclasses.replace(identity, **{field: ""})))
+        monkeypatch.setattr(kvpack.Identity, "digest", without)
+    report = store_lookups.lookups(store_lookups.in_folder(str(tmp_path)), 4000, prompts=60)
+    # Where the header names the field, the reader refuses what it should not have found.
+    assert report["hits"] if field in ("tenant", "inputs") else report["refused"]

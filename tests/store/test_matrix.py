@@ -1,0 +1,104 @@
+"""Every cell of tests/support/store_matrix at a small size, and proof that its promises can be seen to break."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.store.forms import Kind
+
+from store_matrix.matrix import FAULTS, KINDS, run_cell  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytest.importorskip("redis")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    logging.getLogger("kvpack.store").setLevel(logging.CRITICAL)
+    yield
+    logging.getLogger("kvpack.store").setLevel(logging.NOTSET)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_promises_hold(kind: str, fault: str) -> None:
+    count = FAULTS[fault].cases_of_test(kind)
+    # Each kind another choice of cases: together they have most.
+    cell = run_cell(kind, fault, count, seed=list(KINDS).index(kind))
+    if cell.skipped:
+        pytest.skip(cell.skipped)
+    assert cell.problems == []
+    assert cell.counts["cases"] >= count
+    assert cell.found > 0
+
+
+def _raise(self: Any, operation: str, error: BaseException) -> None:
+    raise error
+
+
+def _write_in_place(path: str, pieces: Any, **options: Any) -> int:
+    return _write_slowly(path, path, pieces, **options)
+
+
+def _write_with_one_name(path: str, pieces: Any, *, unfinished: str, **options: Any) -> int:
+    """All writers of an entry have one name for what is unfinished."""
+    return _write_slowly(path, os.path.join(unfinished, os.path.basename(path)), pieces, **options)
+
+
+def _write_slowly(path: str, target: str, pieces: Any, *, complete: Any = None, **_: Any) -> int:
+    with open(target, "wb", buffering=0) as file:
+        for piece in pieces:
+            file.write(piece)
+            time.sleep(0.0005)
+        if complete:
+            complete(file.fileno())
+    os.replace(target, path)
+    return 0
+
+
+def _remove(path: str, *, old: bool) -> bool:
+    os.unlink(path)
+    return True
+
+
+def _without_tenant(self: kvpack.Identity) -> bytes:
+    return hashlib.sha256(repr(dataclasses.replace(self, tenant="")).encode()).digest()
+
+
+MUTANTS: dict[str, tuple[str, str, Any]] = {
+    "in place": ("kill", "kvpack.store.directory.write_file", _write_in_place),
+    "one name for all writers": ("kill", "kvpack.store.directory.write_file", _write_with_one_name),
+    "errors are raised": ("errno", "kvpack.store.counters.Counters.fault", _raise),
+    "no sync of folders": ("power loss", "kvpack.file.atomic.sync_folder", lambda folder: None),
+    "want of memory is raised": ("memory limit", "kvpack.store.counters.Counters.fault", _raise),
+    "what is there is right": ("two users", "kvpack.store.directory.kind_of", lambda *_: Kind.READABLE),
+    "no locks": ("PID namespaces", "kvpack.store.eviction.sweep", _remove),
+    "no tenant in the key": ("isolation", "kvpack.store.identity.Identity.digest", property(_without_tenant)),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_promises_are_seen_to_break(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault, name, put = MUTANTS[mutant]
+    monkeypatch.setattr(name, put)
+    # A run of few cases may miss what depends on the moment.
+    for cell in (run_cell("plain", fault, FAULTS[fault].few, seed) for seed in range(5)):
+        if cell.skipped:
+            pytest.skip(cell.skipped)
+        if cell.problems:
+            return
+    pytest.fail("nothing was seen")

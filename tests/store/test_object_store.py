@@ -1,0 +1,410 @@
+"""The prefix store in an object store: on a real S3 protocol, whose server is killed, paused and lies, and in obstore's own stores."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import kvpack
+from kvpack.formats.errors import InvalidParameter
+from kvpack.store import breaker, object_store, objects, uses
+
+from s3_server import VARIABLES, Server, lying, running  # isort: skip
+from store_caches import CHUNK, IDENTITY, cache, check_death_and_return, check_hits_of_an_unsteady_server, prompt, same, save  # isort: skip
+from store_stress import FORK  # isort: skip
+
+obstore = pytest.importorskip("obstore")
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Server]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: Server) -> Server:
+    """With nothing in it."""
+    files = obstore.store.from_url("s3://bucket", config=shared.options, client_options={"allow_http": True})
+    obstore.delete(files, [meta["path"] for batch in obstore.list(files) for meta in batch])
+    return shared
+
+
+@pytest.fixture(params=["s3", "local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, dict[str, Any]]:
+    """A location and the options that go with it."""
+    if request.param == "s3":
+        server = request.getfixturevalue("server")
+        return server.url, {"storage_options": server.options}
+    kinds = {"local": lambda: obstore.store.LocalStore(tmp_path, mkdir=True), "memory": obstore.store.MemoryStore}
+    return kinds[request.param](), {}
+
+
+def opened(place: tuple[Any, dict[str, Any]], identity: kvpack.Identity = IDENTITY, **options: Any) -> kvpack.Store:
+    location, given = place
+    return kvpack.Store(location, identity, **{"chunk": CHUNK, **given, **options})
+
+
+def at(server: Server, **options: Any) -> kvpack.Store:
+    return opened((server.url, {"storage_options": server.options}), **options)
+
+
+def names(store: kvpack.Store) -> list[str]:
+    raw = store._backend._objects._store
+    return [meta["path"] for batch in obstore.list(raw) for meta in batch]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "kivi-2"])
+def test_what_is_saved_is_loaded(recipe: str, place: Any) -> None:
+    identity = dataclasses.replace(IDENTITY, recipe=recipe)
+    ids = prompt(4)
+    with opened(place, identity) as store:
+        assert store.load(ids) == (0, None)
+        whole = save(store, ids)
+        save(store, ids)
+        assert store.counters()["saved_chunks"] == 4
+    with opened(place, identity) as other:
+        n, found = other.load(ids)
+        assert n == other.match(ids) == 4 * CHUNK
+        assert same(found, whole)
+        assert other.stats()["entries"] == 4
+        assert other.stats()["bytes"] == store.counters()["saved_bytes"]
+        assert other.counters()["faults"] == {}
+    assert opened(place, dataclasses.replace(IDENTITY, recipe=recipe, tenant="other")).match(ids) == 0
+
+
+def test_settings_of_the_connection_are_settings_as_any(server: Server) -> None:
+    store = at(server, storage_options={**server.options, "user_agent": "kvpack", "allow_http": True})
+    save(store, prompt(1))
+    closed = at(server, storage_options={**server.options, "allow_http": False})
+    assert closed.load(prompt(1)) == (0, None)
+
+
+def test_the_environment_names_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, variable in VARIABLES.items():
+        monkeypatch.setenv(variable, server.options[name])
+    save(kvpack.Store(server.url, IDENTITY, chunk=CHUNK), prompt(1))
+    assert at(server).match(prompt(1)) == CHUNK
+
+
+def test_names_are_those_of_a_folder(tmp_path: Path) -> None:
+    ids = prompt(3)
+    whole = save(kvpack.Store(obstore.store.LocalStore(tmp_path), IDENTITY, chunk=CHUNK), ids)
+    os.chmod(tmp_path, 0o700)
+    for location in (tmp_path, tmp_path.as_uri()):
+        assert same(kvpack.Store(location, IDENTITY, chunk=CHUNK).load(ids)[1], whole)
+
+
+def test_an_entry_is_put_once_whoever_is_first(place: Any) -> None:
+    stores = [opened(place) for _ in range(2)]
+    ids = prompt(6)
+    whole = cache(len(ids))
+    # All race for the same keys: none looks whether they are there.
+    for store in stores:
+        store._backend.present = lambda keys: 0
+    threads = [threading.Thread(target=stores[number % 2].save, args=(ids, whole)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(store.counters()["saved_chunks"] for store in stores) == 6
+    assert same(opened(place).load(ids)[1], whole)
+
+
+def test_pins_deletion_and_sizes(place: Any) -> None:
+    store = opened(place)
+    ids = prompt(4)
+    save(store, ids)
+    assert store.pin(ids) == 4 * CHUNK
+    assert len(store._backend.pinned()) == 4
+    assert store.unpin(ids)
+    assert not store.unpin(ids)
+    assert store.pin(ids) == 4 * CHUNK
+    assert store.delete(ids, start=2 * CHUNK) == 2
+    assert store.match(ids) == 2 * CHUNK
+    assert store._backend.pinned() == set()
+    assert store.delete(ids) == 2
+    assert (store.stats()["entries"], store.stats()["bytes"]) == (0, 0)
+
+
+def test_the_budget_holds_and_leaves_go_first(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "_SLACK", 10**9)
+    size = opened(place)
+    save(size, prompt(1, seed=99))
+    (entry,) = size._backend.list()
+    size.delete(prompt(1, seed=99))
+    store = opened(place, max_bytes=8 * entry.size)
+    branches = [prompt(4, first=2, seed=seed) for seed in (1, 2)]
+    for ids in branches:
+        save(store, ids)
+        store.close()
+    store.load(branches[0])
+    store.close()
+    found = []
+    for seed in range(6):
+        save(store, prompt(1, seed=10 + seed))
+        assert store.stats()["bytes"] <= 8 * entry.size
+        found.append([store.match(ids) // CHUNK for ids in branches])
+    assert found == [[4, 4], [4, 4], [4, 3], [4, 2], [3, 2], [2, 2]]
+    assert store.counters()["evicted_entries"] == 4
+    store.pin(branches[0])
+    for seed in range(6, 14):
+        save(store, prompt(1, seed=10 + seed))
+    assert store.match(branches[0]) == 2 * CHUNK
+    tiny = opened(place, identity=dataclasses.replace(IDENTITY, tenant="tiny"), max_bytes=entry.size - 1)
+    assert tiny.save(prompt(1), cache(CHUNK + 5)) == 0
+    assert tiny.counters()["refused_chunks"] == 1
+
+
+def test_uses_are_merged_into_one_record(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses, "INTERVAL_SECONDS", 0)
+    monkeypatch.setattr(object_store, "_MERGE", 10**40)
+    store = opened(place)
+    for seed in range(4):
+        save(store, prompt(1, seed=seed))
+    store.load(prompt(1))
+    store.delete(prompt(1, seed=3))
+    records = [name for name in names(store) if name.startswith("uses/")]
+    assert len(records) >= 5
+    store.collect()
+    (record,) = [name for name in names(store) if name.startswith("uses/")]
+    merged = bytes(obstore.get(store._backend._objects._store, record).bytes())
+    assert merged == b"".join(store.keys(prompt(1, seed=seed))[0] for seed in (1, 2, 0))
+
+
+@pytest.mark.parametrize("part", [1000, 8 * 2**20])
+def test_large_entries_come_in_ranges(part: int, place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "PART_BYTES", part)
+    monkeypatch.setattr(objects, "_FRONT_BYTES", 5000)
+    store = opened(place)
+    ids = prompt(2)
+    whole = save(store, ids)
+    assert same(store.load(ids)[1], whole)
+    key = store.keys(ids)[0]
+    data, front = store._backend.peek(key), store._backend.peek(key, front=True)
+    assert len(front) == len(data)
+    with kvpack.file.container.open_bytes(front) as file:
+        end = len(file.front.text) + len(file.front.tensor)
+    assert end > 5000
+    assert front[:end] == data[:end]
+    assert front[end:] == bytes(len(data) - end)
+
+
+def test_an_object_that_changes_between_two_ranges_is_a_miss(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "PART_BYTES", 1000)
+    store = at(server)
+    ids = prompt(1)
+    save(store, ids)
+    raw, (name,) = store._backend._objects._store, [name for name in names(store) if "uses" not in name]
+    good, real = bytes(obstore.get(raw, name).bytes()), store._backend._objects._fill
+
+    def changed(*arguments: Any) -> bool:
+        obstore.put(raw, name, good[:-1] + b"x")
+        return real(*arguments)
+
+    monkeypatch.setattr(store._backend._objects, "_fill", changed)
+    assert store.load(ids) == (0, None)
+    assert store.counters()["damaged_entries"] == 0
+
+
+def test_what_is_damaged_is_a_miss_and_heals(place: Any) -> None:
+    store = opened(place)
+    ids = prompt(3)
+    whole = save(store, ids)
+    raw, name = store._backend._objects._store, object_store._name(store.keys(ids)[1])
+    good = bytes(obstore.get(raw, name).bytes())
+    other = bytes(obstore.get(raw, object_store._name(store.keys(ids)[0])).bytes())
+    for bad in (good[:-1], good + b"x", good[:6000] + b"\0\1\2" + good[6003:], b"x", other, b""):
+        obstore.put(raw, name, bad)
+        n, found = store.load(ids)
+        assert n == CHUNK
+        assert same(found, whole)
+        assert store.save(ids, whole) == 3 * CHUNK
+    assert store.counters()["damaged_entries"] == 6
+    obstore.put(raw, name, b"")
+    assert store.match(ids) == CHUNK
+    assert store.save(ids, whole) == store.match(ids) == 3 * CHUNK, "a new entry takes the place of an empty one"
+
+
+def test_what_is_no_entry_gives_way_and_what_another_key_opens_stays(place: Any) -> None:
+    pytest.importorskip("cryptography")
+    ours = opened(place, encryption={"ours": bytes(32)})
+    ids = prompt(3)
+    whole = save(ours, ids)
+    raw, name = ours._backend._objects._store, object_store._name(ours.keys(ids)[1])
+    good = bytes(obstore.get(raw, name).bytes())
+    for bad in (b"", bytes(len(good)), b"junk", good[:20]):
+        obstore.put(raw, name, bad)
+        assert ours.match(ids) == CHUNK
+        assert ours.save(ids, whole) == 3 * CHUNK, "without a load before it"
+        assert same(ours.load(ids)[1], whole)
+    for other in (opened(place), opened(place, encryption={"theirs": bytes(32)})):
+        assert other.load(ids) == (0, None)
+        assert other.save(ids, whole) == other.match(ids) == 0
+        assert 1 <= other.counters()["refused_chunks"] <= 3, "several may be put at once"
+    assert same(ours.load(ids)[1], whole)
+
+
+def test_nothing_larger_than_an_entry_is_fetched(place: Any) -> None:
+    store = opened(place, max_entry_bytes=100_000)
+    ids = prompt(3)
+    whole = save(store, ids)
+    raw, name = store._backend._objects._store, object_store._name(store.keys(ids)[1])
+    obstore.put(raw, name, bytes(obstore.get(raw, name).bytes()) + bytes(100_000))
+    assert store.load(ids)[0] == store.match(ids) == CHUNK
+    assert store._backend.peek(store.keys(ids)[1]) is store._backend.peek(store.keys(ids)[1], front=True) is None
+    assert store.counters()["faults"] == {"get LimitExceeded": 3}
+    assert store.counters()["damaged_entries"] == 0
+    assert store.save(ids, whole) == 3 * CHUNK
+    assert same(store.load(ids)[1], whole)
+
+
+def test_records_that_others_put_take_no_memory(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "MAX_RECORDS_BYTES", 10_000)
+    store = opened(place)
+    ids = prompt(2)
+    save(store, ids)
+    assert store.pin(ids) == 2 * CHUNK
+    raw = store._backend._objects._store
+    asked = []
+    for folder in ("pins", "uses"):
+        obstore.put(raw, f"{folder}/zz", bytes(20_000))
+    real = objects.Objects.read
+    monkeypatch.setattr(objects.Objects, "read", lambda self, name, most=None: (asked.append(name), real(self, name, most))[1])
+    assert store._backend.pinned() == set(store.keys(ids))
+    assert len(list(store._backend.list())) == 2
+    assert not any(name.endswith("/zz") for name in asked)
+    assert store.counters()["faults"]["list LimitExceeded"] == 2
+
+
+def test_a_server_that_lies_is_a_miss(server: Server) -> None:
+    ids = prompt(1)
+    store = at(server)
+    save(store, ids)
+    good = bytes(store._backend.peek(store.keys(ids)[0]))
+    lies = {
+        "the truth": (good, len(good), 200),
+        "other bytes": (good[:-3] + b"abc", len(good), 200),
+        "more than it says": (good + b"more", len(good) - 9, 200),
+        "less than it says": (good[:-9], len(good), 200),
+        "a size that no entry has": (good, 2**50, 200),
+        "nothing": (b"", 0, 200),
+        "a page": (b"<html>", 6, 200),
+        "an error": (b"", 0, 500),
+        "no leave": (b"", 0, 403),
+    }
+    with lying() as (liar, options):
+        for lie, (liar.body, liar.length, liar.status) in lies.items():
+            seen = kvpack.Store(server.url, IDENTITY, chunk=CHUNK, storage_options=options)
+            n, _ = seen.load(ids)
+            assert n == (CHUNK if lie == "the truth" else 0), lie
+            counts = seen.counters()
+            assert (counts["damaged_entries"] > 0 or counts["faults"] != {}) == (lie != "the truth"), lie
+
+
+def test_a_server_that_gives_no_leave_is_asked_on(server: Server) -> None:
+    with lying() as (liar, options):
+        liar.status = 403
+        store = kvpack.Store(server.url, IDENTITY, chunk=CHUNK, storage_options=options)
+        for _ in range(5):
+            assert store.load(prompt(1)) == (0, None)
+        assert store.counters()["faults"] == {"get PermissionDeniedError": 5}
+
+
+def test_a_server_that_dies_and_comes_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_death_and_return(server, lambda: at(server), monkeypatch)
+
+
+def test_a_server_that_hangs_costs_one_wait_and_not_many(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompt(3)
+    whole = save(at(server), ids)
+    store = at(server, timeout=0.3)
+    monkeypatch.setattr(store._backend._breaker, "_rest_seconds", 3600)
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        for _ in range(50):
+            assert store.load(ids) == (0, None)
+        faults = store.counters()["faults"]
+        # Three at once in the first load wait; then nothing is asked.
+        assert faults["get GenericError"] <= 3
+        assert sum(faults.values()) == faults["get GenericError"] + faults["get Resting"]
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+    assert same(at(server).load(ids)[1], whole)
+
+
+def _load_in_child(store: kvpack.Store, results: Any) -> None:
+    results.put((store.load(prompt(2))[0], store.counters()["faults"]))
+
+
+def test_a_fork_is_a_miss_and_hangs_nobody(server: Server) -> None:
+    store = at(server)
+    save(store, prompt(2))
+    results = FORK.Queue()
+    child = FORK.Process(target=_load_in_child, args=(store, results), daemon=True)
+    child.start()
+    found, faults = results.get(timeout=60)
+    child.join()
+    assert found == 0
+    assert set(faults) == {"get Forked"}
+    assert store.load(prompt(2))[0] == 2 * CHUNK
+
+
+def test_every_hit_is_right_while_the_server_is_killed_paused_and_started(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.02))
+    monkeypatch.setattr(uses, "INTERVAL_SECONDS", 0.05)
+    check_hits_of_an_unsteady_server(server, lambda: at(server, max_bytes=100_000, timeout=0.5), steps=4, seconds=0.4)
+
+
+@pytest.mark.parametrize(
+    ("location", "options", "message"),
+    [
+        ("s3://", {}, "location 's3://' or its storage_options make no sense"),
+        ("s3://bucket", {"storage_options": {"endpint": "x"}}, "Configuration key: 'endpint' is not valid"),
+        ("s3://bucket", {"durable": True}, "an object store has no option durable"),
+        ("s3://bucket", {"ttl": 5}, "an object store has no option ttl"),
+        ("folder", {"storage_options": {}}, "a folder has no option storage_options"),
+        ("ftp://host/x", {}, r"has the scheme 'ftp://', known are redis://.*s3://"),
+        ("file://host/x", {}, "names the host 'host'"),
+    ],
+)
+def test_locations_that_cannot_work_are_refused(location: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        kvpack.Store(location, IDENTITY, chunk=CHUNK, **options)
+    with pytest.raises(InvalidParameter, match="storage_options go with a URL"):
+        kvpack.Store(obstore.store.MemoryStore(), IDENTITY, chunk=CHUNK, storage_options={"region": "x"})
+
+
+@pytest.mark.parametrize("mutant", ["overwrites", "trusts sizes", "no breaker", "ancestors first"])
+def test_the_rules_above_are_seen_to_break(mutant: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test fails on a store that breaks its rule."""
+    place = (server.url, {"storage_options": server.options})
+    if mutant == "overwrites":
+        monkeypatch.setattr(objects.Objects, "put_new", objects.Objects.put)
+        with pytest.raises(AssertionError):
+            test_an_entry_is_put_once_whoever_is_first(place)
+    elif mutant == "trusts sizes":
+        monkeypatch.setattr(objects, "PART_BYTES", 2**60)
+        with lying() as (liar, options):
+            liar.body, liar.length = b"x", 2**40
+            store = kvpack.Store(server.url, IDENTITY, chunk=CHUNK, storage_options=options, max_entry_bytes=2**60)
+            store.load(prompt(1))
+            assert "get LimitExceeded" not in store.counters()["faults"], "a size that no entry has is believed, and the body is asked for"
+    elif mutant == "no breaker":
+        monkeypatch.setattr(breaker.Breaker, "allows", lambda self: True)
+        with pytest.raises((AssertionError, KeyError)):
+            test_a_server_that_dies_and_comes_back(server, monkeypatch)
+    else:
+        real = uses.Uses.note
+        monkeypatch.setattr(uses.Uses, "note", lambda self, chain: real(self, chain[::-1]))
+        with pytest.raises(AssertionError):
+            test_the_budget_holds_and_leaves_go_first(place, monkeypatch)

@@ -1,0 +1,130 @@
+"""A store after a power loss at any moment: what was forced to the disk is there, and nothing that is there is wrong."""
+
+from __future__ import annotations
+
+import glob
+import os
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import kvpack
+from kvpack.file import atomic
+from kvpack.store import directory, trust
+
+from power_loss import Disk, RecordingOs  # isort: skip
+from store_caches import CHUNK, cache, entries, open_store, prompt, same  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROMPTS = [prompt(3, first=1, seed=seed) for seed in (1, 2)]
+WHOLE = cache(len(PROMPTS[0]))
+"""The prompts share a chunk, so they are saved with the same values."""
+SIZE = 8320
+EVERY = int(os.environ.get("KVPACK_CRASH_STRIDE", "5"))
+"""Of the moments at which power is lost, one in so many; 1 tries all."""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as parent:
+        yield Path(parent)
+
+
+def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, durable: bool) -> tuple[RecordingOs, list[tuple[int, set[bytes]]]]:
+    """What a store with eviction does, and after how many steps which keys had been saved, and were not to be evicted."""
+    system = RecordingOs(str(folder / "store"))
+    promised = [(0, set[bytes]())]
+    os.mkdir(folder / "store", 0o700)
+    with monkeypatch.context() as patch:
+        system.install(patch)
+        store = open_store(folder / "store", durable=durable, max_bytes=20 * SIZE)
+        for ids in PROMPTS:
+            assert store.save(ids, WHOLE) == 3 * CHUNK
+            promised.append((len(system.steps), promised[-1][1] | set(store.keys(ids))))
+        store.pin(PROMPTS[0])
+        small = open_store(folder / "store", durable=durable, max_bytes=3 * SIZE)
+        # Evicts the second prompt's own chunks, from here on.
+        promised.append((len(system.steps), set(store.keys(PROMPTS[0]))))
+        small.collect()
+        store.delete(PROMPTS[0], start=2 * CHUNK)
+    return system, promised
+
+
+def crashes(folder: Path, monkeypatch: pytest.MonkeyPatch, *, durable: bool) -> tuple[int, int]:
+    """Lose power at many moments, in several ways each, and check the store; (crashes, entries that were refused)."""
+    system, promised = recorded(folder, monkeypatch, durable=durable)
+    deletion = next(at for at, step in enumerate(system.steps) if step.what == "unlink" and "pins" not in step.path)
+    count = refused = 0
+    target = str(folder / "crashed")
+    for stop in range(0, len(system.steps) + 1, EVERY):
+        disk = Disk(system.root, system.steps[:stop])
+        for way in range(5):
+            shutil.rmtree(target, ignore_errors=True)
+            disk.crash(target, random.Random(stop * 10 + way) if way > 1 else None, names_survive=way in (1, 2))
+            store = open_store(target, max_bytes=20 * SIZE)
+            present = {bytes.fromhex(os.path.basename(path)) for path in entries(target)}
+            if durable and stop <= deletion:
+                due = max((keys for at, keys in promised if at <= stop), key=len)
+                assert due <= present, f"power lost after {stop} steps: an entry that was saved is gone"
+            for ids in PROMPTS:
+                n, found = store.load(ids)
+                assert found is None if n == 0 else same(found, WHOLE)
+                if durable and stop <= deletion:
+                    assert n >= CHUNK * sum(key in due for key in store.keys(ids)), f"power lost after {stop} steps: a saved entry is bad"
+            refused += store.counters()["damaged_entries"]
+            assert refused == 0 or not durable, f"power lost after {stop} steps: a name leads to bytes that are not safe"
+            store.collect()
+            assert not glob.glob(f"{target}/unfinished/.*")
+            for ids in PROMPTS:
+                assert store.save(ids, WHOLE) == 3 * CHUNK
+                assert same(store.load(ids)[1], WHOLE)
+            count += 1
+    return count, refused
+
+
+def test_what_is_forced_to_the_disk_survives(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, refused = crashes(folder, monkeypatch, durable=True)
+    assert count > 50
+    assert refused == 0
+
+
+def test_without_force_an_entry_is_whole_or_a_miss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, refused = crashes(folder, monkeypatch, durable=False)
+    assert count > 40
+    assert refused > 0, "names may survive bytes, which only digests show"
+
+
+@pytest.mark.parametrize("mutant", ["no sync of files", "no sync of folders", "no sync of new folders", "sync after rename", "no digests"])
+def test_the_rules_above_are_seen_to_break(mutant: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def synced_late(path: str, pieces: Any, *, durable: bool = False, **options: Any) -> int:
+        total = real(path, pieces, **options)
+        if durable:
+            descriptor = atomic.os.open(path, os.O_RDONLY)
+            atomic.os.fsync(descriptor)
+            os.close(descriptor)
+            atomic.sync_folder(os.path.dirname(path))
+        return total
+
+    real, durable = directory.write_file, mutant != "no digests"
+    if mutant == "no sync of files":
+        monkeypatch.setattr(RecordingOs, "fsync", lambda self, fd: os.path.isdir(self._paths[fd]) and self._note("sync", self._paths[fd]))
+    elif mutant == "no sync of folders":
+        monkeypatch.setattr(atomic, "sync_folder", lambda folder: None)
+    elif mutant == "no sync of new folders":
+        monkeypatch.setattr(trust, "sync_folder", lambda folder: None)
+    elif mutant == "sync after rename":
+        monkeypatch.setattr(directory, "write_file", synced_late)
+    else:
+        monkeypatch.setattr("kvpack.store.entries._check_payload", lambda *_: None)
+        monkeypatch.setattr("kvpack.file.json_header.check_digest", lambda *_: None)
+        monkeypatch.setattr("kvpack.file.container.check_digest", lambda *_: None)
+    monkeypatch.setattr(sys.modules[__name__], "EVERY", 1)
+    with pytest.raises((AssertionError, kvpack.KvpackError)):
+        crashes(folder, monkeypatch, durable=durable)

@@ -1,0 +1,445 @@
+"""The prefix store on a folder: what is saved is found, by whoever has the same identity, and anything wrong is a miss."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+import stat
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import kvpack
+from kvpack.formats.errors import InvalidParameter, InvalidRecipe
+from kvpack.integrations.transformers import KvpackCache
+from kvpack.store import entries as entries_module
+from kvpack.store.counters import NAMES
+
+from caches import dense, random_pairs  # isort: skip
+from store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save  # isort: skip
+
+RECIPES = ["bf16", "octopus-3", "kivi-2", "oscar-2", "hqmq-s24-r3", "kivi-4;tail=32"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_saved_is_loaded(recipe: str, tmp_path: Path) -> None:
+    identity = dataclasses.replace(IDENTITY, recipe=recipe)
+    ids = list(range(150))
+    whole = kvpack.pack(random_pairs(3, 150, heads=2, dims=(64, 32)), recipe)
+    with open_store(tmp_path / "store", identity) as store:
+        assert store.match(ids) == 0
+        assert store.load(ids) == (0, None)
+        assert store.save(ids, whole) == store.match(ids) == 128
+    with open_store(tmp_path / "store", identity) as store:
+        n, found = store.load(ids)
+        assert n == 128
+        assert same(found, whole)
+        assert (found.start, found.recipe, dict(found.model)) == (0, recipe, {"name": "model", "weights": "w1", "dtype": "bfloat16"})
+
+
+def test_the_longest_stored_prefix_is_found(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    ids = prompt(5)
+    whole = save(store, ids)
+    for length in (0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, len(ids), len(ids) + 40):
+        asked = (ids + [9] * 40)[:length]
+        n, found = store.load(asked)
+        assert n == store.match(asked) == min(length, 5 * CHUNK) // CHUNK * CHUNK
+        assert found is None if n == 0 else same(found, whole)
+    other = [*ids[: 2 * CHUNK], 7, *ids[2 * CHUNK + 1 :]]
+    assert store.match(other) == 2 * CHUNK
+    assert store.match([7, *ids[1:]]) == 0
+
+
+def test_prompts_share_what_they_have_in_common(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    save(store, prompt(4, first=2, seed=1))
+    save(store, prompt(4, first=2, seed=2))
+    assert store.stats()["entries"] == 2 + 2 + 2
+    assert store.counters()["present_chunks"] == 2
+
+
+def test_a_longer_cache_adds_what_is_new(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    ids, whole = prompt(6), cache(6 * CHUNK + 5)
+    assert store.save(ids[: 2 * CHUNK], whole[:, : 2 * CHUNK]) == 2 * CHUNK
+    assert store.save(ids, whole) == 6 * CHUNK
+    assert store.save(ids[: 3 * CHUNK], whole[:, : 3 * CHUNK]) == 3 * CHUNK
+    assert store.counters()["saved_chunks"] == 6
+    assert same(store.load(ids)[1], whole)
+
+
+def test_pages_are_views_of_the_mapped_files(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    ids = prompt(3)
+    save(store, ids)
+    _, found = store.load(ids)
+    maps = {}
+    with open("/proc/self/maps") as file:
+        for line in file:
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and str(tmp_path) in fields[5]:
+                maps[fields[5].strip()] = tuple(int(end, 16) for end in fields[0].split("-"))
+    assert len(maps) == 3
+    descriptors = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    assert not any(path.startswith(str(tmp_path)) for path in descriptors), "a long prefix has more files than a process may open"
+    for layer in found:
+        for side in layer.sides.values():
+            assert len(side.pages) == 3
+            for page in side.pages:
+                for stream in page.streams.values():
+                    assert any(begin <= stream.data_ptr() < end for begin, end in maps.values())
+    found[0].k.pages[0].streams["codes.0"].zero_()
+    assert not torch.equal(dense(store.load(ids)[1])[0], dense(found)[0]), "what is written to a tensor stays out of the file"
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(kvpack.Identity)])
+def test_identities_that_differ_share_nothing(field: str, tmp_path: Path) -> None:
+    mine = open_store(tmp_path)
+    ids = prompt(3)
+    save(mine, ids)
+    other = "kivi-4" if field == "recipe" else f"{getattr(IDENTITY, field)}x"
+    theirs = open_store(tmp_path, dataclasses.replace(IDENTITY, **{field: other}))
+    assert theirs.match(ids) == 0
+    assert theirs.load(ids) == (0, None)
+    assert theirs.delete(ids) == theirs.pin(ids) == 0
+    assert theirs.counters()["damaged_entries"] == 0
+    assert mine.match(ids) == 3 * CHUNK
+    assert not set(mine.keys(ids)) & set(theirs.keys(ids))
+
+
+def test_fields_do_not_run_into_one_another() -> None:
+    digests = {
+        kvpack.Identity("a", "bf16", weights=weights, adapter=adapter, tenant=tenant).digest
+        for weights, adapter, tenant in [("bc", "", ""), ("b", "c", ""), ("", "bc", ""), ("b", "", "c"), ("", "b", "c"), ("", "", "bc")]
+    }
+    assert len(digests) == 6
+    half, whole = (open_store("/nowhere", chunk=chunk).keys(range(64)) for chunk in (32, 64))
+    assert not set(half) & set(whole)
+
+
+def test_keys_are_those_of_the_text() -> None:
+    def prefixed(*fields: bytes) -> bytes:
+        return b"".join(struct.pack("<Q", len(field)) + field for field in fields)
+
+    fields = {"format": "1", "model": "m", "recipe": "bf16", "weights": "", "adapter": "", "rope": "", "dtype": "", "tenant": ""}
+    fields |= {"config": "", "extra": ""}
+    root = hashlib.sha256(prefixed(*(text.encode() for pair in fields.items() for text in pair))).digest()
+    first = hashlib.sha256(prefixed(root, struct.pack("<4I", *range(4)))).digest()
+    second = hashlib.sha256(prefixed(first, struct.pack("<4I", *range(4, 8)))).digest()
+    with_inputs = hashlib.sha256(prefixed(first, struct.pack("<4I", *range(4, 8)), b"image")).digest()
+    identity = kvpack.Identity("m", "bf16")
+    assert identity.digest == root
+    store = kvpack.Store("/nowhere", identity, chunk=4)
+    assert store.keys(range(9)) == store.keys(range(9), inputs=[b"", b""]) == [first, second]
+    assert store.keys(range(9), inputs=[b"", b"image"]) == [first, with_inputs]
+    text = (Path(__file__).parents[2] / "spec" / "store.md").read_text()
+    assert re.findall("`([0-9a-f]{64})`", text) == [digest.hex() for digest in (root, first, second, with_inputs)]
+
+
+@pytest.mark.parametrize("tenant", ["", "a/b", "..", "\0", "@", "\ud800", "x" * 100_000], ids=repr)
+def test_any_tenant_is_a_name(tenant: str, tmp_path: Path) -> None:
+    store = open_store(tmp_path, dataclasses.replace(IDENTITY, tenant=tenant))
+    ids = prompt(1)
+    whole = save(store, ids)
+    assert same(store.load(ids)[1], whole)
+    assert all(re.fullmatch("[0-9a-f]{64}", os.path.basename(path)) for path in entries(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        range(40),
+        tuple(range(40)),
+        numpy.arange(40),
+        numpy.arange(40, dtype=numpy.uint8),
+        torch.arange(40),
+        torch.arange(40)[None],
+        torch.arange(40, dtype=torch.int32),
+        [list(range(40))],
+    ],
+    ids=lambda ids: f"{type(ids).__name__} {getattr(ids, 'dtype', '')} {getattr(ids, 'ndim', '')}",
+)
+def test_token_ids_of_any_form_are_the_same(ids: Any, tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.save(list(range(40)), cache(40))
+    assert store.match(ids) == CHUNK
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [1.5] * 40,
+        [-1] * 40,
+        [2**32] * 40,
+        ["a"] * 40,
+        "text",
+        None,
+        7,
+        [True, None],
+        torch.zeros(40),
+        torch.zeros(2, 40, dtype=torch.int64),
+        numpy.array([2**40]),
+    ],
+    ids=str,
+)
+def test_token_ids_of_another_kind_are_refused(ids: Any, tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for call in (store.match, store.load, store.pin, store.unpin, store.delete, lambda ids: store.save(ids, cache(40))):
+        with pytest.raises(InvalidParameter, match="token_ids"):
+            call(ids)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-4"), "packed with 'kivi-4', the store's identity says 'kivi-2'"),
+        (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-2", start=32), "starts at position 32"),
+        (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-2", model={"name": "other"}), "name 'other', .* says 'model'"),
+        (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32), batch=2), "kivi-2"), "holds 2 sequences"),
+        (lambda: random_pairs(1, 40), "a list is no packed cache"),
+        (
+            lambda: kvpack.pack([random_pairs(1, 40, dims=(32, 32))[0], random_pairs(1, 33, dims=(32, 32))[0]], "kivi-2"),
+            r"layers\[1\] holds 33 of 40",
+        ),
+    ],
+    ids=["recipe", "start", "model", "batch", "no cache", "sliding window"],
+)
+def test_caches_that_are_no_prefix_of_the_identity_are_refused(made: Any, message: str, tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    with pytest.raises(InvalidParameter, match=message):
+        store.save(list(range(40)), made())
+    assert entries(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk": 0}, "chunk is 0, allowed are integers from 1"),
+        ({"chunk": 40}, "encodes 32 tokens together"),
+        ({"chunk": 32.0}, "chunk is 32.0"),
+        ({"max_bytes": -1}, "max_bytes is -1"),
+        ({"min_free": "1G"}, "min_free is '1G'"),
+        ({"ttl": 60}, "a folder has no option ttl"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        open_store(tmp_path, **options)
+    with pytest.raises(InvalidParameter, match=r"expected a kvpack\.Identity"):
+        kvpack.Store(tmp_path, "model")
+    with pytest.raises(InvalidRecipe):
+        kvpack.Identity("model", "no-such-recipe")
+    with pytest.raises(InvalidParameter, match=r"identity\.weights"):
+        kvpack.Identity("model", "bf16", weights=7)
+
+
+def test_a_transformers_cache_over_a_packed_one_is_saved(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    whole = cache(70)
+    assert store.save(list(range(70)), KvpackCache(whole)) == 2 * CHUNK
+
+
+def test_a_cache_packed_in_parts_is_saved_as_far_as_it_can_be_cut(tmp_path: Path) -> None:
+    parts = cache(40).append(random_pairs(2, 64, dims=(32, 32), seed=1))
+    store = open_store(tmp_path)
+    assert store.save(list(range(104)), parts) == 2 * CHUNK
+    assert store.counters()["faults"] == {"encode OutOfBounds": 1}
+    assert same(store.load(list(range(104)))[1], parts)
+
+
+DAMAGE = {
+    "a flipped bit": lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
+    "a zero page": lambda data: data[:4096] + bytes(4096) + data[8192:],
+    "cut short": lambda data: data[:-1],
+    "a byte more": lambda data: data + b"\0",
+    "nothing": lambda data: b"",
+    "another file": lambda data: b"not an entry",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_entry_is_a_miss_and_heals(damage: str, tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    ids = prompt(4)
+    whole = save(store, ids)
+    path = entry_of(store, ids, 2)
+    with open(path, "rb") as file:
+        data = file.read()
+    with open(path, "wb") as file:
+        file.write(DAMAGE[damage](data))
+    n, found = store.load(ids)
+    assert n == 2 * CHUNK
+    assert same(found, whole)
+    assert store.counters()["damaged_entries"] + len(store.counters()["faults"]) >= 1
+    assert store.save(ids, whole) == 4 * CHUNK
+    assert store.load(ids)[0] == 4 * CHUNK
+
+
+def test_entries_that_took_one_anothers_names_are_misses(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    ids, others = prompt(2), prompt(2, seed=5)
+    save(store, ids)
+    save(store, others, seed=1)
+    os.replace(entry_of(store, others, 1), entry_of(store, ids, 1))
+    assert store.load(ids)[0] == CHUNK
+    assert store.counters()["damaged_entries"] == 1
+
+
+def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        store = open_store(tmp_path / "a" / "store")
+        save(store, prompt(3))
+        store.pin(prompt(3))
+    finally:
+        os.umask(old)
+    for parent, folders, names in os.walk(tmp_path / "a"):
+        for name in folders:
+            assert stat.S_IMODE(os.stat(os.path.join(parent, name)).st_mode) == 0o700, name
+        for name in names:
+            assert stat.S_IMODE(os.stat(os.path.join(parent, name)).st_mode) == 0o600, name
+
+
+def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    for mode in (0o777, 0o720, 0o702):
+        os.chmod(tmp_path, mode)
+        with pytest.raises(InvalidParameter, match=f"has the mode {mode:04o}"):
+            open_store(tmp_path)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(InvalidParameter, match="is no folder"):
+        open_store(tmp_path / "file")
+
+
+def test_delete_removes_a_prefix_from_a_token_on(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    ids, other = prompt(4, first=1, seed=1), prompt(2, first=1, seed=2)
+    save(store, ids)
+    save(store, other, seed=0)
+    store.pin(ids)
+    assert store.delete(ids, start=CHUNK) == 3
+    assert store.match(ids) == CHUNK
+    assert store.match(other) == 2 * CHUNK
+    assert not store.unpin(ids)
+    assert store.delete(ids) == 1
+    assert store.delete(ids) == 0
+    assert store.match(other) == 0
+    assert store.counters()["deleted_entries"] == 4
+
+
+def test_counters_as_prometheus_text(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    ids = prompt(3)
+    save(store, ids)
+    store.load(ids)
+    store.load(prompt(2, seed=3))
+    os.truncate(entry_of(store, ids, 0), 7)
+    store.load(ids)
+    text = store.prometheus()
+    values = dict(re.findall(r"^(kvpack_store_\w+(?:\{[^}]*\})?) (\d+)$", text, re.MULTILINE))
+    assert int(values["kvpack_store_loads_total"]) == 3
+    assert int(values["kvpack_store_load_tokens_total"]) == 8 * CHUNK
+    assert int(values["kvpack_store_hit_tokens_total"]) == 3 * CHUNK
+    assert int(values["kvpack_store_damaged_entries_total"]) == 1
+    assert int(values['kvpack_store_faults_total{operation="load",reason="NotKvpack"}']) == 1
+    assert int(values["kvpack_store_entries"]) == 2
+    assert int(values["kvpack_store_bytes"]) == sum(os.stat(path).st_size for path in entries(tmp_path))
+    lines = text.splitlines()
+    for name in NAMES:
+        assert f"# TYPE kvpack_store_{name}_total counter" in lines
+    assert all(re.fullmatch(r'# (HELP|TYPE) \w+ .+|\w+(\{(\w+="[^"\\]*",?)+\})? \d+', line) for line in lines)
+
+
+def test_opening_a_store_imports_no_torch(tmp_path: Path) -> None:
+    script = (
+        f"import kvpack, sys\nstore = kvpack.Store({str(tmp_path)!r}, kvpack.Identity('m', 'kivi-2'))\n"
+        "assert store.match(list(range(600))) == 0\nassert store.stats()['entries'] == 0\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_identity_of_a_model() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=50, name_or_path="org/model"))
+    mine = kvpack.Identity.of(model, "octopus-3", tenant="t")
+    assert (mine.model, mine.recipe, mine.dtype, mine.tenant, mine.adapter) == ("org/model", "octopus-3", "float32", "t", "")
+    assert "rope_theta" in mine.rope
+    assert mine.weights.startswith("sha256:")
+    assert kvpack.Identity.of(model, "octopus-3", tenant="t") == mine
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    changed = kvpack.Identity.of(model, "octopus-3", tenant="t")
+    assert changed.weights != mine.weights
+    assert dataclasses.replace(changed, weights=mine.weights) == mine
+    model.config.rope_parameters["rope_theta"] *= 2
+    assert kvpack.Identity.of(model, "octopus-3", weights="w").rope != mine.rope
+    named = kvpack.Identity.of(model, "octopus-3", weights="w", name="n", adapter="a", extra="a hook")
+    assert (named.weights, named.model, named.adapter, named.extra) == ("w", "n", "a", "a hook")
+
+
+def test_entries_of_one_shape_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    ids = prompt(12)
+    whole = save(store, ids)
+    opened: list[str] = []
+    real = entries_module.container.open_bytes
+    monkeypatch.setattr(entries_module.container, "open_bytes", lambda data, where: opened.append(where) or real(data, where=where))
+    for parsed in (3, 0):
+        opened.clear()
+        assert same(store.load(ids)[1], whole)
+        # Positions from 0, 128 and 256 on take different numbers of bytes.
+        assert len(opened) == parsed
+    checking = open_store(tmp_path, check_values=True)
+    opened.clear()
+    assert same(checking.load(ids)[1], whole)
+    assert len(opened) == 12
+
+
+@pytest.mark.parametrize("recipe", ["kivi-2", "octopus-3"])
+def test_no_flipped_bit_of_an_entry_passes(recipe: str, tmp_path: Path) -> None:
+    """Every byte of the front, and bytes throughout the payload, by the path that parses and by the one that compares."""
+    store = open_store(tmp_path, dataclasses.replace(IDENTITY, recipe=recipe))
+    ids = prompt(2)
+    save(store, ids)
+    key = store.keys(ids)[1]
+    with open(entry_of(store, ids, 1), "rb") as file:
+        data = bytearray(file.read())
+    readers = [store._reader, dataclasses.replace(store._reader, check_values=True, _shapes={})]
+    for reader in readers:
+        assert reader._one(memoryview(bytearray(data)), key, 1).tokens == CHUNK
+    assert readers[0]._shapes
+    front = 4096 * 2
+    places = [*range(0, front, 3), *range(front, len(data), 97)]
+    for place in places:
+        bit = 1 << place % 8
+        data[place] ^= bit
+        for reader in readers:
+            # The rest of the front is parsed anew where it is not what the shape says, as a whole file is.
+            with pytest.raises(kvpack.KvpackError):
+                reader._one(memoryview(data), key, 1)
+        data[place] ^= bit
+
+
+def test_entries_of_one_size_may_have_payloads_that_begin_elsewhere(tmp_path: Path) -> None:
+    """An entry is hashed as the last shape of its size says, and the entry before it may bring another meanwhile."""
+    store, ids = open_store(tmp_path), prompt(3)
+    whole = save(store, ids)
+    assert same(store.load(ids)[1], whole)
+    reader = store._reader
+    for place, shape in reader._shapes.items():
+        reader._shapes[place] = dataclasses.replace(shape, text=b"\1" + shape.text[1:], payload=shape.payload + 64)
+    n, found = store.load(ids)
+    assert n == 3 * CHUNK
+    assert same(found, whole)
+    assert store.stats()["damaged_entries"] == 0

@@ -1,0 +1,34 @@
+"""Values that two decoders give: equal where the text gives no tolerance, within it elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+if TYPE_CHECKING:
+    from kvpack.cache.cache import Cache
+
+
+def assert_within(values: list[float], expected: list[float], tolerances: list[float]) -> None:
+    a, b, allowed = (numpy.array(x, numpy.float64) for x in (values, expected, tolerances))
+    assert a.shape == b.shape == allowed.shape
+    # What is not finite in a binary32 sum depends on its order; raw values are any bits.
+    exact = allowed == 0
+    assert ((a == b) | (numpy.isnan(a) & numpy.isnan(b)))[exact].all()
+    compared = numpy.isfinite(a) & numpy.isfinite(b) & ~exact
+    excess = numpy.abs(a[compared] - b[compared]) - allowed[compared]
+    assert not len(excess) or excess.max() <= 0, f"a value is {excess.max():.3g} beyond its tolerance"
+
+
+def assert_same_cache(file: Any, cache: Cache) -> None:
+    """``file``, which the second decoder read, and ``cache`` hold the same values, each within the tolerance of the text."""
+    assert (file.start, file.recipe, file.model) == (cache.start, cache.recipe, dict(cache.model))
+    assert file.starts == [cache.positions(number)[0] for number in range(len(cache))]
+    for layer, expected in zip(file.layers, cache, strict=True):
+        assert [name for name, side in layer.items() if side] == list(expected.sides)
+        for name, side in expected.sides.items():
+            values = side.unpack(torch.float32)
+            assert layer[name].shape == values.shape
+            assert_within(layer[name].values, values.flatten().tolist(), layer[name].tolerances)

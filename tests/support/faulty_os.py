@@ -1,0 +1,115 @@
+"""The system with faults: the n-th call of an operation fails with an errno, or ends the process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import kvpack.store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    import pytest
+
+CHANGES = ("open", "pwrite", "ftruncate", "writev", "fsync", "replace", "unlink", "mkdir", "utime", "close")
+"""Operations that change what another process sees; a kill between two of them is the same as one just after the first."""
+OPERATIONS = (*CHANGES, "pread", "stat", "fstat", "scandir", "statvfs")
+BESIDE_OS = ("flock", "mmap")
+"""Operations that the store asks of others than the module ``os``; the built-in ``open`` counts as "open"."""
+SOCKET_OPERATIONS = ("connect", "sendall", "recv")
+
+
+@dataclass
+class FaultyOs:
+    """The module ``os`` for the store: everything passes, but for the ``number``-th call of ``operations`` (counted from 1).
+
+    That one raises OSError(``code``), as do all later ones when ``sticky``; with ``short`` it writes or reads fewer bytes than it was asked
+    to; with ``death`` it ends the process by SIGKILL, "before" or "after" the call.
+    """
+
+    operations: tuple[str, ...]
+    number: int
+    code: int = 0
+    sticky: bool = False
+    death: str = ""
+    short: bool = False
+    calls: int = field(default=0, init=False)
+    counts: Counter[str] = field(default_factory=Counter, init=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.faulty(name, getattr(os, name))
+
+    def faulty(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        """``real``, with the fault where it is one of ``operations``."""
+        if name not in self.operations:
+            return real
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            self.counts[name] += 1
+            hit = self.calls == self.number or (self.sticky and self.calls > self.number)
+            if not hit:
+                return real(*args, **kwargs)
+            if self.short:
+                return _short(name, real, *args)
+            if self.death == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.death == "after":
+                with contextlib.suppress(OSError):
+                    real(*args, **kwargs)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if name == "close":
+                # A close that fails has closed all the same.
+                real(*args, **kwargs)
+            raise OSError(self.code, os.strerror(self.code))
+
+        return call
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Put it in the place of ``os``, and of the rest of the system, in every module of the store; and of sockets everywhere."""
+        for module in store_modules():
+            known = vars(module)
+            if known.get("os") is os:
+                monkeypatch.setattr(module, "os", self)
+            if known.get("fcntl") is fcntl:
+                monkeypatch.setattr(module, "fcntl", _Fcntl(self))
+            if "map_file" in known:
+                monkeypatch.setattr(module, "map_file", self.faulty("mmap", known["map_file"]))
+            if "open" in self.operations:
+                monkeypatch.setattr(module, "open", self.faulty("open", open), raising=False)
+        for name in set(SOCKET_OPERATIONS) & set(self.operations):
+            monkeypatch.setattr(socket.socket, name, self.faulty(name, getattr(socket.socket, name)), raising=False)
+
+
+@dataclass
+class _Fcntl:
+    """The module ``fcntl`` for the store."""
+
+    system: FaultyOs
+
+    def __getattr__(self, name: str) -> Any:
+        return self.system.faulty(name, getattr(fcntl, name)) if name == "flock" else getattr(fcntl, name)
+
+
+def store_modules() -> list[ModuleType]:
+    """The modules that ask the system for what a store does."""
+    return [module for name, module in sys.modules.items() if name == "kvpack.file.atomic" or name.startswith(f"{kvpack.store.__name__}.")]
+
+
+def _short(name: str, real: Any, descriptor: int, what: Any, *rest: Any) -> Any:
+    """The call for half of what it was asked to write or read, or one byte of that."""
+    if name == "writev":
+        data = b"".join(what)
+        return os.write(descriptor, data[: max(1, len(data) // 2)])
+    if name == "pwrite":
+        return os.pwrite(descriptor, what[: max(1, len(what) // 2)], *rest)
+    return real(descriptor, max(1, what // 2), *rest)

@@ -1,0 +1,180 @@
+"""Files taken apart, changed and joined again with right lengths and digests, so that one rule alone is broken."""
+
+from __future__ import annotations
+
+import math
+import random
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import zstandard
+
+import kvpack
+from kvpack.cache.cache import Cache, Layer, Page, Side
+from kvpack.coding.encoding import RAW_DTYPES, TORCH_DTYPES
+
+from golden_files import side_car_packings  # isort: skip
+from parts import Parts  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvpack.formats.base import Codec
+    from kvpack.formats.columns import Columns
+
+
+def place(parts: Parts, path: str) -> Any:
+    """The map or array of the header at ``path``, keys and indices between dots."""
+    at: Any = parts.header
+    for key in path.split(".") if path else []:
+        at = at[int(key) if isinstance(at, list) else key]
+    return at
+
+
+def edit(path: str, value: Any) -> Callable[[Parts], None]:
+    """Sets the entry of the header at ``path``, keys and indices between dots."""
+
+    def apply(parts: Parts) -> None:
+        above, _, last = path.rpartition(".")
+        at = place(parts, above)
+        at[int(last) if isinstance(at, list) else last] = value
+
+    return apply
+
+
+def drop(path: str) -> Callable[[Parts], None]:
+    """Takes the entry at ``path`` out of its map."""
+    above, _, key = path.rpartition(".")
+    return lambda parts: place(parts, above).pop(key)
+
+
+def reorder(path: str, *keys: str) -> Callable[[Parts], None]:
+    """Gives the map of the header at ``path`` these keys in this order; new ones are 0."""
+
+    def apply(parts: Parts) -> None:
+        at = place(parts, path)
+        entries = {key: at.get(key, 0) for key in keys}
+        at.clear()
+        at.update(entries)
+
+    return apply
+
+
+def move_to_end(path: str, key: str) -> Callable[[Parts], None]:
+    """Makes ``key`` the last of the map of the header at ``path``."""
+
+    def apply(parts: Parts) -> None:
+        at = place(parts, path)
+        at[key] = at.pop(key)
+
+    return apply
+
+
+def bits(name: str, at: int, value: str) -> Callable[[Parts], None]:
+    """Sets bytes of the tensor ``name`` from byte ``at`` on."""
+
+    def apply(parts: Parts) -> None:
+        number, new = parts.tensor(name), bytes.fromhex(value)
+        stored = parts.tensors[number]
+        assert at + len(new) <= len(stored)
+        parts.tensors[number] = stored[:at] + new + stored[at + len(new) :]
+
+    return apply
+
+
+def frame(change: Callable[[bytes], bytes], name: str = "0.k.values") -> Callable[[Parts], None]:
+    """Stores a tensor as what ``change`` makes of its bytes, with the filter zstd."""
+    return lambda parts: parts.store(name, change(parts.tensors[parts.tensor(name)]), "zstd")
+
+
+def compressed(raw: bytes, **options: bool) -> bytes:
+    return zstandard.ZstdCompressor(**options).compress(raw)
+
+
+def raw_frame(raw: bytes, descriptor: str, block_type: int = 0) -> bytes:
+    """A frame of one block that is not compressed, its header the bytes of ``descriptor``."""
+    return bytes.fromhex("28b52ffd" + descriptor) + (len(raw) << 3 | block_type << 1 | 1).to_bytes(3, "little") + raw
+
+
+def repeated_frame(content_size: int, blocks: list[int]) -> bytes:
+    """A frame that says ``content_size`` (below 256) and whose blocks repeat a zero so many times each."""
+    body = b"".join((size << 3 | 2).to_bytes(3, "little") + b"\0" for size in blocks)
+    return bytes.fromhex("28b52ffd 20") + bytes([content_size]) + body + bytes([1, 0, 0])
+
+
+def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: random.Random) -> list[torch.Tensor]:
+    """For each digit of ``packing`` any valid values, zeros from symbol ``used`` on."""
+    return [
+        torch.tensor(
+            [source.randrange(a) if i % packing.symbols < used else 0 for i in range(math.prod(rows) * packing.symbols)],
+            dtype=torch.int32,
+        ).view(*rows, packing.symbols)
+        for a in packing.alphabets
+    ]
+
+
+def random_page(codec: Codec, batch: int, heads: int, tokens: int, source: random.Random) -> tuple[Page, dict[str, list[torch.Tensor]]]:
+    """A run of any valid digits, with numbers of either sign and any entries, and the digits."""
+    streams, digits = {}, {}
+    for name, packing in codec.packings().items():
+        used = -(-codec.dim // 3) if (codec.id, name) == ("octahedral", "symbol") else packing.symbols
+        digits[name] = random_digits(packing, used, (batch, heads, tokens), source)
+        streams |= codec.pack(name, *(digit.to(torch.int32) for digit in digits[name]))
+    for name, packing in side_car_packings(codec).items():
+        digits[name] = random_digits(packing, packing.symbols, (batch, heads, tokens), source)
+        planes = packing.pack([digit.to(torch.int32) for digit in digits[name]])
+        streams |= {f"{name}.{plane}": words for plane, words in enumerate(planes)}
+    layouts = codec.layout(batch, heads, tokens)
+    if "raw_token_flags" in layouts:
+        flags = torch.tensor([source.randrange(2) for _ in range(batch * tokens)], dtype=torch.uint8)
+        streams["raw_token_flags"] = flags.view(batch, 1, tokens)
+    rows = {name: int(count.sum()) for name, count in codec.entries(streams).items()}
+    for name, layout in layouts.items():
+        if name not in streams:
+            shape = (*layout.shape[:2], rows.get(name, layout.shape[2]), *layout.shape[3:])
+            size = 0.1 if name.endswith("range") else 1.0
+            draws = (source.randrange(256) if layout.dtype == "U8" else size * source.gauss(0, 1) for _ in range(math.prod(shape)))
+            numbers = torch.tensor(list(draws), dtype=torch.float32)
+            if name == "channel_order":
+                orders = [source.sample(range(shape[-1]), shape[-1]) for _ in range(math.prod(shape[:-1]))]
+                numbers = torch.tensor(orders, dtype=torch.int32)
+            elif name == "channel_scale":
+                numbers = numbers.abs() + 2.0**-10
+            elif name == "raw_tokens" and source.random() < 0.2:
+                numbers[::7] = float(source.choice(("nan", "inf", "-inf", "-0.0")))
+            streams[name] = numbers.view(shape).to(TORCH_DTYPES[layout.dtype])
+    return Page(codec, tokens, {name: streams[name] for name in layouts}), digits
+
+
+def random_side(
+    codec: Codec, runs: tuple[int, ...] = (2,), tail: int = 1, batch: int = 1, heads: int = 2, tail_dtype: str = "bf16", seed: str = ""
+) -> Side:
+    source = random.Random(f"{codec!r} {seed}")
+    pages = tuple(random_page(codec, batch, heads, run, source)[0] for run in runs)
+    values = torch.tensor([source.gauss(0, 1) for _ in range(batch * heads * tail * codec.dim)])
+    return Side(codec, pages, values.view(batch, heads, tail, codec.dim).to(RAW_DTYPES[tail_dtype]), 0)
+
+
+def file_of(*layers: tuple[Side | None, Side | None], skipped: tuple[int, ...] = ()) -> bytes:
+    """A file of these layers, each k and v, that starts at position 3; ``skipped`` are the tokens that each no longer holds."""
+    counts = skipped or (0,) * len(layers)
+    cache = Cache(tuple(Layer(k, v, skipped=count) for (k, v), count in zip(layers, counts, strict=True)), "test", {"name": "x"}, start=3)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        kvpack.save(cache, path)
+        return path.read_bytes()
+
+
+def one_side(codec: Codec, *changes: Callable[[Parts], Any], runs: tuple[int, ...] = (2,), tail: int = 1, **options: Any) -> bytes:
+    """A file of one layer that has keys alone, after ``changes``."""
+    return changed(file_of((random_side(codec, runs, tail, **options), None)), *changes)
+
+
+def changed(data: bytes, *changes: Callable[[Parts], Any]) -> bytes:
+    """The file ``data`` after ``changes``, its digests right again."""
+    parts = Parts.of(data)
+    for change in changes:
+        change(parts)
+    return parts.joined()

@@ -1,0 +1,122 @@
+"""Damage to the golden files, all of it: ``python tests/support/golden_damage.py`` flips every bit of every file, cuts it at every length,
+zeroes every block, swaps and repeats tensors, and counts what was not refused by a KvpackError. A few minutes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING
+
+from kvpack.file import container, json_header
+from kvpack.formats.errors import KvpackError
+
+from golden_files import FOLDER  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+    from kvpack.file.header import Header
+
+FILES = sorted(FOLDER.glob("*.kvpack"))
+BLOCKS = (64, 512, 4096)
+
+
+@contextmanager
+def fronts_made_once() -> Iterator[None]:
+    """Parses a header tensor, and makes the front of a header, only once: both are functions of bytes that seldom change here."""
+    parse, make = json_header.parse_header, json_header.make_front
+    fronts: dict[int, tuple[Header, json_header.Front]] = {}
+
+    def make_once(header: Header) -> json_header.Front:
+        # The header is kept, so that its id is no other's.
+        if id(header) not in fronts:
+            fronts[id(header)] = header, make(header)
+        return fronts[id(header)][1]
+
+    json_header.parse_header, json_header.make_front = cache(parse), make_once
+    try:
+        yield
+    finally:
+        json_header.parse_header, json_header.make_front = parse, make
+
+
+def is_refused(data: bytes | bytearray | memoryview) -> bool:
+    """Whether a reader refuses ``data``. Anything but a KvpackError is raised."""
+    try:
+        container.open_bytes(data).verify()
+    except KvpackError:
+        return True
+    return False
+
+
+def accepted_flips(data: bytes, bits: Iterable[int]) -> list[int]:
+    """The bits of which a flip is not seen."""
+    damaged, accepted = bytearray(data), []
+    for bit in bits:
+        damaged[bit // 8] ^= 1 << bit % 8
+        if not is_refused(damaged):
+            accepted.append(bit)
+        damaged[bit // 8] ^= 1 << bit % 8
+    return accepted
+
+
+def accepted_lengths(data: bytes, lengths: Iterable[int]) -> list[int]:
+    """The lengths to which a file can be cut unseen."""
+    return [length for length in lengths if not is_refused(memoryview(data)[:length])]
+
+
+def zeroed(data: bytes) -> Iterator[bytes]:
+    """The file with a block of zeros in place of one that has other bytes."""
+    for block in BLOCKS:
+        for at in range(0, len(data), block):
+            if any(data[at : at + block]):
+                yield data[:at] + bytes(len(data[at : at + block])) + data[at + block :]
+
+
+def moved(data: bytes) -> Iterator[bytes]:
+    """The file with two tensors of one size swapped, and with one in place of the other, where that changes a byte."""
+    file = container.open_bytes(data)
+    start = len(file.front.text)
+    places = [(start + place.begin, start + place.end) for place in file.front.places.values()]
+    for (a, b), (c, d) in itertools.combinations(places, 2):
+        first, second = data[a:b], data[c:d]
+        if b - a == d - c and first != second:
+            for here, there in ((second, first), (first, first), (second, second)):
+                yield data[:a] + here + data[b:c] + there + data[d:]
+
+
+def damage(path: Path) -> dict[str, tuple[int, int]]:
+    """For every kind of damage how much of it was done to a file, and how much was not refused."""
+    data = path.read_bytes()
+    found = {
+        "flipped bits": (8 * len(data), len(accepted_flips(data, range(8 * len(data))))),
+        "truncations": (len(data), len(accepted_lengths(data, range(len(data))))),
+    }
+    kinds: dict[str, Callable[[bytes], Iterator[bytes]]] = {"zeroed blocks": zeroed, "swapped and repeated tensors": moved}
+    for kind, make in kinds.items():
+        refused = [is_refused(damaged) for damaged in make(data)]
+        found[kind] = len(refused), refused.count(False)
+    return found
+
+
+def main() -> int:
+    total: dict[str, tuple[int, int]] = {}
+    start = time.monotonic()
+    for path in FILES:
+        with fronts_made_once():
+            for kind, (done, accepted) in damage(path).items():
+                before = total.get(kind, (0, 0))
+                total[kind] = before[0] + done, before[1] + accepted
+        print(f"{path.name}: {time.monotonic() - start:.0f} s", flush=True)
+    for kind, (done, accepted) in total.items():
+        print(f"{kind} in {len(FILES)} files: {done:,}, not refused: {accepted}")
+    return 1 if any(accepted for _, accepted in total.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

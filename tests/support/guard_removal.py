@@ -1,0 +1,214 @@
+"""Every guard of what reads a file is shown to matter: with it taken out, a conformance vector or a test fails.
+
+``python tests/support/guard_removal.py`` goes through all of them, some minutes: first the invalid vectors, in this
+process, then the tests that ``guards_by_test.txt`` names for the rest. It prints a row for each guard and fails when one
+survives. ``--find`` tries the tests of the guard's module anew for the rest, and writes that list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvpack.file import container
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "spec" / "makers"))
+
+from frame_vectors import BLOCKS_REFUSED  # isort: skip
+from guards import LIBRARY, ROOT, Guard, guards_of, removed  # isort: skip
+from numbered_rules import rules  # isort: skip
+from second_decoder import PATH as DECODER  # isort: skip
+from second_decoder import decoder, decompress  # isort: skip
+from vector_files import FOLDER, manifest  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LIST = Path(__file__).with_name("guards_by_test.txt")
+SECONDS = 5
+"""A file of the vectors is refused in milliseconds: what takes longer without a guard does not end."""
+OF_HEADERS = [
+    "file/test_header.py::test_every_rule_refuses_by_name",
+    "file/test_header.py::test_writers_keep_the_limits",
+    "file/test_header.py::test_strings_that_no_reader_takes_are_not_written",
+    "spec/test_guards.py::test_entries_are_named",
+    "spec/test_guards.py::test_no_writer_names_a_required_feature",
+    "file/test_header.py::test_only_the_canonical_form_is_read",
+    "file/test_header.py::test_a_header_above_its_limit_is_refused_unread",
+    "file/test_header.py::test_many_empty_containers_take_little_memory",
+]
+TESTS = {
+    "columns": [
+        "formats/test_columns.py::test_a_packing_outside_the_limits_is_refused",
+        "formats/test_columns.py::test_default_fields_refuse_a_symbol_that_no_column_holds",
+    ],
+    "container": [
+        "file/test_container.py::test_paths_that_hold_no_file",
+        "file/test_container.py::test_max_bytes_limits_the_file_and_what_it_decodes_to",
+        "spec/test_guards.py::test_max_bytes_limits_bytes_in_memory",
+    ],
+    "json_header": [
+        "file/test_container.py::test_a_json_header_above_its_limit_is_not_written",
+        "file/test_container.py::test_a_file_above_its_limit_is_not_written",
+        "file/test_container.py::test_no_other_json_length_is_read",
+    ],
+    "zstd": [
+        "file/test_container.py::test_no_other_frame_is_decoded",
+        "file/test_container.py::test_a_frame_of_no_content_is_read_to_its_end",
+    ],
+    "decoder": ["spec/test_guards.py::test_the_second_decoder_needs_a_decompressor"],
+    "checks": OF_HEADERS,
+    "header": OF_HEADERS,
+    "header_tensor": OF_HEADERS,
+}
+"""The tests of a module that is not a codec or a side-car."""
+OF_CODECS = [
+    "spec/test_guards.py::test_what_several_guards_refuse_is_named_by_the_one_that_knows_the_parameter",
+    "spec/test_guards.py::test_a_seed_has_at_most_64_bits",
+    "spec/test_guards.py::test_what_only_steers_an_encoder_is_checked_too",
+]
+
+
+@dataclass
+class Reading:
+    """A file that a reader refuses; ``refusal`` is how, ``frames`` are the lines that the refusal passed through."""
+
+    name: str
+    read: Callable[[], Any]
+    refusal: str | None = None
+    frames: set[tuple[str, int]] = field(default_factory=set)
+
+    def outcome(self) -> str | None:
+        """What comes of reading: a rule's section or the name of an error, None when the file is read."""
+        self.frames = set()
+
+        def stop(*_: object) -> None:
+            raise TimeoutError
+
+        before = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        try:
+            self.read()
+        except Exception as error:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            found: BaseException | None = error
+            while found is not None:
+                self.frames |= {(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(found.__traceback__)}
+                found = found.__context__
+            return error.rule if isinstance(error, decoder.Refused) else type(error).__name__
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        return None
+
+
+@cache
+def readings(second: bool) -> list[Reading]:
+    """All files that are refused, by the library or by the second decoder."""
+    lines = {file: line for file, line in manifest().items() if "error" in line and "either" not in line}
+    files = {file: ((FOLDER / file).read_bytes(), line["rules"][0]) for file, line in lines.items()}
+    found = []
+    for name, (data, number) in files.items():
+        if second:
+            unzip = decompress if number == "container-24" or name in BLOCKS_REFUSED else lambda frame, size: bytes(size)
+            reading = Reading(name, lambda d=data, u=unzip: decoder.read(d, u))  # type: ignore[misc]
+            expected = rules()[number].section
+        else:
+            reading = Reading(name, lambda d=data: container.open_bytes(d).verify())  # type: ignore[misc]
+            expected = manifest()[name]["error"]
+        reading.refusal = reading.outcome()
+        assert reading.refusal == expected, name
+        found.append(reading)
+    return found
+
+
+def caught_by_a_file(guard: Guard) -> str | None:
+    """The first file that is read otherwise without ``guard``; only files whose refusal passes through it can be."""
+    touched = [one for one in readings(guard.path == DECODER) if any((str(guard.path), line) in one.frames for line in guard.lines)]
+    with removed(guard):
+        for reading in touched:
+            frames = reading.frames
+            changed = reading.outcome() != reading.refusal
+            reading.frames = frames
+            if changed:
+                return reading.name
+    return None
+
+
+def all_guards() -> list[Guard]:
+    return [guard for path in (*LIBRARY, DECODER) for guard in guards_of(path)]
+
+
+def listed() -> dict[str, str]:
+    """The test that fails without a guard, for guards that no file shows, or the reason why none can."""
+    lines = LIST.read_text(encoding="utf-8").splitlines() if LIST.exists() else []
+    return dict(line.split(" -> ", 1) for line in lines if " -> " in line)
+
+
+class FirstFailure:
+    """A plugin of pytest that remembers the first test that failed."""
+
+    name: str | None = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and self.name is None:
+            self.name = report.nodeid.partition("[")[0].rpartition("/")[2]
+
+
+def failing_test(guard: Guard, tests: list[str]) -> str | None:
+    """The first of ``tests`` that fails without ``guard``, run in a child of this process: torch is imported once."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        seen, nothing = FirstFailure(), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+        paths = [str(ROOT / "tests" / test) for test in tests]
+        with removed(guard):
+            status = pytest.main(["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", *paths], plugins=[seen])
+        os.write(writing, (seen.name or "").encode())
+        os._exit(0 if status == (1 if seen.name else 0) else 2)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        found = answer.read()
+    if os.waitpid(child, 0)[1]:
+        raise SystemExit(f"the tests {' '.join(tests)} could not be run")
+    return found or None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--find", action="store_true", help="find a test for every guard that no file shows, and write the list")
+    find = parser.parse_args().find
+    known, kept, survivors, by_file = listed(), {}, 0, 0
+    guards = all_guards()
+    for guard in guards:
+        shown = caught_by_a_file(guard)
+        by_file += shown is not None
+        if shown is None:
+            shown = known.get(guard.name)
+            if shown is not None and "::" in shown:
+                shown = failing_test(guard, [shown])
+            if shown is None and find:
+                shown = failing_test(guard, TESTS.get(guard.path.stem, OF_CODECS))
+            if shown is not None:
+                kept[guard.name] = shown
+        survivors += shown is None
+        print(f"{guard.path.relative_to(ROOT)}:{guard.lines[0]}: {guard.text} -> {shown or 'SURVIVES'}", flush=True)
+    if find:
+        LIST.write_text("".join(f"{name} -> {test}\n" for name, test in kept.items()), encoding="utf-8")
+    print(f"{len(guards)} guards: {by_file} shown by a file, {len(kept)} by a test or with a reason, {survivors} survive")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""The guards of what reads a file, found in the source, and how to take one out while the program runs.
+
+A guard is a condition under which a reader refuses: one operand of the test of an ``if`` that ends in ``raise`` (or of a
+``require`` of the second decoder), a bound, a choice or a type that a checking function is given, the call of one, a limit
+that a library is given, or the ``except`` that makes a refusal of another error.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import contextlib
+import copy
+import importlib
+import sys
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from second_decoder import PATH as DECODER  # isort: skip
+from second_decoder import decoder  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Change = Callable[[Any], ast.AST]
+    Found = tuple[ast.stmt, ast.AST, str, Change]
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARY = [
+    *sorted((ROOT / "formats").glob("*.py")),
+    *(
+        ROOT / "kvpack" / "file" / f"{name}.py"
+        for name in ("checks", "container", "footprint", "header", "header_tensor", "json_header", "layer_positions", "payload", "zstd")
+    ),
+]
+
+OTHER_CLASSES = {"Options"}
+OTHER_FUNCTIONS = {
+    "create",
+    "encode",
+    "chosen",
+    "default_fields",
+    "features_of",
+    "lloyd_max",
+    "pieces",
+    "_blocks",
+    "_flat",
+    "_qjl",
+    "_raw_tokens",
+}
+"""What encodes, makes codecs for recipes, and writes files: no reader calls it."""
+OTHER_ERRORS = {"OutOfRange", "UnknownWord", "OutOfBounds"}
+"""Errors of encoders, of recipes and of callers."""
+
+BOUNDS = {"check_integer": 2, "check_range": 3, "require_integer": 1, "is_integer": 1, "range": 0}
+"""Functions that are given a least and a greatest number, and the place of the first of these among their arguments."""
+CONSTRUCTORS = {"self.packings()", "self.rotation", "self.packing"}
+"""What refuses when it is made, and is made for that."""
+HUGE = 10**30
+
+
+@dataclass(frozen=True)
+class Guard:
+    """``text`` is what is taken out of the function ``where`` of ``path``, in the statement of ``lines``.
+
+    ``place`` is the number of the node that ``change`` replaces, in the order of ``ast.walk`` of the function or class.
+    """
+
+    path: Path
+    where: str
+    lines: range
+    text: str
+    place: int
+    change: Change
+
+    @property
+    def name(self) -> str:
+        return f"{self.path.relative_to(ROOT)}: {self.where}: {self.text}"
+
+    @cached_property
+    def code(self) -> CodeType:
+        """The code of the function without the guard."""
+        names = self.where.split(".")
+        tree = copy.deepcopy(next(one for one in _tree(self.path).body if getattr(one, "name", None) == names[0]))
+        node = list(ast.walk(tree))[self.place]
+        changed = _Replace(node, self.change(copy.deepcopy(node))).visit(tree)
+        module = ast.fix_missing_locations(ast.Module([changed], []))
+        code = compile(module, str(self.path), "exec", __future__.annotations.compiler_flag, dont_inherit=True)
+        for name in names:
+            code = next(one for one in code.co_consts if isinstance(one, CodeType) and one.co_name == name)
+        return code
+
+
+class _Replace(ast.NodeTransformer):
+    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+        self.old, self.new = old, ast.copy_location(new, old)
+
+    def visit(self, node: ast.AST) -> Any:
+        return self.new if node is self.old else self.generic_visit(node)
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def guards_of(path: Path) -> list[Guard]:
+    """Every guard of the functions of ``path`` that a reader calls, in the order of the text."""
+    found = []
+    for where, top, function in _functions(_tree(path)):
+        places = {node: number for number, node in enumerate(ast.walk(top))}
+        for statement, node, text, change in _in_function(function):
+            lines = range(statement.lineno, (statement.end_lineno or 0) + 1)
+            found.append(Guard(path, where, lines, text, places[node], change))
+    return sorted(found, key=lambda guard: guard.lines[0])
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.stmt, ast.FunctionDef]]:
+    """The qualified names of functions and methods, what they are part of, and they; what is within one belongs to it."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name not in OTHER_FUNCTIONS:
+            yield node.name, node, node
+        elif isinstance(node, ast.ClassDef) and node.name not in OTHER_CLASSES:
+            for one in node.body:
+                if isinstance(one, ast.FunctionDef) and one.name not in OTHER_FUNCTIONS:
+                    yield f"{node.name}.{one.name}", node, one
+
+
+def _in_function(function: ast.FunctionDef) -> Iterator[Found]:
+    """For each guard its statement, the node to change, what that takes out, and the change."""
+    conditional = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.If) and not node.orelse and _refuses(node.body[-1]):
+            conditional.add(node.body[-1])
+            for operand, text, change in _operands(node.test, refused_if=True):
+                yield node, operand, text, change
+        elif isinstance(node, ast.ExceptHandler) and _refuses(node.body[-1]):
+            conditional.add(node.body[-1])
+            yield node.body[-1], node.body[-1], f"except {ast.unparse(node.type) if node.type else ''}", lambda _: ast.Raise()
+    for statement in ast.walk(function):
+        if isinstance(statement, ast.stmt) and not isinstance(statement, ast.FunctionDef):
+            if statement not in conditional and (_refuses(statement) or _checks(statement)):
+                yield statement, statement, ast.unparse(statement).split("\n")[0], _nothing
+            for node in _expressions(statement):
+                for operand, text, change in _arguments(node):
+                    yield statement, operand, text, change
+
+
+def _nothing(statement: ast.stmt) -> ast.stmt:
+    """A statement that does nothing, and uses the class as the old one did: the function keeps its closure."""
+    return ast.parse("super()").body[0] if "super()" in ast.unparse(statement) else ast.Pass()
+
+
+def _refuses(statement: ast.stmt) -> bool:
+    """Whether a statement raises what a reader raises, and not only adds to the place of an error."""
+    if isinstance(statement, ast.Raise) and isinstance(statement.exc, ast.Call):
+        return _called(statement.exc) not in {*OTHER_ERRORS, "within", "type"}
+    return isinstance(statement, ast.Expr) and _called(statement.value) == "refuse"
+
+
+def _checks(statement: ast.stmt) -> bool:
+    """Whether a statement is there only for what it refuses."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        return _called(statement.value).lstrip("_").startswith(("check", "require", "refuse")) or ast.unparse(statement) in CONSTRUCTORS
+    value = statement.value if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "_" else None
+    return value is not None and set(ast.unparse(value).strip("()").split(", ")) <= CONSTRUCTORS
+
+
+def _called(node: ast.expr | None) -> str:
+    """The name of a called function, its object left out."""
+    if isinstance(node, ast.Call):
+        inner = node.func
+        return inner.attr if isinstance(inner, ast.Attribute) else inner.id if isinstance(inner, ast.Name) else _called(inner)
+    return ""
+
+
+def _operands(test: ast.expr, *, refused_if: bool) -> Iterator[tuple[ast.expr, str, Change]]:
+    """The conditions of ``test``, each of which refuses by itself."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _operands(test.operand, refused_if=not refused_if)
+    elif isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or if refused_if else ast.And):
+        for operand in test.values:
+            yield from _operands(operand, refused_if=refused_if)
+    elif (
+        isinstance(test, ast.Call)
+        and _called(test) == ("any" if refused_if else "all")
+        and [type(one) for one in test.args] == [ast.GeneratorExp]
+    ):
+        yield from _operands(test.args[0].elt, refused_if=refused_if)
+    elif not refused_if and isinstance(test, ast.Compare) and len(test.ops) == 2:
+        first, second = (
+            ast.Compare(test.left, test.ops[:1], test.comparators[:1]),
+            ast.Compare(test.comparators[0], test.ops[1:], test.comparators[1:]),
+        )
+        yield test, ast.unparse(first), lambda node: ast.Compare(node.comparators[0], node.ops[1:], node.comparators[1:])
+        yield test, ast.unparse(second), lambda node: ast.Compare(node.left, node.ops[:1], node.comparators[:1])
+    else:
+        yield test, ast.unparse(test), lambda _: ast.Constant(not refused_if)
+
+
+def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
+    """All expressions of a statement, but not those of the statements within."""
+    for child in ast.iter_child_nodes(statement):
+        if isinstance(child, (ast.expr, ast.withitem, ast.keyword)):
+            yield from (node for node in ast.walk(child) if isinstance(node, ast.expr))
+
+
+def _arguments(node: ast.expr) -> Iterator[tuple[ast.AST, str, Change]]:
+    """What a checking function or a library is given to refuse by."""
+    if isinstance(node, ast.BoolOp) and _called(node.values[-1]) == "refuse":
+        yield node, ast.unparse(node.values[-1]).split("(")[0] + " unless " + ast.unparse(node.values[0]), lambda it: it.values[0]
+    if isinstance(node, ast.IfExp) and _called(node.orelse) == "refuse":
+        yield node, f"refuse unless {ast.unparse(node.test)}", lambda it: it.body
+    if not isinstance(node, ast.Call):
+        return
+    name, text = _called(node), ast.unparse(node)
+    if name == "require":
+        yield from _operands(node.args[0], refused_if=False)
+    if name in BOUNDS and len(node.args) >= BOUNDS[name] + 2 and name != "range":
+        for place, bound, what in ((BOUNDS[name], -HUGE, "least"), (BOUNDS[name] + 1, HUGE, "greatest")):
+            yield node.args[place], f"{what} of {text}", lambda _, value=bound: ast.Constant(value)  # type: ignore[misc]
+    if name == "take_parameters":
+        yield from (found for one in ast.walk(node) if isinstance(one, ast.Dict) for found in _ranges(one))
+    for keyword in node.keywords:
+        if keyword.arg and keyword.arg.startswith(("max_", "allow_")):
+            yield keyword.value, f"{_called(node)}({ast.unparse(keyword)})", _without_limit
+
+
+def _ranges(ranges: ast.Dict) -> Iterator[tuple[ast.AST, str, Change]]:
+    """The bounds, choices and types of the parameters of a codec."""
+    for key, value in zip(ranges.keys, ranges.values, strict=True):
+        assert isinstance(key, ast.Constant)
+        if _called(value) == "range" and isinstance(value, ast.Call):
+            if len(value.args) > 1:
+                yield value.args[0], f"least {key.value}", lambda it: ast.BinOp(it, ast.Sub(), ast.Constant(2**16))
+            yield value.args[min(1, len(value.args) - 1)], f"greatest {key.value}", lambda it: ast.BinOp(it, ast.Add(), ast.Constant(2**16))
+        else:
+            yield value, f"choices of {key.value}", lambda _: ast.Name("object", ast.Load())
+
+
+def _without_limit(value: ast.expr) -> ast.expr:
+    return ast.Constant(True) if isinstance(value, ast.Constant) and value.value is False else ast.Constant(2**31 - 1)
+
+
+@contextlib.contextmanager
+def removed(guard: Guard) -> Iterator[None]:
+    """The program without ``guard``."""
+    function = _function(guard)
+    before = function.__code__
+    try:
+        function.__code__ = guard.code
+        forget()
+        yield
+    finally:
+        function.__code__ = before
+        forget()
+
+
+def _function(guard: Guard) -> Any:
+    found: Any = decoder if guard.path == DECODER else importlib.import_module(_module_name(guard.path))
+    for name in guard.where.split("."):
+        found = vars(found)[name]
+    found = getattr(found, "fget", None) or getattr(found, "func", None) or getattr(found, "__func__", None) or found
+    while hasattr(found, "__wrapped__"):
+        found = found.__wrapped__
+    return found
+
+
+def _module_name(path: Path) -> str:
+    folder = f"kvpack.{path.parent.name}"
+    return folder if path.stem == "__init__" else f"{folder}.{path.stem}"
+
+
+def forget() -> None:
+    """Empty every cache of a function that a guard may be in."""
+    for module in [decoder, *(sys.modules[_module_name(path)] for path in LIBRARY if _module_name(path) in sys.modules)]:
+        for value in vars(module).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()

@@ -1,0 +1,272 @@
+"""Every architecture of the zoo over packed caches: what works, and what is refused.
+
+``python tests/support/model_zoo.py`` prints the table. Models are tiny and random; keys and values are packed without loss, so they
+must come back bit for bit, and logits must lie within what the model's own eager and SDPA attention differ by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache
+from zoo_models import ZOO, Architecture
+
+import kvpack
+from kvpack.integrations.transformers import KvpackCache, recording
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RECIPE = "raw"
+STEPS = ("pack", "save", "load", "continue", "beam", "crop", "store")
+PROMPT, FOLLOWING = torch.arange(3, 35)[None], torch.tensor([[7, 40, 9, 22, 5]])
+CHUNK = 16
+
+ROUNDING = 16 * torch.finfo(torch.float32).eps
+"""How far logits may be apart, relative to the largest, where a model's eager and SDPA attention agree closer, or it has but one."""
+
+
+@dataclass
+class Row:
+    """One architecture: why each step was refused; a step that is not in ``refused`` or ``wrong`` works."""
+
+    name: str
+    refused: dict[str, str] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def works(self) -> list[str]:
+        return [step for step in STEPS if step not in self.refused and step not in self.wrong]
+
+
+class Subject:
+    """One architecture's model, the dense cache of a prompt and what is expected of its continuation."""
+
+    def __init__(self, architecture: Architecture, folder: Path) -> None:
+        self.name, self.file = architecture.name, folder / f"{architecture.name}.kvpack"
+        self.model = architecture.model()
+        self.encoder = self.model.config.is_encoder_decoder
+        self.attention = self.model.config._attn_implementation
+        with recording(self.model) as record:
+            self.dense = self.forward(PROMPT, self.empty()).past_key_values
+        self.inputs = [record.inputs(cache) for cache in self.caches(self.dense)]
+        self.expected, self.tolerance = self._expected()
+
+    def empty(self) -> Any:
+        """A dense cache without tokens."""
+        if self.encoder:
+            return EncoderDecoderCache(DynamicCache(config=self.model.config), DynamicCache(config=self.model.config))
+        return DynamicCache(config=self.model.config)
+
+    def forward(self, ids: torch.Tensor, past: Any) -> Any:
+        if self.encoder:
+            return self.model(input_ids=PROMPT, decoder_input_ids=ids, past_key_values=past)
+        return self.model(ids, past_key_values=past)
+
+    def _expected(self) -> tuple[torch.Tensor, float]:
+        """The logits of the continuation over the dense cache, and how far others may be from them."""
+        logits = []
+        for attention in ("eager", "sdpa"):
+            if attention != self.attention and not (self.model._can_set_attn_implementation() and self.model._supports_sdpa):
+                continue
+            self.model.set_attn_implementation(attention)
+            logits.append(self.forward(FOLLOWING, copy.deepcopy(self.dense)).logits)
+        self.model.set_attn_implementation(self.attention)
+        spread = float((logits[0] - logits[-1]).abs().max())
+        return logits[-1], max(spread, ROUNDING * float(logits[0].abs().max()))
+
+    def caches(self, past: Any) -> list[Any]:
+        """The caches of keys and values inside ``past``."""
+        return [past.self_attention_cache, past.cross_attention_cache] if self.encoder else [past]
+
+    def pack(self) -> list[kvpack.Cache]:
+        caches = self.caches(self.dense)
+        return [kvpack.pack(past, RECIPE, inputs=inputs) for past, inputs in zip(caches, self.inputs, strict=True)]
+
+    def over(self, packed: list[kvpack.Cache]) -> Any:
+        """What the model continues over packed caches."""
+        self.model.set_attn_implementation("kvpack" if self.model._can_set_attn_implementation() else self.attention)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", kvpack.KvpackWarning)
+            caches = [KvpackCache(cache, self.model) for cache in packed]
+        return EncoderDecoderCache(*caches) if self.encoder else caches[0]
+
+    def continued(self, past: Any, ids: torch.Tensor = FOLLOWING) -> torch.Tensor:
+        """Logits over ``past``, the first ids in one pass and the last two in passes of their own."""
+        parts = ids.split([ids.shape[1] - 2, 1, 1], 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", kvpack.KvpackWarning)
+            return torch.cat([self.forward(part, past).logits for part in parts], 1)
+
+    def check(self, found: torch.Tensor) -> None:
+        difference = float((found - self.expected).abs().max())
+        assert difference <= self.tolerance, f"logits differ by {difference:.2e}, allowed are {self.tolerance:.2e}"
+
+
+def same_bits(packed: kvpack.Cache, dense: Any) -> None:
+    """Fail unless the packed keys and values begin with those of a dense cache."""
+    for number, (mine, theirs) in enumerate(zip(packed, dense.layers, strict=True)):
+        k, v = mine.unpack(torch.float32)
+        if theirs.keys is None:
+            assert k is None
+            assert v is None
+            continue
+        assert torch.equal(k[:, :, : theirs.keys.shape[2]], theirs.keys), f"layers[{number}].k differs"
+        assert torch.equal(v[:, :, : theirs.keys.shape[2]], theirs.values), f"layers[{number}].v differs"
+
+
+def pack(subject: Subject) -> None:
+    for cache, dense in zip(subject.pack(), subject.caches(subject.dense), strict=True):
+        same_bits(cache, dense)
+
+
+def save(subject: Subject) -> None:
+    for number, (cache, dense) in enumerate(zip(subject.pack(), subject.caches(subject.dense), strict=True)):
+        path = subject.file.with_suffix(f".{number}.kvpack")
+        kvpack.save(cache, path)
+        same_bits(kvpack.load(path), dense)
+
+
+def continue_(subject: Subject) -> None:
+    over = subject.over(subject.pack())
+    subject.check(subject.continued(over))
+    for cache, dense in zip(subject.caches(over), subject.caches(subject.dense), strict=True):
+        same_bits(cache.packed, dense)
+    assert over.get_seq_length() == PROMPT.shape[1] + FOLLOWING.shape[1]
+
+
+def beam(subject: Subject) -> None:
+    over, dense = subject.over(subject.pack()), copy.deepcopy(subject.dense)
+    indices = torch.tensor([0, 0, 0])
+    for cache, other in zip(subject.caches(over), subject.caches(dense), strict=True):
+        cache.batch_repeat_interleave(3)
+        other.batch_repeat_interleave(3)
+        cache.reorder_cache(torch.tensor([2, 0, 1]))
+        same_bits(cache.packed, other)
+    if subject.encoder:
+        over.reorder_cache(indices)
+        return
+    ids = torch.cat([PROMPT, FOLLOWING], 1)
+    options = {"num_beams": 3, "do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+    found = subject.model.generate(ids, past_key_values=over, **options)
+    subject.model.set_attn_implementation(subject.attention)
+    assert found.tolist() == subject.model.generate(ids, past_key_values=dense, **options).tolist(), "beam search found other tokens"
+
+
+def crop(subject: Subject) -> None:
+    over = subject.over(subject.pack())
+    subject.continued(over)
+    for cache in subject.caches(over)[:1]:
+        cache.crop(-FOLLOWING.shape[1])
+    subject.check(subject.continued(over))
+
+
+def store(subject: Subject) -> None:
+    cache = subject.pack()[0]
+    folder = subject.file.with_suffix(".store")
+    identity = kvpack.Identity.of(subject.model, RECIPE)
+    with kvpack.Store(folder, identity, chunk=CHUNK) as prefixes:
+        assert prefixes.save(PROMPT, cache) == PROMPT.shape[1], f"not all was stored: {prefixes.stats()}"
+        tokens, loaded = prefixes.load(PROMPT)
+        assert tokens == PROMPT.shape[1], f"{tokens} tokens were found"
+        same_bits(loaded, subject.caches(subject.dense)[0])
+        subject.check(subject.continued(subject.over([loaded, *subject.pack()[1:]])))
+
+
+def load_elsewhere(subject: Subject) -> None:
+    """The step of another process: continue what ``save`` wrote."""
+    packed = [kvpack.load(subject.file.with_suffix(f".{number}.kvpack")) for number in range(2 if subject.encoder else 1)]
+    subject.check(subject.continued(subject.over(packed)))
+
+
+HERE: dict[str, Callable[[Subject], None]] = {"pack": pack, "save": save, "continue": continue_, "beam": beam, "crop": crop, "store": store}
+ELSEWHERE: dict[str, Callable[[Subject], None]] = {"load": load_elsewhere}
+
+
+def examine(row: Row, subject: Subject, steps: dict[str, Callable[[Subject], None]]) -> None:
+    """Take the steps, and note in ``row`` what was refused and what was wrong."""
+    for name, step in steps.items():
+        try:
+            with torch.no_grad():
+                step(subject)
+        except kvpack.KvpackError as error:
+            row.refused[name] = str(error)
+            if name == "pack":
+                row.refused = dict.fromkeys(STEPS, str(error))
+                return
+        except Exception as error:
+            row.wrong[name] = f"{type(error).__name__}: {error}"
+
+
+def in_this_process(architectures: list[Architecture], folder: Path, steps: dict[str, Callable[[Subject], None]]) -> list[Row]:
+    """The rows of these architectures, of the steps given."""
+    rows = []
+    for architecture in architectures:
+        row = Row(architecture.name)
+        with torch.no_grad():
+            subject = Subject(architecture, folder)
+        examine(row, subject, steps)
+        rows.append(row)
+    return rows
+
+
+def examined(architectures: list[Architecture], folder: Path) -> list[Row]:
+    """A row for each architecture; one other process loads the files of all."""
+    rows = in_this_process(architectures, folder, HERE)
+    saved = {row.name: row for row in rows if "save" in row.works}
+    command = [sys.executable, __file__, "--elsewhere", str(folder), *saved]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    for row in rows:
+        if "save" in row.refused:
+            row.refused.setdefault("load", row.refused["save"])
+    for name, found in json.loads(child.stdout.splitlines()[-1]).items():
+        saved[name].refused |= found["refused"]
+        saved[name].wrong |= found["wrong"]
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as Markdown, those together that work alike and are refused for one reason."""
+    lines = ["| architecture | works | refused because |", "|---|---|---|"]
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        reasons = dict.fromkeys(re.sub(r"\d+|\w+Layer", "", why) for why in [*row.wrong.values(), *row.refused.values()])
+        groups.setdefault((*row.works, *reasons), []).append(row)
+    for alike in groups.values():
+        first = alike[0]
+        reasons = [f"{step} WRONG: {why}" for step, why in first.wrong.items()] + [*dict.fromkeys(first.refused.values())]
+        works = "all" if first.works == list(STEPS) else ", ".join(first.works) or "none"
+        lines.append(f"| {', '.join(row.name for row in alike)} | {works} | {'; '.join(reasons)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="architectures (default: all)")
+    parser.add_argument("--elsewhere", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    chosen = [architecture for architecture in ZOO if not options.names or architecture.name in options.names]
+    if options.elsewhere:
+        rows = in_this_process(chosen, options.elsewhere, ELSEWHERE)
+        print(json.dumps({row.name: {"refused": row.refused, "wrong": row.wrong} for row in rows}))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rows = examined(chosen, Path(folder))
+    print(table(rows))
+    sys.exit(any(row.wrong for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Sides of any codes, and the kernels that attend them beside exact attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.cache.cache import Layer, Page, Side
+from kvpack.coding.encoding import TORCH_DTYPES
+from kvpack.coding.recipes import parse_recipe
+from kvpack.formats.side_cars import WithSideCars
+
+from interpreter import DEVICE  # isort: skip
+
+if TYPE_CHECKING:
+    from kvpack.formats.base import Codec
+
+
+TOLERANCE = 2e-3
+"""Relative, in the 2-norm: products are of binary16 values, sums binary32."""
+
+
+def codecs(k: str, v: str, dims: tuple[int, int]) -> tuple[Codec, Codec]:
+    recipe = parse_recipe(f"k={k};v={v}")
+    return recipe.codec(0, 1, "k", dims[0]), recipe.codec(0, 1, "v", dims[1])
+
+
+def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) -> Page:
+    """Any digits, norms and scales of ordinary size, some norms zero and some negative."""
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(codec, WithSideCars):
+        page = random_page(codec.codec, batch, heads, tokens, seed)
+        return replace(page, codec=codec, streams={**page.streams, **random_side_cars(codec, batch, heads, tokens, generator)})
+    digits = []
+    for packing in codec.packings().values():
+        for alphabet in packing.alphabets:
+            digits.append(torch.randint(0, alphabet, (batch, heads, tokens, packing.symbols), generator=generator))
+    if codec.id == "octahedral":
+        triplets = -(-codec.dim // 3)
+        for digit in digits:
+            digit[..., triplets:] = 0
+    streams = {}
+    given = iter(digits)
+    for name, packing in codec.packings().items():
+        streams |= codec.pack(name, *(next(given) for _ in packing.bases))
+    for name, layout in codec.scales(batch, heads, tokens).items():
+        values = torch.rand(layout.shape, generator=generator) + 0.25
+        if name in ("norm", "scale", "token_scale"):
+            which = torch.rand(layout.shape, generator=generator)
+            values = torch.where(which < 0.1, 0.0, torch.where(which < 0.2, -values, values))
+            values *= 1 if name == "token_scale" else codec.dim**0.5
+        elif name == "scales":
+            values[..., 0] *= 4 / 2 ** getattr(codec, "bits", 1)
+            values[..., 1] -= 0.75
+        elif name == "range":
+            values[..., 0] *= 2.0 ** -getattr(codec, "norm_bits", 1)
+            values[..., 1] -= 0.75
+        elif name == "values":
+            values = torch.randn(layout.shape, generator=generator)
+        streams[name] = values.to(TORCH_DTYPES[layout.dtype])
+    return Page(codec, tokens, streams)
+
+
+def random_side_cars(codec: WithSideCars, batch: int, heads: int, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Of outliers any chunks, of qjl any signs, and norms some of which are zero and some negative."""
+    streams = {}
+    if codec.outliers is not None:
+        flags = torch.rand(batch, heads, tokens, codec.dim // 4, generator=generator) < 0.05
+        # Tokens of no outliers, of some and of nothing else.
+        flags &= torch.rand(batch, heads, tokens, 1, generator=generator) < 0.7
+        flags |= torch.rand(batch, heads, tokens, 1, generator=generator) < 0.02
+        streams |= {f"outlier_flags.{plane}": words for plane, words in enumerate(codec.outliers.packing.pack([flags.to(torch.int32)]))}
+        streams["outliers"] = (4 * torch.randn(1, 1, int(flags.sum()), 4, generator=generator)).to(torch.float16)
+    if codec.qjl is not None:
+        signs = torch.randint(0, 2, (batch, heads, tokens, codec.dim), generator=generator)
+        streams |= {f"qjl_signs.{plane}": words for plane, words in enumerate(codec.qjl.packing.pack([signs]))}
+        norms = codec.dim**0.5 * torch.randn(batch, heads, tokens, generator=generator)
+        streams["qjl_norm"] = norms.masked_fill(torch.rand(norms.shape, generator=generator) < 0.1, 0.0).to(
+            TORCH_DTYPES[codec.qjl.layout(1, 1, 0)["qjl_norm"].dtype]
+        )
+    return streams
+
+
+def random_side(codec: Codec, heads: int, runs: tuple[int, ...], tail: int, seed: int, batch: int = 1) -> Side:
+    pages = tuple(random_page(codec, batch, heads, tokens, seed + number) for number, tokens in enumerate(runs))
+    rows = torch.randn(batch, heads, tail, codec.dim, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+    return Side(codec, pages, rows)
+
+
+def exact(q: torch.Tensor, layer: Layer, *, scale: float | None = None, causal: bool = True, **mode: Any) -> torch.Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).to(torch.float64) for x in layer.unpack(torch.float32) if x is not None)
+    scores = q.to(torch.float64) @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap := mode.get("softcap"):
+        scores = torch.tanh(scores / softcap) * softcap
+    tokens, position = torch.arange(k.shape[2]), k.shape[2] - q.shape[2] + torch.arange(q.shape[2])[:, None]
+    hidden = (tokens > position) & causal
+    if (lengths := mode.get("lengths")) is not None:
+        position = position - k.shape[2] + torch.tensor(lengths)[:, None, None, None]
+        hidden = (tokens >= torch.tensor(lengths)[:, None, None, None]) | ((tokens > position) & causal)
+    if window := mode.get("sliding_window"):
+        hidden = hidden | (tokens <= position - window)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if (logits := mode.get("sink_logits")) is not None:
+        scores = torch.cat([scores, torch.tensor(logits, dtype=torch.float64)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    return torch.softmax(scores, -1).nan_to_num(0)[..., : k.shape[2]] @ v
+
+
+def check(layer: Layer, q_heads: int, q_len: int = 1, dtype: torch.dtype = torch.float32, **mode: Any) -> None:
+    """The kernels, and not torch operations, attend the layer on the device, within the tolerance."""
+    from kvpack.kernels.attend import attention
+
+    assert layer.k is not None
+    q = torch.randn(layer.k.batch, q_heads, q_len, layer.k.dim, generator=torch.Generator().manual_seed(7)).to(dtype)
+    expected = exact(q, layer, **mode)
+    there = Layer(*(side.to(DEVICE) for side in layer.sides.values()))
+    assert attention.supports(q.to(DEVICE), there)
+    scale = mode.get("scale", layer.k.dim**-0.5)
+    logits, lengths = mode.get("sink_logits"), mode.get("lengths")
+    found = attention.attend(
+        q.to(DEVICE),
+        there,
+        scale,
+        mode.get("causal", True),
+        mode.get("softcap"),
+        mode.get("sliding_window"),
+        None if logits is None else torch.tensor(logits),
+        None if lengths is None else torch.tensor(lengths),
+    )
+    assert found.dtype == dtype
+    error = (found.cpu().to(torch.float64) - expected).norm() / expected.norm()
+    assert error < (TOLERANCE if dtype == torch.float32 else 6e-3), (layer, error)

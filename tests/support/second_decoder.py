@@ -1,0 +1,31 @@
+"""spec/decoder.py as a module, with what the library's readers need to be compared with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import zstandard
+
+PATH = Path(__file__).resolve().parents[2] / "spec" / "decoder.py"
+
+_SPEC = importlib.util.spec_from_file_location("spec_decoder", PATH)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+decoder = importlib.util.module_from_spec(_SPEC)
+sys.modules["spec_decoder"] = decoder
+_SPEC.loader.exec_module(decoder)
+
+
+def decompress(frame: bytes, size: int) -> bytes:
+    """The content of a Zstandard frame that says ``size``, and a byte more than that where it is no valid one."""
+    try:
+        if size:
+            return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+        # Of a frame that says nothing, decompress() reads nothing.
+        stream = zstandard.ZstdDecompressor().decompressobj()
+        content = stream.decompress(frame)
+    except zstandard.ZstdError:
+        return bytes(size + 1)
+    return content if stream.eof and not stream.unused_data else bytes(1)

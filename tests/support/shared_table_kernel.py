@@ -1,0 +1,46 @@
+"""A program that fills a table in shared memory and looks words up in it."""
+
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+from kvpack.kernels.tables.shared_table import declare, fetch, fill, look_up
+from kvpack.kernels.tables.table_assembly import LARGEST_BYTES
+
+LARGEST = tl.constexpr(LARGEST_BYTES)
+
+
+@triton.jit
+def found_of_words(
+    out: tl.tensor,
+    words: tl.tensor,
+    table: tl.tensor,
+    COUNT: tl.constexpr,
+    POSITION: tl.constexpr,
+    BITS: tl.constexpr,
+    VALUES: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    OFFSET: tl.constexpr,
+    COPIES: tl.constexpr,
+    SIZE: tl.constexpr,
+    WARPS: tl.constexpr,
+    FAST: tl.constexpr,
+) -> None:
+    """``out`` binary16 ``[VALUES, COUNT]``: the entries of ``words``, int16 ``[COUNT]``; after them, of large tables, their sum's low bits.
+
+    Several warps sum in the compiler's own shared memory, which large tables lie behind.
+    """
+    if FAST:
+        declare(SIZE, WARPS)
+        fill(fetch(table, ENTRIES, VALUES), OFFSET, ENTRIES, VALUES, COPIES)
+        tl.debug_barrier()
+    number = tl.arange(0, COUNT)
+    word = tl.load(words + number)
+    found = look_up(word, table, POSITION, BITS, VALUES, OFFSET, COPIES, ENTRIES, FAST)
+    for value in tl.static_range(VALUES):
+        tl.store(out + value * COUNT + number, found[value])
+    if SIZE > LARGEST:
+        tl.store(out + VALUES * COUNT, (tl.sum(word.to(tl.int32)) & 0xFF).to(tl.float16))

@@ -1,0 +1,35 @@
+"""The pages of the specification, their sections and tables."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+SPEC = Path(__file__).resolve().parents[2] / "spec"
+
+
+Table = list[dict[str, str]]
+
+
+def section(page: Path, heading: str) -> str:
+    """The text under ``heading``, whatever its level, up to the next one of the same level or above."""
+    lines = page.read_text(encoding="utf-8").split("\n")
+    first = next(i for i, line in enumerate(lines) if re.fullmatch(rf"#+ {re.escape(heading)}", line))
+    level = lines[first].split(" ")[0]
+    last = next((i for i in range(first + 1, len(lines)) if re.match(rf"#{{1,{len(level)}}} ", lines[i])), len(lines))
+    return "\n".join(lines[first + 1 : last])
+
+
+def tables(text: str) -> list[Table]:
+    """The Markdown tables of ``text``, each row a map from column heading to cell, code marks removed."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\|$\n?)+", text, re.MULTILINE):
+        head, _, *rows = ([cell.strip().replace("`", "") for cell in row.strip("|").split("|")] for row in block.strip().split("\n"))
+        found.append([dict(zip(head, row, strict=True)) for row in rows])
+    return found
+
+
+def table(text: str, *columns: str) -> Table:
+    """The only table of ``text`` whose column headings are ``columns``."""
+    (found,) = (rows for rows in tables(text) if tuple(rows[0]) == columns)
+    return found

@@ -1,0 +1,83 @@
+"""Isolation: lookups by every tenant, adapter and model of what all the others have stored (tests/support/store_lookups.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+
+import kvpack
+
+import store_lookups  # isort: skip
+from store_matrix.cells import Cell  # isort: skip
+from store_matrix.kinds import Place  # isort: skip
+
+MANY = 10_000
+"""Lookups from which on the adapters of models are among them, which take seconds to make, and more prompts."""
+
+
+def lookups(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
+    """Look ``count`` times for prompts that others have stored: a hit for none but their owners."""
+    place.clear()
+    place.budget = None
+    identities = [*store_lookups.IDENTITIES, *near(), *(adapted() if count >= MANY else [])]
+    report = store_lookups.lookups(
+        lambda identity: place.open(identity, chunk=store_lookups.CHUNK),
+        count,
+        500 if count >= MANY else 60,
+        seed=seed,
+        identities=list(dict.fromkeys(identities)),
+        progress=lambda done, total: cell.done(done - cell.counts["cases"], of=total),
+    )
+    cell.counts["cases"] = report["lookups"]
+    cell.counts["identities"] = report["identities"]
+    cell.counts["own_hits"] = report["prompts"] - report["owners_that_found_something_else"]
+    for what in ("hits", "refused", "owners_that_found_something_else"):
+        if report[what]:
+            cell.problem(f"{what.replace('_', ' ')}: {report[what]} of {report['lookups']} lookups")
+
+
+def near() -> list[kvpack.Identity]:
+    """Identities that differ from one in one field each, and those whose fields are one text cut in several places."""
+    base = kvpack.Identity("model", "bf16", weights="w1", adapter="a", dtype="bfloat16", tenant="tenant")
+    fields = [field.name for field in dataclasses.fields(base) if field.name != "recipe"]
+    found = [base]
+    for name in fields:
+        known = getattr(base, name)
+        others = (f"{known}2", f"{known} ", f"{known}\u0301", "b" if known else "a")
+        found += (dataclasses.replace(base, **{name: other}) for other in others)
+    for first, second in itertools.pairwise(fields):
+        found += (dataclasses.replace(base, **{first: "ab"[:cut], second: "ab"[cut:]}) for cut in (0, 1, 2))
+    return found
+
+
+def adapted() -> list[kvpack.Identity]:
+    """Identities of small models with PEFT's adapters in every state; without PEFT there are none."""
+    try:
+        import peft
+        import torch
+    except ImportError:
+        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from small_models import small_llama
+
+        found = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            lora = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+            model = peft.get_peft_model(small_llama(), lora).eval()
+            model.add_adapter("second", lora)
+            for change in (None, "second", "off", "scaled"):
+                if change == "second":
+                    model.set_adapter("second")
+                if change == "scaled":
+                    for module in model.modules():
+                        if isinstance(getattr(module, "scaling", None), dict):
+                            module.scaling["second"] *= 2
+                if change == "off":
+                    with model.disable_adapter():
+                        found.append(kvpack.Identity.of(model, "bf16", name="model", weights="revision"))
+                else:
+                    found.append(kvpack.Identity.of(model, "bf16", name="model", weights="revision"))
+    return found

@@ -1,0 +1,71 @@
+"""Power loss: what any crash may leave of a folder (tests/support/power_loss.py), and a Redis server whose log ends anywhere."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvpack.store import breaker
+
+from power_loss import Disk, RecordingOs  # isort: skip
+from store_matrix.cells import Cell  # isort: skip
+from store_matrix.kinds import BUDGET, Place  # isort: skip
+from store_matrix.oracle import prepare  # isort: skip
+from store_matrix.uses import KEPT, each, keep, sound  # isort: skip
+
+if TYPE_CHECKING:
+    from redis_server import Server
+
+
+def crashes(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
+    """Lose power ``count`` times, at random steps of what a store did, with and without entries that are forced to the disk."""
+    prepare()
+    choice = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.02))
+        for durable in (True, False):
+            _crashes(replace(place, root=place.root / f"durable-{durable}", durable=durable, budget=BUDGET), cell, count // 2, choice)
+
+
+def _crashes(place: Place, cell: Cell, count: int, choice: random.Random) -> None:
+    os.mkdir(place.root, 0o700)
+    system = RecordingOs(str(place.root))
+    if place.server is not None:
+        place.client().flushall()
+        place.server.keep_log()
+    with pytest.MonkeyPatch.context() as patch:
+        system.install(patch)
+        keep(place)
+        promised = len(system.steps)
+        each(place)
+    log = place.server.log() if place.server is not None else b""
+    cell.counts["steps"] += len(system.steps)
+    for number in range(count):
+        stop = choice.randint(0, len(system.steps))
+        # The least that may be left, all names with the least bytes, and anything between.
+        way = choice.choice(("least", "names", "any"))
+        crashed = replace(place, root=place.root.with_name("crashed"))
+        shutil.rmtree(crashed.root, ignore_errors=True)
+        disk = Disk(system.root, system.steps[:stop])
+        disk.crash(str(crashed.root), choice if way == "any" else None, names_survive=way == "names")
+        if crashed.server is not None:
+            _crash_server(crashed.server, log, choice)
+        # A server may lose anything, so it promises nothing.
+        kept = KEPT if place.durable and place.folders and stop >= promised else ()
+        with cell.noting(f"power lost after {stop} of {len(system.steps)} steps, {way}, durable={place.durable}, crash {number}"):
+            cell.counts["chunks_left"] += sound(crashed, kept, damage_allowed=not place.durable, read=(0, 1, 4, 5))
+            cell.counts["kept"] += len(kept)
+        cell.done(of=2 * count)
+    if place.server is not None:
+        place.server.drop_log()
+
+
+def _crash_server(server: Server, log: bytes, choice: random.Random) -> None:
+    server.kill()
+    server.set_log(log[: choice.randint(0, len(log))])
+    server.start()

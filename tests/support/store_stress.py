@@ -1,0 +1,207 @@
+"""Prefix stores under load: processes and threads that write, read and evict, every read compared with what its tokens say.
+
+    python tests/support/store_stress.py --processes 8 --threads 4 --count 100000
+
+The tests run a short version. What a cache holds is a function of its token ids, so any process can tell
+whether what it read is what was saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import kvpack
+
+from store_matrix.kinds import bytes_stored  # isort: skip
+
+if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
+
+CHUNK = 32
+FAMILIES, PROMPTS, LONGEST = 8, 64, 6
+"""Prompts share first chunks with those of their family, and have up to ``LONGEST`` chunks."""
+LAYERS = (1, 8, 32)
+"""Three models, for entries of three sizes."""
+BUDGET = 12_000_000
+"""About a quarter of what all prompts of all models take."""
+
+FORK = multiprocessing.get_context("fork")
+
+
+def identity(model: int) -> kvpack.Identity:
+    return kvpack.Identity(f"model-{model}", "bf16", tenant="stress")
+
+
+def open_store(folder: str, model: int, **options: Any) -> kvpack.Store:
+    return kvpack.Store(folder, identity(model), chunk=CHUNK, **{"max_bytes": BUDGET, **options})
+
+
+@cache
+def prompt(number: int) -> tuple[int, ...]:
+    """The token ids of prompt ``number``: one to two chunks of its family, then its own."""
+    family, own = random.Random(number % FAMILIES), random.Random(1000 + number)
+    shared = [family.randrange(100_000) for _ in range(CHUNK * (1 + number % FAMILIES % 2))]
+    rest = [own.randrange(100_000) for _ in range(CHUNK * own.randint(0, LONGEST - 2))]
+    return (*shared, *rest)
+
+
+@lru_cache(maxsize=1024)
+def expected(number: int, model: int) -> torch.Tensor:
+    """The keys of every layer ``[layer, token, dim]`` of a prompt in bfloat16: small integers that say token, place and layer."""
+    ids = torch.tensor(prompt(number))
+    token, layer, channel = ids[None, :, None], torch.arange(LAYERS[model])[:, None, None], torch.arange(64)[None, None, :]
+    place = torch.arange(len(ids))[None, :, None]
+    return ((token * 7 + place * 13 + layer * 31 + channel * (1 + model)) % 251).to(torch.bfloat16)
+
+
+@lru_cache(maxsize=1024)
+def packed(number: int, model: int) -> kvpack.Cache:
+    return kvpack.pack([(x[None, None], -x[None, None]) for x in expected(number, model)], "bf16")
+
+
+def check(store: kvpack.Store, number: int, model: int) -> int:
+    """Load a prompt and compare every value: the tokens found. Raises AssertionError for a wrong one."""
+    n, cache = store.load(prompt(number))
+    if cache is None:
+        return 0
+    assert n == cache.tokens <= len(prompt(number))
+    right = expected(number, model)[:, :n]
+    for layer, x in zip(cache, right, strict=True):
+        k, v = layer.unpack(torch.bfloat16)
+        assert k is not None
+        assert v is not None
+        assert torch.equal(k[0, 0], x), f"prompt {number} of model {model}: wrong keys"
+        assert torch.equal(v[0, 0], -x), f"prompt {number} of model {model}: wrong values"
+    return n
+
+
+def one_operation(stores: list[kvpack.Store], choice: random.Random, kept: list[Any]) -> None:
+    """A random load, save, match, pin, delete or collection; ``kept`` holds loaded caches, whose files may be evicted meanwhile."""
+    number, model, what = choice.randrange(PROMPTS), choice.randrange(len(LAYERS)), choice.random()
+    store = stores[model]
+    if what < 0.55:
+        check(store, number, model)
+    elif what < 0.93:
+        assert store.save(prompt(number), packed(number, model)) <= len(prompt(number))
+    elif what < 0.96:
+        store.match(prompt(number))
+    elif what < 0.975:
+        store.delete(prompt(number), start=CHUNK)
+    elif what < 0.99:
+        n, cache = store.load(prompt(number))
+        kept.append((number, model, n, cache))
+        if len(kept) > 8:
+            number, model, n, cache = kept.pop(0)
+            for layer, x in zip(cache or (), expected(number, model)[:, :n], strict=False):
+                assert torch.equal(layer.unpack(torch.bfloat16)[0][0, 0], x), "a loaded cache changed after eviction"
+    elif choice.random() < 0.3:
+        store.pin(prompt(number)[:CHUNK])
+        store.unpin(prompt(number)[:CHUNK])
+    else:
+        store.collect()
+
+
+def refusals(stores: list[kvpack.Store]) -> int:
+    """Damaged entries and faults that the stores have met: on a sound disk there are none, whoever was killed."""
+    counts = [store.counters() for store in stores]
+    return sum(count["damaged_entries"] + sum(count["faults"].values()) for count in counts)
+
+
+def note_refusals(folder: str, count: int) -> None:
+    """Add to a file beside the store, which a kill leaves whole."""
+    if count:
+        with open(f"{folder}.refused", "ab", buffering=0) as file:
+            file.write(b"x" * count)
+
+
+def refusals_noted(folder: str) -> int:
+    path = f"{folder}.refused"
+    return os.stat(path).st_size if os.path.exists(path) else 0
+
+
+def _work(folder: str, seed: int, threads: int, count: int, failed: Synchronized[int]) -> None:
+    # Torch makes its pool anew after a fork, which two threads at once do not survive.
+    torch.set_num_threads(1)
+    stores = [open_store(folder, model) for model in range(len(LAYERS))]
+
+    def work(number: int) -> None:
+        choice, kept = random.Random(seed * 1000 + number), []
+        try:
+            for _ in range(count // threads):
+                one_operation(stores, choice, kept)
+        except BaseException as error:
+            print(f"worker {seed}, thread {number}: {type(error).__name__}: {error}", file=sys.stderr)
+            with failed.get_lock():
+                failed.value += 1
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    note_refusals(folder, refusals(stores))
+
+
+def operations(folder: str, processes: int, threads: int, count: int) -> dict[str, Any]:
+    """``count`` random operations in all, by ``threads`` threads in each of ``processes`` processes, every read compared."""
+    failed = FORK.Value("q", 0)
+    for number in range(PROMPTS):
+        for model in range(len(LAYERS)):
+            packed(number, model)
+    started = time.monotonic()
+    workers = [
+        FORK.Process(target=_work, args=(folder, seed, threads, count // processes, failed), daemon=True) for seed in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    most = samples = 0
+    while any(worker.is_alive() for worker in workers):
+        most = max(most, bytes_stored(folder))
+        samples += 1
+        time.sleep(0.005)
+    return {
+        "processes": processes,
+        "threads": threads,
+        "operations": count // processes // threads * processes * threads,
+        "seconds": round(time.monotonic() - started, 1),
+        "processes_that_failed": sum(worker.exitcode != 0 for worker in workers),
+        "threads_that_failed": failed.value,
+        "refused": refusals_noted(folder),
+        "budget": BUDGET,
+        "most_bytes": most,
+        "samples": samples,
+        "bytes": bytes_stored(folder),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--folder", help="where the store is (default: a temporary folder)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
+        folder = os.path.join(temporary, "store")
+        report = operations(folder, arguments.processes, arguments.threads, arguments.count)
+    bad = report["refused"] + report["threads_that_failed"] + report["processes_that_failed"]
+    bad += report["most_bytes"] > report["budget"]
+    print(json.dumps(report, indent=2))
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

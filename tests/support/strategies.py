@@ -1,0 +1,271 @@
+"""What several tests and the fuzzers share: strategies for packings, tensors and codecs, and the round trip of a codec.
+
+A new codec is one more row of ``CASES``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from hypothesis import reject
+from hypothesis import strategies as st
+
+from kvpack.cache.cache import Page
+from kvpack.formats import CODECS, codec_from_params, create_codec
+from kvpack.formats.columns import MAX_BASE, MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, Columns, is_power_of_two
+from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.formats.options import Options
+from kvpack.formats.rotation import KINDS
+from kvpack.formats.side_cars import WithSideCars
+
+from error_bounds import check_angle, check_direction, check_group, check_polar, check_raw, check_scalar  # isort: skip
+from side_car_bounds import check_side_cars  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from hypothesis.strategies import DrawFn, SearchStrategy
+
+    from kvpack.formats.base import Codec
+
+STORED = {"U8": "torch.uint8", "U16": "torch.uint16", "F16": "torch.float16", "BF16": "torch.bfloat16", "F32": "torch.float32"}
+
+SMALLEST_REFUSED = 1000.0
+"""Below this no encoder may refuse a value as too large: a rotation and one bit make of it at most 64 times as much."""
+
+DIMS = (1, 2, 3, 4, 5, 12, 16, 20, 28, 40, 63, 64, 80, 96, 112, 128, 192, 256)
+
+CONTENTS = ("gaussian", "outliers", "mixed", "constant", "zero", "denormal", "sparse", "ramp", "large")
+
+
+@st.composite
+def packings(draw: DrawFn) -> Columns:
+    """Any packing: one to three digits, bases that are powers of two or not, alphabets at most their bases."""
+    some_base = st.one_of(st.sampled_from([2**b for b in range(1, 17)]), st.integers(2, 40), st.integers(2, MAX_BASE))
+    bases = draw(st.lists(some_base, min_size=1, max_size=3).filter(lambda bases: max_fields(bases) > 0))
+    alphabets = [base - draw(st.integers(0, min(base - 1, 3))) for base in bases]
+    symbols = draw(st.integers(1, 80))
+    return Columns(symbols, tuple(bases), draw(st.integers(1, max_fields(bases))), tuple(alphabets))
+
+
+def max_fields(bases: list[int]) -> int:
+    """The most fields that a column of ``bases`` may have, by the limits of the specification."""
+    limit = 1 << 8 * MAX_COLUMN_BYTES if all(map(is_power_of_two, bases)) else MAX_COLUMN_VALUES
+    return next(f for f in range(200) if math.prod(bases) ** (f + 1) > limit)
+
+
+@st.composite
+def digits(draw: DrawFn, packing: Columns, rows: int = 2) -> list[list[list[int]]]:
+    """For each digit of ``packing``, ``rows`` rows of symbols."""
+    return [
+        draw(st.lists(st.lists(st.integers(0, a - 1), min_size=packing.symbols, max_size=packing.symbols), min_size=rows, max_size=rows))
+        for a in packing.alphabets
+    ]
+
+
+@st.composite
+def tensors(draw: DrawFn, dim: int, max_tokens: int = 70) -> torch.Tensor:
+    """Finite float32 ``[batch, kv_head, token, dim]``: ordinary and degenerate contents, no token as likely as any."""
+    tokens = draw(st.one_of(st.sampled_from([0, 1, 31, 32, 33]), st.integers(0, max_tokens)))
+    shape = (draw(st.integers(1, 2)), draw(st.integers(1, 3)), tokens, dim)
+    return contents(draw(st.sampled_from(CONTENTS)), shape, draw(st.integers(0, 2**32 - 1)))
+
+
+def contents(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """A float32 tensor of one kind of ``CONTENTS``."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    draw = torch.rand(shape, generator=generator)
+    if kind == "outliers":
+        return torch.where(draw < 0.02, x * 100, x)
+    if kind == "mixed":
+        return x * torch.exp2(torch.randint(-30, 10, (*shape[:-1], 1), generator=generator).float())
+    if kind == "constant":
+        return torch.full(shape, float(torch.randn(1, generator=generator)) * 10)
+    if kind == "zero":
+        return torch.where(draw < 0.5, 0.0, -0.0)
+    if kind == "denormal":
+        return x * 2.0**-130
+    if kind == "sparse":
+        return torch.where(draw < 0.1, x, 0.0)
+    if kind == "ramp":
+        return torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) / 16 - 3
+    if kind == "large":
+        return (x * 10.0 ** float(torch.randint(3, 39, (1,), generator=generator))).clamp(-3e38, 3e38)
+    return x
+
+
+@dataclass(frozen=True)
+class Case:
+    """The options a codec is tried with, and what must hold between ``x``, its streams and what they decode to."""
+
+    options: SearchStrategy[dict[str, str]]
+    check: Callable[[Codec, torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor], None]
+
+
+def _integers(low: int, high: int) -> SearchStrategy[str]:
+    return st.integers(low, high).map(str)
+
+
+_ROTATED = {"rotation": st.sampled_from(KINDS), "seed": _integers(0, 2**64 - 1)}
+_DIRECTION = {"arrangement": st.sampled_from(("dense", "direct")), "norm": st.sampled_from(("fp16", "fp32")), **_ROTATED}
+_SCALAR = {"norm": st.sampled_from(("fp16", "fp32")), **_ROTATED}
+
+
+CASES: dict[str, Case] = {
+    "raw": Case(st.fixed_dictionaries({"dtype": st.sampled_from(("bf16", "fp16", "fp32"))}), check_raw),
+    "group": Case(
+        st.fixed_dictionaries(
+            {"b": _integers(1, 8)},
+            optional={
+                "g": st.sampled_from(("4", "8", "16", "32", "64", "128")),
+                "axis": st.sampled_from(("token", "channel")),
+                "token_scale": st.sampled_from(("none", "fp16", "fp32")),
+                "scales": st.sampled_from(("fp16", "u8")),
+                "centre": st.sampled_from(("middle", "zero")),
+                **_ROTATED,
+            },
+        ),
+        check_group,
+    ),
+    "octahedral": Case(
+        st.one_of(
+            st.fixed_dictionaries({"b": _integers(1, 7)}, optional=_DIRECTION),
+            st.fixed_dictionaries({"b_dir": _integers(1, 8), "b_norm": _integers(0, 8)}, optional=_DIRECTION),
+        ),
+        check_direction,
+    ),
+    "quaternion": Case(
+        st.fixed_dictionaries(
+            {"s": st.one_of(st.sampled_from(("1", "24", "48", "96", "192")), _integers(1, 64)), "r": _integers(1, 8)},
+            optional={**_DIRECTION, "rotation_seed": _integers(0, 2**64 - 1)},
+        ),
+        check_direction,
+    ),
+    "scalar": Case(
+        st.one_of(
+            st.fixed_dictionaries({"b": _integers(1, 8)}, optional=_SCALAR),
+            st.fixed_dictionaries({"b": _integers(1, 7), "high": _integers(2, 8)}, optional=_SCALAR | {"share": _integers(1, 70)}),
+        ),
+        check_scalar,
+    ),
+    "angle": Case(
+        st.fixed_dictionaries(
+            {"n": st.one_of(st.sampled_from(("2", "48", "64", "128", "65536")), _integers(2, 300))},
+            optional={
+                "norm": st.sampled_from(("fp32", *(f"{kind}{bits}" for kind in ("linear", "log") for bits in range(1, 9)))),
+                "arrangement": st.sampled_from(("dense", "direct")),
+                "range": st.sampled_from(("fp16", "fp32")),
+                **_ROTATED,
+            },
+        ),
+        check_angle,
+    ),
+    "polar": Case(
+        st.fixed_dictionaries(
+            {"b": st.one_of(_integers(1, 8), st.lists(_integers(1, 8), min_size=2, max_size=7).map(".".join))},
+            optional={"norm": st.sampled_from(("fp16", "fp32")), **_ROTATED},
+        ),
+        check_polar,
+    ),
+}
+
+
+SIDE_CARS: dict[str, SearchStrategy[dict[str, str]]] = {
+    "channel_scale": st.fixed_dictionaries({"channel_scale": st.sampled_from(("fp16", "fp32"))}),
+    "blocks": st.fixed_dictionaries(
+        {"block_rotation": st.sampled_from(("2", "4", "8", "16", "20", "64"))}, optional={"channel_order": st.sampled_from(("u8", "u16"))}
+    ),
+    "outliers": st.fixed_dictionaries({"outliers": st.sampled_from(("1", "2", "3", "10"))}),
+    "qjl": st.fixed_dictionaries({"qjl": st.sampled_from(("fp16", "fp32"))}, optional={"qjl_seed": _integers(0, 2**64 - 1)}),
+    "raw_tokens": st.fixed_dictionaries(
+        {"sinks": _integers(1, 9)},
+        optional={"low_norm_tokens": _integers(1, 9), "raw_tokens": st.sampled_from(("bf16", "fp16", "fp32"))},
+    ),
+}
+"""The options that each side-car is tried with, those together that need one another."""
+
+SIDE_CAR_DIMS = {
+    "channel_scale": set(DIMS),
+    "blocks": {dim for dim in DIMS if dim % 2 == 0},
+    "outliers": {dim for dim in DIMS if dim % 4 == 0},
+    "qjl": set(DIMS) - {3, 5, 63},
+    "raw_tokens": set(DIMS),
+}
+"""The head dims of ``DIMS`` that each side-car takes."""
+
+
+def create(codec_id: str, dim: int, side: str = "k", **words: str) -> Codec:
+    """The codec, with side-cars or without, that a recipe's words ask for."""
+    return create_codec(codec_id, dim, side, Options(codec_id, words))
+
+
+@st.composite
+def codecs(draw: DrawFn, codec_id: str | None = None) -> Codec:
+    """A codec of ``codec_id`` (any, by default) at any head dim that it takes, with any options and any subset of the side-cars."""
+    codec_id = codec_id or draw(st.sampled_from(sorted(CODECS)))
+    words = draw(CASES[codec_id].options)
+    dim, side = draw(st.sampled_from(DIMS)), draw(st.sampled_from("kv"))
+    if codec_id != "raw":
+        for name in sorted(draw(st.sets(st.sampled_from([name for name in SIDE_CARS if dim in SIDE_CAR_DIMS[name]])))):
+            words = words | draw(SIDE_CARS[name].filter(lambda found: dim % int(found.get("block_rotation", 1)) == 0))
+    try:
+        return create(codec_id, dim, side, **words)
+    except InvalidParameter:
+        reject()
+
+
+def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
+    """Encode, lay out, check and decode ``x``, and compare; False when the encoder refused a value as too large."""
+    batch, heads, tokens, _ = x.shape
+    try:
+        streams = codec.encode(poisoned(x))
+    except OutOfRange:
+        assert x.abs().max() > SMALLEST_REFUSED, "a value of ordinary size was refused"
+        return False
+    layout = codec.layout(batch, heads, tokens)
+    rows = {name: int(count.sum()) for name, count in codec.entries(streams).items()}
+    assert {name: (str(stream.dtype), tuple(stream.shape)) for name, stream in streams.items()} == {
+        name: (STORED[entry.dtype], (*entry.shape[:2], rows.get(name, entry.shape[2]), *entry.shape[3:])) for name, entry in layout.items()
+    }
+    assert list(layout) == [name for name in layout if name in streams]
+    assert list(rows) == [name for name, entry in layout.items() if entry.per == "entry"]
+    if codec.id != "raw":
+        # numpy has no bfloat16, which raw tokens may have.
+        bits = {name: stream.view(torch.uint16) if stream.dtype == torch.bfloat16 else stream for name, stream in streams.items()}
+        codec.check({name: stream.numpy() for name, stream in bits.items()}, "x")
+    params = codec.params()
+    assert params["id"] == codec.id
+    assert codec_from_params(params) == codec
+    decoded = codec.decode({name: poisoned(stream) for name, stream in streams.items()})
+    assert decoded.dtype == torch.float32
+    assert decoded.shape == x.shape
+    assert torch.isfinite(decoded).all()
+    check = CASES[codec.id].check
+    if isinstance(codec, WithSideCars):
+        check_side_cars(codec, x, streams, decoded, check)
+    else:
+        check(codec, x, streams, decoded)
+    _check_prefix(codec, streams, tokens)
+    return True
+
+
+def _check_prefix(codec: Codec, streams: Mapping[str, torch.Tensor], tokens: int) -> None:
+    """The first rows of every stream decode to the first tokens, but for how the last elements of an array are rounded."""
+    kept = tokens // 2
+    found = codec.decode_frame(Page(codec, tokens, streams).rows(0, kept))
+    whole = codec.decode_frame(streams)[:, :, :kept]
+    # A rotation rounds every value of a head by a share of its norm.
+    rounded = 2.0**-18 * whole.double().norm(dim=-1, keepdim=True) if isinstance(codec, WithSideCars) else 0.0
+    assert ((found.double() - whole).abs() <= 2.0**-18 * whole.abs() + 2.0**-140 + rounded).all()
+
+
+def poisoned(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as a view into a larger buffer whose other bytes are all ones (NaN, the largest code): reading them shows."""
+    larger = torch.full([n + 2 for n in x.shape[:-1]] + [(x.shape[-1] + 2) * x.element_size()], 0xFF, dtype=torch.uint8).view(x.dtype)
+    inner = larger[tuple(slice(1, n + 1) for n in x.shape)]
+    inner.copy_(x)
+    return inner

@@ -1,0 +1,59 @@
+"""A program that makes a tile of symbols, in the layout of the matrix units' sums."""
+
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+# Triton compiles no unpacking.
+# ruff: noqa: RUF005
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+from triton import language as tl
+
+from kvpack.kernels.words.row_tiles import TOKENS
+from kvpack.kernels.words.symbol_tiles import WIDTH, symbol_tile
+
+PAIRS = tl.constexpr(WIDTH.value // 2)
+HALF = tl.constexpr(TOKENS // 2)
+
+
+class Rows(NamedTuple):
+    """All that ``symbol_tile`` asks of a loader's constants."""
+
+    rows: tuple[int, ...]
+
+
+@triton.jit
+def given(words: tl.tuple, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The word that two symbols are in."""
+    return words[SYMBOL // 2]
+
+
+@triton.jit
+def tile_of_words(
+    out: tl.tensor,
+    words: tl.tensor,
+    SYMBOLS: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    TURNED: tl.constexpr,
+    WARPS: tl.constexpr,
+    FAST: tl.constexpr,
+) -> None:
+    """``out`` int16 ``[token, WIDTH]``: the halves of ``words``, uint32 ``[token, WIDTH / 2]``, of 64 tokens a warp."""
+    row = tl.arange(0, HALF * WARPS)
+    row = row // HALF * (2 * HALF) + row % HALF
+    raw = ()
+    for half in tl.static_range(2):
+        for pair in tl.static_range(PAIRS):
+            raw = raw + (tl.load(words + (row + half * HALF) * PAIRS + pair).to(tl.uint32, bitcast=True),)
+    warp = tl.arange(0, WARPS)[:, None, None]
+    raw = raw + (warp,)
+    tile = symbol_tile(raw, 0, given, SYMBOLS, CONSTANTS, TURNED, FAST)
+    token, column = tl.arange(0, 2 * HALF), tl.arange(0, WIDTH)
+    if TURNED:
+        at = (warp * (2 * HALF) + token[None, None, :]) * WIDTH + column[None, :, None]
+    else:
+        at = (warp * (2 * HALF) + token[None, :, None]) * WIDTH + column[None, None, :]
+    tl.store(out + at, tile)

@@ -1,0 +1,474 @@
+"""kvpack tune: budgets kept, losses that can be measured again, the sensitive layer found, and an honest comparison."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise, product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvpack
+from kvpack import cli
+from kvpack.bench import models, windows
+from kvpack.bench.sizes import starts, window
+from kvpack.coding.recipes import Recipe, parse_recipe
+from kvpack.demo.demo import model_folder
+from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.tuning import candidates, early_boost, greedy, journal, measurement, results, search, tune
+from kvpack.tuning.allocation import ranges, recipe_clauses, recipe_text, uniform
+from kvpack.tuning.measurement import Loss
+from kvpack.tuning.report import show
+
+CANDIDATES = ["scalar:b=2", "scalar:b=3", "k=group:b=4,g=32", "v=octahedral:b=3"]
+SETTINGS = tune.Settings(tokens=128, score=32, windows=2, held_out=2, seed=3)
+WORDS = ["tune", "--tokens", "128", "--score", "32", "--windows", "1", "--held-out", "1"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("tune") / "found.txt"
+    return tune.run(None, None, 3.5, SETTINGS, candidates=CANDIDATES, out=str(path))
+
+
+@pytest.fixture(scope="module")
+def tinylm() -> Any:
+    with model_folder(None) as folder:
+        return models.load_model(folder)
+
+
+def tuning_windows() -> dict[str, list[torch.Tensor]]:
+    with model_folder(None) as folder:
+        text = models.read_text(None, folder, 264)
+    first, second, third, fourth = (window(text, start, 128) for start in starts(2500, 128, 4, SETTINGS.seed))
+    return {"searched": [second, fourth], "held_out": [first, third]}
+
+
+def strict(text: str) -> Any:
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_the_budget_is_kept(found: Any) -> None:
+    assert 3.3 < found["tuned"]["bits_per_value"] <= 3.5
+    assert found["uniform"]["bits_per_value"] <= 3.5
+    assert all(step["bits_per_value"] <= 3.5 for step in found["measured"])
+    assert found["tuned"]["bytes"] == found["tuned"]["bits_per_value"] * 4 * 2 * 128 * 64 / 8
+
+
+def test_the_recipe_file_is_the_recipe(found: Any) -> None:
+    recipe = parse_recipe(f"@{found['file']}")
+    assert recipe.text == found["recipe"]
+    text = Path(found["file"]).read_text()
+    assert text.startswith("# kvpack tune: tinylm, the demo's text, at most 3.5 bits a value (thorough search)\n")
+    for number, codecs in enumerate(found["layers"]):
+        for side, codec in codecs.items():
+            assert recipe.codec(number, 4, side, 64) == Recipe(f"kv={codec}").codec(0, 1, side, 64)
+
+
+def test_the_loss_can_be_measured_again(found: Any, tinylm: Any, tmp_path: Path) -> None:
+    for part, of_text in tuning_windows().items():
+        exact = [windows.read_exactly(tinylm, tokens, 32) for tokens in of_text]
+        measured = [windows.measure(tinylm, it, found["recipe"], str(tmp_path / "window")) for it in exact]
+        assert [it.kl_divergence for it in measured] == pytest.approx(found["tuned"][part]["kl_divergences"], rel=1e-4)
+        differences = [it.log_perplexity - of.loss for it, of in zip(measured, exact, strict=True)]
+        assert sum(differences) / 2 == pytest.approx(found["tuned"][part]["log_perplexity_difference"], abs=1e-5)
+        if part == "searched":
+            assert 8 * sum(it.bytes for it in measured) / sum(it.values for it in measured) == found["tuned"]["bits_per_value"]
+
+
+def test_the_tuned_recipe_is_the_best_that_was_measured(found: Any) -> None:
+    losses = {step["recipe"]: step["kl_divergence"] for step in found["measured"]}
+    assert losses[found["recipe"]] == min(losses.values()) == found["tuned"]["searched"]["kl_divergence"]
+    uniforms = [step for step in found["measured"] if step["what"] == "uniform"]
+    assert found["uniform"]["recipe"] == min(uniforms, key=lambda step: step["kl_divergence"])["recipe"]
+    assert all("layers=" not in step["recipe"] for step in uniforms)
+    difference = found["comparison"]["kl_divergence_difference"]
+    expected = found["tuned"]["held_out"]["kl_divergence"] - found["uniform"]["held_out"]["kl_divergence"]
+    assert difference == pytest.approx(expected, rel=1e-9)
+
+
+def test_every_candidate_was_tried_in_every_place(found: Any) -> None:
+    rows = {(row["layer"], row["side"], row["codec"]): row for row in found["sensitivities"]}
+    codecs = {"k": ["scalar:b=2", "scalar:b=3", "group:b=4,g=32"], "v": ["scalar:b=2", "scalar:b=3", "octahedral:b=3"]}
+    assert set(rows) == {(layer, side, codec) for layer in range(4) for side in "kv" for codec in codecs[side]}
+    for layer, side in product(range(4), "kv"):
+        coarse, fine = rows[layer, side, "scalar:b=2"], rows[layer, side, "scalar:b=3"]
+        assert coarse["bytes"] < fine["bytes"]
+        assert coarse["kl_divergence"] > fine["kl_divergence"] > 0
+    assert found["left_out"] == []
+
+
+def test_one_seed_one_result(found: Any) -> None:
+    settings = tune.Settings(tokens=64, score=16, windows=1, held_out=1)
+    first, again = (tune.run(None, None, 4.5, settings, candidates=["scalar:b=2", "scalar:b=4"]) for _ in range(2))
+    assert first == again
+    assert first["file"] is None
+    assert first["tuned"] != found["tuned"]
+
+
+def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "measurements.json"
+    words = [*WORDS, "--candidate", "scalar:b=2", "--candidate", "scalar:b=3", "--json", "--measurements", str(path)]
+    monkeypatch.chdir(tmp_path)
+    read, measure = [], measurement.Windows._measure
+
+    def interrupted(self: Any, exact: Any, recipe: str) -> Loss:
+        if len(read) == 5:
+            raise KeyboardInterrupt
+        read.append(recipe)
+        return measure(self, exact, recipe)
+
+    monkeypatch.setattr(measurement.Windows, "_measure", interrupted)
+    assert cli.main([*words, "--bits", "3.4"]) == 130
+    assert list(strict(path.read_text())["losses"]) == read
+    monkeypatch.setattr(measurement.Windows, "_measure", lambda *given: read.append(given[2]) or measure(*given))
+    assert cli.main([*words, "--bits", "3.4"]) == 0
+    resumed = strict(capsys.readouterr().out)
+    # Nothing was measured twice, but for the held-out windows.
+    assert len(read) == len(set(read)) + len({resumed["tuned"]["recipe"], resumed["uniform"]["recipe"]})
+    before = len(read)
+    assert cli.main([*words, "--bits", "3.4"]) == 0
+    assert strict(capsys.readouterr().out) == resumed
+    assert len(read) == before + 2
+    assert cli.main([*words, "--bits", "3.4", "--seed", "1"]) == 2
+    assert f"{path}: holds measurements of another model, text, size, seed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no measurements of kvpack tune"),
+        ("[" * 100000, "holds no measurements of kvpack tune"),
+        ('{"format": "kvpack measurements"}', "holds no measurements of kvpack tune"),
+        ("{}", "what it holds of recipe 'a' is no measurement"),
+        ('{"kl_divergences": [NaN], "log_perplexities": [1.0], "bytes": 1, "values": 1}', "what it holds of recipe 'a'"),
+        ('{"kl_divergences": [], "log_perplexities": [], "bytes": 1, "values": 1}', "what it holds of recipe 'a'"),
+        ('{"kl_divergences": ["x"], "log_perplexities": [1.0], "bytes": 1, "values": 1}', "what it holds of recipe 'a'"),
+    ],
+    ids=["empty", "deep", "no losses", "no loss", "not finite", "no windows", "no number"],
+)
+def test_other_files_hold_no_measurements(tmp_path: Path, content: str, message: str) -> None:
+    exact: Any = [SimpleNamespace(tokens=torch.zeros(1, 2, dtype=torch.long), log_probabilities=torch.zeros(1, 2))]
+    path = tmp_path / "file"
+    if "recipe" in message:
+        head = {"format": "kvpack measurements", "kvpack": kvpack.__version__, "windows": journal.identity(exact)}
+        content = json.dumps(head)[:-1] + f', "losses": {{"a": {content}}}}}'
+    path.write_text(content)
+    with pytest.raises(InvalidParameter, match=message):
+        journal.open_journal(str(path), exact)
+
+
+@pytest.mark.parametrize("quick", [True, False], ids=["fast", "thorough"])
+def test_progress_ends_at_its_total(quick: bool) -> None:
+    seen: list[tuple[int, int]] = []
+    settings = tune.Settings(tokens=64, score=16, windows=1, held_out=1)
+    tune.run(None, None, 4.5, settings, quick=quick, candidates=["scalar:b=2", "scalar:b=3"], progress=lambda *step: seen.append(step))
+    assert len({total for _, total in seen}) == 1
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] == seen[-1][1] >= len(seen) - 1
+
+
+def test_the_report(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    show(found)
+    shown = capsys.readouterr().out
+    assert f"{found['tuned']['held_out']['kl_divergence']:.5f}" in shown
+    assert "best uniform recipe" in shown
+    assert found["file"] in shown
+    verdicts = {"better": "Tuning pays", "worse": "Tuning does not pay here", "undecided": "not decided", "the same": "nothing better than"}
+    for verdict, words in verdicts.items():
+        show(found | {"comparison": found["comparison"] | {"verdict": verdict}})
+        assert words in capsys.readouterr().out
+    show(found | {"uniform": None, "comparison": None, "file": None})
+    assert "No uniform recipe" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("factor", "sensitive"), [(1.0, False), (40.0, True)], ids=["as it is", "made sensitive"])
+def test_the_sensitive_layer_gets_the_bytes(tmp_path: Path, factor: float, sensitive: bool) -> None:
+    with model_folder(None) as folder:
+        model = models.load_model(folder)
+    # Outlier channels in the keys of one layer: a rotation spreads their error over all channels.
+    with torch.inference_mode():
+        models._scale(model.model.layers[2].self_attn, factor, torch.Generator().manual_seed(0))
+    model.save_pretrained(tmp_path)
+    words = ["k=scalar:b=2", "k=scalar:b=6", "v=scalar:b=4"]
+    # Room for the finer keys of one layer, and not of two.
+    report = tune.run(str(tmp_path), None, 4.6, tune.Settings(tokens=128, score=32, windows=1, held_out=1), candidates=words)
+    assert [layer["k"] for layer in report["layers"]].count("scalar:b=6") == 1
+    assert (report["recipe"] == "k=scalar:b=2;v=scalar:b=4;layers=2:k=scalar:b=6") == sensitive
+    assert report["uniform"]["recipe"] == "k=scalar:b=2;v=scalar:b=4"
+    assert report["tuned"]["held_out"]["kl_divergence"] < 0.8 * report["uniform"]["held_out"]["kl_divergence"]
+
+
+def test_the_fast_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fast.txt"
+    assert cli.main(["tune", "--bits", "4", "--fast", "--tokens", "256", "--json", "--out", str(path)]) == 0
+    report = strict(capsys.readouterr().out)
+    assert report["mode"] == "fast"
+    assert 3 <= len(report["measured"]) <= 5
+    assert [step["what"] for step in report["measured"][:3]] == ["uniform", "first 2 of k", "first 2 of v"]
+    assert all(step["bits_per_value"] <= 4 for step in report["measured"])
+    boosted = Recipe(report["measured"][1]["recipe"])
+    bits = [[boosted.codec(layer, 4, side, 64).params()["bits"] for layer in range(4)] for side in "kv"]
+    assert bits[0][0] == bits[0][1] > bits[0][2] == bits[0][3]
+    assert len(set(bits[1])) == 1
+    assert report["tuned"]["searched"]["kl_divergence"] == min(step["kl_divergence"] for step in report["measured"])
+    assert report["sensitivities"] == []
+    assert parse_recipe(path).text == report["recipe"]
+    x = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0))
+    assert kvpack.pack([(x, x)] * 4, f"@{path}").recipe == report["recipe"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--bits", "0"], 2, r"--bits is 0.0, allowed are numbers above 0 and up to 32"),
+        (["--bits", "nan"], 2, r"--bits is nan"),
+        (
+            ["--bits", "1"],
+            2,
+            r"the smallest file of the candidates takes [\d,]+ bytes a window, 2\.\d+ bits a value; the budget is [\d,]+ bytes",
+        ),
+        (["--bits", "1", "--fast"], 2, r"the smallest uniform recipe of the candidates takes [\d,]+ bytes"),
+        (["--bits", "3", "--windows", "19"], 2, r"--windows is 19, allowed are integers from 1 to 18 of 128 tokens"),
+        (["--bits", "3", "--windows", "9", "--held-out", "11"], 2, r"--held-out is 11, allowed are integers from 1 to 10 windows"),
+        (["--bits", "3", "--score", "128"], 2, r"--score is 128, allowed are integers from 1 to 127"),
+        (["--bits", "3", "--tokens", "4000"], 2, r"--tokens is 4000"),
+        (["--bits", "3", "--candidate", "scalar:b=99"], 2, r".*b is '99'"),
+        (["--bits", "3", "--candidate", "kivi-2"], 2, r".*unknown codec 'kivi-2'"),
+        (["--bits", "3", "--candidate", "k=scalar:b=2;v=raw"], 2, r"--candidate is 'k=scalar:b=2;v=raw': a candidate is one codec"),
+        (["--bits", "3", "--candidate", "k=scalar:b=2"], 2, r"--candidate names no codec for v"),
+        (["--bits", "3", "--model", "/nowhere"], 3, r"/nowhere: has no config.json"),
+        (["--bits", "3", "--text", "/nowhere"], 3, r"/nowhere: could not be opened"),
+        (["--bits", "3", "--out", "none/x"], 3, r"none/x: could not be written: none is no folder"),
+        (["--bits", "3", "--out", "."], 3, r"'\.': could not be written: it is no regular file"),
+        (["--bits", "3", "--out", "/dev/null"], 3, r"'/dev/null': could not be written: it is no regular file"),
+        (["--bits", "3", "--measurements", ""], 3, r"'': could not be written"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else None,
+)
+def test_what_is_refused(
+    words: list[str], code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*WORDS, *words]) == code
+    error = capsys.readouterr().err
+    assert error.startswith("kvpack: ")
+    assert re.match(message, error.removeprefix("kvpack: ")), error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_default_candidates_are_codecs() -> None:
+    for texts, most in ((candidates.LADDER, 24), (candidates.RUNGS, 8)):
+        for side, codecs in candidates.parse_candidates(texts).items():
+            assert len(codecs) == len(set(codecs)) <= most
+            for dim in (64, 80, 128, 256):
+                assert all(Recipe(f"kv={codec}").codec(0, 1, side, dim).dim == dim for codec in codecs)
+
+
+CODECS = ("raw:dtype=fp16", "group:b=2,g=32", "scalar:b=3", "octahedral:b=3")
+MADE = {(codec, side): Recipe(f"kv={codec}").codec(0, 1, side, 64) for codec in CODECS for side in "kv"}
+
+
+@given(st.lists(st.tuples(st.sampled_from(CODECS), st.sampled_from(CODECS)), min_size=1, max_size=12))
+def test_a_recipe_says_what_was_allocated(layers: list[tuple[str, str]]) -> None:
+    allocation = {(number, side): codec for number, pair in enumerate(layers) for side, codec in zip("kv", pair, strict=True)}
+    text = recipe_text(allocation)
+    recipe = Recipe(text)
+    recipe.check_layers(len(layers))
+    for (number, side), codec in allocation.items():
+        assert recipe.codec(number, len(layers), side, 64) == MADE[codec, side]
+
+
+def test_short_recipes() -> None:
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    places = [(layer, side) for layer in range(80) for side in "kv"]
+    plain = uniform(places, "scalar:b=3", "scalar:b=3")
+    assert recipe_clauses(plain) == ["kv=scalar:b=3"]
+    assert recipe_clauses(plain | {(79, "k"): "raw", (79, "v"): "raw"}) == ["kv=scalar:b=3", "layers=79:kv=raw"]
+    # No two neighbours alike, and ten codecs: the longest recipe that a search finds.
+    mixed = {place: f"group:b={1 + number % 5},g={32 if number % 2 else 128},rotation=hadamard" for number, place in enumerate(places)}
+    assert len(recipe_text(mixed)) < 1500
+    many = [(layer, side) for layer in range(3000) for side in "kv"]
+    with pytest.raises(InvalidParameter, match=r"the recipe of 3000 layers takes \d+ bytes as text, .* at most 4096"):
+        recipe_text({place: f"scalar:b={1 + place[0] % 2}" for place in many})
+
+
+POINTS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 1000)), min_size=1, max_size=6)
+
+
+@given(POINTS)
+def test_the_hull(points: list[tuple[int, int]]) -> None:
+    named = [(size, float(loss), str(number)) for number, (size, loss) in enumerate(points)]
+    found = greedy.hull(named)
+    assert found[0] == min(named)
+    assert found[-1][1] == min(loss for _, loss, _ in named)
+    gains = [greedy._gain(a, b) for a, b in pairwise(found)]
+    assert all(gain > 0 for gain in gains)
+    assert all(a > b for a, b in pairwise(gains))
+    # No point lies below the hull.
+    for size, loss, _ in named:
+        for (x, high, _), (y, low, _) in pairwise(found):
+            if x <= size <= y:
+                assert loss >= high + (low - high) * (size - x) / (y - x) - 1e-9
+
+
+class Prices:
+    """Bytes that add up, without files."""
+
+    def __init__(self, sizes: Any) -> None:
+        self.sizes = self.packed = sizes
+        self.places = list(sizes)
+        self.left_out: Any = {place: {} for place in sizes}
+
+    def stream_bytes(self, place: Any, codec: str) -> int:
+        return int(self.sizes[place][codec])
+
+    def file_bytes(self, allocation: Any) -> int:
+        return sum(self.stream_bytes(place, codec) for place, codec in allocation.items())
+
+    def values(self) -> int:
+        return 100
+
+
+@given(st.lists(POINTS, min_size=1, max_size=4), st.integers(0, 200))
+def test_greedy_is_near_the_optimum(points: list[list[tuple[int, int]]], more: int) -> None:
+    places = [(number // 2, "kv"[number % 2]) for number in range(len(points))]
+    sizes = {place: {str(n): size for n, (size, _) in enumerate(of)} for place, of in zip(places, points, strict=True)}
+    losses = {place: {str(n): float(loss) for n, (_, loss) in enumerate(of)} for place, of in zip(places, points, strict=True)}
+    prices = Prices(sizes)
+    smallest = sum(min(of.values()) for of in sizes.values())
+    chosen = greedy.allocate(prices, losses, smallest + more)
+
+    def loss(allocation: Any) -> float:
+        return sum(losses[place][codec] for place, codec in allocation.items())
+
+    assert prices.file_bytes(chosen) <= smallest + more
+    # One step of the hulls is the most that a budget cannot use.
+    largest = max(max(of.values()) - min(of.values()) for of in sizes.values())
+    every = [dict(zip(places, codecs, strict=True)) for codecs in product(*(of for of in sizes.values()))]
+    assert loss(chosen) <= min(loss(it) for it in every if prices.file_bytes(it) <= max(smallest, smallest + more - largest))
+    for other in (chosen | {place: codec} for place, of in sizes.items() for codec in of):
+        assert prices.file_bytes(other) > smallest + more or loss(other) >= loss(chosen)
+    with pytest.raises(InvalidParameter, match="the smallest file of the candidates"):
+        greedy.allocate(prices, losses, smallest - 1)
+
+
+def scripted(layers: int, loss: Any, *, bytes_: Any = None, budget: int = 10**9) -> Any:
+    """A search whose losses are a function of the recipe; codecs are scalar:b=1 to 4, of 1 to 4 bytes."""
+    prices = Prices({(layer, side): {f"scalar:b={b}": b for b in range(1, 5)} for layer in range(layers) for side in "kv"})
+
+    def measured(text: str) -> Loss:
+        recipe = Recipe(text)
+        bits = {place: recipe.codec(place[0], layers, place[1], 64).params().get("bits", 16) for place in prices.places}
+        return Loss([loss(bits)], [0.0], sum(bits.values()) if bytes_ is None else bytes_(bits), 100)
+
+    return search.Search(prices, SimpleNamespace(loss=measured, exact=[None]), budget)
+
+
+def bits_of(found: search.Measurement) -> list[int]:
+    return [int(codec[-1]) for _, codec in sorted(found.allocation.items())]
+
+
+def test_exchanges_see_what_single_places_hide() -> None:
+    def loss(bits: Any) -> float:
+        # Alone, keys of layer 0 look harmless; beside coarse values they are not.
+        k, v = bits[0, "k"], bits[0, "v"]
+        return float(2.0**-v + 2.0 ** -bits[1, "k"] + 2.0 ** -bits[1, "v"] + (8 * 2.0**-k if v < 16 else 0.001 * (16 - k)))
+
+    made = scripted(2, loss, budget=9)
+    tuned, plain = search.thorough(made)
+    kinds = [it.what for it in made.measured]
+    assert kinds[0] == "greedy"
+    assert "exchange" in kinds
+    assert bits_of(made.measured[0])[0] < bits_of(tuned)[0]
+    assert plain is not None
+    assert tuned.loss.kl_divergence < min(made.measured[0].loss.kl_divergence, plain.loss.kl_divergence)
+    assert sum(bits_of(tuned)) <= 9
+
+
+def test_a_uniform_recipe_that_is_better_is_kept() -> None:
+    def loss(bits: Any) -> float:
+        values = list(bits.values())
+        return float(len(set(values))) if 16 not in values else float(-bits[0, "k"] - 2 * bits[0, "v"])
+
+    tuned, plain = search.thorough(scripted(2, loss, budget=10))
+    assert plain is not None
+    assert tuned.allocation == plain.allocation
+    assert results.comparison(tuned.loss, tuned.loss)["verdict"] == "the same"
+
+
+def test_files_that_grow_in_a_window_stay_within_the_budget() -> None:
+    made = scripted(1, lambda bits: -float(sum(bits.values())), bytes_=lambda bits: sum(bits.values()) + (bits[0, "k"] == 4), budget=7)
+    tuned, _ = search.thorough(made)
+    assert tuned.loss.bytes <= 7
+    assert all(it.loss.bytes <= 7 for it in made.measured if it.what != "uniform")
+
+
+def test_candidates_that_cannot_hold_the_values_are_left_out() -> None:
+    def loss(bits: Any) -> float:
+        if bits[1, "k"] == 1:
+            raise OutOfRange("a norm is too large")
+        return 1 / sum(bits.values())
+
+    made = scripted(2, loss, budget=8)
+    tuned, plain = search.thorough(made)
+    assert made.priced.left_out[1, "k"] == {"scalar:b=1": "a norm is too large"}
+    assert tuned.allocation[1, "k"] != "scalar:b=1"
+    assert plain is not None
+
+    def never(bits: Any) -> float:
+        raise OutOfRange("a norm is too large")
+
+    with pytest.raises(InvalidParameter, match=r"no candidate can hold layers\[0\]\.k: a norm is too large"):
+        search.thorough(scripted(1, never))
+
+
+@pytest.mark.parametrize(
+    ("sensitive", "runs", "expected"),
+    [
+        (lambda bits: sum(2.0 ** -bits[layer, "k"] for layer in range(4)), 4, ["uniform", "first 4 of k", "first 4 of v", "first 8 of k"]),
+        (lambda bits: sum(2.0 ** -bits[layer, "v"] for layer in range(16)), 5, ["first 4 of v", "first 8 of v", "first 16 of v"]),
+        (lambda bits: sum(2.0 ** -bits[layer, "k"] for layer in range(20, 32)), 4, ["uniform"]),
+    ],
+    ids=["first layers", "many layers", "last layers"],
+)
+def test_early_boost(sensitive: Any, runs: int, expected: list[str]) -> None:
+    # Room for one rung in 16 layers above keys and values of 2 bits.
+    made = scripted(32, sensitive, budget=32 * 4 + 16)
+    tuned, plain = early_boost.fast(made)
+    kinds = [it.what for it in made.measured]
+    assert len(kinds) <= runs <= early_boost.RUNS
+    assert set(expected) <= set(kinds)
+    assert tuned.loss.kl_divergence == min(it.loss.kl_divergence for it in made.measured)
+    assert plain is not None
+    assert plain.what == "uniform"
+    assert all(sum(bits_of(it)) <= 32 * 4 + 16 for it in made.measured)
+
+
+def test_a_head_dim_that_a_candidate_cannot_take() -> None:
+    x = torch.randn(1, 1, 32, 7, generator=torch.Generator().manual_seed(0))
+    small = x[:, :, :, [0, 1, 2, 3, 4, 5, 6, 0]]
+    exact: Any = SimpleNamespace(pairs=[(small, small), (x, small)], prefix=16)
+    angle = "angle:n=64,norm=log4"
+    with pytest.raises(InvalidParameter, match=r"^no candidate can hold layers\[1\]\.k: codec angle: dim is 7"):
+        candidates.price(exact, {"k": [angle], "v": [angle]})
+    priced = candidates.price(exact, {"k": [angle, "raw"], "v": [angle]})
+    assert list(priced.packed[1, "k"]) == ["raw"]
+    assert priced.left_out[1, "k"][angle].startswith("codec angle: dim is 7")
+    made = search.Search(priced, SimpleNamespace(), 10**6)
+    assert (made.everywhere("k"), made.everywhere("v")) == (["raw"], [angle])
+    pairs = [tuple(side.bfloat16() for side in pair) for pair in exact.pairs]
+    allocation = {(0, "k"): angle, (0, "v"): angle, (1, "k"): "raw", (1, "v"): angle}
+    packed = kvpack.pack([(k[:, :, :16], v[:, :, :16]) for k, v in pairs], recipe_text(allocation))
+    whole = packed.append([(k[:, :, 16:], v[:, :, 16:]) for k, v in pairs])
+    assert priced.file_bytes(allocation) == whole.nbytes
+    assert priced.values() == whole.values

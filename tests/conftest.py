@@ -8,7 +8,7 @@ import torch
 from hypothesis import settings
 from interpreter import INTERPRETED
 
-from kvpack.coding import dispatch
+from kvpack.coding import triton_version
 
 if TYPE_CHECKING:
     import pytest
@@ -19,13 +19,13 @@ settings.load_profile("kvpack")
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that another process runs: see interpreter.py."""
-    device = torch.cuda.is_available()
+    device, supported = torch.cuda.is_available(), triton_version.supported()
 
     def runs_here(item: pytest.Item) -> bool:
         kernels, cuda = (item.get_closest_marker(name) is not None for name in ("kernels", "cuda"))
         if INTERPRETED:
-            return kernels and not cuda and dispatch.triton_installed()
-        return device or not (kernels or cuda)
+            return kernels and not cuda and supported
+        return (device or not (kernels or cuda)) and (supported or not kernels)
 
     elsewhere = [item for item in items if not runs_here(item)]
     items[:] = [item for item in items if runs_here(item)]

@@ -1,19 +1,20 @@
 """Which code encodes values, and decodes and attends packed rows: torch operations on any device, or the Triton kernels.
 
 The environment variable KVPACK_KERNELS names it, "torch" or "triton". Unset: Triton for tensors on a CUDA
-device when it is installed, else torch. On the CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1).
+device where a Triton is installed on which the kernels run (``triton_version.OLDEST`` or newer), else torch, with one warning.
+On the CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
 
 import os
-from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.group import Group
 from kvpack.formats.side_cars import WithSideCars
+
+from . import triton_version
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,24 +92,22 @@ def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
 def uses_triton(device: torch.device) -> bool:
     """Whether tensors on ``device`` are encoded and decoded by Triton kernels.
 
-    Raises InvalidParameter when KVPACK_KERNELS is unknown, or is "triton" where Triton cannot run.
+    Issues a KvpackWarning, once, where tensors on a CUDA device lack a Triton for their kernels. Raises InvalidParameter when
+    KVPACK_KERNELS is unknown, or is "triton" where the kernels cannot run.
     """
     backend = os.environ.get(VARIABLE, "")
     if backend not in ("", *BACKENDS):
         raise InvalidParameter(f"the environment variable {VARIABLE} is {backend!r}, known are {', '.join(BACKENDS)}")
     if backend != "triton":
-        return not backend and device.type == "cuda" and triton_installed()
-    if not triton_installed():
-        raise InvalidParameter(f"the environment variable {VARIABLE} is 'triton', and Triton is not installed")
+        wanted = not backend and device.type == "cuda"
+        if wanted and not triton_version.supported():
+            triton_version.warn_unsupported()
+        return wanted and triton_version.supported()
+    if not triton_version.supported():
+        raise InvalidParameter(f"the environment variable {VARIABLE} is 'triton', which needs {triton_version.shortfall()}")
     if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         raise InvalidParameter(
             f"the environment variable {VARIABLE} is 'triton', which takes tensors on cuda (on cpu: with TRITON_INTERPRET=1); "
             f"this one is on {device.type}"
         )
     return True
-
-
-@cache
-def triton_installed() -> bool:
-    """Whether Triton can be imported."""
-    return find_spec("triton") is not None

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvpack
-from kvpack.coding import dispatch
+from kvpack.coding import dispatch, triton_version
 from kvpack.formats.angle import Angle
 from kvpack.formats.base import Codec
 from kvpack.formats.columns import Columns
-from kvpack.formats.errors import InvalidParameter, InvalidShape
+from kvpack.formats.errors import InvalidParameter, InvalidShape, KvpackWarning
 from kvpack.formats.group import AXES, SIZES, TOKEN_SCALES, Group
 
 from caches import random_pairs  # isort: skip
@@ -355,34 +355,54 @@ def require_memory(gibibytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "device", "installed", "expected"),
+    ("variable", "device", "version", "expected"),
     [
-        pytest.param(None, "cuda", True, True, id="cuda"),
-        pytest.param(None, "cuda", False, False, id="cuda, not installed"),
-        pytest.param(None, "cpu", True, False, id="cpu"),
-        pytest.param("", "cuda", True, True, id="empty is unset"),
-        pytest.param("torch", "cuda", True, False, id="torch on cuda"),
-        pytest.param("triton", "cuda", True, True, id="triton on cuda"),
+        pytest.param(None, "cuda", "3.6.0", True, id="cuda"),
+        pytest.param(None, "cuda", "3.10.0+git1a2b", True, id="cuda, newer than any that was run"),
+        pytest.param(None, "cpu", "3.6.0", False, id="cpu"),
+        pytest.param(None, "cpu", "3.5.1", False, id="cpu, too old"),
+        pytest.param(None, "cpu", None, False, id="cpu, not installed"),
+        pytest.param("", "cuda", "3.6.0", True, id="empty is unset"),
+        pytest.param("torch", "cuda", "3.6.0", False, id="torch on cuda"),
+        pytest.param("torch", "cuda", "3.5.1", False, id="torch on cuda, too old"),
+        pytest.param("triton", "cuda", "4.0.0rc1", True, id="triton on cuda"),
     ],
 )
-def test_choice(variable: str | None, device: str, installed: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_environment(monkeypatch, variable, installed)
+def test_choice(variable: str | None, device: str, version: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, variable, version)
     assert dispatch.uses_triton(torch.device(device)) == expected
 
 
 @pytest.mark.parametrize(
-    ("variable", "device", "installed", "message"),
+    ("version", "message"),
     [
-        pytest.param("cuda", "cpu", True, r"KVPACK_KERNELS is 'cuda', known are torch, triton", id="unknown"),
-        pytest.param("triton", "cuda", False, "KVPACK_KERNELS is 'triton', and Triton is not installed", id="not installed"),
-        pytest.param("triton", "cpu", True, r"takes tensors on cuda \(on cpu: with TRITON_INTERPRET=1\); this one is on cpu", id="cpu"),
-        pytest.param("triton", "meta", True, "this one is on meta", id="another device"),
+        pytest.param("3.5.1", r"need Triton 3\.6 or newer, and Triton 3\.5\.1 is installed\. .*KVPACK_KERNELS=torch", id="too old"),
+        pytest.param("unknown", "and Triton unknown is installed", id="no number"),
+        pytest.param(None, "and none is installed", id="not installed"),
+    ],
+)
+def test_a_device_without_its_kernels_is_told_of_once(version: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, None, version)
+    triton_version.warn_unsupported.cache_clear()
+    with pytest.warns(KvpackWarning, match=message):
+        assert not dispatch.uses_triton(torch.device("cuda"))
+    assert not dispatch.uses_triton(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "device", "version", "message"),
+    [
+        pytest.param("cuda", "cpu", "3.6.0", r"KVPACK_KERNELS is 'cuda', known are torch, triton", id="unknown"),
+        pytest.param("triton", "cuda", None, r"is 'triton', which needs Triton 3\.6 or newer, and none is installed", id="not installed"),
+        pytest.param("triton", "cpu", "3.5.1", r"needs Triton 3\.6 or newer, and Triton 3\.5\.1 is installed", id="too old"),
+        pytest.param("triton", "cpu", "3.6.0", r"takes tensors on cuda \(on cpu: with TRITON_INTERPRET=1\); this one is on cpu", id="cpu"),
+        pytest.param("triton", "meta", "3.6.0", "this one is on meta", id="another device"),
     ],
 )
 def test_a_choice_that_cannot_be_met_is_refused(
-    variable: str, device: str, installed: bool, message: str, monkeypatch: pytest.MonkeyPatch
+    variable: str, device: str, version: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_environment(monkeypatch, variable, installed)
+    set_environment(monkeypatch, variable, version)
     with pytest.raises(InvalidParameter, match=message):
         dispatch.uses_triton(torch.device(device))
 
@@ -394,9 +414,9 @@ def test_a_page_is_decoded_as_the_environment_says(monkeypatch: pytest.MonkeyPat
         cache.unpack()
 
 
-def set_environment(monkeypatch: pytest.MonkeyPatch, variable: str | None, installed: bool) -> None:
+def set_environment(monkeypatch: pytest.MonkeyPatch, variable: str | None, version: str | None) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
     if variable is not None:
         monkeypatch.setenv(dispatch.VARIABLE, variable)
-    monkeypatch.setattr(dispatch, "triton_installed", lambda: installed)
+    monkeypatch.setattr(triton_version, "installed", lambda: version)

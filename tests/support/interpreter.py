@@ -11,12 +11,12 @@ from importlib.metadata import version
 
 import pytest
 
-from kvpack.coding import dispatch
+from kvpack.coding import triton_version
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 needs_loaded_bounds = pytest.mark.skipif(
-    INTERPRETED and dispatch.triton_installed() and tuple(map(int, version("triton").split(".")[:2])) < (3, 7),
+    INTERPRETED and triton_version.supported() and tuple(map(int, version("triton").split(".")[:2])) < (3, 7),
     reason="loops over loaded bounds fail in the interpreter of Triton below 3.7 with NumPy 2.4",
 )

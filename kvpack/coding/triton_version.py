@@ -1,0 +1,52 @@
+"""The installed Triton, and whether the kernels run on it: PyTorch brings its own, so kvpack requires no version of it."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import cache
+from importlib.util import find_spec
+
+from kvpack.formats.errors import KvpackWarning
+
+OLDEST = (3, 6)
+"""The first release on which the kernels run: older ones launch kernels, and compile inline assembly, in other ways."""
+
+
+@cache
+def installed() -> str | None:
+    """The version of the installed Triton, or None without one."""
+    if find_spec("triton") is None:
+        return None
+    import triton
+
+    version: str = triton.__version__
+    return version
+
+
+def supported() -> bool:
+    """Whether the kernels run on the installed Triton: it is ``OLDEST`` or newer."""
+    return _recent(installed())
+
+
+@cache
+def _recent(version: str | None) -> bool:
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    return found is not None and (int(found[1]), int(found[2])) >= OLDEST
+
+
+def shortfall() -> str:
+    """What the kernels need, and what is installed instead, for messages."""
+    version = installed()
+    return f"Triton {OLDEST[0]}.{OLDEST[1]} or newer, and {'none' if version is None else f'Triton {version}'} is installed"
+
+
+@cache
+def warn_unsupported() -> None:
+    """Warn, once per process, that tensors on a CUDA device are computed without the kernels (KvpackWarning)."""
+    warnings.warn(
+        f"tensors on a CUDA device are encoded, decoded and attended by PyTorch operations: kvpack's kernels need {shortfall()}. "
+        "PyTorch 2.10 and later bring one that is new enough; KVPACK_KERNELS=torch turns this warning off",
+        KvpackWarning,
+        stacklevel=3,
+    )

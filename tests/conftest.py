@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 settings.register_profile("kvpack", deadline=None)
 settings.load_profile("kvpack")
 
+if INTERPRETED and triton_version.supported():
+    import quick_interpreter
+
+    quick_interpreter.wrap_once_per_launch()
+    quick_interpreter.convert_dtypes_once()
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that another process runs: see interpreter.py."""

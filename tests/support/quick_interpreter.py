@@ -1,0 +1,52 @@
+"""Triton's interpreter without the work that it repeats, which is more than half of the time of the kernels' tests.
+
+A launch of a kernel wraps every function of ``triton.language`` and restores them at its end. Triton 3.6 and later wrap them again at
+every call of a device function, although they are wrapped by then, and build a table of all dtypes whenever they convert one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+
+
+def wrap_once_per_launch() -> None:
+    """Make calls of device functions leave ``triton.language`` as the launch, or a call before them, has wrapped it."""
+    wrap = interpreter._patch_lang
+    wrapped: set[Any] = set()
+
+    class Launch(interpreter._LangPatchScope):
+        def restore(self) -> None:
+            wrapped.clear()
+            super().restore()
+
+    def wrap_new(function: Callable[..., Any]) -> Launch:
+        # Modules of which a function names neither, or one that is not wrapped, are Triton's to refuse or to wrap.
+        named = {module for module in (tl, tl.core) if any(value is module for value in function.__globals__.values())}
+        scope = Launch()
+        if not named or not named <= wrapped:
+            scope._changes = wrap(function)._changes
+            wrapped.update(named)
+        return scope
+
+    interpreter._patch_lang = wrap_new
+
+
+def convert_dtypes_once() -> None:
+    """Remember the NumPy dtype of each Triton dtype by its name, which is what Triton compares dtypes by."""
+    convert = interpreter._get_np_dtype
+    known: dict[str, np.dtype[Any]] = {}
+
+    def converted(dtype: tl.dtype) -> np.dtype[Any]:
+        if dtype.name not in known:
+            known[dtype.name] = convert(dtype)
+        return known[dtype.name]
+
+    interpreter._get_np_dtype = converted

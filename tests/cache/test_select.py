@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,17 @@ from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 
 CHOICES = {"reorder": [2, 0, 1], "repeat": [1, 1, 0, 2, 2, 1], "select": [2]}
-RECIPES = {**{name: name for name in PUBLISHED}, **SIDE_CARS, "a window": "k=raw:dtype=fp32;v=group:b=2,g=32,sinks=2;tail=64"}
+# Presets that change some of a model's layers change the first of two: the others of the model have the same codecs.
+RECIPES = {
+    **{name: re.sub(r"layers=[-0-9,]+:", "layers=0:", preset.recipe) for name, preset in PUBLISHED.items()},
+    **SIDE_CARS,
+    "a window": "k=raw:dtype=fp32;v=group:b=2,g=32,sinks=2;tail=64",
+}
 
 
 def shape_of(name: str) -> tuple[int, int]:
     preset = PUBLISHED.get(name)
-    return (preset.layers or 1, preset.dim or 128) if preset else (1, 64)
+    return (2 if "layers=" in RECIPES[name] else 1, preset.dim or 128 if preset else 64)
 
 
 def pairs(name: str, tokens: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

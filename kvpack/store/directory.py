@@ -1,12 +1,7 @@
 """The directory backend: one immutable file per entry, which any number of processes read without a lock.
 
-    <root>/3/f/3f...e1       an entry, named by the hexadecimal digits of its key
-    <root>/unfinished/       what writers have not finished, and hold a lock on
-    <root>/pins/             one file a pinned chain: its keys
-    <root>/usage, lock       what usage.py counts, and the evictor's lock
-
-A name appears by rename when all its bytes are there, and goes by unlink: who has mapped the file keeps it. The time of an
-entry's last use is its modification time, an ancestor's always later than that of what follows it.
+Where the files are is in folder.py. A name appears by rename when all its bytes are there, and goes by unlink: who has mapped the
+file keeps it. The time of an entry's last use is its modification time, an ancestor's always later than that of what follows it.
 """
 
 from __future__ import annotations
@@ -17,16 +12,17 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from kvpack.file.atomic import TEMPORARY_PREFIX, write_file
+from kvpack.file.atomic import write_file
 from kvpack.formats.errors import KvpackError, LimitExceeded
 
 from .backend import OneTier, Stored
 from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
+from .folder import Folder
 from .forms import FRONT_BYTES, PLAIN, Kind, check_size
 from .fronts import kind_of
 from .mapping import map_file
 from .pins import Pins
-from .reading import read_beginning, read_whole, regular_files
+from .reading import read_beginning, read_whole
 from .trust import NotAnEntry, Trust, Untrusted
 from .usage import Usage
 
@@ -37,9 +33,6 @@ if TYPE_CHECKING:
     from .counters import Counters
     from .forms import Form
     from .usage import Count
-
-ENTRY_FOLDERS = [f"{first:x}/{second:x}" for first in range(16) for second in range(16)]
-UNFINISHED = "unfinished"
 
 
 class Directory(OneTier):
@@ -63,16 +56,18 @@ class Directory(OneTier):
         durable: bool = False,
         looking: bool = False,
     ) -> None:
-        self.root = os.path.abspath(os.path.expanduser(os.fsdecode(root)))
-        self.durable = durable
+        self._folder = Folder(root, counters, durable=durable)
         self._counters, self._form = counters, form
-        self.trust = Trust(self.root)
-        self._unfinished = os.path.join(self.root, UNFINISHED)
-        self._pins = Pins(self, os.path.join(self.root, "pins"), counters)
-        self._usage = Usage(os.path.join(self.root, "usage"), self.trust.own)
-        self._evictor = Evictor(self, self._usage, counters, max_bytes, min_free)
+        self._pins = Pins(self._folder, counters)
+        self._usage = Usage(os.path.join(self._folder.root, "usage"), self.trust.own)
+        self._evictor = Evictor(self._folder, self._pins, self._usage, counters, max_bytes, min_free)
         if not looking and self.trust.may_write:
             self._evictor.sweep()
+
+    @property
+    def trust(self) -> Trust:
+        """Who may write to the folder."""
+        return self._folder.trust
 
     @property
     def private(self) -> bool:
@@ -81,7 +76,7 @@ class Directory(OneTier):
     def present(self, keys: Sequence[bytes]) -> int:
         for number, key in enumerate(keys):
             try:
-                with self.trust.opened(self.path(key)) as (descriptor, status):
+                with self.trust.opened(self._folder.path(key)) as (descriptor, status):
                     kind = self._form.kind(read_beginning(descriptor, FRONT_BYTES), status.st_size)
             except FileNotFoundError:
                 return number
@@ -116,7 +111,7 @@ class Directory(OneTier):
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         key, size = chain[-1], sum(map(len, pieces))
-        path, used = self.path(key), now_ns - len(chain) + 1
+        path, used = self._folder.path(key), now_ns - len(chain) + 1
         reservation = Reservation(self._evictor, size, chain)
 
         def begin(descriptor: int) -> None:
@@ -128,16 +123,17 @@ class Directory(OneTier):
 
         try:
             if not self.trust.may_write:
-                raise Untrusted(f"{self.root} belongs to user {self.trust.owner}: others read it")
+                raise Untrusted(f"{self._folder.root} belongs to user {self.trust.owner}: others read it")
             there = self._kind(key)
             if there is Kind.READABLE:
                 return True
             if there is Kind.FOREIGN:
                 raise NoRoom
-            self.make_folders(os.path.dirname(path))
+            self._folder.make_folders(os.path.dirname(path))
             self._clear(path)
             try:
-                write_file(path, pieces, durable=self.durable, unfinished=self._unfinished, begin=begin, complete=complete)
+                unfinished, durable = self._folder.unfinished_folder, self._folder.durable
+                write_file(path, pieces, durable=durable, unfinished=unfinished, begin=begin, complete=complete)
             except BaseException:
                 if not os.path.lexists(path):
                     with contextlib.suppress(OSError):
@@ -158,7 +154,7 @@ class Directory(OneTier):
             return
         # From the first on: at every moment an ancestor's time is the later one.
         for depth, key in enumerate(chain):
-            path, used = self.path(key), now_ns - depth
+            path, used = self._folder.path(key), now_ns - depth
             try:
                 noted = os.stat(path, follow_symlinks=False).st_mtime_ns
                 if noted < used or noted > now_ns + FUTURE_NS:
@@ -175,7 +171,7 @@ class Directory(OneTier):
         # A count from now on may be one without what is removed.
         counted = self._counted()
         for key in reversed(keys):
-            size = self.remove(self.path(key))
+            size = self._folder.remove(self._folder.path(key))
             if size is not None:
                 removed[key] = size
         if removed:
@@ -190,34 +186,10 @@ class Directory(OneTier):
         if self.trust.may_write and (data := self.peek(key)) is not None and memoryview(data) == memoryview(found.data):
             self.delete([key])
 
-    def remove(self, path: str) -> int | None:
-        """Unlink an entry and return the bytes that it had, or None."""
-        try:
-            status = os.stat(path, follow_symlinks=False)
-            os.unlink(path)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            self._counters.fault("delete", error)
-            return None
-        return status.st_size if stat.S_ISREG(status.st_mode) else 0
-
     def list(self) -> Iterator[Stored]:
-        for name, status in self.scan():
+        for name, status in self._folder.scan():
             with contextlib.suppress(ValueError):
                 yield Stored(bytes.fromhex(name), status.st_size, status.st_mtime_ns)
-
-    def scan(self) -> Iterator[tuple[str, os.stat_result]]:
-        """(name, status) of every entry."""
-        for folder in ENTRY_FOLDERS:
-            yield from regular_files(os.path.join(self.root, folder), self._counters)
-
-    def unfinished(self) -> Iterator[tuple[str, os.stat_result]]:
-        """(path, status) of every unfinished file."""
-        for folder in (self._unfinished, self._pins.folder):
-            for name, status in regular_files(folder, self._counters):
-                if name.startswith(TEMPORARY_PREFIX):
-                    yield os.path.join(folder, name), status
 
     def size(self) -> tuple[int, int]:
         sizes = [entry.size for entry in self.list()]
@@ -238,17 +210,12 @@ class Directory(OneTier):
     def close(self) -> None:
         """Nothing is open between calls."""
 
-    def path(self, key: bytes) -> str:
-        """Where the entry ``key`` is."""
-        name = key.hex()
-        return f"{self.root}/{name[0]}/{name[1]}/{name}"
-
     def _read(self, key: bytes, *, lazily: bool = False) -> Data:
         """An entry's bytes: mapped where nobody else can change them, ``lazily`` to look at a part.
 
         Raises OSError, LimitExceeded, and what mapping raises.
         """
-        with self.trust.opened(self.path(key)) as (descriptor, status):
+        with self.trust.opened(self._folder.path(key)) as (descriptor, status):
             size = status.st_size
             if not size:
                 # It cannot be mapped, and is refused as any file that is cut short.
@@ -278,7 +245,7 @@ class Directory(OneTier):
             return
         if stat.S_ISDIR(status.st_mode):
             # What it holds is nobody's entry, and is not ours to remove.
-            os.rename(path, os.path.join(self._unfinished, f"{os.path.basename(path)}-{os.urandom(8).hex()}"))
+            os.rename(path, os.path.join(self._folder.unfinished_folder, f"{os.path.basename(path)}-{os.urandom(8).hex()}"))
         else:
             self.delete([bytes.fromhex(os.path.basename(path))])
 
@@ -288,8 +255,3 @@ class Directory(OneTier):
         except OSError as error:
             self._counters.fault("count", error)
             return None
-
-    def make_folders(self, *folders: str) -> None:
-        """Make ``folders`` and that of unfinished files, where they are not there. Raises OSError and Untrusted."""
-        for folder in (self._unfinished, *folders):
-            self.trust.make_folder(folder, durable=self.durable)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from .counters import Counters
-    from .directory import Directory
+    from .folder import Folder
+    from .pins import Pins
     from .usage import Count, Usage
 
 WAIT_SECONDS = 1.0
@@ -64,8 +65,8 @@ class Reservation:
 class Evictor:
     """Makes room in a directory. Any number of processes may ask; one at a time removes."""
 
-    def __init__(self, directory: Directory, usage: Usage, counters: Counters, max_bytes: int | None, min_free: int) -> None:
-        self._directory, self.usage, self._counters = directory, usage, counters
+    def __init__(self, folder: Folder, pins: Pins, usage: Usage, counters: Counters, max_bytes: int | None, min_free: int) -> None:
+        self._folder, self._pins, self.usage, self._counters = folder, pins, usage, counters
         self._max_bytes, self._min_free = max_bytes, min_free
 
     def reserve(self, size: int, kept: set[bytes], taken: Callable[[], None]) -> Count:
@@ -92,8 +93,8 @@ class Evictor:
     def collect(self) -> None:
         """Remove unfinished files of dead writers, count afresh and evict what is above the budget."""
         try:
-            if os.path.isdir(self._directory.root):
-                self._directory.make_folders()
+            if os.path.isdir(self._folder.root):
+                self._folder.make_folders()
                 self._try_round(0, set())
         except (OSError, KvpackError) as error:
             self._counters.fault("collect", error)
@@ -105,8 +106,8 @@ class Evictor:
         """The bytes that the disk lacks for ``size`` more, what is unfinished, and the minimum that stays free."""
         if not self._min_free:
             return 0
-        unwritten = sum(max(0, status.st_size - status.st_blocks * 512) for _, status in self._directory.unfinished())
-        disk = os.statvfs(self._directory.root)
+        unwritten = sum(max(0, status.st_size - status.st_blocks * 512) for _, status in self._folder.unfinished())
+        disk = os.statvfs(self._folder.root)
         return self._min_free + unwritten + size - disk.f_bavail * disk.f_frsize
 
     def _try_round(self, size: int, kept: set[bytes]) -> Round | None:
@@ -125,13 +126,13 @@ class Evictor:
         """An advisory lock that ends with its process; only evictors take it."""
         descriptor = self._open_lock()
         try:
-            self._directory.trust.own(descriptor)
+            self._folder.trust.own(descriptor)
             yield lock_now(descriptor) is not False
         finally:
             os.close(descriptor)
 
     def _open_lock(self) -> int:
-        path = os.path.join(self._directory.root, "lock")
+        path = os.path.join(self._folder.root, "lock")
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             return os.open(path, flags, 0o600)
@@ -143,16 +144,16 @@ class Evictor:
     def _evict(self, size: int, kept: set[bytes]) -> tuple[Round, int]:
         """Remove what is above the budget with ``size`` more and not in ``kept``; also the bytes that stay, unfinished ones among them."""
         # Unfinished files first: one that is renamed meanwhile is then counted twice, not missed.
-        pending = [status.st_size for _, status in self._directory.unfinished() if status.st_size]
+        pending = [status.st_size for _, status in self._folder.unfinished() if status.st_size]
         latest = time.time_ns() + FUTURE_NS
-        entries = [(status.st_mtime_ns <= latest, status.st_mtime_ns, status.st_size, name) for name, status in self._directory.scan()]
+        entries = [(status.st_mtime_ns <= latest, status.st_mtime_ns, status.st_size, name) for name, status in self._folder.scan()]
         total = sum(pending) + sum(size for *_, size, _ in entries)
         excess = self._missing_on_disk(size)
         if self._max_bytes is not None:
             excess = max(excess, total + size - self._max_bytes)
         if excess <= 0:
             return Round(False, len(pending)), total
-        kept = kept | self._directory.pinned()
+        kept = kept | self._pins.keys()
         beyond = len(entries) // _BEYOND
         for *_, name in sorted(entries):
             if excess <= 0:
@@ -162,7 +163,7 @@ class Evictor:
             key = _key(name)
             if key is None or key in kept:
                 continue
-            removed = self._directory.remove(self._directory.path(key))
+            removed = self._folder.remove(self._folder.path(key))
             if removed is not None:
                 total, excess = total - removed, excess - removed
                 self._counters.add("evicted_entries")
@@ -171,7 +172,7 @@ class Evictor:
 
     def sweep(self) -> None:
         """Remove unfinished files whose writer is gone: nobody holds their lock, or where there is none, they are old."""
-        for path, status in self._directory.unfinished():
+        for path, status in self._folder.unfinished():
             # Not the time that its writer sets, which will be the time of its last use.
             age = time.time() - status.st_ctime
             try:

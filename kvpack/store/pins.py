@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .counters import Counters
-    from .directory import Directory
+    from .folder import Folder
 
 
 class Pins:
-    """The pins in ``folder``, for every process. Refusals of the system are counted, but those of ``keys``, which raises OSError."""
+    """The pins of ``folder``, for every process. Refusals of the system are counted, but those of ``keys``, which raises OSError."""
 
-    def __init__(self, directory: Directory, folder: str, counters: Counters) -> None:
-        self._directory, self.folder, self._counters = directory, folder, counters
+    def __init__(self, folder: Folder, counters: Counters) -> None:
+        self._folder, self._counters = folder, counters
 
     def add(self, chain: Sequence[bytes]) -> bool:
         """Pin a chain, and say whether it is pinned now."""
         try:
-            self._directory.make_folders(self.folder)
-            keys, durable, own = memoryview(b"".join(chain)), self._directory.durable, self._directory.trust.own
+            self._folder.make_folders(self._folder.pins_folder)
+            keys, durable, own = memoryview(b"".join(chain)), self._folder.durable, self._folder.trust.own
             # Not among the unfinished entries, for which there is a budget.
-            write_file(self._path(chain), [keys], durable=durable, unfinished=self.folder, begin=own)
+            write_file(self._path(chain), [keys], durable=durable, unfinished=self._folder.pins_folder, begin=own)
         except (OSError, KvpackError) as error:
             self._counters.fault("pin", error)
             return False
@@ -50,12 +50,12 @@ class Pins:
     def keys(self) -> set[bytes]:
         """All keys that are pinned."""
         keys: set[bytes] = set()
-        for name, _ in regular_files(self.folder, self._counters):
+        for name, _ in regular_files(self._folder.pins_folder, self._counters):
             if name.startswith(TEMPORARY_PREFIX):
                 continue
-            path = os.path.join(self.folder, name)
+            path = os.path.join(self._folder.pins_folder, name)
             try:
-                with self._directory.trust.opened(path) as (descriptor, status):
+                with self._folder.trust.opened(path) as (descriptor, status):
                     data = read_whole(descriptor, status.st_size)
             except FileNotFoundError:
                 continue
@@ -67,4 +67,4 @@ class Pins:
         return keys
 
     def _path(self, chain: Sequence[bytes]) -> str:
-        return os.path.join(self.folder, chain[-1].hex())
+        return os.path.join(self._folder.pins_folder, chain[-1].hex())

@@ -14,6 +14,7 @@ import pytest
 from kvpack.store import eviction, usage
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
+from kvpack.store.folder import Folder
 
 from store_caches import CHUNK, cache, entries, open_store, prompt, save  # isort: skip
 from store_stress import FORK  # isort: skip
@@ -95,7 +96,7 @@ def test_a_budget_that_does_not_hold_is_seen(mutant: str, tmp_path: Path, monkey
     if mutant == "counts after writing":
         monkeypatch.setattr(eviction.Reservation, "take", lambda self, descriptor: None)
     else:
-        monkeypatch.setattr(Directory, "unfinished", lambda self: iter(()))
+        monkeypatch.setattr(Folder, "unfinished", lambda self: iter(()))
         real = usage.Usage.replace
         monkeypatch.setattr(usage.Usage, "replace", lambda self, total, before: real(self, total, None))
 

@@ -1,0 +1,72 @@
+"""The files of a directory of entries: where they are, which there are, and how one is removed.
+
+<root>/3/f/3f...e1       an entry, named by the hexadecimal digits of its key
+<root>/unfinished/       what writers have not finished, and hold a lock on
+<root>/pins/             one file a pinned chain: its keys
+<root>/usage, lock       what usage.py counts, and the evictor's lock
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from kvpack.file.atomic import TEMPORARY_PREFIX
+
+from .reading import regular_files
+from .trust import Trust
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .counters import Counters
+
+ENTRY_FOLDERS = [f"{first:x}/{second:x}" for first in range(16) for second in range(16)]
+UNFINISHED = "unfinished"
+
+
+class Folder:
+    """The files below ``root``. ``durable`` forces new folders to the disk. Raises InvalidParameter as ``Trust`` does."""
+
+    def __init__(self, root: str | os.PathLike[str], counters: Counters, *, durable: bool) -> None:
+        self.root = os.path.abspath(os.path.expanduser(os.fsdecode(root)))
+        self.durable = durable
+        self.trust = Trust(self.root)
+        self.unfinished_folder = os.path.join(self.root, UNFINISHED)
+        self.pins_folder = os.path.join(self.root, "pins")
+        self._counters = counters
+
+    def path(self, key: bytes) -> str:
+        """Where the entry ``key`` is."""
+        name = key.hex()
+        return f"{self.root}/{name[0]}/{name[1]}/{name}"
+
+    def remove(self, path: str) -> int | None:
+        """Unlink an entry and return the bytes that it had, or None."""
+        try:
+            status = os.stat(path, follow_symlinks=False)
+            os.unlink(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._counters.fault("delete", error)
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+    def scan(self) -> Iterator[tuple[str, os.stat_result]]:
+        """(name, status) of every entry."""
+        for folder in ENTRY_FOLDERS:
+            yield from regular_files(os.path.join(self.root, folder), self._counters)
+
+    def unfinished(self) -> Iterator[tuple[str, os.stat_result]]:
+        """(path, status) of every unfinished file."""
+        for folder in (self.unfinished_folder, self.pins_folder):
+            for name, status in regular_files(folder, self._counters):
+                if name.startswith(TEMPORARY_PREFIX):
+                    yield os.path.join(folder, name), status
+
+    def make_folders(self, *folders: str) -> None:
+        """Make ``folders`` and that of unfinished files, where they are not there. Raises OSError and Untrusted."""
+        for folder in (self.unfinished_folder, *folders):
+            self.trust.make_folder(folder, durable=self.durable)

@@ -22,7 +22,9 @@ from oracles import MAX_DECODED_BYTES  # isort: skip
 from value_oracles import MOST_VALUES, assert_equal, loaded  # isort: skip
 
 if TYPE_CHECKING:
-    from kvpack.cache.cache import Cache, Layer, Side
+    from kvpack.cache.cache import Cache
+    from kvpack.cache.layer import Layer
+    from kvpack.cache.side import Side
 
 _MODERATE = 2.0**20
 _TOLERANCE = 2e-3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpack.commands.output import print_table
+from kvpack.output import print_table
 
 from line_coverage import READERS, runnable_lines  # isort: skip
 

@@ -42,10 +42,12 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .attention import attend
-    from .cache.cache import Cache, Layer, Side, concat
+    from .cache.cache import Cache, concat
     from .cache.files import load, save
+    from .cache.layer import Layer
     from .cache.packing import pack
     from .cache.pages import Page
+    from .cache.side import Side
     from .coding.recipes import PRESETS, Recipe
     from .file.inputs import Inputs
     from .store import Identity, Store, Tier
@@ -55,9 +57,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "attend": "attention",
     "Cache": "cache.cache",
-    "Layer": "cache.cache",
+    "Layer": "cache.layer",
     "Page": "cache.pages",
-    "Side": "cache.cache",
+    "Side": "cache.side",
     "concat": "cache.cache",
     "Inputs": "file.inputs",
     "load": "cache.files",

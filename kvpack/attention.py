@@ -10,15 +10,21 @@ import torch
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
 
 from .cache.arguments import check_number, integer
-from .cache.cache import Layer, tokens_at_once
-from .coding.dispatch import attention_kernels
+from .cache.layer import Layer
+from .cache.side import tokens_at_once
+from .coding import dispatch
 from .coding.modes import without_autocast
 
 if TYPE_CHECKING:
-    from .cache.cache import Side
+    from types import ModuleType
+
+    from .cache.side import Side
 
 QUERIES_AT_A_TIME = 1024
 """Queries of one head that share a pass over the pages; longer chunks take several passes."""
+
+MOST_PAGES = 1 << 14
+"""Pages of a side that the kernels plan for: a plan takes about a kilobyte each, which a file with a run for every token would use."""
 
 
 def attend(
@@ -65,6 +71,20 @@ def attend(
                 chunk, k, v, position, causal, softcap, sliding_window, sink_logits, lengths
             )
     return out
+
+
+def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
+    """``kvpack.kernels.attend.attention`` where it attends ``layer`` with ``q``, else None: what it lacks is decoded and attended by torch.
+
+    Raises what ``uses_triton`` raises.
+    """
+    if not dispatch.uses_triton(q.device) or q.requires_grad:
+        return None
+    if any(len(side.pages) > MOST_PAGES for side in layer.sides.values()):
+        return None
+    from kvpack.kernels.attend import attention
+
+    return attention if attention.supports(q, layer) else None
 
 
 def _attend_chunk(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from kvpack import KvpackError, RoundedWarning, __version__
 
 from .commands import bench, convert, demo, dense, inspect, recipes, store, tune, verify
-from .commands.output import printable
+from .output import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

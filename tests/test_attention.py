@@ -9,7 +9,7 @@ import torch
 
 import kvpack
 from kvpack import attention
-from kvpack.cache.cache import Layer
+from kvpack.cache.layer import Layer
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
 
 from caches import RECIPES, random_pairs  # isort: skip

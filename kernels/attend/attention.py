@@ -20,7 +20,7 @@ from kvpack.kernels.tables import device_tables, shared_table
 from . import merge, plan, rotation, runs, split
 
 if TYPE_CHECKING:
-    from kvpack.cache.cache import Layer
+    from kvpack.cache.layer import Layer
     from kvpack.formats.base import Codec
 
 FEWEST_ROWS, MOST_ROWS = 8, 16

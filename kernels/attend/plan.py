@@ -26,7 +26,8 @@ from .shapes import Shape, shape_of, table_budget
 from .side import RowStream, side_of
 
 if TYPE_CHECKING:
-    from kvpack.cache.cache import Layer, Side
+    from kvpack.cache.layer import Layer
+    from kvpack.cache.side import Side
     from kvpack.formats.base import Codec
     from kvpack.kernels.loaders.tiles import Tiles
 

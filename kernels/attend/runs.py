@@ -21,8 +21,8 @@ from kvpack.kernels.loaders import outliers as tiles_outliers
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvpack.cache.cache import Side
     from kvpack.cache.pages import Page
+    from kvpack.cache.side import Side
     from kvpack.formats.base import Codec
 
 RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

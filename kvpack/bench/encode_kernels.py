@@ -115,7 +115,7 @@ def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copie
 
 def show(report: dict[str, Any], device: str) -> None:
     """Print the table, and what its columns mean."""
-    from kvpack.commands.output import bytes_text, print_table
+    from kvpack.output import bytes_text, print_table
 
     def number(value: float | None, scale: float, digits: int) -> str:
         return "" if value is None else f"{scale * value:.{digits}f}"

@@ -18,10 +18,10 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 import kvpack
-from kvpack.demo.demo import model_folder, transformers_library
 from kvpack.formats.errors import InvalidParameter
+from kvpack.models import load_model, model_folder, transformers_library
 
-from .models import load_model, read_text, vocabulary
+from .models import read_text, vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -198,7 +198,7 @@ def _row(name: str, operation: str, times: list[float], touched: int, bits: floa
 
 def show(report: dict[str, Any]) -> None:
     """Print one table and what its columns mean."""
-    from kvpack.commands.output import bytes_text, print_table
+    from kvpack.output import bytes_text, print_table
 
     columns = [
         "what",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 import kvpack
-from kvpack.coding.dispatch import attention_kernels
+from kvpack.attention import attention_kernels
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 
@@ -27,7 +27,7 @@ from .timing import graph_seconds, median_seconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.cache.cache import Layer
+    from kvpack.cache.layer import Layer
     from kvpack.coding.encoding import Progress
 
 
@@ -238,7 +238,7 @@ def _write(report: dict[str, Any], folder: Path) -> None:
 
 def show(report: dict[str, Any]) -> None:
     """Print one table a shape, and what its columns mean; then that of encoding."""
-    from kvpack.commands.output import bytes_text, print_table
+    from kvpack.output import bytes_text, print_table
 
     columns = ["recipe", "bytes read", "us", "us with\nrotations", "GB/s", "x byte\nfloor", "x best\nbf16", "relative\nerror", "unpack\nms"]
     for table in [*report["shapes"], *report["sweep"]]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.demo.demo import BOS, demo_text, transformers_library
 from kvpack.file.user_files import read_bytes
 from kvpack.formats.errors import InvalidParameter
+from kvpack.models import BOS, demo_text, transformers_library
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,11 +36,6 @@ class Text:
     start: tuple[int, ...]
     ids: Sequence[int]
     of_bytes: bool
-
-
-def load_model(folder: Path, attention: str = "sdpa") -> Any:
-    """The causal language model of ``folder`` in float32. Raises KvpackError when transformers is not installed."""
-    return transformers_library().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
 
 
 def vocabulary(model: Any) -> int:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.coding.recipes import parse_recipe
-from kvpack.demo.demo import model_folder, transformers_library
 from kvpack.formats.errors import WriteFailed
+from kvpack.models import load_model, model_folder, transformers_library
 
 from . import needles, picture
-from .models import OUTLIER_PAIRS, Text, load_model, make_twin, read_text, vocabulary
+from .models import OUTLIER_PAIRS, Text, make_twin, read_text, vocabulary
 from .sizes import check_size, positions, starts, window, window_ids, window_tokens
 from .summary import show, summary
 from .windows import Bf16Cache, Measured, measure, packed_file, prefill, read_exactly

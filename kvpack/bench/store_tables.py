@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpack.commands.output import bytes_text, print_table
+from kvpack.output import bytes_text, print_table
 
 FLAT_TARGET = 1.5
 """How much more a chunk may cost among the most entries than among the fewest: what passes for flat."""

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from kvpack.coding.recipes import parse_recipe
-from kvpack.commands.output import print_table
+from kvpack.output import print_table
 
 from .intervals import CONFIDENCE, student_t, wilson
 

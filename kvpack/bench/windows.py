@@ -15,7 +15,8 @@ from kvpack.attention import attend
 from kvpack.integrations.transformers import KvpackCache, attention, mask
 
 if TYPE_CHECKING:
-    from kvpack.cache.cache import Cache, Layer
+    from kvpack.cache.cache import Cache
+    from kvpack.cache.layer import Layer
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 

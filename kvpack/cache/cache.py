@@ -1,15 +1,12 @@
-"""The objects a packed cache is made of: Cache, Layer, Side, Page.
+"""Cache: the keys and values of a model, a Layer for each of its layers; and concat, which joins caches of consecutive tokens.
 
-All are immutable: a slice, an append or a concat gives a new object that shares the packed bytes, and a copy is the object.
-Two are equal when they are one.
-A side is a list of pages and a raw tail; a page is one run of packed tokens, its streams being plain
-arrays ``[batch, kv_head, rows, ...]``, so cutting and joining pages never touches a code.
+A cache, its layers, sides and pages are immutable: a slice, an append or a concat gives a new object that shares the packed bytes,
+and a copy is the object. Two are equal when they are one.
 """
 
 from __future__ import annotations
 
 import operator
-from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -18,344 +15,27 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
-from kvpack.coding.blocks import caches_of, for_each_block
-from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, check_finite, encode, is_rounded
-from kvpack.coding.modes import own_modes
+from kvpack.file import container
 from kvpack.file.inputs import joined
-from kvpack.formats.batch import select
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
-from kvpack.formats.raw import HOLDS, Raw
+from kvpack.formats.errors import InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
 
-from .arguments import check_floating, checked_device, integer
-from .pages import Page, Pages
-from .rows import check_rows, row_numbers
+from .arguments import checked_device, integer
+from .contents import contents_of
+from .conversion import converted
+from .layer import Layer
+from .rows import row_numbers
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kvpack.coding.encoding import Progress
     from kvpack.coding.recipes import Recipe
+    from kvpack.file.header import Contents
     from kvpack.file.inputs import Inputs
-    from kvpack.formats.base import Codec
 
-    Rows = torch.Tensor | Iterable[SupportsIndex]
-
-Pair = tuple["torch.Tensor | None", "torch.Tensor | None"]
-
-TILE_VALUES = 1 << 19
-"""Values decoded at a time on the CPU, and on any device where a page is attended."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Side:
-    """The keys or the values of one layer: packed pages, then a raw tail ``[batch, kv_head, token, dim]``.
-
-    ``window`` is the tail's size at which it is encoded (0: as soon as the codec has a whole group).
-    """
-
-    codec: Codec
-    pages: Sequence[Page]
-    tail: torch.Tensor
-    window: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "pages", Pages.of(self.pages))
-
-    def __repr__(self) -> str:
-        shape = f"{self.batch} x {self.heads} x {self.tokens} x {self.dim}"
-        return f"Side({self.codec.id}, {shape}, {len(self.pages)} pages and a raw tail of {self.tail.shape[2]} tokens)"
-
-    @property
-    def batch(self) -> int:
-        return self.tail.shape[0]
-
-    @property
-    def heads(self) -> int:
-        return self.tail.shape[1]
-
-    @property
-    def dim(self) -> int:
-        return self.codec.dim
-
-    @property
-    def device(self) -> torch.device:
-        return self.tail.device
-
-    @cached_property
-    def packed_tokens(self) -> int:
-        """Tokens in pages."""
-        return self._pages.tokens
-
-    @property
-    def _pages(self) -> Pages:
-        assert isinstance(self.pages, Pages)
-        return self.pages
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in pages and tail."""
-        return self.packed_tokens + self.tail.shape[2]
-
-    @cached_property
-    def boundaries(self) -> list[int]:
-        """Token positions where a page or the tail starts or ends, ascending."""
-        return [0, *self._pages.ends.tolist(), self.tokens]
-
-    def place(self, start: int, stop: int) -> tuple[Page | None, int]:
-        """The page that holds tokens ``[start, stop)``, or None for the tail, and its first token. Raises OutOfBounds."""
-        if start >= self.packed_tokens:
-            return None, self.packed_tokens
-        number = bisect_right(self.boundaries, start, 0, len(self.pages)) - 1
-        page, first = self.pages[number], self.boundaries[number]
-        if not first <= start <= stop <= first + page.tokens:
-            raise OutOfBounds(f"tokens {start} to {stop} are not inside one page: that of the first ends at token {first + page.tokens}")
-        return page, first
-
-    def frame(self, start: int, stop: int) -> tuple[torch.Tensor, Page | None]:
-        """Tokens ``[start, stop)``, inside one page or the tail, as float32, and the page in whose coded frame they are."""
-        page, first = self.place(start, stop)
-        if page is None:
-            return self.tail[:, :, start - first : stop - first].to(torch.float32), None
-        return page.frame(start - first, stop - first), page
-
-    def tiles(self, per_tile: int, edges: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
-        """Token ranges of at most ``per_tile`` tokens that cross neither a boundary of this side nor an edge given."""
-        marks = sorted({*self.boundaries, *edges})
-        for first, last in pairwise(marks):
-            for start in range(first, last, per_tile):
-                yield start, min(start + per_tile, last)
-
-    def unpack(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Decode everything to ``[batch, kv_head, token, dim]`` of ``dtype`` in the original frame, tile by tile.
-
-        Raises InvalidDtype unless ``dtype`` is a floating-point one.
-        """
-        check_floating(dtype)
-        per_tile = tokens_at_once(self.batch * self.heads * self.dim, 128, self.codec.token_group, self.device)
-
-        def unpack_tile(start: int, stop: int) -> None:
-            page, first = self.place(start, stop)
-            source = self.tail[:, :, start - first : stop - first] if page is None else page.decode(start - first, stop - first)
-            result[:, :, start:stop] = source
-
-        with own_modes(self.device):
-            result = torch.empty(self.batch, self.heads, self.tokens, self.dim, dtype=dtype, device=self.device)
-            for_each_block(unpack_tile, list(self.tiles(per_tile)), self.device)
-        return result
-
-    def prefix(self, tokens: int) -> Side:
-        """The first ``tokens`` tokens; packed bytes are shared, nothing is decoded."""
-        return self.slice(0, tokens)
-
-    def slice(self, start: int, stop: int) -> Side:
-        """Tokens ``[start, stop)``; packed bytes are shared, nothing is decoded.
-
-        Raises OutOfBounds for tokens that the side does not hold, and for a start inside a token group.
-        """
-        start, stop = integer(start, "start"), integer(stop, "stop")
-        if not 0 <= start <= stop <= self.tokens:
-            raise OutOfBounds(f"tokens {start} to {stop} were asked of a side that holds {self.tokens}")
-        try:
-            pages = self._pages.slice(start, stop)
-        except OutOfBounds as error:
-            raise OutOfBounds(f"a slice from token {start} {error}") from None
-        tail_start, tail_stop = (max(0, position - self.packed_tokens) for position in (start, stop))
-        return replace(self, pages=pages, tail=self.tail[:, :, tail_start:tail_stop])
-
-    def select(self, indices: Rows) -> Side:
-        """The rows ``indices`` of the batch in that order, repeats allowed; codes are copied, never decoded.
-
-        Raises OutOfBounds for a row that the batch does not have, InvalidParameter for what is not a list of integers.
-        """
-        rows = row_numbers(indices)
-        check_rows(rows, self.batch)
-        if rows == tuple(range(self.batch)):
-            return self
-        with own_modes(self.device):
-            chosen = torch.tensor(rows, dtype=torch.int64, device=self.device)
-            pages = self._pages.mapped(self.codec, lambda streams: select(self.codec, streams, chosen))
-            return replace(self, pages=pages, tail=self.tail.index_select(0, chosen))
-
-    def append(self, x: torch.Tensor, where: str = "append") -> Side:
-        """Add tokens ``[batch, kv_head, token, dim]``: the tail grows, and is encoded in whole groups at ``window``.
-
-        Raises InvalidShape or InvalidDtype when ``x`` does not continue this side, NonFinite, OutOfRange.
-        """
-        check_tensor(x, where)
-        expected = (self.batch, self.heads, x.shape[2], self.dim)
-        if tuple(x.shape) != expected:
-            raise InvalidShape(f"{where}: shape {list(x.shape)} does not continue a side of shape {list(expected)}")
-        if x.device != self.device:
-            raise InvalidParameter(
-                f"{where}: the values are on {x.device} and the cache is on {self.device}: append x.to({str(self.device)!r})"
-            )
-        with own_modes(self.device):
-            if self.codec.id != "raw":
-                # Here and not when the tail is encoded: by then the tokens that came with it could not be told apart.
-                check_finite(x, self.tokens, where)
-            tail = self._tail_with(x, where)
-            unit = self.window or self.codec.token_group
-            ready = tail.shape[2] // unit * unit
-            if not ready:
-                return replace(self, tail=tail)
-            before = self.pages[-1].streams if self.pages else None
-            streams = encode(self.codec, tail[:, :, :ready], where, before)
-            return replace(self, pages=self._pages.added(Page(self.codec, ready, streams)), tail=tail[:, :, ready:].clone())
-
-    def _tail_with(self, x: torch.Tensor, where: str) -> torch.Tensor:
-        """The tail, then ``x``, exactly: in the tail's dtype where that holds ``x``, else in one that holds both.
-
-        Raises InvalidDtype where the pages are raw, have kept every value so far, and would not keep those of ``x``.
-        """
-        narrow = x.to(self.tail.dtype)
-        if not is_rounded(x, narrow):
-            return torch.cat([self.tail, narrow], 2)
-        if isinstance(self.codec, Raw):
-            held = HOLDS[self.codec.dtype]
-            if RAW_NAMES[self.tail.dtype] in held and RAW_NAMES[x.dtype] not in held:
-                kept = RAW_DTYPES[self.codec.dtype]
-                raise InvalidDtype(
-                    f"{where}: the values are {x.dtype}, and the side keeps {kept}, which would round them: "
-                    f"append x.to({kept}), or convert the cache to fp32 first"
-                )
-        wide = torch.promote_types(x.dtype, self.tail.dtype)
-        return torch.cat([self.tail.to(wide), x.to(wide)], 2)
-
-    def concat(self, *others: Side) -> Side:
-        """This side, then ``others``.
-
-        Raises NotConsecutive when they differ in codec or shape, or one but the last ends in a raw tail.
-        """
-        for side, other in pairwise((self, *others)):
-            if side.codec is not other.codec and side.codec != other.codec:
-                raise NotConsecutive(f"codec {side.codec} is followed by {other.codec}: convert one first")
-            if (side.batch, side.heads) != (other.batch, other.heads):
-                raise NotConsecutive(f"{side.batch} x {side.heads} heads are followed by {other.batch} x {other.heads}")
-            if side.tail.shape[2]:
-                raise NotConsecutive(
-                    f"a side that ends in a raw tail of {side.tail.shape[2]} tokens cannot be followed by a page: "
-                    "append the tokens instead, or pack it with tail=0"
-                )
-        sides = (self, *others)
-        return replace(sides[-1], pages=Pages(stretch for side in sides for stretch in side._pages.stretches))
-
-    def merged(self) -> Side:
-        """The same tokens in the fewest pages, their streams one array each: as a file stores them."""
-        return replace(self, pages=self._pages.merged())
-
-    def merged_runs(self) -> tuple[int, ...]:
-        """The tokens of each page of ``merged()``."""
-        return self._pages.merged_runs()
-
-    def stored_streams(self) -> list[Mapping[str, torch.Tensor]]:
-        """The streams of all pages, in arrays that hold the rows of consecutive pages: one of each for a ``merged()`` side."""
-        return [stretch.streams for stretch in self._pages.stretches]
-
-    def repacked(self, codec: Codec) -> Side:
-        """The side with the same codes, packed as ``codec`` packs them."""
-        return replace(self, codec=codec, pages=self._pages.mapped(codec, lambda streams: self.codec.repack(streams, codec)))
-
-    def followed_by(self, page: Page, tail: torch.Tensor) -> Side:
-        """The side with one more page, and another tail."""
-        return replace(self, pages=Pages([*self._pages.stretches, page.stretch]), tail=tail)
-
-    def to(self, device: torch.device | str) -> Side:
-        """The side with every buffer on ``device``. Raises InvalidParameter for what is no device."""
-        device = checked_device(device)
-        pages = self._pages.mapped(self.codec, lambda streams: {name: stream.to(device) for name, stream in streams.items()})
-        return replace(self, pages=pages, tail=self.tail.to(device))
-
-
-def tokens_at_once(values: int, multiple: int, token_group: int, device: torch.device) -> int:
-    """The tokens of a tile, each of so many ``values``: a ``multiple``; where that is too many, token groups, at least one."""
-    tokens = TILE_VALUES * caches_of(device) // max(1, values)
-    return tokens // multiple * multiple or max(token_group, tokens // token_group * token_group)
-
-
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """One layer: keys and values, each a Side; one of the two may be absent.
-
-    ``skipped`` counts the tokens at the beginning of the cache's range that the layer no longer holds, as a sliding window
-    drops them. Raises InvalidParameter for a count below 0, or of a layer without sides.
-    """
-
-    k: Side | None
-    v: Side | None
-    skipped: int = field(default=0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.skipped < 0 or (self.skipped and not self.sides):
-            raise InvalidParameter(f"skipped is {self.skipped}, allowed are integers from 0, and 0 alone for a layer without sides")
-
-    def __deepcopy__(self, memo: object) -> Layer:
-        return self
-
-    @property
-    def sides(self) -> dict[str, Side]:
-        """The sides present, by name."""
-        return {name: side for name, side in (("k", self.k), ("v", self.v)) if side is not None}
-
-    @property
-    def tokens(self) -> int:
-        """Tokens held; K and V of a layer hold the same number."""
-        side = self.v if self.k is None else self.k
-        return 0 if side is None else side.tokens
-
-    @property
-    def seen(self) -> int:
-        """Tokens from the beginning of the cache's range to the layer's last: those skipped and those held."""
-        return self.skipped + self.tokens
-
-    def unpack(self, dtype: torch.dtype = torch.bfloat16) -> Pair:
-        """Dense K and V ``[batch, kv_head, token, dim]`` of ``dtype``; None for an absent side."""
-        return (self.k.unpack(dtype) if self.k else None, self.v.unpack(dtype) if self.v else None)
-
-    def prefix(self, tokens: int) -> Layer:
-        """The first ``tokens`` tokens of the cache's range. Raises OutOfBounds."""
-        return self.slice(0, tokens)
-
-    def slice(self, start: int, stop: int) -> Layer:
-        """Tokens ``[start, stop)``, counted from the beginning of the cache's range, all of which the layer holds; or the whole layer.
-
-        Raises OutOfBounds. A cut through a layer that skipped tokens would leave the last ones without the window before them.
-        """
-        start, stop = integer(start, "start"), integer(stop, "stop")
-        if (start, stop) == (0, self.seen) or not self.sides:
-            return self
-        if not self.skipped <= start <= stop <= self.seen:
-            raise OutOfBounds(f"tokens {start} to {stop} were asked of a layer that holds tokens {self.skipped} to {self.seen}")
-        first, last = start - self.skipped, stop - self.skipped
-        return Layer(self.k.slice(first, last) if self.k else None, self.v.slice(first, last) if self.v else None)
-
-    def crop(self, count: int) -> Layer:
-        """The layer without its newest ``count`` tokens; those that it skipped stay skipped. Raises OutOfBounds."""
-        if not 0 <= count <= self.tokens:
-            raise OutOfBounds(f"{count} tokens are to be dropped of a layer that holds {self.tokens}")
-        held = self.tokens - count
-        return replace(self, k=self.k.prefix(held) if self.k else None, v=self.v.prefix(held) if self.v else None)
-
-    def select(self, indices: Rows) -> Layer:
-        """The rows ``indices`` of the batch, as ``Side.select``. Raises OutOfBounds, InvalidParameter."""
-        rows = row_numbers(indices)
-        return replace(self, k=self.k.select(rows) if self.k else None, v=self.v.select(rows) if self.v else None)
-
-    def append(self, k: torch.Tensor | None, v: torch.Tensor | None, where: str = "append") -> Layer:
-        """Add tokens to both sides. Raises InvalidShape when a side is missing or K and V differ in tokens."""
-        sides = []
-        for name, side, x in (("k", self.k, k), ("v", self.v, v)):
-            if (side is None) != (x is None):
-                held, given = ("no", "some") if side is None else ("a", "none")
-                raise InvalidShape(f"{where}.{name}: the layer has {held} {name} side, and {given} was appended")
-            sides.append(None if side is None or x is None else side.append(x, f"{where}.{name}"))
-        if k is not None and v is not None and k.shape[2] != v.shape[2]:
-            raise InvalidShape(f"{where}: k has {k.shape[2]} tokens and v has {v.shape[2]}; a layer's sides hold the same tokens")
-        return replace(self, k=sides[0], v=sides[1])
-
-    def to(self, device: torch.device | str) -> Layer:
-        """The layer with every buffer on ``device``."""
-        return replace(self, k=self.k.to(device) if self.k else None, v=self.v.to(device) if self.v else None)
+    from .layer import Pair
+    from .side import Rows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -434,12 +114,15 @@ class Cache:
         """Key and value numbers held, over all layers."""
         return sum(side.batch * side.heads * side.tokens * side.dim for layer in self.layers for side in layer.sides.values())
 
+    @property
+    def contents(self) -> Contents:
+        """What the header of a file of this cache says."""
+        return contents_of(self.layers, self.recipe, self.model, self.start, self.inputs)
+
     @cached_property
     def nbytes(self) -> int:
         """Bytes that ``save`` writes without compression: codes, scales, tables, header and padding."""
-        from .files import file_size
-
-        return file_size(self)
+        return container.file_size(self.contents)
 
     @property
     def bits_per_value(self) -> float:
@@ -527,9 +210,8 @@ class Cache:
         Raises InvalidRecipe, MissingFile for a recipe file that is not there, or InvalidParameter when a codec cannot take a
         layer's head dim.
         """
-        from .packing import convert
-
-        return convert(self, recipe, progress)
+        layers, text = converted(self.layers, recipe, progress)
+        return replace(self, layers=layers, recipe=text)
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> list[Pair]:
         """Dense (K, V) of every layer."""
@@ -587,16 +269,3 @@ def _joined_layers(number: int, layers: Sequence[Layer]) -> Layer:
         return replace(layers[0], k=k[0].concat(*k[1:]) if k else None, v=v[0].concat(*v[1:]) if v else None)
     except NotConsecutive as error:
         raise NotConsecutive(f"layers[{number}]: {error}") from None
-
-
-def check_tensor(x: Any, where: str) -> None:
-    """Raise InvalidDtype unless ``x`` is a tensor of bfloat16, float16 or float32 with values, InvalidShape unless it has rank 4."""
-    if not isinstance(x, torch.Tensor):
-        hint = ": torch.from_numpy makes one of an array" if type(x).__module__ == "numpy" else ""
-        raise InvalidDtype(f"{where}: a {type(x).__name__} where a tensor or None is expected{hint}")
-    if x.is_meta or x.layout != torch.strided:
-        raise InvalidDtype(f"{where}: a tensor of the layout {x.layout} on {x.device}; keys and values are dense, and in memory")
-    if x.dim() != 4:
-        raise InvalidShape(f"{where}: rank {x.dim()}, shape {list(x.shape)}; keys and values are [batch, kv_head, token, dim]")
-    if x.dtype not in RAW_DTYPES.values():
-        raise InvalidDtype(f"{where}: dtype {x.dtype}; keys and values are bfloat16, float16 or float32")

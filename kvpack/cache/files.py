@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvpack.coding.encoding import RAW_NAMES, TORCH_DTYPES
+from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.coding.modes import own_modes
 from kvpack.file import container
-from kvpack.file.header import Contents, LayerEntry, SideEntry
+from kvpack.file.header import Contents, SideEntry
 from kvpack.file.inputs import FEATURE, Inputs
-from kvpack.file.layer_positions import features_of
 from kvpack.file.user_files import path_text
 from kvpack.formats.raw import DTYPES
 
 from .arguments import checked_device, integer
-from .cache import Cache, Layer, Side
+from .cache import Cache
 from .given import check_packed
+from .layer import Layer
 from .pages import Pages, Stretch
+from .side import Side
 
 if TYPE_CHECKING:
     import os
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from kvpack.coding.encoding import Progress
     from kvpack.file.header import Header
-    from kvpack.formats.base import Codec
 
 
 def save(
@@ -68,11 +68,6 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", ma
     return cache if target.type == "cpu" else cache.to(target)
 
 
-def file_size(cache: Cache) -> int:
-    """The bytes that ``save`` writes without compression."""
-    return container.file_size(_contents(cache))
-
-
 def stored(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
     """What ``container.write`` takes of a cache. Raises LimitExceeded."""
     arrays = {}
@@ -82,7 +77,7 @@ def stored(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
             with own_modes(side.device):
                 for stream, tensor in _stored_streams(merged).items():
                     arrays[f"{number}.{name}.{stream}"] = _bytes(tensor)
-    return _contents(cache), arrays
+    return cache.contents, arrays
 
 
 def read(file: container.File, *, check_values: bool = True) -> Cache:
@@ -99,35 +94,6 @@ def read(file: container.File, *, check_values: bool = True) -> Cache:
     found = header.ignorable.get(FEATURE)
     inputs = None if found is None else Inputs.from_bytes(found)
     return Cache(tuple(layers), header.recipe, MappingProxyType(dict(header.model)), header.start, inputs)
-
-
-def _contents(cache: Cache) -> Contents:
-    codecs: dict[Codec, int] = {}
-    layers = []
-    for layer in cache.layers:
-        entries = {name: _entry(side, codecs.setdefault(side.codec, len(codecs))) for name, side in layer.sides.items()}
-        layers.append(LayerEntry(entries.get("k"), entries.get("v")))
-    required, ignorable = features_of(cache.start, [cache.positions(number)[0] for number in range(len(layers))])
-    if cache.inputs is not None:
-        ignorable[FEATURE] = cache.inputs.to_bytes()
-    return Contents(
-        codecs=tuple(codecs),
-        layers=tuple(layers),
-        model=dict(cache.model),
-        recipe=cache.recipe,
-        start=cache.start,
-        required=required,
-        ignorable=ignorable,
-    )
-
-
-def _entry(side: Side, codec: int) -> SideEntry:
-    rows = {name: 0 for name, layout in side.codec.layout(1, 1, 0).items() if layout.per == "entry"}
-    for streams in side.stored_streams():
-        for name in rows:
-            rows[name] += streams[name].shape[2]
-    tail, dtype = side.tail.shape[2], RAW_NAMES[side.tail.dtype]
-    return SideEntry(codec, side.batch, side.heads, side.merged_runs(), tail, dtype, side.window, tuple(rows.items()))
 
 
 def _stored_streams(side: Side) -> dict[str, torch.Tensor]:

@@ -1,33 +1,30 @@
-"""pack: a model's KV cache into a packed one; convert: a packed one into another recipe."""
+"""pack: a model's KV cache into a packed one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.coding.encoding import RAW_NAMES, check_finite, encode, is_rounded
-from kvpack.coding.modes import own_modes
+from kvpack.coding.encoding import RAW_NAMES
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.file.checks import check_integer, check_names, check_string
+from kvpack.file.checks import check_integer, check_names
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidShape, LimitExceeded
-from kvpack.formats.raw import HOLDS, Raw
 
 from .arguments import integer
-from .cache import Cache, Layer, Pair, Side, check_tensor
+from .cache import Cache
 from .dense_states import dense_states
-from .pages import Page
+from .layer import Layer, Pair
+from .side import Side, check_tensor, packed_side
 
 if TYPE_CHECKING:
     import os
 
     from kvpack.coding.encoding import Progress
-    from kvpack.formats.base import Codec
 
 
 def pack(
@@ -59,7 +56,7 @@ def pack(
         check_names("model", model, str)
     except (InvalidHeader, LimitExceeded) as error:
         raise InvalidParameter(str(error)) from None
-    _check_length(recipe)
+    recipe.check_length()
     states = dense_states(past_key_values)
     recipe.check_layers(len(states))
     layers = []
@@ -71,70 +68,6 @@ def pack(
     return Cache(tuple(layers), recipe.text, MappingProxyType(model), start, inputs)
 
 
-def convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, progress: Progress | None) -> Cache:
-    """The cache in another recipe; a side that has its codec already is kept, one that only packs otherwise is repacked."""
-    recipe = parse_recipe(recipe)
-    _check_length(recipe)
-    recipe.check_layers(len(cache))
-    layers = []
-    for number, layer in enumerate(cache.layers):
-        sides: list[Side | None] = []
-        for name, side in (("k", layer.k), ("v", layer.v)):
-            if side is None:
-                sides.append(None)
-                continue
-            codec = recipe.codec(number, len(cache), name, side.dim, _exact_dtype(side))
-            if codec == side.codec:
-                sides.append(_with_window(side, recipe.window, f"layers[{number}].{name}"))
-            elif codec.same_codes(side.codec):
-                with own_modes(side.device):
-                    repacked = side.repacked(codec)
-                sides.append(_with_window(repacked, recipe.window, f"layers[{number}].{name}"))
-            else:
-                packed = _packed(side.unpack(torch.float32), codec, recipe.window, f"layers[{number}].{name}")
-                sides.append(replace(packed, tail=_narrowed(packed.tail, side.tail.dtype)))
-        layers.append(replace(layer, k=sides[0], v=sides[1]))
-        if progress:
-            progress(number + 1, len(cache))
-    return replace(cache, layers=tuple(layers), recipe=recipe.text)
-
-
-def _exact_dtype(side: Side) -> str:
-    """The narrowest raw dtype that holds every value of a side as it decodes."""
-    dtypes = {RAW_NAMES[side.tail.dtype]} if side.tail.shape[2] or not side.pages else set()
-    if side.pages:
-        dtypes.add(side.codec.dtype if isinstance(side.codec, Raw) else "fp32")
-    return next(name for name in HOLDS if dtypes <= set(HOLDS[name]))
-
-
-def _narrowed(tail: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A float32 tail in ``dtype``, or as it is where ``dtype`` would round it."""
-    narrow = tail.to(dtype)
-    return tail if is_rounded(tail, narrow) else narrow
-
-
-def _check_length(recipe: Recipe) -> None:
-    """Raise InvalidParameter for a recipe that no header can hold."""
-    try:
-        check_string("recipe", recipe.text)
-    except (InvalidHeader, LimitExceeded) as error:
-        raise InvalidParameter(str(error)) from None
-
-
-def _with_window(side: Side, window: int, where: str) -> Side:
-    """The side at another window: what its tail may no longer hold is encoded, as ``pack`` would."""
-    if window == side.window:
-        return side
-    tokens = side.tail.shape[2]
-    ready = tokens - tokens % window if window else tokens
-    if not ready:
-        return replace(side, window=window)
-    with own_modes(side.device):
-        before = side.pages[-1].streams if side.pages else None
-        page = Page(side.codec, ready, encode(side.codec, side.tail[:, :, :ready], where, before))
-        return replace(side.followed_by(page, side.tail[:, :, ready:].clone()), window=window)
-
-
 def _pack_side(x: torch.Tensor | None, recipe: Recipe, layer: int, layers: int, side: str) -> Side | None:
     if x is None:
         return None
@@ -143,19 +76,7 @@ def _pack_side(x: torch.Tensor | None, recipe: Recipe, layer: int, layers: int, 
         codec = recipe.codec(layer, layers, side, x.shape[3], RAW_NAMES[x.dtype])
     except InvalidParameter as error:
         raise InvalidParameter(f"{where}: {error}") from None
-    return _packed(x, codec, recipe.window, where)
-
-
-def _packed(x: torch.Tensor, codec: Codec, window: int, where: str) -> Side:
-    """A side of ``x``, encoded by ``codec`` but for the tail that ``window`` leaves."""
-    tokens = x.shape[2]
-    # With a residual window the newest tokens stay raw; without one everything is packed, a partial last group included.
-    packed = tokens - tokens % window if window else tokens
-    with own_modes(x.device):
-        if codec.id != "raw":
-            check_finite(x[:, :, packed:], packed, where)
-        pages = (Page(codec, packed, encode(codec, x[:, :, :packed], where)),) if packed else ()
-        return Side(codec, pages, x[:, :, packed:].clone(), window)
+    return packed_side(x, codec, recipe.window, where)
 
 
 def _check_pair(pair: Pair, where: str) -> None:

@@ -1,4 +1,4 @@
-"""Which code encodes values, and decodes and attends packed rows: torch operations on any device, or the Triton kernels.
+"""Which code encodes values, and decodes packed rows: torch operations on any device, or the Triton kernels.
 
 The environment variable KVPACK_KERNELS names it, "torch" or "triton". Unset: Triton for tensors on a CUDA
 device where a Triton is installed on which the kernels run (``triton_version.OLDEST`` or newer), else torch, with one warning.
@@ -18,18 +18,13 @@ from . import triton_version
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import ModuleType
 
     import torch
 
-    from kvpack.cache.cache import Layer
     from kvpack.formats.base import Codec
 
 VARIABLE = "KVPACK_KERNELS"
 BACKENDS = ("torch", "triton")
-
-MOST_PAGES = 1 << 14
-"""Pages of a side that the kernels plan for: a plan takes about a kilobyte each, which a file with a run for every token would use."""
 
 
 def encode(codec: Codec, x: torch.Tensor) -> dict[str, torch.Tensor] | None:
@@ -73,20 +68,6 @@ def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if isinstance(codec, WithSideCars):
         return codec.complete_original(decode_frame(codec.codec, streams), streams)
     return codec.original(decode_frame(codec, streams), streams)
-
-
-def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
-    """``kvpack.kernels.attend.attention`` where it attends ``layer`` with ``q``, else None: what it lacks is decoded and attended by torch.
-
-    Raises what ``uses_triton`` raises.
-    """
-    if not uses_triton(q.device) or q.requires_grad:
-        return None
-    if any(len(side.pages) > MOST_PAGES for side in layer.sides.values()):
-        return None
-    from kvpack.kernels.attend import attention
-
-    return attention if attention.supports(q, layer) else None
 
 
 def uses_triton(device: torch.device) -> bool:

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
+from kvpack.file.checks import check_string
 from kvpack.formats import CODECS, create_codec
-from kvpack.formats.errors import InvalidParameter, InvalidRecipe, OutOfBounds
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidRecipe, LimitExceeded, OutOfBounds
 from kvpack.formats.options import Options, UnknownWord
 from kvpack.formats.raw import HOLDS, Raw
 
@@ -151,6 +152,13 @@ class Recipe:
                 for layer, side in sides
             )
         )
+
+    def check_length(self) -> None:
+        """Raise InvalidParameter for a recipe whose text no header can hold."""
+        try:
+            check_string("recipe", self.text)
+        except (InvalidHeader, LimitExceeded) as error:
+            raise InvalidParameter(str(error)) from None
 
     def check_layers(self, layers: int) -> None:
         """Raise OutOfBounds when a clause names a layer that a cache of ``layers`` layers does not have."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .output import add_json, print_report, progress
+from kvpack.output import add_json, print_report, progress
 
 if TYPE_CHECKING:
     import argparse
@@ -145,7 +145,7 @@ def run_io(arguments: argparse.Namespace) -> int:
 
 def run_quality(arguments: argparse.Namespace) -> int:
     """Measure, print one table and write the picture."""
-    from kvpack.demo.demo import transformers_library
+    from kvpack.models import transformers_library
 
     # Refuses with a message where transformers is missing; what follows imports it.
     transformers_library()

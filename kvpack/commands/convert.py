@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .output import add_json, print_json, progress
+from kvpack.output import add_json, print_json, progress
 
 if TYPE_CHECKING:
     import argparse

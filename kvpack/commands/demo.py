@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .output import add_json, print_json, progress
+from kvpack.output import add_json, print_json, progress
 
 if TYPE_CHECKING:
     import argparse
@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo and print its table."""
-    from kvpack.demo import demo
+    from kvpack.demo import files as demo
 
     recipes = arguments.recipe or list(demo.RECIPES)
     with progress("demo", arguments) as callback:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpack.file.limits import MAX_JSON_BYTES, MAX_TOKENS
 from kvpack.file.user_files import open_regular
 from kvpack.formats.errors import InvalidParameter, MissingFile
+from kvpack.output import add_json, print_json, printable, progress
 
 from .convert import RECIPE_HELP, add_writing, save
-from .output import add_json, print_json, printable, progress
 
 if TYPE_CHECKING:
     import argparse

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from .output import add_json, bytes_text, print_json, print_table, printable
+from kvpack.output import add_json, bytes_text, print_json, print_table, printable
 
 if TYPE_CHECKING:
     import argparse

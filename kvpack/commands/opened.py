@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvpack.errors import worst_exit_code
+from kvpack.output import printable, progress
 from kvpack.store.backend import MAX_ENTRY_BYTES
 from kvpack.store.catalog import Catalog, read_catalog
 from kvpack.store.counters import Counters
@@ -14,8 +15,6 @@ from kvpack.store.encryption import Cipher
 from kvpack.store.forms import Form
 from kvpack.store.key_files import read_key_file
 from kvpack.store.locations import open_existing
-
-from .output import printable, progress
 
 if TYPE_CHECKING:
     import argparse

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.file.limits import MAX_HEADS, MAX_LAYERS, MAX_TOKENS
 from kvpack.formats.base import MAX_DIM
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
-
-from .output import add_json, print_json, print_table
+from kvpack.output import add_json, print_json, print_table
 
 if TYPE_CHECKING:
     import argparse

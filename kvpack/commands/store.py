@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from .output import add_json, bytes_text, print_json, print_table, printable, progress
+from kvpack.output import add_json, bytes_text, print_json, print_table, printable, progress
 
 if TYPE_CHECKING:
     from kvpack.store.catalog import Catalog, Prefix
@@ -288,7 +288,7 @@ def run_import(arguments: argparse.Namespace) -> int:
 
 def run_demo(arguments: argparse.Namespace) -> int:
     """Run the processes and print their table; 1 when they differ."""
-    from kvpack.store import demo
+    from kvpack.demo import store as demo
 
     with progress("demo", arguments) as callback:
         report = demo.run(arguments.store, arguments.recipe, progress=callback)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .output import add_json, print_report, progress
+from kvpack.output import add_json, print_report, progress
 
 if TYPE_CHECKING:
     import argparse
@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, write the recipe file and print what it is worth."""
-    from kvpack.demo.demo import transformers_library
+    from kvpack.models import transformers_library
 
     # Refuses with a message where transformers is missing; what follows imports it.
     transformers_library()

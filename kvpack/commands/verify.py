@@ -6,8 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvpack.errors import KvpackError, worst_exit_code
-
-from .output import add_json, print_json, progress
+from kvpack.output import add_json, print_json, progress
 
 if TYPE_CHECKING:
     import argparse

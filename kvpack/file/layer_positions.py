@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvpack.formats.errors import InvalidHeader
 
@@ -12,12 +12,20 @@ from .limits import MAX_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .header import LayerEntry
-
 FEATURE = "layer-positions"
 """Its name in ``required``, and that of its entry in ``ignorable``."""
 START_BYTES = 8
 """Bytes of a start: unsigned, little-endian."""
+
+
+class HasSides(Protocol):
+    """A layer as far as its position goes: its sides, None where absent."""
+
+    @property
+    def k(self) -> object: ...
+
+    @property
+    def v(self) -> object: ...
 
 
 def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dict[str, bytes]]:
@@ -29,7 +37,7 @@ def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dic
     return (FEATURE,), {FEATURE: b"".join(first.to_bytes(START_BYTES, "little") for first in starts)}
 
 
-def layer_starts(start: int, layers: Sequence[LayerEntry], required: Sequence[str], ignorable: Mapping[str, bytes]) -> tuple[int, ...]:
+def layer_starts(start: int, layers: Sequence[HasSides], required: Sequence[str], ignorable: Mapping[str, bytes]) -> tuple[int, ...]:
     """The first position of every layer. Raises InvalidHeader or LimitExceeded, which name the layer."""
     if (FEATURE in required) != (FEATURE in ignorable):
         places = ("required", "ignorable") if FEATURE in required else ("ignorable", "required")
@@ -47,7 +55,7 @@ def layer_starts(start: int, layers: Sequence[LayerEntry], required: Sequence[st
     return starts
 
 
-def _check_start(number: int, first: int, start: int, layer: LayerEntry) -> None:
+def _check_start(number: int, first: int, start: int, layer: HasSides) -> None:
     check_integer(f"ignorable[{FEATURE!r}][{number}]", first, start, MAX_TOKENS)
     if first != start and layer.k is None and layer.v is None:
         raise InvalidHeader(f"ignorable[{FEATURE!r}][{number}] is {first}, a layer without sides has the file's start {start}")

@@ -16,8 +16,10 @@ import msgpack
 import torch
 import xxhash
 
-from kvpack.cache.cache import Cache, Layer, Side
+from kvpack.cache.cache import Cache
+from kvpack.cache.layer import Layer
 from kvpack.cache.pages import Page
+from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.coding.modes import own_modes
 from kvpack.file.header_tensor import pack_header

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 import kvpack
-from kvpack.cache.cache import Cache, Layer
+from kvpack.cache.cache import Cache
+from kvpack.cache.layer import Layer
 from kvpack.coding.recipes import Recipe
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.bench.windows import Exact
-    from kvpack.cache.cache import Side
+    from kvpack.cache.side import Side
 
 _SCALED = ("", ",channel_scale=fp16")
 """Keys without and with channel scales: where channels stand out a rotation needs them, elsewhere they may do harm."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpack.commands.output import print_table, printable
+from kvpack.output import print_table, printable
 
 from .results import uniform_name
 

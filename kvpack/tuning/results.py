@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from kvpack.bench.intervals import student_t
-from kvpack.commands.output import printable
+from kvpack.output import printable
 
 from .allocation import recipe_text
 

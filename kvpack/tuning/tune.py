@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.bench.models import Text, load_model, read_text, vocabulary
+from kvpack.bench.models import Text, read_text, vocabulary
 from kvpack.bench.sizes import check_size, positions, starts, window, window_ids, window_tokens
-from kvpack.demo.demo import model_folder
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import InvalidParameter, WriteFailed
+from kvpack.models import load_model, model_folder
 
 from .allocation import recipe_clauses, recipe_text
 from .candidates import LADDER, RUNGS, parse_candidates, price

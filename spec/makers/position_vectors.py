@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from parts import Parts
 
-    from kvpack.cache.cache import Side
+    from kvpack.cache.side import Side
 
 FEATURE = "layer-positions"
 DATA = f"ignorable.{FEATURE}"

@@ -33,8 +33,8 @@ from kvpack.bench.intervals import student_t, t_quantile, wilson
 from kvpack.bench.models import make_twin, read_text
 from kvpack.bench.sizes import starts
 from kvpack.coding.recipes import PRESETS
-from kvpack.demo.demo import demo_text, model_folder
 from kvpack.formats.errors import InvalidParameter
+from kvpack.models import demo_text, model_folder
 
 RECIPES = ["bf16", "kivi-2", "kv=group:b=8,g=32"]
 SETTINGS = quality.Settings(tokens=512, score=96, windows=2, needles=1)

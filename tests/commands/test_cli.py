@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import kvpack
 from kvpack import cli
-from kvpack.commands.output import printable, progress
 from kvpack.formats import errors
+from kvpack.output import printable, progress
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,7 +17,7 @@ from value_oracles import check_values, compare_values
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn
 
-    from kvpack.cache.cache import Side
+    from kvpack.cache.side import Side
     from kvpack.formats.base import Codec
 
 MOST_DIM = 64

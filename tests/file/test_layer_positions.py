@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import kvpack
 from kvpack import cli
-from kvpack.cache.cache import Layer
+from kvpack.cache.layer import Layer
 from kvpack.file import container
 from kvpack.formats.errors import InvalidParameter, InvalidShape, LimitExceeded, NotConsecutive, OutOfBounds
 

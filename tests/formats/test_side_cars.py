@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.cache.cache import Side
+from kvpack.cache.side import Side
 from kvpack.formats import codec_from_params, create_codec
 from kvpack.formats.base import Codec
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, InvalidRecipe, OutOfRange

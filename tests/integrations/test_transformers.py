@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from kvpack.attention import attend
-from kvpack.cache.cache import Cache, Layer
+from kvpack.cache.cache import Cache
+from kvpack.cache.layer import Layer
 from kvpack.cache.packing import pack
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
 from kvpack.integrations.transformers import KvpackCache

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.cache.cache import Layer, Side
+from kvpack.attention import attention_kernels
+from kvpack.cache.layer import Layer
+from kvpack.cache.side import Side
 from kvpack.coding import dispatch
 from kvpack.formats.group import Group
 
@@ -407,9 +409,9 @@ def test_attend_takes_the_kernels_where_they_are_right(recipe: str, fused: bool,
 def test_long_queries_and_gradients_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = kvpack.pack(random_pairs(1, 70, dims=(64, 64)), "kivi-4").to(DEVICE)[0]
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
-    assert dispatch.attention_kernels(torch.randn(1, 4, 64, 64, device=DEVICE), layer) is not None
-    assert dispatch.attention_kernels(torch.randn(1, 4, 65, 64, device=DEVICE), layer) is None
-    assert dispatch.attention_kernels(torch.randn(1, 4, 1, 64, device=DEVICE, requires_grad=True), layer) is None
+    assert attention_kernels(torch.randn(1, 4, 64, 64, device=DEVICE), layer) is not None
+    assert attention_kernels(torch.randn(1, 4, 65, 64, device=DEVICE), layer) is None
+    assert attention_kernels(torch.randn(1, 4, 1, 64, device=DEVICE, requires_grad=True), layer) is None
 
 
 @pytest.mark.kernels

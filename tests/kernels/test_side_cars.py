@@ -1,4 +1,4 @@
-"""Attention over packed rows with the side-cars that the attention kernel itself attends; see test_attention_kernels.py."""
+"""Attention over packed rows with the side-cars that the attention kernel itself attends; see test_attention.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.cache.cache import Layer
+from kvpack.cache.layer import Layer
 from kvpack.coding import dispatch, triton_version
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars

@@ -19,7 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvpack
-from kvpack.cache.cache import Cache, Layer, Side
+from kvpack.cache.cache import Cache
+from kvpack.cache.layer import Layer
+from kvpack.cache.side import Side
 from kvpack.file import container
 from kvpack.formats import CODECS
 from kvpack.formats.columns import Columns

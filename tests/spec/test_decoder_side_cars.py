@@ -30,7 +30,7 @@ from decoded_alike import assert_within  # isort: skip
 from second_decoder import decoder  # isort: skip
 
 if TYPE_CHECKING:
-    from kvpack.cache.cache import Page
+    from kvpack.cache.pages import Page
 
 PAGE = SPEC / "side-cars.md"
 BATCH, HEADS, TOKENS, DIM = 2, 3, 7, 128

@@ -12,7 +12,10 @@ import torch
 import zstandard
 
 import kvpack
-from kvpack.cache.cache import Cache, Layer, Page, Side
+from kvpack.cache.cache import Cache
+from kvpack.cache.layer import Layer
+from kvpack.cache.pages import Page
+from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, TORCH_DTYPES
 
 from golden_files import side_car_packings  # isort: skip

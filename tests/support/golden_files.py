@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 import kvpack
-from kvpack.cache.cache import Cache, Layer, Page, Side
+from kvpack.cache.cache import Cache
+from kvpack.cache.layer import Layer
+from kvpack.cache.pages import Page
+from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, TORCH_DTYPES
 from kvpack.coding.recipes import Recipe
 from kvpack.formats.generator import Generator

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.cache.cache import Layer, Page, Side
+from kvpack.cache.layer import Layer
+from kvpack.cache.pages import Page
+from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.side_cars import WithSideCars

@@ -13,7 +13,7 @@ import torch
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from kvpack.cache.cache import Page
+from kvpack.cache.pages import Page
 from kvpack.formats import CODECS, codec_from_params, create_codec
 from kvpack.formats.columns import MAX_BASE, MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, Columns, is_power_of_two
 from kvpack.formats.errors import InvalidParameter, OutOfRange

@@ -19,8 +19,8 @@ from kvpack import cli
 from kvpack.bench import models, windows
 from kvpack.bench.sizes import starts, window
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.demo.demo import model_folder
 from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.models import load_model, model_folder
 from kvpack.tuning import candidates, early_boost, greedy, journal, measurement, results, search, tune
 from kvpack.tuning.allocation import ranges, recipe_clauses, recipe_text, uniform
 from kvpack.tuning.measurement import Loss
@@ -40,7 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def tinylm() -> Any:
     with model_folder(None) as folder:
-        return models.load_model(folder)
+        return load_model(folder)
 
 
 def tuning_windows() -> dict[str, list[torch.Tensor]]:
@@ -194,7 +194,7 @@ def test_the_report(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("factor", "sensitive"), [(1.0, False), (40.0, True)], ids=["as it is", "made sensitive"])
 def test_the_sensitive_layer_gets_the_bytes(tmp_path: Path, factor: float, sensitive: bool) -> None:
     with model_folder(None) as folder:
-        model = models.load_model(folder)
+        model = load_model(folder)
     # Outlier channels in the keys of one layer: a rotation spreads their error over all channels.
     with torch.inference_mode():
         models._scale(model.model.layers[2].self_attn, factor, torch.Generator().manual_seed(0))

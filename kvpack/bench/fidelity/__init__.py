@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.commands.output import print_table
 from kvpack.formats.errors import InvalidParameter
+from kvpack.output import print_table
 
 from . import hqmq, octopus, oscar, turboangle
 from .measure import Settings

@@ -110,7 +110,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self.passes.appended(layer.packed.seen)
         if self._dense:
             return dense
-        states = PackedStates(self, layer_idx, layer.packed)
+        states = PackedStates(self.check_attention, layer.packed)
         return states, states
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvpack.attention import attend
-from kvpack.cache.cache import Layer
+from kvpack.cache.layer import Layer
 from kvpack.formats.errors import InvalidParameter, InvalidShape
 
 from .plain import plain_attention
@@ -40,7 +40,7 @@ def attention(
     the model attends to.
     """
     if isinstance(key, PackedStates):
-        key.cache.check_attention(module)
+        key.check_attention(module)
         key = key.packed
     if not isinstance(key, Layer):
         if isinstance(value, (Layer, PackedStates)):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, DummyLayer
 
-from kvpack.cache.cache import Layer
+from kvpack.cache.layer import Layer
 from kvpack.formats.errors import InvalidShape, KvpackWarning, OutOfBounds
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:
-    from kvpack.cache.cache import Layer
+    from collections.abc import Callable
 
-    from .cache import KvpackCache
+    from kvpack.cache.layer import Layer
 
 
 class PackedLength(int):
@@ -17,10 +17,13 @@ class PackedLength(int):
 
 
 class PackedStates:
-    """One packed layer as attention "kvpack" takes it. Anything else that touches it raises InvalidParameter, which says what to do."""
+    """One packed layer as attention "kvpack" takes it, which calls ``check_attention`` with its module.
 
-    def __init__(self, cache: KvpackCache, number: int, packed: Layer) -> None:
-        self.cache, self.number, self.packed = cache, number, packed
+    Anything else that touches it raises InvalidParameter, which says what to do.
+    """
+
+    def __init__(self, check_attention: Callable[[Any], None], packed: Layer) -> None:
+        self.check_attention, self.packed = check_attention, packed
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

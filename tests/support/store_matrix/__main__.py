@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from kvpack.commands.output import print_table
+from kvpack.output import print_table
 
 from store_matrix.matrix import FAULTS, KINDS, run_cell, table  # isort: skip
 

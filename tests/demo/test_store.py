@@ -9,8 +9,8 @@ import pytest
 
 import kvpack
 from kvpack import cli
+from kvpack.demo import store as demo
 from kvpack.formats.errors import InvalidRecipe
-from kvpack.store import demo
 
 if TYPE_CHECKING:
     from pathlib import Path

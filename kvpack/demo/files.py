@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,9 @@ from torch.nn import functional
 import kvpack
 from kvpack.coding.encoding import rounding_is_shown
 from kvpack.coding.recipes import parse_recipe
-from kvpack.commands.output import bytes_text, print_table, printable
-from kvpack.formats.errors import MissingFile, WriteFailed
+from kvpack.formats.errors import WriteFailed
+from kvpack.models import BOS, demo_text, load_model, transformers_library
+from kvpack.output import bytes_text, print_table, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,7 +43,6 @@ PROMPT_BYTES = 2000
 SAMPLE_BYTES = 60
 READERS = 2
 """Reading processes at a time."""
-BOS = 256
 IDENTITY = {"name": "tinylm"}
 
 _KEY_LINE = re.compile(rb"\[\[key (\w{6}) = (\w{8})\]\]")
@@ -102,7 +101,7 @@ def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
     transformers = transformers_library()
     cache = transformers.DynamicCache()
     with torch.inference_mode():
-        load_model("sdpa")(torch.tensor([[BOS, *prompt]]), past_key_values=cache)
+        load_model()(torch.tensor([[BOS, *prompt]]), past_key_values=cache)
     return [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
 
 
@@ -147,7 +146,7 @@ def continue_from(past: Cache | Any) -> dict[str, Any]:
     """
     from kvpack.integrations.transformers import KvpackCache
 
-    model = load_model("kvpack" if isinstance(past, kvpack.Cache) else "sdpa")
+    model = load_model(attention="kvpack" if isinstance(past, kvpack.Cache) else "sdpa")
     text = demo_text()
     prompt, rest = text[:PROMPT_BYTES], text[PROMPT_BYTES:]
 
@@ -207,7 +206,7 @@ def _answer(source: dict[str, Any]) -> tuple[str, str]:
 
 
 def _read_elsewhere(path: str) -> dict[str, Any]:
-    reader = subprocess.run([sys.executable, "-m", "kvpack.demo.demo", "reader", path], capture_output=True, text=True, check=False)
+    reader = subprocess.run([sys.executable, "-m", "kvpack.demo.files", "reader", path], capture_output=True, text=True, check=False)
     if reader.returncode:
         raise kvpack.KvpackError(f"the process that reads {path} failed: {reader.stderr.strip().rpartition(chr(10))[2]}")
     report: dict[str, Any] = json.loads(reader.stdout)
@@ -234,46 +233,12 @@ def _dense(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     return transformers_library().DynamicCache(pairs)
 
 
-def load_model(attention: str) -> Any:
-    """The demo's model in float32, with a transformers attention of this name."""
-    with model_folder() as folder:
-        model = transformers_library().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
-    return model.eval()
-
-
-@contextlib.contextmanager
-def model_folder(path: str | None = None) -> Iterator[Path]:
-    """The folder of a transformers model: ``path``, or the demo's own. Raises MissingFile."""
-    if path is None:
-        with as_file(files("kvpack.demo") / "tinylm") as folder:
-            yield folder
-    elif Path(path, "config.json").is_file():
-        yield Path(path)
-    else:
-        raise MissingFile(f"{path}: has no config.json, expected the folder of a transformers model")
-
-
-def demo_text() -> bytes:
-    """The demo's prompt and what follows it."""
-    return (files("kvpack.demo") / "demo.txt").read_bytes()
-
-
-def transformers_library() -> Any:
-    """The module transformers, its progress bars off. Raises KvpackError when it is not installed."""
-    try:
-        import transformers
-    except ImportError:
-        raise kvpack.KvpackError("the demo needs transformers: pip install 'kvpack[transformers]'") from None
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
-
-
 def _file_name(recipe: str) -> str:
     return re.sub(r"[^\w.-]+", "_", recipe)[:60]
 
 
 def main(words: Sequence[str]) -> int:
-    """``python -m kvpack.demo.demo reader FILE``: print what the reader found as JSON."""
+    """``python -m kvpack.demo.files reader FILE``: print what the reader found as JSON."""
     command, path = words
     if command != "reader":
         raise SystemExit(f"unknown command {command!r}, expected reader")

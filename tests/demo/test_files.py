@@ -9,7 +9,8 @@ import pytest
 
 import kvpack
 from kvpack import cli
-from kvpack.demo import demo
+from kvpack.demo import files as demo
+from kvpack.models import demo_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +32,7 @@ def report(folder: Path) -> Any:
 
 
 def test_the_text() -> None:
-    text = demo.demo_text()
+    text = demo_text()
     assert len(text) == 2500
     assert text[:2000].count(b"\n[[key ") == 5
     assert b"[[key " not in text[2000:]

@@ -15,8 +15,10 @@ import torch
 
 import kvpack
 from kvpack.coding.recipes import parse_recipe
-from kvpack.commands.output import print_table
-from kvpack.demo import demo
+from kvpack.models import BOS, demo_text, load_model, transformers_library
+from kvpack.output import print_table
+
+from .files import PROMPT_BYTES, one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,11 +35,11 @@ def run(location: str, recipe: str = RECIPE, *, progress: Progress | None = None
 
     ``progress`` counts processes. Raises InvalidRecipe, and KvpackError when transformers is not installed or a process fails.
     """
-    demo.transformers_library()
+    transformers_library()
     parse_recipe(recipe)
     rows = []
     for number, name in enumerate(PROCESSES):
-        command = [sys.executable, "-m", "kvpack.store.demo", location, recipe]
+        command = [sys.executable, "-m", "kvpack.demo.store", location, recipe]
         process = subprocess.run(command, capture_output=True, text=True, check=False)
         if process.returncode:
             raise kvpack.KvpackError(f"process {name} failed: {process.stderr.strip().rpartition(chr(10))[2]}")
@@ -51,14 +53,14 @@ def use(location: str, recipe: str) -> dict[str, Any]:
     """What every process does: load the longest stored prefix, prefill and save where there is none, and go on from it."""
     from kvpack.integrations.transformers import KvpackCache
 
-    model = demo.load_model("kvpack")
-    prompt = [demo.BOS, *demo.demo_text()[: demo.PROMPT_BYTES - 1]]
+    model = load_model(attention="kvpack")
+    prompt = [BOS, *demo_text()[: PROMPT_BYTES - 1]]
     with kvpack.Store(location, kvpack.Identity.of(model, recipe, name="tinylm")) as store, torch.inference_mode():
         started = time.perf_counter()
         # A model goes on from a token: the last one is never taken from the store.
         found, cache = store.load(prompt[:-1])
         if cache is None:
-            dense = demo.transformers_library().DynamicCache()
+            dense = transformers_library().DynamicCache()
             model(torch.tensor([prompt[:-1]]), past_key_values=dense)
             store.save(prompt[:-1], kvpack.pack(dense, recipe))
             # All go on from the stored bytes, and so produce the same tokens.
@@ -67,7 +69,7 @@ def use(location: str, recipe: str) -> dict[str, Any]:
             raise kvpack.KvpackError(f"nothing could be stored: {store.counters()['faults']}")
         past, given, tokens = KvpackCache(cache), torch.tensor([prompt[cache.tokens :]]), []
         for _ in range(NEW_TOKENS):
-            tokens.append(int(model(given, past_key_values=past).logits[0, -1, : demo.BOS].argmax()))
+            tokens.append(int(model(given, past_key_values=past).logits[0, -1, :BOS].argmax()))
             if len(tokens) == 1:
                 first = time.perf_counter() - started
             given = torch.tensor([tokens[-1:]])
@@ -93,9 +95,9 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """``python -m kvpack.store.demo LOCATION RECIPE``: print as JSON what one process did."""
+    """``python -m kvpack.demo.store LOCATION RECIPE``: print as JSON what one process did."""
     location, recipe = words
-    with demo.one_thread():
+    with one_thread():
         print(json.dumps(use(location, recipe)))
     return 0
 

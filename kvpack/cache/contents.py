@@ -1,0 +1,49 @@
+"""What the header of a file says of a cache's layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpack.coding.encoding import RAW_NAMES
+from kvpack.file.header import Contents, LayerEntry, SideEntry
+from kvpack.file.inputs import FEATURE
+from kvpack.file.layer_positions import features_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvpack.file.inputs import Inputs
+    from kvpack.formats.base import Codec
+
+    from .layer import Layer
+    from .side import Side
+
+
+def contents_of(layers: Sequence[Layer], recipe: str, model: Mapping[str, str], start: int, inputs: Inputs | None) -> Contents:
+    """The header's contents for a file of ``layers``, whose range begins at position ``start``."""
+    codecs: dict[Codec, int] = {}
+    listed = []
+    for layer in layers:
+        entries = {name: _entry(side, codecs.setdefault(side.codec, len(codecs))) for name, side in layer.sides.items()}
+        listed.append(LayerEntry(entries.get("k"), entries.get("v")))
+    required, ignorable = features_of(start, [start + layer.skipped for layer in layers])
+    if inputs is not None:
+        ignorable[FEATURE] = inputs.to_bytes()
+    return Contents(
+        codecs=tuple(codecs),
+        layers=tuple(listed),
+        model=dict(model),
+        recipe=recipe,
+        start=start,
+        required=required,
+        ignorable=ignorable,
+    )
+
+
+def _entry(side: Side, codec: int) -> SideEntry:
+    rows = {name: 0 for name, layout in side.codec.layout(1, 1, 0).items() if layout.per == "entry"}
+    for streams in side.stored_streams():
+        for name in rows:
+            rows[name] += streams[name].shape[2]
+    tail, dtype = side.tail.shape[2], RAW_NAMES[side.tail.dtype]
+    return SideEntry(codec, side.batch, side.heads, side.merged_runs(), tail, dtype, side.window, tuple(rows.items()))

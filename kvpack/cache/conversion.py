@@ -1,0 +1,82 @@
+"""The layers of a cache in another recipe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.coding.encoding import RAW_NAMES, encode, is_rounded
+from kvpack.coding.modes import own_modes
+from kvpack.coding.recipes import parse_recipe
+from kvpack.formats.raw import HOLDS, Raw
+
+from .pages import Page
+from .side import packed_side
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from kvpack.coding.encoding import Progress
+    from kvpack.coding.recipes import Recipe
+
+    from .layer import Layer
+    from .side import Side
+
+
+def converted(layers: Sequence[Layer], recipe: str | os.PathLike[str] | Recipe, progress: Progress | None) -> tuple[tuple[Layer, ...], str]:
+    """``layers`` in another recipe, and its text; a side that has its codec already is kept, one that only packs otherwise is repacked."""
+    recipe = parse_recipe(recipe)
+    recipe.check_length()
+    recipe.check_layers(len(layers))
+    found = []
+    for number, layer in enumerate(layers):
+        sides: list[Side | None] = []
+        for name, side in (("k", layer.k), ("v", layer.v)):
+            if side is None:
+                sides.append(None)
+                continue
+            codec = recipe.codec(number, len(layers), name, side.dim, _exact_dtype(side))
+            if codec == side.codec:
+                sides.append(_with_window(side, recipe.window, f"layers[{number}].{name}"))
+            elif codec.same_codes(side.codec):
+                with own_modes(side.device):
+                    repacked = side.repacked(codec)
+                sides.append(_with_window(repacked, recipe.window, f"layers[{number}].{name}"))
+            else:
+                packed = packed_side(side.unpack(torch.float32), codec, recipe.window, f"layers[{number}].{name}")
+                sides.append(replace(packed, tail=_narrowed(packed.tail, side.tail.dtype)))
+        found.append(replace(layer, k=sides[0], v=sides[1]))
+        if progress:
+            progress(number + 1, len(layers))
+    return tuple(found), recipe.text
+
+
+def _exact_dtype(side: Side) -> str:
+    """The narrowest raw dtype that holds every value of a side as it decodes."""
+    dtypes = {RAW_NAMES[side.tail.dtype]} if side.tail.shape[2] or not side.pages else set()
+    if side.pages:
+        dtypes.add(side.codec.dtype if isinstance(side.codec, Raw) else "fp32")
+    return next(name for name in HOLDS if dtypes <= set(HOLDS[name]))
+
+
+def _narrowed(tail: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float32 tail in ``dtype``, or as it is where ``dtype`` would round it."""
+    narrow = tail.to(dtype)
+    return tail if is_rounded(tail, narrow) else narrow
+
+
+def _with_window(side: Side, window: int, where: str) -> Side:
+    """The side at another window: what its tail may no longer hold is encoded, as ``pack`` would."""
+    if window == side.window:
+        return side
+    tokens = side.tail.shape[2]
+    ready = tokens - tokens % window if window else tokens
+    if not ready:
+        return replace(side, window=window)
+    with own_modes(side.device):
+        before = side.pages[-1].streams if side.pages else None
+        page = Page(side.codec, ready, encode(side.codec, side.tail[:, :, :ready], where, before))
+        return replace(side.followed_by(page, side.tail[:, :, ready:].clone()), window=window)

@@ -1,0 +1,103 @@
+"""Layer: the keys and the values of one layer of a model, each a Side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
+
+from .arguments import integer
+from .rows import row_numbers
+
+if TYPE_CHECKING:
+    from .side import Rows, Side
+
+Pair = tuple["torch.Tensor | None", "torch.Tensor | None"]
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer: keys and values, each a Side; one of the two may be absent.
+
+    ``skipped`` counts the tokens at the beginning of the cache's range that the layer no longer holds, as a sliding window
+    drops them. Raises InvalidParameter for a count below 0, or of a layer without sides.
+    """
+
+    k: Side | None
+    v: Side | None
+    skipped: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.skipped < 0 or (self.skipped and not self.sides):
+            raise InvalidParameter(f"skipped is {self.skipped}, allowed are integers from 0, and 0 alone for a layer without sides")
+
+    def __deepcopy__(self, memo: object) -> Layer:
+        return self
+
+    @property
+    def sides(self) -> dict[str, Side]:
+        """The sides present, by name."""
+        return {name: side for name, side in (("k", self.k), ("v", self.v)) if side is not None}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held; K and V of a layer hold the same number."""
+        side = self.v if self.k is None else self.k
+        return 0 if side is None else side.tokens
+
+    @property
+    def seen(self) -> int:
+        """Tokens from the beginning of the cache's range to the layer's last: those skipped and those held."""
+        return self.skipped + self.tokens
+
+    def unpack(self, dtype: torch.dtype = torch.bfloat16) -> Pair:
+        """Dense K and V ``[batch, kv_head, token, dim]`` of ``dtype``; None for an absent side."""
+        return (self.k.unpack(dtype) if self.k else None, self.v.unpack(dtype) if self.v else None)
+
+    def prefix(self, tokens: int) -> Layer:
+        """The first ``tokens`` tokens of the cache's range. Raises OutOfBounds."""
+        return self.slice(0, tokens)
+
+    def slice(self, start: int, stop: int) -> Layer:
+        """Tokens ``[start, stop)``, counted from the beginning of the cache's range, all of which the layer holds; or the whole layer.
+
+        Raises OutOfBounds. A cut through a layer that skipped tokens would leave the last ones without the window before them.
+        """
+        start, stop = integer(start, "start"), integer(stop, "stop")
+        if (start, stop) == (0, self.seen) or not self.sides:
+            return self
+        if not self.skipped <= start <= stop <= self.seen:
+            raise OutOfBounds(f"tokens {start} to {stop} were asked of a layer that holds tokens {self.skipped} to {self.seen}")
+        first, last = start - self.skipped, stop - self.skipped
+        return Layer(self.k.slice(first, last) if self.k else None, self.v.slice(first, last) if self.v else None)
+
+    def crop(self, count: int) -> Layer:
+        """The layer without its newest ``count`` tokens; those that it skipped stay skipped. Raises OutOfBounds."""
+        if not 0 <= count <= self.tokens:
+            raise OutOfBounds(f"{count} tokens are to be dropped of a layer that holds {self.tokens}")
+        held = self.tokens - count
+        return replace(self, k=self.k.prefix(held) if self.k else None, v=self.v.prefix(held) if self.v else None)
+
+    def select(self, indices: Rows) -> Layer:
+        """The rows ``indices`` of the batch, as ``Side.select``. Raises OutOfBounds, InvalidParameter."""
+        rows = row_numbers(indices)
+        return replace(self, k=self.k.select(rows) if self.k else None, v=self.v.select(rows) if self.v else None)
+
+    def append(self, k: torch.Tensor | None, v: torch.Tensor | None, where: str = "append") -> Layer:
+        """Add tokens to both sides. Raises InvalidShape when a side is missing or K and V differ in tokens."""
+        sides = []
+        for name, side, x in (("k", self.k, k), ("v", self.v, v)):
+            if (side is None) != (x is None):
+                held, given = ("no", "some") if side is None else ("a", "none")
+                raise InvalidShape(f"{where}.{name}: the layer has {held} {name} side, and {given} was appended")
+            sides.append(None if side is None or x is None else side.append(x, f"{where}.{name}"))
+        if k is not None and v is not None and k.shape[2] != v.shape[2]:
+            raise InvalidShape(f"{where}: k has {k.shape[2]} tokens and v has {v.shape[2]}; a layer's sides hold the same tokens")
+        return replace(self, k=sides[0], v=sides[1])
+
+    def to(self, device: torch.device | str) -> Layer:
+        """The layer with every buffer on ``device``."""
+        return replace(self, k=self.k.to(device) if self.k else None, v=self.v.to(device) if self.v else None)

@@ -1,0 +1,56 @@
+"""The language models that the demo, the benchmarks and the tuner run: a folder of transformers, or the demo's own model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.formats.errors import KvpackError, MissingFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BOS = 256
+"""The id that opens a text of the demo's model, whose other ids are bytes."""
+
+
+def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdpa") -> Any:
+    """The causal language model of the folder ``path``, or the demo's, in float32 with transformers' attention of this name.
+
+    Raises MissingFile, and KvpackError when transformers is not installed.
+    """
+    with model_folder(path) as folder:
+        model = transformers_library().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def model_folder(path: str | os.PathLike[str] | None = None) -> Iterator[Path]:
+    """The folder of a transformers model: ``path``, or the demo's own. Raises MissingFile."""
+    if path is None:
+        with as_file(files("kvpack.demo") / "tinylm") as folder:
+            yield folder
+    elif Path(path, "config.json").is_file():
+        yield Path(path)
+    else:
+        raise MissingFile(f"{path}: has no config.json, expected the folder of a transformers model")
+
+
+def demo_text() -> bytes:
+    """The demo's prompt and what follows it."""
+    return (files("kvpack.demo") / "demo.txt").read_bytes()
+
+
+def transformers_library() -> Any:
+    """The module transformers, its progress bars off. Raises KvpackError when it is not installed."""
+    try:
+        import transformers
+    except ImportError:
+        raise KvpackError("this needs transformers: pip install 'kvpack[transformers]'") from None
+    transformers.utils.logging.disable_progress_bar()
+    return transformers

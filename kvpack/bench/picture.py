@@ -30,7 +30,7 @@ OTHER = ("#666666", "p")
 SIZE = (7.2, 4.6)
 """Inches: the width of a page's text."""
 
-_STYLE: Any = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "kvpack"}
+SETTINGS: Any = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "kvpack"}
 """Text stays text in the SVG, and its ids do not depend on the moment."""
 
 _BITS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
@@ -60,7 +60,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     """Write ``path`` with the suffixes .png and .svg; the same report gives the same files. Raises OSError."""
     import matplotlib
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(SETTINGS):
         picture = figure(report)
         picture.savefig(path.with_suffix(".png"), metadata={"Software": None})
         picture.savefig(path.with_suffix(".svg"), metadata={"Date": None})
@@ -73,14 +73,15 @@ def figure(report: dict[str, Any]) -> Any:
     result = library().Figure(figsize=SIZE, dpi=200, layout="constrained")
     canvas: Any = FigureCanvasAgg(result)
     axes = result.add_subplot()
-    _plot(axes, report)
+    plot(axes, report)
     # Labels are placed in pixels, so the axes must lie where they will be drawn.
     result.draw_without_rendering()
-    _label(canvas.get_renderer(), axes, report["recipes"])
+    label_points(canvas.get_renderer(), axes, report["recipes"])
     return result
 
 
-def _plot(axes: Any, report: dict[str, Any]) -> None:
+def plot(axes: Any, report: dict[str, Any]) -> None:
+    """Draw everything except the names of the recipes."""
     rows, exact = report["recipes"], report["uncompressed"]["perplexity"]
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -100,7 +101,7 @@ def _plot(axes: Any, report: dict[str, Any]) -> None:
         fontsize=10,
         loc="left",
     )
-    axes.set_xlabel("bits a value, every byte of the file counted (log scale)")
+    axes.set_xlabel("bits per value, every byte of the file counted (log scale)")
     axes.set_ylabel("perplexity (log scale), with paired 95 % intervals")
     _ticks(axes, rows, exact)
     axes.grid(color="#dddddd", linewidth=0.6, zorder=0)
@@ -137,7 +138,7 @@ def _ticks(axes: Any, rows: list[dict[str, Any]], exact: float) -> None:
     axes.yaxis.set_minor_locator(ticker.NullLocator())
 
 
-def _label(renderer: Any, axes: Any, rows: list[dict[str, Any]]) -> None:
+def label_points(renderer: Any, axes: Any, rows: list[dict[str, Any]]) -> None:
     """Write each recipe beside its point, at the nearest place that is free of labels, points and the legend, and mostly of lines."""
     from matplotlib.transforms import Bbox
 

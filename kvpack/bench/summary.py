@@ -52,7 +52,7 @@ def _row(recipe: str, measured: Sequence[Measured], exact_losses: Sequence[float
     }
     return {
         "recipe": recipe,
-        "family": _family(recipe),
+        "family": family(recipe),
         "bits_per_value": 8 * sum(window.bytes for window in measured) / sum(window.values for window in measured),
         "nominal_bits": fmean(window.nominal_bits for window in measured),
         "perplexity": math.exp(fmean(losses)),
@@ -68,7 +68,7 @@ def _row(recipe: str, measured: Sequence[Measured], exact_losses: Sequence[float
     }
 
 
-def _family(recipe: str) -> str:
+def family(recipe: str) -> str:
     """The codec of the keys in most of the layers."""
     return parse_recipe(recipe).codec(1, 3, "k", CHECKED_DIM).id
 

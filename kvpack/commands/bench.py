@@ -36,6 +36,7 @@ def add(commands: Any) -> None:
     _add_quality(kinds)
     _add_fidelity(kinds)
     _add_kernels(kinds)
+    _add_overview(kinds)
     _add_store(kinds)
 
 
@@ -87,6 +88,17 @@ def _add_kernels(kinds: Any) -> None:
     kernels.add_argument("--out", metavar="DIR", help="write the report, and the picture of the sweep, here: kernels.json, .png, .svg")
     add_json(kernels)
     kernels.set_defaults(run=run_kernels)
+
+
+def _add_overview(kinds: Any) -> None:
+    overview = kinds.add_parser(
+        "overview",
+        help="draw the reports of quality and kernels as one picture",
+        description="Draw overview.svg from the quality.json and kernels.json that bench quality and bench kernels --sweep wrote.",
+    )
+    overview.add_argument("folder", metavar="DIR", help="the folder of the reports, which gets the picture")
+    add_json(overview)
+    overview.set_defaults(run=run_overview)
 
 
 def _add_store(kinds: Any) -> None:
@@ -190,4 +202,13 @@ def run_kernels(arguments: argparse.Namespace) -> int:
             progress=callback,
         )
     print_report(report, kernels.show, arguments)
+    return 0
+
+
+def run_overview(arguments: argparse.Namespace) -> int:
+    """Draw the picture and print its path."""
+    from kvpack.bench import overview
+
+    path = overview.run(arguments.folder)
+    print_report({"picture": path}, lambda report: print(report["picture"]), arguments)
     return 0

@@ -1,0 +1,116 @@
+"""kvpack bench overview: one picture of what recipes cost in quality and of how much faster attention is over them.
+
+It is drawn from the reports of ``kvpack bench quality`` and ``kvpack bench kernels``. The README shows that of ``measured/``, where
+``quality.json`` has no values of single windows and layers, and ``kernels.json`` only the ratios that kernels/README.md lists.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvpack.errors import InvalidParameter, MissingFile, WriteFailed
+
+from . import picture
+from .summary import family
+
+RECIPES = (
+    "kv=group:b=4,g=32",
+    "oscar-2",
+    "kv=scalar:b=4",
+    "kv=scalar:b=3",
+    "kv=scalar:b=2",
+    "kv=octahedral:b=3,arrangement=direct",
+    "octopus-3",
+    "octopus-qjl-3",
+    "kv=quaternion:s=24,r=3,arrangement=direct",
+    "kv=quaternion:s=24,r=3",
+    "kv=angle:n=128,arrangement=direct",
+    "kv=angle:n=128",
+    "polarquant-3",
+)
+"""The recipes whose attention is drawn, where the report has them."""
+
+LONG_TOKENS, SHORT_TOKENS = 131072, 16384
+"""Contexts of 32 query heads, 8 KV heads and dim 128: shape B of the report, and one length of its sweep."""
+
+_SIZE = (11.0, 4.8)
+
+
+def run(folder: str) -> str:
+    """Draw ``overview.svg`` from ``quality.json`` and ``kernels.json`` in ``folder``, and return its path.
+
+    Raises MissingFile without them, InvalidParameter for other contents, WriteFailed, and KvpackError without matplotlib.
+    """
+    picture.library()
+    import matplotlib
+
+    quality, kernels = _report(folder, "quality", "recipes"), _report(folder, "kernels", "sweep")
+    path = Path(folder, "overview.svg")
+    with matplotlib.rc_context(picture.SETTINGS):
+        drawn = _figure(quality, _speeds(folder, kernels), kernels["device"])
+        try:
+            drawn.savefig(path, metadata={"Date": None})
+        except OSError as error:
+            raise WriteFailed(f"{path}: could not be written: {error.strerror}") from None
+    return str(path)
+
+
+def _report(folder: str, name: str, key: str) -> dict[str, Any]:
+    path = Path(folder, f"{name}.json")
+    write = f"write it with: kvpack bench {name}{' --sweep' if name == 'kernels' else ''} --out {folder}"
+    try:
+        report = json.loads(path.read_bytes())
+    except OSError as error:
+        raise MissingFile(f"{path}: {error.strerror}; {write}", filename=str(path), number=error.errno or 0) from None
+    except ValueError as error:
+        raise InvalidParameter(f"{path}: is no JSON: {error}; {write}") from None
+    if not isinstance(report, dict) or not report.get(key):
+        raise InvalidParameter(f"{path}: is no report with {key!r}; {write}")
+    return report
+
+
+def _speeds(folder: str, report: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """(recipe, speed at LONG_TOKENS, at SHORT_TOKENS), slowest first. A speed is the time of the best bf16 attention over its own."""
+    long, short = (
+        {row["recipe"]: 1 / row["of_bf16"] for table in report[part] if table[key] == value for row in table["rows"]}
+        for part, key, value in (("shapes", "name", "B"), ("sweep", "tokens", SHORT_TOKENS))
+    )
+    speeds = [(recipe, long[recipe], short[recipe]) for recipe in RECIPES if recipe in long and recipe in short]
+    if not speeds:
+        raise InvalidParameter(
+            f"{folder}/kernels.json: has none of the recipes {', '.join(RECIPES)} at shape B and at {SHORT_TOKENS:,} tokens; "
+            f"write it with: kvpack bench kernels --sweep --out {folder}"
+        )
+    return sorted(speeds, key=lambda speed: speed[1])
+
+
+def _figure(quality: dict[str, Any], speeds: list[tuple[str, float, float]], device: str) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    result = picture.library().Figure(figsize=_SIZE, dpi=100, layout="constrained")
+    canvas: Any = FigureCanvasAgg(result)
+    left, right = result.subplots(1, 2, width_ratios=(1.3, 1))
+    picture.plot(left, quality)
+    _plot_speeds(right, speeds)
+    right.set_title(f"{device}: attention over packed rows", fontsize=10, loc="left")
+    # Labels are placed in pixels, so the axes must lie where they will be drawn.
+    result.draw_without_rendering()
+    picture.label_points(canvas.get_renderer(), left, quality["recipes"])
+    return result
+
+
+def _plot_speeds(axes: Any, speeds: list[tuple[str, float, float]]) -> None:
+    recipes, long, short = zip(*speeds, strict=True)
+    colours = [picture.STYLES[family(recipe)][0] for recipe in recipes]
+    axes.barh(recipes, long, color=colours, height=0.7, zorder=2, label=f"{LONG_TOKENS:,} tokens")
+    dots = {"color": "#ffffff", "markeredgecolor": "#000000", "marker": "o", "linestyle": "none", "markersize": 5}
+    axes.plot(short, recipes, **dots, zorder=3, label=f"{SHORT_TOKENS:,} tokens")
+    axes.axvline(1, color="#000000", linewidth=0.8, zorder=4)
+    axes.set_xlim(0, 1.08 * max(long))
+    axes.tick_params(axis="y", length=0, labelsize=8)
+    axes.set_xlabel("speed (1 = the best bf16 attention)")
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6, zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(framealpha=0.9, edgecolor="none", fontsize=8, loc="lower right")

@@ -21,9 +21,9 @@ def select(codec: Codec, streams: Mapping[str, torch.Tensor], indices: torch.Ten
     result = {}
     for name, layout in codec.layout(1, 1, 0).items():
         if layout.batch_axis is not None:
-            result[name] = _rows(streams[name], layout.batch_axis, indices)
+            result[name] = rows_of(streams[name], layout.batch_axis, indices)
         else:
-            result[name] = _rows(streams[name], 2, _entries_of(counts[name], indices))
+            result[name] = rows_of(streams[name], 2, _entries_of(counts[name], indices))
     return result
 
 
@@ -37,8 +37,9 @@ def _entries_of(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return shift + torch.arange(len(shift), device=counts.device)
 
 
-def _rows(stream: torch.Tensor, axis: int, rows: torch.Tensor) -> torch.Tensor:
-    # Not every device indexes uint16.
+def rows_of(stream: torch.Tensor, axis: int, rows: torch.Tensor) -> torch.Tensor:
+    """The rows ``rows``, int64 on the stream's device, of ``stream`` along ``axis``, in that order."""
+    # Not every device, and not every version of PyTorch, indexes uint16.
     if stream.dtype == torch.uint16:
         return stream.view(torch.int16).index_select(axis, rows).view(torch.uint16)
     return stream.index_select(axis, rows)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Codec, Run, RunEncoder
+from .batch import rows_of
 from .channel_order import STREAM as CHANNEL_ORDER
 from .channel_order import ChannelOrder, reordered, restored
 from .channel_scale import STREAM as CHANNEL_SCALE
@@ -219,7 +220,7 @@ class WithSideCars(Codec):
         raw = streams[RAW_TOKENS][0, 0].to(torch.float32)
         # What a run has once is of every sequence and head; for a raw token it is that of its sequence.
         sequence = (streams[RAW_FLAGS] != 0)[:, 0].T.nonzero()[:, 1]
-        rows = {name: streams[name][sequence] for name in (CHANNEL_SCALE, CHANNEL_ORDER) if name in streams}
+        rows = {name: rows_of(streams[name], 0, sequence) for name in (CHANNEL_SCALE, CHANNEL_ORDER) if name in streams}
         raw = raw if self.channel_scale is None else raw / factors(rows)[:, :, 0]
         raw = self._turned(raw[:, :, None], rows)[:, :, 0]
         return self.raw_tokens.put(frame, self.rotation.forward(raw), streams)

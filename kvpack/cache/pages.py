@@ -17,7 +17,7 @@ import torch
 
 from kvpack.coding.dispatch import decode, decode_frame
 from kvpack.coding.modes import own_modes
-from kvpack.formats.batch import select
+from kvpack.formats.batch import rows_of, select
 from kvpack.formats.errors import OutOfBounds
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ class Pages(Sequence[Page]):
             for name, layout in one.layout.items():
                 parts = [stretch.streams[name] for stretch in self.stretches]
                 whole = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
-                streams[name] = _rows(whole, kept) if layout.per == "run" else whole
+                streams[name] = rows_of(whole, 2, kept.to(whole.device)) if layout.per == "run" else whole
         return Pages([Stretch(one.codec, self.ends[last], streams)])
 
     def added(self, page: Page) -> Pages:
@@ -330,12 +330,3 @@ class Pages(Sequence[Page]):
         kept = self.slice(0, start) if number < len(self) else self
         joined = Pages([*self.slice(start, self.tokens).stretches, page.stretch]).merged() if number < len(self) else Pages([page.stretch])
         return Pages([*kept.stretches, *joined.stretches])
-
-
-def _rows(stream: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of a stream, along its third axis."""
-    rows = rows.to(stream.device)
-    # Not every device indexes uint16.
-    if stream.dtype == torch.uint16:
-        return stream.view(torch.int16).index_select(2, rows).view(torch.uint16)
-    return stream.index_select(2, rows)

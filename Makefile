@@ -4,7 +4,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 INSTALLED := .venv/installed
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo test lint types unit fuzz roundtrip gpu-test gpu-sanitize damage guards store-matrix zoo
+.PHONY: demo test lint types unit fuzz roundtrip gpu-test gpu-sanitize damage guards store-matrix versions zoo
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -47,6 +47,10 @@ zoo: $(INSTALLED)
 roundtrip: $(INSTALLED)
 	$(BIN)/python fuzz/roundtrip.py --seconds $(or $(SECONDS),60)
 
+# The oldest and the newest dependencies that pyproject.toml allows; the fast part, which CI runs, is `.ci/versions.py`.
+versions: $(INSTALLED)
+	$(BIN)/python .ci/versions.py --whole
+
 # Every kind of store under every fault, half an hour; KILLS are those of all kinds together, OPTIONS those of `--help`.
 store-matrix: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m store_matrix --kills $(or $(KILLS),7000) $(OPTIONS)
@@ -66,9 +70,9 @@ gpu-sanitize: $(INSTALLED)
 		compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest --quiet $(SANITIZED_TESTS) -k "$(SANITIZED)" || exit 1; \
 	done
 
-# setuptools first: the package is then built without a second, unpinned download of it.
+# pip first, for --group (25.1), and setuptools: the package is then built without a second, unpinned download of it.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
-	$(PIP) install --quiet --constraint $(CONSTRAINTS) setuptools
-	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[bench,fuzz,test,transformers]'
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) pip setuptools
+	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --group fuzz --group test --editable '.[bench,transformers]'
 	touch $@

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import kvpack
+from kvpack.coding import triton_version
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -55,6 +60,49 @@ def test_the_wheel_runs_from_a_neutral_folder(wheel: zipfile.ZipFile, tmp_path: 
     assert found.stdout.split() == [str(tmp_path / "site/kvpack/__init__.py"), str(tmp_path / "site/kvpack/formats/__init__.py")]
 
 
+@pytest.fixture(scope="module")
+def installed(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of commands of a new environment: kvpack from the wheel alone, its dependencies from this environment."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    python = folder / "bin" / "python"
+    code = "import site; print(site.getsitepackages()[0])"
+    site = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    # The folders of this environment, without what they would add: an editable kvpack among them.
+    below = [path for path in sys.path if Path(path).name == "site-packages"]
+    Path(site, "dependencies.pth").write_text("".join(f"{path}\n" for path in below))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel.filename)], check=True, capture_output=True)
+    return python.parent
+
+
+ATTENDED = """
+import sys, torch, kvpack
+assert kvpack.__file__ == sys.argv[1], kvpack.__file__
+out = kvpack.attend(torch.ones(1, 4, 1, 64), kvpack.load("packed.kvpack")[0])
+print(tuple(out.shape), bool(out.isfinite().all()))
+"""
+
+
+def test_the_wheel_alone_inspects_verifies_packs_attends_and_demonstrates(installed: Path, tmp_path: Path) -> None:
+    def run(command: str, *arguments: str | Path) -> str:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run([installed / command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    golden = ROOT / "tests" / "golden" / "angle-128-linear.kvpack"
+    assert "angle" in run("kvpack", "inspect", golden)
+    run("kvpack", "verify", golden)
+    x = torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(0))
+    save_file({"0.k": x, "0.v": x + 1}, tmp_path / "dense.safetensors")
+    run("kvpack", "pack", "dense.safetensors", "packed.kvpack", "--recipe", "octopus-3")
+    package = next(Path(installed.parent, "lib").glob("python3*/site-packages/kvpack/__init__.py"))
+    assert run("python", "-P", "-c", ATTENDED, package) == "(1, 4, 1, 64) True\n"
+    report = json.loads(run("kvpack", "demo", "--recipe", "kv=group:b=8,g=32", "--json"))
+    assert report["files"][0]["right"] == 5
+
+
 def test_the_folder_kernels_is_no_package() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
@@ -67,11 +115,21 @@ def test_everything_installed_is_pinned() -> None:
     lines = (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
     pinned = {match[1].lower() for line in lines if (match := re.fullmatch(r"([\w.-]+)==[\w.]+", line))}
     assert len(pinned) == len(lines) - 1
-    groups = [PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"].values()]
-    asked = {re.match(r"[\w-]+", requirement)[0] for group in groups for requirement in group}  # type: ignore[index]
+    project = PROJECT["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values(), *PROJECT["dependency-groups"].values()]
+    asked = {"pip"} | {re.match(r"[\w-]+", requirement)[0] for group in groups for requirement in group}  # type: ignore[index]
     assert asked <= pinned
 
 
+def test_the_versions_that_are_run_are_those_that_are_allowed() -> None:
+    versions = runpy.run_path(str(ROOT / ".ci" / "versions.py"))
+    assert versions["ranges"]()["torch"]
+    assert versions["OLDEST_TRITON"] == versions["TRITONS"][0] == ".".join(map(str, triton_version.OLDEST))
+    assert f"triton>={versions['OLDEST_TRITON']};" in "\n".join(PROJECT["dependency-groups"]["test"])
+    assert {path.name for path in (ROOT / "tests").rglob("test_*.py")} >= set(versions["TESTS"])
+
+
 def test_no_file_names_a_folder_of_a_machine() -> None:
-    for name in ("pyproject.toml", "Makefile", "MANIFEST.in", "README.md", ".ci/run", ".ci/constraints.txt"):
+    names = ("pyproject.toml", "Makefile", "MANIFEST.in", "README.md", "CHANGELOG.md", "SECURITY.md")
+    for name in (*names, ".ci/run", ".ci/constraints.txt", ".ci/versions.py"):
         assert not re.search(r"(?<![\w.:/])/(home|root|tmp|work|opt|usr)\b", (ROOT / name).read_text()), name

@@ -19,6 +19,8 @@ from .output import printable
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+COMMANDS = (inspect, verify, convert, dense, recipes, demo, bench, tune, store)
+"""The commands in the order of the help text; each module has ``add``."""
 SYSTEM_REFUSED = 3
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -29,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="kvpack", description="Compressed KV caches as files.", allow_abbrev=False)
     result.add_argument("--version", action="version", version=f"kvpack {__version__}")
     commands = result.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (inspect, verify, convert, dense, recipes, demo, bench, tune, store):
+    for command in COMMANDS:
         command.add(commands)
     return result
 

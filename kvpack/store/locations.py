@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from kvpack.formats.errors import InvalidParameter, MissingFile
@@ -22,24 +22,15 @@ from .redis import Redis, is_redis
 from .tiers import Tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from .backend import Backend
 
-SCHEMES = (*REDIS_SCHEMES, *OBJECT_STORE_SCHEMES)
-"""How the URL of a server or an object store begins."""
 MEMORY = "memory://"
 _FILE = "file://"
-_EACH = ": each Tier has its own"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
-OPTIONS = {
-    "a folder": {"max_bytes", "min_free", "durable"},
-    "memory": {"max_bytes"},
-    "a Redis server": {"max_bytes", "ttl", "timeout"},
-    "an object store": {"max_bytes", "timeout", "storage_options"},
-    "a list of tiers": {"write_back"},
-}
-"""The options of each kind of location."""
+_OF_TIERS = {"write_back"}
+"""The options of a list of tiers."""
 _LEAST = {"max_bytes": 0, "min_free": 0, "ttl": 1}
 
 
@@ -63,24 +54,21 @@ def open_backend(location: Any, counters: Counters, form: Form, *, looking: bool
     one that is None is as if it were not given. With ``looking`` opening it changes nothing there. Raises InvalidParameter for an
     option that the backend does not have, or that makes no sense, for a URL of no kind that is known, and what the backend raises.
     """
-    kind = _kind(location)
     given = {name: value for name, value in options.items() if value is not None}
-    unknown = set(given) - OPTIONS[kind]
-    if unknown:
-        raise InvalidParameter(f"{kind} has no option {', '.join(sorted(unknown))}{_EACH if kind == 'a list of tiers' else ''}")
+    if isinstance(location, (list, tuple)):
+        _check_options("a list of tiers", given, _OF_TIERS, ": each Tier has its own")
+        return _open_tiers(location, counters, form, looking=looking, **given)
+    kind = _kind(location)
+    _check_options(kind.name, given, kind.options)
+    return kind.open(location, counters, form, looking=looking, **given)
+
+
+def _check_options(kind: str, given: Mapping[str, Any], known: set[str], instead: str = "") -> None:
+    """Raise InvalidParameter for an option that ``kind`` does not have, and for a count that makes no sense."""
+    if unknown := set(given) - known:
+        raise InvalidParameter(f"{kind} has no option {', '.join(sorted(unknown))}{instead}")
     for name, least in _LEAST.items():
         check_count(name, given.get(name, least), least)
-    if kind == "a list of tiers":
-        return _open_tiers(location, counters, form, looking=looking, **given)
-    if kind == "memory":
-        if "max_bytes" not in given:
-            raise InvalidParameter("memory needs max_bytes: nothing else bounds it")
-        return Memory(counters, **given)
-    if kind == "a Redis server":
-        return Redis(location, counters, form, **given)
-    if kind == "an object store":
-        return ObjectStore(location, counters, form, **given)
-    return Directory(_folder(location), counters, form, looking=looking, **given)
 
 
 def check_count(name: str, value: Any, least: int) -> None:
@@ -105,25 +93,62 @@ def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, loo
 
 def open_existing(location: str, counters: Counters, form: Form, *, looking: bool = False, **options: Any) -> Backend:
     """The backend at a location that is there already, as ``open_backend`` opens it. Raises MissingFile for a folder that is not."""
-    if _kind(location) == "a folder" and not os.path.isdir(os.path.expanduser(_folder(location))):
+    if _kind(location) is FOLDER and not os.path.isdir(os.path.expanduser(_folder(location))):
         raise MissingFile(f"{location}: is no folder")
     return open_backend(location, counters, form, looking=looking, **options)
 
 
-def _kind(location: Any) -> str:
-    if isinstance(location, (list, tuple)):
-        return "a list of tiers"
+class Kind(NamedTuple):
+    """A kind of location: the options that its backend takes, which locations are of it, and how the backend there is opened."""
+
+    name: str
+    options: set[str]
+    schemes: tuple[str, ...]
+    """How the URLs of its locations begin."""
+    matches: Callable[[Any], bool]
+    open: Callable[..., Backend]
+    """Takes a location, counters, the form of entries, ``looking`` and the options given."""
+
+
+def _open_memory(location: str, counters: Counters, form: Form, *, looking: bool, **options: Any) -> Backend:
+    if "max_bytes" not in options:
+        raise InvalidParameter("memory needs max_bytes: nothing else bounds it")
+    return Memory(counters, **options)
+
+
+def _open_redis(location: str, counters: Counters, form: Form, *, looking: bool, **options: Any) -> Backend:
+    return Redis(location, counters, form, **options)
+
+
+def _open_object_store(location: Any, counters: Counters, form: Form, *, looking: bool, **options: Any) -> Backend:
+    return ObjectStore(location, counters, form, **options)
+
+
+def _open_folder(location: Any, counters: Counters, form: Form, *, looking: bool, **options: Any) -> Backend:
+    return Directory(_folder(location), counters, form, looking=looking, **options)
+
+
+KINDS = [
+    Kind("a Redis server", {"max_bytes", "ttl", "timeout"}, REDIS_SCHEMES, is_redis, _open_redis),
+    Kind("an object store", {"max_bytes", "timeout", "storage_options"}, OBJECT_STORE_SCHEMES, is_object_store, _open_object_store),
+    Kind("memory", {"max_bytes"}, (MEMORY,), lambda location: bool(location == MEMORY), _open_memory),
+]
+"""The kinds of location but a folder, which everything else names."""
+
+FOLDER = Kind("a folder", {"max_bytes", "min_free", "durable"}, (_FILE,), lambda location: True, _open_folder)
+
+
+def _kind(location: Any) -> Kind:
+    """The kind of a location that is no list of tiers. Raises InvalidParameter for a URL of no kind that is known."""
     if isinstance(location, Tier):
         raise InvalidParameter("the location is a Tier, expected a list of them")
-    if location == MEMORY:
-        return "memory"
-    if is_redis(location):
-        return "a Redis server"
-    if is_object_store(location):
-        return "an object store"
+    for kind in KINDS:
+        if kind.matches(location):
+            return kind
     if isinstance(location, str) and not location.startswith(_FILE) and (scheme := _URL.match(location)):
-        raise InvalidParameter(f"the location has the scheme {scheme[0]!r}, known are {', '.join(SCHEMES)}, {MEMORY}, and paths of folders")
-    return "a folder"
+        known = ", ".join(scheme for kind in KINDS for scheme in kind.schemes)
+        raise InvalidParameter(f"the location has the scheme {scheme[0]!r}, known are {known}, and paths of folders")
+    return FOLDER
 
 
 def _folder(location: Any) -> str:

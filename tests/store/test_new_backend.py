@@ -1,0 +1,129 @@
+"""A backend of one's own takes one class and one row of the table of kinds, as CONTRIBUTING.md says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import kvpack
+from kvpack.formats.errors import InvalidParameter
+from kvpack.store import locations
+from kvpack.store.backend import OneTier, Stored
+
+from store_caches import CHUNK, IDENTITY, prompt, same, save  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from kvpack.store.backend import Data, Found
+    from kvpack.store.counters import Counters
+    from kvpack.store.forms import Form
+
+
+class Toy(OneTier):
+    """Entries in a dict that all stores of one name share; nothing is evicted."""
+
+    private = True
+    puts_at_once = 1
+    shelves: dict[str, dict[bytes, bytes]] = {}  # noqa: RUF012
+
+    def __init__(self, name: str, counters: Counters) -> None:
+        self._entries, self._counters = self.shelves.setdefault(name, {}), counters
+
+    def present(self, keys: Sequence[bytes]) -> int:
+        return next((number for number, key in enumerate(keys) if key not in self._entries), len(keys))
+
+    def get(self, keys: Sequence[bytes]) -> list[Data]:
+        return [bytearray(self._entries[key]) for key in keys[: self.present(keys)]]
+
+    def peek(self, key: bytes, *, front: bool = False) -> Data | None:
+        return self._entries.get(key)
+
+    def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
+        data = b"".join(pieces)
+        if chain[-1] not in self._entries:
+            self._counters.add("saved_chunks")
+            self._counters.add("saved_bytes", len(data))
+        self._entries.setdefault(chain[-1], data)
+        return True
+
+    def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
+        pass
+
+    def delete(self, keys: Sequence[bytes]) -> set[bytes]:
+        return {key for key in keys if self._entries.pop(key, None) is not None}
+
+    def discard(self, key: bytes, found: Found) -> None:
+        self.delete([key])
+
+    def list(self) -> Iterator[Stored]:
+        return iter([Stored(key, len(data), 0) for key, data in self._entries.items()])
+
+    def size(self) -> tuple[int, int]:
+        return len(self._entries), sum(map(len, self._entries.values()))
+
+    def pin(self, keys: Sequence[bytes]) -> bool:
+        return False
+
+    def unpin(self, keys: Sequence[bytes]) -> bool:
+        return False
+
+    def pinned(self) -> set[bytes]:
+        return set()
+
+    def collect(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _open(location: str, counters: Counters, form: Form, *, looking: bool) -> Toy:
+    return Toy(location, counters)
+
+
+@pytest.fixture(autouse=True)
+def kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row that a new backend adds."""
+    row = locations.Kind("a toy", set(), ("toy://",), lambda location: str(location).startswith("toy://"), _open)
+    monkeypatch.setattr(locations, "KINDS", [*locations.KINDS, row])
+    monkeypatch.setattr(Toy, "shelves", {})
+
+
+def test_what_is_saved_is_loaded_by_another_store() -> None:
+    ids = prompt(3)
+    with kvpack.Store("toy://shelf", IDENTITY, chunk=CHUNK) as store:
+        whole = save(store, ids)
+    with kvpack.Store("toy://shelf", IDENTITY, chunk=CHUNK) as other:
+        found, loaded = other.load(ids)
+        assert found == 3 * CHUNK
+        assert same(loaded, whole)
+        assert other.stats()["entries"] == 3
+    with kvpack.Store("toy://another", IDENTITY, chunk=CHUNK) as another:
+        assert another.load(ids) == (0, None)
+
+
+def test_damage_is_a_miss() -> None:
+    ids = prompt(3)
+    with kvpack.Store("toy://shelf", IDENTITY, chunk=CHUNK) as store:
+        save(store, ids)
+        (shelf,) = Toy.shelves.values()
+        first = next(iter(shelf))
+        shelf[first] = shelf[first][:-1] + bytes([shelf[first][-1] ^ 1])
+        assert store.load(ids) == (0, None)
+        assert first not in shelf
+
+
+def test_it_is_a_tier_and_has_no_options_of_others(tmp_path: Path) -> None:
+    ids = prompt(3)
+    with kvpack.Store(["toy://shelf", tmp_path], IDENTITY, chunk=CHUNK) as store:
+        save(store, ids)
+        assert store.load(ids)[0] == 3 * CHUNK
+    for options in ({"ttl": 5}, {"max_bytes": 5}):
+        given: dict[str, Any] = options
+        with pytest.raises(InvalidParameter, match="a toy has no option"):
+            kvpack.Store("toy://shelf", IDENTITY, chunk=CHUNK, **given)
+    with pytest.raises(InvalidParameter, match=r"known are redis://.*toy://"):
+        kvpack.Store("toys://shelf", IDENTITY, chunk=CHUNK)

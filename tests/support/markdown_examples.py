@@ -1,0 +1,86 @@
+"""The examples of a Markdown file: its fenced blocks, run from top to bottom, and what it shows of their output.
+
+- ``python`` blocks share one namespace. A block whose first line is a comment with nothing but the name of a file, such as
+  ``# continue.py``, is written to that file instead of being run.
+- ``sh`` blocks run in bash, where ``python`` and ``kvpack`` are those of this environment.
+- A ``text`` block is the output of the block before it: "..." stands for anything, and any whitespace equals any other.
+- Blocks of other languages are text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_FILE_NAME = re.compile(r"# ([\w-]+\.\w+)\n")
+_MODULE = "markdown_examples_of_a_file"
+_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: its ``text`` begins at ``line`` of the file at ``path``."""
+
+    path: Path
+    line: int
+    language: str
+    text: str
+
+    def run(self, names: dict[str, Any]) -> str:
+        """What the block prints, run in the current folder with the namespace ``names``."""
+        if self.language == "sh":
+            return self._run_in_bash()
+        named = _FILE_NAME.match(self.text)
+        if named:
+            Path(named[1]).write_text(self.text, encoding="utf-8")
+            return ""
+        # Empty lines in front: a traceback then names the line of the Markdown file.
+        code = compile("\n" * (self.line - 1) + self.text, str(self.path), "exec", dont_inherit=True)
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(code, names)
+        return output.getvalue()
+
+    def _run_in_bash(self) -> str:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        command = ["bash", "-euo", "pipefail", "-c", self.text]
+        done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{self.path}:{self.line}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+
+def blocks(path: Path) -> list[Block]:
+    """The fenced blocks of a file, in order."""
+    text = path.read_text(encoding="utf-8")
+    return [Block(path, text.count("\n", 0, found.start(2)) + 1, found[1], found[2]) for found in _FENCE.finditer(text)]
+
+
+def run_examples(path: Path) -> None:
+    """Run the blocks of a file in the current folder, and compare everything that they print with what the file shows."""
+    # Dataclasses look their module up by its name.
+    module = sys.modules[_MODULE] = ModuleType(_MODULE)
+    try:
+        _run_blocks(path, module.__dict__)
+    finally:
+        del sys.modules[_MODULE]
+
+
+def _run_blocks(path: Path, names: dict[str, Any]) -> None:
+    found = blocks(path)
+    for block, following in zip(found, [*found[1:], None], strict=True):
+        if block.language not in ("python", "sh"):
+            continue
+        shown = following.text if following is not None and following.language == "text" else ""
+        printed = block.run(names)
+        assert doctest.OutputChecker().check_output(shown, printed, _FLAGS), (
+            f"{path}:{block.line} prints\n{printed}\nand the file shows\n{shown}"
+        )

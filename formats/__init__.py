@@ -1,19 +1,24 @@
-"""The codecs: one file a family. Adding one is a file here, a row below, and a page in spec/codecs/."""
+"""The tables of codecs and of side-cars. A new one is a file here, a row below, and a page or section in spec/."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from .angle import Angle
+from .block_rotation import BlockRotation
+from .channel_order import ChannelOrder
+from .channel_scale import ChannelScale
 from .errors import UnknownCodec
 from .group import Group
 from .octahedral import Octahedral
+from .outliers import Outliers
 from .polar import Polar
+from .qjl import Qjl
 from .quaternion import Quaternion
 from .raw import Raw
+from .raw_tokens import RawTokens
 from .scalar import Scalar
-from .side_car_options import OPTIONS
-from .side_cars import SIDE_CARS, WithSideCars, codec_with
+from .side_cars import WithSideCars
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,8 +26,15 @@ if TYPE_CHECKING:
     from .base import Codec
     from .family import CodecFamily
     from .options import Options
+    from .side_car import SideCar
 
 CODECS: dict[str, type[CodecFamily]] = {codec.id: codec for codec in (Raw, Group, Scalar, Octahedral, Angle, Polar, Quaternion)}
+"""Codec families by id."""
+
+SIDE_CARS: dict[str, type[SideCar]] = {
+    side_car.name: side_car for side_car in (ChannelScale, ChannelOrder, BlockRotation, Outliers, Qjl, RawTokens)
+}
+"""Side-cars by name, in the order of their keys and streams in a file."""
 
 
 def codec_class(codec_id: str) -> type[CodecFamily]:
@@ -33,15 +45,26 @@ def codec_class(codec_id: str) -> type[CodecFamily]:
         raise UnknownCodec(f"codec {codec_id!r} is unknown; this kvpack knows {', '.join(sorted(CODECS))}") from None
 
 
+def side_car_words() -> tuple[str, ...]:
+    """The options of a recipe that ask for side-cars and steer them."""
+    return tuple(word for side_car in SIDE_CARS.values() for word in side_car.words)
+
+
 def create_codec(codec_id: str, dim: int, side: str, options: Options) -> Codec:
     """The codec, with side-cars or without, that a recipe's ``options`` ask for. Raises UnknownCodec and InvalidParameter."""
-    if options.mention(OPTIONS):
-        return WithSideCars.create(dim, side, options)
-    return codec_class(codec_id).create(dim, side, options)
+    made: list[SideCar | None] = []
+    if options.mention(side_car_words()):
+        made = [side_car.of_words(dim, side, options) for side_car in SIDE_CARS.values()]
+    return _with_side_cars(codec_class(codec_id).create(dim, side, options), made)
 
 
 def codec_from_params(params: Mapping[str, Any]) -> Codec:
     """The codec of a header's map: ``id``, its parameters, then its side-cars. Raises UnknownCodec and InvalidParameter."""
     own = {name: value for name, value in params.items() if name != "id" and name not in SIDE_CARS}
     codec = codec_class(params["id"]).from_params(own)
-    return codec_with(codec, {name: params[name] for name in SIDE_CARS if name in params})
+    return _with_side_cars(codec, [side_car.of_params(codec.dim, params[name]) for name, side_car in SIDE_CARS.items() if name in params])
+
+
+def _with_side_cars(codec: Codec, made: list[SideCar | None] | list[SideCar]) -> Codec:
+    side_cars = tuple(side_car for side_car in made if side_car is not None)
+    return WithSideCars(codec, side_cars) if side_cars else codec

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from .columns import Columns
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
@@ -21,7 +21,10 @@ from .value_blocks import first_place, value_blocks
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from .side_car import SideCar
     from .value_blocks import Array
+
+OneSideCar = TypeVar("OneSideCar", bound="SideCar")
 
 HALF_LIMIT = 65520.0
 """The least number that rounds to infinity in binary16; the largest finite one is 65504."""
@@ -93,6 +96,10 @@ class Codec(ABC):
     @abstractmethod
     def nominal_bits(self) -> float:
         """Bits a value as the source paper counts them; the honest figure is what the file takes."""
+
+    def side_car(self, wanted: type[OneSideCar]) -> OneSideCar | None:
+        """Its side-car of a class, if it has one."""
+        return None
 
     @property
     def rotation(self) -> Rotation:

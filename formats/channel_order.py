@@ -7,16 +7,20 @@ block alike, it does so for all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Layout
+from .block_rotation import size_of_words
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import numpy, torch
+from .side_car import ValueMap, known_word
 from .value_blocks import first_place, row_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
+    from .base import Run
+    from .options import Options
     from .value_blocks import Array
 
 STREAM = "channel_order"
@@ -25,11 +29,14 @@ _MOST_OF_U8 = 256
 
 
 @dataclass(frozen=True)
-class ChannelOrder:
+class ChannelOrder(ValueMap):
     """Channel i is channel ``channel_order[i]`` of the head, stored as ``dtype``; the encoder spreads over blocks of ``size`` channels.
 
     Raises InvalidParameter when ``dim`` channels are more than the dtype can name.
     """
+
+    name: ClassVar[str] = "channel_order"
+    words: ClassVar[tuple[str, ...]] = ("channel_order",)
 
     dim: int
     dtype: str
@@ -39,20 +46,46 @@ class ChannelOrder:
         if self.dtype == "u8" and self.dim > _MOST_OF_U8:
             raise InvalidParameter(f"side-car {STREAM} is u8, which names {_MOST_OF_U8} channels, and the head dim is {self.dim}")
 
-    def layout(self, batch: int, heads: int) -> dict[str, Layout]:
+    @classmethod
+    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+        dtype = options.choice("channel_order", "", tuple(DTYPES))
+        if not dtype:
+            return None
+        size = size_of_words(options)
+        if not size:
+            message = f"channel_order is {dtype}, without block_rotation=<size> it would change nothing"
+            raise InvalidParameter(f"codec {options.codec}: {message}")
+        return cls(dim, dtype, size)
+
+    @classmethod
+    def of_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, known_word(cls.name, value, DTYPES))
+
+    def params(self) -> str:
+        return self.dtype
+
+    def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         """The stream ``channel_order``."""
         return {STREAM: Layout(DTYPES[self.dtype], (batch, heads, 1, self.dim), per="run")}
 
-    def measure(self, blocks: Iterable[torch.Tensor], batch: int, heads: int, device: torch.device) -> torch.Tensor:
-        """The order for a run of ``blocks``, ``[batch, kv_head, 1, dim]``: the channels by their size, dealt to the blocks to and fro."""
-        size = torch.zeros(batch, heads, 1, self.dim, dtype=torch.float64, device=device)
-        for block in blocks:
+    def measure(self, run: Run) -> dict[str, torch.Tensor]:
+        """The order for a run, ``[batch, kv_head, 1, dim]``: the channels by their size, dealt to the blocks to and fro."""
+        batch, heads = run.shape[:2]
+        size = torch.zeros(batch, heads, 1, self.dim, dtype=torch.float64, device=run.device)
+        for block in run.blocks():
             size = torch.hypot(size, torch.linalg.vector_norm(block, dim=2, keepdim=True, dtype=torch.float64))
         # One round deals a channel to every block.
         rounds = size.argsort(dim=-1, descending=True, stable=True).reshape(batch, heads, 1, self.size, self.dim // self.size)
         rounds[..., 1::2, :] = rounds[..., 1::2, :].flip(-1)
-        order: torch.Tensor = rounds.transpose(-1, -2).flatten(-2).to(torch.uint8 if self.dtype == "u8" else torch.uint16)
-        return order
+        return {STREAM: rounds.transpose(-1, -2).flatten(-2).to(torch.uint8 if self.dtype == "u8" else torch.uint16)}
+
+    def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """``[batch, kv_head, row, dim]`` with the channels in the stored order."""
+        return x.gather(-1, _order(streams).expand(x.shape))
+
+    def inverse(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """``[batch, kv_head, row, dim]`` with the channels back in their own order."""
+        return x.gather(-1, _order(streams).argsort(-1).expand(x.shape))
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Raise InvalidPayload unless every row names each channel once."""
@@ -62,16 +95,6 @@ class ChannelOrder:
             if wrong.any():
                 at = first_place(wrong, first, orders.shape[:-1])
                 raise InvalidPayload(f"{where}.{STREAM}: the row at {at} does not name each of {self.dim} channels once")
-
-
-def reordered(x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """``[batch, kv_head, row, dim]`` with the channels in the stored order."""
-    return x.gather(-1, _order(streams).expand(x.shape))
-
-
-def restored(x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """``[batch, kv_head, row, dim]`` with the channels back in their own order."""
-    return x.gather(-1, _order(streams).argsort(-1).expand(x.shape))
 
 
 def _order(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

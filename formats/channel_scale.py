@@ -7,16 +7,20 @@ describes them. Divided out, they cost one number a channel, head and run, which
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from .base import NORMS, Layout
 from .errors import InvalidPayload
 from .lazy import numpy, torch
+from .side_car import ValueMap, known_word
 from .value_blocks import first_place, value_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
+    from typing import Any
 
+    from .base import Run
+    from .options import Options
     from .value_blocks import Array
 
 STREAM = "channel_scale"
@@ -28,19 +32,35 @@ _LARGEST = 65504.0
 
 
 @dataclass(frozen=True)
-class ChannelScale:
+class ChannelScale(ValueMap):
     """``dtype`` of the factors; ``paired`` gives the channels j and j + dim / 2, which RoPE mixes, the larger factor of the two."""
 
+    name: ClassVar[str] = "channel_scale"
+    words: ClassVar[tuple[str, ...]] = ("channel_scale",)
+
+    dim: int
     dtype: str
     paired: bool = field(default=True, compare=False)
 
-    def layout(self, batch: int, heads: int, dim: int) -> dict[str, Layout]:
-        """The stream ``channel_scale``."""
-        return {STREAM: Layout(NORMS[self.dtype], (batch, heads, 1, dim), per="run")}
+    @classmethod
+    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+        dtype = options.choice("channel_scale", "", tuple(NORMS))
+        return cls(dim, dtype, paired=side == "k") if dtype else None
 
-    def measure(self, blocks: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Of ``blocks`` the factors ``[batch, kv_head, 1, dim]``: max(1, rms / (4 median rms)), rms a channel's root mean square."""
-        norms = [torch.linalg.vector_norm(block, dim=2, keepdim=True, dtype=torch.float64) for block in blocks]
+    @classmethod
+    def of_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, known_word(cls.name, value, NORMS))
+
+    def params(self) -> str:
+        return self.dtype
+
+    def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        """The stream ``channel_scale``."""
+        return {STREAM: Layout(NORMS[self.dtype], (batch, heads, 1, self.dim), per="run")}
+
+    def measure(self, run: Run) -> dict[str, torch.Tensor]:
+        """The factors ``[batch, kv_head, 1, dim]`` of a run: max(1, rms / (4 median rms)), rms a channel's root mean square."""
+        norms = [torch.linalg.vector_norm(block, dim=2, keepdim=True, dtype=torch.float64) for block in run.blocks()]
         size = torch.linalg.vector_norm(torch.stack(norms), dim=0)
         ordinary = _ORDINARY * size.median(3, keepdim=True).values
         # Where half of the channels are zero nothing is known of an ordinary one.
@@ -48,7 +68,16 @@ class ChannelScale:
         if self.paired and factor.shape[3] % 2 == 0:
             low, high = factor.chunk(2, 3)
             factor = torch.maximum(low, high).repeat(1, 1, 1, 2)
-        return factor.to(torch.float16 if self.dtype == "fp16" else torch.float32)
+        return {STREAM: factor.to(torch.float16 if self.dtype == "fp16" else torch.float32)}
+
+    def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return x / factors(streams)
+
+    def inverse(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return x * factors(streams)
+
+    def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return q * factors(streams)
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Raise InvalidPayload unless every factor is finite and above 0."""

@@ -1,4 +1,4 @@
-"""The options of one codec in a recipe: words taken one by one, and what is left over is unknown."""
+"""The options of one codec in a recipe: words read one by one, and those that nobody read are unknown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Options:
     def __init__(self, codec: str, words: Mapping[str, str]) -> None:
         self.codec = codec
         self._words = dict(words)
-        self._known: list[str] = []
+        # The names that were read, in the order of their first reading.
+        self._known: dict[str, None] = {}
         self._extra: tuple[str, ...] = ()
 
     def mention(self, names: tuple[str, ...]) -> bool:
@@ -34,7 +35,7 @@ class Options:
 
     def integer(self, name: str, default: int | None, low: int, high: int) -> int:
         """An integer from ``low`` to ``high``; without a default the word is required."""
-        text = self._take(name)
+        text = self._read(name)
         if text is None:
             if default is None:
                 raise UnknownWord(f"codec {self.codec} needs {name}=<{low} to {high}>", self.codec)
@@ -49,7 +50,7 @@ class Options:
 
     def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
         """One or more integers from ``low`` to ``high``, joined by dots; the word is required."""
-        text = self._take(name)
+        text = self._read(name)
         if text is None:
             raise UnknownWord(f"codec {self.codec} needs {name}=<{low} to {high}>", self.codec)
         known = {str(value): value for value in range(low, high + 1)}
@@ -62,7 +63,7 @@ class Options:
 
     def choice(self, name: str, default: str, known: tuple[str, ...]) -> str:
         """One of the words in ``known``."""
-        text = self._take(name)
+        text = self._read(name)
         if text is None:
             return default
         if text not in known:
@@ -70,12 +71,13 @@ class Options:
         return text
 
     def finish(self) -> None:
-        """Refuse the words that no reader took."""
-        if self._words:
-            name, value = next(iter(self._words.items()))
+        """Refuse the words that were not read."""
+        for name, value in self._words.items():
+            if name in self._known:
+                continue
             known = ", ".join([*self._known, *(name for name in self._extra if name not in self._known)])
             raise UnknownWord(f"codec {self.codec} has no option {name!r}; its options are {known}", f"{name}={value}")
 
-    def _take(self, name: str) -> str | None:
-        self._known.append(name)
-        return self._words.pop(name, None)
+    def _read(self, name: str) -> str | None:
+        self._known[name] = None
+        return self._words.get(name)

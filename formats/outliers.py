@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 from .base import HALF_LIMIT, Layout, check_finite
-from .columns import Columns
+from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .lazy import numpy, torch
+from .side_car import FramePart, RunStep, typed_map
 from .value_blocks import value_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
+    from .base import Run
+    from .options import Options
     from .value_blocks import Array
 
 FLAGS, VALUES = "outlier_flags", "outliers"
@@ -26,13 +29,18 @@ CHUNK = 4
 _LEAST_NORM = 2.0**-13
 """A chunk of less is left to the codec: binary16 holds numbers below 2^-14 with ever fewer bits."""
 
+_LARGEST_MULTIPLIER = 1000
+
 
 @dataclass(frozen=True)
-class Outliers:
+class Outliers(FramePart):
     """Chunks of the coded frame whose norm is above ``multiplier`` times the median of their head are stored in binary16.
 
     The median is that of the chunks that are not zero: those of padding say nothing of the others.
     """
+
+    name: ClassVar[str] = "outliers"
+    words: ClassVar[tuple[str, ...]] = ("outliers",)
 
     dim: int
     fields: int
@@ -43,8 +51,21 @@ class Outliers:
             raise InvalidParameter(f"side-car outliers takes a head dim of whole chunks of {CHUNK} channels, found {self.dim}")
         _ = self.packing
 
+    @classmethod
+    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+        multiplier = options.integer("outliers", 0, 1, _LARGEST_MULTIPLIER)
+        return cls(dim, default_fields(max(1, dim // CHUNK), (2,)), multiplier) if multiplier else None
+
+    @classmethod
+    def of_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, **typed_map(cls.name, value, {"fields": int}))
+
     def params(self) -> dict[str, Any]:
         return {"fields": self.fields}
+
+    @property
+    def nominal_bits(self) -> float:
+        return 1 / CHUNK
 
     @cached_property
     def packing(self) -> Columns:
@@ -55,9 +76,19 @@ class Outliers:
         planes = {f"{FLAGS}.{plane}": Layout("U16", (batch, heads, tokens, words)) for plane, words in enumerate(self.packing.planes)}
         return planes | {VALUES: Layout("F16", (1, 1, 0, CHUNK), per="entry", batch_axis=None)}
 
-    def threshold(self, blocks: Iterator[torch.Tensor]) -> torch.Tensor:
+    def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {VALUES: self.flags(streams).sum((1, 3)).T}
+
+    def usual_entries(self, batch: int, tokens: int) -> dict[str, int]:
+        return {VALUES: 0}
+
+    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
+        threshold = self.threshold(run)
+        return RunStep({}, lambda block, _: self.encode(block, threshold))
+
+    def threshold(self, run: Run) -> torch.Tensor:
         """The norm ``[kv_head, 1, 1]`` above which a chunk of the coded frame is an outlier."""
-        norms = torch.cat([_norms(_chunks(block)).transpose(0, 1).flatten(1) for block in blocks], 1)
+        norms = torch.cat([_norms(_chunks(block)).transpose(0, 1).flatten(1) for block in run.blocks()], 1)
         if not norms.shape[1]:
             return norms.new_full((norms.shape[0], 1, 1), torch.inf)
         median = norms.masked_fill(norms == 0, torch.nan).nanmedian(1).values

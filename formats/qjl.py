@@ -8,16 +8,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import NORMS, Layout, check_choice, check_finite, check_range, stored_norm
-from .columns import Columns
+from .columns import Columns, default_fields
+from .errors import InvalidParameter
 from .lazy import torch
 from .rotation import Rotation
+from .side_car import ResidualSketch, typed_map
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from .options import Options
     from .value_blocks import Array
 
 SIGNS, NORM = "qjl_signs", "qjl_norm"
@@ -26,8 +29,11 @@ DEFAULT_SEED = 1
 
 
 @dataclass(frozen=True)
-class Qjl:
+class Qjl(ResidualSketch):
     """The sketch of residuals of head dim ``dim``: signs of a signed Hadamard rotation by ``seed``, norms stored as ``norm``."""
+
+    name: ClassVar[str] = "qjl"
+    words: ClassVar[tuple[str, ...]] = ("qjl", "qjl_seed")
 
     dim: int
     seed: int
@@ -39,8 +45,26 @@ class Qjl:
         check_choice("qjl", "norm", self.norm, tuple(NORMS))
         _ = self.rotation, self.packing
 
+    @classmethod
+    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+        norm = options.choice("qjl", "", tuple(NORMS))
+        seed = options.integer("qjl_seed", -1, 0, 2**64 - 1)
+        if not norm:
+            if seed >= 0:
+                raise InvalidParameter(f"codec {options.codec}: qjl_seed is {seed}, without qjl=fp16 there is nothing that it is for")
+            return None
+        return cls(dim, DEFAULT_SEED if seed < 0 else seed, norm, default_fields(dim, (2,)))
+
+    @classmethod
+    def of_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, **typed_map(cls.name, value, {"seed": int, "norm": str, "fields": int}))
+
     def params(self) -> dict[str, Any]:
         return {"seed": self.seed, "norm": self.norm, "fields": self.fields}
+
+    @property
+    def nominal_bits(self) -> float:
+        return 1.0
 
     @property
     def rotation(self) -> Rotation:
@@ -67,6 +91,9 @@ class Qjl:
         """Raise InvalidPayload for spare bits and norms that are not finite."""
         self.packing.check([arrays[f"{SIGNS}.{plane}"] for plane in range(len(self.packing.planes))], f"{where}.{SIGNS}")
         check_finite(f"{where}.{NORM}", arrays[NORM], "norms")
+
+    def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return frame + self.correction(streams)
 
     def correction(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The estimated residuals, float32 ``[batch, kv_head, token, dim]`` (OCTOPUS Sec. 3.6)."""

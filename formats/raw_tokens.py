@@ -6,31 +6,56 @@ Attention sinks and tokens of low norm are few, and spoil the groups that they a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Layout
-from .errors import InvalidPayload, OutOfRange
+from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .lazy import functional, numpy, torch
 from .raw import DTYPES
+from .side_car import KeptTokens, RunStep, known_word
 from .value_blocks import first_place, value_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .base import Run
+    from .options import Options
     from .value_blocks import Array
 
 FLAGS, VALUES = "raw_token_flags", "raw_tokens"
 
+_MOST_RAW_TOKENS = 1 << 16
+
 
 @dataclass(frozen=True)
-class RawTokens:
+class RawTokens(KeptTokens):
     """Tokens of a side stored as ``dtype``: the ``first`` ones of it, and the ``low_norm`` ones with the least norm in its first run."""
+
+    name: ClassVar[str] = "raw_tokens"
+    words: ClassVar[tuple[str, ...]] = ("raw_tokens", "sinks", "low_norm_tokens")
 
     dim: int
     dtype: str
     first: int = field(default=0, compare=False)
     low_norm: int = field(default=0, compare=False)
+
+    @classmethod
+    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+        dtype = options.choice("raw_tokens", "", tuple(DTYPES))
+        first = options.integer("sinks", 0, 1, _MOST_RAW_TOKENS)
+        low_norm = options.integer("low_norm_tokens", 0, 1, _MOST_RAW_TOKENS)
+        if not (first or low_norm):
+            if dtype:
+                raise InvalidParameter(f"codec {options.codec}: raw_tokens is {dtype}, sinks=<count> or low_norm_tokens=<count> say which")
+            return None
+        return cls(dim, dtype or "bf16", first, low_norm)
+
+    @classmethod
+    def of_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, known_word(cls.name, value, DTYPES))
+
+    def params(self) -> str:
+        return self.dtype
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         """``raw_token_flags``, 1 for a raw token, and ``raw_tokens``, the raw ones by token and sequence."""
@@ -38,6 +63,16 @@ class RawTokens:
             FLAGS: Layout("U8", (batch, 1, tokens)),
             VALUES: Layout(DTYPES[self.dtype], (1, 1, 0, heads, self.dim), per="entry", batch_axis=None),
         }
+
+    def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {VALUES: streams[FLAGS][:, 0].T.to(torch.int64)}
+
+    def usual_entries(self, batch: int, tokens: int) -> dict[str, int]:
+        return {VALUES: batch * min(tokens, self.first + self.low_norm)}
+
+    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, token_group: int) -> RunStep:
+        chosen = self.choose(run, continues=before is not None)
+        return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], token_group))
 
     def choose(self, run: Run, continues: bool) -> torch.Tensor:
         """Which tokens of a run to keep raw, bool ``[batch, token]``: none where it ``continues`` another."""
@@ -71,11 +106,11 @@ class RawTokens:
         flags = chosen.to(torch.uint8)[:, None]
         return rest, {FLAGS: flags, VALUES: values[None, None]}
 
-    def put(self, values: torch.Tensor, raw: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """``values`` ``[batch, kv_head, token, dim]`` with ``raw`` ones, ``[entry, kv_head, dim]``, in their places."""
-        result = values.clone()
-        result.permute(2, 0, 1, 3)[(streams[FLAGS] != 0)[:, 0].T] = raw
-        return result
+    def flags(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return streams[FLAGS][:, 0] != 0
+
+    def kept(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return streams[VALUES][0, 0].to(torch.float32)
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Raise InvalidPayload for a flag above 1, and flags that are more or fewer than the raw tokens, whose values may be any."""

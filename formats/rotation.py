@@ -29,6 +29,11 @@ def hadamard(order: int) -> tuple[tuple[int, ...], ...]:
     return rows
 
 
+def check_order(order: int) -> None:
+    """Raise InvalidParameter unless there is a Hadamard matrix of ``order``."""
+    _paley_order(order)
+
+
 def _paley_order(order: int) -> int:
     """The order of the right factor of ``hadamard(order)``; 1 for a power of two."""
     for paley in (1, *PALEY_ORDERS):
@@ -84,7 +89,7 @@ class Rotation:
         if self.kind not in KINDS:
             raise InvalidParameter(f"rotation_kind is {self.kind!r}, known are {', '.join(KINDS)}")
         if self.kind != "none":
-            _paley_order(self.dim)
+            check_order(self.dim)
 
     def matrix(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """The matrix R of u = R x, float32 ``[dim, dim]``."""
@@ -97,34 +102,6 @@ class Rotation:
     def inverse(self, u: torch.Tensor) -> torch.Tensor:
         """Rotate ``[..., dim]`` float32 back into the original frame."""
         return u if self.kind == "none" else u @ self.matrix(u.device)
-
-
-@dataclass(frozen=True)
-class BlockRotation:
-    """The Hadamard rotation of every ``size`` consecutive channels of a head (spec/side-cars.md).
-
-    Raises InvalidParameter for a size that does not divide ``dim`` or has no Hadamard matrix.
-    """
-
-    dim: int
-    size: int
-
-    def __post_init__(self) -> None:
-        if self.size < 2 or self.dim % self.size:
-            raise InvalidParameter(f"block_rotation is {self.size}, allowed are sizes from 2 that divide the head dim {self.dim}")
-        _paley_order(self.size)
-
-    @property
-    def _rotation(self) -> Rotation:
-        return Rotation("hadamard", self.size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotate the blocks of ``[..., dim]`` float32."""
-        return self._rotation.forward(x.reshape(*x.shape[:-1], self.dim // self.size, self.size)).reshape(x.shape)
-
-    def inverse(self, u: torch.Tensor) -> torch.Tensor:
-        """Rotate the blocks of ``[..., dim]`` float32 back."""
-        return self._rotation.inverse(u.reshape(*u.shape[:-1], self.dim // self.size, self.size)).reshape(u.shape)
 
 
 @kept_on_device

@@ -36,7 +36,7 @@ def files_with_side_cars() -> list[bytes]:
 
 
 def _codecs(parts: Parts) -> set[tuple[str, bool]]:
-    from kvpack.formats.side_cars import SIDE_CARS
+    from kvpack.formats import SIDE_CARS
 
     codecs = parts.header.get("codecs")
     found = codecs if isinstance(codecs, list) else []

@@ -176,12 +176,12 @@ def _run_what_caches_run() -> None:
 
 def _recipe_words() -> tuple[list[bytes], list[bytes]]:
     from kvpack.coding.presets import ADDITIONS, PUBLISHED
-    from kvpack.formats.side_car_options import OPTIONS
+    from kvpack.formats import side_car_words
 
     texts = [preset.recipe.encode() for preset in PUBLISHED.values()]
     texts += [f"{name};{addition};tail=32".encode() for name in list(PUBLISHED)[:6] for addition in ADDITIONS]
     options = {word for text in texts for part in text.replace(b";", b":").replace(b",", b":").split(b":") for word in (part, b"," + part)}
-    known = [*PUBLISHED, *ADDITIONS, *CODECS, *OPTIONS]
+    known = [*PUBLISHED, *ADDITIONS, *CODECS, *side_car_words()]
     return texts, sorted(options | {name.encode() for name in known} | {b"layers=0,-1:", b"layers=1-2:k=", b"tail=", b";", b"k=", b"v="})
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.tables import device_tables, shared_table
 
@@ -169,9 +170,8 @@ def finish(call: Call, sums: dict[runs.Frame, torch.Tensor], dtype: torch.dtype)
 
 def _with_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
     """Sums in ``codec``'s frame together with those of its signs, if it has any."""
-    if not isinstance(codec, WithSideCars) or codec.qjl is None:
-        return sums
-    return sums[..., : codec.dim] + codec.qjl.rotation.inverse(sums[..., codec.dim :])
+    qjl = codec.side_car(Qjl)
+    return sums if qjl is None else sums[..., : codec.dim] + qjl.rotation.inverse(sums[..., codec.dim :])
 
 
 def attended(call: Call) -> dict[runs.Frame, torch.Tensor]:

@@ -16,11 +16,10 @@ from triton import language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.qjl import Qjl
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
-    from kvpack.formats.qjl import Qjl
 
 BLOCK_COLUMNS = 32
 """Columns of one program."""
@@ -66,16 +65,12 @@ def originals(sums: torch.Tensor, codec: Codec, before: torch.Tensor | None, dty
     return out
 
 
-def _qjl(codec: Codec) -> Qjl | None:
-    return codec.qjl if isinstance(codec, WithSideCars) else None
-
-
 @lru_cache(maxsize=256)
 def _columns(codec: Codec, channels: tuple[int, ...], device: str) -> torch.Tensor:
     """float32 ``[dim, column]``: what each channel of a query adds to each column."""
     with torch.inference_mode(False):
         turned = codec.rotation.forward(torch.eye(codec.dim))
-        if qjl := _qjl(codec):
+        if qjl := codec.side_car(Qjl):
             turned = torch.cat([turned, qjl.rotation.forward(turned)], 1)
         # Column -1 is that of no channel.
         return torch.nn.functional.pad(turned, (0, 1))[:, list(channels)].contiguous().to(device)
@@ -85,7 +80,7 @@ def _columns(codec: Codec, channels: tuple[int, ...], device: str) -> torch.Tens
 def _back(codec: Codec, device: str) -> torch.Tensor:
     with torch.inference_mode(False):
         frame = torch.eye(codec.dim)
-        if qjl := _qjl(codec):
+        if qjl := codec.side_car(Qjl):
             frame = torch.cat([frame, qjl.rotation.inverse(frame)])
         return codec.rotation.inverse(frame).contiguous().to(device)
 

@@ -12,8 +12,8 @@ import torch
 
 from kvpack.formats.group import Group
 from kvpack.formats.outliers import VALUES as OUTLIERS
+from kvpack.formats.outliers import Outliers
 from kvpack.formats.raw import Raw
-from kvpack.formats.raw_tokens import FLAGS
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.loaders import loaders, outlier_entries
 from kvpack.kernels.loaders import outliers as tiles_outliers
@@ -95,7 +95,7 @@ def of_side(side: Side) -> SideRuns:
         if side.tail.shape[2]:
             found.append(Run(Raw(side.dim, RAW_DTYPES[side.tail.dtype]), first, side.tail.shape[2], {"values": side.tail}))
         supported = all(run.exact and loaders.tiles_of(run.codec) is not None for run in found)
-        outliers = any(isinstance(run.codec, WithSideCars) and run.codec.outliers is not None for run in found)
+        outliers = any(run.codec.side_car(Outliers) is not None for run in found)
         _runs[side] = SideRuns(found, supported, outliers)
     return _runs[side]
 
@@ -105,12 +105,13 @@ def _runs_of(page: Page, first: int) -> list[Run]:
     codec = page.codec
     if not isinstance(codec, WithSideCars):
         return [_run(codec, first, page, None)]
-    turned = (codec.channel_scale, codec.channel_order, codec.block_rotation)
-    frame = page if any(side_car is not None for side_car in turned) else None
-    if codec.raw_tokens is None:
+    frame = page if codec.value_maps else None
+    if not codec.kept_tokens:
         return [_part(page, first, 0, page.tokens, frame)]
     size = math.lcm(RAW_TOKENS, codec.token_group)
-    flagged = sorted({token // size for token in (page.streams[FLAGS] != 0).any(0)[0].nonzero()[:, 0].tolist()})
+    flagged = sorted(
+        {token // size for tokens in codec.kept_tokens for token in tokens.flags(page.streams).any(0).nonzero()[:, 0].tolist()}
+    )
     if len(flagged) * size > max(MOST_RAW_TOKENS, page.tokens // 16):
         return [Run(codec, first, page.tokens, page.streams)]
     edges = sorted({0, page.tokens, *(min(edge * size, page.tokens) for tile in flagged for edge in (tile, tile + 1))})
@@ -128,16 +129,18 @@ def _part(page: Page, first: int, start: int, stop: int, frame: Page | None) -> 
     assert isinstance(page.codec, WithSideCars)
     run = _run(page.codec.codec, first + start, page.slice(start, stop), frame)._replace(whole=page, start=start)
     tiles = loaders.tiles_of(run.codec)
+    # One that no loader knows stays, and leaves the page to torch.
+    loaded = (*page.codec.frame_parts, *page.codec.sketches)
     outliers: Mapping[str, torch.Tensor] = {}
-    if page.codec.outliers is not None and tiles is not None:
+    if page.codec.side_car(Outliers) is not None and tiles is not None:
         found = outlier_entries.of_page(page, start, stop)
         if found is None:
             return run._replace(exact=False)
         if found:
             outliers = {**found, tiles_outliers.COLUMNS: tiles_outliers.columns_of(tiles, str(page.streams[OUTLIERS].device))}
-    if page.codec.qjl is None and not outliers:
-        return run
-    codec = WithSideCars(run.codec, outliers=page.codec.outliers if outliers else None, qjl=page.codec.qjl)
+    if not outliers:
+        loaded = tuple(side_car for side_car in loaded if type(side_car) is not Outliers)
+    codec = WithSideCars(run.codec, loaded) if loaded else run.codec
     return run._replace(codec=codec, streams={**run.streams, **outliers})
 
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from kvpack.formats.angle import Angle
 from kvpack.formats.group import Group
 from kvpack.formats.octahedral import Octahedral
+from kvpack.formats.outliers import Outliers
 from kvpack.formats.polar import Polar
+from kvpack.formats.qjl import Qjl
 from kvpack.formats.quaternion import Quaternion
 from kvpack.formats.raw import Raw
 from kvpack.formats.scalar import Scalar
@@ -37,6 +39,7 @@ from .tiles import APART, PAIRED_WIDTH, Tiles
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
+    from kvpack.formats.side_car import SideCar
 
 Loader = Callable[[Any], Tiles | None]
 
@@ -68,6 +71,13 @@ PAIRED_LOADERS: dict[type[Codec], Callable[..., Tiles | None]] = {
 }
 
 
+SIDE_CAR_LOADERS: dict[type[SideCar], Callable[[Tiles, Any], Tiles | None]] = {
+    Outliers: lambda tiles, _: tiles_outliers.with_outliers(tiles),
+    Qjl: tiles_qjl.with_signs,
+}
+"""What makes of a codec's loader one that loads a side-car too. ``runs`` does what maps of values and kept tokens ask for."""
+
+
 @lru_cache(maxsize=256)
 def tiles_of(codec: Codec) -> Tiles | None:
     """The loader of ``codec``, None where there is none: a class that is not known itself may hold more than its parent's streams."""
@@ -78,13 +88,11 @@ def tiles_of(codec: Codec) -> Tiles | None:
 
 
 def _with_side_cars(codec: WithSideCars) -> Tiles | None:
-    """The loader of a codec with outliers and qjl; ``runs`` does what other side-cars ask for."""
     tiles = tiles_of(codec.codec)
-    if tiles is None or codec != WithSideCars(codec.codec, outliers=codec.outliers, qjl=codec.qjl):
-        return None
-    if codec.outliers is not None:
-        tiles = tiles_outliers.with_outliers(tiles)
-    return tiles if codec.qjl is None else tiles_qjl.with_signs(tiles, codec.qjl)
+    for side_car in codec.side_cars:
+        load = SIDE_CAR_LOADERS.get(type(side_car))
+        tiles = load(tiles, side_car) if load and tiles is not None else None
+    return tiles
 
 
 @lru_cache(maxsize=256)

@@ -9,7 +9,7 @@ import torch
 
 from kvpack.coding.dispatch import decode_frame
 from kvpack.formats.base import HALF_LIMIT
-from kvpack.formats.outliers import CHUNK
+from kvpack.formats.outliers import CHUNK, Outliers
 from kvpack.formats.side_cars import WithSideCars
 
 from .outlier_patches import GRANULE
@@ -46,18 +46,19 @@ def of_page(page: Page, start: int, stop: int) -> Mapping[str, torch.Tensor] | N
 def _of_page(page: Page, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
     codec = page.codec
     assert isinstance(codec, WithSideCars)
-    assert codec.outliers is not None
+    side_car = codec.side_car(Outliers)
+    assert side_car is not None
     batch, heads = page.rows(start, start)[next(iter(codec.packings())) + ".0"].shape[:2]
     step = max(1, DECODED_VALUES // (batch * heads * codec.dim) // codec.token_group) * codec.token_group
     granules = -(-(stop - start) // GRANULE.value)
     found: list[tuple[torch.Tensor, ...]] = []
     for first in range(start, stop, step):
         rows = page.rows(first, min(first + step, stop))
-        flags = codec.outliers.flags(rows)
+        flags = side_car.flags(rows)
         if not flags.any():
             continue
         decoded = decode_frame(codec.codec, rows)
-        complete = codec.outliers.put(decoded, rows)
+        complete = side_car.put(decoded, rows)
         norms = torch.linalg.vector_norm(complete, dim=-1)
         chunks = decoded.reshape(*flags.shape, CHUNK)
         inexact = (chunks.norm(dim=-1) > MOST_IN_PLACE * norms[..., None]) & flags

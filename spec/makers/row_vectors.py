@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import struct
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.channel_order import ChannelOrder
+from kvpack.formats.outliers import Outliers
 
 from file_parts import Parts, bits, edit, one_side  # isort: skip
 from invalid_vectors import ANGLE, OCTAHEDRAL, POLAR, QUATERNION, SCALAR, add  # isort: skip
-from strategies import create  # isort: skip
+from strategies import create, with_side_car  # isort: skip
 from valid_vectors import add as add_valid  # isort: skip
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def add_rows() -> None:
 
 def add_side_cars() -> None:
     scaled = create("group", 6, b="2", axis="channel", channel_scale="fp16")
-    scaled = dataclasses.replace(scaled, channel_order=ChannelOrder(6, "u16"))  # type: ignore[call-arg]
+    scaled = with_side_car(scaled, ChannelOrder(6, "u16"))
     rows("side-car-order-and-scale", "an order, and then a scale, of each of three runs and of every head", scaled, "side-cars-10", tail=0)
     for kind, dim, block in (("signed-hadamard", 24, "12"), ("hadamard", 12, "4")):
         both = create("group", dim, b="2", axis="channel", rotation=kind, block_rotation=block)
@@ -145,7 +145,7 @@ def add_runs() -> None:
 
 def add_flags() -> None:
     three = create("group", 12, b="2", axis="channel", outliers="3")
-    three = dataclasses.replace(three, outliers=dataclasses.replace(three.outliers, fields=2))  # type: ignore[attr-defined, call-arg]
+    three = with_side_car(three, Outliers(12, fields=2))
     change = without_entries("outlier_flags.0", "outliers"), bits("0.k.outlier_flags.0", 1, "02")
     shows = "a flag in a field without a chunk"
     add("side-car-field-of-no-chunk", "front-3", "InvalidPayload", shows, lambda: one_side(three, *change))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
+from kvpack.formats.qjl import DEFAULT_SEED, Qjl
+
 from file_parts import Parts, bits, drop, edit, file_of, move_to_end, one_side, random_side  # isort: skip
 from invalid_vectors import GROUP, RAW, add, add_header, add_payload  # isort: skip
-from strategies import create  # isort: skip
+from strategies import create, with_side_car  # isort: skip
 from valid_vectors import add as add_valid  # isort: skip
 
 if TYPE_CHECKING:
@@ -16,8 +17,7 @@ if TYPE_CHECKING:
 
 ALL = create("scalar", 16, "k", b="2", rotation="none", channel_scale="fp16", outliers="3", qjl="fp16", sinks="1", raw_tokens="fp16")
 BLOCKS = create("group", 12, "k", b="2", axis="channel", block_rotation="4", channel_order="u8")
-SIGNS = create("group", 12, b="2", qjl="fp16")
-SIGNS = dataclasses.replace(SIGNS, qjl=dataclasses.replace(SIGNS.qjl, fields=8))  # type: ignore[attr-defined]
+SIGNS = with_side_car(create("group", 12, b="2", qjl="fp16"), Qjl(12, DEFAULT_SEED, "fp16", fields=8))
 WIDE_BLOCKS = create("group", 260, "k", b="2", axis="channel", block_rotation="20", channel_order="u16")
 
 

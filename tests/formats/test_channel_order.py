@@ -10,11 +10,12 @@ import torch
 
 import kvpack
 from kvpack.formats import codec_from_params, create_codec
-from kvpack.formats.base import Codec, Layout
+from kvpack.formats.base import Codec, Layout, Run
+from kvpack.formats.block_rotation import BlockRotation
 from kvpack.formats.channel_order import ChannelOrder
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, InvalidRecipe
 from kvpack.formats.options import Options
-from kvpack.formats.rotation import BlockRotation, hadamard
+from kvpack.formats.rotation import hadamard
 from kvpack.formats.side_cars import WithSideCars
 
 WORDS = {"b": "2", "axis": "channel", "block_rotation": "32", "channel_order": "u8"}
@@ -31,11 +32,12 @@ def keys(tokens: int = 96, dim: int = 128, *, seed: int = 0, batch: int = 2, hea
 def test_channels_are_dealt_to_the_blocks_to_and_fro_by_their_size() -> None:
     x = torch.ones(1, 2, 5, 8)
     x[0, 0] *= torch.tensor([1, 8, 2, 7, 3, 6, 4, 5.0])
-    order = ChannelOrder(8, "u8", size=2).measure(iter(x.split(2, 2)), 1, 2, x.device)
+    run = Run((1, 2, 5, 8), x.device, lambda: iter(x.split(2, 2)))
+    order = ChannelOrder(8, "u8", size=2).measure(run)["channel_order"]
     # By size: 1 3 5 7 | 6 4 2 0 backwards; equal sizes keep their order.
     assert order[0, 0, 0].tolist() == [1, 0, 3, 2, 5, 4, 7, 6]
     assert order[0, 1, 0].tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
-    blocks = ChannelOrder(8, "u16", size=4).measure(iter([x]), 1, 2, x.device)
+    blocks = ChannelOrder(8, "u16", size=4).measure(run)["channel_order"]
     assert blocks.dtype == torch.uint16
     assert blocks[0, 0, 0].tolist() == [1, 7, 6, 0, 3, 5, 4, 2]
 
@@ -55,8 +57,8 @@ def test_a_block_rotation_is_a_hadamard_matrix_a_block(dim: int, size: int) -> N
     rotation, x = BlockRotation(dim, size), keys(5, dim)
     matrix = torch.tensor(hadamard(size), dtype=torch.float64) / size**0.5
     expected = (x.double().unflatten(-1, (dim // size, size)) @ matrix.T).flatten(-2)
-    torch.testing.assert_close(rotation.forward(x).double(), expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(rotation.inverse(rotation.forward(x)), x, rtol=0, atol=1e-5)
+    torch.testing.assert_close(rotation.forward(x, {}).double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(rotation.inverse(rotation.forward(x, {}), {}), x, rtol=0, atol=1e-5)
 
 
 def test_the_order_undoes_itself() -> None:

@@ -14,7 +14,7 @@ from kvpack.formats import codec_from_params, create_codec
 from kvpack.formats.base import Codec
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, InvalidRecipe, OutOfRange
 from kvpack.formats.options import Options
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.qjl import Qjl
 
 from side_car_recipes import RECIPES, attention, relative_error  # isort: skip
 
@@ -148,9 +148,9 @@ def test_the_estimator_of_qjl() -> None:
     x = keys(7)
     streams = one.encode(x)
     left = base.rotation.forward(x) - base.decode_frame(streams)
-    assert isinstance(one, WithSideCars)
-    assert one.qjl is not None
-    matrix = one.qjl.rotation.matrix()
+    qjl = one.side_car(Qjl)
+    assert qjl is not None
+    matrix = qjl.rotation.matrix()
     assert not torch.equal(matrix, base.rotation.matrix())
     norm = left.norm(dim=-1, keepdim=True)
     torch.testing.assert_close(streams["qjl_norm"][..., None], norm, rtol=1e-6, atol=0)

@@ -8,6 +8,7 @@ import torch
 import kvpack
 from kvpack.cache.layer import Layer
 from kvpack.coding import dispatch, triton_version
+from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
 
@@ -63,7 +64,7 @@ def test_pages_batches_and_lengths(side_car: str) -> None:
 @pytest.mark.parametrize("fields", [3, 8, 16, 24, 64, 128])
 def test_widths_of_columns_of_signs(fields: int) -> None:
     found = codecs("scalar:b=2", "group:b=2,g=32", (64, 128))
-    k_codec, v_codec = (WithSideCars(codec, qjl=Qjl(codec.dim, 1, "fp16", fields)) for codec in found)
+    k_codec, v_codec = (WithSideCars(codec, (Qjl(codec.dim, 1, "fp16", fields),)) for codec in found)
     check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
 
 
@@ -134,13 +135,13 @@ def test_what_no_writer_puts_in_an_outliers_place_is_left_to_torch() -> None:
     from kvpack.kernels.attend import attention
 
     codec, _ = codecs("group:b=4,g=4,axis=channel,outliers=3", "raw:dtype=bf16", (64, 64))
-    assert isinstance(codec, WithSideCars)
-    assert codec.outliers is not None
+    outliers = codec.side_car(Outliers)
+    assert outliers is not None
     q = torch.randn(1, 1, 1, 64, device=DEVICE)
     for size in (0, 1000):
         side = random_side(codec, 1, (80,), 0, 1)
         streams = side.pages[0].streams
-        streams["scales"][..., 1] += size * codec.outliers.flags(streams)
+        streams["scales"][..., 1] += size * outliers.flags(streams)
         layer = Layer(there := side.to(DEVICE), there)
         assert attention.supports(q, layer) == (size == 0)
 
@@ -178,13 +179,13 @@ def test_more_outliers_than_a_thread_holds() -> None:
     k_codec, v_codec = codecs("group:b=4,g=64,axis=channel,outliers=3", "quaternion:s=24,r=3,outliers=3", (64, 64))
     sides = []
     for seed, codec in enumerate((k_codec, v_codec)):
-        assert isinstance(codec, WithSideCars)
-        assert codec.outliers is not None
+        outliers = codec.side_car(Outliers)
+        assert outliers is not None
         generator = torch.Generator().manual_seed(seed)
         (side,) = (random_side(codec, 2, runs, 0, seed) for runs in [(83, 77) if seed else (70, 90)])
         for page in side.pages:
             flags = torch.rand(1, 2, page.tokens, 16, generator=generator) < torch.linspace(-0.5, 0.9, page.tokens)[:, None]
-            planes = codec.outliers.packing.pack([flags.to(torch.int32)])
+            planes = outliers.packing.pack([flags.to(torch.int32)])
             page.streams.update({f"outlier_flags.{plane}": words for plane, words in enumerate(planes)})
             page.streams["outliers"] = (4 * torch.randn(1, 1, int(flags.sum()), 4, generator=generator)).to(torch.float16)
         sides.append(side)

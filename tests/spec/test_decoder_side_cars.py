@@ -13,14 +13,13 @@ import torch
 import kvpack
 from kvpack.file import container
 from kvpack.file.header import Contents, LayerEntry
-from kvpack.formats import codec_from_params
+from kvpack.formats import SIDE_CARS, codec_from_params
 from kvpack.formats.base import DTYPE_BYTES, NORMS
 from kvpack.formats.channel_order import DTYPES as ORDER_DTYPES
-from kvpack.formats.channel_order import restored
-from kvpack.formats.channel_scale import factors
+from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
-from kvpack.formats.side_cars import SIDE_CARS, WithSideCars
+from kvpack.formats.side_cars import WithSideCars
 
 from side_car_bounds import QJL_WORST  # isort: skip
 from small_files import side  # isort: skip
@@ -62,7 +61,7 @@ def test_the_keys_and_their_values() -> None:
         "raw_tokens": f"string: {words(RAW_DTYPES)}",
     }
     params = with_all().params()
-    assert tuple(row["key"] for row in rows) == SIDE_CARS == tuple(params)[-len(SIDE_CARS) :]
+    assert tuple(row["key"] for row in rows) == tuple(SIDE_CARS) == tuple(params)[-len(SIDE_CARS) :]
     assert [list(params[name]) for name in ("outliers", "qjl")] == [["fields"], ["seed", "norm", "fields"]]
 
 
@@ -94,12 +93,13 @@ def test_the_sizes_at_head_dim_128() -> None:
     )
     assert figures is not None
     codec = with_all()
-    assert codec.outliers is not None
-    assert codec.qjl is not None
+    outliers, qjl = codec.side_car(Outliers), codec.side_car(Qjl)
+    assert outliers is not None
+    assert qjl is not None
     entry = codec.layout(1, 1, 1)["outliers"]
-    found = codec.outliers.fields, codec.outliers.packing.row_bytes, 4 * DTYPE_BYTES[entry.dtype], codec.qjl.packing.row_bytes
+    found = outliers.fields, outliers.packing.row_bytes, 4 * DTYPE_BYTES[entry.dtype], qjl.packing.row_bytes
     assert found == tuple(map(int, figures.groups()))
-    assert codec.qjl.fields == codec.outliers.fields
+    assert qjl.fields == outliers.fields
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128], ids=str)
@@ -177,15 +177,11 @@ def test_the_steps_of_the_worked_example(example: bytes, tmp_path: Any) -> None:
     page = first_page(example, tmp_path / "example")
     codec, streams = page.codec, page.rows(0, 1)
     assert isinstance(codec, WithSideCars)
-    assert codec.outliers is not None
-    assert codec.qjl is not None
-    assert codec.block_rotation is not None
     steps = {1: codec.codec.decode_frame(streams)}
-    steps[2] = codec.outliers.put(steps[1], streams)
-    steps[3] = steps[2] + codec.qjl.correction(streams)
-    steps[5] = codec.block_rotation.inverse(steps[3])
-    steps[6] = restored(steps[5], streams)
-    steps[7] = steps[6] * factors(streams)
+    for number, side_car in zip((2, 3), (*codec.frame_parts, *codec.sketches), strict=True):
+        steps[number] = side_car.put(steps[max(steps)], streams)
+    for number, value_map in zip((5, 6, 7), reversed(codec.value_maps), strict=True):
+        steps[number] = value_map.inverse(steps[max(steps)], streams)
     rows = {int(row["after step"]): row["values of token 0"] for row in table(EXAMPLE, "after step", "values of token 0")}
     assert list(rows) == list(steps)
     for number, values in steps.items():
@@ -196,17 +192,18 @@ def test_the_sentences_of_the_worked_example(example: bytes, tmp_path: Any) -> N
     page = first_page(example, tmp_path / "example")
     codec, bytes_of = page.codec, {row["stream"]: row["bytes"] for row in table(EXAMPLE, "stream", "dtype", "shape", "bytes")}
     assert isinstance(codec, WithSideCars)
-    assert codec.outliers is not None
-    assert codec.qjl is not None
+    outliers, qjl = codec.side_car(Outliers), codec.side_car(Qjl)
+    assert outliers is not None
+    assert qjl is not None
     flags, chunk, entry = re.findall(r"flags are `(\w+)`: that of chunk (\d) .* entry 0, `([\w ]+)`", EXAMPLE)[0]
     assert bytes_of["outlier_flags.0"].startswith(flags)
     assert bytes_of["outliers"].startswith(entry)
-    assert codec.outliers.flags(page.streams)[0, 0, 0].nonzero().flatten().tolist() == [int(chunk)]
+    assert outliers.flags(page.streams)[0, 0, 0].nonzero().flatten().tolist() == [int(chunk)]
     *digits, signs, gamma, gain = re.findall(
         r"Digits (\d), (\d), (\d) and (\d) of its signs, `(\w+)`.* = ([\d.]+), .* = ([\d.]+)\.", EXAMPLE
     )[0]
     assert bytes_of["qjl_signs.0"].startswith(signs)
-    (negative,) = codec.qjl.packing.unpack([page.streams["qjl_signs.0"]])
+    (negative,) = qjl.packing.unpack([page.streams["qjl_signs.0"]])
     assert negative[0, 0, 0].nonzero().flatten().tolist() == list(map(int, digits))
     assert float(gamma) == pytest.approx(0.5 * math.sqrt(math.pi / 16), rel=1e-8)
-    assert codec.qjl.correction(page.streams)[0, 0, 0, 1].item() == pytest.approx(float(gain), rel=1e-6)
+    assert qjl.correction(page.streams)[0, 0, 0, 1].item() == pytest.approx(float(gain), rel=1e-6)

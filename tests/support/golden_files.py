@@ -20,6 +20,8 @@ from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, TORCH_DTYPES
 from kvpack.coding.recipes import Recipe
 from kvpack.formats.generator import Generator
+from kvpack.formats.outliers import Outliers
+from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
 
 if TYPE_CHECKING:
@@ -155,10 +157,10 @@ def side_car_packings(codec: Codec) -> dict[str, Columns]:
     """The packing of every code stream of the codec's side-cars."""
     packings: dict[str, Columns] = {}
     if isinstance(codec, WithSideCars):
-        if codec.outliers is not None:
-            packings["outlier_flags"] = codec.outliers.packing
-        if codec.qjl is not None:
-            packings["qjl_signs"] = codec.qjl.packing
+        if outliers := codec.side_car(Outliers):
+            packings["outlier_flags"] = outliers.packing
+        if qjl := codec.side_car(Qjl):
+            packings["qjl_signs"] = qjl.packing
     return packings
 
 

@@ -12,6 +12,8 @@ from kvpack.cache.pages import Page
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.coding.recipes import parse_recipe
+from kvpack.formats.outliers import Outliers
+from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
 
 from interpreter import DEVICE  # isort: skip
@@ -68,19 +70,19 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
 def random_side_cars(codec: WithSideCars, batch: int, heads: int, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Of outliers any chunks, of qjl any signs, and norms some of which are zero and some negative."""
     streams = {}
-    if codec.outliers is not None:
+    if outliers := codec.side_car(Outliers):
         flags = torch.rand(batch, heads, tokens, codec.dim // 4, generator=generator) < 0.05
         # Tokens of no outliers, of some and of nothing else.
         flags &= torch.rand(batch, heads, tokens, 1, generator=generator) < 0.7
         flags |= torch.rand(batch, heads, tokens, 1, generator=generator) < 0.02
-        streams |= {f"outlier_flags.{plane}": words for plane, words in enumerate(codec.outliers.packing.pack([flags.to(torch.int32)]))}
+        streams |= {f"outlier_flags.{plane}": words for plane, words in enumerate(outliers.packing.pack([flags.to(torch.int32)]))}
         streams["outliers"] = (4 * torch.randn(1, 1, int(flags.sum()), 4, generator=generator)).to(torch.float16)
-    if codec.qjl is not None:
+    if qjl := codec.side_car(Qjl):
         signs = torch.randint(0, 2, (batch, heads, tokens, codec.dim), generator=generator)
-        streams |= {f"qjl_signs.{plane}": words for plane, words in enumerate(codec.qjl.packing.pack([signs]))}
+        streams |= {f"qjl_signs.{plane}": words for plane, words in enumerate(qjl.packing.pack([signs]))}
         norms = codec.dim**0.5 * torch.randn(batch, heads, tokens, generator=generator)
         streams["qjl_norm"] = norms.masked_fill(torch.rand(norms.shape, generator=generator) < 0.1, 0.0).to(
-            TORCH_DTYPES[codec.qjl.layout(1, 1, 0)["qjl_norm"].dtype]
+            TORCH_DTYPES[qjl.layout(1, 1, 0)["qjl_norm"].dtype]
         )
     return streams
 

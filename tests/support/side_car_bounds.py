@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvpack.formats.channel_order import reordered
-from kvpack.formats.channel_scale import factors
+from kvpack.formats.block_rotation import BlockRotation
+from kvpack.formats.channel_order import ChannelOrder
+from kvpack.formats.channel_scale import ChannelScale, factors
+from kvpack.formats.outliers import Outliers
+from kvpack.formats.qjl import Qjl
+from kvpack.formats.raw_tokens import RawTokens
 
 from error_bounds import ROTATION_TOLERANCE  # isort: skip
 
@@ -16,9 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kvpack.formats.base import Codec
-    from kvpack.formats.outliers import Outliers
-    from kvpack.formats.qjl import Qjl
-    from kvpack.formats.raw_tokens import RawTokens
     from kvpack.formats.side_cars import WithSideCars
 
     Streams = Mapping[str, torch.Tensor]
@@ -38,18 +39,19 @@ def check_side_cars(
 ) -> None:
     """What is stored as it is comes back exactly, the codec inside stays within its bound (``check``), and nothing else is lost."""
     raw, rest = torch.zeros(x.shape[0], 1, x.shape[2], dtype=torch.bool), x
-    if codec.raw_tokens is not None:
+    if raw_tokens := codec.side_car(RawTokens):
         raw = streams["raw_token_flags"] != 0
-        rest = _check_raw_tokens(codec, codec.raw_tokens, x, raw, decoded)
-    factor = torch.ones(1, 1, 1, codec.dim) if codec.channel_scale is None else factors(streams)
+        rest = _check_raw_tokens(codec, raw_tokens, x, raw, decoded)
+    factor = factors(streams) if codec.side_car(ChannelScale) else torch.ones(1, 1, 1, codec.dim)
     scaled = rest / factor
-    turned = scaled if codec.channel_order is None else reordered(scaled, streams)
-    turned = turned if codec.block_rotation is None else codec.block_rotation.forward(turned)
+    order, block_rotation = codec.side_car(ChannelOrder), codec.side_car(BlockRotation)
+    turned = order.forward(scaled, streams) if order else scaled
+    turned = block_rotation.forward(turned, streams) if block_rotation else turned
     u = codec.rotation.forward(turned)
     coded, error = turned, torch.zeros(u.shape[:3], dtype=torch.float64)
     flagged = torch.zeros_like(u, dtype=torch.bool)
-    if codec.outliers is not None:
-        flagged, error = _check_outliers(codec, codec.outliers, u, raw, streams)
+    if outliers := codec.side_car(Outliers):
+        flagged, error = _check_outliers(codec, outliers, u, raw, streams)
         coded = codec.rotation.inverse(u.masked_fill(flagged, 0.0))
     inner = codec.codec
     own = {name: streams[name] for name in inner.layout(1, 1, 0)}
@@ -57,10 +59,10 @@ def check_side_cars(
     left = (codec.rotation.forward(coded).double() - inner.decode_frame(own)).masked_fill(flagged, 0.0)
     residual = left.norm(dim=-1)
     rounding = ROTATION_TOLERANCE * scaled.double().norm(dim=-1)
-    if codec.qjl is not None:
-        _check_signs(codec.qjl, left, rounding, streams)
+    if qjl := codec.side_car(Qjl):
+        _check_signs(qjl, left, rounding, streams)
         norm = streams["qjl_norm"].double()
-        precision, smallest = (2.0**-11, 2.0**-25) if codec.qjl.norm == "fp16" else (2.0**-23, 2.0**-149)
+        precision, smallest = (2.0**-11, 2.0**-25) if qjl.norm == "fp16" else (2.0**-23, 2.0**-149)
         lost = residual * precision + smallest + rounding
         assert ((norm - residual).abs() <= lost).all()
         residual = residual * QJL_WORST * (1 + 2.0**-8) + math.sqrt(math.pi / 2) * lost
@@ -105,10 +107,10 @@ def _check_outliers(
     placed.permute(2, 0, 1, 3, 4)[flagged.permute(2, 0, 1, 3)] = stored
     wide = flagged.repeat_interleave(4, -1)
     lost = (placed.flatten(-2).double() - u).masked_fill(~wide, 0.0)
-    unrotated = codec.rotation.kind == "none" and codec.block_rotation is None
+    unrotated = codec.rotation.kind == "none" and codec.side_car(BlockRotation) is None
     rotated = 0.0 if unrotated else 2 * ROTATION_TOLERANCE * u.double().norm(dim=-1, keepdim=True)
     assert (lost.abs() <= u.abs() * 2.0**-11 + 2.0**-25 + rotated).all()
-    if codec.qjl is None:
+    if codec.side_car(Qjl) is None:
         exact = wide & ~raw[..., None]
         assert torch.equal(codec.decode_frame(streams)[exact], placed.flatten(-2)[exact])
     return wide, lost.norm(dim=-1)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvpack.cache.pages import Page
 from kvpack.formats import CODECS, codec_from_params, create_codec
+from kvpack.formats import SIDE_CARS as ORDER
 from kvpack.formats.columns import MAX_BASE, MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, Columns, is_power_of_two
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.options import Options
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
 
     from kvpack.formats.base import Codec
+    from kvpack.formats.side_car import SideCar
 
 STORED = {"U8": "torch.uint8", "U16": "torch.uint16", "F16": "torch.float16", "BF16": "torch.bfloat16", "F32": "torch.float32"}
 
@@ -201,6 +203,13 @@ SIDE_CAR_DIMS = {
 def create(codec_id: str, dim: int, side: str = "k", **words: str) -> Codec:
     """The codec, with side-cars or without, that a recipe's words ask for."""
     return create_codec(codec_id, dim, side, Options(codec_id, words))
+
+
+def with_side_car(codec: Codec, side_car: SideCar) -> WithSideCars:
+    """``codec``, which has side-cars, with ``side_car`` too, or in place of its own of that name."""
+    assert isinstance(codec, WithSideCars)
+    found = {one.name: one for one in codec.side_cars} | {side_car.name: side_car}
+    return WithSideCars(codec.codec, tuple(found[name] for name in ORDER if name in found))
 
 
 @st.composite

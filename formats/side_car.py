@@ -1,0 +1,205 @@
+"""What every side-car is: its parameters, its streams, and where it takes part in coding (spec/side-cars.md).
+
+A side-car file holds one frozen dataclass of one of four kinds. A run is encoded in this order of kinds:
+
+1. ``KeptTokens`` take whole tokens out of the values.
+2. ``ValueMap`` maps the values of each head linearly, before the codec's rotation leads to the coded frame.
+3. ``FramePart`` takes a part of the values out of the coded frame; the codec encodes the rest.
+4. ``ResidualSketch`` describes what the codec loses.
+
+Decoding puts back in the coded frame what parts hold and adds what sketches describe, then inverts the rotation and the maps, then
+puts back the kept tokens. Side-cars of one kind stand in the order of the table ``formats.SIDE_CARS`` (parts are put back and maps
+are inverted in the reverse of it); that table is also the order of their keys and of their streams in a file.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from .base import check_finite
+from .errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from .base import Layout, Run
+    from .options import Options
+    from .value_blocks import Array
+
+
+@dataclass(frozen=True)
+class RunStep:
+    """What a side-car does with a run before the codec: ``streams`` have one row per run, and ``encode(block, start)`` is called per block.
+
+    A block is finite float32 ``[batch, kv_head, token, dim]``, its first token ``start``, a multiple of the token group. ``encode``
+    returns the block as the next step takes it, and the streams with one row per token or entry.
+    """
+
+    streams: Mapping[str, torch.Tensor]
+    encode: Callable[[torch.Tensor, int], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+class SideCar(ABC):
+    """A side-car with its parameters bound to one head dim.
+
+    Every subclass of a kind is a frozen dataclass whose first field is ``dim``. A field with ``compare=False`` and a default steers
+    the encoder only: no header holds it.
+    """
+
+    name: ClassVar[str]
+    """Its key in a codec's map in the header, after the codec's own parameters."""
+    words: ClassVar[tuple[str, ...]]
+    """The options of a recipe that ask for it and steer it."""
+    dim: int
+
+    @classmethod
+    @abstractmethod
+    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+        """The side-car that a recipe's ``options`` for this ``side`` ("k" or "v") ask for; None where they ask for none.
+
+        Raises InvalidParameter for an option that is out of range, or that needs another one.
+        """
+
+    @classmethod
+    @abstractmethod
+    def of_params(cls, dim: int, value: Any) -> Self:
+        """The side-car of its ``value`` in the header. Raises InvalidParameter for a type or a value that the format does not have."""
+
+    @abstractmethod
+    def params(self) -> Any:
+        """Its value in the header: a string, an integer or a map, of which ``of_params`` makes an equal side-car."""
+
+    @property
+    def nominal_bits(self) -> float:
+        """Bits per value that the source paper counts."""
+        return 0.0
+
+    def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        """Name, dtype and shape of its streams, in stored order."""
+        return {}
+
+    def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The number of rows of each token and sequence in every stream with one row per entry, integers ``[token, batch]``."""
+        return {}
+
+    def usual_entries(self, batch: int, tokens: int) -> dict[str, int]:
+        """The rows of every stream with one row per entry, in a run of ``tokens`` tokens of ordinary values."""
+        return {}
+
+    def check(self, arrays: Mapping[str, Array], where: str) -> None:
+        """Refuse stored bytes that no writer may produce; ``arrays`` are all streams of the side. Raises InvalidPayload.
+
+        Without a check of its own, a side-car's binary16 and binary32 values are finite.
+        """
+        for name in self.layout(1, 1, 0):
+            if arrays[name].dtype.kind == "f":
+                check_finite(f"{where}.{name}", arrays[name], "scales and norms")
+
+
+class KeptTokens(SideCar):
+    """Takes whole tokens, in all heads, out of the values, and keeps them in the original frame.
+
+    The order of its entries is by token, then by sequence.
+    """
+
+    @abstractmethod
+    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, token_group: int) -> RunStep:
+        """Choose the tokens of ``run`` to keep; ``before`` are the streams of the run that precedes it in its side.
+
+        The step puts values in their places that widen none of the groups of ``token_group`` tokens that the codec encodes together.
+        """
+
+    @abstractmethod
+    def flags(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Which tokens are kept, bool ``[batch, token]``."""
+
+    @abstractmethod
+    def kept(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Their values, float32 ``[entry, kv_head, dim]``."""
+
+    def put(self, x: torch.Tensor, kept: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """``x`` ``[batch, kv_head, token, dim]`` with ``kept`` tokens, ``[entry, kv_head, dim]`` in the frame of ``x``, in their places."""
+        result = x.clone()
+        result.permute(2, 0, 1, 3)[self.flags(streams).T] = kept
+        return result
+
+
+class ValueMap(SideCar):
+    """Maps the values of each head linearly; its streams, if it has any, have one row per run.
+
+    Attention maps queries instead of keys, and sums of values instead of values: it relies on the map being linear.
+    """
+
+    def measure(self, run: Run) -> dict[str, torch.Tensor]:
+        """Its streams for ``run``, whose blocks come as the maps before it leave them."""
+        return {}
+
+    @abstractmethod
+    def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Map ``[batch, kv_head, row, dim]`` float32 of the run that ``streams`` belong to."""
+
+    @abstractmethod
+    def inverse(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Undo ``forward``."""
+
+    def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The transpose of ``inverse``: queries whose products with mapped keys are those of ``q`` with keys.
+
+        For an orthogonal map that is ``forward``; any other map defines its own.
+        """
+        return self.forward(q, streams)
+
+    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
+        """Take over the streams of the run ``before``, with which the two can be joined, or else measure ``run``."""
+        names = self.layout(1, 1, 0)
+        if before is not None and all(name in before for name in names):
+            streams = {name: before[name] for name in names}
+        else:
+            streams = self.measure(run)
+        return RunStep(streams, lambda block, _: (self.forward(block, streams), {}))
+
+
+class FramePart(SideCar):
+    """Takes a part of the values out of the coded frame; the codec encodes the rest."""
+
+    @abstractmethod
+    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
+        """Measure ``run``, whose blocks are in the coded frame; ``before`` are the streams of the run that precedes it in its side.
+
+        The step returns the rest, and the streams that hold the part.
+        """
+
+    @abstractmethod
+    def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """``frame`` ``[batch, kv_head, token, dim]`` float32 with the part in its place."""
+
+
+class ResidualSketch(SideCar):
+    """Describes what is left over when the codec's decoded values are taken from those that it was given."""
+
+    @abstractmethod
+    def encode(self, residual: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The streams of a ``residual`` ``[batch, kv_head, token, dim]`` float32 in the coded frame; 0 where a part is put back exactly."""
+
+    @abstractmethod
+    def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """``frame`` ``[batch, kv_head, token, dim]`` float32 with the estimated residual added."""
+
+
+def known_word(side_car: str, value: Any, known: Mapping[str, str]) -> str:
+    """``value``, a string of ``known``. Raises InvalidParameter for any other."""
+    if type(value) is not str or value not in known:
+        raise InvalidParameter(f"side-car {side_car} is {value!r}, known are {', '.join(known)}")
+    return value
+
+
+def typed_map(side_car: str, value: Any, types: dict[str, type]) -> dict[str, Any]:
+    """``value``, a map of the keys of ``types`` in their order, each of its type. Raises InvalidParameter for any other."""
+    if type(value) is not dict or tuple(value) != tuple(types) or any(type(value[key]) is not kind for key, kind in types.items()):
+        expected = ", ".join(f"{key}: {kind.__name__}" for key, kind in types.items())
+        raise InvalidParameter(f"side-car {side_car} is {value!r}, expected a map {{{expected}}}")
+    return value

@@ -7,10 +7,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvpack.coding.dispatch import decode_frame
 from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.outliers import CHUNK, Outliers
 from kvpack.formats.side_cars import WithSideCars
+from kvpack.kernels.decode import decode
 
 from .outlier_patches import GRANULE
 from .outliers import BOUNDS, PLACES, POWER, VALUES, entries
@@ -57,7 +57,7 @@ def _of_page(page: Page, start: int, stop: int) -> Mapping[str, torch.Tensor] | 
         flags = side_car.flags(rows)
         if not flags.any():
             continue
-        decoded = decode_frame(codec.codec, rows)
+        decoded = decode.decode_frame(codec.codec, rows)
         complete = side_car.put(decoded, rows)
         norms = torch.linalg.vector_norm(complete, dim=-1)
         chunks = decoded.reshape(*flags.shape, CHUNK)

@@ -11,7 +11,6 @@ import os
 from typing import TYPE_CHECKING
 
 from kvpack.formats.errors import InvalidParameter
-from kvpack.formats.group import Group
 from kvpack.formats.side_cars import WithSideCars
 
 from . import triton_version
@@ -49,18 +48,9 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
         return codec.complete(decode_frame(codec.codec, streams), streams)
     if not uses_triton(next(iter(streams.values())).device):
         return codec.decode_frame(streams)
-    if isinstance(codec, Group):
-        from kvpack.kernels.decode import group
+    from kvpack.kernels.decode import decode
 
-        return group.decode_frame(codec, streams)
-    from kvpack.kernels.decode import table as decode_table
-
-    frame = decode_table.decode_frame(codec, streams)
-    if frame is not None:
-        return frame
-    from kvpack.kernels.words import columns
-
-    return codec.decode_digits(codec.digits(streams, columns.unpack), streams)
+    return decode.decode_frame(codec, streams)
 
 
 def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,122 @@
+"""A new codec and a new side-car are one file and one row each: everything else finds them in the tables, or leaves them to torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.coding import dispatch
+from kvpack.formats import CODECS, SIDE_CARS
+from kvpack.formats.errors import InvalidHeader, InvalidPayload, InvalidRecipe, UnknownCodec
+
+from interpreter import DEVICE, needs_loaded_bounds  # isort: skip
+from side_car_recipes import attention, relative_error  # isort: skip
+from toy_codec import Largest  # isort: skip
+from toy_side_cars import Multiples, TokenMean  # isort: skip
+
+RECIPES = {
+    "codec": "kv=largest",
+    "side-car": "kv=group:b=4,g=32,token_mean=fp16",
+    "side-car of a toy codec": "kv=largest:token_mean=fp16,multiples=3;tail=32",
+    "side-cars beside others": "k=group:b=4,g=32,rotation=hadamard,channel_scale=fp16,block_rotation=16,outliers=3,qjl=fp16,sinks=2,"
+    "token_mean=fp16,multiples=4;v=octahedral:b=3,outliers=3,sinks=1,multiples=2,token_mean=fp16",
+}
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CODECS, Largest.id, Largest)
+    for side_car in (TokenMean, Multiples):
+        monkeypatch.setitem(SIDE_CARS, side_car.name, side_car)
+
+
+def pairs(tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    k, v = torch.randn(2, 2, 3, tokens, 64, generator=torch.Generator().manual_seed(tokens))
+    return [(k + 5, v - 3)]
+
+
+def queries() -> torch.Tensor:
+    return torch.randn(2, 6, 3, 64, generator=torch.Generator().manual_seed(9))
+
+
+def side_values(cache: kvpack.Cache) -> list[torch.Tensor]:
+    return [x for pair in cache.unpack(torch.float32) for x in pair if x is not None]
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_caches_hold_them(recipe: str, tmp_path: Path) -> None:
+    cache = kvpack.pack(pairs(150), recipe).append(pairs(40))
+    path = tmp_path / "x.kvpack"
+    assert kvpack.save(cache, path) == cache.nbytes
+    loaded = kvpack.load(path)
+    assert [side.codec for side in loaded[0].sides.values()] == [side.codec for side in cache[0].sides.values()]
+    values = side_values(loaded)
+    assert all(map(torch.equal, values, side_values(cache)))
+    for found, given in zip(values, (torch.cat(both, 2) for both in zip(pairs(150)[0], pairs(40)[0], strict=True)), strict=True):
+        assert relative_error(found, given) < 0.3
+    assert relative_error(kvpack.attend(queries(), loaded[0]), attention(queries(), *values)) < 1e-5
+    assert all(map(torch.equal, side_values(loaded.select([1, 0])), (x.flip(0) for x in values)))
+
+
+@pytest.mark.kernels
+@needs_loaded_bounds
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("recipe", "supported"),
+    [*((recipe, False) for recipe in RECIPES.values()), ("kv=group:b=4,g=32,rotation=hadamard,channel_scale=fp16,multiples=4", True)],
+)
+def test_kernels_refuse_what_they_do_not_know(recipe: str, supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A map of values is linear, whatever it is: kernels attend what it maps."""
+    from kvpack.kernels.attend import attention as kernels
+
+    cache = kvpack.pack(pairs(70), recipe)
+    values = side_values(cache)
+    expected = attention(queries(), *values)
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    there, q = cache.to(DEVICE), queries().to(DEVICE)
+    assert kernels.supports(q, there[0]) == supported
+    assert relative_error(kvpack.attend(q, there[0]).cpu(), expected) < (2e-3 if supported else 1e-5)
+    for found, known in zip(side_values(there), values, strict=True):
+        torch.testing.assert_close(found.cpu(), known, rtol=1e-5, atol=1e-5)
+    assert all(map(torch.equal, side_values(kvpack.pack([(k.to(DEVICE), v.to(DEVICE)) for k, v in pairs(70)], recipe)), side_values(there)))
+
+
+def test_their_bytes_are_checked(registered: None, tmp_path: Path) -> None:
+    cache = kvpack.pack(pairs(20), RECIPES["side-car of a toy codec"].replace("tail=32", "tail=0"))
+    side = cache[0].k
+    assert side is not None
+    for stream in ("largest", "token_mean"):
+        (page,) = side.pages
+        kept = page.streams[stream].clone()
+        page.streams[stream][0, 1, 3] = torch.inf
+        kvpack.save(cache, tmp_path / "bad.kvpack")
+        with pytest.raises(InvalidPayload, match=rf"0\.k\.{stream}: the value at \[0, 1, 3\] is inf"):
+            kvpack.load(tmp_path / "bad.kvpack")
+        page.streams[stream].copy_(kept)
+
+
+def test_without_their_rows_they_are_unknown(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CODECS, Largest.id, Largest)
+        patch.setitem(SIDE_CARS, TokenMean.name, TokenMean)
+        for name in ("codec", "side-car"):
+            kvpack.save(kvpack.pack(pairs(20), RECIPES[name]), tmp_path / f"{name}.kvpack")
+    with pytest.raises(UnknownCodec, match="codec 'largest' is unknown"):
+        kvpack.load(tmp_path / "codec.kvpack")
+    with pytest.raises(InvalidHeader, match="parameters missing or unknown: token_mean"):
+        kvpack.load(tmp_path / "side-car.kvpack")
+    for recipe, message in ((RECIPES["codec"], "unknown codec 'largest'"), (RECIPES["side-car"], "has no option 'token_mean'")):
+        with pytest.raises(InvalidRecipe, match=message):
+            kvpack.pack(pairs(20), recipe)
+
+
+@pytest.mark.usefixtures("registered")
+def test_messages_list_their_words() -> None:
+    with pytest.raises(InvalidRecipe, match=r"its options are b, .*raw_tokens, sinks, low_norm_tokens, token_mean, multiples"):
+        kvpack.pack(pairs(20), "kv=group:b=4,g=32,token_means=fp16")
+    with pytest.raises(InvalidRecipe, match=r"unknown codec 'larges'; known are .*largest.*did you mean largest"):
+        kvpack.pack(pairs(20), "kv=larges")

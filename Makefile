@@ -4,7 +4,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 INSTALLED := .venv/installed
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo test lint types unit fuzz roundtrip gpu-test gpu-sanitize damage guards store-matrix versions zoo
+.PHONY: demo test check lint types unit fuzz roundtrip gpu-test gpu-sanitize damage guards store-matrix versions zoo
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -24,9 +24,22 @@ types: $(INSTALLED)
 # The files with tests marked kernels, which the second run interprets.
 KERNEL_TESTS = $(shell grep -lr "pytest.mark.kernels" tests --include="test_*.py")
 
+# Tests are given out in the order of the files, so that one worker makes what the tests of a file share. Compiled Python files are
+# written even where the environment says not to: every worker, and every process that a test starts, would compile them again.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses 2 --dist worksteal
+
 unit: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses 2
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses 2 --dist worksteal $(KERNEL_TESTS)
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) $(KERNEL_TESTS)
+
+# What a change needs: the tests of the folders that differ from main, or of what is not committed (tests/support/touched.py).
+# A run without tests, which pytest ends with 5, is none that fails.
+check: lint types
+	tests=$$($(BIN)/python tests/support/touched.py) || exit 1; \
+	test -n "$$tests" || exit 0; \
+	$(PYTEST) $$tests || [ $$? = 5 ] || exit 1; \
+	kernels=$$(grep -lr "pytest.mark.kernels" $$tests --include="test_*.py"); \
+	test -z "$$kernels" || TRITON_INTERPRET=1 $(PYTEST) $$kernels || [ $$? = 5 ]
 
 # Readers on bytes that nobody wrote; SECONDS is the time of all targets together, OPTIONS are those of fuzz/run.py.
 fuzz: $(INSTALLED)

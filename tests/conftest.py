@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from hypothesis import settings
 from interpreter import INTERPRETED
 
@@ -25,6 +24,8 @@ if INTERPRETED and triton_version.supported():
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that another process runs: see interpreter.py."""
+    import torch  # not at the top: the process that gives tests to workers collects none
+
     device, supported = torch.cuda.is_available(), triton_version.supported()
 
     def runs_here(item: pytest.Item) -> bool:

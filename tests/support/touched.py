@@ -1,0 +1,82 @@
+"""The tests that a change needs: ``python tests/support/touched.py`` prints their paths, for ``make check``.
+
+A change is all that has come since the branch left main, with what is not committed. A file of a folder needs the tests of that
+folder, a test file itself alone, and a module of ``tests/support`` the test files that import it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).parents[2]
+TREES = {"formats": "formats", "kernels": "kernels", "spec": "spec", "fuzz": "fuzz", "tests/golden": "file"}
+"""Folders beside ``kvpack``, and the folder of ``tests`` for each."""
+FILES = {
+    "README.md": ("tests/test_readme.py",),
+    "pyproject.toml": ("tests/test_packaging.py",),
+    "Makefile": ("tests/test_packaging.py",),
+    "kvpack/__init__.py": ("tests/test_imports.py", "tests/test_packaging.py"),
+    "kvpack/cli.py": ("tests/commands",),
+    "tests/conftest.py": ("tests",),
+}
+"""Files whose tests do not lie in a folder or a file of their name."""
+
+
+def changed_files(base: str = "main") -> list[str]:
+    """Files that differ from the last commit shared with ``base``, and files that git does not track or ignore."""
+    shared = _git("merge-base", "HEAD", base)[0]
+    return sorted({*_git("diff", "--name-only", "--no-renames", shared), *_git("ls-files", "--others", "--exclude-standard")})
+
+
+def needed_by(file: str) -> set[str]:
+    """Paths of the tests that a change of ``file`` needs."""
+    path = PurePosixPath(file)
+    if file in FILES:
+        return set(FILES[file])
+    if path.parts[0] == "tests" and path.name.startswith("test_"):
+        return _existing(file)
+    if path.parts[:2] == ("tests", "support"):
+        return _importers(path.parts[2].removesuffix(".py"))
+    for tree, folder in TREES.items():
+        if path.is_relative_to(tree):
+            return {f"tests/{folder}"}
+    if path.parts[0] == "kvpack" and path.suffix == ".py":
+        folder = path.parts[1].removesuffix(".py")
+        return _existing(f"tests/{folder}") | _existing(f"tests/test_{folder}.py") | {"tests/test_imports.py"}
+    return {"tests/test_packaging.py"} if path.parts[0] == "kvpack" else set()
+
+
+def _importers(module: str) -> set[str]:
+    """Test files that import a module of ``tests/support``, themselves or through other modules of it."""
+    names, known = {module}, set()
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")}
+    while names != known:
+        known = set(names)
+        word = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(sorted(known))})\b", re.MULTILINE)
+        found = [path for path, source in sources.items() if word.search(source)]
+        names |= {path.relative_to(ROOT / "tests/support").parts[0].removesuffix(".py") for path in found if "support" in path.parts}
+    if any(path.name == "conftest.py" for path in found):
+        return {"tests"}
+    return {path.relative_to(ROOT).as_posix() for path in found if path.name.startswith("test_")}
+
+
+def _existing(path: str) -> set[str]:
+    return {path} if (ROOT / path).exists() else set()
+
+
+def _git(*words: str) -> list[str]:
+    """The lines that git prints of the checkout at ``ROOT``."""
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def main() -> None:
+    found = set().union(*(needed_by(file) for file in changed_files(*sys.argv[1:])))
+    # A folder holds its files, and pytest would run both.
+    print(*sorted(path for path in found if not any(str(parent) in found for parent in PurePosixPath(path).parents)))
+
+
+if __name__ == "__main__":
+    main()

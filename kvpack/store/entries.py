@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpack.cache.cache import Cache
 
     from .backend import Data
-    from .shapes import Shape
+    from .entry_template import EntryTemplate
 
 FEATURE = "prefix-store-2"
 """The ignorable feature that names a chunk: its key, its parent's, the digest of its payload, that of other inputs, its token ids."""
@@ -31,7 +31,7 @@ OLD_FEATURES = ("prefix-store",)
 _DIGEST_END = 2 * KEY_BYTES + DIGEST_BYTES
 
 _THREADS = 4
-_SHAPES = 32
+_TEMPLATES = 32
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Reader:
     recipe: str
     chunk: int
     check_values: bool
-    _shapes: dict[tuple[int, int], Shape] = field(default_factory=dict)
+    _templates: dict[tuple[int, int], EntryTemplate] = field(default_factory=dict)
 
     def read(self, entries: Sequence[Data], keys: Sequence[bytes], *, first: int = 0) -> Iterator[Cache]:
         """The caches of a chain's entries in order from chunk ``first`` on, as views of them, checked.
@@ -100,31 +100,31 @@ class Reader:
                 yield self._one(view, key, number, digest)
 
     def _payload_digest(self, view: memoryview, number: int) -> tuple[int, bytes] | None:
-        """Where the payload of an entry of a known shape begins, and its digest."""
-        shape = self._shape(view, number)
-        return None if shape is None else (shape.payload, xxhash.xxh3_128_digest(view[shape.payload :]))
+        """Where the payload of an entry that matches a template begins, and its digest."""
+        template = self._template(view, number)
+        return None if template is None else (template.payload, xxhash.xxh3_128_digest(view[template.payload :]))
 
-    def _shape(self, view: memoryview, number: int) -> Shape | None:
-        return self._shapes.get((len(view), _start_bytes(number * self.chunk)))
+    def _template(self, view: memoryview, number: int) -> EntryTemplate | None:
+        return self._templates.get((len(view), _start_bytes(number * self.chunk)))
 
     def _one(self, view: memoryview, key: bytes, number: int, hashed: tuple[int, bytes] | None = None) -> Cache:
         start = number * self.chunk
         where = f"entry {key.hex()}"
-        shape = None if self.check_values else self._shape(view, number)
-        feature = shape.feature(view, start) if shape is not None else None
-        if shape is None or feature is None:
+        template = None if self.check_values else self._template(view, number)
+        feature = template.feature(view, start) if template is not None else None
+        if template is None or feature is None:
             return self._parsed(view, key, start, where)
         named = Named.of(feature, where)
         self._check_key(named, key, where)
-        # An entry read since it was hashed may have brought another shape of the same size.
+        # An entry read since it was hashed may match another template of the same size.
         begin, digest = hashed or (None, b"")
-        _check_payload(named, digest if begin == shape.payload else xxhash.xxh3_128_digest(view[shape.payload :]), where)
-        return shape.cache(view, start)
+        _check_payload(named, digest if begin == template.payload else xxhash.xxh3_128_digest(view[template.payload :]), where)
+        return template.cache(view, start)
 
     def _parsed(self, view: memoryview, key: bytes, start: int, where: str) -> Cache:
         from kvpack.cache import files
 
-        from .shapes import Shape
+        from .entry_template import EntryTemplate
 
         file = container.open_bytes(view, where=where)
         named = check_entry(file, start, self.model, self.recipe)
@@ -136,9 +136,9 @@ class Reader:
             held = [cache.positions(number) for number in range(len(cache))]
             raise InvalidHeader(f"{where}: its layers hold the positions {held}, expected {(start, start + self.chunk)}")
         if not self.check_values:
-            shape = Shape.of(file, FEATURE, cache)
-            if shape is not None and len(self._shapes) < _SHAPES:
-                self._shapes[len(view), _start_bytes(start)] = shape
+            template = EntryTemplate.of(file, FEATURE, cache)
+            if template is not None and len(self._templates) < _TEMPLATES:
+                self._templates[len(view), _start_bytes(start)] = template
         return cache
 
     def _check_key(self, named: Named, key: bytes, where: str) -> None:

@@ -388,7 +388,7 @@ def test_the_identity_of_a_model() -> None:
     assert (named.weights, named.model, named.adapter, named.extra) == ("w", "n", "a", "a hook")
 
 
-def test_entries_of_one_shape_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_that_match_a_template_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
     ids = prompt(12)
     whole = save(store, ids)
@@ -415,10 +415,10 @@ def test_no_flipped_bit_of_an_entry_passes(recipe: str, tmp_path: Path) -> None:
     key = store.keys(ids)[1]
     with open(entry_of(store, ids, 1), "rb") as file:
         data = bytearray(file.read())
-    readers = [store._reader, dataclasses.replace(store._reader, check_values=True, _shapes={})]
+    readers = [store._reader, dataclasses.replace(store._reader, check_values=True, _templates={})]
     for reader in readers:
         assert reader._one(memoryview(bytearray(data)), key, 1).tokens == CHUNK
-    assert readers[0]._shapes
+    assert readers[0]._templates
     front = 4096 * 2
     places = [*range(0, front, 3), *range(front, len(data), 97)]
     for place in places:
@@ -437,8 +437,8 @@ def test_entries_of_one_size_may_have_payloads_that_begin_elsewhere(tmp_path: Pa
     whole = save(store, ids)
     assert same(store.load(ids)[1], whole)
     reader = store._reader
-    for place, shape in reader._shapes.items():
-        reader._shapes[place] = dataclasses.replace(shape, text=b"\1" + shape.text[1:], payload=shape.payload + 64)
+    for place, template in reader._templates.items():
+        reader._templates[place] = dataclasses.replace(template, text=b"\1" + template.text[1:], payload=template.payload + 64)
     n, found = store.load(ids)
     assert n == 3 * CHUNK
     assert same(found, whole)

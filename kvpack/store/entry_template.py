@@ -1,8 +1,8 @@
-"""Reading entries that are alike: of a store's chunks only the first of a shape has its header parsed.
+"""Reading entries that are alike: of all chunks with the same layout, only the first has its header parsed.
 
-A chunk's header differs from that of the next in its digests, its start and the feature that names it. A Shape is made of an
-entry that was read and checked whole. Another entry has it when every other byte of its front is the same; then its tensors lie
-where that entry's lie.
+A chunk's header differs from the next chunk's in its digests, its start and the feature that names it. A template is made from an
+entry that was read and checked in full. Another entry matches it when every other byte before its payload is the same; then its
+tensors lie where those of the first entry lie.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Stream = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class SidePlan:
-    """What is the same of one side in every entry of a shape."""
+    """What one side has in common in all entries that match a template."""
 
     entry: SideEntry
     streams: tuple[Stream, ...]
@@ -51,8 +51,8 @@ class SidePlan:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The bytes that entries of a shape have in common, and where their tensors are."""
+class EntryTemplate:
+    """The bytes that entries have in common, and where their tensors are."""
 
     size: int
     text: bytes
@@ -67,7 +67,7 @@ class Shape:
 
     @classmethod
     def of(cls, file: File, feature: str, cache: Cache) -> Self | None:
-        """The shape of a file that holds one run a side, as a chunk does, without filters; None for any other."""
+        """The template of a file that holds one run per side, as a chunk does, without filters; None for any other."""
         header = file.header
         if any(tensor.filter != "none" for tensor in header.tensors):
             return None
@@ -100,7 +100,7 @@ class Shape:
         )
 
     def feature(self, data: memoryview, start: int) -> bytes | None:
-        """The feature of an entry of this shape whose first token is ``start``; None when the front of ``data`` is another's."""
+        """The feature of a matching entry whose first token is ``start``; None when ``data`` does not match."""
         if len(data) != self.size:
             return None
         header_end = len(self.text) + len(self.fixed)
@@ -117,7 +117,7 @@ class Shape:
         return header[self.feature_place]
 
     def cache(self, data: memoryview, start: int) -> Cache:
-        """The cache of an entry of this shape, as views of it."""
+        """The cache of a matching entry, as views of it."""
         with own_modes(torch.device("cpu")):
             dtypes = {dtype for sides in self.plans for plan in sides if plan for _, dtype, *_ in plan.streams}
             arrays = {dtype: torch.frombuffer(data, dtype=dtype, count=self.size // dtype.itemsize) for dtype in dtypes}

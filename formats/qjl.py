@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .base import NORMS, Layout, check_choice, check_finite, check_range, stored_norm
+from .base import NORMS, Layout, check_choice, check_range, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter
 from .lazy import torch
@@ -90,7 +90,7 @@ class Qjl(ResidualSketch):
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Raise InvalidPayload for spare bits and norms that are not finite."""
         self.packing.check([arrays[f"{SIGNS}.{plane}"] for plane in range(len(self.packing.planes))], f"{where}.{SIGNS}")
-        check_finite(f"{where}.{NORM}", arrays[NORM], "norms")
+        super().check(arrays, where)
 
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return frame + self.correction(streams)

@@ -45,11 +45,9 @@ OTHER_FUNCTIONS = {
     "default_fields",
     "features_of",
     "lloyd_max",
+    "of_words",
     "pieces",
-    "_blocks",
     "_flat",
-    "_qjl",
-    "_raw_tokens",
 }
 """What encodes, makes codecs for recipes, and writes files: no reader calls it."""
 OTHER_ERRORS = {"OutOfRange", "UnknownWord", "OutOfBounds"}

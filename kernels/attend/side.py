@@ -23,7 +23,7 @@ class RowStream(NamedTuple):
 class Side(NamedTuple):
     """A codec's loader (``tiles.Tiles``) over the streams of one launch.
 
-    ``widths`` are the columns of each tile, ``places`` those that ``fields.load_places`` takes. ``whole``: the tokens of a warp's tile
+    ``widths`` are the columns of each tile, ``places`` those that ``bitfields.load_places`` takes. ``whole``: the tokens of a warp's tile
     always lie in one token group.
     """
 

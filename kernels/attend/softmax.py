@@ -12,7 +12,7 @@ from triton import language as tl
 
 from kvpack.kernels.loaders.outliers import add_outlier_scores, add_outlier_values
 from kvpack.kernels.loaders.qjl import decode_bits, decode_signs, factor_of_bits
-from kvpack.kernels.words.axes import tokens_behind
+from kvpack.kernels.words.tile_layout import tokens_behind
 
 from .factors import factor_of, of_rows, power_and_rests
 
@@ -146,7 +146,7 @@ def key_scores(
     """``_scores`` of tiles of tokens, -inf where a query does not see one.
 
     If either side is paired, scores ``[warp, token, row]`` are of token t where the row is not ``second``, else of the one behind it
-    (``axes.tokens_behind``); a side that is not paired has a tile for each of the two.
+    (``tile_layout.tokens_behind``); a side that is not paired has a tile for each of the two.
     """
     TOKENS: tl.constexpr = like.shape[1]
     PAIRS: tl.constexpr = K.paired or V.paired

@@ -26,9 +26,9 @@ from kvpack.kernels.loaders.outlier_patches import declare_patches
 from kvpack.kernels.loaders.outliers import entries_of, first_entries, next_entries, ready_patches
 from kvpack.kernels.loaders.qjl import half_sum, queries_of_bits
 from kvpack.kernels.tables.shared_table import declare, fetch, fill
-from kvpack.kernels.words.axes import tokens_behind
+from kvpack.kernels.words.bitfields import load_places
 from kvpack.kernels.words.columns import constant_at
-from kvpack.kernels.words.fields import load_places
+from kvpack.kernels.words.tile_layout import tokens_behind
 
 from .query_tiles import query_tiles, sum_of
 from .softmax import UNSEEN, add_halves, add_tiles, key_scores

@@ -11,7 +11,7 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.loaders.qjl import load_signs
-from kvpack.kernels.words.axes import tokens_behind
+from kvpack.kernels.words.tile_layout import tokens_behind
 
 
 @triton.jit

@@ -19,9 +19,9 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.tables.shared_table import look_up_bits
-from kvpack.kernels.words.axes import of_tokens
-from kvpack.kernels.words.fields import load_per_token, load_planes, whole_planes, words_of_step
-from kvpack.kernels.words.halves import affine_bits, binary16_bits, power_of_two, product
+from kvpack.kernels.words.bitfields import load_per_token, load_planes, whole_planes, words_of_step
+from kvpack.kernels.words.f16_tiles import affine_bits, binary16_bits, power_of_two, product
+from kvpack.kernels.words.tile_layout import of_tokens
 
 from .tiles import (
     Stream,

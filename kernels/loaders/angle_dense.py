@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.common_columns import (
+from kvpack.kernels.words.replicated_columns import (
     CommonPacking,
     bit_of_step,
     columns_together,

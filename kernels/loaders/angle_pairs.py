@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.axes import copied, repeated, tokens_behind
-from kvpack.kernels.words.common_columns import CommonPacking, bit_of_step, load_columns, words_of_plane, words_of_stream
+from kvpack.kernels.words.replicated_columns import CommonPacking, bit_of_step, load_columns, words_of_plane, words_of_stream
+from kvpack.kernels.words.tile_layout import copied, repeated, tokens_behind
 
 from .angle import VALUES, factor_of_range, norm_line_halves, pair, table
 from .angle_dense import bit_of_places

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.pairs import joined, look_up_words, pair_affine, pair_of_one, pair_power_of_two, pair_product, unit
-from kvpack.kernels.words.row_digits import RowPacking, digit, row_packing, two_digits
-from kvpack.kernels.words.row_tiles import TOKENS, decode_rows, pairs_of, tiles_of
-from kvpack.kernels.words.rows import load_rows, row_streams, rows_constants, stream_of_words, words_of_row
+from kvpack.kernels.tables.thread_lookups import look_up_words, unit
+from kvpack.kernels.words.f16x2 import joined, pair_affine, pair_of_one, pair_power_of_two, pair_product
+from kvpack.kernels.words.thread_digits import RowPacking, digit, row_packing, two_digits
+from kvpack.kernels.words.thread_rows import load_rows, row_streams, rows_constants, stream_of_words, words_of_row
+from kvpack.kernels.words.thread_tiles import TOKENS, decode_rows, pairs_of, tiles_of
 
 from .angle import VALUES, factor, load_range, norm_line, table
 from .tiles import WIDEST_DIGIT, Tiles

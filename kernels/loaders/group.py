@@ -13,9 +13,10 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import is_power_of_two
-from kvpack.kernels.words.axes import of_columns, of_tokens, parts_of, repeated, token_of_columns, tokens_behind, valid_columns
-from kvpack.kernels.words.fields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
-from kvpack.kernels.words.halves import affine, affine_bits, load_factors, middle_code, read_factors, scale_and_centre
+from kvpack.kernels.words.bitfields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
+from kvpack.kernels.words.f16_tiles import affine, affine_bits, middle_code, scale_and_centre
+from kvpack.kernels.words.tile_layout import of_columns, of_tokens, parts_of, repeated, token_of_columns, tokens_behind, valid_columns
+from kvpack.kernels.words.token_factors import load_factors, read_factors
 
 from .tiles import Stream, TilePacking, Tiles, distance, fields_side_by_side, plane_streams, step_symbols, takes_whole_words, tile_packing
 

@@ -17,8 +17,9 @@ from triton import language as tl
 
 from kvpack.formats.octahedral_search import codebook_directions
 from kvpack.kernels.tables.shared_table import look_up_bits, look_up_repeated
-from kvpack.kernels.words.fields import load_planes, whole_planes, words_of_step
-from kvpack.kernels.words.halves import load_factors, negated, product, read_factors
+from kvpack.kernels.words.bitfields import load_planes, whole_planes, words_of_step
+from kvpack.kernels.words.f16_tiles import negated, product
+from kvpack.kernels.words.token_factors import load_factors, read_factors
 
 from .tiles import (
     Stream,

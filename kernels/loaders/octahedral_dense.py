@@ -11,10 +11,11 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.tables.register_table import MOST_BITS, select_of_four, table_of_bytes
-from kvpack.kernels.words.pairs import look_up_repeated, look_up_words, pair_negated, pair_product, unit
-from kvpack.kernels.words.row_digits import RowPacking, bits_of_column, digit, row_packing
-from kvpack.kernels.words.row_tiles import TOKENS, decode_rows, factor_beside_rows, load_rows_and_factor, pairs_of, tiles_of
-from kvpack.kernels.words.rows import row_streams, rows_constants
+from kvpack.kernels.tables.thread_lookups import look_up_repeated, look_up_words, unit
+from kvpack.kernels.words.f16x2 import pair_negated, pair_product
+from kvpack.kernels.words.thread_digits import RowPacking, bits_of_column, digit, row_packing
+from kvpack.kernels.words.thread_rows import row_streams, rows_constants
+from kvpack.kernels.words.thread_tiles import TOKENS, decode_rows, factor_beside_rows, load_rows_and_factor, pairs_of, tiles_of
 
 from .octahedral import VALUES, table
 from .tiles import WIDEST_DIGIT, Stream, Tiles

@@ -17,7 +17,7 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.attend.shapes import MULTIPROCESSOR_BYTES
-from kvpack.kernels.words.axes import of_columns, of_tokens
+from kvpack.kernels.words.tile_layout import of_columns, of_tokens
 
 if TYPE_CHECKING:
     from kvpack.kernels.attend.shapes import Shape
@@ -84,7 +84,7 @@ def _put_zeros(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 
 @triton.jit
 def patch_places(numbers: tl.tensor, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
-    """Where a tile is read in a patch of which it is the first; from loaded numbers (``fields.load_places``)."""
+    """Where a tile is read in a patch of which it is the first; from loaded numbers (``bitfields.load_places``)."""
     WIDTH: tl.constexpr = CONSTANTS.width
     row = tl.load(numbers + tl.arange(0, TOKENS)[None, :]).to(tl.int32)
     column = tl.load(numbers + tl.arange(0, WIDTH)[None, :]).to(tl.int32)

@@ -20,12 +20,12 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.tables.field_lookups import look_up_field
-from kvpack.kernels.words.fields import load_per_token
-from kvpack.kernels.words.halves import load_factor, read_factor
-from kvpack.kernels.words.pairs import pair_product, pair_scaled
-from kvpack.kernels.words.row_digits import RowPacking, row_packing
-from kvpack.kernels.words.row_tiles import PAIRS_OF_A_TILE, TOKENS, tile_of_pairs
-from kvpack.kernels.words.rows import load_row, load_rows, row_streams, rows_constants, stream_of_words, words_of_row
+from kvpack.kernels.words.bitfields import load_per_token
+from kvpack.kernels.words.f16x2 import pair_product, pair_scaled
+from kvpack.kernels.words.thread_digits import RowPacking, row_packing
+from kvpack.kernels.words.thread_rows import load_row, load_rows, row_streams, rows_constants, stream_of_words, words_of_row
+from kvpack.kernels.words.thread_tiles import PAIRS_OF_A_TILE, TOKENS, tile_of_pairs
+from kvpack.kernels.words.token_factors import load_factor, read_factor
 
 from .polar_steps import angles_of_step, blocks_of_step, lookups_of, place_in, places_of, table
 from .tiles import Stream, Tiles

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from kvpack.kernels.words.row_tiles import PAIRS_OF_A_TILE
+from kvpack.kernels.words.thread_tiles import PAIRS_OF_A_TILE
 
 if TYPE_CHECKING:
     from kvpack.formats.polar import Polar

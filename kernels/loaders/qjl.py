@@ -21,8 +21,8 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.qjl import NORM, SIGNS
-from kvpack.kernels.words.fields import load_planes, whole_planes, words_of_step
-from kvpack.kernels.words.halves import load_factor, read_factor
+from kvpack.kernels.words.bitfields import load_planes, whole_planes, words_of_step
+from kvpack.kernels.words.token_factors import load_factor, read_factor
 
 from .tiles import (
     Stream,

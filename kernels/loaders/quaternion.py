@@ -12,8 +12,9 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.tables.shared_table import look_up_bits
-from kvpack.kernels.words.fields import load_planes, whole_planes, words_of_step
-from kvpack.kernels.words.halves import code_bits, load_factor, product, read_factor
+from kvpack.kernels.words.bitfields import load_planes, whole_planes, words_of_step
+from kvpack.kernels.words.f16_tiles import code_bits, product
+from kvpack.kernels.words.token_factors import load_factor, read_factor
 
 from .tiles import (
     Stream,

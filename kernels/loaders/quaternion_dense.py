@@ -13,11 +13,11 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.tables.shared_table import look_up
-from kvpack.kernels.words.halves import code_as_half, product
-from kvpack.kernels.words.row_digits import RowPacking, above, row_packing, two_digits
-from kvpack.kernels.words.row_tiles import TOKENS, factor_beside_rows, load_rows_and_factor
-from kvpack.kernels.words.rows import row_streams, rows_constants
+from kvpack.kernels.words.f16_tiles import code_as_half, product
 from kvpack.kernels.words.symbol_tiles import MOST_BITS, steps_of, symbol_tile
+from kvpack.kernels.words.thread_digits import RowPacking, above, row_packing, two_digits
+from kvpack.kernels.words.thread_rows import row_streams, rows_constants
+from kvpack.kernels.words.thread_tiles import TOKENS, factor_beside_rows, load_rows_and_factor
 
 from .quaternion import VALUES
 from .tiles import WIDEST_DIGIT, Stream, Tiles, channels_of

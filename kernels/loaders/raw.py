@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.axes import of_columns, of_tokens
+from kvpack.kernels.words.tile_layout import of_columns, of_tokens
 
 from .tiles import SMALLEST_WIDTH, Stream, Tiles
 

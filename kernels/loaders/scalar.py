@@ -12,8 +12,8 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.tables.shared_table import look_up_bits
-from kvpack.kernels.words.fields import load_planes, position_of_step, whole_planes, words_of_step
-from kvpack.kernels.words.halves import load_factors, read_factors
+from kvpack.kernels.words.bitfields import load_planes, position_of_step, whole_planes, words_of_step
+from kvpack.kernels.words.token_factors import load_factors, read_factors
 
 from .tiles import Stream, TilePacking, Tiles, distance, fields_side_by_side, plane_streams, step_symbols, tile_packing
 

@@ -111,7 +111,7 @@ class Tiles:
     most_tokens: int = 32
     """Of a warp's tile: more where its tokens share scales, or have few each, which registers then hold."""
     loads_ahead: bool = False
-    """Whether registers hold the rows of the next tile while one is decoded, for loads that the compiler does not see (``rows``)."""
+    """Whether registers hold the rows of the next tile while one is decoded, for loads that the compiler does not see (``thread_rows``)."""
     many_copies: bool = False
     """Whether more copies of the table are worth memory that then fewer programs share."""
     packings: tuple[Columns, ...] = ()
@@ -131,7 +131,7 @@ class Tiles:
 
     @property
     def place_columns(self) -> tuple[int, ...]:
-        """What ``fields.load_places`` takes."""
+        """What ``bitfields.load_places`` takes."""
         return self.places or tuple(columns for packing in self.packings for columns in (packing.width, tile_width(packing)))
 
 
@@ -156,7 +156,7 @@ def takes_whole_words(packing: Columns) -> bool:
 
 
 class TilePacking(NamedTuple):
-    """A code stream's columns as ``fields.load_planes`` takes them: the number of the stream of plane 0, and how its tiles are made.
+    """A code stream's columns as ``bitfields.load_planes`` takes them: the number of the stream of plane 0, and how its tiles are made.
 
     ``tile_width`` are the columns of a tile, ``width`` those that have words; ``paired`` is that of ``Tiles``.
     """

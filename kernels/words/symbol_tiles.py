@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from .row_tiles import tile_of_pairs
-from .rows import words_of_row
+from .thread_rows import words_of_row
+from .thread_tiles import tile_of_pairs
 
 WIDTH = tl.constexpr(16)
 """Symbols of a tile: the matrix units' step."""

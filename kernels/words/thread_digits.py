@@ -1,4 +1,4 @@
-"""Digits of the rows of which a thread holds the words (``rows``): those of one symbol, or of two neighbours, 16 bits apart.
+"""Digits of the rows of which a thread holds the words (``thread_rows``): those of one symbol, or of two neighbours, 16 bits apart.
 
 Neighbours mostly share the words that they lie in, and whatever is done with these. A base that is no power of two is divided by as
 products are taken: in fewer instructions the smaller the number is known to be.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from .rows import rows_constants
+from .thread_rows import rows_constants
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from .halves import read_factor
-from .pairs import joined
-from .rows import load_rows, load_unseen, words_of_row
+from .f16x2 import joined
+from .thread_rows import load_rows, load_unseen, words_of_row
+from .token_factors import read_factor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,8 +19,8 @@ from triton import language as tl
 from kvpack.formats.columns import is_power_of_two
 from kvpack.kernels.loaders.tiles import WORD_BITS, takes_whole_words, tile_width
 
-from .axes import copied, of_columns, token_of_columns, valid_columns
-from .fields import field, load_planes, whole_planes
+from .bitfields import field, load_planes, whole_planes
+from .tile_layout import copied, of_columns, token_of_columns, valid_columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +80,7 @@ def stream_constants(packings: Sequence[Columns], columns: int) -> list[CommonPa
 
 
 def places_of(packings: Sequence[CommonPacking], columns: int) -> tuple[int, ...]:
-    """For ``fields.load_places``: of each stream the columns that are loaded, and those of the tile."""
+    """For ``bitfields.load_places``: of each stream the columns that are loaded, and those of the tile."""
     return tuple(number for packing in packings for number in (packing.width, packing.tile_width, packing.width, columns))
 
 
@@ -104,7 +104,7 @@ def load_columns(
     MASKED: tl.constexpr,
     TURNED: tl.constexpr,
 ) -> tl.tensor:
-    """A word of rows of ``ROW``, from token ``first`` on, in each column; ``word`` and ``second`` (``axes``) are ``[1, column]``.
+    """A word of rows of ``ROW``, from token ``first`` on, in each column; ``word`` and ``second`` (``tile_layout``) are ``[1, column]``.
 
     ``COPIED``: the tile is to be copied in registers.
     """
@@ -138,7 +138,7 @@ def load_stream(
     MASKED: tl.constexpr,
     TURNED: tl.constexpr,
 ) -> tl.tuple:
-    """``fields.load_planes`` of a stream that ``stream_constants`` describe."""
+    """``bitfields.load_planes`` of a stream that ``stream_constants`` describe."""
     if PACKING.copies == 1:
         planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
     else:

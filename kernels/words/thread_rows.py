@@ -19,7 +19,7 @@ from triton import language as tl
 
 from kvpack.kernels.loaders.tiles import Stream
 
-from .fields import load_per_token
+from .bitfields import load_per_token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,11 +1,10 @@
-"""Pairs of binary16 in 32 bits: looked up in a table, scaled, negated and put together, for rows of which a thread holds one.
+"""Arithmetic on f16x2: 32-bit registers of two binary16, uint32 tensors, for rows of which a thread holds one.
 
-The table lies in shared memory as ``shared_table`` stores it. Without inline PTX (``FAST`` false) the same functions are plain Triton.
+Without inline PTX (``FAST`` false) the same functions are plain Triton.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations
@@ -13,56 +12,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from kvpack.kernels.loaders.tiles import SharedTable
-from kvpack.kernels.tables.shared_table import in_halves
-from kvpack.kernels.tables.table_assembly import lookup_of_entry
-
-from .row_digits import pieces_of_bits
-
-
-@triton.constexpr_function
-def unit(values: int, shared: SharedTable, fast: bool) -> int:
-    """What ``look_up_words`` counts entries of ``values`` binary16 in: bytes where the table is shared, so that fields are shifted once."""
-    return 2 * values * shared.copies if fast and shared.copies else 1
-
-
-@triton.jit
-def look_up_words(
-    place: tl.tensor,
-    table: tl.tensor,
-    WORDS: tl.constexpr,
-    VALUES: tl.constexpr,
-    FIRST: tl.constexpr,
-    SHARED: tl.constexpr,
-    FAST: tl.constexpr,
-) -> tl.tuple:
-    """The first ``WORDS`` (1 or 2) pairs of an entry of a table of ``VALUES`` (2 or 4) binary16 an entry, ``place`` units after ``FIRST``.
-
-    ``SHARED`` is the table's ``SharedTable``; ``place`` never leads beyond the entries.
-    """
-    if FAST and SHARED.copies > 0:
-        ASSEMBLY: tl.constexpr = lookup_of_entry(WORDS, SHARED.offset + FIRST * unit(VALUES, SHARED, FAST), SHARED.copies, 2 * VALUES)
-        if WORDS == 1:
-            found = (tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [place], dtype=tl.uint32, is_pure=True, pack=1),)
-        else:
-            found = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [place], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1)
-    else:
-        pointer = table.to(tl.pointer_type(tl.int32)) + (place + FIRST) * (VALUES // 2)
-        found = ()
-        for word in tl.static_range(WORDS):
-            found = found + (tl.load(pointer + word).to(tl.uint32, bitcast=True),)
-    return found
-
-
-@triton.jit
-def look_up_repeated(place: tl.tensor, table: tl.tensor, FIRST: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The first pair of an entry of 4 equal values: half of it is loaded, of which there are twice as many copies."""
-    if FAST and SHARED.copies > 0:
-        HALVES: tl.constexpr = in_halves(SHARED, 0, 0)
-        found = look_up_words(place, table, 1, 2, FIRST, HALVES, FAST)
-    else:
-        found = look_up_words(place, table, 1, 4, FIRST, SHARED, FAST)
-    return found[0]
+from .thread_digits import pieces_of_bits
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from .axes import of_columns, of_tokens, token_of_columns, tokens_behind, valid_columns
+from .tile_layout import of_columns, of_tokens, token_of_columns, tokens_behind, valid_columns
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def load_words(
 ) -> tl.tensor:
     """Rows of ``ROW`` words from token ``first`` on, a tile of ``PAD`` columns: repeated if ROW is a power of two, else zeros follow.
 
-    With ``BEHIND`` the other half of the columns is another token's (``axes``).
+    With ``BEHIND`` the other half of the columns is another token's (``tile_layout``).
     """
     number = tl.arange(0, PAD)[None, :]
     column = of_columns(number, TURNED)

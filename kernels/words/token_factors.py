@@ -1,0 +1,77 @@
+"""One factor per token (a norm or a scale, binary16 or binary32): loaded with a tile's rows, read as binary32."""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# Tuples of tensors have one name whatever their length, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+from .bitfields import load_per_token
+from .tile_layout import tokens_behind
+
+
+@triton.jit
+def load_factor(
+    pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
+    """One binary16 or binary32 a token, for ``read_factor``: a binary16 as the aligned word that holds it, and its place there.
+
+    Only loads of 32 bits are fetched ahead of time. Tiles that are not masked do not end a stream whose words are cut (``plan``).
+    """
+    if BITS == 16 and FAST:
+        if MASKED:
+            # The word of the last half may end beyond the stream.
+            loaded = (load_per_token(pointer, first, token, valid, 1, 0, MASKED).to(tl.int32), tl.zeros(token.shape, tl.int32))
+        else:
+            address = pointer.to(tl.int64)
+            half = (first * 2 + (address & 2)).to(tl.int64) // 2 + token
+            word = tl.load((address - (address & 2)).to(tl.pointer_type(tl.int32)) + half // 2)
+            loaded = (word, ((half & 1) * 16).to(tl.int32))
+    else:
+        loaded = (load_per_token(pointer, first, token, valid, 1, 0, MASKED),)
+    return loaded
+
+
+@triton.jit
+def read_factor(raw: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """What ``load_factor`` loaded, as float32."""
+    if BITS == 16 and FAST:
+        value = (raw[AT] >> raw[AT + 1]).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif BITS == 16:
+        value = raw[AT].to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        value = raw[AT].to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def load_factors(
+    pointer: tl.tensor,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    BITS: tl.constexpr,
+    PAIRED: tl.constexpr,
+    MASKED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """``load_factor``, and if ``PAIRED`` that of the second tokens of all rows of the tile; ``valid`` is then that of both."""
+    if PAIRED:
+        loaded = load_factor(pointer, first, token, valid[0], BITS, MASKED, FAST)
+        loaded = loaded + load_factor(pointer, first, token + tokens_behind(PAIRED, token.shape[1]), valid[1], BITS, MASKED, FAST)
+    else:
+        loaded = load_factor(pointer, first, token, valid, BITS, MASKED, FAST)
+    return loaded
+
+
+@triton.jit
+def read_factors(raw: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """What ``load_factors`` loaded, as float32; those of both tokens if ``PAIRED``."""
+    if PAIRED:
+        value = read_factor(raw, AT, BITS, FAST), read_factor(raw, AT + (2 if BITS == 16 and FAST else 1), BITS, FAST)
+    else:
+        value = read_factor(raw, AT, BITS, FAST)
+    return value

@@ -75,7 +75,7 @@ def power_and_rests(
     if V.factor is None:
         factor = tl.full(factor_of(raws, 1, second, factor_of_signs, SIGNS, False, FAST).shape, 1.0, tl.float32)
     else:
-        factor = factor_of(raws, 0, second, V.factor, CONSTANTS, V.paired, FAST)
+        factor = factor_of(raws, 0, second, V.factor, CONSTANTS, V.dual, FAST)
     if V.signs is None and V.outliers is None:
         found = _power_and_rest(factor)
     else:

@@ -56,7 +56,7 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
     if not fast:
         return Shape(2, 1, 32, 1, 4)
     # Tokens that share a row of a tile count as one, of as many bytes.
-    together = 2 if k.paired or v.paired else 1
+    together = 2 if k.dual or v.dual else 1
     tokens //= together
     token_bytes = together * sum(_bytes(stream, aligned) for stream in (*k.streams, *v.streams))
     few_bytes = 2 * sum(sum(packing.planes) for packing in (*k.packings, *v.packings)) <= FEW_BYTES

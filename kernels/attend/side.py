@@ -39,8 +39,8 @@ class Side(NamedTuple):
     places: tuple[int, ...]
     widths: tuple[int, ...]
     dtype: str
-    paired: int
-    run: int
+    dual: int
+    interleave: int
     whole: bool
 
     @property
@@ -64,7 +64,7 @@ def side_of(tiles: Tiles, shared: SharedTable, outliers: Outliers | None, stream
         places=tiles.place_columns,
         widths=tuple(map(len, tiles.channels)),
         dtype=tiles.dtype if fast or tiles.dtype != "bf16" else "fp32",
-        paired=tiles.paired,
-        run=tiles.run,
+        dual=tiles.dual,
+        interleave=tiles.interleave,
         whole=whole,
     )

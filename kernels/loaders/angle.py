@@ -95,12 +95,12 @@ def load(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The planes, then the ranges."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    raw = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
+    raw = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     return raw + load_range(pointers[CONSTANTS.range_place], first, token, valid, CONSTANTS, MASKED)
 
 
@@ -229,31 +229,31 @@ def decode(
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The two coordinates of the pairs of ``STEP``, over the token's factor."""
     PACKING: tl.constexpr = CONSTANTS.packing
     BESIDE: tl.constexpr = CONSTANTS.beside
-    planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
+    planes = whole_planes(raw, places, 0, PACKING, TRANSPOSED, FAST)
     BIN_BITS: tl.constexpr = CONSTANTS.bin_bits
     NORM_BITS: tl.constexpr = CONSTANTS.norm_bits
     NORMS: tl.constexpr = PACKING.fields * BIN_BITS
-    line = line_of_tokens(raw, CONSTANTS, TURNED, FAST)
+    line = line_of_tokens(raw, CONSTANTS, TRANSPOSED, FAST)
     if BESIDE == 1:
         found = pair(planes, line, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, CONSTANTS, SHARED, FAST)
     else:
-        index = words_of_step(planes, places, 0, PACKING, 0, BIN_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
-        norm = words_of_step(planes, places, 0, PACKING, NORMS, NORM_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
+        index = words_of_step(planes, places, 0, PACKING, 0, BIN_BITS, STEP, BESIDE, 1, PACKING.fields, TRANSPOSED, FAST)
+        norm = words_of_step(planes, places, 0, PACKING, NORMS, NORM_BITS, STEP, BESIDE, 1, PACKING.fields, TRANSPOSED, FAST)
         found = pair((index, norm), line, table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 
 
 @triton.jit
-def line_of_tokens(raw: tl.tuple, CONSTANTS: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def line_of_tokens(raw: tl.tuple, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """``norm_line`` of the ranges in ``raw``, binary16 that broadcast to a tile."""
     scale, centre = norm_line_halves(raw[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
-    return of_tokens(scale, TURNED), of_tokens(centre, TURNED)
+    return of_tokens(scale, TRANSPOSED), of_tokens(centre, TRANSPOSED)
 
 
 @triton.jit

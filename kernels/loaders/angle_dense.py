@@ -79,14 +79,14 @@ def load(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The planes of the bins, of the norm codes, and the ranges."""
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
-    raw = load_stream(pointers, first, token, valid, BINS, MASKED, TURNED)
-    raw = raw + load_stream(pointers, first, token, valid, NORMS, MASKED, TURNED)
+    raw = load_stream(pointers, first, token, valid, BINS, MASKED, TRANSPOSED)
+    raw = raw + load_stream(pointers, first, token, valid, NORMS, MASKED, TRANSPOSED)
     return raw + load_range(pointers[CONSTANTS.range_place], first, token, valid, CONSTANTS, MASKED)
 
 
@@ -98,7 +98,7 @@ def decode(
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The two coordinates of the pairs of ``STEP``, over the token's factor."""
@@ -106,11 +106,11 @@ def decode(
     NORMS: tl.constexpr = CONSTANTS.norms
     # Where the table is shared, an index that begins at its bit of a place in bytes is not shifted.
     AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
-    bins = words_of_stream(raw, places, 0, BINS, STEP, AT, TURNED, FAST)
-    norms = words_of_stream(raw, places, 1, NORMS, STEP, 0, TURNED, FAST)
+    bins = words_of_stream(raw, places, 0, BINS, STEP, AT, TRANSPOSED, FAST)
+    norms = words_of_stream(raw, places, 1, NORMS, STEP, 0, TRANSPOSED, FAST)
     NORM: tl.constexpr = 16 * len(bins) + bit_of_step(NORMS, STEP, 0)
     return pair(
-        bins + norms, line_of_tokens(raw, CONSTANTS, TURNED, FAST), table, bit_of_step(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST
+        bins + norms, line_of_tokens(raw, CONSTANTS, TRANSPOSED, FAST), table, bit_of_step(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST
     )
 
 

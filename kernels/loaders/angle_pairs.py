@@ -17,16 +17,16 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.words.replicated_columns import CommonPacking, bit_of_step, load_columns, words_of_plane, words_of_stream
-from kvpack.kernels.words.tile_layout import copied, repeated, tokens_behind
+from kvpack.kernels.words.tile_layout import copied, repeated, second_token_offset
 
 from .angle import VALUES, factor_of_range, norm_line_halves, pair, table
 from .angle_dense import bit_of_places
-from .tiles import PAIRED_WIDTH, SMALLEST_WIDTH, WORD_BITS, Stream, Tiles, channels_of, plane_streams, takes_whole_words
+from .tiles import DUAL_WIDTH, SMALLEST_WIDTH, WORD_BITS, Stream, Tiles, channels_of, plane_streams, takes_whole_words
 
 if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
 
-RUN = PAIRED_WIDTH // 2
+INTERLEAVE = DUAL_WIDTH // 2
 """Words of a row of bins, and columns of one token side by side."""
 
 MOST_SLICES = 2
@@ -54,21 +54,23 @@ class Constants(NamedTuple):
     range_stream: int
 
 
-def tiles(codec: Angle, paired: int) -> Tiles | None:
+def tiles(codec: Angle, dual: int) -> Tiles | None:
     """The loader of ``codec``, None where bins or norms are no bit fields, or have rows of other lengths."""
     packings = codec.packings()
     every = tuple(packings.values())
     if list(packings) != ["angle", "norm_codes"] or not all(map(takes_whole_words, every)):
         return None
     bins, norms = every
-    slices = norms.width // PAIRED_WIDTH
-    if bins.width != RUN or norms.width not in (PAIRED_WIDTH, MOST_SLICES * PAIRED_WIDTH) or norms.column_bytes != WORD_BITS // 8:
+    slices = norms.width // DUAL_WIDTH
+    if bins.width != INTERLEAVE or norms.width not in (DUAL_WIDTH, MOST_SLICES * DUAL_WIDTH) or norms.column_bytes != WORD_BITS // 8:
         return None
-    beside = PAIRED_WIDTH // RUN
+    beside = DUAL_WIDTH // INTERLEAVE
     bin_bits, norm_bits = (packing.bases[0].bit_length() - 1 for packing in every)
     streams = tuple(stream for name, packing in packings.items() for stream in plane_streams(name, packing))
     half = codec.range == "fp16"
-    of_bins = CommonPacking(0, bins.column_bytes, RUN, 2 * RUN, bins.fields, paired, copies=beside, beside=beside, bits=bin_bits)
+    of_bins = CommonPacking(
+        0, bins.column_bytes, INTERLEAVE, 2 * INTERLEAVE, bins.fields, dual, copies=beside, beside=beside, bits=bin_bits
+    )
     constants = Constants(
         bins=of_bins,
         norms=Slices(len(bins.planes), norms.width, slices),
@@ -81,8 +83,8 @@ def tiles(codec: Angle, paired: int) -> Tiles | None:
     )
     streams = (*streams, Stream("range", 32, 1 if half else 2))
     channels = tuple(
-        channels_of(tuple(range(begin, begin + PAIRED_WIDTH)), VALUES, value, codec.dim)
-        for begin in range(0, bins.symbols, PAIRED_WIDTH)
+        channels_of(tuple(range(begin, begin + DUAL_WIDTH)), VALUES, value, codec.dim)
+        for begin in range(0, bins.symbols, DUAL_WIDTH)
         for value in range(VALUES)
     )
     return Tiles(
@@ -95,9 +97,9 @@ def tiles(codec: Angle, paired: int) -> Tiles | None:
         streams,
         table(codec),
         packings=every,
-        places=(RUN, 2 * RUN, 2 * RUN, SMALLEST_WIDTH),
-        paired=paired,
-        run=RUN,
+        places=(INTERLEAVE, 2 * INTERLEAVE, 2 * INTERLEAVE, SMALLEST_WIDTH),
+        dual=dual,
+        interleave=INTERLEAVE,
     )
 
 
@@ -110,7 +112,7 @@ def load(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The planes of the bins, the norm codes of each two fields, and the ranges, ``[warp, token, 2]``."""
@@ -120,23 +122,27 @@ def load(
     PLANES: tl.constexpr = NORMS.stream
     SLICES: tl.constexpr = NORMS.count
     WORDS: tl.constexpr = 2 - CONSTANTS.half_range
-    BEHIND: tl.constexpr = tokens_behind(BINS.paired, token.shape[1])
+    SECOND_OFFSET: tl.constexpr = second_token_offset(BINS.dual, token.shape[1])
     raw = ()
     column = tl.arange(0, BINS.tile_width)[None, :]
     for plane in tl.static_range(PLANES):
-        words = _load_bins(pointers[plane], first, token, valid, column, WIDTH, words_of_plane(BINS, plane), BEHIND, MASKED, TURNED)
+        words = _load_bins(
+            pointers[plane], first, token, valid, column, WIDTH, words_of_plane(BINS, plane), SECOND_OFFSET, MASKED, TRANSPOSED
+        )
         raw = raw + (words,)
     column = tl.arange(0, BINS.tile_width * BINS.copies)[None, :]
     second = column // WIDTH % 2
     word = column // BINS.tile_width * WIDTH + column % WIDTH
     for number in tl.static_range(SLICES):
         place = number * (WIDTH * BINS.copies) + word
-        raw = raw + (load_columns(pointers[PLANES], first, token, valid, second, place, NORMS.width, BEHIND, False, MASKED, TURNED),)
+        raw = raw + (
+            load_columns(pointers[PLANES], first, token, valid, second, place, NORMS.width, SECOND_OFFSET, False, MASKED, TRANSPOSED),
+        )
     second = tl.arange(0, 2)[None, :]
     for word in tl.static_range(WORDS):
         place = tl.full((1, 2), word, tl.int32)
         raw = raw + (
-            load_columns(pointers[CONSTANTS.range_stream], first, token, valid, second, place, WORDS, BEHIND, False, MASKED, False),
+            load_columns(pointers[CONSTANTS.range_stream], first, token, valid, second, place, WORDS, SECOND_OFFSET, False, MASKED, False),
         )
     return raw
 
@@ -150,16 +156,16 @@ def _load_bins(
     column: tl.tensor,
     WIDTH: tl.constexpr,
     ROW: tl.constexpr,
-    BEHIND: tl.constexpr,
+    SECOND_OFFSET: tl.constexpr,
     MASKED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
     """One plane of two tokens' bins; a plane of bytes is repeated."""
-    if BEHIND == 1 and ROW == WIDTH and not MASKED:
+    if SECOND_OFFSET == 1 and ROW == WIDTH and not MASKED:
         # The row of the second is what follows that of the first.
-        words = load_columns(pointer, first, token, valid, column, column, ROW, 0, True, MASKED, TURNED)
+        words = load_columns(pointer, first, token, valid, column, column, ROW, 0, True, MASKED, TRANSPOSED)
     else:
-        words = load_columns(pointer, first, token, valid, column // WIDTH, column % ROW, ROW, BEHIND, True, MASKED, TURNED)
+        words = load_columns(pointer, first, token, valid, column // WIDTH, column % ROW, ROW, SECOND_OFFSET, True, MASKED, TRANSPOSED)
     return words
 
 
@@ -171,28 +177,28 @@ def decode(
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The two coordinates of the pairs of ``STEP``, over the tokens' factors."""
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
     AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
-    bins = words_of_stream(raw, places, 0, BINS, STEP, AT, TURNED, FAST)
+    bins = words_of_stream(raw, places, 0, BINS, STEP, AT, TRANSPOSED, FAST)
     NORM: tl.constexpr = 16 * len(bins) + STEP // NORMS.count * CONSTANTS.norm_bits
     scale, centre = norm_line_halves(raw[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
-    scale = _of_columns(scale, BINS, TURNED)
-    centre = _of_columns(centre, BINS, TURNED)
+    scale = _of_columns(scale, BINS, TRANSPOSED)
+    centre = _of_columns(centre, BINS, TRANSPOSED)
     planes = bins + (raw[NORMS.stream + STEP % NORMS.count],)
     return pair(planes, (scale, centre), table, bit_of_step(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST)
 
 
 @triton.jit
-def _of_columns(value: tl.tensor, BINS: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+def _of_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
     """``[warp, token, 2]`` as a tile."""
-    if TURNED:
+    if TRANSPOSED:
         value = tl.permute(value, (0, 2, 1))
-    return copied(repeated(value, BINS.width, TURNED), BINS.copies, TURNED)
+    return copied(repeated(value, BINS.width, TRANSPOSED), BINS.copies, TRANSPOSED)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from triton import language as tl
 from kvpack.formats.columns import is_power_of_two
 from kvpack.kernels.words.bitfields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
 from kvpack.kernels.words.f16_tiles import affine, affine_bits, middle_code, scale_and_centre
-from kvpack.kernels.words.tile_layout import of_columns, of_tokens, parts_of, repeated, token_of_columns, tokens_behind, valid_columns
+from kvpack.kernels.words.tile_layout import of_columns, of_tokens, parts_of, repeated, second_token_offset, token_of_columns, valid_columns
 from kvpack.kernels.words.token_factors import load_factors, read_factors
 
 from .tiles import Stream, TilePacking, Tiles, distance, fields_side_by_side, plane_streams, step_symbols, takes_whole_words, tile_packing
@@ -59,8 +59,8 @@ class Constants(NamedTuple):
     whole_rows: bool
 
 
-def tiles(codec: Group, paired: int = 0) -> Tiles | None:
-    """The loader of ``codec``, None where its packing has none. ``paired`` is that of the result."""
+def tiles(codec: Group, dual: int = 0) -> Tiles | None:
+    """The loader of ``codec``, None where its packing has none. ``dual`` is that of the result."""
     packing = codec.packings()["codes"]
     if not takes_whole_words(packing):
         return None
@@ -68,9 +68,9 @@ def tiles(codec: Group, paired: int = 0) -> Tiles | None:
     along_tokens = codec.axis == "token"
     pairs_a_row = codec.dim if along_tokens else -(-codec.dim // codec.size)
     # Neighbouring fields may share a pair.
-    apart = distance(packing, codec.bits, packing.fields, paired) if along_tokens or pairs_a_row == 1 else 1
-    symbols = step_symbols(packing, apart, paired=paired)
-    span = packing.width * fields_side_by_side(packing, paired)
+    apart = distance(packing, codec.bits, packing.fields, dual) if along_tokens or pairs_a_row == 1 else 1
+    symbols = step_symbols(packing, apart, dual=dual)
+    span = packing.width * fields_side_by_side(packing, dual)
     one_a_token = not along_tokens and (codec.size % span == 0 or pairs_a_row == 1)
     if along_tokens:
         kind = ALONG_TOKENS.value
@@ -80,7 +80,7 @@ def tiles(codec: Group, paired: int = 0) -> Tiles | None:
         kind = WITHIN_FIELDS.value if span % codec.size == 0 else EACH_VALUE.value
     # Rows that cut into powers of two of pairs are loaded whole: a load costs as much, however little it is of.
     in_order = kind == ALONG_CHANNELS.value or (kind != EACH_VALUE.value and apart == 1 and len(symbols) * span == codec.dim)
-    whole_rows = not paired and in_order and is_power_of_two(pairs_a_row)
+    whole_rows = not dual and in_order and is_power_of_two(pairs_a_row)
     streams = (*planes, Stream("scales", 32, pairs_a_row, codec.size if along_tokens else 1))
     scale_bits = {"none": 0, "fp16": 16, "fp32": 32}[codec.token_scale]
     if scale_bits:
@@ -91,9 +91,9 @@ def tiles(codec: Group, paired: int = 0) -> Tiles | None:
     elif kind > ALONG_CHANNELS.value or (along_tokens and codec.size % MOST_TOKENS):
         most_tokens = Tiles.most_tokens
     constants = Constants(
-        packing=tile_packing(0, packing, paired),
+        packing=tile_packing(0, packing, dual),
         bits=codec.bits,
-        beside=fields_side_by_side(packing, paired),
+        beside=fields_side_by_side(packing, dual),
         dim=codec.dim,
         size=codec.size,
         kind=kind,
@@ -117,7 +117,7 @@ def tiles(codec: Group, paired: int = 0) -> Tiles | None:
         whole_groups=codec.size if along_tokens else 1,
         most_tokens=most_tokens,
         packings=(packing,),
-        paired=paired,
+        dual=dual,
     )
 
 
@@ -130,7 +130,7 @@ def load(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """Planes, then the pairs of each step, then the token scale. ``WHOLE``: every warp's tokens lie in one token group."""
@@ -143,56 +143,56 @@ def load(
     STEPS: tl.constexpr = CONSTANTS.steps
     PLANES: tl.constexpr = CONSTANTS.planes
     PAD: tl.constexpr = PACKING.tile_width
-    PAIRED: tl.constexpr = PACKING.paired
-    BEHIND: tl.constexpr = tokens_behind(PAIRED, token.shape[1])
+    DUAL: tl.constexpr = PACKING.dual
+    SECOND_OFFSET: tl.constexpr = second_token_offset(DUAL, token.shape[1])
     pairs = pointers[PLANES]
-    raw = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
+    raw = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     # Of columns that share a pair, the first.
     SHARING: tl.constexpr = SIZE if KIND == WITHIN_FIELDS else 1
     column = tl.arange(0, PAD // SHARING) * SHARING
     second = column[None, :] // (PAD // 2)
-    if PAIRED:
+    if DUAL:
         column = column % PACKING.width
     WHOLE_ROWS: tl.constexpr = CONSTANTS.whole_rows and (KIND > ALONG_TOKENS or WHOLE)
     if WHOLE_ROWS:
-        raw = raw + _pairs_of_rows(pairs, first, token, valid, CONSTANTS, MASKED, TURNED)
+        raw = raw + _pairs_of_rows(pairs, first, token, valid, CONSTANTS, MASKED, TRANSPOSED)
     for step in tl.static_range(0 if WHOLE_ROWS else STEPS):
         channel = _channel(step, column, SPAN, PACKING.width, CONSTANTS.apart)
         if KIND == ALONG_TOKENS and WHOLE:
             # The first token of each warp stands for all of its own.
             row = tl.min(token, 1)[:, None]
-            if PAIRED:
-                row = row + second * BEHIND
+            if DUAL:
+                row = row + second * SECOND_OFFSET
             row = (first + row) // SIZE
             mask = (channel < DIM)[None, :]
             if MASKED:
-                if PAIRED:
+                if DUAL:
                     mask = mask & tl.where(second == 0, _any(valid[0]), _any(valid[1]))
                 else:
                     mask = mask & _any(valid)
             raw = raw + (tl.load(pairs + row * PAIRS + channel[None, :], mask, 0),)
-        elif KIND == ALONG_CHANNELS and PAIRED:
+        elif KIND == ALONG_CHANNELS and DUAL:
             both = tl.arange(0, 2)[None, :]
-            place = pairs + first * PAIRS + (token_of_columns(token, both, BEHIND, TURNED) * PAIRS + step * SPAN // SIZE)
+            place = pairs + first * PAIRS + (token_of_columns(token, both, SECOND_OFFSET, TRANSPOSED) * PAIRS + step * SPAN // SIZE)
             if MASKED:
-                raw = raw + (tl.load(place, valid_columns(valid, both, BEHIND, TURNED), 0),)
+                raw = raw + (tl.load(place, valid_columns(valid, both, SECOND_OFFSET, TRANSPOSED), 0),)
             else:
                 raw = raw + (tl.load(place),)
         elif KIND == ALONG_CHANNELS:
             raw = raw + (load_per_token(pairs, first, token, valid, PAIRS, step * SPAN // SIZE, MASKED),)
         else:
-            row = first + token_of_columns(token, second, BEHIND, TURNED)
-            at = of_columns(channel[None, :], TURNED)
+            row = first + token_of_columns(token, second, SECOND_OFFSET, TRANSPOSED)
+            at = of_columns(channel[None, :], TRANSPOSED)
             if KIND == ALONG_TOKENS:
                 row = row // SIZE
             else:
                 at = at // SIZE
-            mask = of_columns((channel < DIM)[None, :], TURNED)
+            mask = of_columns((channel < DIM)[None, :], TRANSPOSED)
             if MASKED:
-                mask = mask & valid_columns(valid, second, BEHIND, TURNED)
+                mask = mask & valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED)
             raw = raw + (tl.load(pairs + row * PAIRS + at, mask, 0),)
     if CONSTANTS.scale_bits:
-        raw = raw + load_factors(pointers[PLANES + 1], first, token, valid, CONSTANTS.scale_bits, PAIRED, MASKED, FAST)
+        raw = raw + load_factors(pointers[PLANES + 1], first, token, valid, CONSTANTS.scale_bits, DUAL, MASKED, FAST)
     return raw
 
 
@@ -210,7 +210,7 @@ def _pairs_of_rows(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ) -> tl.tuple:
     """The pairs of each step, from rows: those of each token, or the one that a warp's tokens share."""
     SIZE: tl.constexpr = CONSTANTS.size
@@ -238,7 +238,7 @@ def _pairs_of_rows(
                 row = tl.load(place)
             if CONSTANTS.kind == WITHIN_FIELDS:
                 row = tl.reshape(row, (row.shape[0], row.shape[1], COUNT // EACH, EACH))
-                if TURNED:
+                if TRANSPOSED:
                     row = tl.trans(row, 0, 3, 1, 2)
                 else:
                     row = tl.trans(row, 0, 1, 3, 2)
@@ -272,7 +272,7 @@ def decode(
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """(code - middle) * scale + centre of the fields of ``STEP``."""
@@ -281,23 +281,23 @@ def decode(
     BESIDE: tl.constexpr = CONSTANTS.beside
     KIND: tl.constexpr = CONSTANTS.kind
     PLANES: tl.constexpr = CONSTANTS.planes
-    planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
+    planes = whole_planes(raw, places, 0, PACKING, TRANSPOSED, FAST)
     pair = raw[PLANES + STEP]
     scale, centre = scale_and_centre(pair, FAST)
-    if KIND == WITHIN_FIELDS or (KIND == ALONG_CHANNELS and PACKING.paired):
+    if KIND == WITHIN_FIELDS or (KIND == ALONG_CHANNELS and PACKING.dual):
         COPIES: tl.constexpr = CONSTANTS.size if KIND == WITHIN_FIELDS else PACKING.width
-        scale = repeated(scale, COPIES, TURNED)
-        centre = repeated(centre, COPIES, TURNED)
+        scale = repeated(scale, COPIES, TRANSPOSED)
+        centre = repeated(centre, COPIES, TRANSPOSED)
     elif KIND == ALONG_CHANNELS:
-        scale = of_tokens(scale, TURNED)
-        centre = of_tokens(centre, TURNED)
+        scale = of_tokens(scale, TRANSPOSED)
+        centre = of_tokens(centre, TRANSPOSED)
     elif len(pair.shape) == 2:
-        scale = of_columns(scale, TURNED)
-        centre = of_columns(centre, TURNED)
+        scale = of_columns(scale, TRANSPOSED)
+        centre = of_columns(centre, TRANSPOSED)
     if BESIDE == 1:
         value = affine_bits(planes, scale, centre, STEP * BITS, BITS, middle_code(BITS), FAST)
     else:
-        words = words_of_step(planes, places, 0, PACKING, 0, BITS, STEP, BESIDE, CONSTANTS.apart, PACKING.fields, TURNED, FAST)
+        words = words_of_step(planes, places, 0, PACKING, 0, BITS, STEP, BESIDE, CONSTANTS.apart, PACKING.fields, TRANSPOSED, FAST)
         value = affine(words, scale, centre, position_of_step(STEP, BITS, CONSTANTS.apart), BITS, middle_code(BITS), FAST)
     return (value,)
 
@@ -306,4 +306,4 @@ def decode(
 def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The token scale."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    return read_factors(raw, CONSTANTS.planes + CONSTANTS.steps, CONSTANTS.scale_bits, PACKING.paired, FAST)
+    return read_factors(raw, CONSTANTS.planes + CONSTANTS.steps, CONSTANTS.scale_bits, PACKING.dual, FAST)

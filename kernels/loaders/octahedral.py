@@ -58,19 +58,19 @@ class Constants(NamedTuple):
     norm_bits: int
 
 
-def tiles(codec: Octahedral, paired: int = 0) -> Tiles | None:
-    """The loader of ``codec`` in the direct arrangement, None where a digit is too wide. ``paired`` is that of the result."""
+def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
+    """The loader of ``codec`` in the direct arrangement, None where a digit is too wide. ``dual`` is that of the result."""
     packing = codec.packings()["symbol"]
     if not takes_whole_words(packing):
         return None
-    symbols = step_symbols(packing, paired=paired)
+    symbols = step_symbols(packing, dual=dual)
     index_bits, *more = (base.bit_length() - 1 for base in packing.bases)
     entries = table(codec, whole=not more)
     streams = plane_streams("symbol", packing)
     norm_bits = 16 if codec.norm == "fp16" else 32
     constants = Constants(
-        packing=tile_packing(0, packing, paired),
-        beside=fields_side_by_side(packing, paired),
+        packing=tile_packing(0, packing, dual),
+        beside=fields_side_by_side(packing, dual),
         index_bits=index_bits,
         sign_bits=more[0] if more else 0,
         norm_index_bits=codec.b_norm if more and more[0] > SIGN_BITS else 0,
@@ -79,7 +79,7 @@ def tiles(codec: Octahedral, paired: int = 0) -> Tiles | None:
     )
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
     streams = (*streams, Stream("norm", norm_bits, 1))
-    return Tiles(load, decode, factor, constants, len(symbols), channels, streams, entries, packings=(packing,), paired=paired)
+    return Tiles(load, decode, factor, constants, len(symbols), channels, streams, entries, packings=(packing,), dual=dual)
 
 
 def table(codec: Octahedral, whole: bool) -> torch.Tensor:
@@ -109,13 +109,13 @@ def load(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The planes, then the norms."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
-    return planes + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, PACKING.paired, MASKED, FAST)
+    planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
+    return planes + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, PACKING.dual, MASKED, FAST)
 
 
 @triton.jit
@@ -126,7 +126,7 @@ def decode(
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The three coordinates of the triplets of ``STEP``, within a unit vector."""
@@ -135,14 +135,14 @@ def decode(
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
     SIGN_BITS: tl.constexpr = CONSTANTS.sign_bits
     SIGNS: tl.constexpr = PACKING.fields * INDEX_BITS
-    planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
+    planes = whole_planes(raw, places, 0, PACKING, TRANSPOSED, FAST)
     if BESIDE == 1:
         found = _triplet(planes, table, STEP * INDEX_BITS, SIGNS + STEP * SIGN_BITS, CONSTANTS, SHARED, FAST)
     else:
-        index = words_of_step(planes, places, 0, PACKING, 0, INDEX_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
+        index = words_of_step(planes, places, 0, PACKING, 0, INDEX_BITS, STEP, BESIDE, 1, PACKING.fields, TRANSPOSED, FAST)
         sign = index
         if SIGN_BITS:
-            sign = words_of_step(planes, places, 0, PACKING, SIGNS, SIGN_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
+            sign = words_of_step(planes, places, 0, PACKING, SIGNS, SIGN_BITS, STEP, BESIDE, 1, PACKING.fields, TRANSPOSED, FAST)
         found = _triplet((index, sign), table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 
@@ -175,4 +175,4 @@ def _triplet(
 def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The norm."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    return read_factors(raw, CONSTANTS.norm_stream, CONSTANTS.norm_bits, PACKING.paired, FAST)
+    return read_factors(raw, CONSTANTS.norm_stream, CONSTANTS.norm_bits, PACKING.dual, FAST)

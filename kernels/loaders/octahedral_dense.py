@@ -95,12 +95,12 @@ def decode(
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The coordinates of the triplets of ``STEP``, within a unit vector."""
     PAIRS: tl.constexpr = CONSTANTS.pairs
-    return (decode_rows(raw, table, PAIRS, STEP, coordinates, CONSTANTS, SHARED, TURNED, FAST),)
+    return (decode_rows(raw, table, PAIRS, STEP, coordinates, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 
 
 @triton.jit

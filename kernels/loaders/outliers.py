@@ -71,7 +71,7 @@ def ready_patches(
     CONSTANTS: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     AHEAD: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
@@ -83,19 +83,19 @@ def ready_patches(
     if CONSTANTS is not None:
         ready = (numbers, tl.load(pointers[CONSTANTS.first_stream + 3]).to(tl.float32, bitcast=True))
         if AHEAD:
-            ready = ready + (patch_places(numbers, CONSTANTS, WARPS, TOKENS, TURNED),)
+            ready = ready + (patch_places(numbers, CONSTANTS, WARPS, TOKENS, TRANSPOSED),)
         elif FAST:
             fetch_numbers(numbers)
     return ready
 
 
 @triton.jit
-def _places(ready: tl.tuple, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+def _places(ready: tl.tuple, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
     """Where patches are read."""
     if len(ready) == 3:
         places = ready[2]
     else:
-        places = patch_places(ready[0], CONSTANTS, WARPS, TOKENS, TURNED)
+        places = patch_places(ready[0], CONSTANTS, WARPS, TOKENS, TRANSPOSED)
     return places
 
 

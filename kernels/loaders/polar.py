@@ -117,7 +117,7 @@ def load(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The rows, among them several radii, then the radii of each token."""
@@ -171,7 +171,7 @@ def decode(
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The channels of ``STEP``, over the token's factor."""
@@ -180,7 +180,7 @@ def decode(
     WARPS: tl.constexpr = raw[2 * ROW].shape[0]
     first = _pairs(raw[:ROW], table, STEP, CONSTANTS, SHARED, FAST)
     second = _pairs(raw[ROW : 2 * ROW], table, STEP, CONSTANTS, SHARED, FAST)
-    return (tile_of_pairs(first, second, WARPS, TURNED, FAST),)
+    return (tile_of_pairs(first, second, WARPS, TRANSPOSED, FAST),)
 
 
 @triton.jit

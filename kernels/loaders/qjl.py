@@ -101,13 +101,13 @@ def load_signs(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The planes, then the norms."""
     PACKING: tl.constexpr = CONSTANTS.packing
     own = pointers[CONSTANTS.first_stream :]
-    planes = load_planes(own, first, token, valid, PACKING, MASKED, TURNED)
+    planes = load_planes(own, first, token, valid, PACKING, MASKED, TRANSPOSED)
     return planes + load_factor(own[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, MASKED, FAST)
 
 
@@ -146,23 +146,23 @@ def _position(step: int, beside: int, apart: int) -> int:
 
 @triton.jit
 def _words(
-    raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
+    raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
     PACKING: tl.constexpr = CONSTANTS.packing
     NUMBER: tl.constexpr = CONSTANTS.number
     BESIDE: tl.constexpr = CONSTANTS.beside
     APART: tl.constexpr = CONSTANTS.apart
-    planes = whole_planes(raw, places, NUMBER, PACKING, TURNED, FAST)
+    planes = whole_planes(raw, places, NUMBER, PACKING, TRANSPOSED, FAST)
     if BESIDE == 1:
         word = planes[STEP // 16]
     else:
-        word = words_of_step(planes, places, NUMBER, PACKING, 0, 1, STEP, BESIDE, APART, PACKING.fields, TURNED, FAST)
+        word = words_of_step(planes, places, NUMBER, PACKING, 0, 1, STEP, BESIDE, APART, PACKING.fields, TRANSPOSED, FAST)
     return word
 
 
 @triton.jit
 def decode_signs(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Of values, turned: -1 where a digit of the fields of ``STEP`` is 1, and 1 where it is 0."""
+    """Of values, transposed: -1 where a digit of the fields of ``STEP`` is 1, and 1 where it is 0."""
     BIT: tl.constexpr = _position(STEP, CONSTANTS.beside, CONSTANTS.apart)
     word = _words(raw, places, STEP, CONSTANTS, True, FAST)
     if FAST:

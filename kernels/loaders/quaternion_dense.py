@@ -98,7 +98,7 @@ def decode(
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The components of the chunks of ``STEP``: unit quaternions times radius codes."""
@@ -107,11 +107,11 @@ def decode(
     TOGETHER: tl.constexpr = CODEWORD_BITS + RADIUS_BITS <= MOST_BITS
     POSITION: tl.constexpr = MOST_BITS - CODEWORD_BITS if TOGETHER else 0
     if TOGETHER:
-        symbols = symbol_tile(raw, STEP, two_chunks, CONSTANTS.chunks, CONSTANTS, TURNED, FAST)
+        symbols = symbol_tile(raw, STEP, two_chunks, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
         radius = code_as_half(symbols, 0, RADIUS_BITS, FAST)
     else:
-        symbols = symbol_tile(raw, STEP, two_codewords, CONSTANTS.chunks, CONSTANTS, TURNED, FAST)
-        radius = code_as_half(symbol_tile(raw, STEP, two_radii, CONSTANTS.chunks, CONSTANTS, TURNED, FAST), 0, RADIUS_BITS, FAST)
+        symbols = symbol_tile(raw, STEP, two_codewords, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
+        radius = code_as_half(symbol_tile(raw, STEP, two_radii, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST), 0, RADIUS_BITS, FAST)
     # All codewords are below the entries, so that none needs to be held there.
     found = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, SHARED.offset, SHARED.copies, 1 << CODEWORD_BITS, FAST)
     return (

@@ -52,14 +52,15 @@ def load(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """Rows of bits."""
     bits = ()
     STEPS: tl.constexpr = CONSTANTS.steps
+    WIDTH: tl.constexpr = CONSTANTS.width
     for step in tl.static_range(STEPS):
-        bits = bits + (_columns(pointers[0], first, token, valid, step * CONSTANTS.width, CONSTANTS.width, CONSTANTS.dim, MASKED, TURNED),)
+        bits = bits + (_columns(pointers[0], first, token, valid, step * WIDTH, WIDTH, CONSTANTS.dim, MASKED, TRANSPOSED),)
     return bits
 
 
@@ -73,12 +74,12 @@ def _columns(
     WIDTH: tl.constexpr,
     DIM: tl.constexpr,
     MASKED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    column = of_columns((tl.arange(0, WIDTH) + BEGIN)[None, :], TURNED)
-    place = pointer + first * DIM + (of_tokens(token, TURNED) * DIM + column)
+    column = of_columns((tl.arange(0, WIDTH) + BEGIN)[None, :], TRANSPOSED)
+    place = pointer + first * DIM + (of_tokens(token, TRANSPOSED) * DIM + column)
     if MASKED:
-        bits = tl.load(place, of_tokens(valid, TURNED) & (column < DIM), 0)
+        bits = tl.load(place, of_tokens(valid, TRANSPOSED) & (column < DIM), 0)
     elif BEGIN + WIDTH > DIM:
         bits = tl.load(place, column < DIM, 0)
     else:
@@ -94,7 +95,7 @@ def decode(
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The bits in their dtype."""

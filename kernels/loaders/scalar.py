@@ -54,8 +54,8 @@ class Constants(NamedTuple):
     norm_bits: int
 
 
-def tiles(codec: Scalar, paired: int = 0) -> Tiles:
-    """The loader of ``codec``: one code stream for each width of its channels. ``paired`` is that of the result."""
+def tiles(codec: Scalar, dual: int = 0) -> Tiles:
+    """The loader of ``codec``: one code stream for each width of its channels. ``dual`` is that of the result."""
     streams: tuple[Stream, ...] = ()
     tables: list[torch.Tensor] = []
     packings: list[TilePacking] = []
@@ -66,13 +66,13 @@ def tiles(codec: Scalar, paired: int = 0) -> Tiles:
     for (name, packing), part, table in zip(codec.packings().items(), codec.parts, stored, strict=False):
         magnitudes = torch.frombuffer(bytearray(table), dtype=torch.float32)
         values = torch.cat([magnitudes, -magnitudes])
-        beside = fields_side_by_side(packing, paired)
+        beside = fields_side_by_side(packing, dual)
         together = 1 if codec.bits_high else next(n for n in (4, 2, 1) if _looked_up_together(packing, part.bits, n, beside))
-        apart = distance(packing, together * part.bits, packing.fields // together, paired)
-        symbols = step_symbols(packing, apart, together, paired)
+        apart = distance(packing, together * part.bits, packing.fields // together, dual)
+        symbols = step_symbols(packing, apart, together, dual)
         steps = len(symbols) // together
         all_steps += steps
-        packings.append(tile_packing(len(streams), packing, paired))
+        packings.append(tile_packing(len(streams), packing, dual))
         parts.append(Part(part.bits, beside, together, sum(map(len, tables)), steps, apart))
         tables.append(_entries(values, together))
         channels += [tuple(part.channels[symbol] if symbol >= 0 else -1 for symbol in tile) for tile in symbols]
@@ -98,7 +98,7 @@ def tiles(codec: Scalar, paired: int = 0) -> Tiles:
         streams,
         torch.cat(tables).to(torch.float16),
         packings=tuple(codec.packings().values()),
-        paired=paired,
+        dual=dual,
     )
 
 
@@ -124,16 +124,16 @@ def load(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The planes of each width, then the norms."""
     LOW: tl.constexpr = CONSTANTS.low
     HIGH: tl.constexpr = CONSTANTS.high
-    raw = load_planes(pointers, first, token, valid, LOW, MASKED, TURNED)
+    raw = load_planes(pointers, first, token, valid, LOW, MASKED, TRANSPOSED)
     if CONSTANTS.parts == 2:
-        raw = raw + load_planes(pointers, first, token, valid, HIGH, MASKED, TURNED)
-    return raw + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, LOW.paired, MASKED, FAST)
+        raw = raw + load_planes(pointers, first, token, valid, HIGH, MASKED, TRANSPOSED)
+    return raw + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, LOW.dual, MASKED, FAST)
 
 
 @triton.jit
@@ -144,7 +144,7 @@ def decode(
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The values of the fields of ``STEP``, within a unit vector."""
@@ -153,9 +153,9 @@ def decode(
     LOW: tl.constexpr = CONSTANTS.low_part
     HIGH: tl.constexpr = CONSTANTS.high_part
     if LOW.steps > STEP:
-        value = _decode_part(raw, places, table, STEP, 0, LOW_PACKING, LOW, SHARED, TURNED, FAST)
+        value = _decode_part(raw, places, table, STEP, 0, LOW_PACKING, LOW, SHARED, TRANSPOSED, FAST)
     else:
-        value = _decode_part(raw, places, table, STEP - LOW.steps, 1, HIGH_PACKING, HIGH, SHARED, TURNED, FAST)
+        value = _decode_part(raw, places, table, STEP - LOW.steps, 1, HIGH_PACKING, HIGH, SHARED, TRANSPOSED, FAST)
     return value
 
 
@@ -169,19 +169,19 @@ def _decode_part(
     PACKING: tl.constexpr,
     PART: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     BITS: tl.constexpr = PART.bits
     BESIDE: tl.constexpr = PART.beside
-    planes = whole_planes(raw, places, NUMBER, PACKING, TURNED, FAST)
+    planes = whole_planes(raw, places, NUMBER, PACKING, TRANSPOSED, FAST)
     TOGETHER: tl.constexpr = PART.together
     ENTRY: tl.constexpr = 4 if TOGETHER == 4 else 2
     if BESIDE == 1:
         value = look_up_bits(planes, table, TOGETHER * STEP * BITS, TOGETHER * BITS, ENTRY, PART.first_entry, SHARED, FAST)
     else:
         GROUPS: tl.constexpr = PACKING.fields // TOGETHER
-        index = words_of_step(planes, places, NUMBER, PACKING, 0, TOGETHER * BITS, STEP, BESIDE, PART.apart, GROUPS, TURNED, FAST)
+        index = words_of_step(planes, places, NUMBER, PACKING, 0, TOGETHER * BITS, STEP, BESIDE, PART.apart, GROUPS, TRANSPOSED, FAST)
         AT: tl.constexpr = position_of_step(STEP, TOGETHER * BITS, PART.apart)
         value = look_up_bits((index,), table, AT, TOGETHER * BITS, ENTRY, PART.first_entry, SHARED, FAST)
     if TOGETHER == 1:
@@ -193,4 +193,4 @@ def _decode_part(
 def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The norm."""
     LOW: tl.constexpr = CONSTANTS.low
-    return read_factors(raw, CONSTANTS.norm_stream, CONSTANTS.norm_bits, LOW.paired, FAST)
+    return read_factors(raw, CONSTANTS.norm_stream, CONSTANTS.norm_bits, LOW.dual, FAST)

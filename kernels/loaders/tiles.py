@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SMALLEST_WIDTH = 16
 """Columns of a tile at least: the matrix units' step."""
 
-PAIRED_WIDTH = SMALLEST_WIDTH // 2
+DUAL_WIDTH = SMALLEST_WIDTH // 2
 """Words of a row of which a tile holds two side by side."""
 
 APART, NEIGHBOURS = 1, 2
@@ -118,9 +118,9 @@ class Tiles:
     """Of the code streams that ``decode`` calls by number."""
     places: tuple[int, ...] = ()
     """``place_columns``, where it is not the width and ``tile_width`` of each of ``packings``."""
-    paired: int = 0
+    dual: int = 0
     """Of tiles whose rows are the words of two tokens, how these lie; ``channels`` are then of one of them."""
-    run: int = PAIRED_WIDTH
+    interleave: int = DUAL_WIDTH
     """Of such tiles: columns of one token side by side, before as many of the other; then more of the first."""
     dtype: str = "fp16"
     """Of the tiles: fp16, or that of raw values; without inline PTX, bf16 ones are widened to fp32."""
@@ -145,9 +145,9 @@ def tile_width(packing: Columns) -> int:
     return max(SMALLEST_WIDTH, next_power_of_two(packing.width))
 
 
-def fields_side_by_side(packing: Columns, paired: int = 0) -> int:
+def fields_side_by_side(packing: Columns, dual: int = 0) -> int:
     """Fields of a token that one tile holds: more than one where a row has fewer words than the matrix units' step."""
-    return tile_width(packing) // packing.width if is_power_of_two(packing.width) and not paired else 1
+    return tile_width(packing) // packing.width if is_power_of_two(packing.width) and not dual else 1
 
 
 def takes_whole_words(packing: Columns) -> bool:
@@ -158,7 +158,7 @@ def takes_whole_words(packing: Columns) -> bool:
 class TilePacking(NamedTuple):
     """A code stream's columns as ``bitfields.load_planes`` takes them: the number of the stream of plane 0, and how its tiles are made.
 
-    ``tile_width`` are the columns of a tile, ``width`` those that have words; ``paired`` is that of ``Tiles``.
+    ``tile_width`` are the columns of a tile, ``width`` those that have words; ``dual`` is that of ``Tiles``.
     """
 
     stream: int
@@ -166,36 +166,36 @@ class TilePacking(NamedTuple):
     width: int
     tile_width: int
     fields: int
-    paired: int
+    dual: int
 
 
-def tile_packing(stream: int, packing: Columns, paired: int = 0) -> TilePacking:
+def tile_packing(stream: int, packing: Columns, dual: int = 0) -> TilePacking:
     """The columns of a code stream whose plane 0 is stream number ``stream``."""
-    return TilePacking(stream, packing.column_bytes, packing.width, tile_width(packing), packing.fields, paired)
+    return TilePacking(stream, packing.column_bytes, packing.width, tile_width(packing), packing.fields, dual)
 
 
-def distance(packing: Columns, bits: int, fields: int, paired: int = 0) -> int:
+def distance(packing: Columns, bits: int, fields: int, dual: int = 0) -> int:
     """How many fields those side by side in a tile are apart.
 
     As many as there are steps if all ``fields`` of ``bits`` lie in one word: each word is then shifted once for all steps. Else 1.
     """
-    beside = fields_side_by_side(packing, paired)
+    beside = fields_side_by_side(packing, dual)
     return fields // beside if beside > 1 and fields % beside == 0 and fields * bits <= WORD_BITS else 1
 
 
-def step_symbols(packing: Columns, apart: int = 1, together: int = 1, paired: int = 0) -> tuple[tuple[int, ...], ...]:
+def step_symbols(packing: Columns, apart: int = 1, together: int = 1, dual: int = 0) -> tuple[tuple[int, ...], ...]:
     """The symbol of every column of every tile, -1 for none: ``fields_side_by_side`` fields a tile, ``apart`` fields from each other.
 
-    A step makes ``together`` tiles, of neighbouring fields; ``apart`` counts fields of as many. ``paired``: of one of two tokens.
+    A step makes ``together`` tiles, of neighbouring fields; ``apart`` counts fields of as many. ``dual``: of one of two tokens.
     """
-    width, beside = packing.width, fields_side_by_side(packing, paired)
+    width, beside = packing.width, fields_side_by_side(packing, dual)
     groups = -(-packing.fields // together)
     tiles = []
     for step in range(-(-groups // beside)):
         first = step if apart > 1 else step * beside
         for tile in range(together):
             symbols = []
-            for column in range(width if paired else tile_width(packing)):
+            for column in range(width if dual else tile_width(packing)):
                 field = (first + column // width * apart) * together + tile
                 symbol = field * width + column % width
                 real = column < beside * width and field < packing.fields and symbol < packing.symbols

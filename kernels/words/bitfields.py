@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from .tile_layout import of_columns, of_tokens, token_of_columns, tokens_behind, valid_columns
+from .tile_layout import of_columns, of_tokens, second_token_offset, token_of_columns, valid_columns
 
 
 @triton.jit
@@ -26,26 +26,26 @@ def load_words(
     ROW: tl.constexpr,
     PAD: tl.constexpr,
     MASKED: tl.constexpr,
-    TURNED: tl.constexpr,
-    BEHIND: tl.constexpr = 0,
+    TRANSPOSED: tl.constexpr,
+    SECOND_OFFSET: tl.constexpr = 0,
 ) -> tl.tensor:
     """Rows of ``ROW`` words from token ``first`` on, a tile of ``PAD`` columns: repeated if ROW is a power of two, else zeros follow.
 
-    With ``BEHIND`` the other half of the columns is another token's (``tile_layout``).
+    With ``SECOND_OFFSET`` the other half of the columns is another token's (``tile_layout``).
     """
     number = tl.arange(0, PAD)[None, :]
-    column = of_columns(number, TURNED)
+    column = of_columns(number, TRANSPOSED)
     second = number // (PAD // 2)
-    row = token_of_columns(token, second, BEHIND, TURNED)
+    row = token_of_columns(token, second, SECOND_OFFSET, TRANSPOSED)
     place = pointer + first * ROW + (row * ROW + (column % ROW if ROW & (ROW - 1) == 0 else column))
     if ROW & (ROW - 1) == 0:
         if MASKED:
-            words = tl.load(place, valid_columns(valid, second, BEHIND, TURNED), 0)
+            words = tl.load(place, valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED), 0)
         else:
             words = tl.load(place)
     else:
         if MASKED:
-            words = tl.load(place, of_tokens(valid, TURNED) & (column < ROW), 0)
+            words = tl.load(place, of_tokens(valid, TRANSPOSED) & (column < ROW), 0)
         else:
             words = tl.load(place, column < ROW, 0)
     return words
@@ -72,7 +72,7 @@ def load_planes(
     valid: tl.tensor,
     PACKING: tl.constexpr,
     MASKED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ) -> tl.tuple:
     """The planes of one code stream, each a tile of PAD columns; a plane of bytes is repeated, see ``whole_planes``.
 
@@ -83,18 +83,18 @@ def load_planes(
     BYTES: tl.constexpr = PACKING.column_bytes
     WIDTH: tl.constexpr = PACKING.width
     PAD: tl.constexpr = PACKING.tile_width
-    BEHIND: tl.constexpr = tokens_behind(PACKING.paired, token.shape[1])
+    SECOND_OFFSET: tl.constexpr = second_token_offset(PACKING.dual, token.shape[1])
     planes = ()
     for plane in tl.static_range(BYTES // 2):
-        planes = planes + (load_words(pointers[FIRST + plane], first, token, valid, WIDTH, PAD, MASKED, TURNED, BEHIND),)
+        planes = planes + (load_words(pointers[FIRST + plane], first, token, valid, WIDTH, PAD, MASKED, TRANSPOSED, SECOND_OFFSET),)
     if BYTES % 2:
         HALF: tl.constexpr = (WIDTH + 1) // 2
         number = tl.arange(0, PAD)[None, :]
         second = number // (PAD // 2)
-        row = token_of_columns(token, second, BEHIND, TURNED)
-        place = pointers[FIRST + BYTES // 2] + first * HALF + (row * HALF + of_columns(number, TURNED) % HALF)
+        row = token_of_columns(token, second, SECOND_OFFSET, TRANSPOSED)
+        place = pointers[FIRST + BYTES // 2] + first * HALF + (row * HALF + of_columns(number, TRANSPOSED) % HALF)
         if MASKED:
-            planes = planes + (tl.load(place, valid_columns(valid, second, BEHIND, TURNED), 0),)
+            planes = planes + (tl.load(place, valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED), 0),)
         else:
             planes = planes + (tl.load(place),)
     return planes
@@ -147,7 +147,7 @@ def _load_place(numbers: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr) -> t
 
 @triton.jit
 def whole_planes(
-    raw: tl.tuple, places: tl.tuple, NUMBER: tl.constexpr, PACKING: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
+    raw: tl.tuple, places: tl.tuple, NUMBER: tl.constexpr, PACKING: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
     """The planes of code stream ``NUMBER`` among what was loaded, a plane of bytes as a byte a column."""
     FIRST: tl.constexpr = PACKING.stream
@@ -158,7 +158,7 @@ def whole_planes(
         whole = whole + (raw[FIRST + plane],)
     if BYTES % 2:
         word = raw[FIRST + BYTES // 2]
-        shift = of_columns(places[2 * NUMBER], TURNED)
+        shift = of_columns(places[2 * NUMBER], TRANSPOSED)
         if FAST and (WIDTH + 1) // 2 % 2 == 0:
             byte = tl.inline_asm_elementwise(
                 "{ .reg .b32 a; and.b32 a, $2, 15; shr.b32 a, $1, a; and.b32 $0, a, 0x00FF00FF; }",
@@ -187,11 +187,11 @@ def beside(
     NUMBER: tl.constexpr,
     WIDTH: tl.constexpr,
     FIELD: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """The 16-bit ``value`` in the columns of fields before ``FIELD``, and ``other`` in the rest, for the stream of ``NUMBER``."""
-    place = of_columns(places[2 * NUMBER + 1], TURNED)
+    place = of_columns(places[2 * NUMBER + 1], TRANSPOSED)
     if FAST and WIDTH % 2 == 0:
         value = tl.inline_asm_elementwise(_beside(FIELD), "=r,r,r,r", [value, other, place], dtype=value.dtype, is_pure=True, pack=2)
     else:
@@ -237,14 +237,14 @@ def shifted(
     WIDTH: tl.constexpr,
     POSITION: tl.constexpr,
     DISTANCE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """Words whose low bits are those from ``POSITION`` up in the columns of the first field, ``DISTANCE`` further up in each next one's.
 
     What is above them belongs to other fields, or when ``FAST`` to the word beside.
     """
-    place = of_columns(places[2 * NUMBER + 1], TURNED)
+    place = of_columns(places[2 * NUMBER + 1], TRANSPOSED)
     if FAST and WIDTH % 2 == 0:
         value = tl.inline_asm_elementwise(_shifted(POSITION, DISTANCE), "=r,r,r", [word, place], dtype=tl.int16, is_pure=True, pack=2)
     else:
@@ -270,7 +270,7 @@ def words_of_step(
     BESIDE: tl.constexpr,
     DISTANCE: tl.constexpr,
     FIELDS: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """Words that hold the digits of the fields that one tile of narrow rows holds, at bit ``position_of_step``.
@@ -282,11 +282,11 @@ def words_of_step(
     BEGIN: tl.constexpr = FIRST + FIELD * BITS
     LAST: tl.constexpr = BEGIN + (BESIDE - 1) * DISTANCE * BITS
     if BEGIN // 16 == (LAST + BITS - 1) // 16:
-        value = shifted(planes[BEGIN // 16], places, NUMBER, PACKING.width, BEGIN % 16, DISTANCE * BITS, TURNED, FAST)
+        value = shifted(planes[BEGIN // 16], places, NUMBER, PACKING.width, BEGIN % 16, DISTANCE * BITS, TRANSPOSED, FAST)
     else:
         value = digit(planes, BEGIN, BITS, FAST)
         for number in tl.static_range(1, BESIDE):
             if FIELD + number * DISTANCE < FIELDS:
                 other = digit(planes, BEGIN + number * DISTANCE * BITS, BITS, FAST)
-                value = beside(value, other, places, NUMBER, PACKING.width, number, TURNED, FAST)
+                value = beside(value, other, places, NUMBER, PACKING.width, number, TRANSPOSED, FAST)
     return value

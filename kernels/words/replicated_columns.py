@@ -40,7 +40,7 @@ class CommonPacking(NamedTuple):
     width: int
     tile_width: int
     fields: int
-    paired: int
+    dual: int
     copies: int
     beside: int
     bits: int
@@ -99,28 +99,28 @@ def load_columns(
     second: tl.tensor,
     word: tl.tensor,
     ROW: tl.constexpr,
-    BEHIND: tl.constexpr,
+    SECOND_OFFSET: tl.constexpr,
     COPIED: tl.constexpr,
     MASKED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
     """A word of rows of ``ROW``, from token ``first`` on, in each column; ``word`` and ``second`` (``tile_layout``) are ``[1, column]``.
 
     ``COPIED``: the tile is to be copied in registers.
     """
-    # The compiler would lay a turned tile out in shared memory as it is read there, and so could not copy its rows there ahead of
+    # The compiler would lay a transposed tile out in shared memory as it is read there, and so could not copy its rows there ahead of
     # time, were its warps the outermost axis.
-    APART: tl.constexpr = TURNED and COPIED
+    APART: tl.constexpr = TRANSPOSED and COPIED
     if APART:
         token = tl.permute(token, (1, 0))
-        if MASKED and BEHIND:
+        if MASKED and SECOND_OFFSET:
             valid = (tl.permute(valid[0], (1, 0)), tl.permute(valid[1], (1, 0)))
         elif MASKED:
             valid = tl.permute(valid, (1, 0))
-    row = token_of_columns(token, second, BEHIND, TURNED and not APART)
-    place = pointer + first * ROW + (row * ROW + of_columns(word, TURNED and not APART))
+    row = token_of_columns(token, second, SECOND_OFFSET, TRANSPOSED and not APART)
+    place = pointer + first * ROW + (row * ROW + of_columns(word, TRANSPOSED and not APART))
     if MASKED:
-        words = tl.load(place, valid_columns(valid, second, BEHIND, TURNED and not APART), 0)
+        words = tl.load(place, valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED and not APART), 0)
     else:
         words = tl.load(place)
     if APART:
@@ -136,11 +136,11 @@ def load_stream(
     valid: tl.tensor,
     PACKING: tl.constexpr,
     MASKED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ) -> tl.tuple:
     """``bitfields.load_planes`` of a stream that ``stream_constants`` describe."""
     if PACKING.copies == 1:
-        planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
+        planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     else:
         planes = ()
         column = tl.arange(0, PACKING.tile_width)[None, :]
@@ -148,7 +148,7 @@ def load_stream(
             pointer = pointers[PACKING.stream + plane]
             word = column % words_of_plane(PACKING, plane)
             planes = planes + (
-                load_columns(pointer, first, token, valid, column, word, words_of_plane(PACKING, plane), 0, True, MASKED, TURNED),
+                load_columns(pointer, first, token, valid, column, word, words_of_plane(PACKING, plane), 0, True, MASKED, TRANSPOSED),
             )
     return planes
 
@@ -167,13 +167,13 @@ def words_of_stream(
     PACKING: tl.constexpr,
     STEP: tl.constexpr,
     AT: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The words that hold the digits of ``STEP`` of stream ``NUMBER``, one below the other; fields side by side begin at bit ``AT``."""
-    words = whole_planes(raw, places, 2 * NUMBER, PACKING, TURNED, FAST)
+    words = whole_planes(raw, places, 2 * NUMBER, PACKING, TRANSPOSED, FAST)
     if PACKING.beside > 1:
-        words = (_side_by_side(words, places, NUMBER, PACKING, STEP, AT, TURNED, FAST),)
+        words = (_side_by_side(words, places, NUMBER, PACKING, STEP, AT, TRANSPOSED, FAST),)
     return words
 
 
@@ -191,7 +191,7 @@ def _side_by_side(
     PACKING: tl.constexpr,
     STEP: tl.constexpr,
     AT: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """The field of each copy of the row at bit ``AT``: words of several fields each, which every copy shifts to its own."""
@@ -201,19 +201,19 @@ def _side_by_side(
     TOGETHER: tl.constexpr = _fields_of_a_window(SIZE)
     COUNT: tl.constexpr = (PACKING.beside + TOGETHER - 1) // TOGETHER
     own = places[4 * NUMBER + 3] % PACKING.beside
-    value = copied(_window(planes, FIRST * SIZE, TOGETHER * SIZE, FAST), PACKING.copies, TURNED)
+    value = copied(_window(planes, FIRST * SIZE, TOGETHER * SIZE, FAST), PACKING.copies, TRANSPOSED)
     for number in tl.static_range(1, COUNT):
         if FIRST + number * TOGETHER <= LAST:
-            other = copied(_window(planes, (FIRST + number * TOGETHER) * SIZE, TOGETHER * SIZE, FAST), PACKING.copies, TURNED)
+            other = copied(_window(planes, (FIRST + number * TOGETHER) * SIZE, TOGETHER * SIZE, FAST), PACKING.copies, TRANSPOSED)
             # All bits of a word, or none: the assembler would find a predicate anew for every register.
-            before = of_columns(tl.where(own < number * TOGETHER, -1, 0).to(tl.int16), TURNED)
+            before = of_columns(tl.where(own < number * TOGETHER, -1, 0).to(tl.int16), TRANSPOSED)
             if FAST:
                 value = tl.inline_asm_elementwise(
                     "lop3.b32 $0, $1, $2, $3, 0xE4;", "=r,r,r,r", [value, other, before], dtype=tl.int16, is_pure=True, pack=2
                 )
             else:
                 value = (value & before) | (other & ~before)
-    place = of_columns(own % TOGETHER * SIZE, TURNED)
+    place = of_columns(own % TOGETHER * SIZE, TRANSPOSED)
     if FAST and PACKING.width % 2 == 0:
         value = tl.inline_asm_elementwise(
             _turned_to(AT, (TOGETHER - 1) * SIZE), "=r,r,r", [value, place], dtype=tl.int16, is_pure=True, pack=2

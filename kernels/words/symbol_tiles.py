@@ -39,10 +39,10 @@ def symbol_tile(
     TWO: tl.constexpr,
     SYMBOLS: tl.constexpr,
     CONSTANTS: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The symbols of ``STEP``, int16 ``[warp, token, column]``, or turned, ``[warp, column, token]``.
+    """The symbols of ``STEP``, int16 ``[warp, token, column]``, or transposed, ``[warp, column, token]``.
 
     ``TWO(words, symbol, CONSTANTS, FAST)`` gives a symbol and the next one, 16 bits apart.
     """
@@ -51,19 +51,19 @@ def symbol_tile(
     WARPS: tl.constexpr = raw[2 * ROW].shape[0]
     first = _pairs(raw[:ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
     second = _pairs(raw[ROW : 2 * ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
-    tile = tile_of_pairs(first, second, WARPS, TURNED, FAST)
+    tile = tile_of_pairs(first, second, WARPS, TRANSPOSED, FAST)
     if FAST:
-        tile = _laid_out_as_sums(tile, TURNED)
+        tile = _laid_out_as_sums(tile, TRANSPOSED)
     return tile.to(tl.int16, bitcast=True)
 
 
 @triton.jit
-def _laid_out_as_sums(tile: tl.tensor, TURNED: tl.constexpr) -> tl.tensor:
+def _laid_out_as_sums(tile: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
     """``tile``, which the compiler lays out as the other operand of an operation, a product that nothing needs."""
     WARPS: tl.constexpr = tile.shape[0]
     square = tl.zeros((WARPS, WIDTH, WIDTH), tl.float16)
     zeros = tl.zeros(tile.shape, tl.float16)
-    if TURNED:
+    if TRANSPOSED:
         like = tl.dot(square, zeros, out_dtype=tl.float16)
     else:
         like = tl.dot(zeros, square, out_dtype=tl.float16)

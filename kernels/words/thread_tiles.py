@@ -82,8 +82,8 @@ def _joined_by_halves(values: tl.tuple) -> tl.tuple:
 
 
 @triton.jit
-def tile_of_pairs(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The tile of the pairs of both halves of the tokens: ``[warp, token, column]``, or turned, ``[warp, column, token]``."""
+def tile_of_pairs(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The tile of the pairs of both halves of the tokens: ``[warp, token, column]``, or transposed, ``[warp, column, token]``."""
     WIDTH: tl.constexpr = 2 * len(first)
     columns = ()
     for number in tl.static_range(len(first)):
@@ -102,7 +102,7 @@ def tile_of_pairs(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TURNED
     else:
         upper = tl.arange(0, WIDTH)[None, None, :] % 2 == 1
         tile = tl.where(upper, tile >> 16, tile).to(tl.uint16).to(tl.float16, bitcast=True)
-    if TURNED:
+    if TRANSPOSED:
         tile = tl.trans(tile, 0, 2, 1)
     return tile
 
@@ -116,7 +116,7 @@ def load_rows_and_factor(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The rows of all code streams, then a factor a token; ``CONSTANTS`` have ``rows`` and ``factor_bits``."""
@@ -144,7 +144,7 @@ def decode_rows(
     SYMBOL: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """The tile of ``STEP``; ``SYMBOL(words, table, symbol, CONSTANTS, SHARED, FAST)`` gives the pairs of values of one symbol."""
@@ -153,7 +153,7 @@ def decode_rows(
     WARPS: tl.constexpr = raw[2 * ROW].shape[0]
     first = _pairs(raw[:ROW], table, PAIRS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
     second = _pairs(raw[ROW : 2 * ROW], table, PAIRS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
-    return tile_of_pairs(first, second, WARPS, TURNED, FAST)
+    return tile_of_pairs(first, second, WARPS, TRANSPOSED, FAST)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""The axes of tiles: ``[warp, token, column]`` for keys, and ``TURNED``, ``[warp, column, token]``, for values.
+"""The axes of tiles: ``[warp, token, column]`` for keys, and ``TRANSPOSED``, ``[warp, column, token]``, for values.
 
 Loaded turned, the matrix units' loads from shared memory turn them back. Where rows of words are narrow, the first half of the columns
-is of one token, and the second half of another, ``BEHIND`` tokens behind it (0: there is none); where they are narrower still
-(``Tiles.run``), so are the halves of each run of columns.
+is of one token, and the second half of another, ``SECOND_OFFSET`` tokens behind it (0: there is none); where they are narrower still
+(``Tiles.interleave``), so are the halves of each ``2 * interleave`` columns.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -17,9 +17,9 @@ from triton import language as tl
 
 
 @triton.jit
-def of_tokens(value: tl.tensor, TURNED: tl.constexpr) -> tl.tensor:
+def of_tokens(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
     """``[warp, token]`` that broadcasts to a tile."""
-    if TURNED:
+    if TRANSPOSED:
         value = value[:, None, :]
     else:
         value = value[:, :, None]
@@ -27,9 +27,9 @@ def of_tokens(value: tl.tensor, TURNED: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def of_columns(value: tl.tensor, TURNED: tl.constexpr) -> tl.tensor:
+def of_columns(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
     """``[warp, column]`` that broadcasts to a tile."""
-    if TURNED:
+    if TRANSPOSED:
         value = value[:, :, None]
     else:
         value = value[:, None, :]
@@ -37,18 +37,18 @@ def of_columns(value: tl.tensor, TURNED: tl.constexpr) -> tl.tensor:
 
 
 @triton.constexpr_function
-def tokens_behind(paired: int, tokens: int) -> int:
+def second_token_offset(dual: int, tokens: int) -> int:
     """How many tokens the second one of a row is behind the first, in a tile of ``tokens`` rows (``tiles.APART``)."""
-    return (0, tokens, 1)[paired]
+    return (0, tokens, 1)[dual]
 
 
 @triton.jit
-def repeated(value: tl.tensor, COPIES: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
-    """``[warp, token, n]``, or turned, ``[warp, n, token]``, as a tile of n times ``COPIES`` columns, those of one beside each other."""
+def repeated(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
+    """``[warp, token, n]``, or transposed, ``[warp, n, token]``, as a tile of n * ``COPIES`` columns: each column repeated in place."""
     WARPS: tl.constexpr = value.shape[0]
-    COUNT: tl.constexpr = value.shape[1 if TURNED else 2]
-    TOKENS: tl.constexpr = value.shape[2 if TURNED else 1]
-    if TURNED:
+    COUNT: tl.constexpr = value.shape[1 if TRANSPOSED else 2]
+    TOKENS: tl.constexpr = value.shape[2 if TRANSPOSED else 1]
+    if TRANSPOSED:
         value = tl.reshape(tl.broadcast_to(value[:, :, None, :], (WARPS, COUNT, COPIES, TOKENS)), (WARPS, COUNT * COPIES, TOKENS))
     else:
         value = tl.reshape(tl.broadcast_to(value[:, :, :, None], (WARPS, TOKENS, COUNT, COPIES)), (WARPS, TOKENS, COUNT * COPIES))
@@ -72,13 +72,13 @@ def parts_of(value: tl.tensor) -> tl.tuple:
 
 
 @triton.jit
-def copied(value: tl.tensor, COPIES: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+def copied(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
     """A tile whose columns repeat those of ``value``."""
     if COPIES > 1:
         WARPS: tl.constexpr = value.shape[0]
-        WIDTH: tl.constexpr = value.shape[1 if TURNED else 2]
-        TOKENS: tl.constexpr = value.shape[2 if TURNED else 1]
-        if TURNED:
+        WIDTH: tl.constexpr = value.shape[1 if TRANSPOSED else 2]
+        TOKENS: tl.constexpr = value.shape[2 if TRANSPOSED else 1]
+        if TRANSPOSED:
             value = tl.broadcast_to(value[:, None, :, :], (WARPS, COPIES, WIDTH, TOKENS))
             value = tl.reshape(value, (WARPS, COPIES * WIDTH, TOKENS))
         else:
@@ -88,20 +88,20 @@ def copied(value: tl.tensor, COPIES: tl.constexpr, TURNED: tl.constexpr) -> tl.t
 
 
 @triton.jit
-def token_of_columns(token: tl.tensor, second: tl.tensor, BEHIND: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+def token_of_columns(token: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
     """The token of each column; ``second``, ``[1, column]`` of 0 and 1, is 1 where it is the one behind ``token``."""
-    value = of_tokens(token, TURNED)
-    if BEHIND:
-        value = value + of_columns(second, TURNED) * BEHIND
+    value = of_tokens(token, TRANSPOSED)
+    if SECOND_OFFSET:
+        value = value + of_columns(second, TRANSPOSED) * SECOND_OFFSET
     return value
 
 
 @triton.jit
-def valid_columns(valid: tl.tensor, second: tl.tensor, BEHIND: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+def valid_columns(valid: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
     """Which columns of a tile are of valid tokens; ``valid`` is that of both tokens, if there are two."""
-    if BEHIND:
-        is_second = of_columns(second, TURNED) != 0
-        value = (of_tokens(valid[0], TURNED) & (is_second == 0)) | (of_tokens(valid[1], TURNED) & is_second)
+    if SECOND_OFFSET:
+        is_second = of_columns(second, TRANSPOSED) != 0
+        value = (of_tokens(valid[0], TRANSPOSED) & (is_second == 0)) | (of_tokens(valid[1], TRANSPOSED) & is_second)
     else:
-        value = of_tokens(valid, TURNED)
+        value = of_tokens(valid, TRANSPOSED)
     return value

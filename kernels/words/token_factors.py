@@ -10,7 +10,7 @@ import triton
 from triton import language as tl
 
 from .bitfields import load_per_token
-from .tile_layout import tokens_behind
+from .tile_layout import second_token_offset
 
 
 @triton.jit
@@ -54,23 +54,23 @@ def load_factors(
     token: tl.tensor,
     valid: tl.tensor,
     BITS: tl.constexpr,
-    PAIRED: tl.constexpr,
+    DUAL: tl.constexpr,
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """``load_factor``, and if ``PAIRED`` that of the second tokens of all rows of the tile; ``valid`` is then that of both."""
-    if PAIRED:
+    """``load_factor``, and if ``DUAL`` that of the second tokens of all rows of the tile; ``valid`` is then that of both."""
+    if DUAL:
         loaded = load_factor(pointer, first, token, valid[0], BITS, MASKED, FAST)
-        loaded = loaded + load_factor(pointer, first, token + tokens_behind(PAIRED, token.shape[1]), valid[1], BITS, MASKED, FAST)
+        loaded = loaded + load_factor(pointer, first, token + second_token_offset(DUAL, token.shape[1]), valid[1], BITS, MASKED, FAST)
     else:
         loaded = load_factor(pointer, first, token, valid, BITS, MASKED, FAST)
     return loaded
 
 
 @triton.jit
-def read_factors(raw: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """What ``load_factors`` loaded, as float32; those of both tokens if ``PAIRED``."""
-    if PAIRED:
+def read_factors(raw: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, DUAL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """What ``load_factors`` loaded, as float32; those of both tokens if ``DUAL``."""
+    if DUAL:
         value = read_factor(raw, AT, BITS, FAST), read_factor(raw, AT + (2 if BITS == 16 and FAST else 1), BITS, FAST)
     else:
         value = read_factor(raw, AT, BITS, FAST)

@@ -212,7 +212,7 @@ def test_two_tokens_a_row(k: str, v: str) -> None:
     both = NARROW | WIDE
     k_codec, v_codec = codecs(both[k], both[v], (64, 64))
     layer = Layer(random_side(k_codec, 1, (1, 160), 0, 1), random_side(v_codec, 1, (161,), 0, 2))
-    assert any(loaders.paired_tiles_of(codec) for codec in (k_codec, v_codec))
+    assert any(loaders.dual_tiles_of(codec) for codec in (k_codec, v_codec))
     check(layer, 2)
 
 

@@ -28,10 +28,10 @@ from .tiles import (
     TilePacking,
     Tiles,
     channels_of,
-    fields_side_by_side,
     plane_streams,
     step_symbols,
     takes_whole_words,
+    tile_fields,
     tile_packing,
 )
 
@@ -48,7 +48,7 @@ class Constants(NamedTuple):
     """
 
     packing: TilePacking
-    beside: int
+    fields_per_tile: int
     bin_bits: int
     norm_bits: int
     log: bool
@@ -68,7 +68,7 @@ def tiles(codec: Angle) -> Tiles | None:
     streams = (*streams, Stream("range", 32, 1 if half else 2))
     constants = Constants(
         packing=tile_packing(0, packing),
-        beside=fields_side_by_side(packing),
+        fields_per_tile=tile_fields(packing),
         bin_bits=bin_bits,
         norm_bits=codec.norm_bits,
         log=codec.norm == "log",
@@ -234,17 +234,17 @@ def decode(
 ) -> tl.tuple:
     """The two coordinates of the pairs of ``STEP``, over the token's factor."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    BESIDE: tl.constexpr = CONSTANTS.beside
+    FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     planes = whole_planes(raw, places, 0, PACKING, TRANSPOSED, FAST)
     BIN_BITS: tl.constexpr = CONSTANTS.bin_bits
     NORM_BITS: tl.constexpr = CONSTANTS.norm_bits
     NORMS: tl.constexpr = PACKING.fields * BIN_BITS
     line = line_of_tokens(raw, CONSTANTS, TRANSPOSED, FAST)
-    if BESIDE == 1:
+    if FIELDS_PER_TILE == 1:
         found = pair(planes, line, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, CONSTANTS, SHARED, FAST)
     else:
-        index = words_of_step(planes, places, 0, PACKING, 0, BIN_BITS, STEP, BESIDE, 1, PACKING.fields, TRANSPOSED, FAST)
-        norm = words_of_step(planes, places, 0, PACKING, NORMS, NORM_BITS, STEP, BESIDE, 1, PACKING.fields, TRANSPOSED, FAST)
+        index = words_of_step(planes, places, 0, PACKING, 0, BIN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
+        norm = words_of_step(planes, places, 0, PACKING, NORMS, NORM_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
         found = pair((index, norm), line, table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 

@@ -18,7 +18,7 @@ from kvpack.kernels.words.f16_tiles import affine, affine_bits, middle_code, sca
 from kvpack.kernels.words.tile_layout import of_columns, of_tokens, parts_of, repeated, second_token_offset, token_of_columns, valid_columns
 from kvpack.kernels.words.token_factors import load_factors, read_factors
 
-from .tiles import Stream, TilePacking, Tiles, distance, fields_side_by_side, plane_streams, step_symbols, takes_whole_words, tile_packing
+from .tiles import Stream, TilePacking, Tiles, plane_streams, step_symbols, takes_whole_words, tile_field_stride, tile_fields, tile_packing
 
 if TYPE_CHECKING:
     from kvpack.formats.group import Group
@@ -39,13 +39,13 @@ class Constants(NamedTuple):
     """What the functions below know of a codec and its tiles when they are compiled.
 
     A row of the stream of scales has ``pairs`` of scale and centre; ``kind`` says which of them a tile needs, and ``whole_rows``
-    whether rows are loaded whole. A step makes one tile of ``beside`` fields of ``bits``, ``apart`` fields from each other, in
+    whether rows are loaded whole. A step makes one tile of ``fields_per_tile`` fields of ``bits``, ``field_stride`` fields apart, in
     ``span`` columns.
     """
 
     packing: TilePacking
     bits: int
-    beside: int
+    fields_per_tile: int
     dim: int
     size: int
     kind: int
@@ -55,7 +55,7 @@ class Constants(NamedTuple):
     scale_bits: int
     steps: int
     planes: int
-    apart: int
+    field_stride: int
     whole_rows: bool
 
 
@@ -68,9 +68,9 @@ def tiles(codec: Group, dual: int = 0) -> Tiles | None:
     along_tokens = codec.axis == "token"
     pairs_a_row = codec.dim if along_tokens else -(-codec.dim // codec.size)
     # Neighbouring fields may share a pair.
-    apart = distance(packing, codec.bits, packing.fields, dual) if along_tokens or pairs_a_row == 1 else 1
-    symbols = step_symbols(packing, apart, dual=dual)
-    span = packing.width * fields_side_by_side(packing, dual)
+    field_stride = tile_field_stride(packing, codec.bits, packing.fields, dual) if along_tokens or pairs_a_row == 1 else 1
+    symbols = step_symbols(packing, field_stride, dual=dual)
+    span = packing.width * tile_fields(packing, dual)
     one_a_token = not along_tokens and (codec.size % span == 0 or pairs_a_row == 1)
     if along_tokens:
         kind = ALONG_TOKENS.value
@@ -79,7 +79,7 @@ def tiles(codec: Group, dual: int = 0) -> Tiles | None:
     else:
         kind = WITHIN_FIELDS.value if span % codec.size == 0 else EACH_VALUE.value
     # Rows that cut into powers of two of pairs are loaded whole: a load costs as much, however little it is of.
-    in_order = kind == ALONG_CHANNELS.value or (kind != EACH_VALUE.value and apart == 1 and len(symbols) * span == codec.dim)
+    in_order = kind == ALONG_CHANNELS.value or (kind != EACH_VALUE.value and field_stride == 1 and len(symbols) * span == codec.dim)
     whole_rows = not dual and in_order and is_power_of_two(pairs_a_row)
     streams = (*planes, Stream("scales", 32, pairs_a_row, codec.size if along_tokens else 1))
     scale_bits = {"none": 0, "fp16": 16, "fp32": 32}[codec.token_scale]
@@ -93,7 +93,7 @@ def tiles(codec: Group, dual: int = 0) -> Tiles | None:
     constants = Constants(
         packing=tile_packing(0, packing, dual),
         bits=codec.bits,
-        beside=fields_side_by_side(packing, dual),
+        fields_per_tile=tile_fields(packing, dual),
         dim=codec.dim,
         size=codec.size,
         kind=kind,
@@ -103,7 +103,7 @@ def tiles(codec: Group, dual: int = 0) -> Tiles | None:
         scale_bits=scale_bits,
         steps=len(symbols),
         planes=len(planes),
-        apart=apart,
+        field_stride=field_stride,
         whole_rows=whole_rows,
     )
     return Tiles(
@@ -157,7 +157,7 @@ def load(
     if WHOLE_ROWS:
         raw = raw + _pairs_of_rows(pairs, first, token, valid, CONSTANTS, MASKED, TRANSPOSED)
     for step in tl.static_range(0 if WHOLE_ROWS else STEPS):
-        channel = _channel(step, column, SPAN, PACKING.width, CONSTANTS.apart)
+        channel = _channel(step, column, SPAN, PACKING.width, CONSTANTS.field_stride)
         if KIND == ALONG_TOKENS and WHOLE:
             # The first token of each warp stands for all of its own.
             row = tl.min(token, 1)[:, None]
@@ -255,10 +255,10 @@ def _any(valid: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _channel(step: tl.constexpr, column: tl.tensor, SPAN: tl.constexpr, WIDTH: tl.constexpr, APART: tl.constexpr) -> tl.tensor:
+def _channel(step: tl.constexpr, column: tl.tensor, SPAN: tl.constexpr, WIDTH: tl.constexpr, FIELD_STRIDE: tl.constexpr) -> tl.tensor:
     """The channel of each column of a step (``tiles.step_symbols``)."""
-    if APART > 1:
-        channel = (step + column // WIDTH * APART) * WIDTH + column % WIDTH
+    if FIELD_STRIDE > 1:
+        channel = (step + column // WIDTH * FIELD_STRIDE) * WIDTH + column % WIDTH
     else:
         channel = step * SPAN + column
     return channel
@@ -278,7 +278,7 @@ def decode(
     """(code - middle) * scale + centre of the fields of ``STEP``."""
     PACKING: tl.constexpr = CONSTANTS.packing
     BITS: tl.constexpr = CONSTANTS.bits
-    BESIDE: tl.constexpr = CONSTANTS.beside
+    FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     KIND: tl.constexpr = CONSTANTS.kind
     PLANES: tl.constexpr = CONSTANTS.planes
     planes = whole_planes(raw, places, 0, PACKING, TRANSPOSED, FAST)
@@ -294,11 +294,12 @@ def decode(
     elif len(pair.shape) == 2:
         scale = of_columns(scale, TRANSPOSED)
         centre = of_columns(centre, TRANSPOSED)
-    if BESIDE == 1:
+    if FIELDS_PER_TILE == 1:
         value = affine_bits(planes, scale, centre, STEP * BITS, BITS, middle_code(BITS), FAST)
     else:
-        words = words_of_step(planes, places, 0, PACKING, 0, BITS, STEP, BESIDE, CONSTANTS.apart, PACKING.fields, TRANSPOSED, FAST)
-        value = affine(words, scale, centre, position_of_step(STEP, BITS, CONSTANTS.apart), BITS, middle_code(BITS), FAST)
+        STRIDE: tl.constexpr = CONSTANTS.field_stride
+        words = words_of_step(planes, places, 0, PACKING, 0, BITS, STEP, FIELDS_PER_TILE, STRIDE, PACKING.fields, TRANSPOSED, FAST)
+        value = affine(words, scale, centre, position_of_step(STEP, BITS, STRIDE), BITS, middle_code(BITS), FAST)
     return (value,)
 
 

@@ -26,10 +26,10 @@ from .tiles import (
     TilePacking,
     Tiles,
     channels_of,
-    fields_side_by_side,
     plane_streams,
     step_symbols,
     takes_whole_words,
+    tile_fields,
     tile_packing,
 )
 
@@ -50,7 +50,7 @@ class Constants(NamedTuple):
     """
 
     packing: TilePacking
-    beside: int
+    fields_per_tile: int
     index_bits: int
     sign_bits: int
     norm_index_bits: int
@@ -70,7 +70,7 @@ def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
     norm_bits = 16 if codec.norm == "fp16" else 32
     constants = Constants(
         packing=tile_packing(0, packing, dual),
-        beside=fields_side_by_side(packing, dual),
+        fields_per_tile=tile_fields(packing, dual),
         index_bits=index_bits,
         sign_bits=more[0] if more else 0,
         norm_index_bits=codec.b_norm if more and more[0] > SIGN_BITS else 0,
@@ -131,18 +131,18 @@ def decode(
 ) -> tl.tuple:
     """The three coordinates of the triplets of ``STEP``, within a unit vector."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    BESIDE: tl.constexpr = CONSTANTS.beside
+    FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
     SIGN_BITS: tl.constexpr = CONSTANTS.sign_bits
     SIGNS: tl.constexpr = PACKING.fields * INDEX_BITS
     planes = whole_planes(raw, places, 0, PACKING, TRANSPOSED, FAST)
-    if BESIDE == 1:
+    if FIELDS_PER_TILE == 1:
         found = _triplet(planes, table, STEP * INDEX_BITS, SIGNS + STEP * SIGN_BITS, CONSTANTS, SHARED, FAST)
     else:
-        index = words_of_step(planes, places, 0, PACKING, 0, INDEX_BITS, STEP, BESIDE, 1, PACKING.fields, TRANSPOSED, FAST)
+        index = words_of_step(planes, places, 0, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
         sign = index
         if SIGN_BITS:
-            sign = words_of_step(planes, places, 0, PACKING, SIGNS, SIGN_BITS, STEP, BESIDE, 1, PACKING.fields, TRANSPOSED, FAST)
+            sign = words_of_step(planes, places, 0, PACKING, SIGNS, SIGN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
         found = _triplet((index, sign), table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 

@@ -28,11 +28,11 @@ from .tiles import (
     Stream,
     TilePacking,
     Tiles,
-    distance,
-    fields_side_by_side,
     plane_streams,
     step_symbols,
     takes_whole_words,
+    tile_field_stride,
+    tile_fields,
     tile_packing,
     tile_width,
 )
@@ -54,8 +54,8 @@ class Constants(NamedTuple):
     packing: TilePacking
     first_stream: int
     number: int
-    beside: int
-    apart: int
+    fields_per_tile: int
+    field_stride: int
     steps: int
     norm_stream: int
     norm_bits: int
@@ -68,15 +68,15 @@ def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
     if not takes_whole_words(packing):
         return None
     planes = plane_streams(SIGNS, packing)
-    apart = distance(packing, 1, packing.fields)
-    symbols = step_symbols(packing, apart)
+    field_stride = tile_field_stride(packing, 1, packing.fields)
+    symbols = step_symbols(packing, field_stride)
     norm_bits = 16 if qjl.norm == "fp16" else 32
     constants = Constants(
         packing=tile_packing(0, packing),
         first_stream=len(tiles.streams),
         number=len(tiles.place_columns) // 2,
-        beside=fields_side_by_side(packing),
-        apart=apart,
+        fields_per_tile=tile_fields(packing),
+        field_stride=field_stride,
         steps=len(symbols),
         norm_stream=len(planes),
         norm_bits=norm_bits,
@@ -139,9 +139,9 @@ def _alone(position: int) -> str:
 
 
 @triton.constexpr_function
-def _position(step: int, beside: int, apart: int) -> int:
+def _position(step: int, fields_per_tile: int, field_stride: int) -> int:
     """The bit of each word that ``_words`` gives for ``step`` that is a column's sign."""
-    return step % 16 if beside == 1 else step if apart > 1 else 0
+    return step % 16 if fields_per_tile == 1 else step if field_stride > 1 else 0
 
 
 @triton.jit
@@ -150,20 +150,20 @@ def _words(
 ) -> tl.tensor:
     PACKING: tl.constexpr = CONSTANTS.packing
     NUMBER: tl.constexpr = CONSTANTS.number
-    BESIDE: tl.constexpr = CONSTANTS.beside
-    APART: tl.constexpr = CONSTANTS.apart
+    FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
+    FIELD_STRIDE: tl.constexpr = CONSTANTS.field_stride
     planes = whole_planes(raw, places, NUMBER, PACKING, TRANSPOSED, FAST)
-    if BESIDE == 1:
+    if FIELDS_PER_TILE == 1:
         word = planes[STEP // 16]
     else:
-        word = words_of_step(planes, places, NUMBER, PACKING, 0, 1, STEP, BESIDE, APART, PACKING.fields, TRANSPOSED, FAST)
+        word = words_of_step(planes, places, NUMBER, PACKING, 0, 1, STEP, FIELDS_PER_TILE, FIELD_STRIDE, PACKING.fields, TRANSPOSED, FAST)
     return word
 
 
 @triton.jit
 def decode_signs(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """Of values, transposed: -1 where a digit of the fields of ``STEP`` is 1, and 1 where it is 0."""
-    BIT: tl.constexpr = _position(STEP, CONSTANTS.beside, CONSTANTS.apart)
+    BIT: tl.constexpr = _position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
     word = _words(raw, places, STEP, CONSTANTS, True, FAST)
     if FAST:
         value = tl.inline_asm_elementwise(_one(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
@@ -175,7 +175,7 @@ def decode_signs(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS:
 @triton.jit
 def decode_bits(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """Of keys: a power of two where a digit of the fields of ``STEP`` is 1, and 0 where it is 0."""
-    BIT: tl.constexpr = _position(STEP, CONSTANTS.beside, CONSTANTS.apart)
+    BIT: tl.constexpr = _position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
     word = _words(raw, places, STEP, CONSTANTS, False, FAST)
     if FAST:
         value = tl.inline_asm_elementwise(_alone(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
@@ -202,7 +202,7 @@ def queries_of_bits(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) ->
 
 @triton.jit
 def _scaled(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
-    POWER: tl.constexpr = _power(_position(STEP, CONSTANTS.beside, CONSTANTS.apart))
+    POWER: tl.constexpr = _power(_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride))
     return (tile.to(tl.float32) * (-QUERY / POWER)).to(tl.float16)
 
 
@@ -220,7 +220,7 @@ def half_sum(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.ten
 
 @triton.jit
 def _half_of_tile(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
-    POWER: tl.constexpr = _power(_position(STEP, CONSTANTS.beside, CONSTANTS.apart))
+    POWER: tl.constexpr = _power(_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride))
     return tile.to(tl.float32) * (-0.5 * POWER)
 
 

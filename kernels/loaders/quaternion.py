@@ -21,10 +21,10 @@ from .tiles import (
     TilePacking,
     Tiles,
     channels_of,
-    fields_side_by_side,
     plane_streams,
     step_symbols,
     takes_whole_words,
+    tile_fields,
     tile_packing,
 )
 
@@ -38,7 +38,7 @@ class Constants(NamedTuple):
     """What the functions below know of a codec and its tiles: bits of a codeword and of a radius."""
 
     packing: TilePacking
-    beside: int
+    fields_per_tile: int
     code_bits: int
     radius_bits: int
     scale_stream: int
@@ -57,7 +57,7 @@ def tiles(codec: Quaternion) -> Tiles | None:
     scale_bits = 16 if codec.norm == "fp16" else 32
     constants = Constants(
         packing=tile_packing(0, packing),
-        beside=fields_side_by_side(packing),
+        fields_per_tile=tile_fields(packing),
         code_bits=packing.bases[0].bit_length() - 1,
         radius_bits=codec.radius_bits,
         scale_stream=len(streams),
@@ -109,16 +109,16 @@ def decode(
 ) -> tl.tuple:
     """The components of the chunks of ``STEP``: unit quaternions times radius codes."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    BESIDE: tl.constexpr = CONSTANTS.beside
+    FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     CODE_BITS: tl.constexpr = CONSTANTS.code_bits
     RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
     RADII: tl.constexpr = PACKING.fields * CODE_BITS
     planes = whole_planes(raw, places, 0, PACKING, TRANSPOSED, FAST)
-    if BESIDE == 1:
+    if FIELDS_PER_TILE == 1:
         found = _chunk(planes, table, STEP * CODE_BITS, RADII + STEP * RADIUS_BITS, CONSTANTS, SHARED, FAST)
     else:
-        index = words_of_step(planes, places, 0, PACKING, 0, CODE_BITS, STEP, BESIDE, 1, PACKING.fields, TRANSPOSED, FAST)
-        radius = words_of_step(planes, places, 0, PACKING, RADII, RADIUS_BITS, STEP, BESIDE, 1, PACKING.fields, TRANSPOSED, FAST)
+        index = words_of_step(planes, places, 0, PACKING, 0, CODE_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
+        radius = words_of_step(planes, places, 0, PACKING, RADII, RADIUS_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
         found = _chunk((index, radius), table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 

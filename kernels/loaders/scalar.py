@@ -15,28 +15,28 @@ from kvpack.kernels.tables.shared_table import look_up_bits
 from kvpack.kernels.words.bitfields import load_planes, position_of_step, whole_planes, words_of_step
 from kvpack.kernels.words.token_factors import load_factors, read_factors
 
-from .tiles import Stream, TilePacking, Tiles, distance, fields_side_by_side, plane_streams, step_symbols, tile_packing
+from .tiles import Stream, TilePacking, Tiles, plane_streams, step_symbols, tile_field_stride, tile_fields, tile_packing
 
 if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
     from kvpack.formats.scalar import Scalar
 
 MOST_INDEX_BITS = 8
-"""Of several fields: 256 entries fit shared memory once a bank."""
+"""Bits of an index of several fields, at most: 256 entries fit shared memory once per bank."""
 
 
 class Part(NamedTuple):
-    """The channels of one width: fields of ``bits``, ``beside`` of them side by side in a tile and ``apart`` from each other.
+    """The channels of one width: fields of ``bits``, ``fields_per_tile`` of them side by side, ``field_stride`` fields apart.
 
-    ``together`` neighbouring fields share an index into the table, from ``first_entry`` on.
+    ``fields_per_index`` neighbouring fields are one index into the table, from ``first_entry`` on.
     """
 
     bits: int
-    beside: int
-    together: int
+    fields_per_tile: int
+    fields_per_index: int
     first_entry: int
     steps: int
-    apart: int
+    field_stride: int
 
 
 class Constants(NamedTuple):
@@ -66,15 +66,15 @@ def tiles(codec: Scalar, dual: int = 0) -> Tiles:
     for (name, packing), part, table in zip(codec.packings().items(), codec.parts, stored, strict=False):
         magnitudes = torch.frombuffer(bytearray(table), dtype=torch.float32)
         values = torch.cat([magnitudes, -magnitudes])
-        beside = fields_side_by_side(packing, dual)
-        together = 1 if codec.bits_high else next(n for n in (4, 2, 1) if _looked_up_together(packing, part.bits, n, beside))
-        apart = distance(packing, together * part.bits, packing.fields // together, dual)
-        symbols = step_symbols(packing, apart, together, dual)
-        steps = len(symbols) // together
+        side_by_side = tile_fields(packing, dual)
+        fields = 1 if codec.bits_high else next(n for n in (4, 2, 1) if _share_an_index(packing, part.bits, n, side_by_side))
+        field_stride = tile_field_stride(packing, fields * part.bits, packing.fields // fields, dual)
+        symbols = step_symbols(packing, field_stride, fields, dual)
+        steps = len(symbols) // fields
         all_steps += steps
         packings.append(tile_packing(len(streams), packing, dual))
-        parts.append(Part(part.bits, beside, together, sum(map(len, tables)), steps, apart))
-        tables.append(_entries(values, together))
+        parts.append(Part(part.bits, side_by_side, fields, sum(map(len, tables)), steps, field_stride))
+        tables.append(_entries(values, fields))
         channels += [tuple(part.channels[symbol] if symbol >= 0 else -1 for symbol in tile) for tile in symbols]
         streams = (*streams, *plane_streams(name, packing))
     norm_bits = 16 if codec.norm == "fp16" else 32
@@ -102,16 +102,16 @@ def tiles(codec: Scalar, dual: int = 0) -> Tiles:
     )
 
 
-def _looked_up_together(packing: Columns, bits: int, fields: int, beside: int) -> bool:
+def _share_an_index(packing: Columns, bits: int, fields: int, fields_per_tile: int) -> bool:
     """Whether as many fields can share one index: whole steps of them, and a table that fits."""
-    return fields == 1 or (packing.fields % (fields * beside) == 0 and fields * bits <= MOST_INDEX_BITS)
+    return fields == 1 or (packing.fields % (fields * fields_per_tile) == 0 and fields * bits <= MOST_INDEX_BITS)
 
 
-def _entries(values: torch.Tensor, together: int) -> torch.Tensor:
-    """What the codes of fields ``together`` in one index decode to, the first in its low bits, ``[entry, 2 or 4]``; one is repeated."""
-    if together == 1:
+def _entries(values: torch.Tensor, fields: int) -> torch.Tensor:
+    """What the codes of ``fields`` in one index decode to, the first in its low bits: ``[entry, 2 or 4]``; the value of one is repeated."""
+    if fields == 1:
         return values[:, None].expand(-1, 2)
-    highest_first = torch.meshgrid([values] * together, indexing="ij")
+    highest_first = torch.meshgrid([values] * fields, indexing="ij")
     return torch.stack(highest_first[::-1], -1).flatten(0, -2)
 
 
@@ -172,19 +172,20 @@ def _decode_part(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    BITS: tl.constexpr = PART.bits
-    BESIDE: tl.constexpr = PART.beside
+    FIELDS_PER_TILE: tl.constexpr = PART.fields_per_tile
     planes = whole_planes(raw, places, NUMBER, PACKING, TRANSPOSED, FAST)
-    TOGETHER: tl.constexpr = PART.together
-    ENTRY: tl.constexpr = 4 if TOGETHER == 4 else 2
-    if BESIDE == 1:
-        value = look_up_bits(planes, table, TOGETHER * STEP * BITS, TOGETHER * BITS, ENTRY, PART.first_entry, SHARED, FAST)
+    FIELDS: tl.constexpr = PART.fields_per_index
+    INDEX_BITS: tl.constexpr = FIELDS * PART.bits
+    VALUES: tl.constexpr = 4 if FIELDS == 4 else 2
+    if FIELDS_PER_TILE == 1:
+        value = look_up_bits(planes, table, STEP * INDEX_BITS, INDEX_BITS, VALUES, PART.first_entry, SHARED, FAST)
     else:
-        GROUPS: tl.constexpr = PACKING.fields // TOGETHER
-        index = words_of_step(planes, places, NUMBER, PACKING, 0, TOGETHER * BITS, STEP, BESIDE, PART.apart, GROUPS, TRANSPOSED, FAST)
-        AT: tl.constexpr = position_of_step(STEP, TOGETHER * BITS, PART.apart)
-        value = look_up_bits((index,), table, AT, TOGETHER * BITS, ENTRY, PART.first_entry, SHARED, FAST)
-    if TOGETHER == 1:
+        INDICES: tl.constexpr = PACKING.fields // FIELDS
+        STRIDE: tl.constexpr = PART.field_stride
+        index = words_of_step(planes, places, NUMBER, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, STRIDE, INDICES, TRANSPOSED, FAST)
+        AT: tl.constexpr = position_of_step(STEP, INDEX_BITS, STRIDE)
+        value = look_up_bits((index,), table, AT, INDEX_BITS, VALUES, PART.first_entry, SHARED, FAST)
+    if FIELDS == 1:
         value = (value[0],)
     return value
 

@@ -145,7 +145,7 @@ def tile_width(packing: Columns) -> int:
     return max(SMALLEST_WIDTH, next_power_of_two(packing.width))
 
 
-def fields_side_by_side(packing: Columns, dual: int = 0) -> int:
+def tile_fields(packing: Columns, dual: int = 0) -> int:
     """Fields of a token that one tile holds: more than one where a row has fewer words than the matrix units' step."""
     return tile_width(packing) // packing.width if is_power_of_two(packing.width) and not dual else 1
 
@@ -174,31 +174,32 @@ def tile_packing(stream: int, packing: Columns, dual: int = 0) -> TilePacking:
     return TilePacking(stream, packing.column_bytes, packing.width, tile_width(packing), packing.fields, dual)
 
 
-def distance(packing: Columns, bits: int, fields: int, dual: int = 0) -> int:
+def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -> int:
     """How many fields those side by side in a tile are apart.
 
     As many as there are steps if all ``fields`` of ``bits`` lie in one word: each word is then shifted once for all steps. Else 1.
     """
-    beside = fields_side_by_side(packing, dual)
-    return fields // beside if beside > 1 and fields % beside == 0 and fields * bits <= WORD_BITS else 1
+    side_by_side = tile_fields(packing, dual)
+    whole = side_by_side > 1 and fields % side_by_side == 0
+    return fields // side_by_side if whole and fields * bits <= WORD_BITS else 1
 
 
-def step_symbols(packing: Columns, apart: int = 1, together: int = 1, dual: int = 0) -> tuple[tuple[int, ...], ...]:
-    """The symbol of every column of every tile, -1 for none: ``fields_side_by_side`` fields a tile, ``apart`` fields from each other.
+def step_symbols(packing: Columns, field_stride: int = 1, together: int = 1, dual: int = 0) -> tuple[tuple[int, ...], ...]:
+    """The symbol of every column of every tile, -1 for none: ``tile_fields`` fields per tile, ``field_stride`` fields apart.
 
-    A step makes ``together`` tiles, of neighbouring fields; ``apart`` counts fields of as many. ``dual``: of one of two tokens.
+    A step makes ``together`` tiles, of neighbouring fields; ``field_stride`` counts fields of as many. ``dual``: of one of two tokens.
     """
-    width, beside = packing.width, fields_side_by_side(packing, dual)
+    width, side_by_side = packing.width, tile_fields(packing, dual)
     groups = -(-packing.fields // together)
     tiles = []
-    for step in range(-(-groups // beside)):
-        first = step if apart > 1 else step * beside
+    for step in range(-(-groups // side_by_side)):
+        first = step if field_stride > 1 else step * side_by_side
         for tile in range(together):
             symbols = []
             for column in range(width if dual else tile_width(packing)):
-                field = (first + column // width * apart) * together + tile
+                field = (first + column // width * field_stride) * together + tile
                 symbol = field * width + column % width
-                real = column < beside * width and field < packing.fields and symbol < packing.symbols
+                real = column < side_by_side * width and field < packing.fields and symbol < packing.symbols
                 symbols.append(symbol if real else -1)
             tiles.append(tuple(symbols))
     return tuple(tiles)

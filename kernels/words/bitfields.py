@@ -225,8 +225,8 @@ def digit(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.cons
 
 
 @triton.constexpr_function
-def _shifted(position: int, distance: int) -> str:
-    return f"{{ .reg .b32 by; and.b32 by, $2, 0xFFFF; mad.lo.u32 by, by, {distance}, {position}; shr.b32 $0, $1, by; }}"
+def _shifted(position: int, stride_bits: int) -> str:
+    return f"{{ .reg .b32 by; and.b32 by, $2, 0xFFFF; mad.lo.u32 by, by, {stride_bits}, {position}; shr.b32 $0, $1, by; }}"
 
 
 @triton.jit
@@ -236,26 +236,27 @@ def shifted(
     NUMBER: tl.constexpr,
     WIDTH: tl.constexpr,
     POSITION: tl.constexpr,
-    DISTANCE: tl.constexpr,
+    STRIDE_BITS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Words whose low bits are those from ``POSITION`` up in the columns of the first field, ``DISTANCE`` further up in each next one's.
+    """Words shifted down by ``POSITION`` in the columns of the first field, and by ``STRIDE_BITS`` more for each field to its right.
 
-    What is above them belongs to other fields, or when ``FAST`` to the word beside.
+    ``word``, int16, and the result are tiles.
+    The bits above the field belong to other fields or, when ``FAST``, to the neighbouring word.
     """
     place = of_columns(places[2 * NUMBER + 1], TRANSPOSED)
     if FAST and WIDTH % 2 == 0:
-        value = tl.inline_asm_elementwise(_shifted(POSITION, DISTANCE), "=r,r,r", [word, place], dtype=tl.int16, is_pure=True, pack=2)
+        value = tl.inline_asm_elementwise(_shifted(POSITION, STRIDE_BITS), "=r,r,r", [word, place], dtype=tl.int16, is_pure=True, pack=2)
     else:
-        value = word >> (place * DISTANCE + POSITION)
+        value = word >> (place * STRIDE_BITS + POSITION)
     return value
 
 
 @triton.constexpr_function
-def position_of_step(step: int, bits: int, distance: int) -> int:
+def position_of_step(step: int, bits: int, field_stride: int) -> int:
     """Where the digits of a step lie in what ``words_of_step`` gives: with fields apart, all steps share the words."""
-    return step * bits if distance > 1 else 0
+    return step * bits if field_stride > 1 else 0
 
 
 @triton.jit
@@ -267,26 +268,26 @@ def words_of_step(
     FIRST: tl.constexpr,
     BITS: tl.constexpr,
     STEP: tl.constexpr,
-    BESIDE: tl.constexpr,
-    DISTANCE: tl.constexpr,
+    FIELDS_PER_TILE: tl.constexpr,
+    FIELD_STRIDE: tl.constexpr,
     FIELDS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """Words that hold the digits of the fields that one tile of narrow rows holds, at bit ``position_of_step``.
 
-    Field 0 begins at bit ``FIRST``; fields side by side are ``DISTANCE`` fields apart (``tiles.distance``), and there are ``FIELDS``.
-    Other bits are anything's.
+    Field 0 of ``FIELDS`` begins at bit ``FIRST``; fields side by side are ``FIELD_STRIDE`` fields apart (``tiles.tile_field_stride``).
+    All other bits are unspecified.
     """
-    FIELD: tl.constexpr = 0 if DISTANCE > 1 else STEP * BESIDE
+    FIELD: tl.constexpr = 0 if FIELD_STRIDE > 1 else STEP * FIELDS_PER_TILE
     BEGIN: tl.constexpr = FIRST + FIELD * BITS
-    LAST: tl.constexpr = BEGIN + (BESIDE - 1) * DISTANCE * BITS
+    LAST: tl.constexpr = BEGIN + (FIELDS_PER_TILE - 1) * FIELD_STRIDE * BITS
     if BEGIN // 16 == (LAST + BITS - 1) // 16:
-        value = shifted(planes[BEGIN // 16], places, NUMBER, PACKING.width, BEGIN % 16, DISTANCE * BITS, TRANSPOSED, FAST)
+        value = shifted(planes[BEGIN // 16], places, NUMBER, PACKING.width, BEGIN % 16, FIELD_STRIDE * BITS, TRANSPOSED, FAST)
     else:
         value = digit(planes, BEGIN, BITS, FAST)
-        for number in tl.static_range(1, BESIDE):
-            if FIELD + number * DISTANCE < FIELDS:
-                other = digit(planes, BEGIN + number * DISTANCE * BITS, BITS, FAST)
+        for number in tl.static_range(1, FIELDS_PER_TILE):
+            if FIELD + number * FIELD_STRIDE < FIELDS:
+                other = digit(planes, BEGIN + number * FIELD_STRIDE * BITS, BITS, FAST)
                 value = beside(value, other, places, NUMBER, PACKING.width, number, TRANSPOSED, FAST)
     return value

@@ -26,7 +26,7 @@ from kvpack.kernels.loaders.outlier_patches import declare_patches
 from kvpack.kernels.loaders.outliers import entries_of, first_entries, next_entries, ready_patches
 from kvpack.kernels.loaders.qjl import half_sum, queries_of_bits
 from kvpack.kernels.tables.shared_table import declare, fetch, fill
-from kvpack.kernels.words.bitfields import load_places
+from kvpack.kernels.words.bitfields import load_column_fields
 from kvpack.kernels.words.columns import constant_at
 from kvpack.kernels.words.tile_layout import second_token_offset
 
@@ -112,8 +112,8 @@ def attend_split(
     """
     # Triton 3.6 takes tuples and text as arguments of functions only where they have a name.
     K_DTYPE: tl.constexpr = K.dtype
-    K_PLACES: tl.constexpr = K.places
-    V_PLACES: tl.constexpr = V.places
+    K_PLACES: tl.constexpr = K.stream_widths
+    V_PLACES: tl.constexpr = V.stream_widths
     K_WIDTHS: tl.constexpr = K.widths
     V_WIDTHS: tl.constexpr = V.widths
     K_SIGNS: tl.constexpr = K.signs
@@ -152,8 +152,8 @@ def attend_split(
     if AHEAD:
         prefetch(k_pointers, k_first, tl.minimum(count, AHEAD), K)
         prefetch(v_pointers, v_first, tl.minimum(count, AHEAD), V)
-    k_places = load_places(numbers, K_PLACES)
-    v_places = load_places(numbers, V_PLACES)
+    k_places = load_column_fields(numbers, K_PLACES)
+    v_places = load_column_fields(numbers, V_PLACES)
     if LENGTHS:
         length = tl.minimum(tl.load(lengths + batch), position + q_len)
         position = length - q_len

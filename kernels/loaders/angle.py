@@ -100,8 +100,8 @@ def load(
 ) -> tl.tuple:
     """The planes, then the ranges."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    raw = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
-    return raw + load_range(pointers[CONSTANTS.range_place], first, token, valid, CONSTANTS, MASKED)
+    loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
+    return loaded + load_range(pointers[CONSTANTS.range_place], first, token, valid, CONSTANTS, MASKED)
 
 
 @triton.jit
@@ -152,9 +152,9 @@ def _exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """``factor_of_range`` of each token."""
-    return factor_of_range(raw[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS)
+    return factor_of_range(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS)
 
 
 @triton.jit
@@ -223,8 +223,8 @@ def norm_line_halves(words: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexp
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
@@ -235,24 +235,26 @@ def decode(
     """The two coordinates of the pairs of ``STEP``, over the token's factor."""
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
-    planes = whole_planes(raw, places, 0, PACKING, TRANSPOSED, FAST)
+    planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
     BIN_BITS: tl.constexpr = CONSTANTS.bin_bits
     NORM_BITS: tl.constexpr = CONSTANTS.norm_bits
     NORMS: tl.constexpr = PACKING.fields * BIN_BITS
-    line = line_of_tokens(raw, CONSTANTS, TRANSPOSED, FAST)
+    line = line_of_tokens(loaded, CONSTANTS, TRANSPOSED, FAST)
     if FIELDS_PER_TILE == 1:
         found = pair(planes, line, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, CONSTANTS, SHARED, FAST)
     else:
-        index = words_of_step(planes, places, 0, PACKING, 0, BIN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
-        norm = words_of_step(planes, places, 0, PACKING, NORMS, NORM_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
+        index = words_of_step(planes, column_fields, 0, PACKING, 0, BIN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
+        norm = words_of_step(
+            planes, column_fields, 0, PACKING, NORMS, NORM_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST
+        )
         found = pair((index, norm), line, table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 
 
 @triton.jit
-def line_of_tokens(raw: tl.tuple, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """``norm_line`` of the ranges in ``raw``, binary16 that broadcast to a tile."""
-    scale, centre = norm_line_halves(raw[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
+def line_of_tokens(loaded: tl.tuple, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+    """``norm_line`` of the ranges in ``loaded``, binary16 that broadcast to a tile."""
+    scale, centre = norm_line_halves(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
     return of_tokens(scale, TRANSPOSED), of_tokens(centre, TRANSPOSED)
 
 

@@ -15,9 +15,9 @@ from kvpack.kernels.words.replicated_columns import (
     bit_of_step,
     columns_together,
     load_stream,
-    places_of,
     steps_together,
     stream_constants,
+    stream_widths,
     words_of_stream,
 )
 
@@ -66,8 +66,8 @@ def tiles(codec: Angle) -> Tiles | None:
     streams = (*streams, Stream("range", 32, 1 if half else 2))
     steps = steps_together(every, columns)
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in steps for value in range(VALUES))
-    places = places_of(of_streams, columns)
-    return Tiles(load, decode, factor, constants, len(steps), channels, streams, table(codec), packings=every, places=places)
+    widths = stream_widths(of_streams, columns)
+    return Tiles(load, decode, factor, constants, len(steps), channels, streams, table(codec), packings=every, stream_widths=widths)
 
 
 @triton.jit
@@ -85,15 +85,15 @@ def load(
     """The planes of the bins, of the norm codes, and the ranges."""
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
-    raw = load_stream(pointers, first, token, valid, BINS, MASKED, TRANSPOSED)
-    raw = raw + load_stream(pointers, first, token, valid, NORMS, MASKED, TRANSPOSED)
-    return raw + load_range(pointers[CONSTANTS.range_place], first, token, valid, CONSTANTS, MASKED)
+    loaded = load_stream(pointers, first, token, valid, BINS, MASKED, TRANSPOSED)
+    loaded = loaded + load_stream(pointers, first, token, valid, NORMS, MASKED, TRANSPOSED)
+    return loaded + load_range(pointers[CONSTANTS.range_place], first, token, valid, CONSTANTS, MASKED)
 
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
@@ -106,11 +106,11 @@ def decode(
     NORMS: tl.constexpr = CONSTANTS.norms
     # Where the table is shared, an index that begins at its bit of a place in bytes is not shifted.
     AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
-    bins = words_of_stream(raw, places, 0, BINS, STEP, AT, TRANSPOSED, FAST)
-    norms = words_of_stream(raw, places, 1, NORMS, STEP, 0, TRANSPOSED, FAST)
+    bins = words_of_stream(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
+    norms = words_of_stream(loaded, column_fields, 1, NORMS, STEP, 0, TRANSPOSED, FAST)
     NORM: tl.constexpr = 16 * len(bins) + bit_of_step(NORMS, STEP, 0)
     return pair(
-        bins + norms, line_of_tokens(raw, CONSTANTS, TRANSPOSED, FAST), table, bit_of_step(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST
+        bins + norms, line_of_tokens(loaded, CONSTANTS, TRANSPOSED, FAST), table, bit_of_step(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST
     )
 
 

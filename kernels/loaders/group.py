@@ -146,7 +146,7 @@ def load(
     DUAL: tl.constexpr = PACKING.dual
     SECOND_OFFSET: tl.constexpr = second_token_offset(DUAL, token.shape[1])
     pairs = pointers[PLANES]
-    raw = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
+    loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     # Of columns that share a pair, the first.
     SHARING: tl.constexpr = SIZE if KIND == WITHIN_FIELDS else 1
     column = tl.arange(0, PAD // SHARING) * SHARING
@@ -155,7 +155,7 @@ def load(
         column = column % PACKING.width
     WHOLE_ROWS: tl.constexpr = CONSTANTS.whole_rows and (KIND > ALONG_TOKENS or WHOLE)
     if WHOLE_ROWS:
-        raw = raw + _pairs_of_rows(pairs, first, token, valid, CONSTANTS, MASKED, TRANSPOSED)
+        loaded = loaded + _pairs_of_rows(pairs, first, token, valid, CONSTANTS, MASKED, TRANSPOSED)
     for step in tl.static_range(0 if WHOLE_ROWS else STEPS):
         channel = _channel(step, column, SPAN, PACKING.width, CONSTANTS.field_stride)
         if KIND == ALONG_TOKENS and WHOLE:
@@ -170,16 +170,16 @@ def load(
                     mask = mask & tl.where(second == 0, _any(valid[0]), _any(valid[1]))
                 else:
                     mask = mask & _any(valid)
-            raw = raw + (tl.load(pairs + row * PAIRS + channel[None, :], mask, 0),)
+            loaded = loaded + (tl.load(pairs + row * PAIRS + channel[None, :], mask, 0),)
         elif KIND == ALONG_CHANNELS and DUAL:
             both = tl.arange(0, 2)[None, :]
-            place = pairs + first * PAIRS + (token_of_columns(token, both, SECOND_OFFSET, TRANSPOSED) * PAIRS + step * SPAN // SIZE)
+            address = pairs + first * PAIRS + (token_of_columns(token, both, SECOND_OFFSET, TRANSPOSED) * PAIRS + step * SPAN // SIZE)
             if MASKED:
-                raw = raw + (tl.load(place, valid_columns(valid, both, SECOND_OFFSET, TRANSPOSED), 0),)
+                loaded = loaded + (tl.load(address, valid_columns(valid, both, SECOND_OFFSET, TRANSPOSED), 0),)
             else:
-                raw = raw + (tl.load(place),)
+                loaded = loaded + (tl.load(address),)
         elif KIND == ALONG_CHANNELS:
-            raw = raw + (load_per_token(pairs, first, token, valid, PAIRS, step * SPAN // SIZE, MASKED),)
+            loaded = loaded + (load_per_token(pairs, first, token, valid, PAIRS, step * SPAN // SIZE, MASKED),)
         else:
             row = first + token_of_columns(token, second, SECOND_OFFSET, TRANSPOSED)
             at = of_columns(channel[None, :], TRANSPOSED)
@@ -190,10 +190,10 @@ def load(
             mask = of_columns((channel < DIM)[None, :], TRANSPOSED)
             if MASKED:
                 mask = mask & valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED)
-            raw = raw + (tl.load(pairs + row * PAIRS + at, mask, 0),)
+            loaded = loaded + (tl.load(pairs + row * PAIRS + at, mask, 0),)
     if CONSTANTS.scale_bits:
-        raw = raw + load_factors(pointers[PLANES + 1], first, token, valid, CONSTANTS.scale_bits, DUAL, MASKED, FAST)
-    return raw
+        loaded = loaded + load_factors(pointers[PLANES + 1], first, token, valid, CONSTANTS.scale_bits, DUAL, MASKED, FAST)
+    return loaded
 
 
 @triton.constexpr_function
@@ -219,11 +219,11 @@ def _pairs_of_rows(
     found = ()
     if CONSTANTS.along_tokens:
         # The first token of each warp stands for all of its own.
-        place = pairs + ((first + tl.min(token, 1)[:, None]) // SIZE * PAIRS + tl.arange(0, PAIRS)[None, :])
+        address = pairs + ((first + tl.min(token, 1)[:, None]) // SIZE * PAIRS + tl.arange(0, PAIRS)[None, :])
         if MASKED:
-            row = tl.load(place, _any(valid), 0)
+            row = tl.load(address, _any(valid), 0)
         else:
-            row = tl.load(place)
+            row = tl.load(address)
         found = parts_of(tl.trans(tl.reshape(row, (row.shape[0], STEPS, PAIRS // STEPS)), 0, 2, 1))
     else:
         # Of a step, one for the columns that share it.
@@ -231,11 +231,11 @@ def _pairs_of_rows(
         COUNT: tl.constexpr = _pairs_together(PAIRS, EACH)
         parts = ()
         for number in tl.static_range(PAIRS // COUNT):
-            place = pairs + first * PAIRS + (token[:, :, None] * PAIRS + (number * COUNT + tl.arange(0, COUNT))[None, None, :])
+            address = pairs + first * PAIRS + (token[:, :, None] * PAIRS + (number * COUNT + tl.arange(0, COUNT))[None, None, :])
             if MASKED:
-                row = tl.load(place, valid[:, :, None], 0)
+                row = tl.load(address, valid[:, :, None], 0)
             else:
-                row = tl.load(place)
+                row = tl.load(address)
             if CONSTANTS.kind == WITHIN_FIELDS:
                 row = tl.reshape(row, (row.shape[0], row.shape[1], COUNT // EACH, EACH))
                 if TRANSPOSED:
@@ -266,8 +266,8 @@ def _channel(step: tl.constexpr, column: tl.tensor, SPAN: tl.constexpr, WIDTH: t
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
@@ -281,8 +281,8 @@ def decode(
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     KIND: tl.constexpr = CONSTANTS.kind
     PLANES: tl.constexpr = CONSTANTS.planes
-    planes = whole_planes(raw, places, 0, PACKING, TRANSPOSED, FAST)
-    pair = raw[PLANES + STEP]
+    planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
+    pair = loaded[PLANES + STEP]
     scale, centre = scale_and_centre(pair, FAST)
     if KIND == WITHIN_FIELDS or (KIND == ALONG_CHANNELS and PACKING.dual):
         COPIES: tl.constexpr = CONSTANTS.size if KIND == WITHIN_FIELDS else PACKING.width
@@ -298,13 +298,13 @@ def decode(
         value = affine_bits(planes, scale, centre, STEP * BITS, BITS, middle_code(BITS), FAST)
     else:
         STRIDE: tl.constexpr = CONSTANTS.field_stride
-        words = words_of_step(planes, places, 0, PACKING, 0, BITS, STEP, FIELDS_PER_TILE, STRIDE, PACKING.fields, TRANSPOSED, FAST)
+        words = words_of_step(planes, column_fields, 0, PACKING, 0, BITS, STEP, FIELDS_PER_TILE, STRIDE, PACKING.fields, TRANSPOSED, FAST)
         value = affine(words, scale, centre, position_of_step(STEP, BITS, STRIDE), BITS, middle_code(BITS), FAST)
     return (value,)
 
 
 @triton.jit
-def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The token scale."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    return read_factors(raw, CONSTANTS.planes + CONSTANTS.steps, CONSTANTS.scale_bits, PACKING.dual, FAST)
+    return read_factors(loaded, CONSTANTS.planes + CONSTANTS.steps, CONSTANTS.scale_bits, PACKING.dual, FAST)

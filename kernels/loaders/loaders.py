@@ -23,8 +23,8 @@ from kvpack.formats.side_cars import WithSideCars
 
 from . import angle as tiles_angle
 from . import angle_dense as tiles_angle_dense
-from . import angle_pairs as tiles_angle_pairs
-from . import angle_rows as tiles_angle_rows
+from . import angle_dual as tiles_angle_dual
+from . import angle_thread as tiles_angle_thread
 from . import group as tiles_group
 from . import octahedral as tiles_octahedral
 from . import octahedral_dense as tiles_octahedral_dense
@@ -53,7 +53,7 @@ LOADERS: dict[type[Codec], Loader] = {
     Group: tiles_group.tiles,
     Scalar: tiles_scalar.tiles,
     Octahedral: _of_arrangement(tiles_octahedral.tiles, tiles_octahedral_dense.tiles),
-    Angle: _of_arrangement(tiles_angle.tiles, lambda codec: tiles_angle_dense.tiles(codec) or tiles_angle_rows.tiles(codec)),
+    Angle: _of_arrangement(tiles_angle.tiles, lambda codec: tiles_angle_dense.tiles(codec) or tiles_angle_thread.tiles(codec)),
     Polar: tiles_polar.tiles,
     Quaternion: _of_arrangement(tiles_quaternion.tiles, tiles_quaternion_dense.tiles),
 }
@@ -67,7 +67,7 @@ DUAL_LOADERS: dict[type[Codec], Callable[..., Tiles | None]] = {
     Group: _of_eight_words(tiles_group.tiles),
     Scalar: _of_eight_words(tiles_scalar.tiles),
     Octahedral: _of_eight_words(lambda codec, dual: tiles_octahedral.tiles(codec, dual) if codec.arrangement == "direct" else None),
-    Angle: lambda codec, dual: tiles_angle_pairs.tiles(codec, dual) if codec.arrangement == "dense" else None,
+    Angle: lambda codec, dual: tiles_angle_dual.tiles(codec, dual) if codec.arrangement == "dense" else None,
 }
 
 

@@ -120,8 +120,8 @@ def load(
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
@@ -135,14 +135,16 @@ def decode(
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
     SIGN_BITS: tl.constexpr = CONSTANTS.sign_bits
     SIGNS: tl.constexpr = PACKING.fields * INDEX_BITS
-    planes = whole_planes(raw, places, 0, PACKING, TRANSPOSED, FAST)
+    planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
     if FIELDS_PER_TILE == 1:
         found = _triplet(planes, table, STEP * INDEX_BITS, SIGNS + STEP * SIGN_BITS, CONSTANTS, SHARED, FAST)
     else:
-        index = words_of_step(planes, places, 0, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
+        index = words_of_step(planes, column_fields, 0, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
         sign = index
         if SIGN_BITS:
-            sign = words_of_step(planes, places, 0, PACKING, SIGNS, SIGN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
+            sign = words_of_step(
+                planes, column_fields, 0, PACKING, SIGNS, SIGN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST
+            )
         found = _triplet((index, sign), table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 
@@ -172,7 +174,7 @@ def _triplet(
 
 
 @triton.jit
-def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The norm."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    return read_factors(raw, CONSTANTS.norm_stream, CONSTANTS.norm_bits, PACKING.dual, FAST)
+    return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, PACKING.dual, FAST)

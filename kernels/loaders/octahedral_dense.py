@@ -89,8 +89,8 @@ def tiles(codec: Octahedral) -> Tiles | None:
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
@@ -100,7 +100,7 @@ def decode(
 ) -> tl.tuple:
     """The coordinates of the triplets of ``STEP``, within a unit vector."""
     PAIRS: tl.constexpr = CONSTANTS.pairs
-    return (decode_rows(raw, table, PAIRS, STEP, coordinates, CONSTANTS, SHARED, TRANSPOSED, FAST),)
+    return (decode_rows(loaded, table, PAIRS, STEP, coordinates, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 
 
 @triton.jit

@@ -86,7 +86,7 @@ def _put_zeros(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 def patch_places(
     numbers: tl.tensor, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
-    """Where a tile is read in a patch of which it is the first; from loaded numbers (``bitfields.load_places``)."""
+    """Where a tile is read in a patch of which it is the first; from loaded numbers (``bitfields.load_column_fields``)."""
     WIDTH: tl.constexpr = CONSTANTS.width
     row = tl.load(numbers + tl.arange(0, TOKENS)[None, :]).to(tl.int32)
     column = tl.load(numbers + tl.arange(0, WIDTH)[None, :]).to(tl.int32)

@@ -123,13 +123,13 @@ def load(
     """The rows, among them several radii, then the radii of each token."""
     ROWS: tl.constexpr = CONSTANTS.rows
     RADII: tl.constexpr = CONSTANTS.radii
-    raw = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
+    loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
     if RADII > 1:
         like = load_per_token(pointers[CONSTANTS.radius_stream], first, token, valid, RADII // 2, 0, MASKED)
-        raw = raw + load_row(pointers[CONSTANTS.radius_stream], first, token, valid, like, RADII, MASKED, FAST)
+        loaded = loaded + load_row(pointers[CONSTANTS.radius_stream], first, token, valid, like, RADII, MASKED, FAST)
     else:
-        raw = raw + load_factor(pointers[CONSTANTS.radius_stream], first, token, valid, CONSTANTS.radius_bits, MASKED, FAST)
-    return raw
+        loaded = loaded + load_factor(pointers[CONSTANTS.radius_stream], first, token, valid, CONSTANTS.radius_bits, MASKED, FAST)
+    return loaded
 
 
 @triton.jit
@@ -152,21 +152,21 @@ def _larger(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tenso
 
 
 @triton.jit
-def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The radius, or the power of two that several are decoded over, less the scales of the tables."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
     if CONSTANTS.radii > 1:
-        value = ((_exponent(raw[2 * ROW :], FAST) + 112) << 23).to(tl.float32, bitcast=True)
+        value = ((_exponent(loaded[2 * ROW :], FAST) + 112) << 23).to(tl.float32, bitcast=True)
     else:
-        value = read_factor(raw, 2 * ROW, CONSTANTS.radius_bits, FAST)
+        value = read_factor(loaded, 2 * ROW, CONSTANTS.radius_bits, FAST)
     return value * CONSTANTS.unit
 
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
@@ -177,9 +177,9 @@ def decode(
     """The channels of ``STEP``, over the token's factor."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
-    WARPS: tl.constexpr = raw[2 * ROW].shape[0]
-    first = _pairs(raw[:ROW], table, STEP, CONSTANTS, SHARED, FAST)
-    second = _pairs(raw[ROW : 2 * ROW], table, STEP, CONSTANTS, SHARED, FAST)
+    WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
+    first = _pairs(loaded[:ROW], table, STEP, CONSTANTS, SHARED, FAST)
+    second = _pairs(loaded[ROW : 2 * ROW], table, STEP, CONSTANTS, SHARED, FAST)
     return (tile_of_pairs(first, second, WARPS, TRANSPOSED, FAST),)
 
 

@@ -74,7 +74,7 @@ def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
     constants = Constants(
         packing=tile_packing(0, packing),
         first_stream=len(tiles.streams),
-        number=len(tiles.place_columns) // 2,
+        number=len(tiles.widths_of_streams) // 2,
         fields_per_tile=tile_fields(packing),
         field_stride=field_stride,
         steps=len(symbols),
@@ -87,7 +87,7 @@ def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
         channels=(*tiles.channels, *(tuple(qjl.dim + symbol if symbol >= 0 else -1 for symbol in step) for step in symbols)),
         streams=(*tiles.streams, *planes, Stream(NORM, norm_bits, 1)),
         packings=(*tiles.packings, packing),
-        places=(*tiles.place_columns, packing.width, tile_width(packing)),
+        stream_widths=(*tiles.widths_of_streams, packing.width, tile_width(packing)),
         signs=constants,
         loads_ahead=False,
     )
@@ -146,25 +146,27 @@ def _position(step: int, fields_per_tile: int, field_stride: int) -> int:
 
 @triton.jit
 def _words(
-    raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
+    loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
     PACKING: tl.constexpr = CONSTANTS.packing
     NUMBER: tl.constexpr = CONSTANTS.number
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     FIELD_STRIDE: tl.constexpr = CONSTANTS.field_stride
-    planes = whole_planes(raw, places, NUMBER, PACKING, TRANSPOSED, FAST)
+    planes = whole_planes(loaded, column_fields, NUMBER, PACKING, TRANSPOSED, FAST)
     if FIELDS_PER_TILE == 1:
         word = planes[STEP // 16]
     else:
-        word = words_of_step(planes, places, NUMBER, PACKING, 0, 1, STEP, FIELDS_PER_TILE, FIELD_STRIDE, PACKING.fields, TRANSPOSED, FAST)
+        word = words_of_step(
+            planes, column_fields, NUMBER, PACKING, 0, 1, STEP, FIELDS_PER_TILE, FIELD_STRIDE, PACKING.fields, TRANSPOSED, FAST
+        )
     return word
 
 
 @triton.jit
-def decode_signs(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """Of values, transposed: -1 where a digit of the fields of ``STEP`` is 1, and 1 where it is 0."""
     BIT: tl.constexpr = _position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
-    word = _words(raw, places, STEP, CONSTANTS, True, FAST)
+    word = _words(loaded, column_fields, STEP, CONSTANTS, True, FAST)
     if FAST:
         value = tl.inline_asm_elementwise(_one(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -173,10 +175,10 @@ def decode_signs(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS:
 
 
 @triton.jit
-def decode_bits(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def decode_bits(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """Of keys: a power of two where a digit of the fields of ``STEP`` is 1, and 0 where it is 0."""
     BIT: tl.constexpr = _position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
-    word = _words(raw, places, STEP, CONSTANTS, False, FAST)
+    word = _words(loaded, column_fields, STEP, CONSTANTS, False, FAST)
     if FAST:
         value = tl.inline_asm_elementwise(_alone(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -225,12 +227,12 @@ def _half_of_tile(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) 
 
 
 @triton.jit
-def factor_of_bits(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor_of_bits(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """``factor_of_signs`` for half their products times ``QUERY``."""
-    return read_factor(raw, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * (CONSTANTS.unit * (2 / QUERY))
+    return read_factor(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * (CONSTANTS.unit * (2 / QUERY))
 
 
 @triton.jit
-def factor_of_signs(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor_of_signs(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The norm times sqrt(pi / (2 dim)) (OCTOPUS Sec. 3.6)."""
-    return read_factor(raw, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * CONSTANTS.unit
+    return read_factor(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * CONSTANTS.unit

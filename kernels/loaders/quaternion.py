@@ -98,8 +98,8 @@ def load(
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
@@ -113,12 +113,14 @@ def decode(
     CODE_BITS: tl.constexpr = CONSTANTS.code_bits
     RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
     RADII: tl.constexpr = PACKING.fields * CODE_BITS
-    planes = whole_planes(raw, places, 0, PACKING, TRANSPOSED, FAST)
+    planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
     if FIELDS_PER_TILE == 1:
         found = _chunk(planes, table, STEP * CODE_BITS, RADII + STEP * RADIUS_BITS, CONSTANTS, SHARED, FAST)
     else:
-        index = words_of_step(planes, places, 0, PACKING, 0, CODE_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
-        radius = words_of_step(planes, places, 0, PACKING, RADII, RADIUS_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
+        index = words_of_step(planes, column_fields, 0, PACKING, 0, CODE_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
+        radius = words_of_step(
+            planes, column_fields, 0, PACKING, RADII, RADIUS_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST
+        )
         found = _chunk((index, radius), table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 
@@ -145,6 +147,6 @@ def _chunk(
 
 
 @triton.jit
-def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The scale over the largest radius code."""
-    return read_factor(raw, CONSTANTS.scale_stream, CONSTANTS.scale_bits, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))
+    return read_factor(loaded, CONSTANTS.scale_stream, CONSTANTS.scale_bits, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

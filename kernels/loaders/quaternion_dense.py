@@ -92,8 +92,8 @@ def tiles(codec: Quaternion) -> Tiles | None:
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
@@ -107,11 +107,11 @@ def decode(
     TOGETHER: tl.constexpr = CODEWORD_BITS + RADIUS_BITS <= MOST_BITS
     POSITION: tl.constexpr = MOST_BITS - CODEWORD_BITS if TOGETHER else 0
     if TOGETHER:
-        symbols = symbol_tile(raw, STEP, two_chunks, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
+        symbols = symbol_tile(loaded, STEP, two_chunks, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
         radius = code_as_half(symbols, 0, RADIUS_BITS, FAST)
     else:
-        symbols = symbol_tile(raw, STEP, two_codewords, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
-        radius = code_as_half(symbol_tile(raw, STEP, two_radii, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST), 0, RADIUS_BITS, FAST)
+        symbols = symbol_tile(loaded, STEP, two_codewords, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
+        radius = code_as_half(symbol_tile(loaded, STEP, two_radii, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST), 0, RADIUS_BITS, FAST)
     # All codewords are below the entries, so that none needs to be held there.
     found = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, SHARED.offset, SHARED.copies, 1 << CODEWORD_BITS, FAST)
     return (
@@ -153,6 +153,6 @@ def two_radii(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAS
 
 
 @triton.jit
-def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The scale over the largest radius code."""
-    return factor_beside_rows(raw, CONSTANTS, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))
+    return factor_beside_rows(loaded, CONSTANTS, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

@@ -77,20 +77,20 @@ def _columns(
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
     column = of_columns((tl.arange(0, WIDTH) + BEGIN)[None, :], TRANSPOSED)
-    place = pointer + first * DIM + (of_tokens(token, TRANSPOSED) * DIM + column)
+    address = pointer + first * DIM + (of_tokens(token, TRANSPOSED) * DIM + column)
     if MASKED:
-        bits = tl.load(place, of_tokens(valid, TRANSPOSED) & (column < DIM), 0)
+        bits = tl.load(address, of_tokens(valid, TRANSPOSED) & (column < DIM), 0)
     elif BEGIN + WIDTH > DIM:
-        bits = tl.load(place, column < DIM, 0)
+        bits = tl.load(address, column < DIM, 0)
     else:
-        bits = tl.load(place)
+        bits = tl.load(address)
     return bits
 
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
@@ -99,7 +99,7 @@ def decode(
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The bits in their dtype."""
-    bits = raw[STEP]
+    bits = loaded[STEP]
     if CONSTANTS.dtype == "bf16":
         if FAST:
             # Not a cast: it would take pairs of values apart.

@@ -130,16 +130,16 @@ def load(
     """The planes of each width, then the norms."""
     LOW: tl.constexpr = CONSTANTS.low
     HIGH: tl.constexpr = CONSTANTS.high
-    raw = load_planes(pointers, first, token, valid, LOW, MASKED, TRANSPOSED)
+    loaded = load_planes(pointers, first, token, valid, LOW, MASKED, TRANSPOSED)
     if CONSTANTS.parts == 2:
-        raw = raw + load_planes(pointers, first, token, valid, HIGH, MASKED, TRANSPOSED)
-    return raw + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, LOW.dual, MASKED, FAST)
+        loaded = loaded + load_planes(pointers, first, token, valid, HIGH, MASKED, TRANSPOSED)
+    return loaded + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, LOW.dual, MASKED, FAST)
 
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
@@ -153,16 +153,16 @@ def decode(
     LOW: tl.constexpr = CONSTANTS.low_part
     HIGH: tl.constexpr = CONSTANTS.high_part
     if LOW.steps > STEP:
-        value = _decode_part(raw, places, table, STEP, 0, LOW_PACKING, LOW, SHARED, TRANSPOSED, FAST)
+        value = _decode_part(loaded, column_fields, table, STEP, 0, LOW_PACKING, LOW, SHARED, TRANSPOSED, FAST)
     else:
-        value = _decode_part(raw, places, table, STEP - LOW.steps, 1, HIGH_PACKING, HIGH, SHARED, TRANSPOSED, FAST)
+        value = _decode_part(loaded, column_fields, table, STEP - LOW.steps, 1, HIGH_PACKING, HIGH, SHARED, TRANSPOSED, FAST)
     return value
 
 
 @triton.jit
 def _decode_part(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     NUMBER: tl.constexpr,
@@ -173,7 +173,7 @@ def _decode_part(
     FAST: tl.constexpr,
 ) -> tl.tuple:
     FIELDS_PER_TILE: tl.constexpr = PART.fields_per_tile
-    planes = whole_planes(raw, places, NUMBER, PACKING, TRANSPOSED, FAST)
+    planes = whole_planes(loaded, column_fields, NUMBER, PACKING, TRANSPOSED, FAST)
     FIELDS: tl.constexpr = PART.fields_per_index
     INDEX_BITS: tl.constexpr = FIELDS * PART.bits
     VALUES: tl.constexpr = 4 if FIELDS == 4 else 2
@@ -182,7 +182,9 @@ def _decode_part(
     else:
         INDICES: tl.constexpr = PACKING.fields // FIELDS
         STRIDE: tl.constexpr = PART.field_stride
-        index = words_of_step(planes, places, NUMBER, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, STRIDE, INDICES, TRANSPOSED, FAST)
+        index = words_of_step(
+            planes, column_fields, NUMBER, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, STRIDE, INDICES, TRANSPOSED, FAST
+        )
         AT: tl.constexpr = position_of_step(STEP, INDEX_BITS, STRIDE)
         value = look_up_bits((index,), table, AT, INDEX_BITS, VALUES, PART.first_entry, SHARED, FAST)
     if FIELDS == 1:
@@ -191,7 +193,7 @@ def _decode_part(
 
 
 @triton.jit
-def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The norm."""
     LOW: tl.constexpr = CONSTANTS.low
-    return read_factors(raw, CONSTANTS.norm_stream, CONSTANTS.norm_bits, LOW.dual, FAST)
+    return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, LOW.dual, FAST)

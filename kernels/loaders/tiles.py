@@ -116,8 +116,8 @@ class Tiles:
     """Whether more copies of the table are worth memory that then fewer programs share."""
     packings: tuple[Columns, ...] = ()
     """Of the code streams that ``decode`` calls by number."""
-    places: tuple[int, ...] = ()
-    """``place_columns``, where it is not the width and ``tile_width`` of each of ``packings``."""
+    stream_widths: tuple[int, ...] = ()
+    """``widths_of_streams``, where it is not the width and ``tile_width`` of each of ``packings``."""
     dual: int = 0
     """Of tiles whose rows are the words of two tokens, how these lie; ``channels`` are then of one of them."""
     interleave: int = DUAL_WIDTH
@@ -130,9 +130,9 @@ class Tiles:
     """Those of ``tiles_outliers``; None without its side-car."""
 
     @property
-    def place_columns(self) -> tuple[int, ...]:
-        """What ``bitfields.load_places`` takes."""
-        return self.places or tuple(columns for packing in self.packings for columns in (packing.width, tile_width(packing)))
+    def widths_of_streams(self) -> tuple[int, ...]:
+        """What ``bitfields.load_column_fields`` takes."""
+        return self.stream_widths or tuple(columns for packing in self.packings for columns in (packing.width, tile_width(packing)))
 
 
 def plane_streams(name: str, packing: Columns) -> tuple[Stream, ...]:

@@ -37,17 +37,17 @@ def load_words(
     column = of_columns(number, TRANSPOSED)
     second = number // (PAD // 2)
     row = token_of_columns(token, second, SECOND_OFFSET, TRANSPOSED)
-    place = pointer + first * ROW + (row * ROW + (column % ROW if ROW & (ROW - 1) == 0 else column))
+    address = pointer + first * ROW + (row * ROW + (column % ROW if ROW & (ROW - 1) == 0 else column))
     if ROW & (ROW - 1) == 0:
         if MASKED:
-            words = tl.load(place, valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED), 0)
+            words = tl.load(address, valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED), 0)
         else:
-            words = tl.load(place)
+            words = tl.load(address)
     else:
         if MASKED:
-            words = tl.load(place, of_tokens(valid, TRANSPOSED) & (column < ROW), 0)
+            words = tl.load(address, of_tokens(valid, TRANSPOSED) & (column < ROW), 0)
         else:
-            words = tl.load(place, column < ROW, 0)
+            words = tl.load(address, column < ROW, 0)
     return words
 
 
@@ -56,11 +56,11 @@ def load_per_token(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, ROW: tl.constexpr, AT: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tensor:
     """Element ``AT`` of rows of ``ROW`` elements, ``[warp, token]``."""
-    place = pointer + first * ROW + (token * ROW + AT)
+    address = pointer + first * ROW + (token * ROW + AT)
     if MASKED:
-        value = tl.load(place, valid, 0)
+        value = tl.load(address, valid, 0)
     else:
-        value = tl.load(place)
+        value = tl.load(address)
     return value
 
 
@@ -92,11 +92,11 @@ def load_planes(
         number = tl.arange(0, PAD)[None, :]
         second = number // (PAD // 2)
         row = token_of_columns(token, second, SECOND_OFFSET, TRANSPOSED)
-        place = pointers[FIRST + BYTES // 2] + first * HALF + (row * HALF + of_columns(number, TRANSPOSED) % HALF)
+        address = pointers[FIRST + BYTES // 2] + first * HALF + (row * HALF + of_columns(number, TRANSPOSED) % HALF)
         if MASKED:
-            planes = planes + (tl.load(place, valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED), 0),)
+            planes = planes + (tl.load(address, valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED), 0),)
         else:
-            planes = planes + (tl.load(place),)
+            planes = planes + (tl.load(address),)
     return planes
 
 
@@ -127,27 +127,27 @@ def field(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.
 
 
 @triton.jit
-def load_places(numbers: tl.tensor, PACKINGS: tl.constexpr) -> tl.tuple:
+def load_column_fields(numbers: tl.tensor, PACKINGS: tl.constexpr) -> tl.tuple:
     """What ``whole_planes`` and ``beside`` need to know of each column, for each packing (columns, columns of the tile) of ``PACKINGS``.
 
     It is loaded from ``numbers``, int16 0, 1, 2, …, although it could be computed: only what comes from loads is laid out as the
     matrix units read it before the words are decoded, and not after.
     """
-    places = ()
+    column_fields = ()
     for number in tl.static_range(len(PACKINGS) // 2):
-        places = places + _load_place(numbers, PACKINGS[2 * number], PACKINGS[2 * number + 1])
-    return places
+        column_fields = column_fields + _load_fields_of(numbers, PACKINGS[2 * number], PACKINGS[2 * number + 1])
+    return column_fields
 
 
 @triton.jit
-def _load_place(numbers: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr) -> tl.tuple:
+def _load_fields_of(numbers: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr) -> tl.tuple:
     column = tl.arange(0, PAD)[None, :]
     return tl.load(numbers + column % WIDTH // ((WIDTH + 1) // 2) * 8), tl.load(numbers + column // WIDTH)
 
 
 @triton.jit
 def whole_planes(
-    raw: tl.tuple, places: tl.tuple, NUMBER: tl.constexpr, PACKING: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
+    loaded: tl.tuple, column_fields: tl.tuple, NUMBER: tl.constexpr, PACKING: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
     """The planes of code stream ``NUMBER`` among what was loaded, a plane of bytes as a byte a column."""
     FIRST: tl.constexpr = PACKING.stream
@@ -155,10 +155,10 @@ def whole_planes(
     WIDTH: tl.constexpr = PACKING.width
     whole = ()
     for plane in tl.static_range(BYTES // 2):
-        whole = whole + (raw[FIRST + plane],)
+        whole = whole + (loaded[FIRST + plane],)
     if BYTES % 2:
-        word = raw[FIRST + BYTES // 2]
-        shift = of_columns(places[2 * NUMBER], TRANSPOSED)
+        word = loaded[FIRST + BYTES // 2]
+        shift = of_columns(column_fields[2 * NUMBER], TRANSPOSED)
         if FAST and (WIDTH + 1) // 2 % 2 == 0:
             byte = tl.inline_asm_elementwise(
                 "{ .reg .b32 a; and.b32 a, $2, 15; shr.b32 a, $1, a; and.b32 $0, a, 0x00FF00FF; }",
@@ -183,7 +183,7 @@ def _beside(field: int) -> str:
 def beside(
     value: tl.tensor,
     other: tl.tensor,
-    places: tl.tuple,
+    column_fields: tl.tuple,
     NUMBER: tl.constexpr,
     WIDTH: tl.constexpr,
     FIELD: tl.constexpr,
@@ -191,11 +191,11 @@ def beside(
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """The 16-bit ``value`` in the columns of fields before ``FIELD``, and ``other`` in the rest, for the stream of ``NUMBER``."""
-    place = of_columns(places[2 * NUMBER + 1], TRANSPOSED)
+    own = of_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
     if FAST and WIDTH % 2 == 0:
-        value = tl.inline_asm_elementwise(_beside(FIELD), "=r,r,r,r", [value, other, place], dtype=value.dtype, is_pure=True, pack=2)
+        value = tl.inline_asm_elementwise(_beside(FIELD), "=r,r,r,r", [value, other, own], dtype=value.dtype, is_pure=True, pack=2)
     else:
-        value = tl.where(place < FIELD, value, other)
+        value = tl.where(own < FIELD, value, other)
     return value
 
 
@@ -232,7 +232,7 @@ def _shifted(position: int, stride_bits: int) -> str:
 @triton.jit
 def shifted(
     word: tl.tensor,
-    places: tl.tuple,
+    column_fields: tl.tuple,
     NUMBER: tl.constexpr,
     WIDTH: tl.constexpr,
     POSITION: tl.constexpr,
@@ -245,11 +245,11 @@ def shifted(
     ``word``, int16, and the result are tiles.
     The bits above the field belong to other fields or, when ``FAST``, to the neighbouring word.
     """
-    place = of_columns(places[2 * NUMBER + 1], TRANSPOSED)
+    own = of_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
     if FAST and WIDTH % 2 == 0:
-        value = tl.inline_asm_elementwise(_shifted(POSITION, STRIDE_BITS), "=r,r,r", [word, place], dtype=tl.int16, is_pure=True, pack=2)
+        value = tl.inline_asm_elementwise(_shifted(POSITION, STRIDE_BITS), "=r,r,r", [word, own], dtype=tl.int16, is_pure=True, pack=2)
     else:
-        value = word >> (place * STRIDE_BITS + POSITION)
+        value = word >> (own * STRIDE_BITS + POSITION)
     return value
 
 
@@ -262,7 +262,7 @@ def position_of_step(step: int, bits: int, field_stride: int) -> int:
 @triton.jit
 def words_of_step(
     planes: tl.tuple,
-    places: tl.tuple,
+    column_fields: tl.tuple,
     NUMBER: tl.constexpr,
     PACKING: tl.constexpr,
     FIRST: tl.constexpr,
@@ -283,11 +283,11 @@ def words_of_step(
     BEGIN: tl.constexpr = FIRST + FIELD * BITS
     LAST: tl.constexpr = BEGIN + (FIELDS_PER_TILE - 1) * FIELD_STRIDE * BITS
     if BEGIN // 16 == (LAST + BITS - 1) // 16:
-        value = shifted(planes[BEGIN // 16], places, NUMBER, PACKING.width, BEGIN % 16, FIELD_STRIDE * BITS, TRANSPOSED, FAST)
+        value = shifted(planes[BEGIN // 16], column_fields, NUMBER, PACKING.width, BEGIN % 16, FIELD_STRIDE * BITS, TRANSPOSED, FAST)
     else:
         value = digit(planes, BEGIN, BITS, FAST)
         for number in tl.static_range(1, FIELDS_PER_TILE):
             if FIELD + number * FIELD_STRIDE < FIELDS:
                 other = digit(planes, BEGIN + number * FIELD_STRIDE * BITS, BITS, FAST)
-                value = beside(value, other, places, NUMBER, PACKING.width, number, TRANSPOSED, FAST)
+                value = beside(value, other, column_fields, NUMBER, PACKING.width, number, TRANSPOSED, FAST)
     return value

@@ -126,8 +126,8 @@ def load_word(
     if COLUMN_BYTES // 2 == WORD:
         # Loaded as the byte that it is: shifted out of its word, Triton 3.6 packed it beside undefined bits, and read those as its own.
         half: tl.constexpr = (WIDTH + 1) // 2
-        place = (row + (column % half).to(tl.int64) * strides[WORD][3]).to(tl.pointer_type(tl.uint8)) + column // half
-        bits = tl.load(place, mask, 0).to(tl.int32)
+        address = (row + (column % half).to(tl.int64) * strides[WORD][3]).to(tl.pointer_type(tl.uint8)) + column // half
+        bits = tl.load(address, mask, 0).to(tl.int32)
     else:
         bits = tl.load(row + column.to(tl.int64) * strides[WORD][3], mask, 0).to(tl.int32)
     return bits
@@ -214,7 +214,7 @@ def _unpack(
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     symbol = tl.arange(0, BLOCK_SYMBOLS)[None, :]
     mask = (token < tokens) & (symbol < SYMBOLS)
-    place = ((batch * heads + head) * tokens + token) * SYMBOLS + symbol
+    offset = ((batch * heads + head) * tokens + token) * SYMBOLS + symbol
     if not BINARY:
         columns = load_columns(planes, strides, batch, head, token, symbol, mask, WIDTH, COLUMN_BYTES)
     for digit in tl.static_range(len(BASES)):
@@ -222,4 +222,4 @@ def _unpack(
             value = load_bit_fields(planes, strides, batch, head, token, symbol, mask, FIRST[digit], BASES[digit], WIDTH, COLUMN_BYTES)
         else:
             value = digit_of_field(columns, symbol // WIDTH, FIRST[digit], BASES[digit], FIELDS)
-        tl.store(digits[digit] + place, value, mask)
+        tl.store(digits[digit] + offset, value, mask)

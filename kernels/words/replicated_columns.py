@@ -79,8 +79,8 @@ def stream_constants(packings: Sequence[Columns], columns: int) -> list[CommonPa
     return found
 
 
-def places_of(packings: Sequence[CommonPacking], columns: int) -> tuple[int, ...]:
-    """For ``bitfields.load_places``: of each stream the columns that are loaded, and those of the tile."""
+def stream_widths(packings: Sequence[CommonPacking], columns: int) -> tuple[int, ...]:
+    """For ``bitfields.load_column_fields``: of each stream the columns that are loaded, and those of the tile."""
     return tuple(number for packing in packings for number in (packing.width, packing.tile_width, packing.width, columns))
 
 
@@ -118,11 +118,11 @@ def load_columns(
         elif MASKED:
             valid = tl.permute(valid, (1, 0))
     row = token_of_columns(token, second, SECOND_OFFSET, TRANSPOSED and not APART)
-    place = pointer + first * ROW + (row * ROW + of_columns(word, TRANSPOSED and not APART))
+    address = pointer + first * ROW + (row * ROW + of_columns(word, TRANSPOSED and not APART))
     if MASKED:
-        words = tl.load(place, valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED and not APART), 0)
+        words = tl.load(address, valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED and not APART), 0)
     else:
-        words = tl.load(place)
+        words = tl.load(address)
     if APART:
         words = tl.permute(words, (1, 2, 0))
     return words
@@ -161,8 +161,8 @@ def words_of_plane(packing: CommonPacking, plane: int) -> int:
 
 @triton.jit
 def words_of_stream(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     NUMBER: tl.constexpr,
     PACKING: tl.constexpr,
     STEP: tl.constexpr,
@@ -171,9 +171,9 @@ def words_of_stream(
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The words that hold the digits of ``STEP`` of stream ``NUMBER``, one below the other; fields side by side begin at bit ``AT``."""
-    words = whole_planes(raw, places, 2 * NUMBER, PACKING, TRANSPOSED, FAST)
+    words = whole_planes(loaded, column_fields, 2 * NUMBER, PACKING, TRANSPOSED, FAST)
     if PACKING.beside > 1:
-        words = (_side_by_side(words, places, NUMBER, PACKING, STEP, AT, TRANSPOSED, FAST),)
+        words = (_side_by_side(words, column_fields, NUMBER, PACKING, STEP, AT, TRANSPOSED, FAST),)
     return words
 
 
@@ -186,7 +186,7 @@ def _fields_of_a_window(bits: int) -> int:
 @triton.jit
 def _side_by_side(
     planes: tl.tuple,
-    places: tl.tuple,
+    column_fields: tl.tuple,
     NUMBER: tl.constexpr,
     PACKING: tl.constexpr,
     STEP: tl.constexpr,
@@ -200,7 +200,7 @@ def _side_by_side(
     LAST: tl.constexpr = PACKING.fields - 1
     TOGETHER: tl.constexpr = _fields_of_a_window(SIZE)
     COUNT: tl.constexpr = (PACKING.beside + TOGETHER - 1) // TOGETHER
-    own = places[4 * NUMBER + 3] % PACKING.beside
+    own = column_fields[4 * NUMBER + 3] % PACKING.beside
     value = copied(_window(planes, FIRST * SIZE, TOGETHER * SIZE, FAST), PACKING.copies, TRANSPOSED)
     for number in tl.static_range(1, COUNT):
         if FIRST + number * TOGETHER <= LAST:
@@ -213,13 +213,13 @@ def _side_by_side(
                 )
             else:
                 value = (value & before) | (other & ~before)
-    place = of_columns(own % TOGETHER * SIZE, TRANSPOSED)
+    shift = of_columns(own % TOGETHER * SIZE, TRANSPOSED)
     if FAST and PACKING.width % 2 == 0:
         value = tl.inline_asm_elementwise(
-            _turned_to(AT, (TOGETHER - 1) * SIZE), "=r,r,r", [value, place], dtype=tl.int16, is_pure=True, pack=2
+            _turned_to(AT, (TOGETHER - 1) * SIZE), "=r,r,r", [value, shift], dtype=tl.int16, is_pure=True, pack=2
         )
     else:
-        value = ((value >> place) & ((1 << SIZE) - 1)) << AT
+        value = ((value >> shift) & ((1 << SIZE) - 1)) << AT
     return value
 
 

@@ -34,7 +34,7 @@ def steps_of(symbols: int) -> list[tuple[int, ...]]:
 
 @triton.jit
 def symbol_tile(
-    raw: tl.tuple,
+    loaded: tl.tuple,
     STEP: tl.constexpr,
     TWO: tl.constexpr,
     SYMBOLS: tl.constexpr,
@@ -48,9 +48,9 @@ def symbol_tile(
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
-    WARPS: tl.constexpr = raw[2 * ROW].shape[0]
-    first = _pairs(raw[:ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
-    second = _pairs(raw[ROW : 2 * ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
+    WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
+    first = _pairs(loaded[:ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
+    second = _pairs(loaded[ROW : 2 * ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
     tile = tile_of_pairs(first, second, WARPS, TRANSPOSED, FAST)
     if FAST:
         tile = _laid_out_as_sums(tile, TRANSPOSED)

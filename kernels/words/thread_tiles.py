@@ -121,15 +121,15 @@ def load_rows_and_factor(
 ) -> tl.tuple:
     """The rows of all code streams, then a factor a token; ``CONSTANTS`` have ``rows`` and ``factor_bits``."""
     ROWS: tl.constexpr = CONSTANTS.rows
-    raw = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
-    return raw + (load_unseen(pointers[len(ROWS)], first, token, valid, CONSTANTS.factor_bits, MASKED, FAST),)
+    loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
+    return loaded + (load_unseen(pointers[len(ROWS)], first, token, valid, CONSTANTS.factor_bits, MASKED, FAST),)
 
 
 @triton.jit
-def factor_beside_rows(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor_beside_rows(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The factor that ``load_rows_and_factor`` loaded."""
     ROWS: tl.constexpr = CONSTANTS.rows
-    value = raw[2 * words_of_row(ROWS)]
+    value = loaded[2 * words_of_row(ROWS)]
     if CONSTANTS.factor_bits == 16:
         value = value.to(tl.int16)
     return read_factor((value,), 0, CONSTANTS.factor_bits, False)
@@ -137,7 +137,7 @@ def factor_beside_rows(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexp
 
 @triton.jit
 def decode_rows(
-    raw: tl.tuple,
+    loaded: tl.tuple,
     table: tl.tensor,
     PAIRS: tl.constexpr,
     STEP: tl.constexpr,
@@ -150,9 +150,9 @@ def decode_rows(
     """The tile of ``STEP``; ``SYMBOL(words, table, symbol, CONSTANTS, SHARED, FAST)`` gives the pairs of values of one symbol."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
-    WARPS: tl.constexpr = raw[2 * ROW].shape[0]
-    first = _pairs(raw[:ROW], table, PAIRS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
-    second = _pairs(raw[ROW : 2 * ROW], table, PAIRS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
+    WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
+    first = _pairs(loaded[:ROW], table, PAIRS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
+    second = _pairs(loaded[ROW : 2 * ROW], table, PAIRS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
     return tile_of_pairs(first, second, WARPS, TRANSPOSED, FAST)
 
 

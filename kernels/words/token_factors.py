@@ -36,14 +36,14 @@ def load_factor(
 
 
 @triton.jit
-def read_factor(raw: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def read_factor(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """What ``load_factor`` loaded, as float32."""
     if BITS == 16 and FAST:
-        value = (raw[AT] >> raw[AT + 1]).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        value = (loaded[AT] >> loaded[AT + 1]).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif BITS == 16:
-        value = raw[AT].to(tl.float16, bitcast=True).to(tl.float32)
+        value = loaded[AT].to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        value = raw[AT].to(tl.float32, bitcast=True)
+        value = loaded[AT].to(tl.float32, bitcast=True)
     return value
 
 
@@ -68,10 +68,10 @@ def load_factors(
 
 
 @triton.jit
-def read_factors(raw: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, DUAL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def read_factors(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, DUAL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """What ``load_factors`` loaded, as float32; those of both tokens if ``DUAL``."""
     if DUAL:
-        value = read_factor(raw, AT, BITS, FAST), read_factor(raw, AT + (2 if BITS == 16 and FAST else 1), BITS, FAST)
+        value = read_factor(loaded, AT, BITS, FAST), read_factor(loaded, AT + (2 if BITS == 16 and FAST else 1), BITS, FAST)
     else:
-        value = read_factor(raw, AT, BITS, FAST)
+        value = read_factor(loaded, AT, BITS, FAST)
     return value

@@ -97,7 +97,7 @@ def tiles(codec: Angle, dual: int) -> Tiles | None:
         streams,
         table(codec),
         packings=every,
-        places=(INTERLEAVE, 2 * INTERLEAVE, 2 * INTERLEAVE, SMALLEST_WIDTH),
+        stream_widths=(INTERLEAVE, 2 * INTERLEAVE, 2 * INTERLEAVE, SMALLEST_WIDTH),
         dual=dual,
         interleave=INTERLEAVE,
     )
@@ -123,28 +123,28 @@ def load(
     SLICES: tl.constexpr = NORMS.count
     WORDS: tl.constexpr = 2 - CONSTANTS.half_range
     SECOND_OFFSET: tl.constexpr = second_token_offset(BINS.dual, token.shape[1])
-    raw = ()
+    loaded = ()
     column = tl.arange(0, BINS.tile_width)[None, :]
     for plane in tl.static_range(PLANES):
         words = _load_bins(
             pointers[plane], first, token, valid, column, WIDTH, words_of_plane(BINS, plane), SECOND_OFFSET, MASKED, TRANSPOSED
         )
-        raw = raw + (words,)
+        loaded = loaded + (words,)
     column = tl.arange(0, BINS.tile_width * BINS.copies)[None, :]
     second = column // WIDTH % 2
     word = column // BINS.tile_width * WIDTH + column % WIDTH
     for number in tl.static_range(SLICES):
         place = number * (WIDTH * BINS.copies) + word
-        raw = raw + (
+        loaded = loaded + (
             load_columns(pointers[PLANES], first, token, valid, second, place, NORMS.width, SECOND_OFFSET, False, MASKED, TRANSPOSED),
         )
     second = tl.arange(0, 2)[None, :]
     for word in tl.static_range(WORDS):
         place = tl.full((1, 2), word, tl.int32)
-        raw = raw + (
+        loaded = loaded + (
             load_columns(pointers[CONSTANTS.range_stream], first, token, valid, second, place, WORDS, SECOND_OFFSET, False, MASKED, False),
         )
-    return raw
+    return loaded
 
 
 @triton.jit
@@ -171,8 +171,8 @@ def _load_bins(
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
@@ -184,12 +184,12 @@ def decode(
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
     AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
-    bins = words_of_stream(raw, places, 0, BINS, STEP, AT, TRANSPOSED, FAST)
+    bins = words_of_stream(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
     NORM: tl.constexpr = 16 * len(bins) + STEP // NORMS.count * CONSTANTS.norm_bits
-    scale, centre = norm_line_halves(raw[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
+    scale, centre = norm_line_halves(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
     scale = _of_columns(scale, BINS, TRANSPOSED)
     centre = _of_columns(centre, BINS, TRANSPOSED)
-    planes = bins + (raw[NORMS.stream + STEP % NORMS.count],)
+    planes = bins + (loaded[NORMS.stream + STEP % NORMS.count],)
     return pair(planes, (scale, centre), table, bit_of_step(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST)
 
 
@@ -202,6 +202,6 @@ def _of_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.constexpr) 
 
 
 @triton.jit
-def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """What norms are decoded over (``tiles_angle.factor``), ``[warp, token, 2]``."""
-    return (factor_of_range(raw[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS),)
+    return (factor_of_range(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS),)

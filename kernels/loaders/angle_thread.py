@@ -85,14 +85,14 @@ def load(
     """The rows of bins, norm codes and ranges, then the ranges once more, a token each."""
     ROWS: tl.constexpr = CONSTANTS.rows
     RANGE: tl.constexpr = len(ROWS) - 1
-    raw = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
-    return raw + load_range(pointers[RANGE], first, token, valid, CONSTANTS, MASKED)
+    loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
+    return loaded + load_range(pointers[RANGE], first, token, valid, CONSTANTS, MASKED)
 
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
@@ -102,7 +102,7 @@ def decode(
 ) -> tl.tuple:
     """The coordinates of the pairs of ``STEP``, over the token's factor."""
     PAIRS: tl.constexpr = CONSTANTS.pairs
-    return (decode_rows(raw, table, PAIRS, STEP, coordinates, CONSTANTS, SHARED, TRANSPOSED, FAST),)
+    return (decode_rows(loaded, table, PAIRS, STEP, coordinates, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 
 
 @triton.jit

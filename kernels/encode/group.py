@@ -136,7 +136,7 @@ def _encode(
     matrix: tl.tensor,
     places: tl.tensor,
     planes: tl.tuple,
-    pairs: tl.tensor,
+    scales: tl.tensor,
     token_scales: tl.tensor,
     flag: tl.tensor,
     DIM: tl.constexpr,
@@ -194,14 +194,14 @@ def _encode(
         reach = tl.maximum(high - centre.to(tl.float32), centre.to(tl.float32) - low)
         scale = _stored_half(tl.minimum(reach, 1e30) * (1.0 / middle), flag, LIMIT)
 
-        pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF | centre.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        scale_centre = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF | centre.to(tl.int16, bitcast=True).to(tl.int32) << 16
         if ALONG_TOKENS:
             group = first // SIZE + tl.arange(0, BLOCK_TOKENS // SIZE)[:, None]
-            place = pairs + ((batch * heads + head) * tl.cdiv(tokens, SIZE) + group) * DIM + channel
-            tl.store(place, pair, (group < tl.cdiv(tokens, SIZE)) & (channel < DIM))
+            place = scales + ((batch * heads + head) * tl.cdiv(tokens, SIZE) + group) * DIM + channel
+            tl.store(place, scale_centre, (group < tl.cdiv(tokens, SIZE)) & (channel < DIM))
         else:
             group = block * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)[None, :]
-            tl.store(pairs + row * GROUPS + group, pair, valid & (group < GROUPS))
+            tl.store(scales + row * GROUPS + group, scale_centre, valid & (group < GROUPS))
 
         per_step = tl.div_rn(1.0, tl.maximum(scale.to(tl.float32), SMALLEST))
         offset = middle - centre.to(tl.float32) * per_step

@@ -208,7 +208,7 @@ def _line(bits: int) -> str:
 
 
 @triton.jit
-def norm_line_halves(words: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def norm_line_f16(words: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """``norm_line`` in binary16."""
     if FAST and CONSTANTS.log == 0 and len(words) == 1:
         scale, centre = tl.inline_asm_elementwise(
@@ -254,7 +254,7 @@ def decode(
 @triton.jit
 def line_of_tokens(loaded: tl.tuple, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """``norm_line`` of the ranges in ``loaded``, binary16 that broadcast to a tile."""
-    scale, centre = norm_line_halves(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
+    scale, centre = norm_line_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
     return of_tokens(scale, TRANSPOSED), of_tokens(centre, TRANSPOSED)
 
 

@@ -19,7 +19,7 @@ from triton import language as tl
 from kvpack.kernels.words.replicated_columns import CommonPacking, bit_of_step, load_columns, words_of_plane, words_of_stream
 from kvpack.kernels.words.tile_layout import copied, repeated, second_token_offset
 
-from .angle import VALUES, factor_of_range, norm_line_halves, pair, table
+from .angle import VALUES, factor_of_range, norm_line_f16, pair, table
 from .angle_dense import bit_of_places
 from .tiles import DUAL_WIDTH, SMALLEST_WIDTH, WORD_BITS, Stream, Tiles, channels_of, plane_streams, takes_whole_words
 
@@ -186,7 +186,7 @@ def decode(
     AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
     bins = words_of_stream(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
     NORM: tl.constexpr = 16 * len(bins) + STEP // NORMS.count * CONSTANTS.norm_bits
-    scale, centre = norm_line_halves(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
+    scale, centre = norm_line_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
     scale = _of_columns(scale, BINS, TRANSPOSED)
     centre = _of_columns(centre, BINS, TRANSPOSED)
     planes = bins + (loaded[NORMS.stream + STEP % NORMS.count],)

@@ -12,10 +12,10 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.tables.thread_lookups import look_up_words, unit
-from kvpack.kernels.words.f16x2 import joined, pair_affine, pair_of_one, pair_power_of_two, pair_product
+from kvpack.kernels.words.f16x2 import affine_f16x2, both_halves, joined, power_of_two_f16x2, product_f16x2
 from kvpack.kernels.words.thread_digits import RowPacking, digit, row_packing, two_digits
 from kvpack.kernels.words.thread_rows import load_rows, row_streams, rows_constants, stream_of_words, words_of_row
-from kvpack.kernels.words.thread_tiles import TOKENS, decode_rows, pairs_of, tiles_of
+from kvpack.kernels.words.thread_tiles import TOKENS, decode_rows, f16x2_of_symbols, tiles_of
 
 from .angle import VALUES, factor, load_range, norm_line, table
 from .tiles import WIDEST_DIGIT, Tiles
@@ -36,7 +36,7 @@ class Constants(NamedTuple):
     half_range: bool
     norms: RowPacking
     low_bits: int
-    pairs: tuple[int, ...]
+    registers: tuple[int, ...]
     symbols: int
 
 
@@ -53,7 +53,7 @@ def tiles(codec: Angle) -> Tiles | None:
         stream_of_words("range", rows[-1]),
     )
     low_bits = packings["angle_low"].bases[0].bit_length() - 1 if "angle_low" in packings else 0
-    pairs, channels = tiles_of(pairs_of(codec.dim // VALUES, VALUES, codec.dim), VALUES)
+    registers, channels = tiles_of(f16x2_of_symbols(codec.dim // VALUES, VALUES, codec.dim), VALUES)
     constants = Constants(
         rows=rows,
         bins=row_packing(every, 0),
@@ -64,7 +64,7 @@ def tiles(codec: Angle) -> Tiles | None:
         half_range=half_range,
         norms=row_packing(every, len(every) - 1),
         low_bits=low_bits,
-        pairs=pairs,
+        registers=registers,
         symbols=codec.dim // VALUES,
     )
     return Tiles(load, decode, factor, constants, len(channels), channels, streams, table(codec), tokens=TOKENS)
@@ -101,8 +101,8 @@ def decode(
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The coordinates of the pairs of ``STEP``, over the token's factor."""
-    PAIRS: tl.constexpr = CONSTANTS.pairs
-    return (decode_rows(loaded, table, PAIRS, STEP, coordinates, CONSTANTS, SHARED, TRANSPOSED, FAST),)
+    REGISTERS: tl.constexpr = CONSTANTS.registers
+    return (decode_rows(loaded, table, REGISTERS, STEP, coordinates, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 
 
 @triton.jit
@@ -122,10 +122,10 @@ def coordinates(
         line = norm_line((words[LAST - 1].to(tl.int32, bitcast=True),), CONSTANTS)
     else:
         line = norm_line((words[LAST - 2], words[LAST - 1]), CONSTANTS)
-    norms = pair_affine(
-        two_digits(words, NORMS, SYMBOL, CONSTANTS.symbols, FAST), pair_of_one(line[0]), pair_of_one(line[1]), CONSTANTS.norm_bits, FAST
+    norms = affine_f16x2(
+        two_digits(words, NORMS, SYMBOL, CONSTANTS.symbols, FAST), both_halves(line[0]), both_halves(line[1]), CONSTANTS.norm_bits, FAST
     )
     if CONSTANTS.log:
-        norms = pair_power_of_two(norms, FAST)
+        norms = power_of_two_f16x2(norms, FAST)
     norm = joined(norms, norms, SYMBOL % 2, SYMBOL % 2, FAST)
-    return (pair_product(look_up_words(place, table, 1, 2, 0, SHARED, FAST)[0], norm, FAST),)
+    return (product_f16x2(look_up_words(place, table, 1, 2, 0, SHARED, FAST)[0], norm, FAST),)

@@ -1,4 +1,7 @@
-"""group as tiles (spec/codecs/group.md): one affine step a field."""
+"""group as tiles (spec/codecs/group.md): one affine step per bit field.
+
+A *scale* here is the 32-bit element of the stream of scales: the binary16 scale and centre of one group.
+"""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005, SIM108
@@ -24,22 +27,23 @@ if TYPE_CHECKING:
     from kvpack.formats.group import Group
 
 FEWEST_TOKENS, MOST_TOKENS = 16, 64
-"""Of a tile whose tokens have ``MANY_PAIRS`` of scale and centre, and of one whose pairs are few."""
+"""Fewest and most tokens of a warp's tile: tiles of tokens with ``MANY_SCALES`` each are small."""
 
-MANY_PAIRS = 32
+MANY_SCALES = 32
+"""Scales per token from which a tile has the fewest tokens."""
 
-MOST_PAIRS = 8
-"""Of a token that a load is of, if a step does not need more."""
+MOST_SCALES_PER_LOAD = 8
+"""Scales of one token per load, at most, if a step does not need more."""
 
 ALONG_TOKENS, ALONG_CHANNELS, WITHIN_FIELDS, EACH_VALUE = (tl.constexpr(number) for number in range(4))
-"""Which pairs of scale and centre a tile needs: one a column, one a token, one a few neighbouring columns of a token, or one a value."""
+"""Which scales a tile needs: one per column, one per token, one per few neighbouring columns of a token, or one per value."""
 
 
 class Constants(NamedTuple):
     """What the functions below know of a codec and its tiles when they are compiled.
 
-    A row of the stream of scales has ``pairs`` of scale and centre; ``kind`` says which of them a tile needs, and ``whole_rows``
-    whether rows are loaded whole. A step makes one tile of ``fields_per_tile`` fields of ``bits``, ``field_stride`` fields apart, in
+    A row of the stream of scales has ``scales_per_row``; ``kind`` says which of them a tile needs, and ``whole_rows`` whether rows are
+    loaded whole. A step makes one tile of ``fields_per_tile`` fields of ``bits``, ``field_stride`` fields apart, in
     ``span`` columns.
     """
 
@@ -50,7 +54,7 @@ class Constants(NamedTuple):
     size: int
     kind: int
     along_tokens: bool
-    pairs: int
+    scales_per_row: int
     span: int
     scale_bits: int
     steps: int
@@ -60,33 +64,33 @@ class Constants(NamedTuple):
 
 
 def tiles(codec: Group, dual: int = 0) -> Tiles | None:
-    """The loader of ``codec``, None where its packing has none. ``dual`` is that of the result."""
+    """The loader of ``codec``, or None if its fields are no bit fields of at most two words. ``dual`` is that of the result."""
     packing = codec.packings()["codes"]
     if not takes_whole_words(packing):
         return None
     planes = plane_streams("codes", packing)
     along_tokens = codec.axis == "token"
-    pairs_a_row = codec.dim if along_tokens else -(-codec.dim // codec.size)
-    # Neighbouring fields may share a pair.
-    field_stride = tile_field_stride(packing, codec.bits, packing.fields, dual) if along_tokens or pairs_a_row == 1 else 1
+    scales_per_row = codec.dim if along_tokens else -(-codec.dim // codec.size)
+    # Neighbouring fields may share a scale.
+    field_stride = tile_field_stride(packing, codec.bits, packing.fields, dual) if along_tokens or scales_per_row == 1 else 1
     symbols = step_symbols(packing, field_stride, dual=dual)
     span = packing.width * tile_fields(packing, dual)
-    one_a_token = not along_tokens and (codec.size % span == 0 or pairs_a_row == 1)
+    one_a_token = not along_tokens and (codec.size % span == 0 or scales_per_row == 1)
     if along_tokens:
         kind = ALONG_TOKENS.value
     elif one_a_token:
         kind = ALONG_CHANNELS.value
     else:
         kind = WITHIN_FIELDS.value if span % codec.size == 0 else EACH_VALUE.value
-    # Rows that cut into powers of two of pairs are loaded whole: a load costs as much, however little it is of.
+    # Rows that divide into powers of two of scales are loaded whole: a load costs the same however small it is.
     in_order = kind == ALONG_CHANNELS.value or (kind != EACH_VALUE.value and field_stride == 1 and len(symbols) * span == codec.dim)
-    whole_rows = not dual and in_order and is_power_of_two(pairs_a_row)
-    streams = (*planes, Stream("scales", 32, pairs_a_row, codec.size if along_tokens else 1))
+    whole_rows = not dual and in_order and is_power_of_two(scales_per_row)
+    streams = (*planes, Stream("scales", 32, scales_per_row, codec.size if along_tokens else 1))
     scale_bits = {"none": 0, "fp16": 16, "fp32": 32}[codec.token_scale]
     if scale_bits:
         streams = (*streams, Stream("token_scale", scale_bits, 1))
     most_tokens = MOST_TOKENS
-    if kind == WITHIN_FIELDS.value and pairs_a_row >= MANY_PAIRS:
+    if kind == WITHIN_FIELDS.value and scales_per_row >= MANY_SCALES:
         most_tokens = FEWEST_TOKENS
     elif kind > ALONG_CHANNELS.value or (along_tokens and codec.size % MOST_TOKENS):
         most_tokens = Tiles.most_tokens
@@ -98,7 +102,7 @@ def tiles(codec: Group, dual: int = 0) -> Tiles | None:
         size=codec.size,
         kind=kind,
         along_tokens=along_tokens,
-        pairs=pairs_a_row,
+        scales_per_row=scales_per_row,
         span=span,
         scale_bits=scale_bits,
         steps=len(symbols),
@@ -133,21 +137,27 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Planes, then the pairs of each step, then the token scale. ``WHOLE``: every warp's tokens lie in one token group."""
+    """What rows hold of the tokens ``token``, ``[warp, token]``, from row ``first`` on.
+
+    - One int16 tile per plane, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
+    - One int32 tile of scales per step: ``[warp, column]`` along tokens if ``WHOLE`` (every warp's tokens lie in one token group),
+      ``[warp, token]`` along channels, ``[warp, token, scale]`` within fields, and like a plane where each value has its own.
+    - The token scale (``token_factors``), if there is one.
+    """
     PACKING: tl.constexpr = CONSTANTS.packing
     DIM: tl.constexpr = CONSTANTS.dim
     SIZE: tl.constexpr = CONSTANTS.size
     KIND: tl.constexpr = CONSTANTS.kind
-    PAIRS: tl.constexpr = CONSTANTS.pairs
+    SCALES: tl.constexpr = CONSTANTS.scales_per_row
     SPAN: tl.constexpr = CONSTANTS.span
     STEPS: tl.constexpr = CONSTANTS.steps
     PLANES: tl.constexpr = CONSTANTS.planes
     PAD: tl.constexpr = PACKING.tile_width
     DUAL: tl.constexpr = PACKING.dual
     SECOND_OFFSET: tl.constexpr = second_token_offset(DUAL, token.shape[1])
-    pairs = pointers[PLANES]
+    scales = pointers[PLANES]
     loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
-    # Of columns that share a pair, the first.
+    # Of columns that share a scale_centre, the first.
     SHARING: tl.constexpr = SIZE if KIND == WITHIN_FIELDS else 1
     column = tl.arange(0, PAD // SHARING) * SHARING
     second = column[None, :] // (PAD // 2)
@@ -155,7 +165,7 @@ def load(
         column = column % PACKING.width
     WHOLE_ROWS: tl.constexpr = CONSTANTS.whole_rows and (KIND > ALONG_TOKENS or WHOLE)
     if WHOLE_ROWS:
-        loaded = loaded + _pairs_of_rows(pairs, first, token, valid, CONSTANTS, MASKED, TRANSPOSED)
+        loaded = loaded + _load_scale_rows(scales, first, token, valid, CONSTANTS, MASKED, TRANSPOSED)
     for step in tl.static_range(0 if WHOLE_ROWS else STEPS):
         channel = _channel(step, column, SPAN, PACKING.width, CONSTANTS.field_stride)
         if KIND == ALONG_TOKENS and WHOLE:
@@ -170,16 +180,16 @@ def load(
                     mask = mask & tl.where(second == 0, _any(valid[0]), _any(valid[1]))
                 else:
                     mask = mask & _any(valid)
-            loaded = loaded + (tl.load(pairs + row * PAIRS + channel[None, :], mask, 0),)
+            loaded = loaded + (tl.load(scales + row * SCALES + channel[None, :], mask, 0),)
         elif KIND == ALONG_CHANNELS and DUAL:
             both = tl.arange(0, 2)[None, :]
-            address = pairs + first * PAIRS + (token_of_columns(token, both, SECOND_OFFSET, TRANSPOSED) * PAIRS + step * SPAN // SIZE)
+            address = scales + first * SCALES + (token_of_columns(token, both, SECOND_OFFSET, TRANSPOSED) * SCALES + step * SPAN // SIZE)
             if MASKED:
                 loaded = loaded + (tl.load(address, valid_columns(valid, both, SECOND_OFFSET, TRANSPOSED), 0),)
             else:
                 loaded = loaded + (tl.load(address),)
         elif KIND == ALONG_CHANNELS:
-            loaded = loaded + (load_per_token(pairs, first, token, valid, PAIRS, step * SPAN // SIZE, MASKED),)
+            loaded = loaded + (load_per_token(scales, first, token, valid, SCALES, step * SPAN // SIZE, MASKED),)
         else:
             row = first + token_of_columns(token, second, SECOND_OFFSET, TRANSPOSED)
             at = of_columns(channel[None, :], TRANSPOSED)
@@ -190,21 +200,21 @@ def load(
             mask = of_columns((channel < DIM)[None, :], TRANSPOSED)
             if MASKED:
                 mask = mask & valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED)
-            loaded = loaded + (tl.load(pairs + row * PAIRS + at, mask, 0),)
+            loaded = loaded + (tl.load(scales + row * SCALES + at, mask, 0),)
     if CONSTANTS.scale_bits:
         loaded = loaded + load_factors(pointers[PLANES + 1], first, token, valid, CONSTANTS.scale_bits, DUAL, MASKED, FAST)
     return loaded
 
 
 @triton.constexpr_function
-def _pairs_together(pairs: int, each: int) -> int:
-    """Of a token's ``pairs``, how many a load is of: few enough that eight tokens' lie in few rows of the banks of shared memory."""
-    return min(pairs, max(each, MOST_PAIRS))
+def _scales_per_load(scales: int, each: int) -> int:
+    """How many of a token's ``scales`` one load takes: few enough that those of eight tokens lie in few rows of shared-memory banks."""
+    return min(scales, max(each, MOST_SCALES_PER_LOAD))
 
 
 @triton.jit
-def _pairs_of_rows(
-    pairs: tl.tensor,
+def _load_scale_rows(
+    scales: tl.tensor,
     first: tl.tensor,
     token: tl.tensor,
     valid: tl.tensor,
@@ -212,26 +222,28 @@ def _pairs_of_rows(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tuple:
-    """The pairs of each step, from rows: those of each token, or the one that a warp's tokens share."""
+    """The scales of each step, cut from whole rows: ``[warp, column]`` where a warp's tokens share a row, else ``[warp, token]`` or
+    ``[warp, token, scale]`` (transposed ``[warp, scale, token]``).
+    """
     SIZE: tl.constexpr = CONSTANTS.size
-    PAIRS: tl.constexpr = CONSTANTS.pairs
+    SCALES: tl.constexpr = CONSTANTS.scales_per_row
     STEPS: tl.constexpr = CONSTANTS.steps
     found = ()
     if CONSTANTS.along_tokens:
         # The first token of each warp stands for all of its own.
-        address = pairs + ((first + tl.min(token, 1)[:, None]) // SIZE * PAIRS + tl.arange(0, PAIRS)[None, :])
+        address = scales + ((first + tl.min(token, 1)[:, None]) // SIZE * SCALES + tl.arange(0, SCALES)[None, :])
         if MASKED:
             row = tl.load(address, _any(valid), 0)
         else:
             row = tl.load(address)
-        found = parts_of(tl.trans(tl.reshape(row, (row.shape[0], STEPS, PAIRS // STEPS)), 0, 2, 1))
+        found = parts_of(tl.trans(tl.reshape(row, (row.shape[0], STEPS, SCALES // STEPS)), 0, 2, 1))
     else:
-        # Of a step, one for the columns that share it.
-        EACH: tl.constexpr = PAIRS // STEPS if CONSTANTS.kind == WITHIN_FIELDS else 1
-        COUNT: tl.constexpr = _pairs_together(PAIRS, EACH)
+        # The scales of one step: one for all columns that share it.
+        EACH: tl.constexpr = SCALES // STEPS if CONSTANTS.kind == WITHIN_FIELDS else 1
+        COUNT: tl.constexpr = _scales_per_load(SCALES, EACH)
         parts = ()
-        for number in tl.static_range(PAIRS // COUNT):
-            address = pairs + first * PAIRS + (token[:, :, None] * PAIRS + (number * COUNT + tl.arange(0, COUNT))[None, None, :])
+        for number in tl.static_range(SCALES // COUNT):
+            address = scales + first * SCALES + (token[:, :, None] * SCALES + (number * COUNT + tl.arange(0, COUNT))[None, None, :])
             if MASKED:
                 row = tl.load(address, valid[:, :, None], 0)
             else:
@@ -275,15 +287,15 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """(code - middle) * scale + centre of the fields of ``STEP``."""
+    """(code - middle) * scale + centre of the fields of ``STEP``: one binary16 tile, ``[warp, token, column]`` or transposed."""
     PACKING: tl.constexpr = CONSTANTS.packing
     BITS: tl.constexpr = CONSTANTS.bits
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     KIND: tl.constexpr = CONSTANTS.kind
     PLANES: tl.constexpr = CONSTANTS.planes
     planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
-    pair = loaded[PLANES + STEP]
-    scale, centre = scale_and_centre(pair, FAST)
+    scale_centre = loaded[PLANES + STEP]
+    scale, centre = scale_and_centre(scale_centre, FAST)
     if KIND == WITHIN_FIELDS or (KIND == ALONG_CHANNELS and PACKING.dual):
         COPIES: tl.constexpr = CONSTANTS.size if KIND == WITHIN_FIELDS else PACKING.width
         scale = repeated(scale, COPIES, TRANSPOSED)
@@ -291,7 +303,7 @@ def decode(
     elif KIND == ALONG_CHANNELS:
         scale = of_tokens(scale, TRANSPOSED)
         centre = of_tokens(centre, TRANSPOSED)
-    elif len(pair.shape) == 2:
+    elif len(scale_centre.shape) == 2:
         scale = of_columns(scale, TRANSPOSED)
         centre = of_columns(centre, TRANSPOSED)
     if FIELDS_PER_TILE == 1:
@@ -305,6 +317,6 @@ def decode(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The token scale."""
+    """The token scale, float32 ``[warp, token]``."""
     PACKING: tl.constexpr = CONSTANTS.packing
     return read_factors(loaded, CONSTANTS.planes + CONSTANTS.steps, CONSTANTS.scale_bits, PACKING.dual, FAST)

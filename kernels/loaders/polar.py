@@ -21,10 +21,10 @@ from triton import language as tl
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.tables.field_lookups import look_up_field
 from kvpack.kernels.words.bitfields import load_per_token
-from kvpack.kernels.words.f16x2 import pair_product, pair_scaled
+from kvpack.kernels.words.f16x2 import product_f16x2, scaled_f16x2
 from kvpack.kernels.words.thread_digits import RowPacking, row_packing
 from kvpack.kernels.words.thread_rows import load_row, load_rows, row_streams, rows_constants, stream_of_words, words_of_row
-from kvpack.kernels.words.thread_tiles import PAIRS_OF_A_TILE, TOKENS, tile_of_pairs
+from kvpack.kernels.words.thread_tiles import F16X2_PER_TILE, TOKENS, tile_of_f16x2
 from kvpack.kernels.words.token_factors import load_factor, read_factor
 
 from .polar_steps import angles_of_step, blocks_of_step, lookups_of, place_in, places_of, table
@@ -69,7 +69,7 @@ class Constants(NamedTuple):
 def tiles(codec: Polar) -> Tiles | None:
     """The loader of ``codec``, None where a level has a pair unlike the others, several radii are binary32, or dims are too many."""
     levels = codec.levels
-    steps, rest = divmod(codec.dim, 2 * PAIRS_OF_A_TILE.value)
+    steps, rest = divmod(codec.dim, 2 * F16X2_PER_TILE.value)
     if rest or codec.dim > MOST_DIM or codec.dim % (1 << len(levels)) or (codec.radii > 1 and (codec.norm == "fp32" or codec.radii % 2)):
         return None
     packings = codec.packings()
@@ -180,7 +180,7 @@ def decode(
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
     first = _pairs(loaded[:ROW], table, STEP, CONSTANTS, SHARED, FAST)
     second = _pairs(loaded[ROW : 2 * ROW], table, STEP, CONSTANTS, SHARED, FAST)
-    return (tile_of_pairs(first, second, WARPS, TRANSPOSED, FAST),)
+    return (tile_of_f16x2(first, second, WARPS, TRANSPOSED, FAST),)
 
 
 @triton.jit
@@ -206,7 +206,7 @@ def _radii(words: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: t
     inverse = ((30 - _exponent(words[AT:], FAST)) << 10).to(tl.uint32, bitcast=True) * 0x10001
     radii = ()
     for number in tl.static_range(len(PLACES)):
-        radii = radii + (pair_product(words[AT + PLACES[number]], inverse, FAST),)
+        radii = radii + (product_f16x2(words[AT + PLACES[number]], inverse, FAST),)
     return radii
 
 
@@ -235,7 +235,7 @@ def _below(
     for number in tl.static_range(len(ANGLES)):
         if len(radii):
             radius = radii[place_in(ABOVE, ANGLES[number] // 2)]
-            below = below + (pair_scaled(found[PLACES[number]], radius, ANGLES[number] % 2, FAST),)
+            below = below + (scaled_f16x2(found[PLACES[number]], radius, ANGLES[number] % 2, FAST),)
         else:
             below = below + (found[PLACES[number]],)
     return below

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from kvpack.kernels.words.thread_tiles import PAIRS_OF_A_TILE
+from kvpack.kernels.words.thread_tiles import F16X2_PER_TILE
 
 if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
@@ -31,15 +31,15 @@ SCALES = 1 << 12
 def blocks_of_step(angles: int, width: int) -> int:
     """Blocks of neighbouring ones of the first level's ``angles`` in a step: one a field of ``width`` columns, or one."""
     blocks = angles // width
-    aligned = blocks and angles % width == 0 and PAIRS_OF_A_TILE.value % blocks == 0
-    return blocks if aligned and width % (PAIRS_OF_A_TILE.value // blocks) == 0 else 1
+    aligned = blocks and angles % width == 0 and F16X2_PER_TILE.value % blocks == 0
+    return blocks if aligned and width % (F16X2_PER_TILE.value // blocks) == 0 else 1
 
 
 @triton.constexpr_function
 def angles_of_step(tree: tuple[int, int], step: int, level: int) -> tuple[int, ...]:
     """The angles of ``level`` with channels in ``step``, ascending; ``tree`` are the angles of the first level and the blocks of a step."""
     angles, blocks = tree
-    each = PAIRS_OF_A_TILE.value // blocks
+    each = F16X2_PER_TILE.value // blocks
     firsts = range(step * each, angles, angles // blocks)
     return tuple(sorted({(first + number) >> (level - 1) for first in firsts for number in range(each)}))
 

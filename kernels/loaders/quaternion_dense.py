@@ -13,7 +13,7 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.tables.shared_table import look_up
-from kvpack.kernels.words.f16_tiles import code_as_half, product
+from kvpack.kernels.words.f16_tiles import code_as_f16, product
 from kvpack.kernels.words.symbol_tiles import MOST_BITS, steps_of, symbol_tile
 from kvpack.kernels.words.thread_digits import RowPacking, above, row_packing, two_digits
 from kvpack.kernels.words.thread_rows import row_streams, rows_constants
@@ -108,10 +108,10 @@ def decode(
     POSITION: tl.constexpr = MOST_BITS - CODEWORD_BITS if TOGETHER else 0
     if TOGETHER:
         symbols = symbol_tile(loaded, STEP, two_chunks, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
-        radius = code_as_half(symbols, 0, RADIUS_BITS, FAST)
+        radius = code_as_f16(symbols, 0, RADIUS_BITS, FAST)
     else:
         symbols = symbol_tile(loaded, STEP, two_codewords, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
-        radius = code_as_half(symbol_tile(loaded, STEP, two_radii, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST), 0, RADIUS_BITS, FAST)
+        radius = code_as_f16(symbol_tile(loaded, STEP, two_radii, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST), 0, RADIUS_BITS, FAST)
     # All codewords are below the entries, so that none needs to be held there.
     found = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, SHARED.offset, SHARED.copies, 1 << CODEWORD_BITS, FAST)
     return (
@@ -136,13 +136,13 @@ def two_codewords(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr,
 
 @triton.jit
 def _codewords_from(words: tl.tuple, CHUNK: tl.constexpr, POSITION: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``two_codewords``, each from bit ``POSITION`` of its half up."""
+    """``two_codewords``, each from bit ``POSITION`` of its 16 bits up."""
     CODEWORDS: tl.constexpr = CONSTANTS.codewords
     HIGH_CODEWORDS: tl.constexpr = CONSTANTS.high_codewords
-    pair = two_digits(words, CODEWORDS, CHUNK, CONSTANTS.chunks, FAST) << POSITION
+    both = two_digits(words, CODEWORDS, CHUNK, CONSTANTS.chunks, FAST) << POSITION
     if CONSTANTS.low_bits:
-        pair = above(two_digits(words, HIGH_CODEWORDS, CHUNK, CONSTANTS.chunks, FAST), pair, CONSTANTS.low_bits + POSITION, FAST)
-    return pair
+        both = above(two_digits(words, HIGH_CODEWORDS, CHUNK, CONSTANTS.chunks, FAST), both, CONSTANTS.low_bits + POSITION, FAST)
+    return both
 
 
 @triton.jit

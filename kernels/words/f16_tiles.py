@@ -17,7 +17,7 @@ from .bitfields import straddling
 
 
 @triton.jit
-def code_as_half(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def code_as_f16(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """``BITS`` bits (at most 10) of each word from ``POSITION`` up, binary16."""
     if FAST:
         value = tl.inline_asm_elementwise(_code(POSITION, BITS), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
@@ -61,7 +61,7 @@ def _negate(position: int) -> str:
 
 @triton.jit
 def negated(value: tl.tensor, word: tl.tensor, POSITION: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The binary16 ``value`` with its sign turned where bit ``POSITION`` of ``word`` is set."""
+    """The binary16 ``value`` with its sign flipped where bit ``POSITION`` of ``word`` is set."""
     if FAST:
         result = tl.inline_asm_elementwise(_negate(POSITION), "=r,r,r", [value, word], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -70,30 +70,30 @@ def negated(value: tl.tensor, word: tl.tensor, POSITION: tl.constexpr, FAST: tl.
 
 
 @triton.jit
-def scale_and_centre(pair: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """The binary16 halves of int32 pairs (scale, centre): what ``affine`` takes."""
+def scale_and_centre(scales: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
+    """The binary16 scale (low half) and centre (high half) of int32 ``scales`` of any shape: what ``affine`` takes."""
     if FAST:
         scale, centre = tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
             "=&r,=&r,r,r",
-            [pair],
+            [scales],
             dtype=(tl.float16, tl.float16),
             is_pure=True,
             pack=2,
         )
     else:
-        scale = (pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-        centre = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        scale = (scales & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+        centre = (scales >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return scale, centre
 
 
 FRACTION_BITS = 10
-"""Of a binary16."""
+"""Bits of the fraction of a binary16."""
 
 
 @triton.constexpr_function
 def middle_code(bits: int) -> float:
-    """Of all codes of ``bits`` bits."""
+    """The midpoint of all codes of ``bits`` bits."""
     return ((1 << bits) - 1) / 2
 
 
@@ -175,7 +175,7 @@ def affine_bits(
 def code_bits(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """``BITS`` bits of each column from ``BIT`` up, binary16."""
     if BIT % 16 + BITS > 16:
-        value = code_as_half(straddling(planes, BIT, BITS, FAST), 0, BITS, FAST)
+        value = code_as_f16(straddling(planes, BIT, BITS, FAST), 0, BITS, FAST)
     else:
-        value = code_as_half(planes[BIT // 16], BIT % 16, BITS, FAST)
+        value = code_as_f16(planes[BIT // 16], BIT % 16, BITS, FAST)
     return value

@@ -17,7 +17,7 @@ from .thread_digits import pieces_of_bits
 
 @triton.jit
 def joined(low: tl.tensor, high: tl.tensor, LOW: tl.constexpr, HIGH: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """A pair of one half of ``low`` and one of ``high``: the lower (0) or the upper (1), as ``LOW`` and ``HIGH`` say."""
+    """The f16x2 of one half of ``low`` and one half of ``high``: the lower (0) or the upper (1), as ``LOW`` and ``HIGH`` say."""
     if FAST:
         SELECT: tl.constexpr = (0x7600 if HIGH else 0x5400) + (0x32 if LOW else 0x10)
         value = tl.inline_asm_elementwise(f"prmt.b32 $0, $1, $2, {SELECT};", "=r,r,r", [low, high], dtype=tl.uint32, is_pure=True, pack=1)
@@ -33,10 +33,10 @@ def _negate(low: int, high: int) -> str:
 
 
 @triton.jit
-def pair_negated(
-    pair: tl.tensor, words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, POSITION: tl.constexpr, FAST: tl.constexpr
+def negated_f16x2(
+    values: tl.tensor, words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, POSITION: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """The low half of a pair with its sign turned where bit ``POSITION`` of a column is set, and the high one where the next bit is."""
+    """``values`` with the sign of the low half flipped where bit ``POSITION`` of a column is set, and of the high where the next is."""
     LOW: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION, 1)
     HIGH: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION + 1, 1)
     low, high = words[LOW[0][0]], words[HIGH[0][0]]
@@ -44,16 +44,16 @@ def pair_negated(
         # A bit on top of its byte is what the permutation copies; the shifts are few, and those of all symbols of a word alike.
         low, high = low << (7 - LOW[0][1] % 8), high << (7 - HIGH[0][1] % 8)
         value = tl.inline_asm_elementwise(
-            _negate(LOW[0][1], HIGH[0][1]), "=r,r,r,r", [pair, low, high], dtype=tl.uint32, is_pure=True, pack=1
+            _negate(LOW[0][1], HIGH[0][1]), "=r,r,r,r", [values, low, high], dtype=tl.uint32, is_pure=True, pack=1
         )
     else:
-        value = pair ^ (((low >> LOW[0][1]) & 1) << 15) ^ (((high >> HIGH[0][1]) & 1) << 31)
+        value = values ^ (((low >> LOW[0][1]) & 1) << 15) ^ (((high >> HIGH[0][1]) & 1) << 31)
     return value
 
 
 @triton.jit
-def pair_product(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """The products of two pairs of binary16."""
+def product_f16x2(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """The products of two f16x2, half by half."""
     if FAST:
         value = tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.uint32, is_pure=True, pack=1)
     else:
@@ -71,18 +71,18 @@ def _scaled_by_half(which: int) -> str:
 
 
 @triton.jit
-def pair_scaled(pair: tl.tensor, scales: tl.tensor, WHICH: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """A pair times the lower (0) or the upper (1) half of ``scales``: an operand of the product, which no operation puts together."""
+def scaled_f16x2(values: tl.tensor, scales: tl.tensor, WHICH: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Both halves of ``values`` times the lower (0) or the upper (1) half of ``scales``; no instruction builds that operand first."""
     if FAST:
-        value = tl.inline_asm_elementwise(_scaled_by_half(WHICH), "=r,r,r", [pair, scales], dtype=tl.uint32, is_pure=True, pack=1)
+        value = tl.inline_asm_elementwise(_scaled_by_half(WHICH), "=r,r,r", [values, scales], dtype=tl.uint32, is_pure=True, pack=1)
     else:
-        value = pair_product(pair, joined(scales, scales, WHICH, WHICH, FAST), FAST)
+        value = product_f16x2(values, joined(scales, scales, WHICH, WHICH, FAST), FAST)
     return value
 
 
 @triton.jit
-def pair_of_one(value: tl.tensor) -> tl.tensor:
-    """A float32 as both halves of a pair."""
+def both_halves(value: tl.tensor) -> tl.tensor:
+    """A float32 rounded to binary16, in both halves."""
     return value.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
 
 
@@ -98,8 +98,8 @@ def _affine(bits: int) -> str:
 
 
 @triton.jit
-def pair_affine(codes: tl.tensor, scale: tl.tensor, centre: tl.tensor, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """(code - 2^BITS / 2) * scale + centre of two codes of ``BITS`` (at most 8) bits, 16 bits apart."""
+def affine_f16x2(codes: tl.tensor, scale: tl.tensor, centre: tl.tensor, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """(code - 2^BITS / 2) * scale + centre of two codes of ``BITS`` (at most 8) bits, 16 bits apart; all three are f16x2 in layout."""
     if FAST:
         value = tl.inline_asm_elementwise(_affine(BITS), "=r,r,r,r", [codes, scale, centre], dtype=tl.uint32, is_pure=True, pack=1)
     else:
@@ -114,8 +114,8 @@ def _affine_half(codes: tl.tensor, scale: tl.tensor, centre: tl.tensor, BITS: tl
 
 
 @triton.jit
-def pair_power_of_two(exponents: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """2 to the power of each half of a pair."""
+def power_of_two_f16x2(exponents: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """2 to the power of each half."""
     if FAST:
         value = tl.inline_asm_elementwise("ex2.approx.f16x2 $0, $1;", "=r,r", [exponents], dtype=tl.uint32, is_pure=True, pack=1)
     else:
@@ -126,5 +126,5 @@ def pair_power_of_two(exponents: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _half(pair: tl.tensor, WHICH: tl.constexpr) -> tl.tensor:
-    return (pair >> (16 * WHICH)).to(tl.uint16).to(tl.float16, bitcast=True)
+def _half(values: tl.tensor, WHICH: tl.constexpr) -> tl.tensor:
+    return (values >> (16 * WHICH)).to(tl.uint16).to(tl.float16, bitcast=True)

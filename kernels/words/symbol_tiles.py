@@ -15,13 +15,13 @@ import triton
 from triton import language as tl
 
 from .thread_rows import words_of_row
-from .thread_tiles import tile_of_pairs
+from .thread_tiles import tile_of_f16x2
 
 WIDTH = tl.constexpr(16)
-"""Symbols of a tile: the matrix units' step."""
+"""Symbols of a tile: the step of the matrix units."""
 
 MOST_BITS = tl.constexpr(16)
-"""Of a symbol."""
+"""Bits of a symbol, at most."""
 
 
 def steps_of(symbols: int) -> list[tuple[int, ...]]:
@@ -49,9 +49,9 @@ def symbol_tile(
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
-    first = _pairs(loaded[:ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
-    second = _pairs(loaded[ROW : 2 * ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
-    tile = tile_of_pairs(first, second, WARPS, TRANSPOSED, FAST)
+    first = _two_symbols_each(loaded[:ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
+    second = _two_symbols_each(loaded[ROW : 2 * ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
+    tile = tile_of_f16x2(first, second, WARPS, TRANSPOSED, FAST)
     if FAST:
         tile = _laid_out_as_sums(tile, TRANSPOSED)
     return tile.to(tl.int16, bitcast=True)
@@ -71,13 +71,13 @@ def _laid_out_as_sums(tile: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _pairs(
+def _two_symbols_each(
     words: tl.tuple, STEP: tl.constexpr, TWO: tl.constexpr, SYMBOLS: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    pairs = ()
+    registers = ()
     for symbol in tl.static_range(STEP * WIDTH, (STEP + 1) * WIDTH, 2):
         if symbol < SYMBOLS:
-            pairs = pairs + (TWO(words, symbol, CONSTANTS, FAST),)
+            registers = registers + (TWO(words, symbol, CONSTANTS, FAST),)
         else:
-            pairs = pairs + (tl.zeros(words[0].shape, tl.uint32),)
-    return pairs
+            registers = registers + (tl.zeros(words[0].shape, tl.uint32),)
+    return registers

@@ -1,6 +1,6 @@
-"""Tiles of rows of which a thread holds one: the pairs that a token's symbols decode to, in columns side by side.
+"""Tiles of rows of which a thread holds one: the f16x2 registers that a token's symbols decode to, in columns side by side.
 
-The pairs of all tokens are put together, and the compiler carries that tile to the matrix units through shared memory.
+The registers of all tokens are joined to a tile, which the compiler carries to the matrix units through shared memory.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -22,44 +22,44 @@ from .token_factors import read_factor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PAIRS_OF_A_TILE = tl.constexpr(16)
-"""Two columns each."""
+F16X2_PER_TILE = tl.constexpr(16)
+"""Registers of one token in one tile, two columns each."""
 
 TOKENS = 64
-"""Tokens of a warp's tile: two a thread, so that the compiler stores columns side by side, and not tokens."""
+"""Tokens of a warp's tile: two per thread, so that the compiler stores columns, not tokens, side by side."""
 
-Half = tuple[int, int]
-"""One binary16 of what a row decodes to: the number of a symbol, and that of a value of it."""
+SymbolValue = tuple[int, int]
+"""One value that a row decodes to: the number of its symbol, and its number among the values of that symbol."""
 
 
-def pairs_of(symbols: int, values: int, dim: int) -> list[tuple[Half, Half]]:
-    """All values that are channels, two by two: those of a symbol that lie in one word, and what is left over of neighbouring symbols."""
-    pairs: list[tuple[Half, Half]] = []
-    single: Half | None = None
+def f16x2_of_symbols(symbols: int, values: int, dim: int) -> list[tuple[SymbolValue, SymbolValue]]:
+    """All values that are channels, two per register: two of one symbol, or the odd ones of two neighbouring symbols."""
+    registers: list[tuple[SymbolValue, SymbolValue]] = []
+    single: SymbolValue | None = None
     for symbol in range(symbols):
         held = [(symbol, value) for value in range(values) if symbol * values + value < dim]
-        pairs += zip(held[::2], held[1::2], strict=False)
+        registers += zip(held[::2], held[1::2], strict=False)
         if len(held) % 2:
             if single is None:
                 single = held[-1]
             else:
-                pairs.append((single, held[-1]))
+                registers.append((single, held[-1]))
                 single = None
-    return pairs if single is None else [*pairs, (single, single)]
+    return registers if single is None else [*registers, (single, single)]
 
 
-def tiles_of(pairs: Sequence[tuple[Half, Half]], values: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """The pairs of whole tiles, four integers each, the first one repeated to fill up the last; and the channel of each tile's columns.
+def tiles_of(registers: Sequence[tuple[SymbolValue, SymbolValue]], values: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """The registers of whole tiles, four integers each (two ``SymbolValue``), and the channel of each column of each tile.
 
-    A half that occurs again is no channel there.
+    The first register is repeated to fill the last tile; the columns of a repeated value have channel -1.
     """
-    filled = [*pairs, *[pairs[0]] * (-len(pairs) % PAIRS_OF_A_TILE.value)]
-    found: set[Half] = set()
+    filled = [*registers, *[registers[0]] * (-len(registers) % F16X2_PER_TILE.value)]
+    found: set[SymbolValue] = set()
     channels = []
-    for half in (half for pair in filled for half in pair):
+    for half in (half for register in filled for half in register):
         channels.append(-1 if half in found else half[0] * values + half[1])
         found.add(half)
-    width = 2 * PAIRS_OF_A_TILE.value
+    width = 2 * F16X2_PER_TILE.value
     return (
         tuple(number for low, high in filled for number in (*low, *high)),
         tuple(tuple(channels[first : first + width]) for first in range(0, len(channels), width)),
@@ -73,7 +73,7 @@ def _halvings(count: int) -> int:
 
 @triton.jit
 def _joined_by_halves(values: tl.tuple) -> tl.tuple:
-    """Value k with value k + half of them, a last axis telling which."""
+    """Value k joined with value k + n / 2 of n along a new last axis."""
     joins = ()
     HALF: tl.constexpr = len(values) // 2
     for number in tl.static_range(HALF):
@@ -82,8 +82,11 @@ def _joined_by_halves(values: tl.tuple) -> tl.tuple:
 
 
 @triton.jit
-def tile_of_pairs(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The tile of the pairs of both halves of the tokens: ``[warp, token, column]``, or transposed, ``[warp, column, token]``."""
+def tile_of_f16x2(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The binary16 tile ``[warp, token, column]``, or transposed ``[warp, column, token]``, of registers of a warp's tokens.
+
+    ``first`` and ``second`` are those of the first and of the second half of every warp's tokens, uint32 ``[warp * token / 2]`` each.
+    """
     WIDTH: tl.constexpr = 2 * len(first)
     columns = ()
     for number in tl.static_range(len(first)):
@@ -96,8 +99,8 @@ def tile_of_pairs(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TRANSP
     tile = tl.trans(tl.reshape(tile, (WARPS, HALF, 2, WIDTH)), 0, 2, 1, 3)
     tile = tl.reshape(tile, (WARPS, 2 * HALF, WIDTH))
     if FAST:
-        # Two columns of one pair hold it both, and become its halves. This is also a wall: without it the compiler takes what is
-        # joined for narrower values, and reads them from shared memory one by one.
+        # Two neighbouring columns both hold one register, and become its halves. This also stops the compiler, which otherwise takes the
+        # joined values for narrower ones and reads them from shared memory one by one.
         tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [tile], dtype=tl.float16, is_pure=False, pack=2)
     else:
         upper = tl.arange(0, WIDTH)[None, None, :] % 2 == 1
@@ -119,7 +122,10 @@ def load_rows_and_factor(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The rows of all code streams, then a factor a token; ``CONSTANTS`` have ``rows`` and ``factor_bits``."""
+    """The rows of all code streams (``thread_rows.load_rows``), then one factor per token, int32 ``[warp, token]``.
+
+    ``CONSTANTS`` have ``rows`` and ``factor_bits``.
+    """
     ROWS: tl.constexpr = CONSTANTS.rows
     loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
     return loaded + (load_unseen(pointers[len(ROWS)], first, token, valid, CONSTANTS.factor_bits, MASKED, FAST),)
@@ -127,7 +133,7 @@ def load_rows_and_factor(
 
 @triton.jit
 def factor_beside_rows(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The factor that ``load_rows_and_factor`` loaded."""
+    """The factor that ``load_rows_and_factor`` loaded, float32 ``[warp, token]``."""
     ROWS: tl.constexpr = CONSTANTS.rows
     value = loaded[2 * words_of_row(ROWS)]
     if CONSTANTS.factor_bits == 16:
@@ -139,7 +145,7 @@ def factor_beside_rows(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.const
 def decode_rows(
     loaded: tl.tuple,
     table: tl.tensor,
-    PAIRS: tl.constexpr,
+    REGISTERS: tl.constexpr,
     STEP: tl.constexpr,
     SYMBOL: tl.constexpr,
     CONSTANTS: tl.constexpr,
@@ -147,34 +153,38 @@ def decode_rows(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The tile of ``STEP``; ``SYMBOL(words, table, symbol, CONSTANTS, SHARED, FAST)`` gives the pairs of values of one symbol."""
+    """The tile of ``STEP``; ``SYMBOL(words, table, symbol, CONSTANTS, SHARED, FAST)`` gives the registers of one symbol."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
-    first = _pairs(loaded[:ROW], table, PAIRS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
-    second = _pairs(loaded[ROW : 2 * ROW], table, PAIRS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
-    return tile_of_pairs(first, second, WARPS, TRANSPOSED, FAST)
+    first = _registers(loaded[:ROW], table, REGISTERS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
+    second = _registers(loaded[ROW : 2 * ROW], table, REGISTERS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
+    return tile_of_f16x2(first, second, WARPS, TRANSPOSED, FAST)
 
 
 @triton.jit
-def _pairs(
+def _registers(
     words: tl.tuple,
     table: tl.tensor,
-    PAIRS: tl.constexpr,
+    REGISTERS: tl.constexpr,
     STEP: tl.constexpr,
     SYMBOL: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    pairs = ()
-    for at in tl.static_range(4 * STEP * PAIRS_OF_A_TILE, 4 * (STEP + 1) * PAIRS_OF_A_TILE, 4):
-        pairs = pairs + (_pair(words, table, PAIRS[at], PAIRS[at + 1], PAIRS[at + 2], PAIRS[at + 3], SYMBOL, CONSTANTS, SHARED, FAST),)
-    return pairs
+    registers = ()
+    for at in tl.static_range(4 * STEP * F16X2_PER_TILE, 4 * (STEP + 1) * F16X2_PER_TILE, 4):
+        registers = registers + (
+            _register(
+                words, table, REGISTERS[at], REGISTERS[at + 1], REGISTERS[at + 2], REGISTERS[at + 3], SYMBOL, CONSTANTS, SHARED, FAST
+            ),
+        )
+    return registers
 
 
 @triton.jit
-def _pair(
+def _register(
     words: tl.tuple,
     table: tl.tensor,
     FIRST: tl.constexpr,
@@ -189,8 +199,8 @@ def _pair(
     """Value ``LOW`` of symbol ``FIRST`` and value ``HIGH`` of symbol ``SECOND``."""
     low = SYMBOL(words, table, FIRST, CONSTANTS, SHARED, FAST)
     if FIRST == SECOND and LOW < HIGH:
-        pair = low[LOW // 2]
+        register = low[LOW // 2]
     else:
         high = SYMBOL(words, table, SECOND, CONSTANTS, SHARED, FAST)
-        pair = joined(low[LOW // 2], high[HIGH // 2], LOW % 2, HIGH % 2, FAST)
-    return pair
+        register = joined(low[LOW // 2], high[HIGH // 2], LOW % 2, HIGH % 2, FAST)
+    return register

@@ -1,7 +1,7 @@
-"""angle as tiles (spec/codecs/angle.md): two tiles a field, the cosines and the sines of its pairs times their norms.
+"""angle as tiles (spec/codecs/angle.md): two tiles per field, of the cosines and the sines of its pairs times their norms.
 
-Norms are decoded over a power of two near the token's largest, which is its factor, so that none leaves binary16. This is the
-direct arrangement; the dense one has bins and norms in columns of their own (tiles_angle_dense).
+Norms are divided by a power of two near the token's largest, which becomes the token's factor, so that all fit binary16. This is the
+direct arrangement; in the dense one bins and norm codes have streams of their own (``angle_dense``, ``angle_thread``).
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -39,12 +39,13 @@ if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
 
 VALUES = 2
+"""Values per symbol: the channels of a pair."""
 
 
 class Constants(NamedTuple):
-    """What the functions below know of a codec and its tiles: bits of a bin and of a norm, and how norms are spaced.
+    """What the functions below know of a codec and its tiles: bits of a bin and of a norm code, and whether norms are logarithms.
 
-    The range is stream ``range_place``, and at that place of what ``load`` gives.
+    The range is stream number ``range_place`` and element ``range_place`` of what ``load`` gives.
     """
 
     packing: TilePacking
@@ -80,7 +81,7 @@ def tiles(codec: Angle) -> Tiles | None:
 
 
 def table(codec: Angle) -> torch.Tensor:
-    """Cosine and sine of every bin, up to a power of two of them."""
+    """Cosine and sine of every bin, binary16 ``[entry, 2]``, padded to a power of two of entries."""
     entries = torch.zeros(next_power_of_two(codec.bins), VALUES, dtype=torch.float16)
     entries[: codec.bins] = codec.directions
     return entries
@@ -98,7 +99,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes, then the ranges."""
+    """The planes, int16 tiles ``[warp, token, column]`` or transposed, then the ranges, int32 ``[warp, token]``."""
     PACKING: tl.constexpr = CONSTANTS.packing
     loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     return loaded + load_range(pointers[CONSTANTS.range_place], first, token, valid, CONSTANTS, MASKED)
@@ -108,7 +109,7 @@ def load(
 def load_range(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """The range of each token, a pair of binary16 in one word or two words."""
+    """The range (step, minimum) of each token, int32 ``[warp, token]``: two binary16 in one, or two binary32."""
     words = ()
     for word in tl.static_range(2 - CONSTANTS.half_range):
         words = words + (load_per_token(pointer, first, token, valid, 2 - CONSTANTS.half_range, word, MASKED),)
@@ -123,7 +124,7 @@ def _half(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _range(words: tl.tuple) -> tl.tuple:
-    """(step, minimum) of each token, float32."""
+    """(step, minimum) of each token, float32 of the shape of ``words``."""
     if len(words) == 1:
         step = _half(words[0])
         minimum = _half(words[0] >> 16)
@@ -153,13 +154,13 @@ def _exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``factor_of_range`` of each token."""
+    """``factor_of_range`` of each token, float32 ``[warp, token]``."""
     return factor_of_range(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS)
 
 
 @triton.jit
 def factor_of_range(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """What norms are decoded over: a power of two, or the largest possible one; ``words`` are the range."""
+    """What norms are divided by: a power of two, or the largest norm possible if norms are logarithms; ``words`` are the range."""
     LARGEST: tl.constexpr = (1 << CONSTANTS.norm_bits) - 1
     if CONSTANTS.log:
         step, minimum = _range(words)
@@ -171,13 +172,13 @@ def factor_of_range(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
 
 @triton.constexpr_function
 def middle_norm(bits: int) -> int:
-    """The code that is taken off norms of ``bits`` bits: the whole one above the middle."""
+    """The code that is subtracted from norm codes of ``bits`` bits: the integer above the midpoint."""
     return 1 << (bits - 1)
 
 
 @triton.jit
 def norm_line(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
-    """(scale, centre) of a norm, or its logarithm, over the token's factor: (code - ``middle_norm``) * scale + centre, float32.
+    """(scale, centre) of norms or their logarithms over the token's factor: (code - ``middle_norm``) * scale + centre, float32.
 
     ``words`` are the token's range.
     """
@@ -232,7 +233,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The two coordinates of the pairs of ``STEP``, over the token's factor."""
+    """The two channels of the pairs of ``STEP``, over the token's factor: two binary16 tiles laid out like the planes."""
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
@@ -241,13 +242,13 @@ def decode(
     NORMS: tl.constexpr = PACKING.fields * BIN_BITS
     line = line_of_tokens(loaded, CONSTANTS, TRANSPOSED, FAST)
     if FIELDS_PER_TILE == 1:
-        found = pair(planes, line, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, CONSTANTS, SHARED, FAST)
+        found = decode_pairs(planes, line, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, CONSTANTS, SHARED, FAST)
     else:
         index = words_of_step(planes, column_fields, 0, PACKING, 0, BIN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
         norm = words_of_step(
             planes, column_fields, 0, PACKING, NORMS, NORM_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST
         )
-        found = pair((index, norm), line, table, 0, 16, CONSTANTS, SHARED, FAST)
+        found = decode_pairs((index, norm), line, table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 
 
@@ -259,7 +260,7 @@ def line_of_tokens(loaded: tl.tuple, CONSTANTS: tl.constexpr, TRANSPOSED: tl.con
 
 
 @triton.jit
-def pair(
+def decode_pairs(
     planes: tl.tuple,
     line: tl.tuple,
     table: tl.tensor,
@@ -269,7 +270,10 @@ def pair(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The pairs whose bin begins at bit ``BIN`` of each column, and their norm code at bit ``NORM``; ``line`` is ``norm_line``."""
+    """Both channels of the pairs whose bin begins at bit ``BIN`` of each column and whose norm code begins at bit ``NORM``.
+
+    ``line`` is ``norm_line``, broadcast to a tile.
+    """
     found = look_up_bits(planes, table, BIN, CONSTANTS.bin_bits, 2, 0, SHARED, FAST)
     norm = affine_bits(planes, line[0], line[1], NORM, CONSTANTS.norm_bits, middle_norm(CONSTANTS.norm_bits), FAST)
     if CONSTANTS.log:

@@ -1,7 +1,7 @@
-"""angle as tiles of two tokens a row, dense arrangement (spec/codecs/angle.md): where a token's bins are rows of four words.
+"""angle as dual tiles, dense arrangement (spec/codecs/angle.md): where the bins of a token are rows of four words.
 
-The matrix units read the words of two neighbours, one run of memory, at once. They are copied side by side in registers; the copies
-show two fields, and norm codes are loaded as those two fields of both tokens lie.
+The matrix units read the words of two neighbouring tokens, which are contiguous, at once. The words are replicated side by side in
+registers; the copies show two fields, and norm codes are loaded in the same order of columns.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.replicated_columns import CommonPacking, bit_of_step, load_columns, words_of_plane, words_of_stream
+from kvpack.kernels.words.replicated_columns import ReplicatedPacking, bit_of_step, load_columns, words_of_plane, words_of_stream
 from kvpack.kernels.words.tile_layout import copied, repeated, second_token_offset
 
-from .angle import VALUES, factor_of_range, norm_line_f16, pair, table
+from .angle import VALUES, decode_pairs, factor_of_range, norm_line_f16, table
 from .angle_dense import bit_of_places
 from .tiles import DUAL_WIDTH, SMALLEST_WIDTH, WORD_BITS, Stream, Tiles, channels_of, plane_streams, takes_whole_words
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
 
 INTERLEAVE = DUAL_WIDTH // 2
-"""Words of a row of bins, and columns of one token side by side."""
+"""Words of a row of bins, and columns of one token before as many of the other."""
 
 MOST_SLICES = 2
-"""Parts that a row of norm codes is loaded in, one for each two fields of bins; more of them fetch the same memory too often."""
+"""Slices that a row of norm codes is loaded in, one per two fields of bins, at most: more would fetch the same memory too often."""
 
 
 class Slices(NamedTuple):
@@ -42,9 +42,9 @@ class Slices(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What the functions below know of a codec and its tiles. ``range_place`` is where a tile's range is among what ``load`` gives."""
+    """What the functions below know of a codec and its tiles. The range is element ``range_place`` of what ``load`` gives."""
 
-    bins: CommonPacking
+    bins: ReplicatedPacking
     norms: Slices
     bin_bits: int
     norm_bits: int
@@ -55,7 +55,7 @@ class Constants(NamedTuple):
 
 
 def tiles(codec: Angle, dual: int) -> Tiles | None:
-    """The loader of ``codec``, None where bins or norms are no bit fields, or have rows of other lengths."""
+    """The loader of ``codec``, or None if bins or norm codes are no bit fields or have rows of other lengths."""
     packings = codec.packings()
     every = tuple(packings.values())
     if list(packings) != ["angle", "norm_codes"] or not all(map(takes_whole_words, every)):
@@ -64,12 +64,12 @@ def tiles(codec: Angle, dual: int) -> Tiles | None:
     slices = norms.width // DUAL_WIDTH
     if bins.width != INTERLEAVE or norms.width not in (DUAL_WIDTH, MOST_SLICES * DUAL_WIDTH) or norms.column_bytes != WORD_BITS // 8:
         return None
-    beside = DUAL_WIDTH // INTERLEAVE
+    copies = DUAL_WIDTH // INTERLEAVE
     bin_bits, norm_bits = (packing.bases[0].bit_length() - 1 for packing in every)
     streams = tuple(stream for name, packing in packings.items() for stream in plane_streams(name, packing))
     half = codec.range == "fp16"
-    of_bins = CommonPacking(
-        0, bins.column_bytes, INTERLEAVE, 2 * INTERLEAVE, bins.fields, dual, copies=beside, beside=beside, bits=bin_bits
+    of_bins = ReplicatedPacking(
+        0, bins.column_bytes, INTERLEAVE, 2 * INTERLEAVE, bins.fields, dual, copies=copies, fields_per_tile=copies, bits=bin_bits
     )
     constants = Constants(
         bins=of_bins,
@@ -115,7 +115,12 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes of the bins, the norm codes of each two fields, and the ranges, ``[warp, token, 2]``."""
+    """The planes of the bins, norm codes and ranges of the rows of ``[warp, token]`` tokens and their second tokens.
+
+    - Bins: one int16 tile of 2 ``INTERLEAVE`` columns per plane.
+    - Norm codes: one int16 tile of as many columns as the replicated bins per slice.
+    - Ranges: int32 ``[warp, token, 2]``, of both tokens.
+    """
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
     WIDTH: tl.constexpr = BINS.width
@@ -160,9 +165,9 @@ def _load_bins(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """One plane of two tokens' bins; a plane of bytes is repeated."""
+    """One plane of the bins of two tokens, an int16 tile; a plane of bytes is repeated."""
     if SECOND_OFFSET == 1 and ROW == WIDTH and not MASKED:
-        # The row of the second is what follows that of the first.
+        # The row of the second token follows that of the first in memory.
         words = load_columns(pointer, first, token, valid, column, column, ROW, 0, True, MASKED, TRANSPOSED)
     else:
         words = load_columns(pointer, first, token, valid, column // WIDTH, column % ROW, ROW, SECOND_OFFSET, True, MASKED, TRANSPOSED)
@@ -180,7 +185,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The two coordinates of the pairs of ``STEP``, over the tokens' factors."""
+    """The two channels of the pairs of ``STEP``, over the tokens' factors: binary16 tiles ``[warp, token, column]`` or transposed."""
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
     AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
@@ -190,12 +195,12 @@ def decode(
     scale = _of_columns(scale, BINS, TRANSPOSED)
     centre = _of_columns(centre, BINS, TRANSPOSED)
     planes = bins + (loaded[NORMS.stream + STEP % NORMS.count],)
-    return pair(planes, (scale, centre), table, bit_of_step(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST)
+    return decode_pairs(planes, (scale, centre), table, bit_of_step(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST)
 
 
 @triton.jit
 def _of_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """``[warp, token, 2]`` as a tile."""
+    """``value``, ``[warp, token, 2]`` of both tokens, as a tile."""
     if TRANSPOSED:
         value = tl.permute(value, (0, 2, 1))
     return copied(repeated(value, BINS.width, TRANSPOSED), BINS.copies, TRANSPOSED)
@@ -203,5 +208,5 @@ def _of_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.constexpr) 
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """What norms are decoded over (``tiles_angle.factor``), ``[warp, token, 2]``."""
+    """What norms are divided by (``angle.factor_of_range``), float32 ``[warp, token, 2]``."""
     return (factor_of_range(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS),)

@@ -1,4 +1,4 @@
-"""angle as tiles of rows of which a thread holds one (spec/codecs/angle.md): dense bins, in one stream or two, and norms in any columns."""
+"""angle as tiles of rows of which a thread holds one (spec/codecs/angle.md): dense bins in one stream or two, norm codes of any width."""
 
 # Triton compiles no conditional expressions of tensors.
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Constants(NamedTuple):
-    """What the functions below know of a codec and its rows. ``range_place`` is where a row's range is among what ``load`` gives."""
+    """What the functions below know of a codec and its rows. The range is element ``range_place`` of what ``load`` gives."""
 
     rows: tuple[int, ...]
     bins: RowPacking
@@ -41,7 +41,7 @@ class Constants(NamedTuple):
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """The loader of ``codec``, None where there are too many bins, or norms are not codes."""
+    """The loader of ``codec``, or None if there are too many bins or norms are no codes."""
     if codec.norm == "fp32" or codec.bins > 1 << WIDEST_DIGIT:
         return None
     packings = codec.packings()
@@ -82,7 +82,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The rows of bins, norm codes and ranges, then the ranges once more, a token each."""
+    """Rows of bins, norm codes and ranges (``thread_rows.load_rows``), then the ranges again for ``factor``, int32 ``[warp, token]``."""
     ROWS: tl.constexpr = CONSTANTS.rows
     RANGE: tl.constexpr = len(ROWS) - 1
     loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
@@ -100,7 +100,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The coordinates of the pairs of ``STEP``, over the token's factor."""
+    """Both channels of the pairs of ``STEP``, over the token's factor: one binary16 tile, ``[warp, token, column]`` or transposed."""
     REGISTERS: tl.constexpr = CONSTANTS.registers
     return (decode_rows(loaded, table, REGISTERS, STEP, coordinates, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 
@@ -109,7 +109,7 @@ def decode(
 def coordinates(
     words: tl.tuple, table: tl.tensor, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """The cosine and the sine of one pair, times its norm."""
+    """The f16x2 of one pair: cosine and sine times its norm."""
     BINS: tl.constexpr = CONSTANTS.bins
     HIGH_BINS: tl.constexpr = CONSTANTS.high_bins
     NORMS: tl.constexpr = CONSTANTS.norms

@@ -1,7 +1,7 @@
-"""octahedral as tiles (spec/codecs/octahedral.md): three tiles a field, first, second and third coordinates of its triplets.
+"""octahedral as tiles (spec/codecs/octahedral.md): three tiles per field, of the first, second and third coordinates of its triplets.
 
-A table holds the directions of positive signs; signs are turned afterwards. Where a symbol is one short digit, the table holds
-everything. This is the direct arrangement; the dense one has columns of other widths for indices and signs (tiles_octahedral_dense).
+A table holds the directions with positive signs, and signs are flipped after the lookup. Where a symbol is one short digit, the table
+holds whole symbols. This is the direct arrangement; in the dense one (``octahedral_dense``) indices and signs have streams of their own.
 """
 
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     from kvpack.formats.octahedral import Octahedral
 
 VALUES = 3
+"""Values per symbol: the coordinates of a triplet."""
+
 SIGN_BITS = 2
+
 DIGITS_THAT_HOLD_NORMS = (1, 2, 4, 8, 16)
 """Bits of an index digit that the norm's bits complete: spec/codecs/octahedral.md, Layout."""
 
@@ -45,8 +48,8 @@ DIGITS_THAT_HOLD_NORMS = (1, 2, 4, 8, 16)
 class Constants(NamedTuple):
     """What the functions below know of a codec and its tiles.
 
-    Of a symbol, ``index_bits`` look a direction up; ``sign_bits`` follow them unless the index holds the whole symbol, and end in
-    ``norm_index_bits``.
+    ``index_bits`` of a symbol are the index of a direction. Unless the index is the whole symbol, ``sign_bits`` follow, the highest
+    ``norm_index_bits`` of which are the norm code.
     """
 
     packing: TilePacking
@@ -83,9 +86,10 @@ def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
 
 
 def table(codec: Octahedral, whole: bool) -> torch.Tensor:
-    """Directions (x, y, z, 0) by the first digit, times the triplet norm where the digit has it; else the norms follow.
+    """The table of ``decode``, binary16 ``[entry, 4]``: directions (x, y, z, 0) by the first digit of a symbol.
 
-    ``whole``: by the whole symbol, signs included.
+    They are multiplied by the triplet norm if the digit includes its code; otherwise one entry per norm follows. ``whole``: entries
+    are by whole symbol, signs included.
     """
     norms = torch.frombuffer(bytearray(codec.norm_table), dtype=torch.float32)
     directions = torch.nn.functional.pad(codebook_directions(codec.direction_table).T, (0, 1))
@@ -112,7 +116,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes, then the norms."""
+    """The planes, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
     planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     return planes + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, PACKING.dual, MASKED, FAST)
@@ -129,7 +133,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The three coordinates of the triplets of ``STEP``, within a unit vector."""
+    """The three coordinates of the triplets of ``STEP`` within a unit vector: three binary16 tiles laid out like the planes."""
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
@@ -175,6 +179,6 @@ def _triplet(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The norm."""
+    """The norm, float32 ``[warp, token]``; two of these in dual tiles."""
     PACKING: tl.constexpr = CONSTANTS.packing
     return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, PACKING.dual, FAST)

@@ -24,14 +24,16 @@ if TYPE_CHECKING:
     from kvpack.formats.octahedral import Octahedral
 
 SIGN_BITS = tl.constexpr(2)
+
 MOST_BITS_OF_ONE_INDEX = 8
-"""Of an index and its signs together, for a table of whole triplets."""
+"""Bits of an index and its signs together, at most, for a table of whole triplets."""
 
 
 class Constants(NamedTuple):
     """What the functions below know of a codec and its rows.
 
-    ``whole``: the table is of whole symbols; ``norms`` are those of triplets by ``norm_index_bits``, where they are no part of the index.
+    ``whole``: table entries are whole symbols. ``norms`` is the table of triplet norms in registers (``register_table``), by a code of
+    ``norm_index_bits``, or None. ``registers`` are those of all tiles (``thread_tiles.tiles_of``).
     """
 
     rows: tuple[int, ...]
@@ -98,7 +100,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The coordinates of the triplets of ``STEP``, within a unit vector."""
+    """The coordinates of the triplets of ``STEP`` within a unit vector: one binary16 tile, ``[warp, token, column]`` or transposed."""
     REGISTERS: tl.constexpr = CONSTANTS.registers
     return (decode_rows(loaded, table, REGISTERS, STEP, coordinates, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 

@@ -1,7 +1,7 @@
-"""polar as tiles (spec/codecs/polar.md): a token a thread, which multiplies angles down the tree of radii.
+"""polar as tiles (spec/codecs/polar.md): each thread holds a token and multiplies directions down the tree of radii.
 
-Products are of binary16, so what is left after the last level is no part of them: one radius is the token's factor, and several are
-decoded over a power of two near the largest. ``polar_steps`` says which angles a step looks up, and in what table.
+Products are binary16, so the radius of the last level stays out of them: a single one is the token's factor, and several are divided by
+a power of two near the largest. ``polar_steps`` says which angles a step looks up, and in which table.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -40,18 +40,18 @@ MOST_DIM = 128
 class Level(NamedTuple):
     """A level of the tree: its angles are the symbols of ``packing`` from ``first_symbol`` on.
 
-    Directions of one angle begin at entry ``first_entry`` of the table, those of two neighbouring fields at ``first_pair``.
+    Directions of one angle begin at entry ``first_of_one`` of the table, those of two neighbouring fields at ``first_of_two``.
     """
 
     packing: RowPacking
     first_symbol: int
     bits: int
-    first_entry: int
-    first_pair: int
+    first_of_one: int
+    first_of_two: int
 
 
 class Constants(NamedTuple):
-    """What the functions below know of a codec and its rows, among which radii begin at word ``first_radius`` if there are several.
+    """What the functions below know of a codec and its rows; if there are several radii, they begin at word ``first_radius`` of a row.
 
     ``tree`` is that of ``polar_steps.angles_of_step``; a token's factor is its radius times ``unit``.
     """
@@ -67,7 +67,7 @@ class Constants(NamedTuple):
 
 
 def tiles(codec: Polar) -> Tiles | None:
-    """The loader of ``codec``, None where a level has a pair unlike the others, several radii are binary32, or dims are too many."""
+    """The loader of ``codec``, or None if a level has an unequal pair, several radii are binary32, or the head dim is too large."""
     levels = codec.levels
     steps, rest = divmod(codec.dim, 2 * F16X2_PER_TILE.value)
     if rest or codec.dim > MOST_DIM or codec.dim % (1 << len(levels)) or (codec.radii > 1 and (codec.norm == "fp32" or codec.radii % 2)):
@@ -120,7 +120,10 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The rows, among them several radii, then the radii of each token."""
+    """The rows (``thread_rows.load_rows``), several radii included; then, for ``factor``, the radii of each token.
+
+    These are int32 ``[warp, token]``, or uint32 words of two radii each.
+    """
     ROWS: tl.constexpr = CONSTANTS.rows
     RADII: tl.constexpr = CONSTANTS.radii
     loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
@@ -134,7 +137,7 @@ def load(
 
 @triton.jit
 def _exponent(words: tl.tuple, FAST: tl.constexpr) -> tl.tensor:
-    """The largest exponent field of pairs of binary16, int32, at most 29."""
+    """The largest exponent field in f16x2 ``words``, int32, at most 29."""
     largest = words[0].to(tl.int32, bitcast=True) & 0x7FFF7FFF
     for number in tl.static_range(1, len(words)):
         largest = _larger(largest, words[number].to(tl.int32, bitcast=True) & 0x7FFF7FFF, FAST)
@@ -143,7 +146,7 @@ def _exponent(words: tl.tuple, FAST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _larger(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """The larger ones of two pairs of 15 bits, as which binary16 that are not negative are ordered."""
+    """The larger of two numbers of 15 bits in each half; non-negative binary16 are ordered like these."""
     if FAST:
         value = tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -153,7 +156,7 @@ def _larger(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tenso
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The radius, or the power of two that several are decoded over, less the scales of the tables."""
+    """The radius, or the power of two that several are divided by, over the scales of the tables: float32 ``[warp, token]``."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
     if CONSTANTS.radii > 1:
@@ -174,7 +177,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The channels of ``STEP``, over the token's factor."""
+    """The channels of ``STEP`` over the token's factor: one binary16 tile, ``[warp, token, column]`` or transposed."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
@@ -187,7 +190,7 @@ def decode(
 def _pairs(
     words: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """The pairs of channels of ``STEP``."""
+    """The pairs of channels of ``STEP``, one f16x2 each, uint32 ``[warp * token / 2]``."""
     LEVELS: tl.constexpr = len(CONSTANTS.levels)
     pairs = ()
     if CONSTANTS.radii > 1:
@@ -199,7 +202,7 @@ def _pairs(
 
 @triton.jit
 def _radii(words: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """The radii that the step begins with, two by two, over the token's power of two."""
+    """The radii that the step begins with, two per f16x2, over the token's power of two."""
     AT: tl.constexpr = CONSTANTS.first_radius
     TREE: tl.constexpr = CONSTANTS.tree
     PLACES: tl.constexpr = angles_of_step(TREE, STEP, len(CONSTANTS.levels) + 1)
@@ -221,7 +224,10 @@ def _below(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """What lies below the radii of ``LEVEL`` in the step, two by two; ``radii`` are those, two by two as well, or none where it is 1."""
+    """The radii or channels below the radii of ``LEVEL`` in the step, two per f16x2.
+
+    ``radii`` are those of ``LEVEL``, two per f16x2 as well; none stands for a single radius of 1.
+    """
     OF_LEVEL: tl.constexpr = CONSTANTS.levels[LEVEL - 1]
     TREE: tl.constexpr = CONSTANTS.tree
     ANGLES: tl.constexpr = angles_of_step(TREE, STEP, LEVEL)
@@ -251,11 +257,11 @@ def _directions(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Cosine and sine of an angle of a level, and if ``COUNT`` is 2 those of the next field of its column."""
+    """The f16x2 (cosine, sine) of an angle of a level, and if ``COUNT`` is 2 that of the next field of its column."""
     SYMBOL: tl.constexpr = OF_LEVEL.first_symbol + ANGLE
     COLUMN: tl.constexpr = SYMBOL % OF_LEVEL.packing.width
     POSITION: tl.constexpr = SYMBOL // OF_LEVEL.packing.width * OF_LEVEL.bits
     BITS: tl.constexpr = COUNT * OF_LEVEL.bits
-    FIRST: tl.constexpr = OF_LEVEL.first_entry if COUNT == 1 else OF_LEVEL.first_pair
+    FIRST: tl.constexpr = OF_LEVEL.first_of_one if COUNT == 1 else OF_LEVEL.first_of_two
     PACKING: tl.constexpr = OF_LEVEL.packing
     return look_up_field(words, table, PACKING, COLUMN, POSITION, BITS, COUNT, FIRST, SHARED, FAST)

@@ -1,9 +1,9 @@
-"""qjl as tiles (spec/side-cars.md): the signs of a second rotation, 1 or -1, beside the tiles of a codec and with a factor of their own.
+"""qjl as tiles (spec/side-cars.md): the signs of a second rotation, 1 or -1, in addition to a codec's tiles and with their own factor.
 
-Their columns are channels of that rotation: a query has columns for them too, and values have sums of their own.
+Their columns are channels of that rotation: a query has columns for them too, and sums of values have their own.
 
-Of keys no sign is made: a bit of a word is itself a binary16 power of two or a zero, by which the query's column is divided, and
-half the sum of those columns less the bits' products is half the product of the signs.
+For keys no sign is built. A bit of a word is itself a binary16 power of two or zero; the query's column is divided by that power, and
+half the sum of those columns minus the products of the bits is half the product of the signs.
 """
 
 # Triton compiles no unpacking.
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 QUERY = tl.constexpr(0.25)
-"""What a query's columns, of at most 1, are multiplied by: none leaves binary16 when it is divided by a bit's power."""
+"""What a query's columns, of at most 1, are multiplied by, so that none overflows binary16 when it is divided by a bit's power."""
 
 
 class Constants(NamedTuple):
@@ -104,7 +104,7 @@ def load_signs(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes, then the norms."""
+    """The planes, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
     own = pointers[CONSTANTS.first_stream :]
     planes = load_planes(own, first, token, valid, PACKING, MASKED, TRANSPOSED)
@@ -119,7 +119,7 @@ def _one(position: int) -> str:
 
 @triton.constexpr_function
 def _shift(position: int) -> int:
-    """How far up the bit at ``position`` is moved: as far as most others, and to neither a sign's nor the least bits."""
+    """How far up the bit at ``position`` is shifted: the same for most bits, and neither onto the sign bit nor onto the lowest bits."""
     return 7 if position <= 7 else -1 if position == 15 else 0
 
 
@@ -164,7 +164,7 @@ def _words(
 
 @triton.jit
 def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Of values, transposed: -1 where a digit of the fields of ``STEP`` is 1, and 1 where it is 0."""
+    """For values, one binary16 tile ``[warp, column, token]``: -1 where a bit of the fields of ``STEP`` is 1, and 1 where it is 0."""
     BIT: tl.constexpr = _position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
     word = _words(loaded, column_fields, STEP, CONSTANTS, True, FAST)
     if FAST:
@@ -176,7 +176,7 @@ def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, 
 
 @triton.jit
 def decode_bits(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Of keys: a power of two where a digit of the fields of ``STEP`` is 1, and 0 where it is 0."""
+    """For keys, one binary16 tile ``[warp, token, column]``: a power of two where a bit of the fields of ``STEP`` is 1, and 0 where 0."""
     BIT: tl.constexpr = _position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
     word = _words(loaded, column_fields, STEP, CONSTANTS, False, FAST)
     if FAST:
@@ -188,7 +188,7 @@ def decode_bits(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, C
 
 @triton.jit
 def queries_of_bits(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tuple:
-    """The tiles of a query, each of ``SETS`` of them ending in those of signs: these for ``decode_bits``."""
+    """The tiles of a query, ``[warp, column, row]``, those of signs scaled for ``decode_bits``; each of ``SETS`` sets ends in these."""
     tiles = q
     if CONSTANTS is not None:
         tiles = ()
@@ -212,7 +212,7 @@ def _scaled(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.
 def half_sum(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tensor:
     """Half the sum of the columns for signs, times ``QUERY``, of what ``queries_of_bits`` gave: ``[warp, 1, row]``."""
     EACH: tl.constexpr = len(q) // SETS
-    # One sum over columns, of all tiles together: each would have the warps wait for each other.
+    # One sum over columns for all tiles together, because the threads wait for each other in every such sum.
     columns = _half_of_tile(q[EACH - CONSTANTS.steps], 0, CONSTANTS)
     for number in tl.static_range(EACH - CONSTANTS.steps + 1, len(q)):
         if number % EACH >= EACH - CONSTANTS.steps:

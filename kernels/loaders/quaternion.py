@@ -1,4 +1,4 @@
-"""quaternion as tiles (spec/codecs/quaternion.md): four tiles a field, the components of its chunks. The direct arrangement."""
+"""quaternion as tiles, direct arrangement (spec/codecs/quaternion.md): four tiles per field, the components of its chunks."""
 
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
     from kvpack.formats.quaternion import Quaternion
 
 VALUES = 4
+"""Values per symbol: the channels of a chunk."""
 
 
 class Constants(NamedTuple):
-    """What the functions below know of a codec and its tiles: bits of a codeword and of a radius."""
+    """What the functions below know of a codec and its tiles: bits of a codeword and of a radius code."""
 
     packing: TilePacking
     fields_per_tile: int
@@ -90,7 +91,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes, then the scales."""
+    """The planes, int16 tiles ``[warp, token, column]`` or transposed, then the scales (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
     planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     return planes + load_factor(pointers[CONSTANTS.scale_stream], first, token, valid, CONSTANTS.scale_bits, MASKED, FAST)
@@ -107,7 +108,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The components of the chunks of ``STEP``: unit quaternions times radius codes."""
+    """The components of the chunks of ``STEP``, unit quaternions times radius codes: four binary16 tiles laid out like the planes."""
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     CODE_BITS: tl.constexpr = CONSTANTS.code_bits
@@ -148,5 +149,5 @@ def _chunk(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The scale over the largest radius code."""
+    """The scale over the largest radius code, float32 ``[warp, token]``."""
     return read_factor(loaded, CONSTANTS.scale_stream, CONSTANTS.scale_bits, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from kvpack.formats.quaternion import Quaternion
 
 FEW_WORDS = 8
-"""Words of a row of which registers hold two tiles' beside all else: seven at head dim 64, thirteen at 128.
+"""32-bit words per row up to which registers hold the rows of two tiles (rows have seven at head dim 64, thirteen at 128).
 
-Where they do not, programs of more warps, which share more copies of the table, are faster.
+Beyond that, programs of more warps that share more copies of the table are faster.
 """
 
 
 class Constants(NamedTuple):
     """What the functions below know of a codec and its rows.
 
-    A codeword is a digit of ``codewords`` above ``low_bits`` bits of one of ``high_codewords``, if there are any.
+    A codeword is a digit of ``codewords`` or, if ``low_bits`` is not 0, one of ``high_codewords`` above ``low_bits`` bits of it.
     """
 
     rows: tuple[int, ...]
@@ -101,7 +101,9 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The components of the chunks of ``STEP``: unit quaternions times radius codes."""
+    """The components of the chunks of ``STEP``, unit quaternions times radius codes: four binary16 tiles, ``[warp, token, chunk]`` or
+    transposed ``[warp, chunk, token]``.
+    """
     CODEWORD_BITS: tl.constexpr = CONSTANTS.codeword_bits
     RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
     TOGETHER: tl.constexpr = CODEWORD_BITS + RADIUS_BITS <= MOST_BITS
@@ -112,7 +114,7 @@ def decode(
     else:
         symbols = symbol_tile(loaded, STEP, two_codewords, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
         radius = code_as_f16(symbol_tile(loaded, STEP, two_radii, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST), 0, RADIUS_BITS, FAST)
-    # All codewords are below the entries, so that none needs to be held there.
+    # Every codeword of so many bits has an entry, so that none needs to be limited.
     found = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, SHARED.offset, SHARED.copies, 1 << CODEWORD_BITS, FAST)
     return (
         product(found[0], radius, FAST),
@@ -154,5 +156,5 @@ def two_radii(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAS
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The scale over the largest radius code."""
+    """The scale over the largest radius code, float32 ``[warp, token]``."""
     return factor_beside_rows(loaded, CONSTANTS, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

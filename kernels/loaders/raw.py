@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 MOST_WIDTH = 32
-"""Channels of a tile at most."""
+"""Channels of a tile, at most."""
 
 
 class Constants(NamedTuple):
@@ -55,7 +55,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Rows of bits."""
+    """The stored bits: one int16 or int32 tile per step, ``[warp, token, channel]`` or transposed ``[warp, channel, token]``."""
     bits = ()
     STEPS: tl.constexpr = CONSTANTS.steps
     WIDTH: tl.constexpr = CONSTANTS.width
@@ -98,11 +98,11 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The bits in their dtype."""
+    """The bits of ``STEP`` in their dtype, one tile; without inline PTX, bf16 is widened to float32."""
     bits = loaded[STEP]
     if CONSTANTS.dtype == "bf16":
         if FAST:
-            # Not a cast: it would take pairs of values apart.
+            # A cast would separate the two values of a register.
             value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], dtype=tl.bfloat16, is_pure=True, pack=2)
         else:
             value = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""scalar as tiles (spec/codecs/scalar.md): values from a table, two or four fields at a time where their index is short."""
+"""scalar as tiles (spec/codecs/scalar.md): values from a table, of two or four fields at a time where their joint index is short."""
 
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -42,7 +42,7 @@ class Part(NamedTuple):
 class Constants(NamedTuple):
     """What the functions below know of a codec and its tiles: each width of its channels has a packing and a part.
 
-    Of ``parts`` of one, ``low`` and ``high`` are the same.
+    If there is only one of ``parts``, ``high`` is ``low``.
     """
 
     low: TilePacking
@@ -103,7 +103,7 @@ def tiles(codec: Scalar, dual: int = 0) -> Tiles:
 
 
 def _share_an_index(packing: Columns, bits: int, fields: int, fields_per_tile: int) -> bool:
-    """Whether as many fields can share one index: whole steps of them, and a table that fits."""
+    """Whether so many fields can share one index: they fill whole steps, and the table fits."""
     return fields == 1 or (packing.fields % (fields * fields_per_tile) == 0 and fields * bits <= MOST_INDEX_BITS)
 
 
@@ -127,7 +127,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes of each width, then the norms."""
+    """The planes of each width, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
     LOW: tl.constexpr = CONSTANTS.low
     HIGH: tl.constexpr = CONSTANTS.high
     loaded = load_planes(pointers, first, token, valid, LOW, MASKED, TRANSPOSED)
@@ -147,7 +147,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The values of the fields of ``STEP``, within a unit vector."""
+    """The values of the fields of ``STEP`` within a unit vector: one binary16 tile per field of an index, laid out like the planes."""
     LOW_PACKING: tl.constexpr = CONSTANTS.low
     HIGH_PACKING: tl.constexpr = CONSTANTS.high
     LOW: tl.constexpr = CONSTANTS.low_part
@@ -194,6 +194,6 @@ def _decode_part(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The norm."""
+    """The norm, float32 ``[warp, token]``; two of these in dual tiles."""
     LOW: tl.constexpr = CONSTANTS.low
     return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, LOW.dual, FAST)

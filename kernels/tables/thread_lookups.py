@@ -21,7 +21,7 @@ from .table_assembly import lookup_of_entry
 
 @triton.constexpr_function
 def unit(values: int, shared: SharedTable, fast: bool) -> int:
-    """What ``look_up_words`` counts entries of ``values`` binary16 in: bytes where the table is shared, so that fields are shifted once."""
+    """Units per entry of ``values`` binary16 in ``look_up_words``: bytes in a shared table, so that fields are shifted once, else 1."""
     return 2 * values * shared.copies if fast and shared.copies else 1
 
 
@@ -35,7 +35,7 @@ def look_up_words(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The first ``WORDS`` (1 or 2) pairs of an entry of a table of ``VALUES`` (2 or 4) binary16 an entry, ``place`` units after ``FIRST``.
+    """The first ``WORDS`` (1 or 2) f16x2 of the entry ``place`` units after ``FIRST``, in a table of ``VALUES`` (2 or 4) binary16 each.
 
     ``SHARED`` is the table's ``SharedTable``; ``place`` never leads beyond the entries.
     """
@@ -55,7 +55,7 @@ def look_up_words(
 
 @triton.jit
 def look_up_repeated(place: tl.tensor, table: tl.tensor, FIRST: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The first pair of an entry of 4 equal values: half of it is loaded, of which there are twice as many copies."""
+    """The f16x2 of an entry of four equal values: half an entry is loaded, of which there are twice as many copies."""
     if FAST and SHARED.copies > 0:
         HALVES: tl.constexpr = in_halves(SHARED, 0, 0)
         found = look_up_words(place, table, 1, 2, FIRST, HALVES, FAST)

@@ -1,7 +1,7 @@
-"""Digits of packed rows inside a tile: words are loaded as they lie, and a field of all of them is a block of channels.
+"""Bit fields of packed rows in a tile: words are loaded as they are stored, and one field of all of them is a block of channels.
 
-Two adjacent words share a register, and the inline PTX (``FAST``) works on both at once;
-without it the same functions are plain Triton.
+Words are int16 tiles, ``[warp, token, column]`` or transposed ``[warp, column, token]``. Two adjacent words share a register, and the
+inline PTX (``FAST``) works on both at once; without it the same functions are plain Triton.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -29,9 +29,10 @@ def load_words(
     TRANSPOSED: tl.constexpr,
     SECOND_OFFSET: tl.constexpr = 0,
 ) -> tl.tensor:
-    """Rows of ``ROW`` words from token ``first`` on, a tile of ``PAD`` columns: repeated if ROW is a power of two, else zeros follow.
+    """Rows of ``ROW`` words from token ``first`` on, an int16 tile of ``PAD`` columns.
 
-    With ``SECOND_OFFSET`` the other half of the columns is another token's (``tile_layout``).
+    ``token`` is ``[warp, token]``. Words are repeated if ``ROW`` is a power of two, else zeros follow. With ``SECOND_OFFSET`` the second
+    half of the columns belongs to another token (``tile_layout``).
     """
     number = tl.arange(0, PAD)[None, :]
     column = of_columns(number, TRANSPOSED)
@@ -74,10 +75,9 @@ def load_planes(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tuple:
-    """The planes of one code stream, each a tile of PAD columns; a plane of bytes is repeated, see ``whole_planes``.
+    """The planes of one code stream, an int16 tile of ``PACKING.tile_width`` columns each; a plane of bytes is repeated (``whole_planes``).
 
-    ``PACKING`` is (first pointer, bytes a column, columns, columns of the tile, fields, how two tokens share a row); if they do,
-    ``valid`` is (that of the first ones, that of the second ones).
+    ``PACKING`` is a ``tiles.TilePacking``. ``token`` and ``valid`` are ``[warp, token]``; ``valid`` of dual tiles is two of these.
     """
     FIRST: tl.constexpr = PACKING.stream
     BYTES: tl.constexpr = PACKING.column_bytes
@@ -116,7 +116,7 @@ def _field_of_two(position: int, bits: int) -> str:
 
 @triton.jit
 def field(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``BITS`` bits of each word from ``POSITION`` up, int16."""
+    """``BITS`` bits of each word from ``POSITION`` up, an int16 tile."""
     if BITS == 16:
         value = word
     elif FAST:
@@ -149,7 +149,7 @@ def _load_fields_of(numbers: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr) 
 def whole_planes(
     loaded: tl.tuple, column_fields: tl.tuple, NUMBER: tl.constexpr, PACKING: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """The planes of code stream ``NUMBER`` among what was loaded, a plane of bytes as a byte a column."""
+    """The planes of code stream ``NUMBER`` among what was ``loaded``, int16 tiles; a plane of bytes has one byte per column."""
     FIRST: tl.constexpr = PACKING.stream
     BYTES: tl.constexpr = PACKING.column_bytes
     WIDTH: tl.constexpr = PACKING.width
@@ -190,7 +190,7 @@ def beside(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The 16-bit ``value`` in the columns of fields before ``FIELD``, and ``other`` in the rest, for the stream of ``NUMBER``."""
+    """The 16-bit tile ``value`` in columns whose field is before ``FIELD``, and ``other`` in the rest, for stream ``NUMBER``."""
     own = of_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
     if FAST and WIDTH % 2 == 0:
         value = tl.inline_asm_elementwise(_beside(FIELD), "=r,r,r,r", [value, other, own], dtype=value.dtype, is_pure=True, pack=2)
@@ -201,7 +201,7 @@ def beside(
 
 @triton.jit
 def straddling(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``BITS`` bits of each column from ``BIT`` up that lie in two words, int16."""
+    """``BITS`` bits of each column from ``BIT`` up that lie in two words, an int16 tile."""
     WORD: tl.constexpr = BIT // 16
     POSITION: tl.constexpr = BIT % 16
     if FAST:
@@ -216,7 +216,7 @@ def straddling(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl
 
 @triton.jit
 def digit(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``BITS`` bits of each column from ``BIT`` up, int16."""
+    """``BITS`` bits of each column from ``BIT`` up, an int16 tile."""
     if BIT % 16 + BITS > 16:
         value = straddling(planes, BIT, BITS, FAST)
     else:
@@ -255,7 +255,7 @@ def shifted(
 
 @triton.constexpr_function
 def position_of_step(step: int, bits: int, field_stride: int) -> int:
-    """Where the digits of a step lie in what ``words_of_step`` gives: with fields apart, all steps share the words."""
+    """The bit at which the digits of a step begin in what ``words_of_step`` gives: with a stride of fields all steps share the words."""
     return step * bits if field_stride > 1 else 0
 
 
@@ -274,7 +274,7 @@ def words_of_step(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Words that hold the digits of the fields that one tile of narrow rows holds, at bit ``position_of_step``.
+    """The words that hold the digits of ``STEP`` in a tile of narrow rows, at bit ``position_of_step``: an int16 tile.
 
     Field 0 of ``FIELDS`` begins at bit ``FIRST``; fields side by side are ``FIELD_STRIDE`` fields apart (``tiles.tile_field_stride``).
     All other bits are unspecified.

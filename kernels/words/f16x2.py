@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
+from .columns import constant_at
 from .thread_digits import pieces_of_bits
 
 
@@ -39,15 +40,17 @@ def negated_f16x2(
     """``values`` with the sign of the low half flipped where bit ``POSITION`` of a column is set, and of the high where the next is."""
     LOW: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION, 1)
     HIGH: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION + 1, 1)
-    low, high = words[LOW[0][0]], words[HIGH[0][0]]
+    LOW_BIT: tl.constexpr = constant_at(LOW, 0)
+    HIGH_BIT: tl.constexpr = constant_at(HIGH, 0)
+    low, high = words[LOW_BIT.word], words[HIGH_BIT.word]
     if FAST:
-        # A bit on top of its byte is what the permutation copies; the shifts are few, and those of all symbols of a word alike.
-        low, high = low << (7 - LOW[0][1] % 8), high << (7 - HIGH[0][1] % 8)
+        # The permutation copies the top bit of a byte; there are few different shifts, the same for all symbols of a word.
+        low, high = low << (7 - LOW_BIT.shift % 8), high << (7 - HIGH_BIT.shift % 8)
         value = tl.inline_asm_elementwise(
-            _negate(LOW[0][1], HIGH[0][1]), "=r,r,r,r", [values, low, high], dtype=tl.uint32, is_pure=True, pack=1
+            _negate(LOW_BIT.shift, HIGH_BIT.shift), "=r,r,r,r", [values, low, high], dtype=tl.uint32, is_pure=True, pack=1
         )
     else:
-        value = values ^ (((low >> LOW[0][1]) & 1) << 15) ^ (((high >> HIGH[0][1]) & 1) << 31)
+        value = values ^ (((low >> LOW_BIT.shift) & 1) << 15) ^ (((high >> HIGH_BIT.shift) & 1) << 31)
     return value
 
 

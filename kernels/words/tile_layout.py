@@ -1,8 +1,10 @@
-"""The axes of tiles: ``[warp, token, column]`` for keys, and ``TRANSPOSED``, ``[warp, column, token]``, for values.
+"""The axes of tiles: ``[warp, token, column]`` for keys, and ``[warp, column, token]`` (``TRANSPOSED``) for values.
 
-Loaded turned, the matrix units' loads from shared memory turn them back. Where rows of words are narrow, the first half of the columns
-is of one token, and the second half of another, ``SECOND_OFFSET`` tokens behind it (0: there is none); where they are narrower still
-(``Tiles.interleave``), so are the halves of each ``2 * interleave`` columns.
+Values are loaded transposed so that the matrix units' own loads from shared memory transpose them back.
+
+Where rows of words are narrow, tiles are *dual*: a row holds the words of two tokens. The first half of its columns belongs to one
+token and the second half to another, ``SECOND_OFFSET`` tokens further on (0: tiles are not dual). Where rows are narrower still, the
+two tokens alternate every ``Tiles.interleave`` columns.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -18,7 +20,7 @@ from triton import language as tl
 
 @triton.jit
 def of_tokens(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """``[warp, token]`` that broadcasts to a tile."""
+    """``value``, ``[warp, token]``, as ``[warp, token, 1]`` or transposed ``[warp, 1, token]``: it broadcasts to a tile."""
     if TRANSPOSED:
         value = value[:, None, :]
     else:
@@ -28,7 +30,7 @@ def of_tokens(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def of_columns(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """``[warp, column]`` that broadcasts to a tile."""
+    """``value``, ``[warp, column]``, as ``[warp, 1, column]`` or transposed ``[warp, column, 1]``: it broadcasts to a tile."""
     if TRANSPOSED:
         value = value[:, :, None]
     else:
@@ -38,7 +40,7 @@ def of_columns(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
 
 @triton.constexpr_function
 def second_token_offset(dual: int, tokens: int) -> int:
-    """How many tokens the second one of a row is behind the first, in a tile of ``tokens`` rows (``tiles.APART``)."""
+    """How many tokens the second token of a row is after the first, in a tile of ``tokens`` rows; ``dual`` as in ``Tiles.dual``."""
     return (0, tokens, 1)[dual]
 
 
@@ -57,7 +59,7 @@ def repeated(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr) -
 
 @triton.jit
 def parts_of(value: tl.tensor) -> tl.tuple:
-    """Of each element of the last axis, a power of two of them, a tensor of all that have it."""
+    """One tensor per element of the last axis, whose length is a power of two."""
     COUNT: tl.constexpr = value.shape[-1]
     parts = ()
     if COUNT == 1:
@@ -73,7 +75,7 @@ def parts_of(value: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def copied(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """A tile whose columns repeat those of ``value``."""
+    """``value``, a tile, ``COPIES`` times side by side."""
     if COPIES > 1:
         WARPS: tl.constexpr = value.shape[0]
         WIDTH: tl.constexpr = value.shape[1 if TRANSPOSED else 2]
@@ -89,7 +91,10 @@ def copied(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr) -> 
 
 @triton.jit
 def token_of_columns(token: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """The token of each column; ``second``, ``[1, column]`` of 0 and 1, is 1 where it is the one behind ``token``."""
+    """The token of each column, broadcast to a tile.
+
+    ``token`` is ``[warp, token]``; ``second``, ``[1, column]``, is 1 where a column belongs to the second token of a row, else 0.
+    """
     value = of_tokens(token, TRANSPOSED)
     if SECOND_OFFSET:
         value = value + of_columns(second, TRANSPOSED) * SECOND_OFFSET
@@ -98,7 +103,10 @@ def token_of_columns(token: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.cons
 
 @triton.jit
 def valid_columns(valid: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Which columns of a tile are of valid tokens; ``valid`` is that of both tokens, if there are two."""
+    """Whether the token of each column is valid, broadcast to a tile.
+
+    ``valid`` is ``[warp, token]``, or two of these, of the first and second tokens, in a dual tile.
+    """
     if SECOND_OFFSET:
         is_second = of_columns(second, TRANSPOSED) != 0
         value = (of_tokens(valid[0], TRANSPOSED) & (is_second == 0)) | (of_tokens(valid[1], TRANSPOSED) & is_second)

@@ -1,4 +1,4 @@
-"""One factor per token (a norm or a scale, binary16 or binary32): loaded with a tile's rows, read as binary32."""
+"""One factor per token (a norm or a scale, binary16 or binary32): loaded with the rows of a tile, and read as float32 ``[warp, token]``."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # Tuples of tensors have one name whatever their length, and Triton has no types.
@@ -17,9 +17,10 @@ from .tile_layout import second_token_offset
 def load_factor(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """One binary16 or binary32 a token, for ``read_factor``: a binary16 as the aligned word that holds it, and its place there.
+    """One binary16 or binary32 per token for ``read_factor``: int32 ``[warp, token]``, or int16 where nothing is gained by more.
 
-    Only loads of 32 bits are fetched ahead of time. Tiles that are not masked do not end a stream whose words are cut (``plan``).
+    A binary16 is loaded as the aligned 32-bit word that holds it and the bit where it begins there, because only loads of 32 bits are
+    fetched ahead of time. A tile that is not masked never ends a stream in the middle of such a word (``attend``'s plan).
     """
     if BITS == 16 and FAST:
         if MASKED:
@@ -37,7 +38,7 @@ def load_factor(
 
 @triton.jit
 def read_factor(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """What ``load_factor`` loaded, as float32."""
+    """What ``load_factor`` loaded at number ``AT``, float32 ``[warp, token]``."""
     if BITS == 16 and FAST:
         value = (loaded[AT] >> loaded[AT + 1]).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif BITS == 16:
@@ -58,7 +59,7 @@ def load_factors(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """``load_factor``, and if ``DUAL`` that of the second tokens of all rows of the tile; ``valid`` is then that of both."""
+    """``load_factor``, and in dual tiles that of the second tokens of all rows; ``valid`` is then one ``[warp, token]`` for each."""
     if DUAL:
         loaded = load_factor(pointer, first, token, valid[0], BITS, MASKED, FAST)
         loaded = loaded + load_factor(pointer, first, token + second_token_offset(DUAL, token.shape[1]), valid[1], BITS, MASKED, FAST)
@@ -69,7 +70,7 @@ def load_factors(
 
 @triton.jit
 def read_factors(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, DUAL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """What ``load_factors`` loaded, as float32; those of both tokens if ``DUAL``."""
+    """What ``load_factors`` loaded, float32 ``[warp, token]``; two of these in dual tiles."""
     if DUAL:
         value = read_factor(loaded, AT, BITS, FAST), read_factor(loaded, AT + (2 if BITS == 16 and FAST else 1), BITS, FAST)
     else:

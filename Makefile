@@ -4,7 +4,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 INSTALLED := .venv/installed
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo test check lint types unit fuzz roundtrip gpu-test gpu-sanitize damage guards store-matrix versions zoo
+.PHONY: demo test check lint types unit docs fuzz roundtrip gpu-test gpu-sanitize damage guards store-matrix versions zoo
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -40,6 +40,10 @@ check: lint types
 	$(PYTEST) $$tests || [ $$? = 5 ] || exit 1; \
 	kernels=$$(grep -lr "pytest.mark.kernels" $$tests --include="test_*.py"); \
 	test -z "$$kernels" || TRITON_INTERPRET=1 $(PYTEST) $$kernels || [ $$? = 5 ]
+
+# The guides, the reference and the specification as HTML, as .ci/docs/conf.py says; every warning is an error.
+docs: $(INSTALLED)
+	$(BIN)/python .ci/docs/build.py build/docs
 
 # Readers on bytes that nobody wrote; SECONDS is the time of all targets together, OPTIONS are those of fuzz/run.py.
 fuzz: $(INSTALLED)
@@ -87,5 +91,5 @@ gpu-sanitize: $(INSTALLED)
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) pip setuptools
-	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --group fuzz --group test --editable '.[bench,transformers]'
+	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --group docs --group fuzz --group test --editable '.[bench,transformers]'
 	touch $@

@@ -1,4 +1,4 @@
-"""Recipes: which codec each layer and side gets, as a string or a preset's name.
+"""Recipes: which codec each layer and side gets, as a string or a preset's name::
 
     recipe  = clause { ";" clause }            later clauses win
     clause  = preset | addition | side "=" codec | "layers=" list ":" side "=" codec | "tail=" tokens

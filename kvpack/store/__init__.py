@@ -1,8 +1,10 @@
 """The prefix store: processes that serve one model share packed prefixes, from a folder or a server.
 
-store = kvpack.Store("~/.cache/kvpack", kvpack.Identity.of(model, "octopus-3"))
-n, cache = store.load(token_ids)
-store.save(token_ids, cache)
+For example::
+
+    store = kvpack.Store("~/.cache/kvpack", kvpack.Identity.of(model, "octopus-3"))
+    n, cache = store.load(token_ids)
+    store.save(token_ids, cache)
 """
 
 from .identity import Identity

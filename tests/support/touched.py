@@ -12,8 +12,15 @@ import sys
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parents[2]
-TREES = {"formats": "formats", "kernels": "kernels", "spec": "spec", "fuzz": "fuzz", "tests/golden": "file"}
-"""Folders beside ``kvpack``, and the folder of ``tests`` for each."""
+TREES = {
+    "formats": "formats",
+    "kernels": "kernels",
+    "kvpack/guides": "test_guides.py",
+    "spec": "spec",
+    "fuzz": "fuzz",
+    "tests/golden": "file",
+}
+"""Folders whose tests have another name, and what holds them in ``tests``."""
 FILES = {
     "README.md": ("tests/test_readme.py",),
     "pyproject.toml": ("tests/test_packaging.py",),

@@ -1,4 +1,4 @@
-"""transformers models over packed layers: no decompressed copy of the cache exists.
+"""transformers models over packed layers: no decompressed copy of the cache exists::
 
     cache = kvpack.load("prompt.kvpack")
     model.set_attn_implementation("kvpack")

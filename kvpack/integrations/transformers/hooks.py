@@ -140,9 +140,11 @@ class Recording:
 def recording(model: torch.nn.Module) -> Iterator[Recording]:
     """Record what forward passes of ``model`` over transformers' own caches see.
 
-    with recording(model) as record:
-        past = model(token_ids).past_key_values
-    cache = kvpack.pack(past, "octopus-3", inputs=record.inputs(past))
+    For example::
+
+        with recording(model) as record:
+            past = model(token_ids).past_key_values
+        cache = kvpack.pack(past, "octopus-3", inputs=record.inputs(past))
     """
     hooks, one = Hooks.on(model), Recording()
     hooks.recordings.append(one)

@@ -73,7 +73,7 @@ def test_tiles_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None
     cache = kvpack.pack(random_pairs(1, 1000), "k=group:b=3,g=32;v=group:b=3,g=32")
     q = torch.randn(1, 2, 3, 64)
     whole = kvpack.attend(q, cache[0])
-    monkeypatch.setattr("kvpack.cache.cache.TILE_VALUES", 1)
+    monkeypatch.setattr("kvpack.cache.side.TILE_VALUES", 1)
     torch.testing.assert_close(kvpack.attend(q, cache[0]), whole, rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -87,7 +87,7 @@ def test_memory_is_bounded_by_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
         widest = max(widest, stop - start)
         return decode(self, start, stop)
 
-    monkeypatch.setattr("kvpack.cache.cache.TILE_VALUES", 1 << 15)
+    monkeypatch.setattr("kvpack.cache.side.TILE_VALUES", 1 << 15)
     monkeypatch.setattr(type(cache[0].k), "frame", watched)
     kvpack.attend(torch.randn(1, 1, 1, 64), cache[0])
     assert widest == (1 << 15) // 64

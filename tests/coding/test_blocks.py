@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.cache import cache as cache_module
 from kvpack.coding import encoding
 from kvpack.coding.blocks import for_each_block
 from kvpack.formats import quaternion_search
@@ -98,7 +97,7 @@ def test_users_at_the_same_time_each_keep_their_threads() -> None:
 def test_inference_mode_reaches_no_tensor(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)
     # A tile holds 96 tokens of two heads of 64 channels, or 64 in groups of tokens.
-    monkeypatch.setattr(cache_module, "TILE_VALUES", 96 * 2 * 64)
+    monkeypatch.setattr("kvpack.cache.side.TILE_VALUES", 96 * 2 * 64)
     first, second = random_pairs(1, 600), random_pairs(1, 20, seed=1)
     expected = kvpack.pack(first, recipe).append(second)
     with torch.inference_mode():

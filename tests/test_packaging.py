@@ -107,6 +107,13 @@ def test_the_folder_kernels_is_no_package() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
+@pytest.mark.parametrize("name", ["CHANGELOG.md", "SECURITY.md"])
+def test_links_lead_to_files(name: str) -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / name).read_text()) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
 def test_one_version_everywhere() -> None:
     assert PROJECT["project"]["version"] == kvpack.__version__
 

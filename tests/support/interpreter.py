@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,23 @@ from kvpack.coding import triton_version
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
+OLD_INTERPRETER = INTERPRETED and triton_version.supported() and tuple(map(int, version("triton").split(".")[:2])) < (3, 7)
+
 needs_loaded_bounds = pytest.mark.skipif(
-    INTERPRETED and triton_version.supported() and tuple(map(int, version("triton").split(".")[:2])) < (3, 7),
+    OLD_INTERPRETER and tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4),
     reason="loops over loaded bounds fail in the interpreter of Triton below 3.7 with NumPy 2.4",
 )
+
+if OLD_INTERPRETER:
+    from triton.language import core
+
+    unwrapped = core._unwrap_if_constexpr
+
+    def with_names(value: Any) -> Any:
+        """What the function of Triton gives, with the names of a NamedTuple, which Triton 3.6 drops."""
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(with_names, value))
+        return tuple(map(with_names, value)) if type(value) is tuple else unwrapped(value)
+
+    # The interpreter gives tuples to functions of constants as they are; compiled code gives them as constants, names and all.
+    core._unwrap_if_constexpr = with_names

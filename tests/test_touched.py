@@ -47,6 +47,7 @@ def test_every_test_runs_for_some_source() -> None:
         ("formats/group.py", {"tests/formats"}),
         ("kvpack/file/header.py", {"tests/file", "tests/test_imports.py"}),
         ("kvpack/attention.py", {"tests/test_attention.py", "tests/test_imports.py"}),
+        ("tests/conftest.py", {"tests"}),
         ("tests/file/test_damage.py", {"tests/file/test_damage.py"}),
         ("tests/file/test_of_a_deleted_name.py", set()),
         ("spec/codecs/group.md", {"tests/spec"}),

@@ -3,59 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from kvpack.store.forms import MAGIC
 
-from store_caches import CHUNK, entry_of, open_store, prompt, same, save  # isort: skip
+from store_caches import CHUNK, KEYS, OTHER_KEYS, entry_of, open_store, prompt, same, save  # isort: skip
 
 pytest.importorskip("cryptography")
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-KEYS = {"k": bytes(range(32))}
-OTHERS = {"other": bytes(32)}
-PLAIN: list[bytes] = []
-
-
-@pytest.fixture(autouse=True)
-def plain(tmp_path: Path) -> None:
-    """An entry that is not encrypted, of the second chunk of the first prompt."""
-    store, ids = open_store(tmp_path / "plain"), prompt(3)
-    save(store, ids)
-    PLAIN[:] = [Path(entry_of(store, ids, 1)).read_bytes()]
+# What replaces an entry, given the entry and the same one that is not encrypted.
+BAD = {
+    "zeros": lambda good, plain: bytes(len(good)),
+    "empty": lambda good, plain: b"",
+    "junk": lambda good, plain: b"junk",
+    "magic alone": lambda good, plain: MAGIC + b"\1k",
+    "plaintext": lambda good, plain: plain,
+}
 
 
-def zeros(good: bytes) -> bytes:
-    return bytes(len(good))
-
-
-def empty(good: bytes) -> bytes:
-    return b""
-
-
-def junk(good: bytes) -> bytes:
-    return b"junk"
-
-
-def magic_alone(good: bytes) -> bytes:
-    return MAGIC + b"\1k"
-
-
-def plaintext(good: bytes) -> bytes:
-    return PLAIN[0]
-
-
-@pytest.mark.parametrize("bad", [zeros, empty, junk, magic_alone, plaintext])
+@pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("looks_first", [False, True])
-def test_what_is_no_encrypted_entry_gives_way(bad: Callable[[bytes], bytes], looks_first: bool, tmp_path: Path) -> None:
+def test_what_is_no_encrypted_entry_gives_way(bad: str, looks_first: bool, plain_entry: bytes, tmp_path: Path) -> None:
     store, ids = open_store(tmp_path / "store", encryption=KEYS), prompt(3)
     whole = save(store, ids)
     path = Path(entry_of(store, ids, 1))
-    path.write_bytes(bad(path.read_bytes()))
+    path.write_bytes(BAD[bad](path.read_bytes(), plain_entry))
     if looks_first:
         assert store.load(ids)[0] == CHUNK
     else:
@@ -68,7 +41,7 @@ def test_what_is_no_encrypted_entry_gives_way(bad: Callable[[bytes], bytes], loo
 
 def test_what_another_key_opens_stays_and_is_not_called_stored(tmp_path: Path) -> None:
     ids = prompt(3)
-    theirs = open_store(tmp_path / "store", encryption=OTHERS)
+    theirs = open_store(tmp_path / "store", encryption=OTHER_KEYS)
     whole = save(theirs, ids)
     for ours in (open_store(tmp_path / "store", encryption=KEYS), open_store(tmp_path / "store")):
         assert ours.load(ids) == (0, None)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -17,16 +17,11 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.store.encryption import Cipher
 from kvpack.store.forms import MAGIC, Form, Kind, sealed_bytes
 
-from store_caches import CHUNK, IDENTITY, cache, entry_of, open_store, prompt, same, save  # isort: skip
+from store_caches import CHUNK, IDENTITY, KEYS, OTHER_KEYS, cache, entry_of, open_store, prompt, same, save  # isort: skip
 
 pytest.importorskip("cryptography")
 
-if TYPE_CHECKING:
-    pass
-
-KEY = bytes(range(32))
-KEYS = {"k": KEY}
-OTHERS = {"other": bytes(32)}
+(KEY,) = KEYS.values()
 
 IN_A_CHILD = """
 import json, os, resource, sys
@@ -34,15 +29,15 @@ sys.path.insert(0, sys.argv[2])
 import torch
 torch.set_num_threads(1)
 from kvpack import cli
-from store_caches import IDENTITY, cache, open_store, prompt
+from store_caches import IDENTITY, cache, entry_of, open_store, prompt
 folder, keys, name = os.path.join(sys.argv[1], "store"), os.path.join(sys.argv[1], "keys"), sys.argv[3]
 ids = prompt(3)
 store = open_store(folder, **({"encryption": {"k": bytes(range(32))}} if name == "encrypted" else {}))
 store.save(ids, cache(len(ids)))
-with open(store._backend.path(store.keys(ids)[1]), "r+b") as file:
+with open(entry_of(store, ids, 1), "r+b") as file:
     file.truncate(0)
     file.truncate(2 * 2**30)
-with open(store._backend.path(store.keys(ids)[2]), "r+b") as file:
+with open(entry_of(store, ids, 2), "r+b") as file:
     file.truncate(2 * 2**30)
 words = ["--key-file", keys, "--tenant", "tenant"] if name == "encrypted" else []
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -126,17 +121,6 @@ def test_where_memory_ends_nothing_panics() -> None:
     assert "panicked" not in done.stderr
 
 
-PLAIN: list[bytes] = []
-
-
-@pytest.fixture(autouse=True)
-def plain(tmp_path: Path) -> None:
-    """An entry that is not encrypted, of the second chunk of the first prompt."""
-    store, ids = open_store(tmp_path / "plain"), prompt(3)
-    save(store, ids)
-    PLAIN[:] = [Path(entry_of(store, ids, 1)).read_bytes()]
-
-
 def test_what_is_damaged_inside_goes_with_the_next_load(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path / "store", encryption=KEYS), prompt(3)
     whole = save(store, ids)
@@ -160,14 +144,14 @@ def printed(capsys: pytest.CaptureFixture[str], *words: Any, code: int = 0) -> A
 
 
 def test_commands_with_keys_refuse_what_is_not_encrypted(
-    key_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    key_file: Path, plain_entry: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, ids = tmp_path / "store", prompt(3)
     store = open_store(folder, encryption=KEYS)
     whole = save(store, ids)
     path = Path(entry_of(store, ids, 1))
     sealed = path.read_bytes()
-    path.write_bytes(PLAIN[0])
+    path.write_bytes(plain_entry)
     key = store.keys(ids)[1].hex()
     words = ["--key-file", key_file, "--tenant", IDENTITY.tenant]
     found = printed(capsys, "ls", folder, *words)
@@ -193,10 +177,10 @@ def test_commands_with_keys_refuse_what_is_not_encrypted(
     assert "2 encrypted entries that no key given opens: --key-file names the keys" in said
     assert "stores with keys refuse them" in said
     # What a key of another id encrypted is no damage, whoever looks.
-    path.write_bytes(b"".join(Cipher(OTHERS, IDENTITY.tenant).encrypt(store.keys(ids)[1], [memoryview(PLAIN[0])])))
+    path.write_bytes(b"".join(Cipher(OTHER_KEYS, IDENTITY.tenant).encrypt(store.keys(ids)[1], [memoryview(plain_entry)])))
     found = printed(capsys, "verify", folder, *words, "--delete")
     assert (found["undecryptable"], found["refused"]) == ([key], [])
-    path.write_bytes(PLAIN[0])
+    path.write_bytes(plain_entry)
     found = printed(capsys, "verify", folder, *words, "--delete", code=1)
     assert found["refused"][0]["deleted"]
     path.write_bytes(sealed)

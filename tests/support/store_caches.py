@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 CHUNK = 32
 IDENTITY = kvpack.Identity("model", "kivi-2", weights="w1", dtype="bfloat16", tenant="tenant")
+KEYS = {"k": bytes(range(32))}
+OTHER_KEYS = {"other": bytes(32)}
 
 
 def prompt(chunks: int, first: int = 0, seed: int = 0) -> list[int]:

@@ -27,7 +27,6 @@ FILES = {
     "Makefile": ("tests/test_packaging.py",),
     "kvpack/__init__.py": ("tests/test_imports.py", "tests/test_packaging.py"),
     "kvpack/cli.py": ("tests/commands",),
-    "tests/conftest.py": ("tests",),
 }
 """Files whose tests do not lie in a folder or a file of their name."""
 
@@ -45,6 +44,8 @@ def needed_by(file: str) -> set[str]:
         return set(FILES[file])
     if path.parts[0] == "tests" and path.name.startswith("test_"):
         return _existing(file)
+    if path.name == "conftest.py":
+        return {path.parent.as_posix()}
     if path.parts[:2] == ("tests", "support"):
         return _importers(path.parts[2].removesuffix(".py"))
     for tree, folder in TREES.items():

@@ -142,24 +142,20 @@ def _sizes_of_junk(client: Any, key: bytes) -> None:
     client.hset(b"{kvpack}:sizes", mapping={key: b"junk", b"short": b"1"})
 
 
-def _text_for_uses(client: Any, key: bytes) -> None:
-    client.delete(b"{kvpack}:used")
-    client.set(b"{kvpack}:used", b"text")
+def _text_for(name: str) -> OnServer:
+    """Put text in the place of one of the store's sets and maps."""
 
+    def plant(client: Any, key: bytes) -> None:
+        client.delete(f"{{kvpack}}:{name}")
+        client.set(f"{{kvpack}}:{name}", b"text")
 
-def _text_for_sizes(client: Any, key: bytes) -> None:
-    client.delete(b"{kvpack}:sizes")
-    client.set(b"{kvpack}:sizes", b"text")
+    plant.__name__ = f"_text_for_{name}"
+    return plant
 
 
 def _list_for_sum(client: Any, key: bytes) -> None:
     client.delete(b"{kvpack}:bytes")
     client.rpush(b"{kvpack}:bytes", b"1")
-
-
-def _text_for_pins(client: Any, key: bytes) -> None:
-    client.delete(b"{kvpack}:pins")
-    client.set(b"{kvpack}:pins", b"text")
 
 
 def _uses_of_junk(client: Any, key: bytes) -> None:
@@ -168,7 +164,7 @@ def _uses_of_junk(client: Any, key: bytes) -> None:
 
 ON_SERVERS: list[OnServer] = [
     *(_junk_entry, _empty_entry, _large_entry, _list_entry, _another_entry, _plaintext_entry, _no_bookkeeping, _sum_of_junk),
-    *(_negative_sum, _large_sum, _sizes_of_junk, _text_for_uses, _text_for_sizes, _list_for_sum, _text_for_pins, _uses_of_junk),
+    *(_negative_sum, _large_sum, _sizes_of_junk, _text_for("used"), _text_for("sizes"), _list_for_sum, _text_for("pins"), _uses_of_junk),
 ]
 
 

@@ -96,7 +96,7 @@ def test_the_promises_are_seen_to_break(mutant: str, monkeypatch: pytest.MonkeyP
     fault, name, put = MUTANTS[mutant]
     monkeypatch.setattr(name, put)
     # A run of few cases may miss what depends on the moment.
-    for cell in (run_cell("plain", fault, FAULTS[fault].few, seed) for seed in range(5)):
+    for cell in (run_cell("plain", fault, FAULTS[fault].few, seed) for seed in range(10)):
         if cell.skipped:
             pytest.skip(cell.skipped)
         if cell.problems:

@@ -48,13 +48,13 @@ class Fault:
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("kill", kills, 12, 1000, "processes killed"),
-        Fault("errno", errors, 12, 2000, "calls that fail"),
-        Fault("power loss", crashes, 24, 1000, "crashes"),
-        Fault("memory limit", limits, 8, 64, "limits"),
-        Fault("two users", users, 12, 16, "planted entries"),
-        Fault("PID namespaces", namespaces, 12, 200, "saves"),
-        Fault("isolation", lookups, 2000, 143_000, "lookups"),
+        Fault("kill", kills, 6, 1000, "processes killed"),
+        Fault("errno", errors, 6, 2000, "calls that fail"),
+        Fault("power loss", crashes, 12, 1000, "crashes"),
+        Fault("memory limit", limits, 4, 64, "limits"),
+        Fault("two users", users, 6, 16, "planted entries"),
+        Fault("PID namespaces", namespaces, 6, 200, "saves"),
+        Fault("isolation", lookups, 600, 143_000, "lookups"),
     )
 }
 

@@ -59,7 +59,7 @@ class Angle(CodecFamily):
     def __post_init__(self) -> None:
         check_range(self.id, "dim", self.dim, 2, MAX_DIM)
         if self.dim % 2:
-            raise InvalidParameter(f"codec {self.id}: dim is {self.dim}, allowed are even ones: channels go in pairs")
+            raise InvalidParameter(f"codec {self.id}: dim is {self.dim}, expected an even number: channels are coded in pairs")
         check_range(self.id, "bins", self.bins, 2, MAX_BINS)
         check_choice(self.id, "norm", self.norm, NORMS)
         check_choice(self.id, "arrangement", self.arrangement, ARRANGEMENTS if self.norm != "fp32" else ("dense",))

@@ -283,13 +283,13 @@ def encoded_by_rows(
 def check_range(codec: str, name: str, value: int, low: int, high: int) -> None:
     """Raise InvalidParameter unless ``low <= value <= high``."""
     if not low <= value <= high:
-        raise InvalidParameter(f"codec {codec}: {name} is {value}, allowed are {low} to {high}")
+        raise InvalidParameter(f"codec {codec}: {name} is {value}, expected {low} to {high}")
 
 
 def check_choice(codec: str, name: str, value: str, known: tuple[str, ...]) -> None:
     """Raise InvalidParameter unless ``value`` is one of ``known``."""
     if value not in known:
-        raise InvalidParameter(f"codec {codec}: {name} is {value!r}, known are {', '.join(known)}")
+        raise InvalidParameter(f"codec {codec}: {name} is {value!r}, expected one of {', '.join(known)}")
 
 
 def check_fields(codec: str, fields: Fields, expected: tuple[str, ...]) -> None:

@@ -107,7 +107,7 @@ class Columns:
         if self.symbols < 1 or not self.bases or not all(2 <= base <= MAX_BASE for base in self.bases):
             raise InvalidParameter(f"{text}: there is at least 1 symbol, and bases are 2 to {MAX_BASE}")
         if not 1 <= self.fields <= MAX_FIELDS:
-            raise InvalidParameter(f"{text}: {self.fields} fields, allowed are 1 to {MAX_FIELDS}")
+            raise InvalidParameter(f"{text}: {self.fields} fields, expected 1 to {MAX_FIELDS}")
         if len(self.alphabets) != len(self.bases) or not all(1 <= a <= b for a, b in zip(self.alphabets, self.bases, strict=True)):
             raise InvalidParameter(f"{text}: alphabets {list(self.alphabets)} are one a base and at most that base")
         if not _fits(self.bases, self.fields):

@@ -65,7 +65,7 @@ class Group(CodecFamily):
         check_choice(self.id, "centre", self.centre, CENTRES)
         check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
         if self.size not in SIZES:
-            raise InvalidParameter(f"codec {self.id}: size is {self.size}, known are {', '.join(map(str, SIZES))}")
+            raise InvalidParameter(f"codec {self.id}: size is {self.size}, expected one of {', '.join(map(str, SIZES))}")
         check_fields(self.id, self.fields, ("codes",))
         self.packings()
         _ = self.rotation

@@ -45,7 +45,7 @@ class Options:
         except ValueError:
             value = low - 1
         if not low <= value <= high:
-            raise UnknownWord(f"{self.codec}:{name} is {text!r}, allowed are integers from {low} to {high}", f"{name}={text}")
+            raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected an integer from {low} to {high}", f"{name}={text}")
         return value
 
     def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
@@ -56,9 +56,7 @@ class Options:
         known = {str(value): value for value in range(low, high + 1)}
         words = text.split(".")
         if not set(words) <= set(known):
-            raise UnknownWord(
-                f"{self.codec}:{name} is {text!r}, allowed are integers from {low} to {high} joined by dots", f"{name}={text}"
-            )
+            raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected integers from {low} to {high} joined by dots", f"{name}={text}")
         return tuple(known[word] for word in words)
 
     def choice(self, name: str, default: str, known: tuple[str, ...]) -> str:
@@ -67,7 +65,7 @@ class Options:
         if text is None:
             return default
         if text not in known:
-            raise UnknownWord(f"{self.codec}:{name} is {text!r}, known are {', '.join(known)}", f"{name}={text}")
+            raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected one of {', '.join(known)}", f"{name}={text}")
         return text
 
     def finish(self) -> None:

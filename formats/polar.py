@@ -162,7 +162,7 @@ class Polar(CodecFamily):
 def _check_dim(dim: int) -> None:
     check_range("polar", "dim", dim, 2, MAX_DIM)
     if dim % 2:
-        raise InvalidParameter(f"codec polar: dim is {dim}, allowed are even ones: channels go in pairs")
+        raise InvalidParameter(f"codec polar: dim is {dim}, expected an even number: channels are coded in pairs")
 
 
 def _check_tables(levels: tuple[Level, ...], angle_table: bytes) -> None:
@@ -188,7 +188,7 @@ def _levels(dim: int, bits: str) -> tuple[Level, ...]:
     words = bits.split(".")
     if len(words) > _most_levels(dim) or not set(words) <= set(map(str, range(1, MAX_BITS + 1))):
         raise InvalidParameter(
-            f"codec polar: bits is {bits!r}, allowed are 1 to {_most_levels(dim)} integers from 1 to {MAX_BITS} joined by dots at dim {dim}"
+            f"codec polar: bits is {bits!r}, expected 1 to {_most_levels(dim)} integers from 1 to {MAX_BITS} joined by dots at dim {dim}"
         )
     levels = []
     for number, word in enumerate(words):

@@ -87,7 +87,7 @@ class Rotation:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise InvalidParameter(f"rotation_kind is {self.kind!r}, known are {', '.join(KINDS)}")
+            raise InvalidParameter(f"rotation_kind is {self.kind!r}, expected one of {', '.join(KINDS)}")
         if self.kind != "none":
             check_order(self.dim)
 

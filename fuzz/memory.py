@@ -37,5 +37,5 @@ def check_growth(action: Callable[[], bool], max_bytes: int) -> bool:
         result = action()
 
     taken, allowed = growth(noted), (max_bytes + CONSTANT_BYTES) / 2**20
-    assert taken is None or taken <= allowed, f"took {taken:.0f} MiB, allowed are {allowed:.0f}: max_bytes and the stated constant"
+    assert taken is None or taken <= allowed, f"took {taken:.0f} MiB, the limit is {allowed:.0f}: max_bytes and the stated constant"
     return result

@@ -29,9 +29,9 @@ def problems(reports: list[dict[str, Any]]) -> list[str]:
         growth = report.get("memory_peak", 0.0) - report.get("memory_of_libraries", 0.0)
         more = MORE_OF_ENCODERS.get(name, 0.0)
         if growth > MOST_GROWTH + more:
-            found.append(f"{name}: inputs took {growth:.0f} MiB more than the libraries, allowed are {MOST_GROWTH + more:.0f}")
+            found.append(f"{name}: inputs took {growth:.0f} MiB more than the libraries, the limit is {MOST_GROWTH + more:.0f}")
         if (memory := _memory(report)) > MOST_MEMORY + more:
-            found.append(f"{name}: took {memory:.0f} MiB, allowed are {MOST_MEMORY + more:.0f}")
+            found.append(f"{name}: took {memory:.0f} MiB, the limit is {MOST_MEMORY + more:.0f}")
         if not report.get("executions"):
             found.append(f"{name}: ran no input")
     return found

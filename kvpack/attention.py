@@ -213,9 +213,9 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
     for name, number in (("scale", scale), ("softcap", softcap)):
         check_number(number, name)
     if sliding_window is not None and integer(sliding_window, "sliding_window") < 1:
-        raise InvalidParameter(f"sliding_window is {sliding_window}, allowed are integers from 1")
+        raise InvalidParameter(f"sliding_window is {sliding_window}, expected an integer of at least 1")
     if softcap is not None and not softcap > 0:
-        raise InvalidParameter(f"softcap is {softcap}, allowed are numbers above 0")
+        raise InvalidParameter(f"softcap is {softcap}, expected a number above 0")
 
 
 def _check_held(queries: int, layer: Layer, sliding_window: int | None, lengths: object) -> None:
@@ -268,4 +268,4 @@ def _checked_lengths(lengths: torch.Tensor | Sequence[int] | None, k: Side) -> t
 
 def _check_length(number: int, length: int, tokens: int) -> None:
     if not 0 <= length <= tokens:
-        raise OutOfBounds(f"lengths[{number}] is {length}, allowed are 0 to {tokens}, the tokens of the layer")
+        raise OutOfBounds(f"lengths[{number}] is {length}, expected 0 to {tokens}, the tokens of the layer")

@@ -131,7 +131,7 @@ def run(
     Raises InvalidParameter.
     """
     if repeats < 1:
-        raise InvalidParameter(f"--repeats is {repeats}, allowed are integers from 1")
+        raise InvalidParameter(f"--repeats is {repeats}, expected an integer of at least 1")
     clock = _Clock(repeats, 2 * _PEERS + 4 * len(recipes), progress)
     with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as temporary:
         dense, packed = os.path.join(temporary, "dense.safetensors"), os.path.join(temporary, "packed.kvpack")

@@ -90,7 +90,7 @@ def parse_shape(text: str) -> Shape:
         return SHAPES[text]
     match = re.fullmatch(r"x".join([r"([1-9][0-9]{0,8})"] * 5), text)
     if match is None:
-        raise InvalidParameter(f"--shape is {text!r}, known are {', '.join(SHAPES)} and batch x query heads x KV heads x dim x tokens")
+        raise InvalidParameter(f"--shape is {text!r}, expected one of {', '.join(SHAPES)} or batch x query heads x KV heads x dim x tokens")
     shape = Shape(*map(int, match.groups()))
     if shape.q_heads % shape.heads:
         raise InvalidParameter(f"--shape {text!r}: {shape.q_heads} query heads are no multiple of {shape.heads} KV heads")

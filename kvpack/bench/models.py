@@ -81,7 +81,7 @@ def make_twin(model: Any, factor: float, sample: torch.Tensor, seed: int) -> flo
         difference = float((model(sample).logits - before).abs().max() / before.abs().max())
     if not difference <= TWIN_TOLERANCE:
         raise InvalidParameter(
-            f"the twin's logits differ from the model's by {difference:.1e} of the largest, allowed are {TWIN_TOLERANCE:.1e}: "
+            f"the twin's logits differ from the model's by {difference:.1e} of the largest, the limit is {TWIN_TOLERANCE:.1e}: "
             "its keys and queries are not what k_proj and q_proj give, rotated by pairs"
         )
     return difference

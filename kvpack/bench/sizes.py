@@ -24,14 +24,14 @@ def window_tokens(asked: int | None, default: int, text: Text, most_positions: i
     most = min(len(text.ids) + len(text.start) - 1, most_positions or len(text.ids))
     tokens = min(default, most) if asked is None else asked
     if not 2 <= tokens <= most:
-        raise InvalidParameter(f"--tokens is {tokens}, allowed are integers from 2 to {most}, by the model's positions and {text.name}")
+        raise InvalidParameter(f"--tokens is {tokens}, expected an integer from 2 to {most}, by the model's positions and {text.name}")
     return tokens
 
 
 def check_size(option: str, value: int, least: int, largest: int, why: str) -> None:
     """Raise InvalidParameter, naming the ``option``, unless ``least <= value <= largest``."""
     if not least <= value <= largest:
-        raise InvalidParameter(f"--{option} is {value}, allowed are integers from {least} to {largest} {why}")
+        raise InvalidParameter(f"--{option} is {value}, expected an integer from {least} to {largest} {why}")
 
 
 def window_ids(tokens: int, text: Text) -> int:

@@ -63,7 +63,7 @@ def run(
     """
     for name, value in (("--layers", layers), ("--chunks", chunks), ("--repeats", repeats), *(("--entries", count) for count in entries)):
         if value < 1:
-            raise InvalidParameter(f"{name} is {value}, allowed are integers from 1")
+            raise InvalidParameter(f"{name} is {value}, expected an integer of at least 1")
     total = 2 + len(PROCESSES) + len(entries)
     done = 0
 

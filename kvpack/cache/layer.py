@@ -32,7 +32,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         if self.skipped < 0 or (self.skipped and not self.sides):
-            raise InvalidParameter(f"skipped is {self.skipped}, allowed are integers from 0, and 0 alone for a layer without sides")
+            raise InvalidParameter(f"skipped is {self.skipped}, expected an integer of at least 0, and 0 for a layer without sides")
 
     def __deepcopy__(self, memo: object) -> Layer:
         return self

@@ -68,7 +68,7 @@ def uses_triton(device: torch.device) -> bool:
     """
     backend = os.environ.get(VARIABLE, "")
     if backend not in ("", *BACKENDS):
-        raise InvalidParameter(f"the environment variable {VARIABLE} is {backend!r}, known are {', '.join(BACKENDS)}")
+        raise InvalidParameter(f"the environment variable {VARIABLE} is {backend!r}, expected one of {', '.join(BACKENDS)}")
     if backend != "triton":
         wanted = not backend and device.type == "cuda"
         if wanted and not triton_version.supported():

@@ -116,7 +116,7 @@ class Recipe:
             return 0
         text = windows[-1].removeprefix("tail=")
         if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) > MAX_WINDOW:
-            self._refuse(windows[-1], windows[-1], f"tail is {text!r}, allowed are integers from 0 to {MAX_WINDOW}")
+            self._refuse(windows[-1], windows[-1], f"tail is {text!r}, expected an integer from 0 to {MAX_WINDOW}")
         window = int(text)
         for rule in self.rules:
             for side in rule.sides:
@@ -198,10 +198,12 @@ class Recipe:
         if not equals or sides not in ("k", "v", "kv"):
             known = [*PUBLISHED, *ADDITIONS, "k=", "v=", "kv=", "layers=", "tail="]
             word = sides if equals else body
-            self._refuse(word, clause, f"unknown word {word!r}; known are {', '.join(known)}", known)
+            self._refuse(word, clause, f"unknown word {word!r}; expected one of {', '.join(known)}", known)
         codec_id, _, options = codec.partition(":")
         if codec_id not in CODECS:
-            self._refuse(codec_id or body, clause, f"unknown codec {codec_id!r}; known are {', '.join(sorted(CODECS))}", sorted(CODECS))
+            self._refuse(
+                codec_id or body, clause, f"unknown codec {codec_id!r}; expected one of {', '.join(sorted(CODECS))}", sorted(CODECS)
+            )
         words: dict[str, str] = {}
         for option in options.split(",") if options else []:
             name, equals, value = option.partition("=")

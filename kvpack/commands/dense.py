@@ -151,7 +151,7 @@ def _check_front(path: str) -> None:
     if 8 + length > size:
         raise InvalidParameter(f"{path}: is not a safetensors file: it has {size} bytes, and its header would end at {8 + length}")
     if length > MAX_JSON_BYTES:
-        raise InvalidParameter(f"{path}: its header has {length} bytes, allowed are at most {MAX_JSON_BYTES}")
+        raise InvalidParameter(f"{path}: its header has {length} bytes, the limit is {MAX_JSON_BYTES}")
 
 
 def _check_names(path: str, names: list[str], note: _Note) -> int:
@@ -179,10 +179,10 @@ MAX_VALUES = 2**63 - 1
 def _check_shape(path: str, name: str, shape: list[int]) -> None:
     """Refuse what no torch tensor can be, such as none of 2^63 tokens."""
     if shape and max(shape) > MAX_TOKENS:
-        raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, allowed are sizes up to {MAX_TOKENS}")
+        raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, the largest size is {MAX_TOKENS}")
     # An empty tensor has strides as well.
     if (values := math.prod(max(1, size) for size in shape)) > MAX_VALUES:
-        what = f"whose sizes but 0 multiply to {values}, allowed are up to {MAX_VALUES}"
+        what = f"whose sizes other than 0 multiply to {values}, the limit is {MAX_VALUES}"
         raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, {what}")
 
 

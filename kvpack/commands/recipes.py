@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     asked = {name: getattr(arguments, name) for name in DEFAULTS if getattr(arguments, name) is not None}
     for name, value in asked.items():
         if not 1 <= value <= _LIMITS[name]:
-            raise InvalidParameter(f"--{name} is {value}, allowed are 1 to {_LIMITS[name]}")
+            raise InvalidParameter(f"--{name} is {value}, expected 1 to {_LIMITS[name]}")
     rows = [_row(name, asked, listed=not arguments.recipes) for name in arguments.recipes or PUBLISHED]
     additions = [] if arguments.recipes else [{"name": name, "source": it.source, "recipe": it.recipe} for name, it in ADDITIONS.items()]
     if arguments.json:

@@ -13,9 +13,9 @@ def check_integer(where: str, value: Any, low: int, high: int) -> None:
     """Raise InvalidHeader for another type or less than ``low``, LimitExceeded for more than ``high``."""
     check_type(where, value, int)
     if value < low:
-        raise InvalidHeader(f"{where} is {value}, allowed are at least {low}")
+        raise InvalidHeader(f"{where} is {value}, expected at least {low}")
     if value > high:
-        raise LimitExceeded(f"{where} is {value}, allowed are at most {high}")
+        raise LimitExceeded(f"{where} is {value}, the limit is {high}")
 
 
 def check_string(where: str, value: Any) -> None:
@@ -26,21 +26,21 @@ def check_string(where: str, value: Any) -> None:
     except UnicodeEncodeError:
         raise InvalidHeader(f"{where} is {value!r}, which UTF-8 cannot hold") from None
     if size > MAX_STRING_BYTES:
-        raise LimitExceeded(f"{where} has {size} bytes, allowed are at most {MAX_STRING_BYTES}")
+        raise LimitExceeded(f"{where} has {size} bytes, the limit is {MAX_STRING_BYTES}")
 
 
 def check_binary(where: str, value: Any) -> None:
     """Raise InvalidHeader for another type, LimitExceeded for a long one."""
     check_type(where, value, bytes)
     if len(value) > MAX_BINARY_BYTES:
-        raise LimitExceeded(f"{where} has {len(value)} bytes, allowed are at most {MAX_BINARY_BYTES}")
+        raise LimitExceeded(f"{where} has {len(value)} bytes, the limit is {MAX_BINARY_BYTES}")
 
 
 def check_sequence(where: str, value: Any, kind: type, limit: int) -> None:
     """Raise InvalidHeader unless ``value`` is of type ``kind``, LimitExceeded for more than ``limit`` entries."""
     check_type(where, value, kind)
     if len(value) > limit:
-        raise LimitExceeded(f"{where} has {len(value)} entries, allowed are at most {limit}")
+        raise LimitExceeded(f"{where} has {len(value)} entries, the limit is {limit}")
 
 
 def check_names(where: str, value: Any, kind: type) -> None:

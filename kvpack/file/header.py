@@ -55,7 +55,7 @@ class SideEntry:
     def __post_init__(self) -> None:
         check_type("codec", self.codec, int)
         if self.codec < 0:
-            raise InvalidHeader(f"codec is {self.codec}, allowed are at least 0")
+            raise InvalidHeader(f"codec is {self.codec}, expected at least 0")
         check_integer("batch", self.batch, 1, MAX_BATCH)
         check_integer("heads", self.heads, 1, MAX_HEADS)
         check_sequence("runs", self.runs, tuple, MAX_ENTRIES)
@@ -64,13 +64,13 @@ class SideEntry:
         check_integer("tail", self.tail, 0, MAX_TOKENS)
         check_integer("window", self.window, 0, MAX_TOKENS)
         if self.tokens > MAX_TOKENS:
-            raise LimitExceeded(f"tokens is {self.tokens}, allowed are at most {MAX_TOKENS}")
+            raise LimitExceeded(f"tokens is {self.tokens}, the limit is {MAX_TOKENS}")
         for name, count in self.entries:
             check_string("a key of entries", name)
             check_integer(f"entries.{name}", count, 0, MAX_TOKENS)
         check_string("tail_dtype", self.tail_dtype)
         if self.tail_dtype not in DTYPES:
-            raise InvalidHeader(f"tail_dtype is {self.tail_dtype!r}, known are {', '.join(DTYPES)}")
+            raise InvalidHeader(f"tail_dtype is {self.tail_dtype!r}, expected one of {', '.join(DTYPES)}")
 
     @property
     def packed(self) -> int:
@@ -124,7 +124,7 @@ class TensorEntry:
         if not all(type(size) is int for size in self.shape):
             raise InvalidHeader(f"shape is {list(self.shape)}, expected integers")
         if self.filter not in FILTERS:
-            raise InvalidHeader(f"filter is {self.filter!r}, known are {', '.join(FILTERS)}")
+            raise InvalidHeader(f"filter is {self.filter!r}, expected one of {', '.join(FILTERS)}")
         check_integer("stored_bytes", self.stored_bytes, 0, MAX_FILE_BYTES)
         check_type("digest", self.digest, bytes)
         if len(self.digest) != DIGEST_BYTES:
@@ -140,7 +140,7 @@ class TensorEntry:
             raise InvalidHeader(f"stored_bytes is {self.stored_bytes}, without a filter the shape takes {size} ({name})")
         if self.filter == "zstd" and size > MAX_RATIO * self.stored_bytes:
             raise LimitExceeded(
-                f"stored_bytes is {self.stored_bytes} for {size} decoded bytes, allowed are {MAX_RATIO} decoded for each ({name})"
+                f"stored_bytes is {self.stored_bytes} for {size} decoded bytes, the limit is {MAX_RATIO} per stored byte ({name})"
             )
 
 

@@ -145,7 +145,7 @@ def _counter(limit: int) -> Callable[[Any], Any]:
 def check_header_size(size: int) -> None:
     """Raise LimitExceeded for a ``kvpack.header`` of more bytes than the format allows."""
     if size > MAX_HEADER_BYTES:
-        raise LimitExceeded(f"kvpack.header has {size} bytes, allowed are at most {MAX_HEADER_BYTES}")
+        raise LimitExceeded(f"kvpack.header has {size} bytes, the limit is {MAX_HEADER_BYTES}")
 
 
 def _codec(where: str, params: Any) -> Codec:

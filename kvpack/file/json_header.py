@@ -91,10 +91,10 @@ def make_front(header: Header) -> Front:
     json = ("{" + ",".join(rows) + "}").encode()
     json += b" " * (-(LENGTH_BYTES + len(json)) % DATA_ALIGNMENT)
     if len(json) > MAX_JSON_BYTES:
-        raise LimitExceeded(f"the JSON header has {len(json)} bytes, allowed are at most {MAX_JSON_BYTES}")
+        raise LimitExceeded(f"the JSON header has {len(json)} bytes, the limit is {MAX_JSON_BYTES}")
     front = Front(len(json).to_bytes(LENGTH_BYTES, "little") + json, tensor, places)
     if front.file_bytes > MAX_FILE_BYTES:
-        raise LimitExceeded(f"the file has {front.file_bytes} bytes, allowed are at most {MAX_FILE_BYTES}")
+        raise LimitExceeded(f"the file has {front.file_bytes} bytes, the limit is {MAX_FILE_BYTES}")
     return front
 
 
@@ -112,7 +112,7 @@ def read_front(source: Source, max_bytes: int | None = None) -> tuple[Header, Fr
     if version and int(version[1]) > FORMAT:
         raise UnsupportedVersion(newer(int(version[1])))
     if length > MAX_JSON_BYTES:
-        raise LimitExceeded(f"the JSON header has {length} bytes, allowed are at most {MAX_JSON_BYTES}")
+        raise LimitExceeded(f"the JSON header has {length} bytes, the limit is {MAX_JSON_BYTES}")
     start = LENGTH_BYTES + length
     if start > size:
         raise Truncated(f"has {size} bytes, its JSON header ends at {start}")

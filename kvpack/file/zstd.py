@@ -35,9 +35,7 @@ def decompressed(name: str, stored: memoryview, size: int) -> memoryview:
         if frame.content_size != size:
             raise InvalidPayload(f"{name}: the zstd frame says that it holds {frame.content_size} bytes, the shape takes {size}")
         if frame.window_size > MAX_WINDOW_BYTES:
-            raise InvalidPayload(
-                f"{name}: the zstd frame needs a window of {frame.window_size} bytes, allowed are at most {MAX_WINDOW_BYTES}"
-            )
+            raise InvalidPayload(f"{name}: the zstd frame needs a window of {frame.window_size} bytes, the limit is {MAX_WINDOW_BYTES}")
         if frame.dict_id:
             raise InvalidPayload(f"{name}: the zstd frame needs the dictionary {frame.dict_id}, none is allowed")
         if not size:

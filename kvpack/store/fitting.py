@@ -101,4 +101,4 @@ def check_groups(identity: Identity, chunk: int) -> None:
         for side in rule.sides:
             group = rule.codec(_ANY_DIM, side).token_group
             if chunk % group:
-                raise InvalidParameter(f"chunk is {chunk}, {side}={rule.codec_id} encodes {group} tokens together: allowed are multiples")
+                raise InvalidParameter(f"chunk is {chunk}, {side}={rule.codec_id} encodes {group} tokens together: expected a multiple")

@@ -43,7 +43,7 @@ def token_bytes(token_ids: Any) -> bytes:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InvalidParameter(f"token_ids are {ids.dtype} {list(ids.shape)}, expected integers [token] or [1, token]")
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= _MAX_ID:
-        raise InvalidParameter(f"token_ids are from {ids.min()} to {ids.max()}, allowed are integers from 0 to {_MAX_ID}")
+        raise InvalidParameter(f"token_ids are from {ids.min()} to {ids.max()}, expected integers from 0 to {_MAX_ID}")
     data: bytes = ids.astype("<u4").tobytes()
     return data
 
@@ -78,7 +78,7 @@ def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
     for number, digest in enumerate(inputs):
         if not isinstance(digest, bytes) or len(digest) > MAX_INPUT_BYTES:
             found = f"{len(digest)} bytes" if isinstance(digest, bytes) else f"of type {type(digest).__name__}"
-            raise InvalidParameter(f"inputs[{number}] is {found}, allowed are at most {MAX_INPUT_BYTES} bytes: give a digest")
+            raise InvalidParameter(f"inputs[{number}] is {found}, the limit is {MAX_INPUT_BYTES} bytes: give a digest")
     return list(inputs[:whole])
 
 

@@ -74,7 +74,7 @@ def _check_options(kind: str, given: Mapping[str, Any], known: set[str], instead
 def check_count(name: str, value: Any, least: int) -> None:
     """Raise InvalidParameter unless ``value`` is an integer of at least ``least``."""
     if type(value) is not int or value < least:
-        raise InvalidParameter(f"{name} is {value!r}, allowed are integers from {least}")
+        raise InvalidParameter(f"{name} is {value!r}, expected an integer of at least {least}")
 
 
 def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, looking: bool = False, write_back: bool = False) -> Tiers:
@@ -147,7 +147,7 @@ def _kind(location: Any) -> Kind:
             return kind
     if isinstance(location, str) and not location.startswith(_FILE) and (scheme := _URL.match(location)):
         known = ", ".join(scheme for kind in KINDS for scheme in kind.schemes)
-        raise InvalidParameter(f"the location has the scheme {scheme[0]!r}, known are {known}, and paths of folders")
+        raise InvalidParameter(f"the location has the scheme {scheme[0]!r}, expected one of {known}, or a folder path")
     return FOLDER
 
 

@@ -106,7 +106,7 @@ def run(
     for an impossible budget, MissingFile and WriteFailed.
     """
     if not 0 < bits <= MAX_BITS:
-        raise InvalidParameter(f"--bits is {bits}, allowed are numbers above 0 and up to {MAX_BITS}")
+        raise InvalidParameter(f"--bits is {bits}, expected a number above 0 and at most {MAX_BITS}")
     codecs = parse_candidates(candidates or (RUNGS if quick else LADDER))
     for path in (out, measurements):
         if path is not None:

@@ -24,8 +24,8 @@ def test_shapes_by_letter_and_by_number() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        pytest.param("E", "known are A, B, C, D and", id="letter"),
-        pytest.param("1x2x3", "known are A, B, C, D and", id="too few numbers"),
+        pytest.param("E", "expected one of A, B, C, D or", id="letter"),
+        pytest.param("1x2x3", "expected one of A, B, C, D or", id="too few numbers"),
         pytest.param("1x3x2x64x10", "3 query heads are no multiple of 2 KV heads", id="heads"),
     ],
 )

@@ -258,7 +258,7 @@ def test_the_twin_has_outliers_and_the_same_function() -> None:
 def test_the_twin_of_a_model_that_normalizes_keys_is_refused() -> None:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=32, vocab_size=50)).eval()
-    with pytest.raises(InvalidParameter, match=r"logits differ from the model's by .*, allowed are 1\.0e-03"):
+    with pytest.raises(InvalidParameter, match=r"logits differ from the model's by .*, the limit is 1\.0e-03"):
         make_twin(model, 30.0, torch.arange(40)[None], 0)
     with pytest.raises(InvalidParameter, match="in 0 layers"):
         make_twin(torch.nn.Linear(2, 2), 30.0, torch.arange(40)[None], 0)
@@ -279,7 +279,7 @@ def test_a_model_with_a_tokenizer(tmp_path: Path) -> None:
     assert found["settings"]["windows"] == 3
     assert found["settings"]["needles"] == 0
     assert found["recipes"][0]["perplexity"] == pytest.approx(found["uncompressed"]["perplexity"], rel=0.01)
-    with pytest.raises(InvalidParameter, match="--needles is 1, allowed are integers from 0 to 0"):
+    with pytest.raises(InvalidParameter, match="--needles is 1, expected an integer from 0 to 0"):
         quality.run(str(tmp_path), str(text), ["kivi-4"], quality.Settings(tokens=64, needles=1))
 
 
@@ -293,12 +293,12 @@ def test_a_model_that_cannot_take_bytes(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--tokens", "1"], 2, "--tokens is 1, allowed are integers from 2 to 2500"),
+        (["--tokens", "1"], 2, "--tokens is 1, expected an integer from 2 to 2500"),
         (["--tokens", "2501"], 2, "--tokens is 2501"),
-        (["--tokens", "512", "--score", "512"], 2, "--score is 512, allowed are integers from 1 to 511 of a window"),
-        (["--tokens", "512", "--windows", "5"], 2, "--windows is 5, allowed are integers from 1 to 4"),
-        (["--tokens", "512", "--needles", "5"], 2, "--needles is 5, allowed are integers from 0 to 4"),
-        (["--tokens", "100", "--needles", "1"], 2, "--needles is 1, allowed are integers from 0 to 0"),
+        (["--tokens", "512", "--score", "512"], 2, "--score is 512, expected an integer from 1 to 511 of a window"),
+        (["--tokens", "512", "--windows", "5"], 2, "--windows is 5, expected an integer from 1 to 4"),
+        (["--tokens", "512", "--needles", "5"], 2, "--needles is 5, expected an integer from 0 to 4"),
+        (["--tokens", "100", "--needles", "1"], 2, "--needles is 1, expected an integer from 0 to 0"),
         (["--twin", "0"], 2, "the twin multiplies k_proj by 0.0"),
         (["--recipe", "kivi-5"], 2, "recipe 'kivi-5'"),
         (["--model", "/nowhere"], 3, "/nowhere: has no config.json"),

@@ -154,8 +154,8 @@ def test_presets_that_cannot_take_a_shape_are_listed_without_bits(capsys: pytest
     ("words", "message"),
     [
         (["octopus-3", "--dim", "72"], "no Hadamard rotation of head dim 72"),
-        (["--layers", "0"], "--layers is 0, allowed are 1 to 4096"),
-        (["--tokens", "-5"], "--tokens is -5, allowed are 1 to 1099511627775"),
+        (["--layers", "0"], "--layers is 0, expected 1 to 4096"),
+        (["--tokens", "-5"], "--tokens is -5, expected 1 to 1099511627775"),
         (["octopus-9"], "did you mean octopus-"),
     ],
 )

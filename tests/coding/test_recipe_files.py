@@ -121,5 +121,5 @@ def test_what_is_no_regular_file(folder: Path) -> None:
 def test_a_recipe_that_no_header_holds(folder: Path) -> None:
     (folder / "long.txt").write_text("kivi-2\n" + "k=group:b=2\n" * 400)
     for pack in (lambda: kvpack.pack(values(), "long.txt"), lambda: kvpack.pack(values(), "kivi-2").convert("long.txt")):
-        with pytest.raises(InvalidParameter, match="recipe has 4806 bytes, allowed are at most 4096"):
+        with pytest.raises(InvalidParameter, match="recipe has 4806 bytes, the limit is 4096"):
             pack()

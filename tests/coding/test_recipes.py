@@ -70,7 +70,7 @@ def test_group_axis_follows_the_side() -> None:
 REFUSED = [
     ("", "", "unknown word"),
     ("octopuss-3", "octopuss-3", "did you mean octopus-3?"),
-    ("kivi-2;k=grp:b=2", "grp", "known are"),
+    ("kivi-2;k=grp:b=2", "grp", "expected one of"),
     ("kivi-2;q=group:b=2", "q", "unknown word 'q'"),
     ("kivi-2;k=group:b=9", "b=9", "from 1 to 8"),
     ("kivi-2;k=group", "group", "needs b="),

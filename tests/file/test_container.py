@@ -258,7 +258,7 @@ def test_a_file_without_layers_can_be_written() -> None:
 
 def test_a_json_header_above_its_limit_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpack.file.json_header.MAX_JSON_BYTES", 4000)
-    with pytest.raises(LimitExceeded, match="the JSON header has 4088 bytes, allowed are at most 4000"):
+    with pytest.raises(LimitExceeded, match="the JSON header has 4088 bytes, the limit is 4000"):
         small_file()
 
 
@@ -266,7 +266,7 @@ def test_a_file_above_its_limit_is_not_written() -> None:
     half = side(0, 2**15, batch=65536, heads=65536)
     made = Contents(codecs=(create("raw", 1024, dtype="fp32"),), layers=(LayerEntry(half, None),))
     assert container.file_size(made) == 4096 + 256 + 2**59
-    with pytest.raises(LimitExceeded, match=r"the file has 11529215046068\d+ bytes, allowed are at most 1152921504606846975"):
+    with pytest.raises(LimitExceeded, match=r"the file has 11529215046068\d+ bytes, the limit is 1152921504606846975"):
         container.file_size(Contents(codecs=made.codecs, layers=(LayerEntry(half, half),)))
 
 
@@ -553,7 +553,7 @@ def test_no_other_json_header_is_read(kind: str) -> None:
     [
         (0, InvalidHeader, "ends at byte 8, expected a multiple of 4096"),
         (4089, InvalidHeader, "ends at byte 4097, expected a multiple of 4096"),
-        (2**24 + 4088, LimitExceeded, f"has 16781304 bytes, allowed are at most {MAX_JSON_BYTES}"),
+        (2**24 + 4088, LimitExceeded, f"has 16781304 bytes, the limit is {MAX_JSON_BYTES}"),
         (2**64 - 1, LimitExceeded, "has 18446744073709551615 bytes"),
         (2**23 - 8, Truncated, "its JSON header ends at 8388608"),
     ],
@@ -619,7 +619,7 @@ BAD_FRAMES = {
     "a dictionary": (b"\x28\xb5\x2f\xfd\x61\x07" + FRAME[5:], "needs the dictionary 7, none is allowed"),
     "a window above the limit": (
         frame_header(24) + struct.pack("<I", len(RAW)) + FRAME[7:],
-        f"needs a window of 16777216 bytes, allowed are at most {MAX_WINDOW_BYTES}",
+        f"needs a window of 16777216 bytes, the limit is {MAX_WINDOW_BYTES}",
     ),
     "a reserved bit": (FRAME[:4] + bytes([FRAME[4] | 8]) + FRAME[5:], "not one whole zstd frame"),
 }
@@ -685,7 +685,7 @@ def test_a_small_frame_cannot_declare_a_large_tensor(monkeypatch: pytest.MonkeyP
     assert len(frame) * MAX_RATIO < 2**20
     monkeypatch.setattr(container, "compressed", lambda raw: frame)
     monkeypatch.setattr(container, "layout_bytes", lambda layout: 0)
-    with pytest.raises(LimitExceeded, match=rf"stored_bytes is {len(frame)} for 1073741824 decoded bytes, allowed are {MAX_RATIO}"):
+    with pytest.raises(LimitExceeded, match=rf"stored_bytes is {len(frame)} for 1073741824 decoded bytes, the limit is {MAX_RATIO}"):
         container.to_bytes(made, {"0.k.values": b""}, compress=True)
 
 

@@ -145,7 +145,7 @@ def test_a_file_whose_layers_hold_the_same_range_needs_no_feature(tmp_path: Path
 def test_positions_that_no_file_holds_are_not_written(tmp_path: Path) -> None:
     cache = sliding()
     far = replace(cache, layers=(replace(cache[0], skipped=2**40 - 5),))
-    with pytest.raises(LimitExceeded, match=r"the first position of layers\[0\] is 1099511627776, allowed are at most 1099511627775"):
+    with pytest.raises(LimitExceeded, match=r"the first position of layers\[0\] is 1099511627776, the limit is 1099511627775"):
         kvpack.save(far, tmp_path / "cache.kvpack")
     assert list(tmp_path.iterdir()) == []
 
@@ -219,7 +219,7 @@ def test_unpack_and_pack_keep_the_positions_of_layers(tmp_path: Path) -> None:
         ({"range": 3, "layers": [3, 3, 4]}, "lets layer 2 start at 4"),
         ({"range": 3, "layers": [3, True]}, "its metadata kvpack.unpacked is"),
         ({"range": 3}, "its metadata kvpack.unpacked is"),
-        ({"range": -1, "layers": [-1, -1]}, "start is -1, allowed are at least 0"),
+        ({"range": -1, "layers": [-1, -1]}, "start is -1, expected at least 0"),
     ],
     ids=["fewer layers", "before the range", "beyond all positions", "without tensors", "boolean", "no layers", "negative"],
 )

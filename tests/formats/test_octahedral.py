@@ -428,11 +428,11 @@ def test_a_file_may_carry_tables_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dim": 3}, "dim is 3, allowed are 4 to 1024"),
+        ({"dim": 3}, "dim is 3, expected 4 to 1024"),
         ({"dim": 1025}, "dim is 1025"),
-        ({"b_dir": 0}, "b_dir is 0, allowed are 1 to 8"),
-        ({"b_norm": 9}, "b_norm is 9, allowed are 0 to 8"),
-        ({"arrangement": "packed"}, "arrangement is 'packed', known are dense, direct"),
+        ({"b_dir": 0}, "b_dir is 0, expected 1 to 8"),
+        ({"b_norm": 9}, "b_norm is 9, expected 0 to 8"),
+        ({"arrangement": "packed"}, "arrangement is 'packed', expected one of dense, direct"),
         ({"norm": "bf16"}, "norm is 'bf16'"),
         ({"rotation_kind": "random"}, "rotation_kind is 'random'"),
         ({"rounding": "nearest"}, "rounding is 'nearest'"),

@@ -424,15 +424,15 @@ def test_the_input_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"b": 0}, "b is '0', allowed are integers from 1 to 8 joined by dots"),
+        ({"b": 0}, "b is '0', expected integers from 1 to 8 joined by dots"),
         ({"b": 9}, "b is '9'"),
         ({"b": "4..2"}, "b is '4..2'"),
-        ({"b": "4.2.2.2.2.2.2.2"}, "bits is '4.2.2.2.2.2.2.2', allowed are 1 to 7 integers from 1 to 8 joined by dots at dim 128"),
-        ({"dim": 127}, "dim is 127, allowed are even"),
-        ({"dim": 0}, "dim is 0, allowed are 2 to 1024"),
-        ({"dim": 1026}, "dim is 1026, allowed are 2 to 1024"),
+        ({"b": "4.2.2.2.2.2.2.2"}, "bits is '4.2.2.2.2.2.2.2', expected 1 to 7 integers from 1 to 8 joined by dots at dim 128"),
+        ({"dim": 127}, "dim is 127, expected an even number"),
+        ({"dim": 0}, "dim is 0, expected 2 to 1024"),
+        ({"dim": 1026}, "dim is 1026, expected 2 to 1024"),
         ({"dim": 66}, "no Hadamard rotation of head dim 66"),
-        ({"norm": "bf16"}, "known are fp16, fp32"),
+        ({"norm": "bf16"}, "expected one of fp16, fp32"),
         ({"n": 3}, "no option 'n'"),
     ],
     ids=str,
@@ -458,8 +458,8 @@ SECOND = numpy.array([0.2, 0.6, 0.9, 1.3], "<f4")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dim": 5}, "dim is 5, allowed are even"),
-        ({"dim": 4, "bits": "2.2.2"}, "allowed are 1 to 2 integers"),
+        ({"dim": 5}, "dim is 5, expected an even number"),
+        ({"dim": 4, "bits": "2.2.2"}, "expected 1 to 2 integers"),
         ({"bits": ""}, "bits is ''"),
         ({"bits": "2.0"}, "bits is '2.0'"),
         ({"bits": "2.02"}, "bits is '2.02'"),

@@ -75,14 +75,14 @@ def test_layout(dtype: str, stored: str, bits: float) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1025], ids=str)
 def test_a_head_dim_out_of_range_is_refused(dim: int) -> None:
-    with pytest.raises(InvalidParameter, match=f"codec raw: dim is {dim}, allowed are 1 to 1024"):
+    with pytest.raises(InvalidParameter, match=f"codec raw: dim is {dim}, expected 1 to 1024"):
         Raw(dim, "bf16")
 
 
 def test_unknown_words_are_refused() -> None:
-    with pytest.raises(InvalidParameter, match="raw:dtype is 'fp8', known are bf16, fp16, fp32"):
+    with pytest.raises(InvalidParameter, match="raw:dtype is 'fp8', expected one of bf16, fp16, fp32"):
         create("raw", 64, dtype="fp8")
     with pytest.raises(InvalidParameter, match="codec raw has no option 'b'; its options are dtype"):
         create("raw", 64, b="2")
-    with pytest.raises(InvalidParameter, match="codec raw: dtype is 'fp8', known are bf16, fp16, fp32"):
+    with pytest.raises(InvalidParameter, match="codec raw: dtype is 'fp8', expected one of bf16, fp16, fp32"):
         Raw(64, "fp8")

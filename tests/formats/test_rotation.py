@@ -53,7 +53,7 @@ def test_other_orders_are_refused(order: int) -> None:
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match="rotation_kind is 'fourier', known are none, hadamard, signed-hadamard"):
+    with pytest.raises(InvalidParameter, match="rotation_kind is 'fourier', expected one of none, hadamard, signed-hadamard"):
         Rotation("fourier", 64)
 
 

@@ -66,7 +66,7 @@ def test_prefixes_of_equal_ids_and_other_inputs_share_nothing(tmp_path: Path) ->
     [
         ([b""], "inputs has 1 digests, 69 token ids in chunks of 32 need 2"),
         ([b""] * 4, "inputs has 4 digests"),
-        ([b"", b"x" * 65], r"inputs\[1\] is 65 bytes, allowed are at most 64 bytes"),
+        ([b"", b"x" * 65], r"inputs\[1\] is 65 bytes, the limit is 64 bytes"),
         ([b"", "digest"], r"inputs\[1\] is of type str"),
         (b"ab", "inputs is a bytes, expected a sequence"),
         (7, "inputs is a int"),

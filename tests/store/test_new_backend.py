@@ -125,5 +125,5 @@ def test_it_is_a_tier_and_has_no_options_of_others(tmp_path: Path) -> None:
         given: dict[str, Any] = options
         with pytest.raises(InvalidParameter, match="a toy has no option"):
             kvpack.Store("toy://shelf", IDENTITY, chunk=CHUNK, **given)
-    with pytest.raises(InvalidParameter, match=r"known are redis://.*toy://"):
+    with pytest.raises(InvalidParameter, match=r"expected one of redis://.*toy://"):
         kvpack.Store("toys://shelf", IDENTITY, chunk=CHUNK)

@@ -373,7 +373,7 @@ def test_every_hit_is_right_while_the_server_is_killed_paused_and_started(server
         ("s3://bucket", {"durable": True}, "an object store has no option durable"),
         ("s3://bucket", {"ttl": 5}, "an object store has no option ttl"),
         ("folder", {"storage_options": {}}, "a folder has no option storage_options"),
-        ("ftp://host/x", {}, r"has the scheme 'ftp://', known are redis://.*s3://"),
+        ("ftp://host/x", {}, r"has the scheme 'ftp://', expected one of redis://.*s3://"),
         ("file://host/x", {}, "names the host 'host'"),
     ],
 )

@@ -223,7 +223,7 @@ def test_caches_that_are_no_prefix_of_the_identity_are_refused(made: Any, messag
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chunk": 0}, "chunk is 0, allowed are integers from 1"),
+        ({"chunk": 0}, "chunk is 0, expected an integer of at least 1"),
         ({"chunk": 40}, "encodes 32 tokens together"),
         ({"chunk": 32.0}, "chunk is 32.0"),
         ({"max_bytes": -1}, "max_bytes is -1"),

@@ -111,7 +111,7 @@ class Subject:
 
     def check(self, found: torch.Tensor) -> None:
         difference = float((found - self.expected).abs().max())
-        assert difference <= self.tolerance, f"logits differ by {difference:.2e}, allowed are {self.tolerance:.2e}"
+        assert difference <= self.tolerance, f"logits differ by {difference:.2e}, the limit is {self.tolerance:.2e}"
 
 
 def same_bits(packed: kvpack.Cache, dense: Any) -> None:

@@ -230,7 +230,7 @@ def test_the_fast_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--bits", "0"], 2, r"--bits is 0.0, allowed are numbers above 0 and up to 32"),
+        (["--bits", "0"], 2, r"--bits is 0.0, expected a number above 0 and at most 32"),
         (["--bits", "nan"], 2, r"--bits is nan"),
         (
             ["--bits", "1"],
@@ -238,9 +238,9 @@ def test_the_fast_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
             r"the smallest file of the candidates takes [\d,]+ bytes a window, 2\.\d+ bits a value; the budget is [\d,]+ bytes",
         ),
         (["--bits", "1", "--fast"], 2, r"the smallest uniform recipe of the candidates takes [\d,]+ bytes"),
-        (["--bits", "3", "--windows", "19"], 2, r"--windows is 19, allowed are integers from 1 to 18 of 128 tokens"),
-        (["--bits", "3", "--windows", "9", "--held-out", "11"], 2, r"--held-out is 11, allowed are integers from 1 to 10 windows"),
-        (["--bits", "3", "--score", "128"], 2, r"--score is 128, allowed are integers from 1 to 127"),
+        (["--bits", "3", "--windows", "19"], 2, r"--windows is 19, expected an integer from 1 to 18 of 128 tokens"),
+        (["--bits", "3", "--windows", "9", "--held-out", "11"], 2, r"--held-out is 11, expected an integer from 1 to 10 windows"),
+        (["--bits", "3", "--score", "128"], 2, r"--score is 128, expected an integer from 1 to 127"),
         (["--bits", "3", "--tokens", "4000"], 2, r"--tokens is 4000"),
         (["--bits", "3", "--candidate", "scalar:b=99"], 2, r".*b is '99'"),
         (["--bits", "3", "--candidate", "kivi-2"], 2, r".*unknown codec 'kivi-2'"),

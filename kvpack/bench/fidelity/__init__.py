@@ -40,7 +40,7 @@ def run(papers: Sequence[str] = (), settings: Settings | None = None, *, progres
     """
     settings = settings or Settings()
     if not 0 <= settings.seed <= LARGEST_SEED:
-        raise InvalidParameter(f"--seed is {settings.seed}, allowed are integers from 0 to {LARGEST_SEED}")
+        raise InvalidParameter(f"--seed is {settings.seed}, expected an integer from 0 to {LARGEST_SEED}")
     chosen = [paper for paper in PAPERS if paper in papers or not papers]
     sections = [(paper, section) for paper in chosen for section in PAPERS[paper][1]]
     rows: list[tuple[str, Row]] = []

@@ -107,7 +107,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Raise OutOfBounds or InvalidShape for a ``crop`` that cannot be done."""
         held = self.packed.tokens
         if not -held <= tokens_to_remove <= 0:
-            raise OutOfBounds(f"crop({tokens_to_remove}) of a layer that holds {held} tokens; allowed are -{held} to 0")
+            raise OutOfBounds(f"crop({tokens_to_remove}) of a layer that holds {held} tokens; expected -{held} to 0")
         self.check_window(-tokens_to_remove)
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -296,4 +296,4 @@ def _small_growth() -> Iterator[None]:
     yield
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     if grown > MOST_GROWTH:
-        raise Wrong(f"{grown:,} bytes of memory were taken, allowed are {MOST_GROWTH:,}")
+        raise Wrong(f"{grown:,} bytes of memory were taken, the limit is {MOST_GROWTH:,}")

@@ -38,7 +38,7 @@ SIDE_CARS: dict[str, type[SideCar]] = {
 
 
 def codec_class(codec_id: str) -> type[CodecFamily]:
-    """The class of a codec id. Raises UnknownCodec, which lists the known ones."""
+    """Return the class of a codec id. Raises UnknownCodec, which lists the known ids."""
     try:
         return CODECS[codec_id]
     except KeyError:
@@ -51,7 +51,7 @@ def side_car_words() -> tuple[str, ...]:
 
 
 def create_codec(codec_id: str, dim: int, side: str, options: Options) -> Codec:
-    """The codec, with side-cars or without, that a recipe's ``options`` ask for. Raises UnknownCodec and InvalidParameter."""
+    """Create the codec, with any side-cars, that a recipe's ``options`` ask for. Raises UnknownCodec and InvalidParameter."""
     made: list[SideCar | None] = []
     if options.mention(side_car_words()):
         made = [side_car.of_words(dim, side, options) for side_car in SIDE_CARS.values()]
@@ -59,7 +59,7 @@ def create_codec(codec_id: str, dim: int, side: str, options: Options) -> Codec:
 
 
 def codec_from_params(params: Mapping[str, Any]) -> Codec:
-    """The codec of a header's map: ``id``, its parameters, then its side-cars. Raises UnknownCodec and InvalidParameter."""
+    """Create the codec from a header's map: ``id``, parameters, then side-cars. Raises UnknownCodec and InvalidParameter."""
     own = {name: value for name, value in params.items() if name != "id" and name not in SIDE_CARS}
     codec = codec_class(params["id"]).from_params(own)
     return _with_side_cars(codec, [side_car.of_params(codec.dim, params[name]) for name, side_car in SIDE_CARS.items() if name in params])

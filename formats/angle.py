@@ -1,6 +1,6 @@
-"""angle: pairs of values, an angle in one of n bins and a norm (spec/codecs/angle.md).
+"""angle: pairs of values, each coded as one of n angle bins and a norm (spec/codecs/angle.md).
 
-Source: TurboAngle Sec. 3, except that a bin decodes to its centre, which has a quarter of the error of its lower edge.
+Source: TurboAngle Sec. 3, except that a bin decodes to its centre, with a quarter of the error of its lower edge.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ ARRANGEMENTS = ("dense", "direct")
 RANGES = ("fp16", "fp32")
 _NORM_WORDS = ("fp32", *(f"{kind}{bits}" for kind in NORMS[1:] for bits in range(1, 9)))
 _TOKENS_OF_ONE_HEAD = 1 << 11
-# The minimum of a token of zeros, the most negative binary16: 2^-65504 is 0 in binary32.
+# A token of zeros stores the most negative binary16 as its minimum: 2^-65504 is 0 in binary32.
 _ZERO = -65504.0
-# Smaller norms cost a logarithmic code more of its range than they are worth: they are stored as 1/256 of the largest.
+# Norms below 1/256 of the largest are stored as 1/256: they would widen the logarithmic range more than they are worth.
 _OCTAVES = 8.0
 
 
 @dataclass(frozen=True)
 class Angle(CodecFamily):
-    """Consecutive pairs are r (cos, sin) of 2 pi (k + 1/2) / ``bins``, with the norm r as ``norm`` says.
+    """A pair of consecutive values decodes to r (cos, sin) of 2 pi (k + 1/2) / ``bins``; ``norm`` says how r is stored.
 
     fp32: r itself; linear: r = minimum + step * code; log: r = 2^(minimum + step * code), with one pair
-    (step, minimum) a token and head in the dtype ``range`` and codes of ``norm_bits``.
+    (step, minimum) per token and head in the dtype ``range`` and codes of ``norm_bits``.
     """
 
     id: ClassVar[str] = "angle"
@@ -96,7 +96,7 @@ class Angle(CodecFamily):
 
     @property
     def directions(self) -> torch.Tensor:
-        """(cos, sin) of the centre of every bin, correctly rounded, float32 ``[bins, 2]``."""
+        """(cos, sin) of each bin centre, correctly rounded, float32 ``[bins, 2]``."""
         return bin_directions(self.bins, "cpu")
 
     def packings(self) -> dict[str, Columns]:
@@ -114,20 +114,20 @@ class Angle(CodecFamily):
         u = self.rotation.forward(x)
         first, second = u[..., 0::2].contiguous(), u[..., 1::2].contiguous()
         turns = torch.atan2(second, first).mul_(1 / (2 * pi))
-        # A turn is in [0, 1], 1 when a tiny negative angle rounds up: that is the last bin.
+        # The fraction of a turn is in [0, 1]: a tiny negative angle rounds up to 1, which is in the last bin.
         bins = turns.sub_(turns.floor()).mul_(self.bins).floor_().clamp_max_(self.bins - 1).to(torch.int32)
         norms = torch.hypot(first, second)
         if self.norm == "fp32":
             return self.pack_digits(bins) | {"norm": stored_norm(norms, "F32", f"norm of a pair, tokens from {start},")}
         if self.norm == "log":
             norms.log2_()
-            # A token of zeros has only logarithms of minus infinity.
+            # Every logarithm in a token of zeros is minus infinity.
             norms = torch.maximum(norms, norms.amax(-1, keepdim=True) - _OCTAVES).clamp_min_(_ZERO)
         low, high = norms.aminmax(dim=-1)
         span = torch.stack([(high - low) / (2**self.norm_bits - 1), low], -1)
         stored = stored_norm(span, self._range_dtype, f"step or minimum of the norms, tokens from {start},")
         step, minimum = stored.to(torch.float32)[..., None].unbind(-2)
-        # Rounded against the range as stored; a zero step gives zero codes.
+        # Codes are rounded against the stored range; a zero step gives zero codes.
         codes = norms.sub_(minimum).div_(torch.where(step > 0, step, torch.inf)).round_().clamp_(0, 2**self.norm_bits - 1)
         return self.pack_digits(bins, codes) | {"range": stored}
 
@@ -162,12 +162,12 @@ class Angle(CodecFamily):
 
 
 Stream = tuple[tuple[int, ...], tuple[int, ...]]
-"""Bases and alphabets of a code stream's digits."""
+"""The bases and the alphabets of a code stream's digits."""
 
 
 @lru_cache(TABLES_KEPT)
 def _streams(dim: int, bins: int, norm_bits: int, arrangement: str) -> dict[str, Stream]:
-    """The digits of each code stream: the rule of spec/codecs/angle.md, Layout."""
+    """The digits of each code stream (spec/codecs/angle.md, Layout)."""
     rounded, norm = next_power_of_two(bins), 1 << norm_bits
     if arrangement == "direct":
         return {"symbol": ((rounded, norm), (bins, norm))}
@@ -192,8 +192,8 @@ def _packings(dim: int, bins: int, norm_bits: int, arrangement: str, fields: Fie
 
 @kept_on_device
 def bin_directions(bins: int) -> torch.Tensor:
-    """(cos, sin) of the centre of every bin, correctly rounded, float32 ``[bins, 2]``."""
-    # Reduced in integers to the first eighth of a turn, where binary64 rounds both to the right binary32 and zero to zero.
+    """(cos, sin) of each bin centre, correctly rounded, float32 ``[bins, 2]``."""
+    # Integers reduce the angle to the first eighth of a turn, where binary64 gives the correctly rounded binary32 and an exact zero.
     quadrant, part = torch.div(odd := 4 * (2 * torch.arange(bins) + 1), 2 * bins, rounding_mode="floor"), odd % (2 * bins)
     beyond = part > bins
     angle = torch.where(beyond, 2 * bins - part, part).to(torch.float64) * (pi / (4 * bins))

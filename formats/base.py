@@ -1,6 +1,6 @@
-"""What every codec is: frozen parameters, a layout, encode and decode.
+"""The base of every codec: frozen parameters, a layout, encode and decode.
 
-An id and its meaning never change: two codecs of one id and equal parameters decode each other's bytes
+An id and its meaning never change: two codecs with one id and equal parameters decode each other's bytes
 (spec/README.md, Versioning).
 """
 
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
 OneSideCar = TypeVar("OneSideCar", bound="SideCar")
 
 HALF_LIMIT = 65520.0
-"""The least number that rounds to infinity in binary16; the largest finite one is 65504."""
+"""The smallest number that rounds to infinity in binary16; the largest finite binary16 is 65504."""
 
 DTYPE_BYTES = {"U8": 1, "U16": 2, "F16": 2, "BF16": 2, "F32": 4}
-"""Stored dtypes, by their safetensors names."""
+"""Bytes per value of each stored dtype, by safetensors name."""
 
 NORMS = {"fp16": "F16", "fp32": "F32"}
-"""Stored dtypes of norms and factors, by their names in parameters."""
+"""Stored dtypes of norms and factors, by parameter value."""
 
 MAX_DIM = 1024
 
 _PACKING = {"arrangement", "fields"}
-"""Parameters that say how codes are packed, and nothing of what they are."""
+"""Parameters that say how codes are packed and do not change the codes."""
 
 Fields = tuple[tuple[str, int], ...]
-"""F of every code stream, in stream order."""
+"""The number of fields F of each code stream, in stream order."""
 
 Unpacker = Callable[[Columns, Sequence["torch.Tensor"]], list["torch.Tensor"]]
-"""What unpacks the planes of a code stream to its digits, as ``Columns.unpack`` does."""
+"""A function that unpacks the planes of a code stream to its digits, as ``Columns.unpack`` does."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """Dtype and shape ``[batch, kv_head or 1, rows, ...]`` of one stored stream.
 
-    ``per`` says what has a row: "token" (then one covers ``tokens_per_row`` tokens), "run", or "entry", of which
-    each token of a sequence has as many as its flags say (``Codec.entries``). ``batch_axis`` is None for a stream whose
+    ``per`` says what a row stands for: "token" (a row covers ``tokens_per_row`` tokens), "run", or "entry": each token
+    of a sequence has as many entries as its flags say (``Codec.entries``). ``batch_axis`` is None for a stream whose
     first axis is 1 for any batch: its rows are entries, ordered by token, then by sequence.
     """
 
@@ -65,9 +65,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Run:
-    """The tokens that are about to be encoded as one run, for a codec that must see all before it encodes the first.
+    """The tokens to be encoded as one run, for a codec that must see all of them before it encodes the first.
 
-    ``blocks()`` goes through the values, finite float32 ``[batch, kv_head, token, dim]`` in token order, once a call.
+    Each call of ``blocks()`` iterates over the values, finite float32 ``[batch, kv_head, token, dim]`` in token order.
     """
 
     shape: tuple[int, int, int, int]
@@ -77,9 +77,9 @@ class Run:
 
 @dataclass(frozen=True)
 class RunEncoder:
-    """What encodes a run: ``streams`` with one row a run, and ``encode(block, start)``, which gives the others.
+    """Encodes a run: ``streams`` holds the streams with one row per run, ``encode(block, start)`` returns the others.
 
-    A block is finite float32 ``[batch, kv_head, token, dim]``, its first token ``start``, a multiple of the token group.
+    A block is finite float32 ``[batch, kv_head, token, dim]``; its first token ``start`` is a multiple of the token group.
     """
 
     streams: Mapping[str, torch.Tensor]
@@ -87,7 +87,7 @@ class RunEncoder:
 
 
 class Codec(ABC):
-    """A codec with its parameters bound to one head dim: a family's (``family.CodecFamily``), or one with side-cars."""
+    """A codec with its parameters bound to one head dim: one of a family (``family.CodecFamily``), or one with side-cars."""
 
     id: ClassVar[str]
     dim: int
@@ -95,7 +95,7 @@ class Codec(ABC):
     @property
     @abstractmethod
     def nominal_bits(self) -> float:
-        """Bits a value as the source paper counts them; the honest figure is what the file takes."""
+        """Bits per value as the source paper counts them; the file's size gives the true figure."""
 
     def side_car(self, wanted: type[OneSideCar]) -> OneSideCar | None:
         """Its side-car of a class, if it has one."""
@@ -108,7 +108,7 @@ class Codec(ABC):
 
     @property
     def token_group(self) -> int:
-        """Tokens that are encoded together: new tokens are encoded in multiples of this."""
+        """The number of tokens encoded together: new tokens are encoded in multiples of it."""
         return 1
 
     @abstractmethod
@@ -117,12 +117,12 @@ class Codec(ABC):
 
     @abstractmethod
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """The streams that are not packed codes, in stored order after the codes."""
+        """The streams other than packed codes, stored after the codes in this order."""
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
-        """What encodes ``run``, block by block: the time to measure the whole of it, or to build a table that will pay.
+        """Create the encoder of ``run``; it may measure the whole run first, or build a lookup table that will pay off.
 
-        ``before`` are the streams of the run that precedes it in its side: with equal run rows the two can be joined.
+        ``before`` holds the streams of the preceding run of the side: runs with equal run rows can be joined.
         """
         return RunEncoder({}, lambda block, _: self.encode(block))
 
@@ -135,10 +135,10 @@ class Codec(ABC):
 
     @abstractmethod
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Decode ``digits`` (those of ``streams``) to float32 ``[batch, kv_head, token, dim]``, before the inverse rotation."""
+        """Decode ``digits``, unpacked from ``streams``, to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
 
     def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Decode to float32 ``[batch, kv_head, token, dim]`` in the coded frame, before the inverse rotation."""
+        """Decode to float32 ``[batch, kv_head, token, dim]`` in the coded frame: no inverse rotation is applied."""
         return self.decode_digits(self.digits(streams), streams)
 
     def decode(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -146,23 +146,23 @@ class Codec(ABC):
         return self.original(self.decode_frame(streams), streams)
 
     def original(self, u: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Bring ``[batch, kv_head, row, dim]`` float32 from the coded frame of a run, whose ``streams`` these are, to the original one."""
+        """Map float32 ``[batch, kv_head, row, dim]`` from the coded frame of the run that has ``streams`` to the original frame."""
         return self.rotation.inverse(u)
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The queries whose products with coded keys are those of ``q`` with original ones: the transpose of ``original``."""
+        """Map queries so that their products with coded keys equal those of ``q`` with original keys: the transpose of ``original``."""
         return self.rotation.forward(q)
 
     def usual_entries(self, batch: int, tokens: int) -> dict[str, int]:
-        """The rows that every stream with a row an entry has in a run of ``tokens`` tokens of ordinary values."""
+        """For each stream with one row per entry, its rows in a run of ``tokens`` tokens of ordinary values."""
         return {}
 
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The number of rows of each token and sequence in every stream with one row per entry, integers ``[token, batch]``."""
+        """For each stream with one row per entry, its rows per token and sequence, integers ``[token, batch]``."""
         return {}
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Name, dtype and shape of every stored stream for ``tokens`` tokens: one array a plane."""
+        """Name, dtype and shape of every stored stream for ``tokens`` tokens; a code stream has one array per plane."""
         layout = {
             f"{stream}.{plane}": Layout("U16", (batch, heads, tokens, words))
             for stream, packing in self.packings().items()
@@ -171,30 +171,30 @@ class Codec(ABC):
         return layout | self.scales(batch, heads, tokens)
 
     def pack(self, stream: str, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The planes of one code stream from its digits, each ``[batch, kv_head, token, symbols]``."""
+        """Pack the digits of one code stream, each ``[batch, kv_head, token, symbols]``, into its planes."""
         return {f"{stream}.{plane}": words for plane, words in enumerate(self.packings()[stream].pack(digits))}
 
     def unpack(self, stream: str, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> list[torch.Tensor]:
-        """The digits of one code stream, int32 ``[batch, kv_head, token, symbols]`` each."""
+        """Unpack the digits of one code stream, int32 ``[batch, kv_head, token, symbols]`` each."""
         packing = self.packings()[stream]
         return unpacker(packing, [streams[f"{stream}.{plane}"] for plane in range(len(packing.planes))])
 
     def digits(self, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> tuple[torch.Tensor, ...]:
-        """The codes, int32 ``[batch, kv_head, token, symbols]`` per digit; they do not depend on how this codec packs them.
+        """The codes, int32 ``[batch, kv_head, token, symbols]`` per digit, independent of how this codec packs them.
 
-        ``unpacker`` unpacks the planes of each code stream: ``Columns.unpack``, or a kernel that does the same.
+        ``unpacker`` unpacks the planes of each code stream: ``Columns.unpack``, or a kernel equivalent to it.
         """
         return tuple(digit for stream in self.packings() for digit in self.unpack(stream, streams, unpacker))
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The code streams of ``digits``: the inverse of ``digits``."""
+        """Pack the codes into code streams: the inverse of the method ``digits``."""
         packed: dict[str, torch.Tensor] = {}
         for stream, digit in zip(self.packings(), digits, strict=True):
             packed |= self.pack(stream, digit)
         return packed
 
     def pack_factored(self, stream: str, digit: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The planes of a digit whose alphabet is packed whole, as ``stream``, or in two factors, as ``stream_low`` and ``stream_high``."""
+        """Pack a digit as ``stream``, or in two factors as ``stream_low`` and ``stream_high`` where this codec splits it."""
         packings = self.packings()
         if stream in packings:
             return self.pack(stream, digit)
@@ -202,7 +202,7 @@ class Codec(ABC):
         return self.pack(f"{stream}_low", digit & low - 1) | self.pack(f"{stream}_high", digit >> low.bit_length() - 1)
 
     def unpack_factored(self, stream: str, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> torch.Tensor:
-        """The digit that ``pack_factored`` packed."""
+        """Unpack the digit that ``pack_factored`` packed."""
         packings = self.packings()
         if stream in packings:
             return self.unpack(stream, streams, unpacker)[0]
@@ -210,20 +210,20 @@ class Codec(ABC):
         return high << packings[f"{stream}_low"].bases[0].bit_length() - 1 | low
 
     def same_codes(self, other: Codec) -> bool:
-        """Whether ``other`` stores the same codes, only packed otherwise."""
+        """Whether ``other`` stores the same codes and differs at most in their packing."""
         mine, others = self.params(), other.params()
         return mine.keys() == others.keys() and all(mine[name] == others[name] for name in mine.keys() - _PACKING)
 
     def repack(self, streams: Mapping[str, torch.Tensor], other: Codec) -> dict[str, torch.Tensor]:
-        """The streams of ``other``, which has ``same_codes``: digits move, nothing is decoded or lost."""
+        """Repack the streams for ``other``, which has the ``same_codes``: nothing is decoded or lost."""
         scales = {name: streams[name] for name in self.scales(1, 1, 0)}
         return other.pack_digits(*self.digits(streams)) | scales
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Refuse stored bytes that no writer may produce.
 
-        ``arrays`` are the streams as numpy arrays (bfloat16 never occurs in a scale), or read in blocks. Raises
-        InvalidPayload for a digit outside its alphabet, a spare bit that is not zero, or a scale that is not finite.
+        ``arrays`` holds the streams as numpy arrays (no scale is bfloat16), or as arrays read in blocks. Raises
+        InvalidPayload for a digit outside its alphabet, a nonzero spare bit, or a scale that is not finite.
         """
         names = set(arrays)
         for stream, packing in self.packings().items():
@@ -240,18 +240,18 @@ class Codec(ABC):
 
 
 def check_finite(where: str, array: Array, what: str) -> None:
-    """Raise InvalidPayload, naming the place, unless binary16 or binary32 values, which are ``what``, are all finite."""
+    """Raise InvalidPayload, naming the place, unless all values, binary16 or binary32, are finite. ``what`` names them."""
     for first, block in value_blocks(array):
         if not _all_finite(block):
             odd = ~numpy.isfinite(block)
             at = first_place(odd, first, array.shape)
-            raise InvalidPayload(f"{where}: the value at {at} is {block[odd.argmax()]}, {what} are finite")
+            raise InvalidPayload(f"{where}: the value at {at} is {block[odd.argmax()]}, {what} must be finite")
 
 
 def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:
-    """Whether binary16 or binary32 values are all finite: two reductions of their bits, many times faster than isfinite.
+    """Whether all binary16 or binary32 values are finite: two reductions of their bits, many times faster than isfinite.
 
-    As integers, the values that are not finite are the largest positive ones and, unsigned, the largest of all.
+    Bit patterns of nonfinite values are the largest positive signed integers and the largest unsigned integers.
     """
     size = array.itemsize
     infinity = 0x7C00 if size == 2 else 0x7F800000
@@ -262,9 +262,9 @@ def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:
 def encoded_in_blocks(
     x: torch.Tensor, tokens_of_one_head: int, encode_block: Callable[[torch.Tensor, int], dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """``encode_block`` of blocks of tokens and the number of their first one, joined: its temporaries stay in a core's cache.
+    """Call ``encode_block(block, first token)`` on blocks of tokens that fit a core's cache, and join the streams.
 
-    ``x`` is ``[batch, kv_head, token, dim]``; a block has as many tokens as make ``tokens_of_one_head`` over all heads.
+    ``x`` is ``[batch, kv_head, token, dim]``; the tokens of a block, counted once per head, make ``tokens_of_one_head``.
     """
     size = max(1, tokens_of_one_head // (x.shape[0] * x.shape[1]))
     blocks = [encode_block(block, size * number) for number, block in enumerate(torch.split(x, size, 2))]
@@ -274,7 +274,7 @@ def encoded_in_blocks(
 def encoded_by_rows(
     x: torch.Tensor, rows_at_once: int, encode_rows: Callable[[torch.Tensor], dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """``encode_rows`` of chunks of rows ``[row, dim]``, joined into ``x``'s shape: its temporaries stay in a core's cache."""
+    """Call ``encode_rows`` on chunks of rows ``[row, dim]`` that fit a core's cache, and join the streams in ``x``'s shape."""
     chunks = [encode_rows(rows) for rows in torch.split(x.reshape(-1, x.shape[-1]), rows_at_once)]
     joined = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
     return {name: stream.view(*x.shape[:-1], *stream.shape[1:]) for name, stream in joined.items()}
@@ -305,7 +305,7 @@ def stored_norm(values: torch.Tensor, dtype: str, what: str) -> torch.Tensor:
     Raises OutOfRange, naming ``what``, the place and both values, when one does not fit.
     """
     half = dtype == "F16"
-    # One pass over the values as they are: 65520 and up would round to infinity.
+    # One pass over the unrounded values: 65520 and above would round to infinity.
     if values.numel() and not values.abs().amax().item() < (HALF_LIMIT if half else math.inf):
         at = [int(i) for i in torch.nonzero(~(values.abs() < (HALF_LIMIT if half else math.inf)))[0]]
         raise OutOfRange(

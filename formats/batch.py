@@ -28,10 +28,10 @@ def select(codec: Codec, streams: Mapping[str, torch.Tensor], indices: torch.Ten
 
 
 def _entries_of(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """The entries of the sequences ``indices``, ordered by token, then by ``indices``; ``counts`` is ``[token, batch]``."""
+    """The row numbers of the entries of the sequences ``indices``, by token, then by ``indices``; ``counts`` is ``[token, batch]``."""
     first = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
     chosen, starts = counts[:, indices].flatten(), first[:, indices].flatten()
-    # Entry i of a token and sequence lies i after the first, before as well as after.
+    # Entry i of a token and sequence is i rows after its first entry, in the source and in the result.
     moved = starts - (chosen.cumsum(0) - chosen)
     shift = moved.repeat_interleave(chosen)
     return shift + torch.arange(len(shift), device=counts.device)

@@ -1,13 +1,13 @@
-"""columns(n, A, F): the one primitive that packs symbols of any alphabet (spec/README.md, Bit packing).
+"""columns(n, A, F): the primitive that packs symbols of any alphabet (spec/README.md, Bit packing).
 
 ``symbols`` symbols go into W = ceil(symbols / fields) columns. Symbol i is field i div W of column
 i mod W, so field k of all columns is one contiguous block of symbols. A column is the integer
 sum_k s_k * base^k in the fewest bytes that hold its largest value; bytes 2p and 2p+1 of all columns
-are plane p, W little-endian 16-bit words. When the byte count is odd, the W last bytes are symbols
+are plane p, W little-endian 16-bit words. When the byte count is odd, the last W bytes are symbols
 of an alphabet of 256, packed in turn by columns(W, 256, 2).
 
 A symbol may have several digits: the fields of digit 0 come first (lowest), then those of digit 1.
-A digit's base may be above its alphabet (576 codewords in a base of 1024): the rest is never used.
+A digit's base may be larger than its alphabet (576 codewords in base 1024): the other values are never used.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MAX_BASE = 1 << 16
 """The largest base of a digit."""
 
 MAX_COLUMN_BYTES = 16
-"""Bytes of the widest column when every base is a power of two."""
+"""The widest column, in bytes, when every base is a power of two."""
 
 MAX_COLUMN_VALUES = 1 << 53
-"""Values of the widest column otherwise: a binary64 holds every one exactly."""
+"""The most values of a column otherwise: binary64 holds each one exactly."""
 
 MAX_FIELDS = 8 * MAX_COLUMN_BYTES
-"""Fields of the widest column: its bytes hold no more, were every symbol one bit."""
+"""The most fields of a column: one-bit symbols fill the widest column."""
 
 _EXACT_IN_FLOAT32 = 1 << 24
 _ROWS_SIDE_BY_SIDE = 64
@@ -48,12 +48,12 @@ def is_power_of_two(value: int) -> bool:
 
 
 def factors_of_two(value: int) -> int:
-    """k of ``value`` = 2^k m, m odd."""
+    """The exponent k in ``value`` = 2^k m with m odd."""
     return (value & -value).bit_length() - 1
 
 
 def next_power_of_two(value: int) -> int:
-    """The least power of two that is not below ``value``."""
+    """The smallest power of two that is at least ``value``."""
     return 1 << (value - 1).bit_length()
 
 
@@ -63,7 +63,7 @@ def row_bytes(symbols: int, bases: Sequence[int], fields: int) -> int:
 
 
 def default_fields(symbols: int, bases: Sequence[int]) -> int:
-    """The F that stores ``symbols`` symbols in the fewest bytes; among equals, the narrowest column of whole words.
+    """The F that stores ``symbols`` symbols in the fewest bytes; ties go to the narrowest column of whole words.
 
     Source: spec/README.md, Bit packing. F is written in every header, so a reader never needs this.
     """
@@ -81,7 +81,7 @@ def _default_fields(symbols: int, bases: tuple[int, ...]) -> int:
 
 
 def _fits(bases: Sequence[int], fields: int) -> bool:
-    # A header may claim any number of fields: no power is taken of more than a column can have.
+    # A header may claim any number of fields: never compute a power for more fields than a column can have.
     if fields > MAX_FIELDS:
         return False
     values: int = math.prod(bases) ** fields
@@ -90,7 +90,7 @@ def _fits(bases: Sequence[int], fields: int) -> bool:
 
 @dataclass(frozen=True)
 class Columns:
-    """The packing of ``symbols`` symbols, ``fields`` to a column; one base (and alphabet) a digit.
+    """The packing of ``symbols`` symbols, ``fields`` per column; one base (and alphabet) per digit.
 
     ``alphabets`` defaults to ``bases``. Raises InvalidParameter for a column wider than the format allows.
     """
@@ -105,11 +105,11 @@ class Columns:
             object.__setattr__(self, "alphabets", self.bases)
         text = f"columns({self.symbols}, {list(self.bases)}, {self.fields})"
         if self.symbols < 1 or not self.bases or not all(2 <= base <= MAX_BASE for base in self.bases):
-            raise InvalidParameter(f"{text}: there is at least 1 symbol, and bases are 2 to {MAX_BASE}")
+            raise InvalidParameter(f"{text}: expected at least 1 symbol, and bases from 2 to {MAX_BASE}")
         if not 1 <= self.fields <= MAX_FIELDS:
             raise InvalidParameter(f"{text}: {self.fields} fields, expected 1 to {MAX_FIELDS}")
         if len(self.alphabets) != len(self.bases) or not all(1 <= a <= b for a, b in zip(self.alphabets, self.bases, strict=True)):
-            raise InvalidParameter(f"{text}: alphabets {list(self.alphabets)} are one a base and at most that base")
+            raise InvalidParameter(f"{text}: alphabets {list(self.alphabets)}, expected one per base, each at most its base")
         if not _fits(self.bases, self.fields):
             raise InvalidParameter(
                 f"{text}: a column holds at most {MAX_COLUMN_BYTES} bytes when every base is a power of two, else at most 2^53 values"
@@ -122,7 +122,7 @@ class Columns:
 
     @cached_property
     def place_values(self) -> tuple[tuple[int, ...], ...]:
-        """For each digit, what one unit in each of its fields adds to the column."""
+        """For each digit, the place value of each of its fields in the column."""
         values, weight = [], 1
         for base in self.bases:
             values.append(tuple(weight * base**k for k in range(self.fields)))
@@ -131,7 +131,7 @@ class Columns:
 
     @cached_property
     def column_values(self) -> int:
-        """How many values a column can take."""
+        """The number of values that a column can take."""
         return math.prod(base**self.fields for base in self.bases)
 
     @cached_property
@@ -141,7 +141,7 @@ class Columns:
 
     @cached_property
     def planes(self) -> tuple[int, ...]:
-        """The words that a row has in each plane."""
+        """The words per row of each plane."""
         full = (self.width,) * (self.column_bytes // 2)
         return (*full, (self.width + 1) // 2) if self.column_bytes % 2 else full
 
@@ -152,21 +152,21 @@ class Columns:
 
     @cached_property
     def binary(self) -> bool:
-        """Whether every base is a power of two, so that fields are bit fields."""
+        """Whether every base is a power of two, so that each field is a bitfield."""
         return all(map(is_power_of_two, self.bases))
 
     def used_fields(self, column: int) -> int:
-        """How many fields of ``column`` carry a symbol; the others are zero."""
+        """The number of fields of ``column`` that hold a symbol; the others are zero."""
         return self._fields_before(self.symbols, column)
 
     def _fields_before(self, symbol: int, column: int) -> int:
-        """How many fields of ``column`` hold symbols before ``symbol``."""
+        """The number of fields of ``column`` that hold symbols before ``symbol``."""
         return max(0, -(-(symbol - column) // self.width))
 
     def pack(self, digits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Pack digits, each ``[..., symbols]`` and holding integers below its alphabet in any dtype.
+        """Pack digits: each is ``[..., symbols]`` of any dtype, with integers below its alphabet.
 
-        Returns one uint16 tensor ``[..., words]`` a plane.
+        Returns one uint16 tensor ``[..., words]`` per plane.
         """
         words = self._words_from_columns(digits) if self.column_values <= 1 << 63 else self._words_from_bits(digits)
         if self.column_bytes % 2:
@@ -176,7 +176,7 @@ class Columns:
         return [word.to(torch.int16).view(torch.uint16) for word in words]
 
     def unpack(self, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Unpack uint16 planes ``[..., words]`` to one int32 tensor ``[..., symbols]`` a digit."""
+        """Unpack uint16 planes ``[..., words]`` to one int32 tensor ``[..., symbols]`` per digit."""
         words = [plane.view(torch.int16).to(torch.int32) & 0xFFFF for plane in planes]
         if self.column_bytes % 2:
             words[-1] = torch.cat([words[-1] & 0xFF, words[-1] >> 8], -1)[..., : self.width]
@@ -225,14 +225,14 @@ class Columns:
         for place in self.place_values[digit]:
             word, shift = divmod(place.bit_length() - 1, 16)
             both = words[word] | words[word + 1] << 16 if word + 1 < len(words) else words[word]
-            # The sign bit of an int32 is a data bit here: the mask drops what an arithmetic shift brings in.
+            # The sign bit of an int32 is a data bit here: the mask drops the bits that an arithmetic shift fills in.
             fields.append(both >> shift & self.bases[digit] - 1)
         return self._symbols(torch.stack(fields, -2))
 
     def check(self, planes: Sequence[Array], where: str) -> None:
-        """Refuse a digit outside its alphabet, a spare bit or an unused field that is not zero.
+        """Refuse a digit outside its alphabet, a nonzero spare bit and a nonzero unused field.
 
-        ``planes`` are uint16 arrays ``[..., words]``. Raises InvalidPayload, which names ``where`` and the place.
+        ``planes`` are uint16 arrays ``[..., words]``. Raises InvalidPayload, which names ``where`` and the position.
         """
         for first, blocks in row_blocks(*planes):
             self._check_rows(blocks, _Place(where, first, planes[0].shape[:-1]))
@@ -274,9 +274,9 @@ class Columns:
 
     @cached_property
     def _column_limits(self) -> numpy.ndarray[Any, Any] | None:
-        """The largest value of each column, where a column is one word of one digit; None elsewhere.
+        """The largest value of each column, when a column is one word with one digit; otherwise None.
 
-        Unused fields are the highest ones, so a column is valid exactly when it is below base^(used fields).
+        The unused fields are the highest, so a column is valid exactly when it is below base^(used fields).
         """
         if len(self.bases) > 1 or self.alphabets != self.bases or self.column_bytes != 2:
             return None
@@ -287,7 +287,7 @@ class Columns:
         return self.symbol_bits(0)
 
     def symbol_bits(self, first: int) -> list[list[int]]:
-        """For bit fields: the bits of each word of each plane that belong to symbol ``first`` and those after it."""
+        """For bitfields: the bits of each word of each plane that belong to symbol ``first`` and later symbols."""
         digits = list(zip(self.bases, self.place_values, strict=True))
         columns = [
             sum(place * (base - 1) for base, places in digits for place in places[self._fields_before(first, c) : self.used_fields(c)])
@@ -309,7 +309,7 @@ def _joined(words: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _folded(fields: torch.Tensor, base: int) -> torch.Tensor:
-    """sum_k base^k fields[..., k, :], halving the fields at each step: few passes, each over long contiguous runs."""
+    """sum_k base^k fields[..., k, :], halving the number of fields per step: few passes over long contiguous rows."""
     count = fields.shape[-2]
     if count == 1:
         return fields[..., 0, :]
@@ -320,14 +320,14 @@ def _folded(fields: torch.Tensor, base: int) -> torch.Tensor:
 
 
 def _bits_at(words: Sequence[numpy.ndarray[Any, Any]], position: int) -> numpy.ndarray[Any, Any]:
-    """The bits of every column from ``position`` up, at least 16 of them: a column may be wider than any numpy integer."""
+    """At least 16 bits of every column from bit ``position`` up: a column may be wider than any numpy integer."""
     word, shift = divmod(position, 16)
     both = words[word] | words[word + 1] << numpy.uint64(16) if word + 1 < len(words) else words[word]
     return both >> numpy.uint64(shift)
 
 
 def _over_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.ndarray[Any, Any]:
-    """Each word of a row combined over all rows; many rows side by side make the reduction run along memory."""
+    """Each word of a row combined over all rows; taking many rows at once reduces along contiguous memory."""
     rows = plane.reshape(-1, plane.shape[-1])
     whole = len(rows) // _ROWS_SIDE_BY_SIDE * _ROWS_SIDE_BY_SIDE
     wide = combine.reduce(rows[:whole].reshape(-1, _ROWS_SIDE_BY_SIDE * rows.shape[1]), axis=0, initial=0)
@@ -336,7 +336,7 @@ def _over_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.nd
 
 
 class _Place(NamedTuple):
-    """Where rows that are checked are: from ``first`` on of the rows of a stream ``where``, whose axes but the last are ``axes``."""
+    """The place of checked rows: rows from ``first`` of the stream ``where``; ``axes`` is its shape without the last axis."""
 
     where: str
     first: int
@@ -344,7 +344,7 @@ class _Place(NamedTuple):
 
 
 def _refuse(place: _Place, what: str, values: numpy.ndarray[Any, Any], limit: int, first: int = 0) -> None:
-    """Raise InvalidPayload when a value is above ``limit``; ``values`` begin at column ``first``."""
+    """Raise InvalidPayload when a value is above ``limit``; ``values`` starts at column ``first``."""
     if values.size and int(values.max()) > limit:
         row, column = divmod(int(values.argmax()), values.shape[1])
         rows = [int(i) for i in numpy.unravel_index(place.first + row, place.axes)]

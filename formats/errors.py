@@ -1,8 +1,8 @@
-"""Every way kvpack refuses: one flat family, one class a cause.
+"""The errors that kvpack raises: one flat hierarchy, one class per cause.
 
-A message names what was wrong, where, the rule, and both values (found and allowed).
+A message names what was wrong, where, the rule, and both values (found and expected).
 The command line prints the same message and exits with the class's ``exit_code``:
-1 the file is refused, 2 the request is wrong, 3 the system refused (disk, permissions).
+1: the file is invalid, 2: the request is wrong, 3: the system refused (disk, permissions).
 """
 
 import errno
@@ -16,7 +16,7 @@ class KvpackError(Exception):
 
 
 class KvpackWarning(UserWarning):
-    """Something works, and not in the way that was asked for."""
+    """An operation works, but not in the way that was requested."""
 
 
 class MissingFile(KvpackError, FileNotFoundError):
@@ -32,7 +32,7 @@ class MissingFile(KvpackError, FileNotFoundError):
         self.errno, self.strerror, self.filename = number, os.strerror(number), filename
 
     def __str__(self) -> str:
-        # OSError would write its own message of the three attributes.
+        # OSError would build its own message from the three attributes.
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -74,21 +74,21 @@ class DigestMismatch(KvpackError):
 
 
 class Undecryptable(KvpackError):
-    """An encrypted entry of a store that no key at hand opens, or one that is not encrypted where all must be."""
+    """No available key decrypts a store entry, or an entry is not encrypted in a store where every entry must be."""
 
 
 class LimitExceeded(KvpackError):
-    """A declared size is above a limit of the format or of the caller."""
+    """A declared size exceeds a limit of the format or of the caller."""
 
 
 class InvalidShape(KvpackError):
-    """A tensor has the wrong rank, or shapes that do not fit together."""
+    """A tensor has the wrong rank, or tensors have incompatible shapes."""
 
     exit_code = 2
 
 
 class InvalidDtype(KvpackError):
-    """A tensor has a dtype that the operation does not take."""
+    """A tensor has a dtype that the operation does not accept."""
 
     exit_code = 2
 
@@ -118,13 +118,13 @@ class InvalidRecipe(KvpackError):
 
 
 class OutOfBounds(KvpackError, IndexError):
-    """A layer, head or token position that the cache does not have."""
+    """The cache has no such layer, head or token position."""
 
     exit_code = 2
 
 
 class NotConsecutive(KvpackError):
-    """Pages that do not continue one another, or differ in model, layers or codec."""
+    """Pages are not consecutive, or differ in model, layers or codec."""
 
     exit_code = 2
 

@@ -1,4 +1,4 @@
-"""A codec family: what one codec file holds, and what a row of the table ``formats.CODECS`` is."""
+"""The base of a codec family: one codec file defines one family, which is one row of the table ``formats.CODECS``."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 
 class CodecFamily(Codec):
-    """A codec that a recipe or a header asks for by its ``id``.
+    """A codec that a recipe or a header names by its ``id``.
 
-    Every subclass is a frozen dataclass. Its fields, of which ``dim`` is the first, are the parameters that the header stores, so
-    equality, repr and the header round trip come with it. A field with ``metadata={"stored": False}`` and a default steers the
-    encoder only: no header holds it. One with ``metadata={"optional": True}`` is stored unless it has its default, so that files
-    written before the field existed stay as they were.
+    Every subclass is a frozen dataclass whose first field is ``dim``. Its fields are the parameters that the header stores, so
+    equality, repr and the header round trip need no code. A field with ``metadata={"stored": False}`` and a default only steers
+    the encoder and is never stored. A field with ``metadata={"optional": True}`` is stored unless it has its default, so that
+    files written before the field existed keep their bytes.
     """
 
     @classmethod
     @abstractmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        """The codec that a recipe asks for, with the defaults of this ``side`` ("k" or "v") filled in.
+        """Create the codec that a recipe asks for, with the defaults of this ``side`` ("k" or "v").
 
         Raises InvalidParameter for an option that is unknown or out of range.
         """
 
     def params(self) -> dict[str, Any]:
-        """The header's map of this codec: ``id``, then every stored field by name, an optional one only where it is not the default."""
+        """The header's map of this codec: ``id``, then every stored field by name; an optional field with its default is left out."""
         result: dict[str, Any] = {"id": self.id}
         for field in _stored_fields(type(self)):
             value = getattr(self, field.name)
@@ -43,9 +43,9 @@ class CodecFamily(Codec):
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Self:
-        """The codec of a header map, ``id`` left out.
+        """Create the codec from a header map without its ``id``.
 
-        Raises InvalidParameter for a missing or unknown name, an optional one with its default, a wrong type or a value out of range.
+        Raises InvalidParameter for a missing or unknown name, an optional field with its default, a wrong type or a value out of range.
         """
         fields = [field for field in _stored_fields(cls) if field.name in params or not _is_optional(field)]
         odd = set(params) ^ {field.name for field in fields}
@@ -56,13 +56,13 @@ class CodecFamily(Codec):
         for field in fields:
             name, type_name, value = field.name, field.type, params[field.name]
             if _is_optional(field) and value == field.default:
-                raise InvalidParameter(f"codec {cls.id}: {name} is {value!r}, which is said by leaving it out")
+                raise InvalidParameter(f"codec {cls.id}: {name} is {value!r}, the default: leave it out")
             if type_name == "Fields":
                 if not isinstance(value, dict) or not all(isinstance(k, str) and type(v) is int for k, v in value.items()):
-                    raise InvalidParameter(f"codec {cls.id}: fields is a map from stream name to integer, found {value!r}")
+                    raise InvalidParameter(f"codec {cls.id}: fields is {value!r}, expected a map from stream name to integer")
                 value = tuple(value.items())
             elif type(value).__name__ != type_name:
-                raise InvalidParameter(f"codec {cls.id}: {name} is of type {type_name}, found {type(value).__name__}")
+                raise InvalidParameter(f"codec {cls.id}: {name} is of type {type(value).__name__}, expected {type_name}")
             values[name] = value
         return cls(**values)
 

@@ -1,4 +1,4 @@
-"""The generator of seeded objects: integer and correctly rounded binary64 operations only (spec/README.md, Generator)."""
+"""The pseudo-random generator: only integer and correctly rounded binary64 operations (spec/README.md, Generator)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Generator:
         return ((self.word() >> 11) - (1 << 52)) / (1 << 52)
 
     def disc(self) -> tuple[float, float, float]:
-        """A uniform point of the open unit disc and its squared radius, which is not zero (rejection)."""
+        """A uniform point of the open unit disc and its nonzero squared radius, by rejection."""
         while True:
             x, y = self.symmetric(), self.symmetric()
             square = x * x + y * y
@@ -57,11 +57,11 @@ def unit_quaternions(seed: int, count: int) -> numpy.ndarray[Any, Any]:
 
 
 def _points_of_the_disc(seed: int, count: int) -> list[numpy.ndarray[Any, Any]]:
-    """What so many calls of ``Generator.disc`` give: a header may ask for thousands, and for another codebook in every layer."""
+    """The results of ``count`` calls of ``Generator.disc``, vectorized: a header may ask for thousands in every layer."""
     found: list[list[numpy.ndarray[Any, Any]]] = []
     drawn, left = 0, count
     while not found or left > 0:
-        # Of the pairs of symmetric values pi/4 are in the disc.
+        # A fraction pi/4 of the pairs of symmetric values is in the disc.
         pairs = left + left // 3 + 16
         values = ((_words(seed, drawn, 2 * pairs) >> numpy.uint64(11)).astype(numpy.int64) - (1 << 52)) / (1 << 52)
         x, y = values[0::2], values[1::2]
@@ -73,7 +73,7 @@ def _points_of_the_disc(seed: int, count: int) -> list[numpy.ndarray[Any, Any]]:
 
 
 def _words(seed: int, first: int, count: int) -> numpy.ndarray[Any, Any]:
-    """The words of the generator from the one after ``first`` on, uint64."""
+    """``count`` words of the generator, uint64, after skipping ``first`` words."""
     numbers = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64)
     z: numpy.ndarray[Any, Any] = numpy.uint64(seed & _MASK) + numbers * numpy.uint64(0x9E3779B97F4A7C15)
     z = (z ^ z >> numpy.uint64(30)) * numpy.uint64(0xBF58476D1CE4E5B9)

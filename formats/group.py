@@ -1,6 +1,6 @@
-"""group: affine codes, one scale and one centre a group (spec/codecs/group.md).
+"""group: affine codes, one scale and one centre per group (spec/codecs/group.md).
 
-Holds KIVI and OScaR (keys in groups of tokens, values in groups of channels), QuaRot, plain integer quantization
+Covers KIVI and OScaR (keys in groups of tokens, values in groups of channels), QuaRot, plain integer quantization
 and TurboAngle's TurboQuant baselines. Sources: KIVI per OScaR Eq. 3-4; OScaR Algorithm 1; TurboAngle Sec. 4.2.
 """
 
@@ -36,11 +36,11 @@ SMALLEST_HALF = 2.0**-24
 
 @dataclass(frozen=True)
 class Group(CodecFamily):
-    """``bits`` a value in groups of ``size`` along ``axis``: x = (code - (2^bits - 1) / 2) * scale + centre.
+    """``bits`` per value in groups of ``size`` along ``axis``: x = (code - (2^bits - 1) / 2) * scale + centre.
 
-    ``token_scale`` other than none adds OScaR's factor, one a token over all heads, stored in that dtype.
-    ``scale_dtype`` u8 stores scales and centres in 8 bits, over a range of every head and run.
-    ``centre`` is what the encoder takes for one, the middle of the group's range or (symmetric) zero, and no part of a file.
+    ``token_scale`` other than none adds OScaR's factor, one per token over all heads, stored in that dtype.
+    ``scale_dtype`` u8 stores scales and centres in 8 bits, with one range per head and run.
+    ``centre`` tells the encoder to use the middle of the group's range or (symmetric) zero; it is not stored.
     """
 
     id: ClassVar[str] = "group"
@@ -137,7 +137,7 @@ class Group(CodecFamily):
         u, streams = self._divided(x)
         grouped, dim = self._grouped(u), self._members
         low, high = grouped.amin(dim), grouped.amax(dim)
-        # The scale is measured from the centre as stored, so that its rounding costs range and not accuracy.
+        # The scale is measured from the stored centre, so that rounding the centre costs range and not accuracy.
         if chosen_range is None:
             stored_centre = stored_norm(self._centre(low, high), "F16", "centre of a group")
             centre = stored_centre.to(torch.float32)
@@ -153,11 +153,11 @@ class Group(CodecFamily):
         return self.pack("codes", codes) | {"scales": torch.stack([stored_scale, stored_centre], -1)} | streams
 
     def _divided(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """``x`` in the coded frame, divided by the token scales where there are some, and their stream."""
+        """``x`` in the coded frame, divided by the token scales if the codec has them, and the stream of token scales."""
         u = self.rotation.forward(x)
         if self.token_scale == "none":
             return u, {}
-        # The root mean square rather than the norm: the scaled values are near 1, where binary16 scales are finest.
+        # Divide by the root mean square, not by the norm: scaled values are then near 1, where binary16 scales are precise.
         root = u.square().mean((1, 3), keepdim=True).sqrt()
         stored = stored_norm(root[..., 0], "F16" if self.token_scale == "fp16" else "F32", "token scale")
         factor = stored.to(torch.float32)[..., None]
@@ -175,7 +175,7 @@ class Group(CodecFamily):
         return 3 if self.axis == "token" else 4
 
     def with_pairs(self, streams: Mapping[str, torch.Tensor]) -> tuple[Group, dict[str, torch.Tensor]]:
-        """A codec with binary16 scales, and its streams, that decode to the same bits: 8-bit ones are looked up."""
+        """A codec with binary16 scales, and streams for it that decode to the same bits: 8-bit scales are looked up."""
         if self.scale_dtype == "fp16":
             return self, dict(streams)
         pairs = scale_range.pairs(streams["scales"], streams["scale_range"])
@@ -193,7 +193,7 @@ class Group(CodecFamily):
     def _grouped(self, u: torch.Tensor) -> torch.Tensor:
         """Groups of tokens ``[batch, head, group, size, dim]`` or of channels ``[batch, head, token, group, size]``.
 
-        A partial last group repeats its last member, which moves neither its minimum nor its maximum.
+        A partial last group repeats its last member, which changes neither its minimum nor its maximum.
         """
         axis = 2 if self.axis == "token" else 3
         short = -u.shape[axis] % self.size

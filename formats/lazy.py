@@ -1,4 +1,4 @@
-"""torch and numpy, imported when first used: reading a header needs neither, and each costs its import time."""
+"""Import torch and numpy at first use: reading a header needs neither, and both are slow to import."""
 
 from __future__ import annotations
 

@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     Array = numpy.ndarray[Any, Any]
 
 CELLS = 1 << 16
-"""Cells of the quadrature grid that the marginals use."""
+"""The number of cells in the quadrature grid for the marginal densities."""
 
 _CLOSE_ENOUGH = 1e-10
 _STEPS = 100
 
 
 def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
-    """The ``levels`` centroids, ascending, that minimise the mean square error of a density.
+    """The ``levels`` centroids, ascending, that minimise the mean squared error of a density.
 
-    ``edges`` float64 ``[cells + 1]`` ascending, ``masses`` float64 ``[cells]``: the density is constant inside a cell.
-    A fixed point of Lloyd's iteration (every centroid is the mean of its cell between midpoints), found
-    by Newton's method from the companding quantizer, whose point density is the cube root of the density
-    (Panter and Dite 1951). Raises InvalidParameter when 100 steps do not bring it within 1e-10,
+    ``edges`` is float64 ``[cells + 1]``, ascending, and ``masses`` float64 ``[cells]``: the density is constant in a cell.
+    The result is a fixed point of Lloyd's iteration (every centroid is the mean of its cell between midpoints).
+    Newton's method finds it, starting from the companding quantizer, whose point density is the cube root of the
+    density (Panter and Dite 1951). Raises InvalidParameter when 100 steps do not bring it within 1e-10,
     or when a cell loses all mass.
     """
     middles = (edges[1:] + edges[:-1]) / 2
@@ -41,7 +41,7 @@ def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
         if not (mass > 0).all():
             break
         means = numpy.diff(numpy.interp(bounds, edges, moment_below)) / mass
-        # A mean moves with both its bounds, and a bound moves half as much as either of its centroids.
+        # A mean depends on both of its bounds, and a bound moves half as far as either of its centroids.
         at_bounds = numpy.interp(inner, middles, density) / 2
         by_upper = numpy.append(at_bounds * (inner - means[:-1]), 0.0) / mass
         by_lower = numpy.append(0.0, at_bounds * (means[1:] - inner)) / mass
@@ -63,7 +63,7 @@ def octahedral_density(magnitude: Array) -> Array:
 def triplet_norm_masses(edges: Array, dim: int) -> Array:
     """Relative mass between ``edges`` of asin(norm), for three coordinates of a direction uniform in ``dim`` >= 4 dimensions.
 
-    Source: OCTOPUS Eq. 4 with r = sin(angle), which has no pole at r = 1 for any of these dims.
+    Source: OCTOPUS Eq. 4 with r = sin(angle), which removes the pole at r = 1 for each of these dims.
     """
     angle = (edges[1:] + edges[:-1]) / 2
     masses: Array = numpy.sin(angle) ** 2 * numpy.cos(angle) ** (dim - 4) * numpy.diff(edges)
@@ -73,7 +73,7 @@ def triplet_norm_masses(edges: Array, dim: int) -> Array:
 def coordinate_masses(edges: Array, dim: int) -> Array:
     """Relative mass between ``edges`` of asin(|u|), for a coordinate of a direction uniform in ``dim`` >= 2 dimensions.
 
-    Source: OCTOPUS Eq. 3 with u = sin(angle), which has no pole at u = 1 for any of these dims.
+    Source: OCTOPUS Eq. 3 with u = sin(angle), which removes the pole at u = 1 for each of these dims.
     """
     masses: Array = numpy.cos((edges[1:] + edges[:-1]) / 2) ** (dim - 2) * numpy.diff(edges)
     return masses
@@ -82,7 +82,7 @@ def coordinate_masses(edges: Array, dim: int) -> Array:
 def polar_angle_masses(edges: Array, first: int, second: int) -> Array:
     """Relative mass between ``edges`` of the angle whose tangent is the norm of ``second`` Gaussian values over that of ``first``.
 
-    Source: PolarQuant, the polar form of a Gaussian vector, where both numbers are equal: sin^(first - 1) of twice the angle.
+    Source: PolarQuant, the polar form of a Gaussian vector; with ``first`` = ``second``: sin^(first - 1) of twice the angle.
     """
     angle = (edges[1:] + edges[:-1]) / 2
     masses: Array = numpy.cos(angle) ** (first - 1) * numpy.sin(angle) ** (second - 1) * numpy.diff(edges)

@@ -1,4 +1,4 @@
-"""octahedral: directions of triplets on the octahedron, triplet norms, one norm a token (spec/codecs/octahedral.md).
+"""octahedral: directions of triplets on the octahedron, triplet norms, one norm per token (spec/codecs/octahedral.md).
 
 Source: OCTOPUS Sec. 3, Eq. 1-13 and Algorithm 1.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 ARRANGEMENTS = ("dense", "direct")
 
 SMALLEST_DIM = 4
-"""Below it a triplet's norm has no density."""
+"""The smallest head dim: below it, a triplet's norm has no density."""
 
 _DIRECT_FIELDS = 3
 _DIRECT_MULTIPLE = 24
@@ -46,10 +46,10 @@ _CHUNK_ROWS = 4096
 
 @dataclass(frozen=True)
 class Octahedral(CodecFamily):
-    """``b_dir`` bits for each of two octahedral coordinates and ``b_norm`` for the norm of every three rotated values.
+    """``b_dir`` bits for each of two octahedral coordinates and ``b_norm`` bits for the norm of every three rotated values.
 
-    ``direction_table`` is the 2^(b_dir - 1) magnitudes of a coordinate, ``norm_table`` the 2^b_norm triplet norms,
-    both ascending, little-endian binary32. ``rounding`` steers the encoder and is no part of a file.
+    ``direction_table`` holds the 2^(b_dir - 1) magnitudes of a coordinate, ``norm_table`` the 2^b_norm triplet norms,
+    both ascending, little-endian binary32. ``rounding`` steers the encoder and is not stored.
     """
 
     id: ClassVar[str] = "octahedral"
@@ -98,7 +98,7 @@ class Octahedral(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        """The paper's b, where its split (b + 1, b - 1) is in use; else the bits of a triplet over its three values."""
+        """The paper's b for its split (b + 1, b - 1); for any other split, a third of the bits of a triplet."""
         if self.b_dir - self.b_norm == 2:
             return (self.b_dir + self.b_norm) / 2
         return (2 * self.b_dir + self.b_norm) / 3
@@ -109,7 +109,7 @@ class Octahedral(CodecFamily):
 
     @property
     def triplets(self) -> int:
-        """Triplets of a token; the last one may end in zeros."""
+        """The number of triplets per token; the last may end in zeros."""
         return -(-self.dim // 3)
 
     def packings(self) -> dict[str, Columns]:
@@ -123,7 +123,7 @@ class Octahedral(CodecFamily):
         return streams | {"norm": stored_norm(streams["norm"], NORMS[self.norm], "norm of a token")}
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The streams of rows ``[row, dim]``, their norms still float32."""
+        """The streams of rows ``[row, dim]``, with float32 norms."""
         rows, length, norm = _measured(rows)
         x, y, z = torch.tensor_split(rows @ _planar_rotation(self.rotation, rows.device), 3, -1)
         sign, above = torch.empty_like(z), torch.empty_like(z)
@@ -131,7 +131,7 @@ class Octahedral(CodecFamily):
         x, y, z = x.abs().contiguous(), y.abs().contiguous(), z.contiguous()
         book = codebook(self.direction_table, rows.device)
         index = book.nearest(x, y, z, self.rounding)
-        # OCTOPUS Eq. 12: the best norm is the one nearest to the projection; scalar rounding takes the triplet's own length.
+        # OCTOPUS Eq. 12: the best norm is nearest to the projection; scalar rounding uses the triplet's own length.
         radius = _length(x, y, z) if self.rounding == "scalar" else book.projection(index, x, y, z)
         norm_index = nearest_level(radius.div_(length.clamp(min=_SMALLEST_NORMAL)), midpoints(self.norm_table))
         digit = index.to(torch.float32)
@@ -160,11 +160,11 @@ class Octahedral(CodecFamily):
                         continue
                     at = first_place(padding != 0, first * padding.shape[1], arrays[name].shape)
                     found = int(padding.flat[(padding != 0).argmax()])
-                    raise InvalidPayload(f"{where}.{name}: the word at {at} sets bits {found:#x} of padding triplets, which are zero")
+                    raise InvalidPayload(f"{where}.{name}: the word at {at} sets bits {found:#x} of padding triplets, which must be zero")
 
     @property
     def _directions(self) -> int:
-        """Directions of the quarter square: the place value of what follows them in a digit."""
+        """The number of directions in the quarter square: the place value of the bits above them in a digit."""
         return int(4 ** (self.b_dir - 1))
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -201,18 +201,18 @@ def _check_table(name: str, table: bytes, length: int) -> None:
 
 
 def norm_with_index(b_dir: int, b_norm: int) -> bool:
-    """Whether the norm bits complete the index digit to a divisor of 16 bits; else they lie above the signs."""
+    """Whether the norm bits extend the index digit to a width that divides 16; otherwise they lie above the signs."""
     return 2 * (b_dir - 1) + b_norm in (1, 2, 4, 8, 16)
 
 
 def _digit_bits(b_dir: int, b_norm: int) -> tuple[int, int]:
-    """Bits of the index digit and of the sign digit."""
+    """The bits of the index digit and of the sign digit."""
     index = 2 * (b_dir - 1)
     return (index + b_norm, 2) if norm_with_index(b_dir, b_norm) else (index, 2 + b_norm)
 
 
 def _bases(b_dir: int, b_norm: int, arrangement: str) -> dict[str, tuple[int, ...]]:
-    """The bases of every code stream; a digit of no bits has no place in it."""
+    """The bases of every code stream; a digit of zero bits is left out."""
     index, sign = _digit_bits(b_dir, b_norm)
     if arrangement == "dense":
         return {name: (2**bits,) for name, bits in (("index", index), ("sign", sign)) if bits}
@@ -246,7 +246,7 @@ def _padding_bits(packing: Columns, triplets: int) -> dict[str, numpy.ndarray[An
 
 
 def _measured(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows on a scale where their squares fit binary32, their norms ``[row, 1]`` on that scale, and their norms ``[row]``."""
+    """Rows scaled so that their squares fit binary32, the norms ``[row, 1]`` of the scaled rows, and the true norms ``[row]``."""
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     if not rows.numel() or (length.min() > _SQUARES_FIT[0] and length.max() < _SQUARES_FIT[1]):
         return rows, length, length[:, 0]
@@ -262,7 +262,7 @@ def _length(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 @kept_on_device
 def _planar_rotation(rotation: Rotation) -> torch.Tensor:
-    """What a row is multiplied by for the first coordinates of all its triplets, then the second and the third ones."""
+    """The matrix that maps a row to the first coordinates of all its triplets, then the second, then the third."""
     matrix = functional.pad(rotation.forward(torch.eye(rotation.dim, dtype=torch.float32)), (0, -rotation.dim % 3))
     return matrix.view(rotation.dim, -1, 3).transpose(1, 2).flatten(1)
 

@@ -1,8 +1,8 @@
-"""The octahedral map, and the nearest direction of an octahedral codebook: the roundings of the octahedral encoder.
+"""The octahedral map and the search for the nearest direction of an octahedral codebook, with the encoder's roundings.
 
-All of it happens in the quarter square xi, eta >= 0: a codeword is never nearer than its mirror image on the
-direction's own side of x = 0 and y = 0, so the signs are stored as they are and not searched. A direction is
-three float32 tensors of one shape: x and y, not negative, and z of any sign; its length does not matter.
+The search stays in the quarter square xi, eta >= 0: a codeword is never nearer than its mirror image on the
+direction's own side of x = 0 and y = 0, so the signs are stored and not searched. A direction is three float32
+tensors of one shape: nonnegative x and y, and z of any sign; its length does not matter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SMALLEST_SUM = 1e-30
 
 
 def octahedral_coordinates(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(|xi|, |eta|) in [0, 1] of a direction; (0, 0) of the zero vector. Source: OCTOPUS Eq. 5.
+    """(|xi|, |eta|) in [0, 1] of a direction; (0, 0) for the zero vector. Source: OCTOPUS Eq. 5.
 
     For z < 0 the fold 1 - y / l equals (x + |z|) / l, so adding max(-z, 0) to x and y serves both signs of z.
     """
@@ -35,9 +35,9 @@ def octahedral_coordinates(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) ->
 
 
 def codebook_directions(table: bytes) -> torch.Tensor:
-    """The unit directions, float32 ``[3, levels^2]``, of every pair of magnitudes; entry i + levels * j is xi = c_i, eta = c_j.
+    """The unit directions of all pairs of magnitudes, float32 ``[3, levels^2]``; entry i + levels * j has xi = c_i, eta = c_j.
 
-    ``table`` is the ascending magnitudes c, little-endian binary32. Source: OCTOPUS Eq. 6, in binary64.
+    ``table`` holds the ascending magnitudes c, little-endian binary32. Source: OCTOPUS Eq. 6, in binary64.
     """
     magnitudes = numpy.frombuffer(table, "<f4").astype(numpy.float64)
     eta, xi = (axis.ravel() for axis in numpy.meshgrid(magnitudes, magnitudes, indexing="ij"))
@@ -47,16 +47,16 @@ def codebook_directions(table: bytes) -> torch.Tensor:
 
 
 def midpoints(table: bytes) -> list[float]:
-    """The bounds between neighbouring centroids of ``table``."""
+    """The midpoints between neighbouring centroids of ``table``."""
     centroids = numpy.frombuffer(table, "<f4").astype(numpy.float64)
     return [float(bound) for bound in (centroids[1:] + centroids[:-1]) / 2]
 
 
 def nearest_level(values: torch.Tensor, bounds: list[float]) -> torch.Tensor:
-    """How many of the ascending ``bounds`` each value is above, as float32 of the shape of ``values``."""
+    """The number of ascending ``bounds`` below each value, float32 in the shape of ``values``."""
     if len(bounds) > _MOST_COMPARISONS:
         return torch.bucketize(values, torch.tensor(bounds, dtype=torch.float32, device=values.device)).to(torch.float32)
-    # A few comparisons are up to ten times faster than a binary search an element.
+    # A few comparisons are up to ten times faster than one binary search per element.
     level, above = torch.zeros_like(values), torch.empty_like(values)
     for bound in bounds:
         level += torch.gt(values, bound, out=above)
@@ -70,7 +70,7 @@ def codebook(table: bytes, device: torch.device) -> Codebook:
 
 
 class Codebook:
-    """Searches for the nearest direction, the one of the greatest scalar product (OCTOPUS Eq. 12)."""
+    """Searches for the nearest direction: the one with the largest scalar product (OCTOPUS Eq. 12)."""
 
     def __init__(self, table: bytes, device: torch.device) -> None:
         self.levels = len(table) // 4
@@ -80,10 +80,10 @@ class Codebook:
         self._device = device
 
     def nearest(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, rounding: str) -> torch.Tensor:
-        """The index ``i + levels * j`` that ``rounding`` finds, int32 of the shape of ``x``.
+        """The index ``i + levels * j`` that ``rounding`` finds, int32 in the shape of ``x``.
 
         scalar: the nearest magnitudes. local2x2: the best of the magnitudes on either side.
-        local3x3: the best of the nearest magnitudes and their neighbours. full: the best of all.
+        local3x3: the best of the nearest magnitudes and their neighbours. full: the best of all magnitudes.
         """
         if rounding == "full":
             return self._full_search(x, y, z)
@@ -98,7 +98,7 @@ class Codebook:
         return nx.mul_(x).addcmul_(ny, y).addcmul_(nz, z)
 
     def local_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, rounding: str) -> torch.Tensor:
-        """The search as OCTOPUS Algorithm 1 writes it, for every rounding but full; see ``nearest``."""
+        """The search of OCTOPUS Algorithm 1, for every rounding except full; see ``nearest``."""
         columns, rows = self._candidates(torch.stack(octahedral_coordinates(x, y, z)), rounding).unbind(1)
         index = torch.add(columns, rows.unsqueeze(1), alpha=self.levels).flatten(0, 1)
         if rounding == "scalar":
@@ -107,7 +107,7 @@ class Codebook:
         return index.gather(0, best)[0]
 
     def _candidates(self, coordinates: torch.Tensor, rounding: str) -> torch.Tensor:
-        """The levels to try, int32 ``[candidate, ...]``, the nearest first."""
+        """The levels to try, int32 ``[candidate, ...]``, nearest first."""
         nearest = nearest_level(coordinates, self._bounds).to(torch.int32)
         if rounding == "scalar":
             return nearest[None]
@@ -123,7 +123,7 @@ class Codebook:
         return torch.cat([(chunk @ self._directions).argmax(-1) for chunk in chunks]).to(torch.int32).view(x.shape)
 
     def _grid_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """What the local 3x3 search finds, looked up by grid cell and searched for only in the cells that codewords share."""
+        """The result of the local 3x3 search: looked up by grid cell, searched only in cells that codewords share."""
         xi, eta = (coordinate.mul_(self._cells).floor_() for coordinate in octahedral_coordinates(x, y, z))
         cell = xi.add_(eta, alpha=self._cells + 1).to(torch.int32).view(-1)
         index = self._grid.index_select(0, cell).to(torch.int32)
@@ -134,22 +134,22 @@ class Codebook:
 
     @property
     def _cells(self) -> int:
-        """Cells along each side of the lookup grid: a few percent of all directions then fall into shared cells."""
+        """Cells along each side of the lookup grid: few enough that only some percent of directions fall into shared cells."""
         return min(_CELLS_A_LEVEL * self.levels, _MOST_CELLS)
 
     @cached_property
     def _grid(self) -> torch.Tensor:
-        """Int16 ``[(cells + 1)^2]``, xi fastest: the codeword nearest to every direction of a cell, or -1.
+        """The codeword nearest to every direction of a cell, or -1, int16 ``[(cells + 1)^2]`` with xi fastest.
 
-        The codeword of a cell is the one that its four corners agree on, and that settles the cell. The directions nearest
-        to one codeword are an intersection of half-spaces, hence convex; the map from the square is linear on either side
-        of the fold xi + eta = 1, which runs along diagonals of cells; so a cell, or each half of one on the fold, is the
-        cone over its corners. The local searches find the nearest codeword of all (the tests compare them with the full one).
-        The last cell of a row or column is for a coordinate of exactly 1, and equals the one before it.
+        A cell has the codeword on which its four corners agree; that is enough. The directions nearest to one codeword
+        form an intersection of half-spaces, which is convex. The map from the square is linear on either side of the fold
+        xi + eta = 1, which runs along diagonals of cells, so a cell, or each half of a cell on the fold, is the cone over
+        its corners. The local searches find the nearest of all codewords (the tests compare them with the full search).
+        The last cell of a row or column is for a coordinate of exactly 1 and equals the cell before it.
         """
         corners = torch.arange(self._cells + 1, dtype=torch.float32, device=self._device) / self._cells
         bands = []
-        # All cells at once would take fifty times what the grid does.
+        # All cells at once would take fifty times the memory of the grid.
         for first in range(0, self._cells, _ROWS_OF_CELLS):
             eta, xi = torch.meshgrid(corners[first : first + _ROWS_OF_CELLS + 1], corners, indexing="ij")
             z = 1 - xi - eta
@@ -163,7 +163,7 @@ class Codebook:
 
 
 def _negative(values: torch.Tensor) -> torch.Tensor:
-    """Where a flat tensor is negative; numpy looks for it four times as fast as torch does on a CPU."""
+    """The positions of the negative values of a flat tensor; on a CPU, numpy finds them four times as fast as torch."""
     if values.device.type == "cpu":
         return torch.from_numpy(numpy.flatnonzero(values.numpy() < 0))
     return torch.nonzero(values < 0).view(-1)

@@ -1,4 +1,4 @@
-"""The options of one codec in a recipe: words read one by one, and those that nobody read are unknown."""
+"""The options of one codec in a recipe. Readers take words one by one; a word that none takes is unknown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class UnknownWord(InvalidParameter):
-    """An option or value that a codec does not know; ``word`` is what a recipe should point at."""
+    """An option or value that a codec does not know; ``word`` is the part of the recipe to point at."""
 
     def __init__(self, message: str, word: str) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class Options:
         self._extra: tuple[str, ...] = ()
 
     def mention(self, names: tuple[str, ...]) -> bool:
-        """Whether one of ``names``, which are options too, is among the words."""
+        """Whether one of the options ``names`` is among the words."""
         self._extra = names
         return not self._words.keys().isdisjoint(names)
 

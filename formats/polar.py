@@ -1,6 +1,6 @@
-"""polar: pairs of channels, then pairs of radii, level by level: an angle for each and the last radii (spec/codecs/polar.md).
+"""polar: pairs of channels, then pairs of radii, level by level: one angle per pair, and the last radii (spec/codecs/polar.md).
 
-Source: PolarQuant (Han et al. 2025, arXiv 2502.02617), as OCTOPUS Table 1 runs it when every level has the same bits.
+Source: PolarQuant (Han et al. 2025, arXiv 2502.02617); with equal bits on every level, as in OCTOPUS Table 1.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _TOKENS_OF_ONE_HEAD = 1 << 11
 
 @dataclass(frozen=True)
 class Level:
-    """One level: the ``bits`` of its angles and how many angles each of its ``pairs`` has.
+    """One level: the ``bits`` of its angles and the number of angles for each of its ``pairs``.
 
-    ``pairs`` are the channels below the first and below the second radius: first equal ones, then an unequal last one.
+    A key of ``pairs`` is the number of channels below the first and the second radius: equal, except in an unequal last pair.
     """
 
     bits: int
@@ -45,15 +45,15 @@ class Level:
 
     @property
     def angles(self) -> int:
-        """Angles of a token; twice as many radii go into them, and one more may pass on as it is."""
+        """Angles per token; each combines two radii, and one radius more may pass on unchanged."""
         return sum(self.counts)
 
 
 @dataclass(frozen=True)
 class Polar(CodecFamily):
-    """``bits`` of the angles of each level, joined by dots; what is left after the last level are radii in the dtype ``norm``.
+    """``bits`` holds the bits per angle of each level, joined by dots; the radii after the last level have the dtype ``norm``.
 
-    ``angle_table`` is the angles of every level above the first, ascending, little-endian binary32; the first is uniform.
+    ``angle_table`` holds the angles of every level above the first, ascending, little-endian binary32; the first is uniform.
     """
 
     id: ClassVar[str] = "polar"
@@ -91,7 +91,7 @@ class Polar(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        """OCTOPUS's b, where every angle has it and one radius is left; else PolarQuant's count, with 16 bits a radius."""
+        """OCTOPUS's b if every angle has b bits and one radius is left; otherwise PolarQuant's count, with 16 bits per radius."""
         angle_bits = {level.bits for level in self.levels}
         if len(angle_bits) == 1 and self.radii == 1:
             return float(angle_bits.pop())
@@ -108,7 +108,7 @@ class Polar(CodecFamily):
 
     @property
     def radii(self) -> int:
-        """Radii of a token after the last level."""
+        """Radii per token after the last level."""
         return self.dim - sum(level.angles for level in self.levels)
 
     @property
@@ -118,7 +118,7 @@ class Polar(CodecFamily):
 
     @property
     def tables(self) -> tuple[tuple[bytes, ...], ...]:
-        """The part of ``angle_table`` for every kind of pairs of every level; the first level has none."""
+        """The part of ``angle_table`` for each kind of pair of each level; the first level has none."""
         return _tables(self.levels, self.angle_table)
 
     def packings(self) -> dict[str, Columns]:
@@ -179,7 +179,7 @@ def _check_tables(levels: tuple[Level, ...], angle_table: bytes) -> None:
 
 
 def _most_levels(dim: int) -> int:
-    """The levels after which one radius is left."""
+    """The number of levels after which one radius is left."""
     return (dim - 1).bit_length()
 
 
@@ -192,7 +192,7 @@ def _levels(dim: int, bits: str) -> tuple[Level, ...]:
         )
     levels = []
     for number, word in enumerate(words):
-        # Radii of 2^number channels each go into this level, of which the last may have fewer.
+        # The radii that enter this level cover 2^number channels each; the last may cover fewer.
         size = 1 << number
         radii = -(-dim // size)
         last = dim - (radii - 1) * size
@@ -215,7 +215,7 @@ def _symbols(run: tuple[Level, ...]) -> int:
 
 @lru_cache(TABLES_KEPT)
 def _streams(levels: tuple[Level, ...]) -> dict[str, tuple[Level, ...]]:
-    """The levels of each code stream: consecutive ones of equal bits share one, named by the first of them."""
+    """The levels of each code stream: consecutive levels of equal bits share a stream, named after the first."""
     streams = {}
     for _, run in groupby(enumerate(levels, 1), lambda numbered: numbered[1].bits):
         numbers, members = zip(*run, strict=True)
@@ -231,7 +231,7 @@ def _packings(levels: tuple[Level, ...], fields: Fields) -> dict[str, Columns]:
 
 def _bins(angles: torch.Tensor, bins: int) -> torch.Tensor:
     turns = angles.mul_(1 / (2 * pi))
-    # A turn is in [0, 1], 1 when a tiny negative angle rounds up: that is the last bin.
+    # The fraction of a turn is in [0, 1]: a tiny negative angle rounds up to 1, which is in the last bin.
     return turns.sub_(turns.floor()).mul_(bins).floor_().clamp_max_(bins - 1)
 
 
@@ -242,13 +242,13 @@ def _nearest(angles: torch.Tensor, counts: tuple[int, ...], tables: tuple[bytes,
 
 @kept_on_device
 def _bin_directions(bins: int) -> torch.Tensor:
-    """(cos, sin) of the centre of every bin, float32 ``[bins, 2]``."""
+    """(cos, sin) of each bin centre, float32 ``[bins, 2]``."""
     return _cos_sin((torch.arange(bins, dtype=torch.float64) + 0.5) * (2 * pi / bins))
 
 
 @kept_on_device
 def _directions(table: bytes) -> torch.Tensor:
-    """(cos, sin) of every angle of a table, float32 ``[angles, 2]``."""
+    """(cos, sin) of each angle of a table, float32 ``[angles, 2]``."""
     return _cos_sin(torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float64))
 
 

@@ -1,4 +1,4 @@
-"""quaternion: chunks of four values, a direction of 24 S codewords and a radius (spec/codecs/quaternion.md).
+"""quaternion: chunks of four values, each coded as one of 24 S directions and a radius (spec/codecs/quaternion.md).
 
 Source: HQMQ Sec. 3, App. B and D.
 """
@@ -30,10 +30,10 @@ ARRANGEMENTS = ("dense", "direct")
 NORMS = ("fp16", "fp32")
 MAX_SECONDARY = 4096
 DEFAULT_SEED = 435
-"""Errors scatter with the seed, by 2 to 5 %; with this one they are those of the page's table at S = 24, 48, 96 and 192."""
+"""Errors vary with the seed by 2 to 5 %; this seed gives those in the page's table at S = 24, 48, 96 and 192."""
 
 _AT_ONCE = 128
-"""Secondary quaternions whose codewords are computed at a time."""
+"""The number of secondary quaternions whose codewords are computed at once."""
 _TOKENS_OF_ONE_HEAD = 1 << 12
 _EXPONENT_BITS = 0x7F800000
 _SMALLEST_NORMAL = 2.0**-126
@@ -43,7 +43,7 @@ _SMALLEST_NORMAL = 2.0**-126
 class Quaternion(CodecFamily):
     """Four values are radius code * scale / (2^radius_bits - 1) times the product of a Hurwitz unit and a seeded unit quaternion.
 
-    ``secondary`` is S, the number of seeded quaternions; ``norm`` the dtype of the scale, one a token and head.
+    ``secondary`` is S, the number of seeded quaternions; ``norm`` is the dtype of the scale, one per token and head.
     """
 
     id: ClassVar[str] = "quaternion"
@@ -118,7 +118,7 @@ class Quaternion(CodecFamily):
         planes = [padded[..., component::4].contiguous() for component in range(4)]
         radius = _length(planes)
         if not _squares_are_safe(radius):
-            # Divided by a power of two every token is near 1, where no square overflows or underflows.
+            # A power of two scales every token near 1, where no square overflows or underflows.
             largest = u.abs().amax(-1, keepdim=True)
             power = (largest.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_min_(_SMALLEST_NORMAL)
             planes = [plane.div_(power) for plane in planes]
@@ -126,9 +126,9 @@ class Quaternion(CodecFamily):
         scale = stored_norm(radius.amax(-1), self._norm_dtype, f"scale, tokens from {start},")
         stored = scale.to(torch.float32)[..., None]
         highest = 2**self.radius_bits - 1
-        # As a decoder computes it: the rounded quotient may lead beyond the largest binary32 where the scale did not.
+        # Computed as in a decoder: the rounded quotient may exceed the largest binary32 although the scale does not.
         stored_norm(stored / highest * highest, "F32", f"largest radius as decoded, tokens from {start},")
-        # Rounded against the scale as stored; a zero scale gives zero codes.
+        # Codes are rounded against the stored scale; a zero scale gives zero codes.
         codes = (radius / torch.where(stored > 0, stored, torch.inf)).mul_(highest).round_().clamp_max_(highest)
         codeword = _search(self.seed, self.secondary).nearest([plane.flatten() for plane in planes]).view_as(codes)
         return self.pack_digits(codeword, codes) | {"scale": scale}
@@ -149,7 +149,7 @@ class Quaternion(CodecFamily):
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         codeword, radius = digits
         scale = streams["scale"].to(torch.float32)[..., None]
-        # By a tensor: CUDA devices multiply by the rounded reciprocal of a number.
+        # The divisor is a tensor: given a Python number, CUDA devices multiply by its rounded reciprocal.
         step = scale / scale.new_full((), 2**self.radius_bits - 1)
         chunks = functional.embedding(codeword, codewords(self.seed, self.secondary, step.device)).mul_((radius * step)[..., None])
         return chunks.flatten(3)[..., : self.dim]
@@ -172,12 +172,12 @@ def _squares_are_safe(radius: torch.Tensor) -> bool:
 
 @lru_cache(TABLES_KEPT)
 def _stream_bases(dim: int, secondary: int, radius_bits: int, arrangement: str) -> dict[str, tuple[int, ...]]:
-    """The bases of each code stream's digits: the rule of spec/codecs/quaternion.md, Layout."""
+    """The bases of each code stream's digits (spec/codecs/quaternion.md, Layout)."""
     chunks, alphabet, radius = -(-dim // 4), UNITS * secondary, (1 << radius_bits,)
     if arrangement == "direct":
         base = next_power_of_two(alphabet)
         if base > MAX_BASE:
-            raise InvalidParameter(f"codec quaternion: secondary is {secondary}, direct allows 1 to {MAX_BASE // UNITS}")
+            raise InvalidParameter(f"codec quaternion: secondary is {secondary}, direct expects 1 to {MAX_BASE // UNITS}")
         return {"symbol": (base, *radius)}
     low = 1 << factors_of_two(alphabet)
     split: dict[str, tuple[int, ...]] = {"codeword_low": (low,), "codeword_high": (alphabet // low,)}
@@ -209,10 +209,10 @@ def codewords(seed: int, count: int) -> torch.Tensor:
     """The products of all Hurwitz units and ``count`` seeded unit quaternions, float32 ``[24 * count, 4]``."""
     units = [[float(sign) if i == axis else 0.0 for i in range(4)] for axis in range(4) for sign in (1, -1)]
     units += [[-0.5 if bits >> i & 1 else 0.5 for i in range(4)] for bits in range(16)]
-    # In binary64 and rounded once: the products with 0, 1/2 and 1 are exact, the sums run left to right.
+    # In binary64 and rounded once: the products with 0, 1/2 and 1 are exact, and the sums run left to right.
     a, b, c, d = torch.tensor(units, dtype=torch.float64).T
     result = torch.empty(count, UNITS, 4, dtype=torch.float32, device="cpu")
-    # A part at a time: an allocator keeps the memory of large temporaries, and the next codebook takes others.
+    # In parts: an allocator keeps the memory of large temporaries, and the next codebook allocates others.
     for secondary, part in zip(*(torch.split(one, _AT_ONCE) for one in (secondary_quaternions(seed, count, "cpu"), result)), strict=True):
         w, x, y, z = secondary.to(torch.float64).T[..., None]
         part[..., 0] = a * w - b * x - c * y - d * z

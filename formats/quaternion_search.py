@@ -3,12 +3,12 @@
 Chunks travel as four planes w, x, y, z, float32 ``[chunks]`` each. Three searches find the same codewords:
 
 - products: all inner products, for a few chunks;
-- explicit: one rotation a secondary quaternion, after which the nearest Hurwitz unit is a closed form;
-- grid: the octahedral map sends half of the directions (the other half is its negative) into a cube of cells.
-  A cell lists the codewords that can be nearest somewhere in it, mostly one to three, and only they are compared.
+- explicit: one rotation per secondary quaternion, after which the nearest Hurwitz unit has a closed form;
+- grid: the octahedral map sends half of the directions (the other half are their negatives) into a cube of cells.
+  A cell lists the codewords that can be nearest somewhere in it, mostly one to three; only these are compared.
 
-A codeword leaves a cell's list only when another one beats it in the whole cell. The map is projective in every
-octant, so the difference of two inner products is linear in a cell: its least value is known in closed form.
+A codeword leaves a cell's list only when another codeword beats it in the whole cell. The map is projective in every
+octant, so the difference of two inner products is linear in a cell: its minimum has a closed form.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 UNITS = 24
 _BLOCK = 1 << 17
 _RESOLUTION = 128
-# So few chunks (a token or two, as generation appends them) take longer to call the other searches than to search.
+# For so few chunks (generation appends a token or two), the call overhead of the other searches exceeds the search.
 _FEW = 512
 _PRODUCTS_AT_ONCE = 1 << 20
-# Building the grid takes as long as searching some 2^18 (S = 4096) to 2^21 chunks (S = 24) explicitly.
+# Building the grid takes as long as an explicit search of about 2^18 (S = 4096) to 2^21 chunks (S = 24).
 _PAYS_AFTER = 1 << 19
-# Comparisons decided by less than this stay in the list: it covers the rounding of cell coordinates many times.
+# A codeword that loses by less than this margin stays listed: it covers the rounding of cell coordinates many times over.
 _MARGIN = 1e-5
 _INSIDE = 1.0 - 2.0**-20
 _SMALLEST = 2.0**-100
@@ -41,7 +41,7 @@ _ENTRIES_AT_ONCE = 1 << 20
 class Search:
     """Nearest codewords in one codebook.
 
-    ``secondary`` is float32 ``[S, 4]``; ``codebook`` float32 ``[24 S, 4]`` with unit p of secondary s in row s * 24 + p.
+    ``secondary`` is float32 ``[S, 4]``; ``codebook`` is float32 ``[24 S, 4]`` with unit p of secondary s in row s * 24 + p.
     """
 
     def __init__(self, secondary: torch.Tensor, codebook: torch.Tensor) -> None:
@@ -50,48 +50,48 @@ class Search:
         self._expected = 0
 
     def expect(self, chunks: int, device: torch.device) -> None:
-        """Told that ``chunks`` more chunks will be searched on ``device``: builds the grid once enough have come to pay for it.
+        """Announce that ``chunks`` more chunks will be searched on ``device``; build the grid once the total pays for it.
 
-        Ahead of the search and not during it, so that how the work is cut into blocks and threads changes no codeword.
+        The grid is built before a search, never during it, so that blocks and threads do not affect the codewords.
         """
         self._expected += chunks
         if self._expected >= _PAYS_AFTER and device not in self._grids:
             self._build_grid(device)
 
     def nearest(self, planes: Planes) -> torch.Tensor:
-        """The codeword with the largest inner product with each chunk, int32 ``[chunks]``; any for a zero chunk.
+        """The codeword with the largest inner product with each chunk, int32 ``[chunks]``; arbitrary for a zero chunk.
 
-        All products at once for a few chunks, else by the grid where there is one. Where two codewords differ by no more
-        than rounding (2^-20 of the chunk's norm) the searches may choose differently, each always in the same way.
+        Computes all products for a few chunks, and otherwise uses the grid if there is one. Where two codewords differ
+        by no more than rounding (2^-20 of the chunk's norm), searches may disagree, but each is deterministic.
         """
         if len(planes[0]) <= _FEW:
             return self.by_products(planes)
         return self.by_grid(planes) if planes[0].device in self._grids else self.explicit(planes)
 
     def by_products(self, planes: Planes) -> torch.Tensor:
-        """The search among all codewords, as one matrix product; of equals the lowest s, then the lowest unit."""
+        """Search all codewords by one matrix product; ties go to the lowest s, then to the lowest unit."""
         codebook = self._codebook.to(planes[0].device).T
         chunks, size = torch.stack(list(planes), 1), max(1, _PRODUCTS_AT_ONCE // codebook.shape[1])
         nearest = torch.empty(len(chunks), dtype=torch.int32, device=chunks.device)
-        # One buffer for all: an allocator would keep several.
+        # One buffer for all blocks: an allocator would keep several.
         products = chunks.new_empty(min(size, len(chunks)), codebook.shape[1])
         for some, found in zip(torch.split(chunks, size), torch.split(nearest, size), strict=True):
             found.copy_(torch.mm(some, codebook, out=products[: len(some)]).argmax(1))
         return nearest
 
     def explicit(self, planes: Planes) -> torch.Tensor:
-        """The search over all secondary quaternions; of equals the lowest s, then an axis before a half unit."""
+        """Search all secondary quaternions; ties go to the lowest s, then to an axis before a half unit."""
         return _in_blocks(planes, self._explicit_block)
 
     def by_grid(self, planes: Planes) -> torch.Tensor:
-        """The search among the codewords listed in the chunk's cell; of equals the first listed."""
+        """Search the codewords listed in the chunk's cell; ties go to the first listed."""
         device = planes[0].device
         if device not in self._grids:
             self._build_grid(device)
         return _in_blocks(planes, self._grids[device].nearest)
 
     def _build_grid(self, device: torch.device) -> None:
-        # From tensors on the CPU, whatever the caller's default device is.
+        # The CPU is explicit: the caller's default device may be another.
         with torch.device("cpu"):
             self._grids[device] = Grid(self._codebook.to(device))
 
@@ -108,8 +108,9 @@ class Search:
 class Grid:
     """For every cell of the octahedral map, the codewords of ``codebook`` that can be nearest in it.
 
-    Row r is a list of codewords: column k of ``_lists`` holds its k-th, or again its first. The pairs come first,
-    each once however many cells share it; longer lists follow by length, those of more than k from ``_starts[k]``.
+    Row r is a list of codewords: column k of ``_lists`` holds its k-th codeword, or repeats its first. Lists of two come
+    first, each stored once for all cells that share it. Longer lists follow by length: ``_starts[k]`` is the first row
+    with more than k codewords.
     """
 
     def __init__(self, codebook: torch.Tensor, resolution: int = _RESOLUTION) -> None:
@@ -132,7 +133,7 @@ class Grid:
         # Entries 4 r to 4 r + 3: the two codewords of pair r, then their opposites.
         self._pairs = torch.cat([self._lists[:2], self._opposite[self._lists[:2]]]).T.flatten()
         self._codebook = codebook.T.contiguous()
-        # The plane between the first two of a list: the side that a chunk is on decides between them.
+        # The plane between the first two codewords of a list: the chunk's side of it decides between them.
         self._bisectors = self._codebook[:, self._lists[0]] - self._codebook[:, self._lists[1]]
 
     def nearest(self, planes: Planes) -> torch.Tensor:
@@ -154,7 +155,7 @@ class Grid:
         return winner.index_copy_(0, longer, found)
 
     def _nearest_of_longer(self, planes: Planes, row: torch.Tensor, winner: torch.Tensor) -> torch.Tensor:
-        """The nearest of lists of three and more, given the nearer of the first two; every round fewer chunks are left."""
+        """The nearest codeword of longer lists, given the nearer of the first two; each round has fewer chunks left."""
         best = _combined(planes, _gathered(self._codebook, winner))
         places = torch.arange(len(row), device=row.device)
         nearest = winner.clone()
@@ -170,12 +171,12 @@ class Grid:
 
 
 def _gathered(rows: torch.Tensor | Planes, index: torch.Tensor) -> list[torch.Tensor]:
-    """The entries ``index`` of every row: one row at a time, which is several times faster."""
+    """The entries ``index`` of every row, gathered row by row, which is several times faster."""
     return [row.index_select(0, index) for row in rows]
 
 
 def _refined(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Halve the cells down to ``resolution``, except those with one or two codewords left.
+    """Halve the cells until ``resolution``, except cells with one or two codewords left.
 
     Returns the row of every cell ``[resolution] * 3``, the list of every row ``[rows, longest]`` and its length.
     """
@@ -195,14 +196,14 @@ def _refined(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, tor
         size *= 2
         rows = rows.repeat_interleave(2, 0).repeat_interleave(2, 1).repeat_interleave(2, 2)
         cells = (2 * cells[~done, None] + corners).flatten(0, 1)
-        # Rounding may push a chunk over the surface of the octahedron, not further than a cell that touches it.
+        # Rounding may push a chunk across the surface of the octahedron, but not beyond a cell that touches it.
         inside = torch.where(cells < size // 2, size // 2 - 1 - cells, cells - size // 2).sum(1) <= size // 2
         lists, lengths = (array[~done].repeat_interleave(8, 0)[inside] for array in (lists, lengths))
         cells = cells[inside]
 
 
 def _concatenated(lists: list[torch.Tensor]) -> torch.Tensor:
-    """Rows of all ``lists`` in one width, that of the last and at least two; what is cut off repeats the first column."""
+    """Rows of all ``lists`` in one width: that of the last list, at least two. Shorter rows repeat their first column."""
     width = max(2, lists[-1].shape[1])
     return torch.cat([torch.cat([part, part[:, :1].expand(-1, width)], 1)[:, :width] for part in lists])
 
@@ -225,7 +226,7 @@ def _pruned_in_blocks(
 def _needed(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, lengths: torch.Tensor, size: int) -> torch.Tensor:
     """Whether each listed codeword can be nearest somewhere in its cell, bool like ``lists``.
 
-    The direction at map coordinates t is (1 - sum |t|, t). So an inner product is its value in the lowest corner
+    The direction at map coordinates t is (1 - sum |t|, t). So an inner product is its value at the lowest corner
     of the cell plus a slope along each of the three axes, and so is the difference of two; its minimum over
     the cell adds the negative slopes.
     """
@@ -247,7 +248,7 @@ def _needed(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, le
 
 
 def _in_blocks(planes: Planes, search: Callable[[Planes], torch.Tensor]) -> torch.Tensor:
-    """Search block by block, so that the temporaries stay in a core's cache."""
+    """Search block by block, so that temporaries fit a core's cache."""
     found = torch.empty_like(planes[0], dtype=torch.int32)
     for start in range(0, found.numel(), _BLOCK):
         found[start : start + _BLOCK] = search([plane[start : start + _BLOCK] for plane in planes])
@@ -255,7 +256,7 @@ def _in_blocks(planes: Planes, search: Callable[[Planes], torch.Tensor]) -> torc
 
 
 def _combined(planes: Planes, weights: Weights) -> torch.Tensor:
-    """The sum of planes, each times its weight (a number, or one number a chunk)."""
+    """The sum of planes, each times its weight (one number, or one per chunk)."""
     total = planes[0] * weights[0]
     for plane, weight in zip(planes[1:], weights[1:], strict=True):
         if isinstance(weight, torch.Tensor):
@@ -280,12 +281,12 @@ def _axis_and_half(planes: Planes) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _sign_bit(values: torch.Tensor) -> torch.Tensor:
-    """1 where the float32 is negative, -0 included, else 0: int32, several times faster than a comparison."""
+    """1 for a negative float32 (including -0), otherwise 0: int32, several times faster than a comparison."""
     return values.view(torch.int32) >> 31 & 1
 
 
 def _nearest_unit(planes: Planes) -> torch.Tensor:
-    """The number p of the nearest Hurwitz unit, int32: 2 i + sign for axis i, 8 + one sign bit a component for a half unit."""
+    """The number p of the nearest Hurwitz unit, int32: 2 i + sign for axis i, 8 + one sign bit per component for a half unit."""
     negative = [_sign_bit(plane) for plane in planes]
     best, number = planes[0].abs(), negative[0].clone()
     for axis in (1, 2, 3):
@@ -296,7 +297,7 @@ def _nearest_unit(planes: Planes) -> torch.Tensor:
 
 
 def _keep_larger(best: torch.Tensor, winner: torch.Tensor, score: torch.Tensor, contender: torch.Tensor | int) -> None:
-    """Where ``score`` is above ``best``, put it and ``contender`` in place; a sign mask is several times faster than torch.where."""
+    """Take ``score`` and ``contender`` in place where ``score`` is above ``best``; a sign mask is several times faster than torch.where."""
     above = (best - score).view(torch.int32) >> 31
     winner.bitwise_xor_((winner ^ contender).bitwise_and_(above))
     torch.maximum(best, score, out=best)

@@ -1,4 +1,4 @@
-"""raw: every value as itself (spec/codecs/raw.md)."""
+"""raw: values stored unchanged (spec/codecs/raw.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 HOLDS = {"bf16": ("bf16",), "fp16": ("fp16",), "fp32": ("bf16", "fp16", "fp32")}
-"""The dtypes whose every value each dtype holds."""
+"""For each dtype, the dtypes that it represents exactly."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Raw(CodecFamily):
         return {"values": Layout(DTYPES[self.dtype], (batch, heads, tokens, self.dim))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Round ``x`` of any float dtype to ``dtype``, to nearest even; values that already have it keep their bits.
+        """Round ``x`` of any float dtype to ``dtype``, ties to even; values of that dtype keep their bits.
 
         Raises OutOfRange when a finite value would become infinity.
         """
         values = x.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype])
-        # The sum is one cheap pass; only when it is not finite (it may merely overflow) is every value looked at.
+        # The sum is one cheap pass; only when it is not finite (it may just overflow) is every value examined.
         if not torch.isfinite(values.sum()):
             lost = torch.nonzero(torch.isinf(values) & torch.isfinite(x)).tolist()
             if lost:

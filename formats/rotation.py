@@ -1,4 +1,4 @@
-"""Orthogonal rotations of a head: Hadamard matrices of every head dim in use (spec/README.md, Rotation)."""
+"""Orthogonal rotations of a head: Hadamard matrices for every head dim in use (spec/README.md, Rotation)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _paley_order(order: int) -> int:
     for paley in (1, *PALEY_ORDERS):
         if order > 0 and order % paley == 0 and is_power_of_two(order // paley):
             return paley
-    raise InvalidParameter(f"no Hadamard rotation of head dim {order}: the known ones are 2^k and 2^k x 12, 20 or 28")
+    raise InvalidParameter(f"no Hadamard rotation of head dim {order}: expected 2^k, or 2^k x 12, 20 or 28")
 
 
 def _paley(order: int) -> tuple[tuple[int, ...], ...]:
@@ -109,5 +109,5 @@ def _matrix(kind: str, dim: int, seed: int) -> torch.Tensor:
     matrix = torch.tensor(hadamard(dim), dtype=torch.float32)
     if kind == "signed-hadamard":
         matrix *= torch.tensor(signs(seed, dim), dtype=torch.float32)
-    # Every entry is plus or minus the one quotient, rounded once.
+    # Every entry is plus or minus one quotient, rounded once.
     return matrix.mul_(1 / math.sqrt(dim))

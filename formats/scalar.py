@@ -1,6 +1,6 @@
-"""scalar: every rotated coordinate from a Lloyd-Max table, one norm a token (spec/codecs/scalar.md).
+"""scalar: rotated coordinates quantized by a Lloyd-Max table, one norm per token (spec/codecs/scalar.md).
 
-Holds TurboQuant-MSE and, with a second width on some channels, TurboQuant+. Sources: OCTOPUS Sec. 3.1, Eq. 1-3; OScaR App. N.
+Covers TurboQuant-MSE and, with a second width on some channels, TurboQuant+. Sources: OCTOPUS Sec. 3.1, Eq. 1-3; OScaR App. N.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 SMALLEST_DIM = 2
-"""Below it a coordinate of a unit vector has no density."""
+"""The smallest head dim: below it, a coordinate of a unit vector has no density."""
 
 _MOST_COMPARISONS = 15
 _SMALLEST_NORMAL = 2.0**-126
@@ -36,7 +36,7 @@ _CHUNK_ROWS = 2048
 
 
 class Part(NamedTuple):
-    """The channels of the coded frame that have ``bits`` bits, ascending."""
+    """The channels of the coded frame with ``bits`` bits each, ascending."""
 
     bits: int
     channels: tuple[int, ...]
@@ -44,11 +44,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Scalar(CodecFamily):
-    """``bits`` a value, its sign included, and ``bits_high`` on the channels of the coded frame that ``high_channels`` sets.
+    """``bits`` per value, sign included, and ``bits_high`` on the channels of the coded frame that ``high_channels`` sets.
 
-    ``magnitude_table`` is the 2^(bits - 1) magnitudes within a unit vector, ascending, little-endian binary32;
-    ``high_magnitude_table`` those of ``bits_high``. ``high_channels`` has a bit a channel, the lowest first.
-    Without a second width these are 0 and empty.
+    ``magnitude_table`` holds the 2^(bits - 1) magnitudes within a unit vector, ascending, little-endian binary32;
+    ``high_magnitude_table`` those of ``bits_high``. ``high_channels`` has one bit per channel, lowest bit first.
+    Without a second width, ``bits_high`` is 0 and the other two are empty.
     """
 
     id: ClassVar[str] = "scalar"
@@ -89,11 +89,11 @@ class Scalar(CodecFamily):
         options.finish()
         check_range(cls.id, "dim", dim, SMALLEST_DIM, MAX_DIM)
         if share and not high:
-            raise InvalidParameter(f"codec {cls.id}: share is {share}, without high=<bits> no channel has another width")
+            raise InvalidParameter(f"codec {cls.id}: share is {share}, which needs high=<bits> too")
         table, fields = coordinate_table(dim, 2 ** (bits - 1)), ("codes", default_fields(dim, (2**bits,)))
         if not high:
             return cls(dim, bits, 0, b"", norm, rotation, seed, table, b"", (fields,))
-        # The first ones, for a rotation makes all channels alike; half of them, as in TurboQuant+.
+        # The first channels, because a rotation makes all channels similar; half of them, as in TurboQuant+.
         count = share or dim // 2
         check_range(cls.id, "share", count, 1, dim - 1)
         channels = ((1 << count) - 1).to_bytes(-(-dim // 8), "little")
@@ -124,7 +124,7 @@ class Scalar(CodecFamily):
         return streams | {"norm": stored_norm(streams["norm"], NORMS[self.norm], "norm of a token")}
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The streams of rows ``[row, dim]``, their norms still float32."""
+        """The streams of rows ``[row, dim]``, with float32 norms."""
         # In binary64 no square overflows or underflows.
         norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float64).to(torch.float32)
         unit = self.rotation.forward(rows) * norm.clamp(min=_SMALLEST_NORMAL).reciprocal_()
@@ -138,7 +138,7 @@ class Scalar(CodecFamily):
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         norm = streams["norm"].to(torch.float32)[..., None]
-        # Rows of a matrix: torch takes channels of them ten times as fast as of four axes.
+        # Rows of a matrix: torch selects their channels ten times as fast as those of a four-axis tensor.
         values = []
         for codes, table in zip(digits, self._tables, strict=True):
             values.append(signed_values(table, codes.device).index_select(0, codes.reshape(-1)).view(-1, codes.shape[-1]))
@@ -154,13 +154,15 @@ def _check_high_channels(channels: bytes, dim: int, bits_high: int) -> None:
     length = -(-dim // 8)
     if not bits_high:
         if channels:
-            raise InvalidParameter(f"codec scalar: high_channels has {len(channels)} bytes, without bits_high it is empty")
+            raise InvalidParameter(f"codec scalar: high_channels has {len(channels)} bytes, expected none without bits_high")
         return
     if len(channels) != length:
-        raise InvalidParameter(f"codec scalar: high_channels has {len(channels)} bytes, a bit for each of {dim} channels needs {length}")
+        raise InvalidParameter(f"codec scalar: high_channels has {len(channels)} bytes, one bit per channel of {dim} needs {length}")
     mask = int.from_bytes(channels, "little")
     if mask >> dim or not 0 < mask.bit_count() < dim:
-        raise InvalidParameter(f"codec scalar: high_channels sets some of {dim} bits, not all and no other, found {channels.hex()}")
+        raise InvalidParameter(
+            f"codec scalar: high_channels is {channels.hex()}, expected some of the first {dim} bits set, not all, and no others"
+        )
 
 
 def _check_table(name: str, table: bytes, length: int) -> None:
@@ -184,11 +186,11 @@ def _packings(parts: tuple[Part, ...], fields: Fields) -> dict[str, Columns]:
 
 
 def _nearest(magnitudes: torch.Tensor, table: bytes) -> torch.Tensor:
-    """The level of ``table`` nearest to each magnitude, in float32 or int32."""
+    """The level of ``table`` nearest to each magnitude, as float32 or int32."""
     bounds = midpoints(table)
     if len(bounds) <= _MOST_COMPARISONS:
         return nearest_level(magnitudes, bounds)
-    # Bisection with one lookup a step, several times as fast as a search element by element.
+    # Bisection with one lookup per step is several times as fast as a search element by element.
     values, stored = magnitudes.view(-1), _bounds(table, magnitudes.device)
     level = torch.zeros_like(values, dtype=torch.int32)
     above, bound = torch.empty_like(level), torch.empty_like(values)
@@ -207,7 +209,7 @@ def _bounds(table: bytes) -> torch.Tensor:
 
 @kept_on_device
 def signed_values(table: bytes) -> torch.Tensor:
-    """What each code decodes to, float32 ``[2 * levels]``: the magnitudes, then their negatives."""
+    """The decoded value of each code, float32 ``[2 * levels]``: the magnitudes, then their negatives."""
     magnitudes = torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float32)
     return torch.cat([magnitudes, -magnitudes])
 
@@ -219,5 +221,5 @@ def _channels(part: Part) -> torch.Tensor:
 
 @kept_on_device
 def _order(parts: tuple[Part, ...]) -> torch.Tensor:
-    """For each channel, its place among the channels of all ``parts`` one after another."""
+    """For each channel, its index in the concatenated channels of ``parts``."""
     return torch.tensor([channel for part in parts for channel in part.channels]).argsort()

@@ -1,6 +1,6 @@
-"""8-bit scales and centres: squares of equal steps over what each head of a run needs (spec/codecs/group.md, Scales of 8 bits).
+"""8-bit scales and centres: a code is linear in the square root, over a range per head and run (spec/codecs/group.md, Scales of 8 bits).
 
-Equal steps of the root are finer for small values: groups of ordinary channels suffer little from outlier channels of their head.
+Equal steps of the root are finer for small values, so outlier channels of a head cost the groups of its ordinary channels little.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from .value_blocks import Array
 
 SCALE, CENTRE = 0, 1
-"""Members of a pair, and of a range: its four numbers are the step and the minimum of the root of either."""
+"""Indices into a (scale, centre) pair and into a range: its four numbers are step and minimum of the root for each of the two."""
 
 LARGEST = 255.0**2
-"""Of the scales and centres that are encoded: the rounding of a range keeps squares below the largest of binary16."""
+"""The largest scale or centre that is encoded: squares stay below the largest binary16 however a range is rounded."""
 
 _STEPS = 255
 _HALF_LIMIT = 65520.0
@@ -29,15 +29,15 @@ _GROWTH = 1 / 2
 
 
 def pairs(codes: torch.Tensor, scale_range: torch.Tensor) -> torch.Tensor:
-    """The pairs (scale, centre) that ``codes``, uint8 ``[batch, kv_head, row, group, 2]``, stand for, binary16.
+    """Decode ``codes``, uint8 ``[batch, kv_head, row, group, 2]``, to binary16 pairs (scale, centre).
 
-    ``scale_range`` is the run's, binary16 ``[batch, kv_head, 1, 4]``.
+    ``scale_range`` is the range of the run, binary16 ``[batch, kv_head, 1, 4]``.
     """
     return torch.stack([_squares(codes[..., member], scale_range, member) for member in (SCALE, CENTRE)], -1).to(torch.float16)
 
 
 def nearest(values: torch.Tensor, scale_range: torch.Tensor, member: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes, uint8, nearest to scales or centres ``[batch, kv_head, row, group]`` and the float32 values that they stand for."""
+    """The uint8 codes nearest to scales or centres ``[batch, kv_head, row, group]``, and the float32 values of these codes."""
     step, minimum = _step_and_minimum(scale_range, member)
     codes = ((_root(values) - minimum) / torch.where(step > 0, step, torch.inf)).round_().clamp_(0, _STEPS).to(torch.uint8)
     return codes, _squares(codes, scale_range, member).to(torch.float16).to(torch.float32)
@@ -45,7 +45,7 @@ def nearest(values: torch.Tensor, scale_range: torch.Tensor, member: int) -> tup
 
 def _squares(codes: torch.Tensor, scale_range: torch.Tensor, member: int) -> torch.Tensor:
     step, minimum = _step_and_minimum(scale_range, member)
-    # The product has at most 19 bits, so the sum is rounded once, fused or not.
+    # The product has at most 19 bits, so the sum is rounded once with or without FMA.
     root = torch.addcmul(minimum, step, codes.to(torch.float32))
     return root * root.abs()
 
@@ -64,8 +64,8 @@ def chosen(
 ) -> torch.Tensor:
     """The range for a run whose ``blocks`` have these scales and centres, ``[batch, kv_head, row, group]`` each.
 
-    ``before`` is the range of the run that precedes it: kept where all fits, so that the runs can be joined, and otherwise
-    widened, so that a run of many appended ones seldom needs another. ``empty`` is returned for no values at all.
+    ``before`` is the range of the preceding run. It is kept if all values fit, so that the runs can be joined, and
+    otherwise widened, so that repeated appends seldom need another range. ``empty`` is returned if there are no values.
     A group reaches ``middle`` scales to either side. Raises OutOfRange, naming the place, for a value beyond ``LARGEST``.
     """
     ends: list[torch.Tensor] = []
@@ -78,7 +78,7 @@ def chosen(
     # [batch, kv_head, 1, member]
     low = torch.stack([end[..., 0] for end in ends]).amin(0)[:, :, None]
     high = torch.stack([end[..., 1] for end in ends]).amax(0)[:, :, None]
-    # From zero on: that halves a precision which is ample, and any smaller group that is appended fits.
+    # The range starts at zero: this halves a precision that is ample, and any smaller group appended later fits.
     low[..., SCALE] = 0
     wider = _HEADROOM
     if before is not None:
@@ -91,7 +91,7 @@ def chosen(
     span = high - low
     lowest = torch.tensor([0.0, -limit], device=low.device)
     low, high = (low - wider * span).maximum(lowest), (high + wider * span).clamp_max(limit)
-    # Where the centre is off, by half a step and the rounding of the range, the group reaches further from it.
+    # The stored centre is off by up to half a step and the rounding of the range, so the group reaches further from it.
     root = torch.maximum(low.abs(), high.abs())[..., CENTRE]
     off = (high - low)[..., CENTRE] / (2 * _STEPS) + root * 2.0**-10
     high[..., SCALE] = (high[..., SCALE].square() + (2 * root + off) * off / middle).sqrt().clamp_max(limit)

@@ -1,4 +1,4 @@
-"""Tables that decoders look things up in, computed once and kept on each device that asked."""
+"""Lookup tables of decoders, computed once and cached per device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 TABLES_KEPT = 64
-"""Small tables and packings of each kind: they come from file headers, so their number has a bound."""
+"""The most small tables and packings cached of each kind: file headers ask for them, so their number needs a bound."""
 KEPT_BYTES = 1 << 24
-"""Bytes of all the tensors that are kept: a header may ask for one of megabytes, and the next for another."""
+"""The most bytes of all cached tensors: each header may ask for another table of megabytes."""
 
 _kept: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
 _bytes = 0
@@ -23,9 +23,9 @@ _lock = threading.Lock()
 
 
 def kept_on_device(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Keep what ``compute`` returns for its arguments; the result takes the ``device`` as its last argument.
+    """Cache the results of ``compute`` by its arguments; the returned function takes ``device`` as its last argument.
 
-    Of all tables those used last are kept, in at most ``KEPT_BYTES``.
+    The most recently used tables are kept, at most ``KEPT_BYTES`` in all.
     """
 
     def table(*arguments: Any) -> torch.Tensor:
@@ -36,7 +36,7 @@ def kept_on_device(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.
             if found is not None:
                 _kept.move_to_end(key)
                 return found
-        # A tensor made in inference mode could never meet autograd afterwards; the caller's default device may be another.
+        # A tensor made in inference mode could not be used with autograd later; the caller's default device may be another.
         with torch.inference_mode(False), torch.device("cpu"):
             made = compute(*arguments[:-1]).to(device)
         _keep(key, made)
@@ -56,7 +56,7 @@ def _keep(key: tuple[Any, ...], made: torch.Tensor) -> None:
 
 
 def _renew_lock() -> None:
-    """Another thread of the parent may hold the lock at the fork, and is not there to release it."""
+    """Replace the lock in a forked child: a thread of the parent may hold it and does not exist in the child."""
     global _lock
     _lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Stored arrays, a block at a time: what a check of all values takes in memory has a bound, however large the array is."""
+"""Stored arrays, block by block: checking all values takes bounded memory, however large the array is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     class Stored(Protocol):
-        """An array whose values are read when they are asked for, in C order."""
+        """An array whose values are read on demand, in C order."""
 
         @property
         def shape(self) -> tuple[int, ...]: ...
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     Array = Stored | numpy.ndarray[Any, Any]
 
 BLOCK_VALUES = 1 << 17
-"""Values that are checked at a time."""
+"""The number of values checked at once."""
 
 
 def value_blocks(array: Array) -> Iterator[tuple[int, numpy.ndarray[Any, Any]]]:
-    """Consecutive values, and the place of the first of them in the flattened array."""
+    """Blocks of consecutive values, each with the flat index of its first value."""
     for start, (block,) in _blocks([array], [1]):
         yield start, block[:, 0]
 
 
 def row_blocks(*arrays: Array) -> Iterator[tuple[int, list[numpy.ndarray[Any, Any]]]]:
-    """Consecutive rows, along the last axis, of arrays of equally many rows, ``[row, value]``, and the number of the first row."""
+    """Blocks of rows ``[row, value]`` (along the last axis) of arrays with equally many rows, each with the number of its first row."""
     return _blocks(arrays, [array.shape[-1] for array in arrays])
 
 
@@ -54,5 +54,5 @@ def _flat(array: Array, start: int, stop: int) -> numpy.ndarray[Any, Any]:
 
 
 def first_place(wrong: numpy.ndarray[Any, Any], first: int, shape: Sequence[int]) -> list[int]:
-    """The place in an array of ``shape`` of the first that is true of its values from ``first`` on; without a list of all."""
+    """The index, in an array of ``shape``, of the first true value from flat index ``first`` on, without listing all."""
     return [int(i) for i in numpy.unravel_index(first + int(wrong.reshape(-1).argmax()), tuple(shape))]

@@ -184,7 +184,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[KvpackError], str]
     "codec parameter of another type": (
         put("codecs", 0, "bits", True),
         InvalidHeader,
-        r"^codecs\[0\]: codec group: bits is of type int, found bool",
+        r"^codecs\[0\]: codec group: bits is of type bool, expected int",
     ),
     "layers map": (put("layers", {}), InvalidHeader, r"^layers is of type dict"),
     "layer list": (put("layers", 0, []), InvalidHeader, r"^layers\[0\] is of type list"),

@@ -17,18 +17,18 @@ from strategies import digits, max_fields, packings, poisoned  # isort: skip
 
 INVALID = [
     pytest.param(0, (4,), 1, (), "at least 1 symbol", id="no symbols"),
-    pytest.param(4, (), 1, (), "bases are 2 to 65536", id="no digits"),
-    pytest.param(4, (1,), 1, (), "bases are 2 to 65536", id="base 1"),
-    pytest.param(4, (65537,), 1, (), "bases are 2 to 65536", id="base above 65536"),
+    pytest.param(4, (), 1, (), "bases from 2 to 65536", id="no digits"),
+    pytest.param(4, (1,), 1, (), "bases from 2 to 65536", id="base 1"),
+    pytest.param(4, (65537,), 1, (), "bases from 2 to 65536", id="base above 65536"),
     pytest.param(4, (4,), 0, (), "0 fields, expected 1 to 128", id="no fields"),
     pytest.param(4, (4,), 129, (), "129 fields, expected 1 to 128", id="too many fields"),
     pytest.param(4, (2,), 10**18, (), "expected 1 to 128", id="absurd fields"),
     pytest.param(64, (8,), 43, (), "at most 16 bytes", id="17 bytes"),
     pytest.param(64, (3,), 34, (), "2\\^53 values", id="above 2^53 values"),
     pytest.param(64, (3, 2), 21, (), "2\\^53 values", id="above 2^53 values in two digits"),
-    pytest.param(4, (4,), 1, (5,), "at most that base", id="alphabet above base"),
-    pytest.param(4, (4,), 1, (0,), "at most that base", id="empty alphabet"),
-    pytest.param(4, (4, 4), 1, (4,), "one a base", id="alphabet missing"),
+    pytest.param(4, (4,), 1, (5,), "each at most its base", id="alphabet above base"),
+    pytest.param(4, (4,), 1, (0,), "each at most its base", id="empty alphabet"),
+    pytest.param(4, (4, 4), 1, (4,), "one per base", id="alphabet missing"),
 ]
 
 BAD_WORDS = [

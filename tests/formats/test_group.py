@@ -242,8 +242,8 @@ VALID = group(64).params()
         pytest.param({"fields": {"codes": 0}}, "0 fields, expected 1 to 128", id="zero fields"),
         pytest.param({"fields": {"codes": 65}}, "at most 16 bytes", id="fields too wide"),
         pytest.param({"fields": {"codes": True}}, "map from stream name to integer", id="fields of a wrong type"),
-        pytest.param({"bits": 2.0}, "bits is of type int, found float", id="wrong type"),
-        pytest.param({"bits": True}, "bits is of type int, found bool", id="bool for int"),
+        pytest.param({"bits": 2.0}, "bits is of type float, expected int", id="wrong type"),
+        pytest.param({"bits": True}, "bits is of type bool, expected int", id="bool for int"),
         pytest.param({"extra": 1}, "missing or unknown: extra", id="unknown name"),
     ],
 )

@@ -161,7 +161,11 @@ def test_the_parameter_is_stored_only_when_it_is_not_the_default() -> None:
     params = group().params()
     assert list(params)[-1] == "scale_dtype"
     assert Group.from_params({name: value for name, value in params.items() if name != "id"}) == group()
-    refused = [("fp16", "scale_dtype is 'fp16', which is said by leaving it out"), ("f8", "expected one of fp16, u8"), (8, "of type str")]
+    refused = [
+        ("fp16", "scale_dtype is 'fp16', the default: leave it out"),
+        ("f8", "expected one of fp16, u8"),
+        (8, "of type int, expected str"),
+    ]
     for value, message in refused:
         with pytest.raises(InvalidParameter, match=message):
             Group.from_params({name: entry for name, entry in (params | {"scale_dtype": value}).items() if name != "id"})

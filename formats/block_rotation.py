@@ -33,7 +33,7 @@ class BlockRotation(ValueMap):
 
     def __post_init__(self) -> None:
         if self.size < 2 or self.dim % self.size:
-            raise InvalidParameter(f"block_rotation is {self.size}, allowed are sizes from 2 that divide the head dim {self.dim}")
+            raise InvalidParameter(f"block_rotation is {self.size}, expected a size from 2 that divides the head dim {self.dim}")
         check_order(self.size)
 
     @classmethod

@@ -193,7 +193,7 @@ class ResidualSketch(SideCar):
 def known_word(side_car: str, value: Any, known: Mapping[str, str]) -> str:
     """``value``, a string of ``known``. Raises InvalidParameter for any other."""
     if type(value) is not str or value not in known:
-        raise InvalidParameter(f"side-car {side_car} is {value!r}, known are {', '.join(known)}")
+        raise InvalidParameter(f"side-car {side_car} is {value!r}, expected one of {', '.join(known)}")
     return value
 
 

@@ -120,10 +120,10 @@ def test_what_is_appended_takes_the_order_of_its_side_and_joins_it() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("block_rotation=24", "block_rotation is 24, allowed are sizes from 2 that divide the head dim 128"),
+        ("block_rotation=24", "block_rotation is 24, expected a size from 2 that divides the head dim 128"),
         ("block_rotation=1", "from 2 to 1024"),
         ("channel_order=u8", "without block_rotation=<size> it would change nothing"),
-        ("block_rotation=32,channel_order=u32", "known are u8, u16"),
+        ("block_rotation=32,channel_order=u32", "expected one of u8, u16"),
     ],
 )
 def test_recipes_that_are_refused(words: str, message: str) -> None:
@@ -136,10 +136,10 @@ def test_recipes_that_are_refused(words: str, message: str) -> None:
     [
         (64, {"block_rotation": True}, "expected an integer"),
         (64, {"block_rotation": "32"}, "expected an integer"),
-        (64, {"block_rotation": 1}, "allowed are sizes from 2"),
-        (64, {"block_rotation": 48}, "that divide the head dim 64"),
+        (64, {"block_rotation": 1}, "expected a size from 2"),
+        (64, {"block_rotation": 48}, "that divides the head dim 64"),
         (72, {"block_rotation": 36}, "no Hadamard rotation"),
-        (64, {"channel_order": "u32"}, "known are u8, u16"),
+        (64, {"channel_order": "u32"}, "expected one of u8, u16"),
         (300, {"channel_order": "u8"}, "names 256 channels, and the head dim is 300"),
     ],
 )

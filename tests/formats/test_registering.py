@@ -118,5 +118,5 @@ def test_without_their_rows_they_are_unknown(tmp_path: Path) -> None:
 def test_messages_list_their_words() -> None:
     with pytest.raises(InvalidRecipe, match=r"its options are b, .*raw_tokens, sinks, low_norm_tokens, token_mean, multiples"):
         kvpack.pack(pairs(20), "kv=group:b=4,g=32,token_means=fp16")
-    with pytest.raises(InvalidRecipe, match=r"unknown codec 'larges'; known are .*largest.*did you mean largest"):
+    with pytest.raises(InvalidRecipe, match=r"unknown codec 'larges'; expected one of .*largest.*did you mean largest"):
         kvpack.pack(pairs(20), "kv=larges")

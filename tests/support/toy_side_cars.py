@@ -73,7 +73,7 @@ class Multiples(ValueMap):
     @classmethod
     def of_params(cls, dim: int, value: Any) -> Self:
         if type(value) is not int or not 2 <= value <= 8:
-            raise InvalidParameter(f"side-car multiples is {value!r}, allowed are integers from 2 to 8")
+            raise InvalidParameter(f"side-car multiples is {value!r}, expected an integer from 2 to 8")
         return cls(dim, value)
 
     def params(self) -> int:

@@ -1,4 +1,4 @@
-"""Writing a file so that at every moment its name holds the old bytes or the new, never a mixture (spec/container.md, Writing)."""
+"""Atomic writes: at every moment a file's name holds the old bytes or the new, never a mixture (spec/container.md, Writing)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 TEMPORARY_PREFIX = ".kvpack-"
 TEMPORARY_SUFFIX = ".tmp"
-"""What the name of an unfinished file begins and ends with: a crash may leave one behind, and whoever owns the folder may remove it."""
+"""The prefix and suffix of an unfinished file's name: a crash may leave one behind, which the folder's owner may remove."""
 LOCKED_SUFFIX = "-locked.tmp"
-"""What the name of one ends with whose writer holds an exclusive ``flock`` on it: when nobody does, the writer is gone."""
+"""The suffix of an unfinished file on which its writer holds an exclusive ``flock``: without a lock, the writer is gone."""
 
 _ATTEMPTS = 100
-"""How often a writer makes a file anew that was swept before the writer held the lock."""
+"""How often a writer creates a file again after it was swept before the writer held the lock."""
 _PIECES_AT_ONCE = 64
 _PIECE_BYTES = 4 * 2**20
 
@@ -40,19 +40,19 @@ def write_file(
     begin: Callable[[int], None] | None = None,
     complete: Callable[[int], None] | None = None,
 ) -> int:
-    """Replace ``path`` by the bytes of ``pieces``, and return their number.
+    """Replace ``path`` with the bytes of ``pieces`` and return their number.
 
-    They go to a new file of mode 0600 in the folder of ``path``, which is renamed over ``path`` when complete; or in the folder
-    ``unfinished`` of the same file system, locked until it has its name, so that ``sweep`` can tell it from one of a dead writer.
-    ``durable`` forces the bytes, then the rename, to the disk before returning. ``progress(done, total)`` counts bytes.
-    ``begin(descriptor)`` is called before the first byte is written, ``complete(descriptor)`` after the last one and before the
-    rename: what they raise ends the writing.
-    Raises WriteFailed, which names the path and the system's reason, after removing the new file; the old one is as it was.
+    The bytes go to a new file of mode 0600, which is renamed over ``path`` when complete. The new file is in the folder of
+    ``path``, or in the folder ``unfinished`` of the same file system: then it is locked until the rename, so that ``sweep`` can
+    tell it from the file of a dead writer. ``durable`` forces the bytes, then the rename, to the disk before returning.
+    ``progress(done, total)`` counts bytes. ``begin(descriptor)`` is called before the first byte is written and
+    ``complete(descriptor)`` after the last, before the rename: an exception from either ends the writing.
+    Raises WriteFailed, which names the path and the system's reason, after removing the new file; the old file is untouched.
     """
     target = os.fsdecode(path)
     if "\0" in target:
         raise WriteFailed(f"{target!r}: could not be written: a path holds no zero byte")
-    # A rename would put a file in the place of a device or a pipe, /dev/null as well.
+    # A rename would replace a device or a pipe, even /dev/null, with a file.
     if _is_special(target):
         raise WriteFailed(f"{target}: could not be written: it is a device, a pipe or a socket, expected a file or nothing")
     folder = os.path.dirname(target) or "."
@@ -71,7 +71,7 @@ def write_file(
             if durable:
                 os.fsync(descriptor)
             if unfinished is not None:
-                # Closing says what could not be written, and must not give the lock back before the rename.
+                # Closing reports failed writes, but must not release the lock before the rename.
                 held = os.dup(descriptor)
         finally:
             os.close(descriptor)
@@ -95,14 +95,14 @@ def write_file(
 
 
 def _create(folder: str, suffix: str = TEMPORARY_SUFFIX) -> tuple[int, str]:
-    """A new file: its descriptor and its path. Raises OSError."""
+    """Create a new file; return its descriptor and its path. Raises OSError."""
     path = os.path.join(folder, f"{TEMPORARY_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{suffix}")
     # KV states are as private as the prompt that they hold.
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), path
 
 
 def _create_locked(folder: str) -> tuple[int, str]:
-    """A new file that is locked, and has its name although it was not locked at first. Raises OSError."""
+    """Create a new file, lock it, and make sure that no sweep removed it before the lock. Raises OSError."""
     for _ in range(_ATTEMPTS):
         descriptor, path = _create(folder, LOCKED_SUFFIX)
         try:
@@ -114,13 +114,13 @@ def _create_locked(folder: str) -> tuple[int, str]:
                 os.unlink(path)
             raise
         os.close(descriptor)
-    raise BlockingIOError(errno.EAGAIN, "unfinished files are removed as soon as they are made")
+    raise BlockingIOError(errno.EAGAIN, "unfinished files are removed as soon as they are created")
 
 
 def sweep(path: str, *, old: bool) -> bool:
-    """Remove an unfinished file unless its writer holds its lock, and say whether it was removed. Raises OSError.
+    """Remove an unfinished file unless its writer holds its lock; return whether it was removed. Raises OSError.
 
-    One that its writer never locks, by its name or because files cannot be locked here, goes only if it is ``old``.
+    A file that is never locked (by its name, or because the file system has no locks) is removed only if it is ``old``.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -128,7 +128,7 @@ def sweep(path: str, *, old: bool) -> bool:
         gone = locked is not None and path.endswith(LOCKED_SUFFIX)
         if locked is False or not (gone or old) or not _names(path, descriptor):
             return False
-        # A writer that has only just made it sees that its name is gone, and makes another.
+        # A writer that has only just created the file notices that its name is gone and creates another.
         os.unlink(path)
         return True
     finally:
@@ -136,7 +136,7 @@ def sweep(path: str, *, old: bool) -> bool:
 
 
 def lock_now(descriptor: int) -> bool | None:
-    """Take an exclusive lock that ends with the descriptor: False when another has it, None where files cannot be locked."""
+    """Take an exclusive lock that ends with the descriptor: False if it is taken, None if files cannot be locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -155,7 +155,7 @@ def _names(path: str, descriptor: int) -> bool:
 
 
 def _write_all(descriptor: int, pieces: Sequence[memoryview], progress: Progress | None) -> int:
-    """Write ``pieces``, many in one call: a call for each of many small ones takes twice the time."""
+    """Write ``pieces``, many per call: one call for each small piece would take twice the time."""
     waiting = deque(piece[at : at + _PIECE_BYTES] for piece in pieces for at in range(0, len(piece), _PIECE_BYTES))
     total, done = sum(map(len, waiting)), 0
     while waiting:
@@ -179,7 +179,7 @@ def _is_special(target: str) -> bool:
 
 
 def sync_folder(folder: str) -> None:
-    """Force the names in a folder to the disk. Raises OSError."""
+    """Force the directory entries of a folder to the disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Strict types and limits of header values; every message names the place (``where``), the rule and what was found."""
+"""Strict types and limits of header values; every message names the place (``where``), the rule and the value found."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def check_integer(where: str, value: Any, low: int, high: int) -> None:
 
 
 def check_string(where: str, value: Any) -> None:
-    """Raise InvalidHeader for another type or what UTF-8 cannot hold, LimitExceeded for a long one."""
+    """Raise InvalidHeader for another type or text that UTF-8 cannot encode, LimitExceeded for long text."""
     check_type(where, value, str)
     try:
         size = len(value.encode())
     except UnicodeEncodeError:
-        raise InvalidHeader(f"{where} is {value!r}, which UTF-8 cannot hold") from None
+        raise InvalidHeader(f"{where} is {value!r}, which UTF-8 cannot encode") from None
     if size > MAX_STRING_BYTES:
         raise LimitExceeded(f"{where} has {size} bytes, the limit is {MAX_STRING_BYTES}")
 
 
 def check_binary(where: str, value: Any) -> None:
-    """Raise InvalidHeader for another type, LimitExceeded for a long one."""
+    """Raise InvalidHeader for another type, LimitExceeded for too many bytes."""
     check_type(where, value, bytes)
     if len(value) > MAX_BINARY_BYTES:
         raise LimitExceeded(f"{where} has {len(value)} bytes, the limit is {MAX_BINARY_BYTES}")
@@ -59,11 +59,11 @@ def check_keys(where: str, value: Any, expected: tuple[str, ...]) -> None:
 
 
 def _shown(name: Any) -> str:
-    """A name from a file, without a character that a terminal would obey."""
+    """A name from a file, with terminal control characters escaped."""
     return name if isinstance(name, str) and name.isprintable() else repr(name)
 
 
 def check_type(where: str, value: Any, kind: type) -> None:
-    """Raise InvalidHeader unless ``value`` is of type ``kind`` itself: a bool is no integer."""
+    """Raise InvalidHeader unless ``value`` is of exactly type ``kind``: a bool is not an integer."""
     if type(value) is not kind:
         raise InvalidHeader(f"{where} is of type {type(value).__name__}, expected {kind.__name__}")

@@ -1,4 +1,4 @@
-"""The kvpack file: a safetensors file whose every bit is covered by a check (spec/container.md).
+"""The kvpack file: a safetensors file in which a check covers every bit (spec/container.md).
 
 A length, a JSON header, then the data: the tensor ``kvpack.header`` and the payload tensors at multiples of 64.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def file_size(contents: Contents) -> int:
-    """The exact bytes that ``write`` makes of ``contents`` without compression. Raises LimitExceeded."""
+    """The exact size in bytes of the file that ``write`` makes without compression. Raises LimitExceeded."""
     unwritten = bytes(DIGEST_BYTES)
     tensors = (
         TensorEntry(name, layout.dtype, layout.shape, "none", layout_bytes(layout), unwritten) for name, layout in contents.layouts.items()
@@ -48,7 +48,7 @@ def write(
     durable: bool = False,
     progress: Progress | None = None,
 ) -> int:
-    """Write a file atomically and return its bytes.
+    """Write a file atomically and return its size in bytes.
 
     ``arrays`` holds a C-contiguous buffer for every name of ``contents.layouts``. ``compress`` stores a tensor as a zstd
     frame where that saves 3 % or more. ``durable`` syncs file and folder. ``progress(done, total)`` counts bytes.
@@ -63,7 +63,7 @@ def to_bytes(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = 
 
 
 def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> list[memoryview]:
-    """The file that ``write`` makes, as pieces in order. Raises InvalidParameter, InvalidShape and LimitExceeded."""
+    """The bytes of the file that ``write`` makes, as consecutive pieces. Raises InvalidParameter, InvalidShape and LimitExceeded."""
     if set(arrays) != set(contents.layouts):
         odd = sorted(map(str, set(arrays) ^ set(contents.layouts)))
         raise InvalidParameter(f"arrays missing or not in the layout: {', '.join(odd[:8])}")
@@ -84,9 +84,9 @@ def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = Fa
 
 
 def open_file(path: str | os.PathLike[str], *, max_bytes: int | None = None, copy: bool = False) -> File:
-    """Open a file and check its size, version and headers, which are read; tensors are mapped and checked when first used.
+    """Open a file and check its size, version and headers. Tensors are mapped and checked when first used.
 
-    With ``copy`` the file is read into memory once: what is checked is then what is used, whatever happens to the file.
+    With ``copy`` the file is read into memory once, so that later changes of the file cannot affect checked data.
     ``max_bytes`` bounds the file and what it takes in memory (``footprint``). Order: spec/container.md, Reading.
     Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded.
     """
@@ -105,7 +105,7 @@ def open_file(path: str | os.PathLike[str], *, max_bytes: int | None = None, cop
 
 
 def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", max_bytes: int | None = None) -> File:
-    """A file that is already in memory; tensors are views of ``data``. Raises as ``open_file``, naming ``where``."""
+    """Open a file that is already in memory; tensors are views of ``data``. Raises as ``open_file``, naming ``where``."""
     with _located(where):
         check_size(len(data), max_bytes)
     return File(InMemory(data), where, max_bytes)
@@ -137,14 +137,14 @@ class File:
         self.close()
 
     def close(self) -> None:
-        """Unmap the file; views from ``tensor`` stay valid, and keep the mapping until the last of them is gone."""
+        """Unmap the file; views from ``tensor`` stay valid and keep the mapping alive until the last view is gone."""
         self._source.close()
 
     def tensor(self, name: str) -> memoryview:
-        """The decoded bytes of a tensor as a flat view, its digest and the pad before it checked on first use.
+        """The decoded bytes of a tensor as a flat view; its digest and the pad before it are checked on first use.
 
-        Of a mapped file the view is writable and private. Raises OutOfBounds for an unknown name, DigestMismatch, and
-        InvalidPayload for a pad that is not zero or a zstd frame that is not of its size.
+        The view of a mapped file is writable and private. Raises OutOfBounds for an unknown name, DigestMismatch, and
+        InvalidPayload for a nonzero pad or a zstd frame of the wrong size.
         """
         if name not in self.tensors:
             raise OutOfBounds(f"{self.where}: has no tensor {name!r}")
@@ -158,9 +158,9 @@ class File:
             return stored if entry.filter == "none" else decompressed(name, stored, layout_bytes(self.header.layouts[name]))
 
     def read_side(self, layer: int, side: str, *, check_values: bool = True) -> dict[str, memoryview]:
-        """The decoded bytes of every tensor of one side ("k" or "v") by stream name, checked: digests, pads, and the rules of its codec.
+        """The decoded bytes of every tensor of one side ("k" or "v") by stream name, after checks of digests, pads and codec rules.
 
-        Without ``check_values`` the codec's rules are left: for bytes of a writer that is known to keep them.
+        ``check_values=False`` skips the codec's rules, for bytes from a writer that is known to follow them.
         Raises DigestMismatch and InvalidPayload, and OutOfBounds when the file does not have the side.
         """
         data, arrays = {}, {}
@@ -175,9 +175,9 @@ class File:
         return data
 
     def verify(self, progress: Progress | None = None) -> None:
-        """Check every byte that opening did not: all sides. ``progress(done, total)`` counts stored bytes.
+        """Check every byte that opening did not check: all sides. ``progress(done, total)`` counts stored bytes.
 
-        A file is read in pieces and never mapped, so one that is cut meanwhile is Truncated.
+        A file is read in pieces and never mapped, so one that is truncated meanwhile raises Truncated.
         Raises DigestMismatch, InvalidPayload and Truncated.
         """
         done, total = 0, sum(tensor.stored_bytes for tensor in self.header.tensors)

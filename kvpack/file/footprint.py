@@ -1,9 +1,9 @@
-"""What reading a file takes in memory, known before it is taken: what a caller's ``max_bytes`` is compared with.
+"""An upper bound of the memory that reading a file takes, computed in advance and compared with a caller's ``max_bytes``.
 
-``max_bytes`` bounds the bytes of the file, and beside them what its tensors decode to and everything else that opening,
-verifying, attending, unpacking and slicing take, the tensors that they return aside: tables, copies and Python objects. Up to
-``FREE_BYTES`` of the latter are not counted. The interpreter, the tiles that are decoded at a time, and the tables of codecs that
-are kept for all files take at most ``CONSTANT_BYTES`` besides, and ``THREAD_BYTES`` for each further thread of torch.
+``max_bytes`` bounds the bytes of the file plus the bytes of its decoded tensors plus everything else that opening, verifying,
+attending, unpacking and slicing allocate (tables, copies, Python objects), except the tensors that they return. Up to
+``FREE_BYTES`` of these are not counted. The interpreter, the tiles being decoded, and the codec tables cached for all files
+take at most ``CONSTANT_BYTES`` more, and ``THREAD_BYTES`` for each further thread of torch.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from .header import Header, SideEntry
 
 FREE_BYTES = 1 << 24
-"""Bytes that are not counted: what every ordinary file takes is a part of them."""
+"""Bytes that are not counted: an ordinary file takes less."""
 CONSTANT_BYTES = 1 << 26
-"""Bytes that reading takes at most beside ``max_bytes``, ``FREE_BYTES`` among them."""
+"""The most bytes that reading takes in addition to ``max_bytes``, including ``FREE_BYTES``."""
 THREAD_BYTES = 1 << 25
-"""As many again for every thread of torch but the first: each decodes a tile of its own."""
+"""Bytes more for every thread of torch except the first: each decodes its own tile."""
 
 HEADER_FACTOR = 48
-"""Bytes of Python objects that a byte of kvpack.header can become."""
+"""Bytes of Python objects per byte of kvpack.header, at most."""
 JSON_FACTOR = 4
-"""Copies of the JSON header: as it is in the file, as it must be, and the rows that this is made of."""
+"""Copies of the JSON header: as stored, as expected, and the rows that make the expected one."""
 RUN_BYTES = 1024
 TENSOR_BYTES = 3072
 SIDE_BYTES = 8192
@@ -35,7 +35,7 @@ LAYER_BYTES = 512
 CODEC_BYTES = 8192
 """Bytes for each run, tensor, side, layer and codec of a file once it is loaded and used."""
 VALUE_BYTES = 40
-"""Bytes that decoding and attending a value takes, while it does."""
+"""Temporary bytes per value while it is decoded and attended."""
 
 
 def check_size(size: int, max_bytes: int | None) -> None:
@@ -51,7 +51,7 @@ def check_front(size: int, json_bytes: int, header_bytes: int, max_bytes: int | 
 
 
 def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, max_bytes: int | None) -> None:
-    """Raise LimitExceeded, which names what takes how much, for a file that takes more than ``max_bytes``."""
+    """Raise LimitExceeded, which names each part and its bytes, for a file that takes more than ``max_bytes``."""
     if max_bytes is None:
         return
     sizes = {name: layout_bytes(layout) for name, layout in header.layouts.items()}
@@ -65,7 +65,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
     values = max((side.batch * side.heads * header.codecs[side.codec].dim * _tokens_at_once(header, side) for side in sides), default=0)
     parts = {
         f"the {size} bytes of the file": size,
-        # While one is decoded there are two copies of it.
+        # A frame being decoded exists twice.
         f"{len(frames)} zstd tensors, decoded": sum(frames) + max(frames, default=0),
         f"{len(header.tensors)} tensors of {len(header.layers)} layers and {len(header.codecs)} codecs": objects,
         f"a header of {header_bytes} bytes, parsed": _front_bytes(json_bytes, header_bytes),
@@ -84,7 +84,7 @@ def _front_bytes(json_bytes: int, header_bytes: int) -> int:
 
 
 def _check(parts: dict[str, int], max_bytes: int | None) -> None:
-    """Raise LimitExceeded when ``parts`` take more than ``max_bytes`` and what is free, naming those that matter."""
+    """Raise LimitExceeded, naming the largest parts, when ``parts`` exceed ``max_bytes`` plus ``FREE_BYTES``."""
     total = sum(parts.values())
     if max_bytes is not None and total > max_bytes + FREE_BYTES:
         named = sorted(((size, what) for what, size in parts.items() if size > total // 50), reverse=True)

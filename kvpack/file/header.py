@@ -1,6 +1,6 @@
-"""What a kvpack file holds, as frozen dataclasses (spec/container.md, Fields).
+"""The header of a kvpack file as frozen dataclasses (spec/container.md, Fields).
 
-Every rule is checked when an object is made, so a Header that exists is valid, whether it was read or is to be written.
+Constructors check every rule, so every Header object is valid, whether it was read or will be written.
 Messages name the place as the header spells it, such as ``layers[3].k.codec``.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 FORMAT = 1
-"""The one major number of a file."""
+"""The major version of the format."""
 
 FEATURES = frozenset({layer_positions.FEATURE})
 """The required features that this kvpack knows."""
@@ -39,7 +39,7 @@ class SideEntry:
     """The keys or the values of one layer: ``runs`` of packed tokens, then ``tail`` raw tokens of ``tail_dtype``.
 
     ``codec`` is an index into the codec list. ``window`` is the number of raw tokens at which a writer encodes the tail.
-    ``entries`` are the rows of every stream that has a row an entry, by its name.
+    ``entries`` maps the name of each stream with one row per entry to its number of rows.
     Raises InvalidHeader or LimitExceeded, which name the field.
     """
 
@@ -74,7 +74,7 @@ class SideEntry:
 
     @property
     def packed(self) -> int:
-        """Packed tokens: all but the tail."""
+        """The number of packed tokens: all except the tail."""
         return sum(self.runs)
 
     @property
@@ -107,7 +107,7 @@ class LayerEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One stored tensor: ``digest`` is the XXH3-128 (canonical: big-endian) of its ``stored_bytes`` bytes as they are in the file.
+    """One stored tensor: ``digest`` is the XXH3-128 (canonical: big-endian) of its ``stored_bytes`` stored bytes.
 
     Raises InvalidHeader or LimitExceeded, which name the field.
     """
@@ -120,7 +120,7 @@ class TensorEntry:
     digest: bytes
 
     def __post_init__(self) -> None:
-        # Python takes True for 1, and so would the comparison with the layout.
+        # True equals 1 in Python, also in the comparison with the layout.
         if not all(type(size) is int for size in self.shape):
             raise InvalidHeader(f"shape is {list(self.shape)}, expected integers")
         if self.filter not in FILTERS:
@@ -146,11 +146,11 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a file holds, before its tensors are stored.
+    """The contents of a file, before its tensors are stored.
 
-    ``model`` is the identity of the model, ``recipe`` informative, ``start`` the first position of the range that all layers
-    have, ``starts`` where each layer starts in it.
-    Readers that do not know an ``ignorable`` feature preserve it; an unknown ``required`` one raises UnsupportedVersion.
+    ``model`` is the identity of the model, ``recipe`` is informative, ``start`` is the first position of the range that all
+    layers share, and ``starts`` says where each layer starts in it. Readers preserve an ``ignorable`` feature that they do not
+    know; an unknown ``required`` feature raises UnsupportedVersion.
     Raises InvalidHeader or LimitExceeded, which name the place.
     """
 
@@ -184,7 +184,7 @@ class Contents:
 
     @cached_property
     def _first_uses(self) -> dict[tuple[int, str], SideEntry]:
-        """Each distinct side where it first occurs: layers are mostly alike, and need one check."""
+        """Each distinct side at its first occurrence: most layers are equal, so one check covers them."""
         first: dict[SideEntry, tuple[int, str]] = {}
         for number, layer in enumerate(self.layers):
             for name, side in layer.sides():
@@ -217,13 +217,13 @@ class Contents:
 
     @cached_property
     def streams(self) -> dict[SideEntry, dict[str, Layout]]:
-        """The tensors of every side by stream name, in file order; sides that are alike share them."""
+        """The tensors of every side by stream name, in file order; equal sides share one entry."""
         return {side: side_tensors(self.codecs[side.codec], side) for side in self._first_uses.values()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header(Contents):
-    """The whole header: ``tensors`` lists every payload tensor in file order, and must be what layers and codecs give."""
+    """The whole header: ``tensors`` lists every payload tensor in file order and must match the layers and codecs."""
 
     tensors: tuple[TensorEntry, ...]
 
@@ -259,19 +259,19 @@ def side_tensors(codec: Codec, side: SideEntry, prefix: str = "") -> dict[str, L
 
 
 def layout_bytes(layout: Layout) -> int:
-    """The bytes that a tensor takes before any filter."""
+    """The size of a tensor in bytes before any filter."""
     return math.prod(layout.shape) * DTYPE_BYTES[layout.dtype]
 
 
 def check_required(required: tuple[str, ...]) -> None:
-    """Raise UnsupportedVersion, naming it, for a required feature that this kvpack does not know, InvalidHeader for another order."""
+    """Raise UnsupportedVersion for a required feature that this kvpack does not know, InvalidHeader for names out of order."""
     check_sequence("required", required, tuple, MAX_NAMES)
     for number, name in enumerate(required):
         check_string(f"required[{number}]", name)
         if name not in FEATURES:
             raise UnsupportedVersion(lacking(name))
     if any(second <= first for first, second in pairwise(required)):
-        raise InvalidHeader(f"required is {list(required)}, expected names that ascend")
+        raise InvalidHeader(f"required is {list(required)}, expected names in ascending order")
 
 
 def lacking(feature: str) -> str:
@@ -280,5 +280,5 @@ def lacking(feature: str) -> str:
 
 
 def within(where: str, error: KvpackError) -> KvpackError:
-    """``error``, whose message begins with a field of ``where``, with the whole place."""
+    """``error`` with ``where`` put before the field that its message begins with."""
     return type(error)(f"{where}.{error}")

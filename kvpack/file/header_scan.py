@@ -1,7 +1,7 @@
-"""What is new in a header, found by a walk over its msgpack that builds no objects (spec/container.md, Header tensor).
+"""Find unknown features of a header by a walk over its msgpack that builds no objects (spec/container.md, Header tensor).
 
-A header of a later version may hold anything: other types, other limits, bytes that this version calls damage. The walk looks
-only for ``format``, ``required`` and the ids of ``codecs``, and goes as far as the bytes do.
+A header of a later version may hold anything: other types, other limits, bytes that this version considers damaged. The walk
+looks only for ``format``, ``required`` and the ids of ``codecs``, and goes as far as the bytes go.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ _INTEGER, _STRING, _ARRAY, _MAP, _OTHER = range(5)
 
 _OPENING = re.compile(rb"[\x81-\x8f\x91-\x9f]+")
 _SHORT = re.compile(rb"[\x00-\xa0\xc0-\xc3\xe0-\xff]+")
-"""Containers of at least one entry whose head is one byte, and all values whose head is one byte and has nothing but values after it."""
+"""Values with a one-byte head that only values follow: containers (for one pattern, of at least one entry) and plain values."""
 _ADDED = bytes(2 * (byte & 15) if 0x80 <= byte < 0x90 else byte & 15 if 0x90 <= byte < 0xA0 else 0 for byte in range(256))
-"""The values that follow a head of one byte."""
+"""The number of values that follow a head of one byte."""
 
 _SIZED = {
     0xC4: (_OTHER, 1), 0xC5: (_OTHER, 2), 0xC6: (_OTHER, 4),
     0xD9: (_STRING, 1), 0xDA: (_STRING, 2), 0xDB: (_STRING, 4),
     0xDC: (_ARRAY, 2), 0xDD: (_ARRAY, 4), 0xDE: (_MAP, 2), 0xDF: (_MAP, 4),
 }  # fmt: skip
-"""Forms with a length: what they are, and the bytes of the length."""
+"""Forms with a length: their kind, and the bytes of the length."""
 _EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
-"""Extension types with a length: its bytes. The type takes another byte."""
+"""Extension types with a length: the bytes of the length. The type takes one byte more."""
 _INTEGERS = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 _FIXED = {0xCA: 4, 0xCB: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
 """Floats and extension types of a fixed length: the bytes after the first one."""
 
 
 class News(NamedTuple):
-    """The ``format`` of a header (None: it has none that is an integer), its first unknown feature, and its first unknown codec."""
+    """The ``format`` of a header (None if it is not an integer), its first unknown feature, and its first unknown codec."""
 
     format: int | None
     feature: str | None
@@ -46,7 +46,7 @@ class _Ended(Exception):
 
 
 def news(data: bytes, features: Collection[str], codecs: Collection[str]) -> News:
-    """What of the header ``data`` a reader that knows these ``features`` and ``codecs`` does not know. Takes time linear in its bytes."""
+    """Find what a reader with these ``features`` and ``codecs`` does not know in the header ``data``, in linear time."""
     walk = _Walk(data)
     found: dict[str, int | str | None] = {}
     try:
@@ -78,13 +78,13 @@ def news(data: bytes, features: Collection[str], codecs: Collection[str]) -> New
 
 
 class _Walk:
-    """A place in msgpack. Raises ``_Ended`` where the bytes end within what is asked for."""
+    """A position in msgpack. Methods raise ``_Ended`` when the bytes end inside the value that they read."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
     def value(self) -> tuple[int, int]:
-        """Enter the next value: its kind, and an integer's value, a string's bytes or a container's entries."""
+        """Enter the next value; return its kind and an integer's value, a string's bytes or a container's number of entries."""
         first = self._take(1)[0]
         if first < 0x80:
             return _INTEGER, first
@@ -102,16 +102,16 @@ class _Walk:
         return _OTHER, _FIXED.get(first, 0)
 
     def leave(self, kind: int, size: int) -> None:
-        """Skip what is left of a value that was entered."""
+        """Skip the rest of a value that was entered."""
         if kind in (_STRING, _OTHER):
             self._take(size)
         elif kind != _INTEGER:
             self.skip(size if kind == _ARRAY else 2 * size)
 
     def skip(self, values: int) -> None:
-        """Skip so many values, with all that is in them: without recursion, which the bytes could make as deep as they like."""
-        # Regular expressions and sums take many bytes a step. An opening container leaves at least as many values as before it;
-        # of short values, so many bytes end at most so many.
+        """Skip ``values`` values and their contents, without recursion: the bytes could nest to any depth."""
+        # Regular expressions and sums handle many bytes per step. An opening container leaves at least as many values to skip
+        # as before it, and n bytes of short values end at most n values.
         while values:
             values += self._short(_OPENING, len(self._data))
             values += self._short(_SHORT, self._at + values)
@@ -124,7 +124,7 @@ class _Walk:
                     values += size if kind == _ARRAY else 2 * size
 
     def _short(self, values: re.Pattern[bytes], end: int) -> int:
-        """Skip the heads of one byte that follow, up to ``end``: how many more values are now to be skipped."""
+        """Skip the one-byte heads that follow, up to ``end``; return how many more values are left to skip."""
         found = values.match(self._data, self._at, end)
         if found is None:
             return 0
@@ -132,7 +132,7 @@ class _Walk:
         return sum(found[0].translate(_ADDED)) - len(found[0])
 
     def string(self) -> str | None:
-        """The next value where it is a string of any bytes, else None; it is skipped."""
+        """Skip the next value; return it if it is a string, otherwise None."""
         kind, size = self.value()
         if kind == _STRING:
             return self._take(size).decode("utf-8", "backslashreplace")
@@ -140,7 +140,7 @@ class _Walk:
         return None
 
     def entry(self, key: str) -> str | None:
-        """The string that the next value, a map, has for ``key``, else None; the map is skipped."""
+        """Skip the next value, a map; return its string for ``key``, or None."""
         kind, count = self.value()
         if kind != _MAP:
             self.leave(kind, count)

@@ -25,11 +25,11 @@ _TOP_KEYS = ("format", "required", "ignorable", "model", "recipe", "start", "cod
 _SIDE_KEYS = tuple(field.name for field in dataclasses.fields(SideEntry) if field.name != "entries")
 _TENSOR_KEYS = tuple(field.name for field in dataclasses.fields(TensorEntry))
 _BYTES_PER_CONTAINER = 16
-"""In a valid header an array or a map comes with at least this many bytes, the top keys and layers without sides aside."""
+"""The fewest bytes per array or map in a valid header, apart from the top-level keys and layers without sides."""
 
 
 def pack_header(header: Header) -> bytes:
-    """The bytes of the header tensor. Raises LimitExceeded when they are more than the format allows."""
+    """The bytes of the header tensor. Raises LimitExceeded for more bytes than the format allows."""
     data: bytes = msgpack.packb(
         {
             "format": FORMAT,
@@ -48,10 +48,10 @@ def pack_header(header: Header) -> bytes:
 
 
 def parse_header(data: bytes) -> Header:
-    """The Header that ``pack_header`` makes ``data`` of, and no other bytes.
+    """Parse the bytes that ``pack_header`` makes, and refuse all others.
 
-    Raises UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded, which name the place. What is new is told first,
-    whatever else the header holds.
+    Raises UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded, which name the place. Unknown versions, features
+    and codecs are reported first, whatever else the header holds.
     """
     try:
         return _parsed(data)
@@ -76,7 +76,7 @@ def _parsed(data: bytes) -> Header:
     check_type("kvpack.header", top, dict)
     check_type("format", top.get("format"), int)
     if top["format"] != FORMAT:
-        raise InvalidHeader(f"format is {top['format']}, allowed is {FORMAT}")
+        raise InvalidHeader(f"format is {top['format']}, expected {FORMAT}")
     check_type("required", top.get("required"), list)
     check_keys("kvpack.header", top, _TOP_KEYS)
     for name in ("codecs", "layers", "tensors"):
@@ -92,7 +92,7 @@ def _parsed(data: bytes) -> Header:
         tensors=tuple(_tensor(number, row) for number, row in enumerate(top["tensors"])),
     )
     if pack_header(header) != data:
-        raise InvalidHeader("kvpack.header is not canonical msgpack: its values, written again, give other bytes")
+        raise InvalidHeader("kvpack.header is not canonical msgpack: its values, packed again, give other bytes")
     return header
 
 
@@ -118,7 +118,7 @@ def _unpacked(data: bytes) -> Any:
             max_bin_len=MAX_BINARY_BYTES,
             max_array_len=MAX_ENTRIES,
             max_map_len=MAX_NAMES,
-            # None occurs in this format, but a later one may have some, and is then called newer.
+            # This format has no extension types, but a later one may; its headers must be reported as newer.
             max_ext_len=MAX_BINARY_BYTES,
             list_hook=count,
             object_hook=count,
@@ -129,7 +129,7 @@ def _unpacked(data: bytes) -> Any:
 
 
 def _counter(limit: int) -> Callable[[Any], Any]:
-    """A hook that refuses more arrays and maps than ``limit``: one byte of msgpack can become seventy of memory."""
+    """A hook that refuses more arrays and maps than ``limit``: one byte of msgpack can take seventy in memory."""
     left = limit
 
     def count(container: Any) -> Any:

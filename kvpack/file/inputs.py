@@ -1,4 +1,4 @@
-"""What a cache was computed from: the token ids that are known, and what token ids do not determine."""
+"""The inputs of a cache: the known token ids, and everything that token ids do not determine."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from kvpack.formats.errors import InvalidParameter
 from .limits import MAX_BINARY_BYTES
 
 FEATURE = "inputs"
-"""The ignorable feature that holds them in a file."""
+"""The name of the ignorable feature that holds the inputs in a file."""
 ID_BYTES = 4
-"""Bytes of a token id: unsigned, little-endian."""
+"""The bytes of a token id: unsigned, little-endian."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the tokens of a cache were computed from.
+    """The inputs from which the tokens of a cache were computed.
 
-    ``token_ids`` are the ids of the first tokens of the cache's range, unsigned 32-bit little-endian, as far as they are known.
-    ``undetermined`` names what those ids do not determine, each a sentence fragment with its tokens, such as "tokens 8 to 15 came
-    from embeddings, not from token ids"; ``starts`` has the first of its tokens for each (default: 0, for all), because a prefix
-    that ends before it does not depend on it. Raises InvalidParameter.
+    ``token_ids`` holds the known ids of the first tokens of the cache's range, unsigned 32-bit little-endian. ``undetermined``
+    lists inputs that the ids do not determine, each as a clause with its tokens, such as "tokens 8 to 15 came from embeddings,
+    not from token ids". ``starts`` holds the first token of each (default: 0 for all), because a prefix that ends before that
+    token does not depend on it. Raises InvalidParameter.
     """
 
     token_ids: bytes = b""
@@ -33,7 +33,7 @@ class Inputs:
         if not isinstance(self.token_ids, bytes) or len(self.token_ids) % ID_BYTES:
             raise InvalidParameter(f"token_ids are bytes, {ID_BYTES} for each id; found {_described(self.token_ids)}")
         if not all(isinstance(text, str) and text for text in self.undetermined):
-            raise InvalidParameter(f"undetermined is {self.undetermined!r}, expected a tuple of text, none of it empty")
+            raise InvalidParameter(f"undetermined is {self.undetermined!r}, expected a tuple of nonempty strings")
         if not self.starts:
             object.__setattr__(self, "starts", (0,) * len(self.undetermined))
         if len(self.starts) != len(self.undetermined):
@@ -41,19 +41,19 @@ class Inputs:
 
     @property
     def tokens(self) -> int:
-        """The number of ids that are known."""
+        """The number of known ids."""
         return len(self.token_ids) // ID_BYTES
 
     def slice(self, start: int, stop: int, first: int) -> Inputs:
-        """The inputs of tokens ``[start, stop)``, counted from the cache's first token, which is at position ``first``.
+        """The inputs of tokens ``[start, stop)``, counted from the cache's first token, at position ``first``.
 
-        Every token depends on all before it, so only what is undetermined from ``stop`` on is dropped.
+        Every token depends on all earlier ones, so only undetermined inputs from ``stop`` on are dropped.
         """
         kept = [(text, position) for text, position in zip(self.undetermined, self.starts, strict=True) if position < first + stop]
         return _of(self.token_ids[start * ID_BYTES : stop * ID_BYTES], kept)
 
     def to_bytes(self) -> bytes:
-        """The feature ``inputs`` of a file (spec/container.md): as many ids as fit after what is undetermined."""
+        """The feature ``inputs`` of a file (spec/container.md): the undetermined inputs, then as many ids as fit."""
         texts = [text.encode() for text in self.undetermined]
         items = b"".join(
             start.to_bytes(8, "little") + len(text).to_bytes(4, "little") + text for start, text in zip(self.starts, texts, strict=True)
@@ -65,7 +65,7 @@ class Inputs:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Inputs:
-        """What ``to_bytes`` gave; of any other bytes that nothing is determined."""
+        """Parse the result of ``to_bytes``; any other bytes give inputs of which nothing is known."""
         try:
             end = 8 + ID_BYTES * int.from_bytes(data[:8], "little")
             if len(data) < max(8, end):
@@ -84,7 +84,7 @@ class Inputs:
 
 
 def joined(parts: Sequence[tuple[Inputs | None, int]]) -> Inputs | None:
-    """The inputs of consecutive caches, each given with its number of tokens; None when nothing is known of any."""
+    """Join the inputs of consecutive caches, each given with its number of tokens; None if all are unknown."""
     if all(inputs is None for inputs, _ in parts):
         return None
     ids, known = b"", True

@@ -1,7 +1,7 @@
-"""The front of a kvpack file: length and JSON header, a function of ``kvpack.header`` (spec/container.md, JSON header).
+"""The front of a kvpack file: length and JSON header, both determined by ``kvpack.header`` (spec/container.md, JSON header).
 
-A reader never parses the JSON. It takes the place of ``kvpack.header`` from the fixed beginning and, once that tensor's
-digest agrees, writes the whole front again and compares.
+A reader never parses the JSON. It takes the position of ``kvpack.header`` from the fixed beginning and, once that tensor's
+digest matches, rebuilds the whole front and compares.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ LENGTH_BYTES = 8
 
 _PREFIX = b'{"__metadata__":{"format":"kvpack","kvpack":"'
 DIGEST_PLACE = slice(LENGTH_BYTES + len(_PREFIX) + 2, LENGTH_BYTES + len(_PREFIX) + 34)
-"""Where the digest of kvpack.header is in a file, in hexadecimal digits."""
+"""The position of kvpack.header's digest in a file, in hexadecimal digits."""
 _VERSION = re.compile(re.escape(_PREFIX) + rb"([1-9][0-9]{0,8})[ \"]")
 _HEADER_TENSOR = re.compile(
     re.escape(_PREFIX) + rb'1 ([0-9a-f]{32})"},"kvpack\.header":\{"dtype":"U8","shape":\[([1-9][0-9]{0,8})\],"data_offsets":\[0,\2\]\}'
 )
 _BEGINNING_BYTES = 256
-"""More than the JSON header up to and with the entry of kvpack.header can take."""
+"""More bytes than the JSON header can take up to the end of the entry of kvpack.header."""
 _OTHERS = {
     b"GGUF": "a GGUF file",
     b"PK\x03\x04": "a zip archive, such as a PyTorch checkpoint",
@@ -49,7 +49,7 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a payload tensor is in the data section: the pad before it from ``pad``, itself from ``begin`` to ``end``."""
+    """The position of a payload tensor in the data section: its pad starts at ``pad``, its bytes are ``[begin, end)``."""
 
     pad: int
     begin: int
@@ -58,7 +58,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Front:
-    """What precedes the payload: ``text`` up to the data section, ``tensor`` (kvpack.header), and where the payload goes."""
+    """The bytes before the payload (``text`` up to the data section, then ``tensor``: kvpack.header), and payload positions."""
 
     text: bytes
     tensor: bytes
@@ -99,7 +99,7 @@ def make_front(header: Header) -> Front:
 
 
 def read_front(source: Source, max_bytes: int | None = None) -> tuple[Header, Front]:
-    """The header of the file ``source`` and its front, every byte of it checked, and the length of the file.
+    """Read the header and the front of the file ``source``, checking every byte of the front and the length of the file.
 
     Raises NotKvpack, UnsupportedVersion, UnknownCodec, Truncated, DigestMismatch, InvalidHeader and LimitExceeded.
     """
@@ -142,18 +142,18 @@ def read_front(source: Source, max_bytes: int | None = None) -> tuple[Header, Fr
 
 
 def begins_file(beginning: bytes) -> bool:
-    """Whether the first bytes of a file, 64 are enough, are those of a kvpack file of any version."""
+    """Whether the first bytes of a file (64 are enough) are those of a kvpack file of any version."""
     return beginning.startswith(_PREFIX, LENGTH_BYTES)
 
 
 def front_bytes(beginning: bytes | memoryview) -> int:
-    """Where kvpack.header ends in the file that begins with ``beginning``, of which 4 KiB are enough; 0 for what is no such file."""
+    """The end of kvpack.header in the file that begins with ``beginning`` (4 KiB are enough); 0 if it is not a kvpack file."""
     entry = _HEADER_TENSOR.match(bytes(beginning[LENGTH_BYTES : LENGTH_BYTES + _BEGINNING_BYTES]))
     return LENGTH_BYTES + int.from_bytes(beginning[:LENGTH_BYTES], "little") + int(entry[2]) if entry else 0
 
 
 def _first_difference(a: bytes, b: bytes) -> int:
-    """The first byte in which two texts of equal length differ: as integers, so that it takes no step a byte."""
+    """The index of the first byte in which two texts of equal length differ, found with integers instead of one step per byte."""
     return len(a) + (int.from_bytes(a) ^ int.from_bytes(b)).bit_length() // -8
 
 

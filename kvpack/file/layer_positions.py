@@ -1,4 +1,4 @@
-"""The required feature ``layer-positions``: where each layer of a file starts (spec/container.md, Layer positions)."""
+"""The required feature ``layer-positions``: the first position of each layer (spec/container.md, Layer positions)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 FEATURE = "layer-positions"
-"""Its name in ``required``, and that of its entry in ``ignorable``."""
+"""The name of the feature in ``required``, and of its entry in ``ignorable``."""
 START_BYTES = 8
-"""Bytes of a start: unsigned, little-endian."""
+"""The bytes of a start: unsigned, little-endian."""
 
 
 class HasSides(Protocol):
-    """A layer as far as its position goes: its sides, None where absent."""
+    """A layer with its sides, None where absent."""
 
     @property
     def k(self) -> object: ...
@@ -29,7 +29,7 @@ class HasSides(Protocol):
 
 
 def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """``required`` and ``ignorable`` of a file that begins at position ``start`` and has layers at ``starts``. Raises LimitExceeded."""
+    """``required`` and ``ignorable`` for a file that begins at ``start`` and has layers at ``starts``. Raises LimitExceeded."""
     for number, first in enumerate(starts):
         check_integer(f"the first position of layers[{number}]", first, start, MAX_TOKENS)
     if all(first == start for first in starts):

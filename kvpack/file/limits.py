@@ -1,4 +1,4 @@
-"""The limits of the format, kept by writers and readers alike (spec/container.md, Limits)."""
+"""The limits of the format, for writers and readers (spec/container.md, Limits). Each is the largest value allowed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_HEADS = 65536
 MAX_TOKENS = 2**40 - 1
 """Tokens of one side, its ``window``, and ``start``."""
 MAX_NAMES = 256
-"""Entries of ``required``, ``ignorable`` and ``model``, each, and of any msgpack map."""
+"""Entries of each of ``required``, ``ignorable`` and ``model``, and of any msgpack map."""
 MAX_STRING_BYTES = 4096
 """UTF-8 bytes of any string."""
 MAX_BINARY_BYTES = 65536
@@ -29,4 +29,4 @@ MAX_BINARY_BYTES = 65536
 MAX_WINDOW_BYTES = 2**23
 """Window of a zstd frame."""
 MAX_RATIO = 256
-"""Decoded bytes of a zstd tensor for each stored byte."""
+"""Decoded bytes of a zstd tensor per stored byte."""

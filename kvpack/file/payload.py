@@ -1,4 +1,4 @@
-"""Stored tensors as arrays: whole, or read in pieces from a file that is not mapped, their digests checked."""
+"""Stored tensors as arrays with checked digests: whole, or read in pieces from a file that is not mapped."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from .sources import Source
 
 PIECE_BYTES = 1 << 20
-"""A tensor of at most so many bytes is read once, a larger one in pieces."""
+"""A tensor of at most this many bytes is read at once, a larger one in pieces."""
 _HASHED_BYTES = 1 << 18
-"""Bytes that are read and hashed at a time: they stay in a core's cache."""
+"""The number of bytes read and hashed at once: they fit a core's cache."""
 
 _NUMPY_DTYPES = {"U8": "u1", "U16": "<u2", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
 
@@ -37,16 +37,16 @@ def as_array(data: memoryview, layout: Layout) -> numpy.ndarray[Any, Any]:
 
 
 class InPieces:
-    """A tensor of ``layout`` whose values are read from byte ``begin`` of ``source`` when they are asked for."""
+    """A tensor of ``layout`` whose values are read on demand, from byte ``begin`` of ``source``."""
 
     def __init__(self, source: Source, begin: int, layout: Layout) -> None:
         self._source, self._begin, self._item = source, begin, DTYPE_BYTES[layout.dtype]
         self.shape, self.dtype = layout.shape, numpy.dtype(_NUMPY_DTYPES[layout.dtype])
-        # Fresh memory costs more than what is read into it.
+        # Allocating new memory costs more than reading into it.
         self._memory = bytearray()
 
     def flat(self, start: int, stop: int) -> numpy.ndarray[Any, Any]:
-        """Values ``[start, stop)`` of the flattened array, until others are asked for. Raises Truncated."""
+        """Values ``[start, stop)`` of the flattened array, valid until the next call. Raises Truncated."""
         begin, end = self._begin + start * self._item, self._begin + stop * self._item
         if len(self._memory) < end - begin:
             self._memory = bytearray(end - begin)
@@ -56,7 +56,7 @@ class InPieces:
 
 
 def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Layout) -> Array:
-    """The tensor, its pad and digest checked: read once where it is small, else in pieces; a zstd frame is decoded whole.
+    """The tensor, after checks of its pad and digest: a small one is read at once, a large one in pieces, a zstd frame whole.
 
     Raises DigestMismatch, InvalidPayload and Truncated.
     """

@@ -1,4 +1,4 @@
-"""Where the bytes of an open file come from: memory, or a descriptor that is read piece by piece and mapped when tensors are asked for."""
+"""Sources of an open file's bytes: memory, or a descriptor that is read piece by piece and mapped when a tensor is requested."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Source(Protocol):
     size: int
 
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
-        """Bytes ``[begin, end)``, which are there when they are asked for. Raises Truncated, MissingFile.
+        """Read bytes ``[begin, end)`` of the file as it is now. Raises Truncated, MissingFile.
 
-        A copy is made ``into`` memory that the caller uses again, where that is given and large enough.
+        The copy goes ``into`` memory that the caller reuses, if it is given and large enough.
         """
         ...
 
@@ -31,12 +31,12 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the file; views stay valid."""
+        """Release the file; views stay valid."""
         ...
 
 
 class InMemory:
-    """A file that is in memory: everything is a view of it."""
+    """A file in memory; all results are views of it."""
 
     def __init__(self, data: Buffer) -> None:
         self._view = memoryview(data)
@@ -56,9 +56,9 @@ class InMemory:
 
 
 class OnDisk:
-    """An open file: ``read`` copies what is there, ``view`` is of a private mapping, made when it is first asked for.
+    """An open file: ``read`` copies its bytes, ``view`` returns a view of a private mapping, made on first use.
 
-    What is read of a file that was cut meanwhile is Truncated. A mapping of such a file ends the process when it is touched.
+    ``read`` raises Truncated if the file was cut meanwhile. Touching the mapping of such a file ends the process.
     """
 
     def __init__(self, descriptor: int) -> None:

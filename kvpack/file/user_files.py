@@ -1,4 +1,4 @@
-"""Files that a user names: read whole and within a bound. A FIFO or a device is refused, so that nothing waits or reads for ever."""
+"""Files named by a user, read whole and up to a limit. FIFOs and devices are refused, so that no read waits or runs forever."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a so
 
 
 def path_text(path: Any) -> str:
-    """``path`` as text, ``''`` for an empty one in messages to come. Raises InvalidParameter for what is no path."""
+    """``path`` as text; messages show an empty one as ``''``. Raises InvalidParameter for anything but a path."""
     if not isinstance(path, str | bytes | os.PathLike):
         raise InvalidParameter(f"a path is text or os.PathLike, such as 'prompt.kvpack'; found {_shown(path)}")
     return os.fsdecode(path)
 
 
 def open_regular(path: str | os.PathLike[str], what: str = "a regular file") -> int:
-    """A descriptor to read the regular file ``path``, which is ``what`` in messages; the caller closes it.
+    """Open the regular file ``path`` for reading; the caller closes the descriptor. ``what`` names the file in messages.
 
     Raises MissingFile for a path that cannot be opened, and for a folder, a FIFO, a socket or a device, which is not opened.
     """
     where = path_text(path)
     try:
         _check_kind(where, os.stat(where).st_mode, what)
-        # Without O_NONBLOCK, opening a FIFO that took the file's place meanwhile waits for a writer.
+        # Without O_NONBLOCK, opening a FIFO that has replaced the file would wait for a writer.
         descriptor = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except MissingFile:
         raise
@@ -43,7 +43,7 @@ def open_regular(path: str | os.PathLike[str], what: str = "a regular file") -> 
 
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int, what: str = "a file") -> bytes:
-    """The bytes of the regular file ``path``, which is ``what`` in messages, such as "a recipe file".
+    """The bytes of the regular file ``path``; ``what`` names it in messages, such as "a recipe file".
 
     Raises MissingFile as ``open_regular``, and for a file that cannot be read; LimitExceeded for more than ``max_bytes`` bytes.
     """
@@ -56,7 +56,7 @@ def read_text(path: str | os.PathLike[str], max_bytes: int, what: str = "a file"
 
 
 def read_text_and_mode(path: str | os.PathLike[str], max_bytes: int, what: str = "a file") -> tuple[str, int]:
-    """As ``read_text``, with the permission bits of the very file that was read."""
+    """As ``read_text``, with the permission bits of the file that was read."""
     data, mode = _read(path, max_bytes, what)
     try:
         return data.decode("utf-8-sig"), mode
@@ -65,9 +65,9 @@ def read_text_and_mode(path: str | os.PathLike[str], max_bytes: int, what: str =
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int, what: str = "a JSON file") -> Any:
-    """The value of a JSON file, which is ``what`` in messages, such as "a JSON array of token ids".
+    """The value of a JSON file; ``what`` names it in messages, such as "a JSON array of token ids".
 
-    Raises as ``read_text``, and InvalidParameter for what is no JSON or is nested too deeply.
+    Raises as ``read_text``, and InvalidParameter for invalid JSON and JSON nested too deeply.
     """
     import json
 
@@ -81,7 +81,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int, what: str = "a JSON 
 
 
 def _read(path: str | os.PathLike[str], max_bytes: int, what: str) -> tuple[bytes, int]:
-    """The bytes and the permission bits of a regular file. The size that the system gives is nothing to go by: in /proc it is 0."""
+    """The bytes and the permission bits of a regular file. The reported size is ignored, because it is 0 for files in /proc."""
     where, descriptor = path_text(path), open_regular(path, what)
     pieces, left = [], max_bytes + 1
     try:
@@ -99,7 +99,7 @@ def _read(path: str | os.PathLike[str], max_bytes: int, what: str) -> tuple[byte
 
 
 def could_not_open(where: str, error: OSError | ValueError, what: str = "a regular file") -> MissingFile:
-    """The error to raise for ``where``, which the system would not open for the reason ``error``."""
+    """The error to raise when the system refuses to open ``where`` with ``error``."""
     system = isinstance(error, OSError)
     reason = (error.strerror if system else None) or error  # type: ignore[union-attr]
     purpose = f" as {what}" if what != "a regular file" else ""

@@ -1,4 +1,4 @@
-"""zstd as a filter of stored tensors: one frame, its size known beforehand (spec/container.md, zstd)."""
+"""zstd as a filter of stored tensors: one frame whose decoded size is known in advance (spec/container.md, zstd)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from kvpack.formats.errors import InvalidPayload
 from .limits import MAX_RATIO, MAX_WINDOW_BYTES
 
 MIN_SAVING = 0.03
-"""A writer keeps a frame only when it saves this share."""
+"""The smallest share that a frame must save for a writer to keep it."""
 
 _LEVEL = 3
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def compressed(raw: memoryview) -> bytes | None:
-    """One frame of ``raw``, or None where it saves less than 3 % or is smaller than the format allows."""
+    """One frame of ``raw``, or None if it saves less than 3 % or is smaller than the format allows."""
     import zstandard
 
     frame = zstandard.ZstdCompressor(level=_LEVEL).compress(raw)
@@ -22,7 +22,7 @@ def compressed(raw: memoryview) -> bytes | None:
 
 
 def decompressed(name: str, stored: memoryview, size: int) -> memoryview:
-    """The ``size`` bytes of the frame ``stored``, writable; nothing is allocated before the frame's own header agrees.
+    """Decode the frame ``stored`` to ``size`` writable bytes; nothing is allocated before the frame's header matches ``size``.
 
     Raises InvalidPayload, which begins with ``name``.
     """
@@ -40,21 +40,21 @@ def decompressed(name: str, stored: memoryview, size: int) -> memoryview:
             raise InvalidPayload(f"{name}: the zstd frame needs the dictionary {frame.dict_id}, none is allowed")
         if not size:
             return _no_content(name, stored)
-        # The decompressor allocates what the frame says, now known to be ``size``; its max_output_size would not hold it to less.
+        # The decompressor allocates the size that the frame states, now known to be ``size``; max_output_size would not limit it.
         return memoryview(bytearray(zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)))
     except zstandard.ZstdError as error:
         raise InvalidPayload(f"{name}: is not one whole zstd frame: {error}") from None
 
 
 def _no_content(name: str, stored: memoryview) -> memoryview:
-    """The empty content of a frame, which is read to its end: of one that says 0 bytes, zstandard's decompress() reads no more.
+    """Decode a frame of no content to its end: zstandard's decompress() does not read the blocks of a frame that states 0 bytes.
 
     Raises InvalidPayload, and ZstdError for a block or a checksum that is wrong.
     """
     import zstandard
 
     stream = zstandard.ZstdDecompressor().decompressobj()
-    # Blocks of any content are an error: they make more than the frame says.
+    # A block with content is an error: it decodes to more than the frame states.
     stream.decompress(stored)
     if stream.unused_data or not stream.eof:
         raise InvalidPayload(f"{name}: is not one whole zstd frame of no content")

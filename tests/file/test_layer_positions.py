@@ -62,16 +62,18 @@ def test_tokens_that_every_layer_holds_are_a_cache_of_their_own() -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 69), (0, 48), (0, 0), (10, 70), (47, 48), (10, 20)])
 def test_tokens_that_a_layer_skipped_are_not_sliced(start: int, stop: int) -> None:
-    message = rf"tokens {start} to {stop} were asked of layers\[1\], which holds positions 53 to 75 alone, not {5 + start} to {5 + stop}"
+    message = (
+        rf"tokens {start} to {stop} were requested from layers\[1\], which holds positions 53 to 75 alone, not {5 + start} to {5 + stop}"
+    )
     with pytest.raises(OutOfBounds, match=message):
         sliding(recipe="bf16")[:, start:stop]
-    with pytest.raises(OutOfBounds, match=f"tokens {start} to {stop} were asked of a layer that holds tokens 48 to 70"):
+    with pytest.raises(OutOfBounds, match=f"tokens {start} to {stop} were requested from a layer that holds tokens 48 to 70"):
         sliding()[1].slice(start, stop)
 
 
 def test_slices_lie_within_the_cache() -> None:
     for start, stop in ((0, 71), (-1, 3), (8, 3)):
-        with pytest.raises(OutOfBounds, match=f"tokens {start} to {stop} were asked of a cache of 70"):
+        with pytest.raises(OutOfBounds, match=f"tokens {start} to {stop} were requested from a cache of 70"):
             sliding().slice(start, stop)
 
 
@@ -95,7 +97,7 @@ def test_every_change_of_a_cache_keeps_what_layers_skipped() -> None:
         assert [(layer.skipped, layer.seen) for layer in changed] == [(0, seen), (48, seen), (0, seen)]
         assert (changed.start, changed.stop) == (5, 5 + seen)
     assert [(cache[1].crop(count).skipped, cache[1].crop(count).tokens) for count in (0, 3, 22)] == [(48, 22), (48, 19), (48, 0)]
-    with pytest.raises(OutOfBounds, match="23 tokens are to be dropped of a layer that holds 22"):
+    with pytest.raises(OutOfBounds, match="cannot drop 23 tokens from a layer that holds 22"):
         cache[1].crop(23)
 
 

@@ -1,4 +1,4 @@
-"""Arguments of the wrong kind: each is refused with what to write instead."""
+"""Checks of argument types; each message says what to write instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpack.formats.errors import InvalidDtype, InvalidParameter
 
 
 def checked_device(device: Any) -> torch.device:
-    """``device`` as torch names it. Raises InvalidParameter for what is no device."""
+    """``device`` as a torch.device. Raises InvalidParameter if it does not name one."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError):
@@ -21,13 +21,13 @@ def checked_device(device: Any) -> torch.device:
 def check_floating(dtype: Any) -> None:
     """Raise InvalidDtype unless ``dtype`` is a floating-point dtype of torch."""
     if not isinstance(dtype, torch.dtype):
-        raise InvalidDtype(f"dtype is {dtype!r}, expected one of torch, such as torch.bfloat16")
+        raise InvalidDtype(f"dtype is {dtype!r}, expected a torch dtype, such as torch.bfloat16")
     if not dtype.is_floating_point:
-        raise InvalidDtype(f"{dtype} cannot hold decoded values: they are floating point")
+        raise InvalidDtype(f"{dtype} cannot hold decoded values, expected a floating-point dtype")
 
 
 def integer(value: Any, what: str) -> int:
-    """``value`` as an integer. Raises InvalidParameter, which calls it ``what``."""
+    """``value`` as an integer. Raises InvalidParameter; ``what`` names the value in the message."""
     try:
         return operator.index(value)
     except TypeError:
@@ -35,6 +35,6 @@ def integer(value: Any, what: str) -> int:
 
 
 def check_number(value: Any, what: str) -> None:
-    """Raise InvalidParameter, which calls it ``what``, unless ``value`` is None or a number."""
+    """Raise InvalidParameter unless ``value`` is None or a number; ``what`` names it in the message."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise InvalidParameter(f"{what} is {value!r:.80}, expected a number")

@@ -1,7 +1,7 @@
-"""Cache: the keys and values of a model, a Layer for each of its layers; and concat, which joins caches of consecutive tokens.
+"""Cache: the keys and values of a model, one Layer per model layer; and concat, which joins caches of consecutive tokens.
 
-A cache, its layers, sides and pages are immutable: a slice, an append or a concat gives a new object that shares the packed bytes,
-and a copy is the object. Two are equal when they are one.
+A cache and its layers, sides and pages are immutable: slice, append and concat return new objects that share the packed bytes,
+and a copy is the same object. Equality is identity.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Cache:
-    """A packed KV cache: one Layer a model layer, the recipe's text, the model's identity, the first token's position.
+    """A packed KV cache: one Layer per model layer, the recipe's text, the model's identity, the first token's position.
 
-    ``cache[i]`` is a layer, ``cache[:, a:b]`` the tokens ``[a, b)`` of every layer. Its range is ``start`` to ``stop``; a layer of it
-    holds the positions from ``start + layer.skipped`` to ``start + layer.seen``. ``inputs`` is what the tokens were computed
-    from; None says nothing about it.
+    ``cache[i]`` is a layer, ``cache[:, a:b]`` the tokens ``[a, b)`` of every layer. The cache's range is ``start`` to ``stop``;
+    a layer holds the positions ``start + layer.skipped`` to ``start + layer.seen``. ``inputs`` says what the tokens were
+    computed from; None means unknown.
     """
 
     layers: tuple[Layer, ...]
@@ -86,7 +86,7 @@ class Cache:
 
     @property
     def tokens(self) -> int:
-        """The tokens of the cache's range: the most that a layer has seen."""
+        """The number of tokens in the cache's range: the most that any layer has seen."""
         return max((layer.seen for layer in self.layers), default=0)
 
     @property
@@ -95,12 +95,12 @@ class Cache:
         return self.start + self.tokens
 
     def positions(self, number: int) -> tuple[int, int]:
-        """The first position that layer ``number`` holds, and the one after its last."""
+        """The first position that layer ``number`` holds, and the position after its last."""
         layer = self.layers[number]
         return self.start + layer.skipped, self.start + layer.seen
 
     def check_ends(self) -> None:
-        """Raise NotConsecutive, naming it, for a layer that ends before ``stop``: no token can follow it."""
+        """Raise NotConsecutive, naming the layer, if a layer ends before ``stop``: no token can follow it."""
         tokens = self.tokens
         for number, layer in enumerate(self.layers):
             if layer.sides and layer.seen != tokens:
@@ -111,53 +111,53 @@ class Cache:
 
     @property
     def values(self) -> int:
-        """Key and value numbers held, over all layers."""
+        """The number of key and value elements held, over all layers."""
         return sum(side.batch * side.heads * side.tokens * side.dim for layer in self.layers for side in layer.sides.values())
 
     @property
     def contents(self) -> Contents:
-        """What the header of a file of this cache says."""
+        """The header contents for a file of this cache."""
         return contents_of(self.layers, self.recipe, self.model, self.start, self.inputs)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes that ``save`` writes without compression: codes, scales, tables, header and padding."""
+        """The bytes that ``save`` writes without compression: codes, scales, tables, header and padding."""
         return container.file_size(self.contents)
 
     @property
     def bits_per_value(self) -> float:
-        """Honest bits a value: every byte of the file over every value (0 for an empty cache)."""
+        """Bits per value in the file, counting every byte (0 for an empty cache)."""
         return 8 * self.nbytes / self.values if self.values else 0.0
 
     @property
     def nominal_bits(self) -> float:
-        """Bits a value as the source papers count them, averaged over the sides."""
+        """Bits per value as the source papers count them, averaged over the sides."""
         sides = [side for layer in self.layers for side in layer.sides.values()]
         weights = [side.batch * side.heads * side.tokens * side.dim for side in sides]
         total = sum(weights)
         return sum(side.codec.nominal_bits * weight for side, weight in zip(sides, weights, strict=True)) / total if total else 0.0
 
     def prefix(self, tokens: int) -> Cache:
-        """The first ``tokens`` tokens of every layer, sharing the packed bytes.
+        """The first ``tokens`` tokens of every layer; the packed bytes are shared.
 
         Raises OutOfBounds when a layer does not hold them.
         """
         return self.slice(0, tokens)
 
     def slice(self, start: int, stop: int) -> Cache:
-        """Tokens ``[start, stop)`` of every layer, counted from the cache's first, sharing the packed bytes.
+        """Tokens ``[start, stop)`` of every layer, counted from the cache's first token; the packed bytes are shared.
 
-        Raises OutOfBounds when a layer does not hold all of them (the whole cache is a slice, whatever its layers hold), and when
-        ``start`` is inside tokens that a codec encoded together.
+        Raises OutOfBounds when a layer does not hold all of them, and when ``start`` is inside tokens that a codec encoded
+        together. A slice of the whole range always succeeds.
         """
         start, stop = integer(start, "start"), integer(stop, "stop")
         if not 0 <= start <= stop <= self.tokens:
-            raise OutOfBounds(f"tokens {start} to {stop} were asked of a cache of {self.tokens}")
+            raise OutOfBounds(f"tokens {start} to {stop} were requested from a cache of {self.tokens}")
         layers = []
         for number, layer in enumerate(self.layers):
             whole = (start, stop) == (0, self.tokens) and layer.seen == stop
             if layer.sides and not whole and not layer.skipped <= start <= stop <= layer.seen:
-                raise OutOfBounds(f"tokens {start} to {stop} were asked of layers[{number}], {self._held(number, start, stop)}")
+                raise OutOfBounds(f"tokens {start} to {stop} were requested from layers[{number}], {self._held(number, start, stop)}")
             try:
                 layers.append(layer.slice(start, stop))
             except OutOfBounds as error:
@@ -166,10 +166,10 @@ class Cache:
         return replace(self, layers=tuple(layers), start=self.start + start, inputs=inputs)
 
     def select(self, indices: Rows) -> Cache:
-        """The rows ``indices`` of the batch in that order, repeats allowed; codes are copied, never decoded.
+        """Select the rows ``indices`` of the batch, in that order, repeats allowed; codes are copied, never decoded.
 
         ``indices`` is a list of integers or an integer tensor ``[row]``. Raises OutOfBounds, which names the layer, for a row
-        that the batch does not have, InvalidParameter for what is not a list of integers.
+        that the batch does not have, and InvalidParameter for anything but a list of integers.
         """
         rows = row_numbers(indices)
         layers = []
@@ -187,13 +187,13 @@ class Cache:
         return f"which holds positions {first} to {last} alone, not {self.start + start} to {self.start + stop}"
 
     def append(self, pairs: Sequence[Pair]) -> Cache:
-        """Add one (k, v) of new tokens a layer; what is packed stays as it is.
+        """Add new tokens, one (k, v) per layer; packed tokens stay as they are.
 
-        Raises InvalidShape, InvalidDtype, NonFinite or OutOfRange, NotConsecutive when a layer ends before the cache does; the cache
+        Raises InvalidShape, InvalidDtype, NonFinite or OutOfRange, and NotConsecutive when a layer ends before the cache; the cache
         itself never changes.
         """
         if not isinstance(pairs, list | tuple) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-            raise InvalidShape("what is appended is a list of (k, v), one pair for each layer, such as [(k, v)] for a cache of one layer")
+            raise InvalidShape("append takes a list of (k, v), one pair for each layer, such as [(k, v)] for a cache of one layer")
         if len(pairs) != len(self):
             raise InvalidShape(f"{len(pairs)} layers were appended to a cache of {len(self)}")
         self.check_ends()
@@ -205,20 +205,20 @@ class Cache:
         return replace(self, layers=layers)
 
     def convert(self, recipe: str | os.PathLike[str] | Recipe, *, progress: Progress | None = None) -> Cache:
-        """The cache in another recipe (as ``pack`` takes it). A side whose codec and window stay is not touched.
+        """Convert the cache to another recipe (as ``pack`` takes it). A side with the same codec and window is not changed.
 
-        Raises InvalidRecipe, MissingFile for a recipe file that is not there, or InvalidParameter when a codec cannot take a
+        Raises InvalidRecipe, MissingFile for a missing recipe file, or InvalidParameter when a codec cannot take a
         layer's head dim.
         """
         layers, text = converted(self.layers, recipe, progress)
         return replace(self, layers=layers, recipe=text)
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> list[Pair]:
-        """Dense (K, V) of every layer."""
+        """Decode to one dense (K, V) per layer."""
         return [layer.unpack(dtype) for layer in self.layers]
 
     def to(self, device: torch.device | str) -> Cache:
-        """The cache with every buffer on ``device``. Raises InvalidParameter for what is no device."""
+        """The cache with every buffer on ``device``. Raises InvalidParameter for an invalid device."""
         device = checked_device(device)
         return replace(self, layers=tuple(layer.to(device) for layer in self.layers))
 
@@ -226,7 +226,7 @@ class Cache:
 def concat(caches: Sequence[Cache]) -> Cache:
     """Join caches of consecutive tokens; packed bytes are shared, nothing is encoded.
 
-    Raises NotConsecutive when they differ in model or layers, leave a gap in a layer, or a codec or shape changes.
+    Raises NotConsecutive when caches differ in model, layers, codec or shape, or leave a gap in a layer.
     """
     given: Any = caches
     if not isinstance(given, list | tuple):

@@ -1,4 +1,4 @@
-"""What the header of a file says of a cache's layers."""
+"""The header contents that describe a cache's layers."""
 
 from __future__ import annotations
 

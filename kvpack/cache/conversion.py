@@ -1,4 +1,4 @@
-"""The layers of a cache in another recipe."""
+"""Conversion of a cache's layers to another recipe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def converted(layers: Sequence[Layer], recipe: str | os.PathLike[str] | Recipe, progress: Progress | None) -> tuple[tuple[Layer, ...], str]:
-    """``layers`` in another recipe, and its text; a side that has its codec already is kept, one that only packs otherwise is repacked."""
+    """``layers`` in another recipe, and its text; a side of the same codec is kept, or repacked if only its packing differs."""
     recipe = parse_recipe(recipe)
     recipe.check_length()
     recipe.check_layers(len(layers))
@@ -55,7 +55,7 @@ def converted(layers: Sequence[Layer], recipe: str | os.PathLike[str] | Recipe, 
 
 
 def _exact_dtype(side: Side) -> str:
-    """The narrowest raw dtype that holds every value of a side as it decodes."""
+    """The narrowest raw dtype that holds every decoded value of a side exactly."""
     dtypes = {RAW_NAMES[side.tail.dtype]} if side.tail.shape[2] or not side.pages else set()
     if side.pages:
         dtypes.add(side.codec.dtype if isinstance(side.codec, Raw) else "fp32")
@@ -63,13 +63,13 @@ def _exact_dtype(side: Side) -> str:
 
 
 def _narrowed(tail: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A float32 tail in ``dtype``, or as it is where ``dtype`` would round it."""
+    """A float32 tail in ``dtype``, or unchanged if ``dtype`` would round it."""
     narrow = tail.to(dtype)
     return tail if is_rounded(tail, narrow) else narrow
 
 
 def _with_window(side: Side, window: int, where: str) -> Side:
-    """The side at another window: what its tail may no longer hold is encoded, as ``pack`` would."""
+    """The side with another window: tokens that no longer fit its tail are encoded, as by ``pack``."""
     if window == side.window:
         return side
     tokens = side.tail.shape[2]

@@ -1,7 +1,7 @@
-"""The keys and values that a model's own cache holds, and at which positions; what holds more than that is refused by name.
+"""The keys and values of a model's own cache, and their positions; a cache that holds anything else is refused by name.
 
-The rule is closed: of transformers' classes those listed here are known, and of any other class every attribute is looked at.
-transformers is not imported: a cache of it is known by the names of its classes.
+Only the transformers classes listed here are accepted; for any other class every attribute is examined.
+transformers is not imported: its caches are recognized by class name.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _CACHE_SETTINGS = {"layers", "layer_class_to_replicate", "offloading", "only_non
 _SLIDING, _STATIC = {"DynamicSlidingWindowLayer", "StaticSlidingWindowLayer"}, {"StaticLayer"}
 _LAYERS = {"CacheLayerMixin", "DynamicLayer", "DummyLayer", *_SLIDING, *_STATIC}
 _LAYER_COUNTS = {"keys", "values", "cumulative_length", "_sliding_window_tensor"}
-"""Tensors of the layers known: keys and values, and what counts tokens or gives the window."""
+"""The tensors of known layers: keys and values, token counts, and the window."""
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, type, FunctionType, MethodType)
 _CONFIGURATIONS = {"PreTrainedConfig", "PretrainedConfig"}
 
 
 class DenseLayer(NamedTuple):
-    """Keys and values ``[batch, kv_head, token, dim]`` of one layer, and the tokens before them that it no longer holds."""
+    """Keys and values ``[batch, kv_head, token, dim]`` of one layer, and how many tokens before them it no longer holds."""
 
     k: torch.Tensor | None
     v: torch.Tensor | None
@@ -40,10 +40,10 @@ class DenseLayer(NamedTuple):
 
 
 def dense_states(past: Any) -> list[DenseLayer]:
-    """The layers of whatever a caller may hold.
+    """The layers of a cache in any form that callers use.
 
-    Raises InvalidDtype for what is no cache, InvalidParameter for one that holds more than keys and values, InvalidShape for one
-    that is empty or whose layers do not hold tokens of the same range.
+    Raises InvalidDtype for anything but a cache, InvalidParameter for a cache that holds more than keys and values, and
+    InvalidShape for a cache that is empty or whose layers do not hold tokens of the same range.
     """
     if isinstance(past, Cache) or isinstance(getattr(past, "packed", None), Cache):
         raise InvalidDtype(f"a {type(past).__name__} is packed already: Cache.convert gives it another recipe")
@@ -79,7 +79,7 @@ def _of_tuple(pair: Sequence[Any], where: str) -> DenseLayer:
 
 
 def _of_layers(past: Any) -> list[DenseLayer]:
-    """The layers of a transformers cache, or of what looks like one."""
+    """The layers of a transformers cache, or of an object that resembles one."""
     _refuse_more(past, "", _CACHES, _CACHE_SETTINGS)
     layers = [_states(layer, f"layers[{number}]") for number, layer in enumerate(past.layers)]
     held = ((number, layer, layer.v if layer.k is None else layer.k) for number, layer in enumerate(layers))
@@ -93,11 +93,11 @@ def _of_layers(past: Any) -> list[DenseLayer]:
 
 
 def _states(layer: Any, where: str) -> DenseLayer:
-    """What a cache layer holds: of a static one, the part that is filled; of a sliding one, the newest tokens."""
+    """The states of a cache layer: the filled part of a static layer, the newest tokens of a sliding one."""
     _refuse_more(layer, where, _LAYERS, _LAYER_COUNTS)
     k, v = layer.keys, layer.values
     if not _is_dense(k) or not _is_dense(v) or not hasattr(layer, "get_seq_length"):
-        # A layer of no tokens yet, or one that shares those of another, has tensors without sizes or none at all.
+        # A layer without tokens yet, or one that shares another layer's tokens, has tensors without sizes or no tensors.
         k, v = (None if isinstance(x, torch.Tensor) and x.shape == (0,) else x for x in (k, v))
         return DenseLayer(k, v)
     seen, held, classes = int(layer.get_seq_length()), k.shape[2], _classes(layer)
@@ -114,12 +114,12 @@ def _is_dense(x: Any) -> bool:
 
 
 def _classes(value: Any) -> set[str]:
-    """The names of transformers' own cache classes that ``value`` is of."""
+    """The names of transformers' own cache classes among the classes of ``value``."""
     return {one.__name__ for one in type(value).__mro__ if one.__module__ == _MODULE}
 
 
 def _refuse_more(value: Any, where: str, known: set[str], own: set[str]) -> None:
-    """Raise InvalidParameter for a class of transformers that is not ``known``, and for state beside the attributes ``own``."""
+    """Raise InvalidParameter for a transformers class that is not ``known``, and for state outside the attributes ``own``."""
     states = [name for name, state in _attributes(value) if name not in own and not _is_plain(state)]
     if known is _LAYERS and not (hasattr(value, "keys") and hasattr(value, "values")):
         states = states or ["state"]
@@ -139,7 +139,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a setting: no tensor is in it, and nothing of which that is unknown."""
+    """Whether a value is a plain setting: it contains no tensor and no object that could hold one."""
     if isinstance(value, dict):
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):

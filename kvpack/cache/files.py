@@ -42,10 +42,10 @@ def save(
 ) -> int:
     """Write ``cache`` to ``path`` atomically and return the bytes written.
 
-    The file appears whole or not at all, and an older file stays until then. ``compress`` stores a tensor as a
+    The file appears whole or not at all; an older file stays until then. ``compress`` stores a tensor as a
     zstd frame where that saves 3 % or more (such a file is decoded when loaded, not mapped); ``durable`` returns
-    after the file and its folder reached the disk; ``progress`` counts bytes.
-    Raises WriteFailed, LimitExceeded when the cache is beyond the format's limits, or InvalidDtype for what is no packed cache.
+    after the file and its folder reach the disk; ``progress`` counts bytes.
+    Raises WriteFailed, LimitExceeded when the cache exceeds the format's limits, or InvalidDtype for anything but a packed cache.
     """
     check_packed(cache, "kvpack.save({}, path)")
     contents, arrays = stored(cache)
@@ -55,9 +55,9 @@ def save(
 def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", max_bytes: int | None = None, copy: bool = False) -> Cache:
     """Open a file as a Cache whose buffers are views of the mapped file, or copies on ``device``.
 
-    Every digest, spare bit, digit and scale is checked before a tensor is handed out. Whoever can write a mapped file can change
-    what was checked, and whoever cuts it ends the process: with ``copy`` the file is read into memory once, before it is checked.
-    ``max_bytes`` bounds the file and what it takes in memory (``kvpack.file.footprint``).
+    Every digest, spare bit, digit and scale is checked before a tensor is returned. A process that writes to a mapped file can
+    change checked values, and truncating the file ends this process: ``copy`` reads the file into memory once, before the checks.
+    ``max_bytes`` bounds the file and the memory that it takes (``kvpack.file.footprint``).
     Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader, InvalidPayload or
     LimitExceeded.
     """
@@ -69,7 +69,7 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", ma
 
 
 def stored(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
-    """What ``container.write`` takes of a cache. Raises LimitExceeded."""
+    """The arguments of ``container.write`` for a cache. Raises LimitExceeded."""
     arrays = {}
     for number, layer in enumerate(cache.layers):
         for name, side in layer.sides.items():
@@ -81,7 +81,7 @@ def stored(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
 
 
 def read(file: container.File, *, check_values: bool = True) -> Cache:
-    """The cache that an open file holds, as views of its bytes, every side checked (``File.read_side``).
+    """Read the cache of an open file as views of its bytes; every side is checked (``File.read_side``).
 
     Raises DigestMismatch and InvalidPayload.
     """
@@ -100,7 +100,7 @@ def _stored_streams(side: Side) -> dict[str, torch.Tensor]:
     """A merged side's streams in stored form: the rows of consecutive runs follow one another."""
     names = side.codec.layout(side.batch, side.heads, 0)
     if not side.pages:
-        # Without a run, a stream with one row a run has none either.
+        # Without a run, a stream with one row per run has no rows.
         shapes = {name: (*entry.shape[:2], 0, *entry.shape[3:]) for name, entry in names.items()}
         streams = {name: torch.empty(shapes[name], dtype=TORCH_DTYPES[entry.dtype], device="cpu") for name, entry in names.items()}
     else:
@@ -118,7 +118,7 @@ def _side(header: Header, entry: SideEntry, data: Mapping[str, memoryview]) -> S
     codec, tensors = header.codecs[entry.codec], {}
     for name, layout in header.streams[entry].items():
         dtype = TORCH_DTYPES[layout.dtype]
-        # torch makes no tensor of an empty buffer.
+        # torch cannot make a tensor of an empty buffer.
         flat = torch.frombuffer(data[name], dtype=dtype) if len(data[name]) else torch.empty(0, dtype=dtype, device="cpu")
         tensors[name] = flat.view(layout.shape)
     tail = tensors.pop("tail", None)

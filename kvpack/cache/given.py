@@ -1,4 +1,4 @@
-"""Telling a caller who gave something else than a packed cache what to write instead."""
+"""The check that an argument is a packed cache; its message says what to write instead."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def check_packed(given: Any, call: str) -> None:
     elif isinstance(given, (list, tuple)) or hasattr(given, "layers"):
         instead = call.format("kvpack.pack(past_key_values, recipe)")
     else:
-        raise InvalidDtype(f"a {type(given).__name__} is no packed cache: kvpack.pack makes one, and kvpack.load reads one")
-    raise InvalidDtype(f"a {type(given).__name__} is no packed cache: write {instead}")
+        raise InvalidDtype(f"a {type(given).__name__} is not a packed cache: kvpack.pack makes one, and kvpack.load reads one")
+    raise InvalidDtype(f"a {type(given).__name__} is not a packed cache: write {instead}")

@@ -22,8 +22,8 @@ Pair = tuple["torch.Tensor | None", "torch.Tensor | None"]
 class Layer:
     """One layer: keys and values, each a Side; one of the two may be absent.
 
-    ``skipped`` counts the tokens at the beginning of the cache's range that the layer no longer holds, as a sliding window
-    drops them. Raises InvalidParameter for a count below 0, or of a layer without sides.
+    ``skipped`` counts the tokens at the beginning of the cache's range that the layer no longer holds, because a sliding window
+    dropped them. Raises InvalidParameter for a count below 0, and for a count other than 0 in a layer without sides.
     """
 
     k: Side | None
@@ -44,17 +44,17 @@ class Layer:
 
     @property
     def tokens(self) -> int:
-        """Tokens held; K and V of a layer hold the same number."""
+        """The number of tokens held; K and V of a layer hold the same number."""
         side = self.v if self.k is None else self.k
         return 0 if side is None else side.tokens
 
     @property
     def seen(self) -> int:
-        """Tokens from the beginning of the cache's range to the layer's last: those skipped and those held."""
+        """The number of tokens from the beginning of the cache's range to the layer's last token: skipped and held."""
         return self.skipped + self.tokens
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> Pair:
-        """Dense K and V ``[batch, kv_head, token, dim]`` of ``dtype``; None for an absent side."""
+        """Decode to dense K and V ``[batch, kv_head, token, dim]`` of ``dtype``; None for an absent side."""
         return (self.k.unpack(dtype) if self.k else None, self.v.unpack(dtype) if self.v else None)
 
     def prefix(self, tokens: int) -> Layer:
@@ -62,22 +62,22 @@ class Layer:
         return self.slice(0, tokens)
 
     def slice(self, start: int, stop: int) -> Layer:
-        """Tokens ``[start, stop)``, counted from the beginning of the cache's range, all of which the layer holds; or the whole layer.
+        """Tokens ``[start, stop)``, counted from the beginning of the cache's range: all held by the layer, or the whole range.
 
-        Raises OutOfBounds. A cut through a layer that skipped tokens would leave the last ones without the window before them.
+        Raises OutOfBounds. Cutting a layer that skipped tokens would leave its last tokens without the window before them.
         """
         start, stop = integer(start, "start"), integer(stop, "stop")
         if (start, stop) == (0, self.seen) or not self.sides:
             return self
         if not self.skipped <= start <= stop <= self.seen:
-            raise OutOfBounds(f"tokens {start} to {stop} were asked of a layer that holds tokens {self.skipped} to {self.seen}")
+            raise OutOfBounds(f"tokens {start} to {stop} were requested from a layer that holds tokens {self.skipped} to {self.seen}")
         first, last = start - self.skipped, stop - self.skipped
         return Layer(self.k.slice(first, last) if self.k else None, self.v.slice(first, last) if self.v else None)
 
     def crop(self, count: int) -> Layer:
-        """The layer without its newest ``count`` tokens; those that it skipped stay skipped. Raises OutOfBounds."""
+        """The layer without its newest ``count`` tokens; skipped tokens stay skipped. Raises OutOfBounds."""
         if not 0 <= count <= self.tokens:
-            raise OutOfBounds(f"{count} tokens are to be dropped of a layer that holds {self.tokens}")
+            raise OutOfBounds(f"cannot drop {count} tokens from a layer that holds {self.tokens}")
         held = self.tokens - count
         return replace(self, k=self.k.prefix(held) if self.k else None, v=self.v.prefix(held) if self.v else None)
 

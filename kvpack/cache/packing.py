@@ -1,4 +1,4 @@
-"""pack: a model's KV cache into a packed one."""
+"""pack: encode a model's KV cache."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def pack(
 ) -> Cache:
     """Encode a KV cache with ``recipe``: a preset's name, a recipe string, or ``"@path"`` or a Path of a recipe file.
 
-    ``past_key_values`` is a transformers Cache, a sequence of (k, v) a layer, or one (k, v); k and v are
+    ``past_key_values`` is a transformers Cache, a sequence with one (k, v) per layer, or one (k, v); k and v are
     ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, and either may be None. In place of (k, v) a layer may be
-    (k, v, skipped), where a sliding window has dropped that many tokens before them. ``model`` is the model's
-    identity, ``start`` the position of the first token; both are stored. ``inputs`` is what the tokens were
-    computed from, where it is known. ``progress`` counts layers.
+    (k, v, skipped), if a sliding window has dropped that many tokens before them. ``model`` is the model's
+    identity, ``start`` the position of the first token; both are stored. ``inputs`` says what the tokens were
+    computed from, if known. ``progress`` counts layers.
     Raises InvalidRecipe, MissingFile, InvalidShape, InvalidDtype, NonFinite, OutOfRange or InvalidParameter.
     """
     recipe = parse_recipe(recipe)

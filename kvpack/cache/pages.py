@@ -1,7 +1,7 @@
-"""The packed tokens of a side: runs of tokens that were encoded as one, stored side by side, and pages, which are one run each.
+"""The packed tokens of a side: runs (tokens encoded together), stored one after another, and pages (one run each).
 
-A file may have a run for every token. A stretch holds consecutive runs as the file has them, one array a stream, and makes a page
-only when it is asked for, so that runs cost a few bytes each.
+A file may have one run per token. A stretch holds consecutive runs as the file stores them, one array per stream, and creates a
+page only on request, so that a run costs a few bytes.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     Ends = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 _TOKENS_COUNTED = 1 << 12
-"""Tokens of one sequence and head whose entries are counted at a time."""
+"""The number of tokens, per sequence and head, whose entries are counted at once."""
 
 
 _SHOWN = 4
-"""Pages that a description names."""
+"""The most pages that a repr lists."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Stretch:
-    """Consecutive runs, the last tokens of which are before ``ends``: streams as a file stores them, the rows of run after run."""
+    """Consecutive runs with their ``ends``; streams are as a file stores them, with the rows of run after run."""
 
     codec: Codec
     ends: Ends
@@ -46,7 +46,7 @@ class Stretch:
 
     @staticmethod
     def of_runs(codec: Codec, runs: Iterable[int], streams: Streams) -> Stretch:
-        """The stretch of at least one run of so many tokens each."""
+        """A stretch of at least one run; ``runs`` gives the tokens of each."""
         return Stretch(codec, numpy.cumsum(numpy.fromiter(runs, numpy.int64), dtype=numpy.int64), streams)
 
     @property
@@ -55,23 +55,23 @@ class Stretch:
 
     @cached_property
     def layout(self) -> dict[str, Layout]:
-        """The layout of every stream, for its rows."""
+        """The layout of every stream, with its number of rows."""
         return self.codec.layout(1, 1, 0)
 
     def run(self, number: int) -> tuple[int, int]:
-        """The first token of a run, and the end of its last."""
+        """The first token of a run, and its end."""
         return int(self.ends[number - 1]) if number else 0, int(self.ends[number])
 
     @cached_property
     def _first_rows(self) -> dict[int, Ends]:
-        """For every number of tokens a row, the first row of each run, and the end."""
+        """For every number of tokens per row, the first row of each run, and the end."""
         steps = {layout.tokens_per_row for layout in self.layout.values() if layout.per == "token" and layout.tokens_per_row > 1}
         tokens = numpy.diff(self.ends, prepend=0)
         return {step: numpy.concatenate([[0], numpy.cumsum(-(-tokens // step))]) for step in steps}
 
     @cached_property
     def _first_entries(self) -> dict[str, torch.Tensor]:
-        """For every stream with a row an entry, the first row of each token, and the end: int64 ``[token + 1]`` on the CPU."""
+        """For every stream with one row per entry, the first row of each token, and the end: int64 ``[token + 1]`` on the CPU."""
         counted = {name: [torch.zeros(1, dtype=torch.int64, device="cpu")] for name, layout in self.layout.items() if layout.per == "entry"}
         if counted:
             flags = {name for name, layout in self.layout.items() if layout.per == "token" and layout.tokens_per_row == 1}
@@ -85,7 +85,7 @@ class Stretch:
 
     def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """The streams of tokens ``[start, stop)`` as views; ``start`` is at a token group of its run."""
-        # Tokens after the last are none, in the last run.
+        # An empty range after the last token belongs to the last run.
         first = min(int(numpy.searchsorted(self.ends, start, "right")), len(self.ends) - 1)
         last = max(first, int(numpy.searchsorted(self.ends, stop, "left")))
         result = {}
@@ -94,7 +94,7 @@ class Stretch:
         return result
 
     def _rows_of(self, name: str, layout: Layout, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
-        """The rows of a stream for tokens ``[start, stop)``, which are of the runs ``first`` to ``last``."""
+        """The rows of a stream for tokens ``[start, stop)``, in the runs ``first`` to ``last``."""
         if layout.per == "run":
             return first, last + 1
         if layout.per == "entry":
@@ -107,7 +107,7 @@ class Stretch:
         return int(rows[first]) + (start - self.run(first)[0]) // step, int(rows[last]) - (self.run(last)[0] - stop) // step
 
     def slice(self, start: int, stop: int) -> Stretch:
-        """Tokens ``[start, stop)``, at least one, sharing the streams. Raises OutOfBounds when ``start`` is inside a token group."""
+        """Tokens ``[start, stop)``, at least one; streams are shared. Raises OutOfBounds when ``start`` is inside a token group."""
         if (start, stop) == (0, self.tokens):
             return self
         first, last = int(numpy.searchsorted(self.ends, start, "right")), int(numpy.searchsorted(self.ends, stop, "left"))
@@ -120,7 +120,7 @@ class Stretch:
         return Stretch(self.codec, numpy.minimum(self.ends[first : last + 1], stop) - start, self.rows(start, stop))
 
     def page(self, number: int) -> Page:
-        """One run; the same object for that of a single one."""
+        """One run as a page; a stretch of one run always returns the same object."""
         if len(self.ends) == 1:
             return self._only_page
         start, stop = self.run(number)
@@ -137,7 +137,7 @@ class Stretch:
         for name, layout in self.layout.items():
             if layout.per == "run":
                 rows = self.streams[name]
-                # Not every device compares uint16.
+                # Some devices cannot compare uint16.
                 rows = rows.view(torch.int16) if rows.dtype == torch.uint16 else rows
                 same = (rows[:, :, 1:] == rows[:, :, :-1]).transpose(0, 2).flatten(1).all(1)
                 whole &= same.cpu()
@@ -185,7 +185,7 @@ class Page:
         return decode(self.codec, rows)[:, :, start - aligned :]
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
-        """Queries ``[batch, kv_head, row, dim]`` as ``frame``'s keys take them."""
+        """Queries ``[batch, kv_head, row, dim]`` in the coded frame, for products with the keys of ``frame``."""
         return self.codec.query(q, self.streams)
 
     def original(self, sums: torch.Tensor) -> torch.Tensor:
@@ -193,7 +193,7 @@ class Page:
         return self.codec.original(sums, self.streams)
 
     def continued_by(self, other: Page) -> bool:
-        """Whether ``other`` can be joined on: the last token group is whole, and what a run has once is equal."""
+        """Whether ``other`` can be joined on: the last token group is whole, and the streams with one row per run are equal."""
         if self.tokens % self.codec.token_group:
             return False
         return all(torch.equal(self.streams[name], other.streams[name]) for name, layout in self._layout.items() if layout.per == "run")
@@ -204,7 +204,7 @@ class Page:
 
     @staticmethod
     def joined(pages: Sequence[Page]) -> Page:
-        """Consecutive pages as one; more than one are copied. Each but the last is ``continued_by`` the next."""
+        """Join consecutive pages, each ``continued_by`` the next; more than one page means a copy."""
         first = pages[0]
         if len(pages) == 1:
             return first
@@ -217,7 +217,7 @@ class Page:
 
 
 class Pages(Sequence[Page]):
-    """The pages of a side, in order. Those of a stretch of many runs are made when they are asked for, and not kept."""
+    """The pages of a side, in order. Pages of a stretch of many runs are created on request and not kept."""
 
     def __init__(self, stretches: Iterable[Stretch] = ()) -> None:
         self.stretches = tuple(stretches)
@@ -225,7 +225,7 @@ class Pages(Sequence[Page]):
 
     @staticmethod
     def of(pages: Iterable[Page]) -> Pages:
-        """These pages, each a stretch of its own; ``Pages`` as they are."""
+        """Make ``Pages`` with one stretch per page; return an argument that is ``Pages`` unchanged."""
         return pages if isinstance(pages, Pages) else Pages(page.stretch for page in pages)
 
     def __repr__(self) -> str:
@@ -248,7 +248,7 @@ class Pages(Sequence[Page]):
         last = self._last
         if last is None or last[0] != number:
             part = int(numpy.searchsorted(self._first_pages, number, "right")) - 1
-            # Tiles of one page ask for it again and again, and know it by being the same object.
+            # Successive tiles look up the same page and rely on getting the same object.
             self._last = last = number, self.stretches[part].page(number - int(self._first_pages[part]))
         return last[1]
 
@@ -271,12 +271,12 @@ class Pages(Sequence[Page]):
 
     @cached_property
     def ends(self) -> Ends:
-        """For each page, the end of its last token."""
+        """The end of each page, in tokens."""
         parts = [stretch.ends + first for stretch, first in zip(self.stretches, self._first_tokens, strict=False)]
         return numpy.concatenate([numpy.empty(0, numpy.int64), *parts])
 
     def slice(self, start: int, stop: int) -> Pages:
-        """Tokens ``[start, stop)``, sharing the streams. Raises OutOfBounds when ``start`` is inside a token group."""
+        """Tokens ``[start, stop)``; streams are shared. Raises OutOfBounds when ``start`` is inside a token group."""
         found = []
         for stretch, first in zip(self.stretches, self._first_tokens, strict=False):
             begin, end = max(start - first, 0), min(stop - first, stretch.tokens)
@@ -285,7 +285,7 @@ class Pages(Sequence[Page]):
         return Pages(found)
 
     def mapped(self, codec: Codec, change: Callable[[Streams], Streams]) -> Pages:
-        """The pages with the streams that ``change`` makes of those of each stretch, which are of ``codec``."""
+        """The pages with ``change`` applied to the streams of each stretch; the result has ``codec``."""
         return Pages(Stretch(codec, stretch.ends, change(stretch.streams)) for stretch in self.stretches)
 
     @cached_property
@@ -302,7 +302,7 @@ class Pages(Sequence[Page]):
         return tuple(numpy.diff(self.ends[last], prepend=0).tolist())
 
     def merged(self) -> Pages:
-        """The same tokens in the fewest pages and one stretch; what is of several stretches is copied."""
+        """The same tokens in the fewest pages and one stretch; several stretches are copied."""
         if not self.stretches or (len(self.stretches) == 1 and not self._continues.any()):
             return self
         first, last = numpy.append(True, ~self._continues), numpy.append(~self._continues, True)
@@ -316,7 +316,7 @@ class Pages(Sequence[Page]):
         return Pages([Stretch(one.codec, self.ends[last], streams)])
 
     def added(self, page: Page) -> Pages:
-        """These pages and one more, joined with the last ones while these are no longer.
+        """These pages and ``page``, joined with the last pages as long as those are no longer than it.
 
         So n additions cost n log n copies and leave log n pages.
         """

@@ -1,4 +1,4 @@
-"""Row numbers of a batch, as callers give them."""
+"""Row numbers of a batch, as given by callers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def row_numbers(indices: torch.Tensor | Iterable[SupportsIndex]) -> tuple[int, ...]:
-    """``indices`` as integers. Raises InvalidParameter unless they are a list, or a tensor of rank 1, of at least one integer."""
+    """``indices`` as integers. Raises InvalidParameter unless they are a list, or a rank-1 tensor, of at least one integer."""
     if isinstance(indices, torch.Tensor):
         if indices.dim() != 1:
             raise InvalidParameter(f"rows of a batch are a list or a tensor of rank 1; found a tensor of shape {list(indices.shape)}")
@@ -26,7 +26,7 @@ def row_numbers(indices: torch.Tensor | Iterable[SupportsIndex]) -> tuple[int, .
             raise InvalidParameter(f"rows of a batch are integers, such as select([0, 2]); found {index!r}")
         rows.append(index.__index__())
     if not rows:
-        raise InvalidParameter("no row of the batch was asked for; a cache holds at least one sequence")
+        raise InvalidParameter("no row of the batch was requested; a cache holds at least one sequence")
     return tuple(rows)
 
 
@@ -34,4 +34,4 @@ def check_rows(rows: Iterable[int], batch: int) -> None:
     """Raise OutOfBounds for a row that a batch of ``batch`` sequences does not have."""
     for row in rows:
         if not 0 <= row < batch:
-            raise OutOfBounds(f"row {row} was asked of a batch of {batch}; its rows are 0 to {batch - 1}")
+            raise OutOfBounds(f"row {row} was requested from a batch of {batch}; its rows are 0 to {batch - 1}")

@@ -1,8 +1,7 @@
 """Side: the keys or the values of one layer, as packed pages and a raw tail.
 
-It is immutable: a slice, an append or a concat gives a new side that shares the packed bytes.
-A page is one run of packed tokens, its streams being plain arrays ``[batch, kv_head, rows, ...]``, so cutting and joining pages
-never touches a code.
+A side is immutable: slice, append and concat return a new side that shares the packed bytes. A page is one run of packed tokens.
+Its streams are plain arrays ``[batch, kv_head, rows, ...]``, so cutting and joining pages never touches a code.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ if TYPE_CHECKING:
     Rows = torch.Tensor | Iterable[SupportsIndex]
 
 TILE_VALUES = 1 << 19
-"""Values decoded at a time on the CPU, and on any device where a page is attended."""
+"""The number of values decoded at once on the CPU, and on any device when a page is attended."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Side:
     """The keys or the values of one layer: packed pages, then a raw tail ``[batch, kv_head, token, dim]``.
 
-    ``window`` is the tail's size at which it is encoded (0: as soon as the codec has a whole group).
+    The tail is encoded when it reaches ``window`` tokens (0: as soon as the codec has a whole group).
     """
 
     codec: Codec
@@ -74,7 +73,7 @@ class Side:
 
     @cached_property
     def packed_tokens(self) -> int:
-        """Tokens in pages."""
+        """The number of tokens in pages."""
         return self._pages.tokens
 
     @property
@@ -84,7 +83,7 @@ class Side:
 
     @property
     def tokens(self) -> int:
-        """Tokens in pages and tail."""
+        """The number of tokens in pages and tail."""
         return self.packed_tokens + self.tail.shape[2]
 
     @cached_property
@@ -99,25 +98,27 @@ class Side:
         number = bisect_right(self.boundaries, start, 0, len(self.pages)) - 1
         page, first = self.pages[number], self.boundaries[number]
         if not first <= start <= stop <= first + page.tokens:
-            raise OutOfBounds(f"tokens {start} to {stop} are not inside one page: that of the first ends at token {first + page.tokens}")
+            raise OutOfBounds(
+                f"tokens {start} to {stop} are not inside one page: the first token's page ends at token {first + page.tokens}"
+            )
         return page, first
 
     def frame(self, start: int, stop: int) -> tuple[torch.Tensor, Page | None]:
-        """Tokens ``[start, stop)``, inside one page or the tail, as float32, and the page in whose coded frame they are."""
+        """Tokens ``[start, stop)``, inside one page or the tail, as float32, and the page whose coded frame they are in."""
         page, first = self.place(start, stop)
         if page is None:
             return self.tail[:, :, start - first : stop - first].to(torch.float32), None
         return page.frame(start - first, stop - first), page
 
     def tiles(self, per_tile: int, edges: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
-        """Token ranges of at most ``per_tile`` tokens that cross neither a boundary of this side nor an edge given."""
+        """Token ranges of at most ``per_tile`` tokens that cross neither a boundary of this side nor one of ``edges``."""
         marks = sorted({*self.boundaries, *edges})
         for first, last in pairwise(marks):
             for start in range(first, last, per_tile):
                 yield start, min(start + per_tile, last)
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Decode everything to ``[batch, kv_head, token, dim]`` of ``dtype`` in the original frame, tile by tile.
+        """Decode all tokens to ``[batch, kv_head, token, dim]`` of ``dtype`` in the original frame, tile by tile.
 
         Raises InvalidDtype unless ``dtype`` is a floating-point one.
         """
@@ -145,7 +146,7 @@ class Side:
         """
         start, stop = integer(start, "start"), integer(stop, "stop")
         if not 0 <= start <= stop <= self.tokens:
-            raise OutOfBounds(f"tokens {start} to {stop} were asked of a side that holds {self.tokens}")
+            raise OutOfBounds(f"tokens {start} to {stop} were requested from a side that holds {self.tokens}")
         try:
             pages = self._pages.slice(start, stop)
         except OutOfBounds as error:
@@ -154,9 +155,9 @@ class Side:
         return replace(self, pages=pages, tail=self.tail[:, :, tail_start:tail_stop])
 
     def select(self, indices: Rows) -> Side:
-        """The rows ``indices`` of the batch in that order, repeats allowed; codes are copied, never decoded.
+        """Select the rows ``indices`` of the batch, in that order, repeats allowed; codes are copied, never decoded.
 
-        Raises OutOfBounds for a row that the batch does not have, InvalidParameter for what is not a list of integers.
+        Raises OutOfBounds for a row that the batch does not have, and InvalidParameter for anything but a list of integers.
         """
         rows = row_numbers(indices)
         check_rows(rows, self.batch)
@@ -168,7 +169,7 @@ class Side:
             return replace(self, pages=pages, tail=self.tail.index_select(0, chosen))
 
     def append(self, x: torch.Tensor, where: str = "append") -> Side:
-        """Add tokens ``[batch, kv_head, token, dim]``: the tail grows, and is encoded in whole groups at ``window``.
+        """Add tokens ``[batch, kv_head, token, dim]`` to the tail; at ``window`` tokens it is encoded in whole groups.
 
         Raises InvalidShape or InvalidDtype when ``x`` does not continue this side, NonFinite, OutOfRange.
         """
@@ -182,7 +183,7 @@ class Side:
             )
         with own_modes(self.device):
             if self.codec.id != "raw":
-                # Here and not when the tail is encoded: by then the tokens that came with it could not be told apart.
+                # Checked here and not when the tail is encoded: by then the new tokens could not be told from older ones.
                 check_finite(x, self.tokens, where)
             tail = self._tail_with(x, where)
             unit = self.window or self.codec.token_group
@@ -194,9 +195,9 @@ class Side:
             return replace(self, pages=self._pages.added(Page(self.codec, ready, streams)), tail=tail[:, :, ready:].clone())
 
     def _tail_with(self, x: torch.Tensor, where: str) -> torch.Tensor:
-        """The tail, then ``x``, exactly: in the tail's dtype where that holds ``x``, else in one that holds both.
+        """The tail, then ``x``, exactly: in the tail's dtype if that holds ``x``, otherwise in a dtype that holds both.
 
-        Raises InvalidDtype where the pages are raw, have kept every value so far, and would not keep those of ``x``.
+        Raises InvalidDtype if the pages are raw and have kept every value so far, but would round values of ``x``.
         """
         narrow = x.to(self.tail.dtype)
         if not is_rounded(x, narrow):
@@ -215,7 +216,7 @@ class Side:
     def concat(self, *others: Side) -> Side:
         """This side, then ``others``.
 
-        Raises NotConsecutive when they differ in codec or shape, or one but the last ends in a raw tail.
+        Raises NotConsecutive when sides differ in codec or shape, or when any except the last ends in a raw tail.
         """
         for side, other in pairwise((self, *others)):
             if side.codec is not other.codec and side.codec != other.codec:
@@ -231,7 +232,7 @@ class Side:
         return replace(sides[-1], pages=Pages(stretch for side in sides for stretch in side._pages.stretches))
 
     def merged(self) -> Side:
-        """The same tokens in the fewest pages, their streams one array each: as a file stores them."""
+        """The same tokens in the fewest pages, with one array per stream, as a file stores them."""
         return replace(self, pages=self._pages.merged())
 
     def merged_runs(self) -> tuple[int, ...]:
@@ -239,32 +240,32 @@ class Side:
         return self._pages.merged_runs()
 
     def stored_streams(self) -> list[Mapping[str, torch.Tensor]]:
-        """The streams of all pages, in arrays that hold the rows of consecutive pages: one of each for a ``merged()`` side."""
+        """The streams of all pages, in arrays that hold the rows of consecutive pages; a ``merged()`` side has one of each."""
         return [stretch.streams for stretch in self._pages.stretches]
 
     def repacked(self, codec: Codec) -> Side:
-        """The side with the same codes, packed as ``codec`` packs them."""
+        """The side with the same codes in the packing of ``codec``."""
         return replace(self, codec=codec, pages=self._pages.mapped(codec, lambda streams: self.codec.repack(streams, codec)))
 
     def followed_by(self, page: Page, tail: torch.Tensor) -> Side:
-        """The side with one more page, and another tail."""
+        """The side with one more page and with ``tail`` as its tail."""
         return replace(self, pages=Pages([*self._pages.stretches, page.stretch]), tail=tail)
 
     def to(self, device: torch.device | str) -> Side:
-        """The side with every buffer on ``device``. Raises InvalidParameter for what is no device."""
+        """The side with every buffer on ``device``. Raises InvalidParameter for an invalid device."""
         device = checked_device(device)
         pages = self._pages.mapped(self.codec, lambda streams: {name: stream.to(device) for name, stream in streams.items()})
         return replace(self, pages=pages, tail=self.tail.to(device))
 
 
 def tokens_at_once(values: int, multiple: int, token_group: int, device: torch.device) -> int:
-    """The tokens of a tile, each of so many ``values``: a ``multiple``; where that is too many, token groups, at least one."""
+    """The tokens of a tile, with ``values`` values each: a multiple of ``multiple``, or if too many, whole token groups."""
     tokens = TILE_VALUES * caches_of(device) // max(1, values)
     return tokens // multiple * multiple or max(token_group, tokens // token_group * token_group)
 
 
 def check_tensor(x: Any, where: str) -> None:
-    """Raise InvalidDtype unless ``x`` is a tensor of bfloat16, float16 or float32 with values, InvalidShape unless it has rank 4."""
+    """Raise InvalidDtype unless ``x`` is a dense bfloat16, float16 or float32 tensor, InvalidShape unless it has rank 4."""
     if not isinstance(x, torch.Tensor):
         hint = ": torch.from_numpy makes one of an array" if type(x).__module__ == "numpy" else ""
         raise InvalidDtype(f"{where}: a {type(x).__name__} where a tensor or None is expected{hint}")
@@ -277,9 +278,9 @@ def check_tensor(x: Any, where: str) -> None:
 
 
 def packed_side(x: torch.Tensor, codec: Codec, window: int, where: str) -> Side:
-    """A side of ``x``, encoded by ``codec`` but for the tail that ``window`` leaves."""
+    """A side of ``x``, encoded by ``codec`` except for the tail that ``window`` leaves."""
     tokens = x.shape[2]
-    # With a residual window the newest tokens stay raw; without one everything is packed, a partial last group included.
+    # With a residual window the newest tokens stay raw; without one everything is packed, including a partial last group.
     packed = tokens - tokens % window if window else tokens
     with own_modes(x.device):
         if codec.id != "raw":

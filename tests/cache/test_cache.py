@@ -270,7 +270,7 @@ def test_bad_input_is_refused_by_name(name: str) -> None:
         ({"start": -1}, "start is -1, expected at least 0"),
         ({"start": 2**40}, "start is 1099511627776, the limit is"),
         ({"model": {"layers": 32}}, r"model\['layers'\] is of type int, expected str"),
-        ({"model": {"name": "\ud800"}}, "which UTF-8 cannot hold"),
+        ({"model": {"name": "\ud800"}}, "which UTF-8 cannot encode"),
         ({"recipe": "kivi-2" + " " * 4096}, "recipe has 4102 bytes, the limit is 4096"),
     ],
     ids=["negative start", "large start", "number", "surrogate", "long recipe"],

@@ -163,7 +163,7 @@ def test_under_inference_mode_and_autocast() -> None:
 @pytest.mark.parametrize("indices", [[-1], [0, 3], torch.tensor([0, 7])], ids=str)
 def test_rows_that_the_batch_lacks_are_refused(indices: Any) -> None:
     row = int(indices[-1])
-    with pytest.raises(OutOfBounds, match=rf"^layers\[0\]: row {row} was asked of a batch of 3; its rows are 0 to 2$"):
+    with pytest.raises(OutOfBounds, match=rf"^layers\[0\]: row {row} was requested from a batch of 3; its rows are 0 to 2$"):
         packed("all").select(indices)
 
 

@@ -286,12 +286,12 @@ PAST = [(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))]
 @pytest.mark.parametrize(
     ("given", "instead"),
     [
-        (KvpackCache(pack(PAST, FP32)), "a KvpackCache is no packed cache: write {}cache.packed"),
-        (PAST, "a list is no packed cache: write {}kvpack.pack(past_key_values, recipe)"),
-        (DynamicCache(PAST), "a DynamicCache is no packed cache: write {}kvpack.pack(past_key_values, recipe)"),
-        ("prompt.kvpack", "a str is no packed cache: write {}kvpack.load('prompt.kvpack')"),
-        (Path("prompt.kvpack"), "a PosixPath is no packed cache: write {}kvpack.load('prompt.kvpack')"),
-        (None, "a NoneType is no packed cache: kvpack.pack makes one, and kvpack.load reads one"),
+        (KvpackCache(pack(PAST, FP32)), "a KvpackCache is not a packed cache: write {}cache.packed"),
+        (PAST, "a list is not a packed cache: write {}kvpack.pack(past_key_values, recipe)"),
+        (DynamicCache(PAST), "a DynamicCache is not a packed cache: write {}kvpack.pack(past_key_values, recipe)"),
+        ("prompt.kvpack", "a str is not a packed cache: write {}kvpack.load('prompt.kvpack')"),
+        (Path("prompt.kvpack"), "a PosixPath is not a packed cache: write {}kvpack.load('prompt.kvpack')"),
+        (None, "a NoneType is not a packed cache: kvpack.pack makes one, and kvpack.load reads one"),
     ],
 )
 def test_what_is_no_packed_cache_says_what_to_write(given: Any, instead: str, tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_token_ids_of_another_kind_are_refused(ids: Any, tmp_path: Path) -> None
         (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-2", start=32), "starts at position 32"),
         (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-2", model={"name": "other"}), "name 'other', .* says 'model'"),
         (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32), batch=2), "kivi-2"), "holds 2 sequences"),
-        (lambda: random_pairs(1, 40), "a list is no packed cache"),
+        (lambda: random_pairs(1, 40), "a list is not a packed cache"),
         (
             lambda: kvpack.pack([random_pairs(1, 40, dims=(32, 32))[0], random_pairs(1, 33, dims=(32, 32))[0]], "kivi-2"),
             r"layers\[1\] holds 33 of 40",

@@ -114,7 +114,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: reading a file's header needs no torch, and most of these do."""
+    """Import public names on first use: most need torch, but reading a file's header does not."""
     if name not in _HOMES:
         raise AttributeError(f"module 'kvpack' has no attribute {name!r}")
     from importlib import import_module

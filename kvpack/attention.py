@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from .cache.side import Side
 
 QUERIES_AT_A_TIME = 1024
-"""Queries of one head that share a pass over the pages; longer chunks take several passes."""
+"""The most queries of one head that share a pass over the pages; longer chunks take several passes."""
 
 MOST_PAGES = 1 << 14
-"""Pages of a side that the kernels plan for: a plan takes about a kilobyte each, which a file with a run for every token would use."""
+"""The most pages of a side that the kernels plan for: a plan takes about a kilobyte per page, too much for one run per token."""
 
 
 def attend(
@@ -43,14 +43,15 @@ def attend(
     ``q`` is ``[batch, q_head, q_len, dim_k]``; q_head is a multiple of kv_head (grouped-query attention). The
     q_len queries are the last tokens of the layer: with ``causal``, query i sees tokens up to
     tokens - q_len + i. ``scale`` defaults to 1 / sqrt(dim_k); ``softcap`` c squashes scores to c tanh(s / c);
-    ``sliding_window`` w lets a query see its w newest tokens. ``sink_logits``, floating point ``[q_head]``, are logits of attention sinks:
-    weights of the softmax that no value has, after the soft cap. With ``lengths``, an integer a sequence, each has its first tokens
-    alone, and the queries are the last of them; one that sees no token gives zeros. They may be a tensor on the
-    device: it is then not read here, and holds for the next replay of a CUDA graph; values outside 0 to tokens are clamped.
+    ``sliding_window`` w lets a query see its w newest tokens. ``sink_logits``, floating point ``[q_head]``, are logits of attention
+    sinks, which get softmax weight without a value; the soft cap does not apply to them. ``lengths``, one integer per sequence,
+    limits each sequence to its first tokens, and the queries are the last of these; a query that sees no token gives zeros.
+    Lengths in a tensor on the device are not read here, so they may change between replays of a CUDA graph; values outside
+    0 to tokens are clamped.
     Returns ``[batch, q_head, q_len, dim_v]`` in q's dtype.
-    Where Triton kernels run (``kvpack.coding.dispatch``), short queries are attended straight over the packed bytes, in binary16 products
-    and within 2e-3 of the exact result; longer ones, and codecs that the kernels lack, as anywhere else, in binary32.
-    A layer that skipped tokens is attended only where ``sliding_window`` keeps every query from them.
+    Where Triton kernels run (``kvpack.coding.dispatch``), short queries are attended directly on the packed bytes, with binary16 products
+    and within 2e-3 of the exact result. Longer queries, codecs without kernels and other devices use binary32.
+    A layer that skipped tokens can be attended only if ``sliding_window`` hides these tokens from every query.
     Raises InvalidShape, InvalidDtype or InvalidParameter. The query is rotated once and the values are summed in
     their coded frame (OCTOPUS Eq. 13), with the running softmax of FlashAttention.
     """
@@ -74,7 +75,7 @@ def attend(
 
 
 def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
-    """``kvpack.kernels.attend.attention`` where it attends ``layer`` with ``q``, else None: what it lacks is decoded and attended by torch.
+    """``kvpack.kernels.attend.attention`` if it can attend ``layer`` with ``q``; None if torch must decode and attend.
 
     Raises what ``uses_triton`` raises.
     """
@@ -101,19 +102,19 @@ def _attend_chunk(
     batch, q_heads, q_len, _ = q.shape
     rows = q_heads // k.heads * q_len
     raw_q = q.reshape(batch, k.heads, rows, k.dim)
-    # The query's own position a row: head-major inside a group, so it repeats for each query head.
+    # The position of each row's query: rows are head-major inside a group, so positions repeat for each query head.
     positions = (position + torch.arange(q_len, device=q.device)).repeat(q_heads // k.heads)
     largest = torch.full((batch, k.heads, rows, 1), -torch.inf, dtype=torch.float32, device=q.device)
     total = torch.zeros_like(largest)
     if sink_logits is not None:
         largest.copy_(sink_logits.to(q.device, torch.float32).reshape(k.heads, -1).repeat_interleave(q_len, 1)[None, :, :, None])
         total.fill_(1).masked_fill_(largest == -torch.inf, 0)
-    # A page's values are summed in its coded frame, and the sum is brought to the original one once.
+    # A page's values are summed in its coded frame, and only the sum is mapped to the original frame.
     out = torch.zeros(batch, k.heads, rows, v.dim, dtype=torch.float32, device=q.device)
     page_sum, summed_page = torch.zeros_like(out), None
     page_q, queried_page = raw_q, None
     begin, end = _visible(position, q_len, k.tokens, causal, sliding_window) if lengths is None else (0, k.tokens)
-    # Of each sequence: its tokens, and how far its queries lie before those of a sequence of all tokens.
+    # For each sequence: its tokens, and how far its queries are before those of a full-length sequence.
     lengths = None if lengths is None else lengths.to(q.device)[:, None, None, None]
     per_tile = tokens_at_once(batch * k.heads * max(k.dim, v.dim, rows), 64, max(k.codec.token_group, v.codec.token_group), q.device)
     for start, stop in k.tiles(per_tile, [*v.boundaries, begin, end]):
@@ -131,7 +132,7 @@ def _attend_chunk(
             own = positions[:, None] - (k.tokens - lengths)
             _mask_each(scores, own, lengths, torch.arange(start, stop, device=q.device), causal, sliding_window)
         new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
-        # A row that has seen nothing yet keeps -inf as its largest: shift it by 0 so that exp gives 0, not NaN.
+        # A row that has seen no token yet has the maximum -inf: shift it by 0 so that exp gives 0, not NaN.
         shift = torch.where(torch.isinf(new_largest), 0.0, new_largest)
         weights = torch.exp(scores - shift)
         kept = torch.exp(largest - shift)
@@ -148,7 +149,7 @@ def _attend_chunk(
 
 
 def _visible(position: int, q_len: int, tokens: int, causal: bool, sliding_window: int | None) -> tuple[int, int]:
-    """The range of tokens that at least one query of the chunk sees."""
+    """The range of tokens seen by at least one query of the chunk."""
     end = min(tokens, position + q_len) if causal else tokens
     begin = max(0, position - sliding_window + 1) if sliding_window else 0
     return begin, end
@@ -208,7 +209,7 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
         raise InvalidShape(f"keys have {k.heads} heads and values {v.heads}; attention needs as many of both")
     if k.tokens == 0 or (causal and q.shape[2] > k.tokens):
         raise InvalidShape(
-            f"q: {q.shape[2]} queries over {k.tokens} tokens; causal queries are the last tokens of the cache, and there is at least one"
+            f"q: {q.shape[2]} queries over {k.tokens} tokens; expected at least one causal query, and no more queries than tokens"
         )
     for name, number in (("scale", scale), ("softcap", softcap)):
         check_number(number, name)
@@ -219,7 +220,7 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
 
 
 def _check_held(queries: int, layer: Layer, sliding_window: int | None, lengths: object) -> None:
-    """Raise InvalidShape where a query sees tokens that the layer no longer holds."""
+    """Raise InvalidShape if a query sees tokens that the layer no longer holds."""
     if not layer.skipped:
         return
     held = f"the layer holds tokens {layer.skipped} to {layer.seen} of its cache, not those before"

@@ -1,4 +1,4 @@
-"""kvpack, the command line: what each command is called; what it does is in kvpack/commands/."""
+"""The kvpack command line: names of the commands; kvpack/commands/ implements them."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, the error's ``exit_code``, 130 after Ctrl-C, 141 when the reader of a pipe left.
+    """Run one command and return its exit code: 0, the error's ``exit_code``, 130 after Ctrl-C, 141 after a closed pipe.
 
-    An error's message goes to standard error as ``kvpack: <message>``, the message that Python gives, control characters escaped.
+    An error's message goes to standard error as ``kvpack: <message>``: the Python message with control characters escaped.
     """
-    # Python has no stream where the caller closed the descriptor.
+    # Python has no stream if the caller closed the descriptor.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(argv)
         finally:
-            # Here, and after --help too: what cannot be written is then reported once, not by the interpreter when it exits.
+            # Flush here, also after --help: a failed write is then reported once, and not again when the interpreter exits.
             sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -81,12 +81,12 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _complain(message: str) -> None:
-    # Names in a message may be a file's.
+    # Names in a message may come from a file.
     print("kvpack: " + "\n".join(map(printable, message.split("\n"))), file=sys.stderr)
 
 
 def _warn(show: Callable[..., None], message: Warning | str, category: type[Warning], *place: Any) -> None:
-    """Show a warning of kvpack's own as one line, any other as ``show`` does."""
+    """Show one of kvpack's own warnings as one line, and any other warning as ``show`` does."""
     if issubclass(category, RoundedWarning):
         _complain(f"warning: {message}")
     else:
@@ -94,7 +94,7 @@ def _warn(show: Callable[..., None], message: Warning | str, category: type[Warn
 
 
 def _drop(*streams: TextIO) -> None:
-    """What is still buffered cannot be written: without this, the interpreter tries and reports it again when it exits."""
+    """Discard buffered output that cannot be written: otherwise the interpreter tries again when it exits and reports it."""
     for stream in streams:
         with contextlib.suppress(OSError):
             null = os.open(os.devnull, os.O_WRONLY)

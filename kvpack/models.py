@@ -1,4 +1,4 @@
-"""The language models that the demo, the benchmarks and the tuner run: a folder of transformers, or the demo's own model."""
+"""The language models of the demo, the benchmarks and the tuner: a transformers folder, or the demo's own model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BOS = 256
-"""The id that opens a text of the demo's model, whose other ids are bytes."""
+"""The beginning-of-sequence id of the demo's model, whose other ids are bytes."""
 
 
 def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdpa") -> Any:
-    """The causal language model of the folder ``path``, or the demo's, in float32 with transformers' attention of this name.
+    """The causal language model in the folder ``path``, or the demo's, in float32 with the named transformers attention.
 
     Raises MissingFile, and KvpackError when transformers is not installed.
     """
@@ -42,7 +42,7 @@ def model_folder(path: str | os.PathLike[str] | None = None) -> Iterator[Path]:
 
 
 def demo_text() -> bytes:
-    """The demo's prompt and what follows it."""
+    """The demo's prompt and its continuation."""
     return (files("kvpack.demo") / "demo.txt").read_bytes()
 
 

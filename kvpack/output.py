@@ -1,4 +1,4 @@
-"""What commands print: JSON, or tables and progress through rich, which is imported only then."""
+"""Output of commands: JSON, or tables and progress through rich, which is imported only when needed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """The option that every command has."""
+    """Add the option that every command has."""
     parser.add_argument("--json", action="store_true", help="print one JSON value instead of text")
 
 
 def print_json(value: Any) -> None:
-    """Print ``value``; bytes are written as hexadecimal digits."""
+    """Print ``value``, with bytes as hexadecimal digits."""
     print(json.dumps(value, indent=2, default=lambda item: item.hex()))
 
 
 def print_report(report: dict[str, Any], show: Callable[[dict[str, Any]], None], arguments: argparse.Namespace) -> None:
-    """Print a measurement's report: with ``--json`` as one value, else by ``show``."""
+    """Print a measurement's report: as one JSON value with ``--json``, otherwise by ``show``."""
     if arguments.json:
         print_json(report)
     else:
@@ -54,7 +54,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 @contextlib.contextmanager
 def progress(label: str, arguments: argparse.Namespace) -> Iterator[Progress | None]:
-    """A progress bar on standard error as a callback, or None with ``--json`` and where nobody watches."""
+    """A progress bar on standard error as a callback; None with ``--json`` or without a terminal."""
     if arguments.json or not sys.stderr.isatty():
         yield None
         return
@@ -73,5 +73,5 @@ def bytes_text(count: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Text from a file with every control character written as an escape: a terminal must not obey it."""
+    """Text from a file with every control character escaped, so that a terminal does not interpret it."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

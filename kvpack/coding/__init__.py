@@ -1,1 +1,1 @@
-"""Recipes, and values to streams and back: which codec encodes what, and which code runs it."""
+"""Recipes, encoding and decoding: which codec encodes which values, and which code runs the codec."""

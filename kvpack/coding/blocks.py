@@ -1,8 +1,8 @@
-"""Work over blocks of tokens, on every core.
+"""Run work over blocks of tokens on every core.
 
-torch splits one operation over its threads and waits for all of them before the next: with many short operations the
-waiting costs more than the second thread brings, and far more when the machine has other work. So each thread gets
-blocks of its own here, and torch runs one thread in each.
+torch splits one operation over its threads and waits for all of them before the next. With many short operations the
+waiting costs more than a second thread saves, and far more on a busy machine. So each thread gets its own blocks here,
+and torch uses one thread in each.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _CACHES_OF_A_DEVICE = 32
 
 
 def caches_of(device: torch.device) -> int:
-    """How many times as large a block is on ``device`` as on the CPU, where it fits a core's cache.
+    """The factor by which a block is larger on ``device`` than on the CPU, where it fits a core's cache.
 
-    Elsewhere a call is dear, and a block of a core's size keeps few of a device's at work.
+    On other devices a call is expensive, and a block of that size would occupy few of the device's cores.
     """
     return 1 if device.type == "cpu" else _CACHES_OF_A_DEVICE
 
 
 def for_each_block(work: Callable[[int, int], None], blocks: Sequence[Block], device: torch.device) -> None:
-    """Call ``work(start, stop)`` for every block, on the CPU in as many threads as torch has; the first error is raised.
+    """Call ``work(start, stop)`` for every block; on the CPU, in as many threads as torch has. Raises the first error.
 
-    The caller is in ``own_modes``, and so are the threads here: modes belong to a thread.
+    The caller is in ``own_modes``; the threads enter it too, because modes are per thread.
     """
     threads = torch.get_num_threads()
     if len(blocks) < 2 or device.type != "cpu" or threads < 2:
@@ -50,21 +50,21 @@ def for_each_block(work: Callable[[int, int], None], blocks: Sequence[Block], de
     all_started = threading.Barrier(workers + 1)
 
     def start_worker() -> None:
-        # A thread that has asked once keeps its number, whatever others set.
+        # A thread that has asked once keeps its number of threads, whatever other threads set.
         torch.get_num_threads()
         torch.set_num_threads(1)
         all_started.wait()
 
     with ThreadPoolExecutor(workers, initializer=start_worker) as pool:
         try:
-            # No worker is idle before all have started, so the pool starts them all here.
+            # No worker is idle before all have started, so the pool starts all of them here.
             results = pool.map(work_on, blocks)
             all_started.wait()
         except BaseException:
             all_started.abort()
             raise
         finally:
-            # And one that asks for the first time takes what any thread has set last.
+            # A thread that asks for the first time takes the number that any thread set last.
             torch.set_num_threads(threads)
         for _ in results:
             pass

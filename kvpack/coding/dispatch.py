@@ -1,6 +1,6 @@
-"""Which code encodes values, and decodes packed rows: torch operations on any device, or the Triton kernels.
+"""Choose the code that encodes and decodes: torch operations on any device, or the Triton kernels.
 
-The environment variable KVPACK_KERNELS names it, "torch" or "triton". Unset: Triton for tensors on a CUDA
+The environment variable KVPACK_KERNELS selects "torch" or "triton". If unset: Triton for tensors on a CUDA
 device where a Triton is installed on which the kernels run (``triton_version.OLDEST`` or newer), else torch, with one warning.
 On the CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1).
 """

@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 TORCH_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-"""torch dtypes by the stored dtypes' names."""
+"""torch dtypes by stored dtype name."""
 
 RAW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""torch dtypes of raw tails by their names in the header."""
+"""torch dtypes of raw tails by header name."""
 
 RAW_NAMES = {dtype: name for name, dtype in RAW_DTYPES.items()}
 """The inverse of RAW_DTYPES."""
 
 BLOCK_VALUES = 1 << 19
-"""Values encoded at a time on the CPU: few enough for the processor's cache, enough to hide the cost of a call."""
+"""The number of values encoded at once on the CPU: they fit the cache, and are enough to hide the cost of a call."""
 
 _GROUP_MULTIPLE = 128
 
 
 class Progress(Protocol):
-    """Called with the work done and the work in all, both in the same unit."""
+    """Called with the work done and the total work, in the same unit."""
 
     def __call__(self, done: int, total: int) -> None: ...
 
@@ -46,9 +46,9 @@ class Progress(Protocol):
 def encode(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` of any float dtype, as one run, to the streams of ``codec.layout``.
 
-    ``before`` are the streams of the run that it continues. Raises NonFinite for NaN or infinity (raw keeps them),
-    OutOfRange for a norm that its width cannot hold; both name ``where``. Raises InvalidParameter where ``uses_triton`` does.
-    Warns with RoundedWarning of values that a raw codec rounds.
+    ``before`` holds the streams of the run that it continues. Raises NonFinite for NaN or infinity (raw keeps them),
+    and OutOfRange for a norm that its width cannot hold; both name ``where``. Raises InvalidParameter where ``uses_triton`` does.
+    Issues a RoundedWarning if a raw codec rounds values.
     """
     with own_modes(x.device):
         streams = dispatch.encode(codec, x)
@@ -113,12 +113,12 @@ def _placed(where: str) -> Iterator[None]:
 
 
 def is_rounded(x: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether a value of ``x`` ``[batch, kv_head, token, dim]`` is another in ``values``, which is ``x`` in another dtype."""
+    """Whether any value of ``x`` ``[batch, kv_head, token, dim]`` differs in ``values``, which is ``x`` in another dtype."""
     if RAW_NAMES[x.dtype] in HOLDS[RAW_NAMES[values.dtype]]:
         return False
     size = max(1, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
     for given, stored in zip(torch.split(x, size, 2), torch.split(values, size, 2), strict=True):
-        # A NaN stays one.
+        # A NaN that stays a NaN is not rounded.
         if ((stored.to(x.dtype) != given) & ~torch.isnan(given)).any():
             return True
     return False
@@ -126,7 +126,7 @@ def is_rounded(x: torch.Tensor, values: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def rounding_is_shown() -> Iterator[None]:
-    """No RoundedWarning inside: for measurements, which show what rounding costs. It holds for all threads."""
+    """Suppress RoundedWarning in all threads: for measurements, which show the cost of rounding themselves."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RoundedWarning)
         yield
@@ -134,7 +134,7 @@ def rounding_is_shown() -> Iterator[None]:
 
 def check_finite(x: torch.Tensor, first: int, where: str) -> None:
     """Raise NonFinite, naming ``where``, the place and the value, unless ``x``, whose tokens count from ``first``, is finite."""
-    # The sum is one cheap pass; only when it is not finite (it may merely overflow) is every value looked at.
+    # The sum is one cheap pass; only when it is not finite (it may just overflow) is every value examined.
     if torch.isfinite(x.sum()) or torch.isfinite(x).all():
         return
     batch, head, token, channel = torch.nonzero(~torch.isfinite(x))[0].tolist()

@@ -1,4 +1,4 @@
-"""The modes of torch that kvpack computes in, whatever its caller has set."""
+"""The torch modes in which kvpack computes, whatever its caller has set."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def own_modes(device: torch.device) -> AbstractContextManager[None]:
-    """float32 as written, and ordinary tensors without gradients: to encode and decode on ``device``.
+    """Encode and decode on ``device`` in true float32, on ordinary tensors without gradients.
 
-    Autocast would round the rotation to bfloat16. Tensors made in inference mode refuse what other threads, or autograd
-    later, do with them; and a cache that keeps gradients keeps all that its model computed.
+    Autocast would round the rotation to bfloat16. Tensors made in inference mode cannot be used by other threads or by
+    autograd later. A cache with gradients would keep alive everything that its model computed.
     """
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type):
         return _set_modes(device)
@@ -24,7 +24,7 @@ def own_modes(device: torch.device) -> AbstractContextManager[None]:
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
-    """float32 products in float32."""
+    """Compute float32 products in float32."""
     return torch.autocast(device.type, enabled=False)
 
 

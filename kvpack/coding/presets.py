@@ -1,6 +1,6 @@
 """The papers' published configurations as recipes, by name.
 
-A preset says what both sides of every layer get. An addition changes some of it, and stands in a recipe after what it changes.
+A preset covers both sides of every layer. An addition changes a part, and comes after the part that it changes in a recipe.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Preset:
-    """A named recipe and the ``source`` that it is from; ``layers`` and head ``dim`` of the model it is for, None for any model."""
+    """A named recipe and its ``source``; ``layers`` and head ``dim`` are those of the model that it is for, None for any model."""
 
     recipe: str
     source: str

@@ -1,12 +1,12 @@
-"""Recipe files: a recipe as text, one clause or several a line; ``#`` begins a comment.
+"""Recipe files: a recipe as text, with one or more clauses per line; ``#`` begins a comment.
 
     # keys of the first layers are the sensitive ones
     k=octahedral:b=3
     v=group:b=3,g=32
     layers=0-3:k=octahedral:b=4
 
-A recipe names its file as ``@path``, and may add clauses: ``@tuned.txt;tail=32``. A path alone will do where it cannot be
-a recipe: it holds a ``/``, ends in ``.txt`` or is the name of a file. A preset's name is always the preset.
+A recipe names its file as ``@path``, and may add clauses: ``@tuned.txt;tail=32``. A path alone is enough where it cannot be
+a recipe: it contains a ``/``, ends in ``.txt`` or names an existing file. A preset's name always means the preset.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 SUFFIX = ".txt"
 MAX_FILE_BYTES = 1 << 16
-"""Bytes of a recipe file; the recipe without its comments is shorter still (kvpack/file/limits.py)."""
+"""The most bytes of a recipe file; a recipe without its comments has a smaller limit (kvpack/file/limits.py)."""
 
 
 def split_path(recipe: str | os.PathLike[str], presets: Container[str]) -> tuple[str, str] | None:
-    """The path of the recipe file that ``recipe`` names and the clauses that it adds, or None for a recipe's text."""
+    """The path of the recipe file that ``recipe`` names and the clauses added after it, or None for a recipe's text."""
     if not isinstance(recipe, str):
         return os.fsdecode(recipe), ""
     if recipe.startswith("@"):

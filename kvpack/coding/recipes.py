@@ -6,8 +6,8 @@
     codec   = id [ ":" option { "," option } ]
     list    = item { "," item }                item = layer or first-last; -1 is the last layer
 
-Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1" says "layers=0,-1:k=raw".
-A raw codec stores the dtype of what comes, or rounds to its option: "k=raw:dtype=bf16".
+Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1" stands for "layers=0,-1:k=raw".
+A raw codec stores the dtype of its input, or rounds to its option: "k=raw:dtype=bf16".
 For example "octopus-3", "octopus-3;boundary-1;tail=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;tail=32".
 Where a recipe is asked for, "@path" names a file of clauses (kvpack/coding/recipe_files.py).
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 PRESETS: dict[str, str] = {name: preset.recipe for name, preset in PUBLISHED.items()}
-"""Recipes by name: the papers' published configurations, and those without compression."""
+"""Recipes by name: the papers' published configurations, and recipes without compression."""
 
 SIDES = ("k", "v")
 MAX_WINDOW = 1 << 20
@@ -45,7 +45,7 @@ _CHECKED_DIM = 128
 
 
 class InvalidClause(InvalidRecipe):
-    """A clause that is refused for ``reason``, by the ``word`` in it."""
+    """A clause refused for ``reason``, because of its ``word``."""
 
     def __init__(self, text: str, clause: str, word: str, reason: str) -> None:
         super().__init__(f"recipe {text!r}: {reason}{pointer(text, word, max(0, text.find(clause)))}")
@@ -53,14 +53,14 @@ class InvalidClause(InvalidRecipe):
 
 
 def pointer(text: str, word: str, start: int = 0) -> str:
-    """Two lines that show ``text`` and, below it, where ``word`` stands in it; nothing when it does not."""
+    """Two lines: ``text``, and below it a marker under ``word``; empty if ``text`` does not contain it."""
     at = text.find(word, start)
     return f"\n  {text}\n  {' ' * at}{'^' * len(word)}" if word and at >= 0 else ""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """``words`` for codec ``codec_id`` on ``sides``, in the layers of ``items`` (None: all); ``written`` is its clause in the text."""
+    """``words`` for codec ``codec_id`` on ``sides``, in the layers of ``items`` (None: all); ``written`` is the clause as written."""
 
     sides: str
     codec_id: str
@@ -69,7 +69,7 @@ class Rule:
     written: str
 
     def covers(self, layer: int, layers: int) -> bool:
-        """Whether the rule is about ``layer`` of ``layers``."""
+        """Whether the rule covers ``layer`` of ``layers``."""
         if self.items is None:
             return True
         return any(_position(first, layers) <= layer <= _position(last, layers) for first, last in self.items)
@@ -88,7 +88,7 @@ def _position(item: int, layers: int) -> int:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A parsed recipe. Raises InvalidRecipe, which points at the word and lists what is known."""
+    """A parsed recipe. Raises InvalidRecipe, which points at the word and lists the known words."""
 
     text: str
 
@@ -105,12 +105,12 @@ class Recipe:
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """The rules in the order given; the last that covers a layer and side holds."""
+        """The rules in the order given; the last rule that covers a layer and side applies."""
         return tuple(rule for clause, written in self._clauses() if (rule := self._rule(clause, written)) is not None)
 
     @cached_property
     def window(self) -> int:
-        """Tokens at which the raw tail is encoded; 0: as soon as the codec has a whole group."""
+        """The number of tokens at which the raw tail is encoded; 0: as soon as the codec has a whole group."""
         windows = [clause for clause, _ in self._clauses() if clause.startswith("tail=")]
         if not windows:
             return 0
@@ -133,7 +133,7 @@ class Recipe:
         """The codec of ``side`` ("k" or "v") of ``layer`` of ``layers`` at head dim ``dim``.
 
         ``dtype`` is that of the values ("bf16", "fp16" or "fp32"), which a raw codec keeps unless its clause names another.
-        Raises InvalidParameter, which names presets that do, when the codec cannot take this head dim.
+        Raises InvalidParameter, which lists presets that can, when the codec cannot take this head dim.
         """
         rule = next(rule for rule in reversed(self.rules) if side in rule.sides and rule.covers(layer, layers))
         try:
@@ -142,7 +142,7 @@ class Recipe:
             raise InvalidParameter(f"{error}{_presets_for(dim)}") from None
 
     def lossless(self, layers: int, dim: int = _CHECKED_DIM) -> tuple[str, ...]:
-        """The dtypes, of "bf16", "fp16" and "fp32", whose values the recipe keeps exactly in every one of ``layers`` layers."""
+        """The dtypes among "bf16", "fp16" and "fp32" whose values the recipe keeps exactly in each of ``layers`` layers."""
         sides = [(layer, side) for layer in range(layers) for side in SIDES]
         return tuple(
             dtype
@@ -154,7 +154,7 @@ class Recipe:
         )
 
     def check_length(self) -> None:
-        """Raise InvalidParameter for a recipe whose text no header can hold."""
+        """Raise InvalidParameter for a recipe whose text does not fit a header."""
         try:
             check_string("recipe", self.text)
         except (InvalidHeader, LimitExceeded) as error:
@@ -168,7 +168,7 @@ class Recipe:
                     raise OutOfBounds(f"recipe {self.text!r} names layer {item}; the cache has {layers} layers")
 
     def _check_order(self) -> None:
-        """Refuse a clause about some layers when what follows says otherwise of all layers: nothing would come of it."""
+        """Refuse a clause about some layers when a later clause covers all layers: it would have no effect."""
         covered: set[str] = set()
         for rule in reversed(self.rules):
             if rule.items is None:
@@ -178,7 +178,7 @@ class Recipe:
                 self._refuse(rule.written, rule.written, message)
 
     def _clauses(self) -> Iterator[tuple[str, str]]:
-        """Every clause, those of presets and additions spelled out, and how it is written in the text."""
+        """Every clause, with presets and additions expanded, and its spelling in the text."""
         for text in self.text.split(";"):
             written = text.strip()
             named = PUBLISHED.get(written) or ADDITIONS.get(written)

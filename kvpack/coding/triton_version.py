@@ -1,4 +1,4 @@
-"""The installed Triton, and whether the kernels run on it: PyTorch brings its own, so kvpack requires no version of it."""
+"""The installed Triton, and whether the kernels run on it. PyTorch brings its own Triton, so kvpack does not require a version."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from importlib.util import find_spec
 from kvpack.formats.errors import KvpackWarning
 
 OLDEST = (3, 6)
-"""The first release on which the kernels run: older ones launch kernels, and compile inline assembly, in other ways."""
+"""The first release on which the kernels run: older ones launch kernels and compile inline assembly differently."""
 
 
 @cache
 def installed() -> str | None:
-    """The version of the installed Triton, or None without one."""
+    """The version of the installed Triton, or None."""
     if find_spec("triton") is None:
         return None
     import triton
@@ -36,7 +36,7 @@ def _recent(version: str | None) -> bool:
 
 
 def shortfall() -> str:
-    """What the kernels need, and what is installed instead, for messages."""
+    """The required and the installed version, for messages."""
     version = installed()
     return f"Triton {OLDEST[0]}.{OLDEST[1]} or newer, and {'none' if version is None else f'Triton {version}'} is installed"
 

@@ -30,7 +30,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
 
     model = identity.header_model
     if not isinstance(cache, Cache):
-        raise InvalidParameter(f"a {type(cache).__name__} is no packed cache: kvpack.pack makes one")
+        raise InvalidParameter(f"a {type(cache).__name__} is not a packed cache: kvpack.pack makes one")
     if cache.start:
         raise InvalidParameter(f"the cache starts at position {cache.start}, a prefix starts at 0")
     if cache.recipe != identity.recipe:

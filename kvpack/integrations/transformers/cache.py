@@ -36,7 +36,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     A model with rotary positions of several dimensions, such as Qwen2-VL, continues a prompt whose recorded ids are all of it;
     for any other, ``rope_deltas`` is what the model had of that name after the prompt, or 0 for text.
 
-    Raises InvalidDtype for what is no packed cache; InvalidParameter, naming what differs, for a cache of another model and for
+    Raises InvalidDtype for what is not a packed cache; InvalidParameter, naming what differs, for a cache of another model and for
     one that does not start at position 0; NotConsecutive when a layer ends before the others; InvalidShape when one lacks tokens
     of the model's window.
     """

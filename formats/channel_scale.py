@@ -1,7 +1,7 @@
 """channel_scale: each channel of a head divided by a factor before anything else is done with it (spec/side-cars.md).
 
 Keys of many models have a few channels far larger than the others; a rotation spreads them over all, and every code then
-describes them. Divided out, they cost one number a channel, head and run, which attention folds into the query.
+describes them. Divided out, they cost one number per channel, head and run, which attention folds into the query.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Outliers(FramePart):
         return Columns(self.dim // CHUNK, (2,), self.fields)
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """The planes of ``outlier_flags``, a flag a chunk, and ``outliers``, the flagged ones by token, sequence, head and chunk."""
+        """The planes of ``outlier_flags``, one flag per chunk, and ``outliers``, the flagged ones by token, sequence, head and chunk."""
         planes = {f"{FLAGS}.{plane}": Layout("U16", (batch, heads, tokens, words)) for plane, words in enumerate(self.packing.planes)}
         return planes | {VALUES: Layout("F16", (1, 1, 0, CHUNK), per="entry", batch_axis=None)}
 
@@ -124,7 +124,7 @@ class Outliers(FramePart):
         planes = [arrays[f"{FLAGS}.{plane}"] for plane in range(len(self.packing.planes))]
         self.packing.check(planes, f"{where}.{FLAGS}")
         values = arrays[VALUES]
-        # One bit a chunk: every set bit of every plane is a flag.
+        # One bit per chunk: every set bit of every plane is a flag.
         blocks = (block for plane in planes for _, block in value_blocks(plane))
         flags = sum(int(numpy.unpackbits(block.view(numpy.uint8)).sum(dtype=numpy.int64)) for block in blocks)
         if flags != values.shape[2]:

@@ -124,7 +124,7 @@ class _Clock:
 def run(
     cache: Source, recipes: Sequence[str], *, repeats: int = 5, folder: str | None = None, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Measure everything on ``cache`` and return JSON values: one row an operation.
+    """Measure everything on ``cache`` and return JSON values: one row per operation.
 
     A row's ``of_new_copy``, ``of_reused_copy`` and ``of_safetensors`` are ratios of speeds (above 1 is faster): to a copy of
     the bf16 cache into new memory, as encoding makes it, to one into memory that is there already, and to safetensors.

@@ -26,7 +26,7 @@ def show(report: dict[str, Any]) -> None:
                 for name, us in (("put", "put_us"), ("match", "match_us"), ("get", "get_us"))
             ),
             ["bytes stored a token", bytes_text(round(load["bytes_per_token"])), "", ""],
-            ["bytes a token of bf16 safetensors", bytes_text(round(load["safetensors_bytes_per_token"])), "", ""],
+            ["bytes per token of bf16 safetensors", bytes_text(round(load["safetensors_bytes_per_token"])), "", ""],
         ],
     )
     print_table(
@@ -44,7 +44,7 @@ def show(report: dict[str, Any]) -> None:
         ],
     )
     print_table(
-        "microseconds a chunk, by the entries of the folder",
+        "microseconds per chunk, by the entries of the folder",
         ["entries", "put", "match", "get"],
         [[f"{row['entries']:,}", *(f"{row[f'{name}_us']:.0f}" for name in ("put", "match", "get"))] for row in report["entries"]],
     )

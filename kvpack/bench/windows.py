@@ -91,7 +91,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one recipe does in a window; the errors are one number a layer."""
+    """What one recipe does in a window; the errors are one number per layer."""
 
     log_perplexity: float
     kl_divergence: float

@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
     )
     io.add_argument("--text", metavar="FILE", help="the model's input (default: the demo's text; its model without --model)")
     io.add_argument("--tokens", type=int, metavar="N", help="of the model's input (default: 4096, or what the text has)")
-    io.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: one a family)")
+    io.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: one per family)")
     io.add_argument("--repeats", type=int, default=5, metavar="N", help="timings whose median is reported (default: 5)")
     io.add_argument("--folder", metavar="DIR", help="write the files here (default: a temporary folder)")
     add_json(io)
@@ -82,7 +82,9 @@ def _add_kernels(kinds: Any) -> None:
         "and encoding and unpacking, beside a copy.",
     )
     kernels.add_argument("--shape", action="append", metavar="SHAPE", help="A, B, C, D or BxHqxHkvxDxT; may be repeated (default: all)")
-    kernels.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: one a codec)")
+    kernels.add_argument(
+        "--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: one per codec)"
+    )
     kernels.add_argument("--only", choices=("attention", "encode"), help="measure this part alone")
     kernels.add_argument("--sweep", action="store_true", help="measure contexts of 1,024 to 262,144 tokens as well")
     kernels.add_argument("--out", metavar="DIR", help="write the report, and the picture of the sweep, here: kernels.json, .png, .svg")

@@ -54,4 +54,4 @@ def save(cache: Cache, arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json({"file": arguments.output, "bytes": size, "values": cache.values, "bits_per_value": bits, "recipe": cache.recipe})
     else:
-        print(f"{arguments.output}: {size:,} bytes, {bits:.2f} bits a value")
+        print(f"{arguments.output}: {size:,} bytes, {bits:.2f} bits per value")

@@ -102,7 +102,7 @@ def _side(codec: Codec, side: SideEntry, start: int, stored: int) -> dict[str, A
 def _print(summary: dict[str, Any]) -> None:
     model = printable(", ".join(f"{name} {value}" for name, value in summary["model"].items())) or "not named"
     print(f"{summary['file']}: kvpack format {summary['format']}, {summary['bytes']:,} bytes")
-    print(f"{summary['values']:,} values, {summary['bits_per_value']:.3f} bits a value (nominal {summary['nominal_bits']:.3f})")
+    print(f"{summary['values']:,} values, {summary['bits_per_value']:.3f} bits per value (nominal {summary['nominal_bits']:.3f})")
     print(f"tokens {summary['start']} to {summary['stop']}, recipe {printable(summary['recipe']) or 'not named'}, model {model}")
     codecs = [_describe(params) for params in summary["codecs"]]
     whole = (summary["start"], summary["stop"])

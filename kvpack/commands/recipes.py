@@ -23,7 +23,7 @@ _LIMITS = {"layers": MAX_LAYERS, "heads": MAX_HEADS, "tokens": MAX_TOKENS, "dim"
 def add(commands: Any) -> None:
     """Add ``recipes`` to the command line."""
     what = (
-        "List the presets, or the recipes given, with their bits a value: the nominal ones of the papers, "
+        "List the presets, or the recipes given, with their bits per value: the nominal ones of the papers, "
         "and all bytes of the file of a cache of that shape over all its values."
     )
     parser = commands.add_parser("recipes", help="list presets, and what recipes cost", description=what)
@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one row a recipe, and the additions after the presets."""
+    """Print one row per recipe, and the additions after the presets."""
     from kvpack.coding.presets import ADDITIONS, PUBLISHED
 
     asked = {name: getattr(arguments, name) for name in DEFAULTS if getattr(arguments, name) is not None}
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     shape = DEFAULTS | asked
     print_table(
-        f"bits a value in files of {shape['tokens']:,} tokens of {shape['heads']} heads",
+        f"bits per value in files of {shape['tokens']:,} tokens of {shape['heads']} heads",
         ["recipe", "from", "layers", "head dim", "nominal bits", "bits in the file", "lossless for"],
         (
             [
@@ -103,7 +103,7 @@ def _row(name: str, asked: dict[str, int], *, listed: bool) -> dict[str, Any]:
 
 
 def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
-    """Nominal bits a value, and all bytes of a file over all values: what one sequence would take, nothing being encoded.
+    """Nominal bits per value, and all bytes of a file over all values: what one sequence would take, nothing being encoded.
 
     How many outliers a cache has depends on its values; here it has none.
     Raises OutOfBounds when the recipe names other layers, InvalidParameter when a codec cannot take ``dim``,

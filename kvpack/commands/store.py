@@ -54,7 +54,7 @@ def _action(kinds: Any, name: str, run: Any, what: str) -> Any:
             "--key-file",
             metavar="FILE",
             default=os.environ.get(KEY_FILE_VARIABLE),
-            help="the keys of encrypted entries, one a line: its id and its hexadecimal digits; with keys, entries that are not encrypted "
+            help="the keys of encrypted entries, one per line: its id and its hexadecimal digits; with keys, unencrypted entries "
             f"are refused (default: ${KEY_FILE_VARIABLE})",
         )
         parser.add_argument(
@@ -90,7 +90,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
         return store.exit_code()
     print_table(
         f"{store.name}: {len(rows)} prefixes in {len(catalog.entries)} entries",
-        ["key", "model", "recipe", "tokens", "chunks", "bytes", "bytes a token", "used", ""],
+        ["key", "model", "recipe", "tokens", "chunks", "bytes", "bytes per token", "used", ""],
         (
             [
                 row["key"][:16],
@@ -159,7 +159,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
     print(f"{store.name}: {entries:,} entries, {size:,} bytes, {pinned:,} pinned, {unreadable:,} unreadable ({closed:,} for want of a key)")
     print_table(
         "by model and recipe",
-        ["model", "weights", "recipe", "entries", "tokens", "bytes", "bytes a token"],
+        ["model", "weights", "recipe", "entries", "tokens", "bytes", "bytes per token"],
         (
             [
                 printable(row["model"].get("name", "")),

@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--model", metavar="DIR", help="a transformers causal language model; bytes are tokens without a tokenizer")
     parser.add_argument("--text", metavar="FILE", help="the text that it reads (default: the demo's text; its model without --model)")
     parser.add_argument(
-        "--bits", type=float, required=True, metavar="N", help="the budget: bits a value, counting all bytes of a window's file"
+        "--bits", type=float, required=True, metavar="N", help="the budget: bits per value, counting all bytes of a window's file"
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--fast", action="store_true", help="3 to 5 recipes: finer keys or values in the first layers")

@@ -77,7 +77,7 @@ def use(location: str, recipe: str) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one row a process, and what they produced."""
+    """Print one row per process, and what they produced."""
     rows = [
         [
             row["process"],

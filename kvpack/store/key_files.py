@@ -1,4 +1,4 @@
-"""The keys of encrypted entries in a file, one a line: its id, then its hexadecimal digits."""
+"""The keys of encrypted entries in a file, one per line: its id, then its hexadecimal digits."""
 
 from __future__ import annotations
 

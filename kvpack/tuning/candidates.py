@@ -42,7 +42,7 @@ RUNGS = (
 )
 """What the fast search chooses from: one family a side, so that more bytes are fewer errors without a measurement.
 
-Groups of tokens have a scale a channel, so that keys with outlier channels lose nothing.
+Groups of tokens have one scale per channel, so that keys with outlier channels lose nothing.
 """
 
 SIDES = ("k", "v")

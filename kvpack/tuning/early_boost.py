@@ -77,6 +77,6 @@ def _too_small(search: Search, rungs: Rungs) -> str:
     smallest = search.priced.file_bytes(uniform(search.priced.places, rungs["k"][0], rungs["v"][0]))
     bits = 8 / search.priced.values()
     return (
-        f"the smallest uniform recipe of the candidates takes {smallest:,} bytes a window, {smallest * bits:.3f} bits a value; "
-        f"the budget is {search.budget:,} bytes, {search.budget * bits:.3f} bits a value"
+        f"the smallest uniform recipe of the candidates takes {smallest:,} bytes per window, {smallest * bits:.3f} bits per value; "
+        f"the budget is {search.budget:,} bytes, {search.budget * bits:.3f} bits per value"
     )

@@ -33,8 +33,8 @@ def allocate(priced: Priced, losses: Losses, budget: int) -> Allocation:
     if smallest > budget:
         bits = 8 / priced.values()
         raise InvalidParameter(
-            f"the smallest file of the candidates takes {smallest:,} bytes a window, {smallest * bits:.3f} bits a value; "
-            f"the budget is {budget:,} bytes, {budget * bits:.3f} bits a value"
+            f"the smallest file of the candidates takes {smallest:,} bytes per window, {smallest * bits:.3f} bits per value; "
+            f"the budget is {budget:,} bytes, {budget * bits:.3f} bits per value"
         )
     steps = [(_slope(points, 1), place, 1) for place, points in hulls.items() if len(points) > 1]
     heapq.heapify(steps)

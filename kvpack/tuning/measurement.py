@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """What one recipe costs, a number a window; ``bytes`` are those of the windows' files, ``values`` what they hold.
+    """What one recipe costs, one number per window; ``bytes`` are those of the windows' files, ``values`` what they hold.
 
     The KL divergence (nats a token) is what the log-perplexity would rise by if the text were as the uncompressed model
     expects it. It hardly depends on which text is read, so that a few windows tell codecs apart whose perplexities they cannot.

@@ -13,7 +13,7 @@ def show(report: dict[str, Any]) -> None:
     """Print what was found beside the best uniform recipe, the codecs of the layers, and whether tuning paid."""
     settings = report["settings"]
     title = (
-        f"{printable(report['model'])}, {printable(report['text'])}: {report['mode']} search, at most {report['bits']:g} bits a value; "
+        f"{printable(report['model'])}, {printable(report['text'])}: {report['mode']} search, at most {report['bits']:g} bits per value; "
         f"{settings['windows']} windows of {settings['tokens']:,} tokens and {settings['held_out']} held out, {settings['score']:,} scored"
     )
     columns = [

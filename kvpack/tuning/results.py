@@ -95,11 +95,11 @@ def comparison(tuned: Loss, uniform: Loss) -> dict[str, Any]:
 
 
 def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
-    """The recipe file: what it is, as comments, then a clause a line."""
+    """The recipe file: what it is, as comments, then one clause per line."""
     found, uniform = report["tuned"], report["uniform"]
     comments = [
-        f"kvpack tune: {report['model']}, {report['text']}, at most {report['bits']:g} bits a value ({report['mode']} search)",
-        f"{found['bits_per_value']:.3f} bits a value in files of {report['settings']['tokens']:,} tokens; "
+        f"kvpack tune: {report['model']}, {report['text']}, at most {report['bits']:g} bits per value ({report['mode']} search)",
+        f"{found['bits_per_value']:.3f} bits per value in files of {report['settings']['tokens']:,} tokens; "
         f"KL divergence {found['held_out']['kl_divergence']:.3g} nats a token on held-out text",
     ]
     if uniform is not None:

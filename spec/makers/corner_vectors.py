@@ -42,7 +42,7 @@ def add_octahedral() -> None:
 
 
 def first_column(codec: Codec, stream: str, value: int) -> Callable[[Parts], None]:
-    """Makes ``value`` of the first column of a code stream of one column a row."""
+    """Makes ``value`` of the first column of a code stream of one column per row."""
     packing = codec.packings()[stream]
     assert packing.width == 1
     data = value.to_bytes(packing.column_bytes, "little")

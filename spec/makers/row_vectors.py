@@ -42,7 +42,7 @@ def rows(name: str, shows: str, codec: Codec, *rules: str, runs: tuple[int, ...]
 
 
 def add_rows() -> None:
-    """Streams with a row a sequence, a head or a run: which row a token takes is seen only where there are several."""
+    """Streams with one row per sequence, head or run: which row a token takes is seen only where there are several."""
     for axis in ("token", "channel"):
         for scale in ("fp16", "fp32"):
             codec = create("group", 6, b="3", g="4", axis=axis, token_scale=scale)

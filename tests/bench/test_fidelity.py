@@ -89,7 +89,7 @@ def test_known_figures(report: Any) -> None:
     assert figures(report, "OCTOPUS", "Table 1")["b = 3, OCTOPUS: MSE"]["published"] == 0.0260
     assert figures(report, "OCTOPUS", "Needle")["b = 2, fp32: mass"]["published"] == 0.960
     assert figures(report, "TurboAngle", "Table 5")["mistral-7b, d = 128: K8V4-log bits"]["published"] == 6.56
-    assert figures(report, "HQMQ", "Table 21")["s24_r3: bits a value with the scale"]["published"] == 3.17
+    assert figures(report, "HQMQ", "Table 21")["s24_r3: bits per value with the scale"]["published"] == 3.17
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_the_recipe_file_is_the_recipe(found: Any) -> None:
     recipe = parse_recipe(f"@{found['file']}")
     assert recipe.text == found["recipe"]
     text = Path(found["file"]).read_text()
-    assert text.startswith("# kvpack tune: tinylm, the demo's text, at most 3.5 bits a value (thorough search)\n")
+    assert text.startswith("# kvpack tune: tinylm, the demo's text, at most 3.5 bits per value (thorough search)\n")
     for number, codecs in enumerate(found["layers"]):
         for side, codec in codecs.items():
             assert recipe.codec(number, 4, side, 64) == Recipe(f"kv={codec}").codec(0, 1, side, 64)
@@ -235,7 +235,7 @@ def test_the_fast_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (
             ["--bits", "1"],
             2,
-            r"the smallest file of the candidates takes [\d,]+ bytes a window, 2\.\d+ bits a value; the budget is [\d,]+ bytes",
+            r"the smallest file of the candidates takes [\d,]+ bytes per window, 2\.\d+ bits per value; the budget is [\d,]+ bytes",
         ),
         (["--bits", "1", "--fast"], 2, r"the smallest uniform recipe of the candidates takes [\d,]+ bytes"),
         (["--bits", "3", "--windows", "19"], 2, r"--windows is 19, expected an integer from 1 to 18 of 128 tokens"),

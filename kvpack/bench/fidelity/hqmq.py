@@ -24,7 +24,7 @@ _BITS = {
     (192, 4): (16.17, 4.04, 4.17, 3.84, 4.25),
     (192, 6): (18.17, 4.54, 4.67, 3.43, 4.75),
 }
-"""By (S, radius bits), Table 21: bits a chunk, a value and a value with the scale; Table 12: compression. Last, what is stored."""
+"""By (S, radius bits), Table 21: bits per chunk, a value and a value with the scale; Table 12: compression. Last, what is stored."""
 
 _STORED_NOTE = "log2(24 S) is no whole number of bits: codewords are stored as 2^k and base 9 or 3, five base-9 digits to 16 bits"
 _CHUNKS = DIM // 4
@@ -37,11 +37,11 @@ def _bits(settings: Settings) -> list[Row]:
         label = f"s{secondary}_r{radius_bits}"
         bits = sum(found.alphabets.values())
         rows += [
-            Row("Table 21", f"{label}: bits a chunk", bits * DIM / _CHUNKS, chunk),
-            Row("Table 21", f"{label}: bits a value", bits, alone),
-            Row("Table 21", f"{label}: bits a value with the scale", found.counted, scaled),
+            Row("Table 21", f"{label}: bits per chunk", bits * DIM / _CHUNKS, chunk),
+            Row("Table 21", f"{label}: bits per value", bits, alone),
+            Row("Table 21", f"{label}: bits per value with the scale", found.counted, scaled),
             Row("Table 12", f"{label}: compression of fp16", 16 / found.counted, compression),
-            Row("Table 12", f"{label}: bits a value as stored", found.total, scaled, expected=around(stored), note=_STORED_NOTE),
+            Row("Table 12", f"{label}: bits per value as stored", found.total, scaled, expected=around(stored), note=_STORED_NOTE),
         ]
     return sorted(rows, key=lambda row: row.table)
 
@@ -67,8 +67,10 @@ def _outliers(settings: Settings) -> list[Row]:
         counted = (1 - share) * sum(found.alphabets.values()) + 16 * share + found.stored["outlier_flags"]
         label = f"s{secondary}_r{radius_bits} + Med3x"
         rows += [
-            Row("Table 2", f"{label}: bits a value by Eq. 2", counted, published, note=_OUTLIERS_NOTE),
-            Row("Table 2", f"{label}: bits a value as stored", found.total, published, expected=around(stored), note=_OUTLIERS_STORED_NOTE),
+            Row("Table 2", f"{label}: bits per value by Eq. 2", counted, published, note=_OUTLIERS_NOTE),
+            Row(
+                "Table 2", f"{label}: bits per value as stored", found.total, published, expected=around(stored), note=_OUTLIERS_STORED_NOTE
+            ),
         ]
     return rows
 

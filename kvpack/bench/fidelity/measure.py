@@ -67,7 +67,7 @@ def decoded(words: str, x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Rate:
-    """Bits a value, by stream: as ``stored`` and, of the code streams, were every alphabet packed without loss."""
+    """Bits per value, by stream: as ``stored`` and, of the code streams, were every alphabet packed without loss."""
 
     stored: Mapping[str, float]
     alphabets: Mapping[str, float]

@@ -130,7 +130,7 @@ _RATES = {
     (3, ",qjl=fp16"): (4.00, 4.375),
     (2, ",qjl=fp16"): (3.00, 3.375),
 }
-"""Table 6, language models: bits a value as published, and as stored."""
+"""Table 6, language models: bits per value as published, and as stored."""
 
 _STORED_NOTE = (
     "the paper counts b bits for a key; the 3 b + 1 bits of each of 43 triplets and the norms are more, and a file holds them all"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
 
 _ANGLE_BITS = {32: 2.50, 48: 2.79, 64: 3.00, 128: 3.50}
-"""Table 1: bits a value of both sides' angles, by bins."""
+"""Table 1: bits per value of both sides' angles, by bins."""
 
 _UNIFORM = "turboangle-k8v4"
 _UNIFORM_ANGLE_BITS = 3.25
@@ -44,7 +44,7 @@ _NORM8_BITS = {"mistral-7b": 7.81, "tinyllama-1.1b": 8.3}
 """With 8-bit linear norms on both sides: Table 6, and Sec. 4.6 for a head dim of 64."""
 
 _RANGE_NOTE = "Table 5 counts a token's least and largest norm with 16 bits each for TinyLlama and Mistral, with 32 for the other five"
-_EQUATION_NOTE = "Eq. 3 as written has 32 bits for each of the two, 32 / d bits a value more than Table 5 has for this model"
+_EQUATION_NOTE = "Eq. 3 as written has 32 bits for each of the two, 32 / d bits per value more than Table 5 has for this model"
 _STORED_NOTE = "a file holds a token's least and largest norm with 16 bits each, Eq. 3 counts 32"
 
 

@@ -1,4 +1,4 @@
-"""Which adapters are in effect on a model, as text: their names, and a digest of their weights, scaling and state."""
+"""The adapters in effect on a model, as text: their names, and a digest of their weights, scaling and state."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     import torch
 
 _STATE = {"_active_adapter", "_disable_adapters", "merged_adapters"}
-"""Attributes of a layer that say which adapters are in effect: described by themselves."""
+"""Attributes of a layer that say which adapters are in effect; they are described separately."""
 _INCIDENTAL = {"_adapters", "_caches", "_tied_adapter", "kwargs", "quantization_backend"}
-"""Attributes of a layer that change no value: names of all adapters, what is computed anew, another layer that has its own turn."""
+"""Attributes of a layer that change no value: names of all adapters, recomputed state, and other layers, described on their own."""
 _HOME_MADE = re.compile(r"lora|adapter", re.IGNORECASE)
 
 
 def adapters_text(model: torch.nn.Module, named: str | None) -> str:
     """The field ``adapter`` of an identity: ``named``, or the names of the adapters in effect, and their digest.
 
-    Empty without adapters. Adapters that are loaded and not in effect leave no trace. Raises InvalidParameter, naming the
-    module, for an adapter of which kvpack cannot tell what it does.
+    Empty without adapters. Adapters that are loaded but not in effect are ignored. Raises InvalidParameter, naming the
+    module, for an adapter that kvpack cannot describe.
     """
     layers = list(parts(model))
     states: list[Any] = []
@@ -50,7 +50,7 @@ def adapters_text(model: torch.nn.Module, named: str | None) -> str:
 
 
 def _in_effect(layer: Any) -> list[str]:
-    """The adapters that a layer of PEFT applies: those merged, and the active ones unless it is disabled."""
+    """The adapters that a PEFT layer applies: merged ones, and active ones unless the layer is disabled."""
     active = layer.active_adapters
     merged = list(getattr(layer, "merged_adapters", ()))
     known = _known(layer)
@@ -114,7 +114,7 @@ def _has_class(value: Any, name: str) -> bool:
 
 
 def _prompt_state(model: Any, names: set[str]) -> list[Any]:
-    """The prompt that a PeftModel puts before the tokens, where it has one and is not disabled; its name goes to ``names``."""
+    """The prompt that a PeftModel puts before the tokens, if it has one and is enabled; adds its name to ``names``."""
     encoders = model._modules.get("prompt_encoder")
     if encoders is None or model._adapters_disabled:
         return []
@@ -138,5 +138,5 @@ def _home_made_state(part: Part) -> list[Any]:
 
 
 def _is_adapters(part: Part, parameter: str) -> bool:
-    """Whether a parameter of a module outside of PEFT is an adapter's by its name: such as lora_A."""
+    """Whether the name of a parameter outside PEFT, such as lora_A, marks it as an adapter's."""
     return bool(_HOME_MADE.search(parameter) or _HOME_MADE.search(type(part.module).__name__))

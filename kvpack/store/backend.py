@@ -1,4 +1,4 @@
-"""The interface of what holds a store's entries: bytes by key, of which any may vanish at any time."""
+"""The interface of a store's backend: bytes by key, any of which may vanish at any time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 Data = bytes | bytearray | memoryview
-"""An entry's bytes: a mapped file where there is one."""
+"""An entry's bytes: a mapped file where possible."""
 
 
 MAX_ENTRY_BYTES = 512 * 2**20
-"""The most bytes of one entry, unless the store says otherwise, and what Redis holds as one string; a larger one is never read."""
+"""The default limit for the bytes of one entry, and Redis' limit for one string; a larger entry is never read."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,17 @@ class Stored:
 
 @dataclass(frozen=True)
 class Found:
-    """An entry as a backend had it: its bytes, which nobody has checked yet, and the tier that they came from, 0 for the fastest."""
+    """An entry from a backend: its bytes, still unchecked, and the tier that they came from (0: the fastest)."""
 
     data: Data
     tier: int
 
 
 class Backend(Protocol):
-    """Entries by key. No method raises for a fault of the system or the server: it counts the fault, and is a miss.
+    """Entries by key. No method raises for a fault of the system or the server: it counts the fault and reports a miss.
 
-    Keys come in the order of a chain, an ancestor before what follows it. What is larger than an entry may be (forms.py) is
-    never read: it is not there.
+    Keys come in the order of a chain, ancestors first. Anything larger than the limit for entries (forms.py) is never read
+    and counts as missing.
     """
 
     @property
@@ -44,37 +44,37 @@ class Backend(Protocol):
 
     @property
     def puts_at_once(self) -> int:
-        """How many entries are best put at once: 1 where a put waits for nobody."""
+        """The best number of concurrent puts: 1 if a put waits for no server."""
 
     def present(self, keys: Sequence[bytes]) -> int:
-        """How many of ``keys`` are there, as entries of the store's form, up to the first that is not."""
+        """The number of leading ``keys`` that are present as entries of the store's form."""
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
-        """The bytes of ``keys``, up to the first that is not there."""
+        """The bytes of the entries of ``keys``, up to the first missing one."""
 
     def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
         """As ``get``, with the tier of each entry; the first of ``keys`` from a tier slower than ``beyond``."""
 
     def accept(self, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
-        """Note that a whole chain, found so and checked since, is in use, and copy it to the tiers faster than those it was in."""
+        """Note the use of a whole chain that was found and then checked, and copy it to tiers faster than its own."""
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
-        """The bytes of one entry, or None, without noting its use: to look at.
+        """The bytes of one entry for inspection, or None; its use is not noted.
 
-        With ``front`` only what is before the payload of a kvpack file need be right.
+        With ``front`` only the bytes before the payload of a kvpack file must be correct.
         """
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
-        """Store the last entry of ``chain``, in use since ``now_ns``, unless there is one; whether one that can be read is there now.
+        """Store the last entry of ``chain``, in use since ``now_ns``, unless it exists; return whether a readable entry exists now.
 
-        What is no entry (``forms.Kind.JUNK``) gives way to it; what another store may read stays.
+        Anything that is not an entry (``forms.Kind.JUNK``) is replaced; an entry that another store may read stays.
         """
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
         """Note that ``chain``, from its first chunk on, is in use."""
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Remove entries, the last first, and return those that there were."""
+        """Remove entries, the last first, and return the keys that existed."""
 
     def discard(self, key: bytes, found: Found) -> None:
         """Remove an entry whose bytes ``found`` are damaged, from the tier that it was in."""
@@ -86,23 +86,23 @@ class Backend(Protocol):
         """Entries and their bytes."""
 
     def pin(self, keys: Sequence[bytes]) -> bool:
-        """Keep a chain from eviction until ``unpin``, in every process. Whether it is pinned now."""
+        """Protect a chain from eviction, in every process, until ``unpin``. Returns whether it is pinned now."""
 
     def unpin(self, keys: Sequence[bytes]) -> bool:
-        """Undo ``pin`` of the same chain. Whether it was pinned."""
+        """Undo ``pin`` of the same chain. Returns whether it was pinned."""
 
     def pinned(self) -> set[bytes]:
-        """The keys that are pinned."""
+        """The pinned keys."""
 
     def collect(self) -> None:
-        """Remove unfinished files, count afresh, and evict what is above the budget."""
+        """Remove unfinished files, count again, and evict entries above the byte limit."""
 
     def close(self) -> None:
-        """Give back connections; the entries stay."""
+        """Release connections; the entries stay."""
 
 
 class OneTier:
-    """What a backend that is no list of tiers makes of ``find`` and ``accept``."""
+    """``find`` and ``accept`` for a backend with a single tier."""
 
     def find(self: Backend, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
         """As the protocol has it: there is no slower tier."""

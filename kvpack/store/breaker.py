@@ -1,4 +1,4 @@
-"""A circuit breaker: a server that does not answer is left alone for a while, so that it costs its users one wait and not many."""
+"""A circuit breaker: after failures no request is sent for a while, so that a dead server costs one wait and not many."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     Result = TypeVar("Result")
 
 FAILURES = 2
-"""Failures in a row after which nothing is asked."""
+"""Consecutive failures after which requests pause."""
 REST_SECONDS = 5.0
-"""How long nothing is asked; then one request tries."""
+"""The length of a pause; after it, one request tries again."""
 
 
 class Breaker:
-    """Counts failures in a row. Safe to use from any thread."""
+    """Counts consecutive failures. Safe to use from any thread."""
 
     def __init__(self, failures: int = FAILURES, rest_seconds: float = REST_SECONDS) -> None:
         self._failures, self._rest_seconds = failures, rest_seconds
@@ -30,7 +30,7 @@ class Breaker:
         self._lock = Lock()
 
     def allows(self) -> bool:
-        """Whether to ask now. After a rest one caller may, and the others wait for what it meets."""
+        """Whether to send a request now. After a pause one caller may, and the others wait for its result."""
         with self._lock:
             if self._in_a_row < self._failures:
                 return True
@@ -46,16 +46,16 @@ class Breaker:
             self._in_a_row = 0
 
     def failed(self) -> None:
-        """It did not, or not in time."""
+        """The server did not answer, or not in time."""
         with self._lock:
             self._in_a_row += 1
             self._closed_until = time.monotonic() + self._rest_seconds
 
 
 class Guard:
-    """Asks a server: ``errors`` are faults that are counted, and so is a question while it is left alone.
+    """Sends requests to a server: ``errors`` are counted as faults, and so is every request during a pause.
 
-    ``refusals`` are those among the errors that a server gives which works: they are no reason to leave it alone.
+    ``refusals`` are the errors that a working server returns: they cause no pause.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Guard:
         self._breaker, self._counters, self._errors, self._refusals = breaker, counters, errors, refusals
 
     def ask(self, operation: str, ask: Callable[[], Result], otherwise: Result) -> Result:
-        """What the server answers, or ``otherwise``."""
+        """The server's answer, or ``otherwise``."""
         if not self._breaker.allows():
             self._counters.fault(operation, Resting("the server has not answered, and is left alone for a while"))
             return otherwise
@@ -84,9 +84,9 @@ class Guard:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether an extension in Rust gave up, mostly for want of memory: its error is no Exception."""
+    """Whether a Rust extension panicked, usually out of memory: its error is not an Exception."""
     return type(error).__module__ == "pyo3_runtime"
 
 
 class Resting(Exception):
-    """Nothing was asked."""
+    """No request was sent."""

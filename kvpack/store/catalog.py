@@ -1,4 +1,4 @@
-"""What a location holds, by its entries' headers: prefixes, identities, and what is wrong with an entry. Needs no torch."""
+"""The contents of a location from its entries' headers: prefixes, identities, and errors of entries. Does not need torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry: where it is listed, what its header says, and the position of its first token."""
+    """One entry: its listing, its header, and the position of its first token."""
 
     stored: Stored
     named: Named
@@ -65,23 +65,23 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All readable entries by key, and why each other one is not: Undecryptable where it only lacks its key."""
+    """All readable entries by key, and the error of each unreadable one: Undecryptable if only its key is missing."""
 
     entries: Mapping[bytes, Entry]
     unreadable: Mapping[bytes, KvpackError]
 
     @property
     def count(self) -> int:
-        """The entries listed, readable or not."""
+        """The number of entries listed, readable or not."""
         return len(self.entries) + len(self.unreadable)
 
     @property
     def undecryptable(self) -> list[bytes]:
-        """The keys of the entries that are encrypted, and that no key at hand opens."""
+        """The keys of the encrypted entries that no available key decrypts."""
         return [key for key, error in self.unreadable.items() if isinstance(error, Undecryptable)]
 
     def prefixes(self) -> list[Prefix]:
-        """One for every entry that no other continues, the last used first."""
+        """One prefix for every entry that no other entry continues, most recently used first."""
         parents = {entry.named.parent for entry in self.entries.values()}
         leaves = [entry for key, entry in self.entries.items() if key not in parents]
         return [self.prefix(leaf.stored.key) for leaf in sorted(leaves, key=lambda entry: -entry.stored.used_ns)]
@@ -92,7 +92,7 @@ class Catalog:
         found = self.entries.get(key)
         while found is not None:
             chain.insert(0, found)
-            # Positions fall along a chain that is right, so one that is wrong cannot go round for ever.
+            # Positions must decrease along a chain, so a corrupt chain cannot loop forever.
             parent = self.entries.get(found.named.parent)
             found = parent if parent is not None and parent.start < found.start else None
         return Prefix(tuple(chain))
@@ -121,9 +121,9 @@ class Catalog:
 def read_catalog(
     backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Catalog:
-    """Read the header of every entry of at most ``max_entry_bytes``; ``progress`` counts entries.
+    """Read the header of every entry of up to ``max_entry_bytes``; ``progress`` counts entries.
 
-    With ``cipher`` only what it opens is readable: an entry that is not encrypted is as unreadable as one of another key.
+    With ``cipher`` only entries that it decrypts are readable; unencrypted entries are not.
     """
     entries: dict[bytes, Entry] = {}
     unreadable: dict[bytes, KvpackError] = {}
@@ -178,7 +178,7 @@ def verify(
 
 
 class _Gone(Exception):
-    """An entry that was listed is not there, or was not given; then the backend has counted why."""
+    """A listed entry is missing, or the backend failed to return it and has counted the fault."""
 
 
 def _opened(backend: Backend, stored: Stored, cipher: Cipher | None, max_entry_bytes: int, *, front: bool = False) -> container.File:

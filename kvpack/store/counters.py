@@ -1,4 +1,4 @@
-"""What a store has done, as numbers: a dict for programs, Prometheus' text format for a server to show."""
+"""The counters of a store: a dict for programs, and Prometheus' text format for monitoring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("kvpack.store")
 
 NAMES = {
     "loads": "Calls of load.",
-    "load_tokens": "Tokens that load was asked for.",
+    "load_tokens": "Tokens requested from load.",
     "hit_tokens": "Tokens that load returned.",
     "hit_chunks": "Chunks that a tier had, of a store of several.",
     "promoted_chunks": "Chunks copied from a slower tier to a faster one.",
@@ -43,8 +43,8 @@ NAMES = {
 class Counters:
     """Counts from 0 since the store was opened; safe to use from any thread, and after a fork.
 
-    Those of a tier give their faults to those of ``whole``, the store, too. ``tell(operation, error)`` hears of the first fault of
-    each kind (default: a warning in the log).
+    Counters of a tier also add their faults to ``whole``, the counters of the store. ``tell(operation, error)`` is called for
+    the first fault of each kind (default: a warning in the log).
     """
 
     def __init__(self, whole: Counters | None = None, tell: Callable[[str, BaseException], None] | None = None) -> None:
@@ -59,7 +59,7 @@ class Counters:
             self._counts[name] += amount
 
     def fault(self, operation: str, error: BaseException) -> None:
-        """Count a refusal, and tell the first of its kind."""
+        """Count a fault, and report the first of its kind."""
         if self._whole is not None:
             self._whole.fault(operation, error)
         reason = fault_reason(error)
@@ -99,7 +99,7 @@ def _warn(operation: str, error: BaseException) -> None:
 
 
 def fault_reason(error: BaseException) -> str:
-    """The system's name of an error, such as ENOSPC, or the name of its class."""
+    """The system's name for an error, such as ENOSPC, or the name of its class."""
     known: BaseException | None = error
     while known is not None:
         if isinstance(known, OSError) and known.errno is not None:

@@ -1,4 +1,4 @@
-"""Values as text that is the same in every process: what an identity digests (spec/store.md, Keys)."""
+"""Values as text that is the same in every process, for the digests of an identity (spec/store.md, Keys)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 BY_HAND = "build the kvpack.Identity by hand, and name in it what the keys and values depend on"
-"""What a caller can do whose model cannot be digested."""
+"""The advice for a caller whose model cannot be digested."""
 
 
 def text_digest(value: Any) -> str:

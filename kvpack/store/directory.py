@@ -1,7 +1,8 @@
 """The directory backend: one immutable file per entry, which any number of processes read without a lock.
 
-Where the files are is in folder.py. A name appears by rename when all its bytes are there, and goes by unlink: who has mapped the
-file keeps it. The time of an entry's last use is its modification time, an ancestor's always later than that of what follows it.
+folder.py defines the file layout. A file gets its name by rename once it is complete, and loses it by unlink; a process that has
+mapped the file keeps its mapping. An entry's modification time is the time of its last use; an ancestor's is always later than
+that of its descendants.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
 
 
 class Directory(OneTier):
-    """A folder of entries. ``max_bytes`` is a hard budget of their bytes, ``min_free`` the bytes of disk left to others.
+    """A folder of entries. ``max_bytes`` is a hard limit on their bytes, ``min_free`` the disk space in bytes to leave free.
 
-    Nothing is made before the first entry is put. ``durable`` forces each entry to the disk before ``put`` returns. With
-    ``looking`` nothing is swept when it is opened. What this user owns is mapped; what another owns is copied, and not ``private``.
-    Raises InvalidParameter when others may write to the folder, or it can be no folder.
+    No file is created before the first entry is put. ``durable`` forces each entry to the disk before ``put`` returns. With
+    ``looking`` opening sweeps nothing. Files of this user are mapped; files of another user are copied and not ``private``.
+    Raises InvalidParameter when other users may write to the folder, or when the path cannot be a folder.
     """
 
     puts_at_once = 1
@@ -66,7 +67,7 @@ class Directory(OneTier):
 
     @property
     def trust(self) -> Trust:
-        """Who may write to the folder."""
+        """The users who may write to the folder."""
         return self._folder.trust
 
     @property
@@ -152,7 +153,7 @@ class Directory(OneTier):
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
         if not self.trust.may_write:
             return
-        # From the first on: at every moment an ancestor's time is the later one.
+        # From the first entry on, so that at every moment an ancestor's time is later than its descendants'.
         for depth, key in enumerate(chain):
             path, used = self._folder.path(key), now_ns - depth
             try:
@@ -162,13 +163,13 @@ class Directory(OneTier):
             except FileNotFoundError:
                 continue
             except OSError as error:
-                # A folder that may only be read still serves.
+                # A read-only folder still serves reads.
                 self._counters.fault("touch", error)
                 return
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
         removed = {}
-        # A count from now on may be one without what is removed.
+        # A count from now on may no longer include the removed entries.
         counted = self._counted()
         for key in reversed(keys):
             size = self._folder.remove(self._folder.path(key))
@@ -211,14 +212,14 @@ class Directory(OneTier):
         """Nothing is open between calls."""
 
     def _read(self, key: bytes, *, lazily: bool = False) -> Data:
-        """An entry's bytes: mapped where nobody else can change them, ``lazily`` to look at a part.
+        """An entry's bytes: mapped if no other user can change them, ``lazily`` to read only a part.
 
         Raises OSError, LimitExceeded, and what mapping raises.
         """
         with self.trust.opened(self._folder.path(key)) as (descriptor, status):
             size = status.st_size
             if not size:
-                # It cannot be mapped, and is refused as any file that is cut short.
+                # An empty file cannot be mapped; it is refused like any truncated file.
                 return b""
             check_size(f"entry {key.hex()}", size, self._form.max_bytes)
             if not self.private:
@@ -228,7 +229,7 @@ class Directory(OneTier):
             return map_file(descriptor, size)
 
     def _kind(self, key: bytes) -> Kind | None:
-        """What has an entry's name, by its front; None where there is nothing. Raises OSError and what reading raises."""
+        """The kind of the file with an entry's name, judged by its front; None if there is none. Raises as reading does, and OSError."""
         try:
             data = self._read(key, lazily=True)
         except FileNotFoundError:
@@ -238,13 +239,13 @@ class Directory(OneTier):
         return kind_of(key, data, self._form)
 
     def _clear(self, path: str) -> None:
-        """Remove what has an entry's name and is none. Raises OSError."""
+        """Remove a file that has an entry's name but is not an entry. Raises OSError."""
         try:
             status = os.stat(path, follow_symlinks=False)
         except FileNotFoundError:
             return
         if stat.S_ISDIR(status.st_mode):
-            # What it holds is nobody's entry, and is not ours to remove.
+            # A folder with an entry's name: its contents are not entries and not ours to remove.
             os.rename(path, os.path.join(self._folder.unfinished_folder, f"{os.path.basename(path)}-{os.urandom(8).hex()}"))
         else:
             self.delete([bytes.fromhex(os.path.basename(path))])

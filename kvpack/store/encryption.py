@@ -1,4 +1,4 @@
-"""Entries encrypted with AES-GCM: whoever reads the folder or the server without the key learns sizes and times, and can forge nothing.
+"""Entries encrypted with AES-GCM: without the key, a reader of the folder or server learns only sizes and times, and cannot forge entries.
 
     kvpack-encrypted 1\\n, length of the key's id in 1 byte, the id, a nonce of 12 bytes, the ciphertext with its tag of 16 bytes,
     the XXH3-128 of all before it
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 KEY_SIZES = (16, 24, 32)
 MAX_PLAIN_BYTES = 2**31 - 1
 _SPARE_BYTES = 15
-"""What the package cryptography asks of a buffer beyond its contents: a block less one byte."""
+"""The extra bytes that the package cryptography needs in a buffer: one block less one byte."""
 
 
 def in_clear(key: bytes, data: Data, cipher: Cipher | None) -> Data:
-    """The entry ``key`` decrypted by ``cipher``; without one it is as it is, unless it is encrypted.
+    """The entry ``key`` decrypted by ``cipher``; without a cipher, an unencrypted entry unchanged.
 
     Raises what ``Cipher.decrypt`` raises, and so NotKvpack for an entry that is not encrypted where there is a cipher.
     """
@@ -47,15 +47,15 @@ def in_clear(key: bytes, data: Data, cipher: Cipher | None) -> Data:
 
 
 def shown(name: bytes) -> str:
-    """The id of a key as a message has it; it may be anybody's bytes."""
+    """The id of a key for messages; its bytes may come from anyone."""
     return repr(name.decode("utf-8", "backslashreplace"))
 
 
 class Cipher:
     """AES-GCM with the keys in ``keys`` by id, of 16, 24 or 32 bytes; the first one encrypts, all decrypt.
 
-    To rotate, put a new key first and keep the old ones for as long as their entries are wanted.
-    Raises InvalidParameter for keys that cannot be, KvpackError without the package cryptography.
+    To rotate keys, put a new key first and keep the old ones for as long as their entries are needed.
+    Raises InvalidParameter for invalid keys, and KvpackError without the package cryptography.
     """
 
     def __init__(self, keys: Mapping[str, bytes], tenant: str) -> None:
@@ -69,7 +69,7 @@ class Cipher:
             kind = "an empty map" if isinstance(keys, Mapping) else f"of type {type(keys).__name__}"
             raise InvalidParameter(f"encryption is {kind}, expected at least one key by its id")
         self._invalid = InvalidTag
-        # Not AESGCM: where memory ends, its own allocation is a panic, which no "except Exception" catches.
+        # Not AESGCM: out of memory, its own allocation panics, which no "except Exception" catches.
         self._engine: Any = lambda key, nonce, tag=None: Engine(algorithms.AES(key), modes.GCM(nonce, tag))
         self._keys: dict[bytes, bytes] = {}
         for name, key in keys.items():
@@ -81,14 +81,14 @@ class Cipher:
 
     @property
     def key_ids(self) -> frozenset[bytes]:
-        """The ids of the keys at hand, as entries name them."""
+        """The ids of the available keys, as entries name them."""
         return frozenset(self._keys)
 
     def encrypt(self, key: bytes, pieces: Sequence[memoryview]) -> list[memoryview]:
         """The entry ``key`` encrypted with the first key. Raises LimitExceeded for 2 GiB or more, and MemoryError."""
         size = sum(map(len, pieces))
         if size > MAX_PLAIN_BYTES:
-            raise LimitExceeded(f"the entry has {size} bytes, allowed to encrypt are at most {MAX_PLAIN_BYTES}")
+            raise LimitExceeded(f"the entry has {size} bytes, the limit for encryption is {MAX_PLAIN_BYTES}")
         name, secret = next(iter(self._keys.items()))
         nonce = os.urandom(NONCE_BYTES)
         head = MAGIC + bytes([len(name)]) + name
@@ -108,7 +108,7 @@ class Cipher:
         return [memoryview(front), memoryview(sealed), memoryview(end + digest.digest())]
 
     def decrypt(self, key: bytes, data: Data) -> bytearray:
-        """The entry ``key`` in memory of its own, taken only when all that needs no key is right.
+        """Decrypt the entry ``key`` into new memory, allocated only after all checks that need no key.
 
         Raises NotKvpack when it is not encrypted, UnsupportedVersion when a later version encrypted it, Truncated and DigestMismatch
         when it is damaged, Undecryptable when no key at hand opens it, and MemoryError.
@@ -144,13 +144,13 @@ def _checked_head(where: str, view: memoryview) -> tuple[bytes, int]:
         raise NotKvpack(f"{where}: is not encrypted, and where there are keys only encrypted entries are read")
     if version > VERSION:
         raise UnsupportedVersion(f"{where}: is encrypted by version {version}, this kvpack reads version {VERSION}")
-    # A damaged entry is worth nothing to anybody; one of another key is.
+    # A damaged entry is useless to everyone; an entry of another key is not.
     check_digest(where, view[:-DIGEST_BYTES], bytes(view[-DIGEST_BYTES:]))
     name = key_id(view[:FRONT_BYTES])
     if name is None or len(view) < sealed_bytes(name, 0):
         raise Truncated(f"{where}: has {len(view)} bytes, and ends within its id, its nonce or its tag")
     if len(view) > sealed_bytes(name, MAX_PLAIN_BYTES):
-        raise LimitExceeded(f"{where}: has {len(view)} bytes, allowed to decrypt are at most {sealed_bytes(name, MAX_PLAIN_BYTES)}")
+        raise LimitExceeded(f"{where}: has {len(view)} bytes, the limit for decryption is {sealed_bytes(name, MAX_PLAIN_BYTES)}")
     return name, len(MAGIC) + 1 + len(name)
 
 

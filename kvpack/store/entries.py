@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FEATURE = "prefix-store-2"
 """The ignorable feature that names a chunk: its key, its parent's, the digest of its payload, that of other inputs, its token ids."""
 OLD_FEATURES = ("prefix-store",)
-"""Those of entries whose keys cover less of the identity: no store looks for such keys any more."""
+"""The features of older entries, whose keys cover less of the identity: stores no longer look for such keys."""
 _DIGEST_END = 2 * KEY_BYTES + DIGEST_BYTES
 
 _THREADS = 4
@@ -36,7 +36,7 @@ _TEMPLATES = 32
 
 @dataclass(frozen=True)
 class Named:
-    """What an entry's header says of its chunk."""
+    """The fields of an entry's header that describe its chunk."""
 
     key: bytes
     parent: bytes
@@ -147,7 +147,7 @@ class Reader:
 
 
 def check_entry(file: container.File, start: int | None, model: Mapping[str, str] | None, recipe: str | None) -> Named:
-    """What a file says of its chunk. Raises InvalidHeader unless it is an entry, with this start, model and recipe (None: any)."""
+    """The chunk that a file names. Raises InvalidHeader unless it is an entry with this start, model and recipe (None: any)."""
     header = file.header
     if FEATURE not in header.ignorable and is_old(file):
         raise InvalidHeader(f"{file.where}: is an entry of an older kvpack, which no store looks for any more: kvpack store gc removes it")
@@ -164,7 +164,7 @@ def check_entry(file: container.File, start: int | None, model: Mapping[str, str
 
 
 def is_old(file: container.File) -> bool:
-    """Whether a file is an entry whose key covers less of the identity than keys do now."""
+    """Whether a file is an entry whose key covers less of the identity than current keys."""
     ignorable = file.header.ignorable
     return FEATURE not in ignorable and any(name in ignorable for name in OLD_FEATURES)
 

@@ -1,6 +1,6 @@
-"""Keeping a directory within its budget: what was used longest ago goes first, leaves before their ancestors.
+"""Keep a directory within its byte limit: least recently used entries go first, descendants before ancestors.
 
-Times order a chain as well: an ancestor's last use is never earlier than that of what follows it (directory.py).
+Times also order a chain: an ancestor's last use is never earlier than its descendants' (directory.py).
 """
 
 from __future__ import annotations
@@ -22,55 +22,55 @@ if TYPE_CHECKING:
     from .usage import Count, Usage
 
 WAIT_SECONDS = 1.0
-"""How long a writer waits for others that are making room or writing, before it gives its entry up."""
+"""How long a writer waits for others that are making room or writing before it gives up its entry."""
 _POLL_SECONDS = 0.001
 
 STALE_SECONDS = 3600
-"""Age at which an unfinished file is taken for one whose writer is gone, where no lock says so."""
+"""The age at which an unfinished file counts as abandoned if no lock tells."""
 
 FUTURE_NS = 3600 * 10**9
-"""A last use that is further ahead than this was noted by a clock that was wrong: such entries go first, in their order."""
+"""A last use further in the future than this comes from a wrong clock: such entries are evicted first, in order."""
 
 _BEYOND = 64
-"""A round removes a 64th of the entries beyond the budget, so that counting them costs each writer little."""
+"""A round removes 1/64 more of the entries than the limit requires, so that counting costs each writer little."""
 
 
 class NoRoom(Exception):
-    """What is stored may not be removed, or not in time: the entry does not fit."""
+    """The entry does not fit: stored entries may not be removed, or not in time."""
 
 
 class Round(NamedTuple):
-    """What an evictor leaves: whether room is still ``missing``, and unfinished files that may become entries it can remove."""
+    """The result of a round: whether room is still ``missing``, and unfinished files that may become removable entries."""
 
     missing: bool
     unfinished: int
 
 
 class Reservation:
-    """The bytes of one entry, taken before they are written; the entries of ``chain`` stay."""
+    """The bytes of one entry, reserved before they are written; the entries of ``chain`` stay."""
 
     def __init__(self, evictor: Evictor, size: int, chain: Sequence[bytes]) -> None:
         self._evictor, self._size, self._kept = evictor, size, set(chain)
         self._counted: Count | None = None
 
     def take(self, descriptor: int) -> None:
-        """Make room, and make the entry's unfinished file as long as it will be. Raises NoRoom and OSError."""
+        """Make room, and extend the entry's unfinished file to its final size. Raises NoRoom and OSError."""
         self._counted = self._evictor.reserve(self._size, self._kept, lambda: os.ftruncate(descriptor, self._size))
 
     def give_back(self) -> None:
-        """Give the bytes back of an entry whose unfinished file is gone. Raises OSError."""
+        """Release the bytes of an entry whose unfinished file is gone. Raises OSError."""
         self._evictor.usage.give_back(self._size, self._counted)
 
 
 class Evictor:
-    """Makes room in a directory. Any number of processes may ask; one at a time removes."""
+    """Makes room in a directory. Any number of processes may request room; one at a time removes entries."""
 
     def __init__(self, folder: Folder, pins: Pins, usage: Usage, counters: Counters, max_bytes: int | None, min_free: int) -> None:
         self._folder, self._pins, self.usage, self._counters = folder, pins, usage, counters
         self._max_bytes, self._min_free = max_bytes, min_free
 
     def reserve(self, size: int, kept: set[bytes], taken: Callable[[], None]) -> Count:
-        """Take ``size`` bytes once they fit, removing none of ``kept``; ``taken`` shows them to whoever counts.
+        """Reserve ``size`` bytes once they fit, removing none of ``kept``; ``taken`` makes the bytes visible to counts.
 
         Raises NoRoom and OSError.
         """
@@ -87,11 +87,11 @@ class Evictor:
             if found is not None and found.missing and not found.unfinished:
                 raise NoRoom
             if found is None or found.missing:
-                # Others are making room, or write what can be removed once it is written.
+                # Other processes are making room, or are writing entries that can be removed once written.
                 time.sleep(_POLL_SECONDS)
 
     def collect(self) -> None:
-        """Remove unfinished files of dead writers, count afresh and evict what is above the budget."""
+        """Remove unfinished files of dead writers, count again and evict entries above the byte limit."""
         try:
             if os.path.isdir(self._folder.root):
                 self._folder.make_folders()
@@ -103,7 +103,7 @@ class Evictor:
         return (self._max_bytes is None or total <= self._max_bytes) and self._missing_on_disk(size) <= 0
 
     def _missing_on_disk(self, size: int) -> int:
-        """The bytes that the disk lacks for ``size`` more, what is unfinished, and the minimum that stays free."""
+        """The bytes that the disk lacks for ``size`` more, for unfinished files, and for the minimum to keep free."""
         if not self._min_free:
             return 0
         unwritten = sum(max(0, status.st_size - status.st_blocks * 512) for _, status in self._folder.unfinished())
@@ -111,7 +111,7 @@ class Evictor:
         return self._min_free + unwritten + size - disk.f_bavail * disk.f_frsize
 
     def _try_round(self, size: int, kept: set[bytes]) -> Round | None:
-        """Sweep, count, and evict what is above the budget with ``size`` more; None when another process is at it."""
+        """Sweep, count, and evict until ``size`` more bytes fit; None when another process is evicting."""
         with self._locked() as held:
             if not held:
                 return None
@@ -123,7 +123,7 @@ class Evictor:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
-        """An advisory lock that ends with its process; only evictors take it."""
+        """Try to take an advisory lock that ends with its process; only evictors take it."""
         descriptor = self._open_lock()
         try:
             self._folder.trust.own(descriptor)
@@ -137,13 +137,13 @@ class Evictor:
         try:
             return os.open(path, flags, 0o600)
         except PermissionError:
-            # Made by another user, such as an administrator once.
+            # The file belongs to another user, such as an administrator who ran kvpack once.
             os.unlink(path)
             return os.open(path, flags, 0o600)
 
     def _evict(self, size: int, kept: set[bytes]) -> tuple[Round, int]:
-        """Remove what is above the budget with ``size`` more and not in ``kept``; also the bytes that stay, unfinished ones among them."""
-        # Unfinished files first: one that is renamed meanwhile is then counted twice, not missed.
+        """Evict until ``size`` more bytes fit, except ``kept``; also returns the bytes that stay, including unfinished files."""
+        # Unfinished files are counted first: a file renamed meanwhile is then counted twice, not missed.
         pending = [status.st_size for _, status in self._folder.unfinished() if status.st_size]
         latest = time.time_ns() + FUTURE_NS
         entries = [(status.st_mtime_ns <= latest, status.st_mtime_ns, status.st_size, name) for name, status in self._folder.scan()]
@@ -171,9 +171,9 @@ class Evictor:
         return Round(excess > 0, len(pending)), total
 
     def sweep(self) -> None:
-        """Remove unfinished files whose writer is gone: nobody holds their lock, or where there is none, they are old."""
+        """Remove unfinished files whose writer is gone: nobody holds the lock, or without locks, the file is old."""
         for path, status in self._folder.unfinished():
-            # Not the time that its writer sets, which will be the time of its last use.
+            # Not the modification time, which the writer sets to the time of the entry's last use.
             age = time.time() - status.st_ctime
             try:
                 if sweep(path, old=abs(age) >= STALE_SECONDS):

@@ -1,17 +1,17 @@
-"""Which errors say that an entry's bytes are damaged: such an entry is removed, and every other one that cannot be read stays."""
+"""The errors that mean an entry is damaged: such an entry is removed; any other unreadable entry stays."""
 
 from __future__ import annotations
 
 from kvpack.formats.errors import DigestMismatch, InvalidHeader, InvalidPayload, NotConsecutive, NotKvpack, Truncated
 
 DAMAGE = (DigestMismatch, InvalidHeader, InvalidPayload, NotKvpack, Truncated, NotConsecutive)
-"""What a check says of bytes that were read whole: digest, header, payload, magic, length, and a header that continues no ancestor's."""
+"""Errors of checks on completely read bytes: digest, header, payload, magic, length, and a header that does not continue its parent's."""
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether ``error``, raised by a check of an entry that was read whole, says that the entry is good for nobody.
+    """Whether ``error``, raised by a check of a completely read entry, means that no reader can use the entry.
 
-    What the reader lacks is no damage: memory, a descriptor, an answer of the disk, a newer version, a codec, a key, a higher
-    limit. Another reader may have it.
+    A failure on the reader's side is not damage: out of memory or descriptors, a disk error, or a missing version, codec, key
+    or limit. Another reader may succeed.
     """
     return isinstance(error, DAMAGE)

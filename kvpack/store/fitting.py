@@ -1,4 +1,4 @@
-"""Whether a cache, and a chunk, fit an identity: what does not can never be stored."""
+"""Checks that a cache and a chunk size fit an identity; anything else can never be stored."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The files of a directory of entries: where they are, which there are, and how one is removed.
+"""The files of a directory of entries: their paths, listing and removal.
 
 <root>/3/f/3f...e1       an entry, named by the hexadecimal digits of its key
-<root>/unfinished/       what writers have not finished, and hold a lock on
-<root>/pins/             one file a pinned chain: its keys
-<root>/usage, lock       what usage.py counts, and the evictor's lock
+<root>/unfinished/       files being written, locked by their writers
+<root>/pins/             one file per pinned chain: its keys
+<root>/usage, lock       the counts of usage.py, and the evictor's lock
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Folder:
         self._counters = counters
 
     def path(self, key: bytes) -> str:
-        """Where the entry ``key`` is."""
+        """The path of the entry ``key``."""
         name = key.hex()
         return f"{self.root}/{name[0]}/{name[1]}/{name}"
 
     def remove(self, path: str) -> int | None:
-        """Unlink an entry and return the bytes that it had, or None."""
+        """Unlink an entry and return its size in bytes, or None."""
         try:
             status = os.stat(path, follow_symlinks=False)
             os.unlink(path)
@@ -67,6 +67,6 @@ class Folder:
                     yield os.path.join(folder, name), status
 
     def make_folders(self, *folders: str) -> None:
-        """Make ``folders`` and that of unfinished files, where they are not there. Raises OSError and Untrusted."""
+        """Create ``folders`` and the folder of unfinished files if missing. Raises OSError and Untrusted."""
         for folder in (self.unfinished_folder, *folders):
             self.trust.make_folder(folder, durable=self.durable)

@@ -1,4 +1,4 @@
-"""What an entry looks like before it is read whole: its size, and how it begins (spec/store.md, Entries and Encrypted entries)."""
+"""The form of an entry, judged by its size and first bytes before it is read (spec/store.md, Entries and Encrypted entries)."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from kvpack.formats.errors import LimitExceeded
 from .backend import MAX_ENTRY_BYTES
 
 VERSION = 1
-"""The version of encrypted entries that is written."""
+"""The version of encrypted entries that this kvpack writes."""
 MAGIC = b"kvpack-encrypted 1\n"
-"""What an encrypted entry begins with."""
+"""The first bytes of an encrypted entry."""
 MAX_ID_BYTES = 255
 NONCE_BYTES, TAG_BYTES = 12, 16
 FRONT_BYTES = 512
-"""More of an entry's beginning than its form is told from."""
+"""Bytes from the beginning of an entry that are more than enough to tell its form."""
 
 _ENCRYPTED = re.compile(rb"kvpack-encrypted ([1-9][0-9]{0,8})\n")
 
 
 class Kind(enum.Enum):
-    """What the beginning and the size of an entry tell of it."""
+    """The kind of an entry, judged by its beginning and its size."""
 
     READABLE = enum.auto()
-    """It begins as the entries of this store do."""
+    """The beginning matches the entries of this store."""
     FOREIGN = enum.auto()
-    """Another store may read it: it is encrypted with a key that is not at hand, or by a later version."""
+    """Another store may read it: it is encrypted with a key that is not available, or by a later version."""
     JUNK = enum.auto()
-    """No store reads it, or none that takes entries of this form: a good one may take its place."""
+    """No store that uses entries of this form can read it: a good entry may replace it."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,19 @@ PLAIN = Form()
 
 
 def check_size(where: str, size: int, max_bytes: int) -> None:
-    """Raise LimitExceeded for what is larger than an entry may be: it is not read."""
+    """Raise LimitExceeded for anything larger than the largest entry: it is not read."""
     if size > max_bytes:
         raise LimitExceeded(f"{where}: has {size} bytes, max_entry_bytes is {max_bytes}")
 
 
 def encrypted_version(beginning: bytes | memoryview) -> int | None:
-    """The version of the encryption that an entry begins with; None where it is not encrypted."""
+    """The encryption version at the beginning of an entry; None if it is not encrypted."""
     found = _ENCRYPTED.match(bytes(beginning[:FRONT_BYTES]))
     return int(found[1]) if found else None
 
 
 def key_id(beginning: bytes | memoryview) -> bytes | None:
-    """The id of the key that an entry says it is encrypted with; None where it does not begin as one of version 1, or is cut."""
+    """The id of the key that an entry names; None if it does not begin as an entry of version 1 or is truncated."""
     front = bytes(beginning[:FRONT_BYTES])
     if not front.startswith(MAGIC) or len(front) == len(MAGIC):
         return None

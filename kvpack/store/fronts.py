@@ -1,4 +1,4 @@
-"""Whether what begins as an entry is one, by its front: looked at before it is taken for stored."""
+"""Check whether bytes are an entry by their front, before counting them as stored."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def kind_of(key: bytes, data: Data, form: Form) -> Kind:
     try:
         check_front(key, data, None)
     except Undecryptable:
-        # Whole, and encrypted as the store's are.
+        # Complete, and encrypted like the store's entries.
         return kind
     except KvpackError as error:
         return Kind.JUNK if is_damage(error) else Kind.FOREIGN
@@ -49,7 +49,7 @@ def kind_of(key: bytes, data: Data, form: Form) -> Kind:
 
 
 class Known:
-    """The keys of entries of which something is known, so that they need not be looked at again."""
+    """The keys of entries that were examined before and need no second look."""
 
     def __init__(self) -> None:
         self._keys: set[bytes] = set()
@@ -58,7 +58,7 @@ class Known:
         return key in self._keys
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Remember ``keys``; of very many the earlier ones are forgotten."""
+        """Remember ``keys``; beyond a limit the earliest are forgotten."""
         if len(self._keys) > _MOST_KNOWN:
             self._keys = set()
         self._keys.update(keys)

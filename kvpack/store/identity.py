@@ -1,4 +1,4 @@
-"""What the bytes of a prefix depend on besides its tokens: stores that differ in any of it never see each other's entries."""
+"""The identity of a prefix: all that its bytes depend on besides its tokens. Stores of different identities share no entries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEADER_NAMES = {"model": "name"}
 
 @dataclass(frozen=True)
 class Identity:
-    """What the keys and values of a prefix depend on besides its tokens, each as text; ``of`` finds it for a transformers model.
+    """Everything that the keys and values of a prefix depend on besides its tokens, as text; ``of`` finds it for a transformers model.
 
     ``weights`` is a digest or a revision, ``adapter`` names and digests the adapters in effect, ``config`` digests the
     configuration, the modules with their settings and quantization, and the buffers. ``extra`` is the caller's: forward hooks
@@ -96,7 +96,7 @@ class Identity:
 
     @property
     def header_model(self) -> dict[str, str]:
-        """The map ``model`` of an entry's header: all but the recipe, which has a place of its own, and the tenant."""
+        """The map ``model`` of an entry's header: all fields except the recipe, which has its own key, and the tenant."""
         fields = (field.name for field in dataclasses.fields(self) if field.name not in ("recipe", "tenant"))
         return {_HEADER_NAMES.get(name, name): value for name in fields if (value := getattr(self, name))}
 

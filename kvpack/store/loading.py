@@ -1,6 +1,6 @@
-"""Loading a prefix: entries are decrypted, checked and joined; what a check refuses is asked of the next tier.
+"""Loading a prefix: entries are decrypted, checked and joined; if a check refuses an entry, the next tier is tried.
 
-Only what has been checked is noted as used and copied to faster tiers.
+Only checked entries are noted as used and copied to faster tiers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .entries import Reader
 
 FAULTS = (KvpackError, OSError, MemoryError, RuntimeError)
-"""What an entry may fail with, torch's want of memory among it: each is a miss, and is counted."""
+"""The errors that an entry may cause, including torch's out-of-memory errors: each is a miss and is counted."""
 
 
 class Loader:
@@ -36,7 +36,7 @@ class Loader:
         self._known, self._doubted = Known(), Known()
 
     def load(self, keys: Sequence[bytes]) -> Cache | None:
-        """The cache of the longest stored beginning of a chain, every digest checked; None when there is none."""
+        """The cache of the longest stored prefix of a chain, with every digest checked; None if there is none."""
         chunks: list[Cache] = []
         found: list[Found] = []
         beyond = -1
@@ -48,7 +48,7 @@ class Loader:
             found += entries[: len(good)]
             if error is None:
                 break
-            # A bad entry hides none that is in a slower tier.
+            # A bad entry must not hide a good one in a slower tier.
             self._refuse(rest[len(good)], entries[len(good)], error)
             beyond = entries[len(good)].tier
         cache = self._joined(chunks, keys, found)
@@ -124,7 +124,7 @@ class Loader:
         return cache
 
     def _refuse(self, key: bytes, found: Found, error: Exception) -> None:
-        """A bad entry is a miss. A damaged one goes, so that a good one can take its place; any other may be good for others."""
+        """Count a bad entry as a miss. A damaged entry is removed to make way for a good one; others may be able to read the rest."""
         self._counters.fault("load", error)
         self._known.remove([key])
         if isinstance(error, Undecryptable):
@@ -133,7 +133,7 @@ class Loader:
             self._counters.add("damaged_entries")
             self._backend.discard(key, found)
             if self._backend.present([key]):
-                # What cannot be removed is not stored either.
+                # An entry that cannot be removed cannot be replaced either.
                 self._doubted.add([key])
         else:
             self._counters.add("unreadable_entries")

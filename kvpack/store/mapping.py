@@ -14,9 +14,9 @@ _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_READ = 22
-"""Linux 5.14: map every page now."""
+"""Map every page now (Linux 5.14)."""
 _UNKNOWN_ADVICE = 22
-"""EINVAL: what an older kernel says to it."""
+"""EINVAL, the answer of an older kernel."""
 
 
 class _Mapping:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Memory(OneTier):
-    """Entries of at most ``max_bytes``; what was used longest ago goes first, leaves before their ancestors."""
+    """Entries of at most ``max_bytes`` in total; the least recently used go first, descendants before ancestors."""
 
     private = True
     puts_at_once = 1
@@ -46,7 +46,7 @@ class Memory(OneTier):
         with self._lock:
             data, _ = self._entries.get(key, (None, 0))
         try:
-            # A copy: whoever loads may write to it.
+            # A copy: the caller of load may write to it.
             return None if data is None else bytearray(data)
         except MemoryError as error:
             self._counters.fault("get", error)
@@ -109,7 +109,7 @@ class Memory(OneTier):
             return {key for chain in self._pins.values() for key in chain}
 
     def collect(self) -> None:
-        """Nothing is above the budget at any time."""
+        """Do nothing: the byte limit holds at all times."""
 
     def close(self) -> None:
         """The entries stay for as long as the store is in use."""

@@ -1,10 +1,10 @@
-"""The object store backend: S3 and what speaks its protocol, Google Cloud Storage, Azure.
+"""The object store backend: S3 and compatible services, Google Cloud Storage, Azure.
 
     <prefix>/3/f/3f...e1    an entry, put only where there is none, never changed
     <prefix>/pins/...       a pinned chain: its keys
     <prefix>/uses/...       which entries were used, the last one last (uses.py)
 
-Requests run several at once; a store that does not answer is left alone for a while.
+Several requests run at once; after failures requests pause for a while.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 REQUESTS = 16
 """Requests under way at once."""
 RECOUNT_SECONDS = 60.0
-"""How old a writer's count of the bytes stored may be: others write too."""
+"""The age at which a writer counts the stored bytes again, because others write too."""
 _SLACK = 16
 """Eviction frees a 16th of the budget more than is needed, so that not every put lists the entries."""
 _MERGE = 32
@@ -110,7 +110,7 @@ class ObjectStore(OneTier):
         if new is False:
             there = self._kind(name) or Kind.FOREIGN
             if there is Kind.JUNK:
-                # Nobody's entry: whatever put it there, no store reads it.
+                # Not an entry: no store can read it, whoever put it there.
                 new = self._guard.ask("put", lambda: self._objects.put(name, data), None)
         if new:
             self._counters.add("saved_chunks")
@@ -159,7 +159,7 @@ class ObjectStore(OneTier):
         return {bytes(chain[at : at + KEY_BYTES]) for chain in chains for at in range(0, len(chain) - KEY_BYTES + 1, KEY_BYTES)}
 
     def collect(self) -> None:
-        """Count the entries, evict what is above the budget, and put one record of their uses in the place of all."""
+        """Count the entries, evict those above the byte limit, and merge all records of uses into one."""
         with self._lock:
             self._evict(self._max_bytes, set())
         self._record_uses()
@@ -223,7 +223,7 @@ class ObjectStore(OneTier):
             self._merge_records()
 
     def _merge_records(self) -> None:
-        """Put one record in the place of all, without the entries that are gone."""
+        """Merge all records into one, without entries that are gone."""
         records, entries = self._records(), self._entries()
         if len(records) < 2 or entries is None:
             return

@@ -1,4 +1,4 @@
-"""Random edits of bytes, of arrays of numbers, and of text; each is a function of its input and of ``source``."""
+"""Random edits of bytes, arrays of numbers, and text; each depends only on its input and on ``source``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMERALS = tuple(b"0 1 -1 2 3 4 5 7 8 9 16 32 64 128 256 65536 1844674407370955
 NUMBERS: dict[str, tuple[bytes, ...]] = {
     "U8": (b"\0", b"\1", b"\2", b"\x7f", b"\x80", b"\xff"),
     "U16": tuple(struct.pack("<H", value) for value in (0, 1, 2, 255, 256, 0x7FFF, 0x8000, 0xFF00, 0xFFFF)),
-    # Zero, one, the least and the largest subnormal, the largest value, infinity, NaN; then the same with the sign bit.
+    # Zero, one, the smallest and the largest subnormal, the largest value, infinity, NaN; then the same with the sign bit.
     "F16": tuple(struct.pack("<H", value | sign) for sign in (0, 0x8000) for value in (0, 0x3C00, 1, 0x3FF, 0x400, 0x7BFF, 0x7C00, 0x7E00)),
     "BF16": tuple(struct.pack("<H", value | sign) for sign in (0, 0x8000) for value in (0, 0x3F80, 1, 0x7F, 0x80, 0x7F7F, 0x7F80, 0x7FC0)),
     "F32": tuple(
@@ -25,7 +25,7 @@ NUMBERS: dict[str, tuple[bytes, ...]] = {
         for value in (0, 0x3F800000, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000)
     ),
 }
-"""The values of every stored dtype at which something changes."""
+"""Boundary values of every stored dtype."""
 
 
 def mutated_bytes(data: bytes, source: random.Random, most: int = 1 << 15) -> bytes:

@@ -1,4 +1,4 @@
-"""What must hold of accepted files that are attended and appended to, and of the memory that this takes."""
+"""Oracles for attending and appending to accepted files, and for the memory that this takes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TOLERANCE = 2e-3
 
 
 def check_attend(data: bytes) -> bool:
-    """An accepted file is attended by any queries, or refused by name, in bounded memory."""
+    """Any queries attend to an accepted file, or are refused with a KvpackError, in bounded memory."""
 
     def attend() -> bool:
         cache = loaded(data)
@@ -50,7 +50,7 @@ def check_attend(data: bytes) -> bool:
 
 
 def compare_attend(data: bytes) -> None:
-    """Attention over packed tokens is attention over the values that they decode to."""
+    """Attention over packed tokens equals attention over their decoded values."""
     cache = loaded(data)
     if cache is None or cache.values > MOST_VALUES:
         return
@@ -66,13 +66,13 @@ def compare_attend(data: bytes) -> None:
             continue
         expected = _attention(q.to(torch.float64), k, v, **options)
         largest = v.abs().amax() if v.numel() else 1.0
-        # Scores of large keys leave little of a softmax but its largest: a rounding then moves the whole.
+        # Large keys concentrate the softmax on its largest score, so that rounding one score changes the whole result.
         if k.abs().amax() < 2.0**6:
             assert ((out - expected).abs() <= _TOLERANCE * largest).all(), "attention differs from that over the decoded values"
 
 
 def check_append(data: bytes) -> bool:
-    """Tokens are added to an accepted file, or refused by name, in bounded memory; what it held stays, saved and loaded as well."""
+    """Tokens are appended to an accepted file, or refused, in bounded memory; earlier tokens stay, also after save and load."""
 
     def append() -> bool:
         cache = loaded(data)
@@ -95,7 +95,7 @@ def check_append(data: bytes) -> bool:
         _check_added(cache, longer, pairs, shown)
         if all(layer.tokens == cache.tokens for layer in cache):
             assert_equal(again, longer, longer.tokens)
-            # What is still raw may be encoded by now.
+            # Tokens that were raw may be encoded by now.
             packed = min((side.packed_tokens for layer in cache for side in layer.sides.values()), default=0)
             assert_equal(longer.prefix(packed), cache, packed)
         return True
@@ -104,7 +104,7 @@ def check_append(data: bytes) -> bool:
 
 
 def _check_added(cache: Cache, longer: Cache, pairs: list[tuple[torch.Tensor | None, ...]], shown: list[warnings.WarningMessage]) -> None:
-    """Added values are kept exactly while they are raw; only a raw codec narrower than they are rounds them, with its warning."""
+    """Appended values are exact while they are raw; only a raw codec of a narrower dtype rounds them, with a warning."""
     assert all(issubclass(warning.category, RoundedWarning) for warning in shown), [str(warning.message) for warning in shown]
     may_round = False
     for layer, before, pair in zip(longer, cache, pairs, strict=True):
@@ -124,7 +124,7 @@ def _source(data: bytes) -> random.Random:
 
 
 def _values(source: random.Random, side: Side | None, count: int) -> torch.Tensor | None:
-    """Values for a side: of the widest dtype, which a raw side may refuse or round, or of the dtype that it keeps."""
+    """Values for a side: of the widest dtype, which a raw side may refuse or round, or of the side's own dtype."""
     if side is None:
         return None
     dtype = source.choice((torch.float32, RAW_DTYPES[side.codec.dtype] if isinstance(side.codec, Raw) else side.tail.dtype))
@@ -134,7 +134,7 @@ def _values(source: random.Random, side: Side | None, count: int) -> torch.Tenso
 
 
 def _queries(cache: Cache, data: bytes) -> list[tuple[Layer, torch.Tensor, dict[str, Any]]]:
-    """For each layer that has keys, queries and options that follow from the bytes of the file."""
+    """For each layer with keys, queries and options derived from the bytes of the file."""
     source, found = _source(data), []
     for layer in cache:
         if layer.k is None or layer.k.batch * layer.k.heads * layer.k.dim > MOST_VALUES:

@@ -1,4 +1,4 @@
-"""What must hold of the command line on any file: an exit code, a message, and nothing written half. Runs in process."""
+"""The oracle for the command line on any file: an exit code, a message, and no partial output. Runs in process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PACK = ("pack", "FILE", "OUT", "--recipe", "kv=group:b=4,g=4")
 
 
 class CommandOracle:
-    """Runs one command on each input, chosen by the input itself, in ``folder``."""
+    """Runs one command on each input in ``folder``; the input determines the command."""
 
     def __init__(self, folder: Path) -> None:
         self.file, self.out, self.store = folder / "input", folder / "output", folder / "store"
@@ -47,11 +47,11 @@ class CommandOracle:
         self.entry = Path(path)
 
     def check(self, data: bytes) -> bool:
-        """Whether the command succeeded; fails for another exit code, an output of a refusal, or output that a terminal would obey."""
+        """Whether the command succeeded; fails for an unknown exit code, output after a refusal, or terminal control characters."""
         return self._run(_COMMANDS[(sum(data[:4096]) + len(data)) % len(_COMMANDS)], data)
 
     def check_pack(self, data: bytes) -> bool:
-        """Whether the file was packed; fails as ``check`` does, and when what was written is refused."""
+        """Whether the file was packed; fails as ``check`` does, and when the packed file is refused."""
         packed = self._run(_PACK, data)
         assert not packed or opened(self.written) is not None, "what pack wrote is refused"
         return packed
@@ -61,7 +61,7 @@ class CommandOracle:
         self.entry.write_bytes(data if "STORE" in command else b"")
         words = {"FILE": str(self.file), "OUT": str(self.out), "STORE": str(self.store)}
         stdout, stderr = io.StringIO(), io.StringIO()
-        # Building the parser takes ten times as long as most commands take on a small file, and is the same for all of them.
+        # Building the parser takes ten times as long as most commands on a small file, so all commands share one.
         parser = mock.patch.object(cli, "parser", return_value=self._parser)
         with parser, contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             code = cli.main([words.get(word, word) for word in command])

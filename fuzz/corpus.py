@@ -1,9 +1,9 @@
-"""Write the committed corpus: of the inputs that runs have found, the smallest that reach what the seeds do not.
+"""Write the committed corpus: the smallest inputs found by runs that reach code that the seeds do not.
 
     python fuzz/run.py --seconds 600 --found fuzz-found
     python fuzz/corpus.py --found fuzz-found
 
-What is committed already stays as far as it still reaches something; the name of an input is the digest of its bytes.
+Committed inputs stay while they still reach new code; the name of an input is the digest of its bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from seeds import committed, corpus_path  # noqa: E402
 from targets import TARGETS  # noqa: E402
 
 MOST_BYTES = 60_000
-"""Of a target's archive: all of them together stay below a megabyte."""
+"""The most bytes of a target's archive: all archives together stay below a megabyte."""
 _DATE = (2026, 1, 1, 0, 0, 0)
 
 

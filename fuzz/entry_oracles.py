@@ -1,4 +1,4 @@
-"""What must hold of the bytes that a store's entry reader is given, which another process may have written. Loads torch."""
+"""Oracles for the entry reader of a store, whose input another process may have written. Loads torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def entries(recipe: str, chunks: int = 2) -> list[bytes]:
 
 
 def mutated_entry(data: bytes, vocabulary: Vocabulary, source: random.Random, most: int) -> bytes:
-    """A mutation of an entry whose payload has, mostly, the digest that its header names, or damage that nothing repairs."""
+    """A mutation of an entry: mostly with a payload that matches the digest in its header, else with unrepaired damage."""
     if source.random() < 0.1:
         front = 8 + int.from_bytes(data[:8], "little")
         return data[:front] + mutated_numbers(data[front:], "U8", source)
@@ -72,7 +72,7 @@ class EntryOracle:
             assert len(_read(self._knowing[recipe], chain, _keys(chain)) or []) == len(chain)
 
     def check(self, data: bytes) -> bool:
-        """Whether the reader that parses takes the entry; fails when the other does not give the same cache."""
+        """Whether the parsing reader accepts the entry; fails when the other reader does not give the same cache."""
         try:
             header = container.open_bytes(data).header
             recipe, number, key = header.recipe, header.start // CHUNK, header.ignorable.get(FEATURE, b"")[:KEY_BYTES]

@@ -1,4 +1,4 @@
-"""Random edits of kvpack files that repair what they damage: lengths and digests are right again, or all would end at a digest.
+"""Random edits of kvpack files that repair lengths and digests afterwards; otherwise every edit would fail at a digest.
 
 A file is taken apart into its header and its stored tensors, one of them is changed, and the file is joined again. Changes
 of a codec, of a side or of the layers may also fit the tensors to the new header, so that they reach the codec's own rules.
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 _PADS = re.compile(rb'"kvpack\.pad\.[0-9]+":\{"dtype":"U8","shape":\[[0-9]+\],"data_offsets":\[([0-9]+),([0-9]+)\]\}')
 _NOT_A_FILE = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, msgpack.UnpackException)
-"""What taking apart or joining raises where a header does not have the form of one."""
+"""The errors of taking apart or joining a file whose header is malformed."""
 
 
 @dataclass
 class Vocabulary:
-    """What the seeds hold, for mutations to choose from: codecs as their maps, side-cars by name, and every word."""
+    """The contents of the seeds, for mutations to choose from: codecs as maps, side-cars by name, and every word."""
 
     codecs: list[dict[str, Any]] = field(default_factory=list)
     words: list[str] = field(default_factory=lambda: ["x"])
@@ -55,7 +55,7 @@ class Vocabulary:
 
 
 def taken_apart(data: bytes) -> Parts | None:
-    """The parts of a file, or None for bytes that have no header and no tensors where a file has them."""
+    """The parts of a file, or None for bytes without a header and tensors in the places of a file."""
     try:
         parts = Parts.of(data)
         ends = all(len(stored) == row[4] for row, stored in zip(parts.header["tensors"], parts.tensors, strict=True))
@@ -88,12 +88,12 @@ def mutated_file(data: bytes, vocabulary: Vocabulary, source: random.Random, mos
 
 
 def repaired(parts: Parts, packed: bytes | None = None) -> bytes | None:
-    """The file of ``parts`` with right lengths and digests, ``packed`` in place of its header; None when it has no form at all."""
+    """The file of ``parts`` with correct lengths and digests, with ``packed`` as its header if given; None if it is malformed."""
     try:
         return parts.joined(packed)
     except _NOT_A_FILE:
         pass
-    # A header that lists no tensors as a file has them is still read before they are: the front says what it can.
+    # A header without a valid list of tensors is still read before the tensors, so the front lists what it can.
     try:
         packed = msgpack.packb(parts.header) if packed is None else packed
         return Parts({"tensors": []}, []).joined(packed)
@@ -112,12 +112,12 @@ def _payload(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> Non
 
 
 def _field(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
-    """Change a value of the header and nothing that should follow it."""
+    """Change a value of the header without the changes that it would require elsewhere."""
     mutate_place(parts.header, vocabulary.words, source)
 
 
 def _header_bytes(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> bytes:
-    """Change the bytes of the header: other forms, other values, no msgpack at all."""
+    """Change the bytes of the header: other msgpack forms, other values, or invalid msgpack."""
     return mutated_bytes(msgpack.packb(parts.header), source)
 
 
@@ -156,11 +156,11 @@ def _filter(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None
 
 
 def _refitted(change: Callable[[Parts, Vocabulary, random.Random], None]) -> Callable[[Parts, Vocabulary, random.Random], Parts]:
-    """``change``, and the tensors fitted to what the header then says."""
+    """``change``, followed by fitting the tensors to the changed header."""
 
     def edit(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> Parts:
         try:
-            # Ten times as fast as a deep copy, and the header was msgpack anyway.
+            # Ten times as fast as a deep copy, and the header came from msgpack.
             changed = Parts(msgpack.unpackb(msgpack.packb(parts.header), strict_map_key=False), list(parts.tensors))
         except _NOT_A_FILE:
             return parts
@@ -185,14 +185,14 @@ def _codec_parameter(parts: Parts, vocabulary: Vocabulary, source: random.Random
 
 
 def _side_car(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
-    """Give a codec a parameter that another has: of its own kind a value, of side-cars a whole one."""
+    """Give a codec a value of the same parameter from another codec, or a whole side-car of another codec."""
     codec, other = source.choice(parts.header["codecs"]), source.choice(vocabulary.codecs)
     name = source.choice([name for name in other if name != "id"])
     codec[name] = copy.deepcopy(other[name])
 
 
 def _shape(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
-    """Change the tokens, sequences or heads of a layer, K and V alike."""
+    """Change the tokens, sequences or heads of both sides of a layer."""
     sides = [side for side in source.choice(parts.header["layers"]).values() if side is not None]
     kind = source.randrange(6)
     if kind == 0:
@@ -226,7 +226,7 @@ def _layers(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None
 
 
 def _with_another_front(joined: bytes, source: random.Random) -> bytes:
-    """Change a byte of the length or the JSON header, which have no digest but one right form."""
+    """Change a byte of the length or the JSON header, which have no digest but only one correct form."""
     end = 8 + int.from_bytes(joined[:8], "little")
     text = joined[: min(end, len(joined))]
     used = len(text.rstrip(b" ")) + 2
@@ -234,7 +234,7 @@ def _with_another_front(joined: bytes, source: random.Random) -> bytes:
 
 
 def _with_another_pad(joined: bytes, source: random.Random) -> bytes:
-    """Set a bit of a pad between tensors: it has no digest either."""
+    """Set a bit of a pad between tensors, which has no digest either."""
     end = 8 + int.from_bytes(joined[:8], "little")
     pads = _PADS.findall(joined[:end])
     if not pads:

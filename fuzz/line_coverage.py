@@ -1,4 +1,4 @@
-"""Which lines of the library a set of inputs runs, and which inputs run something that the others do not."""
+"""Find the lines of the library that a set of inputs runs, and the inputs that run lines that the others do not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tracer:
         self._arcs: set[Arc] = set()
 
     def arcs(self, run: Callable[[], object]) -> set[Arc]:
-        """The steps that ``run`` takes; what it raises is left to whoever counts failures."""
+        """The steps that ``run`` takes; its exceptions are ignored, because failures are counted elsewhere."""
         self._arcs = set()
         sys.settrace(self._called)
         try:
@@ -84,7 +84,7 @@ def minimized(run: Callable[[bytes], object], inputs: Iterable[bytes], known: It
 
 
 def runnable_lines() -> dict[str, set[int]]:
-    """The lines inside functions of formats/ and of the readers, by file: others run when a module is imported."""
+    """The lines inside functions of formats/ and of the readers, by file; other lines run at import."""
     result: dict[str, set[int]] = {}
     readers = {f"kvpack/file/{name}.py" for name in READERS}
     for path, name in Tracer().sources.items():

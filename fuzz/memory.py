@@ -1,4 +1,4 @@
-"""What one input takes: the growth of resident memory, measured by the system, so that libraries' own buffers count."""
+"""The memory of one input: the growth of resident memory as measured by the system, which includes libraries' buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RESET_PEAK = "5"
 
 
 def growth(action: Callable[[], object]) -> float | None:
-    """MiB that the process grows by while ``action`` runs; None where the system cannot say."""
+    """The growth of the process in MiB while ``action`` runs; None where the system does not report it."""
     try:
         _CLEAR.write_text(_RESET_PEAK, encoding="ascii")
     except OSError:
@@ -29,7 +29,7 @@ def growth(action: Callable[[], object]) -> float | None:
 
 
 def check_growth(action: Callable[[], bool], max_bytes: int) -> bool:
-    """What ``action`` returns. Raises AssertionError when it takes more than ``max_bytes`` and the constant that kvpack states."""
+    """Return the result of ``action``. Raises AssertionError when it takes more than ``max_bytes`` plus the constant that kvpack states."""
     result = False
 
     def noted() -> None:

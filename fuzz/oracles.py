@@ -1,7 +1,7 @@
-"""What must hold of any bytes that the light readers take: containers, headers and recipes. Needs no torch.
+"""Oracles for any bytes given to the readers of containers, headers and recipes. Do not need torch.
 
-A check reads an input as a program would, and returns whether it was accepted; a KvpackError is a refusal, and whatever else
-is raised is a failure. A comparison with another reader is a function of its own: it takes longer, and sees fewer inputs.
+A check reads an input as a program would, and returns whether it was accepted. A KvpackError is a refusal; any other exception
+is a failure. Comparisons with another reader are separate functions: they take longer and see fewer inputs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from kvpack.file.container import File
 
 MAX_DECODED_BYTES = 1 << 20
-"""What the readers are allowed to make of one input, as a program that reads files of others allows."""
+"""The readers' ``max_bytes`` for one input, as a program would set it for untrusted files."""
 MOST_COMPARED_BYTES = 1 << 15
-"""Tensors above this, decoded, are left alone by the second decoder, which takes its time."""
+"""The second decoder skips tensors of more decoded bytes, because it is slow."""
 
 
 def opened(data: bytes) -> File | None:
-    """The verified file, or None for a refusal."""
+    """The verified file, or None if it is refused."""
     try:
         file = container.open_bytes(data, max_bytes=MAX_DECODED_BYTES)
         file.verify()
@@ -43,7 +43,7 @@ def opened(data: bytes) -> File | None:
 
 
 def check_container(data: bytes) -> bool:
-    """A file that is accepted is the only one of its contents: written again, it has the same bytes."""
+    """An accepted file is the only file with its contents: written again, it has the same bytes."""
     file = opened(data)
     if file is None:
         return False
@@ -59,7 +59,7 @@ def check_container(data: bytes) -> bool:
 
 
 def compare_container(data: bytes) -> None:
-    """The second decoder accepts what the library accepts, and nothing else."""
+    """The second decoder accepts exactly the files that the library accepts."""
     try:
         file = container.open_bytes(data, max_bytes=MAX_DECODED_BYTES)
         if sum(map(layout_bytes, file.header.layouts.values())) > MOST_COMPARED_BYTES:
@@ -72,7 +72,7 @@ def compare_container(data: bytes) -> None:
 
 
 def refused_by_decoder(data: bytes) -> str | None:
-    """The rule by which the second decoder refuses a file; None where it accepts it."""
+    """The rule by which the second decoder refuses a file; None if it accepts the file."""
     try:
         decoder.read(data, decompress)
     except decoder.Refused as refused:
@@ -81,7 +81,7 @@ def refused_by_decoder(data: bytes) -> str | None:
 
 
 def check_header(data: bytes) -> bool:
-    """A header that is accepted is canonical, and lays out a file."""
+    """An accepted header is canonical and lays out a file."""
     try:
         header = parse_header(data)
     except KvpackError:
@@ -98,7 +98,7 @@ def check_header(data: bytes) -> bool:
 
 
 def compare_header(data: bytes) -> None:
-    """The second decoder accepts the headers that the library accepts, and makes the same JSON header of them."""
+    """The second decoder accepts exactly the headers that the library accepts, and makes the same JSON headers."""
     error = rule = None
     text, size = b"", 0
     try:
@@ -114,7 +114,7 @@ def compare_header(data: bytes) -> None:
         assert error is not None or list(parse_header(data).starts) == file.starts, "the positions of layers differ"
         json_header, laid = decoder.json_header(data, file.tensors), decoder.places(len(data), file.tensors)
         end = 8 + len(json_header) + (laid[-1].end if laid else len(data))
-        # Of these a reader of whole files learns from the file, which is not there.
+        # A reader of whole files checks these against the file, which does not exist here.
         if end > MAX_FILE_BYTES or len(json_header) > MAX_JSON_BYTES:
             rule = "limits"
         elif error is None:
@@ -123,7 +123,7 @@ def compare_header(data: bytes) -> None:
 
 
 def check_safetensors(data: bytes) -> bool:
-    """What the library accepts, the official safetensors reader accepts, and names, dtypes, shapes and offsets agree."""
+    """The official safetensors reader accepts every accepted file, with equal names, dtypes, shapes and offsets."""
     file = opened(data)
     if file is None:
         return False
@@ -154,10 +154,10 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_recipe(data: bytes) -> bool:
-    """A recipe that parses parses alike from its own text, and its codecs are those of their parameters."""
+    """A parsed recipe parses to the same recipe from its own text, and its codecs can be rebuilt from their parameters."""
     text = data.decode("utf-8", "surrogateescape")
     if "/" in text or text.lstrip().startswith("@"):
-        # A path: files have a target of their own.
+        # A path: recipe files have their own target.
         return False
     try:
         recipe = parse_recipe(text)
@@ -168,7 +168,7 @@ def check_recipe(data: bytes) -> bool:
 
 
 def check_recipe_file(data: bytes, path: str) -> bool:
-    """A recipe file, written to ``path``, is refused by name or is the recipe of its clauses."""
+    """A recipe file, written to ``path``, is refused with its name in the message, or gives the recipe of its clauses."""
     with open(path, "wb") as file:
         file.write(data)
     recipe, refusal = None, ""

@@ -1,4 +1,4 @@
-"""The tensors of a file fitted to a header that was changed: each has the name, dtype and size that codecs and layers give."""
+"""Fit the tensors of a file to a changed header: each gets the name, dtype and size that codecs and layers give."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_PAYLOAD_BYTES = 1 << 14
 
 
 def refitted(parts: Parts, source: random.Random) -> Parts:
-    """``parts`` with the tensors that its header asks for, which keep their bytes as far as they reach.
+    """``parts`` with the tensors that its header requires; tensors keep as many of their bytes as fit.
 
     Raises KvpackError, or what a header without the form of one raises, when there are none.
     """
@@ -58,19 +58,19 @@ def _content(row: list[Any], data: bytes) -> bytes:
         size = zstandard.get_frame_parameters(data).content_size
     except zstandard.ZstdError:
         return b""
-    # The decompressor allocates what a frame says, whatever it is told.
+    # The decompressor allocates the size that a frame states, whatever limit it is given.
     return decompress(data, MOST_PAYLOAD_BYTES) if size <= MOST_PAYLOAD_BYTES else b""
 
 
 def _fitted(known: bytes, size: int, source: random.Random) -> bytes:
-    """``size`` bytes that begin as ``known``; what is missing repeats what is there, so that streams stay of one kind."""
+    """``size`` bytes that begin with ``known``, repeated to fill up, so that streams keep their character."""
     if known:
         return (known * (size // len(known) + 1))[:size]
     return source.choice((bytes, source.randbytes))(size)
 
 
 def _count_entries(codec: Codec, side: dict[str, Any], where: str, stored: dict[str, bytes], source: random.Random) -> None:
-    """Make ``entries`` of a side what its flags, once they are fitted, count; a side without such streams has none."""
+    """Set ``entries`` of a side to the counts of its fitted flags; a side without such streams has none."""
     names = [name for name, layout in codec.layout(1, 1, 0).items() if layout.per == "entry"]
     side.pop("entries", None)
     if not names:

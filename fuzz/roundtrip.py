@@ -1,4 +1,4 @@
-"""Encode and decode tensors of any content with codecs of any options, until the time is up.
+"""Encode and decode arbitrary tensors with codecs of arbitrary options until the time is up.
 
     python fuzz/roundtrip.py --seconds 60 --codec group
 
@@ -31,7 +31,7 @@ MOST_FAILURES = 5
 
 @dataclass
 class Report:
-    """What a run has seen: examples a codec, how many an encoder refused, the slowest, and the smallest failing ones."""
+    """The results of a run: examples per codec, examples refused by an encoder, the slowest, and the smallest failing ones."""
 
     examples: Counter[str] = field(default_factory=Counter)
     refused: int = 0
@@ -51,7 +51,7 @@ class Report:
 
 
 def run(seconds: float, codec_id: str | None, first_seed: int) -> Report:
-    """Examples of ``codec_id`` (None: every codec) for ``seconds``, at least one batch; each batch has a seed of its own.
+    """Run examples of ``codec_id`` (None: every codec) for ``seconds``, at least one batch; each batch has its own seed.
 
     Ends early after ``MOST_FAILURES`` failing batches.
     """
@@ -94,7 +94,7 @@ def _batch(number: int, codec_id: str | None, report: Report) -> None:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="stop after the batch during which they pass (default 60)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="stop after the batch in which this time is up (default 60)")
     parser.add_argument("--codec", choices=sorted(CODECS), help="only this codec (default: every one)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first batch; a failure names the one to repeat it with")
     arguments = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Run the fuzz targets, each in a process of its own, and print a table of what they did.
+"""Run the fuzz targets, each in its own process, and print a table of results.
 
     python fuzz/run.py --seconds 60
     python fuzz/run.py --target container --target header --executions 1000000
 
-Exits with 1 when an input crashed or hung a target, took more memory than allowed, or a target died; what failed is kept as a
-file, with the command that repeats it.
+Exits with 1 when an input crashed or hung a target or took too much memory, or when a target died. A failing input is kept as
+a file, with the command that repeats it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _STATUS = re.compile(r"^#\d+\s.*\bcov: (\d+) ft: (\d+)", re.MULTILINE)
 def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the whole run, shared by the targets (default 60)")
-    parser.add_argument("--executions", type=int, help="end each target after so many inputs")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds for the whole run, shared by the targets (default 60)")
+    parser.add_argument("--executions", type=int, help="end each target after this many inputs")
     parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="only this one; may be given several times")
-    parser.add_argument("--seed", type=int, default=1, help="of the random choices (default 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random choices (default 1)")
     parser.add_argument("--driver", choices=("atheris", "random"), help="default: atheris where it is installed")
-    parser.add_argument("--processes", type=int, default=1, help="targets that run at a time (default 1)")
-    parser.add_argument("--lines", type=float, default=5.0, help="seconds a target to measure covered lines for (default 5)")
-    parser.add_argument("--found", type=Path, help="folder that keeps the inputs that reach something new, and continues from them")
+    parser.add_argument("--processes", type=int, default=1, help="number of targets that run at once (default 1)")
+    parser.add_argument("--lines", type=float, default=5.0, help="seconds per target for measuring covered lines (default 5)")
+    parser.add_argument("--found", type=Path, help="folder for inputs that reach new code; the run continues from its inputs")
     parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"), help="folder of failing inputs (default fuzz-failures)")
     parser.add_argument("--json", action="store_true", help="print the reports as one JSON value instead of a table")
     return parser.parse_args(words)

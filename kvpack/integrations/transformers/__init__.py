@@ -5,9 +5,9 @@
     model.generate(token_ids, past_key_values=KvpackCache(cache, model))
 
 Importing this package registers the attention "kvpack". It runs causal and sliding-window attention over packed layers;
-plain tensors, such as those of a prefill, go to the model's own attention: scaled dot product attention where the model has it,
-else eager. With "kvpack|eager" they go to eager attention. With the model, a KvpackCache records what its tokens came from, refuses
-a cache of another model, and decodes layers for models whose attention takes tensors alone.
+plain tensors, such as those of a prefill, go to the model's own attention: scaled dot product attention if the model has it,
+else eager. With "kvpack|eager" they go to eager attention. With the model, a KvpackCache records the inputs of its tokens, refuses
+a cache of another model, and decodes layers for models whose attention takes only tensors.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class KvpackCache(TransformersCache):  # type: ignore[misc]
-    """A transformers cache over a packed one: new tokens are appended packed, old ones are never unpacked.
+    """A transformers cache over a packed one: new tokens are packed when appended, old ones are never unpacked.
 
-    Give the model the token ids that follow the cache, or give ``generate`` all of them.
+    Give the model the token ids that follow the cache, or give ``generate`` all token ids.
 
     With ``model``, a transformers model or a PEFT wrapper of one, the cache is checked against it, forward passes are recorded
     (``packed.inputs``) until ``release``, and ``generate`` is refused other token ids than the cache's. A model whose attention
@@ -84,11 +84,11 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         return replace(self._packed, layers=layers, inputs=self.passes.record.inputs)
 
     def release(self) -> None:
-        """Record no more forward passes: hooks are removed from the model unless another cache records it."""
+        """Stop recording forward passes: hooks are removed from the model unless another cache records it."""
         self._hooks = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append ``[batch, kv_head, token, dim]`` keys and values to one layer, and return what attention takes for both.
+        """Append ``[batch, kv_head, token, dim]`` keys and values to one layer, and return the arguments of attention for both.
 
         That is the packed layer, or dense keys and values where the model cannot take it.
         Raises OutOfBounds for a layer that the cache does not have, InvalidShape when the tensors do not continue it, or when an
@@ -114,7 +114,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         return states, states
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """The keys that a mask is for, marked where attention "kvpack" needs none."""
+        """The number of keys for a mask, marked if attention "kvpack" needs no mask."""
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         return (length if self._dense else PackedLength(length)), offset
 
@@ -141,7 +141,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self.passes.select(indices)
 
     def check_attention(self, module: torch.nn.Module) -> None:
-        """Raise InvalidParameter when an attention module is seen to be of a model that cannot continue this cache."""
+        """Raise InvalidParameter when an attention module belongs to a model that cannot continue this cache."""
         if self._model is not None or type(module) in self._seen:
             return
         check_layers(len(self.layers), module)

@@ -22,7 +22,7 @@ _WITHOUT_COUNTERPART = {
     "cu_seq_lens_q": "several sequences in one row",
     "cu_seq_lens_k": "several sequences in one row",
 }
-"""Options of attention functions that ``attend`` has no counterpart of."""
+"""Options of attention functions that ``attend`` does not support."""
 
 
 def attention(
@@ -36,7 +36,7 @@ def attention(
     """transformers' attention function over a packed layer (``key``), or over tensors, which go to the model's own attention.
 
     ``query`` is ``[batch, q_head, q_len, dim]``; returns ``[batch, q_len, q_head, dim]``. Raises InvalidParameter
-    for what ``attend`` has no counterpart of: a mask, dropout, a position bias; InvalidShape for a layer without tokens that
+    for options that ``attend`` does not support: a mask, dropout, a position bias; InvalidShape for a layer without tokens that
     the model attends to.
     """
     if isinstance(key, PackedStates):
@@ -53,7 +53,7 @@ def attention(
         given.append("dropout")
     if given:
         raise InvalidParameter(
-            f"attention over packed layers has no counterpart of what the model passes: {', '.join(given)}; "
+            f"attention over packed layers does not support what the model passes: {', '.join(given)}; "
             "KvpackCache(cache, model, dense=True) decodes each layer for its call"
         )
     causal = options.get("is_causal")

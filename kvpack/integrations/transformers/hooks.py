@@ -1,4 +1,4 @@
-"""Hooks on a model that tell its caches what forward passes see, and the recording of passes over plain caches."""
+"""Hooks on a model that report forward passes to its caches, and the recording of passes over plain caches."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from kvpack.file.inputs import Inputs
 
 _HOOKS: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
-"""The hooks of each model, by its id; they live as long as something holds them."""
+"""The hooks of each model, by its id; they live as long as something references them."""
 
 
 class Hooks:
-    """The hooks of one model: they refer to no cache, and go with the last object that holds this one."""
+    """The hooks of one model: they reference no cache, and are removed with the last reference to this object."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = weakref.ref(model)
@@ -57,7 +57,7 @@ class Hooks:
 
     @staticmethod
     def on(model: torch.nn.Module) -> Hooks:
-        """The hooks of ``model``, made unless there are some."""
+        """The hooks of ``model``, created if there are none."""
         hooks = _HOOKS.get(id(model))
         if hooks is None or hooks.model() is not model:
             hooks = Hooks(model)
@@ -81,7 +81,7 @@ class Passes:
         return len(self._inside) == 1
 
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any], start: int) -> None:
-        """A call begins, over a cache of ``start`` tokens."""
+        """Note the beginning of a call over a cache of ``start`` tokens."""
         self._inside.append(module)
         if self.outermost:
             self.current = Pass(module, arguments, start, isinstance(_past(arguments), EncoderDecoderCache))
@@ -89,7 +89,7 @@ class Passes:
             self.current.check_positions(arguments)
 
     def leave(self, module: torch.nn.Module) -> Pass | None:
-        """A call ends; the pass, when it was the outermost one."""
+        """Note the end of a call; return the pass if the call was the outermost."""
         if self._inside and self._inside[-1] is module:
             self._inside.pop()
         if self._inside:
@@ -99,7 +99,7 @@ class Passes:
 
 
 class Recording:
-    """What the passes of a model over transformers' own caches see while it is recorded."""
+    """The record of a model's passes over transformers' own caches."""
 
     def __init__(self) -> None:
         self._passes = Passes()
@@ -123,7 +123,7 @@ class Recording:
             record.add(max(0, _tokens(cache) - record.tokens), None if output is None else ended)
 
     def inputs(self, past_key_values: TransformersCache) -> Inputs:
-        """What the tokens of ``past_key_values`` came from: the ``inputs`` of ``kvpack.pack``.
+        """The inputs of the tokens of ``past_key_values``, for the argument ``inputs`` of ``kvpack.pack``.
 
         Raises InvalidParameter for a cache that no recorded pass was over.
         """
@@ -138,7 +138,7 @@ class Recording:
 
 @contextmanager
 def recording(model: torch.nn.Module) -> Iterator[Recording]:
-    """Record what forward passes of ``model`` over transformers' own caches see.
+    """Record forward passes of ``model`` over transformers' own caches.
 
     For example::
 

@@ -14,7 +14,7 @@ from kvpack.formats.errors import InvalidShape, KvpackWarning, OutOfBounds
 
 
 class Decoding:
-    """Tells once that a model gets decoded keys and values; ``told`` when it was, or when it was asked for."""
+    """Warns once that a model gets decoded keys and values; ``told`` if it has warned, or if decoding was requested."""
 
     def __init__(self, told: bool) -> None:
         self.told = told
@@ -34,10 +34,10 @@ class AbsentLayer(DummyLayer):  # type: ignore[misc]
     is_sliding = False
 
     def check_window(self, crop: int = 0) -> None:
-        """Nothing is attended to here."""
+        """Do nothing: this layer attends to no tokens of its own."""
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Nothing is dropped here."""
+        """Do nothing: this layer holds no tokens."""
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -47,7 +47,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     ``keys`` or ``values`` are decoded for a model that reads them as tensors.
     """
 
-    # Cropping leaves packed what was raw before, so transformers must not take it for an exact undo.
+    # Cropping leaves tokens packed that were raw before, so transformers must not treat it as an exact undo.
     is_croppable = False
     supports_early_init = False
 

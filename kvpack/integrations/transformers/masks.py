@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 QUERIES_AT_A_TIME = 128
-"""Rows of a mask that are compared at a time with the mask that attention applies by itself."""
+"""The rows of a mask that are compared at once with the mask that attention applies by itself."""
 
 
 def mask(*, kv_length: int, config: Any, **options: Any) -> Any:

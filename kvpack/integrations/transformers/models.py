@@ -1,4 +1,4 @@
-"""What a transformers model expects of a cache, and whether a packed one is of it."""
+"""The expectations of a transformers model about its caches, and checks that a packed cache belongs to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvpack.cache.cache import Cache
 
 _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
-"""Settings of models that expand what the cache holds before they attend to it, or attend in chunks."""
+"""Settings of models that expand cached states before attention, or attend in chunks."""
 
 
 class Model:

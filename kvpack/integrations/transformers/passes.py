@@ -1,4 +1,4 @@
-"""What one forward pass computed its keys and values from, as far as its arguments tell."""
+"""The inputs of one forward pass, as far as its arguments tell."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Pass:
                 self._expected.append(((positions == expected).all(), "have other positions than those that follow the cache"))
 
     def undetermined(self, tokens: int) -> list[str]:
-        """What the ids of this pass, which made ``tokens`` tokens, do not determine."""
+        """The inputs that the ids of this pass, which made ``tokens`` tokens, do not determine."""
         found = list(self._found)
         if self._embedded:
             found.insert(0, "came from embeddings, not from token ids")

@@ -1,4 +1,4 @@
-"""The attention that plain tensors go to: what the model has without kvpack."""
+"""The attention for plain tensors: the model's attention without kvpack."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = ("kvpack", "kvpack|eager")
 """Names of the attention: with the second, plain tensors go to eager attention whatever else the model has."""
 
 _NOT_IN_SDPA = ("s_aux", "softcap")
-"""What eager attention functions take, and scaled dot product attention leaves out."""
+"""Options that eager attention functions support and scaled dot product attention ignores."""
 
 
 def plain_name(config: Any) -> str:

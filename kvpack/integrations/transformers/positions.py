@@ -1,4 +1,4 @@
-"""Rotary positions of several dimensions: models find them from images, and keep in themselves where text goes on."""
+"""Rotary positions of several dimensions: models compute them from images and store where the text continues."""
 
 from __future__ import annotations
 

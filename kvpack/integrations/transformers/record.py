@@ -1,4 +1,4 @@
-"""The record of what the tokens of one cache came from, pass by pass."""
+"""The record of the inputs of one cache's tokens, pass by pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .passes import Pass
 
 _PENDING = 64
-"""Passes that are kept before they are read: reading waits for the device."""
+"""The number of passes collected before they are read: reading waits for the device."""
 
 NOT_RECORDED = "came from forward passes that were not recorded: give KvpackCache the model"
 
@@ -90,7 +90,7 @@ class Record:
 
     @property
     def inputs(self) -> Inputs | None:
-        """What is known; None when nothing was known of the first tokens, and none were added."""
+        """The known inputs; None when nothing was known of the first tokens and no tokens were added."""
         self._settle()
         if not self._known:
             return None
@@ -104,7 +104,7 @@ class Record:
         return Inputs(token_ids, tuple(text for text, _ in texts), tuple(start for _, start in texts))
 
     def _settle(self) -> None:
-        """Read the passes that are pending."""
+        """Read the pending passes."""
         pending, self._pending = self._pending, []
         for start, stop, seen in pending:
             self._known = True

@@ -1,4 +1,4 @@
-"""What a KvpackCache hands to a model in place of keys and values."""
+"""The objects that a KvpackCache gives to a model in place of keys and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PackedLength(int):
-    """The number of keys that a mask is for, when they are packed: kvpack attention then needs no mask."""
+    """The number of keys for a mask when the keys are packed: kvpack attention then needs no mask."""
 
 
 class PackedStates:

@@ -1,4 +1,4 @@
-"""The forward passes over one KvpackCache: what they may do, and what the record gets of them."""
+"""Checks of the forward passes over one KvpackCache, and what the record stores about them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tracking:
         return type(self)(copy.deepcopy(self.record, memo), copy.deepcopy(self._positions, memo), self._model)
 
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
-        """A call begins. Raises InvalidParameter before anything is appended."""
+        """Check the beginning of a call. Raises InvalidParameter before anything is appended."""
         self._passes.enter(module, arguments, self.record.tokens)
         if self._passes.outermost and self._model is not None and not self._model.runs_packed_layers:
             raise InvalidParameter(
@@ -41,7 +41,7 @@ class Tracking:
             self._positions.check(arguments, self.record.tokens)
 
     def leave(self, module: torch.nn.Module, arguments: dict[str, Any], output: Any) -> None:
-        """A call ends, with or without a result."""
+        """Note the end of a call, with or without a result."""
         self._passes.leave(module)
 
     def check_update(self) -> None:
@@ -50,7 +50,7 @@ class Tracking:
             self._positions.check_given(self.record.tokens)
 
     def appended(self, tokens: int) -> None:
-        """A layer has seen ``tokens`` tokens now."""
+        """Note that a layer has now seen ``tokens`` tokens."""
         if tokens > self.record.tokens:
             self.record.add(tokens - self.record.tokens, self._passes.current)
 

@@ -1,4 +1,4 @@
-"""kvpack bench kernels: encoding on a CUDA device, beside a copy of the input and the papers' times; packing and unpacking whole.
+"""kvpack bench kernels: encoding on a CUDA device, compared with a copy of the input and the papers' times; whole pack and unpack.
 
 One side of the LLM row of OCTOPUS Table 7. Times of encoding are of the kernels alone, in CUDA graphs over inputs in turn, larger
 together than the L2 cache; packing and unpacking are the library's calls, with their memory and their checks.
@@ -114,7 +114,7 @@ def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copie
 
 
 def show(report: dict[str, Any], device: str) -> None:
-    """Print the table, and what its columns mean."""
+    """Print the table and the meaning of its columns."""
     from kvpack.output import bytes_text, print_table
 
     def number(value: float | None, scale: float, digits: int) -> str:

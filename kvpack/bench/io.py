@@ -1,4 +1,4 @@
-"""kvpack bench io: encode, save, load and unpack on one KV cache, beside safetensors and a memory copy, in one run.
+"""kvpack bench io: encode, save, load and unpack one KV cache, compared with safetensors and a memory copy in the same run.
 
 Every speed is GB/s of the dense bf16 cache, whatever the bytes stored. Files are read from the page cache.
 """
@@ -42,7 +42,7 @@ _SYNTHETIC = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)
 
 @dataclass(frozen=True)
 class Source:
-    """A KV cache to measure on: (k, v) a layer in bf16, and what it is."""
+    """A KV cache to measure: one bf16 (k, v) per layer, and a description."""
 
     label: str
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
@@ -197,7 +197,7 @@ def _row(name: str, operation: str, times: list[float], touched: int, bits: floa
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one table and what its columns mean."""
+    """Print one table and the meaning of its columns."""
     from kvpack.output import bytes_text, print_table
 
     columns = [

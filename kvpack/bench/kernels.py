@@ -1,4 +1,4 @@
-"""kvpack bench kernels: attention over packed rows on a CUDA device, beside the best bf16 attention in the same run.
+"""kvpack bench kernels: attention over packed rows on a CUDA device, compared with the best bf16 attention in the same run.
 
 Times are of CUDA graphs over buffers in turn, larger together than the L2 cache: main kernel and merge, and beside them the whole
 of ``attend``, which rotates the query before and the output after.
@@ -237,7 +237,7 @@ def _write(report: dict[str, Any], folder: Path) -> None:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one table a shape, and what its columns mean; then that of encoding."""
+    """Print one table per shape and the meaning of its columns, then the table of encoding."""
     from kvpack.output import bytes_text, print_table
 
     columns = ["recipe", "bytes read", "us", "us with\nrotations", "GB/s", "x byte\nfloor", "x best\nbf16", "relative\nerror", "unpack\nms"]

@@ -1,4 +1,4 @@
-"""kvpack bench overview: one picture of what recipes cost in quality and of how much faster attention is over them.
+"""kvpack bench overview: one picture of the quality that recipes cost and of the speedup of attention over them.
 
 It is drawn from the reports of ``kvpack bench quality`` and ``kvpack bench kernels``. The README shows that of ``measured/``, where
 ``quality.json`` has no values of single windows and layers, and ``kernels.json`` only the ratios that kernels/README.md lists.

@@ -1,4 +1,4 @@
-"""kvpack bench quality: what packing costs a model, measured over the packed files of its own KV caches.
+"""kvpack bench quality: the quality that packing costs a model, measured on packed files of its own KV caches.
 
 A window of ``tokens`` tokens is read in two parts. The first is prefilled by the uncompressed model; its KV cache is packed,
 saved and loaded, and the model reads the last ``score`` tokens over the packed layers, appending their keys and values, which are
@@ -64,7 +64,7 @@ _TWIN_SAMPLE = 256
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a measurement; None stands for the default, or for what the model and the text have where that is less.
+    """Sizes of a measurement; None stands for the default, or for the limit of the model and the text if that is smaller.
 
     ``tokens`` of a window, of which the last ``score`` are scored; ``windows`` of the text; ``needles`` are prompts;
     ``twin`` is the factor of the outlier-heavy twin, None for the model as it is.

@@ -1,4 +1,4 @@
-"""kvpack bench store: match, load, put and get on a prefix store, beside plain reads and a store of bf16 safetensors, in one run.
+"""kvpack bench store: match, load, put and get on a prefix store, compared with plain reads and a bf16 safetensors store in the same run.
 
 Files are read from the page cache. A speed in GB/s is that of the bytes stored.
 """
@@ -92,7 +92,7 @@ def run(
 
 
 def _prefix(recipe: str, layers: int, heads: int, dim: int, chunks: int) -> kvpack.Cache:
-    """A cache of Gaussian values, every chunk of it the same: what is measured does not look at them."""
+    """A cache of Gaussian values, every chunk the same: the measured operations do not depend on values."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, heads, CHUNK, dim, generator=generator).to(torch.bfloat16)
     one = kvpack.pack([(x, x)] * layers, recipe)
@@ -126,7 +126,7 @@ def _load(folder: str, identity: Identity, layers: int, chunks: int, repeats: in
         store.save(ids, _prefix(identity.recipe, layers, HEADS, DIM, chunks))
         paths = [_path(store, key) for key in store.keys(ids)]
         dense = _save_dense(folder, layers, chunks)
-        # Measured in turn, so that what else the machine does meets all alike.
+        # Measured in turn, so that other load on the machine affects all equally.
         times: dict[str, list[float]] = {}
         ways: dict[str, Callable[[], object]] = {
             "load": lambda: store.load(ids),

@@ -1,4 +1,4 @@
-"""The tables of kvpack bench store, targets beside what was measured."""
+"""The tables of kvpack bench store: measurements next to their targets."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from kvpack.output import bytes_text, print_table
 
 FLAT_TARGET = 1.5
-"""How much more a chunk may cost among the most entries than among the fewest: what passes for flat."""
+"""The largest ratio of the cost of a chunk among the most entries to that among the fewest that counts as flat."""
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the tables, targets beside what was measured."""
+    """Print the tables: measurements next to their targets."""
     shape = f"{report['layers']} layers, {report['heads']} heads of dim {report['dim']}, chunks of {report['chunk']} tokens"
     match, load, fewest, most = report["match"], report["load"], report["entries"][0], report["entries"][-1]
     print_table(

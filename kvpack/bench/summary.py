@@ -80,7 +80,7 @@ def _recall(answers: Sequence[bool]) -> dict[str, Any] | None:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one table and what its columns mean."""
+    """Print one table and the meaning of its columns."""
     exact, settings = report["uncompressed"], report["settings"]
     columns = [
         "what", "bits a\nvalue", "nominal\nbits", "perplexity", "change of\nits log", "95 %\n+-", "KL\n(nats)",

@@ -1,4 +1,4 @@
-"""One window of text: what the uncompressed model does in it, and what the model does over a packed file."""
+"""One window of text: the predictions of the uncompressed model, and those of the model over a packed file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUERIES = 128
 """The newest queries of a window, on which the attention's error is measured."""
 
 _ROWS = 64
-"""Positions whose distributions are compared at a time."""
+"""The number of positions whose distributions are compared at once."""
 
 _RECORDED = "kvpack-recorded"
 
@@ -40,7 +40,7 @@ class Seen:
 
 @dataclass
 class _Recorder:
-    """kvpack's attention function, which keeps what the last forward pass gave it and got."""
+    """kvpack's attention function, which keeps the arguments and the result of the last forward pass."""
 
     layers: dict[int, Seen] = field(default_factory=dict)
 

@@ -42,7 +42,7 @@ RECIPES = ("bf16", "turboangle-k8v4", "octopus-4", "hqmq-s96-r4", "octopus-3", "
 PROMPT_BYTES = 2000
 SAMPLE_BYTES = 60
 READERS = 2
-"""Reading processes at a time."""
+"""The number of concurrent reading processes."""
 IDENTITY = {"name": "tinylm"}
 
 _KEY_LINE = re.compile(rb"\[\[key (\w{6}) = (\w{8})\]\]")
@@ -107,7 +107,7 @@ def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @rounding_is_shown()
 def write(pairs: list[tuple[torch.Tensor, torch.Tensor]], recipe: str, path: Path) -> dict[str, Any]:
-    """Pack and save, and compare what was packed with the original."""
+    """Pack and save, and compare the packed values with the original."""
     pack, save = kvpack.pack, kvpack.save
     started = time.perf_counter()
     cache = pack(pairs, recipe, model=IDENTITY)
@@ -171,7 +171,7 @@ def continue_from(past: Cache | Any) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the table and, under it, what each file's reader wrote next."""
+    """Print the table and, under it, the text that each file's reader generated next."""
     plain = report["uncompressed"]
     columns = [
         "recipe", "file\nbytes", "bits a\nvalue", "nominal\nbits", "smaller\nthan bf16", "K\ncosine", "V\ncosine",
@@ -238,7 +238,7 @@ def _file_name(recipe: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """``python -m kvpack.demo.files reader FILE``: print what the reader found as JSON."""
+    """``python -m kvpack.demo.files reader FILE``: print the reader's findings as JSON."""
     command, path = words
     if command != "reader":
         raise SystemExit(f"unknown command {command!r}, expected reader")

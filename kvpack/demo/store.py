@@ -31,7 +31,7 @@ NEW_TOKENS = 40
 
 
 def run(location: str, recipe: str = RECIPE, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Run the processes one after another on the store at ``location``, and report what each found and produced as JSON values.
+    """Run the processes one after another on the store at ``location``, and report what each one found and produced as JSON values.
 
     ``progress`` counts processes. Raises InvalidRecipe, and KvpackError when transformers is not installed or a process fails.
     """
@@ -77,7 +77,7 @@ def use(location: str, recipe: str) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one row per process, and what they produced."""
+    """Print one row per process, and the text that each produced."""
     rows = [
         [
             row["process"],

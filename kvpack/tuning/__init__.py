@@ -1,1 +1,1 @@
-"""kvpack tune: choosing a codec for every layer and side of a model under a budget of bytes."""
+"""kvpack tune: choose a codec for every layer and side of a model within a budget of bytes."""

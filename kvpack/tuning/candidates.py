@@ -34,7 +34,7 @@ LADDER = (
     "v=octahedral:b=3",
     *(f"v=group:b={words},scales=u8,rotation=hadamard" for words in _GROUPS[1:4]),
 )
-"""What the thorough search chooses from, from 1 to 8 bits: of every family the codecs that cost least for what they keep."""
+"""The candidates of the thorough search, from 1 to 8 bits: for every family, the codecs with the best quality for their size."""
 
 RUNGS = (
     *(f"k=group:b={words},scales=u8" for words in ("2,g=64", "2,g=32", "3,g=64", "4,g=64", "5,g=64", "6,g=64", "8,g=64")),

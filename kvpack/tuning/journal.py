@@ -57,7 +57,7 @@ class Journal:
             self.write()
 
     def write(self) -> None:
-        """Write what is not in the file yet. Raises WriteFailed."""
+        """Append the measurements that are not in the file yet. Raises WriteFailed."""
         if self.path is None or not self.unwritten:
             return
         content = {

@@ -1,4 +1,4 @@
-"""The loss of a recipe: the divergence of what a model predicts over its packed files from what it predicts without packing."""
+"""The loss of a recipe: the divergence of a model's predictions over packed files from its predictions without packing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """What one recipe costs, one number per window; ``bytes`` are those of the windows' files, ``values`` what they hold.
+    """The cost of one recipe, one number per window; ``bytes`` are those of the windows' files, ``values`` what they hold.
 
     The KL divergence (nats a token) is what the log-perplexity would rise by if the text were as the uncompressed model
     expects it. It hardly depends on which text is read, so that a few windows tell codecs apart whose perplexities they cannot.
@@ -76,7 +76,7 @@ class Windows:
         return first
 
     def loss(self, recipe: str) -> Loss:
-        """What the recipe costs, measured once for every text of a recipe. Raises OutOfRange where a codec cannot hold the values."""
+        """The cost of the recipe, measured once per recipe text. Raises OutOfRange where a codec cannot hold the values."""
         if recipe in self.losses:
             for _ in self.exact:
                 self.step()

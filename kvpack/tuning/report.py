@@ -10,7 +10,7 @@ from .results import uniform_name
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print what was found beside the best uniform recipe, the codecs of the layers, and whether tuning paid."""
+    """Print the recipe found next to the best uniform recipe, the codecs of the layers, and whether tuning helped."""
     settings = report["settings"]
     title = (
         f"{printable(report['model'])}, {printable(report['text'])}: {report['mode']} search, at most {report['bits']:g} bits per value; "

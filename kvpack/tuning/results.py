@@ -95,7 +95,7 @@ def comparison(tuned: Loss, uniform: Loss) -> dict[str, Any]:
 
 
 def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
-    """The recipe file: what it is, as comments, then one clause per line."""
+    """The recipe file: its description as comments, then one clause per line."""
     found, uniform = report["tuned"], report["uniform"]
     comments = [
         f"kvpack tune: {report['model']}, {report['text']}, at most {report['bits']:g} bits per value ({report['mode']} search)",

@@ -47,7 +47,7 @@ MAX_TOKEN_GROUP = 128
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a search; None stands for the default, or for what the model and the text have where that is less.
+    """Sizes of a search; None stands for the default, or for the limit of the model and the text if that is smaller.
 
     ``tokens`` of a window, of which the last ``score`` are scored; ``windows`` that the search reads, ``held_out`` for the report.
     Codecs that encode tokens in groups keep a part of a group raw, and those bytes count: multiples of 128 leave none.

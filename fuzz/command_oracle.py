@@ -11,8 +11,7 @@ from unittest import mock
 
 from kvpack import cli
 from kvpack.store.counters import Counters
-from kvpack.store.forms import Form
-from kvpack.store.locations import open_backend
+from kvpack.store.folder import Folder
 
 from oracles import opened  # isort: skip
 
@@ -41,10 +40,8 @@ class CommandOracle:
         self.file, self.out, self.store = folder / "input", folder / "output", folder / "store"
         self._parser = cli.parser()
         self.written = b""
-        backend = open_backend(str(self.store), Counters(), Form())
-        path = backend.path(bytes(32))  # type: ignore[attr-defined]
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        self.entry = Path(path)
+        self.entry = Path(Folder(str(self.store), Counters(), durable=False).path(bytes(32)))
+        os.makedirs(self.entry.parent, mode=0o700, exist_ok=True)
 
     def check(self, data: bytes) -> bool:
         """Whether the command succeeded; fails for an unknown exit code, output after a refusal, or terminal control characters."""

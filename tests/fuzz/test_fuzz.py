@@ -15,7 +15,7 @@ import msgpack
 import pytest
 import xxhash
 
-from kvpack.cache import cache
+from kvpack.cache import side
 from kvpack.coding import recipes
 from kvpack.file import container, header_tensor, payload
 from kvpack.formats import CODECS, columns
@@ -153,7 +153,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "digits are not checked": ("codec-group", leave_out(columns.Columns, "check")),
     "values are wrong": ("codec-scalar", wrong_value),
     "another reading": ("safetensors", another_shape),
-    "added values are rounded": ("append", leave_out(cache, "is_rounded", False)),
+    "added values are rounded": ("append", leave_out(side, "is_rounded", False)),
     "payloads are not checked": ("entry", leave_out(entries, "_check_payload")),
     "a word crashes": ("recipe", crash(recipes, "create_codec")),
     "a clause crashes": ("recipe-file", crash(recipes, "read_clauses")),

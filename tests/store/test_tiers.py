@@ -458,7 +458,7 @@ class TierMachine(RuleBasedStateMachine):
         if not self.there[tier]:
             return
         key = data.draw(st.sampled_from(sorted(self.there[tier])))
-        path = self.failing[tier].path(key)
+        path = self.failing[tier]._folder.path(key)
         if not damage:
             os.unlink(path)
             self.there[tier].discard(key)

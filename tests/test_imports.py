@@ -86,7 +86,7 @@ def assert_light(code: str) -> None:
 
 
 def test_importing_kvpack_is_quick() -> None:
-    """Modules are counted, since time depends on the machine: these take 0.05 s of 2 idle cores."""
+    """Modules are counted, since time depends on the machine."""
     code = "import sys; before = set(sys.modules); import kvpack; print(*sorted(set(sys.modules) - before))"
     names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     ours = [name for name in names if name.partition(".")[0] == "kvpack"]

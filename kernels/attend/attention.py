@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FEWEST_ROWS, MOST_ROWS = 8, 16
 """Query rows of one program: the rows of a block are the short side of the matrix products."""
 
-MOST_PAIRED_ROWS = 8
+MOST_DUAL_ROWS = 8
 """Up to which two tokens may share a row of a tile: each has query rows of its own."""
 
 MOST_ROW_BLOCKS = 8
@@ -124,7 +124,7 @@ def prepare(
     elif sliding_window:
         # Each sequence has a window of its own: its tokens are masked.
         whole = end, end
-    pairs = rows <= MOST_PAIRED_ROWS and not (runs.of_side(k).outliers or runs.of_side(v).outliers)
+    pairs = rows <= MOST_DUAL_ROWS and not (runs.of_side(k).outliers or runs.of_side(v).outliers)
     launches = plan.launches(k, v, layer, begin, end, whole, blocks, pairs)
     # Before the query's kernels: what begins as those end may read it.
     if sink_logits is not None:
@@ -195,7 +195,7 @@ def attended(call: Call) -> dict[runs.Frame, torch.Tensor]:
             launch.work if call.lengths is None else call.lengths, (call.softcap or 1.0) * LOG2_E, items, heads, blocks, call.rows,
             start, parts, call.position, call.q_len, 0 if call.causal else EVERYTHING, call.sliding_window or EVERYTHING,
         )  # fmt: skip
-        rows = 2 * max(FEWEST_ROWS // 2, next_power_of_two(call.rows)) if launch.paired else call.block
+        rows = 2 * max(FEWEST_ROWS // 2, next_power_of_two(call.rows)) if launch.dual else call.block
         constants = {
             **launch.constants, "SOFTCAP": call.softcap is not None, "ROWS": rows, "BLOCK": call.block, "COLUMNS": columns,
             "LENGTHS": call.lengths is not None, "DEPENDENT": call.dependent, "FIRST": start == 0,

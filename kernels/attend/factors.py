@@ -9,7 +9,7 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.loaders.qjl import factor_of_signs
-from kvpack.kernels.words.axes import repeated
+from kvpack.kernels.words.tile_layout import repeated
 
 LEAST_OF_OUTLIERS = tl.constexpr(2.0**-7)
 """The least factor that a token with outliers is taken for: weights over its power of two are at most 2^7."""
@@ -75,7 +75,7 @@ def power_and_rests(
     if V.factor is None:
         factor = tl.full(factor_of(raws, 1, second, factor_of_signs, SIGNS, False, FAST).shape, 1.0, tl.float32)
     else:
-        factor = factor_of(raws, 0, second, V.factor, CONSTANTS, V.paired, FAST)
+        factor = factor_of(raws, 0, second, V.factor, CONSTANTS, V.dual, FAST)
     if V.signs is None and V.outliers is None:
         found = _power_and_rest(factor)
     else:

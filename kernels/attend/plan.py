@@ -69,14 +69,14 @@ class Launch:
         return self.work.shape[0] * self.shape.warps
 
     @property
-    def paired(self) -> bool:
+    def dual(self) -> bool:
         """Whether a row of its scores is of two tokens (``split``)."""
-        return bool(self.constants["K"].paired or self.constants["V"].paired)
+        return bool(self.constants["K"].dual or self.constants["V"].dual)
 
 
 def loader(codec: Codec, pairs: bool) -> Tiles:
     """The tile loader of a codec that has one: with ``pairs`` that of two tokens a row, if there is one."""
-    found = (loaders.paired_tiles_of(codec) if pairs else None) or loaders.tiles_of(codec)
+    found = (loaders.dual_tiles_of(codec) if pairs else None) or loaders.tiles_of(codec)
     assert found is not None
     return found
 
@@ -84,8 +84,8 @@ def loader(codec: Codec, pairs: bool) -> Tiles:
 def _loaders(k: Codec, v: Codec, pairs: bool) -> tuple[Tiles, Tiles]:
     """The loaders of both sides: where they and their groups of tokens allow it, of neighbours, whose words are one run of memory."""
     found = loader(k, pairs), loader(v, pairs)
-    if all(tiles.paired and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in found):
-        k_tiles, v_tiles = (loaders.paired_tiles_of(codec, NEIGHBOURS) for codec in (k, v))
+    if all(tiles.dual and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in found):
+        k_tiles, v_tiles = (loaders.dual_tiles_of(codec, NEIGHBOURS) for codec in (k, v))
         assert k_tiles is not None
         assert v_tiles is not None
         found = k_tiles, v_tiles
@@ -160,7 +160,7 @@ def _launch(
     aligned = math.gcd(*(segment.first - run.first for segment in segments for run in (segment.k, segment.v)))
     share = tokens * sequences // _multiprocessors(device)
     shape = shape_of(k_tiles, v_tiles, shared.nbytes, share, aligned, fast)
-    tile = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.paired or v_tiles.paired else 1)
+    tile = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.dual or v_tiles.dual else 1)
     programs = max(1, _multiprocessors(device) * shape.programs // sequences)
     if segments[0].k.whole is segments[0].v.whole is None and tokens <= programs * tile:
         # Raw tokens, a tile a program: there is nothing to fetch ahead of time.
@@ -248,5 +248,5 @@ def _aligned(rows: list[list[int]], tiles: Tiles, first: int) -> tuple[RowStream
 
 def _whole(rows: list[list[int]], at: int, tiles: Tiles, shape: Shape) -> bool:
     """Whether the tokens of a warp's tile always lie in one token group."""
-    tokens = shape.tokens * (2 if tiles.paired == NEIGHBOURS else 1)
+    tokens = shape.tokens * (2 if tiles.dual == NEIGHBOURS else 1)
     return tiles.whole_groups % tokens == 0 and all(row[at] % tokens == 0 for row in rows)

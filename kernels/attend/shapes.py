@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpack.kernels.loaders.tiles import fields_side_by_side
+from kvpack.kernels.loaders.tiles import tile_fields
 from kvpack.kernels.tables.table_assembly import LARGEST_BYTES
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
     if not fast:
         return Shape(2, 1, 32, 1, 4)
     # Tokens that share a row of a tile count as one, of as many bytes.
-    together = 2 if k.paired or v.paired else 1
+    together = 2 if k.dual or v.dual else 1
     tokens //= together
     token_bytes = together * sum(_bytes(stream, aligned) for stream in (*k.streams, *v.streams))
     few_bytes = 2 * sum(sum(packing.planes) for packing in (*k.packings, *v.packings)) <= FEW_BYTES
@@ -73,7 +73,7 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
     elif not k.dtype == v.dtype == "fp16" or (table_bytes > LARGE_TABLES and many_tiles):
         shape = Shape(2, 1, 32, 2, 4)
     elif table_bytes > LARGE_TABLES:
-        narrow = any(fields_side_by_side(packing) > 1 for packing in (*k.packings, *v.packings))
+        narrow = any(tile_fields(packing) > 1 for packing in (*k.packings, *v.packings))
         shape = Shape(2, 1, 32, 4 - together, 4) if narrow else Shape(4, 1, 32, 3, 2)
     elif table_bytes and small.programs * (table_bytes + small.stages * small.tokens * token_bytes) > SHARED_BYTES:
         # Programs share a table's copies among their warps. One tile ahead of twice as many bytes is as much as two.

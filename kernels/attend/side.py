@@ -23,8 +23,8 @@ class RowStream(NamedTuple):
 class Side(NamedTuple):
     """A codec's loader (``tiles.Tiles``) over the streams of one launch.
 
-    ``widths`` are the columns of each tile, ``places`` those that ``fields.load_places`` takes. ``whole``: the tokens of a warp's tile
-    always lie in one token group.
+    ``widths`` are the columns of each tile, ``stream_widths`` what ``bitfields.load_column_fields`` takes.
+    ``whole``: the tokens of a warp's tile always lie in one token group.
     """
 
     load: Any
@@ -36,11 +36,11 @@ class Side(NamedTuple):
     outliers: Outliers | None
     shared: SharedTable
     streams: tuple[RowStream, ...]
-    places: tuple[int, ...]
+    stream_widths: tuple[int, ...]
     widths: tuple[int, ...]
     dtype: str
-    paired: int
-    run: int
+    dual: int
+    interleave: int
     whole: bool
 
     @property
@@ -61,10 +61,10 @@ def side_of(tiles: Tiles, shared: SharedTable, outliers: Outliers | None, stream
         outliers=outliers,
         shared=shared,
         streams=streams,
-        places=tiles.place_columns,
+        stream_widths=tiles.widths_of_streams,
         widths=tuple(map(len, tiles.channels)),
         dtype=tiles.dtype if fast or tiles.dtype != "bf16" else "fp32",
-        paired=tiles.paired,
-        run=tiles.run,
+        dual=tiles.dual,
+        interleave=tiles.interleave,
         whole=whole,
     )

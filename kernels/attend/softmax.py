@@ -12,7 +12,7 @@ from triton import language as tl
 
 from kvpack.kernels.loaders.outliers import add_outlier_scores, add_outlier_values
 from kvpack.kernels.loaders.qjl import decode_bits, decode_signs, factor_of_bits
-from kvpack.kernels.words.axes import tokens_behind
+from kvpack.kernels.words.tile_layout import second_token_offset
 
 from .factors import factor_of, of_rows, power_and_rests
 
@@ -67,7 +67,7 @@ def _scores(
             tiles = K.decode(raws[number][0], places, table, step, CONSTANTS, SHARED, False, FAST)
             scores = _products(tiles, q, scores, number * (STEPS * len(tiles) + SIGN_STEPS) + step * len(tiles))
     if K.factor is not None:
-        scores = scores * of_rows(factor_of(raws, 0, second, K.factor, CONSTANTS, K.paired, FAST))
+        scores = scores * of_rows(factor_of(raws, 0, second, K.factor, CONSTANTS, K.dual, FAST))
     if K.signs is not None:
         products = tl.zeros(like.shape, tl.float32) + half_sum
         for number in tl.static_range(len(raws)):
@@ -146,11 +146,11 @@ def key_scores(
     """``_scores`` of tiles of tokens, -inf where a query does not see one.
 
     If either side is paired, scores ``[warp, token, row]`` are of token t where the row is not ``second``, else of the one behind it
-    (``axes.tokens_behind``); a side that is not paired has a tile for each of the two.
+    (``tile_layout.second_token_offset``); a side that is not paired has a tile for each of the two.
     """
     TOKENS: tl.constexpr = like.shape[1]
-    PAIRS: tl.constexpr = K.paired or V.paired
-    K_EACH: tl.constexpr = 2 if PAIRS and not K.paired else 1
+    PAIRS: tl.constexpr = K.dual or V.dual
+    K_EACH: tl.constexpr = 2 if PAIRS and not K.dual else 1
     scores = ()
     for tile in tl.static_range(len(k_raws) // K_EACH):
         score = _scores(
@@ -160,7 +160,7 @@ def key_scores(
         if MASKED:
             at = (token + tile * (2 * TOKENS if PAIRS else TOKENS))[:, :, None]
             if PAIRS:
-                at = at + second.to(tl.int32) * tokens_behind(PAIRS, TOKENS)
+                at = at + second.to(tl.int32) * second_token_offset(PAIRS, TOKENS)
             seen = (at < end) & (at <= position + ahead) & (at > position - window)
             score = tl.where(seen, score, float("-inf"))
         scores = scores + (score,)
@@ -269,10 +269,10 @@ def add_halves(
     kept = tl.exp2(largest - tl.reshape(tl.broadcast_to(most[:, :, None, :], (WARPS, 1, 2, ROWS)), (WARPS, 1, 2 * ROWS)))
     added = ()
     for number in tl.static_range(len(sums)):
-        if V.paired:
+        if V.dual:
             # Other columns are values of one token with the weights of the other.
-            value = tl.where((tl.arange(0, 2 * WIDTH)[None, :, None] // V.run % 2 == 1) == second, sums[number] * kept, 0.0)
-            value = tl.sum(tl.sum(tl.reshape(value, (WARPS, WIDTH // V.run, 2, V.run, 2, ROWS)), 4), 2)
+            value = tl.where((tl.arange(0, 2 * WIDTH)[None, :, None] // V.interleave % 2 == 1) == second, sums[number] * kept, 0.0)
+            value = tl.sum(tl.sum(tl.reshape(value, (WARPS, WIDTH // V.interleave, 2, V.interleave, 2, ROWS)), 4), 2)
             value = tl.reshape(value, (WARPS, WIDTH, ROWS))
         else:
             value = _product_alone(sums[number], kept)

@@ -4,7 +4,7 @@ A program holds a block of query rows (the query heads of one KV head, and their
 ``[warp, token]``: each warp has tokens, scores and sums of its own, and meets no other before the merge. Scores are
 S^T = K q^T and sums O^T = V^T P^T, so that the few query rows are the short side of the matrix units' product.
 
-Where rows of words are narrow, a row of a tile is the words of two tokens (``Tiles.paired``), neighbours or some apart.
+Where rows of words are narrow, a row of a tile is the words of two tokens (``Tiles.dual``), neighbours or some apart.
 Each query row is then there twice: first with zeros for the columns of the second token, then with zeros for those of the first.
 So what the matrix units idle at anyway tells the tokens apart; the two results of a row are added in the end.
 
@@ -26,9 +26,9 @@ from kvpack.kernels.loaders.outlier_patches import declare_patches
 from kvpack.kernels.loaders.outliers import entries_of, first_entries, next_entries, ready_patches
 from kvpack.kernels.loaders.qjl import half_sum, queries_of_bits
 from kvpack.kernels.tables.shared_table import declare, fetch, fill
-from kvpack.kernels.words.axes import tokens_behind
+from kvpack.kernels.words.bitfields import load_column_fields
 from kvpack.kernels.words.columns import constant_at
-from kvpack.kernels.words.fields import load_places
+from kvpack.kernels.words.tile_layout import second_token_offset
 
 from .query_tiles import query_tiles, sum_of
 from .softmax import UNSEEN, add_halves, add_tiles, key_scores
@@ -112,17 +112,17 @@ def attend_split(
     """
     # Triton 3.6 takes tuples and text as arguments of functions only where they have a name.
     K_DTYPE: tl.constexpr = K.dtype
-    K_PLACES: tl.constexpr = K.places
-    V_PLACES: tl.constexpr = V.places
+    K_PLACES: tl.constexpr = K.stream_widths
+    V_PLACES: tl.constexpr = V.stream_widths
     K_WIDTHS: tl.constexpr = K.widths
     V_WIDTHS: tl.constexpr = V.widths
     K_SIGNS: tl.constexpr = K.signs
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     FILLS: tl.constexpr = TABLES.fills
-    PAIRS: tl.constexpr = K.paired or V.paired
+    PAIRS: tl.constexpr = K.dual or V.dual
     TOGETHER: tl.constexpr = 2 if PAIRS else 1
-    NEIGHBOURS: tl.constexpr = PAIRS and tokens_behind(PAIRS, TOKENS) == 1
+    NEIGHBOURS: tl.constexpr = PAIRS and second_token_offset(PAIRS, TOKENS) == 1
     SPAN: tl.constexpr = WARPS * TOGETHER * TOKENS
     program = tl.program_id(0)
     item = program % items
@@ -152,8 +152,8 @@ def attend_split(
     if AHEAD:
         prefetch(k_pointers, k_first, tl.minimum(count, AHEAD), K)
         prefetch(v_pointers, v_first, tl.minimum(count, AHEAD), V)
-    k_places = load_places(numbers, K_PLACES)
-    v_places = load_places(numbers, V_PLACES)
+    k_places = load_column_fields(numbers, K_PLACES)
+    v_places = load_column_fields(numbers, V_PLACES)
     if LENGTHS:
         length = tl.minimum(tl.load(lengths + batch), position + q_len)
         position = length - q_len
@@ -174,8 +174,8 @@ def attend_split(
         row_number = row_number % (ROWS // 2)
     row_number += block * BLOCK
     q_begin = q + sequence.to(tl.int64) * columns * padded
-    q_tiles = query_tiles(q_begin, row_number, second, padded, K_WIDTHS, K_DTYPE, WARPS, K.paired, K.run, PAIRS)
-    SETS: tl.constexpr = 2 if PAIRS and not K.paired else 1
+    q_tiles = query_tiles(q_begin, row_number, second, padded, K_WIDTHS, K_DTYPE, WARPS, K.dual, K.interleave, PAIRS)
+    SETS: tl.constexpr = 2 if PAIRS and not K.dual else 1
     q_tiles = queries_of_bits(q_tiles, K_SIGNS, SETS)
     q_half_sum = 0.0
     if K_SIGNS is not None:
@@ -205,7 +205,7 @@ def attend_split(
     total = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
     sums = ()
     for number in tl.static_range(len(V_WIDTHS)):
-        sums = sums + (_zeros(WARPS, 2 * V_WIDTHS[number] if V.paired else V_WIDTHS[number], ROWS),)
+        sums = sums + (_zeros(WARPS, 2 * V_WIDTHS[number] if V.dual else V_WIDTHS[number], ROWS),)
     # Where registers do not hold a tile ahead of time, they do not hold its entries either.
     ENTRIES_AHEAD: tl.constexpr = STAGES > 1
     k_ready = ready_patches(k_pointers, numbers, K_OUTLIERS, WARPS, TOKENS, False, ENTRIES_AHEAD, FAST)

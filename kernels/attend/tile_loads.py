@@ -11,7 +11,7 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.loaders.qjl import load_signs
-from kvpack.kernels.words.axes import tokens_behind
+from kvpack.kernels.words.tile_layout import second_token_offset
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def load_tiles(
     TILES: tl.constexpr,
     TOKENS: tl.constexpr,
     MASKED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """``TILES`` tiles of ``TOKENS`` tokens: what the codec's rows hold of each, and the signs beside it, if any.
@@ -77,11 +77,11 @@ def load_tiles(
     CONSTANTS: tl.constexpr = SIDE.constants
     SIGNS: tl.constexpr = SIDE.signs
     raws = ()
-    for tile in tl.static_range(TILES // 2 if SIDE.paired else TILES):
-        at = token + tile * (2 * TOKENS if SIDE.paired else TOKENS)
-        valid = (at < end, at + tokens_behind(SIDE.paired, TOKENS) < end) if SIDE.paired else at < end
-        raw = (SIDE.load(pointers, first, at, valid, CONSTANTS, MASKED, SIDE.whole, TURNED, FAST),)
+    for tile in tl.static_range(TILES // 2 if SIDE.dual else TILES):
+        at = token + tile * (2 * TOKENS if SIDE.dual else TOKENS)
+        valid = (at < end, at + second_token_offset(SIDE.dual, TOKENS) < end) if SIDE.dual else at < end
+        raw = (SIDE.load(pointers, first, at, valid, CONSTANTS, MASKED, SIDE.whole, TRANSPOSED, FAST),)
         if SIDE.signs is not None:
-            raw = raw + (load_signs(pointers, first, at, valid, SIGNS, MASKED, TURNED, FAST),)
+            raw = raw + (load_signs(pointers, first, at, valid, SIGNS, MASKED, TRANSPOSED, FAST),)
         raws = raws + (raw,)
     return raws

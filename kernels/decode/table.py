@@ -1,7 +1,7 @@
-"""The codecs whose symbols are entries of a table, packed rows to values in one pass: scalar, octahedral, angle, quaternion.
+"""Decode packed rows of the codecs whose symbols are entries of a table, in one pass: scalar, octahedral, angle and quaternion.
 
-A value is a member of its symbol's entry times what its token, or its symbol, is stored to be scaled by; ``formats/`` is the oracle.
-Each thread decodes the symbols of its channels, so that what is written is contiguous; an entry is kept within its table.
+A value is an element of its symbol's table entry times the norm or scale of its token or symbol; ``formats/`` is the oracle. Each
+thread decodes the symbols of its own channels, so that writes are contiguous. Entry numbers are limited to the table's size.
 """
 
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
@@ -10,8 +10,9 @@ Each thread decodes the symbols of its channels, so that what is written is cont
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -35,19 +36,22 @@ from kvpack.kernels.words.columns import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kvpack.formats.base import Codec
 
-Piece = tuple[int, int, int]
-"""A code stream, a digit of it, and the bits by which that digit is shifted up in the kernel's."""
+
+class Piece(NamedTuple):
+    """A part of one of the kernel's digits: digit ``digit`` of code stream ``stream``, shifted up by ``shift`` bits."""
+
+    stream: int
+    digit: int = 0
+    shift: int = 0
 
 
 class Form(NamedTuple):
-    """What a kernel knows of a codec: the values per symbol, and the pieces of each of its digits.
+    """What the kernel knows of a codec: ``values`` per symbol, and the pieces of each of a symbol's digits.
 
-    An octahedral symbol is one number: an index of ``index_bits``, two sign bits from bit ``signs_at`` on, and from ``norm_at`` on a
-    norm in ``norm_mask``. A quaternion's radius is a code of at most ``largest_radius``.
+    An octahedral symbol is one number: an index of ``index_bits``, two sign bits from bit ``signs_at`` up, and from ``norm_at`` up a
+    norm code under ``norm_mask``. A quaternion's radius code is at most ``largest_radius``.
     """
 
     kind: str
@@ -60,8 +64,20 @@ class Form(NamedTuple):
     largest_radius: int = 0
 
 
+class TableCodec(NamedTuple):
+    """How one codec is decoded: its form, None where an option is not taken; its table ``[entry, values]``; octahedral's norms."""
+
+    form: Callable[[Any], Form | None]
+    table: Callable[[Any, torch.device], torch.Tensor]
+    norm_table: Callable[[Any, torch.device], torch.Tensor | None] = lambda codec, device: None
+
+
 class CodeStream(NamedTuple):
-    """A code stream's planes and packing: per digit the place of its first field and its base, in bits where all bases are binary."""
+    """A code stream's planes and packing.
+
+    ``first_places`` and ``bases`` have one number per digit: the place value of its first field and its base, both as a number of bits
+    if ``binary``.
+    """
 
     first_plane: int
     planes: int
@@ -87,7 +103,8 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
         check_shape(name, streams[name], layout.shape)
     planes = tuple(streams[name] for name in names)
     (scales,) = (streams[name] for name in codec.scales(1, 1, 1))
-    table, norm_table = _tables(codec, scales.device)
+    row = TABLE_CODECS[type(codec)]
+    table, norm_table = row.table(codec, scales.device), row.norm_table(codec, scales.device)
     out = torch.empty(batch, heads, tokens, codec.dim, dtype=torch.float32, device=scales.device)
     channels = next_power_of_two(codec.dim)
     block_tokens = max(1, TILE_SYMBOLS // channels)
@@ -100,40 +117,75 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
     return out
 
 
+def _scalar(codec: Scalar) -> Form | None:
+    return None if codec.bits_high else Form("scalar", 1, ((Piece(0),),))
+
+
+def _octahedral(codec: Octahedral) -> Form:
+    """One digit: the direction, then the signs above the index and its norm, or the norm above the signs."""
+    packings, numbers = codec.packings(), _numbers(codec)
+    index_bits = 2 * (codec.b_dir - 1)
+    with_index = norm_with_index(codec.b_dir, codec.b_norm)
+    signs_at = index_bits + (codec.b_norm if with_index else 0)
+    if "symbol" not in numbers:
+        index = (Piece(numbers["index"]),) if "index" in numbers else ()
+        whole = (*index, Piece(numbers["sign"], shift=signs_at))
+    elif len(packings["symbol"].bases) == 1:
+        whole = (Piece(0),)
+    else:
+        whole = (Piece(0), Piece(0, digit=1, shift=signs_at))
+    norm_at = index_bits if with_index else signs_at + 2
+    return Form("octahedral", 3, (whole,), index_bits, signs_at, norm_at, (1 << codec.b_norm) - 1)
+
+
+def _angle(codec: Angle) -> Form:
+    if codec.norm == "fp32":
+        return Form("angle fp32", 2, (_pieces(codec, "angle"),))
+    return Form(f"angle {codec.norm}", 2, _two_digits(codec, "angle", "norm_codes"))
+
+
+def _quaternion(codec: Quaternion) -> Form:
+    return Form("quaternion", 4, _two_digits(codec, "codeword", "radius"), largest_radius=(1 << codec.radius_bits) - 1)
+
+
+def _numbers(codec: Codec) -> dict[str, int]:
+    """The number of each code stream."""
+    return {name: number for number, name in enumerate(codec.packings())}
+
+
+def _pieces(codec: Codec, name: str) -> tuple[Piece, ...]:
+    """The digit that stream ``name`` holds, or that streams of its low and its high part hold."""
+    numbers = _numbers(codec)
+    if name in numbers:
+        return (Piece(numbers[name]),)
+    low_bits = codec.packings()[f"{name}_low"].bases[0].bit_length() - 1
+    return Piece(numbers[f"{name}_low"]), Piece(numbers[f"{name}_high"], shift=low_bits)
+
+
+def _two_digits(codec: Codec, first: str, second: str) -> tuple[tuple[Piece, ...], ...]:
+    """The two digits of a symbol in the direct arrangement, or those of streams ``first`` and ``second`` in the dense one."""
+    if "symbol" in codec.packings():
+        return (Piece(0),), (Piece(0, digit=1),)
+    return _pieces(codec, first), _pieces(codec, second)
+
+
+TABLE_CODECS: dict[type[Codec], TableCodec] = {
+    Scalar: TableCodec(_scalar, lambda codec, device: signed_values(codec.magnitude_table, device)),
+    Octahedral: TableCodec(
+        _octahedral,
+        lambda codec, device: signed_directions(codec.direction_table, device),
+        lambda codec, device: values_of(codec.norm_table, device),
+    ),
+    Angle: TableCodec(_angle, lambda codec, device: bin_directions(codec.bins, device)),
+    Quaternion: TableCodec(_quaternion, lambda codec, device: codewords(codec.seed, codec.secondary, device)),
+}
+"""The codecs that this kernel decodes, by exact class: a subclass may hold more than its parent's streams."""
+
+
 @lru_cache(maxsize=64)
 def _form(codec: Codec) -> Form | None:
-    # A class that is not known itself may hold more than its parent's streams.
-    numbers = {name: number for number, name in enumerate(codec.packings())}
-    packings = codec.packings()
-
-    def factored(name: str) -> tuple[Piece, ...]:
-        if name in numbers:
-            return ((numbers[name], 0, 0),)
-        low = packings[f"{name}_low"].bases[0].bit_length() - 1
-        return (numbers[f"{name}_low"], 0, 0), (numbers[f"{name}_high"], 0, low)
-
-    direct: tuple[tuple[Piece, ...], ...] = (((0, 0, 0),), ((0, 1, 0),))
-    if type(codec) is Scalar and not codec.bits_high:
-        return Form("scalar", 1, (((0, 0, 0),),))
-    if type(codec) is Quaternion:
-        digits = direct if "symbol" in numbers else (factored("codeword"), factored("radius"))
-        return Form("quaternion", 4, digits, largest_radius=(1 << codec.radius_bits) - 1)
-    if type(codec) is Angle:
-        if codec.norm == "fp32":
-            return Form("angle fp32", 2, (factored("angle"),))
-        return Form(f"angle {codec.norm}", 2, direct if "symbol" in numbers else (factored("angle"), factored("norm_codes")))
-    if type(codec) is Octahedral:
-        index_bits = 2 * (codec.b_dir - 1)
-        with_index = norm_with_index(codec.b_dir, codec.b_norm)
-        first = index_bits + (codec.b_norm if with_index else 0)
-        # In one number: the direction, then the signs above the index and its norm, or the norm above the signs.
-        if "symbol" in numbers:
-            whole: tuple[Piece, ...] = ((0, 0, 0),) if len(packings["symbol"].bases) == 1 else ((0, 0, 0), (0, 1, first))
-        else:
-            whole = (*(((numbers["index"], 0, 0),) if "index" in numbers else ()), (numbers["sign"], 0, first))
-        norm_at = index_bits if with_index else first + 2
-        return Form("octahedral", 3, (whole,), index_bits, first, norm_at, (1 << codec.b_norm) - 1)
-    return None
+    row = TABLE_CODECS.get(type(codec))
+    return row.form(codec) if row else None
 
 
 @lru_cache(maxsize=64)
@@ -149,20 +201,8 @@ def _code_streams(codec: Codec) -> tuple[CodeStream, ...]:
     return tuple(streams)
 
 
-def _tables(codec: Codec, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The entries of ``codec``, and octahedral's norms of triplets."""
-    if isinstance(codec, Scalar):
-        return signed_values(codec.magnitude_table, device), None
-    if isinstance(codec, Octahedral):
-        return signed_directions(codec.direction_table, device), values_of(codec.norm_table, device)
-    if isinstance(codec, Angle):
-        return bin_directions(codec.bins, device), None
-    assert isinstance(codec, Quaternion)
-    return codewords(codec.seed, codec.secondary, device), None
-
-
 @triton.jit
-def _digit_of_stream(
+def _piece_of_stream(
     planes: tl.tuple,
     strides: tl.tuple,
     batch: tl.tensor,
@@ -171,22 +211,23 @@ def _digit_of_stream(
     symbol: tl.tensor,
     mask: tl.tensor,
     STREAM: tl.constexpr,
-    DIGIT: tl.constexpr,
+    PIECE: tl.constexpr,
 ) -> tl.tensor:
+    """One piece of a digit, int32 ``[token, channel]``, at its bits of the digit."""
     own = ()
     own_strides = ()
     PLANES: tl.constexpr = STREAM.planes
     for plane in tl.static_range(PLANES):
         own = own + (planes[STREAM.first_plane + plane],)
         own_strides = own_strides + (strides[STREAM.first_plane + plane],)
-    first: tl.constexpr = STREAM.first_places[DIGIT]
-    base: tl.constexpr = STREAM.bases[DIGIT]
+    first: tl.constexpr = STREAM.first_places[PIECE.digit]
+    base: tl.constexpr = STREAM.bases[PIECE.digit]
     if STREAM.binary:
         value = load_bit_fields(own, own_strides, batch, head, token, symbol, mask, first, base, STREAM.width, STREAM.column_bytes)
     else:
         columns = load_columns(own, own_strides, batch, head, token, symbol, mask, STREAM.width, STREAM.column_bytes)
         value = digit_of_field(columns, symbol // STREAM.width, first, base, STREAM.fields)
-    return value
+    return value << PIECE.shift
 
 
 @triton.jit
@@ -201,14 +242,13 @@ def _digit(
     STREAMS: tl.constexpr,
     PIECES: tl.constexpr,
 ) -> tl.tensor:
-    """The pieces of one digit together, int32."""
+    """One digit of each symbol, int32 ``[token, channel]``: its pieces together."""
     value = tl.full(mask.shape, 0, tl.int32)
     for piece in tl.static_range(len(PIECES)):
-        part = _digit_of_stream(
+        value |= _piece_of_stream(
             planes, strides, batch, head, token, symbol, mask,
-            constant_at(STREAMS, constant_at(PIECES, piece, 0)), constant_at(PIECES, piece, 1),
+            constant_at(STREAMS, constant_at(PIECES, piece, 0)), constant_at(PIECES, piece),
         )  # fmt: skip
-        value |= part << constant_at(PIECES, piece, 2)
     return value
 
 
@@ -230,6 +270,12 @@ def _decode_frame(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ) -> None:
+    """Decode ``[BLOCK_TOKENS, BLOCK_CHANNELS]`` values of one head.
+
+    ``out`` is float32 ``[batch, kv_head, token, dim]``; ``planes`` are ``[batch, kv_head, token, words]`` and ``scales``
+    ``[batch, kv_head, token, ...]``, of any strides; ``table`` is ``[ENTRIES, values]`` and ``norm_table`` ``[norm code]``.
+    ``token`` is ``[token, 1]``, ``channel`` ``[1, channel]``, and all tiles are ``[token, channel]``.
+    """
     KIND: tl.constexpr = FORM.kind
     VALUES: tl.constexpr = FORM.values
     DIGITS: tl.constexpr = FORM.digits

@@ -1,4 +1,4 @@
-"""angle encoded on the GPU (spec/codecs/angle.md); ``formats/angle.py`` is its oracle."""
+"""Encode angle on the GPU (spec/codecs/angle.md); ``formats/angle.py`` is the oracle."""
 
 # Triton has no types, and tuples of tensors are of several lengths.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
 
 TILE_PAIRS = 1 << 11
+"""Pairs of one program, over all its tokens."""
 
 SMALLEST_SUM = 2.0**-40
 LARGEST_SUM = 2.0**60
-"""Sums of a token's norms between these lose nothing in binary32."""
+"""Bounds between which sums of a token's norms lose nothing in binary32."""
 
 ZERO = -65504.0
 OCTAVES = 8.0
-"""The logarithm of a norm of zero, and the range below the largest that logarithms have: those of formats/angle.py."""
+"""The logarithm of a norm of zero, and how far below the largest logarithms reach; both as in formats/angle.py."""
 
 
 def encode(codec: Angle, x: torch.Tensor, streams: dict[str, torch.Tensor], planes: tuple[torch.Tensor, ...], flag: torch.Tensor) -> bool:
@@ -127,6 +128,12 @@ def _encode(
     STREAMS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
+    """Encode ``BLOCK_TOKENS`` tokens of one head.
+
+    ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
+    ``[token, 1]``, and tiles are ``[token, pair]``.
+    ``norms`` is ``[batch, kv_head, token, pair]`` for fp32 norms, else the ranges ``[batch, kv_head, token, 2]``: (step, minimum).
+    """
     batch, head, begin = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (begin + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens

@@ -32,7 +32,7 @@ WARPS = 2
 """Warps of a program that packs: with four, Triton 3.6 takes Hopper's matrix units, and gives them wrong addresses of digits."""
 
 _PIECE_BITS = 8
-"""Bits of a digit that are multiplied at once: with its place, a product stays in the integers that binary32 holds."""
+"""Bits of a digit per product: times a limb, they stay within the integers that binary32 holds."""
 
 _EXACT_SUM = {16: 1 << 24, 8: 1 << 22}
 """Bounds of the sums by the bits of a limb: binary32 is exact, and the carry of two limbs fits 31 bits."""
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """How one code stream is packed: its columns, the limbs of their sums, and the first sum, plane and place that are its own."""
+    """How one code stream is packed: its columns, the limbs of their sums, and the numbers of its first sum, plane and place."""
 
     width: int
     tile_width: int
@@ -76,7 +76,10 @@ class Term(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a kernel packs all streams of a codec: constants a stream, and the limbs of the places, binary16."""
+    """How a kernel packs all streams of a codec: constants per stream, and the limbs of all places.
+
+    ``places`` is binary16, flat: ``[piece, limb, symbol, column]`` of one stream after another.
+    """
 
     streams: tuple[Stream, ...]
     places: torch.Tensor
@@ -139,7 +142,7 @@ def _piece_of(digits: tl.tuple, PIECE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def empty_columns(STREAMS: tl.constexpr, BLOCK_TOKENS: tl.constexpr) -> tl.tuple:
-    """The accumulators of all streams, one a limb."""
+    """The accumulators of all streams, float32 ``[token, column]``, one per limb."""
     sums = ()
     for stream in tl.static_range(len(STREAMS)):
         for _ in tl.static_range(_limbs(STREAMS, stream)):
@@ -157,7 +160,7 @@ def add_digits(
     SYMBOLS: tl.constexpr,
     STREAMS: tl.constexpr,
 ) -> tl.tuple:
-    """The accumulators with ``digits``, int32 ``[token, COUNT]`` each, of the symbols from ``first`` on of ``SYMBOLS``."""
+    """``sums`` plus ``digits``, int32 ``[token, COUNT]`` each, of the symbols from ``first`` on of ``SYMBOLS``."""
     added = ()
     for stream in tl.static_range(len(STREAMS)):
         for limb in tl.static_range(_limbs(STREAMS, stream)):

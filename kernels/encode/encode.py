@@ -1,7 +1,7 @@
-"""Encoding on the GPU: one pass over the input for the codecs that have a kernel here; ``formats/`` encodes the rest.
+"""Encode on the GPU in one pass over the input: the codecs that have a kernel here; ``formats/`` encodes the rest.
 
-A kernel takes every option that its codec stores and the searches that are local; what it does not take, and every run with a
-value that it flags (``encode_rows``), is left to ``formats/``, which gives the same streams or the error.
+A kernel takes every option that its codec stores, and local searches. Whatever it does not take, and every run with a value that it
+flags (``rows.flag_unless``), is left to ``formats/``, which gives the same streams or raises the error.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def encode(codec: Codec, x: torch.Tensor) -> dict[str, torch.Tensor] | None:
 
 
 def has_products(device: torch.device) -> bool:
-    """Whether the matrix units of ``device`` multiply bfloat16 (those of CUDA devices before Ampere do not), or it is interpreted."""
+    """Whether the matrix units of ``device`` multiply bfloat16 (from Ampere on), or the kernels are interpreted."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def prepare(codec: Codec, x: torch.Tensor) -> Encoding | None:
-    """What ``encode`` runs, its memory taken; None for a codec or device without a kernel, and for no values."""
-    # A class that is not known itself may hold more than its parent's streams.
+    """What ``encode`` runs, with its memory allocated; None for a codec or device without a kernel, and for an empty ``x``."""
+    # By exact class: a subclass may hold more than its parent's streams.
     encoder = ENCODERS.get(type(codec))
     batch, heads, tokens, dim = x.shape
     if encoder is None or dim > LARGEST_DIM or not x.numel() or not has_products(x.device):

@@ -1,4 +1,4 @@
-"""group encoded on the GPU (spec/codecs/group.md): without rotation and token scales bit for bit as ``formats/group.py``, its oracle."""
+"""Encode group on the GPU (spec/codecs/group.md); ``formats/group.py`` is the oracle, bit for bit without rotation and token scales."""
 
 # Triton has no types.
 # mypy: disable-error-code="untyped-decorator"
@@ -27,7 +27,7 @@ BLOCK_TOKENS = 32
 ROTATED_CHANNELS = 32
 CHANNELS_ALONG_TOKENS = 64
 CHANNELS = 128
-"""Channels that a program encodes at once: few where they come from a product, for its tiles fill the registers."""
+"""Channels that a program encodes at once: few where they come from a product, because its tiles fill the registers."""
 
 SCALE_TOKENS = 16
 SCALE_HEADS = 4
@@ -38,7 +38,7 @@ SCALE_WARPS = 4
 def encode(codec: Group, x: torch.Tensor, streams: dict[str, torch.Tensor], planes: tuple[torch.Tensor, ...], flag: torch.Tensor) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take."""
     plan = _plan(codec, x.device)
-    # 8-bit scales are chosen for the whole run before its first code.
+    # Scales of 8 bits depend on the whole run, before its first code.
     if plan is None or codec.scale_dtype != "fp16":
         return False
     batch, heads, tokens, dim = x.shape
@@ -63,7 +63,7 @@ def encode(codec: Group, x: torch.Tensor, streams: dict[str, torch.Tensor], plan
         **constants, SYMBOLS=symbols, BLOCK=block, BITS=codec.bits, SIZE=codec.size, ALONG_TOKENS=along_tokens,
         MIDDLE=codec.centre == "middle", SCALE=scale_of(codec.rotation), LIMIT=HALF_LIMIT, SMALLEST=SMALLEST_HALF, STREAMS=plan.streams,
         BLOCK_TOKENS=block_tokens,
-        # Of one warp, most tokens of a group are in one thread.
+        # With one warp, most tokens of a group are in one thread.
         warps=1 if along_tokens and not rotated and token_scale is None and block_tokens == BLOCK_TOKENS else WARPS,
     )  # fmt: skip
     return True
@@ -96,7 +96,10 @@ def _token_scales(
     AT_ONCE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
-    """The root mean square of every token over all heads; a rotation changes none."""
+    """Write the root mean square of every token over all heads to ``scales``, ``[batch, 1, token]``; a rotation does not change it.
+
+    Tiles are ``[token, channel]``.
+    """
     batch, _, first = tile_origin(1, tokens, BLOCK_TOKENS)
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens
@@ -136,7 +139,7 @@ def _encode(
     matrix: tl.tensor,
     places: tl.tensor,
     planes: tl.tuple,
-    pairs: tl.tensor,
+    scales: tl.tensor,
     token_scales: tl.tensor,
     flag: tl.tensor,
     DIM: tl.constexpr,
@@ -155,6 +158,13 @@ def _encode(
     STREAMS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
+    """Encode ``BLOCK_TOKENS`` tokens of one head, ``BLOCK`` channels at a time.
+
+    ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
+    ``[token, 1]``, and tiles are ``[token, channel]``.
+    ``scales`` is int32 ``[batch, kv_head, token or token group, dim or channel group]``, each a (scale, centre); ``token_scales`` is
+    ``[batch, 1, token]``. Extremes and scales are ``[token group, channel]`` or ``[token, channel group]``.
+    """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens
@@ -179,14 +189,14 @@ def _encode(
             value = tl.load(place, inside, 0.0).to(tl.float32)
         if token_scales is not None:
             value = value * inverse
-        # No comparison holds for a NaN, and the extremes below would pass over it.
+        # No comparison holds for a NaN, and the extremes below would ignore it.
         flag_unless(tl.abs(value) < float("inf"), flag)
 
         low = tl.min(tl.reshape(tl.where(inside, value, float("inf")), GROUPED), AXIS)
         high = tl.max(tl.reshape(tl.where(inside, value, float("-inf")), GROUPED), AXIS)
         low = tl.where(low <= high, low, 0.0)
         high = tl.where(low <= high, high, 0.0)
-        # The halves of a sum, for the sum may be infinite; a scale in the same way.
+        # Half of each term, because the sum may be infinite; the scale is computed in the same way.
         centre = low * 0.5 + high * 0.5
         if not MIDDLE:
             centre = tl.zeros(low.shape, tl.float32)
@@ -194,14 +204,14 @@ def _encode(
         reach = tl.maximum(high - centre.to(tl.float32), centre.to(tl.float32) - low)
         scale = _stored_half(tl.minimum(reach, 1e30) * (1.0 / middle), flag, LIMIT)
 
-        pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF | centre.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        scale_centre = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF | centre.to(tl.int16, bitcast=True).to(tl.int32) << 16
         if ALONG_TOKENS:
             group = first // SIZE + tl.arange(0, BLOCK_TOKENS // SIZE)[:, None]
-            place = pairs + ((batch * heads + head) * tl.cdiv(tokens, SIZE) + group) * DIM + channel
-            tl.store(place, pair, (group < tl.cdiv(tokens, SIZE)) & (channel < DIM))
+            place = scales + ((batch * heads + head) * tl.cdiv(tokens, SIZE) + group) * DIM + channel
+            tl.store(place, scale_centre, (group < tl.cdiv(tokens, SIZE)) & (channel < DIM))
         else:
             group = block * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)[None, :]
-            tl.store(pairs + row * GROUPS + group, pair, valid & (group < GROUPS))
+            tl.store(scales + row * GROUPS + group, scale_centre, valid & (group < GROUPS))
 
         per_step = tl.div_rn(1.0, tl.maximum(scale.to(tl.float32), SMALLEST))
         offset = middle - centre.to(tl.float32) * per_step

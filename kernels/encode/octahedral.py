@@ -1,4 +1,4 @@
-"""octahedral encoded on the GPU (spec/codecs/octahedral.md); ``formats/octahedral.py`` is its oracle.
+"""Encode octahedral on the GPU (spec/codecs/octahedral.md); ``formats/octahedral.py`` is the oracle.
 
 Triplets are three tiles of coordinates, straight from the rotation. The nearest direction is the best of the four whose coordinates
 enclose the triplet's: that is what the local searches of ``formats/octahedral_search.py`` find.
@@ -45,7 +45,7 @@ BLOCK_TOKENS = 32
 BLOCK_TRIPLETS = 16
 
 _MOST_LEVELS = 64
-"""Of more, formats/ compares the nine directions around a triplet's own, and not all of them."""
+"""Levels per coordinate, at most: with more, formats/ searches only the nine directions around a triplet's own."""
 
 
 def encode(
@@ -141,6 +141,12 @@ def _encode(
     STREAMS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
+    """Encode ``BLOCK_TOKENS`` tokens of one head, ``BLOCK`` triplets at a time.
+
+    ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
+    ``[token, 1]``, and tiles are ``[token, triplet]``.
+    ``norms`` is ``[batch, kv_head, token]``; ``bounds`` and ``norm_bounds`` are ascending bounds, ``magnitudes`` the table between them.
+    """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens

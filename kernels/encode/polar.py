@@ -1,4 +1,4 @@
-"""polar encoded on the GPU (spec/codecs/polar.md); ``formats/polar.py`` is its oracle."""
+"""Encode polar on the GPU (spec/codecs/polar.md); ``formats/polar.py`` is the oracle."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # Triton has no types, and tuples of tensors are of several lengths.
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
 
 MOST_ANGLES = 1 << 8
+"""Angles in the table of a level above the first, at most."""
 
 
 def encode(codec: Polar, x: torch.Tensor, streams: dict[str, torch.Tensor], planes: tuple[torch.Tensor, ...], flag: torch.Tensor) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take.
 
-    That is a level of an odd number of radii, whose last one has no partner.
+    It does not take a level with an odd number of radii, the last of which has no partner.
     """
     plan = _plan(codec, x.device)
     if plan is None:
@@ -148,6 +149,13 @@ def _encode(
     COMPILED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
+    """Encode ``BLOCK_TOKENS`` tokens of one head.
+
+    ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
+    ``[token, 1]``, and tiles are ``[token, pair]``.
+    Above the first level they are flat, ``[token * pair]``, until codes are put in tiles again (``_widened``). ``bounds`` is
+    ``[level, MOST]`` and ``radii`` ``[batch, kv_head, token, RADII]``.
+    """
     batch, head, begin = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (begin + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens

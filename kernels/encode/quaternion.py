@@ -1,6 +1,6 @@
-"""quaternion encoded on the GPU (spec/codecs/quaternion.md); ``formats/quaternion.py`` is its oracle.
+"""Encode quaternion on the GPU (spec/codecs/quaternion.md); ``formats/quaternion.py`` is the oracle.
 
-The search is the one over all secondary quaternions: turned back by one, a chunk's nearest Hurwitz unit is a closed form.
+The search covers all secondary quaternions: after rotation by the inverse of one, the nearest Hurwitz unit is a closed form.
 """
 
 # Triton has no types.
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from kvpack.formats.quaternion import Quaternion
 
 TILE_CHUNKS = 1 << 10
+"""Chunks of one program, over all its tokens."""
 
 SMALLEST_RADIUS = 2.0**-40
 LARGEST_RADIUS = 2.0**60
-"""Largest radii of tokens between these lose nothing in binary32."""
+"""Bounds between which the largest radii of tokens lose nothing in binary32."""
 
 
 def encode(
@@ -77,7 +78,7 @@ def _plan(codec: Quaternion, device: torch.device) -> Plan | None:
 
 
 @triton.jit
-def _turned_back(
+def _rotated_back(
     w: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor
 ) -> tl.tuple:
     """The Hamilton product of (w, x, y, z) with the conjugate of (a, b, c, d)."""
@@ -141,6 +142,12 @@ def _encode(
     STREAMS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
+    """Encode ``BLOCK_TOKENS`` tokens of one head.
+
+    ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
+    ``[token, 1]``, and tiles are ``[token, chunk]``.
+    ``scales`` is ``[batch, kv_head, token]``, ``secondary`` ``[count, 4]``.
+    """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens
@@ -153,7 +160,7 @@ def _encode(
 
     radius = tl.sqrt(w * w + i * i + j * j + k * k) * SCALE
     largest = tl.max(radius, 1)[:, None]
-    # The sum knows a NaN, which the maximum passes over.
+    # A NaN reaches the sum, while the maximum ignores it.
     total = tl.sum(radius, 1)[:, None]
     ok = (largest > SMALLEST) & (total < LARGEST) & (largest < LIMIT)
     if tl.min(ok.to(tl.int32)) == 0:
@@ -167,7 +174,7 @@ def _encode(
     best = tl.full(radius.shape, -1.0, tl.float32)
     winner = tl.zeros(radius.shape, tl.int32)
     for s in range(count):
-        a, b, c, d = _turned_back(
+        a, b, c, d = _rotated_back(
             w, i, j, k, tl.load(secondary + 4 * s), tl.load(secondary + 4 * s + 1), tl.load(secondary + 4 * s + 2),
             tl.load(secondary + 4 * s + 3),
         )  # fmt: skip
@@ -176,7 +183,7 @@ def _encode(
         winner = tl.where(score > best, s, winner)
         best = tl.maximum(best, score)
     chosen = secondary + 4 * winner
-    a, b, c, d = _turned_back(w, i, j, k, tl.load(chosen), tl.load(chosen + 1), tl.load(chosen + 2), tl.load(chosen + 3))
+    a, b, c, d = _rotated_back(w, i, j, k, tl.load(chosen), tl.load(chosen + 1), tl.load(chosen + 2), tl.load(chosen + 3))
     codeword = winner * UNITS + _nearest_unit(a, b, c, d)
 
     sums = empty_columns(STREAMS, BLOCK_TOKENS)

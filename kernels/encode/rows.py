@@ -1,4 +1,4 @@
-"""What the encoders share: rows of values, their rotation as a product of the matrix units, norms, levels and roundings.
+"""Parts that the encoders share: rows of values, their rotation as a product of the matrix units, norms, levels and roundings.
 
 A rotation's entries are +1 and -1, which every input type holds exactly: the product is as exact as the sum of its values. A row
 that a kernel does not encode as ``formats/`` would raises a flag, and the whole run is encoded there: values that are not finite
@@ -33,10 +33,10 @@ LARGEST_DIM = 256
 
 SMALLEST_SQUARE = 2.0**-80
 LARGEST_SQUARE = 2.0**80
-"""Squares of norms between these lose nothing in binary32."""
+"""Bounds between which squares of norms lose nothing in binary32."""
 
 _PARTS = 3
-"""bfloat16 numbers that together hold a binary32."""
+"""bfloat16 numbers whose sum is a binary32."""
 
 
 class Input(NamedTuple):
@@ -130,7 +130,7 @@ def component(
     PARTS: tl.constexpr,
     OPERAND: tl.constexpr,
 ) -> tl.tensor:
-    """The product of rows and matrix ``number`` of ``components``, which has ``BLOCK`` columns, float32."""
+    """``rows``, ``[token, PADDED_DIM]``, times matrix ``number`` of ``components``: float32 ``[token, BLOCK]``."""
     place = matrix + number * PADDED_DIM * BLOCK + tl.arange(0, PADDED_DIM)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     factor = tl.load(place).to(OPERAND)
     if PARTS == 1:
@@ -211,7 +211,7 @@ def enclosing_levels(values: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) 
 
 @triton.jit
 def nearest_integer(values: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
-    """The integer in [0, LARGEST] that is nearest to each value, of equals the even one; int32."""
+    """The integer in [0, LARGEST] that is nearest to each value, ties going to the even one; int32."""
     limited = tl.minimum(tl.maximum(values, 0.0), LARGEST)
     # Where binary32 has no fractions its fraction bits are the integer.
     return (limited + 8388608.0).to(tl.int32, bitcast=True) & 0x7FFFFF

@@ -1,4 +1,4 @@
-"""scalar encoded on the GPU (spec/codecs/scalar.md); ``formats/scalar.py`` is its oracle."""
+"""Encode scalar on the GPU (spec/codecs/scalar.md); ``formats/scalar.py`` is the oracle."""
 
 # Triton has no types, and tuples of tensors are of several lengths.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -96,6 +96,12 @@ def _encode(
     STREAMS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
+    """Encode ``BLOCK_TOKENS`` tokens of one head, ``BLOCK`` channels at a time.
+
+    ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
+    ``[token, 1]``, and tiles are ``[token, channel]``.
+    ``norms`` is ``[batch, kv_head, token]``, ``bounds`` and ``high_bounds`` the ascending bounds of ``rows.level_of``.
+    """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens

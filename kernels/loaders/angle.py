@@ -1,7 +1,7 @@
-"""angle as tiles (spec/codecs/angle.md): two tiles a field, the cosines and the sines of its pairs times their norms.
+"""angle as tiles (spec/codecs/angle.md): two tiles per field, of the cosines and the sines of its pairs times their norms.
 
-Norms are decoded over a power of two near the token's largest, which is its factor, so that none leaves binary16. This is the
-direct arrangement; the dense one has bins and norms in columns of their own (tiles_angle_dense).
+Norms are divided by a power of two near the token's largest, which becomes the token's factor, so that all fit binary16. This is the
+direct arrangement; in the dense one bins and norm codes have streams of their own (``angle_dense``, ``angle_thread``).
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -19,19 +19,19 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.tables.shared_table import look_up_bits
-from kvpack.kernels.words.axes import of_tokens
-from kvpack.kernels.words.fields import load_per_token, load_planes, whole_planes, words_of_step
-from kvpack.kernels.words.halves import affine_bits, binary16_bits, power_of_two, product
+from kvpack.kernels.words.bitfields import load_per_token, load_planes, whole_planes, words_of_step
+from kvpack.kernels.words.f16_tiles import affine_bits, binary16_bits, power_of_two, product
+from kvpack.kernels.words.tile_layout import of_tokens
 
 from .tiles import (
     Stream,
     TilePacking,
     Tiles,
     channels_of,
-    fields_side_by_side,
     plane_streams,
     step_symbols,
     takes_whole_words,
+    tile_fields,
     tile_packing,
 )
 
@@ -39,16 +39,17 @@ if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
 
 VALUES = 2
+"""Values per symbol: the channels of a pair."""
 
 
 class Constants(NamedTuple):
-    """What the functions below know of a codec and its tiles: bits of a bin and of a norm, and how norms are spaced.
+    """What the functions below know of a codec and its tiles: bits of a bin and of a norm code, and whether norms are logarithms.
 
-    The range is stream ``range_place``, and at that place of what ``load`` gives.
+    The range is stream number ``range_place`` and element ``range_place`` of what ``load`` gives.
     """
 
     packing: TilePacking
-    beside: int
+    fields_per_tile: int
     bin_bits: int
     norm_bits: int
     log: bool
@@ -68,7 +69,7 @@ def tiles(codec: Angle) -> Tiles | None:
     streams = (*streams, Stream("range", 32, 1 if half else 2))
     constants = Constants(
         packing=tile_packing(0, packing),
-        beside=fields_side_by_side(packing),
+        fields_per_tile=tile_fields(packing),
         bin_bits=bin_bits,
         norm_bits=codec.norm_bits,
         log=codec.norm == "log",
@@ -80,7 +81,7 @@ def tiles(codec: Angle) -> Tiles | None:
 
 
 def table(codec: Angle) -> torch.Tensor:
-    """Cosine and sine of every bin, up to a power of two of them."""
+    """Cosine and sine of every bin, binary16 ``[entry, 2]``, padded to a power of two of entries."""
     entries = torch.zeros(next_power_of_two(codec.bins), VALUES, dtype=torch.float16)
     entries[: codec.bins] = codec.directions
     return entries
@@ -95,20 +96,20 @@ def load(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes, then the ranges."""
+    """The planes, int16 tiles ``[warp, token, column]`` or transposed, then the ranges, int32 ``[warp, token]``."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    raw = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
-    return raw + load_range(pointers[CONSTANTS.range_place], first, token, valid, CONSTANTS, MASKED)
+    loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
+    return loaded + load_range(pointers[CONSTANTS.range_place], first, token, valid, CONSTANTS, MASKED)
 
 
 @triton.jit
 def load_range(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """The range of each token, a pair of binary16 in one word or two words."""
+    """The range (step, minimum) of each token, int32 ``[warp, token]``: two binary16 in one, or two binary32."""
     words = ()
     for word in tl.static_range(2 - CONSTANTS.half_range):
         words = words + (load_per_token(pointer, first, token, valid, 2 - CONSTANTS.half_range, word, MASKED),)
@@ -123,7 +124,7 @@ def _half(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _range(words: tl.tuple) -> tl.tuple:
-    """(step, minimum) of each token, float32."""
+    """(step, minimum) of each token, float32 of the shape of ``words``."""
     if len(words) == 1:
         step = _half(words[0])
         minimum = _half(words[0] >> 16)
@@ -152,14 +153,14 @@ def _exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``factor_of_range`` of each token."""
-    return factor_of_range(raw[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS)
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """``factor_of_range`` of each token, float32 ``[warp, token]``."""
+    return factor_of_range(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS)
 
 
 @triton.jit
 def factor_of_range(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """What norms are decoded over: a power of two, or the largest possible one; ``words`` are the range."""
+    """What norms are divided by: a power of two, or the largest norm possible if norms are logarithms; ``words`` are the range."""
     LARGEST: tl.constexpr = (1 << CONSTANTS.norm_bits) - 1
     if CONSTANTS.log:
         step, minimum = _range(words)
@@ -171,13 +172,13 @@ def factor_of_range(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
 
 @triton.constexpr_function
 def middle_norm(bits: int) -> int:
-    """The code that is taken off norms of ``bits`` bits: the whole one above the middle."""
+    """The code that is subtracted from norm codes of ``bits`` bits: the integer above the midpoint."""
     return 1 << (bits - 1)
 
 
 @triton.jit
 def norm_line(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
-    """(scale, centre) of a norm, or its logarithm, over the token's factor: (code - ``middle_norm``) * scale + centre, float32.
+    """(scale, centre) of norms or their logarithms over the token's factor: (code - ``middle_norm``) * scale + centre, float32.
 
     ``words`` are the token's range.
     """
@@ -208,7 +209,7 @@ def _line(bits: int) -> str:
 
 
 @triton.jit
-def norm_line_halves(words: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def norm_line_f16(words: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """``norm_line`` in binary16."""
     if FAST and CONSTANTS.log == 0 and len(words) == 1:
         scale, centre = tl.inline_asm_elementwise(
@@ -223,41 +224,43 @@ def norm_line_halves(words: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexp
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The two coordinates of the pairs of ``STEP``, over the token's factor."""
+    """The two channels of the pairs of ``STEP``, over the token's factor: two binary16 tiles laid out like the planes."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    BESIDE: tl.constexpr = CONSTANTS.beside
-    planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
+    FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
+    planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
     BIN_BITS: tl.constexpr = CONSTANTS.bin_bits
     NORM_BITS: tl.constexpr = CONSTANTS.norm_bits
     NORMS: tl.constexpr = PACKING.fields * BIN_BITS
-    line = line_of_tokens(raw, CONSTANTS, TURNED, FAST)
-    if BESIDE == 1:
-        found = pair(planes, line, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, CONSTANTS, SHARED, FAST)
+    line = line_of_tokens(loaded, CONSTANTS, TRANSPOSED, FAST)
+    if FIELDS_PER_TILE == 1:
+        found = decode_pairs(planes, line, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, CONSTANTS, SHARED, FAST)
     else:
-        index = words_of_step(planes, places, 0, PACKING, 0, BIN_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
-        norm = words_of_step(planes, places, 0, PACKING, NORMS, NORM_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
-        found = pair((index, norm), line, table, 0, 16, CONSTANTS, SHARED, FAST)
+        index = words_of_step(planes, column_fields, 0, PACKING, 0, BIN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
+        norm = words_of_step(
+            planes, column_fields, 0, PACKING, NORMS, NORM_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST
+        )
+        found = decode_pairs((index, norm), line, table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 
 
 @triton.jit
-def line_of_tokens(raw: tl.tuple, CONSTANTS: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """``norm_line`` of the ranges in ``raw``, binary16 that broadcast to a tile."""
-    scale, centre = norm_line_halves(raw[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
-    return of_tokens(scale, TURNED), of_tokens(centre, TURNED)
+def line_of_tokens(loaded: tl.tuple, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+    """``norm_line`` of the ranges in ``loaded``, binary16 that broadcast to a tile."""
+    scale, centre = norm_line_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
+    return of_tokens(scale, TRANSPOSED), of_tokens(centre, TRANSPOSED)
 
 
 @triton.jit
-def pair(
+def decode_pairs(
     planes: tl.tuple,
     line: tl.tuple,
     table: tl.tensor,
@@ -267,7 +270,10 @@ def pair(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The pairs whose bin begins at bit ``BIN`` of each column, and their norm code at bit ``NORM``; ``line`` is ``norm_line``."""
+    """Both channels of the pairs whose bin begins at bit ``BIN`` of each column and whose norm code begins at bit ``NORM``.
+
+    ``line`` is ``norm_line``, broadcast to a tile.
+    """
     found = look_up_bits(planes, table, BIN, CONSTANTS.bin_bits, 2, 0, SHARED, FAST)
     norm = affine_bits(planes, line[0], line[1], NORM, CONSTANTS.norm_bits, middle_norm(CONSTANTS.norm_bits), FAST)
     if CONSTANTS.log:

@@ -1,4 +1,4 @@
-"""angle as tiles, dense arrangement (spec/codecs/angle.md): bins and norm codes are bit fields whose columns are brought together."""
+"""angle as tiles, dense arrangement (spec/codecs/angle.md): bins and norm codes are bit fields in streams of different widths."""
 
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.common_columns import (
-    CommonPacking,
+from kvpack.kernels.words.replicated_columns import (
+    ReplicatedPacking,
     bit_of_step,
-    columns_together,
+    common_width,
     load_stream,
-    places_of,
-    steps_together,
-    stream_constants,
+    replicated_packings,
+    stream_widths,
+    symbols_of_steps,
     words_of_stream,
 )
 
-from .angle import VALUES, factor, line_of_tokens, load_range, pair, table
+from .angle import VALUES, decode_pairs, factor, line_of_tokens, load_range, table
 from .tiles import SharedTable, Stream, Tiles, channels_of, plane_streams
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 class Constants(NamedTuple):
-    """What the functions below know of a codec and its tiles: bits of a bin and of a norm, and how norms are spaced.
+    """What the functions below know of a codec and its tiles: bits of a bin and of a norm code, and whether norms are logarithms.
 
-    The range is stream ``range_place``, and at that place of what ``load`` gives.
+    The range is stream number ``range_place`` and element ``range_place`` of what ``load`` gives.
     """
 
-    bins: CommonPacking
-    norms: CommonPacking
+    bins: ReplicatedPacking
+    norms: ReplicatedPacking
     bin_bits: int
     norm_bits: int
     log: bool
@@ -44,14 +44,14 @@ class Constants(NamedTuple):
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """The loader of ``codec``, None where bins or norms are no bit fields, or where their columns do not go together."""
+    """The loader of ``codec``, or None if bins or norm codes are no bit fields, or if their widths do not fit one tile."""
     packings = codec.packings()
     every = tuple(packings.values())
-    columns = columns_together(every) if list(packings) == ["angle", "norm_codes"] else None
+    columns = common_width(every) if list(packings) == ["angle", "norm_codes"] else None
     if columns is None:
         return None
     streams = tuple(stream for name, packing in packings.items() for stream in plane_streams(name, packing))
-    of_streams = stream_constants(every, columns)
+    of_streams = replicated_packings(every, columns)
     half = codec.range == "fp16"
     bin_bits, norm_bits = (packing.bases[0].bit_length() - 1 for packing in every)
     constants = Constants(
@@ -64,10 +64,10 @@ def tiles(codec: Angle) -> Tiles | None:
         half_range=half,
     )
     streams = (*streams, Stream("range", 32, 1 if half else 2))
-    steps = steps_together(every, columns)
+    steps = symbols_of_steps(every, columns)
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in steps for value in range(VALUES))
-    places = places_of(of_streams, columns)
-    return Tiles(load, decode, factor, constants, len(steps), channels, streams, table(codec), packings=every, places=places)
+    widths = stream_widths(of_streams, columns)
+    return Tiles(load, decode, factor, constants, len(steps), channels, streams, table(codec), packings=every, stream_widths=widths)
 
 
 @triton.jit
@@ -79,43 +79,43 @@ def load(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes of the bins, of the norm codes, and the ranges."""
+    """The planes of the bins and of the norm codes (``replicated_columns.load_stream``), then the ranges, int32 ``[warp, token]``."""
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
-    raw = load_stream(pointers, first, token, valid, BINS, MASKED, TURNED)
-    raw = raw + load_stream(pointers, first, token, valid, NORMS, MASKED, TURNED)
-    return raw + load_range(pointers[CONSTANTS.range_place], first, token, valid, CONSTANTS, MASKED)
+    loaded = load_stream(pointers, first, token, valid, BINS, MASKED, TRANSPOSED)
+    loaded = loaded + load_stream(pointers, first, token, valid, NORMS, MASKED, TRANSPOSED)
+    return loaded + load_range(pointers[CONSTANTS.range_place], first, token, valid, CONSTANTS, MASKED)
 
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The two coordinates of the pairs of ``STEP``, over the token's factor."""
+    """The two channels of the pairs of ``STEP``, over the token's factor: binary16 tiles ``[warp, token, column]`` or transposed."""
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
-    # Where the table is shared, an index that begins at its bit of a place in bytes is not shifted.
+    # In a shared table, an index that already lies at the bit of its byte offset needs no shift.
     AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
-    bins = words_of_stream(raw, places, 0, BINS, STEP, AT, TURNED, FAST)
-    norms = words_of_stream(raw, places, 1, NORMS, STEP, 0, TURNED, FAST)
+    bins = words_of_stream(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
+    norms = words_of_stream(loaded, column_fields, 1, NORMS, STEP, 0, TRANSPOSED, FAST)
     NORM: tl.constexpr = 16 * len(bins) + bit_of_step(NORMS, STEP, 0)
-    return pair(
-        bins + norms, line_of_tokens(raw, CONSTANTS, TURNED, FAST), table, bit_of_step(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST
+    return decode_pairs(
+        bins + norms, line_of_tokens(loaded, CONSTANTS, TRANSPOSED, FAST), table, bit_of_step(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST
     )
 
 
 @triton.constexpr_function
 def bit_of_places(bits: int, shared: SharedTable, fast: bool) -> int:
-    """The bit of a word from which an index of ``bits`` counts whole entries, all copies of them, in bytes; 0 where it is too high."""
+    """The bit of a word at which an index of ``bits`` is the byte offset of an entry in all its copies; 0 if it does not fit there."""
     at = (2 * VALUES * shared[1]).bit_length() - 1 if fast and shared[1] else 0
     return at if at + bits <= 16 else 0

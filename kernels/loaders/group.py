@@ -1,4 +1,7 @@
-"""group as tiles (spec/codecs/group.md): one affine step a field."""
+"""group as tiles (spec/codecs/group.md): one affine step per bit field.
+
+A *scale* here is the 32-bit element of the stream of scales: the binary16 scale and centre of one group.
+"""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005, SIM108
@@ -13,96 +16,98 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import is_power_of_two
-from kvpack.kernels.words.axes import of_columns, of_tokens, parts_of, repeated, token_of_columns, tokens_behind, valid_columns
-from kvpack.kernels.words.fields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
-from kvpack.kernels.words.halves import affine, affine_bits, load_factors, middle_code, read_factors, scale_and_centre
+from kvpack.kernels.words.bitfields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
+from kvpack.kernels.words.f16_tiles import affine, affine_bits, middle_code, scale_and_centre
+from kvpack.kernels.words.tile_layout import of_columns, of_tokens, parts_of, repeated, second_token_offset, token_of_columns, valid_columns
+from kvpack.kernels.words.token_factors import load_factors, read_factors
 
-from .tiles import Stream, TilePacking, Tiles, distance, fields_side_by_side, plane_streams, step_symbols, takes_whole_words, tile_packing
+from .tiles import Stream, TilePacking, Tiles, plane_streams, step_symbols, takes_whole_words, tile_field_stride, tile_fields, tile_packing
 
 if TYPE_CHECKING:
     from kvpack.formats.group import Group
 
 FEWEST_TOKENS, MOST_TOKENS = 16, 64
-"""Of a tile whose tokens have ``MANY_PAIRS`` of scale and centre, and of one whose pairs are few."""
+"""Fewest and most tokens of a warp's tile: tiles of tokens with ``MANY_SCALES`` each are small."""
 
-MANY_PAIRS = 32
+MANY_SCALES = 32
+"""Scales per token from which a tile has the fewest tokens."""
 
-MOST_PAIRS = 8
-"""Of a token that a load is of, if a step does not need more."""
+MOST_SCALES_PER_LOAD = 8
+"""Scales of one token per load, at most, if a step does not need more."""
 
 ALONG_TOKENS, ALONG_CHANNELS, WITHIN_FIELDS, EACH_VALUE = (tl.constexpr(number) for number in range(4))
-"""Which pairs of scale and centre a tile needs: one a column, one a token, one a few neighbouring columns of a token, or one a value."""
+"""Which scales a tile needs: one per column, one per token, one per few neighbouring columns of a token, or one per value."""
 
 
 class Constants(NamedTuple):
     """What the functions below know of a codec and its tiles when they are compiled.
 
-    A row of the stream of scales has ``pairs`` of scale and centre; ``kind`` says which of them a tile needs, and ``whole_rows``
-    whether rows are loaded whole. A step makes one tile of ``beside`` fields of ``bits``, ``apart`` fields from each other, in
+    A row of the stream of scales has ``scales_per_row``; ``kind`` says which of them a tile needs, and ``whole_rows`` whether rows are
+    loaded whole. A step makes one tile of ``fields_per_tile`` fields of ``bits``, ``field_stride`` fields apart, in
     ``span`` columns.
     """
 
     packing: TilePacking
     bits: int
-    beside: int
+    fields_per_tile: int
     dim: int
     size: int
     kind: int
     along_tokens: bool
-    pairs: int
+    scales_per_row: int
     span: int
     scale_bits: int
     steps: int
     planes: int
-    apart: int
+    field_stride: int
     whole_rows: bool
 
 
-def tiles(codec: Group, paired: int = 0) -> Tiles | None:
-    """The loader of ``codec``, None where its packing has none. ``paired`` is that of the result."""
+def tiles(codec: Group, dual: int = 0) -> Tiles | None:
+    """The loader of ``codec``, or None if its fields are no bit fields of at most two words. ``dual`` is that of the result."""
     packing = codec.packings()["codes"]
     if not takes_whole_words(packing):
         return None
     planes = plane_streams("codes", packing)
     along_tokens = codec.axis == "token"
-    pairs_a_row = codec.dim if along_tokens else -(-codec.dim // codec.size)
-    # Neighbouring fields may share a pair.
-    apart = distance(packing, codec.bits, packing.fields, paired) if along_tokens or pairs_a_row == 1 else 1
-    symbols = step_symbols(packing, apart, paired=paired)
-    span = packing.width * fields_side_by_side(packing, paired)
-    one_a_token = not along_tokens and (codec.size % span == 0 or pairs_a_row == 1)
+    scales_per_row = codec.dim if along_tokens else -(-codec.dim // codec.size)
+    # Neighbouring fields may share a scale.
+    field_stride = tile_field_stride(packing, codec.bits, packing.fields, dual) if along_tokens or scales_per_row == 1 else 1
+    symbols = step_symbols(packing, field_stride, dual=dual)
+    span = packing.width * tile_fields(packing, dual)
+    one_a_token = not along_tokens and (codec.size % span == 0 or scales_per_row == 1)
     if along_tokens:
         kind = ALONG_TOKENS.value
     elif one_a_token:
         kind = ALONG_CHANNELS.value
     else:
         kind = WITHIN_FIELDS.value if span % codec.size == 0 else EACH_VALUE.value
-    # Rows that cut into powers of two of pairs are loaded whole: a load costs as much, however little it is of.
-    in_order = kind == ALONG_CHANNELS.value or (kind != EACH_VALUE.value and apart == 1 and len(symbols) * span == codec.dim)
-    whole_rows = not paired and in_order and is_power_of_two(pairs_a_row)
-    streams = (*planes, Stream("scales", 32, pairs_a_row, codec.size if along_tokens else 1))
+    # Rows that divide into powers of two of scales are loaded whole: a load costs the same however small it is.
+    in_order = kind == ALONG_CHANNELS.value or (kind != EACH_VALUE.value and field_stride == 1 and len(symbols) * span == codec.dim)
+    whole_rows = not dual and in_order and is_power_of_two(scales_per_row)
+    streams = (*planes, Stream("scales", 32, scales_per_row, codec.size if along_tokens else 1))
     scale_bits = {"none": 0, "fp16": 16, "fp32": 32}[codec.token_scale]
     if scale_bits:
         streams = (*streams, Stream("token_scale", scale_bits, 1))
     most_tokens = MOST_TOKENS
-    if kind == WITHIN_FIELDS.value and pairs_a_row >= MANY_PAIRS:
+    if kind == WITHIN_FIELDS.value and scales_per_row >= MANY_SCALES:
         most_tokens = FEWEST_TOKENS
     elif kind > ALONG_CHANNELS.value or (along_tokens and codec.size % MOST_TOKENS):
         most_tokens = Tiles.most_tokens
     constants = Constants(
-        packing=tile_packing(0, packing, paired),
+        packing=tile_packing(0, packing, dual),
         bits=codec.bits,
-        beside=fields_side_by_side(packing, paired),
+        fields_per_tile=tile_fields(packing, dual),
         dim=codec.dim,
         size=codec.size,
         kind=kind,
         along_tokens=along_tokens,
-        pairs=pairs_a_row,
+        scales_per_row=scales_per_row,
         span=span,
         scale_bits=scale_bits,
         steps=len(symbols),
         planes=len(planes),
-        apart=apart,
+        field_stride=field_stride,
         whole_rows=whole_rows,
     )
     return Tiles(
@@ -116,7 +121,7 @@ def tiles(codec: Group, paired: int = 0) -> Tiles | None:
         whole_groups=codec.size if along_tokens else 1,
         most_tokens=most_tokens,
         packings=(packing,),
-        paired=paired,
+        dual=dual,
     )
 
 
@@ -129,115 +134,123 @@ def load(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Planes, then the pairs of each step, then the token scale. ``WHOLE``: every warp's tokens lie in one token group."""
+    """What rows hold of the tokens ``token``, ``[warp, token]``, from row ``first`` on.
+
+    - One int16 tile per plane, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
+    - One int32 tile of scales per step: ``[warp, column]`` along tokens if ``WHOLE`` (every warp's tokens lie in one token group),
+      ``[warp, token]`` along channels, ``[warp, token, scale]`` within fields, and like a plane where each value has its own.
+    - The token scale (``token_factors``), if there is one.
+    """
     PACKING: tl.constexpr = CONSTANTS.packing
     DIM: tl.constexpr = CONSTANTS.dim
     SIZE: tl.constexpr = CONSTANTS.size
     KIND: tl.constexpr = CONSTANTS.kind
-    PAIRS: tl.constexpr = CONSTANTS.pairs
+    SCALES: tl.constexpr = CONSTANTS.scales_per_row
     SPAN: tl.constexpr = CONSTANTS.span
     STEPS: tl.constexpr = CONSTANTS.steps
     PLANES: tl.constexpr = CONSTANTS.planes
     PAD: tl.constexpr = PACKING.tile_width
-    PAIRED: tl.constexpr = PACKING.paired
-    BEHIND: tl.constexpr = tokens_behind(PAIRED, token.shape[1])
-    pairs = pointers[PLANES]
-    raw = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
-    # Of columns that share a pair, the first.
+    DUAL: tl.constexpr = PACKING.dual
+    SECOND_OFFSET: tl.constexpr = second_token_offset(DUAL, token.shape[1])
+    scales = pointers[PLANES]
+    loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
+    # Of columns that share a scale_centre, the first.
     SHARING: tl.constexpr = SIZE if KIND == WITHIN_FIELDS else 1
     column = tl.arange(0, PAD // SHARING) * SHARING
     second = column[None, :] // (PAD // 2)
-    if PAIRED:
+    if DUAL:
         column = column % PACKING.width
     WHOLE_ROWS: tl.constexpr = CONSTANTS.whole_rows and (KIND > ALONG_TOKENS or WHOLE)
     if WHOLE_ROWS:
-        raw = raw + _pairs_of_rows(pairs, first, token, valid, CONSTANTS, MASKED, TURNED)
+        loaded = loaded + _load_scale_rows(scales, first, token, valid, CONSTANTS, MASKED, TRANSPOSED)
     for step in tl.static_range(0 if WHOLE_ROWS else STEPS):
-        channel = _channel(step, column, SPAN, PACKING.width, CONSTANTS.apart)
+        channel = _channel(step, column, SPAN, PACKING.width, CONSTANTS.field_stride)
         if KIND == ALONG_TOKENS and WHOLE:
             # The first token of each warp stands for all of its own.
             row = tl.min(token, 1)[:, None]
-            if PAIRED:
-                row = row + second * BEHIND
+            if DUAL:
+                row = row + second * SECOND_OFFSET
             row = (first + row) // SIZE
             mask = (channel < DIM)[None, :]
             if MASKED:
-                if PAIRED:
+                if DUAL:
                     mask = mask & tl.where(second == 0, _any(valid[0]), _any(valid[1]))
                 else:
                     mask = mask & _any(valid)
-            raw = raw + (tl.load(pairs + row * PAIRS + channel[None, :], mask, 0),)
-        elif KIND == ALONG_CHANNELS and PAIRED:
+            loaded = loaded + (tl.load(scales + row * SCALES + channel[None, :], mask, 0),)
+        elif KIND == ALONG_CHANNELS and DUAL:
             both = tl.arange(0, 2)[None, :]
-            place = pairs + first * PAIRS + (token_of_columns(token, both, BEHIND, TURNED) * PAIRS + step * SPAN // SIZE)
+            address = scales + first * SCALES + (token_of_columns(token, both, SECOND_OFFSET, TRANSPOSED) * SCALES + step * SPAN // SIZE)
             if MASKED:
-                raw = raw + (tl.load(place, valid_columns(valid, both, BEHIND, TURNED), 0),)
+                loaded = loaded + (tl.load(address, valid_columns(valid, both, SECOND_OFFSET, TRANSPOSED), 0),)
             else:
-                raw = raw + (tl.load(place),)
+                loaded = loaded + (tl.load(address),)
         elif KIND == ALONG_CHANNELS:
-            raw = raw + (load_per_token(pairs, first, token, valid, PAIRS, step * SPAN // SIZE, MASKED),)
+            loaded = loaded + (load_per_token(scales, first, token, valid, SCALES, step * SPAN // SIZE, MASKED),)
         else:
-            row = first + token_of_columns(token, second, BEHIND, TURNED)
-            at = of_columns(channel[None, :], TURNED)
+            row = first + token_of_columns(token, second, SECOND_OFFSET, TRANSPOSED)
+            at = of_columns(channel[None, :], TRANSPOSED)
             if KIND == ALONG_TOKENS:
                 row = row // SIZE
             else:
                 at = at // SIZE
-            mask = of_columns((channel < DIM)[None, :], TURNED)
+            mask = of_columns((channel < DIM)[None, :], TRANSPOSED)
             if MASKED:
-                mask = mask & valid_columns(valid, second, BEHIND, TURNED)
-            raw = raw + (tl.load(pairs + row * PAIRS + at, mask, 0),)
+                mask = mask & valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED)
+            loaded = loaded + (tl.load(scales + row * SCALES + at, mask, 0),)
     if CONSTANTS.scale_bits:
-        raw = raw + load_factors(pointers[PLANES + 1], first, token, valid, CONSTANTS.scale_bits, PAIRED, MASKED, FAST)
-    return raw
+        loaded = loaded + load_factors(pointers[PLANES + 1], first, token, valid, CONSTANTS.scale_bits, DUAL, MASKED, FAST)
+    return loaded
 
 
 @triton.constexpr_function
-def _pairs_together(pairs: int, each: int) -> int:
-    """Of a token's ``pairs``, how many a load is of: few enough that eight tokens' lie in few rows of the banks of shared memory."""
-    return min(pairs, max(each, MOST_PAIRS))
+def _scales_per_load(scales: int, each: int) -> int:
+    """How many of a token's ``scales`` one load takes: few enough that those of eight tokens lie in few rows of shared-memory banks."""
+    return min(scales, max(each, MOST_SCALES_PER_LOAD))
 
 
 @triton.jit
-def _pairs_of_rows(
-    pairs: tl.tensor,
+def _load_scale_rows(
+    scales: tl.tensor,
     first: tl.tensor,
     token: tl.tensor,
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ) -> tl.tuple:
-    """The pairs of each step, from rows: those of each token, or the one that a warp's tokens share."""
+    """The scales of each step, cut from whole rows: ``[warp, column]`` where a warp's tokens share a row, else ``[warp, token]`` or
+    ``[warp, token, scale]`` (transposed ``[warp, scale, token]``).
+    """
     SIZE: tl.constexpr = CONSTANTS.size
-    PAIRS: tl.constexpr = CONSTANTS.pairs
+    SCALES: tl.constexpr = CONSTANTS.scales_per_row
     STEPS: tl.constexpr = CONSTANTS.steps
     found = ()
     if CONSTANTS.along_tokens:
         # The first token of each warp stands for all of its own.
-        place = pairs + ((first + tl.min(token, 1)[:, None]) // SIZE * PAIRS + tl.arange(0, PAIRS)[None, :])
+        address = scales + ((first + tl.min(token, 1)[:, None]) // SIZE * SCALES + tl.arange(0, SCALES)[None, :])
         if MASKED:
-            row = tl.load(place, _any(valid), 0)
+            row = tl.load(address, _any(valid), 0)
         else:
-            row = tl.load(place)
-        found = parts_of(tl.trans(tl.reshape(row, (row.shape[0], STEPS, PAIRS // STEPS)), 0, 2, 1))
+            row = tl.load(address)
+        found = parts_of(tl.trans(tl.reshape(row, (row.shape[0], STEPS, SCALES // STEPS)), 0, 2, 1))
     else:
-        # Of a step, one for the columns that share it.
-        EACH: tl.constexpr = PAIRS // STEPS if CONSTANTS.kind == WITHIN_FIELDS else 1
-        COUNT: tl.constexpr = _pairs_together(PAIRS, EACH)
+        # The scales of one step: one for all columns that share it.
+        EACH: tl.constexpr = SCALES // STEPS if CONSTANTS.kind == WITHIN_FIELDS else 1
+        COUNT: tl.constexpr = _scales_per_load(SCALES, EACH)
         parts = ()
-        for number in tl.static_range(PAIRS // COUNT):
-            place = pairs + first * PAIRS + (token[:, :, None] * PAIRS + (number * COUNT + tl.arange(0, COUNT))[None, None, :])
+        for number in tl.static_range(SCALES // COUNT):
+            address = scales + first * SCALES + (token[:, :, None] * SCALES + (number * COUNT + tl.arange(0, COUNT))[None, None, :])
             if MASKED:
-                row = tl.load(place, valid[:, :, None], 0)
+                row = tl.load(address, valid[:, :, None], 0)
             else:
-                row = tl.load(place)
+                row = tl.load(address)
             if CONSTANTS.kind == WITHIN_FIELDS:
                 row = tl.reshape(row, (row.shape[0], row.shape[1], COUNT // EACH, EACH))
-                if TURNED:
+                if TRANSPOSED:
                     row = tl.trans(row, 0, 3, 1, 2)
                 else:
                     row = tl.trans(row, 0, 1, 3, 2)
@@ -254,10 +267,10 @@ def _any(valid: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _channel(step: tl.constexpr, column: tl.tensor, SPAN: tl.constexpr, WIDTH: tl.constexpr, APART: tl.constexpr) -> tl.tensor:
+def _channel(step: tl.constexpr, column: tl.tensor, SPAN: tl.constexpr, WIDTH: tl.constexpr, FIELD_STRIDE: tl.constexpr) -> tl.tensor:
     """The channel of each column of a step (``tiles.step_symbols``)."""
-    if APART > 1:
-        channel = (step + column // WIDTH * APART) * WIDTH + column % WIDTH
+    if FIELD_STRIDE > 1:
+        channel = (step + column // WIDTH * FIELD_STRIDE) * WIDTH + column % WIDTH
     else:
         channel = step * SPAN + column
     return channel
@@ -265,44 +278,45 @@ def _channel(step: tl.constexpr, column: tl.tensor, SPAN: tl.constexpr, WIDTH: t
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """(code - middle) * scale + centre of the fields of ``STEP``."""
+    """(code - middle) * scale + centre of the fields of ``STEP``: one binary16 tile, ``[warp, token, column]`` or transposed."""
     PACKING: tl.constexpr = CONSTANTS.packing
     BITS: tl.constexpr = CONSTANTS.bits
-    BESIDE: tl.constexpr = CONSTANTS.beside
+    FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     KIND: tl.constexpr = CONSTANTS.kind
     PLANES: tl.constexpr = CONSTANTS.planes
-    planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
-    pair = raw[PLANES + STEP]
-    scale, centre = scale_and_centre(pair, FAST)
-    if KIND == WITHIN_FIELDS or (KIND == ALONG_CHANNELS and PACKING.paired):
+    planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
+    scale_centre = loaded[PLANES + STEP]
+    scale, centre = scale_and_centre(scale_centre, FAST)
+    if KIND == WITHIN_FIELDS or (KIND == ALONG_CHANNELS and PACKING.dual):
         COPIES: tl.constexpr = CONSTANTS.size if KIND == WITHIN_FIELDS else PACKING.width
-        scale = repeated(scale, COPIES, TURNED)
-        centre = repeated(centre, COPIES, TURNED)
+        scale = repeated(scale, COPIES, TRANSPOSED)
+        centre = repeated(centre, COPIES, TRANSPOSED)
     elif KIND == ALONG_CHANNELS:
-        scale = of_tokens(scale, TURNED)
-        centre = of_tokens(centre, TURNED)
-    elif len(pair.shape) == 2:
-        scale = of_columns(scale, TURNED)
-        centre = of_columns(centre, TURNED)
-    if BESIDE == 1:
+        scale = of_tokens(scale, TRANSPOSED)
+        centre = of_tokens(centre, TRANSPOSED)
+    elif len(scale_centre.shape) == 2:
+        scale = of_columns(scale, TRANSPOSED)
+        centre = of_columns(centre, TRANSPOSED)
+    if FIELDS_PER_TILE == 1:
         value = affine_bits(planes, scale, centre, STEP * BITS, BITS, middle_code(BITS), FAST)
     else:
-        words = words_of_step(planes, places, 0, PACKING, 0, BITS, STEP, BESIDE, CONSTANTS.apart, PACKING.fields, TURNED, FAST)
-        value = affine(words, scale, centre, position_of_step(STEP, BITS, CONSTANTS.apart), BITS, middle_code(BITS), FAST)
+        STRIDE: tl.constexpr = CONSTANTS.field_stride
+        words = words_of_step(planes, column_fields, 0, PACKING, 0, BITS, STEP, FIELDS_PER_TILE, STRIDE, PACKING.fields, TRANSPOSED, FAST)
+        value = affine(words, scale, centre, position_of_step(STEP, BITS, STRIDE), BITS, middle_code(BITS), FAST)
     return (value,)
 
 
 @triton.jit
-def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The token scale."""
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The token scale, float32 ``[warp, token]``."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    return read_factors(raw, CONSTANTS.planes + CONSTANTS.steps, CONSTANTS.scale_bits, PACKING.paired, FAST)
+    return read_factors(loaded, CONSTANTS.planes + CONSTANTS.steps, CONSTANTS.scale_bits, PACKING.dual, FAST)

@@ -23,8 +23,8 @@ from kvpack.formats.side_cars import WithSideCars
 
 from . import angle as tiles_angle
 from . import angle_dense as tiles_angle_dense
-from . import angle_pairs as tiles_angle_pairs
-from . import angle_rows as tiles_angle_rows
+from . import angle_dual as tiles_angle_dual
+from . import angle_thread as tiles_angle_thread
 from . import group as tiles_group
 from . import octahedral as tiles_octahedral
 from . import octahedral_dense as tiles_octahedral_dense
@@ -35,7 +35,7 @@ from . import quaternion as tiles_quaternion
 from . import quaternion_dense as tiles_quaternion_dense
 from . import raw as tiles_raw
 from . import scalar as tiles_scalar
-from .tiles import APART, PAIRED_WIDTH, Tiles
+from .tiles import APART, DUAL_WIDTH, Tiles
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -53,21 +53,21 @@ LOADERS: dict[type[Codec], Loader] = {
     Group: tiles_group.tiles,
     Scalar: tiles_scalar.tiles,
     Octahedral: _of_arrangement(tiles_octahedral.tiles, tiles_octahedral_dense.tiles),
-    Angle: _of_arrangement(tiles_angle.tiles, lambda codec: tiles_angle_dense.tiles(codec) or tiles_angle_rows.tiles(codec)),
+    Angle: _of_arrangement(tiles_angle.tiles, lambda codec: tiles_angle_dense.tiles(codec) or tiles_angle_thread.tiles(codec)),
     Polar: tiles_polar.tiles,
     Quaternion: _of_arrangement(tiles_quaternion.tiles, tiles_quaternion_dense.tiles),
 }
 
 
 def _of_eight_words(make: Callable[..., Tiles | None]) -> Callable[..., Tiles | None]:
-    return lambda codec, paired: make(codec, paired) if all(p.width == PAIRED_WIDTH for p in codec.packings().values()) else None
+    return lambda codec, dual: make(codec, dual) if all(p.width == DUAL_WIDTH for p in codec.packings().values()) else None
 
 
-PAIRED_LOADERS: dict[type[Codec], Callable[..., Tiles | None]] = {
+DUAL_LOADERS: dict[type[Codec], Callable[..., Tiles | None]] = {
     Group: _of_eight_words(tiles_group.tiles),
     Scalar: _of_eight_words(tiles_scalar.tiles),
-    Octahedral: _of_eight_words(lambda codec, paired: tiles_octahedral.tiles(codec, paired) if codec.arrangement == "direct" else None),
-    Angle: lambda codec, paired: tiles_angle_pairs.tiles(codec, paired) if codec.arrangement == "dense" else None,
+    Octahedral: _of_eight_words(lambda codec, dual: tiles_octahedral.tiles(codec, dual) if codec.arrangement == "direct" else None),
+    Angle: lambda codec, dual: tiles_angle_dual.tiles(codec, dual) if codec.arrangement == "dense" else None,
 }
 
 
@@ -96,7 +96,7 @@ def _with_side_cars(codec: WithSideCars) -> Tiles | None:
 
 
 @lru_cache(maxsize=256)
-def paired_tiles_of(codec: Codec, paired: int = APART) -> Tiles | None:
-    """The loader of tiles that hold two tokens a row, which lie as ``paired`` says, None where rows have another number of words."""
-    make = PAIRED_LOADERS.get(type(codec))
-    return make(codec, paired) if make else None
+def dual_tiles_of(codec: Codec, dual: int = APART) -> Tiles | None:
+    """The loader of tiles that hold two tokens a row, which lie as ``dual`` says, None where rows have another number of words."""
+    make = DUAL_LOADERS.get(type(codec))
+    return make(codec, dual) if make else None

@@ -1,7 +1,7 @@
-"""octahedral as tiles (spec/codecs/octahedral.md): three tiles a field, first, second and third coordinates of its triplets.
+"""octahedral as tiles (spec/codecs/octahedral.md): three tiles per field, of the first, second and third coordinates of its triplets.
 
-A table holds the directions of positive signs; signs are turned afterwards. Where a symbol is one short digit, the table holds
-everything. This is the direct arrangement; the dense one has columns of other widths for indices and signs (tiles_octahedral_dense).
+A table holds the directions with positive signs, and signs are flipped after the lookup. Where a symbol is one short digit, the table
+holds whole symbols. This is the direct arrangement; in the dense one (``octahedral_dense``) indices and signs have streams of their own.
 """
 
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
@@ -17,18 +17,19 @@ from triton import language as tl
 
 from kvpack.formats.octahedral_search import codebook_directions
 from kvpack.kernels.tables.shared_table import look_up_bits, look_up_repeated
-from kvpack.kernels.words.fields import load_planes, whole_planes, words_of_step
-from kvpack.kernels.words.halves import load_factors, negated, product, read_factors
+from kvpack.kernels.words.bitfields import load_planes, whole_planes, words_of_step
+from kvpack.kernels.words.f16_tiles import negated, product
+from kvpack.kernels.words.token_factors import load_factors, read_factors
 
 from .tiles import (
     Stream,
     TilePacking,
     Tiles,
     channels_of,
-    fields_side_by_side,
     plane_streams,
     step_symbols,
     takes_whole_words,
+    tile_fields,
     tile_packing,
 )
 
@@ -36,7 +37,10 @@ if TYPE_CHECKING:
     from kvpack.formats.octahedral import Octahedral
 
 VALUES = 3
+"""Values per symbol: the coordinates of a triplet."""
+
 SIGN_BITS = 2
+
 DIGITS_THAT_HOLD_NORMS = (1, 2, 4, 8, 16)
 """Bits of an index digit that the norm's bits complete: spec/codecs/octahedral.md, Layout."""
 
@@ -44,12 +48,12 @@ DIGITS_THAT_HOLD_NORMS = (1, 2, 4, 8, 16)
 class Constants(NamedTuple):
     """What the functions below know of a codec and its tiles.
 
-    Of a symbol, ``index_bits`` look a direction up; ``sign_bits`` follow them unless the index holds the whole symbol, and end in
-    ``norm_index_bits``.
+    ``index_bits`` of a symbol are the index of a direction. Unless the index is the whole symbol, ``sign_bits`` follow, the highest
+    ``norm_index_bits`` of which are the norm code.
     """
 
     packing: TilePacking
-    beside: int
+    fields_per_tile: int
     index_bits: int
     sign_bits: int
     norm_index_bits: int
@@ -57,19 +61,19 @@ class Constants(NamedTuple):
     norm_bits: int
 
 
-def tiles(codec: Octahedral, paired: int = 0) -> Tiles | None:
-    """The loader of ``codec`` in the direct arrangement, None where a digit is too wide. ``paired`` is that of the result."""
+def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
+    """The loader of ``codec`` in the direct arrangement, None where a digit is too wide. ``dual`` is that of the result."""
     packing = codec.packings()["symbol"]
     if not takes_whole_words(packing):
         return None
-    symbols = step_symbols(packing, paired=paired)
+    symbols = step_symbols(packing, dual=dual)
     index_bits, *more = (base.bit_length() - 1 for base in packing.bases)
     entries = table(codec, whole=not more)
     streams = plane_streams("symbol", packing)
     norm_bits = 16 if codec.norm == "fp16" else 32
     constants = Constants(
-        packing=tile_packing(0, packing, paired),
-        beside=fields_side_by_side(packing, paired),
+        packing=tile_packing(0, packing, dual),
+        fields_per_tile=tile_fields(packing, dual),
         index_bits=index_bits,
         sign_bits=more[0] if more else 0,
         norm_index_bits=codec.b_norm if more and more[0] > SIGN_BITS else 0,
@@ -78,13 +82,14 @@ def tiles(codec: Octahedral, paired: int = 0) -> Tiles | None:
     )
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
     streams = (*streams, Stream("norm", norm_bits, 1))
-    return Tiles(load, decode, factor, constants, len(symbols), channels, streams, entries, packings=(packing,), paired=paired)
+    return Tiles(load, decode, factor, constants, len(symbols), channels, streams, entries, packings=(packing,), dual=dual)
 
 
 def table(codec: Octahedral, whole: bool) -> torch.Tensor:
-    """Directions (x, y, z, 0) by the first digit, times the triplet norm where the digit has it; else the norms follow.
+    """The table of ``decode``, binary16 ``[entry, 4]``: directions (x, y, z, 0) by the first digit of a symbol.
 
-    ``whole``: by the whole symbol, signs included.
+    They are multiplied by the triplet norm if the digit includes its code; otherwise one entry per norm follows. ``whole``: entries
+    are by whole symbol, signs included.
     """
     norms = torch.frombuffer(bytearray(codec.norm_table), dtype=torch.float32)
     directions = torch.nn.functional.pad(codebook_directions(codec.direction_table).T, (0, 1))
@@ -108,40 +113,42 @@ def load(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes, then the norms."""
+    """The planes, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
-    return planes + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, PACKING.paired, MASKED, FAST)
+    planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
+    return planes + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, PACKING.dual, MASKED, FAST)
 
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The three coordinates of the triplets of ``STEP``, within a unit vector."""
+    """The three coordinates of the triplets of ``STEP`` within a unit vector: three binary16 tiles laid out like the planes."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    BESIDE: tl.constexpr = CONSTANTS.beside
+    FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
     SIGN_BITS: tl.constexpr = CONSTANTS.sign_bits
     SIGNS: tl.constexpr = PACKING.fields * INDEX_BITS
-    planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
-    if BESIDE == 1:
+    planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
+    if FIELDS_PER_TILE == 1:
         found = _triplet(planes, table, STEP * INDEX_BITS, SIGNS + STEP * SIGN_BITS, CONSTANTS, SHARED, FAST)
     else:
-        index = words_of_step(planes, places, 0, PACKING, 0, INDEX_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
+        index = words_of_step(planes, column_fields, 0, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
         sign = index
         if SIGN_BITS:
-            sign = words_of_step(planes, places, 0, PACKING, SIGNS, SIGN_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
+            sign = words_of_step(
+                planes, column_fields, 0, PACKING, SIGNS, SIGN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST
+            )
         found = _triplet((index, sign), table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 
@@ -171,7 +178,7 @@ def _triplet(
 
 
 @triton.jit
-def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The norm."""
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The norm, float32 ``[warp, token]``; two of these in dual tiles."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    return read_factors(raw, CONSTANTS.norm_stream, CONSTANTS.norm_bits, PACKING.paired, FAST)
+    return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, PACKING.dual, FAST)

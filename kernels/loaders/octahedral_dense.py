@@ -11,10 +11,11 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.tables.register_table import MOST_BITS, select_of_four, table_of_bytes
-from kvpack.kernels.words.pairs import look_up_repeated, look_up_words, pair_negated, pair_product, unit
-from kvpack.kernels.words.row_digits import RowPacking, bits_of_column, digit, row_packing
-from kvpack.kernels.words.row_tiles import TOKENS, decode_rows, factor_beside_rows, load_rows_and_factor, pairs_of, tiles_of
-from kvpack.kernels.words.rows import row_streams, rows_constants
+from kvpack.kernels.tables.thread_lookups import look_up_repeated, look_up_words, unit
+from kvpack.kernels.words.f16x2 import negated_f16x2, product_f16x2
+from kvpack.kernels.words.thread_digits import RowPacking, bits_of_column, digit, row_packing
+from kvpack.kernels.words.thread_rows import row_streams, rows_constants
+from kvpack.kernels.words.thread_tiles import TOKENS, decode_rows, f16x2_of_symbols, factor_beside_rows, load_rows_and_factor, tiles_of
 
 from .octahedral import VALUES, table
 from .tiles import WIDEST_DIGIT, Stream, Tiles
@@ -23,14 +24,16 @@ if TYPE_CHECKING:
     from kvpack.formats.octahedral import Octahedral
 
 SIGN_BITS = tl.constexpr(2)
+
 MOST_BITS_OF_ONE_INDEX = 8
-"""Of an index and its signs together, for a table of whole triplets."""
+"""Bits of an index and its signs together, at most, for a table of whole triplets."""
 
 
 class Constants(NamedTuple):
     """What the functions below know of a codec and its rows.
 
-    ``whole``: the table is of whole symbols; ``norms`` are those of triplets by ``norm_index_bits``, where they are no part of the index.
+    ``whole``: table entries are whole symbols. ``norms`` is the table of triplet norms in registers (``register_table``), by a code of
+    ``norm_index_bits``, or None. ``registers`` are those of all tiles (``thread_tiles.tiles_of``).
     """
 
     rows: tuple[int, ...]
@@ -40,7 +43,7 @@ class Constants(NamedTuple):
     whole: bool
     norm_index_bits: int
     factor_bits: int
-    pairs: tuple[int, ...]
+    registers: tuple[int, ...]
     norms: tuple[int, ...] | None
 
 
@@ -57,7 +60,7 @@ def tiles(codec: Octahedral) -> Tiles | None:
     rows = rows_constants(both)
     streams = tuple(stream for name, packing in packings.items() for stream in row_streams(name, packing))
     norm_bits = 16 if codec.norm == "fp16" else 32
-    pairs, channels = tiles_of(pairs_of(codec.triplets, VALUES, codec.dim), VALUES)
+    registers, channels = tiles_of(f16x2_of_symbols(codec.triplets, VALUES, codec.dim), VALUES)
     found = table(codec, whole)
     few_norms = not whole and SIGN_BITS.value < sign_bits <= SIGN_BITS.value + MOST_BITS
     norms = table_of_bytes(found[1 << index_bits :, 0]) if few_norms else None
@@ -69,7 +72,7 @@ def tiles(codec: Octahedral) -> Tiles | None:
         whole=whole,
         norm_index_bits=sign_bits - SIGN_BITS.value,
         factor_bits=norm_bits,
-        pairs=pairs,
+        registers=registers,
         norms=norms,
     )
     return Tiles(
@@ -88,25 +91,25 @@ def tiles(codec: Octahedral) -> Tiles | None:
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The coordinates of the triplets of ``STEP``, within a unit vector."""
-    PAIRS: tl.constexpr = CONSTANTS.pairs
-    return (decode_rows(raw, table, PAIRS, STEP, coordinates, CONSTANTS, SHARED, TURNED, FAST),)
+    """The coordinates of the triplets of ``STEP`` within a unit vector: one binary16 tile, ``[warp, token, column]`` or transposed."""
+    REGISTERS: tl.constexpr = CONSTANTS.registers
+    return (decode_rows(loaded, table, REGISTERS, STEP, coordinates, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 
 
 @triton.jit
 def coordinates(
     words: tl.tuple, table: tl.tensor, TRIPLET: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """The pairs (x, y) and (z, 0) of one triplet."""
+    """The f16x2 (x, y) and (z, 0) of one triplet."""
     INDICES: tl.constexpr = CONSTANTS.indices
     SIGNS: tl.constexpr = CONSTANTS.signs
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
@@ -122,13 +125,13 @@ def coordinates(
     if not WHOLE:
         COLUMN: tl.constexpr = TRIPLET % SIGNS.width
         POSITION: tl.constexpr = TRIPLET // SIGNS.width * (SIGN_BITS + NORM_BITS)
-        xy = pair_negated(xy, words, SIGNS, COLUMN, POSITION, FAST)
+        xy = negated_f16x2(xy, words, SIGNS, COLUMN, POSITION, FAST)
         if NORM_BITS:
             if FAST and NORMS is not None:
                 norm = select_of_four(words, SIGNS, TRIPLET // 4 * 4, SIGN_BITS, NORM_BITS, SIGN_BITS + NORM_BITS, NORMS)[TRIPLET % 4]
             else:
                 level = bits_of_column(words, SIGNS, COLUMN, POSITION + SIGN_BITS, NORM_BITS) * UNIT
                 norm = look_up_repeated(level, table, 1 << INDEX_BITS, SHARED, FAST)
-            xy = pair_product(xy, norm, FAST)
-            z = pair_product(z, norm, FAST)
+            xy = product_f16x2(xy, norm, FAST)
+            z = product_f16x2(z, norm, FAST)
     return xy, z

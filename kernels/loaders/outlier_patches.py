@@ -17,7 +17,7 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.attend.shapes import MULTIPROCESSOR_BYTES
-from kvpack.kernels.words.axes import of_columns, of_tokens
+from kvpack.kernels.words.tile_layout import of_columns, of_tokens
 
 if TYPE_CHECKING:
     from kvpack.kernels.attend.shapes import Shape
@@ -83,15 +83,17 @@ def _put_zeros(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 
 
 @triton.jit
-def patch_places(numbers: tl.tensor, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
-    """Where a tile is read in a patch of which it is the first; from loaded numbers (``fields.load_places``)."""
+def patch_places(
+    numbers: tl.tensor, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr
+) -> tl.tensor:
+    """Where a tile is read in a patch of which it is the first; from loaded numbers (``bitfields.load_column_fields``)."""
     WIDTH: tl.constexpr = CONSTANTS.width
     row = tl.load(numbers + tl.arange(0, TOKENS)[None, :]).to(tl.int32)
     column = tl.load(numbers + tl.arange(0, WIDTH)[None, :]).to(tl.int32)
-    if TURNED:
-        place = of_tokens(row * 2, TURNED) ^ of_columns(_exchanged(column * (2 * TOKENS)), TURNED)
+    if TRANSPOSED:
+        place = of_tokens(row * 2, TRANSPOSED) ^ of_columns(_exchanged(column * (2 * TOKENS)), TRANSPOSED)
     else:
-        place = of_tokens(_exchanged(row * (2 * WIDTH)), TURNED) ^ of_columns(_exchanged(column * 2), TURNED)
+        place = of_tokens(_exchanged(row * (2 * WIDTH)), TRANSPOSED) ^ of_columns(_exchanged(column * 2), TRANSPOSED)
     if WARPS > 1:
         place += tl.load(numbers + tl.arange(0, WARPS)[:, None, None]).to(tl.int32) * CONSTANTS.patch_bytes
     return place
@@ -114,14 +116,14 @@ def _exchanged(place: tl.tensor) -> tl.tensor:
 
 
 @triton.constexpr_function
-def _store(first: int, tokens: int, turned: bool, constants: Outliers) -> str:
+def _store(first: int, tokens: int, transposed: bool, constants: Outliers) -> str:
     """Put four values, if their columns are in the patch that begins with tile ``first``, beside their token's place.
 
     These are the column of the first of them and the next ones, or where columns are not in order, four 16-bit integers.
     """
     width, components, together = constants.width, constants.components, constants.together
     columns = together * width
-    if turned:
+    if transposed:
         at = f"mad.lo.u32 at, column, {2 * tokens}, $1;"
     else:
         at = f"and.b32 at, column, {width - 1}; mad.lo.u32 at, at, 2, $1;"
@@ -129,7 +131,7 @@ def _store(first: int, tokens: int, turned: bool, constants: Outliers) -> str:
             at += f"shr.u32 column, column, {width.bit_length() - 1}; mad.lo.u32 at, column, {2 * tokens * width}, at;"
     exchanged = "shr.u32 line, at, 3; lop3.b32 line, line, 0x70, at, 0x6A; add.u32 line, line, base;"
     inside = f"sub.u32 column, column, {first * width}; setp.lt.u32 real, column, {columns};"
-    if components is None and not turned:
+    if components is None and not transposed:
         stores = f"mov.u32 column, $3; {inside} {at} {exchanged} @real st.shared.b64 [line], $2;"
     elif components is None:
         # Their columns begin at a multiple of four, so that sums of what is apart are its exclusive ors.
@@ -157,7 +159,7 @@ def placed(
     TILE: tl.constexpr,
     CONSTANTS: tl.constexpr,
     TOKENS: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """What patches of a warp's tile ``TILE`` need of entries that were ``loaded``, if ``FAST``: places of tokens, values, and columns."""
@@ -172,7 +174,7 @@ def placed(
         else:
             # Four columns, those of a chunk, are one integer.
             columns = tl.load(entries[0][4].to(tl.pointer_type(tl.int64)) + chunk, real, -1)
-        TOKEN_BYTES: tl.constexpr = 2 if TURNED else 2 * CONSTANTS.width
+        TOKEN_BYTES: tl.constexpr = 2 if TRANSPOSED else 2 * CONSTANTS.width
         place = row * TOKEN_BYTES + tl.arange(0, row.shape[0])[:, None] * CONSTANTS.patch_bytes
         found = (place, loaded[1], columns)
     return found
@@ -185,7 +187,7 @@ def put_all(
     FIRST: tl.constexpr,
     CONSTANTS: tl.constexpr,
     TOKENS: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     CLEAR: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
@@ -196,7 +198,7 @@ def put_all(
     after = 0
     if FAST and CONSTANTS.together > 0:
         IN_ORDER: tl.constexpr = in_order(CONSTANTS)
-        ASSEMBLY: tl.constexpr = _store(FIRST, TOKENS, TURNED, CONSTANTS)
+        ASSEMBLY: tl.constexpr = _store(FIRST, TOKENS, TRANSPOSED, CONSTANTS)
         REGISTERS: tl.constexpr = "=r,r,l,r" if IN_ORDER else "=r,r,l,l"
         WARPS: tl.constexpr = found[0].shape[0]
         values = found[1]
@@ -249,7 +251,7 @@ def _slow_tile(
     CONSTANTS: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
     """``outlier_tile`` without shared memory: the product of entries and a matrix that is 1 where one is of a token."""
     WIDTH: tl.constexpr = CONSTANTS.width
@@ -264,7 +266,7 @@ def _slow_tile(
         value = (values >> (16 * component)).to(tl.int16).to(tl.float16, bitcast=True)
         rows = tl.where(column == tl.arange(0, WIDTH)[None, None, :], value[:, :, None], rows)
     tile = tl.dot(of_token, rows).to(tl.float16)
-    if TURNED:
+    if TRANSPOSED:
         tile = tl.trans(tile, 0, 2, 1)
     return tile
 
@@ -292,12 +294,12 @@ def outlier_tile(
     CONSTANTS: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The codec's tile ``NUMBER``, whose patch is there: ``[warp, token, column]``, or turned, ``[warp, column, token]``."""
+    """The codec's tile ``NUMBER``, whose patch is there: ``[warp, token, column]``, or transposed, ``[warp, column, token]``."""
     if FAST and CONSTANTS.together > 0:
         tile = _patch_tile(entries, places, after, NUMBER, CONSTANTS, TOKENS)
     else:
-        tile = _slow_tile(entries, loaded, TILE, NUMBER, CONSTANTS, WARPS, TOKENS, TURNED)
+        tile = _slow_tile(entries, loaded, TILE, NUMBER, CONSTANTS, WARPS, TOKENS, TRANSPOSED)
     return tile

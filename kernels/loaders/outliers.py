@@ -1,6 +1,6 @@
-"""outliers beside the tiles of a codec (spec/side-cars.md): what they differ by from what the codec decodes to, as tiles of its columns.
+"""outliers as tiles (spec/side-cars.md): their differences from the values that the codec decodes to, in the codec's columns.
 
-A page's outliers are listed by sequence, head and token (``outlier_entries``); those of a warp's tile are one more tile
+The outlier entries of a page are listed by sequence, head and token (``outlier_entries``); those of a warp's tile are one more tile
 (``outlier_patches``).
 """
 
@@ -24,13 +24,13 @@ from .outlier_patches import GRANULE, TOKENS_TOLD_APART, fetch_numbers, outlier_
 from .tiles import Outliers, Stream, Tiles
 
 BOUNDS, PLACES, VALUES, POWER, COLUMNS = "outlier_bounds", "outlier_places", "outlier_values", "outlier_power", "outlier_columns"
-"""Streams that no file has: where the entries of a granule of tokens begin, ``entries``, and ``columns_of``."""
+"""Streams that no file has: where the outlier entries of each granule of tokens begin, the three of ``entries``, and ``columns_of``."""
 
 
 def entries(token: torch.Tensor, chunk: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Places, int32; the values ``[entry, 4]`` in binary16 over a power of two, two in an int32; and that power, float32.
+    """Places, int32 ``[entry]``; values ``[entry, 4]`` over a power of two, binary16 in int32 ``[entry, 2]``; and that power, float32.
 
-    It is about the root of the largest value, and the weights of values are multiplied by it: neither then leaves binary16.
+    The power is about the square root of the largest value. Attention weights are multiplied by it, so that neither overflows binary16.
     """
     power = torch.ldexp(torch.ones((), device=values.device), (torch.frexp(values.abs().amax()).exponent // 2).clamp(-8, 8))
     place = token % TOKENS_TOLD_APART.value + TOKENS_TOLD_APART.value * chunk
@@ -53,7 +53,7 @@ def with_outliers(tiles: Tiles) -> Tiles:
 
 
 def _columns(tiles: Tiles) -> list[int]:
-    """The column of each channel, counted over all tiles."""
+    """The column of each channel, counted across all tiles."""
     channels = [channel for part in tiles.channels for channel in part]
     return [channels.index(channel) for channel in range(max(channels) + 1)]
 
@@ -71,40 +71,40 @@ def ready_patches(
     CONSTANTS: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     AHEAD: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """What does not change from tile to tile: numbers in memory, the power of two of values, and with ``AHEAD`` where patches are read.
+    """What all tiles share: the numbers 0, 1, 2, ... in memory, the power of two of values, and with ``AHEAD`` the places of patches.
 
-    Else registers have room for that only where there are outliers (``_places``).
+    Without ``AHEAD`` registers have room for these only while a tile with outliers is attended (``_places``).
     """
     ready = ()
     if CONSTANTS is not None:
         ready = (numbers, tl.load(pointers[CONSTANTS.first_stream + 3]).to(tl.float32, bitcast=True))
         if AHEAD:
-            ready = ready + (patch_places(numbers, CONSTANTS, WARPS, TOKENS, TURNED),)
+            ready = ready + (patch_places(numbers, CONSTANTS, WARPS, TOKENS, TRANSPOSED),)
         elif FAST:
             fetch_numbers(numbers)
     return ready
 
 
 @triton.jit
-def _places(ready: tl.tuple, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
-    """Where patches are read."""
+def _places(ready: tl.tuple, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
+    """Where patches are read, ``[warp, token, column]`` or transposed."""
     if len(ready) == 3:
         places = ready[2]
     else:
-        places = patch_places(ready[0], CONSTANTS, WARPS, TOKENS, TURNED)
+        places = patch_places(ready[0], CONSTANTS, WARPS, TOKENS, TRANSPOSED)
     return places
 
 
 @triton.jit
 def _bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Of the granules of each warp's ``TOKENS`` tokens from row ``first`` on: the first entry, and the one after the last."""
+    """For each warp's ``TOKENS`` tokens from row ``first`` on, the first outlier entry of their granules and the one after the last."""
     bounds = ()
     first, last = first.to(tl.int32), last.to(tl.int32)
-    # Loads of single numbers: those of tensors make compiling slow.
+    # Loads of single numbers, because those of tensors make compilation slow.
     for warp in tl.static_range(WARPS):
         begin = tl.load(own[0] + tl.minimum(first + warp * TOKENS, last) // GRANULE)
         end = tl.load(own[0] + (tl.minimum(first + (warp + 1) * TOKENS, last) + (GRANULE - 1)) // GRANULE)
@@ -114,8 +114,8 @@ def _bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.constexp
 
 @triton.jit
 def _load(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: tl.constexpr) -> tl.tuple:
-    """``ENTRIES`` of each warp's ``counts`` entries from ``begins`` on, ``[warp, entry]``: places, -1 where there are none, and values,
-    four in an int64.
+    """``ENTRIES`` of each warp's ``counts`` outlier entries from ``begins`` on: int32 places, -1 where there are none, and values, four
+    binary16 per int64, both ``[warp, entry]``. ``begins`` and ``counts`` are ``[warp, 1]``.
     """
     number = tl.arange(0, ENTRIES)[None, :]
     real = number < counts
@@ -126,8 +126,8 @@ def _load(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: tl.const
 
 @triton.jit
 def _loaded(own: tl.tuple, bounds: tl.tuple, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """What is in ``bounds``: as many entries as a thread easily holds, the numbers of others of each warp and where they begin, and the
-    most entries of a warp.
+    """The outlier entries within ``bounds``: as many as threads easily hold (``_load``); where the rest of each warp begins and how many
+    they are, int32 ``[warp, 1]``; and the most entries of any warp.
     """
     ENTRIES: tl.constexpr = 2 * TOKENS
     most = 0
@@ -150,9 +150,9 @@ def first_entries(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """The bounds of the entries of each warp's ``TOKENS`` tokens from row ``first`` on.
+    """The bounds of the outlier entries of each warp's ``TOKENS`` tokens from row ``first`` on.
 
-    With ``AHEAD``, these entries and the bounds of those of the tokens that follow.
+    With ``AHEAD``, the bounds for the tokens that follow these, and these tokens' entries.
     """
     ahead = ()
     if CONSTANTS is not None:
@@ -175,7 +175,7 @@ def next_entries(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """What ``first_entries`` gives for the tokens that follow those from row ``first`` on: loaded while these are attended."""
+    """What ``first_entries`` gives for the tokens after those from row ``first`` on, loaded while those are attended."""
     if CONSTANTS is not None:
         own = pointers[CONSTANTS.first_stream :]
         if AHEAD:
@@ -196,10 +196,7 @@ def entries_of(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """What patches of the tokens from row ``first`` on are made of.
-
-    Pointers, entries, the place of each warp's first token, and ``ready_patches``.
-    """
+    """What patches of the tokens from row ``first`` on are made of: pointers, outlier entries, each warp's first token, and ``ready``."""
     found = ()
     if CONSTANTS is not None:
         own = pointers[CONSTANTS.first_stream :]
@@ -224,7 +221,7 @@ def _patch_scores(
     CONSTANTS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """``products`` and those of the patch that begins with the codec's tile ``FIRST``."""
+    """``products`` plus those of the patch that begins with the codec's tile ``FIRST``."""
     WARPS: tl.constexpr = products.shape[0]
     TOKENS: tl.constexpr = products.shape[1]
     END: tl.constexpr = min(FIRST + tiles_together(CONSTANTS), CONSTANTS.tiles)
@@ -238,7 +235,7 @@ def _patch_scores(
 
 @triton.jit
 def _next(entries: tl.tuple, loaded: tl.tuple, at: tl.tensor) -> tl.tuple:
-    """What is loaded after the entries from ``at`` on."""
+    """The outlier entries that follow those loaded from ``at`` on."""
     return _load(entries[0], entries[1][1] + at, entries[1][2] - at, loaded[0].shape[1])
 
 
@@ -246,12 +243,12 @@ def _next(entries: tl.tuple, loaded: tl.tuple, at: tl.tensor) -> tl.tuple:
 def add_outlier_scores(
     scores: tl.tensor, entries: tl.tuple, q: tl.tuple, TILE: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """``scores`` ``[warp, token, row]`` of a warp's tile ``TILE`` and the products of its outliers with the query."""
+    """``scores`` ``[warp, token, row]`` of a warp's tile ``TILE`` plus the products of its outliers with the query."""
     TILES: tl.constexpr = CONSTANTS.tiles
     TOGETHER: tl.constexpr = tiles_together(CONSTANTS)
     TOKENS: tl.constexpr = scores.shape[1]
     most = entries[1][3]
-    # Seldom more than once: a loop right inside that over tiles would keep their loads from being fetched ahead of time.
+    # The loop rarely runs more than once. Directly inside the loop over tiles it would keep their loads from being fetched ahead.
     if most > 0:
         places = _places(entries[3], CONSTANTS, scores.shape[0], TOKENS, False)
         products = tl.zeros(scores.shape, tl.float32)
@@ -277,7 +274,7 @@ def _patch_values(
     CONSTANTS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """``sums`` and those of the patch that begins with the codec's tile ``FIRST``."""
+    """``sums`` plus those of the patch that begins with the codec's tile ``FIRST``."""
     WARPS: tl.constexpr = weights.shape[0]
     TOKENS: tl.constexpr = weights.shape[1]
     END: tl.constexpr = min(FIRST + tiles_together(CONSTANTS), CONSTANTS.tiles)
@@ -294,7 +291,10 @@ def _patch_values(
 def add_outlier_values(
     sums: tl.tuple, entries: tl.tuple, weights: tl.tensor, TILE: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """``sums`` and those of the outliers of a warp's tile ``TILE``, times ``weights`` ``[warp, token, row]`` of at most 2^7."""
+    """``sums``, ``[warp, column, row]``, plus those of the outliers of a warp's tile ``TILE``.
+
+    ``weights``, ``[warp, token, row]``, are at most 2^7.
+    """
     TILES: tl.constexpr = CONSTANTS.tiles
     TOGETHER: tl.constexpr = tiles_together(CONSTANTS)
     TOKENS: tl.constexpr = weights.shape[1]

@@ -1,7 +1,7 @@
-"""polar as tiles (spec/codecs/polar.md): a token a thread, which multiplies angles down the tree of radii.
+"""polar as tiles (spec/codecs/polar.md): each thread holds a token and multiplies directions down the tree of radii.
 
-Products are of binary16, so what is left after the last level is no part of them: one radius is the token's factor, and several are
-decoded over a power of two near the largest. ``polar_steps`` says which angles a step looks up, and in what table.
+Products are binary16, so the radius of the last level stays out of them: a single one is the token's factor, and several are divided by
+a power of two near the largest. ``polar_steps`` says which angles a step looks up, and in which table.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -20,12 +20,12 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.tables.field_lookups import look_up_field
-from kvpack.kernels.words.fields import load_per_token
-from kvpack.kernels.words.halves import load_factor, read_factor
-from kvpack.kernels.words.pairs import pair_product, pair_scaled
-from kvpack.kernels.words.row_digits import RowPacking, row_packing
-from kvpack.kernels.words.row_tiles import PAIRS_OF_A_TILE, TOKENS, tile_of_pairs
-from kvpack.kernels.words.rows import load_row, load_rows, row_streams, rows_constants, stream_of_words, words_of_row
+from kvpack.kernels.words.bitfields import load_per_token
+from kvpack.kernels.words.f16x2 import product_f16x2, scaled_f16x2
+from kvpack.kernels.words.thread_digits import RowPacking, row_packing
+from kvpack.kernels.words.thread_rows import load_row, load_rows, row_streams, rows_constants, stream_of_words, words_of_row
+from kvpack.kernels.words.thread_tiles import F16X2_PER_TILE, TOKENS, tile_of_f16x2
+from kvpack.kernels.words.token_factors import load_factor, read_factor
 
 from .polar_steps import angles_of_step, blocks_of_step, lookups_of, place_in, places_of, table
 from .tiles import Stream, Tiles
@@ -40,18 +40,18 @@ MOST_DIM = 128
 class Level(NamedTuple):
     """A level of the tree: its angles are the symbols of ``packing`` from ``first_symbol`` on.
 
-    Directions of one angle begin at entry ``first_entry`` of the table, those of two neighbouring fields at ``first_pair``.
+    Directions of one angle begin at entry ``first_of_one`` of the table, those of two neighbouring fields at ``first_of_two``.
     """
 
     packing: RowPacking
     first_symbol: int
     bits: int
-    first_entry: int
-    first_pair: int
+    first_of_one: int
+    first_of_two: int
 
 
 class Constants(NamedTuple):
-    """What the functions below know of a codec and its rows, among which radii begin at word ``first_radius`` if there are several.
+    """What the functions below know of a codec and its rows; if there are several radii, they begin at word ``first_radius`` of a row.
 
     ``tree`` is that of ``polar_steps.angles_of_step``; a token's factor is its radius times ``unit``.
     """
@@ -67,9 +67,9 @@ class Constants(NamedTuple):
 
 
 def tiles(codec: Polar) -> Tiles | None:
-    """The loader of ``codec``, None where a level has a pair unlike the others, several radii are binary32, or dims are too many."""
+    """The loader of ``codec``, or None if a level has an unequal pair, several radii are binary32, or the head dim is too large."""
     levels = codec.levels
-    steps, rest = divmod(codec.dim, 2 * PAIRS_OF_A_TILE.value)
+    steps, rest = divmod(codec.dim, 2 * F16X2_PER_TILE.value)
     if rest or codec.dim > MOST_DIM or codec.dim % (1 << len(levels)) or (codec.radii > 1 and (codec.norm == "fp32" or codec.radii % 2)):
         return None
     packings = codec.packings()
@@ -117,24 +117,27 @@ def load(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The rows, among them several radii, then the radii of each token."""
+    """The rows (``thread_rows.load_rows``), several radii included; then, for ``factor``, the radii of each token.
+
+    These are int32 ``[warp, token]``, or uint32 words of two radii each.
+    """
     ROWS: tl.constexpr = CONSTANTS.rows
     RADII: tl.constexpr = CONSTANTS.radii
-    raw = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
+    loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
     if RADII > 1:
         like = load_per_token(pointers[CONSTANTS.radius_stream], first, token, valid, RADII // 2, 0, MASKED)
-        raw = raw + load_row(pointers[CONSTANTS.radius_stream], first, token, valid, like, RADII, MASKED, FAST)
+        loaded = loaded + load_row(pointers[CONSTANTS.radius_stream], first, token, valid, like, RADII, MASKED, FAST)
     else:
-        raw = raw + load_factor(pointers[CONSTANTS.radius_stream], first, token, valid, CONSTANTS.radius_bits, MASKED, FAST)
-    return raw
+        loaded = loaded + load_factor(pointers[CONSTANTS.radius_stream], first, token, valid, CONSTANTS.radius_bits, MASKED, FAST)
+    return loaded
 
 
 @triton.jit
 def _exponent(words: tl.tuple, FAST: tl.constexpr) -> tl.tensor:
-    """The largest exponent field of pairs of binary16, int32, at most 29."""
+    """The largest exponent field in f16x2 ``words``, int32, at most 29."""
     largest = words[0].to(tl.int32, bitcast=True) & 0x7FFF7FFF
     for number in tl.static_range(1, len(words)):
         largest = _larger(largest, words[number].to(tl.int32, bitcast=True) & 0x7FFF7FFF, FAST)
@@ -143,7 +146,7 @@ def _exponent(words: tl.tuple, FAST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _larger(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """The larger ones of two pairs of 15 bits, as which binary16 that are not negative are ordered."""
+    """The larger of two numbers of 15 bits in each half; non-negative binary16 are ordered like these."""
     if FAST:
         value = tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -152,42 +155,42 @@ def _larger(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tenso
 
 
 @triton.jit
-def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The radius, or the power of two that several are decoded over, less the scales of the tables."""
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The radius, or the power of two that several are divided by, over the scales of the tables: float32 ``[warp, token]``."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
     if CONSTANTS.radii > 1:
-        value = ((_exponent(raw[2 * ROW :], FAST) + 112) << 23).to(tl.float32, bitcast=True)
+        value = ((_exponent(loaded[2 * ROW :], FAST) + 112) << 23).to(tl.float32, bitcast=True)
     else:
-        value = read_factor(raw, 2 * ROW, CONSTANTS.radius_bits, FAST)
+        value = read_factor(loaded, 2 * ROW, CONSTANTS.radius_bits, FAST)
     return value * CONSTANTS.unit
 
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The channels of ``STEP``, over the token's factor."""
+    """The channels of ``STEP`` over the token's factor: one binary16 tile, ``[warp, token, column]`` or transposed."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
-    WARPS: tl.constexpr = raw[2 * ROW].shape[0]
-    first = _pairs(raw[:ROW], table, STEP, CONSTANTS, SHARED, FAST)
-    second = _pairs(raw[ROW : 2 * ROW], table, STEP, CONSTANTS, SHARED, FAST)
-    return (tile_of_pairs(first, second, WARPS, TURNED, FAST),)
+    WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
+    first = _pairs(loaded[:ROW], table, STEP, CONSTANTS, SHARED, FAST)
+    second = _pairs(loaded[ROW : 2 * ROW], table, STEP, CONSTANTS, SHARED, FAST)
+    return (tile_of_f16x2(first, second, WARPS, TRANSPOSED, FAST),)
 
 
 @triton.jit
 def _pairs(
     words: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """The pairs of channels of ``STEP``."""
+    """The pairs of channels of ``STEP``, one f16x2 each, uint32 ``[warp * token / 2]``."""
     LEVELS: tl.constexpr = len(CONSTANTS.levels)
     pairs = ()
     if CONSTANTS.radii > 1:
@@ -199,14 +202,14 @@ def _pairs(
 
 @triton.jit
 def _radii(words: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """The radii that the step begins with, two by two, over the token's power of two."""
+    """The radii that the step begins with, two per f16x2, over the token's power of two."""
     AT: tl.constexpr = CONSTANTS.first_radius
     TREE: tl.constexpr = CONSTANTS.tree
     PLACES: tl.constexpr = angles_of_step(TREE, STEP, len(CONSTANTS.levels) + 1)
     inverse = ((30 - _exponent(words[AT:], FAST)) << 10).to(tl.uint32, bitcast=True) * 0x10001
     radii = ()
     for number in tl.static_range(len(PLACES)):
-        radii = radii + (pair_product(words[AT + PLACES[number]], inverse, FAST),)
+        radii = radii + (product_f16x2(words[AT + PLACES[number]], inverse, FAST),)
     return radii
 
 
@@ -221,7 +224,10 @@ def _below(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """What lies below the radii of ``LEVEL`` in the step, two by two; ``radii`` are those, two by two as well, or none where it is 1."""
+    """The radii or channels below the radii of ``LEVEL`` in the step, two per f16x2.
+
+    ``radii`` are those of ``LEVEL``, two per f16x2 as well; none stands for a single radius of 1.
+    """
     OF_LEVEL: tl.constexpr = CONSTANTS.levels[LEVEL - 1]
     TREE: tl.constexpr = CONSTANTS.tree
     ANGLES: tl.constexpr = angles_of_step(TREE, STEP, LEVEL)
@@ -235,7 +241,7 @@ def _below(
     for number in tl.static_range(len(ANGLES)):
         if len(radii):
             radius = radii[place_in(ABOVE, ANGLES[number] // 2)]
-            below = below + (pair_scaled(found[PLACES[number]], radius, ANGLES[number] % 2, FAST),)
+            below = below + (scaled_f16x2(found[PLACES[number]], radius, ANGLES[number] % 2, FAST),)
         else:
             below = below + (found[PLACES[number]],)
     return below
@@ -251,11 +257,11 @@ def _directions(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Cosine and sine of an angle of a level, and if ``COUNT`` is 2 those of the next field of its column."""
+    """The f16x2 (cosine, sine) of an angle of a level, and if ``COUNT`` is 2 that of the next field of its column."""
     SYMBOL: tl.constexpr = OF_LEVEL.first_symbol + ANGLE
     COLUMN: tl.constexpr = SYMBOL % OF_LEVEL.packing.width
     POSITION: tl.constexpr = SYMBOL // OF_LEVEL.packing.width * OF_LEVEL.bits
     BITS: tl.constexpr = COUNT * OF_LEVEL.bits
-    FIRST: tl.constexpr = OF_LEVEL.first_entry if COUNT == 1 else OF_LEVEL.first_pair
+    FIRST: tl.constexpr = OF_LEVEL.first_of_one if COUNT == 1 else OF_LEVEL.first_of_two
     PACKING: tl.constexpr = OF_LEVEL.packing
     return look_up_field(words, table, PACKING, COLUMN, POSITION, BITS, COUNT, FIRST, SHARED, FAST)

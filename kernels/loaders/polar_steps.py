@@ -1,7 +1,7 @@
 """Which angles of polar's tree a step of a tile looks up, and the table that it looks them up in.
 
-A step is as many pairs of channels as a tile has. Where the first level fills whole fields of a stream, they are those of some columns in
-all these fields: what lies above them is then in few columns as well, and two neighbouring fields of a column are one index.
+A step decodes as many pairs of channels as a tile has. Where the first level fills whole fields of a stream, they are those of some
+columns in all its fields: the angles above them then lie in few columns as well, and two neighbouring fields of a column are one index.
 """
 
 # Triton has no types.
@@ -16,30 +16,30 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from kvpack.kernels.words.row_tiles import PAIRS_OF_A_TILE
+from kvpack.kernels.words.thread_tiles import F16X2_PER_TILE
 
 if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
 
 MOST_BITS_TOGETHER = 6
-"""Of two angles of a level for which the table has an entry."""
+"""Bits of two angles of a level together, at most, for the table to have entries of both."""
 
 SCALES = 1 << 12
-"""That are tried for the table of a level."""
+"""Scales that are tried for the table of each level."""
 
 
 def blocks_of_step(angles: int, width: int) -> int:
-    """Blocks of neighbouring ones of the first level's ``angles`` in a step: one a field of ``width`` columns, or one."""
+    """Blocks of neighbouring angles of the first level in a step: one per field of ``width`` columns, or one."""
     blocks = angles // width
-    aligned = blocks and angles % width == 0 and PAIRS_OF_A_TILE.value % blocks == 0
-    return blocks if aligned and width % (PAIRS_OF_A_TILE.value // blocks) == 0 else 1
+    aligned = blocks and angles % width == 0 and F16X2_PER_TILE.value % blocks == 0
+    return blocks if aligned and width % (F16X2_PER_TILE.value // blocks) == 0 else 1
 
 
 @triton.constexpr_function
 def angles_of_step(tree: tuple[int, int], step: int, level: int) -> tuple[int, ...]:
     """The angles of ``level`` with channels in ``step``, ascending; ``tree`` are the angles of the first level and the blocks of a step."""
     angles, blocks = tree
-    each = PAIRS_OF_A_TILE.value // blocks
+    each = F16X2_PER_TILE.value // blocks
     firsts = range(step * each, angles, angles // blocks)
     return tuple(sorted({(first + number) >> (level - 1) for first in firsts for number in range(each)}))
 
@@ -73,11 +73,11 @@ def place_in(numbers: tuple[int, ...], number: int) -> int:
 
 @lru_cache(maxsize=256)
 def table(codec: Polar, counts: tuple[frozenset[int], ...]) -> tuple[torch.Tensor, list[tuple[int, int]], float]:
-    """Cosines and sines, binary16 ``[entry, 4]``, of levels of which as many angles as ``counts`` says have an entry.
+    """Cosines and sines, binary16 ``[entry, 4]``; per level the first entries of single and of double angles; and the product of scales.
 
-    Level by level the angles, each twice, and two angles, the first one changing faster. Then where those and these begin, and what the
-    products of all levels are to be divided by: cosines and sines of a level are multiplied by what leaves them nearest to binary16,
-    for the errors of few angles would add up over the levels.
+    Each level has entries of one angle (given twice) and of two angles (the first changes faster), as far as ``counts`` names them. The
+    cosines and sines of a level are multiplied by the scale that leaves them nearest to binary16, because the errors of a few angles
+    would add up over the levels; decoded values are divided by the product of these scales.
     """
     angles = [(torch.arange(1 << codec.levels[0].bits, dtype=torch.float64) + 0.5) * (2 * torch.pi / (1 << codec.levels[0].bits))]
     for level, stored in zip(codec.levels[1:], codec.tables[1:], strict=True):

@@ -1,9 +1,9 @@
-"""qjl as tiles (spec/side-cars.md): the signs of a second rotation, 1 or -1, beside the tiles of a codec and with a factor of their own.
+"""qjl as tiles (spec/side-cars.md): the signs of a second rotation, 1 or -1, in addition to a codec's tiles and with their own factor.
 
-Their columns are channels of that rotation: a query has columns for them too, and values have sums of their own.
+Their columns are channels of that rotation: a query has columns for them too, and sums of values have their own.
 
-Of keys no sign is made: a bit of a word is itself a binary16 power of two or a zero, by which the query's column is divided, and
-half the sum of those columns less the bits' products is half the product of the signs.
+For keys no sign is built. A bit of a word is itself a binary16 power of two or zero; the query's column is divided by that power, and
+half the sum of those columns minus the products of the bits is half the product of the signs.
 """
 
 # Triton compiles no unpacking.
@@ -21,18 +21,18 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.qjl import NORM, SIGNS
-from kvpack.kernels.words.fields import load_planes, whole_planes, words_of_step
-from kvpack.kernels.words.halves import load_factor, read_factor
+from kvpack.kernels.words.bitfields import load_planes, whole_planes, words_of_step
+from kvpack.kernels.words.token_factors import load_factor, read_factor
 
 from .tiles import (
     Stream,
     TilePacking,
     Tiles,
-    distance,
-    fields_side_by_side,
     plane_streams,
     step_symbols,
     takes_whole_words,
+    tile_field_stride,
+    tile_fields,
     tile_packing,
     tile_width,
 )
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 QUERY = tl.constexpr(0.25)
-"""What a query's columns, of at most 1, are multiplied by: none leaves binary16 when it is divided by a bit's power."""
+"""What a query's columns, of at most 1, are multiplied by, so that none overflows binary16 when it is divided by a bit's power."""
 
 
 class Constants(NamedTuple):
@@ -54,8 +54,8 @@ class Constants(NamedTuple):
     packing: TilePacking
     first_stream: int
     number: int
-    beside: int
-    apart: int
+    fields_per_tile: int
+    field_stride: int
     steps: int
     norm_stream: int
     norm_bits: int
@@ -68,15 +68,15 @@ def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
     if not takes_whole_words(packing):
         return None
     planes = plane_streams(SIGNS, packing)
-    apart = distance(packing, 1, packing.fields)
-    symbols = step_symbols(packing, apart)
+    field_stride = tile_field_stride(packing, 1, packing.fields)
+    symbols = step_symbols(packing, field_stride)
     norm_bits = 16 if qjl.norm == "fp16" else 32
     constants = Constants(
         packing=tile_packing(0, packing),
         first_stream=len(tiles.streams),
-        number=len(tiles.place_columns) // 2,
-        beside=fields_side_by_side(packing),
-        apart=apart,
+        number=len(tiles.widths_of_streams) // 2,
+        fields_per_tile=tile_fields(packing),
+        field_stride=field_stride,
         steps=len(symbols),
         norm_stream=len(planes),
         norm_bits=norm_bits,
@@ -87,7 +87,7 @@ def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
         channels=(*tiles.channels, *(tuple(qjl.dim + symbol if symbol >= 0 else -1 for symbol in step) for step in symbols)),
         streams=(*tiles.streams, *planes, Stream(NORM, norm_bits, 1)),
         packings=(*tiles.packings, packing),
-        places=(*tiles.place_columns, packing.width, tile_width(packing)),
+        stream_widths=(*tiles.widths_of_streams, packing.width, tile_width(packing)),
         signs=constants,
         loads_ahead=False,
     )
@@ -101,13 +101,13 @@ def load_signs(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes, then the norms."""
+    """The planes, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
     own = pointers[CONSTANTS.first_stream :]
-    planes = load_planes(own, first, token, valid, PACKING, MASKED, TURNED)
+    planes = load_planes(own, first, token, valid, PACKING, MASKED, TRANSPOSED)
     return planes + load_factor(own[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, MASKED, FAST)
 
 
@@ -119,7 +119,7 @@ def _one(position: int) -> str:
 
 @triton.constexpr_function
 def _shift(position: int) -> int:
-    """How far up the bit at ``position`` is moved: as far as most others, and to neither a sign's nor the least bits."""
+    """How far up the bit at ``position`` is shifted: the same for most bits, and neither onto the sign bit nor onto the lowest bits."""
     return 7 if position <= 7 else -1 if position == 15 else 0
 
 
@@ -139,32 +139,34 @@ def _alone(position: int) -> str:
 
 
 @triton.constexpr_function
-def _position(step: int, beside: int, apart: int) -> int:
+def _position(step: int, fields_per_tile: int, field_stride: int) -> int:
     """The bit of each word that ``_words`` gives for ``step`` that is a column's sign."""
-    return step % 16 if beside == 1 else step if apart > 1 else 0
+    return step % 16 if fields_per_tile == 1 else step if field_stride > 1 else 0
 
 
 @triton.jit
 def _words(
-    raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
+    loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
     PACKING: tl.constexpr = CONSTANTS.packing
     NUMBER: tl.constexpr = CONSTANTS.number
-    BESIDE: tl.constexpr = CONSTANTS.beside
-    APART: tl.constexpr = CONSTANTS.apart
-    planes = whole_planes(raw, places, NUMBER, PACKING, TURNED, FAST)
-    if BESIDE == 1:
+    FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
+    FIELD_STRIDE: tl.constexpr = CONSTANTS.field_stride
+    planes = whole_planes(loaded, column_fields, NUMBER, PACKING, TRANSPOSED, FAST)
+    if FIELDS_PER_TILE == 1:
         word = planes[STEP // 16]
     else:
-        word = words_of_step(planes, places, NUMBER, PACKING, 0, 1, STEP, BESIDE, APART, PACKING.fields, TURNED, FAST)
+        word = words_of_step(
+            planes, column_fields, NUMBER, PACKING, 0, 1, STEP, FIELDS_PER_TILE, FIELD_STRIDE, PACKING.fields, TRANSPOSED, FAST
+        )
     return word
 
 
 @triton.jit
-def decode_signs(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Of values, turned: -1 where a digit of the fields of ``STEP`` is 1, and 1 where it is 0."""
-    BIT: tl.constexpr = _position(STEP, CONSTANTS.beside, CONSTANTS.apart)
-    word = _words(raw, places, STEP, CONSTANTS, True, FAST)
+def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+    """For values, one binary16 tile ``[warp, column, token]``: -1 where a bit of the fields of ``STEP`` is 1, and 1 where it is 0."""
+    BIT: tl.constexpr = _position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
+    word = _words(loaded, column_fields, STEP, CONSTANTS, True, FAST)
     if FAST:
         value = tl.inline_asm_elementwise(_one(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -173,10 +175,10 @@ def decode_signs(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS:
 
 
 @triton.jit
-def decode_bits(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Of keys: a power of two where a digit of the fields of ``STEP`` is 1, and 0 where it is 0."""
-    BIT: tl.constexpr = _position(STEP, CONSTANTS.beside, CONSTANTS.apart)
-    word = _words(raw, places, STEP, CONSTANTS, False, FAST)
+def decode_bits(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+    """For keys, one binary16 tile ``[warp, token, column]``: a power of two where a bit of the fields of ``STEP`` is 1, and 0 where 0."""
+    BIT: tl.constexpr = _position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
+    word = _words(loaded, column_fields, STEP, CONSTANTS, False, FAST)
     if FAST:
         value = tl.inline_asm_elementwise(_alone(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -186,7 +188,7 @@ def decode_bits(raw: tl.tuple, places: tl.tuple, STEP: tl.constexpr, CONSTANTS: 
 
 @triton.jit
 def queries_of_bits(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tuple:
-    """The tiles of a query, each of ``SETS`` of them ending in those of signs: these for ``decode_bits``."""
+    """The tiles of a query, ``[warp, column, row]``, those of signs scaled for ``decode_bits``; each of ``SETS`` sets ends in these."""
     tiles = q
     if CONSTANTS is not None:
         tiles = ()
@@ -202,7 +204,7 @@ def queries_of_bits(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) ->
 
 @triton.jit
 def _scaled(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
-    POWER: tl.constexpr = _power(_position(STEP, CONSTANTS.beside, CONSTANTS.apart))
+    POWER: tl.constexpr = _power(_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride))
     return (tile.to(tl.float32) * (-QUERY / POWER)).to(tl.float16)
 
 
@@ -210,7 +212,7 @@ def _scaled(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.
 def half_sum(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tensor:
     """Half the sum of the columns for signs, times ``QUERY``, of what ``queries_of_bits`` gave: ``[warp, 1, row]``."""
     EACH: tl.constexpr = len(q) // SETS
-    # One sum over columns, of all tiles together: each would have the warps wait for each other.
+    # One sum over columns for all tiles together, because the threads wait for each other in every such sum.
     columns = _half_of_tile(q[EACH - CONSTANTS.steps], 0, CONSTANTS)
     for number in tl.static_range(EACH - CONSTANTS.steps + 1, len(q)):
         if number % EACH >= EACH - CONSTANTS.steps:
@@ -220,17 +222,17 @@ def half_sum(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.ten
 
 @triton.jit
 def _half_of_tile(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
-    POWER: tl.constexpr = _power(_position(STEP, CONSTANTS.beside, CONSTANTS.apart))
+    POWER: tl.constexpr = _power(_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride))
     return tile.to(tl.float32) * (-0.5 * POWER)
 
 
 @triton.jit
-def factor_of_bits(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor_of_bits(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """``factor_of_signs`` for half their products times ``QUERY``."""
-    return read_factor(raw, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * (CONSTANTS.unit * (2 / QUERY))
+    return read_factor(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * (CONSTANTS.unit * (2 / QUERY))
 
 
 @triton.jit
-def factor_of_signs(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def factor_of_signs(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The norm times sqrt(pi / (2 dim)) (OCTOPUS Sec. 3.6)."""
-    return read_factor(raw, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * CONSTANTS.unit
+    return read_factor(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * CONSTANTS.unit

@@ -1,4 +1,4 @@
-"""quaternion as tiles (spec/codecs/quaternion.md): four tiles a field, the components of its chunks. The direct arrangement."""
+"""quaternion as tiles, direct arrangement (spec/codecs/quaternion.md): four tiles per field, the components of its chunks."""
 
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -12,18 +12,19 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.tables.shared_table import look_up_bits
-from kvpack.kernels.words.fields import load_planes, whole_planes, words_of_step
-from kvpack.kernels.words.halves import code_bits, load_factor, product, read_factor
+from kvpack.kernels.words.bitfields import load_planes, whole_planes, words_of_step
+from kvpack.kernels.words.f16_tiles import code_bits, product
+from kvpack.kernels.words.token_factors import load_factor, read_factor
 
 from .tiles import (
     Stream,
     TilePacking,
     Tiles,
     channels_of,
-    fields_side_by_side,
     plane_streams,
     step_symbols,
     takes_whole_words,
+    tile_fields,
     tile_packing,
 )
 
@@ -31,13 +32,14 @@ if TYPE_CHECKING:
     from kvpack.formats.quaternion import Quaternion
 
 VALUES = 4
+"""Values per symbol: the channels of a chunk."""
 
 
 class Constants(NamedTuple):
-    """What the functions below know of a codec and its tiles: bits of a codeword and of a radius."""
+    """What the functions below know of a codec and its tiles: bits of a codeword and of a radius code."""
 
     packing: TilePacking
-    beside: int
+    fields_per_tile: int
     code_bits: int
     radius_bits: int
     scale_stream: int
@@ -56,7 +58,7 @@ def tiles(codec: Quaternion) -> Tiles | None:
     scale_bits = 16 if codec.norm == "fp16" else 32
     constants = Constants(
         packing=tile_packing(0, packing),
-        beside=fields_side_by_side(packing),
+        fields_per_tile=tile_fields(packing),
         code_bits=packing.bases[0].bit_length() - 1,
         radius_bits=codec.radius_bits,
         scale_stream=len(streams),
@@ -86,38 +88,40 @@ def load(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes, then the scales."""
+    """The planes, int16 tiles ``[warp, token, column]`` or transposed, then the scales (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
+    planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     return planes + load_factor(pointers[CONSTANTS.scale_stream], first, token, valid, CONSTANTS.scale_bits, MASKED, FAST)
 
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The components of the chunks of ``STEP``: unit quaternions times radius codes."""
+    """The components of the chunks of ``STEP``, unit quaternions times radius codes: four binary16 tiles laid out like the planes."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    BESIDE: tl.constexpr = CONSTANTS.beside
+    FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     CODE_BITS: tl.constexpr = CONSTANTS.code_bits
     RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
     RADII: tl.constexpr = PACKING.fields * CODE_BITS
-    planes = whole_planes(raw, places, 0, PACKING, TURNED, FAST)
-    if BESIDE == 1:
+    planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
+    if FIELDS_PER_TILE == 1:
         found = _chunk(planes, table, STEP * CODE_BITS, RADII + STEP * RADIUS_BITS, CONSTANTS, SHARED, FAST)
     else:
-        index = words_of_step(planes, places, 0, PACKING, 0, CODE_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
-        radius = words_of_step(planes, places, 0, PACKING, RADII, RADIUS_BITS, STEP, BESIDE, 1, PACKING.fields, TURNED, FAST)
+        index = words_of_step(planes, column_fields, 0, PACKING, 0, CODE_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
+        radius = words_of_step(
+            planes, column_fields, 0, PACKING, RADII, RADIUS_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST
+        )
         found = _chunk((index, radius), table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 
@@ -144,6 +148,6 @@ def _chunk(
 
 
 @triton.jit
-def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The scale over the largest radius code."""
-    return read_factor(raw, CONSTANTS.scale_stream, CONSTANTS.scale_bits, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The scale over the largest radius code, float32 ``[warp, token]``."""
+    return read_factor(loaded, CONSTANTS.scale_stream, CONSTANTS.scale_bits, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

@@ -13,11 +13,11 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.tables.shared_table import look_up
-from kvpack.kernels.words.halves import code_as_half, product
-from kvpack.kernels.words.row_digits import RowPacking, above, row_packing, two_digits
-from kvpack.kernels.words.row_tiles import TOKENS, factor_beside_rows, load_rows_and_factor
-from kvpack.kernels.words.rows import row_streams, rows_constants
+from kvpack.kernels.words.f16_tiles import code_as_f16, product
 from kvpack.kernels.words.symbol_tiles import MOST_BITS, steps_of, symbol_tile
+from kvpack.kernels.words.thread_digits import RowPacking, above, row_packing, two_digits
+from kvpack.kernels.words.thread_rows import row_streams, rows_constants
+from kvpack.kernels.words.thread_tiles import TOKENS, factor_beside_rows, load_rows_and_factor
 
 from .quaternion import VALUES
 from .tiles import WIDEST_DIGIT, Stream, Tiles, channels_of
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from kvpack.formats.quaternion import Quaternion
 
 FEW_WORDS = 8
-"""Words of a row of which registers hold two tiles' beside all else: seven at head dim 64, thirteen at 128.
+"""32-bit words per row up to which registers hold the rows of two tiles (rows have seven at head dim 64, thirteen at 128).
 
-Where they do not, programs of more warps, which share more copies of the table, are faster.
+Beyond that, programs of more warps that share more copies of the table are faster.
 """
 
 
 class Constants(NamedTuple):
     """What the functions below know of a codec and its rows.
 
-    A codeword is a digit of ``codewords`` above ``low_bits`` bits of one of ``high_codewords``, if there are any.
+    A codeword is a digit of ``codewords`` or, if ``low_bits`` is not 0, one of ``high_codewords`` above ``low_bits`` bits of it.
     """
 
     rows: tuple[int, ...]
@@ -92,27 +92,29 @@ def tiles(codec: Quaternion) -> Tiles | None:
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The components of the chunks of ``STEP``: unit quaternions times radius codes."""
+    """The components of the chunks of ``STEP``, unit quaternions times radius codes: four binary16 tiles, ``[warp, token, chunk]`` or
+    transposed ``[warp, chunk, token]``.
+    """
     CODEWORD_BITS: tl.constexpr = CONSTANTS.codeword_bits
     RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
     TOGETHER: tl.constexpr = CODEWORD_BITS + RADIUS_BITS <= MOST_BITS
     POSITION: tl.constexpr = MOST_BITS - CODEWORD_BITS if TOGETHER else 0
     if TOGETHER:
-        symbols = symbol_tile(raw, STEP, two_chunks, CONSTANTS.chunks, CONSTANTS, TURNED, FAST)
-        radius = code_as_half(symbols, 0, RADIUS_BITS, FAST)
+        symbols = symbol_tile(loaded, STEP, two_chunks, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
+        radius = code_as_f16(symbols, 0, RADIUS_BITS, FAST)
     else:
-        symbols = symbol_tile(raw, STEP, two_codewords, CONSTANTS.chunks, CONSTANTS, TURNED, FAST)
-        radius = code_as_half(symbol_tile(raw, STEP, two_radii, CONSTANTS.chunks, CONSTANTS, TURNED, FAST), 0, RADIUS_BITS, FAST)
-    # All codewords are below the entries, so that none needs to be held there.
+        symbols = symbol_tile(loaded, STEP, two_codewords, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
+        radius = code_as_f16(symbol_tile(loaded, STEP, two_radii, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST), 0, RADIUS_BITS, FAST)
+    # Every codeword of so many bits has an entry, so that none needs to be limited.
     found = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, SHARED.offset, SHARED.copies, 1 << CODEWORD_BITS, FAST)
     return (
         product(found[0], radius, FAST),
@@ -136,13 +138,13 @@ def two_codewords(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr,
 
 @triton.jit
 def _codewords_from(words: tl.tuple, CHUNK: tl.constexpr, POSITION: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``two_codewords``, each from bit ``POSITION`` of its half up."""
+    """``two_codewords``, each from bit ``POSITION`` of its 16 bits up."""
     CODEWORDS: tl.constexpr = CONSTANTS.codewords
     HIGH_CODEWORDS: tl.constexpr = CONSTANTS.high_codewords
-    pair = two_digits(words, CODEWORDS, CHUNK, CONSTANTS.chunks, FAST) << POSITION
+    both = two_digits(words, CODEWORDS, CHUNK, CONSTANTS.chunks, FAST) << POSITION
     if CONSTANTS.low_bits:
-        pair = above(two_digits(words, HIGH_CODEWORDS, CHUNK, CONSTANTS.chunks, FAST), pair, CONSTANTS.low_bits + POSITION, FAST)
-    return pair
+        both = above(two_digits(words, HIGH_CODEWORDS, CHUNK, CONSTANTS.chunks, FAST), both, CONSTANTS.low_bits + POSITION, FAST)
+    return both
 
 
 @triton.jit
@@ -153,6 +155,6 @@ def two_radii(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAS
 
 
 @triton.jit
-def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The scale over the largest radius code."""
-    return factor_beside_rows(raw, CONSTANTS, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The scale over the largest radius code, float32 ``[warp, token]``."""
+    return factor_beside_rows(loaded, CONSTANTS, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.axes import of_columns, of_tokens
+from kvpack.kernels.words.tile_layout import of_columns, of_tokens
 
 from .tiles import SMALLEST_WIDTH, Stream, Tiles
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 MOST_WIDTH = 32
-"""Channels of a tile at most."""
+"""Channels of a tile, at most."""
 
 
 class Constants(NamedTuple):
@@ -52,14 +52,15 @@ def load(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Rows of bits."""
+    """The stored bits: one int16 or int32 tile per step, ``[warp, token, channel]`` or transposed ``[warp, channel, token]``."""
     bits = ()
     STEPS: tl.constexpr = CONSTANTS.steps
+    WIDTH: tl.constexpr = CONSTANTS.width
     for step in tl.static_range(STEPS):
-        bits = bits + (_columns(pointers[0], first, token, valid, step * CONSTANTS.width, CONSTANTS.width, CONSTANTS.dim, MASKED, TURNED),)
+        bits = bits + (_columns(pointers[0], first, token, valid, step * WIDTH, WIDTH, CONSTANTS.dim, MASKED, TRANSPOSED),)
     return bits
 
 
@@ -73,35 +74,35 @@ def _columns(
     WIDTH: tl.constexpr,
     DIM: tl.constexpr,
     MASKED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    column = of_columns((tl.arange(0, WIDTH) + BEGIN)[None, :], TURNED)
-    place = pointer + first * DIM + (of_tokens(token, TURNED) * DIM + column)
+    column = of_columns((tl.arange(0, WIDTH) + BEGIN)[None, :], TRANSPOSED)
+    address = pointer + first * DIM + (of_tokens(token, TRANSPOSED) * DIM + column)
     if MASKED:
-        bits = tl.load(place, of_tokens(valid, TURNED) & (column < DIM), 0)
+        bits = tl.load(address, of_tokens(valid, TRANSPOSED) & (column < DIM), 0)
     elif BEGIN + WIDTH > DIM:
-        bits = tl.load(place, column < DIM, 0)
+        bits = tl.load(address, column < DIM, 0)
     else:
-        bits = tl.load(place)
+        bits = tl.load(address)
     return bits
 
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The bits in their dtype."""
-    bits = raw[STEP]
+    """The bits of ``STEP`` in their dtype, one tile; without inline PTX, bf16 is widened to float32."""
+    bits = loaded[STEP]
     if CONSTANTS.dtype == "bf16":
         if FAST:
-            # Not a cast: it would take pairs of values apart.
+            # A cast would separate the two values of a register.
             value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], dtype=tl.bfloat16, is_pure=True, pack=2)
         else:
             value = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""scalar as tiles (spec/codecs/scalar.md): values from a table, two or four fields at a time where their index is short."""
+"""scalar as tiles (spec/codecs/scalar.md): values from a table, of two or four fields at a time where their joint index is short."""
 
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -12,37 +12,37 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.tables.shared_table import look_up_bits
-from kvpack.kernels.words.fields import load_planes, position_of_step, whole_planes, words_of_step
-from kvpack.kernels.words.halves import load_factors, read_factors
+from kvpack.kernels.words.bitfields import load_planes, position_of_step, whole_planes, words_of_step
+from kvpack.kernels.words.token_factors import load_factors, read_factors
 
-from .tiles import Stream, TilePacking, Tiles, distance, fields_side_by_side, plane_streams, step_symbols, tile_packing
+from .tiles import Stream, TilePacking, Tiles, plane_streams, step_symbols, tile_field_stride, tile_fields, tile_packing
 
 if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
     from kvpack.formats.scalar import Scalar
 
 MOST_INDEX_BITS = 8
-"""Of several fields: 256 entries fit shared memory once a bank."""
+"""Bits of an index of several fields, at most: 256 entries fit shared memory once per bank."""
 
 
 class Part(NamedTuple):
-    """The channels of one width: fields of ``bits``, ``beside`` of them side by side in a tile and ``apart`` from each other.
+    """The channels of one width: fields of ``bits``, ``fields_per_tile`` of them side by side, ``field_stride`` fields apart.
 
-    ``together`` neighbouring fields share an index into the table, from ``first_entry`` on.
+    ``fields_per_index`` neighbouring fields are one index into the table, from ``first_entry`` on.
     """
 
     bits: int
-    beside: int
-    together: int
+    fields_per_tile: int
+    fields_per_index: int
     first_entry: int
     steps: int
-    apart: int
+    field_stride: int
 
 
 class Constants(NamedTuple):
     """What the functions below know of a codec and its tiles: each width of its channels has a packing and a part.
 
-    Of ``parts`` of one, ``low`` and ``high`` are the same.
+    If there is only one of ``parts``, ``high`` is ``low``.
     """
 
     low: TilePacking
@@ -54,8 +54,8 @@ class Constants(NamedTuple):
     norm_bits: int
 
 
-def tiles(codec: Scalar, paired: int = 0) -> Tiles:
-    """The loader of ``codec``: one code stream for each width of its channels. ``paired`` is that of the result."""
+def tiles(codec: Scalar, dual: int = 0) -> Tiles:
+    """The loader of ``codec``: one code stream for each width of its channels. ``dual`` is that of the result."""
     streams: tuple[Stream, ...] = ()
     tables: list[torch.Tensor] = []
     packings: list[TilePacking] = []
@@ -66,15 +66,15 @@ def tiles(codec: Scalar, paired: int = 0) -> Tiles:
     for (name, packing), part, table in zip(codec.packings().items(), codec.parts, stored, strict=False):
         magnitudes = torch.frombuffer(bytearray(table), dtype=torch.float32)
         values = torch.cat([magnitudes, -magnitudes])
-        beside = fields_side_by_side(packing, paired)
-        together = 1 if codec.bits_high else next(n for n in (4, 2, 1) if _looked_up_together(packing, part.bits, n, beside))
-        apart = distance(packing, together * part.bits, packing.fields // together, paired)
-        symbols = step_symbols(packing, apart, together, paired)
-        steps = len(symbols) // together
+        side_by_side = tile_fields(packing, dual)
+        fields = 1 if codec.bits_high else next(n for n in (4, 2, 1) if _share_an_index(packing, part.bits, n, side_by_side))
+        field_stride = tile_field_stride(packing, fields * part.bits, packing.fields // fields, dual)
+        symbols = step_symbols(packing, field_stride, fields, dual)
+        steps = len(symbols) // fields
         all_steps += steps
-        packings.append(tile_packing(len(streams), packing, paired))
-        parts.append(Part(part.bits, beside, together, sum(map(len, tables)), steps, apart))
-        tables.append(_entries(values, together))
+        packings.append(tile_packing(len(streams), packing, dual))
+        parts.append(Part(part.bits, side_by_side, fields, sum(map(len, tables)), steps, field_stride))
+        tables.append(_entries(values, fields))
         channels += [tuple(part.channels[symbol] if symbol >= 0 else -1 for symbol in tile) for tile in symbols]
         streams = (*streams, *plane_streams(name, packing))
     norm_bits = 16 if codec.norm == "fp16" else 32
@@ -98,20 +98,20 @@ def tiles(codec: Scalar, paired: int = 0) -> Tiles:
         streams,
         torch.cat(tables).to(torch.float16),
         packings=tuple(codec.packings().values()),
-        paired=paired,
+        dual=dual,
     )
 
 
-def _looked_up_together(packing: Columns, bits: int, fields: int, beside: int) -> bool:
-    """Whether as many fields can share one index: whole steps of them, and a table that fits."""
-    return fields == 1 or (packing.fields % (fields * beside) == 0 and fields * bits <= MOST_INDEX_BITS)
+def _share_an_index(packing: Columns, bits: int, fields: int, fields_per_tile: int) -> bool:
+    """Whether so many fields can share one index: they fill whole steps, and the table fits."""
+    return fields == 1 or (packing.fields % (fields * fields_per_tile) == 0 and fields * bits <= MOST_INDEX_BITS)
 
 
-def _entries(values: torch.Tensor, together: int) -> torch.Tensor:
-    """What the codes of fields ``together`` in one index decode to, the first in its low bits, ``[entry, 2 or 4]``; one is repeated."""
-    if together == 1:
+def _entries(values: torch.Tensor, fields: int) -> torch.Tensor:
+    """What the codes of ``fields`` in one index decode to, the first in its low bits: ``[entry, 2 or 4]``; the value of one is repeated."""
+    if fields == 1:
         return values[:, None].expand(-1, 2)
-    highest_first = torch.meshgrid([values] * together, indexing="ij")
+    highest_first = torch.meshgrid([values] * fields, indexing="ij")
     return torch.stack(highest_first[::-1], -1).flatten(0, -2)
 
 
@@ -124,73 +124,76 @@ def load(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes of each width, then the norms."""
+    """The planes of each width, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
     LOW: tl.constexpr = CONSTANTS.low
     HIGH: tl.constexpr = CONSTANTS.high
-    raw = load_planes(pointers, first, token, valid, LOW, MASKED, TURNED)
+    loaded = load_planes(pointers, first, token, valid, LOW, MASKED, TRANSPOSED)
     if CONSTANTS.parts == 2:
-        raw = raw + load_planes(pointers, first, token, valid, HIGH, MASKED, TURNED)
-    return raw + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, LOW.paired, MASKED, FAST)
+        loaded = loaded + load_planes(pointers, first, token, valid, HIGH, MASKED, TRANSPOSED)
+    return loaded + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, LOW.dual, MASKED, FAST)
 
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The values of the fields of ``STEP``, within a unit vector."""
+    """The values of the fields of ``STEP`` within a unit vector: one binary16 tile per field of an index, laid out like the planes."""
     LOW_PACKING: tl.constexpr = CONSTANTS.low
     HIGH_PACKING: tl.constexpr = CONSTANTS.high
     LOW: tl.constexpr = CONSTANTS.low_part
     HIGH: tl.constexpr = CONSTANTS.high_part
     if LOW.steps > STEP:
-        value = _decode_part(raw, places, table, STEP, 0, LOW_PACKING, LOW, SHARED, TURNED, FAST)
+        value = _decode_part(loaded, column_fields, table, STEP, 0, LOW_PACKING, LOW, SHARED, TRANSPOSED, FAST)
     else:
-        value = _decode_part(raw, places, table, STEP - LOW.steps, 1, HIGH_PACKING, HIGH, SHARED, TURNED, FAST)
+        value = _decode_part(loaded, column_fields, table, STEP - LOW.steps, 1, HIGH_PACKING, HIGH, SHARED, TRANSPOSED, FAST)
     return value
 
 
 @triton.jit
 def _decode_part(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     NUMBER: tl.constexpr,
     PACKING: tl.constexpr,
     PART: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    BITS: tl.constexpr = PART.bits
-    BESIDE: tl.constexpr = PART.beside
-    planes = whole_planes(raw, places, NUMBER, PACKING, TURNED, FAST)
-    TOGETHER: tl.constexpr = PART.together
-    ENTRY: tl.constexpr = 4 if TOGETHER == 4 else 2
-    if BESIDE == 1:
-        value = look_up_bits(planes, table, TOGETHER * STEP * BITS, TOGETHER * BITS, ENTRY, PART.first_entry, SHARED, FAST)
+    FIELDS_PER_TILE: tl.constexpr = PART.fields_per_tile
+    planes = whole_planes(loaded, column_fields, NUMBER, PACKING, TRANSPOSED, FAST)
+    FIELDS: tl.constexpr = PART.fields_per_index
+    INDEX_BITS: tl.constexpr = FIELDS * PART.bits
+    VALUES: tl.constexpr = 4 if FIELDS == 4 else 2
+    if FIELDS_PER_TILE == 1:
+        value = look_up_bits(planes, table, STEP * INDEX_BITS, INDEX_BITS, VALUES, PART.first_entry, SHARED, FAST)
     else:
-        GROUPS: tl.constexpr = PACKING.fields // TOGETHER
-        index = words_of_step(planes, places, NUMBER, PACKING, 0, TOGETHER * BITS, STEP, BESIDE, PART.apart, GROUPS, TURNED, FAST)
-        AT: tl.constexpr = position_of_step(STEP, TOGETHER * BITS, PART.apart)
-        value = look_up_bits((index,), table, AT, TOGETHER * BITS, ENTRY, PART.first_entry, SHARED, FAST)
-    if TOGETHER == 1:
+        INDICES: tl.constexpr = PACKING.fields // FIELDS
+        STRIDE: tl.constexpr = PART.field_stride
+        index = words_of_step(
+            planes, column_fields, NUMBER, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, STRIDE, INDICES, TRANSPOSED, FAST
+        )
+        AT: tl.constexpr = position_of_step(STEP, INDEX_BITS, STRIDE)
+        value = look_up_bits((index,), table, AT, INDEX_BITS, VALUES, PART.first_entry, SHARED, FAST)
+    if FIELDS == 1:
         value = (value[0],)
     return value
 
 
 @triton.jit
-def factor(raw: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The norm."""
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The norm, float32 ``[warp, token]``; two of these in dual tiles."""
     LOW: tl.constexpr = CONSTANTS.low
-    return read_factors(raw, CONSTANTS.norm_stream, CONSTANTS.norm_bits, LOW.paired, FAST)
+    return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, LOW.dual, FAST)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SMALLEST_WIDTH = 16
 """Columns of a tile at least: the matrix units' step."""
 
-PAIRED_WIDTH = SMALLEST_WIDTH // 2
+DUAL_WIDTH = SMALLEST_WIDTH // 2
 """Words of a row of which a tile holds two side by side."""
 
 APART, NEIGHBOURS = 1, 2
@@ -111,16 +111,16 @@ class Tiles:
     most_tokens: int = 32
     """Of a warp's tile: more where its tokens share scales, or have few each, which registers then hold."""
     loads_ahead: bool = False
-    """Whether registers hold the rows of the next tile while one is decoded, for loads that the compiler does not see (``rows``)."""
+    """Whether registers hold the rows of the next tile while one is decoded, for loads that the compiler does not see (``thread_rows``)."""
     many_copies: bool = False
     """Whether more copies of the table are worth memory that then fewer programs share."""
     packings: tuple[Columns, ...] = ()
     """Of the code streams that ``decode`` calls by number."""
-    places: tuple[int, ...] = ()
-    """``place_columns``, where it is not the width and ``tile_width`` of each of ``packings``."""
-    paired: int = 0
+    stream_widths: tuple[int, ...] = ()
+    """``widths_of_streams``, where it is not the width and ``tile_width`` of each of ``packings``."""
+    dual: int = 0
     """Of tiles whose rows are the words of two tokens, how these lie; ``channels`` are then of one of them."""
-    run: int = PAIRED_WIDTH
+    interleave: int = DUAL_WIDTH
     """Of such tiles: columns of one token side by side, before as many of the other; then more of the first."""
     dtype: str = "fp16"
     """Of the tiles: fp16, or that of raw values; without inline PTX, bf16 ones are widened to fp32."""
@@ -130,9 +130,9 @@ class Tiles:
     """Those of ``tiles_outliers``; None without its side-car."""
 
     @property
-    def place_columns(self) -> tuple[int, ...]:
-        """What ``fields.load_places`` takes."""
-        return self.places or tuple(columns for packing in self.packings for columns in (packing.width, tile_width(packing)))
+    def widths_of_streams(self) -> tuple[int, ...]:
+        """What ``bitfields.load_column_fields`` takes."""
+        return self.stream_widths or tuple(columns for packing in self.packings for columns in (packing.width, tile_width(packing)))
 
 
 def plane_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
@@ -145,9 +145,9 @@ def tile_width(packing: Columns) -> int:
     return max(SMALLEST_WIDTH, next_power_of_two(packing.width))
 
 
-def fields_side_by_side(packing: Columns, paired: int = 0) -> int:
+def tile_fields(packing: Columns, dual: int = 0) -> int:
     """Fields of a token that one tile holds: more than one where a row has fewer words than the matrix units' step."""
-    return tile_width(packing) // packing.width if is_power_of_two(packing.width) and not paired else 1
+    return tile_width(packing) // packing.width if is_power_of_two(packing.width) and not dual else 1
 
 
 def takes_whole_words(packing: Columns) -> bool:
@@ -156,9 +156,9 @@ def takes_whole_words(packing: Columns) -> bool:
 
 
 class TilePacking(NamedTuple):
-    """A code stream's columns as ``fields.load_planes`` takes them: the number of the stream of plane 0, and how its tiles are made.
+    """A code stream's columns as ``bitfields.load_planes`` takes them: the number of the stream of plane 0, and how its tiles are made.
 
-    ``tile_width`` are the columns of a tile, ``width`` those that have words; ``paired`` is that of ``Tiles``.
+    ``tile_width`` are the columns of a tile, ``width`` those that have words; ``dual`` is that of ``Tiles``.
     """
 
     stream: int
@@ -166,39 +166,40 @@ class TilePacking(NamedTuple):
     width: int
     tile_width: int
     fields: int
-    paired: int
+    dual: int
 
 
-def tile_packing(stream: int, packing: Columns, paired: int = 0) -> TilePacking:
+def tile_packing(stream: int, packing: Columns, dual: int = 0) -> TilePacking:
     """The columns of a code stream whose plane 0 is stream number ``stream``."""
-    return TilePacking(stream, packing.column_bytes, packing.width, tile_width(packing), packing.fields, paired)
+    return TilePacking(stream, packing.column_bytes, packing.width, tile_width(packing), packing.fields, dual)
 
 
-def distance(packing: Columns, bits: int, fields: int, paired: int = 0) -> int:
+def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -> int:
     """How many fields those side by side in a tile are apart.
 
     As many as there are steps if all ``fields`` of ``bits`` lie in one word: each word is then shifted once for all steps. Else 1.
     """
-    beside = fields_side_by_side(packing, paired)
-    return fields // beside if beside > 1 and fields % beside == 0 and fields * bits <= WORD_BITS else 1
+    side_by_side = tile_fields(packing, dual)
+    whole = side_by_side > 1 and fields % side_by_side == 0
+    return fields // side_by_side if whole and fields * bits <= WORD_BITS else 1
 
 
-def step_symbols(packing: Columns, apart: int = 1, together: int = 1, paired: int = 0) -> tuple[tuple[int, ...], ...]:
-    """The symbol of every column of every tile, -1 for none: ``fields_side_by_side`` fields a tile, ``apart`` fields from each other.
+def step_symbols(packing: Columns, field_stride: int = 1, together: int = 1, dual: int = 0) -> tuple[tuple[int, ...], ...]:
+    """The symbol of every column of every tile, -1 for none: ``tile_fields`` fields per tile, ``field_stride`` fields apart.
 
-    A step makes ``together`` tiles, of neighbouring fields; ``apart`` counts fields of as many. ``paired``: of one of two tokens.
+    A step makes ``together`` tiles, of neighbouring fields; ``field_stride`` counts fields of as many. ``dual``: of one of two tokens.
     """
-    width, beside = packing.width, fields_side_by_side(packing, paired)
+    width, side_by_side = packing.width, tile_fields(packing, dual)
     groups = -(-packing.fields // together)
     tiles = []
-    for step in range(-(-groups // beside)):
-        first = step if apart > 1 else step * beside
+    for step in range(-(-groups // side_by_side)):
+        first = step if field_stride > 1 else step * side_by_side
         for tile in range(together):
             symbols = []
-            for column in range(width if paired else tile_width(packing)):
-                field = (first + column // width * apart) * together + tile
+            for column in range(width if dual else tile_width(packing)):
+                field = (first + column // width * field_stride) * together + tile
                 symbol = field * width + column % width
-                real = column < beside * width and field < packing.fields and symbol < packing.symbols
+                real = column < side_by_side * width and field < packing.fields and symbol < packing.symbols
                 symbols.append(symbol if real else -1)
             tiles.append(tuple(symbols))
     return tuple(tiles)

@@ -46,7 +46,7 @@ def of_sides(
 
 @lru_cache(maxsize=16)
 def numbers(device: str) -> torch.Tensor:
-    """0, 1, 2, … for ``fields.load_places``, which needs none above the columns of a tile."""
+    """0, 1, 2, … for ``bitfields.load_column_fields``, which needs none above the columns of a tile."""
     return torch.arange(MAX_DIM, dtype=torch.int16, device=device)
 
 

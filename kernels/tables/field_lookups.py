@@ -13,10 +13,10 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.pairs import look_up_words, unit
-from kvpack.kernels.words.row_digits import bits_of_column, pieces_of_bits
+from kvpack.kernels.words.thread_digits import bits_of_column, pieces_of_bits
 
 from .table_assembly import lookup_of_field, registers
+from .thread_lookups import look_up_words, unit
 
 VALUES = tl.constexpr(4)
 """Of an entry."""

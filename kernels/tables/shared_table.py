@@ -20,7 +20,7 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.loaders.tiles import SharedTable
-from kvpack.kernels.words.fields import straddling
+from kvpack.kernels.words.bitfields import straddling
 
 from .table_assembly import BANK_BYTES, COMPILERS_BYTES, LARGEST_BYTES, declaration, filling, lookup_of_tiles, registers
 

@@ -1,6 +1,6 @@
 """The inline PTX of tables in shared memory: one is declared, filled and looked up in three ways, all that knows where it lies.
 
-What each text does, ``shared_table``, ``pairs`` and ``field_lookups`` do without it, too.
+What each text does, ``shared_table``, ``thread_lookups`` and ``field_lookups`` do without it, too.
 """
 
 # Triton has no types.

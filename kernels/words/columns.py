@@ -1,7 +1,7 @@
 """columns(n, A, F) on the GPU: the fields of packed words, and whole streams unpacked to digits (spec/README.md, Bit packing).
 
-A program holds a tile of tokens by symbols, and each thread gathers the words of its symbols: they come from
-the cache, and what is written is contiguous whatever the width. Addresses are 64-bit, and none depends on a code.
+A program holds a tile ``[token, symbol]``, and each thread gathers the words of its symbols: they come from the cache, and writes are
+contiguous whatever the width. Addresses are 64-bit, and none depends on a code.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
 
 TILE_SYMBOLS = 1 << 11
-"""Symbols that a program decodes, over all its tokens."""
+"""Symbols of one program, over all its tokens."""
 
 WARPS = 2
-"""Warps of a program: 32 symbols a thread hide the latency of a load, and share its scales among tokens."""
+"""Warps of a program: 32 symbols per thread hide the latency of a load and share scales among tokens."""
 
 
 def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Unpack uint16 planes ``[batch, kv_head, token, words]`` of any strides to one int32 tensor ``[..., symbols]`` a digit.
+    """Unpack uint16 planes ``[batch, kv_head, token, words]`` of any strides to one int32 tensor ``[..., symbols]`` per digit.
 
     The digits are those of ``Columns.unpack``, whatever the words. Raises InvalidShape when the planes are not those of ``packing``.
     """
@@ -89,10 +89,10 @@ def launch(
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def constant_at(constants: Any, *places: int) -> Any:
-    """The constant at ``places`` of nested tuples, of which Triton itself takes one place at a time."""
-    for place in places:
-        constants = constants[place]
+def constant_at(constants: Any, *indices: int) -> Any:
+    """The constant at ``indices`` of nested tuples; Triton itself takes one index at a time and, in 3.6, drops names."""
+    for index in indices:
+        constants = constants[index]
     return constants
 
 
@@ -118,7 +118,7 @@ def load_word(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Word ``WORD`` of each ``column``, int32; a byte left over is the last word.
+    """Word ``WORD`` of each ``column``, int32 ``[token, symbol]``; in the last plane of an odd number of bytes, one byte.
 
     ``strides`` are those of each plane ``[batch, kv_head, token, words]``; ``token`` is ``[:, 1]``, ``column`` ``[1, :]``.
     """
@@ -126,8 +126,8 @@ def load_word(
     if COLUMN_BYTES // 2 == WORD:
         # Loaded as the byte that it is: shifted out of its word, Triton 3.6 packed it beside undefined bits, and read those as its own.
         half: tl.constexpr = (WIDTH + 1) // 2
-        place = (row + (column % half).to(tl.int64) * strides[WORD][3]).to(tl.pointer_type(tl.uint8)) + column // half
-        bits = tl.load(place, mask, 0).to(tl.int32)
+        address = (row + (column % half).to(tl.int64) * strides[WORD][3]).to(tl.pointer_type(tl.uint8)) + column // half
+        bits = tl.load(address, mask, 0).to(tl.int32)
     else:
         bits = tl.load(row + column.to(tl.int64) * strides[WORD][3], mask, 0).to(tl.int32)
     return bits
@@ -209,12 +209,16 @@ def _unpack(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_SYMBOLS: tl.constexpr,
 ) -> None:
-    """One tile; ``FIRST`` is each digit's first bit and ``BASES`` its bits when ``BINARY``, else its place value and base."""
+    """Unpack one tile ``[token, symbol]`` of every digit, int32 ``[batch, kv_head, token, symbol]``.
+
+    If ``BINARY``, ``FIRST`` is each digit's first bit and ``BASES`` its number of bits; otherwise they are its first place value and its
+    base.
+    """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     symbol = tl.arange(0, BLOCK_SYMBOLS)[None, :]
     mask = (token < tokens) & (symbol < SYMBOLS)
-    place = ((batch * heads + head) * tokens + token) * SYMBOLS + symbol
+    offset = ((batch * heads + head) * tokens + token) * SYMBOLS + symbol
     if not BINARY:
         columns = load_columns(planes, strides, batch, head, token, symbol, mask, WIDTH, COLUMN_BYTES)
     for digit in tl.static_range(len(BASES)):
@@ -222,4 +226,4 @@ def _unpack(
             value = load_bit_fields(planes, strides, batch, head, token, symbol, mask, FIRST[digit], BASES[digit], WIDTH, COLUMN_BYTES)
         else:
             value = digit_of_field(columns, symbol // WIDTH, FIRST[digit], BASES[digit], FIELDS)
-        tl.store(digits[digit] + place, value, mask)
+        tl.store(digits[digit] + offset, value, mask)

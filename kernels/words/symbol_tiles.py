@@ -14,14 +14,14 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from .row_tiles import tile_of_pairs
-from .rows import words_of_row
+from .thread_rows import words_of_row
+from .thread_tiles import tile_of_f16x2
 
 WIDTH = tl.constexpr(16)
-"""Symbols of a tile: the matrix units' step."""
+"""Symbols of a tile: the step of the matrix units."""
 
 MOST_BITS = tl.constexpr(16)
-"""Of a symbol."""
+"""Bits of a symbol, at most."""
 
 
 def steps_of(symbols: int) -> list[tuple[int, ...]]:
@@ -34,36 +34,36 @@ def steps_of(symbols: int) -> list[tuple[int, ...]]:
 
 @triton.jit
 def symbol_tile(
-    raw: tl.tuple,
+    loaded: tl.tuple,
     STEP: tl.constexpr,
     TWO: tl.constexpr,
     SYMBOLS: tl.constexpr,
     CONSTANTS: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The symbols of ``STEP``, int16 ``[warp, token, column]``, or turned, ``[warp, column, token]``.
+    """The symbols of ``STEP``, int16 ``[warp, token, column]``, or transposed, ``[warp, column, token]``.
 
     ``TWO(words, symbol, CONSTANTS, FAST)`` gives a symbol and the next one, 16 bits apart.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
-    WARPS: tl.constexpr = raw[2 * ROW].shape[0]
-    first = _pairs(raw[:ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
-    second = _pairs(raw[ROW : 2 * ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
-    tile = tile_of_pairs(first, second, WARPS, TURNED, FAST)
+    WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
+    first = _two_symbols_each(loaded[:ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
+    second = _two_symbols_each(loaded[ROW : 2 * ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
+    tile = tile_of_f16x2(first, second, WARPS, TRANSPOSED, FAST)
     if FAST:
-        tile = _laid_out_as_sums(tile, TURNED)
+        tile = _laid_out_as_sums(tile, TRANSPOSED)
     return tile.to(tl.int16, bitcast=True)
 
 
 @triton.jit
-def _laid_out_as_sums(tile: tl.tensor, TURNED: tl.constexpr) -> tl.tensor:
+def _laid_out_as_sums(tile: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
     """``tile``, which the compiler lays out as the other operand of an operation, a product that nothing needs."""
     WARPS: tl.constexpr = tile.shape[0]
     square = tl.zeros((WARPS, WIDTH, WIDTH), tl.float16)
     zeros = tl.zeros(tile.shape, tl.float16)
-    if TURNED:
+    if TRANSPOSED:
         like = tl.dot(square, zeros, out_dtype=tl.float16)
     else:
         like = tl.dot(zeros, square, out_dtype=tl.float16)
@@ -71,13 +71,13 @@ def _laid_out_as_sums(tile: tl.tensor, TURNED: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _pairs(
+def _two_symbols_each(
     words: tl.tuple, STEP: tl.constexpr, TWO: tl.constexpr, SYMBOLS: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    pairs = ()
+    registers = ()
     for symbol in tl.static_range(STEP * WIDTH, (STEP + 1) * WIDTH, 2):
         if symbol < SYMBOLS:
-            pairs = pairs + (TWO(words, symbol, CONSTANTS, FAST),)
+            registers = registers + (TWO(words, symbol, CONSTANTS, FAST),)
         else:
-            pairs = pairs + (tl.zeros(words[0].shape, tl.uint32),)
-    return pairs
+            registers = registers + (tl.zeros(words[0].shape, tl.uint32),)
+    return registers

@@ -212,7 +212,7 @@ def test_two_tokens_a_row(k: str, v: str) -> None:
     both = NARROW | WIDE
     k_codec, v_codec = codecs(both[k], both[v], (64, 64))
     layer = Layer(random_side(k_codec, 1, (1, 160), 0, 1), random_side(v_codec, 1, (161,), 0, 2))
-    assert any(loaders.paired_tiles_of(codec) for codec in (k_codec, v_codec))
+    assert any(loaders.dual_tiles_of(codec) for codec in (k_codec, v_codec))
     check(layer, 2)
 
 
@@ -270,7 +270,7 @@ def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
     """The indices that permutations of bytes select by are those that are read one by one."""
     from kvpack.kernels.loaders import loaders
     from kvpack.kernels.tables import register_table
-    from kvpack.kernels.words import row_digits, rows
+    from kvpack.kernels.words import thread_digits, thread_rows
 
     codec = codecs("octahedral:b=4", "octahedral:b=4", (dim, dim))[0]
     tiles = loaders.tiles_of(codec)
@@ -280,7 +280,7 @@ def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
     norms = tiles.table[-(1 << bits) :, 0].view(torch.uint16).tolist()
     assert [table[at // 4] >> 8 * (at % 4) & 0xFF | (table[2 + at // 4] >> 8 * (at % 4) & 0xFF) << 8 for at in range(8)] == norms
     generator = torch.Generator().manual_seed(0)
-    words = torch.randint(0, 1 << 32, (rows.words_of_row(tiles.constants.rows),), generator=generator).tolist()
+    words = torch.randint(0, 1 << 32, (thread_rows.words_of_row(tiles.constants.rows),), generator=generator).tolist()
     # The plain functions: called as they are, Triton 3.6 takes the names of tuples away.
     for first in range(0, -(-dim // 3), 4):
         terms = register_table._gathered.fn(packing, first, 2, bits, 2 + bits)
@@ -289,7 +289,7 @@ def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
             found |= (words[word] >> shift if shift >= 0 else words[word] << -shift) & mask
         for number, at in zip(range(min(4, -(-dim // 3) - first)), (0, 16, 8, 24), strict=False):
             position = (first + number) // packing.width * (2 + bits) + 2
-            pieces = row_digits.pieces_of_bits.fn(packing, (first + number) % packing.width, position, bits)
+            pieces = thread_digits.pieces_of_bits.fn(packing, (first + number) % packing.width, position, bits)
             assert found >> at & 0xFF == sum((words[word] >> bit & (1 << count) - 1) << before for word, bit, count, before in pieces)
 
 

@@ -26,7 +26,7 @@ def test_every_symbol_arrives(symbols: int, turned: bool, fast: bool) -> None:
         given = ((torch.arange(warps * TOKENS * width) + begin) * 4099).to(torch.int16).reshape(-1, width)
         out = torch.full(given.shape, -1, dtype=torch.int16, device=DEVICE)
         tile_of_words[(1,)](
-            out, given.to(DEVICE).view(torch.int32), SYMBOLS=symbols, CONSTANTS=Rows((width,)), TURNED=turned, WARPS=warps, FAST=fast,
+            out, given.to(DEVICE).view(torch.int32), SYMBOLS=symbols, CONSTANTS=Rows((width,)), TRANSPOSED=turned, WARPS=warps, FAST=fast,
             num_warps=warps,
         )  # fmt: skip
         # An odd symbol that is the last one has a neighbour in its word.

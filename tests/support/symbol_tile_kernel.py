@@ -12,8 +12,8 @@ from typing import NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.row_tiles import TOKENS
 from kvpack.kernels.words.symbol_tiles import WIDTH, symbol_tile
+from kvpack.kernels.words.thread_tiles import TOKENS
 
 PAIRS = tl.constexpr(WIDTH.value // 2)
 HALF = tl.constexpr(TOKENS // 2)
@@ -37,7 +37,7 @@ def tile_of_words(
     words: tl.tensor,
     SYMBOLS: tl.constexpr,
     CONSTANTS: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     WARPS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
@@ -50,9 +50,9 @@ def tile_of_words(
             raw = raw + (tl.load(words + (row + half * HALF) * PAIRS + pair).to(tl.uint32, bitcast=True),)
     warp = tl.arange(0, WARPS)[:, None, None]
     raw = raw + (warp,)
-    tile = symbol_tile(raw, 0, given, SYMBOLS, CONSTANTS, TURNED, FAST)
+    tile = symbol_tile(raw, 0, given, SYMBOLS, CONSTANTS, TRANSPOSED, FAST)
     token, column = tl.arange(0, 2 * HALF), tl.arange(0, WIDTH)
-    if TURNED:
+    if TRANSPOSED:
         at = (warp * (2 * HALF) + token[None, None, :]) * WIDTH + column[None, :, None]
     else:
         at = (warp * (2 * HALF) + token[None, :, None]) * WIDTH + column[None, None, :]

@@ -1,7 +1,7 @@
-"""Digits of packed rows inside a tile: words are loaded as they lie, and a field of all of them is a block of channels.
+"""Bit fields of packed rows in a tile: words are loaded as they are stored, and one field of all of them is a block of channels.
 
-Two adjacent words share a register, and the inline PTX (``FAST``) works on both at once;
-without it the same functions are plain Triton.
+Words are int16 tiles, ``[warp, token, column]`` or transposed ``[warp, column, token]``. Two adjacent words share a register, and the
+inline PTX (``FAST``) works on both at once; without it the same functions are plain Triton.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from .axes import of_columns, of_tokens, token_of_columns, tokens_behind, valid_columns
+from .tile_layout import of_columns, of_tokens, second_token_offset, token_of_columns, valid_columns
 
 
 @triton.jit
@@ -26,28 +26,29 @@ def load_words(
     ROW: tl.constexpr,
     PAD: tl.constexpr,
     MASKED: tl.constexpr,
-    TURNED: tl.constexpr,
-    BEHIND: tl.constexpr = 0,
+    TRANSPOSED: tl.constexpr,
+    SECOND_OFFSET: tl.constexpr = 0,
 ) -> tl.tensor:
-    """Rows of ``ROW`` words from token ``first`` on, a tile of ``PAD`` columns: repeated if ROW is a power of two, else zeros follow.
+    """Rows of ``ROW`` words from token ``first`` on, an int16 tile of ``PAD`` columns.
 
-    With ``BEHIND`` the other half of the columns is another token's (``axes``).
+    ``token`` is ``[warp, token]``. Words are repeated if ``ROW`` is a power of two, else zeros follow. With ``SECOND_OFFSET`` the second
+    half of the columns belongs to another token (``tile_layout``).
     """
     number = tl.arange(0, PAD)[None, :]
-    column = of_columns(number, TURNED)
+    column = of_columns(number, TRANSPOSED)
     second = number // (PAD // 2)
-    row = token_of_columns(token, second, BEHIND, TURNED)
-    place = pointer + first * ROW + (row * ROW + (column % ROW if ROW & (ROW - 1) == 0 else column))
+    row = token_of_columns(token, second, SECOND_OFFSET, TRANSPOSED)
+    address = pointer + first * ROW + (row * ROW + (column % ROW if ROW & (ROW - 1) == 0 else column))
     if ROW & (ROW - 1) == 0:
         if MASKED:
-            words = tl.load(place, valid_columns(valid, second, BEHIND, TURNED), 0)
+            words = tl.load(address, valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED), 0)
         else:
-            words = tl.load(place)
+            words = tl.load(address)
     else:
         if MASKED:
-            words = tl.load(place, of_tokens(valid, TURNED) & (column < ROW), 0)
+            words = tl.load(address, of_tokens(valid, TRANSPOSED) & (column < ROW), 0)
         else:
-            words = tl.load(place, column < ROW, 0)
+            words = tl.load(address, column < ROW, 0)
     return words
 
 
@@ -56,11 +57,11 @@ def load_per_token(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, ROW: tl.constexpr, AT: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tensor:
     """Element ``AT`` of rows of ``ROW`` elements, ``[warp, token]``."""
-    place = pointer + first * ROW + (token * ROW + AT)
+    address = pointer + first * ROW + (token * ROW + AT)
     if MASKED:
-        value = tl.load(place, valid, 0)
+        value = tl.load(address, valid, 0)
     else:
-        value = tl.load(place)
+        value = tl.load(address)
     return value
 
 
@@ -72,31 +73,30 @@ def load_planes(
     valid: tl.tensor,
     PACKING: tl.constexpr,
     MASKED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ) -> tl.tuple:
-    """The planes of one code stream, each a tile of PAD columns; a plane of bytes is repeated, see ``whole_planes``.
+    """The planes of one code stream, an int16 tile of ``PACKING.tile_width`` columns each; a plane of bytes is repeated (``whole_planes``).
 
-    ``PACKING`` is (first pointer, bytes a column, columns, columns of the tile, fields, how two tokens share a row); if they do,
-    ``valid`` is (that of the first ones, that of the second ones).
+    ``PACKING`` is a ``tiles.TilePacking``. ``token`` and ``valid`` are ``[warp, token]``; ``valid`` of dual tiles is two of these.
     """
     FIRST: tl.constexpr = PACKING.stream
     BYTES: tl.constexpr = PACKING.column_bytes
     WIDTH: tl.constexpr = PACKING.width
     PAD: tl.constexpr = PACKING.tile_width
-    BEHIND: tl.constexpr = tokens_behind(PACKING.paired, token.shape[1])
+    SECOND_OFFSET: tl.constexpr = second_token_offset(PACKING.dual, token.shape[1])
     planes = ()
     for plane in tl.static_range(BYTES // 2):
-        planes = planes + (load_words(pointers[FIRST + plane], first, token, valid, WIDTH, PAD, MASKED, TURNED, BEHIND),)
+        planes = planes + (load_words(pointers[FIRST + plane], first, token, valid, WIDTH, PAD, MASKED, TRANSPOSED, SECOND_OFFSET),)
     if BYTES % 2:
         HALF: tl.constexpr = (WIDTH + 1) // 2
         number = tl.arange(0, PAD)[None, :]
         second = number // (PAD // 2)
-        row = token_of_columns(token, second, BEHIND, TURNED)
-        place = pointers[FIRST + BYTES // 2] + first * HALF + (row * HALF + of_columns(number, TURNED) % HALF)
+        row = token_of_columns(token, second, SECOND_OFFSET, TRANSPOSED)
+        address = pointers[FIRST + BYTES // 2] + first * HALF + (row * HALF + of_columns(number, TRANSPOSED) % HALF)
         if MASKED:
-            planes = planes + (tl.load(place, valid_columns(valid, second, BEHIND, TURNED), 0),)
+            planes = planes + (tl.load(address, valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED), 0),)
         else:
-            planes = planes + (tl.load(place),)
+            planes = planes + (tl.load(address),)
     return planes
 
 
@@ -116,7 +116,7 @@ def _field_of_two(position: int, bits: int) -> str:
 
 @triton.jit
 def field(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``BITS`` bits of each word from ``POSITION`` up, int16."""
+    """``BITS`` bits of each word from ``POSITION`` up, an int16 tile."""
     if BITS == 16:
         value = word
     elif FAST:
@@ -127,38 +127,38 @@ def field(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.
 
 
 @triton.jit
-def load_places(numbers: tl.tensor, PACKINGS: tl.constexpr) -> tl.tuple:
+def load_column_fields(numbers: tl.tensor, PACKINGS: tl.constexpr) -> tl.tuple:
     """What ``whole_planes`` and ``beside`` need to know of each column, for each packing (columns, columns of the tile) of ``PACKINGS``.
 
     It is loaded from ``numbers``, int16 0, 1, 2, …, although it could be computed: only what comes from loads is laid out as the
     matrix units read it before the words are decoded, and not after.
     """
-    places = ()
+    column_fields = ()
     for number in tl.static_range(len(PACKINGS) // 2):
-        places = places + _load_place(numbers, PACKINGS[2 * number], PACKINGS[2 * number + 1])
-    return places
+        column_fields = column_fields + _load_fields_of(numbers, PACKINGS[2 * number], PACKINGS[2 * number + 1])
+    return column_fields
 
 
 @triton.jit
-def _load_place(numbers: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr) -> tl.tuple:
+def _load_fields_of(numbers: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr) -> tl.tuple:
     column = tl.arange(0, PAD)[None, :]
     return tl.load(numbers + column % WIDTH // ((WIDTH + 1) // 2) * 8), tl.load(numbers + column // WIDTH)
 
 
 @triton.jit
 def whole_planes(
-    raw: tl.tuple, places: tl.tuple, NUMBER: tl.constexpr, PACKING: tl.constexpr, TURNED: tl.constexpr, FAST: tl.constexpr
+    loaded: tl.tuple, column_fields: tl.tuple, NUMBER: tl.constexpr, PACKING: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """The planes of code stream ``NUMBER`` among what was loaded, a plane of bytes as a byte a column."""
+    """The planes of code stream ``NUMBER`` among what was ``loaded``, int16 tiles; a plane of bytes has one byte per column."""
     FIRST: tl.constexpr = PACKING.stream
     BYTES: tl.constexpr = PACKING.column_bytes
     WIDTH: tl.constexpr = PACKING.width
     whole = ()
     for plane in tl.static_range(BYTES // 2):
-        whole = whole + (raw[FIRST + plane],)
+        whole = whole + (loaded[FIRST + plane],)
     if BYTES % 2:
-        word = raw[FIRST + BYTES // 2]
-        shift = of_columns(places[2 * NUMBER], TURNED)
+        word = loaded[FIRST + BYTES // 2]
+        shift = of_columns(column_fields[2 * NUMBER], TRANSPOSED)
         if FAST and (WIDTH + 1) // 2 % 2 == 0:
             byte = tl.inline_asm_elementwise(
                 "{ .reg .b32 a; and.b32 a, $2, 15; shr.b32 a, $1, a; and.b32 $0, a, 0x00FF00FF; }",
@@ -183,25 +183,25 @@ def _beside(field: int) -> str:
 def beside(
     value: tl.tensor,
     other: tl.tensor,
-    places: tl.tuple,
+    column_fields: tl.tuple,
     NUMBER: tl.constexpr,
     WIDTH: tl.constexpr,
     FIELD: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The 16-bit ``value`` in the columns of fields before ``FIELD``, and ``other`` in the rest, for the stream of ``NUMBER``."""
-    place = of_columns(places[2 * NUMBER + 1], TURNED)
+    """The 16-bit tile ``value`` in columns whose field is before ``FIELD``, and ``other`` in the rest, for stream ``NUMBER``."""
+    own = of_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
     if FAST and WIDTH % 2 == 0:
-        value = tl.inline_asm_elementwise(_beside(FIELD), "=r,r,r,r", [value, other, place], dtype=value.dtype, is_pure=True, pack=2)
+        value = tl.inline_asm_elementwise(_beside(FIELD), "=r,r,r,r", [value, other, own], dtype=value.dtype, is_pure=True, pack=2)
     else:
-        value = tl.where(place < FIELD, value, other)
+        value = tl.where(own < FIELD, value, other)
     return value
 
 
 @triton.jit
 def straddling(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``BITS`` bits of each column from ``BIT`` up that lie in two words, int16."""
+    """``BITS`` bits of each column from ``BIT`` up that lie in two words, an int16 tile."""
     WORD: tl.constexpr = BIT // 16
     POSITION: tl.constexpr = BIT % 16
     if FAST:
@@ -216,7 +216,7 @@ def straddling(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl
 
 @triton.jit
 def digit(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``BITS`` bits of each column from ``BIT`` up, int16."""
+    """``BITS`` bits of each column from ``BIT`` up, an int16 tile."""
     if BIT % 16 + BITS > 16:
         value = straddling(planes, BIT, BITS, FAST)
     else:
@@ -225,68 +225,69 @@ def digit(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.cons
 
 
 @triton.constexpr_function
-def _shifted(position: int, distance: int) -> str:
-    return f"{{ .reg .b32 by; and.b32 by, $2, 0xFFFF; mad.lo.u32 by, by, {distance}, {position}; shr.b32 $0, $1, by; }}"
+def _shifted(position: int, stride_bits: int) -> str:
+    return f"{{ .reg .b32 by; and.b32 by, $2, 0xFFFF; mad.lo.u32 by, by, {stride_bits}, {position}; shr.b32 $0, $1, by; }}"
 
 
 @triton.jit
 def shifted(
     word: tl.tensor,
-    places: tl.tuple,
+    column_fields: tl.tuple,
     NUMBER: tl.constexpr,
     WIDTH: tl.constexpr,
     POSITION: tl.constexpr,
-    DISTANCE: tl.constexpr,
-    TURNED: tl.constexpr,
+    STRIDE_BITS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Words whose low bits are those from ``POSITION`` up in the columns of the first field, ``DISTANCE`` further up in each next one's.
+    """Words shifted down by ``POSITION`` in the columns of the first field, and by ``STRIDE_BITS`` more for each field to its right.
 
-    What is above them belongs to other fields, or when ``FAST`` to the word beside.
+    ``word``, int16, and the result are tiles.
+    The bits above the field belong to other fields or, when ``FAST``, to the neighbouring word.
     """
-    place = of_columns(places[2 * NUMBER + 1], TURNED)
+    own = of_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
     if FAST and WIDTH % 2 == 0:
-        value = tl.inline_asm_elementwise(_shifted(POSITION, DISTANCE), "=r,r,r", [word, place], dtype=tl.int16, is_pure=True, pack=2)
+        value = tl.inline_asm_elementwise(_shifted(POSITION, STRIDE_BITS), "=r,r,r", [word, own], dtype=tl.int16, is_pure=True, pack=2)
     else:
-        value = word >> (place * DISTANCE + POSITION)
+        value = word >> (own * STRIDE_BITS + POSITION)
     return value
 
 
 @triton.constexpr_function
-def position_of_step(step: int, bits: int, distance: int) -> int:
-    """Where the digits of a step lie in what ``words_of_step`` gives: with fields apart, all steps share the words."""
-    return step * bits if distance > 1 else 0
+def position_of_step(step: int, bits: int, field_stride: int) -> int:
+    """The bit at which the digits of a step begin in what ``words_of_step`` gives: with a stride of fields all steps share the words."""
+    return step * bits if field_stride > 1 else 0
 
 
 @triton.jit
 def words_of_step(
     planes: tl.tuple,
-    places: tl.tuple,
+    column_fields: tl.tuple,
     NUMBER: tl.constexpr,
     PACKING: tl.constexpr,
     FIRST: tl.constexpr,
     BITS: tl.constexpr,
     STEP: tl.constexpr,
-    BESIDE: tl.constexpr,
-    DISTANCE: tl.constexpr,
+    FIELDS_PER_TILE: tl.constexpr,
+    FIELD_STRIDE: tl.constexpr,
     FIELDS: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Words that hold the digits of the fields that one tile of narrow rows holds, at bit ``position_of_step``.
+    """The words that hold the digits of ``STEP`` in a tile of narrow rows, at bit ``position_of_step``: an int16 tile.
 
-    Field 0 begins at bit ``FIRST``; fields side by side are ``DISTANCE`` fields apart (``tiles.distance``), and there are ``FIELDS``.
-    Other bits are anything's.
+    Field 0 of ``FIELDS`` begins at bit ``FIRST``; fields side by side are ``FIELD_STRIDE`` fields apart (``tiles.tile_field_stride``).
+    All other bits are unspecified.
     """
-    FIELD: tl.constexpr = 0 if DISTANCE > 1 else STEP * BESIDE
+    FIELD: tl.constexpr = 0 if FIELD_STRIDE > 1 else STEP * FIELDS_PER_TILE
     BEGIN: tl.constexpr = FIRST + FIELD * BITS
-    LAST: tl.constexpr = BEGIN + (BESIDE - 1) * DISTANCE * BITS
+    LAST: tl.constexpr = BEGIN + (FIELDS_PER_TILE - 1) * FIELD_STRIDE * BITS
     if BEGIN // 16 == (LAST + BITS - 1) // 16:
-        value = shifted(planes[BEGIN // 16], places, NUMBER, PACKING.width, BEGIN % 16, DISTANCE * BITS, TURNED, FAST)
+        value = shifted(planes[BEGIN // 16], column_fields, NUMBER, PACKING.width, BEGIN % 16, FIELD_STRIDE * BITS, TRANSPOSED, FAST)
     else:
         value = digit(planes, BEGIN, BITS, FAST)
-        for number in tl.static_range(1, BESIDE):
-            if FIELD + number * DISTANCE < FIELDS:
-                other = digit(planes, BEGIN + number * DISTANCE * BITS, BITS, FAST)
-                value = beside(value, other, places, NUMBER, PACKING.width, number, TURNED, FAST)
+        for number in tl.static_range(1, FIELDS_PER_TILE):
+            if FIELD + number * FIELD_STRIDE < FIELDS:
+                other = digit(planes, BEGIN + number * FIELD_STRIDE * BITS, BITS, FAST)
+                value = beside(value, other, column_fields, NUMBER, PACKING.width, number, TRANSPOSED, FAST)
     return value

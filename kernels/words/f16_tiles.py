@@ -1,6 +1,7 @@
-"""Binary16 values of digits, two in a register, and the factors of tokens.
+"""Arithmetic on tiles of binary16 values, and the values of digits as such tiles.
 
-The inline PTX (``FAST``) works on both values of a register at once; without it the same functions are plain Triton.
+Two neighbouring values share a register (f16x2), and the inline PTX (``FAST``) works on both at once; without it the same functions are
+plain Triton.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -12,12 +13,11 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from .axes import tokens_behind
-from .fields import load_per_token, straddling
+from .bitfields import straddling
 
 
 @triton.jit
-def code_as_half(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def code_as_f16(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """``BITS`` bits (at most 10) of each word from ``POSITION`` up, binary16."""
     if FAST:
         value = tl.inline_asm_elementwise(_code(POSITION, BITS), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
@@ -61,7 +61,7 @@ def _negate(position: int) -> str:
 
 @triton.jit
 def negated(value: tl.tensor, word: tl.tensor, POSITION: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The binary16 ``value`` with its sign turned where bit ``POSITION`` of ``word`` is set."""
+    """The binary16 ``value`` with its sign flipped where bit ``POSITION`` of ``word`` is set."""
     if FAST:
         result = tl.inline_asm_elementwise(_negate(POSITION), "=r,r,r", [value, word], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -70,94 +70,30 @@ def negated(value: tl.tensor, word: tl.tensor, POSITION: tl.constexpr, FAST: tl.
 
 
 @triton.jit
-def load_factor(
-    pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
-) -> tl.tuple:
-    """One binary16 or binary32 a token, for ``read_factor``: a binary16 as the aligned word that holds it, and its place there.
-
-    Only loads of 32 bits are fetched ahead of time. Tiles that are not masked do not end a stream whose words are cut (``plan``).
-    """
-    if BITS == 16 and FAST:
-        if MASKED:
-            # The word of the last half may end beyond the stream.
-            loaded = (load_per_token(pointer, first, token, valid, 1, 0, MASKED).to(tl.int32), tl.zeros(token.shape, tl.int32))
-        else:
-            address = pointer.to(tl.int64)
-            half = (first * 2 + (address & 2)).to(tl.int64) // 2 + token
-            word = tl.load((address - (address & 2)).to(tl.pointer_type(tl.int32)) + half // 2)
-            loaded = (word, ((half & 1) * 16).to(tl.int32))
-    else:
-        loaded = (load_per_token(pointer, first, token, valid, 1, 0, MASKED),)
-    return loaded
-
-
-@triton.jit
-def read_factor(raw: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """What ``load_factor`` loaded, as float32."""
-    if BITS == 16 and FAST:
-        value = (raw[AT] >> raw[AT + 1]).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    elif BITS == 16:
-        value = raw[AT].to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        value = raw[AT].to(tl.float32, bitcast=True)
-    return value
-
-
-@triton.jit
-def load_factors(
-    pointer: tl.tensor,
-    first: tl.tensor,
-    token: tl.tensor,
-    valid: tl.tensor,
-    BITS: tl.constexpr,
-    PAIRED: tl.constexpr,
-    MASKED: tl.constexpr,
-    FAST: tl.constexpr,
-) -> tl.tuple:
-    """``load_factor``, and if ``PAIRED`` that of the second tokens of all rows of the tile; ``valid`` is then that of both."""
-    if PAIRED:
-        loaded = load_factor(pointer, first, token, valid[0], BITS, MASKED, FAST)
-        loaded = loaded + load_factor(pointer, first, token + tokens_behind(PAIRED, token.shape[1]), valid[1], BITS, MASKED, FAST)
-    else:
-        loaded = load_factor(pointer, first, token, valid, BITS, MASKED, FAST)
-    return loaded
-
-
-@triton.jit
-def read_factors(raw: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """What ``load_factors`` loaded, as float32; those of both tokens if ``PAIRED``."""
-    if PAIRED:
-        value = read_factor(raw, AT, BITS, FAST), read_factor(raw, AT + (2 if BITS == 16 and FAST else 1), BITS, FAST)
-    else:
-        value = read_factor(raw, AT, BITS, FAST)
-    return value
-
-
-@triton.jit
-def scale_and_centre(pair: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """The binary16 halves of int32 pairs (scale, centre): what ``affine`` takes."""
+def scale_and_centre(scales: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
+    """The binary16 scale (low half) and centre (high half) of int32 ``scales`` of any shape: what ``affine`` takes."""
     if FAST:
         scale, centre = tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
             "=&r,=&r,r,r",
-            [pair],
+            [scales],
             dtype=(tl.float16, tl.float16),
             is_pure=True,
             pack=2,
         )
     else:
-        scale = (pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-        centre = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        scale = (scales & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+        centre = (scales >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return scale, centre
 
 
 FRACTION_BITS = 10
-"""Of a binary16."""
+"""Bits of the fraction of a binary16."""
 
 
 @triton.constexpr_function
 def middle_code(bits: int) -> float:
-    """Of all codes of ``bits`` bits."""
+    """The midpoint of all codes of ``bits`` bits."""
     return ((1 << bits) - 1) / 2
 
 
@@ -239,7 +175,7 @@ def affine_bits(
 def code_bits(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """``BITS`` bits of each column from ``BIT`` up, binary16."""
     if BIT % 16 + BITS > 16:
-        value = code_as_half(straddling(planes, BIT, BITS, FAST), 0, BITS, FAST)
+        value = code_as_f16(straddling(planes, BIT, BITS, FAST), 0, BITS, FAST)
     else:
-        value = code_as_half(planes[BIT // 16], BIT % 16, BITS, FAST)
+        value = code_as_f16(planes[BIT // 16], BIT % 16, BITS, FAST)
     return value

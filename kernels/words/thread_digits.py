@@ -1,7 +1,8 @@
-"""Digits of the rows of which a thread holds the words (``rows``): those of one symbol, or of two neighbours, 16 bits apart.
+"""Digits of rows of which a thread holds the words (``thread_rows``): of one symbol, or of two neighbours, 16 bits apart.
 
-Neighbours mostly share the words that they lie in, and whatever is done with these. A base that is no power of two is divided by as
-products are taken: in fewer instructions the smaller the number is known to be.
+``words`` are the 32-bit words of a row, uint32 tensors ``[warp * token / 2]``, and so is every result. Two neighbours mostly lie in the
+same words and then share the instructions that extract them. Division by a base that is no power of two is a multiplication by its
+reciprocal, in fewer instructions the smaller the dividend's known bound.
 """
 
 # Triton compiles no conditional expressions of tensors.
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from .rows import rows_constants
+from .columns import constant_at
+from .thread_rows import rows_constants
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,13 +27,34 @@ if TYPE_CHECKING:
 
 
 class RowPacking(NamedTuple):
-    """A code stream's columns in a row of words: the first of its words, and whether its fields are bit fields."""
+    """A code stream's columns in a row of words: the number of its first word, and whether its fields are bit fields (``binary``)."""
 
     first_word: int
     column_bytes: int
     width: int
     base: int
     binary: bool
+
+
+class BitPiece(NamedTuple):
+    """Bits of a value that lie in one word: ``bits`` of ``word`` from ``shift`` up, which are those of the value from ``before`` up."""
+
+    word: int
+    shift: int
+    bits: int
+    before: int
+
+
+class TwoDigitPiece(NamedTuple):
+    """Bits of two digits in one word: shifted right by ``shift`` (left if negative) and masked, they are 16 bits apart.
+
+    ``in_bytes``: both lie in one 16-bit half, a byte each, which are moved 16 bits apart first.
+    """
+
+    word: int
+    shift: int
+    mask: int
+    in_bytes: bool
 
 
 def row_packing(packings: Sequence[Columns], number: int) -> RowPacking:
@@ -42,8 +65,8 @@ def row_packing(packings: Sequence[Columns], number: int) -> RowPacking:
 
 
 @triton.constexpr_function
-def pieces_at(first: int, column_bytes: int, width: int, column: int, position: int, bits: int) -> tuple[tuple[int, int, int, int], ...]:
-    """Where ``bits`` bits of a column from ``position`` up lie: (word, first bit in it, bits, bits before them) of each piece."""
+def pieces_at(first: int, column_bytes: int, width: int, column: int, position: int, bits: int) -> tuple[BitPiece, ...]:
+    """The pieces of ``bits`` bits of a column from ``position`` up."""
     pieces = []
     done = 0
     while done < bits:
@@ -53,18 +76,15 @@ def pieces_at(first: int, column_bytes: int, width: int, column: int, position: 
             byte, half = divmod(column, (width + 1) // 2)
             at, room = at + 8 * byte, 8 + 8 * byte
         count = min(bits - done, room - at)
-        pieces.append((first + plane * ((width + 1) // 2) + half // 2, 16 * (half % 2) + at, count, done))
+        pieces.append(BitPiece(first + plane * ((width + 1) // 2) + half // 2, 16 * (half % 2) + at, count, done))
         done += count
     return tuple(pieces)
 
 
 @triton.constexpr_function
-def pieces_of_bits(packing: RowPacking, column: int, position: int, bits: int) -> tuple[tuple[int, int, int, int], ...]:
-    """``pieces_at`` in the columns of ``packing``: Triton 3.6 takes the names of tuples that one such function gives another."""
-    pieces: tuple[tuple[int, int, int, int], ...] = pieces_at(
-        packing.first_word, packing.column_bytes, packing.width, column, position, bits
-    )
-    return pieces
+def pieces_of_bits(packing: RowPacking, column: int, position: int, bits: int) -> tuple[BitPiece, ...]:
+    """``pieces_at`` in the columns of ``packing``, whose names Triton 3.6 would drop if it were passed on."""
+    return tuple(BitPiece(*piece) for piece in pieces_at(packing.first_word, packing.column_bytes, packing.width, column, position, bits))
 
 
 @triton.constexpr_function
@@ -76,10 +96,17 @@ def _bits_of_base(base: int) -> int:
 def bits_of_column(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, POSITION: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
     """``BITS`` bits (at most 32) of a column from ``POSITION`` up, uint32."""
     PIECES: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION, BITS)
-    value = (words[PIECES[0][0]] >> PIECES[0][1]) & ((1 << PIECES[0][2]) - 1)
+    value = _piece(words, constant_at(PIECES, 0))
     for number in tl.static_range(1, len(PIECES)):
-        piece = (words[PIECES[number][0]] >> PIECES[number][1]) & ((1 << PIECES[number][2]) - 1)
-        value = value | (piece << PIECES[number][3])
+        value = value | _piece(words, constant_at(PIECES, number))
+    return value
+
+
+@triton.jit
+def _piece(words: tl.tuple, PIECE: tl.constexpr) -> tl.tensor:
+    value = (words[PIECE.word] >> PIECE.shift) & ((1 << PIECE.bits) - 1)
+    if PIECE.before > 0:
+        value = value << PIECE.before
     return value
 
 
@@ -187,10 +214,8 @@ def first_of_upper(packing: RowPacking) -> int:
 
 
 @triton.constexpr_function
-def _pieces_of_two(packing: RowPacking, symbol: int) -> tuple[tuple[int, int, int, int], ...]:
-    """Where the bits of a symbol and of the next one are, if they lie in the same words: (word, shift to the right, mask, whether both
-    are in one half of it, a byte each) of each piece, for bits 16 apart; none, if they do not.
-    """
+def _pieces_of_two(packing: RowPacking, symbol: int) -> tuple[TwoDigitPiece, ...]:
+    """The pieces of a symbol and of the next one together; none if they do not lie in the same words."""
     column, bits = symbol % packing.width, packing.base.bit_length() - 1
     position = symbol // packing.width * bits
     if not packing.binary or column + 1 == packing.width:
@@ -201,7 +226,7 @@ def _pieces_of_two(packing: RowPacking, symbol: int) -> tuple[tuple[int, int, in
         word, at, count, before = low
         if high[0] != word or high[1] - at not in (8, 16) or (high[1] - at == 8 and at >= 8):
             return ()
-        pieces.append((word, at - before, ((1 << count) - 1 << before) * 0x10001, int(high[1] - at == 8)))
+        pieces.append(TwoDigitPiece(word, at - before, ((1 << count) - 1 << before) * 0x10001, high[1] - at == 8))
     return tuple(pieces)
 
 
@@ -230,27 +255,26 @@ def _bytes_apart(word: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def two_digits(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, SYMBOLS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The digits of a symbol and of its neighbour, the even one lower, 16 bits apart: their columns mostly share a word, and all work."""
+    """The digits of an even symbol (low 16 bits) and of the next one (high 16 bits); their columns mostly share words."""
     EVEN: tl.constexpr = SYMBOL // 2 * 2
     ODD: tl.constexpr = EVEN + (EVEN + 1 < SYMBOLS)
     PIECES: tl.constexpr = _pieces_of_two(PACKING, EVEN)
     if len(PIECES) > 0:
-        value = _piece_of_two(words, PIECES, 0, FAST)
+        value = _piece_of_two(words, constant_at(PIECES, 0), FAST)
         for number in tl.static_range(1, len(PIECES)):
-            value = value | _piece_of_two(words, PIECES, number, FAST)
+            value = value | _piece_of_two(words, constant_at(PIECES, number), FAST)
     else:
         value = above(digit(words, PACKING, ODD, FAST), digit(words, PACKING, EVEN, FAST), 16, FAST)
     return value
 
 
 @triton.jit
-def _piece_of_two(words: tl.tuple, PIECES: tl.constexpr, NUMBER: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    word = words[PIECES[NUMBER][0]]
-    if PIECES[NUMBER][3]:
+def _piece_of_two(words: tl.tuple, PIECE: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    word = words[PIECE.word]
+    if PIECE.in_bytes:
         word = _bytes_apart(word, FAST)
-    SHIFT: tl.constexpr = PIECES[NUMBER][1]
-    if SHIFT >= 0:
-        word = word >> SHIFT
+    if PIECE.shift >= 0:
+        word = word >> PIECE.shift
     else:
-        word = word << -SHIFT
-    return word & PIECES[NUMBER][2]
+        word = word << -PIECE.shift
+    return word & PIECE.mask

@@ -1,4 +1,4 @@
-"""angle as tiles of rows of which a thread holds one (spec/codecs/angle.md): dense bins, in one stream or two, and norms in any columns."""
+"""angle as tiles of rows of which a thread holds one (spec/codecs/angle.md): dense bins in one stream or two, norm codes of any width."""
 
 # Triton compiles no conditional expressions of tensors.
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.pairs import joined, look_up_words, pair_affine, pair_of_one, pair_power_of_two, pair_product, unit
-from kvpack.kernels.words.row_digits import RowPacking, digit, row_packing, two_digits
-from kvpack.kernels.words.row_tiles import TOKENS, decode_rows, pairs_of, tiles_of
-from kvpack.kernels.words.rows import load_rows, row_streams, rows_constants, stream_of_words, words_of_row
+from kvpack.kernels.tables.thread_lookups import look_up_words, unit
+from kvpack.kernels.words.f16x2 import affine_f16x2, both_halves, joined, power_of_two_f16x2, product_f16x2
+from kvpack.kernels.words.thread_digits import RowPacking, digit, row_packing, two_digits
+from kvpack.kernels.words.thread_rows import load_rows, row_streams, rows_constants, stream_of_words, words_of_row
+from kvpack.kernels.words.thread_tiles import TOKENS, decode_rows, f16x2_of_symbols, tiles_of
 
 from .angle import VALUES, factor, load_range, norm_line, table
 from .tiles import WIDEST_DIGIT, Tiles
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Constants(NamedTuple):
-    """What the functions below know of a codec and its rows. ``range_place`` is where a row's range is among what ``load`` gives."""
+    """What the functions below know of a codec and its rows. The range is element ``range_place`` of what ``load`` gives."""
 
     rows: tuple[int, ...]
     bins: RowPacking
@@ -35,12 +36,12 @@ class Constants(NamedTuple):
     half_range: bool
     norms: RowPacking
     low_bits: int
-    pairs: tuple[int, ...]
+    registers: tuple[int, ...]
     symbols: int
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """The loader of ``codec``, None where there are too many bins, or norms are not codes."""
+    """The loader of ``codec``, or None if there are too many bins or norms are no codes."""
     if codec.norm == "fp32" or codec.bins > 1 << WIDEST_DIGIT:
         return None
     packings = codec.packings()
@@ -52,7 +53,7 @@ def tiles(codec: Angle) -> Tiles | None:
         stream_of_words("range", rows[-1]),
     )
     low_bits = packings["angle_low"].bases[0].bit_length() - 1 if "angle_low" in packings else 0
-    pairs, channels = tiles_of(pairs_of(codec.dim // VALUES, VALUES, codec.dim), VALUES)
+    registers, channels = tiles_of(f16x2_of_symbols(codec.dim // VALUES, VALUES, codec.dim), VALUES)
     constants = Constants(
         rows=rows,
         bins=row_packing(every, 0),
@@ -63,7 +64,7 @@ def tiles(codec: Angle) -> Tiles | None:
         half_range=half_range,
         norms=row_packing(every, len(every) - 1),
         low_bits=low_bits,
-        pairs=pairs,
+        registers=registers,
         symbols=codec.dim // VALUES,
     )
     return Tiles(load, decode, factor, constants, len(channels), channels, streams, table(codec), tokens=TOKENS)
@@ -78,37 +79,37 @@ def load(
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The rows of bins, norm codes and ranges, then the ranges once more, a token each."""
+    """Rows of bins, norm codes and ranges (``thread_rows.load_rows``), then the ranges again for ``factor``, int32 ``[warp, token]``."""
     ROWS: tl.constexpr = CONSTANTS.rows
     RANGE: tl.constexpr = len(ROWS) - 1
-    raw = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
-    return raw + load_range(pointers[RANGE], first, token, valid, CONSTANTS, MASKED)
+    loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
+    return loaded + load_range(pointers[RANGE], first, token, valid, CONSTANTS, MASKED)
 
 
 @triton.jit
 def decode(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
     CONSTANTS: tl.constexpr,
     SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The coordinates of the pairs of ``STEP``, over the token's factor."""
-    PAIRS: tl.constexpr = CONSTANTS.pairs
-    return (decode_rows(raw, table, PAIRS, STEP, coordinates, CONSTANTS, SHARED, TURNED, FAST),)
+    """Both channels of the pairs of ``STEP``, over the token's factor: one binary16 tile, ``[warp, token, column]`` or transposed."""
+    REGISTERS: tl.constexpr = CONSTANTS.registers
+    return (decode_rows(loaded, table, REGISTERS, STEP, coordinates, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 
 
 @triton.jit
 def coordinates(
     words: tl.tuple, table: tl.tensor, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """The cosine and the sine of one pair, times its norm."""
+    """The f16x2 of one pair: cosine and sine times its norm."""
     BINS: tl.constexpr = CONSTANTS.bins
     HIGH_BINS: tl.constexpr = CONSTANTS.high_bins
     NORMS: tl.constexpr = CONSTANTS.norms
@@ -121,10 +122,10 @@ def coordinates(
         line = norm_line((words[LAST - 1].to(tl.int32, bitcast=True),), CONSTANTS)
     else:
         line = norm_line((words[LAST - 2], words[LAST - 1]), CONSTANTS)
-    norms = pair_affine(
-        two_digits(words, NORMS, SYMBOL, CONSTANTS.symbols, FAST), pair_of_one(line[0]), pair_of_one(line[1]), CONSTANTS.norm_bits, FAST
+    norms = affine_f16x2(
+        two_digits(words, NORMS, SYMBOL, CONSTANTS.symbols, FAST), both_halves(line[0]), both_halves(line[1]), CONSTANTS.norm_bits, FAST
     )
     if CONSTANTS.log:
-        norms = pair_power_of_two(norms, FAST)
+        norms = power_of_two_f16x2(norms, FAST)
     norm = joined(norms, norms, SYMBOL % 2, SYMBOL % 2, FAST)
-    return (pair_product(look_up_words(place, table, 1, 2, 0, SHARED, FAST)[0], norm, FAST),)
+    return (product_f16x2(look_up_words(place, table, 1, 2, 0, SHARED, FAST)[0], norm, FAST),)

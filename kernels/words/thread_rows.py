@@ -1,4 +1,4 @@
-"""Words of packed rows, a token a thread: for code streams whose columns do not lie as the matrix units read them.
+"""Words of packed rows, one token per thread: for code streams whose columns do not lie as the matrix units read them.
 
 A thread holds the words of its token's row, where every field has a place that is known when the kernel is compiled: streams of
 any widths and any bases come together in its registers.
@@ -19,7 +19,7 @@ from triton import language as tl
 
 from kvpack.kernels.loaders.tiles import Stream
 
-from .fields import load_per_token
+from .bitfields import load_per_token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 MOST_TOGETHER = 8
-"""Words of 16 bits that one load takes."""
+"""16-bit words that one load takes, at most."""
 
 
 def row_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
@@ -50,15 +50,16 @@ def rows_constants(packings: Sequence[Columns]) -> tuple[int, ...]:
 @triton.constexpr_function
 def words_of_row(rows: tuple[int, ...]) -> int:
     """The words of 32 bits that ``load_rows`` gives for a token."""
-    return sum((halves + 1) // 2 for halves in rows)
+    return sum((stored_words + 1) // 2 for stored_words in rows)
 
 
 @triton.jit
 def load_rows(
     pointers: tl.tuple, first: tl.tensor, token: tl.tensor, valid: tl.tensor, ROWS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """The words of a token's row, uint32 ``[token of half the tile]``, plane after plane; for the first half of every warp's tokens,
-    then for the second.
+    """The words of a token's row, plane after plane: for the first half of every warp's tokens, then for the second half.
+
+    Each word is uint32 ``[warp * token / 2]`` and holds two 16-bit words, the first in its low half.
 
     Tiles that are not masked do not end a stream whose words are cut (``plan``).
     """
@@ -75,7 +76,7 @@ def load_rows(
 
 @triton.jit
 def _by_halves(values: tl.tensor) -> tl.tuple:
-    """``[warp, token]`` as two of one axis: of two axes, the compiler would spread a warp over both."""
+    """``[warp, token]`` as two ``[warp * token / 2]``: with two axes the compiler would spread a warp over both."""
     WARPS: tl.constexpr = values.shape[0]
     HALF: tl.constexpr = values.shape[1] // 2
     return tl.split(tl.reshape(tl.trans(tl.reshape(values, (WARPS, 2, HALF)), 0, 2, 1), (WARPS * HALF, 2)))
@@ -88,48 +89,48 @@ def load_row(
     token: tl.tensor,
     valid: tl.tensor,
     like: tl.tensor,
-    HALVES: tl.constexpr,
+    STORED_WORDS: tl.constexpr,
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The words of the row of each token in one plane, uint32 laid out as ``like``, which the compiler sees loaded."""
+    """The words of one plane's row of each token, uint32 of the shape and layout of ``like``, which the compiler sees loaded."""
     words = ()
-    if FAST and (MASKED or HALVES % 2 == 0):
-        address = pointer.to(tl.int64) + first * (2 * HALVES) + token.to(tl.int64) * (2 * HALVES)
-        words = _loaded(address, like, valid, HALVES, _together(HALVES), MASKED)
-    elif HALVES % 2 == 0:
-        for word in tl.static_range(HALVES // 2):
-            words = words + (load_per_token(pointer, first, token, valid, HALVES // 2, word, MASKED).to(tl.uint32, bitcast=True),)
+    if FAST and (MASKED or STORED_WORDS % 2 == 0):
+        address = pointer.to(tl.int64) + first * (2 * STORED_WORDS) + token.to(tl.int64) * (2 * STORED_WORDS)
+        words = _loaded(address, like, valid, STORED_WORDS, _together(STORED_WORDS), MASKED)
+    elif STORED_WORDS % 2 == 0:
+        for word in tl.static_range(STORED_WORDS // 2):
+            words = words + (load_per_token(pointer, first, token, valid, STORED_WORDS // 2, word, MASKED).to(tl.uint32, bitcast=True),)
     elif FAST:
         # The aligned words that hold the row: it begins in the middle of one or not, and ends so as well.
-        address = pointer.to(tl.int64) + first * (2 * HALVES)
+        address = pointer.to(tl.int64) + first * (2 * STORED_WORDS)
         aligned = (address - (address & 2)).to(tl.pointer_type(tl.int32))
-        half = token * HALVES + (address & 2).to(tl.int32) // 2
+        half = token * STORED_WORDS + (address & 2).to(tl.int32) // 2
         shift = ((half & 1) * 16).to(tl.uint32)
-        loaded = _loaded((aligned + half // 2).to(tl.int64), like, valid, HALVES + 1, 2, False)
-        for word in tl.static_range(HALVES // 2):
+        loaded = _loaded((aligned + half // 2).to(tl.int64), like, valid, STORED_WORDS + 1, 2, False)
+        for word in tl.static_range(STORED_WORDS // 2):
             words = words + (_funnel(loaded[word], loaded[word + 1], shift),)
-        words = words + (loaded[HALVES // 2] >> shift,)
+        words = words + (loaded[STORED_WORDS // 2] >> shift,)
     else:
-        for word in tl.static_range(HALVES // 2):
-            low = load_per_token(pointer, first, token, valid, HALVES, 2 * word, MASKED).to(tl.uint16, bitcast=True)
-            high = load_per_token(pointer, first, token, valid, HALVES, 2 * word + 1, MASKED).to(tl.uint16, bitcast=True)
+        for word in tl.static_range(STORED_WORDS // 2):
+            low = load_per_token(pointer, first, token, valid, STORED_WORDS, 2 * word, MASKED).to(tl.uint16, bitcast=True)
+            high = load_per_token(pointer, first, token, valid, STORED_WORDS, 2 * word + 1, MASKED).to(tl.uint16, bitcast=True)
             words = words + (low.to(tl.uint32) | (high.to(tl.uint32) << 16),)
-        last = load_per_token(pointer, first, token, valid, HALVES, HALVES - 1, MASKED)
+        last = load_per_token(pointer, first, token, valid, STORED_WORDS, STORED_WORDS - 1, MASKED)
         words = words + (last.to(tl.uint16, bitcast=True).to(tl.uint32),)
     return words
 
 
 @triton.constexpr_function
-def _together(halves: int) -> int:
-    """The 16-bit words of a row of ``halves`` that one load takes, an aligned element of ``stream_of_words``."""
-    return math.gcd(halves, MOST_TOGETHER)
+def _together(stored_words: int) -> int:
+    """The 16-bit words of a row of ``stored_words`` that one load takes, an aligned element of ``stream_of_words``."""
+    return math.gcd(stored_words, MOST_TOGETHER)
 
 
 @triton.constexpr_function
-def _load(halves: int, together: int, masked: bool) -> str:
-    """The words of ``halves`` 16-bit words at an address, ``together`` a load, the last one cut if they are odd; where masked, zeros."""
-    count = (halves + 1) // 2
+def _load(stored_words: int, together: int, masked: bool) -> str:
+    """PTX that loads ``stored_words`` 16-bit words at an address, ``together`` per load, into 32-bit words; zeros where masked out."""
+    count = (stored_words + 1) // 2
     text = f"{{ .reg .pred real; .reg .b16 low, high; setp.ne.b32 real, ${count + 2}, 0;" if masked else "{"
     if masked:
         text += "".join(f"mov.b32 ${word}, 0;" for word in range(count))
@@ -143,7 +144,7 @@ def _load(halves: int, together: int, masked: bool) -> str:
             text += f"{load}.b32 ${word}, {place}"
         else:
             text += f"mov.b32 {{low, high}}, ${word}; {load}.b16 low, {place}"
-            text += f"{load}.b16 high, [${count} + {4 * word + 2}];" if 2 * word + 1 < halves else ""
+            text += f"{load}.b16 high, [${count} + {4 * word + 2}];" if 2 * word + 1 < stored_words else ""
             text += f"mov.b32 ${word}, {{low, high}};"
     return text + "}"
 
@@ -155,14 +156,14 @@ def _registers(words: int, masked: bool) -> str:
 
 @triton.jit
 def _loaded(
-    address: tl.tensor, like: tl.tensor, valid: tl.tensor, HALVES: tl.constexpr, TOGETHER: tl.constexpr, MASKED: tl.constexpr
+    address: tl.tensor, like: tl.tensor, valid: tl.tensor, STORED_WORDS: tl.constexpr, TOGETHER: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """Loads that the compiler does not see: each costs it seconds, for it follows what is loaded to all its uses.
+    """Loads that the compiler does not see: each would cost it seconds, because it follows what is loaded to all its uses.
 
     They are laid out as ``like``, which it sees loaded.
     """
-    WORDS: tl.constexpr = (HALVES + 1) // 2
-    ASSEMBLY: tl.constexpr = _load(HALVES, TOGETHER, MASKED)
+    WORDS: tl.constexpr = (STORED_WORDS + 1) // 2
+    ASSEMBLY: tl.constexpr = _load(STORED_WORDS, TOGETHER, MASKED)
     REGISTERS: tl.constexpr = _registers(WORDS, MASKED)
     TYPES: tl.constexpr = (tl.uint32,) * WORDS
     if MASKED:
@@ -187,7 +188,7 @@ def _load_one(bits: int, masked: bool) -> str:
 def load_unseen(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """One number of ``BITS`` a token, int32, loaded where it is used: the compiler lays out what it does not see loaded as its uses."""
+    """One number of ``BITS`` per token, int32 ``[warp, token]``, in the layout of its uses: the compiler does not see the load."""
     if FAST:
         address = pointer.to(tl.int64) + first * (BITS // 8) + token.to(tl.int64) * (BITS // 8)
         ASSEMBLY: tl.constexpr = _load_one(BITS, MASKED)

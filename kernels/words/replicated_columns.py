@@ -1,7 +1,7 @@
-"""Code streams whose columns are brought together: bit fields in rows of as many words as they have columns, a power of two.
+"""Code streams of different widths in tiles of one width: bit fields whose columns are a power of two in number.
 
-A step is as many neighbouring symbols as the widest stream has columns. The rows of a narrower one are loaded as they lie, no word
-twice, and copied side by side in registers; each copy shows another field.
+A step is as many neighbouring symbols as the widest stream has columns. The rows of a narrower stream are loaded as they are stored, no
+word twice, and replicated side by side in registers; each copy shows another field.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -19,8 +19,8 @@ from triton import language as tl
 from kvpack.formats.columns import is_power_of_two
 from kvpack.kernels.loaders.tiles import WORD_BITS, takes_whole_words, tile_width
 
-from .axes import copied, of_columns, token_of_columns, valid_columns
-from .fields import field, load_planes, whole_planes
+from .bitfields import field, load_planes, whole_planes
+from .tile_layout import copied, of_columns, token_of_columns, valid_columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
 
 
-class CommonPacking(NamedTuple):
+class ReplicatedPacking(NamedTuple):
     """One stream's columns as ``load_stream`` and ``words_of_stream`` take them.
 
-    The first six are those of ``tiles.TilePacking``, with the columns that are loaded as ``tile_width``. ``copies`` of these lie side
-    by side in a tile, which shows ``beside`` fields of ``bits`` each.
+    The first six are those of ``tiles.TilePacking``, where ``tile_width`` counts the columns that are loaded. ``copies`` of these lie side
+    by side in a tile, which shows ``fields_per_tile`` fields of ``bits`` each.
     """
 
     stream: int
@@ -40,21 +40,21 @@ class CommonPacking(NamedTuple):
     width: int
     tile_width: int
     fields: int
-    paired: int
+    dual: int
     copies: int
-    beside: int
+    fields_per_tile: int
     bits: int
 
 
-def columns_together(packings: Sequence[Columns]) -> int | None:
-    """Columns of a tile of all streams; None where streams are no bit fields, or have widths that do not go together."""
+def common_width(packings: Sequence[Columns]) -> int | None:
+    """Columns of a tile of all streams; None if a stream has no bit fields, or if widths differ and are not all powers of two."""
     widths = {packing.width for packing in packings}
     if not all(map(takes_whole_words, packings)) or not (all(map(is_power_of_two, widths)) or len(widths) == 1):
         return None
     return max(map(tile_width, packings))
 
 
-def steps_together(packings: Sequence[Columns], columns: int) -> list[tuple[int, ...]]:
+def symbols_of_steps(packings: Sequence[Columns], columns: int) -> list[tuple[int, ...]]:
     """The symbol of each column of each step, -1 for none."""
     symbols = columns if is_power_of_two(packings[0].width) else packings[0].width
     count = packings[0].symbols
@@ -64,7 +64,7 @@ def steps_together(packings: Sequence[Columns], columns: int) -> list[tuple[int,
     ]
 
 
-def stream_constants(packings: Sequence[Columns], columns: int) -> list[CommonPacking]:
+def replicated_packings(packings: Sequence[Columns], columns: int) -> list[ReplicatedPacking]:
     """The packing of each stream in tiles of ``columns``."""
     pointer = 0
     found = []
@@ -74,20 +74,20 @@ def stream_constants(packings: Sequence[Columns], columns: int) -> list[CommonPa
         beside = 1 if whole else columns // packing.width
         bits = packing.bases[0].bit_length() - 1
         copies = columns // loaded
-        found.append(CommonPacking(pointer, packing.column_bytes, packing.width, loaded, packing.fields, 0, copies, beside, bits))
+        found.append(ReplicatedPacking(pointer, packing.column_bytes, packing.width, loaded, packing.fields, 0, copies, beside, bits))
         pointer += len(packing.planes)
     return found
 
 
-def places_of(packings: Sequence[CommonPacking], columns: int) -> tuple[int, ...]:
-    """For ``fields.load_places``: of each stream the columns that are loaded, and those of the tile."""
+def stream_widths(packings: Sequence[ReplicatedPacking], columns: int) -> tuple[int, ...]:
+    """For ``bitfields.load_column_fields``: for each stream, the columns that are loaded, then those of the tile."""
     return tuple(number for packing in packings for number in (packing.width, packing.tile_width, packing.width, columns))
 
 
 @triton.constexpr_function
-def bit_of_step(packing: CommonPacking, step: int, at: int) -> int:
-    """Where the digits of ``step`` begin in the words of ``words_of_stream``."""
-    return step * packing.bits if packing.beside == 1 else at
+def bit_of_step(packing: ReplicatedPacking, step: int, at: int) -> int:
+    """The bit at which the digits of ``step`` begin in the words of ``words_of_stream``."""
+    return step * packing.bits if packing.fields_per_tile == 1 else at
 
 
 @triton.jit
@@ -99,31 +99,32 @@ def load_columns(
     second: tl.tensor,
     word: tl.tensor,
     ROW: tl.constexpr,
-    BEHIND: tl.constexpr,
+    SECOND_OFFSET: tl.constexpr,
     COPIED: tl.constexpr,
     MASKED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """A word of rows of ``ROW``, from token ``first`` on, in each column; ``word`` and ``second`` (``axes``) are ``[1, column]``.
+    """One word in each column, of rows of ``ROW`` words from token ``first`` on: a tile of the pointer's type.
 
-    ``COPIED``: the tile is to be copied in registers.
+    ``word``, ``[1, column]``, is its number in the row, and ``second`` as in ``tile_layout.token_of_columns``. ``COPIED``: the tile will
+    be replicated in registers.
     """
-    # The compiler would lay a turned tile out in shared memory as it is read there, and so could not copy its rows there ahead of
-    # time, were its warps the outermost axis.
-    APART: tl.constexpr = TURNED and COPIED
-    if APART:
+    # With warps as the outermost axis, the compiler would lay a transposed tile out in shared memory in the order of its reads, and could
+    # then not copy its rows there ahead of time.
+    WARPS_LAST: tl.constexpr = TRANSPOSED and COPIED
+    if WARPS_LAST:
         token = tl.permute(token, (1, 0))
-        if MASKED and BEHIND:
+        if MASKED and SECOND_OFFSET:
             valid = (tl.permute(valid[0], (1, 0)), tl.permute(valid[1], (1, 0)))
         elif MASKED:
             valid = tl.permute(valid, (1, 0))
-    row = token_of_columns(token, second, BEHIND, TURNED and not APART)
-    place = pointer + first * ROW + (row * ROW + of_columns(word, TURNED and not APART))
+    row = token_of_columns(token, second, SECOND_OFFSET, TRANSPOSED and not WARPS_LAST)
+    address = pointer + first * ROW + (row * ROW + of_columns(word, TRANSPOSED and not WARPS_LAST))
     if MASKED:
-        words = tl.load(place, valid_columns(valid, second, BEHIND, TURNED and not APART), 0)
+        words = tl.load(address, valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED and not WARPS_LAST), 0)
     else:
-        words = tl.load(place)
-    if APART:
+        words = tl.load(address)
+    if WARPS_LAST:
         words = tl.permute(words, (1, 2, 0))
     return words
 
@@ -136,11 +137,11 @@ def load_stream(
     valid: tl.tensor,
     PACKING: tl.constexpr,
     MASKED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ) -> tl.tuple:
-    """``fields.load_planes`` of a stream that ``stream_constants`` describe."""
+    """``bitfields.load_planes`` of a stream with a ``ReplicatedPacking``: tiles of ``PACKING.tile_width`` columns."""
     if PACKING.copies == 1:
-        planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TURNED)
+        planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     else:
         planes = ()
         column = tl.arange(0, PACKING.tile_width)[None, :]
@@ -148,32 +149,32 @@ def load_stream(
             pointer = pointers[PACKING.stream + plane]
             word = column % words_of_plane(PACKING, plane)
             planes = planes + (
-                load_columns(pointer, first, token, valid, column, word, words_of_plane(PACKING, plane), 0, True, MASKED, TURNED),
+                load_columns(pointer, first, token, valid, column, word, words_of_plane(PACKING, plane), 0, True, MASKED, TRANSPOSED),
             )
     return planes
 
 
 @triton.constexpr_function
-def words_of_plane(packing: CommonPacking, plane: int) -> int:
-    """Words of a row of one plane, of which the last may be of bytes."""
+def words_of_plane(packing: ReplicatedPacking, plane: int) -> int:
+    """Words of a row of one plane; the last plane may be one of bytes."""
     return packing.width if 2 * plane + 1 < packing.column_bytes else (packing.width + 1) // 2
 
 
 @triton.jit
 def words_of_stream(
-    raw: tl.tuple,
-    places: tl.tuple,
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
     NUMBER: tl.constexpr,
     PACKING: tl.constexpr,
     STEP: tl.constexpr,
     AT: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The words that hold the digits of ``STEP`` of stream ``NUMBER``, one below the other; fields side by side begin at bit ``AT``."""
-    words = whole_planes(raw, places, 2 * NUMBER, PACKING, TURNED, FAST)
-    if PACKING.beside > 1:
-        words = (_side_by_side(words, places, NUMBER, PACKING, STEP, AT, TURNED, FAST),)
+    """The words that hold the digits of ``STEP`` of stream ``NUMBER``, int16 tiles, low words first; copies begin at bit ``AT``."""
+    words = whole_planes(loaded, column_fields, 2 * NUMBER, PACKING, TRANSPOSED, FAST)
+    if PACKING.fields_per_tile > 1:
+        words = (_side_by_side(words, column_fields, NUMBER, PACKING, STEP, AT, TRANSPOSED, FAST),)
     return words
 
 
@@ -186,46 +187,46 @@ def _fields_of_a_window(bits: int) -> int:
 @triton.jit
 def _side_by_side(
     planes: tl.tuple,
-    places: tl.tuple,
+    column_fields: tl.tuple,
     NUMBER: tl.constexpr,
     PACKING: tl.constexpr,
     STEP: tl.constexpr,
     AT: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The field of each copy of the row at bit ``AT``: words of several fields each, which every copy shifts to its own."""
+    """Each copy's own field, moved to bit ``AT``, as one int16 tile: words of several fields, which each copy shifts to its own."""
     SIZE: tl.constexpr = PACKING.bits
-    FIRST: tl.constexpr = STEP * PACKING.beside
+    FIRST: tl.constexpr = STEP * PACKING.fields_per_tile
     LAST: tl.constexpr = PACKING.fields - 1
     TOGETHER: tl.constexpr = _fields_of_a_window(SIZE)
-    COUNT: tl.constexpr = (PACKING.beside + TOGETHER - 1) // TOGETHER
-    own = places[4 * NUMBER + 3] % PACKING.beside
-    value = copied(_window(planes, FIRST * SIZE, TOGETHER * SIZE, FAST), PACKING.copies, TURNED)
+    COUNT: tl.constexpr = (PACKING.fields_per_tile + TOGETHER - 1) // TOGETHER
+    own = column_fields[4 * NUMBER + 3] % PACKING.fields_per_tile
+    value = copied(_window(planes, FIRST * SIZE, TOGETHER * SIZE, FAST), PACKING.copies, TRANSPOSED)
     for number in tl.static_range(1, COUNT):
         if FIRST + number * TOGETHER <= LAST:
-            other = copied(_window(planes, (FIRST + number * TOGETHER) * SIZE, TOGETHER * SIZE, FAST), PACKING.copies, TURNED)
-            # All bits of a word, or none: the assembler would find a predicate anew for every register.
-            before = of_columns(tl.where(own < number * TOGETHER, -1, 0).to(tl.int16), TURNED)
+            other = copied(_window(planes, (FIRST + number * TOGETHER) * SIZE, TOGETHER * SIZE, FAST), PACKING.copies, TRANSPOSED)
+            # All bits of a word or none, because the assembler would compute a predicate anew for every register.
+            before = of_columns(tl.where(own < number * TOGETHER, -1, 0).to(tl.int16), TRANSPOSED)
             if FAST:
                 value = tl.inline_asm_elementwise(
                     "lop3.b32 $0, $1, $2, $3, 0xE4;", "=r,r,r,r", [value, other, before], dtype=tl.int16, is_pure=True, pack=2
                 )
             else:
                 value = (value & before) | (other & ~before)
-    place = of_columns(own % TOGETHER * SIZE, TURNED)
+    shift = of_columns(own % TOGETHER * SIZE, TRANSPOSED)
     if FAST and PACKING.width % 2 == 0:
         value = tl.inline_asm_elementwise(
-            _turned_to(AT, (TOGETHER - 1) * SIZE), "=r,r,r", [value, place], dtype=tl.int16, is_pure=True, pack=2
+            _moved_to(AT, (TOGETHER - 1) * SIZE), "=r,r,r", [value, shift], dtype=tl.int16, is_pure=True, pack=2
         )
     else:
-        value = ((value >> place) & ((1 << SIZE) - 1)) << AT
+        value = ((value >> shift) & ((1 << SIZE) - 1)) << AT
     return value
 
 
 @triton.constexpr_function
-def _turned_to(at: int, last: int) -> str:
-    """Fields that begin at bits up to ``last`` at bit ``at``; products leave the units that shift to what cannot do without."""
+def _moved_to(at: int, last: int) -> str:
+    """PTX that moves fields from bits up to ``last`` to bit ``at``; where a product does it, the shift units stay free for others."""
     turn = "shl.b32 by, 1, by; mul.lo.u32 $0, $1, by;" if at >= last else "shf.l.wrap.b32 $0, $1, $1, by;"
     return f"{{ .reg .b32 by; and.b32 by, $2, 0xFFFF; sub.u32 by, {at}, by; {turn} }}"
 
@@ -239,7 +240,7 @@ def _halves_of(position: int) -> str:
 
 @triton.jit
 def _window(planes: tl.tuple, BEGIN: tl.constexpr, SIZE: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``SIZE`` bits of each column from ``BEGIN`` up, as far as it has them; above them is anything."""
+    """``SIZE`` bits of each column from ``BEGIN`` up, as far as it has them, an int16 tile; higher bits are unspecified."""
     WORD: tl.constexpr = BEGIN // 16
     POSITION: tl.constexpr = BEGIN % 16
     if POSITION == 0:

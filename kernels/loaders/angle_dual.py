@@ -1,0 +1,212 @@
+"""angle as dual tiles, dense arrangement (spec/codecs/angle.md): where the bins of a token are rows of four words.
+
+The matrix units read the words of two neighbouring tokens, which are contiguous, at once. The words are replicated side by side in
+registers; the copies show two fields, and norm codes are loaded in the same order of columns.
+"""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+from triton import language as tl
+
+from kvpack.kernels.words.replicated_columns import ReplicatedPacking, bit_of_step, load_columns, words_of_plane, words_of_stream
+from kvpack.kernels.words.tile_layout import copied, repeated, second_token_offset
+
+from .angle import VALUES, decode_pairs, factor_of_range, norm_line_f16, table
+from .angle_dense import bit_of_places
+from .tiles import DUAL_WIDTH, SMALLEST_WIDTH, WORD_BITS, Stream, Tiles, channels_of, plane_streams, takes_whole_words
+
+if TYPE_CHECKING:
+    from kvpack.formats.angle import Angle
+
+INTERLEAVE = DUAL_WIDTH // 2
+"""Words of a row of bins, and columns of one token before as many of the other."""
+
+MOST_SLICES = 2
+"""Slices that a row of norm codes is loaded in, one per two fields of bins, at most: more would fetch the same memory too often."""
+
+
+class Slices(NamedTuple):
+    """The words of norms, ``width`` a row, as ``count`` tiles that each have the columns of bins."""
+
+    stream: int
+    width: int
+    count: int
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its tiles. The range is element ``range_place`` of what ``load`` gives."""
+
+    bins: ReplicatedPacking
+    norms: Slices
+    bin_bits: int
+    norm_bits: int
+    log: bool
+    range_place: int
+    half_range: bool
+    range_stream: int
+
+
+def tiles(codec: Angle, dual: int) -> Tiles | None:
+    """The loader of ``codec``, or None if bins or norm codes are no bit fields or have rows of other lengths."""
+    packings = codec.packings()
+    every = tuple(packings.values())
+    if list(packings) != ["angle", "norm_codes"] or not all(map(takes_whole_words, every)):
+        return None
+    bins, norms = every
+    slices = norms.width // DUAL_WIDTH
+    if bins.width != INTERLEAVE or norms.width not in (DUAL_WIDTH, MOST_SLICES * DUAL_WIDTH) or norms.column_bytes != WORD_BITS // 8:
+        return None
+    copies = DUAL_WIDTH // INTERLEAVE
+    bin_bits, norm_bits = (packing.bases[0].bit_length() - 1 for packing in every)
+    streams = tuple(stream for name, packing in packings.items() for stream in plane_streams(name, packing))
+    half = codec.range == "fp16"
+    of_bins = ReplicatedPacking(
+        0, bins.column_bytes, INTERLEAVE, 2 * INTERLEAVE, bins.fields, dual, copies=copies, fields_per_tile=copies, bits=bin_bits
+    )
+    constants = Constants(
+        bins=of_bins,
+        norms=Slices(len(bins.planes), norms.width, slices),
+        bin_bits=bin_bits,
+        norm_bits=norm_bits,
+        log=codec.norm == "log",
+        range_place=len(bins.planes) + slices,
+        half_range=half,
+        range_stream=len(streams),
+    )
+    streams = (*streams, Stream("range", 32, 1 if half else 2))
+    channels = tuple(
+        channels_of(tuple(range(begin, begin + DUAL_WIDTH)), VALUES, value, codec.dim)
+        for begin in range(0, bins.symbols, DUAL_WIDTH)
+        for value in range(VALUES)
+    )
+    return Tiles(
+        load,
+        decode,
+        factor,
+        constants,
+        len(channels) // VALUES,
+        channels,
+        streams,
+        table(codec),
+        packings=every,
+        stream_widths=(INTERLEAVE, 2 * INTERLEAVE, 2 * INTERLEAVE, SMALLEST_WIDTH),
+        dual=dual,
+        interleave=INTERLEAVE,
+    )
+
+
+@triton.jit
+def load(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    CONSTANTS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The planes of the bins, norm codes and ranges of the rows of ``[warp, token]`` tokens and their second tokens.
+
+    - Bins: one int16 tile of 2 ``INTERLEAVE`` columns per plane.
+    - Norm codes: one int16 tile of as many columns as the replicated bins per slice.
+    - Ranges: int32 ``[warp, token, 2]``, of both tokens.
+    """
+    BINS: tl.constexpr = CONSTANTS.bins
+    NORMS: tl.constexpr = CONSTANTS.norms
+    WIDTH: tl.constexpr = BINS.width
+    PLANES: tl.constexpr = NORMS.stream
+    SLICES: tl.constexpr = NORMS.count
+    WORDS: tl.constexpr = 2 - CONSTANTS.half_range
+    SECOND_OFFSET: tl.constexpr = second_token_offset(BINS.dual, token.shape[1])
+    loaded = ()
+    column = tl.arange(0, BINS.tile_width)[None, :]
+    for plane in tl.static_range(PLANES):
+        words = _load_bins(
+            pointers[plane], first, token, valid, column, WIDTH, words_of_plane(BINS, plane), SECOND_OFFSET, MASKED, TRANSPOSED
+        )
+        loaded = loaded + (words,)
+    column = tl.arange(0, BINS.tile_width * BINS.copies)[None, :]
+    second = column // WIDTH % 2
+    word = column // BINS.tile_width * WIDTH + column % WIDTH
+    for number in tl.static_range(SLICES):
+        place = number * (WIDTH * BINS.copies) + word
+        loaded = loaded + (
+            load_columns(pointers[PLANES], first, token, valid, second, place, NORMS.width, SECOND_OFFSET, False, MASKED, TRANSPOSED),
+        )
+    second = tl.arange(0, 2)[None, :]
+    for word in tl.static_range(WORDS):
+        place = tl.full((1, 2), word, tl.int32)
+        loaded = loaded + (
+            load_columns(pointers[CONSTANTS.range_stream], first, token, valid, second, place, WORDS, SECOND_OFFSET, False, MASKED, False),
+        )
+    return loaded
+
+
+@triton.jit
+def _load_bins(
+    pointer: tl.tensor,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    column: tl.tensor,
+    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+    SECOND_OFFSET: tl.constexpr,
+    MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+) -> tl.tensor:
+    """One plane of the bins of two tokens, an int16 tile; a plane of bytes is repeated."""
+    if SECOND_OFFSET == 1 and ROW == WIDTH and not MASKED:
+        # The row of the second token follows that of the first in memory.
+        words = load_columns(pointer, first, token, valid, column, column, ROW, 0, True, MASKED, TRANSPOSED)
+    else:
+        words = load_columns(pointer, first, token, valid, column // WIDTH, column % ROW, ROW, SECOND_OFFSET, True, MASKED, TRANSPOSED)
+    return words
+
+
+@triton.jit
+def decode(
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The two channels of the pairs of ``STEP``, over the tokens' factors: binary16 tiles ``[warp, token, column]`` or transposed."""
+    BINS: tl.constexpr = CONSTANTS.bins
+    NORMS: tl.constexpr = CONSTANTS.norms
+    AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
+    bins = words_of_stream(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
+    NORM: tl.constexpr = 16 * len(bins) + STEP // NORMS.count * CONSTANTS.norm_bits
+    scale, centre = norm_line_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
+    scale = _of_columns(scale, BINS, TRANSPOSED)
+    centre = _of_columns(centre, BINS, TRANSPOSED)
+    planes = bins + (loaded[NORMS.stream + STEP % NORMS.count],)
+    return decode_pairs(planes, (scale, centre), table, bit_of_step(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST)
+
+
+@triton.jit
+def _of_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
+    """``value``, ``[warp, token, 2]`` of both tokens, as a tile."""
+    if TRANSPOSED:
+        value = tl.permute(value, (0, 2, 1))
+    return copied(repeated(value, BINS.width, TRANSPOSED), BINS.copies, TRANSPOSED)
+
+
+@triton.jit
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+    """What norms are divided by (``angle.factor_of_range``), float32 ``[warp, token, 2]``."""
+    return (factor_of_range(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS),)

@@ -1,0 +1,64 @@
+"""Lookups in a table of binary16 by entry number, for rows of which a thread holds one: whole f16x2 registers, one or two per entry.
+
+The table lies in shared memory as ``shared_table`` stores it. Without inline PTX (``FAST`` false) the same functions are plain Triton.
+"""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+from kvpack.kernels.loaders.tiles import SharedTable
+
+from .shared_table import in_halves
+from .table_assembly import lookup_of_entry
+
+
+@triton.constexpr_function
+def unit(values: int, shared: SharedTable, fast: bool) -> int:
+    """Units per entry of ``values`` binary16 in ``look_up_words``: bytes in a shared table, so that fields are shifted once, else 1."""
+    return 2 * values * shared.copies if fast and shared.copies else 1
+
+
+@triton.jit
+def look_up_words(
+    place: tl.tensor,
+    table: tl.tensor,
+    WORDS: tl.constexpr,
+    VALUES: tl.constexpr,
+    FIRST: tl.constexpr,
+    SHARED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The first ``WORDS`` (1 or 2) f16x2 of the entry ``place`` units after ``FIRST``, in a table of ``VALUES`` (2 or 4) binary16 each.
+
+    ``SHARED`` is the table's ``SharedTable``; ``place`` never leads beyond the entries.
+    """
+    if FAST and SHARED.copies > 0:
+        ASSEMBLY: tl.constexpr = lookup_of_entry(WORDS, SHARED.offset + FIRST * unit(VALUES, SHARED, FAST), SHARED.copies, 2 * VALUES)
+        if WORDS == 1:
+            found = (tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [place], dtype=tl.uint32, is_pure=True, pack=1),)
+        else:
+            found = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [place], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1)
+    else:
+        pointer = table.to(tl.pointer_type(tl.int32)) + (place + FIRST) * (VALUES // 2)
+        found = ()
+        for word in tl.static_range(WORDS):
+            found = found + (tl.load(pointer + word).to(tl.uint32, bitcast=True),)
+    return found
+
+
+@triton.jit
+def look_up_repeated(place: tl.tensor, table: tl.tensor, FIRST: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The f16x2 of an entry of four equal values: half an entry is loaded, of which there are twice as many copies."""
+    if FAST and SHARED.copies > 0:
+        HALVES: tl.constexpr = in_halves(SHARED, 0, 0)
+        found = look_up_words(place, table, 1, 2, FIRST, HALVES, FAST)
+    else:
+        found = look_up_words(place, table, 1, 4, FIRST, SHARED, FAST)
+    return found[0]

@@ -1,0 +1,78 @@
+"""One factor per token (a norm or a scale, binary16 or binary32): loaded with the rows of a tile, and read as float32 ``[warp, token]``."""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# Tuples of tensors have one name whatever their length, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+from .bitfields import load_per_token
+from .tile_layout import second_token_offset
+
+
+@triton.jit
+def load_factor(
+    pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
+    """One binary16 or binary32 per token for ``read_factor``: int32 ``[warp, token]``, or int16 where nothing is gained by more.
+
+    A binary16 is loaded as the aligned 32-bit word that holds it and the bit where it begins there, because only loads of 32 bits are
+    fetched ahead of time. A tile that is not masked never ends a stream in the middle of such a word (``attend``'s plan).
+    """
+    if BITS == 16 and FAST:
+        if MASKED:
+            # The word of the last half may end beyond the stream.
+            loaded = (load_per_token(pointer, first, token, valid, 1, 0, MASKED).to(tl.int32), tl.zeros(token.shape, tl.int32))
+        else:
+            address = pointer.to(tl.int64)
+            half = (first * 2 + (address & 2)).to(tl.int64) // 2 + token
+            word = tl.load((address - (address & 2)).to(tl.pointer_type(tl.int32)) + half // 2)
+            loaded = (word, ((half & 1) * 16).to(tl.int32))
+    else:
+        loaded = (load_per_token(pointer, first, token, valid, 1, 0, MASKED),)
+    return loaded
+
+
+@triton.jit
+def read_factor(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """What ``load_factor`` loaded at number ``AT``, float32 ``[warp, token]``."""
+    if BITS == 16 and FAST:
+        value = (loaded[AT] >> loaded[AT + 1]).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif BITS == 16:
+        value = loaded[AT].to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        value = loaded[AT].to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def load_factors(
+    pointer: tl.tensor,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    BITS: tl.constexpr,
+    DUAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """``load_factor``, and in dual tiles that of the second tokens of all rows; ``valid`` is then one ``[warp, token]`` for each."""
+    if DUAL:
+        loaded = load_factor(pointer, first, token, valid[0], BITS, MASKED, FAST)
+        loaded = loaded + load_factor(pointer, first, token + second_token_offset(DUAL, token.shape[1]), valid[1], BITS, MASKED, FAST)
+    else:
+        loaded = load_factor(pointer, first, token, valid, BITS, MASKED, FAST)
+    return loaded
+
+
+@triton.jit
+def read_factors(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, DUAL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """What ``load_factors`` loaded, float32 ``[warp, token]``; two of these in dual tiles."""
+    if DUAL:
+        value = read_factor(loaded, AT, BITS, FAST), read_factor(loaded, AT + (2 if BITS == 16 and FAST else 1), BITS, FAST)
+    else:
+        value = read_factor(loaded, AT, BITS, FAST)
+    return value

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvpack.formats.rotation import Rotation
 
 LARGEST_DIM = 256
-"""Above it the rows of a tile do not fit the shared memory."""
+"""Head dim up to which the rows of a tile fit shared memory."""
 
 SMALLEST_SQUARE = 2.0**-80
 LARGEST_SQUARE = 2.0**80

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
 
 MOST_DIM = 128
-"""Above it the kernel takes minutes to compile."""
+"""Head dim up to which the kernel compiles in less than minutes."""
 
 
 class Level(NamedTuple):

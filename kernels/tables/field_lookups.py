@@ -1,7 +1,7 @@
 """Entries of a table whose index is bits of a packed row, for rows of which a thread holds one: a shift, a mask and a load each.
 
-An entry of the table is two pairs of binary16. It holds one pair twice, or the pairs of two neighbouring fields of a column, which
-one index has both of. The thread's own copy and the mask are one operation, which the compiler does not see in ``look_up_words``.
+An entry of the table is two f16x2. It holds one of them twice, or those of two neighbouring fields of a column, which are one index.
+Selecting the thread's own copy and masking are one instruction here, which the compiler does not find in ``look_up_words``.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -19,7 +19,7 @@ from .table_assembly import lookup_of_field, registers
 from .thread_lookups import look_up_words, unit
 
 VALUES = tl.constexpr(4)
-"""Of an entry."""
+"""Binary16 values of an entry."""
 
 
 @triton.jit
@@ -35,9 +35,9 @@ def look_up_field(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The first ``WORDS`` (1 or 2) pairs of an entry, ``BITS`` bits of a column from ``POSITION`` up after entry ``FIRST``.
+    """The first ``WORDS`` (1 or 2) f16x2 of an entry: that whose number after ``FIRST`` is ``BITS`` bits of a column from ``POSITION`` up.
 
-    Of entries of which one pair is asked for, all are the same pair twice. ``SHARED`` is the table's ``SharedTable``.
+    Entries of which one f16x2 is asked for hold it twice. ``SHARED`` is the table's ``SharedTable``.
     """
     UNIT: tl.constexpr = unit(VALUES, SHARED, FAST)
     PIECES: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION, BITS)

@@ -15,7 +15,7 @@ from triton import language as tl
 from kvpack.kernels.words.thread_digits import RowPacking, pieces_at
 
 MOST_BITS = 3
-"""Of an index into a table in registers: a permutation selects one of 8 bytes."""
+"""Bits of an index into a table in registers, at most: a permutation selects one of 8 bytes."""
 
 
 def table_of_bytes(values: torch.Tensor) -> tuple[int, ...]:
@@ -45,7 +45,7 @@ def _gathered(packing: RowPacking, symbol: int, first: int, bits: int, distance:
 
 
 @triton.constexpr_function
-def _select_pairs(table: tuple[int, ...]) -> str:
+def _select_f16x2(table: tuple[int, ...]) -> str:
     """The low bytes of four values, and their high ones; then the four, each twice."""
     pairs = "".join(f" prmt.b32 ${number}, low, high, {0x4040 + 0x1111 * number};" for number in range(4))
     return f"""{{ .reg .b32 select, low, high;
@@ -63,7 +63,7 @@ def select_of_four(
     DISTANCE: tl.constexpr,
     TABLE: tl.constexpr,
 ) -> tl.tuple:
-    """Pairs of equal values of four symbols from ``SYMBOL`` on, of a table in registers.
+    """The values of four symbols from ``SYMBOL`` on, one f16x2 of equal halves each, from a table in registers.
 
     ``TABLE`` is what ``table_of_bytes`` gives; an index is ``BITS`` bits from ``FIRST`` up in a field of ``DISTANCE`` bits.
     """
@@ -75,4 +75,4 @@ def select_of_four(
         else:
             digits = digits | ((words[TERMS[term]] << -TERMS[term + 1]) & TERMS[term + 2])
     types: tl.constexpr = (tl.uint32,) * 4
-    return tl.inline_asm_elementwise(_select_pairs(TABLE), "=r,=r,=r,=r,r", [digits], dtype=types, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(_select_f16x2(TABLE), "=r,=r,=r,=r,r", [digits], dtype=types, is_pure=True, pack=1)

@@ -18,11 +18,13 @@ from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.tables import device_tables, shared_table
 
-from . import merge, plan, rotation, runs, split
+from . import merge, plan, rotation, segments, split
 
 if TYPE_CHECKING:
-    from kvpack.cache.layer import Layer
     from kvpack.formats.base import Codec
+
+    from .layers import Layer
+    from .segments import Frame
 
 FEWEST_ROWS, MOST_ROWS = 8, 16
 """Query rows of one program: the rows of a block are the short side of the matrix products."""
@@ -45,13 +47,13 @@ EVERYTHING = 1 << 30
 
 
 def supports(q: torch.Tensor, layer: Layer) -> bool:
-    """Whether these kernels take the layer: every run has a tile loader, and a KV head's query rows are few."""
+    """Whether these kernels take the layer: every segment has a tile loader, and a KV head's query rows are few."""
     k, v = layer.k, layer.v
     assert k is not None
     assert v is not None
     if not q.device == k.device == v.device or q.shape[1] // k.heads * q.shape[2] > MOST_ROWS * MOST_ROW_BLOCKS:
         return False
-    return runs.of_side(k).supported and runs.of_side(v).supported
+    return segments.of_side(k).supported and segments.of_side(v).supported
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +63,7 @@ class Call:
     ``sink_logits`` are base-2 logarithms, float32 ``[q_head]``; ``lengths`` int32 ``[batch]``; ``dependent``: its kernels overlap.
     """
 
-    queries: dict[runs.Frame, tuple[torch.Tensor, torch.Tensor]]
+    queries: dict[Frame, tuple[torch.Tensor, torch.Tensor]]
     launches: list[plan.Launch]
     shape: tuple[int, int]
     rows: int
@@ -124,7 +126,7 @@ def prepare(
     elif sliding_window:
         # Each sequence has a window of its own: its tokens are masked.
         whole = end, end
-    pairs = rows <= MOST_DUAL_ROWS and not (runs.of_side(k).outliers or runs.of_side(v).outliers)
+    pairs = rows <= MOST_DUAL_ROWS and not (segments.of_side(k).outliers or segments.of_side(v).outliers)
     launches = plan.launches(k, v, layer, begin, end, whole, blocks, pairs)
     # Before the query's kernels: what begins as those end may read it.
     if sink_logits is not None:
@@ -144,7 +146,7 @@ def prepare(
     )
 
 
-def _inner(q: torch.Tensor, frame: runs.Frame) -> torch.Tensor:
+def _inner(q: torch.Tensor, frame: Frame) -> torch.Tensor:
     """The query as the codec alone takes it: with the channel scales of the frame's page, in its order."""
     if frame.page is None:
         return q
@@ -152,7 +154,7 @@ def _inner(q: torch.Tensor, frame: runs.Frame) -> torch.Tensor:
     return frame.page.codec.inner_query(q.to(torch.float32), frame.page.streams)
 
 
-def finish(call: Call, sums: dict[runs.Frame, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def finish(call: Call, sums: dict[Frame, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The sums of ``attended`` together, ``[batch, kv_head, row, dim]`` in the original frame."""
     out = None
     for number, (frame, merged) in enumerate(sums.items(), 1):
@@ -174,7 +176,7 @@ def _with_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
     return sums if qjl is None else sums[..., : codec.dim] + qjl.rotation.inverse(sums[..., codec.dim :])
 
 
-def attended(call: Call) -> dict[runs.Frame, torch.Tensor]:
+def attended(call: Call) -> dict[Frame, torch.Tensor]:
     """Run the kernels: the sums of values over all weights, float32 ``[batch, kv_head, row, frame dim]`` in each frame of values."""
     batch, heads = call.shape
     device = call.launches[0].work.device
@@ -185,7 +187,7 @@ def attended(call: Call) -> dict[runs.Frame, torch.Tensor]:
     sums = torch.empty(sequences * padded * parts * columns, dtype=torch.float32, device=device)
     largest, total = torch.empty(2, sequences * padded * parts, dtype=torch.float32, device=device)
     overlap = {"launch_pdl": True} if call.dependent else {}
-    spans: dict[runs.Frame, tuple[int, int]] = {}
+    spans: dict[Frame, tuple[int, int]] = {}
     stop = 0
     for launch in call.launches:
         items = launch.work.shape[0]

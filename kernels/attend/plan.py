@@ -11,25 +11,25 @@ import os
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from kvpack.kernels.loaders import loaders
-from kvpack.kernels.loaders.outlier_patches import in_patches
 from kvpack.kernels.loaders.tiles import NEIGHBOURS
 from kvpack.kernels.tables import device_tables
 
-from . import runs
-from .shapes import Shape, shape_of, table_budget
+from . import segments
+from .shapes import Shape, in_patches, shape_of, table_budget
 from .side import RowStream, side_of
 
 if TYPE_CHECKING:
-    from kvpack.cache.layer import Layer
-    from kvpack.cache.side import Side
     from kvpack.formats.base import Codec
     from kvpack.kernels.loaders.tiles import Tiles
+
+    from .layers import Layer, Side
+    from .segments import Frame, Segment, SideSegment
 
 VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 
@@ -41,8 +41,15 @@ PREFETCHED_WITH_SIGNS = 1500
 MASKED_TILES = 3
 """Whole tiles that take as long as what a masked one takes more: it is not fetched ahead of time, nor is its code."""
 
-Pair = tuple[runs.Frame, runs.Frame, bool, bool]
-"""The frames of both sides of a launch, and whether each is decoded before it."""
+
+class Kernel(NamedTuple):
+    """What segments of one launch have in common: the frames of both sides, and whether each side is decoded before it."""
+
+    k: Frame
+    v: Frame
+    k_decoded: bool
+    v_decoded: bool
+
 
 _plans: WeakKeyDictionary[Layer, dict[Any, list[Launch]]] = WeakKeyDictionary()
 
@@ -54,8 +61,8 @@ class Launch:
     ``held`` are the tensors that the work's addresses refer to, ``allowed`` the variants that ``shared_table.allow`` has seen.
     """
 
-    k: runs.Frame
-    v: runs.Frame
+    k: Frame
+    v: Frame
     shape: Shape
     work: torch.Tensor
     tables: tuple[torch.Tensor, torch.Tensor]
@@ -117,59 +124,60 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
     """
     fast = k.device.type == "cuda" and os.environ.get(VARIABLE, "") != "0"
     kept = _plans.setdefault(layer, {})
-    key = (begin, end, whole, row_blocks, pairs, fast)
-    if key not in kept:
-        kept[key] = _launches(k, v, begin, end, whole, row_blocks, pairs, fast)
-    return kept[key]
+    asked = (begin, end, whole, row_blocks, pairs, fast)
+    if asked not in kept:
+        kept[asked] = _launches(k, v, begin, end, whole, row_blocks, pairs, fast)
+    return kept[asked]
 
 
 def _launches(k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, pairs: bool, fast: bool) -> list[Launch]:
-    groups: dict[Pair, list[runs.Segment]] = {}
-    for segment in runs.segments(runs.of_side(k).runs, runs.of_side(v).runs, begin, end):
+    by_kernel: dict[Kernel, list[Segment]] = {}
+    for segment in segments.of_layer(segments.of_side(k).segments, segments.of_side(v).segments, begin, end):
         # Where one side is decoded so is the other, if it is packed: one kernel then attends all such segments.
         raw = segment.k.raw or segment.v.raw
-        decoded = raw and segment.k.whole is not None, raw and segment.v.whole is not None
-        groups.setdefault((segment.k.frame, segment.v.frame, *decoded), []).append(segment)
+        kernel = Kernel(segment.k.frame, segment.v.frame, raw and segment.k.page is not None, raw and segment.v.page is not None)
+        by_kernel.setdefault(kernel, []).append(segment)
     sequences = k.batch * k.heads * row_blocks
     launches = []
     # Partial results of one frame of the values lie side by side. The most tokens first: other launches then run beside them.
-    largest = sorted(groups, key=lambda pair: -sum(segment.tokens for segment in groups[pair]))
-    frames = list(dict.fromkeys(pair[1] for pair in largest))
-    for pair in sorted(largest, key=lambda pair: frames.index(pair[1])):
-        segments = groups[pair]
-        for side, frame, is_decoded in zip("kv", pair[:2], pair[2:], strict=True):
-            if is_decoded:
-                segments = runs.decoded(segments, columns(frame.codec, pairs), side)
-        launches.append(_launch(segments, *pair[:2], whole, sequences, pairs, k.device, fast))
+    most_first = sorted(by_kernel, key=lambda kernel: -sum(segment.tokens for segment in by_kernel[kernel]))
+    frames = list(dict.fromkeys(kernel.v for kernel in most_first))
+    for kernel in sorted(most_first, key=lambda kernel: frames.index(kernel.v)):
+        found = by_kernel[kernel]
+        if kernel.k_decoded:
+            found = segments.decoded(found, columns(kernel.k.codec, pairs), "k")
+        if kernel.v_decoded:
+            found = segments.decoded(found, columns(kernel.v.codec, pairs), "v")
+        launches.append(_launch(found, kernel.k, kernel.v, whole, sequences, pairs, k.device, fast))
     return launches
 
 
 def _launch(
-    segments: list[runs.Segment],
-    k: runs.Frame,
-    v: runs.Frame,
+    found: list[Segment],
+    k: Frame,
+    v: Frame,
     whole: tuple[int, int],
     sequences: int,
     pairs: bool,
     device: torch.device,
     fast: bool,
 ) -> Launch:
-    k_tiles, v_tiles = _loaders(segments[0].k.codec, segments[0].v.codec, pairs)
+    k_tiles, v_tiles = _loaders(found[0].k.codec, found[0].v.codec, pairs)
     shared, tables, places = device_tables.of_sides(k_tiles, v_tiles, device, fast, table_budget(k_tiles, v_tiles))
-    tokens = sum(segment.tokens for segment in segments)
-    aligned = math.gcd(*(segment.first - run.first for segment in segments for run in (segment.k, segment.v)))
+    tokens = sum(segment.tokens for segment in found)
+    aligned = math.gcd(*(segment.first - own.first for segment in found for own in (segment.k, segment.v)))
     share = tokens * sequences // _multiprocessors(device)
     shape = shape_of(k_tiles, v_tiles, shared.nbytes, share, aligned, fast)
     tile = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.dual or v_tiles.dual else 1)
     programs = max(1, _multiprocessors(device) * shape.programs // sequences)
-    if segments[0].k.whole is segments[0].v.whole is None and tokens <= programs * tile:
+    if found[0].k.page is found[0].v.page is None and tokens <= programs * tile:
         # Raw tokens, a tile a program: there is nothing to fetch ahead of time.
         shape = shape._replace(stages=1)
     rows: list[list[int]] = []
     held: list[torch.Tensor] = []
-    for segment in segments:
+    for segment in found:
         first_rows = segment.first - segment.k.first, segment.first - segment.v.first
-        cut_words = any(_cuts_words(run, tiles) for run, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
+        cut_words = any(_cuts_words(own, tiles) for own, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
         addresses = [*_addresses(segment.k, k_tiles, held), *_addresses(segment.v, v_tiles, held)]
         # As many programs as its share of the tokens, of as many tiles each, give or take one and what a masked last one costs.
         tiles = -(-segment.tokens // tile)
@@ -209,11 +217,11 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_MULTIPROCESSORS
 
 
-def _addresses(run: runs.Run, tiles: Tiles, held: list[torch.Tensor]) -> list[int]:
+def _addresses(segment: SideSegment, tiles: Tiles, held: list[torch.Tensor]) -> list[int]:
     """Address, batch stride and head stride in bytes of each stream; a stream whose rows are not dense and aligned is copied."""
     found: list[int] = []
     for stream in tiles.streams:
-        tensor = run.streams[stream.name]
+        tensor = segment.streams[stream.name]
         dense = tensor.stride()[2:] == torch.empty(tensor.shape[2:], device="meta").stride()
         steps = [step * tensor.element_size() for step in tensor.stride()[:2]]
         if not dense or any(place % (stream.bits // 8) for place in (tensor.data_ptr(), *steps)):
@@ -226,11 +234,11 @@ def _addresses(run: runs.Run, tiles: Tiles, held: list[torch.Tensor]) -> list[in
     return found
 
 
-def _cuts_words(run: runs.Run, tiles: Tiles) -> bool:
+def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
     """Whether a stream of an odd number of halves a token may end in the middle of an aligned word of 4 bytes."""
     for stream in tiles.streams:
         if stream.bits == 16 and stream.row % 2:
-            tensor = run.streams[stream.name]
+            tensor = segment.streams[stream.name]
             if (tensor.data_ptr() + 2 * tensor.shape[2]) % 4 or any(step % 2 for step in tensor.stride()[:2]):
                 return True
     return False

@@ -8,7 +8,7 @@ from kvpack.kernels.loaders.tiles import tile_fields
 from kvpack.kernels.tables.table_assembly import LARGEST_BYTES
 
 if TYPE_CHECKING:
-    from kvpack.kernels.loaders.tiles import Stream, Tiles
+    from kvpack.kernels.loaders.tiles import Outliers, Stream, Tiles
 
 LARGE_TABLES = 32 << 10
 """Bytes of shared tables above which programs are few and share them among more warps."""
@@ -34,6 +34,15 @@ MOST_BYTES_IN_FLIGHT = 96 << 10
 LARGE_TABLE_BYTES, FEWEST_COPIES = 80 << 10, 8
 """Of tables beyond what the assembly declares: what each of two programs has room for, and the copies of each entry that make up for
 there being no more of them."""
+
+SYSTEM_BYTES = 1 << 10
+"""Of a program's shared memory."""
+
+STATIC_SHARED_BYTES = (48 << 10) - SYSTEM_BYTES
+"""That a kernel may declare, patches and tables together."""
+
+CARRIED_BYTES = 96
+"""A token of the shared memory that the compiler takes, most of it for rows on their way to the layout of the matrix units."""
 
 
 class Shape(NamedTuple):
@@ -98,6 +107,24 @@ def table_budget(k: Tiles, v: Tiles) -> int:
     if len(tables) == 2 and FEWEST_COPIES * max(table.nbytes for table in tables) <= LARGE_TABLE_BYTES:
         return LARGE_TABLE_BYTES
     return LARGEST_BYTES
+
+
+def in_patches(k: Tiles, v: Tiles, shape: Shape, table_bytes: int) -> tuple[Outliers | None, Outliers | None, int]:
+    """The constants of both sides, if they have outliers, and the bytes that the patches of all warps take.
+
+    A patch holds as many of a side's tiles as fit beside tables of ``table_bytes`` in every program of a multiprocessor; 0 where not
+    even one does: it is then made without.
+    """
+    own_bytes = MULTIPROCESSOR_BYTES // shape.programs - SYSTEM_BYTES - CARRIED_BYTES * shape.warps * shape.tokens
+    limit = (min(own_bytes, STATIC_SHARED_BYTES) - table_bytes) // shape.warps
+    together, most = [], 0
+    for outliers in (k.outliers, v.outliers):
+        tile_bytes = 2 * shape.tokens * (outliers.width if outliers else 1)
+        together.append(max(0, min(limit // tile_bytes, outliers.tiles)) if outliers else 0)
+        most = max(most, together[-1] * tile_bytes)
+    k_constants = k.outliers and k.outliers._replace(together=together[0], patch_bytes=most)
+    v_constants = v.outliers and v.outliers._replace(together=together[1], patch_bytes=most)
+    return k_constants, v_constants, most * shape.warps
 
 
 def _bytes(stream: Stream, aligned: int) -> int:

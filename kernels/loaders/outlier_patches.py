@@ -16,46 +16,16 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from kvpack.kernels.attend.shapes import MULTIPROCESSOR_BYTES
 from kvpack.kernels.words.tile_layout import of_columns, of_tokens
 
 if TYPE_CHECKING:
-    from kvpack.kernels.attend.shapes import Shape
-
-    from .tiles import Outliers, Tiles
+    from .tiles import Outliers
 
 GRANULE = tl.constexpr(32)
 """Tokens of which the entries lie together in the order of their tokens."""
 
 TOKENS_TOLD_APART = tl.constexpr(128)
 """By an entry's place: more than a warp's tile and the granules that it begins and ends in."""
-
-SYSTEM_BYTES = 1 << 10
-"""Of a program's shared memory."""
-
-STATIC_SHARED_BYTES = (48 << 10) - SYSTEM_BYTES
-"""That a kernel may declare, patches and tables together."""
-
-CARRIED_BYTES = 96
-"""A token of the shared memory that the compiler takes, most of it for rows on their way to the layout of the matrix units."""
-
-
-def in_patches(k: Tiles, v: Tiles, shape: Shape, table_bytes: int) -> tuple[Outliers | None, Outliers | None, int]:
-    """The constants of both sides, if they have outliers, and the bytes that the patches of all warps take.
-
-    A patch holds as many of a side's tiles as fit beside tables of ``table_bytes`` in every program of a multiprocessor; 0 where not
-    even one does: it is then made without.
-    """
-    own_bytes = MULTIPROCESSOR_BYTES // shape.programs - SYSTEM_BYTES - CARRIED_BYTES * shape.warps * shape.tokens
-    limit = (min(own_bytes, STATIC_SHARED_BYTES) - table_bytes) // shape.warps
-    together, most = [], 0
-    for outliers in (k.outliers, v.outliers):
-        tile_bytes = 2 * shape.tokens * (outliers.width if outliers else 1)
-        together.append(max(0, min(limit // tile_bytes, outliers.tiles)) if outliers else 0)
-        most = max(most, together[-1] * tile_bytes)
-    k_constants = k.outliers and k.outliers._replace(together=together[0], patch_bytes=most)
-    v_constants = v.outliers and v.outliers._replace(together=together[1], patch_bytes=most)
-    return k_constants, v_constants, most * shape.warps
 
 
 @triton.constexpr_function

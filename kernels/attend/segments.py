@@ -1,4 +1,4 @@
-"""The runs of tokens of a layer: what one codec stores and one loader takes, and where those of keys and values meet."""
+"""The segments of a layer: consecutive tokens that one tile loader takes, of either side, and where those of both sides meet."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from kvpack.formats.outliers import VALUES as OUTLIERS
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.raw import Raw
 from kvpack.formats.side_cars import WithSideCars
-from kvpack.kernels.loaders import loaders, outlier_entries
+from kvpack.kernels.loaders import loaders
 from kvpack.kernels.loaders import outliers as tiles_outliers
+
+from . import outlier_entries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvpack.cache.pages import Page
-    from kvpack.cache.side import Side
     from kvpack.formats.base import Codec
+
+    from .layers import Page, Side
 
 RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -33,20 +35,21 @@ RAW_TOKENS, MOST_RAW_TOKENS = 64, 4096
 HALF_ERROR = 2**-11
 """Of binary16 values in the 2-norm, where none is too large or too small."""
 
-_runs: WeakKeyDictionary[Side, SideRuns] = WeakKeyDictionary()
+_side_segments: WeakKeyDictionary[Side, SideSegments] = WeakKeyDictionary()
 
 
-class Run(NamedTuple):
+class SideSegment(NamedTuple):
     """Consecutive tokens of one side that one codec stores: a page, or the raw tail."""
 
     codec: Codec
     first: int
     tokens: int
     streams: Mapping[str, torch.Tensor]
-    page: Page | None = None
+    framed_by: Page | None = None
+    """The page of ``frame``."""
     exact: bool = True
     """Whether its loader, if there is one, is exact enough."""
-    whole: Page | None = None
+    page: Page | None = None
     """The page that its tokens are of, from ``start`` on; None for the raw tail."""
     start: int = 0
     raw: bool = False
@@ -55,56 +58,56 @@ class Run(NamedTuple):
     @property
     def frame(self) -> Frame:
         """What queries and sums of values go through."""
-        return Frame(self.codec, self.page)
+        return Frame(self.codec, self.framed_by)
 
 
-class SideRuns(NamedTuple):
-    """The runs of a side, and what every call asks of all of them: kept, for there may be hundreds.
+class SideSegments(NamedTuple):
+    """The segments of a side, and what every call asks of all of them: kept, for there may be hundreds.
 
     ``supported``: each has a tile loader that is exact enough. ``outliers``: some loader takes outliers.
     """
 
-    runs: list[Run]
+    segments: list[SideSegment]
     supported: bool
     outliers: bool
 
 
 class Frame(NamedTuple):
-    """A codec's coded frame; ``page`` where each run has channel scales or an order of its own, whose page it is then."""
+    """A codec's coded frame; ``page`` where pages have channel scales or an order of their own: the page that these are of."""
 
     codec: Codec
     page: Page | None
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens of a layer inside one run of each side."""
+    """Consecutive tokens of a layer inside one segment of each side."""
 
     first: int
     tokens: int
-    k: Run
-    v: Run
+    k: SideSegment
+    v: SideSegment
 
 
-def of_side(side: Side) -> SideRuns:
-    """The pages of ``side`` and its tail, which is a run of raw values; kept with the side."""
-    if side not in _runs:
+def of_side(side: Side) -> SideSegments:
+    """The segments of the pages of ``side``, and its tail as one of raw values; kept with the side."""
+    if side not in _side_segments:
         found, first = [], 0
         for page in side.pages:
-            found += _runs_of(page, first)
+            found += _segments_of(page, first)
             first += page.tokens
         if side.tail.shape[2]:
-            found.append(Run(Raw(side.dim, RAW_DTYPES[side.tail.dtype]), first, side.tail.shape[2], {"values": side.tail}))
-        supported = all(run.exact and loaders.tiles_of(run.codec) is not None for run in found)
-        outliers = any(run.codec.side_car(Outliers) is not None for run in found)
-        _runs[side] = SideRuns(found, supported, outliers)
-    return _runs[side]
+            found.append(SideSegment(Raw(side.dim, RAW_DTYPES[side.tail.dtype]), first, side.tail.shape[2], {"values": side.tail}))
+        supported = all(segment.exact and loaders.tiles_of(segment.codec) is not None for segment in found)
+        outliers = any(segment.codec.side_car(Outliers) is not None for segment in found)
+        _side_segments[side] = SideSegments(found, supported, outliers)
+    return _side_segments[side]
 
 
-def _runs_of(page: Page, first: int) -> list[Run]:
-    """One run, or with raw tokens several: those of the tiles that hold such tokens are ``raw``, in the frame of the others."""
+def _segments_of(page: Page, first: int) -> list[SideSegment]:
+    """One segment, or with raw tokens several: those that hold such tokens are ``raw``, in the frame of the others."""
     codec = page.codec
     if not isinstance(codec, WithSideCars):
-        return [_run(codec, first, page, None)]
+        return [_whole_page(codec, first, page, None)]
     frame = page if codec.value_maps else None
     if not codec.kept_tokens:
         return [_part(page, first, 0, page.tokens, frame)]
@@ -113,43 +116,43 @@ def _runs_of(page: Page, first: int) -> list[Run]:
         {token // size for tokens in codec.kept_tokens for token in tokens.flags(page.streams).any(0).nonzero()[:, 0].tolist()}
     )
     if len(flagged) * size > max(MOST_RAW_TOKENS, page.tokens // 16):
-        return [Run(codec, first, page.tokens, page.streams)]
-    edges = sorted({0, page.tokens, *(min(edge * size, page.tokens) for tile in flagged for edge in (tile, tile + 1))})
+        return [SideSegment(codec, first, page.tokens, page.streams)]
+    edges = sorted({0, page.tokens, *(min(edge * size, page.tokens) for block in flagged for edge in (block, block + 1))})
     found = {start: _part(page, first, start, stop, frame) for start, stop in pairwise(edges) if start // size not in flagged}
     coded = next(iter(found.values()), None)
     held = codec.codec if coded is None else coded.codec
     for start, stop in pairwise(edges):
         if start not in found:
-            found[start] = Run(held, first + start, stop - start, {}, frame, whole=page, start=start, raw=True)
+            found[start] = SideSegment(held, first + start, stop - start, {}, frame, page=page, start=start, raw=True)
     return [found[start] for start in edges[:-1]]
 
 
-def _part(page: Page, first: int, start: int, stop: int, frame: Page | None) -> Run:
+def _part(page: Page, first: int, start: int, stop: int, frame: Page | None) -> SideSegment:
     """Tokens ``[start, stop)`` of a page with side-cars: a loader takes outliers and signs, and the others are of queries and sums."""
     assert isinstance(page.codec, WithSideCars)
-    run = _run(page.codec.codec, first + start, page.slice(start, stop), frame)._replace(whole=page, start=start)
-    tiles = loaders.tiles_of(run.codec)
+    segment = _whole_page(page.codec.codec, first + start, page.slice(start, stop), frame)._replace(page=page, start=start)
+    tiles = loaders.tiles_of(segment.codec)
     # One that no loader knows stays, and leaves the page to torch.
     loaded = (*page.codec.frame_parts, *page.codec.sketches)
     outliers: Mapping[str, torch.Tensor] = {}
     if page.codec.side_car(Outliers) is not None and tiles is not None:
         found = outlier_entries.of_page(page, start, stop)
         if found is None:
-            return run._replace(exact=False)
+            return segment._replace(exact=False)
         if found:
             outliers = {**found, tiles_outliers.COLUMNS: tiles_outliers.columns_of(tiles, str(page.streams[OUTLIERS].device))}
     if not outliers:
         loaded = tuple(side_car for side_car in loaded if type(side_car) is not Outliers)
-    codec = WithSideCars(run.codec, loaded) if loaded else run.codec
-    return run._replace(codec=codec, streams={**run.streams, **outliers})
+    codec = WithSideCars(segment.codec, loaded) if loaded else segment.codec
+    return segment._replace(codec=codec, streams={**segment.streams, **outliers})
 
 
-def _run(codec: Codec, first: int, page: Page, frame: Page | None) -> Run:
+def _whole_page(codec: Codec, first: int, page: Page, frame: Page | None) -> SideSegment:
     streams = page.streams
     if type(codec) is Group:
         # Scales of 8 bits are few: they are looked up once.
         codec, streams = codec.with_pairs(streams)
-    return Run(codec, first, page.tokens, streams, frame, whole=page)
+    return SideSegment(codec, first, page.tokens, streams, frame, page=page)
 
 
 def decoded(found: Sequence[Segment], columns: tuple[int, ...], side: str) -> list[Segment]:
@@ -159,29 +162,31 @@ def decoded(found: Sequence[Segment], columns: tuple[int, ...], side: str) -> li
     """
     tensors = []
     for segment in found:
-        run = segment.k if side == "k" else segment.v
-        assert run.whole is not None
-        start = run.start + segment.first - run.first
-        values = run.whole.frame(start, start + segment.tokens)
+        own = segment.k if side == "k" else segment.v
+        assert own.page is not None
+        start = own.start + segment.first - own.first
+        values = own.page.frame(start, start + segment.tokens)
         dim = values.shape[3]
         order = torch.tensor([channel if 0 <= channel < dim else dim for channel in columns], device=values.device)
         tensors.append(torch.nn.functional.pad(values, (0, 1))[..., order])
     halves = [values.to(torch.float16) for values in tensors]
     fit = all((half - values).norm() <= HALF_ERROR * values.norm() for half, values in zip(halves, tensors, strict=True))
     codec = Raw(len(columns), "fp16" if fit else "fp32")
-    runs = [
-        Run(codec, segment.first, segment.tokens, {"values": values})
+    own_segments = [
+        SideSegment(codec, segment.first, segment.tokens, {"values": values})
         for segment, values in zip(found, halves if fit else tensors, strict=True)
     ]
-    return [segment._replace(k=run) if side == "k" else segment._replace(v=run) for segment, run in zip(found, runs, strict=True)]
+    both = zip(found, own_segments, strict=True)
+    return [segment._replace(k=own) if side == "k" else segment._replace(v=own) for segment, own in both]
 
 
-def segments(k: Sequence[Run], v: Sequence[Run], begin: int, end: int) -> list[Segment]:
-    edges = sorted({begin, end, *(edge for run in (*k, *v) for edge in (run.first, run.first + run.tokens) if begin < edge < end)})
+def of_layer(k: Sequence[SideSegment], v: Sequence[SideSegment], begin: int, end: int) -> list[Segment]:
+    """The segments of tokens ``[begin, end)`` of a layer whose sides have segments ``k`` and ``v``."""
+    edges = sorted({begin, end, *(edge for own in (*k, *v) for edge in (own.first, own.first + own.tokens) if begin < edge < end)})
 
-    firsts = [[run.first for run in found] for found in (k, v)]
+    firsts = [[own.first for own in found] for found in (k, v)]
 
-    def holding(found: Sequence[Run], firsts: list[int], token: int) -> Run:
+    def holding(found: Sequence[SideSegment], firsts: list[int], token: int) -> SideSegment:
         return found[bisect_right(firsts, token) - 1]
 
     return [Segment(first, last - first, holding(k, firsts[0], first), holding(v, firsts[1], first)) for first, last in pairwise(edges)]

@@ -11,14 +11,13 @@ from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.outliers import CHUNK, Outliers
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.decode import decode
-
-from .outlier_patches import GRANULE
-from .outliers import BOUNDS, PLACES, POWER, VALUES, entries
+from kvpack.kernels.loaders.outlier_patches import GRANULE
+from kvpack.kernels.loaders.outliers import BOUNDS, PLACES, POWER, VALUES, entries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvpack.cache.pages import Page
+    from .layers import Page
 
 DECODED_VALUES = 1 << 22
 """At a time."""

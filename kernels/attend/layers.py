@@ -1,0 +1,63 @@
+"""What attention asks of a layer: the kernels know its codecs and plain tensors, not the classes that hold them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from kvpack.formats.base import Codec
+
+
+class Page(Protocol):
+    """``tokens`` packed tokens: the streams of ``codec``, ``[batch, kv_head, token, ...]``."""
+
+    @property
+    def codec(self) -> Codec: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def streams(self) -> Mapping[str, torch.Tensor]: ...
+
+    def rows(self, start: int, stop: int) -> Mapping[str, torch.Tensor]:
+        """The streams of tokens ``[start, stop)``; ``start`` is a multiple of the codec's token group."""
+
+    def slice(self, start: int, stop: int) -> Page:
+        """Tokens ``[start, stop)``; ``start`` is a multiple of the codec's token group."""
+
+    def frame(self, start: int, stop: int) -> torch.Tensor:
+        """Tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
+
+    def original(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums ``[batch, kv_head, row, dim]`` of ``frame``'s values, in the original frame."""
+
+
+class Side(Protocol):
+    """The keys or the values of a layer: pages, then a raw tail ``[batch, kv_head, token, dim]``."""
+
+    @property
+    def pages(self) -> Sequence[Page]: ...
+    @property
+    def tail(self) -> torch.Tensor: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class Layer(Protocol):
+    """Both sides of a layer, of as many sequences, KV heads and tokens."""
+
+    @property
+    def k(self) -> Side | None: ...
+    @property
+    def v(self) -> Side | None: ...

@@ -1,4 +1,4 @@
-"""The attention kernel: one run of packed tokens a program (``merge`` then sums what all runs give).
+"""The attention kernel: one work item of packed tokens per program (``merge`` then sums what all of them give).
 
 A program holds a block of query rows (the query heads of one KV head, and their q_len queries) and walks its tokens in tiles
 ``[warp, token]``: each warp has tokens, scores and sums of its own, and meets no other before the merge. Scores are
@@ -23,38 +23,20 @@ from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvpack.kernels.loaders.outlier_patches import declare_patches
-from kvpack.kernels.loaders.outliers import entries_of, first_entries, next_entries, ready_patches
-from kvpack.kernels.loaders.qjl import half_sum, queries_of_bits
 from kvpack.kernels.tables.shared_table import declare, fetch, fill
 from kvpack.kernels.words.bitfields import load_column_fields
 from kvpack.kernels.words.columns import constant_at
 from kvpack.kernels.words.tile_layout import second_token_offset
 
-from .query_tiles import query_tiles, sum_of
-from .softmax import UNSEEN, add_halves, add_tiles, key_scores
-from .tile_loads import load_tiles, prefetch, stream_pointers
+from .patches import begin_patches, next_patches, own_patches
+from .queries import load_queries, relative_to
+from .scores import Lookup, Visible, score
+from .softmax import Softmax, add, empty, merge_tokens
+from .tile_loads import load_tiles, prefetch
+from .work import load_work, within_length
 
 COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window"]
 """Arguments that change from call to call, and for whose values nothing is compiled anew."""
-
-HEADER = 5
-"""Integers of a work row before the addresses: first token, tokens, whole tokens, first K row, first V row."""
-
-
-@triton.jit
-def _zeros(WARPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
-    return tl.zeros((WARPS, WIDTH, ROWS), tl.float32)
-
-
-@triton.jit
-def _fetched(k_table: tl.tensor, v_table: tl.tensor, FILL: tl.constexpr) -> tl.tuple:
-    """The entries that ``FILL`` names, on their way to registers."""
-    return fetch(k_table if FILL.side == 0 else v_table, FILL.entries, FILL.values)
-
-
-@triton.jit
-def _fill(entries: tl.tuple, FILL: tl.constexpr) -> None:
-    fill(entries, FILL.offset, FILL.entries, FILL.values, FILL.copies)
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["lengths"])
@@ -64,7 +46,7 @@ def attend_split(
     total_out: tl.tensor,
     q: tl.tensor,
     scales: tl.tensor,
-    work: tl.tensor,
+    work_table: tl.tensor,
     numbers: tl.tensor,
     k_table: tl.tensor,
     v_table: tl.tensor,
@@ -101,29 +83,26 @@ def attend_split(
     DEPENDENT: tl.constexpr,
     FIRST: tl.constexpr,
 ) -> None:
-    """Attend one work item for one head and one block of rows; write a partial result a warp.
+    """Attend one work item for one head and one block of rows; write a partial result per warp.
 
-    ``work`` is int64 ``[item, HEADER + 3 a stream]``, a stream being its address and its batch and head strides in bytes;
-    ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32 ``[batch, head, row]`` are padded to whole row blocks.
-    ``sums_out`` is float32 ``[batch, head, row, part, column]``, ``largest_out`` and ``total_out`` ``[batch, head, row, part]``.
-    ``lengths`` int32 ``[batch]``, read if ``LENGTHS``, are the tokens that each sequence has; ``position`` is that of the first
-    query of a sequence of all tokens. ``LATE``: values are loaded after the scores of their tokens. ``PREFETCH``: the rows of the tokens
-    that follow are brought to the second-level cache; with ``LOADS_AHEAD`` they are loaded, into registers.
+    ``work_table`` is int64 ``[item, WORK_ROW]`` (``work.load_work``), ``numbers`` int16 0, 1, 2, ... for ``load_column_fields``, and
+    ``k_table`` and ``v_table`` binary16 ``[entry, value]``. ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32
+    ``[batch, head, row]`` are padded to whole row blocks. Written are ``sums_out`` float32 ``[batch, head, row, part, column]``,
+    ``largest_out`` and ``total_out`` ``[batch, head, row, part]``. ``lengths`` int32 ``[batch]``, read if ``LENGTHS``, are the tokens
+    that each sequence has; ``position`` is that of the first query of a sequence of all tokens.
+
+    ``LATE``: values are loaded after the scores of their tokens. ``PREFETCH``: the rows of the tokens that follow are brought to the
+    second-level cache; with ``LOADS_AHEAD`` they are loaded, into registers.
     """
     # Triton 3.6 takes tuples and text as arguments of functions only where they have a name.
-    K_DTYPE: tl.constexpr = K.dtype
-    K_PLACES: tl.constexpr = K.stream_widths
-    V_PLACES: tl.constexpr = V.stream_widths
-    K_WIDTHS: tl.constexpr = K.widths
-    V_WIDTHS: tl.constexpr = V.widths
-    K_SIGNS: tl.constexpr = K.signs
-    K_OUTLIERS: tl.constexpr = K.outliers
-    V_OUTLIERS: tl.constexpr = V.outliers
-    FILLS: tl.constexpr = TABLES.fills
-    PAIRS: tl.constexpr = K.dual or V.dual
-    TOGETHER: tl.constexpr = 2 if PAIRS else 1
-    NEIGHBOURS: tl.constexpr = PAIRS and second_token_offset(PAIRS, TOKENS) == 1
-    SPAN: tl.constexpr = WARPS * TOGETHER * TOKENS
+    K_FIELDS: tl.constexpr = K.stream_widths
+    V_FIELDS: tl.constexpr = V.stream_widths
+    DUAL: tl.constexpr = K.dual or V.dual
+    ROW_TOKENS: tl.constexpr = 2 if DUAL else 1
+    ADJACENT: tl.constexpr = DUAL and second_token_offset(DUAL, TOKENS) == 1
+    # Tokens of one tile of every warp, and of all tiles that they attend at once.
+    SPAN: tl.constexpr = WARPS * ROW_TOKENS * TOKENS
+    STEP: tl.constexpr = TILES * SPAN
     program = tl.program_id(0)
     item = program % items
     block = program // items % row_blocks
@@ -132,170 +111,155 @@ def attend_split(
     head = (sequence % heads).to(tl.int64)
     if DEPENDENT and not FIRST:
         gdc_launch_dependents()
-    if TABLES.nbytes:
-        declare(TABLES.nbytes, WARPS)
-        entries = ()
-        for number in tl.static_range(len(FILLS)):
-            entries = entries + (_fetched(k_table, v_table, constant_at(FILLS, number)),)
+
+    # Load: what the program attends, its tables on their way to shared memory, and its queries.
+    table_entries = _begin_tables(k_table, v_table, TABLES, WARPS)
     if PATCHES:
         declare_patches(PATCHES, WARPS)
-    row = work + item * WORK_ROW
-    begin = tl.load(row)
-    count = tl.load(row + 1).to(tl.int32)
-    whole = tl.load(row + 2).to(tl.int32)
-    k_first = tl.load(row + 3)
-    v_first = tl.load(row + 4)
-    k_pointers = stream_pointers(row + 5, batch, head, K)
-    v_pointers = stream_pointers(row + 5 + 3 * len(K.streams), batch, head, V)
+    work = load_work(work_table + item * WORK_ROW, batch, head, K, V)
     # Where tiles are not loaded ahead of time, barriers keep the loads of one from being under way together.
-    AHEAD: tl.constexpr = TILES * SPAN if PREFETCH else 0
-    if AHEAD:
-        prefetch(k_pointers, k_first, tl.minimum(count, AHEAD), K)
-        prefetch(v_pointers, v_first, tl.minimum(count, AHEAD), V)
-    k_places = load_column_fields(numbers, K_PLACES)
-    v_places = load_column_fields(numbers, V_PLACES)
+    PREFETCHED: tl.constexpr = STEP if PREFETCH else 0
+    if PREFETCHED:
+        prefetch(work, 0, K, V, 0, PREFETCHED)
+    k_lookup = Lookup(load_column_fields(numbers, K_FIELDS), k_table)
+    v_lookup = Lookup(load_column_fields(numbers, V_FIELDS), v_table)
     if LENGTHS:
         length = tl.minimum(tl.load(lengths + batch), position + q_len)
         position = length - q_len
-        count = tl.maximum(0, tl.minimum(count, length - begin)).to(tl.int32)
-        # The window's first token, and the tokens that all queries see, in whole tiles.
-        skipped = tl.maximum(0, position - window + 1 - begin).to(tl.int32) // SPAN * SPAN
-        seen = tl.maximum(0, tl.minimum(count, position + 1 + ahead - begin)).to(tl.int32)
-        whole = tl.minimum(whole, seen // (TILES * SPAN) * (TILES * SPAN))
+        work, skipped = within_length(work, length, position, ahead, window, SPAN, TILES)
     if DEPENDENT and FIRST:
         # The rows were there before the kernel that writes the queries began.
         gdc_wait()
         gdc_launch_dependents()
-    padded = row_blocks * BLOCK
-    columns: tl.constexpr = sum_of(K_WIDTHS)
-    row_number = tl.arange(0, ROWS)
-    second = (row_number >= ROWS // 2)[None, None, :]
-    if PAIRS:
-        row_number = row_number % (ROWS // 2)
-    row_number += block * BLOCK
-    q_begin = q + sequence.to(tl.int64) * columns * padded
-    q_tiles = query_tiles(q_begin, row_number, second, padded, K_WIDTHS, K_DTYPE, WARPS, K.dual, K.interleave, PAIRS)
-    SETS: tl.constexpr = 2 if PAIRS and not K.dual else 1
-    q_tiles = queries_of_bits(q_tiles, K_SIGNS, SETS)
-    q_half_sum = 0.0
-    if K_SIGNS is not None:
-        q_half_sum = half_sum(q_tiles, K_SIGNS, SETS)
-    scale = tl.load(scales + sequence * padded + row_number)[None, None, :]
-    at = position + (row_number % q_len)[None, None, :]
+    k, v = work.k, work.v
+    queries = load_queries(q, scales, sequence, block, row_blocks, position, q_len, K, DUAL, WARPS, ROWS, BLOCK)
     # Tokens of a warp lie side by side, whatever tiles they are cut into.
-    token_of_row = tl.arange(0, TOKENS)[None, :] * (2 if NEIGHBOURS else 1)
-    token = tl.arange(0, WARPS)[:, None] * (TILES * TOGETHER * TOKENS) + token_of_row
-    near = tl.arange(0, WARPS)[:, None] * (TOGETHER * TOKENS) + token_of_row
+    token_of_row = tl.arange(0, TOKENS)[None, :] * (2 if ADJACENT else 1)  # [1, token]
+    token = tl.arange(0, WARPS)[:, None] * (TILES * ROW_TOKENS * TOKENS) + token_of_row  # [warp, token], of STEP tokens
+    near = tl.arange(0, WARPS)[:, None] * (ROW_TOKENS * TOKENS) + token_of_row  # [warp, token], of SPAN tokens
     if LOADS_AHEAD:
         # A program without whole tiles has nothing to load.
-        k_next = load_tiles(
-            k_pointers, k_first, token, whole,
-            K, TILES * TOGETHER, TOKENS, True, False, FAST,
-        )  # fmt: skip
-        v_next = load_tiles(
-            v_pointers, v_first, token, whole,
-            V, TILES * TOGETHER, TOKENS, True, True, FAST,
-        )  # fmt: skip
-    if TABLES.nbytes:
-        for number in tl.static_range(len(FILLS)):
-            _fill(entries[number], constant_at(FILLS, number))
+        k_next = load_tiles(k.streams, k.first, token, work.whole, K, TILES * ROW_TOKENS, TOKENS, True, False, FAST)
+        v_next = load_tiles(v.streams, v.first, token, work.whole, V, TILES * ROW_TOKENS, TOKENS, True, True, FAST)
+    _fill_tables(table_entries, TABLES)
     if TABLES.nbytes or PATCHES:
         tl.debug_barrier()
-    largest = tl.full((WARPS, 1, ROWS), UNSEEN, tl.float32)
-    total = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
-    sums = ()
-    for number in tl.static_range(len(V_WIDTHS)):
-        sums = sums + (_zeros(WARPS, 2 * V_WIDTHS[number] if V.dual else V_WIDTHS[number], ROWS),)
+
+    # Tiles of tokens that every query sees.
+    softmax = empty(V, WARPS, TOKENS, ROWS)
     # Where registers do not hold a tile ahead of time, they do not hold its entries either.
     ENTRIES_AHEAD: tl.constexpr = STAGES > 1
-    k_ready = ready_patches(k_pointers, numbers, K_OUTLIERS, WARPS, TOKENS, False, ENTRIES_AHEAD, FAST)
-    v_ready = ready_patches(v_pointers, numbers, V_OUTLIERS, WARPS, TOKENS, True, ENTRIES_AHEAD, FAST)
-    k_ahead = first_entries(k_pointers, k_first, k_first + count, K_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
-    v_ahead = first_entries(v_pointers, v_first, v_first + count, V_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
-    for offset in tl.range(0, whole, TILES * SPAN, num_stages=STAGES):
-        if AHEAD:
-            prefetch(k_pointers, k_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), K)
-            prefetch(v_pointers, v_first + offset + AHEAD, tl.minimum(count - offset - AHEAD, AHEAD), V)
-        at_load = offset
+    ready, entries_ahead = begin_patches(work, numbers, K, V, WARPS, TILES, TOKENS, ENTRIES_AHEAD, FAST)
+    visible = Visible(work.count, ahead, window)
+    for offset in tl.range(0, work.whole, STEP, num_stages=STAGES):
+        if PREFETCHED:
+            prefetch(work, offset, K, V, PREFETCHED, PREFETCHED)
+        load_at = offset
         if LOADS_AHEAD:
-            k_raws, v_raws = k_next, v_next
+            k_loaded, v_loaded = k_next, v_next
             # Those of the last tiles again, after them.
-            at_load = tl.minimum(offset + TILES * SPAN, whole - TILES * SPAN)
-        k_next = load_tiles(
-            k_pointers, k_first + at_load, token, count,
-            K, TILES * TOGETHER, TOKENS, False, False, FAST,
-        )  # fmt: skip
+            load_at = tl.minimum(offset + STEP, work.whole - STEP)
+        k_next = load_tiles(k.streams, k.first + load_at, token, work.count, K, TILES * ROW_TOKENS, TOKENS, False, False, FAST)
         if not LATE:
-            v_next = load_tiles(
-                v_pointers, v_first + at_load, token, count,
-                V, TILES * TOGETHER, TOKENS, False, True, FAST,
-            )  # fmt: skip
+            v_next = load_tiles(v.streams, v.first + load_at, token, work.count, V, TILES * ROW_TOKENS, TOKENS, False, True, FAST)
             if not LOADS_AHEAD:
-                v_raws = v_next
+                v_loaded = v_next
         if not LOADS_AHEAD:
-            k_raws = k_next
-        k_entries = entries_of(k_ahead, k_pointers, k_first + offset, k_ready, K_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
-        v_entries = entries_of(v_ahead, v_pointers, v_first + offset, v_ready, V_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
-        k_ahead = next_entries(k_ahead, k_pointers, k_first + offset, k_first + count, K_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
-        v_ahead = next_entries(v_ahead, v_pointers, v_first + offset, v_first + count, V_OUTLIERS, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
-        scores = key_scores(
-            k_raws, k_entries, q_tiles, q_half_sum, scale, cap, at, token, second, count, ahead, window, k_places, k_table, total,
-            K, V, SOFTCAP, False, FAST,
-        )  # fmt: skip
+            k_loaded = k_next
+        entries, entries_ahead = next_patches(work, offset, ready, entries_ahead, K, V, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+        scores = score(k_loaded, entries[0], queries, cap, token, visible, k_lookup, K, DUAL, SOFTCAP, False, FAST)
         if LATE:
-            v_raws = load_tiles(
-                v_pointers, v_first + offset, token, count,
-                V, TILES * TOGETHER, TOKENS, False, True, FAST,
-            )  # fmt: skip
-        largest, total, sums = add_tiles(
-            scores, v_raws, v_entries, second, v_places, v_table, largest, total, sums,
-            V, FAST,
-        )  # fmt: skip
-    # Query positions relative to the run's first token: all counts of tokens in a run fit an int32.
-    at = (at - begin).to(tl.int32)
-    masked = whole
+            v_loaded = load_tiles(v.streams, v.first + offset, token, work.count, V, TILES * ROW_TOKENS, TOKENS, False, True, FAST)
+        softmax = add(softmax, scores, v_loaded, entries[1], queries.second, v_lookup, V, FAST)
+
+    # Tiles of which some queries do not see all tokens. All counts of tokens of a work item fit an int32.
+    queries = relative_to(queries, work.begin)
+    masked = work.whole
     if LENGTHS:
-        masked = tl.maximum(whole, skipped)
-    for offset in tl.range(masked, count, SPAN, num_stages=1):
-        k_raws = load_tiles(
-            k_pointers, k_first + offset, near, count - offset,
-            K, TOGETHER, TOKENS, True, False, FAST,
-        )  # fmt: skip
+        masked = tl.maximum(work.whole, skipped)
+    for offset in tl.range(masked, work.count, SPAN, num_stages=1):
+        k_loaded = load_tiles(k.streams, k.first + offset, near, work.count - offset, K, ROW_TOKENS, TOKENS, True, False, FAST)
         if not LATE:
-            v_raws = load_tiles(
-                v_pointers, v_first + offset, near, count - offset,
-                V, TOGETHER, TOKENS, True, True, FAST,
-            )  # fmt: skip
-        k_bounds = first_entries(k_pointers, k_first + offset, k_first + count, K_OUTLIERS, WARPS, TOKENS, False)
-        v_bounds = first_entries(v_pointers, v_first + offset, v_first + count, V_OUTLIERS, WARPS, TOKENS, False)
-        k_entries = entries_of(k_bounds, k_pointers, k_first + offset, k_ready, K_OUTLIERS, WARPS, TOKENS, False)
-        v_entries = entries_of(v_bounds, v_pointers, v_first + offset, v_ready, V_OUTLIERS, WARPS, TOKENS, False)
-        scores = key_scores(
-            k_raws, k_entries, q_tiles, q_half_sum, scale, cap, at, near + offset, second, count, ahead, window, k_places, k_table, total,
-            K, V, SOFTCAP, True, FAST,
-        )  # fmt: skip
+            v_loaded = load_tiles(v.streams, v.first + offset, near, work.count - offset, V, ROW_TOKENS, TOKENS, True, True, FAST)
+        entries = own_patches(work, offset, ready, K, V, WARPS, TOKENS)
+        scores = score(k_loaded, entries[0], queries, cap, near + offset, visible, k_lookup, K, DUAL, SOFTCAP, True, FAST)
         if LATE:
-            v_raws = load_tiles(
-                v_pointers, v_first + offset, near, count - offset,
-                V, TOGETHER, TOKENS, True, True, FAST,
-            )  # fmt: skip
-        largest, total, sums = add_tiles(
-            scores, v_raws, v_entries, second, v_places, v_table, largest, total, sums,
-            V, FAST,
-        )  # fmt: skip
-    total = tl.sum(total, 1)[:, None, :]
-    if PAIRS:
-        largest, total, sums = add_halves(largest, total, sums, second, V)
-        row_number = block * BLOCK + tl.arange(0, ROWS // 2)
-    warp = tl.arange(0, WARPS)[:, None, None]
-    part = (sequence.to(tl.int64) * padded + row_number[None, None, :]) * parts + first_part + item * WARPS + warp
-    real = (row_number < rows)[None, None, :]
-    tl.store(largest_out + part, largest, real)
-    tl.store(total_out + part, total, real)
-    done = 0
-    for number in tl.static_range(len(V_WIDTHS)):
-        tl.store(sums_out + part * COLUMNS + done + tl.arange(0, V_WIDTHS[number])[None, :, None], sums[number], real)
-        done += V_WIDTHS[number]
+            v_loaded = load_tiles(v.streams, v.first + offset, near, work.count - offset, V, ROW_TOKENS, TOKENS, True, True, FAST)
+        softmax = add(softmax, scores, v_loaded, entries[1], queries.second, v_lookup, V, FAST)
+
+    _finish(
+        softmax, queries.second, sums_out, largest_out, total_out, sequence, block, row_blocks * BLOCK, rows, parts, first_part, item,
+        V, DUAL, WARPS, ROWS, BLOCK, COLUMNS,
+    )  # fmt: skip
     if DEPENDENT and not FIRST:
         # The launch before runs beside this one, and the merge waits for the last of them.
         gdc_wait()
+
+
+@triton.jit
+def _begin_tables(k_table: tl.tensor, v_table: tl.tensor, TABLES: tl.constexpr, WARPS: tl.constexpr) -> tl.tuple:
+    """Declare the shared memory of ``TABLES`` and fetch their entries, on their way to registers."""
+    FILLS: tl.constexpr = TABLES.fills
+    entries = ()
+    if TABLES.nbytes:
+        declare(TABLES.nbytes, WARPS)
+        for number in tl.static_range(len(FILLS)):
+            entries = entries + (_fetched(k_table, v_table, constant_at(FILLS, number)),)
+    return entries
+
+
+@triton.jit
+def _fetched(k_table: tl.tensor, v_table: tl.tensor, FILL: tl.constexpr) -> tl.tensor:
+    return fetch(k_table if FILL.side == 0 else v_table, FILL.entries, FILL.values)
+
+
+@triton.jit
+def _fill_tables(entries: tl.tuple, TABLES: tl.constexpr) -> None:
+    """Put what ``_begin_tables`` fetched into shared memory; ``tl.debug_barrier`` waits for it."""
+    FILLS: tl.constexpr = TABLES.fills
+    for number in tl.static_range(len(FILLS)):
+        _fill(entries[number], constant_at(FILLS, number))
+
+
+@triton.jit
+def _fill(entries: tl.tensor, FILL: tl.constexpr) -> None:
+    fill(entries, FILL.offset, FILL.entries, FILL.values, FILL.copies)
+
+
+@triton.jit
+def _finish(
+    softmax: tl.tuple,
+    second: tl.tensor,
+    sums_out: tl.tensor,
+    largest_out: tl.tensor,
+    total_out: tl.tensor,
+    sequence: tl.tensor,
+    block: tl.tensor,
+    padded: tl.tensor,
+    rows: tl.tensor,
+    parts: tl.tensor,
+    first_part: tl.tensor,
+    item: tl.tensor,
+    V: tl.constexpr,
+    DUAL: tl.constexpr,
+    WARPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Write one partial result per warp of a work item: see ``attend_split``."""
+    V_WIDTHS: tl.constexpr = V.widths
+    softmax = Softmax(softmax.largest, tl.sum(softmax.total, 1)[:, None, :], softmax.sums)
+    if DUAL:
+        softmax = merge_tokens(softmax, second, V)
+    row = block * BLOCK + tl.arange(0, ROWS // 2 if DUAL else ROWS)  # [row]
+    warp = tl.arange(0, WARPS)[:, None, None]
+    part = (sequence.to(tl.int64) * padded + row[None, None, :]) * parts + first_part + item * WARPS + warp  # [warp, 1, row]
+    real = (row < rows)[None, None, :]
+    tl.store(largest_out + part, softmax.largest, real)
+    tl.store(total_out + part, softmax.total, real)
+    done = 0
+    for number in tl.static_range(len(V_WIDTHS)):
+        # [warp, column, row]
+        tl.store(sums_out + part * COLUMNS + done + tl.arange(0, V_WIDTHS[number])[None, :, None], softmax.sums[number], real)
+        done += V_WIDTHS[number]

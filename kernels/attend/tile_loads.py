@@ -1,7 +1,7 @@
-"""What a warp's tiles are loaded from: the rows of a work item's streams, and those that follow them brought nearer ahead of time."""
+"""What a warp's tiles are loaded from packed rows, and rows brought nearer ahead of time."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005, SIM108
+# ruff: noqa: RUF005
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -15,30 +15,21 @@ from kvpack.kernels.words.tile_layout import second_token_offset
 
 
 @triton.jit
-def stream_pointers(row: tl.tensor, batch: tl.tensor, head: tl.tensor, SIDE: tl.constexpr) -> tl.tuple:
-    """Pointers to the first row of this head in each stream."""
-    pointers = ()
-    for number in tl.static_range(len(SIDE.streams)):
-        pointers = pointers + (_pointer(row + 3 * number, batch, head, SIDE.streams[number].bits, SIDE.streams[number].aligned),)
-    return pointers
+def prefetch(work: tl.tuple, offset: tl.tensor, K: tl.constexpr, V: tl.constexpr, BEYOND: tl.constexpr, TOKENS: tl.constexpr) -> None:
+    """Bring rows to the second-level cache: of ``TOKENS`` tokens, or as many as there are, ``BEYOND`` the work's token ``offset``."""
+    _prefetch_side(work.k, offset, work.count, K, BEYOND, TOKENS)
+    _prefetch_side(work.v, offset, work.count, V, BEYOND, TOKENS)
 
 
 @triton.jit
-def _pointer(at: tl.tensor, batch: tl.tensor, head: tl.tensor, BITS: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
-    address = tl.load(at) + batch * tl.load(at + 1) + head * tl.load(at + 2)
-    if BITS == 16:
-        pointer = address.to(tl.pointer_type(tl.int16))
-    else:
-        pointer = address.to(tl.pointer_type(tl.int32))
-    return tl.multiple_of(pointer, ALIGNED)
-
-
-@triton.jit
-def prefetch(pointers: tl.tuple, first: tl.tensor, tokens: tl.tensor, SIDE: tl.constexpr) -> None:
-    """Have the rows of ``tokens``, if there are any, from row ``first`` on brought to the second-level cache."""
+def _prefetch_side(
+    rows: tl.tuple, offset: tl.tensor, count: tl.tensor, SIDE: tl.constexpr, BEYOND: tl.constexpr, TOKENS: tl.constexpr
+) -> None:
+    first = rows.first + offset + BEYOND
+    tokens = tl.minimum(count - offset - BEYOND, TOKENS)
     for number in tl.static_range(len(SIDE.streams)):
         if SIDE.streams[number].row_bytes:
-            _prefetch_stream(pointers[number], first, tokens, SIDE.streams[number].row_bytes, SIDE.streams[number].tokens)
+            _prefetch_stream(rows.streams[number], first, tokens, SIDE.streams[number].row_bytes, SIDE.streams[number].tokens)
 
 
 @triton.jit
@@ -59,7 +50,7 @@ def _prefetch_stream(pointer: tl.tensor, first: tl.tensor, tokens: tl.tensor, RO
 
 @triton.jit
 def load_tiles(
-    pointers: tl.tuple,
+    streams: tl.tuple,
     first: tl.tensor,
     token: tl.tensor,
     end: tl.tensor,
@@ -72,16 +63,17 @@ def load_tiles(
 ) -> tl.tuple:
     """``TILES`` tiles of ``TOKENS`` tokens: what the codec's rows hold of each, and the signs beside it, if any.
 
-    If the side is ``paired``, half as many of twice as many tokens.
+    ``token`` ``[warp, token]`` are the tokens of each warp's first tile, counted from the one whose row is ``first``; with ``MASKED``
+    those from ``end`` on are not loaded. If the side is dual, half as many tiles of twice as many tokens.
     """
     CONSTANTS: tl.constexpr = SIDE.constants
     SIGNS: tl.constexpr = SIDE.signs
-    raws = ()
+    loaded = ()
     for tile in tl.static_range(TILES // 2 if SIDE.dual else TILES):
         at = token + tile * (2 * TOKENS if SIDE.dual else TOKENS)
         valid = (at < end, at + second_token_offset(SIDE.dual, TOKENS) < end) if SIDE.dual else at < end
-        raw = (SIDE.load(pointers, first, at, valid, CONSTANTS, MASKED, SIDE.whole, TRANSPOSED, FAST),)
+        parts = (SIDE.load(streams, first, at, valid, CONSTANTS, MASKED, SIDE.whole, TRANSPOSED, FAST),)
         if SIDE.signs is not None:
-            raw = raw + (load_signs(pointers, first, at, valid, SIGNS, MASKED, TRANSPOSED, FAST),)
-        raws = raws + (raw,)
-    return raws
+            parts = parts + (load_signs(streams, first, at, valid, SIGNS, MASKED, TRANSPOSED, FAST),)
+        loaded = loaded + (parts,)
+    return loaded

@@ -1,0 +1,79 @@
+"""The outliers of both sides, loaded beside the tiles that they are added to: nothing where neither side has any."""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+from kvpack.kernels.loaders.outliers import entries_of, first_entries, next_entries, ready_patches
+
+
+@triton.jit
+def begin_patches(
+    work: tl.tuple,
+    numbers: tl.tensor,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    WARPS: tl.constexpr,
+    TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """What does not change from tile to tile, of keys and of values, and what is loaded first (``first_entries``) of either."""
+    K_OUTLIERS: tl.constexpr = K.outliers
+    V_OUTLIERS: tl.constexpr = V.outliers
+    k_ready = ready_patches(work.k.streams, numbers, K_OUTLIERS, WARPS, TOKENS, False, AHEAD, FAST)
+    v_ready = ready_patches(work.v.streams, numbers, V_OUTLIERS, WARPS, TOKENS, True, AHEAD, FAST)
+    k_ahead = first_entries(work.k.streams, work.k.first, work.k.first + work.count, K_OUTLIERS, WARPS, TILES * TOKENS, AHEAD)
+    v_ahead = first_entries(work.v.streams, work.v.first, work.v.first + work.count, V_OUTLIERS, WARPS, TILES * TOKENS, AHEAD)
+    return (k_ready, v_ready), (k_ahead, v_ahead)
+
+
+@triton.jit
+def next_patches(
+    work: tl.tuple,
+    offset: tl.tensor,
+    ready: tl.tuple,
+    ahead: tl.tuple,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    WARPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    AHEAD: tl.constexpr,
+) -> tl.tuple:
+    """The outliers of each warp's ``TOKENS`` tokens from the work's token ``offset`` on, and what is loaded ahead of the next ones."""
+    K_OUTLIERS: tl.constexpr = K.outliers
+    V_OUTLIERS: tl.constexpr = V.outliers
+    k_first = work.k.first + offset
+    v_first = work.v.first + offset
+    k_entries = entries_of(ahead[0], work.k.streams, k_first, ready[0], K_OUTLIERS, WARPS, TOKENS, AHEAD)
+    v_entries = entries_of(ahead[1], work.v.streams, v_first, ready[1], V_OUTLIERS, WARPS, TOKENS, AHEAD)
+    k_ahead = next_entries(ahead[0], work.k.streams, k_first, work.k.first + work.count, K_OUTLIERS, WARPS, TOKENS, AHEAD)
+    v_ahead = next_entries(ahead[1], work.v.streams, v_first, work.v.first + work.count, V_OUTLIERS, WARPS, TOKENS, AHEAD)
+    return (k_entries, v_entries), (k_ahead, v_ahead)
+
+
+@triton.jit
+def own_patches(
+    work: tl.tuple,
+    offset: tl.tensor,
+    ready: tl.tuple,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    WARPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+) -> tl.tuple:
+    """The outliers of each warp's ``TOKENS`` tokens from the work's token ``offset`` on, of which nothing was loaded ahead of time."""
+    K_OUTLIERS: tl.constexpr = K.outliers
+    V_OUTLIERS: tl.constexpr = V.outliers
+    k_first = work.k.first + offset
+    v_first = work.v.first + offset
+    k_bounds = first_entries(work.k.streams, k_first, work.k.first + work.count, K_OUTLIERS, WARPS, TOKENS, False)
+    v_bounds = first_entries(work.v.streams, v_first, work.v.first + work.count, V_OUTLIERS, WARPS, TOKENS, False)
+    k_entries = entries_of(k_bounds, work.k.streams, k_first, ready[0], K_OUTLIERS, WARPS, TOKENS, False)
+    v_entries = entries_of(v_bounds, work.v.streams, v_first, ready[1], V_OUTLIERS, WARPS, TOKENS, False)
+    return k_entries, v_entries

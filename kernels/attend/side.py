@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvpack.kernels.triton_insides import code_key
+
 if TYPE_CHECKING:
     from kvpack.kernels.loaders.tiles import Outliers, SharedTable, Tiles
 
@@ -45,8 +47,8 @@ class Side(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        """What Triton names compiled code by: of functions their source, which it sees in no argument but a function itself."""
-        return "-".join(getattr(value, "cache_key", None) or repr(value) for value in self)
+        """What Triton names compiled code by."""
+        return code_key(self)
 
 
 def side_of(tiles: Tiles, shared: SharedTable, outliers: Outliers | None, streams: tuple[RowStream, ...], whole: bool, fast: bool) -> Side:

@@ -13,19 +13,16 @@ table from global memory. An index is masked to the table's width, and held belo
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import triton
 from triton import language as tl
 
+from kvpack.kernels import triton_insides
 from kvpack.kernels.loaders.tiles import SharedTable
 from kvpack.kernels.words.bitfields import straddling
 
-from .table_assembly import BANK_BYTES, COMPILERS_BYTES, LARGEST_BYTES, declaration, filling, lookup_of_tiles, registers
-
-MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-"""A function attribute of the CUDA driver, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+from .table_assembly import BANK_BYTES, LARGEST_BYTES, declaration, filling, lookup_of_tiles, registers
 
 
 def copies_of(entries: int, entry_bytes: int, budget: int) -> int:
@@ -41,17 +38,11 @@ def allow(kernel: Any, table_bytes: int) -> None:
 
     Triton asks the driver for more than 48 KiB only when its own part alone is above that, and knows nothing of tables behind it.
     """
-    size = kernel.metadata.shared
-    _ = kernel.run
+    size = triton_insides.shared_bytes(kernel)
     if table_bytes > LARGEST_BYTES:
-        if size > COMPILERS_BYTES:
-            raise RuntimeError(f"the compiler takes {size} bytes of shared memory, and tables begin at {COMPILERS_BYTES}")
-        size = COMPILERS_BYTES + table_bytes
-        kernel.packed_metadata = (*kernel.packed_metadata[:2], size)
-    driver = ctypes.CDLL("libcuda.so.1")
-    error = driver.cuFuncSetAttribute(ctypes.c_void_p(kernel.function), MAX_DYNAMIC_SHARED_SIZE_BYTES, ctypes.c_int(size))
-    if error:
-        raise RuntimeError(f"the CUDA driver refuses {size} bytes of dynamic shared memory: error {error}")
+        size = triton_insides.COMPILERS_BYTES + table_bytes
+        triton_insides.enlarge_shared_memory(kernel, size)
+    triton_insides.allow_shared_memory(kernel, size)
 
 
 @triton.jit

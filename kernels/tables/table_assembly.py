@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import triton
 
+from kvpack.kernels.triton_insides import COMPILERS_BYTES, SHARED_MEMORY
+
 BANK_BYTES = 128
 """Bytes that a warp reads at once without waiting: 32 banks of 4."""
 
 LARGEST_BYTES = 40 << 10
 """Shared memory that both sides' tables may take where the assembly declares it, which allows 48 KiB; more of it is the launch's."""
 
-COMPILERS_BYTES = 16 << 10
-"""Of the launch's shared memory: those in front of tables, where the compiler puts what it moves from lane to lane."""
-
 
 @triton.constexpr_function
 def declaration(size: int) -> str:
     """``kvpack_tables``, where tables begin: ``size`` bytes of its own, or the launch's behind the compiler's."""
     if size > LARGEST_BYTES:
-        place = f"mov.u32 kvpack_tables, global_smem; add.u32 kvpack_tables, kvpack_tables, {COMPILERS_BYTES};"
+        place = f"mov.u32 kvpack_tables, {SHARED_MEMORY}; add.u32 kvpack_tables, kvpack_tables, {COMPILERS_BYTES};"
         return f".reg .b32 kvpack_tables; {place} mov.u32 $0, 0;"
     return f".shared .align 16 .b8 kvpack_tables[{size}]; mov.u32 $0, 0;"
 

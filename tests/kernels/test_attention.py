@@ -270,6 +270,7 @@ def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
     """The indices that permutations of bytes select by are those that are read one by one."""
     from kvpack.kernels.loaders import loaders
     from kvpack.kernels.tables import register_table
+    from kvpack.kernels.triton_insides import plain
     from kvpack.kernels.words import thread_digits, thread_rows
 
     codec = codecs("octahedral:b=4", "octahedral:b=4", (dim, dim))[0]
@@ -281,15 +282,14 @@ def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
     assert [table[at // 4] >> 8 * (at % 4) & 0xFF | (table[2 + at // 4] >> 8 * (at % 4) & 0xFF) << 8 for at in range(8)] == norms
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(0, 1 << 32, (thread_rows.words_of_row(tiles.constants.rows),), generator=generator).tolist()
-    # The plain functions: called as they are, Triton 3.6 takes the names of tuples away.
     for first in range(0, -(-dim // 3), 4):
-        terms = register_table._gathered.fn(packing, first, 2, bits, 2 + bits)
+        terms = plain(register_table._gathered)(packing, first, 2, bits, 2 + bits)
         found = 0
         for word, shift, mask in zip(terms[::3], terms[1::3], terms[2::3], strict=True):
             found |= (words[word] >> shift if shift >= 0 else words[word] << -shift) & mask
         for number, at in zip(range(min(4, -(-dim // 3) - first)), (0, 16, 8, 24), strict=False):
             position = (first + number) // packing.width * (2 + bits) + 2
-            pieces = thread_digits.pieces_of_bits.fn(packing, (first + number) % packing.width, position, bits)
+            pieces = plain(thread_digits.pieces_of_bits)(packing, (first + number) % packing.width, position, bits)
             assert found >> at & 0xFF == sum((words[word] >> bit & (1 << count) - 1) << before for word, bit, count, before in pieces)
 
 

@@ -1,0 +1,87 @@
+"""What depends on Triton's insides: all of it is here, and says so when a version of Triton differs from those that were tested.
+
+Documented are Triton's language and its launches; a compiled kernel's handles and how code is named are not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import triton
+
+from kvpack.formats.errors import KvpackError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+COMPILERS_BYTES = 16 << 10
+"""Shared memory of a launch in front of what kvpack keeps behind it: there the compiler puts what it moves from lane to lane."""
+
+SHARED_MEMORY = "global_smem"
+"""The assembly's symbol of a launch's shared memory."""
+
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+"""A function attribute of the CUDA driver, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+
+
+def expect(holds: bool, expected: str, found: object) -> None:
+    """Raise KvpackError unless what the kernels rely on ``holds``."""
+    if not holds:
+        raise KvpackError(
+            f"Triton {triton.__version__}: the kernels expect {expected}, found {found!r:.200}; "
+            "set the environment variable KVPACK_KERNELS=torch, or install a version that kvpack was tested with"
+        )
+
+
+def shared_bytes(kernel: Any) -> int:
+    """The shared memory in bytes that a compiled ``kernel`` is launched with: the last of the three values that its launcher takes."""
+    packed, metadata = kernel.packed_metadata, kernel.metadata
+    expected = (metadata.num_warps, metadata.num_ctas, metadata.shared)
+    expect(
+        isinstance(packed, tuple) and len(packed) == 3 and packed[:2] == expected[:2] and packed[2] >= expected[2],
+        f"a launcher's values (warps, CTAs, shared memory) to be {expected}",
+        packed,
+    )
+    return int(metadata.shared)
+
+
+def enlarge_shared_memory(kernel: Any, size: int) -> None:
+    """Have ``kernel`` launched with ``size`` bytes of shared memory, of which the compiler has at most the first COMPILERS_BYTES."""
+    own = shared_bytes(kernel)
+    expect(own <= COMPILERS_BYTES, f"the compiler to take at most {COMPILERS_BYTES} bytes of shared memory in front of tables", own)
+    kernel.packed_metadata = (*kernel.packed_metadata[:2], size)
+
+
+def allow_shared_memory(kernel: Any, size: int) -> None:
+    """Let the CUDA driver launch ``kernel`` with ``size`` bytes of dynamic shared memory beside what its assembly declares."""
+    # Asking for it loads the code, which gives the function its handle.
+    _ = kernel.run
+    expect(isinstance(kernel.function, int), "a compiled kernel's function to be a handle of the CUDA driver", kernel.function)
+    error = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(
+        ctypes.c_void_p(kernel.function), MAX_DYNAMIC_SHARED_SIZE_BYTES, ctypes.c_int(size)
+    )
+    if error:
+        raise KvpackError(f"the CUDA driver refuses {size} bytes of dynamic shared memory: error {error}")
+
+
+def code_key(values: Iterable[Any]) -> str:
+    """What names compiled code that ``values`` are constants of: of functions the source, of all others their text.
+
+    Triton takes the source of functions that are arguments themselves, and of no others; of a constant it takes ``cache_key``.
+    """
+    return "-".join(_source_key(value) for value in values)
+
+
+def _source_key(value: Any) -> str:
+    if not isinstance(value, triton.runtime.JITFunction):
+        return getattr(value, "cache_key", None) or repr(value)
+    expect(isinstance(value.cache_key, str), "a function's cache_key to be text that changes with its source", value.cache_key)
+    return str(value.cache_key)
+
+
+def plain(function: Any) -> Callable[..., Any]:
+    """The Python function of a ``triton.constexpr_function``: called as it is, Triton 3.6 takes the names of tuples away."""
+    found: Any = getattr(function, "fn", None)
+    expect(callable(found), "a constexpr_function to keep its function as fn", function)
+    return found

@@ -82,6 +82,6 @@ def _source_key(value: Any) -> str:
 
 def plain(function: Any) -> Callable[..., Any]:
     """The Python function of a ``triton.constexpr_function``: called as it is, Triton 3.6 takes the names of tuples away."""
-    found: Any = getattr(function, "fn", None)
-    expect(callable(found), "a constexpr_function to keep its function as fn", function)
+    expect(callable(getattr(function, "fn", None)), "a constexpr_function to keep its function as fn", function)
+    found: Callable[..., Any] = function.fn
     return found

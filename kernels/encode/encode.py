@@ -12,32 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kvpack.formats.angle import Angle
-from kvpack.formats.group import Group
-from kvpack.formats.octahedral import Octahedral
-from kvpack.formats.polar import Polar
-from kvpack.formats.quaternion import Quaternion
-from kvpack.formats.scalar import Scalar
+from kvpack.kernels import codecs
 
-from . import angle as encode_angle
-from . import group as encode_group
-from . import octahedral as encode_octahedral
-from . import polar as encode_polar
-from . import quaternion as encode_quaternion
-from . import scalar as encode_scalar
 from .rows import LARGEST_DIM
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
-
-ENCODERS: dict[type[Codec], Callable[..., bool]] = {
-    Scalar: encode_scalar.encode,
-    Octahedral: encode_octahedral.encode,
-    Angle: encode_angle.encode,
-    Group: encode_group.encode,
-    Quaternion: encode_quaternion.encode,
-    Polar: encode_polar.encode,
-}
 
 _DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "F32": torch.float32}
 
@@ -71,8 +51,7 @@ def has_products(device: torch.device) -> bool:
 
 def prepare(codec: Codec, x: torch.Tensor) -> Encoding | None:
     """What ``encode`` runs, with its memory allocated; None for a codec or device without a kernel, and for an empty ``x``."""
-    # By exact class: a subclass may hold more than its parent's streams.
-    encoder = ENCODERS.get(type(codec))
+    encoder = codecs.of_codec(codec).encode
     batch, heads, tokens, dim = x.shape
     if encoder is None or dim > LARGEST_DIM or not x.numel() or not has_products(x.device):
         return None

@@ -280,7 +280,8 @@ def test_unpack_kernel_refuses_planes_that_it_would_read_past() -> None:
     ],
 )
 def test_kernels_decode_the_pages_of_a_cache(recipe: str, kernels: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpack.kernels.decode import decode, group
+    from kvpack.kernels import codecs
+    from kvpack.kernels.decode import group
     from kvpack.kernels.words import columns
 
     called = set()
@@ -294,9 +295,9 @@ def test_kernels_decode_the_pages_of_a_cache(recipe: str, kernels: set[str], mon
 
         return call
 
-    for family, decoder in decode.DECODERS.items():
-        name = "group.decode_frame" if decoder is group.decode_frame else "decode_table.decode_frame"
-        monkeypatch.setitem(decode.DECODERS, family, recorded(name, decoder))
+    for family, row in codecs.CODECS.items():
+        name = "group.decode_frame" if row.decode is group.decode_frame else "decode_table.decode_frame"
+        monkeypatch.setitem(codecs.CODECS, family, row._replace(decode=recorded(name, row.decode)))
     monkeypatch.setattr(columns, "unpack", recorded("columns.unpack", columns.unpack))
     cache = kvpack.pack(random_pairs(1, 40, dims=(80, 64)), recipe).to(DEVICE)
     found = {}

@@ -1,0 +1,117 @@
+"""The kernels of each codec: one row per codec, and a codec without a row is encoded, decoded and attended by torch.
+
+Not attended, though their codecs have a row, are angle with norms of 32 bits, of which every token's largest would be sought; polar
+whose pairs are not all alike, of several radii of 32 bits, or of more dims than a compiler has patience for; and what has digits too
+wide for a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvpack.formats.angle import Angle
+from kvpack.formats.group import Group
+from kvpack.formats.octahedral import Octahedral
+from kvpack.formats.polar import Polar
+from kvpack.formats.quaternion import Quaternion
+from kvpack.formats.raw import Raw
+from kvpack.formats.scalar import Scalar
+
+from .decode import group as decode_group
+from .decode import table as decode_table
+from .encode import angle as encode_angle
+from .encode import group as encode_group
+from .encode import octahedral as encode_octahedral
+from .encode import polar as encode_polar
+from .encode import quaternion as encode_quaternion
+from .encode import scalar as encode_scalar
+from .loaders import angle as angle_tiles
+from .loaders import angle_dense as angle_dense_tiles
+from .loaders import angle_dual as angle_dual_tiles
+from .loaders import angle_thread as angle_thread_tiles
+from .loaders import group as group_tiles
+from .loaders import octahedral as octahedral_tiles
+from .loaders import octahedral_dense as octahedral_dense_tiles
+from .loaders import polar as polar_tiles
+from .loaders import quaternion as quaternion_tiles
+from .loaders import quaternion_dense as quaternion_dense_tiles
+from .loaders import raw as raw_tiles
+from .loaders import scalar as scalar_tiles
+from .loaders.tiles import DUAL_WIDTH, Tiles
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvpack.formats.base import Codec
+
+
+def none(*_: Any) -> None:
+    """What a codec lacks."""
+
+
+class CodecKernels(NamedTuple):
+    """What the kernels do with a codec; each part is None for parameters that it does not take, and for a codec that lacks it.
+
+    ``tiles(codec)`` is the tile loader of attention, and ``dual_tiles(codec, dual)`` the one whose tiles hold two tokens per row, which
+    lie as ``dual`` says (``tiles.APART``). ``encode`` fills streams and returns whether it did (``encode.prepare``), and
+    ``decode(codec, streams)`` returns float32 ``[batch, kv_head, token, dim]`` in the coded frame.
+    """
+
+    tiles: Callable[[Any], Tiles | None] = none
+    dual_tiles: Callable[[Any, int], Tiles | None] = none
+    encode: Callable[..., bool] | None = None
+    decode: Callable[..., torch.Tensor | None] = none
+
+
+def of_codec(codec: Codec) -> CodecKernels:
+    """The row of ``codec``, by its exact class: a class that is not known itself may hold more than its parent's streams."""
+    return CODECS.get(type(codec), CodecKernels())
+
+
+def _narrow(codec: Codec) -> bool:
+    """Whether all rows have as many words as tiles of two tokens per row take of each."""
+    return all(packing.width == DUAL_WIDTH for packing in codec.packings().values())
+
+
+def _octahedral(codec: Octahedral) -> Tiles | None:
+    return octahedral_tiles.tiles(codec) if codec.arrangement == "direct" else octahedral_dense_tiles.tiles(codec)
+
+
+def _angle(codec: Angle) -> Tiles | None:
+    return angle_tiles.tiles(codec) if codec.arrangement == "direct" else angle_dense_tiles.tiles(codec) or angle_thread_tiles.tiles(codec)
+
+
+def _quaternion(codec: Quaternion) -> Tiles | None:
+    return quaternion_tiles.tiles(codec) if codec.arrangement == "direct" else quaternion_dense_tiles.tiles(codec)
+
+
+CODECS: dict[type[Codec], CodecKernels] = {
+    Raw: CodecKernels(raw_tiles.tiles),
+    Group: CodecKernels(
+        group_tiles.tiles,
+        lambda codec, dual: group_tiles.tiles(codec, dual) if _narrow(codec) else None,
+        encode_group.encode,
+        decode_group.decode_frame,
+    ),
+    Scalar: CodecKernels(
+        scalar_tiles.tiles,
+        lambda codec, dual: scalar_tiles.tiles(codec, dual) if _narrow(codec) else None,
+        encode_scalar.encode,
+        decode_table.decode_frame,
+    ),
+    Octahedral: CodecKernels(
+        _octahedral,
+        lambda codec, dual: octahedral_tiles.tiles(codec, dual) if codec.arrangement == "direct" and _narrow(codec) else None,
+        encode_octahedral.encode,
+        decode_table.decode_frame,
+    ),
+    Angle: CodecKernels(
+        _angle,
+        lambda codec, dual: angle_dual_tiles.tiles(codec, dual) if codec.arrangement == "dense" else None,
+        encode_angle.encode,
+        decode_table.decode_frame,
+    ),
+    Polar: CodecKernels(polar_tiles.tiles, encode=encode_polar.encode),
+    Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, decode=decode_table.decode_frame),
+}

@@ -20,6 +20,7 @@ if INTERPRETED and triton_version.supported():
 
     quick_interpreter.wrap_once_per_launch()
     quick_interpreter.convert_dtypes_once()
+    quick_interpreter.describe_blocks_once()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

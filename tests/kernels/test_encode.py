@@ -25,8 +25,6 @@ from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
 from strategies import CASES, CONTENTS, DIMS, contents, create, packings, poisoned  # isort: skip
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from kvpack.formats.base import Codec
 
 DISTORTION = 1e-3
@@ -92,15 +90,6 @@ CLOSE = [
 ]
 
 pytestmark = needs_loaded_bounds
-
-
-@pytest.fixture
-def uninitialized_is_poisoned() -> Iterator[None]:
-    """torch.empty gives NaN, and the largest integer: an element that no program writes shows."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(1).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def codec_of(codec_id: str, dim: int, side: str, words: str) -> Codec:

@@ -26,16 +26,7 @@ from strategies import create, packings, poisoned  # isort: skip
 from vector_checks import DECODED, check_values, unpacked  # isort: skip
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-
-@pytest.fixture
-def uninitialized_is_poisoned() -> Iterator[None]:
-    """torch.empty gives NaN, and the largest integer: an element that no program writes shows."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(1).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    from collections.abc import Callable
 
 
 def on_device(streams: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

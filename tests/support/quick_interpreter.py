@@ -1,7 +1,8 @@
 """Triton's interpreter without the work that it repeats, which is more than half of the time of the kernels' tests.
 
 A launch of a kernel wraps every function of ``triton.language`` and restores them at its end. Triton 3.6 and later wrap them again at
-every call of a device function, although they are wrapped by then, and build a table of all dtypes whenever they convert one.
+every call of a device function, although they are wrapped by then, build a table of all dtypes whenever they convert one, and check and
+name the shape of every result.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy as np
 
@@ -50,3 +51,19 @@ def convert_dtypes_once() -> None:
         return known[dtype.name]
 
     interpreter._get_np_dtype = converted
+
+
+def describe_blocks_once() -> None:
+    """Remember the checked shape, the size and the name of each block type: every result of an operation has one."""
+    describe = tl.block_type.__init__
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def described(block: tl.block_type, element_ty: tl.dtype, shape: Sequence[Any]) -> None:
+        # Pointers of one name may differ in what their types do not name.
+        key = (id(element_ty) if element_ty.is_ptr() else element_ty.name, *shape)
+        if key not in known:
+            describe(block, element_ty, shape)
+            known[key] = vars(block).copy()
+        vars(block).update(known[key])
+
+    tl.block_type.__init__ = described

@@ -1,0 +1,20 @@
+"""What the tests of kernels share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def uninitialized_is_poisoned() -> Iterator[None]:
+    """torch.empty gives NaN, and the largest integer: an element that no program writes shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

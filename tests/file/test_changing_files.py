@@ -184,7 +184,7 @@ def test_verify_takes_little_memory(tmp_path: Path) -> None:
     container.write(tmp_path / "a", made, {"0.k.values": values, "0.v.values": values})
     code = """
 import resource, sys
-from kvpack import container
+from kvpack.file import container
 import numpy
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with container.open_file(sys.argv[1]) as file:

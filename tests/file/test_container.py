@@ -703,7 +703,8 @@ def test_the_writer_keeps_to_three_per_cent() -> None:
 def test_a_header_is_read_without_torch_or_numpy(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(small_file())
     program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from kvpack import container; container.open_file(sys.argv[2]).tensor('0.k.tail'); "
+        "import sys; sys.path.insert(0, sys.argv[1]); from kvpack.file import container; "
+        "container.open_file(sys.argv[2]).tensor('0.k.tail'); "
         "print(*sorted({'torch', 'numpy', 'zstandard', 'json'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program, ROOT, tmp_path / "a"], capture_output=True, text=True, check=True)

@@ -98,7 +98,7 @@ def codebooks(count: int) -> bytes:
 ACTIONS = """
 import resource, sys
 import torch, kvpack
-from kvpack import container
+from kvpack.file import container
 
 path, max_bytes = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)

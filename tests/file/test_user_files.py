@@ -77,7 +77,7 @@ OPENERS: dict[str, Callable[[Any], object]] = {
     "open_regular": open_regular,
     "load": kvpack.load,
     "a recipe file": lambda path: parse_recipe(Path(path)),
-    "token ids": lambda path: read_exported(Path(__file__).parent / "golden" / "raw-bf16.kvpack", path, ""),
+    "token ids": lambda path: read_exported(Path(__file__).parents[1] / "golden" / "raw-bf16.kvpack", path, ""),
     "measurements": lambda path: open_journal(path, []),
     "a text": lambda path: read_measured_text(path, Path("."), 1000),
 }

@@ -76,8 +76,8 @@ class Call:
     sink_logits: torch.Tensor | None
     lengths: torch.Tensor | None
     dependent: bool
-    pairs: bool
-    """Whether tiles may hold two tokens a row: query rows are few, and no side has outliers."""
+    dual: bool
+    """Whether tiles may hold two tokens per row: query rows are few, and no side has outliers."""
 
 
 def attend(
@@ -126,8 +126,8 @@ def prepare(
     elif sliding_window:
         # Each sequence has a window of its own: its tokens are masked.
         whole = end, end
-    pairs = rows <= MOST_DUAL_ROWS and not (segments.of_side(k).outliers or segments.of_side(v).outliers)
-    launches = plan.launches(k, v, layer, begin, end, whole, blocks, pairs)
+    dual = rows <= MOST_DUAL_ROWS and not (segments.of_side(k).outliers or segments.of_side(v).outliers)
+    launches = plan.launches(k, v, layer, begin, end, whole, blocks, dual)
     # Before the query's kernels: what begins as those end may read it.
     if sink_logits is not None:
         sink_logits = sink_logits.to(q.device, torch.float32) * LOG2_E
@@ -137,12 +137,12 @@ def prepare(
     per_score = scale / softcap if softcap else scale * LOG2_E
     dependent = plan.overlaps(q.device)
     queries = {
-        frame: rotation.queries(_inner(grouped, frame), frame.codec, plan.columns(frame.codec, pairs), block, per_score, dependent)
+        frame: rotation.queries(_inner(grouped, frame), frame.codec, plan.columns(frame.codec, dual), block, per_score, dependent)
         for frame in {launch.k: None for launch in launches}
     }
     shape = batch, k.heads
     return Call(
-        queries, launches, shape, rows, block, position, q_len, causal, softcap, sliding_window, sink_logits, lengths, dependent, pairs
+        queries, launches, shape, rows, block, position, q_len, causal, softcap, sliding_window, sink_logits, lengths, dependent, dual
     )
 
 
@@ -217,7 +217,7 @@ def attended(call: Call) -> dict[Frame, torch.Tensor]:
     for frame, (start, stop) in spans.items():
         frame_dim = plan.frame_dim(frame.codec)
         merged[frame] = torch.empty(batch, heads, call.rows, frame_dim, dtype=torch.float32, device=device)
-        channels = _channels(frame.codec, call.pairs, block_columns, str(device))
+        channels = _channels(frame.codec, call.dual, block_columns, str(device))
         merge.merge[(sequences * call.rows, channels.numel() // block_columns)](
             merged[frame], sums, largest, total, channels, total if call.sink_logits is None else call.sink_logits, parts, start, stop,
             call.rows, padded, heads, call.q_len, SINK_LOGITS=call.sink_logits is not None, COLUMNS=columns, DIM=frame_dim,
@@ -227,8 +227,8 @@ def attended(call: Call) -> dict[Frame, torch.Tensor]:
 
 
 @lru_cache(maxsize=256)
-def _channels(codec: Codec, pairs: bool, block: int, device: str) -> torch.Tensor:
+def _channels(codec: Codec, dual: bool, block: int, device: str) -> torch.Tensor:
     """The channel of each column, int32, up to whole ``block``s; columns without one have the channel after the last."""
     none = plan.frame_dim(codec)
-    channels = torch.tensor([channel if channel >= 0 else none for channel in plan.columns(codec, pairs)], dtype=torch.int32)
+    channels = torch.tensor([channel if channel >= 0 else none for channel in plan.columns(codec, dual)], dtype=torch.int32)
     return torch.nn.functional.pad(channels, (0, -channels.numel() % block), value=none).to(device)

@@ -17,7 +17,7 @@ LEAST_OF_OUTLIERS = tl.constexpr(2.0**-7)
 
 @triton.jit
 def factor_of(
-    raws: tl.tuple,
+    loaded: tl.tuple,
     AT: tl.constexpr,
     second: tl.tensor,
     FACTOR: tl.constexpr,
@@ -25,17 +25,17 @@ def factor_of(
     PAIRED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The factors in part ``AT`` of each raw tile, ``[warp, token]``, or where two tokens share a row ``[warp, token, row]``.
+    """The factors in part ``AT`` of each ``loaded`` tile, ``[warp, token]``; where two tokens share a row ``[warp, token, row]``.
 
     Of two tokens ``FACTOR`` gives one tensor each, or one ``[warp, token, 2]``.
     """
-    factor = FACTOR(raws[0][AT], CONSTANTS, FAST)
+    factor = FACTOR(loaded[0][AT], CONSTANTS, FAST)
     if PAIRED and len(factor) == 1:
         factor = repeated(factor[0], second.shape[2] // 2, False)
     elif PAIRED:
         factor = tl.where(second, factor[1][:, :, None], factor[0][:, :, None])
-    elif len(raws) == 2:
-        factor = tl.where(second, FACTOR(raws[1][AT], CONSTANTS, FAST)[:, :, None], factor[:, :, None])
+    elif len(loaded) == 2:
+        factor = tl.where(second, FACTOR(loaded[1][AT], CONSTANTS, FAST)[:, :, None], factor[:, :, None])
     return factor
 
 
@@ -64,7 +64,7 @@ def _power_and_rest(factor: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def power_and_rests(
-    raws: tl.tuple,
+    loaded: tl.tuple,
     second: tl.tensor,
     V: tl.constexpr,
     FAST: tl.constexpr,
@@ -73,9 +73,9 @@ def power_and_rests(
     CONSTANTS: tl.constexpr = V.constants
     SIGNS: tl.constexpr = V.signs
     if V.factor is None:
-        factor = tl.full(factor_of(raws, 1, second, factor_of_signs, SIGNS, False, FAST).shape, 1.0, tl.float32)
+        factor = tl.full(factor_of(loaded, 1, second, factor_of_signs, SIGNS, False, FAST).shape, 1.0, tl.float32)
     else:
-        factor = factor_of(raws, 0, second, V.factor, CONSTANTS, V.dual, FAST)
+        factor = factor_of(loaded, 0, second, V.factor, CONSTANTS, V.dual, FAST)
     if V.signs is None and V.outliers is None:
         found = _power_and_rest(factor)
     else:
@@ -84,7 +84,7 @@ def power_and_rests(
             most = tl.maximum(most, LEAST_OF_OUTLIERS)
         of_signs = most
         if V.signs is not None:
-            of_signs = factor_of(raws, 1, second, factor_of_signs, SIGNS, False, FAST)
+            of_signs = factor_of(loaded, 1, second, factor_of_signs, SIGNS, False, FAST)
             most = tl.maximum(most, tl.abs(of_signs))
         power, inverse, _ = _power_and_rest(most)
         found = power, inverse, factor * inverse, of_signs * inverse

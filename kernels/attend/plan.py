@@ -21,8 +21,9 @@ from kvpack.kernels.loaders.tiles import NEIGHBOURS
 from kvpack.kernels.tables import device_tables
 
 from . import segments
+from .bound_loader import RowStream, bind
 from .shapes import Shape, in_patches, shape_of, table_budget
-from .side import RowStream, side_of
+from .work import FIRST_ADDRESS, STREAM_INTEGERS
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -81,16 +82,16 @@ class Launch:
         return bool(self.constants["K"].dual or self.constants["V"].dual)
 
 
-def loader(codec: Codec, pairs: bool) -> Tiles:
-    """The tile loader of a codec that has one: with ``pairs`` that of two tokens a row, if there is one."""
-    found = (loaders.dual_tiles_of(codec) if pairs else None) or loaders.tiles_of(codec)
+def loader(codec: Codec, dual: bool) -> Tiles:
+    """The tile loader of a codec that has one: with ``dual`` that of two tokens per row, if there is one."""
+    found = (loaders.dual_tiles_of(codec) if dual else None) or loaders.tiles_of(codec)
     assert found is not None
     return found
 
 
-def _loaders(k: Codec, v: Codec, pairs: bool) -> tuple[Tiles, Tiles]:
+def _loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
     """The loaders of both sides: where they and their groups of tokens allow it, of neighbours, whose words are one run of memory."""
-    found = loader(k, pairs), loader(v, pairs)
+    found = loader(k, dual), loader(v, dual)
     if all(tiles.dual and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in found):
         k_tiles, v_tiles = (loaders.dual_tiles_of(codec, NEIGHBOURS) for codec in (k, v))
         assert k_tiles is not None
@@ -100,9 +101,9 @@ def _loaders(k: Codec, v: Codec, pairs: bool) -> tuple[Tiles, Tiles]:
 
 
 @lru_cache(maxsize=256)
-def columns(codec: Codec, pairs: bool) -> tuple[int, ...]:
+def columns(codec: Codec, dual: bool) -> tuple[int, ...]:
     """The channel of each column of all tiles of ``loader``, -1 for none."""
-    return tuple(channel for part in loader(codec, pairs).channels for channel in part)
+    return tuple(channel for part in loader(codec, dual).channels for channel in part)
 
 
 @lru_cache(maxsize=256)
@@ -117,20 +118,20 @@ def overlaps(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int, pairs: bool) -> list[Launch]:
+def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool) -> list[Launch]:
     """The launches that attend tokens ``[begin, end)``, kept with the layer; every query sees all of ``whole``.
 
-    ``pairs``: query rows are few enough for tiles of two tokens a row.
+    ``dual``: query rows are few enough for tiles of two tokens per row.
     """
     fast = k.device.type == "cuda" and os.environ.get(VARIABLE, "") != "0"
     kept = _plans.setdefault(layer, {})
-    asked = (begin, end, whole, row_blocks, pairs, fast)
+    asked = (begin, end, whole, row_blocks, dual, fast)
     if asked not in kept:
-        kept[asked] = _launches(k, v, begin, end, whole, row_blocks, pairs, fast)
+        kept[asked] = _launches(k, v, begin, end, whole, row_blocks, dual, fast)
     return kept[asked]
 
 
-def _launches(k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, pairs: bool, fast: bool) -> list[Launch]:
+def _launches(k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool, fast: bool) -> list[Launch]:
     by_kernel: dict[Kernel, list[Segment]] = {}
     for segment in segments.of_layer(segments.of_side(k).segments, segments.of_side(v).segments, begin, end):
         # Where one side is decoded so is the other, if it is packed: one kernel then attends all such segments.
@@ -145,10 +146,10 @@ def _launches(k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], ro
     for kernel in sorted(most_first, key=lambda kernel: frames.index(kernel.v)):
         found = by_kernel[kernel]
         if kernel.k_decoded:
-            found = segments.decoded(found, columns(kernel.k.codec, pairs), "k")
+            found = segments.decoded(found, columns(kernel.k.codec, dual), "k")
         if kernel.v_decoded:
-            found = segments.decoded(found, columns(kernel.v.codec, pairs), "v")
-        launches.append(_launch(found, kernel.k, kernel.v, whole, sequences, pairs, k.device, fast))
+            found = segments.decoded(found, columns(kernel.v.codec, dual), "v")
+        launches.append(_launch(found, kernel.k, kernel.v, whole, sequences, dual, k.device, fast))
     return launches
 
 
@@ -158,11 +159,11 @@ def _launch(
     v: Frame,
     whole: tuple[int, int],
     sequences: int,
-    pairs: bool,
+    dual: bool,
     device: torch.device,
     fast: bool,
 ) -> Launch:
-    k_tiles, v_tiles = _loaders(found[0].k.codec, found[0].v.codec, pairs)
+    k_tiles, v_tiles = _loaders(found[0].k.codec, found[0].v.codec, dual)
     shared, tables, places = device_tables.of_sides(k_tiles, v_tiles, device, fast, table_budget(k_tiles, v_tiles))
     tokens = sum(segment.tokens for segment in found)
     aligned = math.gcd(*(segment.first - own.first for segment in found for own in (segment.k, segment.v)))
@@ -191,13 +192,14 @@ def _launch(
                 seen_by_all -= 1
             seen_by_all = seen_by_all // tile * tile
             rows.append([first, count, max(0, seen_by_all), *(row + start for row in first_rows), *addresses])
-    streams = len(k_tiles.streams)
+    k_address = FIRST_ADDRESS.value
+    v_address = k_address + STREAM_INTEGERS.value * len(k_tiles.streams)
     # Values that wait for barriers, after the scores of keys whose rows fill registers (``split``).
     late = fast and shape.stages == 1 and v_tiles.tokens < k_tiles.tokens
     k_outliers, v_outliers, patches = in_patches(k_tiles, v_tiles, shape, shared.nbytes)
     constants = {
-        "K": side_of(k_tiles, places[0], k_outliers, _aligned(rows, k_tiles, 5), _whole(rows, 3, k_tiles, shape), fast),
-        "V": side_of(v_tiles, places[1], v_outliers, _aligned(rows, v_tiles, 5 + 3 * streams), _whole(rows, 4, v_tiles, shape), fast),
+        "K": bind(k_tiles, places[0], k_outliers, _aligned(rows, k_tiles, k_address), _whole(rows, 3, k_tiles, shape), fast),
+        "V": bind(v_tiles, places[1], v_outliers, _aligned(rows, v_tiles, v_address), _whole(rows, 4, v_tiles, shape), fast),
         "TABLES": shared,
         "PATCHES": patches if fast else 0,
         "WORK_ROW": len(rows[0]),
@@ -248,8 +250,8 @@ def _aligned(rows: list[list[int]], tiles: Tiles, first: int) -> tuple[RowStream
     """The streams of ``tiles``, whose addresses and strides in ``rows`` begin at number ``first``."""
     found = []
     for number, stream in enumerate(tiles.streams):
-        at = first + 3 * number
-        aligned = math.gcd(16, *(value for row in rows for value in row[at : at + 3]))
+        at = first + STREAM_INTEGERS.value * number
+        aligned = math.gcd(16, *(value for row in rows for value in row[at : at + STREAM_INTEGERS.value]))
         found.append(RowStream(stream.bits, aligned, stream.row * stream.bits // 8, stream.tokens))
     return tuple(found)
 

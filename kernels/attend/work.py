@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import triton
 from triton import language as tl
 
-FIRST_ADDRESS = 5
+FIRST_ADDRESS = tl.constexpr(5)
 """Integers of a work row before the addresses: those of ``Work`` before its streams."""
 
-STREAM_INTEGERS = 3
+STREAM_INTEGERS = tl.constexpr(3)
 """Of a work row for each stream: its address, and its batch and head strides in bytes."""
 
 
@@ -47,8 +47,8 @@ def load_work(row: tl.tensor, batch: tl.tensor, head: tl.tensor, K: tl.constexpr
     whole = tl.load(row + 2).to(tl.int32)
     k_first = tl.load(row + 3)
     v_first = tl.load(row + 4)
-    k_streams = _stream_pointers(row + 5, batch, head, K)
-    v_streams = _stream_pointers(row + 5 + 3 * len(K.streams), batch, head, V)
+    k_streams = _stream_pointers(row + FIRST_ADDRESS, batch, head, K)
+    v_streams = _stream_pointers(row + FIRST_ADDRESS + STREAM_INTEGERS * len(K.streams), batch, head, V)
     return Work(begin, count, whole, Rows(k_streams, k_first), Rows(v_streams, v_first))
 
 
@@ -56,7 +56,8 @@ def load_work(row: tl.tensor, batch: tl.tensor, head: tl.tensor, K: tl.constexpr
 def _stream_pointers(row: tl.tensor, batch: tl.tensor, head: tl.tensor, SIDE: tl.constexpr) -> tl.tuple:
     pointers = ()
     for number in tl.static_range(len(SIDE.streams)):
-        pointers = pointers + (_pointer(row + 3 * number, batch, head, SIDE.streams[number].bits, SIDE.streams[number].aligned),)
+        at = row + STREAM_INTEGERS * number
+        pointers = pointers + (_pointer(at, batch, head, SIDE.streams[number].bits, SIDE.streams[number].aligned),)
     return pointers
 
 

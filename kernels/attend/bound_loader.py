@@ -1,4 +1,4 @@
-"""One side of a layer, keys or values, as the attention kernel knows it when it is compiled."""
+"""A tile loader bound to the streams of one launch: what the attention kernel knows of a side when it is compiled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RowStream(NamedTuple):
     tokens: int
 
 
-class Side(NamedTuple):
+class BoundLoader(NamedTuple):
     """A codec's loader (``tiles.Tiles``) over the streams of one launch.
 
     ``widths`` are the columns of each tile, ``stream_widths`` what ``bitfields.load_column_fields`` takes.
@@ -51,9 +51,11 @@ class Side(NamedTuple):
         return code_key(self)
 
 
-def side_of(tiles: Tiles, shared: SharedTable, outliers: Outliers | None, streams: tuple[RowStream, ...], whole: bool, fast: bool) -> Side:
-    """The side that ``tiles`` load. Without inline PTX (not ``fast``) tiles of bf16 are widened."""
-    return Side(
+def bind(
+    tiles: Tiles, shared: SharedTable, outliers: Outliers | None, streams: tuple[RowStream, ...], whole: bool, fast: bool
+) -> BoundLoader:
+    """The loader ``tiles`` over ``streams``. Without inline PTX (not ``fast``) tiles of bf16 are widened."""
+    return BoundLoader(
         load=tiles.load,
         decode=tiles.decode,
         factor=tiles.factor,

@@ -10,10 +10,10 @@ from kvpack.coding.recipes import parse_recipe
 pytestmark = pytest.mark.skipif(not triton_version.supported(), reason="the kernels need a newer Triton")
 
 
-def test_a_side_is_named_by_the_source_of_its_functions() -> None:
+def test_a_bound_loader_is_named_by_the_source_of_its_functions() -> None:
     # Triton hashes a function among a kernel's arguments, and of any other argument its cache_key, or else its text: without one, a
     # kernel compiled before an update would be taken from the disk after it.
-    from kvpack.kernels.attend.side import side_of
+    from kvpack.kernels.attend.bound_loader import bind
     from kvpack.kernels.loaders import loaders
     from kvpack.kernels.loaders.tiles import SharedTable
 
@@ -21,9 +21,9 @@ def test_a_side_is_named_by_the_source_of_its_functions() -> None:
     for codec in ("group:b=4,g=32", "group:b=4,g=32,token_scale=fp16", "scalar:b=3"):
         tiles = loaders.tiles_of(parse_recipe(f"kv={codec}").codec(0, 1, "k", 128))
         assert tiles is not None
-        side = side_of(tiles, SharedTable(), None, (), False, True)
-        for function in (side.load, side.decode, side.factor):
-            assert function is None or function.cache_key in side.cache_key
-        assert side._replace(whole=True).cache_key != side.cache_key
-        names.append(side.cache_key)
+        bound = bind(tiles, SharedTable(), None, (), False, True)
+        for function in (bound.load, bound.decode, bound.factor):
+            assert function is None or function.cache_key in bound.cache_key
+        assert bound._replace(whole=True).cache_key != bound.cache_key
+        names.append(bound.cache_key)
     assert len(set(names)) == 3

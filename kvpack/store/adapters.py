@@ -102,7 +102,7 @@ def _value(where: str, value: Any, others: Collection[str]) -> Any:
     if isinstance(value, torch.nn.Module):
         return [class_name(type(value)), _module_state(where, value, others)]
     if type(value).__module__.startswith("peft.") and hasattr(value, "__dict__") and not isinstance(value, type):
-        # Such as a variant of LoRA, which is a class and its settings.
+        # For example a variant of LoRA: a class and its settings.
         check_determined(where, type(value))
         attributes = sorted(vars(value).items())
         return [class_name(type(value)), [[name, _value(f"{where}.{name}", item, ())] for name, item in attributes]]

@@ -95,7 +95,7 @@ class Backend(Protocol):
         """The pinned keys."""
 
     def collect(self) -> None:
-        """Remove unfinished files, count again, and evict entries above the byte limit."""
+        """Remove unfinished files, count again, and evict entries above the budget."""
 
     def close(self) -> None:
         """Release connections; the entries stay."""

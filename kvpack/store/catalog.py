@@ -100,7 +100,7 @@ class Catalog:
     def find(self, text: str) -> Prefix:
         """The prefix whose last key begins with the hexadecimal digits ``text``.
 
-        Raises InvalidParameter unless there is one, and what is wrong with the entry where that cannot be read.
+        Raises InvalidParameter unless there is exactly one, and the entry's own error if it is unreadable.
         """
         keys = [key for key in (*self.entries, *self.unreadable) if key.hex().startswith(text.lower())]
         if len(keys) == 1 and text and keys[0] in self.unreadable:
@@ -110,7 +110,7 @@ class Catalog:
         return self.prefix(keys[0])
 
     def identities(self) -> list[tuple[dict[str, str], str, Counter[str]]]:
-        """(model, recipe, counts of entries, bytes and tokens) of every identity, as far as headers tell them apart."""
+        """(model, recipe, counts of entries, bytes and tokens) of every identity that headers distinguish."""
         counts: dict[tuple[tuple[tuple[str, str], ...], str], Counter[str]] = {}
         for entry in self.entries.values():
             identity = (tuple(sorted(entry.model.items())), entry.recipe)
@@ -150,11 +150,11 @@ def read_catalog(
 def verify(
     backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Iterator[tuple[Stored, KvpackError | None]]:
-    """(entry, what is wrong or None) for every entry: every byte, the rules of its codecs, and its key by its parent, its
+    """(entry, its error or None) for every entry: checks every byte, the rules of its codecs, and its key against its parent, its
     ids and its other inputs.
 
-    Of an encrypted entry that ``cipher`` does not open only the digest is checked, and Undecryptable is what is wrong. With
-    ``cipher`` NotKvpack is what is wrong with an entry that is not encrypted. One of more than ``max_entry_bytes`` is not read.
+    An encrypted entry that ``cipher`` does not decrypt has only its digest checked, and gives Undecryptable. With ``cipher`` an
+    unencrypted entry gives NotKvpack. An entry of more than ``max_entry_bytes`` is not read.
     """
     listed = list(backend.list())
     for number, stored in enumerate(listed):
@@ -182,9 +182,9 @@ class _Gone(Exception):
 
 
 def _opened(backend: Backend, stored: Stored, cipher: Cipher | None, max_entry_bytes: int, *, front: bool = False) -> container.File:
-    """An entry's file, with ``front`` perhaps without its payload."""
+    """An entry's file; with ``front`` its payload may be missing."""
     where = f"entry {stored.key.hex()}"
-    # Before a byte of it is fetched or mapped: others may have written it.
+    # Checked before any byte is fetched or mapped: others may have written the entry.
     check_size(where, stored.size, max_entry_bytes)
     data = backend.peek(stored.key, front=front) if stored.size else b""
     if data is None:

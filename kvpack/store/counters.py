@@ -37,7 +37,7 @@ NAMES = {
     "swept_files": "Unfinished files of dead writers that were removed.",
     "faults": "Operations that the system or the server refused, by operation and reason.",
 }
-"""Every counter, and what it counts; ``faults`` has the labels operation and reason."""
+"""Every counter and its meaning; ``faults`` has the labels operation and reason."""
 
 
 class Counters:
@@ -77,7 +77,7 @@ class Counters:
         return counts
 
     def prometheus(self, gauges: Mapping[str, tuple[str, int]]) -> str:
-        """Prometheus' text format, version 0.0.4; ``gauges`` are values by name, each after what it means."""
+        """Prometheus' text format, version 0.0.4; ``gauges`` maps names to (meaning, value)."""
         lines = []
         counts = self.as_dict()
         faults = counts.pop("faults")

@@ -20,12 +20,12 @@ BY_HAND = "build the kvpack.Identity by hand, and name in it what the keys and v
 
 
 def text_digest(value: Any) -> str:
-    """The SHA-256 of ``value``, of what ``plain`` returns, as text."""
+    """The SHA-256, as text, of ``value`` as ``plain`` returns it."""
     return f"sha256:{hashlib.sha256(json_text(value).encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 def json_text(value: Any) -> str:
-    """``value``, of what ``plain`` returns, as JSON without spaces, its keys in order."""
+    """``value``, as ``plain`` returns it, as JSON without spaces, its keys sorted."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
@@ -35,7 +35,7 @@ def class_name(kind: type) -> str:
 
 
 def plain(where: str, value: Any) -> Any:
-    """``value`` as JSON values; tensors as their digests. Raises InvalidParameter, naming ``where``, for what has no such form."""
+    """``value`` as JSON values; tensors as their digests. Raises InvalidParameter, naming ``where``, if it has no such form."""
     import torch
 
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -64,9 +64,9 @@ def plain(where: str, value: Any) -> Any:
 
 
 def tensor_digest(where: str, tensor: torch.Tensor) -> str:
-    """Dtype, shape and the XXH3-128 of a tensor's bytes; of a quantized one all that it is made of.
+    """Dtype, shape and the XXH3-128 of a tensor's bytes; for a quantized tensor, those of all its parts.
 
-    Raises InvalidParameter, naming ``where``, for one whose values are elsewhere, or are no bytes that can be read.
+    Raises InvalidParameter, naming ``where``, for a tensor whose values are not in memory or cannot be read as bytes.
     """
     import torch
 

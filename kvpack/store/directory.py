@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Directory(OneTier):
-    """A folder of entries. ``max_bytes`` is a hard limit on their bytes, ``min_free`` the disk space in bytes to leave free.
+    """A folder of entries. ``max_bytes`` is a hard budget for their bytes, ``min_free`` the disk space in bytes to leave free.
 
     No file is created before the first entry is put. ``durable`` forces each entry to the disk before ``put`` returns. With
     ``looking`` opening sweeps nothing. Files of this user are mapped; files of another user are copied and not ``private``.
@@ -183,7 +183,7 @@ class Directory(OneTier):
         return {*removed}
 
     def discard(self, key: bytes, found: Found) -> None:
-        # Another process may have put a good one in its place.
+        # Another process may have replaced it by a good entry.
         if self.trust.may_write and (data := self.peek(key)) is not None and memoryview(data) == memoryview(found.data):
             self.delete([key])
 

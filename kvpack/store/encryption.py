@@ -1,7 +1,7 @@
 """Entries encrypted with AES-GCM: without the key, a reader of the folder or server learns only sizes and times, and cannot forge entries.
 
     kvpack-encrypted 1\\n, length of the key's id in 1 byte, the id, a nonce of 12 bytes, the ciphertext with its tag of 16 bytes,
-    the XXH3-128 of all before it
+    the XXH3-128 of all bytes before it
 
 The associated data is the format, the entry's key and the tenant (spec/store.md, Encrypted entries), so an entry cannot
 take the place of another.
@@ -36,7 +36,7 @@ _SPARE_BYTES = 15
 def in_clear(key: bytes, data: Data, cipher: Cipher | None) -> Data:
     """The entry ``key`` decrypted by ``cipher``; without a cipher, an unencrypted entry unchanged.
 
-    Raises what ``Cipher.decrypt`` raises, and so NotKvpack for an entry that is not encrypted where there is a cipher.
+    Raises as ``Cipher.decrypt`` does, including NotKvpack for an unencrypted entry when there is a cipher.
     """
     if cipher is not None:
         return cipher.decrypt(key, data)
@@ -111,7 +111,7 @@ class Cipher:
         """Decrypt the entry ``key`` into new memory, allocated only after all checks that need no key.
 
         Raises NotKvpack when it is not encrypted, UnsupportedVersion when a later version encrypted it, Truncated and DigestMismatch
-        when it is damaged, Undecryptable when no key at hand opens it, and MemoryError.
+        when it is damaged, Undecryptable when no available key decrypts it, and MemoryError.
         """
         view = memoryview(data)
         where = f"entry {key.hex()}"
@@ -138,7 +138,7 @@ class Cipher:
 
 
 def _checked_head(where: str, view: memoryview) -> tuple[bytes, int]:
-    """The id of an encrypted entry's key and where its nonce begins; every byte is covered by the digest that is checked here."""
+    """The id of an encrypted entry's key and where its nonce begins; the digest checked here covers every byte."""
     version = encrypted_version(view[:FRONT_BYTES])
     if version is None:
         raise NotKvpack(f"{where}: is not encrypted, and where there are keys only encrypted entries are read")

@@ -1,4 +1,4 @@
-"""A chunk of a prefix as an entry's bytes, and back: a kvpack file whose header says which chunk it is (spec/store.md, Entries)."""
+"""A chunk of a prefix to an entry's bytes and back: a kvpack file whose header names the chunk (spec/store.md, Entries)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .entry_template import EntryTemplate
 
 FEATURE = "prefix-store-2"
-"""The ignorable feature that names a chunk: its key, its parent's, the digest of its payload, that of other inputs, its token ids."""
+"""The ignorable feature that names a chunk: its key, its parent's, the digests of its payload and of its other inputs, its token ids."""
 OLD_FEATURES = ("prefix-store",)
 """The features of older entries, whose keys cover less of the identity: stores no longer look for such keys."""
 _DIGEST_END = 2 * KEY_BYTES + DIGEST_BYTES
@@ -46,7 +46,7 @@ class Named:
 
     @classmethod
     def of(cls, feature: bytes, where: str) -> Named:
-        """The parts of the feature. Raises InvalidHeader, naming ``where``, for one that is cut."""
+        """The parts of the feature. Raises InvalidHeader, naming ``where``, for a truncated feature."""
         ids = _DIGEST_END + 1 + (feature[_DIGEST_END] if len(feature) > _DIGEST_END else MAX_INPUT_BYTES)
         if not ids <= len(feature) or ids > _DIGEST_END + 1 + MAX_INPUT_BYTES or (len(feature) - ids) % ID_BYTES:
             raise InvalidHeader(f"{where}: the feature {FEATURE!r} has {len(feature)} bytes, which are no digests and token ids")
@@ -76,7 +76,7 @@ def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes
 
 @dataclass
 class Reader:
-    """Reads the entries of one identity: ``model`` and ``recipe`` are those that their headers must name."""
+    """Reads the entries of one identity: their headers must name ``model`` and ``recipe``."""
 
     model: Mapping[str, str]
     recipe: str
@@ -87,7 +87,7 @@ class Reader:
     def read(self, entries: Sequence[Data], keys: Sequence[bytes], *, first: int = 0) -> Iterator[Cache]:
         """The caches of a chain's entries in order from chunk ``first`` on, as views of them, checked.
 
-        Raises what ``container.open_bytes`` raises, and InvalidHeader when an entry is not the chunk of its key.
+        Raises as ``container.open_bytes`` does, and InvalidHeader when an entry is not the chunk of its key.
         """
         views = [memoryview(data) for data in entries]
         if len(views) < 2:
@@ -100,7 +100,7 @@ class Reader:
                 yield self._one(view, key, number, digest)
 
     def _payload_digest(self, view: memoryview, number: int) -> tuple[int, bytes] | None:
-        """Where the payload of an entry that matches a template begins, and its digest."""
+        """The payload's offset and digest, for an entry that matches a template."""
         template = self._template(view, number)
         return None if template is None else (template.payload, xxhash.xxh3_128_digest(view[template.payload :]))
 
@@ -175,5 +175,5 @@ def _check_payload(named: Named, digest: bytes, where: str) -> None:
 
 
 def _start_bytes(start: int) -> int:
-    """The bytes that msgpack writes a start in."""
+    """The number of bytes in which msgpack writes a start."""
     return next(size for size, limit in ((1, 1 << 7), (2, 1 << 8), (3, 1 << 16), (5, 1 << 32), (9, 1 << 64)) if start < limit)

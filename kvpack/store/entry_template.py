@@ -1,4 +1,4 @@
-"""Reading entries that are alike: of all chunks with the same layout, only the first has its header parsed.
+"""Read entries with the same layout fast: only the first one's header is parsed.
 
 A chunk's header differs from the next chunk's in its digests, its start and the feature that names it. A template is made from an
 entry that was read and checked in full. Another entry matches it when every other byte before its payload is the same; then its
@@ -38,14 +38,14 @@ Stream = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class SidePlan:
-    """What one side has in common in all entries that match a template."""
+    """The part of one side that all entries matching a template share."""
 
     entry: SideEntry
     streams: tuple[Stream, ...]
     like: Side
 
     def side(self, arrays: Mapping[torch.dtype, torch.Tensor]) -> Side:
-        """The side of the entry that ``arrays`` hold, whole and by dtype."""
+        """The side of an entry, whose whole bytes ``arrays`` holds by dtype."""
         streams = {name: torch.as_strided(arrays[dtype], shape, strides, first) for name, dtype, shape, strides, first in self.streams}
         return Side(self.like.codec, (Page(self.like.codec, self.entry.runs[0], streams),), self.like.tail, self.like.window)
 
@@ -136,7 +136,7 @@ def _plan(file: File, number: int, name: str, entry: SideEntry, cache: Cache) ->
 
 
 def _start_place(header: Header, packed: bytes) -> slice:
-    """Where the header's start is: it ends with the byte that another start of the same length changes."""
+    """The place of the start in the header: it ends with the byte that another start of the same length changes."""
     other = header.start ^ 1
     last = int(_differing(packed, pack_header(dataclasses.replace(header, start=other))).nonzero()[-1])
     length = len(msgpack.packb(header.start))

@@ -1,4 +1,4 @@
-"""Keep a directory within its byte limit: least recently used entries go first, descendants before ancestors.
+"""Keep a directory within its budget: least recently used entries go first, descendants before ancestors.
 
 Times also order a chain: an ancestor's last use is never earlier than its descendants' (directory.py).
 """
@@ -32,7 +32,7 @@ FUTURE_NS = 3600 * 10**9
 """A last use further in the future than this comes from a wrong clock: such entries are evicted first, in order."""
 
 _BEYOND = 64
-"""A round removes 1/64 more of the entries than the limit requires, so that counting costs each writer little."""
+"""A round removes 1/64 more of the entries than the budget requires, so that counting costs each writer little."""
 
 
 class NoRoom(Exception):
@@ -91,7 +91,7 @@ class Evictor:
                 time.sleep(_POLL_SECONDS)
 
     def collect(self) -> None:
-        """Remove unfinished files of dead writers, count again and evict entries above the byte limit."""
+        """Remove unfinished files of dead writers, count again and evict entries above the budget."""
         try:
             if os.path.isdir(self._folder.root):
                 self._folder.make_folders()

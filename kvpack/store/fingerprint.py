@@ -33,11 +33,11 @@ _INCIDENTAL_SETTINGS = {
 _INCIDENTAL_ATTRIBUTES = {"gradient_checkpointing", "hf_device_map", "name_or_path", "warnings_issued"}
 """Attributes of modules that change no key and no value."""
 _NOTED_LENGTH = "max_seq_len_cached"
-"""Ends the names of attributes in which a rotary embedding notes the longest sequence so far: what follows from it is in a buffer."""
+"""The ending of attributes in which a rotary embedding notes the longest sequence so far: its effects are in a buffer."""
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """A digest of every parameter and persistent buffer by name, dtype and shape, adapters apart. Raises InvalidParameter."""
+    """A digest of every parameter and persistent buffer by name, dtype and shape, without adapters. Raises InvalidParameter."""
     total = hashlib.sha256()
     for part in _of_the_model(model):
         for name, value in sorted(_own_state(part).items()):
@@ -46,26 +46,26 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def config_digest(model: Any) -> str:
-    """A digest of all that keys and values depend on besides the weights' values and adapters.
+    """A digest of everything that keys and values depend on besides the weights' values and adapters.
 
-    These are the configuration, and of every module its class, its plain attributes, the types, dtypes and shapes of its
+    It covers the configuration, and for every module its class, its plain attributes, the types, dtypes and shapes of its
     parameters, and its buffers, which may have changed since it was made. Raises InvalidParameter.
     """
     return text_digest([_settings(model.config), [_module(part) for part in _of_the_model(model)]])
 
 
 def dtype_text(model: Any) -> str:
-    """The dtype of a transformers model, and that of autocast where it is on."""
+    """The dtype of a transformers model, and that of autocast if it is on."""
     import torch
 
-    # Weights that are offloaded do not say where the model computes.
+    # Offloaded weights do not show where the model computes.
     devices = [model.device.type] if torch.amp.is_autocast_available(model.device.type) else ["cpu", "cuda"]
     dtypes = [model.dtype, *(torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device))]
     return " autocast ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def check_deterministic(model: torch.nn.Module) -> None:
-    """Raise InvalidParameter for a model that drops values at random, as one in training does."""
+    """Raise InvalidParameter for a model that drops values at random, as a model in training does."""
     for part in parts(model):
         for name, module in part.module.named_modules() if part.adapter == "layer" else [("", part.module)]:
             rates = {key: value for key, value in vars(module).items() if "dropout" in key and isinstance(value, float)}
@@ -84,7 +84,7 @@ def _of_the_model(model: torch.nn.Module) -> Iterator[Part]:
 
 
 def _own_state(part: Part) -> dict[str, Any]:
-    """A module's own part of the state dict, with what quantized ones keep beside their parameters."""
+    """A module's own part of the state dict, including the state that quantized modules keep besides their parameters."""
     import torch
 
     module, prefix = part.module, f"{part.name}."
@@ -128,7 +128,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _kind(where: str, tensor: torch.Tensor) -> list[Any]:
-    """What a parameter is besides its values: a quantized one says so by its class, its attributes and its dtype."""
+    """The class, attributes and dtype of a parameter, which describe its quantization."""
     attributes = sorted([name, value] for name, value in getattr(tensor, "__dict__", {}).items() if _is_setting(name, value))
     kinds = [class_name(type(tensor)), str(tensor.dtype), list(tensor.shape), plain(where, attributes)]
     if hasattr(tensor, "__tensor_flatten__"):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .identity import Identity
 
 _ANY_DIM = 128
-"""A head dim that every codec takes; the tokens that it encodes together are those of any other."""
+"""A head dim that every codec takes; token groups do not depend on the head dim."""
 
 
 def check_cache(cache: Any, identity: Identity) -> None:
@@ -51,7 +51,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
 
 
 def check_ids(cache: Cache, ids: bytes) -> None:
-    """Raise InvalidParameter unless ``ids`` are those of the cache's tokens, one for each where the cache does not know its own."""
+    """Raise InvalidParameter unless ``ids`` are the cache's own, or one per token if the cache does not know its own."""
     count, known = len(ids) // ID_BYTES, b"" if cache.inputs is None else cache.inputs.token_ids
     both = min(len(ids), len(known))
     if known[:both] != ids[:both]:
@@ -67,7 +67,7 @@ def check_ids(cache: Cache, ids: bytes) -> None:
 
 
 def check_length(cache: Cache, longest: int | None) -> None:
-    """Raise InvalidParameter for a cache of a longer sequence than has the frequencies of every shorter one."""
+    """Raise InvalidParameter for a cache longer than ``longest``, beyond which the rotary frequencies change."""
     if longest is not None and cache.tokens > longest:
         raise InvalidParameter(
             f"the cache holds {cache.tokens} tokens: the model's rotary embedding takes other frequencies for sequences of more than "
@@ -76,7 +76,7 @@ def check_length(cache: Cache, longest: int | None) -> None:
 
 
 def check_inputs_given(cache: Cache, digests: Sequence[bytes], chunk: int) -> None:
-    """Raise InvalidParameter where a chunk depends on more than token ids, and ``digests`` has nothing for the first that does."""
+    """Raise InvalidParameter if a chunk depends on more than token ids and ``digests`` has none for the first such chunk."""
     if cache.inputs is None:
         return
     for text, start in zip(cache.inputs.undetermined, cache.inputs.starts, strict=True):
@@ -89,7 +89,7 @@ def check_inputs_given(cache: Cache, digests: Sequence[bytes], chunk: int) -> No
 
 
 def inputs_found(ids: bytes, digests: Sequence[bytes], chunk: int) -> Inputs:
-    """What a loaded cache of the token ``ids`` was computed from: to be stored again it needs the same ``digests``."""
+    """The inputs of a loaded cache of the token ``ids``: storing it again needs the same ``digests``."""
     starts = [number * chunk for number in range(len(ids) // ID_BYTES // chunk) if digests[number]]
     texts = (f"tokens {start} to {start + chunk - 1} were stored with a digest of other inputs" for start in starts)
     return Inputs(ids, tuple(texts), tuple(starts))

@@ -19,7 +19,7 @@ MAGIC = b"kvpack-encrypted 1\n"
 MAX_ID_BYTES = 255
 NONCE_BYTES, TAG_BYTES = 12, 16
 FRONT_BYTES = 512
-"""Bytes from the beginning of an entry that are more than enough to tell its form."""
+"""The bytes at the beginning of an entry that are read to determine its form; fewer would do."""
 
 _ENCRYPTED = re.compile(rb"kvpack-encrypted ([1-9][0-9]{0,8})\n")
 
@@ -37,13 +37,13 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Form:
-    """The entries that a store takes: of at most ``max_bytes``, and encrypted with one of ``key_ids`` unless that is None."""
+    """The entries that a store takes: at most ``max_bytes`` each, and encrypted with one of ``key_ids`` unless that is None."""
 
     max_bytes: int = MAX_ENTRY_BYTES
     key_ids: frozenset[bytes] | None = None
 
     def kind(self, beginning: bytes | memoryview, size: int) -> Kind:
-        """What an entry of ``size`` bytes is whose first ``FRONT_BYTES``, or all where there are fewer, are ``beginning``."""
+        """The kind of an entry of ``size`` bytes; ``beginning`` is its first ``FRONT_BYTES``, or all of a shorter entry."""
         front = bytes(beginning[:FRONT_BYTES])
         if size > self.max_bytes:
             return Kind.JUNK

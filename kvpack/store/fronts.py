@@ -23,9 +23,9 @@ _MOST_KNOWN = 65_536
 
 
 def check_front(key: bytes, data: Data, cipher: Cipher | None) -> None:
-    """Raise what reading raises unless ``data`` is an entry of ``key`` by its front, which with a ``cipher`` is decrypted.
+    """Raise as reading does unless the front of ``data``, decrypted with ``cipher`` if given, is that of the entry ``key``.
 
-    Without one an encrypted entry raises Undecryptable once its digest agrees.
+    Without a cipher an encrypted entry raises Undecryptable once its digest matches.
     """
     with container.open_bytes(in_clear(key, data, cipher), where=f"entry {key.hex()}") as file:
         named = check_entry(file, None, None, None)
@@ -34,14 +34,14 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None) -> None:
 
 
 def kind_of(key: bytes, data: Data, form: Form) -> Kind:
-    """What ``data``, all bytes of an entry of ``key``, is to a store of this form."""
+    """The kind of ``data``, all bytes of the entry ``key``, for a store of this form."""
     kind = form.kind(memoryview(data)[:FRONT_BYTES], len(data))
     if kind is not Kind.READABLE:
         return kind
     try:
         check_front(key, data, None)
     except Undecryptable:
-        # Complete, and encrypted like the store's entries.
+        # The entry is complete, and encrypted like the store's entries.
         return kind
     except KvpackError as error:
         return Kind.JUNK if is_damage(error) else Kind.FOREIGN

@@ -1,4 +1,4 @@
-"""The identity of a prefix: all that its bytes depend on besides its tokens. Stores of different identities share no entries."""
+"""The identity of a prefix: everything that its bytes depend on besides its tokens. Stores of different identities share no entries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
 
 _HEADER_NAMES = {"model": "name"}
-"""Fields that an entry's header has another name for."""
+"""Fields with another name in an entry's header."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Identity:
 
     ``weights`` is a digest or a revision, ``adapter`` names and digests the adapters in effect, ``config`` digests the
     configuration, the modules with their settings and quantization, and the buffers. ``extra`` is the caller's: forward hooks
-    and anything else that spec/store.md does not list. An empty ``tenant`` is shared by all who name none.
-    Raises InvalidParameter, naming the field, for anything but text that a header can hold (a tenant may be any text), and
+    and anything else that spec/store.md does not list. All users who name no ``tenant`` share the empty one.
+    Raises InvalidParameter, naming the field, for anything except text that a header can hold (a tenant may be any text), and
     InvalidRecipe.
     """
 
@@ -67,12 +67,12 @@ class Identity:
     ) -> Self:
         """The identity of a transformers ``model``, as it is now, whose caches are packed with ``recipe``.
 
-        ``model`` may have adapters of PEFT in it or around it. Unless given, ``name`` is where the model was loaded from,
+        ``model`` may have PEFT adapters in it or around it. Unless given, ``name`` is where the model was loaded from,
         ``adapter`` the names of the adapters in effect, and ``weights`` a digest of every parameter, which reads the weights
-        once. Adapters, configuration, modules and buffers are digested whatever is given: take the identity anew after a
-        change of any. ``extra`` names what kvpack cannot see (spec/store.md has the list of what it does).
+        once. Adapters, configuration, modules and buffers are always digested: take a new identity after any of them
+        changes. ``extra`` names inputs that kvpack cannot see (spec/store.md lists those that it does).
 
-        Raises InvalidParameter for an adapter of which kvpack cannot tell what it does, for values that are not in memory
+        Raises InvalidParameter for an adapter whose effect kvpack cannot determine, for values that are not in memory
         (offloaded, or on the meta device) or whose bytes cannot be read, and for a model that drops values at random.
         """
         from .adapters import adapters_text

@@ -1,4 +1,4 @@
-"""The names of chunks: SHA-256 over length-prefixed fields, chained by the parent's (spec/store.md, Keys)."""
+"""The names of chunks: SHA-256 over length-prefixed fields, chained by the parent's name (spec/store.md, Keys)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ID_BYTES = 4
 """A token id is stored as an unsigned 32-bit integer, little-endian."""
 
 MAX_INPUT_BYTES = 64
-"""Bytes of a digest of what a chunk's values depend on besides token ids."""
+"""The most bytes of a digest of the inputs besides token ids that a chunk's values depend on."""
 
 _MAX_ID = 2**32 - 1
 
@@ -59,10 +59,10 @@ def _listed(token_ids: list[int] | tuple[int, ...]) -> bytes:
 
 
 def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
-    """The digest of every whole chunk of ``ids``, empty where its token ids determine it.
+    """The digest of every whole chunk of ``ids``, empty if its token ids determine the chunk.
 
-    ``inputs`` has one for each, and may have one for the tokens after the last whole chunk. Raises InvalidParameter for another
-    number of digests, and for anything but bytes, at most 64.
+    ``inputs`` has one digest per chunk, and optionally one for the tokens after the last whole chunk. Raises InvalidParameter for
+    another number of digests, and for anything except bytes, at most 64.
     """
     tokens = len(ids) // ID_BYTES
     whole, begun = tokens // chunk, -(-tokens // chunk)
@@ -83,15 +83,15 @@ def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
 
 
 def chunk_keys(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes] | None = None) -> list[bytes]:
-    """The key of every whole chunk of ``chunk`` tokens of ``ids`` (of ``token_bytes``), first chunk first.
+    """The key of every whole chunk of ``chunk`` tokens of ``ids`` (as ``token_bytes`` returns them), first chunk first.
 
-    ``root`` is the digest of the identity: the parent of the first. ``inputs`` are as for ``check_inputs``, which raises.
+    ``root`` is the digest of the identity: the parent of the first chunk. ``inputs`` are as for ``check_inputs``. Raises as it does.
     """
     return [key for key, _, _, _ in chained(root, ids, chunk, check_inputs(inputs, ids, chunk))]
 
 
 def chained(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes]) -> Iterator[tuple[bytes, bytes, bytes, bytes]]:
-    """(key, parent's key, token ids, digest of other inputs) of every whole chunk; ``inputs`` has a digest for each."""
+    """(key, parent's key, token ids, digest of other inputs) of every whole chunk; ``inputs`` has one digest per chunk."""
     parent, size = root, chunk * ID_BYTES
     for start, digest in zip(range(0, len(ids) - size + 1, size), inputs, strict=True):
         part = ids[start : start + size]

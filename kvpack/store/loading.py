@@ -58,7 +58,7 @@ class Loader:
         return cache
 
     def opens(self, key: bytes, number: int) -> bool:
-        """Whether the entry of chunk ``number`` that is there can be read here. Its front is looked at once; what is damaged goes."""
+        """Whether the existing entry of chunk ``number`` can be read here. Its front is read once; a damaged entry is removed."""
         if key in self._known:
             return True
         data = None if key in self._doubted else self._backend.peek(key, front=True)
@@ -67,7 +67,7 @@ class Loader:
         try:
             check_front(key, data, self._cipher)
         except FAULTS:
-            # Its front may not be all that it takes to tell.
+            # The front may not be enough to decide.
             if not self._reads(key, number):
                 return False
         self._know([key])
@@ -88,7 +88,7 @@ class Loader:
         return False
 
     def _read(self, entries: Sequence[Found], keys: Sequence[bytes], first: int) -> tuple[list[Cache], Exception | None]:
-        """The caches of entries up to the first that is refused, and why that is; ``first`` is the number of the first one's chunk."""
+        """The caches of entries up to the first refused one, and its error; ``first`` is the chunk number of the first entry."""
         clear: list[Data] = []
         refused: Exception | None = None
         for key, entry in zip(keys, entries, strict=False):
@@ -105,7 +105,7 @@ class Loader:
         return chunks, refused
 
     def _joined(self, chunks: list[Cache], keys: Sequence[bytes], found: Sequence[Found]) -> Cache | None:
-        """The cache of ``chunks``, of which those go that continue none before them."""
+        """The cache of ``chunks``; chunks that do not continue the previous one are dropped."""
         from kvpack.cache.cache import concat
 
         refused: Exception | None = None
@@ -119,7 +119,7 @@ class Loader:
         else:
             cache = None
         if refused is not None:
-            # Whole by itself, but no continuation of the ones before it, or memory has ended.
+            # The chunk is intact but does not continue the previous ones, or memory ran out.
             self._refuse(keys[len(chunks)], found[len(chunks)], refused)
         return cache
 

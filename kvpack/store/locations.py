@@ -1,4 +1,4 @@
-"""Where a store is: what holds its entries, by the location that its user names."""
+"""Open a store's backend by its location: a folder, a URL, an object store or a list of tiers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ MEMORY = "memory://"
 _FILE = "file://"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _OF_TIERS = {"write_back"}
-"""The options of a list of tiers."""
+"""The options that only a list of tiers takes."""
 _LEAST = {"max_bytes": 0, "min_free": 0, "ttl": 1}
 
 
 @dataclass(frozen=True)
 class Tier:
-    """One location of a store that has several, with options of its own; they are those of ``Store``."""
+    """One location of a store of several tiers, with options of its own, which are those of ``Store``."""
 
     location: Any
     max_bytes: int | None = None
@@ -50,9 +50,9 @@ class Tier:
 def open_backend(location: Any, counters: Counters, form: Form, *, looking: bool = False, **options: Any) -> Backend:
     """The backend at ``location``: a URL of a server or an object store, an object of ``obstore.store``, else a folder.
 
-    A list of locations and Tiers is one backend of all. ``form`` is what entries look like; ``options`` are those of the backend, and
-    one that is None is as if it were not given. With ``looking`` opening it changes nothing there. Raises InvalidParameter for an
-    option that the backend does not have, or that makes no sense, for a URL of no kind that is known, and what the backend raises.
+    A list of locations and Tiers gives one backend of all tiers. ``form`` is the form of entries; ``options`` are those of the
+    backend, where None means not given. With ``looking`` opening it changes nothing there. Raises InvalidParameter for an unknown
+    or invalid option and for a URL of an unknown kind, and the errors of the backend.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(location, (list, tuple)):
@@ -64,7 +64,7 @@ def open_backend(location: Any, counters: Counters, form: Form, *, looking: bool
 
 
 def _check_options(kind: str, given: Mapping[str, Any], known: set[str], instead: str = "") -> None:
-    """Raise InvalidParameter for an option that ``kind`` does not have, and for a count that makes no sense."""
+    """Raise InvalidParameter for an option that ``kind`` does not have, and for an invalid count."""
     if unknown := set(given) - known:
         raise InvalidParameter(f"{kind} has no option {', '.join(sorted(unknown))}{instead}")
     for name, least in _LEAST.items():
@@ -92,19 +92,19 @@ def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, loo
 
 
 def open_existing(location: str, counters: Counters, form: Form, *, looking: bool = False, **options: Any) -> Backend:
-    """The backend at a location that is there already, as ``open_backend`` opens it. Raises MissingFile for a folder that is not."""
+    """The backend at an existing location, as ``open_backend`` opens it. Raises MissingFile for a missing folder."""
     if _kind(location) is FOLDER and not os.path.isdir(os.path.expanduser(_folder(location))):
         raise MissingFile(f"{location}: is no folder")
     return open_backend(location, counters, form, looking=looking, **options)
 
 
 class Kind(NamedTuple):
-    """A kind of location: the options that its backend takes, which locations are of it, and how the backend there is opened."""
+    """A kind of location: its URLs' schemes, the options of its backend, and the function that opens the backend."""
 
     name: str
     options: set[str]
     schemes: tuple[str, ...]
-    """How the URLs of its locations begin."""
+    """The beginnings of its locations' URLs."""
     matches: Callable[[Any], bool]
     open: Callable[..., Backend]
     """Takes a location, counters, the form of entries, ``looking`` and the options given."""
@@ -133,13 +133,13 @@ KINDS = [
     Kind("an object store", {"max_bytes", "timeout", "storage_options"}, OBJECT_STORE_SCHEMES, is_object_store, _open_object_store),
     Kind("memory", {"max_bytes"}, (MEMORY,), lambda location: bool(location == MEMORY), _open_memory),
 ]
-"""The kinds of location but a folder, which everything else names."""
+"""The kinds of location other than a folder; any other text names a folder."""
 
 FOLDER = Kind("a folder", {"max_bytes", "min_free", "durable"}, (_FILE,), lambda location: True, _open_folder)
 
 
 def _kind(location: Any) -> Kind:
-    """The kind of a location that is no list of tiers. Raises InvalidParameter for a URL of no kind that is known."""
+    """The kind of a location other than a list of tiers. Raises InvalidParameter for a URL of an unknown kind."""
     if isinstance(location, Tier):
         raise InvalidParameter("the location is a Tier, expected a list of them")
     for kind in KINDS:
@@ -152,7 +152,7 @@ def _kind(location: Any) -> Kind:
 
 
 def _folder(location: Any) -> str:
-    """The path of a folder, which may be named by a URL."""
+    """The path of a folder, given as a path or a URL."""
     if not isinstance(location, (str, bytes, os.PathLike)):
         raise InvalidParameter(f"the location is of type {type(location).__name__}, expected a path, a URL or a list of these")
     path = os.fsdecode(location)

@@ -1,4 +1,4 @@
-"""Locks that are free in a forked child, whichever thread of the parent held them."""
+"""Locks that are free in a forked child, even if a thread of the parent held them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 
 
 class Lock:
-    """A ``threading.Lock``, new after a fork."""
+    """A ``threading.Lock`` that is replaced by a new one after a fork."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Mapping a file without keeping it open: ``mmap.mmap`` holds a descriptor for as long as it lives, and a long prefix is many files."""
+"""Mapping a file without keeping it open: ``mmap.mmap`` holds a descriptor for as long as it lives, and a long prefix has many files."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class _Mapping:
 
 
 def map_file(descriptor: int, size: int) -> memoryview:
-    """The first ``size`` bytes, at least one, of an open file, writable and private: what is written never reaches the file.
+    """The first ``size`` bytes, at least one, of an open file, writable and private: writes never reach the file.
 
-    Every page is mapped at once, so one that the disk does not give is an error here and not a signal later.
+    Every page is mapped at once, so a page that the disk cannot read is an error here and not a signal later.
     Raises OSError.
     """
     address = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, descriptor, 0)

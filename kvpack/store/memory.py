@@ -23,7 +23,7 @@ class Memory(OneTier):
 
     def __init__(self, counters: Counters, *, max_bytes: int) -> None:
         self._counters, self._max_bytes = counters, max_bytes
-        # The one used longest ago first; an ancestor is always used after what follows it.
+        # Ordered by last use, oldest first; an ancestor's last use is always later than its descendants'.
         self._entries: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
         self._total = 0
         self._pins: dict[bytes, list[bytes]] = {}
@@ -109,7 +109,7 @@ class Memory(OneTier):
             return {key for chain in self._pins.values() for key in chain}
 
     def collect(self) -> None:
-        """Do nothing: the byte limit holds at all times."""
+        """Do nothing: the budget is never exceeded."""
 
     def close(self) -> None:
         """The entries stay for as long as the store is in use."""
@@ -132,7 +132,7 @@ class Memory(OneTier):
         return True
 
     def _remove(self, key: bytes) -> int:
-        """Remove an entry, and return its bytes; 0 where there was none."""
+        """Remove an entry, and return its size in bytes; 0 if there was none."""
         data, _ = self._entries.pop(key, (b"", 0))
         self._total -= len(data)
         return len(data)

@@ -1,6 +1,6 @@
-"""The modules of a transformers model: those of the model itself, and those of adapters around them.
+"""The modules of a transformers model: its own, and those of adapters around them.
 
-PEFT is recognised by the names of its classes: it need not be installed.
+PEFT is recognised by its class names, so it need not be installed.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     import torch
 
 _LAYERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper"}
-"""Classes of PEFT that stand in the place of one module of the model."""
+"""PEFT classes that replace one module of the model."""
 _AROUND = {"PeftModel", "PeftMixedModel", "BaseTuner"}
-"""Classes of PEFT that hold the whole model."""
+"""PEFT classes that hold the whole model."""
 _UNDETERMINED = {"XLoraModel", "PolyModel", "PolyLayer", "ShadowModel", "ALoraLinearVariant"}
-"""Classes of PEFT whose output depends on arguments of a call, or on later tokens."""
+"""PEFT classes whose output depends on arguments of a call, or on later tokens."""
 _BASES = ("base_layer", "original_module")
-"""Where a layer of PEFT has the module that it stands for."""
+"""Attributes in which a PEFT layer keeps the module that it replaces."""
 _OTHER_LIBRARIES = {"adapters": "AdapterConfig"}
-"""Libraries of adapters whose state is not in their modules, and by which of their names to tell them from a user's own file."""
+"""Adapter libraries whose state is not in their modules, each with a name that tells it from a user's own file."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A module by its name in the model without adapters. ``adapter``: PEFT's ``layer`` or what is ``around`` the model; or neither."""
+    """A module by its name in the model without adapters. ``adapter``: a PEFT ``layer``, a wrapper ``around`` the model, or neither."""
 
     name: str
     module: torch.nn.Module
@@ -40,9 +40,9 @@ class Part:
 
 
 def parts(model: torch.nn.Module) -> Iterator[Part]:
-    """Every module of ``model``, once, each before those in it; of an adapter only what it stands for is gone into.
+    """Every module of ``model`` once, each before its children; within an adapter, only the module that it replaces.
 
-    Raises InvalidParameter for an adapter of which kvpack cannot tell what it does.
+    Raises InvalidParameter for an adapter whose effect kvpack cannot determine.
     """
     seen: set[int] = set()
 
@@ -56,7 +56,7 @@ def parts(model: torch.nn.Module) -> Iterator[Part]:
             yield from walk(name, _held(module))
         elif adapter == "layer":
             children = module._modules
-            # A wrapper may have a layer of its own between itself and the module.
+            # A wrapper may keep its own layer between itself and the module.
             for child in (children.get(place) for place in (*_BASES, "token_adapter")):
                 if child is not None:
                     yield from walk(name, child)
@@ -69,12 +69,12 @@ def parts(model: torch.nn.Module) -> Iterator[Part]:
 
 
 def base_model(model: Any) -> Any:
-    """The transformers model inside what adapters have put around it."""
+    """The transformers model inside its adapters' wrappers."""
     return next(part.module for part in parts(model) if not part.adapter)
 
 
 def own_children(layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules that an adapter's layer has besides the one that it stands for, by name."""
+    """The modules of an adapter's layer by name, except the one that it replaces."""
     for name, child in layer._modules.items():
         if child is not None and name not in (*_BASES, "token_adapter"):
             yield name, child

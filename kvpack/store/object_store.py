@@ -2,7 +2,7 @@
 
     <prefix>/3/f/3f...e1    an entry, put only where there is none, never changed
     <prefix>/pins/...       a pinned chain: its keys
-    <prefix>/uses/...       which entries were used, the last one last (uses.py)
+    <prefix>/uses/...       the entries used, the most recent last (uses.py)
 
 Several requests run at once; after failures requests pause for a while.
 """
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
     from .forms import Form
 
 REQUESTS = 16
-"""Requests under way at once."""
+"""The most concurrent requests."""
 RECOUNT_SECONDS = 60.0
 """The age at which a writer counts the stored bytes again, because others write too."""
 _SLACK = 16
 """Eviction frees a 16th of the budget more than is needed, so that not every put lists the entries."""
 _MERGE = 32
-"""One record of uses in so many, drawn at random, is followed by a merge of all."""
+"""One in this many records of uses, at random, is followed by a merge of all."""
 MAX_RECORDS_BYTES = 256 * 2**20
-"""What records of uses, or pins, may take together when they are read: 8 million keys."""
+"""The most bytes of all records of uses, or all pins, when they are read: 8 million keys."""
 _PINS, _USES = "pins/", "uses/"
 
 
 Object = tuple[str, int, int]
-"""Name, bytes, and when it was put, in nanoseconds since 1970."""
+"""Name, bytes, and time of its put, in nanoseconds since 1970."""
 Listing = list[Object]
 Entries = list[tuple[bytes, int, int]]
 """The same by key."""
@@ -55,9 +55,9 @@ Entries = list[tuple[bytes, int, int]]
 class ObjectStore(OneTier):
     """Entries in an object store, by its URL or as an object of ``obstore.store``.
 
-    ``storage_options`` are obstore's settings by name, such as endpoint, region and access_key_id; what is not given is taken
-    from the environment, such as AWS_ENDPOINT_URL. ``max_bytes`` is a budget of the entries' bytes, which every writer counts
-    again each minute; ``timeout`` the seconds that a request may take. Raises what ``Objects`` raises.
+    ``storage_options`` are obstore's settings by name, such as endpoint, region and access_key_id; others
+    are taken from the environment, such as AWS_ENDPOINT_URL. ``max_bytes`` is a budget for the entries' bytes, which every
+    writer counts again each minute; ``timeout`` the most seconds per request. Raises what ``Objects`` raises.
     """
 
     private = False
@@ -126,7 +126,7 @@ class ObjectStore(OneTier):
         return True
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
-        # By the store's clock: those of its users may differ.
+        # By the store's clock: its users' clocks may differ.
         self._uses.note(chain)
         if self._uses.due():
             self._record_uses()
@@ -159,23 +159,23 @@ class ObjectStore(OneTier):
         return {bytes(chain[at : at + KEY_BYTES]) for chain in chains for at in range(0, len(chain) - KEY_BYTES + 1, KEY_BYTES)}
 
     def collect(self) -> None:
-        """Count the entries, evict those above the byte limit, and merge all records of uses into one."""
+        """Count the entries, evict those above the budget, and merge all records of uses into one."""
         with self._lock:
             self._evict(self._max_bytes, set())
         self._record_uses()
         self._merge_records()
 
     def close(self) -> None:
-        """Record what was used."""
+        """Record the noted uses."""
         self._record_uses()
 
     def _kind(self, name: str) -> Kind | None:
-        """What there is under the name of an entry, by its beginning and its size; None where there is nothing, or no answer."""
+        """The kind of the object with an entry's name, by its beginning and its size; None if there is none, or no answer."""
         found = self._guard.ask("match", lambda: self._objects.look(name), None)
         return None if found is None else self._form.kind(*found)
 
     def _reserved(self, size: int, chain: Sequence[bytes]) -> bool:
-        """Count ``size`` bytes more, after making room for them; whether they fit."""
+        """Make room for ``size`` more bytes and count them; return whether they fit."""
         if self._max_bytes is None:
             return True
         if size > self._max_bytes:
@@ -193,7 +193,7 @@ class ObjectStore(OneTier):
             self._total -= size
 
     def _evict(self, most: int | None, kept: set[bytes]) -> None:
-        """Count the entries and, where they take more than ``most`` bytes, remove those used longest ago."""
+        """Count the entries and, if they take more than ``most`` bytes, remove the least recently used."""
         entries = self._entries()
         self._counted = None if entries is None else time.monotonic()
         if entries is None:
@@ -240,7 +240,7 @@ class ObjectStore(OneTier):
         return order_of([(used_ns, name, bytes(record)) for (name, _, used_ns), record in records if record])
 
     def _entries(self) -> Entries | None:
-        """(key, bytes, when it was put) of every entry; None when the store does not answer."""
+        """(key, bytes, time of its put) of every entry; None if the store does not answer."""
         found: Entries = []
         for names in in_parallel(lambda first: self._names("list", f"{first}/"), "0123456789abcdef", REQUESTS):
             if names is None:
@@ -259,7 +259,7 @@ class ObjectStore(OneTier):
         return self._guard.ask("match", lambda: self._objects.size(_name(key)), None)
 
     def _read_all(self, listed: Listing) -> Sequence[Data]:
-        """The records listed, an empty one for each that there is no answer or no room for: others may have put them."""
+        """The records listed, empty where there is no answer or no room: others may have put them."""
         nothing: Data = b""
         room = MAX_RECORDS_BYTES
         names = []
@@ -277,7 +277,7 @@ class ObjectStore(OneTier):
         return [*in_parallel(read, names, REQUESTS)]
 
     def _removed(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Remove entries, and return those that there were."""
+        """Remove entries, and return those that existed."""
         removed = in_parallel(self._remove, map(_name, keys), REQUESTS)
         return {key for key, gone in zip(keys, removed, strict=True) if gone}
 
@@ -293,6 +293,6 @@ def is_object_store(location: Any) -> bool:
 
 
 def _name(key: bytes) -> str:
-    """The name of an entry's object, which is that of its file in a folder."""
+    """The name of an entry's object, the same as that of its file in a folder."""
     name = key.hex()
     return f"{name[0]}/{name[1]}/{name}"

@@ -1,4 +1,4 @@
-"""Objects of an object store by name, through the package obstore: one request, or a few ranges at once, with a timeout and no retry."""
+"""Objects of an object store by name, through the package obstore: one request, or a few concurrent ranges, with a timeout and no retry."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "adl://", "abfs://", "abfss://")
 PART_BYTES = 8 * 2**20
-"""A larger object is fetched in parts of so many bytes, several at once."""
+"""A larger object is fetched in parts of this many bytes, several at once."""
 _PARTS_AT_ONCE = 8
 _CLIENT_SETTINGS = {
     *("allow_http", "allow_invalid_certificates", "connect_timeout", "default_headers", "http1_only", "http2_only", "pool_idle_timeout"),
     *("proxy_ca_certificate", "proxy_excludes", "proxy_url", "randomize_addresses", "read_timeout", "root_certificate", "timeout"),
     "user_agent",
 }
-"""Settings that obstore takes apart from those of the store."""
+"""Settings that obstore takes separately from those of the store."""
 _FRONT_BYTES = 64 * 1024
-"""More than the header of most entries."""
+"""Larger than the header of most entries."""
 
 
 class Objects:
-    """The objects at ``location``, a URL or an object of ``obstore.store``; one of more than ``max_bytes`` is never fetched.
+    """The objects at ``location``, a URL or an object of ``obstore.store``; an object of more than ``max_bytes`` is never fetched.
 
-    Methods raise one of ``errors``; of those, ``refusals`` are answers of a server that works. The constructor raises
-    InvalidParameter for a URL or ``storage_options`` that make no sense, and KvpackError without the package obstore.
+    Methods raise one of ``errors``; among these, ``refusals`` are the answers of a working server. The constructor raises
+    InvalidParameter for an invalid URL or invalid ``storage_options``, and KvpackError without the package obstore.
     """
 
     def __init__(self, location: Any, max_bytes: int, timeout: float, storage_options: Mapping[str, Any] | None) -> None:
@@ -57,7 +57,7 @@ class Objects:
         self._pid = os.getpid()
 
     def size(self, name: str) -> int | None:
-        """The bytes of an object, or None."""
+        """The size of an object in bytes, or None."""
         self._check_process()
         try:
             return int(self._obstore.head(self._store, name)["size"])
@@ -65,7 +65,7 @@ class Objects:
             return None
 
     def names(self, prefix: str) -> list[tuple[str, int, int]]:
-        """(name, bytes, when it was put) of every object whose name begins with the folder ``prefix``."""
+        """(name, bytes, time of its put) of every object whose name begins with the folder ``prefix``."""
         self._check_process()
         return [
             (meta["path"], meta["size"], int(meta["last_modified"].timestamp() * 10**9))
@@ -74,7 +74,7 @@ class Objects:
         ]
 
     def read(self, name: str, max_bytes: int | None = None) -> Data | None:
-        """An object's bytes, or None; of one that is larger than ``max_bytes`` (default: that of all) nothing is fetched: LimitExceeded."""
+        """An object's bytes, or None. Raises LimitExceeded, without fetching, above ``max_bytes`` (default: the limit for all)."""
         self._check_process()
         try:
             answer = self._obstore.get(self._store, name)
@@ -90,7 +90,7 @@ class Objects:
         return data if self._fill(name, memoryview(data), 0, tag) else None
 
     def read_front(self, name: str) -> Data | None:
-        """As ``read``, but of a kvpack file the bytes after the header are zeros."""
+        """As ``read``, but the bytes after the header of a kvpack file are zeros."""
         found = self._beginning(name, _FRONT_BYTES)
         if found is None:
             return None
@@ -105,7 +105,7 @@ class Objects:
         return data if self._fill(name, memoryview(data)[:end], len(beginning), tag) else None
 
     def look(self, name: str) -> tuple[bytes, int] | None:
-        """The first bytes of an object, which tell its form, and its size; None where there is none."""
+        """The first bytes of an object, which show its form, and its size; None if there is none."""
         found = self._beginning(name, FRONT_BYTES)
         return None if found is None else found[:2]
 
@@ -118,7 +118,7 @@ class Objects:
         except FileNotFoundError:
             return None
         except self._base as error:
-            # Of an empty object there is no first byte.
+            # An empty object has no first byte.
             if "416" in str(error) or "StartTooLarge" in str(error):
                 size = self.size(name)
                 if size == 0:
@@ -126,7 +126,7 @@ class Objects:
             raise
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """Put an object where there is none; whether there was none."""
+        """Put an object unless one exists; return whether it was put."""
         self._check_process()
         try:
             self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
@@ -135,13 +135,13 @@ class Objects:
         return True
 
     def put(self, name: str, data: bytes) -> bool:
-        """Put an object, in the place of the one that is there. True."""
+        """Put an object, replacing any existing one. Returns True."""
         self._check_process()
         self._obstore.put(self._store, name, data, use_multipart=False)
         return True
 
     def remove(self, name: str) -> bool:
-        """Remove an object; False where the store says that there was none, which S3 does not."""
+        """Remove an object; False if the store reports that there was none, which S3 does not."""
         self._check_process()
         try:
             self._obstore.delete(self._store, name)
@@ -150,7 +150,7 @@ class Objects:
         return True
 
     def _fill(self, name: str, data: memoryview, start: int, tag: str | None) -> bool:
-        """Fetch the bytes of an object from ``start`` to the end of ``data``; False when it has changed meanwhile."""
+        """Fetch the bytes of an object from ``start`` to the end of ``data``; False if it has changed meanwhile."""
         same = {} if tag is None else {"if_match": tag}
 
         def fetch(begin: int) -> bool:
@@ -167,13 +167,13 @@ class Objects:
         return all(in_parallel(fetch, range(start, len(data), PART_BYTES), _PARTS_AT_ONCE))
 
     def _check_process(self) -> None:
-        # obstore's threads do not survive a fork, and a request would wait for them for ever.
+        # obstore's threads do not survive a fork, and a request would wait for them forever.
         if os.getpid() != self._pid:
             raise Forked("the process was forked after the store was opened, which obstore does not survive: start it anew instead")
 
 
 class Forked(Exception):
-    """Nothing was asked."""
+    """No request was sent: obstore does not work in a forked child."""
 
 
 def _opened(url: str, timeout: float, options: Mapping[str, Any] | None) -> Any:
@@ -182,7 +182,7 @@ def _opened(url: str, timeout: float, options: Mapping[str, Any] | None) -> Any:
 
     waited = datetime.timedelta(seconds=timeout)
     given = dict(options or {})
-    # Whoever names an endpoint by http:// means it.
+    # An endpoint given as http:// is intended.
     client = {"timeout": waited, "connect_timeout": waited, "allow_http": True}
     client |= {name: given.pop(name) for name in _CLIENT_SETTINGS & set(given)}
     settings: Any = {"config": given, "client_options": client, "retry_config": {"max_retries": 0, "retry_timeout": waited}}

@@ -1,7 +1,7 @@
-"""Several calls under way at once, by threads that nobody waits for until they have begun.
+"""Concurrent calls in threads whose start nobody waits for.
 
-``threading.Thread.start`` waits for its thread, and for ever where memory ends before that runs; ThreadPoolExecutor starts its
-threads so. Here what no thread has begun is done by who asks for it.
+``threading.Thread.start``, which ThreadPoolExecutor uses, waits for its thread, and waits forever if memory runs out before the
+thread runs. Here a call that no thread has begun is made by the thread that asks for its result.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: int) -> Generator[Result, None, None]:
-    """``call(item)`` for every item, in order, with up to ``at_once`` under way.
+    """``call(item)`` for every item, in order, with up to ``at_once`` calls at a time.
 
-    When the iterator closes, what is under way is waited for, and what is not begun never is.
+    When the iterator closes, it waits for running calls and drops those not begun.
     """
     rest = iter(items)
     jobs = deque(map(_Job, islice(rest, at_once)))
@@ -48,7 +48,7 @@ def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: 
 
 
 class _Job:
-    """One call: whoever takes ``_begun`` makes it, and then gives ``_done`` free."""
+    """One call: the thread that takes the lock ``_begun`` makes it, and then releases ``_done``."""
 
     __slots__ = ("_begun", "_done", "_error", "_item", "_result")
 
@@ -60,7 +60,7 @@ class _Job:
         self._error: BaseException | None = None
 
     def run(self, call: Callable[[Any], Any]) -> None:
-        """Make the call, unless somebody has begun it."""
+        """Make the call, unless another thread has begun it."""
         if self._begun.acquire(blocking=False):
             try:
                 self._result = call(self._item)
@@ -70,14 +70,14 @@ class _Job:
                 self._done.release()
 
     def result(self) -> Any:
-        """What the call returned, once it has; raises what it raised."""
+        """Wait for the call and return its result; raises the error of the call."""
         self._done.acquire()
         if self._error is not None:
             raise self._error
         return self._result
 
     def cancel(self) -> None:
-        """Have it not made, or wait for its end."""
+        """Prevent the call, or wait for its end if it has begun."""
         if not self._begun.acquire(blocking=False):
             self._done.acquire()
 

@@ -1,4 +1,4 @@
-"""Pinned chains of a folder: one file each, named by its last key, that holds all its keys."""
+"""The pinned chains of a folder: one file per chain, named by the chain's last key, holds all its keys."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class Pins:
-    """The pins of ``folder``, for every process. Refusals of the system are counted, but those of ``keys``, which raises OSError."""
+    """The pins of ``folder``, for every process. Errors of the system are counted, except in ``keys``, which raises OSError."""
 
     def __init__(self, folder: Folder, counters: Counters) -> None:
         self._folder, self._counters = folder, counters
 
     def add(self, chain: Sequence[bytes]) -> bool:
-        """Pin a chain, and say whether it is pinned now."""
+        """Pin a chain, and return whether it is pinned now."""
         try:
             self._folder.make_folders(self._folder.pins_folder)
             keys, durable, own = memoryview(b"".join(chain)), self._folder.durable, self._folder.trust.own
-            # Not among the unfinished entries, for which there is a budget.
+            # Not among the unfinished entries, which count towards the budget.
             write_file(self._path(chain), [keys], durable=durable, unfinished=self._folder.pins_folder, begin=own)
         except (OSError, KvpackError) as error:
             self._counters.fault("pin", error)
@@ -37,7 +37,7 @@ class Pins:
         return True
 
     def remove(self, chain: Sequence[bytes]) -> bool:
-        """Unpin a chain, and say whether it was pinned."""
+        """Unpin a chain, and return whether it was pinned."""
         try:
             os.unlink(self._path(chain))
         except FileNotFoundError:
@@ -48,7 +48,7 @@ class Pins:
         return True
 
     def keys(self) -> set[bytes]:
-        """All keys that are pinned."""
+        """All pinned keys."""
         keys: set[bytes] = set()
         for name, _ in regular_files(self._folder.pins_folder, self._counters):
             if name.startswith(TEMPORARY_PREFIX):
@@ -60,7 +60,7 @@ class Pins:
             except FileNotFoundError:
                 continue
             except PermissionError as error:
-                # Nobody's but the owner's pins count.
+                # Only the owner's pins count.
                 self._counters.fault("pinned", error)
                 continue
             keys.update(bytes(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES))

@@ -1,4 +1,4 @@
-"""Reading a folder's files into memory of one's own, once: what a writer does to one afterwards changes nothing."""
+"""Read a folder's files once, into private memory, which a writer's later changes do not reach."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def read_whole(descriptor: int, size: int) -> bytearray:
-    """The ``size`` bytes of an open file. Raises OSError when they are not all there, and MemoryError."""
+    """The ``size`` bytes of an open file. Raises OSError if some are missing, and MemoryError."""
     data = bytearray(size)
     view, done = memoryview(data), 0
     while done < size:
@@ -35,7 +35,7 @@ def read_beginning(descriptor: int, most: int) -> bytes:
 
 
 def regular_files(folder: str, counters: Counters) -> Iterator[tuple[str, os.stat_result]]:
-    """(name, status) of every regular file in a folder; a refusal of the system is counted."""
+    """(name, status) of every regular file in a folder; errors of the system are counted."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:

@@ -1,4 +1,4 @@
-"""Removing entries of older layouts: their keys cover less of the identity, so no store looks for them any more."""
+"""Remove entries of older layouts: their keys cover less of the identity, so no store looks for them any more."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from .encryption import Cipher
 
 _FRONT_BYTES = 2**16
-"""Bytes in which the name of an entry's feature is nearly always found, for its header is not parsed then."""
+"""The first bytes of an entry are searched for the name of its feature, which is nearly always there, without parsing its header."""
 
 
 def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
-    """Remove the entries whose header is whole and says that they are of an older layout, and what pins them.
+    """Remove the entries with an intact header of an older layout, and their pins.
 
-    Any other entry stays: one of a newer layout, one that cannot be read or is larger than ``max_entry_bytes``, and an encrypted one
-    that ``cipher`` does not open.
+    All other entries stay: those of a newer layout, unreadable ones, those larger than ``max_entry_bytes``, and encrypted ones that
+    ``cipher`` does not decrypt.
     """
     old = [stored for stored in backend.list() if 0 < stored.size <= max_entry_bytes and _is_old(backend, stored, cipher)]
     pinned = backend.pinned() if old else set()

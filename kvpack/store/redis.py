@@ -1,13 +1,13 @@
-"""The Redis backend, for Valkey too: entries as strings on a server, which evicts by scripts of its own.
+"""The backend for Redis and Valkey: entries are strings on a server, and scripts on the server evict them.
 
     {kvpack}:entry:<key>   an entry's bytes
-    {kvpack}:used          its last use in microseconds of the server's clock, a sorted set by key; less one for each ancestor
-    {kvpack}:sizes         its bytes, a hash by key
-    {kvpack}:bytes         the sum of those
-    {kvpack}:pins          pinned chains, a hash of all keys by the last one
+    {kvpack}:used          a sorted set by key: its last use in microseconds of the server's clock, less one for each ancestor
+    {kvpack}:sizes         a hash by key: its size in bytes
+    {kvpack}:bytes         the sum of the sizes
+    {kvpack}:pins          a hash of pinned chains: all keys of a chain by its last key
 
-The braces keep all of them on one node of a cluster. The entries are the truth: where the rest is lost or makes no sense, it is
-counted again from a scan of the server's names before anything is put.
+The braces keep all of them on one node of a cluster. Only the entries are authoritative: if the rest is lost or inconsistent,
+it is counted again from a scan of the server's names before anything is put.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ ENTRY = PREFIX + b"entry:"
 _SHARED = [PREFIX + name for name in (b"used", b"sizes", b"bytes", b"pins")]
 
 _FRONT_BYTES = 64 * 1024
-"""More than the header of most entries."""
+"""Larger than the header of most entries."""
 _BYTES_AT_ONCE = 64 * 2**20
 _NAMES_AT_ONCE = 1000
 RECOUNT_SECONDS = 600.0
-"""How old the sum of the sizes may be that a budget is held by: anybody who uses the server may have changed it."""
+"""The age at which the sum of the sizes is counted again to keep the budget: any user of the server may have changed it."""
 SCAN_SECONDS = 5.0
-"""How long one put looks through the names of a server whose count is lost; the next one goes on from there."""
+"""How long one put scans the names of a server whose count is lost; the next put continues the scan."""
 
 
 class Redis(OneTier):
     """Entries on the server at ``url`` (redis://, rediss:// or unix://).
 
-    ``max_bytes`` is a hard budget of their bytes, ``ttl`` the seconds after which an entry that nobody uses goes, ``timeout`` the
-    seconds that a request may take. Raises InvalidParameter for a URL that makes no sense and KvpackError without the package redis.
+    ``max_bytes`` is a hard budget for their bytes, ``ttl`` the seconds after which an unused entry expires, ``timeout`` the most
+    seconds per request. Raises InvalidParameter for an invalid URL, and KvpackError without the package redis.
     """
 
     private = False
@@ -89,7 +89,7 @@ class Redis(OneTier):
             )
         except ValueError as error:
             raise InvalidParameter(f"the location is no URL of a Redis server: {error}") from None
-        # A store that is dropped unclosed gives its sockets back before the collector meets them.
+        # A store that is dropped unclosed releases its sockets before the garbage collector finds them.
         self._close = weakref.finalize(self, self._client.close)
         scripts = {"put": PUT, "touch": USE, "delete": DELETE, "list": LOOK, "size": SIZE, "count": RECOUNT, "collect": COLLECT}
         self._scripts = {name: self._client.register_script(text) for name, text in scripts.items()}
@@ -101,12 +101,12 @@ class Redis(OneTier):
         return next((number for number, kind in enumerate(kinds) if kind is not Kind.READABLE), len(kinds))
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
-        # Sizes first: nothing is fetched that is larger than an entry may be.
+        # Sizes come first: nothing larger than the limit for entries is fetched.
         sizes = [size or 0 for size in self._asked("match", [("STRLEN", ENTRY + key) for key in keys])]
         missing = next((number for number, size in enumerate(sizes) if not self._takes(keys[number], size)), len(sizes))
         found: list[Data] = []
         while len(found) < missing:
-            # As many as fit in one answer, at least one.
+            # As many entries as fit in one answer, at least one.
             stop, total = len(found) + 1, sizes[len(found)]
             while stop < missing and total + sizes[stop] <= _BYTES_AT_ONCE:
                 total += sizes[stop]
@@ -152,7 +152,7 @@ class Redis(OneTier):
         return bool(stored)
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
-        # By the server's clock: those of its users may differ.
+        # By the server's clock: its users' clocks may differ.
         if chain:
             self._run("touch", b"".join(chain), self._seconds())
 
@@ -167,7 +167,7 @@ class Redis(OneTier):
         cursor = None
         while cursor != 0 and (page := self._page("list", cursor or 0)) is not None:
             cursor, keys = page
-            # A scan may show a name twice.
+            # A scan may return a name twice.
             new = [key for key in dict.fromkeys(keys) if key not in listed]
             listed.update(new)
             found = self._run("list", b"".join(new)) or () if new else ()
@@ -193,7 +193,7 @@ class Redis(OneTier):
         return {chain[at : at + KEY_BYTES] for chain in chains for at in range(0, len(chain), KEY_BYTES)}
 
     def collect(self) -> None:
-        """Count what is there by the server's names, and evict what is above the budget."""
+        """Count the entries by the server's names, and evict entries above the budget."""
         with self._lock:
             self._cursor = 0
         while not self._recounted() and self._cursor:
@@ -209,7 +209,7 @@ class Redis(OneTier):
         return self._run("put", b"".join(chain), data, self._most(), self._seconds(), int(replace), FRONT_BYTES, int(due))
 
     def _recounted(self) -> bool:
-        """Count every entry afresh, then evict; False where the server does not answer or has more names than there is time for."""
+        """Count all entries again, then evict; False if the server does not answer or has too many names for the time allowed."""
         deadline = time.monotonic() + SCAN_SECONDS
         with self._lock:
             if not self._cursor and self._run("count", b"") is None:
@@ -232,7 +232,7 @@ class Redis(OneTier):
         return True
 
     def _takes(self, key: bytes, size: int) -> bool:
-        """Whether there is an entry, and it is no larger than one may be."""
+        """Whether there is an entry, within the limit for entries."""
         try:
             check_size(f"entry {key.hex()}", size, self._form.max_bytes)
         except LimitExceeded as error:
@@ -241,14 +241,14 @@ class Redis(OneTier):
         return size > 0
 
     def _page(self, operation: str, cursor: int) -> tuple[int, Sequence[bytes]] | None:
-        """What a scan shows from ``cursor`` on: the next one, 0 at the end, and keys of entries."""
+        """One page of a scan from ``cursor`` on: the next cursor, 0 at the end, and keys of entries."""
         answer = self._guard.ask(operation, lambda: self._client.scan(cursor, match=ENTRY + b"*", count=_NAMES_AT_ONCE), None)
         if answer is None:
             return None
         return int(answer[0]), [name[len(ENTRY) :] for name in answer[1] if len(name) == len(ENTRY) + KEY_BYTES]
 
     def _asked(self, operation: str, commands: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
-        """The server's answers, None for a command that it refuses, such as one of an entry of another type; [] when it gives none."""
+        """The server's answers, None for a refused command, such as one for an entry of another type; [] if the server does not answer."""
 
         def ask() -> Sequence[Any]:
             with self._client.pipeline(transaction=False) as pipeline:
@@ -265,7 +265,7 @@ class Redis(OneTier):
         return [None if isinstance(answer, Exception) else answer for answer in answers]
 
     def _fetched(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:
-        """The bytes of entries up to the first that is not of its size any more; never more than those sizes are fetched."""
+        """The bytes of entries up to the first whose size has changed; never more than ``sizes`` are fetched."""
 
         def ask() -> Sequence[bytearray]:
             found = []
@@ -280,7 +280,7 @@ class Redis(OneTier):
         return self._guard.ask("get", ask, nothing)
 
     def _front(self, name: bytes, size: int) -> bytearray | None:
-        """An entry of ``size`` bytes of which those after the header are zeros, which take no memory."""
+        """An entry of ``size`` bytes; those after the header are zeros, which take no memory."""
         beginning = self._client.getrange(name, 0, _FRONT_BYTES - 1)
         data = bytearray(size)
         end = min(size, front_bytes(beginning) or size)

@@ -1,7 +1,7 @@
-"""What the Redis backend does in one step on the server, in Lua: no other user sees a state in between (names in redis.py).
+"""The Lua scripts that the Redis backend runs on the server: each is atomic to all other users (names in redis.py).
 
-The entries are the truth. What is counted of them may be lost or overwritten by anybody who uses the server: every script first
-removes what is of another type, and ``sound`` says whether the rest fits together; if not, ``PUT`` asks for a new count.
+Only the entries are authoritative. Counts may be lost, or overwritten by any user of the server: every script first removes
+values of another type, and ``sound`` checks that the rest is consistent; if not, ``PUT`` asks for a new count.
 """
 
 # KEYS in all: used, sizes, bytes, pins. Members of the sets are keys of 32 bytes.

@@ -1,4 +1,4 @@
-"""The settings of a rotary embedding as an identity's text, and the length up to which they are the same for every sequence."""
+"""The settings of a rotary embedding as text for an identity, and the length up to which all sequences share its frequencies."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _LONGEST_BYTES = 1024
-"""Bytes of the longest settings that are kept as text: every entry's header has them."""
+"""The most bytes of settings that are kept as text, because every entry's header holds them."""
 _LIMIT = "same_up_to"
-"""The setting that is added where longer sequences have other frequencies."""
+"""The setting that is added if longer sequences have other frequencies."""
 
 
 def rope_text(config: Any) -> str:
@@ -29,7 +29,7 @@ def rope_text(config: Any) -> str:
 
 
 def longest_sequence(rope: str) -> int | None:
-    """The tokens of the longest sequence in which ``rope``, of an identity, has the frequencies of every shorter one; None: any."""
+    """The length in tokens up to which ``rope``, of an identity, has the same frequencies for every sequence; None for any length."""
     try:
         settings = json.loads(rope)
     except ValueError:
@@ -39,7 +39,7 @@ def longest_sequence(rope: str) -> int | None:
 
 
 def _maps(settings: Any) -> Iterator[dict[str, Any]]:
-    """The maps of settings that name a type: one, or one for each type of layers."""
+    """The maps of settings that name a type: one, or one per type of layer."""
     if isinstance(settings, dict):
         if "rope_type" in settings:
             yield settings
@@ -54,5 +54,5 @@ def _limit(config: Any, rope: dict[str, Any]) -> int | None:
     if kind == "longrope":
         found = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
         return int(found or config.max_position_embeddings)
-    # A sequence of exactly the length that the model was made for keeps what the one before it had.
+    # A sequence of exactly the length that the model was made for keeps the previous sequence's frequencies.
     return config.max_position_embeddings - 1 if "dynamic" in kind else None

@@ -1,4 +1,4 @@
-"""Store: the packed prefixes that processes share, cut into chunks of tokens, each an entry of its own."""
+"""Store: packed prefixes that processes share, cut into chunks of tokens; each chunk is one entry."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ CHUNK_TOKENS = 256
 class Store:
     """Packed prefixes of one ``identity``, in chunks of ``chunk`` tokens, shared by every process that opens ``location``.
 
-    A location is a folder, which is made with the first entry (/dev/shm/... keeps the entries in memory), the URL of a
-    Redis or Valkey server (redis://, rediss://, unix://), or an object store: its URL (s3://, gs://, az://) or an object of
-    ``obstore.store``. ``max_bytes`` is a budget of all entries there, whoever saved them: what was used longest ago goes first.
+    A location is a folder, created with the first entry (/dev/shm/... keeps the entries in memory), the URL of a Redis or
+    Valkey server (redis://, rediss://, unix://), or an object store: its URL (s3://, gs://, az://) or an object of
+    ``obstore.store``. ``max_bytes`` is a budget for all entries there, of all writers: the least recently used are evicted first.
 
-    - A folder of another user is read only, as copies; one that others may write is refused (spec/store.md, Trust).
-    - A folder also has ``min_free``, the bytes that stay free on its disk, and ``durable``, which forces entries to the disk
+    - A folder of another user is only read, as copies; a folder that others may write to is refused (spec/store.md, Trust).
+    - A folder also takes ``min_free``, the bytes that stay free on its disk, and ``durable``, which forces entries to the disk
       before ``save`` returns.
-    - A Redis server has ``ttl``, the seconds after which an entry goes that nobody uses, and ``timeout``, the seconds that a
-      request may take (default: 1).
-    - An object store has ``timeout`` (default: 5), and ``storage_options``, the settings of obstore by name, such as endpoint;
-      what is not given is taken from the environment. Its budget is counted by each writer every minute, and not at every put.
+    - A Redis server takes ``ttl``, the seconds after which an unused entry expires, and ``timeout``, the most seconds per
+      request (default: 1).
+    - An object store takes ``timeout`` (default: 5), and ``storage_options``, the settings of obstore by name, such as endpoint;
+      others are taken from the environment. Each writer counts its bytes every minute, and not at every put.
 
     A list of locations is one store of several *tiers*, the fastest first, such as ``["memory://", "/var/cache/kvpack", "s3://..."]``;
-    a ``Tier`` is a location with options of its own, and memory must have ``max_bytes``. What a slower tier had is copied to the
-    faster ones once it has been checked, and what one tier has damaged is asked of the next; what is saved goes to all, with
-    ``write_back`` in the background to all but the first: ``close`` waits for that.
+    a ``Tier`` is a location with options of its own, and memory must have ``max_bytes``. An entry of a slower tier is copied to the
+    faster ones once it has been checked, and an entry that is damaged in one tier is read from the next. A saved entry goes to all
+    tiers; with ``write_back``, to all except the first in the background, and ``close`` waits for that.
 
-    ``encryption`` maps ids to AES keys of 16, 24 or 32 bytes: entries are encrypted with the first and read with any, and such
-    a load copies. An entry that is not encrypted is then none: it is removed like a damaged one, and ``save`` puts another in its
-    place. One of another key stays, and ``save`` does not count it as stored. ``check_values`` checks the rules of the codecs on
-    every load, and not digests alone (default: where others than this user may write unencrypted).
+    ``encryption`` maps ids to AES keys of 16, 24 or 32 bytes: entries are encrypted with the first key and read with any, and
+    such a load copies. An unencrypted entry is then removed like a damaged one, and ``save`` replaces it. An entry of another key
+    stays, and ``save`` does not count it as stored. ``check_values`` checks the rules of the codecs on every load, and not digests
+    alone (default: if users other than this one may write unencrypted entries).
 
-    ``max_entry_bytes`` is what the largest entry may take (default: 512 MiB, the most that Redis takes): a larger one is not saved,
-    and one that somebody else put there is not read.
+    ``max_entry_bytes`` is the most bytes of one entry (default: 512 MiB, Redis' own limit): a larger entry is not saved, and a
+    larger one from another writer is not read.
 
-    Full disks, dead servers, damaged entries and the like are misses that ``stats`` counts; they raise nothing. Raises
-    InvalidParameter for arguments that can never work, such as a chunk that is no multiple of the recipe's token groups.
+    Full disks, dead servers, damaged entries and similar faults are misses, which ``stats`` counts; they raise nothing. Raises
+    InvalidParameter for arguments that can never work, such as a chunk that is not a multiple of the recipe's token groups.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Give back connections; what was loaded stays valid, and the entries stay."""
+        """Release connections; loaded caches stay valid, and the entries stay."""
         self._backend.close()
 
     def keys(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> list[bytes]:
         """The keys of a prefix's whole chunks, first chunk first (spec/store.md). Raises InvalidParameter.
 
-        ``inputs`` says what chunks depend on besides token ids, such as images or embeddings: for every chunk a digest of at most
-        64 bytes, b"" where its ids determine it. A digest is part of the chunk's key, and so of all that follow. So for every method.
+        ``inputs`` names what chunks depend on besides token ids, such as images or embeddings: for every chunk a digest of at most
+        64 bytes, b"" if its ids determine it. A digest is part of the chunk's key, and so of all later keys. Every method takes it so.
         """
         return chunk_keys(self._root, token_bytes(token_ids), self.chunk, inputs)
 
@@ -147,7 +147,7 @@ class Store:
         """The longest stored prefix: its length in tokens and its cache, (0, None) when there is none.
 
         Every digest is checked; the cache's pages are views of mapped files, or copies on ``device``. A model needs a token
-        to go on from: give all but the last. Raises InvalidParameter.
+        to continue from: pass all ids except the last. Raises InvalidParameter.
         """
         ids = token_bytes(token_ids)
         digests = check_inputs(inputs, ids, self.chunk)
@@ -163,16 +163,16 @@ class Store:
         return cache.tokens, replace(cache, inputs=inputs_found(ids[: cache.tokens * ID_BYTES], digests, self.chunk))
 
     def save(self, token_ids: Any, cache: Cache, *, inputs: Sequence[bytes] | None = None) -> int:
-        """Store every whole chunk of the prefix that ``cache`` holds packed, and return the tokens that are stored now.
+        """Store every whole chunk of the prefix that ``cache`` holds packed, and return the number of tokens now stored.
 
-        ``cache`` is a packed cache, or what holds one as ``packed``, from the first token on; tokens of a raw tail are not stored.
-        ``token_ids`` are the ids of its tokens, one for each: cut the longer of the two, as ``token_ids[:-1]`` where the newest
-        token has no key yet. A cache that knows all its own ids (``Cache.inputs``) is stored as far as both go.
+        ``cache`` is a packed cache, or an object that holds one as ``packed``, from the first token on; tokens of a raw tail are not
+        stored. ``token_ids`` has one id per token of the cache: cut the longer of the two, as ``token_ids[:-1]`` if the newest
+        token has no key yet. A cache that knows all its own ids (``Cache.inputs``) is stored up to the shorter of the two.
 
-        Raises InvalidParameter for another number of ids, for other ids than the cache's own, for a cache of another recipe,
-        another model or another start than position 0, of several sequences, or without its first tokens, for one that depends on
-        more than token ids (``Cache.inputs``) where ``inputs`` does not say on what, and for one so long that the model's rotary
-        embedding has taken other frequencies than for shorter sequences (``match`` and ``load`` find nothing for such ids).
+        Raises InvalidParameter for a wrong number of ids, for ids other than the cache's own, and for these caches: of another
+        recipe, model or start than position 0; of several sequences; without the first tokens; dependent on more than token ids
+        (``Cache.inputs``) without ``inputs`` that name it; and so long that the model's rotary embedding uses other frequencies
+        than for shorter sequences (``match`` and ``load`` find nothing for such ids).
         """
         cache = getattr(cache, "packed", cache)
         check_cache(cache, self.identity)
@@ -193,9 +193,9 @@ class Store:
             opens = list(looks)
         stored = sum(takewhile(bool, opens))
         self._counters.add("present_chunks", sum(opens))
-        # What cannot be read here, and may be good for others, stays; what follows it would not be found.
+        # An entry that others may be able to read stays, although not readable here; its descendants would not be found.
         end = next((n for n in range(stored, there) if not opens[n] and self._backend.present(keys[n : n + 1])), len(links))
-        # Ancestors must be the last to go, so they are in use from now on.
+        # Ancestors must be evicted last, so they are in use from now on.
         now = time.time_ns()
         self._backend.touch(keys[:stored], now)
 
@@ -204,7 +204,7 @@ class Store:
             if number < there and opens[number]:
                 return True
             if number >= there and self._cipher is not None and self._backend.present([key]):
-                # Beyond a gap. Only a key tells whether an encrypted entry can be read here, and what is damaged goes.
+                # Beyond a gap. Only the key shows whether an encrypted entry can be read here; damaged entries are removed.
                 if self._loader.opens(key, number):
                     return True
                 if self._backend.present([key]):
@@ -216,7 +216,7 @@ class Store:
                     pieces = self._cipher.encrypt(key, pieces)
                 check_size(f"the chunk of {key.hex()}", sum(map(len, pieces)), self._max_entry_bytes)
             except FAULTS as error:
-                # Such as a chunk that begins inside a token group of a cache that was packed in parts.
+                # For example, the chunk begins inside a token group of a cache that was packed in parts.
                 self._counters.fault("encode", error)
                 return False
             return self._backend.put(keys[: number + 1], pieces, now)
@@ -226,20 +226,20 @@ class Store:
         return stored * self.chunk
 
     def pin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> int:
-        """Keep the longest stored prefix from eviction, in every process, until ``unpin`` or ``delete``; its length in tokens."""
+        """Keep the longest stored prefix from eviction, in every process, until ``unpin`` or ``delete``; return its length in tokens."""
         keys = self.keys(token_ids, inputs=inputs)
         found = keys[: self._backend.present(keys)]
         return len(found) * self.chunk if found and self._backend.pin(found) else 0
 
     def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> bool:
-        """Undo ``pin`` of the same prefix, and say whether it was pinned."""
+        """Undo ``pin`` of the same prefix, and return whether it was pinned."""
         keys = self.keys(token_ids, inputs=inputs)
         return any(self._backend.unpin(keys[:count]) for count in range(len(keys), 0, -1))
 
     def delete(self, token_ids: Any, *, start: int = 0, inputs: Sequence[bytes] | None = None) -> int:
-        """Remove the stored chunks of a prefix that lie from token ``start`` on, pins of them too, and return how many there were.
+        """Remove the stored chunks of a prefix from token ``start`` on, with their pins, and return the number of chunks removed.
 
-        Longer prefixes that continue them are no longer found, and go when room is needed.
+        Longer prefixes that continue them are no longer found, and are evicted when room is needed.
         """
         keys = self.keys(token_ids, inputs=inputs)
         removed = keys[-(-start // self.chunk) :]
@@ -250,18 +250,18 @@ class Store:
         return count
 
     def collect(self) -> None:
-        """Remove what dead writers left and entries of older layouts, count the rest afresh, and evict what is above the budget."""
+        """Remove files of dead writers and entries of older layouts, count the rest again, and evict entries above the budget."""
         reclaim(self._backend, self._counters, self._cipher, max_entry_bytes=self._max_entry_bytes)
         self._backend.collect()
 
     def counters(self) -> dict[str, Any]:
-        """What this store has done since it was opened: counts by name, and ``faults`` by operation and reason."""
+        """The counters of this store since it was opened: counts by name, and ``faults`` by operation and reason."""
         return self._counters.as_dict()
 
     def stats(self) -> dict[str, Any]:
-        """``counters``, and ``entries`` and ``bytes`` of all that is stored at its location, which it looks through.
+        """``counters``, plus the ``entries`` and ``bytes`` stored at its location, which are listed to count them.
 
-        A store of several tiers also has ``tiers``, a list of the same for each.
+        A store of several tiers also has ``tiers``, a list of the same for each tier.
         """
         entries, size = self._backend.size()
         tiers = {"tiers": self._backend.stats()} if isinstance(self._backend, Tiers) else {}
@@ -273,11 +273,11 @@ class Store:
         return self._counters.prometheus({"entries": ("Entries at the location.", entries), "bytes": ("Bytes of those entries.", size)})
 
     def _determined(self, ids: bytes) -> bool:
-        """Whether the frequencies of ``ids`` and a token more are those of every shorter sequence."""
+        """Whether ``ids`` and one more token have the same frequencies as every shorter sequence."""
         return self._longest is None or len(ids) // ID_BYTES < self._longest
 
     def _moved(self, cache: Cache, device: torch.device | str) -> Cache | None:
-        """A copy on ``device``; None where that has no room."""
+        """A copy on ``device``; None if the device has no room."""
         import torch
 
         try:

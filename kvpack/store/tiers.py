@@ -1,8 +1,8 @@
-"""Tiers as one backend: several backends, the fastest first, such as memory, a folder and a server.
+"""Several tiers as one backend, the fastest first, such as memory, a folder and a server.
 
-What is read from a slower tier is copied to the faster ones once it has been checked. What is saved goes to all of them before
-``save`` returns (write-through), or to the first one, and to the others in the background (write-back). Each tier evicts by its
-own budget.
+An entry read from a slower tier is copied to the faster tiers once it has been checked. A saved entry goes to all tiers before
+``save`` returns (write-through), or to the first tier, and to the others in the background (write-back). Each tier evicts by
+its own budget.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 TierStats = list[dict[str, Any]]
 
 NOTE_SECONDS = 60.0
-"""How often a tier that was not asked is told that a prefix is in use, which may be a request."""
+"""How often a tier that was not asked is told that a prefix is in use; that may cost a request."""
 _NOTED = 4096
 
 
 class Tiers:
-    """``tiers`` are (backend, its counters), the fastest first; ``counters`` are those of all together."""
+    """``tiers`` are pairs (backend, its counters), the fastest first; ``counters`` are those of the whole store."""
 
     def __init__(self, tiers: Sequence[tuple[Backend, Counters]], counters: Counters, *, write_back: bool = False) -> None:
         self._backends = [backend for backend, _ in tiers]
@@ -68,7 +68,7 @@ class Tiers:
         for number, entry in enumerate(found):
             self._tier_counters[entry.tier].add("hit_chunks")
             self._counters.add("promoted_chunks", self._put_in(self._backends[: entry.tier], keys[: number + 1], entry.data, now_ns))
-        # Parts of a chain that were noted one by one would leave an ancestor older than what follows it.
+        # Noting parts of a chain one by one would leave an ancestor older than its descendants.
         self.touch(keys, now_ns, asked=max((entry.tier for entry in found), default=-1))
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
@@ -80,7 +80,7 @@ class Tiers:
         elif stored := self._backends[0].put(chain, pieces, now_ns):
             self._write_back.add(chain, b"".join(pieces), now_ns)
         else:
-            # What is nowhere else is not put off.
+            # The first tier does not have it, so the others get it at once.
             stored = self._put_below(chain, b"".join(pieces), now_ns)
         self._counters.add("saved_chunks", stored)
         self._counters.add("saved_bytes", sum(map(len, pieces)) if stored else 0)
@@ -98,7 +98,7 @@ class Tiers:
         return set().union(*(backend.delete(keys) for backend in self._backends))
 
     def discard(self, key: bytes, found: Found) -> None:
-        # What is queued was saved here, and another tier's may be a good one.
+        # The queued entry was saved here, and another tier's copy may be good.
         self._backends[found.tier].discard(key, Found(found.data, 0))
 
     def list(self) -> Iterator[Stored]:
@@ -127,7 +127,7 @@ class Tiers:
             backend.collect()
 
     def close(self) -> None:
-        """Write what is queued, and close every tier."""
+        """Write the queued entries, and close every tier."""
         if self._write_back is not None:
             self._write_back.close()
         for backend in self._backends:
@@ -150,10 +150,10 @@ class Tiers:
     def _in_turn(
         self, keys: Sequence[bytes], ask: Callable[[Backend, Sequence[bytes]], Any], count: Callable[[Any], int], beyond: int = -1
     ) -> Iterator[tuple[int, Any]]:
-        """(tier, its answer) for as long as one has the next of ``keys``; ``count`` says how many of them an answer has.
+        """(tier, its answer) for as long as a tier has the next of ``keys``; ``count`` gives the number of keys in an answer.
 
-        The fastest is asked first each time, and none again for the key that it did not have; for the first key only those
-        slower than ``beyond``.
+        The fastest tier is asked first each time, and no tier twice for a key that it lacks; for the first key only tiers slower
+        than ``beyond``.
         """
         found = 0
         ended: dict[int, int] = dict.fromkeys(range(beyond + 1), 0)
@@ -183,5 +183,5 @@ class Tiers:
 
 
 def _each(backends: Sequence[Backend], ask: Callable[[Backend], bool]) -> bool:
-    """Ask every backend, and say whether one said yes."""
+    """Ask every backend, and return whether any answered yes."""
     return True in [ask(backend) for backend in backends]

@@ -1,4 +1,4 @@
-"""One prefix as a single kvpack file, out of a store and into one (spec/store.md, Exported prefixes)."""
+"""Export and import of one prefix as a single kvpack file (spec/store.md, Exported prefixes)."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from .encryption import Cipher
 
 FEATURE = "token-ids"
-"""Begins the names of the ignorable features that hold an exported prefix's token ids: token-ids.0, token-ids.1 and so on."""
+"""The prefix of the names of the ignorable features that hold an exported prefix's token ids: token-ids.0, token-ids.1 and so on."""
 CHUNKS_FEATURE = "token-chunks"
-"""Begins those that are there instead where a chunk has a digest of other inputs: without it the token ids say too little."""
+"""The prefix of the names used instead if a chunk has a digest of other inputs: then token ids alone do not determine it."""
 MAX_TOKENS_BYTES = 2**26
-"""Bytes of a JSON file of token ids."""
+"""The most bytes of a JSON file of token ids."""
 _CHUNK_BYTES = 4
-"""Before the chunks: how many tokens each has, little-endian."""
+"""The size of the field before the chunks: the number of tokens per chunk, little-endian."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported prefix: ``chunk`` tokens have one of the digests ``inputs`` each, where there are any."""
+    """An exported prefix: every ``chunk`` tokens have one of the digests ``inputs``, if there are any."""
 
     identity: Identity
     ids: list[int]
@@ -51,7 +51,7 @@ def export_prefix(
 ) -> int:
     """Write a prefix to ``path`` as one kvpack file with its token ids, in the clear, and return the file's bytes.
 
-    Raises InvalidParameter for a prefix whose beginning is missing, WriteFailed, and what reading its entries raises.
+    Raises InvalidParameter for a prefix whose beginning is missing, WriteFailed, and the errors of reading its entries.
     """
     from kvpack.cache import files
     from kvpack.cache.cache import concat
@@ -65,7 +65,7 @@ def export_prefix(
         if data is None:
             raise MissingFile(f"entry {key.hex()} is gone")
         file = container.open_bytes(in_clear(key, data, cipher), where=f"entry {key.hex()}")
-        # What was listed may have been replaced since.
+        # A listed entry may have been replaced since.
         if check_entry(file, entry.start, entry.model, entry.recipe) != entry.named:
             raise InvalidHeader(f"{file.where}: is not the entry that was listed")
         chunks.append(files.read(file))
@@ -84,9 +84,9 @@ def _features(prefix: Prefix) -> dict[str, bytes]:
 
 
 def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str) -> Exported:
-    """What is in a kvpack file; ``tokens`` is a JSON file of its token ids, where it has none itself.
+    """The prefix in a kvpack file; ``tokens`` is a JSON file of its token ids if the file has none itself.
 
-    Raises InvalidParameter without ids, MissingFile, and what loading a file raises.
+    Raises InvalidParameter without ids, MissingFile, and the errors of loading a file.
     """
     from kvpack.cache import files
 
@@ -110,7 +110,7 @@ def _joined(ignorable: Mapping[str, bytes], feature: str) -> bytes:
 
 
 def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:
-    """(tokens of a chunk, digest of each, all token ids) of the features ``CHUNKS_FEATURE``. Raises InvalidHeader."""
+    """(tokens per chunk, digest of each chunk, all token ids) of the features ``CHUNKS_FEATURE``. Raises InvalidHeader."""
     chunk = int.from_bytes(data[:_CHUNK_BYTES], "little")
     digests, ids, place = [], [], _CHUNK_BYTES
     while place < len(data):

@@ -1,7 +1,7 @@
-"""Who may have written what a folder holds: its owner alone, who is this user or another (spec/store.md, Trust).
+"""Checks that only a folder's owner, this user or another, can have written its files (spec/store.md, Trust).
 
-Folders and files of anybody else, or that group or others may write, are not used. What another user owns is read by this one,
-as a copy that nobody changes between its check and its use.
+Folders and files of any other user, or writable by group or others, are not used. Files of an owner who is another user
+are read as copies, which cannot change between their check and their use.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 _NEVER = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-"""What the system says of a path that cannot be a store for this user, whatever happens to its disk."""
+"""The errors for a path that can never be a store for this user, whatever the state of its disk."""
 
 
 class Untrusted(PermissionError):
-    """A folder or a file that others than the store's owner may have written."""
+    """A folder or a file that users other than the store's owner may have written."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.EPERM, message)
@@ -39,9 +39,9 @@ class NotAnEntry(OSError):
 
 
 class Trust:
-    """The ``owner`` of the folder ``root``: this user where there is no folder yet.
+    """The ``owner`` of the folder ``root``: this user if there is no folder yet.
 
-    Raises InvalidParameter when ``root`` can be no store: others may write to it, it is no folder, or it cannot be reached.
+    Raises InvalidParameter if ``root`` cannot be a store: others may write to it, it is not a folder, or it cannot be reached.
     """
 
     def __init__(self, root: str) -> None:
@@ -54,7 +54,7 @@ class Trust:
         except OSError as error:
             if error.errno in _NEVER:
                 raise InvalidParameter(f"{root}: cannot be a store: {error.strerror}") from None
-            # It is made with the first entry, or its disk fails, as it may at any time.
+            # The folder is made with the first entry, or its disk fails, as it may at any time.
             return
         if not stat.S_ISDIR(status.st_mode):
             raise InvalidParameter(f"{root}: is no folder, a store is one")
@@ -69,12 +69,12 @@ class Trust:
 
     @property
     def private(self) -> bool:
-        """Whether this user owns the folder, so that nobody else changes what is in it."""
+        """Whether this user owns the folder, so that nobody else changes its files."""
         return self.owner == self._user
 
     @property
     def may_write(self) -> bool:
-        """Whether what this user writes is its owner's: root gives it to them."""
+        """Whether files that this user writes belong to the folder's owner: root gives them away."""
         return self._user in (self.owner, 0)
 
     @contextlib.contextmanager
@@ -83,7 +83,7 @@ class Trust:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
-            # A link, or a socket.
+            # The path is a link or a socket.
             if error.errno in (errno.ELOOP, errno.ENXIO):
                 raise NotAnEntry(path) from None
             raise
@@ -98,8 +98,8 @@ class Trust:
             os.close(descriptor)
 
     def check_folder(self, folder: str) -> None:
-        """Raise Untrusted unless a folder below the root, and those between, are its owner's alone. Raises OSError."""
-        # Who may replace a folder that was checked is the owner of the one above.
+        """Raise Untrusted unless a folder below the root, and every folder between, is writable by its owner alone. Raises OSError."""
+        # A checked folder can be replaced only by the owner of the folder above it.
         while folder != self._root and folder not in self._folders:
             status = os.stat(folder)
             if not stat.S_ISDIR(status.st_mode):
@@ -109,7 +109,7 @@ class Trust:
             folder = os.path.dirname(folder)
 
     def own(self, descriptor: int) -> None:
-        """Give a file or folder that this user has just made to the store's owner. Raises Untrusted when it is of another."""
+        """Give a file or folder that this user has just made to the store's owner. Raises Untrusted if it belongs to another user."""
         if self._user != 0 or self.owner == 0:
             return
         status = os.fstat(descriptor)
@@ -119,7 +119,7 @@ class Trust:
             self._check("what was made", status)
 
     def make_folder(self, folder: str, *, durable: bool) -> None:
-        """Make a folder and those above it where they are not there. Raises OSError, and Untrusted as ``check_folder``."""
+        """Make a folder and those above it if they are missing. Raises OSError, and Untrusted as ``check_folder``."""
         parent = os.path.dirname(folder)
         if not os.path.isdir(folder):
             if not os.path.isdir(parent):

@@ -1,8 +1,8 @@
-"""How many bytes a folder's entries take, and are about to: one number in a file, which writers change under its lock.
+"""The bytes that a folder's entries take, including those being written: one number in a file, changed under the file's lock.
 
-A writer takes bytes before it writes them, and only where they fit, so the entries and all that is unfinished are never more
-than the number. Whoever counts the folder afresh puts the count in its place. The file is a hint: one that is missing, makes no
-sense or is from before the machine was started is counted afresh likewise.
+A writer takes bytes before it writes them, and only if they fit, so entries and unfinished files never exceed the number.
+A new count of the folder replaces the number. The file is a hint: if it is missing, invalid or from before the machine
+started, the folder is counted again.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _SUM_BYTES = 8
 _SIZE = _FIELDS.size + _SUM_BYTES
 
 WAIT_SECONDS = 1.0
-"""How long a writer waits for another that is stopped while it holds the lock."""
+"""How long a writer waits for a writer that is stopped while it holds the lock."""
 _POLL_SECONDS = 0.0005
 
 
 class Count(NamedTuple):
-    """``total`` bytes; ``taken`` is the sum of all that was ever taken; ``generation`` is new with every count of the folder."""
+    """``total`` bytes; ``taken`` is the sum of all bytes ever taken; ``generation`` changes with every count of the folder."""
 
     generation: bytes
     total: int
@@ -42,31 +42,31 @@ class Count(NamedTuple):
 
 
 class Usage:
-    """The count in the file ``path``. Methods raise OSError, and BlockingIOError where the lock was not to be had in time.
+    """The count in the file ``path``. Methods raise OSError, and BlockingIOError if the lock could not be taken in time.
 
-    ``own`` is called with the descriptor of a file that was made.
+    ``own`` is called with the descriptor of a newly created file.
     """
 
     def __init__(self, path: str, own: Callable[[int], None]) -> None:
         self._path, self._own = path, own
 
     def read(self) -> Count | None:
-        """The count, or None when there is none or it makes no sense."""
+        """The count, or None if it is missing or invalid."""
         with self._opened() as descriptor:
             return None if descriptor is None else _read(descriptor)
 
     def take(self, size: int, fits: Callable[[int], bool], taken: Callable[[], None]) -> Count | None:
-        """Add ``size``, and call ``taken`` while no other can count: the new count, or None unless there is one that ``fits``."""
+        """Add ``size``, and call ``taken`` while nobody else can count; return the new count, or None if there is none that ``fits``."""
         with self._opened(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor)
             if descriptor is None or count is None or not fits(count.total + size):
                 return None
-            # Whoever counts the folder from now on sees the file that ``taken`` made as long as ``size``, or what is added here.
+            # A later count of the folder sees the file that ``taken`` made at length ``size``, or the bytes added here.
             taken()
             return _write(descriptor, Count(count.generation, count.total + size, count.taken + size))
 
     def give_back(self, size: int, counted: Count | None) -> None:
-        """Subtract ``size`` of what has been removed since it was ``counted``; a later count does not have it."""
+        """Subtract ``size`` bytes, removed since they were ``counted``; a later count does not include them."""
         with self._opened(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor)
             if descriptor is None or count is None or counted is None or count.generation != counted.generation:
@@ -74,7 +74,7 @@ class Usage:
             _write(descriptor, count._replace(total=max(0, count.total - size)))
 
     def replace(self, total: int, before: Count | None) -> None:
-        """Put ``total``, counted since the count was ``before``, and what was taken since then, in its place."""
+        """Replace the count by ``total``, counted since the count was ``before``, plus the bytes taken since then."""
         with self._opened(locked=True, make=True) as descriptor:
             assert descriptor is not None
             count = _read(descriptor)
@@ -94,7 +94,7 @@ class Usage:
             except PermissionError:
                 if not make:
                     raise
-                # Made by another user, such as an administrator once.
+                # Created by another user, such as an administrator who ran kvpack once.
                 os.unlink(self._path)
                 descriptor = os.open(self._path, flags, 0o600)
         except (FileNotFoundError, PermissionError):
@@ -141,7 +141,7 @@ def _write(descriptor: int, count: Count) -> Count:
 
 @functools.cache
 def _boot() -> bytes:
-    """What tells this run of the machine from others: after a loss of power a count may be older than what it counts."""
+    """Identifies this boot of the machine: after a power loss a count may be older than the files that it counts."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             return xxhash.xxh3_64_digest(file.read(64))

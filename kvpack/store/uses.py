@@ -1,8 +1,8 @@
-"""When entries of an object store were last used, for stores whose objects have no time that a reader may set.
+"""The last uses of an object store's entries, for stores whose objects have no time that a reader may set.
 
-Every user notes the chains that it uses and now and then puts a record of them beside the entries: keys, the one used longest
-ago first, and so every entry before its ancestors. The store's own clock dates a record. Whoever evicts reads all records and
-puts one in their place (spec/store.md, Object stores).
+Every user notes the chains that it uses and periodically puts a record of them next to the entries: keys, the least recently
+used first, and so every entry before its ancestors. The store's own clock dates a record. An evicting writer reads all records
+and replaces them by one (spec/store.md, Object stores).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 INTERVAL_SECONDS = 60.0
-"""How long a user notes before it puts a record; a crash loses what was noted since."""
+"""The time between two records of a user; a crash loses the uses noted since the last."""
 GRACE_NS = 3600 * 10**9
-"""An entry that no record names and that is younger than this may be one that its writer has yet to record."""
+"""An entry that no record names may await its writer's next record if it is younger than this."""
 _MOST_NOTED = 65_536
 
 
 class Uses:
-    """What one user has used since its last record. Safe to use from any thread."""
+    """The chains that one user has used since its last record. Safe to use from any thread."""
 
     def __init__(self) -> None:
-        # A dict keeps the order of insertion: what was used last is last.
+        # A dict keeps the order of insertion: the most recently used key is last.
         self._noted: dict[bytes, None] = {}
         self._since = time.monotonic()
         self._lock = Lock()
@@ -49,21 +49,21 @@ class Uses:
             return bool(self._noted) and (waited or len(self._noted) >= _MOST_NOTED)
 
     def take(self) -> bytes:
-        """The record of what was noted, which is forgotten; empty when nothing was."""
+        """The record of the noted uses, which are then forgotten; empty if there are none."""
         with self._lock:
             noted, self._noted = self._noted, {}
         return b"".join(noted)
 
 
 def record_name() -> str:
-    """A new name for a record: of two that have one time, a user's later one comes later in the alphabet."""
+    """A new name for a record: of two records of a user with the same time, the later one sorts later."""
     return f"{time.time_ns():020d}-{os.urandom(8).hex()}"
 
 
 def order_of(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, int]:
-    """The keys of all records, the one used longest ago first, with the time of their last use.
+    """The keys of all records with the times of their last uses, the least recently used first.
 
-    ``records`` are (time, name, record); one whose length makes no sense counts as far as it does.
+    ``records`` are (time, name, record); a record with an incomplete last key counts up to that key.
     """
     last: dict[bytes, int] = {}
     for used_ns, _, record in sorted(records):
@@ -75,10 +75,10 @@ def order_of(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, int]:
 
 
 def eviction_order(entries: Iterable[tuple[bytes, int]], last: dict[bytes, int], now_ns: int) -> list[bytes]:
-    """The keys of ``entries`` (key, when it was put), in the order in which they go: leaves before their ancestors.
+    """The keys of ``entries`` (key, time of its put), in the order of eviction: leaves before their ancestors.
 
-    What no record names is from a writer that died, or that has yet to record it: such entries go the newest first, for a
-    chain is put from its first chunk on; the former before what is recorded, the latter after it.
+    An entry that no record names is from a writer that died, or that has yet to record it. Such entries go the newest first,
+    because a chain is put from its first chunk on: those of dead writers before recorded entries, the others after.
     """
     unnamed = sorted(((put_ns, key) for key, put_ns in entries if key not in last), reverse=True)
     there = {key for key, _ in entries}

@@ -1,4 +1,4 @@
-"""A bounded queue of entries that slower tiers get in the background: one that is lost costs a miss there."""
+"""A bounded queue of entries that slower tiers get in the background: a lost entry costs a miss there."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     Write = Callable[[Sequence[bytes], bytes, int], object]
 
 QUEUE_BYTES = 256 * 2**20
-"""What waits at most; an entry that finds no room is dropped, for the engine must not wait."""
+"""The most bytes that wait; an entry that does not fit is dropped, because the engine must not wait."""
 FLUSH_SECONDS = 30.0
-"""How long ``close`` waits for what is queued."""
+"""How long ``close`` waits for the queued entries."""
 
 
 class WriteBack:
     """Calls ``write(chain, entry, now_ns)`` in a thread of its own, in the order of ``add``. Safe to use from any thread.
 
-    After a fork the child begins with an empty queue: the parent writes what is queued.
+    After a fork the child begins with an empty queue: the parent writes the queued entries.
     """
 
     _queue: OrderedDict[bytes, tuple[Sequence[bytes], bytes, int]]
@@ -37,7 +37,7 @@ class WriteBack:
         self._begin()
 
     def add(self, chain: Sequence[bytes], data: bytes, now_ns: int) -> None:
-        """Queue an entry, or drop it and count that."""
+        """Queue an entry, or drop it and count the drop."""
         self._begin_in_child()
         with self._changed:
             if self._bytes + len(data) > QUEUE_BYTES:
@@ -53,7 +53,7 @@ class WriteBack:
             self._changed.notify_all()
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Write none of ``keys`` from now on: those queued go, and one that is being written is waited for."""
+        """Write none of ``keys`` from now on: drop queued ones, and wait for one that is being written."""
         self._begin_in_child()
         gone = set(keys)
         with self._changed:
@@ -64,7 +64,7 @@ class WriteBack:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Write what is queued, for ``FLUSH_SECONDS`` at most; what is left then is dropped and counted."""
+        """Write the queued entries, for ``FLUSH_SECONDS`` at most; the rest is dropped and counted."""
         self._begin_in_child()
         deadline = time.monotonic() + FLUSH_SECONDS
         with self._changed:

@@ -65,5 +65,5 @@ class BlockRotation(ValueMap):
 
 
 def size_of_words(options: Options) -> int:
-    """The size of a block that a recipe asks for; 0 where it asks for none. Raises InvalidParameter for one out of range."""
+    """The block size that a recipe requests; 0 if it requests none. Raises InvalidParameter for a size out of range."""
     return options.integer("block_rotation", 0, 2, MAX_DIM)

@@ -1,7 +1,7 @@
-"""channel_order: the channels of a head in another order, which spreads the large ones over the blocks of a rotation (spec/side-cars.md).
+"""channel_order: a permutation of a head's channels that spreads the large ones over the blocks of a rotation (spec/side-cars.md).
 
-Source: RotateKV, outlier-aware rotation. A rotation of blocks evens out the channels of a block; with large channels in every
-block alike, it does so for all of them.
+Source: RotateKV, outlier-aware rotation. A rotation of blocks evens out the channels within a block; with the large channels
+spread over all blocks, it evens out all channels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_OF_U8 = 256
 class ChannelOrder(ValueMap):
     """Channel i is channel ``channel_order[i]`` of the head, stored as ``dtype``; the encoder spreads over blocks of ``size`` channels.
 
-    Raises InvalidParameter when ``dim`` channels are more than the dtype can name.
+    Raises InvalidParameter when ``dim`` channels are more than the dtype can number.
     """
 
     name: ClassVar[str] = "channel_order"
@@ -69,7 +69,7 @@ class ChannelOrder(ValueMap):
         return {STREAM: Layout(DTYPES[self.dtype], (batch, heads, 1, self.dim), per="run")}
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """The order for a run, ``[batch, kv_head, 1, dim]``: the channels by their size, dealt to the blocks to and fro."""
+        """The order for a run, ``[batch, kv_head, 1, dim]``: the channels by their size, dealt to the blocks back and forth."""
         batch, heads = run.shape[:2]
         size = torch.zeros(batch, heads, 1, self.dim, dtype=torch.float64, device=run.device)
         for block in run.blocks():

@@ -1,7 +1,7 @@
 """channel_scale: each channel of a head divided by a factor before anything else is done with it (spec/side-cars.md).
 
 Keys of many models have a few channels far larger than the others; a rotation spreads them over all, and every code then
-describes them. Divided out, they cost one number per channel, head and run, which attention folds into the query.
+describes them. Dividing them out costs one number per channel, head and run, which attention folds into the query.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 STREAM = "channel_scale"
 
 _ORDINARY = 4.0
-"""A channel is left as it is up to this many times the median root mean square."""
+"""A channel up to this many times the median root mean square is not scaled."""
 
 _LARGEST = 65504.0
 
 
 @dataclass(frozen=True)
 class ChannelScale(ValueMap):
-    """``dtype`` of the factors; ``paired`` gives the channels j and j + dim / 2, which RoPE mixes, the larger factor of the two."""
+    """Factors stored as ``dtype``; ``paired`` gives the channels j and j + dim / 2, which RoPE mixes, the larger factor of the two."""
 
     name: ClassVar[str] = "channel_scale"
     words: ClassVar[tuple[str, ...]] = ("channel_scale",)
@@ -59,11 +59,11 @@ class ChannelScale(ValueMap):
         return {STREAM: Layout(NORMS[self.dtype], (batch, heads, 1, self.dim), per="run")}
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """The factors ``[batch, kv_head, 1, dim]`` of a run: max(1, rms / (4 median rms)), rms a channel's root mean square."""
+        """The factors ``[batch, kv_head, 1, dim]`` of a run: max(1, rms / (4 median rms)), where rms is a channel's root mean square."""
         norms = [torch.linalg.vector_norm(block, dim=2, keepdim=True, dtype=torch.float64) for block in run.blocks()]
         size = torch.linalg.vector_norm(torch.stack(norms), dim=0)
         ordinary = _ORDINARY * size.median(3, keepdim=True).values
-        # Where half of the channels are zero nothing is known of an ordinary one.
+        # If half of the channels are zero, the size of an ordinary channel is unknown.
         factor = torch.where(ordinary > 0, size / ordinary, 1.0).clamp(1.0, _LARGEST)
         if self.paired and factor.shape[3] % 2 == 0:
             low, high = factor.chunk(2, 3)

@@ -27,7 +27,7 @@ FLAGS, VALUES = "outlier_flags", "outliers"
 CHUNK = 4
 
 _LEAST_NORM = 2.0**-13
-"""A chunk of less is left to the codec: binary16 holds numbers below 2^-14 with ever fewer bits."""
+"""The codec keeps chunks of a smaller norm: binary16 holds numbers below 2^-14 with ever fewer bits."""
 
 _LARGEST_MULTIPLIER = 1000
 
@@ -36,7 +36,7 @@ _LARGEST_MULTIPLIER = 1000
 class Outliers(FramePart):
     """Chunks of the coded frame whose norm is above ``multiplier`` times the median of their head are stored in binary16.
 
-    The median is that of the chunks that are not zero: those of padding say nothing of the others.
+    The median is over the chunks that are not zero, because chunks of padding tell nothing about the others.
     """
 
     name: ClassVar[str] = "outliers"
@@ -97,7 +97,7 @@ class Outliers(FramePart):
     def encode(self, u: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """``u`` ``[batch, kv_head, token, dim]`` with zeros for its outliers, and the streams that hold them.
 
-        Raises OutOfRange when one does not fit binary16.
+        Raises OutOfRange when an outlier does not fit binary16.
         """
         chunks = _chunks(u)
         flagged = _norms(chunks) > threshold
@@ -120,7 +120,7 @@ class Outliers(FramePart):
         return flags != 0
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload for spare bits, flags that are more or fewer than the outliers, and values that no writer makes."""
+        """Raise InvalidPayload for spare bits, flags whose count is not that of the outliers, and values that no writer produces."""
         planes = [arrays[f"{FLAGS}.{plane}"] for plane in range(len(self.packing.planes))]
         self.packing.check(planes, f"{where}.{FLAGS}")
         values = arrays[VALUES]
@@ -133,7 +133,7 @@ class Outliers(FramePart):
 
 
 def _refuse_first(chunks: torch.Tensor, flagged: torch.Tensor) -> NoReturn:
-    """Raise OutOfRange, which names the first outlier that does not fit."""
+    """Raise OutOfRange, naming the first outlier that does not fit binary16."""
     batch, head, token, chunk, k = torch.nonzero(flagged[..., None] & ~(chunks.abs() < HALF_LIMIT))[0].tolist()
     raise OutOfRange(
         f"the outlier at batch {batch}, head {head}, token {token}, channel {CHUNK * chunk + k} of the coded frame is "
@@ -142,7 +142,7 @@ def _refuse_first(chunks: torch.Tensor, flagged: torch.Tensor) -> NoReturn:
 
 
 def _chunks(u: torch.Tensor) -> torch.Tensor:
-    """``[batch, kv_head, token, chunk, 4]``."""
+    """``u`` in chunks of four values, ``[batch, kv_head, token, chunk, 4]``."""
     return u.reshape(*u.shape[:-1], u.shape[-1] // CHUNK, CHUNK)
 
 

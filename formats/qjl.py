@@ -1,4 +1,4 @@
-"""qjl: what a codec leaves over, as the signs of a second rotation of it and its norm (spec/side-cars.md).
+"""qjl: the residual of a codec, stored as its norm and the signs of a second rotation of it (spec/side-cars.md).
 
 It makes inner products with a query unbiased. Source: OCTOPUS Sec. 3.6 and App. C.15, after QJL.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SIGNS, NORM = "qjl_signs", "qjl_norm"
 DEFAULT_SEED = 1
-"""Not that of the rotations: the two are to be independent."""
+"""Differs from the seed of the rotations, so that the two are independent."""
 
 
 @dataclass(frozen=True)

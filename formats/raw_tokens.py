@@ -1,6 +1,6 @@
-"""raw_tokens: some tokens kept as they are, in every head (spec/side-cars.md).
+"""raw_tokens: some tokens stored unquantized, in every head (spec/side-cars.md).
 
-Attention sinks and tokens of low norm are few, and spoil the groups that they are in. Source: OScaR Sec. 3.1, after OTT.
+Attention sinks and tokens of low norm are few, and degrade the groups that they are in. Source: OScaR Sec. 3.1, after OTT.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_RAW_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class RawTokens(KeptTokens):
-    """Tokens of a side stored as ``dtype``: the ``first`` ones of it, and the ``low_norm`` ones with the least norm in its first run."""
+    """Tokens of a side stored as ``dtype``: its ``first`` tokens, and the ``low_norm`` tokens of least norm in its first run."""
 
     name: ClassVar[str] = "raw_tokens"
     words: ClassVar[tuple[str, ...]] = ("raw_tokens", "sinks", "low_norm_tokens")
@@ -75,7 +75,7 @@ class RawTokens(KeptTokens):
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], token_group))
 
     def choose(self, run: Run, continues: bool) -> torch.Tensor:
-        """Which tokens of a run to keep raw, bool ``[batch, token]``: none where it ``continues`` another."""
+        """Which tokens of a run to keep raw, bool ``[batch, token]``: none if it ``continues`` another."""
         batch, _, tokens, _ = run.shape
         chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=run.device)
         if continues:
@@ -90,7 +90,7 @@ class RawTokens(KeptTokens):
     def encode(self, x: torch.Tensor, chosen: torch.Tensor, token_group: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """``x`` ``[batch, kv_head, token, dim]`` without the ``chosen`` tokens, and the streams that hold these.
 
-        In their place is the mean of the others of their token group, which widens no group, or zero where there are none.
+        Each is replaced by the mean of the other tokens of its token group, which widens no group, or by zero if there are none.
         Raises OutOfRange when a value does not fit the dtype.
         """
         rest = torch.where(chosen[:, None, :, None], _means(x, ~chosen, token_group), x) if chosen.any() else x
@@ -113,7 +113,7 @@ class RawTokens(KeptTokens):
         return streams[VALUES][0, 0].to(torch.float32)
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload for a flag above 1, and flags that are more or fewer than the raw tokens, whose values may be any."""
+        """Raise InvalidPayload for a flag above 1, and for a count of flags that is not that of the raw tokens. Any values are valid."""
         flags, rows = arrays[FLAGS], arrays[VALUES].shape[2]
         count = 0
         for first, block in value_blocks(flags):

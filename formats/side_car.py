@@ -1,15 +1,15 @@
-"""What every side-car is: its parameters, its streams, and where it takes part in coding (spec/side-cars.md).
+"""The interface of every side-car: its parameters, its streams, and its place in coding (spec/side-cars.md).
 
 A side-car file holds one frozen dataclass of one of four kinds. A run is encoded in this order of kinds:
 
 1. ``KeptTokens`` take whole tokens out of the values.
 2. ``ValueMap`` maps the values of each head linearly, before the codec's rotation leads to the coded frame.
 3. ``FramePart`` takes a part of the values out of the coded frame; the codec encodes the rest.
-4. ``ResidualSketch`` describes what the codec loses.
+4. ``ResidualSketch`` describes the codec's error.
 
-Decoding puts back in the coded frame what parts hold and adds what sketches describe, then inverts the rotation and the maps, then
-puts back the kept tokens. Side-cars of one kind stand in the order of the table ``formats.SIDE_CARS`` (parts are put back and maps
-are inverted in the reverse of it); that table is also the order of their keys and of their streams in a file.
+Decoding puts the parts back in the coded frame and adds the sketched residuals, then inverts the rotation and the maps, then
+puts back the kept tokens. Side-cars of one kind apply in the order of the table ``formats.SIDE_CARS`` (parts are put back and maps
+inverted in reverse order); their keys and streams in a file have the same order.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunStep:
-    """What a side-car does with a run before the codec: ``streams`` have one row per run, and ``encode(block, start)`` is called per block.
+    """A side-car's step before the codec for one run: ``streams`` have one row per run, and ``encode(block, start)`` is called per block.
 
     A block is finite float32 ``[batch, kv_head, token, dim]``, its first token ``start``, a multiple of the token group. ``encode``
-    returns the block as the next step takes it, and the streams with one row per token or entry.
+    returns the block for the next step, and the streams with one row per token or entry.
     """
 
     streams: Mapping[str, torch.Tensor]
@@ -53,29 +53,29 @@ class SideCar(ABC):
     name: ClassVar[str]
     """Its key in a codec's map in the header, after the codec's own parameters."""
     words: ClassVar[tuple[str, ...]]
-    """The options of a recipe that ask for it and steer it."""
+    """The options of a recipe that request and configure it."""
     dim: int
 
     @classmethod
     @abstractmethod
     def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
-        """The side-car that a recipe's ``options`` for this ``side`` ("k" or "v") ask for; None where they ask for none.
+        """The side-car that a recipe's ``options`` for this ``side`` ("k" or "v") request; None if they request none.
 
-        Raises InvalidParameter for an option that is out of range, or that needs another one.
+        Raises InvalidParameter for an option that is out of range, or that needs another option.
         """
 
     @classmethod
     @abstractmethod
     def of_params(cls, dim: int, value: Any) -> Self:
-        """The side-car of its ``value`` in the header. Raises InvalidParameter for a type or a value that the format does not have."""
+        """The side-car with this ``value`` in the header. Raises InvalidParameter for a type or a value that the format does not have."""
 
     @abstractmethod
     def params(self) -> Any:
-        """Its value in the header: a string, an integer or a map, of which ``of_params`` makes an equal side-car."""
+        """Its value in the header: a string, an integer or a map, from which ``of_params`` makes an equal side-car."""
 
     @property
     def nominal_bits(self) -> float:
-        """Bits per value that the source paper counts."""
+        """Bits per value, as the source paper counts them."""
         return 0.0
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
@@ -110,7 +110,7 @@ class KeptTokens(SideCar):
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, token_group: int) -> RunStep:
         """Choose the tokens of ``run`` to keep; ``before`` are the streams of the run that precedes it in its side.
 
-        The step puts values in their places that widen none of the groups of ``token_group`` tokens that the codec encodes together.
+        The step replaces them by values that widen none of the groups of ``token_group`` tokens that the codec encodes together.
         """
 
     @abstractmethod
@@ -135,7 +135,7 @@ class ValueMap(SideCar):
     """
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """Its streams for ``run``, whose blocks come as the maps before it leave them."""
+        """Its streams for ``run``, whose blocks have passed the maps before it."""
         return {}
 
     @abstractmethod
@@ -149,12 +149,12 @@ class ValueMap(SideCar):
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The transpose of ``inverse``: queries whose products with mapped keys are those of ``q`` with keys.
 
-        For an orthogonal map that is ``forward``; any other map defines its own.
+        For an orthogonal map it is ``forward``; any other map defines its own.
         """
         return self.forward(q, streams)
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
-        """Take over the streams of the run ``before``, with which the two can be joined, or else measure ``run``."""
+        """Reuse the streams of the run ``before``, so that the two can be joined, or else measure ``run``."""
         names = self.layout(1, 1, 0)
         if before is not None and all(name in before for name in names):
             streams = {name: before[name] for name in names}
@@ -179,7 +179,7 @@ class FramePart(SideCar):
 
 
 class ResidualSketch(SideCar):
-    """Describes what is left over when the codec's decoded values are taken from those that it was given."""
+    """Describes the residual: the codec's input less its decoded values."""
 
     @abstractmethod
     def encode(self, residual: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -191,14 +191,14 @@ class ResidualSketch(SideCar):
 
 
 def known_word(side_car: str, value: Any, known: Mapping[str, str]) -> str:
-    """``value``, a string of ``known``. Raises InvalidParameter for any other."""
+    """``value``, a string of ``known``. Raises InvalidParameter for any other value."""
     if type(value) is not str or value not in known:
         raise InvalidParameter(f"side-car {side_car} is {value!r}, expected one of {', '.join(known)}")
     return value
 
 
 def typed_map(side_car: str, value: Any, types: dict[str, type]) -> dict[str, Any]:
-    """``value``, a map of the keys of ``types`` in their order, each of its type. Raises InvalidParameter for any other."""
+    """``value``, a map of the keys of ``types`` in their order, each of its type. Raises InvalidParameter for any other value."""
     if type(value) is not dict or tuple(value) != tuple(types) or any(type(value[key]) is not kind for key, kind in types.items()):
         expected = ", ".join(f"{key}: {kind.__name__}" for key, kind in types.items())
         raise InvalidParameter(f"side-car {side_car} is {value!r}, expected a map {{{expected}}}")

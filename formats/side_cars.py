@@ -1,4 +1,4 @@
-"""A codec with side-cars (spec/side-cars.md): what a side-car does is in a file of its own, and ``side_car`` says when it does it."""
+"""A codec with side-cars (spec/side-cars.md). Each side-car has a file of its own; ``side_car`` defines the order of their steps."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     Encode = Callable[[torch.Tensor, int], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 _LARGE = 2.0**100
-"""Below this no step of a side-car makes an infinite value of what a codec decodes to."""
+"""Below this bound no step of a side-car turns a codec's decoded value into an infinity."""
 
 
 @dataclass(frozen=True)
 class WithSideCars(Codec):
     """``codec`` with at least one side-car; ``side_cars`` are in the order of the table ``formats.SIDE_CARS``.
 
-    Raises InvalidParameter when the codec is raw: it loses nothing that a side-car could keep.
+    Raises InvalidParameter for the codec raw, which loses nothing that a side-car could keep.
     """
 
     id: ClassVar[str] = ""
@@ -44,7 +44,7 @@ class WithSideCars(Codec):
     def __post_init__(self) -> None:
         if self.codec.id == "raw":
             raise InvalidParameter(f"codec raw takes no side-cars, found {', '.join(side_car.name for side_car in self.side_cars)}")
-        # The codec's own id and dim: by them files and messages call it.
+        # The codec's own id and dim, by which files and messages name it.
         object.__setattr__(self, "id", self.codec.id)
         object.__setattr__(self, "dim", self.codec.dim)
 
@@ -119,7 +119,7 @@ class WithSideCars(Codec):
         return RunEncoder({**inner.streams, **own}, encode)
 
     def _begin_steps(self, run: Run, before: Streams | None) -> tuple[_Steps, dict[str, torch.Tensor]]:
-        """What brings the blocks of ``run`` to the codec, and the side-cars' streams with one row per run."""
+        """The steps that the blocks of ``run`` take to the codec, and the side-cars' streams with one row per run."""
         steps = _Steps(run)
         own: dict[str, torch.Tensor] = {}
 
@@ -140,11 +140,11 @@ class WithSideCars(Codec):
         return steps, own
 
     def _sketches(self, block: torch.Tensor, streams: Streams, taken: Streams) -> dict[str, torch.Tensor]:
-        """The streams that describe what the codec's ``streams`` lose of a ``block``; ``taken`` hold the parts that were taken out."""
+        """The streams that describe the error of the codec's ``streams`` for a ``block``; ``taken`` holds the parts taken out."""
         if not self.sketches:
             return {}
         given, decoded = self.rotation.forward(block), self.codec.decode_frame(streams)
-        # Both with the parts put back: what is stored exactly leaves nothing over.
+        # Both have the parts put back, so that exactly stored values leave no residual.
         for part in reversed(self.frame_parts):
             given, decoded = part.put(given, taken), part.put(decoded, taken)
         result: dict[str, torch.Tensor] = {}
@@ -162,15 +162,15 @@ class WithSideCars(Codec):
         return self.complete(self.codec.decode_digits(digits, streams), streams)
 
     def complete(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """What the codec alone decodes to, with everything that the side-cars know, in the coded frame."""
+        """The codec's decoded ``frame`` completed by all side-cars, in the coded frame."""
         frame = self._corrected(frame, streams)
         for tokens in self.kept_tokens:
             frame = tokens.put(frame, self._coded(tokens.kept(streams), tokens.flags(streams), streams), streams)
         return frame
 
     def _coded(self, kept: torch.Tensor, flags: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """``kept`` tokens ``[entry, kv_head, dim]``, of which ``flags`` ``[batch, token]`` say where they stand, in the coded frame."""
-        # What a run has once is of every sequence and head; for a kept token it is that of its sequence.
+        """``kept`` tokens ``[entry, kv_head, dim]`` in the coded frame; ``flags`` ``[batch, token]`` mark their places."""
+        # Rows stored once per run have every sequence and head; a kept token takes those of its own sequence.
         sequence = flags.T.nonzero()[:, 1]
         rows = {name: rows_of(streams[name], 0, sequence) for value_map in self.value_maps for name in value_map.layout(1, 1, 0)}
         kept = kept[:, :, None]
@@ -182,7 +182,7 @@ class WithSideCars(Codec):
         return self.complete_original(self.codec.decode_frame(streams), streams)
 
     def complete_original(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """What the codec alone decodes to, with everything that the side-cars know, in the original frame."""
+        """The codec's decoded ``frame`` completed by all side-cars, in the original frame."""
         values = self.original(self._corrected(frame, streams), streams)
         for tokens in self.kept_tokens:
             values = tokens.put(values, tokens.kept(streams), streams)
@@ -205,7 +205,7 @@ class WithSideCars(Codec):
         return self.codec.query(self.inner_query(q, streams), streams)
 
     def inner_query(self, q: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """The queries ``[batch, kv_head, row, dim]`` whose products with what the codec alone decodes to are those of ``q`` with keys."""
+        """The queries ``[batch, kv_head, row, dim]`` whose products with the codec's decoded values are those of ``q`` with keys."""
         for value_map in self.value_maps:
             q = value_map.query(q, streams)
         return q
@@ -225,7 +225,7 @@ class WithSideCars(Codec):
 
 
 class _Steps:
-    """The steps that the blocks of ``run`` go through on their way to the codec."""
+    """The steps that the blocks of ``run`` take to the codec."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -239,7 +239,7 @@ class _Steps:
         return _after(tuple(self._steps), block, start)
 
     def run(self) -> Run:
-        """The run after the steps so far; errors say which tokens a block holds."""
+        """The run after the steps so far; errors name the tokens of a block."""
         if not self._steps:
             return self._run
         steps = tuple(self._steps)
@@ -267,7 +267,7 @@ def _after(steps: tuple[Encode, ...], block: torch.Tensor, start: int) -> tuple[
 
 
 def _finite(x: torch.Tensor, what: str) -> torch.Tensor:
-    """``x`` ``[batch, kv_head, token, dim]``. Raises OutOfRange, which says ``what`` was done, where a value is not finite."""
+    """``x`` ``[batch, kv_head, token, dim]``. Raises OutOfRange, which says ``what`` was done, if a value is not finite."""
     # The sum is one cheap pass; only when it is not finite (it may merely overflow) is every value looked at.
     if not torch.isfinite(x.sum()) and not torch.isfinite(x).all():
         batch, head, token, channel = torch.nonzero(~torch.isfinite(x))[0].tolist()

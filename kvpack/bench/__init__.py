@@ -1,1 +1,1 @@
-"""Measurements of kvpack on this machine: of speed (io), and of the quality that packing costs a model (quality)."""
+"""Measurements of kvpack on this machine, such as its speed (io) and the loss of model quality from packing (quality)."""

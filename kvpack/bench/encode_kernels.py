@@ -1,7 +1,7 @@
 """kvpack bench kernels: encoding on a CUDA device, compared with a copy of the input and the papers' times; whole pack and unpack.
 
-One side of the LLM row of OCTOPUS Table 7. Times of encoding are of the kernels alone, in CUDA graphs over inputs in turn, larger
-together than the L2 cache; packing and unpacking are the library's calls, with their memory and their checks.
+One side of the LLM row of OCTOPUS Table 7. Encoding times are of the kernels alone, in CUDA graphs that cycle over inputs
+larger together than the L2 cache; packing and unpacking are the library's calls, including allocation and checks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _INPUTS = 3
 
 
 def run(recipes: Sequence[str], shape: Shape = SHAPE) -> dict[str, Any]:
-    """Measure every codec of ``recipes`` and return JSON values; there is a CUDA device. Raises InvalidRecipe, InvalidParameter."""
+    """Measure every codec of ``recipes`` and return JSON values. Requires a CUDA device. Raises InvalidRecipe, InvalidParameter."""
     generator = torch.Generator("cuda").manual_seed(0)
     size = (shape.batch, shape.heads, shape.tokens, shape.dim)
     inputs = [torch.randn(size, device="cuda", generator=generator).to(torch.bfloat16) for _ in range(_INPUTS)]
@@ -82,7 +82,7 @@ def run(recipes: Sequence[str], shape: Shape = SHAPE) -> dict[str, Any]:
 
 
 def codecs_of(recipe: str, dim: int) -> Iterator[tuple[str, Codec]]:
-    """The sides of ``recipe`` and their codecs, one of two equal ones and no raw ones."""
+    """The sides of ``recipe`` and their codecs, without duplicates and raw codecs."""
     found: list[Codec] = []
     for side in "kv":
         codec = parse_recipe(recipe).codec(0, 1, side, dim)
@@ -95,7 +95,7 @@ def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copie
     from kvpack.kernels.encode.encode import prepare
 
     encodings = [prepare(codec, x) for x in inputs] if uses_triton(inputs[0].device) else []
-    # What the kernels lack is encoded by torch, and has the time of packing only.
+    # Torch encodes the codecs that the kernels lack; they have only a time of packing.
     runs = [encoding.run for encoding in encodings if encoding is not None and encoding.run()]
     seconds = graph_seconds(runs) if runs else None
     pair = (inputs[0], None) if side == "k" else (None, inputs[0])

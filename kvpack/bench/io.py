@@ -1,6 +1,6 @@
 """kvpack bench io: encode, save, load and unpack one KV cache, compared with safetensors and a memory copy in the same run.
 
-Every speed is GB/s of the dense bf16 cache, whatever the bytes stored. Files are read from the page cache.
+Every speed is in GB/s of the dense bf16 cache, whatever its packed size. Files are read from the page cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 DEFAULT_SYNTHETIC = "8x1x8x4096x128"
-"""Large enough that neither the processor's cache nor the cost of a call decides: 128 MiB in bf16."""
+"""Large enough that neither the processor's cache nor call overhead dominates: 128 MiB in bf16."""
 
 RECIPES = ("bf16", "kivi-2", "octopus-3", "hqmq-s24-r3", "turboangle-k8v4")
 DEFAULT_TOKENS = 4096
@@ -60,7 +60,7 @@ class Source:
 def source(model: str | None, text: str | None, tokens: int | None, synthetic: str | None) -> Source:
     """The KV cache that the options of ``kvpack bench io`` ask for.
 
-    Raises InvalidParameter for a wrong shape or more tokens than the text has, MissingFile for a text that cannot be read.
+    Raises InvalidParameter for a wrong shape or more tokens than the text has, and MissingFile for an unreadable text.
     """
     if synthetic is not None or (model is None and text is None):
         return _synthetic(synthetic or DEFAULT_SYNTHETIC)
@@ -98,7 +98,7 @@ def _prefilled(folder: Path, path: str | None, tokens: int | None) -> Source:
 
 @dataclass
 class _Clock:
-    """Times of several runs, and the count of them for the progress bar."""
+    """Times several runs, and counts them for the progress bar."""
 
     repeats: int
     total: int
@@ -106,7 +106,7 @@ class _Clock:
     done: int = 0
 
     def seconds(self, run: Callable[[], object]) -> list[float]:
-        """Seconds that ``run`` takes, ``repeats`` times after one that is not counted."""
+        """The seconds of ``repeats`` runs after a warm-up run."""
         run()
         seconds = []
         for _ in range(self.repeats):
@@ -127,7 +127,7 @@ def run(
     """Measure everything on ``cache`` and return JSON values: one row per operation.
 
     A row's ``of_new_copy``, ``of_reused_copy`` and ``of_safetensors`` are ratios of speeds (above 1 is faster): to a copy of
-    the bf16 cache into new memory, as encoding makes it, to one into memory that is there already, and to safetensors.
+    the bf16 cache into new memory, as encoding allocates, to a copy into existing memory, and to safetensors.
     Raises InvalidParameter.
     """
     if repeats < 1:
@@ -138,7 +138,7 @@ def run(
         rows = _peers(cache, clock, dense)
         for recipe in recipes:
             rows += _recipe(cache, recipe, clock, packed)
-        # Everything is measured against the peers: timed before and after, they are as loaded as what is between.
+        # Everything is compared with the peers: timed before and after, they see the same load on the machine.
         for row, again in zip(rows, _peers(cache, clock, dense), strict=False):
             row["times"] += again["times"]
     for row in rows:

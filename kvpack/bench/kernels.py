@@ -1,7 +1,7 @@
 """kvpack bench kernels: attention over packed rows on a CUDA device, compared with the best bf16 attention in the same run.
 
-Times are of CUDA graphs over buffers in turn, larger together than the L2 cache: main kernel and merge, and beside them the whole
-of ``attend``, which rotates the query before and the output after.
+Times are of CUDA graphs that cycle over buffers larger together than the L2 cache: main kernel and merge, and also all of
+``attend``, which rotates the query before and the output after.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHAPES = {
     "C": Shape(8, 32, 8, 128, 16384),
     "D": Shape(1, 16, 16, 64, 32760),
 }
-"""A is that of the OCTOPUS paper's Table 7."""
+"""The shapes by letter; A is that of the OCTOPUS paper's Table 7."""
 
 RECIPES = (
     "kv=group:b=4,g=32",
@@ -76,7 +76,7 @@ SWEEP = Shape(1, 32, 8, 128, 0)
 SWEEP_TOKENS = tuple(1 << power for power in range(10, 19))
 
 PARTS = ("attention", "encode")
-"""What is measured: attention on every shape, and encoding on that of ``encode_kernels``."""
+"""The parts of the measurement: attention on every shape, and encoding on the shape of ``encode_kernels``."""
 
 _COLD_BYTES = 150 << 20
 _MOST_COPIES = 64
@@ -108,7 +108,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure recipes (None: those of each part) and return JSON values; ``sweep`` adds contexts and, with ``out``, their picture.
 
-    Raises InvalidParameter where there is no CUDA device, InvalidRecipe, WriteFailed.
+    Raises InvalidParameter without a CUDA device, InvalidRecipe and WriteFailed.
     """
     named = [(text, parse_shape(text)) for text in shapes]
     for recipe in recipes or ():
@@ -137,10 +137,10 @@ def run(
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second that a kernel reads and writes: of all bits, turned."""
+    """Bytes per second that a kernel reads and writes when it inverts all bits."""
     source = torch.empty(_COPIED_BYTES // 4, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
-    # In a graph a plain copy of so much was two thirds as fast on an H200.
+    # In a graph a plain copy of this size was two thirds as fast on an H200.
     return 2 * _COPIED_BYTES / graph_seconds([lambda: torch.bitwise_not(source, out=target)])
 
 
@@ -175,7 +175,7 @@ def _peers(q: torch.Tensor, kv: list[torch.Tensor]) -> list[dict[str, Any]]:
             try:
                 seconds = graph_seconds([partial(scaled_dot_product_attention, q, k, v, enable_gqa=True) for k, v in copies])
             except RuntimeError:
-                # This torch lacks the backend, or it does not take the shape.
+                # This torch lacks the backend, or the backend does not take the shape.
                 continue
         rows.append({"recipe": name, "bytes": size, "seconds": seconds, "whole_seconds": seconds, "error": None, "unpack_seconds": None})
     return rows
@@ -186,7 +186,7 @@ def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]
     kernels = attention_kernels(q, layer)
     size = sum(stream.nbytes for side in layer.sides.values() for page in side.pages for stream in page.streams.values())
     if kernels is None:
-        # Torch operations, which no graph may hold.
+        # Torch operations, which a graph cannot hold.
         seconds = whole = median_seconds(lambda: kvpack.attend(q, layer))
     else:
         arguments = (q.shape[-1] ** -0.5, True, None, None)
@@ -201,7 +201,7 @@ def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]
 
 
 def _copies(size: int) -> int:
-    """Buffers that together exceed the L2 cache."""
+    """The number of buffers that together exceed the L2 cache."""
     return max(1, min(_MOST_COPIES, math.ceil(_COLD_BYTES / size)))
 
 
@@ -214,7 +214,7 @@ def _copied(layer: Layer) -> Layer:
 
 
 def _error(q: torch.Tensor, layer: Layer) -> float:
-    """Of ``kvpack.attend``, relative in the 2-norm, against fp64 attention over the decoded values."""
+    """The relative 2-norm error of ``kvpack.attend`` against fp64 attention over the decoded values."""
     k, v = layer.unpack(torch.float32)
     assert k is not None
     assert v is not None

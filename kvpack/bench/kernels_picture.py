@@ -1,4 +1,4 @@
-"""The picture of a sweep of kvpack bench kernels: time against the length of the context, and beside it over that of bf16."""
+"""The picture of a sweep of kvpack bench kernels: time against context length, and next to it the ratio to bf16's time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 _SIZE = (11.0, 4.8)
 _LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 3)))
 _PALEST = 0.45
-"""How far the last recipe of a codec is from its colour to white."""
+"""The fraction of white in the colour of a codec's last recipe."""
 
 OWN_BF16 = "bf16"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Write the picture as .png and .svg. Raises OSError, KvpackError where matplotlib is missing."""
+    """Write the picture as .png and .svg. Raises OSError, and KvpackError without matplotlib."""
     figure = picture.library().Figure(figsize=_SIZE, dpi=200, layout="constrained")
     sweep = report["sweep"]
     tokens = [table["tokens"] for table in sweep]
@@ -42,7 +42,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     shape = sweep[0]
     title = f"{report['device']}: a decode step over {shape['q_heads']} query heads, {shape['heads']} KV heads, dim {shape['dim']}"
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    # In the order of the lines' right ends.
+    # Sorted by the lines' right ends.
     slowest_first = sorted(sweep[-1]["rows"], key=lambda row: -row["seconds"])
     names = [row["recipe"] for row in slowest_first]
     figure.legend([lines[name] for name in names], names, loc="outside right center", fontsize=6.5, frameon=False)
@@ -51,7 +51,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def _styles(rows: list[dict[str, Any]], dim: int) -> list[dict[str, Any]]:
-    """One colour and marker a codec, and a shade and a line of its own for each recipe of it."""
+    """One colour and marker per codec, and one shade and line style per recipe of it."""
     families = [_family(row, dim) for row in rows]
     styles = []
     for number, family in enumerate(families):

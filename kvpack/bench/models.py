@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_TEXT_BYTES = 2**30
-"""Bytes of a text."""
+"""The most bytes of a text."""
 
 OUTLIER_PAIRS = 2
 """RoPE channel pairs of every KV head that the twin scales."""
 
 TWIN_TOLERANCE = 1e-3
-"""The most by which a logit of the twin may differ from the model's own, as a part of the largest logit."""
+"""The largest difference allowed between a logit of the twin and the model's own, relative to the largest logit."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Text:
 
 
 def vocabulary(model: Any) -> int:
-    """Token ids that the model takes: all below this number."""
+    """The number of token ids that the model takes: all ids are below it."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
@@ -66,7 +66,7 @@ def make_twin(model: Any, factor: float, sample: torch.Tensor, seed: int) -> flo
     """Multiply the keys' weights in two RoPE pairs of every KV head by ``factor``, and divide the queries' by it.
 
     The function stays the same, while keys get the outlier channels that some larger models have. ``sample`` is token
-    ids ``[batch, token]``; returns the largest difference of a logit on it, as a part of the largest logit. Raises
+    ids ``[batch, token]``; returns the largest difference of a logit on it, relative to the largest logit. Raises
     InvalidParameter for a factor that is not above 0, a model without q_proj and k_proj, and one whose logits change
     by more than TWIN_TOLERANCE (because it normalizes keys, for example).
     """

@@ -1,7 +1,7 @@
-"""Needle recall of a byte-level model: key lines planted in a text, asked for after it.
+"""Needle recall of a byte-level model: key lines are planted in a text and asked for after it.
 
 A key line reads ``[[key QWERTY = 8J2K9XPL]]``, with 6 and 8 random characters of A-Z and 0-9. An answer is right when every one
-of the 8 bytes is the model's first choice, the true bytes before it given.
+of the 8 bytes is the model's first choice, given the true bytes before it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LINES = 5
-"""Key lines in a prompt; each is asked for."""
+"""The number of key lines in a prompt; each is asked for."""
 
 LINE_BYTES = len(b"\n[[key QWERTY = 8J2K9XPL]]\n")
 
@@ -28,14 +28,14 @@ _CHARACTERS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text with key lines in it, and the (question, value) of each line: bytes all."""
+    """A text with key lines in it, and the (question, value) of each line, all as bytes."""
 
     text: bytes
     questions: tuple[tuple[bytes, bytes], ...]
 
 
 def plant(text: bytes, generator: torch.Generator) -> Prompt:
-    """``text`` with LINES key lines inserted at random places and its end cut off, so that the length stays.
+    """``text`` with LINES key lines inserted at random places and its end cut off to keep its length.
 
     ``text`` is longer than the lines together.
     """
@@ -50,7 +50,7 @@ def plant(text: bytes, generator: torch.Generator) -> Prompt:
 
 
 def answers(model: Any, prompt: Prompt, cache: Callable[[], Any]) -> list[bool]:
-    """Whether each answer is right; ``cache`` gives the model's cache of the prompt, anew for each question."""
+    """Whether each answer is right; ``cache`` returns the model's cache of the prompt, a new one for each question."""
     right = []
     with torch.inference_mode():
         for question, value in prompt.questions:

@@ -30,7 +30,7 @@ RECIPES = (
     "kv=angle:n=128",
     "polarquant-3",
 )
-"""The recipes whose attention is drawn, where the report has them."""
+"""The recipes whose attention is drawn if the report has them."""
 
 LONG_TOKENS, SHORT_TOKENS = 131072, 16384
 """Contexts of 32 query heads, 8 KV heads and dim 128: shape B of the report, and one length of its sweep."""

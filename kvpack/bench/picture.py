@@ -31,7 +31,7 @@ SIZE = (7.2, 4.6)
 """Inches: the width of a page's text."""
 
 SETTINGS: Any = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "kvpack"}
-"""Text stays text in the SVG, and its ids do not depend on the moment."""
+"""Text stays text in the SVG, and its ids do not depend on the time."""
 
 _BITS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
 _RADII = (9, 14, 20, 28, 38, 50, 64)
@@ -130,7 +130,7 @@ def _ticks(axes: Any, rows: list[dict[str, Any]], exact: float) -> None:
     axes.xaxis.set_minor_locator(ticker.NullLocator())
     values = [exact, *(row["perplexity"] for row in rows)]
     ratio = max(values) / min(values)
-    # Room for labels under the lowest point and over the highest.
+    # Leave room for labels under the lowest point and over the highest.
     axes.set_ylim(min(values) / ratio**0.12 / 1.001, max(values) * ratio**0.08 * 1.001)
     narrow = ratio < 3
     axes.yaxis.set_major_locator(ticker.MaxNLocator(8, steps=(1, 2, 5, 10)) if narrow else ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))

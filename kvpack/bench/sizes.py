@@ -1,4 +1,4 @@
-"""How many windows of which size a model and a text have room for, and where they begin."""
+"""The number, size and positions of the windows that a model and a text have room for."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 def positions(model: Any) -> int | None:
-    """The positions that the model was made for, None where its configuration does not say."""
+    """The positions that the model was made for; None if its configuration does not say."""
     found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return None if found is None else int(found)
 
 
 def window_tokens(asked: int | None, default: int, text: Text, most_positions: int | None) -> int:
-    """Tokens of a window: what is asked, else ``default`` or what the model and the text have. Raises InvalidParameter."""
+    """Tokens of a window: ``asked``, or else ``default`` within the limits of the model and the text. Raises InvalidParameter."""
     # One id more than the window's tokens: what follows the last of them is scored too.
     most = min(len(text.ids) + len(text.start) - 1, most_positions or len(text.ids))
     tokens = min(default, most) if asked is None else asked

@@ -1,6 +1,6 @@
 """kvpack bench store: match, load, put and get on a prefix store, compared with plain reads and a bf16 safetensors store in the same run.
 
-Files are read from the page cache. A speed in GB/s is that of the bytes stored.
+Files are read from the page cache. Speeds in GB/s count the bytes stored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHUNK = 256
 MATCHED_TOKENS = 131_072
 HEADS, DIM = 8, 128
 LAYERS = 32
-"""With 8 heads of dim 128: Llama 3.1 8B."""
+"""The layers of Llama 3.1 8B, which has 8 KV heads of dim 128."""
 LOADED_CHUNKS = 16
 PROCESSES = (1, 2, 4, 8)
 ENTRIES = (1_000, 10_000, 100_000)
@@ -40,7 +40,7 @@ OPERATIONS = 64
 """Entries that each process puts and gets, of 4 layers each."""
 _FILLER = bytes(64)
 _MATCHES = 41
-"""A match takes so little that more of them are timed."""
+"""The number of matches timed: one takes so little time that many are needed."""
 _AT_EACH_SIZE = 100
 
 MATCH_TARGET_MS = 5.0
@@ -100,7 +100,7 @@ def _prefix(recipe: str, layers: int, heads: int, dim: int, chunks: int) -> kvpa
 
 
 def _median(run: Callable[[], object], repeats: int) -> float:
-    """Seconds that ``run`` takes, the median of ``repeats`` after one that is not counted."""
+    """The median seconds of ``repeats`` runs after a warm-up run."""
     run()
     seconds = []
     for _ in range(repeats):
@@ -174,7 +174,7 @@ def _read(path: str) -> bytes:
 
 
 def _save_dense(folder: str, layers: int, chunks: int) -> list[str]:
-    """What a store of bf16 safetensors would hold: one file a chunk."""
+    """Write what a store of bf16 safetensors would hold: one file per chunk."""
     x = torch.zeros(1, HEADS, CHUNK, DIM, dtype=torch.bfloat16)
     tensors = {f"{layer}.{side}": x.clone() for layer in range(layers) for side in "kv"}
     paths = [os.path.join(folder, f"{number}.safetensors") for number in range(chunks)]
@@ -230,7 +230,7 @@ def _put_and_get(folder: str, identity: Identity, cache: kvpack.Cache, number: i
 
 
 def _among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
-    """What a chunk costs among ``count`` entries: those that are there already, and small ones up to the number."""
+    """The cost of a chunk among ``count`` entries: the existing ones, and small ones added up to that number."""
     backend = Directory(folder, Counters())
     there = backend.size()[0]
     now = time.time_ns()
@@ -245,7 +245,7 @@ def _among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
 
 
 def _each(run: Callable[[Any], object], prompts: Sequence[Any]) -> float:
-    """Seconds that ``run`` takes for one prompt, the median."""
+    """The median seconds of ``run`` per prompt."""
     seconds = []
     for ids in prompts:
         started = time.perf_counter()

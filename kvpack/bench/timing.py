@@ -48,5 +48,5 @@ def _elapsed(call: Callable[[], object]) -> float:
 
 
 def median_seconds(call: Callable[[], object]) -> float:
-    """The median of three times, after one that is not counted."""
+    """The median of three times after a warm-up call."""
     return statistics.median([_elapsed(call) for _ in range(4)][1:])

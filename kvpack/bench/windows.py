@@ -61,10 +61,10 @@ AttentionMaskInterface.register(_RECORDED, mask)
 
 @dataclass(frozen=True)
 class Exact:
-    """What the uncompressed model does in a window, the tensors in float32.
+    """The uncompressed model's results in a window, as float32 tensors.
 
-    ``tokens`` is ``[1, prefix + score + 1]``; ``pairs`` holds (k, v) a layer of prefix + score tokens; ``log_probabilities``
-    is ``[score, vocabulary]`` and ``loss`` the mean of the negative ones of the tokens that follow.
+    ``tokens`` is ``[1, prefix + score + 1]``; ``pairs`` holds one (k, v) per layer of prefix + score tokens; ``log_probabilities``
+    is ``[score, vocabulary]`` and ``loss`` the mean negative log-probability of the tokens that follow.
     """
 
     tokens: torch.Tensor
@@ -82,7 +82,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the model predicts over packed layers; ``whole`` is the cache with the scored tokens appended."""
+    """The model's predictions over packed layers; ``whole`` is the cache with the scored tokens appended."""
 
     log_perplexity: float
     kl_divergence: float
@@ -91,7 +91,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one recipe does in a window; the errors are one number per layer."""
+    """The results of one recipe in a window; errors are one number per layer."""
 
     log_perplexity: float
     kl_divergence: float
@@ -161,7 +161,7 @@ def read_packed(model: Any, exact: Exact, cache: Cache) -> Predicted:
 def measure(model: Any, exact: Exact, recipe: str, path: str) -> Measured:
     """Pack the window's first part, save it to ``path``, load it, and read the rest over it.
 
-    The bytes are those of a file of the whole window, what was appended included.
+    The bytes are those of a file of the whole window, including the appended tokens.
     """
     started = time.perf_counter()
     packed = _pack(exact.first, recipe)

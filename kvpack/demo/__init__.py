@@ -1,1 +1,1 @@
-"""demo"""
+"""Demos of files and of the store, run by ``kvpack demo``."""

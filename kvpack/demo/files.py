@@ -49,7 +49,7 @@ _KEY_LINE = re.compile(rb"\[\[key (\w{6}) = (\w{8})\]\]")
 
 
 def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Write one file a recipe, read each in a fresh process, and report sizes, errors, answers and times as JSON values.
+    """Write one file per recipe, read each in a fresh process, and report sizes, errors, answers and times as JSON values.
 
     ``out`` is a folder that keeps the files; ``progress`` counts files written and read. Raises InvalidRecipe, and
     KvpackError when transformers is not installed or a reader fails.
@@ -130,7 +130,7 @@ def write(pairs: list[tuple[torch.Tensor, torch.Tensor]], recipe: str, path: Pat
 
 
 def read(path: str) -> dict[str, Any]:
-    """What a reading process does: load and verify the file, and continue from it without unpacking it."""
+    """Load and verify the filein a reading process, and continue from it without unpacking it."""
     load = kvpack.load
     started = time.perf_counter()
     cache = load(path)
@@ -142,7 +142,7 @@ def read(path: str) -> dict[str, Any]:
 def continue_from(past: Cache | Any) -> dict[str, Any]:
     """Answer the keys, continue, and score the true continuation, all from one prefilled cache.
 
-    ``past`` is a packed Cache, attended as it is, or a transformers cache. It holds BOS and all of the prompt but its last byte.
+    ``past`` is a packed Cache, attended as it is, or a transformers cache. It holds BOS and all of the prompt except its last byte.
     """
     from kvpack.integrations.transformers import KvpackCache
 

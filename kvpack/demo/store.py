@@ -1,6 +1,6 @@
 """The store's demo: process A prefills a prompt and saves it; B and C load the prefix and produce the same tokens.
 
-Each process knows the model, the prompt and the location, and nothing of the others.
+Each process knows the model, the prompt and the location, and nothing about the others.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ def run(location: str, recipe: str = RECIPE, *, progress: Progress | None = None
 
 
 def use(location: str, recipe: str) -> dict[str, Any]:
-    """What every process does: load the longest stored prefix, prefill and save where there is none, and go on from it."""
+    """One process's work: load the longest stored prefix, or prefill and save if there is none, and continue from it."""
     from kvpack.integrations.transformers import KvpackCache
 
     model = load_model(attention="kvpack")
     prompt = [BOS, *demo_text()[: PROMPT_BYTES - 1]]
     with kvpack.Store(location, kvpack.Identity.of(model, recipe, name="tinylm")) as store, torch.inference_mode():
         started = time.perf_counter()
-        # A model goes on from a token: the last one is never taken from the store.
+        # A model continues from a token, so the last one is never taken from the store.
         found, cache = store.load(prompt[:-1])
         if cache is None:
             dense = transformers_library().DynamicCache()
             model(torch.tensor([prompt[:-1]]), past_key_values=dense)
             store.save(prompt[:-1], kvpack.pack(dense, recipe))
-            # All go on from the stored bytes, and so produce the same tokens.
+            # All processes continue from the stored bytes, and so produce the same tokens.
             _, cache = store.load(prompt[:-1])
         if cache is None:
             raise kvpack.KvpackError(f"nothing could be stored: {store.counters()['faults']}")

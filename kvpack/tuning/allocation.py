@@ -1,4 +1,4 @@
-"""Which codec each layer and side gets, and the recipe that says so in few words."""
+"""The codec of every layer and side, and the short recipe that says so."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def recipe_clauses(allocation: Allocation) -> list[str]:
 
 
 def recipe_text(allocation: Allocation) -> str:
-    """The recipe in one line. Raises InvalidParameter when no file's header can hold it."""
+    """The recipe in one line. Raises InvalidParameter when it is too long for a file's header."""
     text = ";".join(recipe_clauses(allocation))
     if len(text) > MAX_STRING_BYTES:
         raise InvalidParameter(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpack.cache.side import Side
 
 _SCALED = ("", ",channel_scale=fp16")
-"""Keys without and with channel scales: where channels stand out a rotation needs them, elsewhere they may do harm."""
+"""Keys without and with channel scales: with outlier channels a rotation needs them, elsewhere they may do harm."""
 
 _GROUPS = ("2,g=64", "2,g=32", "3,g=64", "4,g=128", "6,g=128")
 
@@ -40,7 +40,7 @@ RUNGS = (
     *(f"k=group:b={words},scales=u8" for words in ("2,g=64", "2,g=32", "3,g=64", "4,g=64", "5,g=64", "6,g=64", "8,g=64")),
     *(f"v=scalar:b={b}" for b in (2, 3, 4, 5, 6, 8)),
 )
-"""What the fast search chooses from: one family a side, so that more bytes are fewer errors without a measurement.
+"""The candidates of the fast search: one family per side, so that more bytes mean smaller errors without a measurement.
 
 Groups of tokens have one scale per channel, so that keys with outlier channels lose nothing.
 """
@@ -51,7 +51,7 @@ SIDES = ("k", "v")
 def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
     """The codecs of each side from texts such as ``k=scalar:b=3``, ``kv=...``, or a codec alone, which is for both sides.
 
-    Raises InvalidRecipe for a codec that is none, InvalidParameter where a side has no codec or a text has several clauses.
+    Raises InvalidRecipe for an unknown codec, and InvalidParameter if a side has no codec or a text has several clauses.
     """
     found: dict[str, list[str]] = {"k": [], "v": []}
     for text in texts:
@@ -72,7 +72,7 @@ def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class Priced:
-    """Every candidate of every place, packed: what a file takes with any of them is known without packing again.
+    """Every candidate of every place, packed: the size of a file with any of them is known without packing again.
 
     ``left_out`` says why a candidate cannot have a place.
     """

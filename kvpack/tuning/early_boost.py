@@ -1,4 +1,4 @@
-"""The fast search: TurboAngle's early boost (Sec. 3.2), three to five recipes under a budget of bytes."""
+"""The fast search: TurboAngle's early boost (Sec. 3.2), three to five recipes within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EARLY = 4
 """The first layers that are boosted; then twice and four times as many."""
 
 RUNS = 5
-"""Recipes that are measured at the most."""
+"""The most recipes that are measured."""
 
 Rungs = dict[str, list[str]]
 
@@ -25,7 +25,7 @@ def fast(search: Search) -> tuple[Measurement, Measurement | None]:
     """The best of the uniform recipe and those whose early layers have finer keys, or finer values; and the uniform one.
 
     The boost of 4 layers is tried on keys and on values; the better side is then boosted in 8 and in 16 layers as long as that
-    helps. A boost takes the finest codec that the budget pays for in so many layers. Raises InvalidParameter for an
+    helps. A boost takes the finest codec that the budget allows in that many layers. Raises InvalidParameter for an
     impossible budget.
     """
     rungs = {side: search.everywhere(side) for side in "kv"}

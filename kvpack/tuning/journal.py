@@ -1,4 +1,4 @@
-"""Losses kept in a file: an interrupted search goes on where it was, and one for another budget measures little anew."""
+"""Losses kept in a file: an interrupted search resumes, and a search for another budget measures little again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVERY = 16
 """Recipes after which the file is written again."""
 
 MAX_JOURNAL_BYTES = 2**26
-"""Bytes of the file."""
+"""The most bytes of the file."""
 
 _FORMAT = "kvpack measurements"
 
@@ -73,7 +73,7 @@ class Journal:
 def open_journal(path: str | None, exact: Sequence[Exact]) -> Journal:
     """The journal of these windows, with what the file holds where there is one.
 
-    Raises MissingFile when it cannot be read, InvalidParameter when it is none or one of other windows.
+    Raises MissingFile when it cannot be read, InvalidParameter when it is not a journal, or one of other windows.
     """
     made = Journal(path, identity(exact))
     if path is None or not os.path.lexists(path):

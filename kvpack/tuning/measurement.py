@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Loss:
     """The cost of one recipe, one number per window; ``bytes`` are those of the windows' files, ``values`` what they hold.
 
-    The KL divergence (nats a token) is what the log-perplexity would rise by if the text were as the uncompressed model
+    The KL divergence (nats per token) is the rise of the log-perplexity if the text were as the uncompressed model
     expects it. It hardly depends on which text is read, so that a few windows tell codecs apart whose perplexities they cannot.
     """
 
@@ -53,7 +53,7 @@ class Loss:
 class Windows:
     """Windows of one text that are read again and again; ``step`` is told of every window read, ``measured`` of every new loss.
 
-    ``exact`` holds what the uncompressed model does, of the pairs only the prefix in the precision that is packed.
+    ``exact`` holds the uncompressed model's results, but only the prefix of the pairs, in the precision that is packed.
     """
 
     model: Any

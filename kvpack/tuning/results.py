@@ -1,4 +1,4 @@
-"""What a search found, as JSON values and as a recipe file."""
+"""The result of a search, as JSON values and as a recipe file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def results(
     search: Search, held_out: tuple[list[float], dict[str, Loss]], tuned: Measurement, uniform: Measurement | None
 ) -> dict[str, Any]:
-    """What was found, what the best uniform recipe does, and every measurement on the way.
+    """The recipe found, the results of the best uniform recipe, and every measurement on the way.
 
     ``held_out`` has the exact losses of the held-out windows, and those of both recipes.
     """
@@ -81,7 +81,7 @@ def _losses(loss: Loss, exact: list[float]) -> dict[str, Any]:
 def comparison(tuned: Loss, uniform: Loss) -> dict[str, Any]:
     """The difference of the divergences on held-out windows, paired by window; below 0 the tuned recipe is better.
 
-    ``verdict`` is "better" or "worse" where Student's interval leaves out 0, "the same" for one recipe, else "undecided".
+    ``verdict`` is "better" or "worse" if Student's interval excludes 0, "the same" for one recipe, else "undecided".
     """
     differences = [found - of for found, of in zip(tuned.kl_divergences, uniform.kl_divergences, strict=True)]
     interval = student_t(differences)
@@ -109,5 +109,5 @@ def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
 
 
 def uniform_name(report: dict[str, Any]) -> str:
-    """What the uniform recipe of a report is: the fast search takes the largest and looks for no other."""
+    """The description of a report's uniform recipe: the fast search takes the largest that fits and tries no other."""
     return "largest uniform recipe" if report["mode"] == "fast" else "best uniform recipe"

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from .measurement import Loss, Windows
 
 UNIFORM = 6
-"""Uniform recipes that are measured: those that the sensitivities promise most of."""
+"""The number of uniform recipes measured: the most promising by their sensitivities."""
 
 ROUNDS = 2
-"""Rounds of exchanges at the most."""
+"""The most rounds of exchanges."""
 
 EXCHANGES = 4
 """Recipes that a round usually measures after its single changes, for the progress alone."""
@@ -36,7 +36,7 @@ class Measurement:
 
 @dataclass
 class Search:
-    """What both searches know and keep: the measurements in their order."""
+    """The state that both searches share: their inputs and the measurements in order."""
 
     priced: Priced
     windows: Windows
@@ -63,15 +63,15 @@ class Search:
 
 
 def best(measured: list[Measurement]) -> Measurement:
-    """The least divergence; of equals the first."""
+    """The measurement of least divergence; ties go to the first."""
     return min(measured, key=lambda found: found.loss.kl_divergence)
 
 
 def thorough(search: Search) -> tuple[Measurement, Measurement | None]:
     """The tuned allocation and the best uniform one, None when no uniform recipe fits.
 
-    The losses of single places are measured with all others uncompressed, where they add up best, and only promise the loss
-    of an allocation; what decides is always the loss of all of it. Raises InvalidParameter for an impossible budget.
+    The losses of single places are measured with all others uncompressed, where they add up best, and only predict the loss
+    of an allocation; the measured loss of the whole allocation always decides. Raises InvalidParameter for an impossible budget.
     """
     _check_budget(search)
     search.sensitivities = sensitivities(search)
@@ -127,7 +127,7 @@ def _fitting(search: Search, what: str, losses: Losses) -> Measurement:
 
 
 def _promising(search: Search) -> list[Allocation]:
-    """The uniform allocations within the budget that promise least loss, best first."""
+    """The uniform allocations within the budget with the least predicted loss, best first."""
     places, known = search.priced.places, search.sensitivities
     found = []
     for k, v in product(search.everywhere("k"), search.everywhere("v")):
@@ -140,8 +140,8 @@ def _promising(search: Search) -> list[Allocation]:
 def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
     """``tuned`` with some places given more bytes and others fewer, or None when that does not lower the real loss.
 
-    What a place gains or loses is measured where it counts: with all others as they are in ``tuned``. Many changes at once may
-    not do what they do alone; then fewer are tried, those that gain most.
+    The gain or loss of a place is measured with all others as they are in ``tuned``. Many changes at once may not have the sum
+    of their effects; then fewer are tried, those that gain most.
     """
     losses: Losses = {}
     for place, codec in tuned.allocation.items():
@@ -166,7 +166,7 @@ def _grows(search: Search, place: Place, before: str, after: str) -> bool:
 
 
 def _neighbours(search: Search, place: Place, codec: str) -> list[str]:
-    """The next smaller and the next larger codec that are worth their bytes in this place."""
+    """The next smaller and next larger codecs that are worth their bytes in this place."""
     size = search.priced.stream_bytes(place, codec)
     points = hull((search.priced.stream_bytes(place, other), loss, other) for other, loss in search.sensitivities[place].items())
     smaller = [other for bytes_, _, other in points if bytes_ < size][-1:]

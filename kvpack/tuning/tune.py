@@ -98,11 +98,11 @@ def run(
     measurements: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Search a recipe of at most ``bits`` bits per value, counted as all bytes of a window's file, and return JSON values.
+    """Search for a recipe of at most ``bits`` bits per value, counted as all bytes of a window's file, and return JSON values.
 
     ``quick`` is the search of three to five recipes; ``candidates`` are codecs such as ``k=scalar:b=3``; ``out`` is the recipe
-    file to write; ``measurements`` is a file that keeps the losses, and gives those that it holds. Two runs with one seed find
-    the same, where torch has the same number of threads. Raises InvalidRecipe, InvalidParameter for sizes that do not fit and
+    file to write; ``measurements`` is a file that keeps the losses for later searches. Two runs with one seed find the
+    same recipe if torch has the same number of threads. Raises InvalidRecipe, InvalidParameter for sizes that do not fit and
     for an impossible budget, MissingFile and WriteFailed.
     """
     if not 0 < bits <= MAX_BITS:

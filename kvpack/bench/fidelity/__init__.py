@@ -1,4 +1,4 @@
-"""kvpack bench fidelity: the papers' own figures beside what this library measures, with its codecs on packed streams."""
+"""kvpack bench fidelity: the papers' figures next to this library's measurements of its codecs on packed streams."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ PAPERS = {
     "turboangle": ("TurboAngle", turboangle.SECTIONS),
     "oscar": ("OScaR", oscar.SECTIONS),
 }
-"""A paper's name and the functions that give its rows."""
+"""Papers by name, each with the functions that return its rows."""
 
 LARGEST_SEED = 2**32 - 1
 
 
 def run(papers: Sequence[str] = (), settings: Settings | None = None, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure the figures of ``papers`` (keys of PAPERS; all without any) and return JSON values.
+    """Measure the figures of ``papers`` (keys of PAPERS; empty for all) and return JSON values.
 
     Two runs with one seed and one number of threads give the same report. Raises InvalidParameter for a seed out of range.
     """
@@ -60,7 +60,7 @@ def run(papers: Sequence[str] = (), settings: Settings | None = None, *, progres
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print a table for each table of each paper, and why rows are as they are."""
+    """Print one table per table of each paper, and the notes that explain rows."""
     columns = ["figure", "measured", "published", "deviation", "verdict"]
     for (paper, table), group in groupby(report["rows"], lambda row: (row["paper"], row["table"])):
         rows = list(group)

@@ -24,7 +24,7 @@ _BITS = {
     (192, 4): (16.17, 4.04, 4.17, 3.84, 4.25),
     (192, 6): (18.17, 4.54, 4.67, 3.43, 4.75),
 }
-"""By (S, radius bits), Table 21: bits per chunk, a value and a value with the scale; Table 12: compression. Last, what is stored."""
+"""By (S, radius bits), Table 21: bits per chunk, per value and per value with the scale; Table 12: compression; then bits stored."""
 
 _STORED_NOTE = "log2(24 S) is no whole number of bits: codewords are stored as 2^k and base 9 or 3, five base-9 digits to 16 bits"
 _CHUNKS = DIM // 4

@@ -1,4 +1,4 @@
-"""What every figure is measured with: the codecs themselves, on the streams that a file would hold."""
+"""The measurements behind every figure: the codecs themselves, on the streams that a file would hold."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 DIM = 128
-"""Head dim of all figures that name no other."""
+"""The head dim of all figures that name no other."""
 
 _RATE_HEADS = 8
 _RATE_TOKENS = 256
-# Beyond all seeds of rotations: the two are to be independent.
+# Above all seeds of rotations, so that the two are independent.
 _QJL_SEEDS = 1 << 60
 
 
@@ -67,19 +67,19 @@ def decoded(words: str, x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Rate:
-    """Bits per value, by stream: as ``stored`` and, of the code streams, were every alphabet packed without loss."""
+    """Bits per value, by stream: as ``stored`` and, for code streams, as if every alphabet packed without loss."""
 
     stored: Mapping[str, float]
     alphabets: Mapping[str, float]
 
     @property
     def total(self) -> float:
-        """All that is stored."""
+        """The bits of all streams as stored."""
         return sum(self.stored.values())
 
     @property
     def codes(self) -> float:
-        """What the code streams take as stored."""
+        """The bits of the code streams as stored."""
         return sum(bits for name, bits in self.stored.items() if name in self.alphabets)
 
     @property
@@ -90,12 +90,12 @@ class Rate:
 
 @cache
 def rate(chosen: Codec) -> Rate:
-    """Of 8 heads of 256 Gaussian tokens."""
+    """The rate for 8 heads of 256 Gaussian tokens."""
     return rate_of(chosen, torch.randn(1, _RATE_HEADS, _RATE_TOKENS, chosen.dim, generator=torch.Generator().manual_seed(0)))
 
 
 def rate_of(chosen: Codec, x: torch.Tensor) -> Rate:
-    """Counted from the bytes of the streams that ``x`` ``[batch, head, token, dim]`` is encoded to."""
+    """The rate from the bytes of the streams that ``x`` ``[batch, head, token, dim]`` encodes to."""
     stored: Counter[str] = Counter()
     for name, stream in encode(chosen, x, "the benchmark's keys").items():
         stored[name.split(".")[0]] += 8 * stream.nbytes
@@ -105,7 +105,7 @@ def rate_of(chosen: Codec, x: torch.Tensor) -> Rate:
 
 
 def mean_square_error(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Of a value."""
+    """The mean squared error per value."""
     return (x - y).square().mean(dtype=torch.float64).item()
 
 

@@ -38,10 +38,10 @@ _FIDELITY = {
         "OCTOPUS-QJL": (0.9965, 0.0071, 0.565),
     },
 }
-"""Table 1: cosine, MSE a coordinate, absolute error of an inner product."""
+"""Table 1: cosine, MSE per coordinate, absolute error of an inner product."""
 
 _LEFT_BY_SIGNS = math.sqrt(math.pi / 2 - 1)
-"""What the signs of a Gaussian projection leave of the spread of an inner product."""
+"""The part of an inner product's spread that the signs of a Gaussian projection leave."""
 
 _CORRECTED_NOTE = "the published error is the first stage's, in the row above; the correction leaves sqrt(pi / 2 - 1) = 0.756 of it"
 _FIRST_STAGE_NOTE = "of the first stage: the correction is for inner products alone"

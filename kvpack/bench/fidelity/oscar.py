@@ -1,4 +1,4 @@
-"""OScaR: what imbalance of token norms does to groups of tokens, what the two steps against it do, and the bits of its rivals."""
+"""OScaR: the effect of unbalanced token norms on groups of tokens, of its two steps against it, and the bits of its rivals."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _with_low_norms(tokens: int, settings: Settings) -> tuple[torch.Tensor, torc
 def _imbalance(settings: Settings) -> list[Row]:
     """Table 2, left: groups with a token of low norm, and the same groups without it."""
     x, low = _with_low_norms(settings.size(4096, 1024), settings)
-    # A group of 31 tokens, which the last one fills up: its minimum and maximum are those of the 31.
+    # A group of 31 tokens, filled up with the last one: its minimum and maximum are those of the 31.
     without = x[:, :, ~low].view(1, _HEADS, -1, _GROUP - 1, DIM)
     without = torch.cat([without, without[:, :, :, -1:]], 3).flatten(2, 3)
     rows = []
@@ -107,7 +107,7 @@ _STEP_GROWTH = 50.0
 
 
 def _artifact(settings: Settings) -> list[Row]:
-    """App. I, the example in numbers: what scaling both tokens to one norm does to the steps of the first three channels."""
+    """App. I, the example in numbers: the effect of scaling both tokens to one norm on the steps of the first three channels."""
     x = torch.tensor(_TOKENS).view(1, 1, 2, 4)
     chosen = codec(f"group:b=2,g={_GROUP},axis=token,token_scale=fp32", 4)
     step = encode(chosen, x, "App. I")["scales"][0, 0, 0, 0, 0].item()

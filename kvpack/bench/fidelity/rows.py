@@ -1,4 +1,4 @@
-"""One figure of a paper beside the one that is measured here, and what is to be thought of it."""
+"""One figure of a paper next to the figure measured here, and a verdict."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TOLERANCE = 0.02
-"""How far a measured figure may be from the published one, relative to it."""
+"""The largest relative deviation of a measured figure from the published one."""
 
 _RELATIONS = {">": operator.gt, "<": operator.lt}
 
@@ -17,8 +17,8 @@ _RELATIONS = {">": operator.gt, "<": operator.lt}
 class Row:
     """A figure ``name`` of ``table``, as ``measured`` and as ``published``.
 
-    ``relation`` is what the paper says of it: "=" the published value, ">" more or "<" less than it.
-    Where a known reason leads elsewhere, ``note`` says it in one line and ``expected`` is the range that it leads to.
+    ``relation`` is the paper's claim: "=" the published value, ">" more or "<" less than it.
+    If a known reason leads elsewhere, ``note`` states it in one line and ``expected`` is the range that it leads to.
     """
 
     table: str
@@ -31,7 +31,7 @@ class Row:
 
     @property
     def deviation(self) -> float | None:
-        """Of the measured from the published value, relative to it; None for a relation."""
+        """The relative deviation of the measured from the published value; None for a relation."""
         return self.measured / self.published - 1 if self.relation == "=" else None
 
     @property

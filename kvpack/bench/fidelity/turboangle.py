@@ -38,10 +38,10 @@ _MODELS = {
     "starcoder2-3b": (3.45, 7.45, "fp32"),
     "olmo-1b": (3.28, 7.28, "fp32"),
 }
-"""Angle bits (Table 2), bits with K8V4-log norms (Table 5), and the dtype in which the latter has a token's range of norms."""
+"""Angle bits (Table 2), bits with K8V4-log norms (Table 5), and the latter's dtype of a token's range of norms."""
 
 _NORM8_BITS = {"mistral-7b": 7.81, "tinyllama-1.1b": 8.3}
-"""With 8-bit linear norms on both sides: Table 6, and Sec. 4.6 for a head dim of 64."""
+"""Bits with 8-bit linear norms on both sides: Table 6, and Sec. 4.6 for a head dim of 64."""
 
 _RANGE_NOTE = "Table 5 counts a token's least and largest norm with 16 bits each for TinyLlama and Mistral, with 32 for the other five"
 _EQUATION_NOTE = "Eq. 3 as written has 32 bits for each of the two, 32 / d bits per value more than Table 5 has for this model"
@@ -49,7 +49,7 @@ _STORED_NOTE = "a file holds a token's least and largest norm with 16 bits each,
 
 
 def _mean(recipe: str, layers: int, dim: int, bits: Callable[[Angle], float]) -> float:
-    """``bits`` of the codecs that ``recipe`` gives both sides of all layers, their mean."""
+    """The mean of ``bits`` over the codecs that ``recipe`` gives both sides of all layers."""
     parsed = parse_recipe(recipe)
     found = [bits(cast("Angle", parsed.codec(layer, layers, side, dim))) for layer in range(layers) for side in "kv"]
     return sum(found) / len(found)
@@ -60,7 +60,7 @@ def _angle_bits(chosen: Angle) -> float:
 
 
 def _counted(dtype: str) -> Callable[[Angle], float]:
-    """As the paper counts, with a token's range of norms in ``dtype``."""
+    """Bits as the paper counts them, with a token's range of norms in ``dtype``."""
     return lambda chosen: rate(replace(chosen, range=dtype)).counted
 
 
@@ -93,7 +93,7 @@ def _models(settings: Settings) -> list[Row]:
     angles, totals, norm8 = [], [], []
     for model, (angle_bits, bits, dtype) in _MODELS.items():
         preset = PUBLISHED[f"mixedkv-{model}"]
-        # These presets are for one model each, and say its sizes.
+        # Each of these presets is for one model, and names its sizes.
         layers, dim = cast("int", preset.layers), cast("int", preset.dim)
         mean = partial(_mean, layers=layers, dim=dim)
         label = f"{model}, d = {dim}"
@@ -124,7 +124,7 @@ _KEYS: dict[str, tuple[int, str]] = {
 
 
 def _uniformity(settings: Settings) -> list[Row]:
-    """Sec. 2: angles after the rotation are uniform, and all bins in equal use; the mean over rotations."""
+    """Sec. 2: angles after the rotation are uniform, and all bins equally used; the mean over rotations."""
     rows = []
     for label, (dim, outliers) in _KEYS.items():
         x = torch.randn(1, 1, settings.size(4096, 1024), dim, generator=settings.generator(0))
@@ -139,7 +139,7 @@ def _uniformity(settings: Settings) -> list[Row]:
 
 
 def _bins_in_use(x: torch.Tensor, seed: int) -> float:
-    """Two to the entropy of the bins of ``x``, in bits: their number when all are as frequent, and less otherwise."""
+    """Two to the power of the entropy in bits of the bins of ``x``: their number if all are equally frequent, otherwise less."""
     chosen = codec(f"angle:n={_EQUAL_BINS},norm=fp32,seed={seed}", x.shape[-1])
     bins = chosen.digits(encode(chosen, x, "the benchmark's keys"))[0]
     share = torch.bincount(bins.flatten(), minlength=_EQUAL_BINS).double() / bins.numel()

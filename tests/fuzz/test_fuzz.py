@@ -218,7 +218,7 @@ def test_minimizing_keeps_what_reaches_something() -> None:
 def test_the_command_line_reports_as_json(driver: str, tmp_path: Path) -> None:
     if driver == "atheris":
         pytest.importorskip("atheris")
-    words = ["--target", "recipe", "--target", "encrypted-entry", "--executions", "300", "--seconds", "120", "--lines", "1", "--json"]
+    words = ["--target", "recipe", "--target", "encrypted-entry", "--executions", "300", "--seconds", "120", "--lines", "0.3", "--json"]
     command = [sys.executable, str(ROOT / "fuzz" / "run.py"), *words, "--driver", driver, "--failures", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

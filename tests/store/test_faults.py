@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
 import shutil
@@ -121,8 +120,8 @@ def test_no_fault_raises_or_harms(operation: str, folder: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("operation", ["pwrite", "writev", "pread"])
 def test_short_writes_and_reads_lose_nothing(operation: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the first calls, alone and with all that follow: the rest is written or read as well."""
-    for number, sticky in itertools.product(range(1, 12), (False, True)):
+    """Each of the first calls alone, and some with all that follow: the rest is written or read as well."""
+    for number, sticky in [(number, False) for number in range(1, 12)] + [(number, True) for number in (1, 2, 4, 8)]:
         fault = FaultyOs((operation,), number, sticky=sticky, short=True)
         run_with_fault(folder, fault, monkeypatch)
         shutil.rmtree(folder)
@@ -216,7 +215,7 @@ sys.path.insert(0, sys.argv[2])
 import torch
 torch.set_num_threads(1)
 if sys.argv[3] == "leaves unfinished files":
-    from kvpack import atomic
+    from kvpack.file import atomic
     atomic.os = type("Os", (), {"__getattr__": lambda self, name: getattr(os, name), "unlink": lambda self, path: None})()
 elif sys.argv[3] == "raises":
     from kvpack.store.counters import Counters
@@ -263,9 +262,9 @@ def test_a_full_disk_is_a_miss(tmp_path: Path) -> None:
     check_full_disk(*on_a_full_disk(tmp_path))
 
 
-@pytest.mark.parametrize("variant", ["leaves unfinished files", "raises"])
-def test_a_store_that_minds_a_full_disk_is_seen(variant: str, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError):
+@pytest.mark.parametrize(("variant", "seen"), [("leaves unfinished files", r"\.tmp'\] == \[\]"), ("raises", "No space left on device")])
+def test_a_store_that_minds_a_full_disk_is_seen(variant: str, seen: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=seen):
         check_full_disk(*on_a_full_disk(tmp_path, variant))
 
 

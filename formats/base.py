@@ -21,10 +21,9 @@ from .value_blocks import first_place, value_blocks
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from .side_car import SideCar
     from .value_blocks import Array
 
-OneSideCar = TypeVar("OneSideCar", bound="SideCar")
+OneSideCar = TypeVar("OneSideCar")
 
 HALF_LIMIT = 65520.0
 """The smallest number that rounds to infinity in binary16; the largest finite binary16 is 65504."""

@@ -82,7 +82,11 @@ def test_kernels_refuse_what_they_do_not_know(recipe: str, supported: bool, monk
     assert relative_error(kvpack.attend(q, there[0]).cpu(), expected) < (2e-3 if supported else 1e-5)
     for found, known in zip(side_values(there), values, strict=True):
         torch.testing.assert_close(found.cpu(), known, rtol=1e-5, atol=1e-5)
-    assert all(map(torch.equal, side_values(kvpack.pack([(k.to(DEVICE), v.to(DEVICE)) for k, v in pairs(70)], recipe)), side_values(there)))
+    given = pairs(70)
+    packed_there = side_values(kvpack.pack([(k.to(DEVICE), v.to(DEVICE)) for k, v in given], recipe))
+    for found, known, x in zip(packed_there, values, given[0], strict=True):
+        # A device sums in another order, so a value between two codes may get the other one.
+        assert relative_error(found.cpu(), x) == pytest.approx(relative_error(known, x), rel=1e-2)
 
 
 def test_their_bytes_are_checked(registered: None, tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+"""Which part of the package may import which: floors, each of which knows only those below it, and no circles.
+
+Every import counts: those inside functions and those for types alone, too.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = {"formats": "kvpack.formats", "kernels": "kvpack.kernels", "kvpack": "kvpack"}
+
+FLOORS = (
+    ("formats",),
+    ("errors", "file"),
+    ("kernels",),
+    ("coding",),
+    ("cache",),
+    ("attention",),
+    ("store",),
+    ("integrations",),
+    ("models", "output"),
+    ("bench", "demo"),
+    ("tuning",),
+    ("commands",),
+    ("cli",),
+    ("__main__",),
+)
+"""The modules and packages below ``kvpack``, from the ground up."""
+
+ALONE = {"file": {"formats"}, "kernels": {"formats"}}
+"""Those that know fewer than all below them."""
+
+FACADE = {"bench", "demo", "tuning", "commands", "cli"}
+"""Those that may use the public names, ``import kvpack``, as a user does."""
+
+Graph = dict[str, set[str]]
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Every module of the package, by its dotted name."""
+    found = {}
+    for folder, package in PARTS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            names = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
+            found[".".join(names[:-1] if names[-1] == "__init__" else names)] = path
+    return found
+
+
+def imported(module: str, source: str, known: set[str], *, is_package: bool = False) -> set[str]:
+    """The modules of ``known`` that the source of ``module`` imports anywhere."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {name if (name := f"{base}.{alias.name}") in known else base for alias in node.names}
+    return found & known - {module}
+
+
+@cache
+def graph() -> Graph:
+    known = set(sources())
+    return {
+        module: imported(module, path.read_text(encoding="utf-8"), known, is_package=path.name == "__init__.py")
+        for module, path in sources().items()
+    }
+
+
+def part(module: str) -> str:
+    """The name below ``kvpack`` that a module belongs to; "kvpack" for the package itself."""
+    return ([*module.split("."), "kvpack"])[1]
+
+
+def trespasses(module: str, target: str) -> bool:
+    """Whether ``module`` may not import ``target``."""
+    own, other = part(module), part(target)
+    if own == other:
+        return False
+    if other == "kvpack":
+        return own not in FACADE
+    if own in ALONE:
+        return other not in ALONE[own]
+    rank = {name: number for number, names in enumerate(FLOORS) for name in names}
+    return rank[other] >= rank[own]
+
+
+def circles(modules: Graph) -> list[list[str]]:
+    """Modules that import one another, by way of any others: those that are left when modules without imports are taken away."""
+    rest = {module: set(targets) for module, targets in modules.items()}
+    while True:
+        ends = {module for module, targets in rest.items() if not targets & set(rest)}
+        if not ends:
+            break
+        rest = {module: targets - ends for module, targets in rest.items() if module not in ends}
+    reached: dict[str, set[str]] = {}
+    for module in rest:
+        ahead, seen = [module], set()
+        while ahead:
+            new = rest[ahead.pop()] & set(rest) - seen
+            seen |= new
+            ahead += new
+        reached[module] = seen
+    groups = {frozenset(other for other in reached[module] if module in reached[other]) for module in rest if module in reached[module]}
+    return sorted(sorted(group) for group in groups)
+
+
+def test_every_part_has_a_floor() -> None:
+    assert {part(module) for module in sources()} - {"kvpack"} == {name for names in FLOORS for name in names}
+
+
+def test_nothing_knows_what_is_above_it() -> None:
+    """But for the package itself, whose table of public names is where everything is found."""
+    imports = [(module, target) for module, targets in graph().items() if module != "kvpack" for target in targets]
+    assert sorted(f"{module} imports {target}" for module, target in imports if trespasses(module, target)) == []
+
+
+def test_nothing_imports_in_a_circle() -> None:
+    assert circles({module: targets for module, targets in graph().items() if module != "kvpack"}) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from kvpack.cache.side import Side", "kvpack.cache.side"),
+        ("def f():\n    from ..cache import side", "kvpack.cache.side"),
+        ("if TYPE_CHECKING:\n    import kvpack.cache.side", "kvpack.cache.side"),
+    ],
+)
+def test_imports_are_seen_wherever_they_are(source: str, found: str) -> None:
+    assert imported("kvpack.coding.encoding", source, set(sources())) == {found}
+    assert trespasses("kvpack.coding.encoding", found)
+    assert trespasses("kvpack.kernels.attend.plan", found)
+    assert not trespasses("kvpack.attention", found)
+    assert trespasses("kvpack.attention", "kvpack")
+
+
+def test_circles_are_seen() -> None:
+    modules = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"a"}, "f": {"g"}, "g": {"f"}}
+    assert circles(modules) == [["a", "b", "c"], ["f", "g"]]

@@ -1,4 +1,4 @@
-"""What must hold of encrypted entries of a store, which anyone may have written."""
+"""The properties of a store's encrypted entries, which anyone may have written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SEALED_KEY, _TENANT, _NAME = bytes(range(16)), "tenant", b"id"
 
 
 def sealed(plain: bytes) -> bytes:
-    """An encrypted entry of a fixed nonce: seeds are the same in every run."""
+    """An encrypted entry with a fixed nonce, so that seeds are the same in every run."""
     head = MAGIC + bytes([len(_NAME)]) + _NAME
     associated = b"".join(map(length_prefixed, (head, bytes(KEY_BYTES), _TENANT.encode())))
     nonce = bytes(12)
@@ -33,7 +33,7 @@ SEALED = {sealed(plain): plain for plain in (b"", b"x", bytes(100))}
 
 
 def mutated_sealed(data: bytes, source: random.Random, most: int) -> bytes:
-    """A mutation of an encrypted entry, mostly with its digest right."""
+    """A mutation of an encrypted entry, mostly with a correct digest."""
     if source.random() < 0.1:
         return mutated_bytes(data, source, most)
     body = mutated_bytes(data[:-16], source, most - 16)
@@ -41,7 +41,7 @@ def mutated_sealed(data: bytes, source: random.Random, most: int) -> bytes:
 
 
 def check_sealed(data: bytes) -> bool:
-    """What opens is what was sealed."""
+    """An entry that decrypts has the contents that were encrypted."""
     try:
         plain = Cipher({_NAME.decode(): _SEALED_KEY}, _TENANT).decrypt(bytes(KEY_BYTES), data)
     except KvpackError:

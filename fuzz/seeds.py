@@ -1,4 +1,4 @@
-"""Where fuzzing begins: the conformance vectors, the golden files, and the committed corpus of a target."""
+"""The seeds of fuzzing: the conformance vectors, the golden files, and the committed corpus of a target."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_SEED_BYTES = 1 << 14
 
 @cache
 def kvpack_files() -> tuple[bytes, ...]:
-    """All vectors, the refused ones too, and golden files that are small, the smallest first."""
+    """All vectors, including the refused ones, and small golden files, the smallest first."""
     paths = sorted(path for folder in _FOLDERS for path in folder.rglob("*.kvpack") if path.stat().st_size <= MOST_SEED_BYTES)
     return tuple(sorted({path.read_bytes() for path in paths}, key=lambda data: (len(data), data)))
 
@@ -31,7 +31,7 @@ def files_of(codec_id: str) -> list[bytes]:
 
 
 def files_with_side_cars() -> list[bytes]:
-    """The files of which a codec has side-cars."""
+    """The files in which a codec has side-cars."""
     return [data for data in kvpack_files() if (parts := taken_apart(data)) and any(has for _, has in _codecs(parts))]
 
 

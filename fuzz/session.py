@@ -1,4 +1,4 @@
-"""One run of one target: every input timed and counted, failures kept as files, and what came of it as a report."""
+"""One run of one target: every input timed and counted, failures kept as files, and the results as a report."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MOST_FAILURES = 20
 
 @dataclass
 class Report:
-    """What a run has seen. Memory is resident memory in MiB: of the libraries, before the first input, and the peak.
+    """The results of a run. Memory is resident memory in MiB: of the libraries, before the first input, and at its peak.
 
-    ``memory_of_files`` is what of the libraries is mapped from their files: code that all processes share.
+    ``memory_of_files`` is the part of the libraries mapped from their files: code that all processes share.
     """
 
     target: str
@@ -44,7 +44,7 @@ class Report:
 
 
 class Session:
-    """Runs inputs of a target until ``seconds`` or ``executions`` are over; failing inputs go to ``failures``."""
+    """Runs inputs of a target for ``seconds`` or ``executions``; failing inputs go to ``failures``."""
 
     def __init__(self, report: Report, target: Target, seconds: float, executions: int | None, failures: Path) -> None:
         self.report, self.target, self.failures = report, target, failures
@@ -59,10 +59,10 @@ class Session:
         return now >= self._end or (self._most is not None and self.report.executions >= self._most) or len(self._seen) >= MOST_FAILURES
 
     def run(self, data: bytes) -> None:
-        """One input: checked, timed, and one in ``every`` of them compared."""
+        """Check and time one input; one in ``every`` inputs is also compared."""
         report, target = self.report, self.target
         accepted = False
-        # The time of this thread: another process that has the core is no hang.
+        # The time of this thread: an input is not hanging while another process has the core.
         before = time.thread_time()
         try:
             accepted = target.check(data)
@@ -109,14 +109,14 @@ class Session:
 
 
 def hash_of(data: bytes) -> int:
-    """A number that is the same in every run: which inputs are compared must not depend on the run's order."""
+    """A number that is the same in every run, so that the choice of compared inputs does not depend on their order."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "big")
 
 
 def resident(name: str) -> float:
     """Resident memory of this process in MiB: ``VmRSS`` now, ``RssFile`` of it mapped from files, ``VmHWM`` at its peak.
 
-    0 where the system does not say.
+    0 if the system does not report it.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()

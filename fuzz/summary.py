@@ -1,4 +1,4 @@
-"""What the reports of a run say together: a table, the covered lines, and what is a failure."""
+"""The summary of a run's reports: a table, the covered lines, and the failures."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kvpack.output import print_table
 from line_coverage import READERS, runnable_lines  # isort: skip
 
 MOST_MEMORY = 256.0
-"""MiB of a process, besides the code of libraries that is mapped from their files, of which PyTorch has 75."""
+"""The most MiB of a process, without library code mapped from files, of which PyTorch has 75."""
 MOST_GROWTH = 80.0
-"""MiB that a run may add to the libraries: PyTorch alone takes more than 140, and libFuzzer adds 30 for its tables."""
+"""The most MiB that a run may add to the libraries: PyTorch alone takes more than 140, and libFuzzer adds 30 for its tables."""
 MORE_OF_ENCODERS = {"append": 40.0}
-"""MiB that a target whose inputs are encoded takes besides: encoders keep search tables, within the constant of kvpack.file.footprint."""
+"""Additional MiB for a target whose inputs are encoded: encoders keep search tables, within the constant of kvpack.file.footprint."""
 
 
 def problems(reports: list[dict[str, Any]]) -> list[str]:
@@ -38,7 +38,7 @@ def problems(reports: list[dict[str, Any]]) -> list[str]:
 
 
 def _memory(report: dict[str, Any]) -> float:
-    """The peak of memory that is the process's own."""
+    """The peak of the process's own memory."""
     return float(report.get("memory_peak", 0.0) - report.get("memory_of_files", 0.0))
 
 

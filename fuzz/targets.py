@@ -1,6 +1,6 @@
-"""The fuzz targets by name: where each begins, how its inputs are changed, and what must hold of each of them.
+"""The fuzz targets by name: their seeds, their mutations, and the properties that every input must have.
 
-A target is made in the process that runs it: those without torch stay small.
+A target is made in the process that runs it, so that processes without torch stay small.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Target:
-    """``check`` says whether an input was accepted, and raises when what must hold does not.
+    """``check`` returns whether an input was accepted, and raises when a property does not hold.
 
-    ``compare``, on one input in ``every``, compares with another reader; its time is not the input's.
-    ``share`` is the target's part of the time of a run.
+    ``compare``, on one input in ``every``, compares with another reader; its time does not count as the input's.
+    ``share`` is the target's share of a run's time.
     """
 
     seeds: tuple[bytes, ...]
@@ -80,7 +80,7 @@ def side_cars() -> Target:
 
 
 def attend() -> Target:
-    """Files of any codec, attended by queries of any options."""
+    """Attention over files of any codec, with any options."""
     from cache_oracles import check_attend, compare_attend
 
     _run_what_caches_run()
@@ -96,14 +96,14 @@ def append() -> Target:
 
 
 def safetensors() -> Target:
-    """The official safetensors reader takes what kvpack takes, and means the same."""
+    """The official safetensors reader accepts every file that kvpack accepts, with the same meaning."""
     from oracles import check_safetensors
 
     return Target(*_files(list(seeds.kvpack_files())), check_safetensors)
 
 
 def entry() -> Target:
-    """Entries of a store, read by their shape and parsed."""
+    """Entries of a store, read by template and parsed."""
     from entry_oracles import EntryOracle, mutated_entry
 
     oracle = EntryOracle()
@@ -156,13 +156,13 @@ def dense_file() -> Target:
 
 
 def _import_what_commands_do() -> None:
-    """What commands import when they run is of the libraries, not of an input."""
+    """Import what commands import when they run, so that it counts to the libraries and not to an input."""
     for module in ("rich.console", "rich.table", "safetensors.torch", "kvpack.cache.packing", "kvpack.store.catalog"):
         importlib.import_module(module)
 
 
 def _run_what_caches_run() -> None:
-    """Code of PyTorch that is mapped when it first runs is of the libraries, not of an input."""
+    """Run PyTorch code that is mapped on its first run, so that it counts to the libraries and not to an input."""
     import torch
 
     import kvpack
@@ -186,7 +186,7 @@ def _recipe_words() -> tuple[list[bytes], list[bytes]]:
 
 
 def _folder() -> Path:
-    """A folder of this process, in memory where there is such a place."""
+    """A folder of this process, in memory if the system has such a place."""
     folder = Path(tempfile.mkdtemp(prefix="kvpack-fuzz-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

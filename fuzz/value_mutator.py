@@ -1,4 +1,4 @@
-"""Random edits of msgpack values: a header as maps, arrays, numbers and strings, of which anything may become anything."""
+"""Random edits of msgpack values: a header as maps, arrays, numbers and strings, any of which may become any other."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 LIMITS = (0, 1, 256, 4096, 65535, 65536, 2**17, 2**20, 2**31, 2**32, 2**40 - 1, 2**53, 2**60 - 1, 2**63, 2**64 - 1)
-"""Numbers at which a limit of the format or of a machine's integers is."""
+"""Numbers at limits of the format or of machine integers."""
 
 _OTHER_TYPES: tuple[Any, ...] = (None, True, False, 0, -1, 1.5, float("nan"), "", "x", b"", b"\0", [], {}, [[]], {"": 0}, [[[[[[[0]]]]]]])
 _LONG: tuple[Any, ...] = ("x" * 4097, b"\0" * 8000, [[]] * 1000, [0] * 5000, {str(number): number for number in range(257)})
-"""Above a limit, or more than the length of a header allows."""
+"""Values above a limit, or larger than the length of a header allows."""
 
 
 def of_another_type(source: random.Random) -> Any:
-    """Any value, a new one at each call: it may be changed in turn."""
+    """Any value, a new one at each call, because callers may change it."""
     return copy.deepcopy(source.choice(_LONG if source.random() < 0.05 else _OTHER_TYPES))
 
 

@@ -1,4 +1,4 @@
-"""What must hold of the values that accepted files decode to. These targets load torch."""
+"""The properties of the values that accepted files decode to. These targets load torch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from second_decoder import decoder, decompress  # isort: skip
 
 MOST_VALUES = 1 << 16
 _MODERATE = 2.0**40
-"""Below this, what a file holds and decodes to is far from every limit of binary32, and no step on the way is beyond it."""
+"""Below this, stored and decoded values are far from every limit of binary32, and no intermediate step overflows."""
 
 
 def loaded(data: bytes) -> Cache | None:
-    """The cache of a file, every value's rule checked, or None for a refusal."""
+    """The cache of a file with the rules of every value checked, or None for a refusal."""
     try:
-        # Writable memory, as a private mapping is: torch makes no tensors of other.
+        # Writable memory, like a private mapping, because torch makes no tensors of read-only memory.
         return files.read(container.open_bytes(bytearray(data), max_bytes=MAX_DECODED_BYTES))
     except KvpackError:
         return None
 
 
 def check_values(data: bytes) -> bool:
-    """An accepted file decodes, to values of its shapes."""
+    """An accepted file decodes to values of its shapes."""
     cache = loaded(data)
     if cache is None:
         return False
@@ -42,7 +42,7 @@ def check_values(data: bytes) -> bool:
 
 
 def compare_values(data: bytes) -> None:
-    """The second decoder accepts the same files and gives the same values, and so does the cache cut, and saved and loaded."""
+    """The second decoder accepts the same files and gives the same values, and so does the cache, when cut and when saved and loaded."""
     compare_container(data)
     cache = loaded(data)
     if cache is None or cache.values > MOST_VALUES or _stored_bytes(cache) > MOST_COMPARED_BYTES:
@@ -64,7 +64,7 @@ def _stored_bytes(cache: Cache) -> int:
 
 
 def _check_finite(cache: Cache) -> None:
-    """Values of a lossy codec are finite where nothing that is stored, and nothing that comes of it, is near a limit."""
+    """Values of a lossy codec are finite if no stored value, and no value computed from one, is near a limit."""
     for layer in cache:
         for name, side in layer.sides.items():
             floats = [stream for page in side.pages for stream in page.streams.values() if stream.is_floating_point()]
@@ -83,7 +83,7 @@ def assert_equal(found: Cache, cache: Cache, tokens: int) -> None:
     for layer, other in zip(found, cache, strict=True):
         for name, side in layer.sides.items():
             values, whole = side.unpack(torch.float32), other.sides[name].unpack(torch.float32)[:, :, :tokens]
-            # A sum of other rows may be vectorised in another order: a few last places of the largest of a head.
+            # Sums of other rows may be vectorised in another order: they differ by a few last places of a head's largest.
             allowed = 2.0**-18 * whole.nan_to_num(0.0, 0.0, 0.0).abs().amax(-1, keepdim=True) if whole.numel() else 0.0
             same = (values == whole) | (~torch.isfinite(values) & ~torch.isfinite(whole)) | ((values - whole).abs() <= allowed)
             assert same.all(), f"{name}: other values come of the same tokens"

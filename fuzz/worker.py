@@ -3,7 +3,7 @@
     python fuzz/worker.py container --seconds 60 --seed 1
     python fuzz/worker.py container --repeat FILE
 
-With atheris, libFuzzer chooses what to change by the coverage of kvpack's bytecode; the random driver changes seeds at random.
+With atheris, libFuzzer is guided by the coverage of kvpack's bytecode; the random driver changes seeds at random.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from targets import Target
 
 TIMEOUT_SECONDS = 30
-"""After so long on one input a run ends; beyond a second it is a hang already."""
+"""A run ends after this long on one input; more than a second already counts as a hang."""
 _LIBFUZZER = ("-len_control=0", "-rss_limit_mb=0", f"-timeout={TIMEOUT_SECONDS}", "-verbosity=1", "-print_pcs=0")
 
 
@@ -59,7 +59,7 @@ def main() -> int:
         target = TARGETS[arguments.target]()
         libraries, files = resident("VmRSS"), resident("RssFile")
         inputs = [*target.seeds, *committed(arguments.target)]
-        # What checks import when they first run is instrumented as well.
+        # Modules that checks import on their first run are instrumented too.
         for data in inputs[:: max(1, len(inputs) // 64)]:
             with contextlib.suppress(Exception):
                 target.check(data)
@@ -111,7 +111,7 @@ def _run_atheris(session: Session, inputs: list[bytes], arguments: argparse.Name
         session.run(data)
         if session.over:
             finish()
-            # libFuzzer has no other way to end it from here; nothing is left to be written.
+            # There is no other way to end libFuzzer from here; nothing is left to write.
             os._exit(0)
 
     def changed(data: bytes, most: int, seed: int) -> bytes:

@@ -181,7 +181,7 @@ def add_packing() -> None:
 
 
 def unused_field(codec: Codec) -> str:
-    """The bytes of a column whose highest field alone is 1."""
+    """The bytes of a column whose highest field is 1 and all others 0."""
     packing = codec.packings()["angle"]
     assert packing.fields * packing.width > packing.symbols
     assert packing.column_bytes == 2

@@ -20,7 +20,7 @@ PLAIN = one_side(RAW, runs=(4,), heads=1)
 
 
 def in_text(old: str, new: str) -> bytes:
-    """``PLAIN`` with another text in its JSON header, which keeps its length by its last spaces."""
+    """``PLAIN`` with another text in its JSON header, whose trailing spaces keep its length."""
     length = int.from_bytes(PLAIN[:8], "little")
     text = PLAIN[8 : 8 + length].decode()
     assert old in text
@@ -244,7 +244,7 @@ def without_tokens(name: str) -> bytes:
 
 
 def too_large() -> bytes:
-    """A side of 2^16 sequences, heads and 2^28 tokens of one F16 channel, its tensor without bytes but listed with all."""
+    """A side of 2^16 sequences, heads and 2^28 tokens of one F16 channel, its tensor listed with all bytes but storing none."""
     parts = Parts.of(overflowing())
     parts.header["layers"][0]["k"]["runs"] = [2**28]
     parts.header["tensors"][0][2:5] = [[2**16, 2**16, 2**28, 1], "none", 2**61]
@@ -314,7 +314,7 @@ def add_unsupported() -> None:
 
 
 def add_news(unsupported: Callable[[str, str, str, str, Callable[[], bytes]], None]) -> None:
-    """What is new is told before what is wrong: headers that are new and, by the rules of today, damaged."""
+    """Unsupported features are reported before damage: headers with new features that today's rules call damaged."""
     recipe = b"\xa4test"
     damage: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
         "an-integer-key": ("a key of the header that is an integer", lambda packed: b"\x8a\x01\x02" + packed[1:]),

@@ -22,7 +22,7 @@ def add_all() -> None:
 
 
 def add_octahedral() -> None:
-    """Where the norm level goes and how many digits a symbol has: one vector for every number in the lists, and beside them."""
+    """Where the norm level goes and how many digits a symbol has: one vector for every number in the lists, and one for each neighbour."""
     for b_dir, b_norm, shows in (
         (1, 1, "1 bit of magnitudes and norm level together"),
         (1, 2, "2 bits of norm level alone"),
@@ -42,7 +42,7 @@ def add_octahedral() -> None:
 
 
 def first_column(codec: Codec, stream: str, value: int) -> Callable[[Parts], None]:
-    """Makes ``value`` of the first column of a code stream of one column per row."""
+    """Sets the first column of a code stream with one column per row to ``value``."""
     packing = codec.packings()[stream]
     assert packing.width == 1
     data = value.to_bytes(packing.column_bytes, "little")
@@ -75,7 +75,7 @@ def add_ties() -> None:
 
 
 def add_roundings() -> None:
-    """Scales of 8 bits: a centre a head, each by its own step, minimum and integer, in files of one channel."""
+    """Scales of 8 bits: one centre per head, each by its own step, minimum and integer, in files of one channel."""
     codec = create("group", 1, b="1", g="4", scales="u8")
     ties = [(0x3C00, 0, k) for k in (47, 49, 51, 53, 55, 57, 59, 61, 63)]
     twice = [

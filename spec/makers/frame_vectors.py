@@ -1,4 +1,4 @@
-"""The conformance vectors of Zstandard frames: blocks, literals and sequences of every form, and frames that are not well formed."""
+"""The conformance vectors of Zstandard frames: blocks, literals and sequences of every form, and malformed frames."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BLOCKS_REFUSED: set[str] = set()
-"""Files whose frames are wrong in what is compressed, or in its checksum: a decompressor alone can tell."""
+"""Files whose frames are wrong in their compressed data or checksum: only a decompressor can tell."""
 
 EITHER = {"block-offset-0", "block-reserved-modes", "block-bit-missing"}
 """Breaches of RFC 8878 that libzstd 1.5.7 refuses, and 1.5.4 and 1.5.5 do not."""
 
 REPEATED, REPEAT = 0x54, 0xFC
-"""The modes of a sequences section whose three tables have one code each, and of one that takes those of the block before."""
+"""The modes of a sequences section whose three tables have one code each, and of one that reuses the previous block's tables."""
 
 
 def add_all() -> None:
@@ -41,13 +41,13 @@ def of_frame(stored: bytes, content_size: int, channels: int = 16) -> bytes:
 
 
 def letters(size: int, seed: int, symbols: int = 26, first: int = 97) -> bytes:
-    """Bytes of which the first of ``symbols`` are the most frequent."""
+    """Bytes in which the first of ``symbols`` are the most frequent."""
     source = random.Random(seed)
     return bytes(first + min(source.randrange(symbols) for _ in range(3)) for _ in range(size))
 
 
 def phrases(size: int, seed: int) -> bytes:
-    """Words that come again, and letters between some of them."""
+    """Repeating words, with letters between some of them."""
     source = random.Random(seed)
     words = [letters(source.randrange(3, 20), source.randrange(2**32)) for _ in range(40)]
     text = b""
@@ -104,7 +104,7 @@ def compressed(literals: bytes, sequences: bytes) -> tuple[int, int, bytes]:
 
 
 def joined(content_size: int, *blocks: tuple[int, int, bytes], window: int | None = None) -> bytes:
-    """A frame of these blocks, with a content size of 4 bytes and a window only where its descriptor is given."""
+    """A frame of these blocks, with a content size of 4 bytes, and a window only if its descriptor is given."""
     head = bytes([0xA0]) if window is None else bytes([0x80, window])
     parts = [bytes.fromhex("28b52ffd") + head + content_size.to_bytes(4, "little")]
     for number, (kind, size, stored) in enumerate(blocks):
@@ -128,7 +128,7 @@ def one_code(count: int, literals: int, offset: int, match: int, extra: str, mod
 
 
 def add_by_hand() -> None:
-    """Forms that the library of Zstandard does not write, or only for contents that are large."""
+    """Forms that the library of Zstandard does not write, or only for large contents."""
     blocks = [
         raw(bytes(range(64))),
         # Sequences of 4 literals and 5 bytes from 1, 4 and 3 bytes before.
@@ -167,7 +167,7 @@ def add_sizes() -> None:
     add_valid("zstd-largest-ratio", "2816 bytes in a frame of 11: 256 for each", lambda: at_ratio(2816), "container-29")
     add("limit-of-the-ratio", "container-29", "LimitExceeded", "2820 bytes in a frame of 11", lambda: at_ratio(2820))
     size = 2**23 + 4096
-    # Blocks of no content, so that the ratio is within its limit.
+    # Blocks without content, so that the ratio is within its limit.
     many = [*[raw(b"")] * 11000, *[repeated(0, 2**17)] * 64, repeated(0, 4096)]
     shows = "a frame with the Single_Segment_flag and 4 KiB more of content than the largest window"
     add("zstd-window-of-one-segment", "container-26", "InvalidPayload", shows, lambda: of_frame(joined(size, *many), size, 1024))

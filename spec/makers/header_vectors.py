@@ -88,7 +88,7 @@ def add_fields() -> None:
 
 
 def broken_header(codec: Codec, change: Callable[[Parts], Any]) -> bytes:
-    """A file of one side whose JSON header is that of the right header, but for the digest of the broken one."""
+    """A file of one side whose JSON header is that of the correct header, except for the digest of the broken one."""
     data = one_side(codec)
     right, wrong = Parts.of(data), Parts.of(data)
     change(wrong)
@@ -149,7 +149,7 @@ def add_layers() -> None:
 
 
 def add_alone() -> None:
-    """Fields whose value is all that is wrong: the tensors and the JSON header are those that it would give."""
+    """Fields whose value is the only fault: the tensors and the JSON header match that value."""
     for name in ("batch", "heads"):
         add(
             f"header-{name}-0-alone",
@@ -228,7 +228,7 @@ def with_entry(at: int, value: Any, chosen: str = "none") -> bytes:
 
 
 def no_rows(name: str) -> bytes:
-    """A side whose sequences or heads are none."""
+    """A side without sequences or heads."""
     parts = Parts.of(one_side(GROUP))
     parts.header["layers"][0]["k"][name] = 0
     for number, tensor in enumerate(parts.header["tensors"]):

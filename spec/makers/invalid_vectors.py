@@ -1,4 +1,4 @@
-"""What the conformance vectors that readers refuse are made of: the codecs that they change, and how they are listed."""
+"""The parts of the conformance vectors that readers refuse: the codecs that they change, and their list."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Invalid:
-    """What is wrong with a vector, the rule that it breaks, the class of error, and its bytes.
+    """A refused vector: its fault, the rule that it breaks, the class of error, and its bytes.
 
     ``either``: a reader may decode it, to any values.
     """
@@ -52,5 +52,5 @@ def add_header(name: str, rule: str, codec: Codec, path: str, value: Any, shows:
 
 
 def add_payload(name: str, rule: str, codec: Codec, tensor: str, at: int, value: str, shows: str) -> None:
-    """A file of one side whose tensor has other bytes from ``at`` on, their digest right."""
+    """A file of one side whose tensor has other bytes from ``at`` on, with a correct digest."""
     add(name, rule, "InvalidPayload", shows, lambda: one_side(codec, bits(f"0.k.{tensor}", at, value)))

@@ -1,4 +1,4 @@
-"""The conformance vectors at limits of the header and one above: without them a reader of any limits, or of none, agrees with all."""
+"""The conformance vectors at limits of the header and one above: without them a reader with any limits, or none, would pass."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def without_tokens() -> bytes:
 
 
 def runs_of_a_token(count: int) -> bytes:
-    """A side of so many runs, its tensors compressed."""
+    """A side of ``count`` runs, its tensors compressed."""
     parts = Parts.of(one_side(create("group", 1, b="1", g="4"), runs=(1,), tail=0, heads=1))
     parts.header["layers"][0]["k"]["runs"] = [1] * count
     source = random.Random(1)
     for tensor in parts.header["tensors"]:
         tensor[2][2] *= count
-        # Neither within one byte for each 256 nor much above it.
+        # Not within one byte per 256, but not much above it either.
         size = 2 * count * (2 if tensor[0].endswith("scales") else 1)
         stored = bytearray(size)
         for _ in range(size // 200):

@@ -1,4 +1,4 @@
-"""The conformance vectors of a codec alone: no side uses it, so that one of its parameters is all that is wrong with the file."""
+"""The conformance vectors of a codec alone: no side uses it, so that one of its parameters is the file's only fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDE = create("group", 260, b="2", block_rotation="20", channel_order="u16")
 CODED = (GROUP, OCTAHEDRAL, QUATERNION, ANGLE, SCALAR, POLAR)
 
 Broken = tuple[str, "Codec", dict[str, Any], str]
-"""The end of a vector's name, a codec, the parameters that are other ones, and what that shows."""
+"""The end of a vector's name, a codec, the changed parameters, and what the vector shows."""
 
 
 def ascending(count: int) -> bytes:
@@ -74,7 +74,7 @@ def add_alone(name: str, rule: str, codec: Codec, changes: dict[str, Any], shows
 
 
 def ranges(codec: Codec, *bounds: tuple[str, int, int]) -> list[Broken]:
-    """For each parameter the integers below its least and above its greatest one; without a bound where that is 0."""
+    """For each parameter, the integers below its least and above its greatest value; a negative bound means none."""
     found: list[Broken] = []
     for name, below, above in bounds:
         found += [
@@ -84,7 +84,7 @@ def ranges(codec: Codec, *bounds: tuple[str, int, int]) -> list[Broken]:
 
 
 def words(codec: Codec, *names: str) -> list[Broken]:
-    """For each parameter a word that no codec knows."""
+    """For each parameter, a word that no codec knows."""
     return [(f"{name}-unknown".replace("_", "-"), codec, {name: "other"}, f"{name} is other") for name in names]
 
 
@@ -173,7 +173,7 @@ PARAMETERS: dict[str, list[Broken]] = {
 
 
 def add_fields() -> None:
-    """Numbers of fields beyond what a column holds, one limit each."""
+    """Numbers of fields that exceed a column, one vector per limit."""
     bits = create("group", 5, b="1", g="16")
     for name, codec, fields, shows in (
         ("0", GROUP, {"codes": 0}, "no field"),

@@ -1,4 +1,4 @@
-"""The conformance vectors of layers that hold other positions than the range of their file."""
+"""The conformance vectors of layers whose positions differ from the range of their file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conformance vectors of streams that have rows of several sequences, heads and runs, and of side-cars that meet each other."""
+"""The conformance vectors of streams that have rows of several sequences, heads and runs, and of side-cars that interact."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVERY = {
     "sinks": "1",
     "raw_tokens": "fp16",
 }
-"""The words for all side-cars but the rotation of blocks."""
+"""The words for all side-cars except the rotation of blocks."""
 
 
 def add_all() -> None:
@@ -42,7 +42,7 @@ def rows(name: str, shows: str, codec: Codec, *rules: str, runs: tuple[int, ...]
 
 
 def add_rows() -> None:
-    """Streams with one row per sequence, head or run: which row a token takes is seen only where there are several."""
+    """Streams with one row per sequence, head or run: the row that a token takes matters only if there are several."""
     for axis in ("token", "channel"):
         for scale in ("fp16", "fp32"):
             codec = create("group", 6, b="3", g="4", axis=axis, token_scale=scale)
@@ -97,7 +97,7 @@ def without_entries(flags: str, stream: str) -> Callable[[Parts], None]:
 
 
 def subnormal(names: tuple[str, ...], dtype: str = "F16") -> Callable[[Parts], None]:
-    """Fills tensors with subnormal numbers, of either sign but for channel scales."""
+    """Fills tensors with subnormal numbers, of either sign except for channel scales."""
 
     size, top = (2, 1 << 10) if dtype == "F16" else (4, 1 << 23)
 

@@ -1,4 +1,4 @@
-"""The conformance vectors of side-cars: those that every reader of the profile full decodes, and those that readers refuse."""
+"""The conformance vectors of side-cars: those that every reader of the full profile decodes, and those that readers refuse."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Valid:
-    """What a vector shows, the rules that a reader keeps when it decodes it right, and its bytes."""
+    """A valid vector: what it shows, the rules that a correct decode follows, and its bytes."""
 
     shows: str
     rules: tuple[str, ...]
@@ -48,7 +48,7 @@ def add_all() -> None:
 
 
 def with_fields(codec: Codec, *fields: int) -> Codec:
-    """``codec`` with another F for each code stream."""
+    """``codec`` with these F, one per code stream."""
     return dataclasses.replace(codec, fields=tuple((name, count) for name, count in zip(codec.packings(), fields, strict=True)))  # type: ignore[call-arg]
 
 

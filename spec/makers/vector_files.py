@@ -1,4 +1,4 @@
-"""The conformance vectors in spec/vectors: their manifest, and how they were written.
+"""The conformance vectors in spec/vectors: their manifest, and the code that wrote them.
 
 ``python spec/makers/vector_files.py`` writes the vectors that are missing, with their lines of the manifest, and touches no other.
 """
@@ -66,7 +66,7 @@ def manifest() -> dict[str, dict[str, Any]]:
 
 
 def described(vector: Valid | Invalid) -> dict[str, Any]:
-    """What the manifest says of a vector besides its bytes."""
+    """The fields of a vector in the manifest, without those computed from its bytes."""
     if isinstance(vector, Invalid):
         return {"shows": vector.shows, "rules": [vector.rule], "error": vector.error} | ({"either": True} if vector.either else {})
     return {"shows": vector.shows, "rules": list(vector.rules)}
@@ -82,7 +82,7 @@ def values_of(file: Any) -> list[float]:
 
 
 def profile_of(file: Any) -> str:
-    """The least profile whose readers decode a file that the second decoder read."""
+    """The smallest profile whose readers decode a file that the second decoder read."""
     plain = all(codec.id in CORE and not getattr(codec, "side_cars", {}) for codec in file.codecs)
     return "core" if plain and all(tensor.filter == "none" for tensor in file.tensors) else "full"
 
@@ -92,7 +92,7 @@ def digest(data: bytes) -> str:
 
 
 def written(file: str, vector: Valid | Invalid) -> dict[str, Any]:
-    """Writes a vector and gives its line of the manifest."""
+    """Writes a vector and returns its line of the manifest."""
     data = vector.make()
     (FOLDER / file).write_bytes(data)
     line = described(vector) | {"sha256": digest(data)}

@@ -1,6 +1,6 @@
-"""How far a codec's decoded values may be from what was encoded; one function a codec, or a family of them.
+"""Bounds on the difference between encoded and decoded values; one function per codec or family.
 
-Each takes the codec, ``x`` ``[batch, kv_head, token, dim]``, its streams and what they decode to, and asserts the bound.
+Each takes the codec, ``x`` ``[batch, kv_head, token, dim]``, its streams and their decoded values, and asserts the bound.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpack.formats.scalar import Scalar
 
 ROTATION_TOLERANCE = 2.0**-18
-"""Of the norm: how far from the exact one a rotation in binary32 may be (spec/README.md, Rotation)."""
+"""The largest error of a rotation in binary32, relative to the norm (spec/README.md, Rotation)."""
 
 
 def check_raw(codec: Raw, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
@@ -42,7 +42,7 @@ def check_group(codec: Group, x: torch.Tensor, streams: Mapping[str, torch.Tenso
 
 
 def check_direction(codec: Codec, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """Codecs of directions and norms: what a token decodes to is no further from it than one and a half of its norm."""
+    """Codecs of directions and norms: a decoded token is no further from the token than 1.5 times its norm."""
     smallest = 2.0**-24 * math.sqrt(codec.dim)
     _check_errors((decoded - x).double().norm(dim=-1), 1.5 * x.double().norm(dim=-1) + smallest)
 
@@ -57,13 +57,13 @@ def group_error_bound(codec: Group, streams: Mapping[str, torch.Tensor], u: torc
     if codec.token_scale != "none":
         factor = streams["token_scale"].float()
     factor = factor[..., None]
-    # A token whose factor is stored as zero is lost as a whole: its values are below that type's smallest number.
+    # A token whose factor is stored as zero is lost entirely: its values are below the type's smallest number.
     scaled = u / torch.where(factor > 0, factor, 1.0)
     middle = (2**codec.bits - 1) / 2
     rounding = middle * torch.clamp(scale * 2.0**-11, min=2.0**-25)
     bound = scale / 2 + rounding + 2.0**-21 * _group_max(codec, scaled.abs())
     if codec.scale_dtype == "u8":
-        # A root is off by half a step and the rounding of the range; a scale that it makes too small clamps the codes at the ends.
+        # A root is off by half a step and the rounding of the range; a scale that becomes too small clamps the codes at the ends.
         step, minimum = streams["scale_range"].float()[..., :2, None].unbind(-2)
         root = (_group_max(codec, (scaled - centre).abs()) / middle).sqrt()
         off = step / 2 + 2.0**-10 * (minimum + 255 * step)
@@ -140,7 +140,7 @@ def check_scalar(codec: Scalar, x: torch.Tensor, streams: Mapping[str, torch.Ten
         levels = torch.frombuffer(bytearray(table), dtype=torch.float32).double()
         values = u[..., list(part.channels)]
         nearest[..., list(part.channels)] = (values.abs()[..., None] - levels * norm[..., None]).abs().amin(-1)
-    # Directions of tokens near the smallest normal number are coarse.
+    # Tokens near the smallest normal number have coarse directions.
     allowed = nearest + (streams["norm"].double()[..., None] - norm).abs() + ROTATION_TOLERANCE * norm + 2.0**-120
     _check_errors(codec.decode_frame(streams) - u, allowed)
     whole = allowed.square().sum(-1).sqrt() + 3 * ROTATION_TOLERANCE * (norm[..., 0] + decoded.double().norm(dim=-1))

@@ -24,16 +24,16 @@ CHANGES = ("open", "pwrite", "ftruncate", "writev", "fsync", "replace", "unlink"
 """Operations that change what another process sees; a kill between two of them is the same as one just after the first."""
 OPERATIONS = (*CHANGES, "pread", "stat", "fstat", "scandir", "statvfs")
 BESIDE_OS = ("flock", "mmap")
-"""Operations that the store asks of others than the module ``os``; the built-in ``open`` counts as "open"."""
+"""Operations that the store calls in modules other than ``os``; the built-in ``open`` counts as "open"."""
 SOCKET_OPERATIONS = ("connect", "sendall", "recv")
 
 
 @dataclass
 class FaultyOs:
-    """The module ``os`` for the store: everything passes, but for the ``number``-th call of ``operations`` (counted from 1).
+    """The module ``os`` for the store: everything passes through, except the ``number``-th call of ``operations`` (counted from 1).
 
-    That one raises OSError(``code``), as do all later ones when ``sticky``; with ``short`` it writes or reads fewer bytes than it was asked
-    to; with ``death`` it ends the process by SIGKILL, "before" or "after" the call.
+    That call raises OSError(``code``), as do all later ones when ``sticky``; with ``short`` it writes or reads fewer bytes than
+    requested; with ``death`` it ends the process by SIGKILL, "before" or "after" the call.
     """
 
     operations: tuple[str, ...]
@@ -49,7 +49,7 @@ class FaultyOs:
         return self.faulty(name, getattr(os, name))
 
     def faulty(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """``real``, with the fault where it is one of ``operations``."""
+        """``real``, with the fault if it is one of ``operations``."""
         if name not in self.operations:
             return real
 
@@ -68,14 +68,14 @@ class FaultyOs:
                     real(*args, **kwargs)
                 os.kill(os.getpid(), signal.SIGKILL)
             if name == "close":
-                # A close that fails has closed all the same.
+                # A failing close has still closed the file.
                 real(*args, **kwargs)
             raise OSError(self.code, os.strerror(self.code))
 
         return call
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Put it in the place of ``os``, and of the rest of the system, in every module of the store; and of sockets everywhere."""
+        """Replace ``os`` and the other system modules in every module of the store, and sockets everywhere."""
         for module in store_modules():
             known = vars(module)
             if known.get("os") is os:
@@ -101,12 +101,12 @@ class _Fcntl:
 
 
 def store_modules() -> list[ModuleType]:
-    """The modules that ask the system for what a store does."""
+    """The modules of the store that call the system."""
     return [module for name, module in sys.modules.items() if name == "kvpack.file.atomic" or name.startswith(f"{kvpack.store.__name__}.")]
 
 
 def _short(name: str, real: Any, descriptor: int, what: Any, *rest: Any) -> Any:
-    """The call for half of what it was asked to write or read, or one byte of that."""
+    """The call with half of the bytes to write or read, or one byte."""
     if name == "writev":
         data = b"".join(what)
         return os.write(descriptor, data[: max(1, len(data) // 2)])

@@ -1,4 +1,4 @@
-"""Files taken apart, changed and joined again with right lengths and digests, so that one rule alone is broken."""
+"""Take files apart, change them and join them again with correct lengths and digests, so that only one rule is broken."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def reorder(path: str, *keys: str) -> Callable[[Parts], None]:
 
 
 def move_to_end(path: str, key: str) -> Callable[[Parts], None]:
-    """Makes ``key`` the last of the map of the header at ``path``."""
+    """Makes ``key`` the last key of the map of the header at ``path``."""
 
     def apply(parts: Parts) -> None:
         at = place(parts, path)
@@ -97,18 +97,18 @@ def compressed(raw: bytes, **options: bool) -> bytes:
 
 
 def raw_frame(raw: bytes, descriptor: str, block_type: int = 0) -> bytes:
-    """A frame of one block that is not compressed, its header the bytes of ``descriptor``."""
+    """A frame of one uncompressed block, with the bytes of ``descriptor`` as its header."""
     return bytes.fromhex("28b52ffd" + descriptor) + (len(raw) << 3 | block_type << 1 | 1).to_bytes(3, "little") + raw
 
 
 def repeated_frame(content_size: int, blocks: list[int]) -> bytes:
-    """A frame that says ``content_size`` (below 256) and whose blocks repeat a zero so many times each."""
+    """A frame that declares ``content_size`` (below 256); each of its blocks repeats a zero the given number of times."""
     body = b"".join((size << 3 | 2).to_bytes(3, "little") + b"\0" for size in blocks)
     return bytes.fromhex("28b52ffd 20") + bytes([content_size]) + body + bytes([1, 0, 0])
 
 
 def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: random.Random) -> list[torch.Tensor]:
-    """For each digit of ``packing`` any valid values, zeros from symbol ``used`` on."""
+    """Random valid values of every digit of ``packing``, zeros from symbol ``used`` on."""
     return [
         torch.tensor(
             [source.randrange(a) if i % packing.symbols < used else 0 for i in range(math.prod(rows) * packing.symbols)],
@@ -161,7 +161,7 @@ def random_side(
 
 
 def file_of(*layers: tuple[Side | None, Side | None], skipped: tuple[int, ...] = ()) -> bytes:
-    """A file of these layers, each k and v, that starts at position 3; ``skipped`` are the tokens that each no longer holds."""
+    """A file of these layers, each k and v, that starts at position 3; ``skipped`` is the number of tokens that each lacks."""
     counts = skipped or (0,) * len(layers)
     cache = Cache(tuple(Layer(k, v, skipped=count) for (k, v), count in zip(layers, counts, strict=True)), "test", {"name": "x"}, start=3)
     with tempfile.TemporaryDirectory() as folder:
@@ -171,12 +171,12 @@ def file_of(*layers: tuple[Side | None, Side | None], skipped: tuple[int, ...] =
 
 
 def one_side(codec: Codec, *changes: Callable[[Parts], Any], runs: tuple[int, ...] = (2,), tail: int = 1, **options: Any) -> bytes:
-    """A file of one layer that has keys alone, after ``changes``."""
+    """A file of one layer with keys only, after ``changes``."""
     return changed(file_of((random_side(codec, runs, tail, **options), None)), *changes)
 
 
 def changed(data: bytes, *changes: Callable[[Parts], Any]) -> bytes:
-    """The file ``data`` after ``changes``, its digests right again."""
+    """The file ``data`` after ``changes``, with correct digests."""
     parts = Parts.of(data)
     for change in changes:
         change(parts)

@@ -1,4 +1,4 @@
-"""What a Zstandard frame is made of (RFC 8878, 3.1.1): its header, and of every block the type and the forms of its sections."""
+"""The parts of a Zstandard frame (RFC 8878, 3.1.1): its header, and the type and the forms of the sections of every block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MODES = ("predefined", "repeated", "fse", "repeat")
 
 @dataclass(frozen=True)
 class Block:
-    """A block; one that is compressed has a form of literals, and modes of its sequences where it has any."""
+    """A block; a compressed block has a form of literals, and the modes of its sequences if it has any."""
 
     kind: str
     literals: str = ""

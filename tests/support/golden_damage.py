@@ -1,5 +1,5 @@
 """Damage to the golden files, all of it: ``python tests/support/golden_damage.py`` flips every bit of every file, cuts it at every length,
-zeroes every block, swaps and repeats tensors, and counts what was not refused by a KvpackError. A few minutes.
+zeroes every block, swaps and repeats tensors, and counts the cases that no KvpackError refused. It takes a few minutes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ BLOCKS = (64, 512, 4096)
 
 @contextmanager
 def fronts_made_once() -> Iterator[None]:
-    """Parses a header tensor, and makes the front of a header, only once: both are functions of bytes that seldom change here."""
+    """Parses each header tensor, and makes the front of each header, only once: both depend on bytes that seldom change here."""
     parse, make = json_header.parse_header, json_header.make_front
     fronts: dict[int, tuple[Header, json_header.Front]] = {}
 
     def make_once(header: Header) -> json_header.Front:
-        # The header is kept, so that its id is no other's.
+        # The header is kept alive, so that its id stays unique.
         if id(header) not in fronts:
             fronts[id(header)] = header, make(header)
         return fronts[id(header)][1]
@@ -46,7 +46,7 @@ def fronts_made_once() -> Iterator[None]:
 
 
 def is_refused(data: bytes | bytearray | memoryview) -> bool:
-    """Whether a reader refuses ``data``. Anything but a KvpackError is raised."""
+    """Whether a reader refuses ``data``. Any error except a KvpackError is raised."""
     try:
         container.open_bytes(data).verify()
     except KvpackError:
@@ -55,7 +55,7 @@ def is_refused(data: bytes | bytearray | memoryview) -> bool:
 
 
 def accepted_flips(data: bytes, bits: Iterable[int]) -> list[int]:
-    """The bits of which a flip is not seen."""
+    """The bits whose flip is not detected."""
     damaged, accepted = bytearray(data), []
     for bit in bits:
         damaged[bit // 8] ^= 1 << bit % 8
@@ -66,12 +66,12 @@ def accepted_flips(data: bytes, bits: Iterable[int]) -> list[int]:
 
 
 def accepted_lengths(data: bytes, lengths: Iterable[int]) -> list[int]:
-    """The lengths to which a file can be cut unseen."""
+    """The lengths to which a file can be cut undetected."""
     return [length for length in lengths if not is_refused(memoryview(data)[:length])]
 
 
 def zeroed(data: bytes) -> Iterator[bytes]:
-    """The file with a block of zeros in place of one that has other bytes."""
+    """The file with a block replaced by zeros, for every block with other bytes."""
     for block in BLOCKS:
         for at in range(0, len(data), block):
             if any(data[at : at + block]):
@@ -79,7 +79,7 @@ def zeroed(data: bytes) -> Iterator[bytes]:
 
 
 def moved(data: bytes) -> Iterator[bytes]:
-    """The file with two tensors of one size swapped, and with one in place of the other, where that changes a byte."""
+    """The file with two tensors of equal size swapped, and with one replaced by the other, if that changes a byte."""
     file = container.open_bytes(data)
     start = len(file.front.text)
     places = [(start + place.begin, start + place.end) for place in file.front.places.values()]
@@ -91,7 +91,7 @@ def moved(data: bytes) -> Iterator[bytes]:
 
 
 def damage(path: Path) -> dict[str, tuple[int, int]]:
-    """For every kind of damage how much of it was done to a file, and how much was not refused."""
+    """For every kind of damage, the number of cases for a file, and how many were not refused."""
     data = path.read_bytes()
     found = {
         "flipped bits": (8 * len(data), len(accepted_flips(data, range(8 * len(data))))),

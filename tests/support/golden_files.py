@@ -1,4 +1,4 @@
-"""Small files that never change: their contents, made of seeded digits and not of an encoder, and how they were written.
+"""Small files that never change: their contents, from seeded digits and not from an encoder, and the code that wrote them.
 
 ``python tests/support/golden_files.py`` writes the files that are missing and touches no other.
 """
@@ -165,7 +165,7 @@ def side_car_packings(codec: Codec) -> dict[str, Columns]:
 
 
 def _streams(codec: Codec, batch: int, heads: int, tokens: int, generator: Generator, every: int) -> dict[str, torch.Tensor]:
-    """Streams of any digits and numbers; of the flags one in ``every`` is 1, none where that is 0."""
+    """Streams of random digits and numbers; one in ``every`` flags is 1, or none if ``every`` is 0."""
     streams = {}
     for stream, packing in codec.packings().items():
         used = packing.symbols if stream != "symbol" or codec.id != "octahedral" else -(-codec.dim // 3)

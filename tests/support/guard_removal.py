@@ -1,8 +1,8 @@
-"""Every guard of what reads a file is shown to matter: with it taken out, a conformance vector or a test fails.
+"""Show that every guard of the readers matters: without it, a conformance vector or a test fails.
 
-``python tests/support/guard_removal.py`` goes through all of them, some minutes: first the invalid vectors, in this
+``python tests/support/guard_removal.py`` goes through all of them in some minutes: first the invalid vectors, in this
 process, then the tests that ``guards_by_test.txt`` names for the rest. It prints a row for each guard and fails when one
-survives. ``--find`` tries the tests of the guard's module anew for the rest, and writes that list.
+survives. ``--find`` tries the tests of the guard's module again for the rest, and writes that list.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 LIST = Path(__file__).with_name("guards_by_test.txt")
 SECONDS = 5
-"""A file of the vectors is refused in milliseconds: what takes longer without a guard does not end."""
+"""Vectors are refused in milliseconds, so a read without a guard that takes longer than this counts as endless."""
 OF_HEADERS = [
     "file/test_header.py::test_every_rule_refuses_by_name",
     "file/test_header.py::test_writers_keep_the_limits",
@@ -70,7 +70,7 @@ TESTS = {
     "header": OF_HEADERS,
     "header_tensor": OF_HEADERS,
 }
-"""The tests of a module that is not a codec or a side-car."""
+"""The tests of each module that is not a codec or a side-car."""
 OF_CODECS = [
     "spec/test_guards.py::test_what_several_guards_refuse_is_named_by_the_one_that_knows_the_parameter",
     "spec/test_guards.py::test_a_seed_has_at_most_64_bits",
@@ -80,7 +80,7 @@ OF_CODECS = [
 
 @dataclass
 class Reading:
-    """A file that a reader refuses; ``refusal`` is how, ``frames`` are the lines that the refusal passed through."""
+    """A file that a reader refuses; ``refusal`` is the outcome, ``frames`` are the lines that the refusal passed through."""
 
     name: str
     read: Callable[[], Any]
@@ -88,7 +88,7 @@ class Reading:
     frames: set[tuple[str, int]] = field(default_factory=set)
 
     def outcome(self) -> str | None:
-        """What comes of reading: a rule's section or the name of an error, None when the file is read."""
+        """The outcome of reading: a rule's section or the name of an error, None when the file is read."""
         self.frames = set()
 
         def stop(*_: object) -> None:
@@ -132,7 +132,7 @@ def readings(second: bool) -> list[Reading]:
 
 
 def caught_by_a_file(guard: Guard) -> str | None:
-    """The first file that is read otherwise without ``guard``; only files whose refusal passes through it can be."""
+    """The first file with another outcome without ``guard``; only files whose refusal passes through the guard are tried."""
     touched = [one for one in readings(guard.path == DECODER) if any((str(guard.path), line) in one.frames for line in guard.lines)]
     with removed(guard):
         for reading in touched:
@@ -149,13 +149,13 @@ def all_guards() -> list[Guard]:
 
 
 def listed() -> dict[str, str]:
-    """The test that fails without a guard, for guards that no file shows, or the reason why none can."""
+    """For guards that no file shows: the test that fails without the guard, or the reason why none can."""
     lines = LIST.read_text(encoding="utf-8").splitlines() if LIST.exists() else []
     return dict(line.split(" -> ", 1) for line in lines if " -> " in line)
 
 
 class FirstFailure:
-    """A plugin of pytest that remembers the first test that failed."""
+    """A pytest plugin that remembers the first test that failed."""
 
     name: str | None = None
 

@@ -1,8 +1,8 @@
-"""The guards of what reads a file, found in the source, and how to take one out while the program runs.
+"""Find the guards of the readers in the source, and remove one while the program runs.
 
 A guard is a condition under which a reader refuses: one operand of the test of an ``if`` that ends in ``raise`` (or of a
 ``require`` of the second decoder), a bound, a choice or a type that a checking function is given, the call of one, a limit
-that a library is given, or the ``except`` that makes a refusal of another error.
+that a library is given, or the ``except`` that turns another error into a refusal.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ OTHER_FUNCTIONS = {
     "pieces",
     "_flat",
 }
-"""What encodes, makes codecs for recipes, and writes files: no reader calls it."""
+"""Functions that encode, make codecs for recipes, and write files: no reader calls them."""
 OTHER_ERRORS = {"OutOfRange", "UnknownWord", "OutOfBounds"}
 """Errors of encoders, of recipes and of callers."""
 
 BOUNDS = {"check_integer": 2, "check_range": 3, "require_integer": 1, "is_integer": 1, "range": 0}
-"""Functions that are given a least and a greatest number, and the place of the first of these among their arguments."""
+"""Functions that take a least and a greatest number, and the place of the least among their arguments."""
 CONSTRUCTORS = {"self.packings()", "self.rotation", "self.packing"}
-"""What refuses when it is made, and is made for that."""
+"""Expressions that are evaluated only because constructing their value may refuse."""
 HUGE = 10**30
 
 
 @dataclass(frozen=True)
 class Guard:
-    """``text`` is what is taken out of the function ``where`` of ``path``, in the statement of ``lines``.
+    """``text`` is the code removed from the function ``where`` of ``path``, in the statement of ``lines``.
 
     ``place`` is the number of the node that ``change`` replaces, in the order of ``ast.walk`` of the function or class.
     """
@@ -118,7 +118,7 @@ def guards_of(path: Path) -> list[Guard]:
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.stmt, ast.FunctionDef]]:
-    """The qualified names of functions and methods, what they are part of, and they; what is within one belongs to it."""
+    """(qualified name, enclosing statement, node) of functions and methods; a nested function belongs to its outer one."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name not in OTHER_FUNCTIONS:
             yield node.name, node, node
@@ -129,7 +129,7 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.stmt, ast.FunctionDe
 
 
 def _in_function(function: ast.FunctionDef) -> Iterator[Found]:
-    """For each guard its statement, the node to change, what that takes out, and the change."""
+    """For each guard its statement, the node to change, the text removed, and the change."""
     conditional = set()
     for node in ast.walk(function):
         if isinstance(node, ast.If) and not node.orelse and _refuses(node.body[-1]):
@@ -149,19 +149,19 @@ def _in_function(function: ast.FunctionDef) -> Iterator[Found]:
 
 
 def _nothing(statement: ast.stmt) -> ast.stmt:
-    """A statement that does nothing, and uses the class as the old one did: the function keeps its closure."""
+    """A statement that does nothing, and uses the class as the old one did, so that the function keeps its closure."""
     return ast.parse("super()").body[0] if "super()" in ast.unparse(statement) else ast.Pass()
 
 
 def _refuses(statement: ast.stmt) -> bool:
-    """Whether a statement raises what a reader raises, and not only adds to the place of an error."""
+    """Whether a statement raises an error of readers, and does not only add to the place of an error."""
     if isinstance(statement, ast.Raise) and isinstance(statement.exc, ast.Call):
         return _called(statement.exc) not in {*OTHER_ERRORS, "within", "type"}
     return isinstance(statement, ast.Expr) and _called(statement.value) == "refuse"
 
 
 def _checks(statement: ast.stmt) -> bool:
-    """Whether a statement is there only for what it refuses."""
+    """Whether a statement exists only to refuse input."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         return _called(statement.value).lstrip("_").startswith(("check", "require", "refuse")) or ast.unparse(statement) in CONSTRUCTORS
     value = statement.value if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "_" else None
@@ -169,7 +169,7 @@ def _checks(statement: ast.stmt) -> bool:
 
 
 def _called(node: ast.expr | None) -> str:
-    """The name of a called function, its object left out."""
+    """The name of a called function, without its object."""
     if isinstance(node, ast.Call):
         inner = node.func
         return inner.attr if isinstance(inner, ast.Attribute) else inner.id if isinstance(inner, ast.Name) else _called(inner)
@@ -201,14 +201,14 @@ def _operands(test: ast.expr, *, refused_if: bool) -> Iterator[tuple[ast.expr, s
 
 
 def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
-    """All expressions of a statement, but not those of the statements within."""
+    """All expressions of a statement, except those of nested statements."""
     for child in ast.iter_child_nodes(statement):
         if isinstance(child, (ast.expr, ast.withitem, ast.keyword)):
             yield from (node for node in ast.walk(child) if isinstance(node, ast.expr))
 
 
 def _arguments(node: ast.expr) -> Iterator[tuple[ast.AST, str, Change]]:
-    """What a checking function or a library is given to refuse by."""
+    """The arguments by which a checking function or a library refuses."""
     if isinstance(node, ast.BoolOp) and _called(node.values[-1]) == "refuse":
         yield node, ast.unparse(node.values[-1]).split("(")[0] + " unless " + ast.unparse(node.values[0]), lambda it: it.values[0]
     if isinstance(node, ast.IfExp) and _called(node.orelse) == "refuse":
@@ -274,7 +274,7 @@ def _module_name(path: Path) -> str:
 
 
 def forget() -> None:
-    """Empty every cache of a function that a guard may be in."""
+    """Empty the cache of every function that may contain a guard."""
     for module in [decoder, *(sys.modules[_module_name(path)] for path in LIBRARY if _module_name(path) in sys.modules)]:
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):

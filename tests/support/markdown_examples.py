@@ -1,8 +1,8 @@
-"""The examples of a Markdown file: its fenced blocks, run from top to bottom, and what it shows of their output.
+"""The examples of a Markdown file: its fenced blocks, run from top to bottom, and the output that it shows.
 
-- ``python`` blocks share one namespace. A block whose first line is a comment with nothing but the name of a file, such as
+- ``python`` blocks share one namespace. A block whose first line is a comment with only the name of a file, such as
   ``# continue.py``, is written to that file instead of being run.
-- ``sh`` blocks run in bash, where ``python`` and ``kvpack`` are those of this environment.
+- ``sh`` blocks run in bash, where with ``python`` and ``kvpack`` of this environment.
 - A ``text`` block is the output of the block before it: "..." stands for anything, and any whitespace equals any other.
 - Blocks of other languages are text.
 """

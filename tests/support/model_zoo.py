@@ -1,4 +1,4 @@
-"""Every architecture of the zoo over packed caches: what works, and what is refused.
+"""Run every architecture of the zoo over packed caches, and list what works and what is refused.
 
 ``python tests/support/model_zoo.py`` prints the table. Models are tiny and random; keys and values are packed without loss, so they
 must come back bit for bit, and logits must lie within what the model's own eager and SDPA attention differ by.
@@ -34,12 +34,12 @@ PROMPT, FOLLOWING = torch.arange(3, 35)[None], torch.tensor([[7, 40, 9, 22, 5]])
 CHUNK = 16
 
 ROUNDING = 16 * torch.finfo(torch.float32).eps
-"""How far logits may be apart, relative to the largest, where a model's eager and SDPA attention agree closer, or it has but one."""
+"""The least tolerance of logits, relative to the largest, for models whose two attentions agree closer, or that have only one."""
 
 
 @dataclass
 class Row:
-    """One architecture: why each step was refused; a step that is not in ``refused`` or ``wrong`` works."""
+    """One architecture: the reason for each refused step; a step that is neither in ``refused`` nor in ``wrong`` works."""
 
     name: str
     refused: dict[str, str] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Subject:
         return self.model(ids, past_key_values=past)
 
     def _expected(self) -> tuple[torch.Tensor, float]:
-        """The logits of the continuation over the dense cache, and how far others may be from them."""
+        """The logits of the continuation over the dense cache, and their tolerance."""
         logits = []
         for attention in ("eager", "sdpa"):
             if attention != self.attention and not (self.model._can_set_attn_implementation() and self.model._supports_sdpa):
@@ -95,7 +95,7 @@ class Subject:
         return [kvpack.pack(past, RECIPE, inputs=inputs) for past, inputs in zip(caches, self.inputs, strict=True)]
 
     def over(self, packed: list[kvpack.Cache]) -> Any:
-        """What the model continues over packed caches."""
+        """The cache object from which the model continues over packed caches."""
         self.model.set_attn_implementation("kvpack" if self.model._can_set_attn_implementation() else self.attention)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", kvpack.KvpackWarning)
@@ -222,7 +222,7 @@ def in_this_process(architectures: list[Architecture], folder: Path, steps: dict
 
 
 def examined(architectures: list[Architecture], folder: Path) -> list[Row]:
-    """A row for each architecture; one other process loads the files of all."""
+    """One row per architecture; one other process loads the files of all."""
     rows = in_this_process(architectures, folder, HERE)
     saved = {row.name: row for row in rows if "save" in row.works}
     command = [sys.executable, __file__, "--elsewhere", str(folder), *saved]
@@ -238,7 +238,7 @@ def examined(architectures: list[Architecture], folder: Path) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as Markdown, those together that work alike and are refused for one reason."""
+    """The rows as Markdown; architectures with the same results and reasons share a row."""
     lines = ["| architecture | works | refused because |", "|---|---|---|"]
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""The numbered rules of spec/: where each stands, who keeps it, and by which errors readers refuse what breaks it."""
+"""The numbered rules of spec/: the place of each, who must keep it, and the errors by which readers refuse a breach."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGES = {
     "store": "store.md",
     **{path.stem: f"codecs/{path.name}" for path in sorted((SPEC / "codecs").glob("*.md"))},
 }
-"""The page of every prefix."""
+"""The page of each prefix of rule numbers."""
 KEPT_BY = ("refusal", "values", "conduct", "writer")
 
 _MARK = re.compile(r"\[([a-z][a-z-]*-[1-9][0-9]*)\]")
@@ -24,7 +24,7 @@ _MARK = re.compile(r"\[([a-z][a-z-]*-[1-9][0-9]*)\]")
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of rules.md; ``section`` is what the second decoder calls the place: page and heading."""
+    """One row of rules.md; ``section`` is the second decoder's name for the place: page and heading."""
 
     number: str
     section: str

@@ -1,4 +1,4 @@
-"""A file taken apart and joined again with right lengths and digests, whatever its header was made to say. Needs no torch."""
+"""Take a file apart and join it again with correct lengths and digests, even if its header was changed. Needs no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Parts:
         return cls(header, tensors)
 
     def joined(self, packed: bytes | None = None, *, keep_sizes: bool = False) -> bytes:
-        """The file; ``packed`` replaces the bytes of the header tensor, ``keep_sizes`` leaves what it says of stored bytes."""
+        """The file; ``packed`` replaces the bytes of the header tensor, ``keep_sizes`` keeps its sizes of stored bytes."""
         for row, stored in zip(self.header["tensors"], self.tensors, strict=True):
             if not keep_sizes:
                 row[4:] = [len(stored), xxhash.xxh3_128_digest(stored)]

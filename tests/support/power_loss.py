@@ -1,7 +1,7 @@
-"""A disk that loses power: what a store did, step by step, and every folder that a crash between two steps may leave.
+"""A disk that loses power: the steps of a store, and every folder that a crash between two steps may leave.
 
-A file's bytes are safe once the file is synced, a name once its folder is. What is not safe may be there after the crash or not,
-each by itself, and bytes may be zeros or cut short: more than any journaling file system does, and no less than POSIX allows.
+A file's bytes are safe once the file is synced, a name once its folder is. Anything else may or may not survive the crash,
+independently, and bytes may be zeros or cut short: more than any journaling file system does, and no less than POSIX allows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """One change: what, of which path, and its bytes or its other path."""
+    """One change: its operation, its path, and its bytes or second path."""
 
     what: str
     path: str
@@ -29,7 +29,7 @@ class Step:
 
 @dataclass
 class RecordingOs:
-    """The module ``os`` for the store: everything happens, and changes below ``root`` are noted in ``steps``."""
+    """The module ``os`` for the store: every call is made, and changes below ``root`` are recorded in ``steps``."""
 
     root: str
     steps: list[Step] = field(default_factory=list)
@@ -81,7 +81,7 @@ class RecordingOs:
         self._note("mkdir", path)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Put it in the place of ``os`` in every module of the store."""
+        """Replace ``os`` in every module of the store."""
         for module in store_modules():
             if vars(module).get("os") is os:
                 monkeypatch.setattr(module, "os", self)
@@ -92,7 +92,7 @@ class _File:
     current: bytes = b""
     safe: bytes | None = None
     end: int = 0
-    """Where the next write goes that names no place."""
+    """The offset of the next write that names none."""
 
     def write(self, at: int, data: bytes) -> None:
         self.current = self.current[:at].ljust(at, b"\0") + data + self.current[at + len(data) :]
@@ -103,7 +103,7 @@ class Disk:
 
     def __init__(self, root: str, steps: list[Step]) -> None:
         self._root = root
-        # Names by what they lead to, in the order of the changes; None is a folder. A change is safe once its folder is synced.
+        # The targets of names, in the order of the changes; None is a folder. A change is safe once its folder is synced.
         self._changes: list[tuple[str, Step, _File | None, bool]] = []
         names: dict[str, _File | None] = {}
         for step in steps:
@@ -141,7 +141,7 @@ class Disk:
             self._changes = [(folder, step, file, safe or folder == path) for folder, step, file, safe in self._changes]
 
     def crash(self, target: str, choice: random.Random | None, *, names_survive: bool = False) -> None:
-        """Write to ``target`` what a crash may leave: by ``choice``, or without it the least, or all names and the least bytes."""
+        """Write to ``target`` the remains of a crash: by ``choice``, or else the least, or all names and the least bytes."""
         there: dict[str, _File | None] = {self._root: None}
         for _, step, file, safe in self._changes:
             if not (safe or names_survive or (choice is not None and choice.random() < 0.5)):
@@ -167,7 +167,7 @@ class Disk:
 
 
 def _left(file: _File | None, choice: random.Random | None) -> bytes:
-    """What is left of a file's bytes."""
+    """The bytes of a file that are left."""
     assert file is not None
     if file.safe is not None and file.safe == file.current:
         return file.current

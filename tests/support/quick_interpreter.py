@@ -29,7 +29,7 @@ def wrap_once_per_launch() -> None:
             super().restore()
 
     def wrap_new(function: Callable[..., Any]) -> Launch:
-        # Modules of which a function names neither, or one that is not wrapped, are Triton's to refuse or to wrap.
+        # If a function names neither module, or an unwrapped one, Triton refuses or wraps it.
         named = {module for module in (tl, tl.core) if any(value is module for value in function.__globals__.values())}
         scope = Launch()
         if not named or not named <= wrapped:

@@ -1,4 +1,4 @@
-"""Sides of any codes, and the kernels that attend them beside exact attention."""
+"""Sides of random codes, and the comparison of the kernels with exact attention over them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 TOLERANCE = 2e-3
-"""Relative, in the 2-norm: products are of binary16 values, sums binary32."""
+"""The relative tolerance in the 2-norm: products are of binary16 values, sums are in binary32."""
 
 
 def codecs(k: str, v: str, dims: tuple[int, int]) -> tuple[Codec, Codec]:
@@ -32,7 +32,7 @@ def codecs(k: str, v: str, dims: tuple[int, int]) -> tuple[Codec, Codec]:
 
 
 def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) -> Page:
-    """Any digits, norms and scales of ordinary size, some norms zero and some negative."""
+    """A page of random digits, with norms and scales of ordinary size; some norms are zero and some negative."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(codec, WithSideCars):
         page = random_page(codec.codec, batch, heads, tokens, seed)
@@ -68,11 +68,11 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
 
 
 def random_side_cars(codec: WithSideCars, batch: int, heads: int, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Of outliers any chunks, of qjl any signs, and norms some of which are zero and some negative."""
+    """Random outlier chunks and qjl signs; some norms are zero and some negative."""
     streams = {}
     if outliers := codec.side_car(Outliers):
         flags = torch.rand(batch, heads, tokens, codec.dim // 4, generator=generator) < 0.05
-        # Tokens of no outliers, of some and of nothing else.
+        # Tokens without outliers, with some, and with nothing else.
         flags &= torch.rand(batch, heads, tokens, 1, generator=generator) < 0.7
         flags |= torch.rand(batch, heads, tokens, 1, generator=generator) < 0.02
         streams |= {f"outlier_flags.{plane}": words for plane, words in enumerate(outliers.packing.pack([flags.to(torch.int32)]))}

@@ -19,7 +19,7 @@ SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
 
 
 class Server:
-    """``redis-server`` on a free port; ``url`` stays the same over restarts, and without ``keep_log`` nothing else does."""
+    """``redis-server`` on a free port; ``url`` survives restarts; without ``keep_log`` nothing else does."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as free:
@@ -49,11 +49,11 @@ class Server:
         self.process.wait()
 
     def keep_log(self) -> None:
-        """Start anew, empty, with a log of changes that outlives it."""
+        """Restart empty, with a log of changes that outlives the server."""
         self._restart(keeps_log=True)
 
     def drop_log(self) -> None:
-        """Start anew, empty, with nothing on disk."""
+        """Restart empty, with nothing on disk."""
         self._restart(keeps_log=False)
 
     def log(self) -> bytes:
@@ -61,7 +61,7 @@ class Server:
         return self._log_path().read_bytes()
 
     def set_log(self, log: bytes) -> None:
-        """What the server, which does not run, finds when it starts."""
+        """Set the log that the stopped server finds when it starts."""
         self._log_path().write_bytes(log)
 
     def _restart(self, *, keeps_log: bool) -> None:
@@ -77,7 +77,7 @@ class Server:
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[Server]:
-    """A server for as long as the block runs; skips the test where none is installed."""
+    """A server for as long as the block runs; skips the test if none is installed."""
     if SERVER is None:
         pytest.skip("neither redis-server nor valkey-server is installed")
     server = Server(folder)

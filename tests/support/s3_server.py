@@ -25,11 +25,11 @@ VARIABLES = {
     "access_key_id": "AWS_ACCESS_KEY_ID",
     "secret_access_key": "AWS_SECRET_ACCESS_KEY",
 }
-"""The environment's names of the storage_options."""
+"""The environment variables of the storage_options."""
 
 
 class Server:
-    """moto's S3 on a free port, with one bucket; its address stays the same over restarts, its objects do not."""
+    """moto's S3 on a free port, with one bucket; its address survives restarts, its objects do not."""
 
     def __init__(self) -> None:
         with socket.socket() as free:
@@ -66,7 +66,7 @@ def options(endpoint: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def running() -> Iterator[Server]:
-    """A server for as long as the block runs; skips the test where moto's is not installed."""
+    """A server for as long as the block runs; skips the test if moto's server is not installed."""
     if importlib.util.find_spec("moto") is None:
         pytest.skip("moto is not installed")
     server = Server()
@@ -104,12 +104,12 @@ class Liar(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @contextlib.contextmanager
 def lying() -> Iterator[tuple[type[Liar], dict[str, str]]]:
-    """A server that lies, as the class that says how, and the storage_options that lead to it."""
+    """A lying server: the class whose attributes set the lies, and the storage_options that lead to it."""
     handler = type("Lying", (Liar,), {})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

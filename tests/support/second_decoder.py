@@ -1,4 +1,4 @@
-"""spec/decoder.py as a module, with what the library's readers need to be compared with it."""
+"""spec/decoder.py as a module, with the helpers for comparing the library's readers with it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SPEC.loader.exec_module(decoder)
 
 
 def decompress(frame: bytes, size: int) -> bytes:
-    """The content of a Zstandard frame that says ``size``, and a byte more than that where it is no valid one."""
+    """The content of a Zstandard frame that declares ``size``, or one byte more than ``size`` if the frame is invalid."""
     try:
         if size:
             return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
-        # Of a frame that says nothing, decompress() reads nothing.
+        # decompress() reads nothing of a frame that declares no size.
         stream = zstandard.ZstdDecompressor().decompressobj()
         content = stream.decompress(frame)
     except zstandard.ZstdError:

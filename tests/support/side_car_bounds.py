@@ -1,4 +1,4 @@
-"""How far values decoded by a codec with side-cars may be from what was encoded: stage by stage, the codec's own bound inside."""
+"""Error bounds of a codec with side-cars, stage by stage, with the codec's own bound inside."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Streams = Mapping[str, torch.Tensor]
 
 QJL_WORST = math.sqrt(1 + math.pi / 2)
-"""How much longer the error can become by the correction of qjl (spec/side-cars.md, Decode)."""
+"""The largest factor by which the correction of qjl can lengthen the error (spec/side-cars.md, Decode)."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -37,7 +37,7 @@ def check_side_cars(
     decoded: torch.Tensor,
     check: Callable[[Codec, torch.Tensor, Streams, torch.Tensor], None],
 ) -> None:
-    """What is stored as it is comes back exactly, the codec inside stays within its bound (``check``), and nothing else is lost."""
+    """Unquantized values come back exactly, the codec inside stays within its bound (``check``), and nothing else is lost."""
     raw, rest = torch.zeros(x.shape[0], 1, x.shape[2], dtype=torch.bool), x
     if raw_tokens := codec.side_car(RawTokens):
         raw = streams["raw_token_flags"] != 0
@@ -76,7 +76,7 @@ def check_side_cars(
 def _check_raw_tokens(
     codec: WithSideCars, raw_tokens: RawTokens, x: torch.Tensor, raw: torch.Tensor, decoded: torch.Tensor
 ) -> torch.Tensor:
-    """Raw tokens are as many as were asked for, and exact. Returns what the encoder encodes in their place too."""
+    """Raw tokens are exact, and as many as requested. Also returns the values that the encoder encodes in their place."""
     tokens = x.shape[2]
     assert raw[:, :, : raw_tokens.first].all()
     least = max(min(raw_tokens.first, tokens), min(raw_tokens.low_norm, tokens))
@@ -88,7 +88,7 @@ def _check_raw_tokens(
 
 
 def _check_signs(qjl: Qjl, left: torch.Tensor, rounding: torch.Tensor, streams: Streams) -> None:
-    """Signs are those of what the codec has ``left`` over, and the correction is what the text makes of them."""
+    """Signs are those of the residual ``left`` by the codec, and the correction follows from them as specified."""
     (negative,) = qjl.packing.unpack([streams[f"qjl_signs.{plane}"] for plane in range(len(qjl.packing.planes))])
     matrix, signs = qjl.rotation.matrix().double(), 1 - 2 * negative.double()
     assert (signs * (left @ matrix.T) >= -2 * rounding[..., None] - 2.0**-120).all()
@@ -100,7 +100,7 @@ def _check_signs(qjl: Qjl, left: torch.Tensor, rounding: torch.Tensor, streams: 
 def _check_outliers(
     codec: WithSideCars, outliers: Outliers, u: torch.Tensor, raw: torch.Tensor, streams: Streams
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outliers are those of ``u``, rounded once, and exact in the coded frame. Returns where they are, and their rounding's norm."""
+    """Outliers are those of ``u``, rounded once, and exact in the coded frame. Returns their places and the norm of their rounding."""
     flagged = outliers.flags(streams)
     stored = streams["outliers"][0, 0].to(torch.float32)
     placed = torch.zeros_like(u).unflatten(-1, (-1, 4))

@@ -1,4 +1,4 @@
-"""Recipes that have every side-car, and what tests compare them with."""
+"""Recipes that have every side-car, and the exact attention that tests compare them with."""
 
 from __future__ import annotations
 

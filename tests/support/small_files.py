@@ -60,7 +60,7 @@ def contents(kind: str) -> Contents:
     if kind == "side-cars":
         k = create("scalar", 8, "k", b="2", channel_scale="fp16", outliers="1")
         v = create("group", 8, "v", b="2", g="16", qjl="fp32", sinks="2", raw_tokens="fp32")
-        # Of each run the half of the chunks that is above the median is stored as it is.
+        # In each run the half of the chunks above the median is stored unquantized.
         runs = side(0, runs=(3, 2), entries=(("outliers", 3 + 2),), tail=1)
         return Contents(codecs=(k, v), layers=(LayerEntry(runs, side(1, 5, entries=(("raw_tokens", 2),), tail=1)),))
     return Contents(codecs=(keys, values), layers=(LayerEntry(side(0, 0), side(1, 0)), LayerEntry(side(0, 1), None)))

@@ -22,11 +22,11 @@ def small_llama(**settings: Any) -> Any:
 
 
 def identity(model: Any, **given: Any) -> kvpack.Identity:
-    """The identity of a model whose weights the caller names: what differs is in the other fields."""
+    """The identity of a model whose weights the caller names, so that differences are in the other fields."""
     return kvpack.Identity.of(model, "octopus-3", **{"weights": "revision", **given})
 
 
 def printed_elsewhere(script: str) -> str:
-    """What a script prints in a process of its own, which imports these tests' modules."""
+    """The output of a script in a process of its own, which can import these tests' modules."""
     code = f"import sys, warnings\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nwarnings.simplefilter('ignore')\n{script}"
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=300).stdout.strip()

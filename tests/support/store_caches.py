@@ -69,7 +69,7 @@ def entry_of(store: kvpack.Store, ids: list[int], number: int) -> str:
 
 
 def check_death_and_return(server: Any, opened: Callable[[], kvpack.Store], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is killed is a miss and is left alone; when it is back, empty, the store goes on."""
+    """A killed server gives misses and gets no requests; when it is back, empty, the store works again."""
     monkeypatch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.2))
     store = opened()
     ids = prompt(3)

@@ -1,8 +1,8 @@
-"""Lookups of the same prompts by those who must not find them: other tenants, adapters, configurations, and other inputs.
+"""Lookups of the same prompts by users who must not find them: other tenants, adapters, configurations and inputs.
 
     python tests/support/store_lookups.py --count 1000000
 
-Every prompt is stored by one owner. A lookup that is not its owner's must find nothing, and the owner must find the owner's values.
+Every prompt is stored by one owner. A lookup by anyone else must find nothing, and the owner must find the owner's values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ADAPTERS = ("", "default sha256:00", "default sha256:01", "a sha256:00", "custom
 CONFIGS = ("sha256:00", "sha256:01", "sha256:10")
 EXTRAS = ("", "a hook")
 INPUTS = (b"", b"image", b"another")
-"""What prompts are looked up with: fields whose texts run together, and differ in one place, are among them."""
+"""The digests of inputs that prompts are looked up with."""
 
 IDENTITIES = [
     kvpack.Identity("model", "bf16", weights="revision", tenant=tenant, adapter=adapter, config=config, extra=extra)
@@ -45,7 +45,7 @@ def prompt(number: int) -> list[int]:
 
 
 def packed(owner: tuple[int, bytes], number: int) -> kvpack.Cache:
-    """A cache whose values say whose it is, and of which prompt."""
+    """A cache whose values identify its owner and its prompt."""
     identity, inputs = owner
     tokens = len(prompt(number))
     x = torch.full((1, 1, tokens, 16), identity % 128, dtype=torch.bfloat16)
@@ -62,12 +62,12 @@ def lookups(
     identities: Sequence[kvpack.Identity] = IDENTITIES,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """``count`` lookups by others than the owners, and one by each owner, in the stores that ``opened`` gives for ``identities``."""
+    """``count`` lookups by users other than the owners, and one by each owner, in the stores that ``opened`` gives for ``identities``."""
     choice = random.Random(seed)
     stores = [opened(identity) for identity in identities]
     texts = [prompt(number) for number in range(prompts)]
     owners = [(choice.randrange(len(stores)), choice.choice(INPUTS)) for _ in texts]
-    # Whoever stored a prompt has the first chunk of all that begin so.
+    # The owner of a prompt has the first chunk of all prompts that begin the same.
     stored_first = {(owner, tuple(text[:CHUNK])) for owner, text in zip(owners, texts, strict=True)}
     for number, (text, (identity, inputs)) in enumerate(zip(texts, owners, strict=True)):
         assert stores[identity].save(text, packed((identity, inputs), number), inputs=_digests(text, inputs)) == len(text)
@@ -93,7 +93,7 @@ def lookups(
             wrong += 1
             continue
         k = cache[0].unpack(torch.bfloat16)[0]
-        # The first chunk may be of another prompt of the same owner.
+        # The first chunk may come from another prompt of the same owner.
         wrong += not torch.equal(k[:, :, CHUNK:], expected[:, :, CHUNK:]) or not torch.equal(k[..., 1:], expected[..., 1:])
     refused = sum(store.counters()["damaged_entries"] for store in stores)
     for store in stores:

@@ -1,9 +1,9 @@
-"""Prefix stores under load: processes and threads that write, read and evict, every read compared with what its tokens say.
+"""Prefix stores under load: processes and threads that write, read and evict, every read compared with its tokens' values.
 
     python tests/support/store_stress.py --processes 8 --threads 4 --count 100000
 
-The tests run a short version. What a cache holds is a function of its token ids, so any process can tell
-whether what it read is what was saved.
+The tests run a short version. The values of a cache are a function of its token ids, so any process can tell
+whether it read what was saved.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def prompt(number: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def expected(number: int, model: int) -> torch.Tensor:
-    """The keys of every layer ``[layer, token, dim]`` of a prompt in bfloat16: small integers that say token, place and layer."""
+    """The keys of every layer ``[layer, token, dim]`` of a prompt in bfloat16: small integers that encode token, place and layer."""
     ids = torch.tensor(prompt(number))
     token, layer, channel = ids[None, :, None], torch.arange(LAYERS[model])[:, None, None], torch.arange(64)[None, None, :]
     place = torch.arange(len(ids))[None, :, None]
@@ -72,7 +72,7 @@ def packed(number: int, model: int) -> kvpack.Cache:
 
 
 def check(store: kvpack.Store, number: int, model: int) -> int:
-    """Load a prompt and compare every value: the tokens found. Raises AssertionError for a wrong one."""
+    """Load a prompt, compare every value, and return the tokens found. Raises AssertionError for a wrong value."""
     n, cache = store.load(prompt(number))
     if cache is None:
         return 0
@@ -114,7 +114,7 @@ def one_operation(stores: list[kvpack.Store], choice: random.Random, kept: list[
 
 
 def refusals(stores: list[kvpack.Store]) -> int:
-    """Damaged entries and faults that the stores have met: on a sound disk there are none, whoever was killed."""
+    """Damaged entries and faults that the stores have met: on a sound disk there are none, whichever process was killed."""
     counts = [store.counters() for store in stores]
     return sum(count["damaged_entries"] + sum(count["faults"].values()) for count in counts)
 
@@ -132,7 +132,7 @@ def refusals_noted(folder: str) -> int:
 
 
 def _work(folder: str, seed: int, threads: int, count: int, failed: Synchronized[int]) -> None:
-    # Torch makes its pool anew after a fork, which two threads at once do not survive.
+    # Torch makes a new thread pool after a fork, which two threads at once do not survive.
     torch.set_num_threads(1)
     stores = [open_store(folder, model) for model in range(len(LAYERS))]
 

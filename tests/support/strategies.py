@@ -1,4 +1,4 @@
-"""What several tests and the fuzzers share: strategies for packings, tensors and codecs, and the round trip of a codec.
+"""Helpers that tests and the fuzzers share: strategies for packings, tensors and codecs, and the round trip of a codec.
 
 A new codec is one more row of ``CASES``.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 STORED = {"U8": "torch.uint8", "U16": "torch.uint16", "F16": "torch.float16", "BF16": "torch.bfloat16", "F32": "torch.float32"}
 
 SMALLEST_REFUSED = 1000.0
-"""Below this no encoder may refuse a value as too large: a rotation and one bit make of it at most 64 times as much."""
+"""Below this no encoder may refuse a value as too large: a rotation and one bit enlarge it at most 64 times."""
 
 DIMS = (1, 2, 3, 4, 5, 12, 16, 20, 28, 40, 63, 64, 80, 96, 112, 128, 192, 256)
 
@@ -45,7 +45,7 @@ CONTENTS = ("gaussian", "outliers", "mixed", "constant", "zero", "denormal", "sp
 
 @st.composite
 def packings(draw: DrawFn) -> Columns:
-    """Any packing: one to three digits, bases that are powers of two or not, alphabets at most their bases."""
+    """Any packing: one to three digits, bases that are powers of two or not, alphabets no larger than their bases."""
     some_base = st.one_of(st.sampled_from([2**b for b in range(1, 17)]), st.integers(2, 40), st.integers(2, MAX_BASE))
     bases = draw(st.lists(some_base, min_size=1, max_size=3).filter(lambda bases: max_fields(bases) > 0))
     alphabets = [base - draw(st.integers(0, min(base - 1, 3))) for base in bases]
@@ -70,7 +70,7 @@ def digits(draw: DrawFn, packing: Columns, rows: int = 2) -> list[list[list[int]
 
 @st.composite
 def tensors(draw: DrawFn, dim: int, max_tokens: int = 70) -> torch.Tensor:
-    """Finite float32 ``[batch, kv_head, token, dim]``: ordinary and degenerate contents, no token as likely as any."""
+    """Finite float32 ``[batch, kv_head, token, dim]``: ordinary and degenerate contents, and lengths from zero tokens on."""
     tokens = draw(st.one_of(st.sampled_from([0, 1, 31, 32, 33]), st.integers(0, max_tokens)))
     shape = (draw(st.integers(1, 2)), draw(st.integers(1, 3)), tokens, dim)
     return contents(draw(st.sampled_from(CONTENTS)), shape, draw(st.integers(0, 2**32 - 1)))
@@ -102,7 +102,7 @@ def contents(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """The options a codec is tried with, and what must hold between ``x``, its streams and what they decode to."""
+    """The options that a codec is tried with, and the property that relates ``x``, its streams and their decoded values."""
 
     options: SearchStrategy[dict[str, str]]
     check: Callable[[Codec, torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor], None]
@@ -188,7 +188,7 @@ SIDE_CARS: dict[str, SearchStrategy[dict[str, str]]] = {
         optional={"low_norm_tokens": _integers(1, 9), "raw_tokens": st.sampled_from(("bf16", "fp16", "fp32"))},
     ),
 }
-"""The options that each side-car is tried with, those together that need one another."""
+"""The options that each side-car is tried with; options that need each other are together."""
 
 SIDE_CAR_DIMS = {
     "channel_scale": set(DIMS),
@@ -201,7 +201,7 @@ SIDE_CAR_DIMS = {
 
 
 def create(codec_id: str, dim: int, side: str = "k", **words: str) -> Codec:
-    """The codec, with side-cars or without, that a recipe's words ask for."""
+    """The codec, with or without side-cars, that a recipe's words request."""
     return create_codec(codec_id, dim, side, Options(codec_id, words))
 
 
@@ -263,11 +263,11 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
 
 
 def _check_prefix(codec: Codec, streams: Mapping[str, torch.Tensor], tokens: int) -> None:
-    """The first rows of every stream decode to the first tokens, but for how the last elements of an array are rounded."""
+    """The first rows of every stream decode to the first tokens, except for the rounding of the last elements of an array."""
     kept = tokens // 2
     found = codec.decode_frame(Page(codec, tokens, streams).rows(0, kept))
     whole = codec.decode_frame(streams)[:, :, :kept]
-    # A rotation rounds every value of a head by a share of its norm.
+    # A rotation rounds every value of a head by a fraction of its norm.
     rounded = 2.0**-18 * whole.double().norm(dim=-1, keepdim=True) if isinstance(codec, WithSideCars) else 0.0
     assert ((found.double() - whole).abs() <= 2.0**-18 * whole.abs() + 2.0**-140 + rounded).all()
 

@@ -20,14 +20,14 @@ HALF = tl.constexpr(TOKENS // 2)
 
 
 class Rows(NamedTuple):
-    """All that ``symbol_tile`` asks of a loader's constants."""
+    """The loader's constants that ``symbol_tile`` uses."""
 
     rows: tuple[int, ...]
 
 
 @triton.jit
 def given(words: tl.tuple, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The word that two symbols are in."""
+    """The word that holds two symbols."""
     return words[SYMBOL // 2]
 
 
@@ -41,7 +41,7 @@ def tile_of_words(
     WARPS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """``out`` int16 ``[token, WIDTH]``: the halves of ``words``, uint32 ``[token, WIDTH / 2]``, of 64 tokens a warp."""
+    """``out`` int16 ``[token, WIDTH]``: the halves of ``words``, uint32 ``[token, WIDTH / 2]``, of 64 tokens per warp."""
     row = tl.arange(0, HALF * WARPS)
     row = row // HALF * (2 * HALF) + row % HALF
     raw = ()

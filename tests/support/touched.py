@@ -1,6 +1,6 @@
 """The tests that a change needs: ``python tests/support/touched.py`` prints their paths, for ``make check``.
 
-A change is all that has come since the branch left main, with what is not committed. A file of a folder needs the tests of that
+A change is everything since the branch left main, including uncommitted files. A file of a folder needs the tests of that
 folder, a test file itself alone, and a module of ``tests/support`` the test files that import it.
 """
 
@@ -20,7 +20,7 @@ TREES = {
     "fuzz": "fuzz",
     "tests/golden": "file",
 }
-"""Folders whose tests have another name, and what holds them in ``tests``."""
+"""Folders whose tests have another name, and the folder in ``tests`` that holds them."""
 FILES = {
     "README.md": ("tests/test_readme.py",),
     "pyproject.toml": ("tests/test_packaging.py",),
@@ -28,11 +28,11 @@ FILES = {
     "kvpack/__init__.py": ("tests/test_imports.py", "tests/test_packaging.py"),
     "kvpack/cli.py": ("tests/commands",),
 }
-"""Files whose tests do not lie in a folder or a file of their name."""
+"""Files whose tests are not in a folder or a file of their name."""
 
 
 def changed_files(base: str = "main") -> list[str]:
-    """Files that differ from the last commit shared with ``base``, and files that git does not track or ignore."""
+    """Files that differ from the last commit shared with ``base``, and files that git neither tracks nor ignores."""
     shared = _git("merge-base", "HEAD", base)[0]
     return sorted({*_git("diff", "--name-only", "--no-renames", shared), *_git("ls-files", "--others", "--exclude-standard")})
 

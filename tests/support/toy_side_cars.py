@@ -1,4 +1,4 @@
-"""Side-cars that are registered by this file and a row each of ``formats.SIDE_CARS``: a part of the frame, and a map of values."""
+"""Side-cars that are registered by this file and one row each of ``formats.SIDE_CARS``: a part of the frame, and a map of values."""
 
 from __future__ import annotations
 

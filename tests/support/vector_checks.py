@@ -1,4 +1,4 @@
-"""What readers make of the conformance vectors, against the values that the manifest gives."""
+"""Compare the values that readers decode from the conformance vectors with those of the manifest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DECODED = [file for file, line in LINES.items() if "error" not in line]
 
 @cache
 def read(file: str) -> Any:
-    """What the second decoder reads; no test changes it."""
+    """The file as the second decoder reads it; no test changes it."""
     return decoder.read((FOLDER / file).read_bytes(), decompress)
 
 
@@ -34,7 +34,7 @@ def unpacked(file: str, device: str = "cpu") -> list[float]:
 
 
 def check_values(file: str, found: Sequence[float]) -> None:
-    """Each value within its tolerance; what has none has equal bits, but for the payload of NaN."""
+    """Each value within its tolerance; values without one have equal bits, except for the payload of NaN."""
     values, expected = numpy.array(found, numpy.float32), numpy.fromfile(FOLDER / LINES[file]["values"], "<f4")
     sides = [side for layer in read(file).layers for side in layer.values() if side]
     tolerances = numpy.array([tolerance for side in sides for tolerance in side.tolerances], numpy.float64)

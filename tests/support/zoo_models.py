@@ -55,7 +55,7 @@ class Architecture:
         torch.manual_seed(0)
         config = getattr(transformers, self.configuration)(**self.sizes, **_TOKENS)
         model = getattr(transformers, self.kind).from_config(config).eval()
-        # What a model leaves empty, such as sinks, is as good as random.
+        # Parameters that a model leaves uninitialized, such as sinks, are effectively random.
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         return model

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parents[2]
@@ -60,15 +61,20 @@ def needed_by(file: str) -> set[str]:
 def _importers(module: str) -> set[str]:
     """Test files that import a module of ``tests/support``, themselves or through other modules of it."""
     names, known = {module}, set()
-    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")}
     while names != known:
         known = set(names)
-        word = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(sorted(known))})\b", re.MULTILINE)
-        found = [path for path, source in sources.items() if word.search(source)]
+        found = [path for path, imported in _imports().items() if imported & known]
         names |= {path.relative_to(ROOT / "tests/support").parts[0].removesuffix(".py") for path in found if "support" in path.parts}
     if any(path.name == "conftest.py" for path in found):
         return {"tests"}
     return {path.relative_to(ROOT).as_posix() for path in found if path.name.startswith("test_")}
+
+
+@cache
+def _imports() -> dict[Path, set[str]]:
+    """The first part of every name that a file of ``tests`` imports, in a program that it starts as well."""
+    word = re.compile(r"^\s*(?:from|import) (\w+)", re.MULTILINE)
+    return {path: set(word.findall(path.read_text(encoding="utf-8"))) for path in (ROOT / "tests").rglob("*.py")}
 
 
 def _existing(path: str) -> set[str]:

@@ -9,7 +9,9 @@ CONSTRAINTS := .ci/constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
 
-test: lint types unit
+# mypy has one process, which runs beside the tests.
+test: lint
+	$(MAKE) --no-print-directory --jobs 2 types unit
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

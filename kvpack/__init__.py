@@ -15,31 +15,6 @@ if not Path(__path__[0], "formats").is_dir():
 
 from typing import TYPE_CHECKING, Any
 
-from .errors import (
-    DigestMismatch,
-    InvalidDtype,
-    InvalidHeader,
-    InvalidParameter,
-    InvalidPayload,
-    InvalidRecipe,
-    InvalidShape,
-    KvpackError,
-    KvpackWarning,
-    LimitExceeded,
-    MissingFile,
-    NonFinite,
-    NotConsecutive,
-    NotKvpack,
-    OutOfBounds,
-    OutOfRange,
-    RoundedWarning,
-    Truncated,
-    Undecryptable,
-    UnknownCodec,
-    UnsupportedVersion,
-    WriteFailed,
-)
-
 if TYPE_CHECKING:
     from .attention import attend
     from .cache.cache import Cache, concat
@@ -49,6 +24,30 @@ if TYPE_CHECKING:
     from .cache.pages import Page
     from .cache.side import Side
     from .coding.recipes import PRESETS, Recipe
+    from .errors import (
+        DigestMismatch,
+        InvalidDtype,
+        InvalidHeader,
+        InvalidParameter,
+        InvalidPayload,
+        InvalidRecipe,
+        InvalidShape,
+        KvpackError,
+        KvpackWarning,
+        LimitExceeded,
+        MissingFile,
+        NonFinite,
+        NotConsecutive,
+        NotKvpack,
+        OutOfBounds,
+        OutOfRange,
+        RoundedWarning,
+        Truncated,
+        Undecryptable,
+        UnknownCodec,
+        UnsupportedVersion,
+        WriteFailed,
+    )
     from .file.inputs import Inputs
     from .store import Identity, Store, Tier
 
@@ -71,6 +70,7 @@ _HOMES = {
     "Store": "store",
     "Tier": "store",
 }
+"""The modules of the public names but the errors, which are all in ``errors``."""
 
 __all__ = [
     "PRESETS",
@@ -114,11 +114,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names on first use: most need torch, but reading a file's header does not."""
-    if name not in _HOMES:
+    """Import public names on first use: most need torch, and errors need the codecs."""
+    if name not in __all__ and name != "errors":
         raise AttributeError(f"module 'kvpack' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    home = import_module(f".{_HOMES.get(name, 'errors')}", __name__)
+    value = home if name == "errors" else getattr(home, name)
     globals()[name] = value
     return value

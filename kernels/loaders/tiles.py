@@ -74,7 +74,7 @@ class Outliers(NamedTuple):
     """Outliers beside ``tiles`` of ``width`` columns each; ``first_stream`` is the number of their first stream.
 
     ``components`` are, of the four values of an entry, those with columns in each tile; None where columns are in the order of channels.
-    A patch of ``patch_bytes`` holds ``together`` tiles; 0 where there is none (``outlier_patches.in_patches``).
+    A patch of ``patch_bytes`` holds ``together`` tiles; 0 where there is none (``attend.shapes.in_patches``).
     """
 
     first_stream: int
@@ -89,7 +89,7 @@ class Outliers(NamedTuple):
 class Tiles:
     """One codec's loader. ``channels`` is the channel of every column of every tile, -1 for none; ``steps`` calls of ``decode`` make them.
 
-    Channels from the head dim on are those of another rotation (``tiles_qjl``).
+    Channels from the head dim on are those of another rotation (``qjl``).
 
     ``table``, binary16 ``[entries, 2 or 4]``, is what ``decode`` looks values up in.
     """
@@ -125,9 +125,9 @@ class Tiles:
     dtype: str = "fp16"
     """Of the tiles: fp16, or that of raw values; without inline PTX, bf16 ones are widened to fp32."""
     signs: tuple[Any, ...] | None = None
-    """Constants of ``tiles_qjl``, whose tiles are the last ones; None without its side-car."""
+    """Constants of the loader of ``qjl``, whose tiles are the last ones; None without its side-car."""
     outliers: Outliers | None = None
-    """Those of ``tiles_outliers``; None without its side-car."""
+    """Those of the loader of ``outliers``; None without its side-car."""
 
     @property
     def widths_of_streams(self) -> tuple[int, ...]:

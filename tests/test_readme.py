@@ -10,6 +10,7 @@ import torch
 
 import kvpack
 from kvpack import formats
+from kvpack.cli import parser
 from kvpack.coding.presets import PUBLISHED
 from kvpack.coding.recipes import Recipe
 from kvpack.commands.recipes import rates
@@ -58,3 +59,19 @@ def test_links_lead_to_files() -> None:
         path = re.fullmatch(f"(?:{BLOB}|{RAW})([^#]+)(?:#.*)?", link)
         assert path is not None, link
         assert (ROOT / path[1]).exists(), link
+
+
+def test_every_command_is_listed() -> None:
+    block = re.search(r"^```text\n(kvpack inspect .*?)^```", README, re.DOTALL | re.MULTILINE)
+    assert block is not None
+    commands = re.search(r"^commands:\n(.*)", parser().format_help(), re.DOTALL | re.MULTILINE)
+    assert commands is not None
+    assert set(re.findall(r"^kvpack (\w+)", block[1], re.MULTILINE)) == set(re.findall(r"^    (\w+)", commands[1], re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_links_of_the_other_pages_lead_to_files(name: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / name).read_text(encoding="utf-8"))
+    assert links
+    for link in links:
+        assert "://" in link or (ROOT / link).exists(), link

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 from hypothesis import settings
@@ -21,6 +22,10 @@ if INTERPRETED and triton_version.supported():
     quick_interpreter.wrap_once_per_launch()
     quick_interpreter.convert_dtypes_once()
     quick_interpreter.describe_blocks_once()
+    quick_interpreter.shape_tensors_once()
+    quick_interpreter.compare_types_once()
+    quick_interpreter.broadcast_shapes_once()
+    quick_interpreter.look_for_overflow_where_it_is_told()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -38,3 +43,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     elsewhere = [item for item in items if not runs_here(item)]
     items[:] = [item for item in items if runs_here(item)]
     config.hook.pytest_deselected(items=elsewhere)
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage look at what is imported: each would take 0.3 s, and in a fork copy the memory that it shares."""
+    gc.collect()
+    gc.freeze()

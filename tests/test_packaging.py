@@ -25,32 +25,47 @@ ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+LIBRARY = "kvpack/kernels/cpu/_cpu.abi3.so"
+
+
+def _built(tmp_path_factory: pytest.TempPathFactory, **variables: str) -> zipfile.ZipFile:
     """A wheel built from a copy of the sources: a build leaves files beside them."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("kvpack", "formats", "kernels"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, source)
     build = "import os, sys; from setuptools import build_meta; os.chdir(sys.argv[1]); build_meta.build_wheel(sys.argv[2])"
-    subprocess.run([sys.executable, "-c", build, source, out], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", build, source, out], check=True, capture_output=True, env={**os.environ, **variables})
     return zipfile.ZipFile(next(out.glob("*.whl")))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    return _built(tmp_path_factory)
 
 
 def _below(folder: str) -> list[str]:
     paths = (ROOT / folder).rglob("*")
-    return [path.relative_to(ROOT).as_posix() for path in paths if path.is_file() and "__pycache__" not in path.parts]
+    return [
+        path.relative_to(ROOT).as_posix() for path in paths if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so"
+    ]
 
 
+@pytest.mark.scenario
 def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     expected = set(_below("kvpack")) | {f"kvpack/{name}" for folder in ("formats", "kernels") for name in _below(folder)}
     metadata = f"kvpack-{kvpack.__version__}.dist-info/"
+    if COMPILER:
+        expected.add(LIBRARY)
     assert {name for name in wheel.namelist() if not name.startswith(metadata)} == expected
+    assert "-cp311-abi3-" in str(wheel.filename)
     assert {"kvpack/py.typed", "kvpack/demo/tinylm/model.safetensors", "kvpack/demo/demo.txt", "kvpack/formats/group.py"} <= expected
     assert f"{metadata}licenses/LICENSE" in wheel.namelist()
 
 
+@pytest.mark.scenario
 def test_the_wheel_runs_from_a_neutral_folder(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path / "site")
     script = "import kvpack, kvpack.formats.group, sys; print(kvpack.__file__, kvpack.formats.__file__); assert 'torch' not in sys.modules"
@@ -58,6 +73,31 @@ def test_the_wheel_runs_from_a_neutral_folder(wheel: zipfile.ZipFile, tmp_path: 
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     found = subprocess.run([sys.executable, "-P", "-c", script], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
     assert found.stdout.split() == [str(tmp_path / "site/kvpack/__init__.py"), str(tmp_path / "site/kvpack/formats/__init__.py")]
+
+
+WARNED = """
+import sys, warnings, torch, kvpack
+from kvpack.errors import KvpackWarning
+x = torch.ones(1, 2, 40, 64)
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        kvpack.attend(torch.ones(1, 4, 1, 64), kvpack.pack([(x, x)], "kivi-2")[0])
+print([issubclass(one.category, KvpackWarning) for one in found], kvpack.backends()["cpu"])
+"""
+
+
+@pytest.mark.scenario
+def test_a_wheel_built_without_a_compiler_attends_by_torch_and_says_so_once(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    without = _built(tmp_path_factory, CC="no-such-compiler")
+    assert LIBRARY not in without.namelist()
+    without.extractall(tmp_path / "site")
+    environment = {name: value for name, value in os.environ.items() if name != "KVPACK_KERNELS"} | {"PYTHONPATH": str(tmp_path / "site")}
+    command = [sys.executable, "-P", "-c", WARNED]
+    found = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    assert found.stdout == "[True] PyTorch operations (the C kernels were not built)\n"
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +124,7 @@ print(tuple(out.shape), bool(out.isfinite().all()))
 """
 
 
+@pytest.mark.scenario
 def test_the_wheel_alone_inspects_verifies_packs_attends_and_demonstrates(installed: Path, tmp_path: Path) -> None:
     def run(command: str, *arguments: str | Path) -> str:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import warm_python
 
 import kvpack
 from kvpack import cli
@@ -26,7 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def report(folder: Path) -> Any:
     steps = []
-    result = demo.run([RECIPE], str(folder), progress=lambda done, total: steps.append((done, total)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", warm_python.python(*warm_python.MODELS))
+        result = demo.run([RECIPE], str(folder), progress=lambda done, total: steps.append((done, total)))
     assert steps == [(1, 3), (2, 3), (3, 3)]
     return result
 
@@ -103,5 +107,6 @@ def test_a_reader_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(demo, "write", write)
     monkeypatch.setattr(demo, "prefill", lambda prompt: [])
     monkeypatch.setattr(demo, "continue_from", lambda past: {})
+    monkeypatch.setattr(sys, "executable", warm_python.python(*warm_python.MODELS))
     with pytest.raises(kvpack.KvpackError, match=r"failed: kvpack\.formats\.errors\.NotKvpack"):
         demo.run(["bf16"], str(tmp_path))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import warm_python
 
 import kvpack
 from kvpack import cli
@@ -14,6 +16,11 @@ from kvpack.formats.errors import InvalidRecipe
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def _warm_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", warm_python.python(*warm_python.MODELS))
 
 
 def test_the_processes_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,6 +44,7 @@ def test_processes_that_differ_or_fail_are_told(monkeypatch: pytest.MonkeyPatch,
     assert cli.main(["store", "demo", "s"]) == 1
     assert "DIFFERENT" in capsys.readouterr().out
     monkeypatch.undo()
+    monkeypatch.setattr(sys, "executable", warm_python.python(*warm_python.MODELS))
     with pytest.raises(InvalidRecipe):
         demo.run("/nowhere", "no-such-recipe")
     with pytest.raises(kvpack.KvpackError, match=r"process A failed: .*nothing could be stored: .*put"):

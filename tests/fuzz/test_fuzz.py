@@ -136,6 +136,8 @@ def wrong_bytes(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_value(patch: pytest.MonkeyPatch) -> None:
+    # C kernels, where they were built, do not call it.
+    patch.setenv("KVPACK_KERNELS", "torch")
     real = Scalar.decode_frame
     patch.setattr(Scalar, "decode_frame", lambda codec, streams: real(codec, streams) * 1.25)
 
@@ -214,6 +216,7 @@ def test_minimizing_keeps_what_reaches_something() -> None:
     assert set(covered["kvpack/file/container.py"]) & runnable["kvpack/file/container.py"]
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("driver", ["random", "atheris"])
 def test_the_command_line_reports_as_json(driver: str, tmp_path: Path) -> None:
     if driver == "atheris":

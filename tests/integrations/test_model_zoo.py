@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from model_zoo import FOLLOWING, PROMPT, STEPS, Row, Subject, examined, table
 from zoo_models import ZOO
 
 README = Path(__file__).parents[2] / "README.md"
 
 
+pytestmark = pytest.mark.scenario
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: Any) -> list[Row]:
     """What ``python tests/support/model_zoo.py`` prints."""
-    return examined(ZOO, tmp_path_factory.mktemp("zoo"))
+    return examined(ZOO, tmp_path_factory.mktemp("zoo"), warm_python.python(*warm_python.MODELS))
 
 
 def test_nothing_is_wrong(rows: list[Row]) -> None:

@@ -73,7 +73,7 @@ def test_an_entry_takes_the_place_of_no_other(tmp_path: Path) -> None:
     sealed = b"".join(cipher.encrypt(bytes(32), [memoryview(b"text")]))
     assert cipher.decrypt(bytes(32), sealed) == b"text"
     for key, tenant in ((bytes(31) + b"1", "one"), (bytes(32), "two")):
-        with pytest.raises(Undecryptable, match="tag does not agree"):
+        with pytest.raises(Undecryptable, match="tag does not match"):
             Cipher({"k": OLD}, tenant).decrypt(key, sealed)
 
 
@@ -142,8 +142,8 @@ def test_a_damaged_entry_heals_and_a_plain_one_is_none(tmp_path: Path) -> None:
     ("keys", "message"),
     [
         ({}, "expected at least one key"),
-        ({"k": b"short"}, "is of 5 bytes, expected 16, 24 or 32"),
-        ({"k": "text"}, "is of str"),
+        ({"k": b"short"}, "has 5 bytes, expected 16, 24 or 32"),
+        ({"k": "text"}, "is of type str"),
         ({"": OLD}, "the id of an encryption key is ''"),
         ({"x" * 256: OLD}, "expected 1 to 255 bytes"),
         ({7: OLD}, "the id of an encryption key is 7"),

@@ -209,19 +209,34 @@ def test_a_folder_that_vanishes_is_a_miss(folder: Path) -> None:
     assert store.load(PROMPTS[1])[0] == 3 * CHUNK
 
 
+VARIANTS = ("as it is", "leaves unfinished files", "raises")
 FULL_DISK = """
-import json, os, sys
+import json, os, subprocess, sys
 sys.path.insert(0, sys.argv[2])
 import torch
 torch.set_num_threads(1)
-if sys.argv[3] == "leaves unfinished files":
+import kvpack.store, store_caches
+# One process after another: they share what is imported, and nothing else.
+for variant in sys.argv[3:]:
+    place = os.path.join(sys.argv[1], variant)
+    os.mkdir(place)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k,mode=700", "none", place], check=True)
+    child = os.fork()
+    if not child:
+        sys.stdout = open(place + ".out", "w")
+        sys.stderr = open(place + ".err", "w")
+        break
+    os.waitpid(child, 0)
+else:
+    sys.exit()
+if variant == "leaves unfinished files":
     from kvpack.file import atomic
     atomic.os = type("Os", (), {"__getattr__": lambda self, name: getattr(os, name), "unlink": lambda self, path: None})()
-elif sys.argv[3] == "raises":
+elif variant == "raises":
     from kvpack.store.counters import Counters
     Counters.fault = lambda self, operation, error: (_ for _ in ()).throw(error)
 from store_caches import CHUNK, cache, entries, open_store, prompt, same
-folder = os.path.join(sys.argv[1], "store")
+folder = os.path.join(place, "store")
 store = open_store(folder)
 seed, saved = 0, []
 while True:
@@ -239,15 +254,23 @@ print(json.dumps([len(saved), right, left, store.counters()["faults"], again, st
 """
 
 
-def on_a_full_disk(tmp_path: Path, variant: str = "") -> list[Any]:
-    mount = f"mount -t tmpfs -o size=600k,mode=700 none {tmp_path}"
+@pytest.fixture(scope="module")
+def full_disks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the output and the errors of each variant of the program, of which each had a disk of its own."""
+    folder = tmp_path_factory.mktemp("disks")
     command = ["unshare", "--map-root-user", "--mount"] if os.geteuid() else ["unshare", "--mount"]
-    if subprocess.run([*command, "sh", "-c", mount], capture_output=True).returncode:
+    (folder / "try").mkdir()
+    if subprocess.run([*command, "mount", "-t", "tmpfs", "none", folder / "try"], capture_output=True).returncode:
         pytest.skip("a tmpfs cannot be mounted here: neither root nor user namespaces are allowed")
-    script = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(Path(__file__).parents[1] / "support"), variant]
-    done = subprocess.run([*command, "sh", "-c", f'{mount} && exec "$@"', "sh", *script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found: list[Any] = json.loads(done.stdout)
+    script = [sys.executable, "-c", FULL_DISK, folder, Path(__file__).parents[1] / "support", *VARIANTS]
+    subprocess.run([*command, *script], check=True)
+    return folder
+
+
+def on_a_full_disk(folder: Path, variant: str = "as it is") -> list[Any]:
+    errors = (folder / f"{variant}.err").read_text()
+    assert "Traceback" not in errors, errors
+    found: list[Any] = json.loads((folder / f"{variant}.out").read_text())
     return found
 
 
@@ -258,14 +281,14 @@ def check_full_disk(saved: int, right: int, left: list[str], faults: dict[str, i
     assert (again, loaded) == (2 * CHUNK, 2 * CHUNK)
 
 
-def test_a_full_disk_is_a_miss(tmp_path: Path) -> None:
-    check_full_disk(*on_a_full_disk(tmp_path))
+def test_a_full_disk_is_a_miss(full_disks: Path) -> None:
+    check_full_disk(*on_a_full_disk(full_disks))
 
 
 @pytest.mark.parametrize(("variant", "seen"), [("leaves unfinished files", r"\.tmp'\] == \[\]"), ("raises", "No space left on device")])
-def test_a_store_that_minds_a_full_disk_is_seen(variant: str, seen: str, tmp_path: Path) -> None:
+def test_a_store_that_minds_a_full_disk_is_seen(variant: str, seen: str, full_disks: Path) -> None:
     with pytest.raises(AssertionError, match=seen):
-        check_full_disk(*on_a_full_disk(tmp_path, variant))
+        check_full_disk(*on_a_full_disk(full_disks, variant))
 
 
 @pytest.mark.parametrize("mutant", ["in place", "no clean-up", "raises", "believes short writes"])

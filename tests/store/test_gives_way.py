@@ -1,4 +1,4 @@
-"""What is no entry of a store with keys gives way to one, at once or after a load; what another store may read stays."""
+"""What is not an entry of a store with keys gives way to one, at once or after a load; what another store may read stays."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ def test_sequences_whose_length_changes_the_frequencies_are_not_stored(kind: str
 
 
 def test_a_setting_without_a_text_of_its_own_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match=r"config\.odd is a .*object, of which kvpack cannot tell what it does"):
+    with pytest.raises(InvalidParameter, match=r"config\.odd is a .*object, and kvpack cannot tell what it does"):
         identity(with_setting("odd", object()))
 
 

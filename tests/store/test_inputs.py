@@ -182,7 +182,7 @@ def test_inputs_are_exported_and_imported(tmp_path: Path, capsys: pytest.Capture
     new = tmp_path / "new"
     words = ["store", "import", str(new), str(file), "--tenant", IDENTITY.tenant, "--trust-names"]
     assert cli.main([*words, "--chunk", "64"]) == 2
-    assert "has digests of inputs for chunks of 32 tokens, --chunk is 64" in capsys.readouterr().err
+    assert "has input digests for chunks of 32 tokens, and --chunk is 64" in capsys.readouterr().err
     (tmp_path / "ids.json").write_text(json.dumps(ids[: 3 * CHUNK]))
     assert cli.main([*words, "--tokens", str(tmp_path / "ids.json")]) == 2
     assert "import it without --tokens" in capsys.readouterr().err
@@ -195,7 +195,7 @@ def test_inputs_are_exported_and_imported(tmp_path: Path, capsys: pytest.Capture
     assert imported.match(ids) == CHUNK
     rewrite(str(file), {"token-chunks.0": features["token-chunks.0"][:-3]})
     assert cli.main(words) == 1
-    assert "which are no chunks of 32 tokens" in capsys.readouterr().err
+    assert "which are not chunks of 32 tokens" in capsys.readouterr().err
 
 
 def entry_of_key(store: kvpack.Store, key: bytes) -> str:

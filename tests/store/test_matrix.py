@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 pytest.importorskip("redis")
 
+pytestmark = pytest.mark.scenario
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:

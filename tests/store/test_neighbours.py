@@ -232,10 +232,10 @@ def test_a_good_entry_that_took_the_place_of_a_damaged_one_stays(tmp_path: Path)
     [
         ("", "is empty"),
         ("file://", "is empty"),
-        ("a\0b", "holds no zero byte"),
+        ("a\0b", "cannot contain a zero byte"),
         (5, "is of type int"),
         (None, "is of type NoneType"),
-        ("{file}", "is no folder"),
+        ("{file}", "is not a folder"),
         ("{file}/below", "cannot be a store: Not a directory"),
         ("/" + "x" * 300, "cannot be a store: File name too long"),
         ("{loop}", "cannot be a store: Too many levels"),

@@ -329,7 +329,7 @@ def test_a_server_that_hangs_costs_one_wait_and_not_many(server: Server, monkeyp
     whole = save(at(server), ids)
     store = at(server, timeout=0.3)
     monkeypatch.setattr(store._backend._breaker, "_rest_seconds", 3600)
-    os.kill(server.process.pid, signal.SIGSTOP)
+    os.kill(server.number, signal.SIGSTOP)
     try:
         for _ in range(50):
             assert store.load(ids) == (0, None)
@@ -338,7 +338,7 @@ def test_a_server_that_hangs_costs_one_wait_and_not_many(server: Server, monkeyp
         assert faults["get GenericError"] <= 3
         assert sum(faults.values()) == faults["get GenericError"] + faults["get Resting"]
     finally:
-        os.kill(server.process.pid, signal.SIGCONT)
+        os.kill(server.number, signal.SIGCONT)
     assert same(at(server).load(ids)[1], whole)
 
 
@@ -368,7 +368,7 @@ def test_every_hit_is_right_while_the_server_is_killed_paused_and_started(server
 @pytest.mark.parametrize(
     ("location", "options", "message"),
     [
-        ("s3://", {}, "location 's3://' or its storage_options make no sense"),
+        ("s3://", {}, "location 's3://' or its storage_options are invalid"),
         ("s3://bucket", {"storage_options": {"endpint": "x"}}, "Configuration key: 'endpint' is not valid"),
         ("s3://bucket", {"durable": True}, "an object store has no option durable"),
         ("s3://bucket", {"ttl": 5}, "an object store has no option ttl"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 
 import kvpack
 from kvpack import cli
@@ -59,7 +60,7 @@ def key_file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["encrypted", "plain"])
 def test_an_entry_of_2_gib_takes_no_memory(name: str, key_file: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-c", IN_A_CHILD, str(tmp_path), str(Path(__file__).parents[1] / "support"), name]
+    words = [warm_python.python(), "-c", IN_A_CHILD, str(tmp_path), str(Path(__file__).parents[1] / "support"), name]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found, codes, grown, faults, exported = json.loads(done.stdout.splitlines()[-1])
@@ -174,7 +175,7 @@ def test_commands_with_keys_refuse_what_is_not_encrypted(
     assert len(found["undecryptable"]) == 2
     run("ls", folder, code=0)
     said = capsys.readouterr().out
-    assert "2 encrypted entries that no key given opens: --key-file names the keys" in said
+    assert "2 encrypted entries not readable without keys: give --key-file" in said
     assert "stores with keys refuse them" in said
     # What a key of another id encrypted is no damage, whoever looks.
     path.write_bytes(b"".join(Cipher(OTHER_KEYS, IDENTITY.tenant).encrypt(store.keys(ids)[1], [memoryview(plain_entry)])))

@@ -222,5 +222,5 @@ def test_options_that_cannot_work_are_refused(server: Server) -> None:
         open_store(server, durable=True)
     with pytest.raises(InvalidParameter, match="ttl is 0"):
         open_store(server, ttl=0)
-    with pytest.raises(InvalidParameter, match="no URL of a Redis server"):
+    with pytest.raises(InvalidParameter, match="not the URL of a Redis server"):
         kvpack.Store("redis://host:port/", IDENTITY)

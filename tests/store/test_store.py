@@ -316,7 +316,7 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidParameter, match=f"has the mode {mode:04o}"):
             open_store(tmp_path)
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(InvalidParameter, match="is no folder"):
+    with pytest.raises(InvalidParameter, match="is not a folder"):
         open_store(tmp_path / "file")
 
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import warm_python
+
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _FILE_NAME = re.compile(r"# ([\w-]+\.\w+)\n")
 _MODULE = "markdown_examples_of_a_file"
@@ -51,7 +53,7 @@ class Block:
         return output.getvalue()
 
     def _run_in_bash(self) -> str:
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        path = f"{warm_python.commands(*warm_python.MODELS)}{os.pathsep}{os.environ['PATH']}"
         command = ["bash", "-euo", "pipefail", "-c", self.text]
         done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{self.path}:{self.line}: exit code {done.returncode}\n{done.stdout}{done.stderr}"

@@ -2,7 +2,8 @@
 
 A launch of a kernel wraps every function of ``triton.language`` and restores them at its end. Triton 3.6 and later wrap them again at
 every call of a device function, although they are wrapped by then, build a table of all dtypes whenever they convert one, and check and
-name the shape of every result.
+name the shape of every result. They compare the types of all operands, make tensors of all constants anew, and look for overflow of
+integers without telling what they find.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ def wrap_once_per_launch() -> None:
     """Make calls of device functions leave ``triton.language`` as the launch, or a call before them, has wrapped it."""
     wrap = interpreter._patch_lang
     wrapped: set[Any] = set()
+    names: dict[Callable[..., Any], set[Any]] = {}
 
     class Launch(interpreter._LangPatchScope):
         def restore(self) -> None:
@@ -30,7 +33,9 @@ def wrap_once_per_launch() -> None:
 
     def wrap_new(function: Callable[..., Any]) -> Launch:
         # If a function names neither module, or an unwrapped one, Triton refuses or wraps it.
-        named = {module for module in (tl, tl.core) if any(value is module for value in function.__globals__.values())}
+        if function not in names:
+            names[function] = {module for module in (tl, tl.core) if any(value is module for value in function.__globals__.values())}
+        named = names[function]
         scope = Launch()
         if not named or not named <= wrapped:
             scope._changes = wrap(function)._changes
@@ -67,3 +72,95 @@ def describe_blocks_once() -> None:
         vars(block).update(known[key])
 
     tl.block_type.__init__ = described
+
+
+def shape_tensors_once() -> None:
+    """Remember the shape and the number of elements of each block type as tensors have them."""
+    make = tl.tensor.__init__
+    known: dict[str, tuple[Any, Any]] = {}
+
+    def made(tensor: tl.tensor, handle: Any, type: tl.dtype) -> None:
+        # The name of a block type begins with its shape.
+        name = type.name if type.is_block() else ""
+        if name not in known:
+            make(tensor, handle, type)
+            known[name] = tensor.shape, tensor.numel
+            return
+        tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+        tensor.shape, tensor.numel = known[name]
+
+    tl.tensor.__init__ = made
+
+
+def compare_types_once() -> None:
+    """Pass operands of equal types on, and remember a constant as a tensor of the other operand's type."""
+    check = TritonSemantic.binary_op_type_checking_impl
+    known: dict[tuple[Any, ...], tl.tensor] = {}
+
+    def constant(semantic: TritonSemantic, value: float, tensor: tl.tensor, first: bool, *options: bool) -> tuple[tl.tensor, tl.tensor]:
+        """``value`` and ``tensor`` as they are computed with, in the order in which they stand."""
+        key = (value, type(value), tensor.type.name, first, options)
+        if key in known:
+            return (known[key], tensor) if first else (tensor, known[key])
+        pair = check(semantic, value, tensor, *options) if first else check(semantic, tensor, value, *options)
+        # Zeros of either sign are equal, and pointers of one name may differ.
+        if pair[first] is tensor and (value or isinstance(value, int)) and not tensor.dtype.is_ptr():
+            known[key] = pair[not first]
+        return pair
+
+    def checked(
+        semantic: TritonSemantic,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[tl.tensor, tl.tensor]:
+        options = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        tensors = isinstance(lhs, tl.tensor), isinstance(rhs, tl.tensor)
+        if tensors == (True, False) and type(rhs) in (int, float):
+            return constant(semantic, rhs, lhs, False, *options)
+        if tensors == (False, True) and type(lhs) in (int, float):
+            return constant(semantic, lhs, rhs, True, *options)
+        if tensors == (True, True) and not div_or_mod and lhs.type.name == rhs.type.name and not lhs.dtype.is_ptr():
+            return lhs, rhs
+        return check(semantic, lhs, rhs, *options)
+
+    TritonSemantic.binary_op_type_checking_impl = checked
+
+
+def broadcast_shapes_once() -> None:
+    """Remember, by the types of two operands, which of them is given which shape."""
+    broadcast = TritonSemantic.broadcast_impl_value
+    known: dict[tuple[str, str], tuple[Any, Any]] = {}
+
+    def reshaped(semantic: TritonSemantic, tensor: tl.tensor, shape: Any) -> tl.tensor:
+        block = tl.block_type(tensor.type.scalar, shape)
+        if tensor.type.is_block():
+            return semantic.tensor(semantic.builder.create_broadcast(tensor.handle, shape), block)
+        return semantic.tensor(semantic.builder.create_splat(block.to_ir(semantic.builder), tensor.handle), block)
+
+    def broadcasted(semantic: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+        key = (lhs.type.name, rhs.type.name)
+        if key not in known:
+            pair = broadcast(semantic, lhs, rhs)
+            if lhs.type.is_block() and rhs.type.is_block() and len(lhs.shape) != len(rhs.shape):
+                return pair
+            known[key] = tuple(None if now is before else now.type.shape for before, now in zip((lhs, rhs), pair, strict=True))
+            return pair
+        left, right = known[key]
+        return lhs if left is None else reshaped(semantic, lhs, left), rhs if right is None else reshaped(semantic, rhs, right)
+
+    TritonSemantic.broadcast_impl_value = broadcasted
+
+
+def look_for_overflow_where_it_is_told() -> None:
+    """Look for overflow of integers only when debugging: without it, Triton computes whether there is any, and tells nobody."""
+    check = TritonSemantic.binary_op_sanitize_overflow_impl
+
+    def checked(semantic: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor, operation: Callable[..., tl.tensor]) -> None:
+        if semantic.builder.options.debug:
+            check(semantic, lhs, rhs, operation)
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = checked

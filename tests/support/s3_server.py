@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
+import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -14,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import warm_python
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +28,13 @@ VARIABLES = {
     "secret_access_key": "AWS_SECRET_ACCESS_KEY",
 }
 """The environment variables of the storage_options."""
+PROGRAM = """
+import os, sys
+from moto import server
+print(os.getpid(), flush=True)
+sys.stdout = open(os.devnull, "w")
+server.main(sys.argv[1:])
+"""
 
 
 class Server:
@@ -41,8 +50,10 @@ class Server:
 
     def start(self) -> None:
         """Start it, wait until it answers, and make the bucket."""
-        command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(self.port)]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        command = [warm_python.python("moto.server"), "-c", PROGRAM, "--host", "127.0.0.1", "--port", str(self.port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        self.number = int(self.process.stdout.readline())
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -55,8 +66,9 @@ class Server:
                 time.sleep(0.02)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        if self.process.poll() is None:
+            os.kill(self.number, signal.SIGKILL)
+            self.process.communicate()
 
 
 def options(endpoint: str) -> dict[str, str]:

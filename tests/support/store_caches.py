@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,7 @@ def prompt(chunks: int, first: int = 0, seed: int = 0) -> list[int]:
     return shared + own
 
 
+@lru_cache(64)
 def cache(tokens: int, recipe: str = "kivi-2", seed: int = 0, layers: int = 2) -> kvpack.Cache:
     return kvpack.pack(random_pairs(layers, tokens, dims=(32, 32), seed=seed), recipe)
 
@@ -53,7 +55,12 @@ def save(store: kvpack.Store, ids: list[int], seed: int = 0) -> kvpack.Cache:
 def same(found: kvpack.Cache | None, whole: kvpack.Cache) -> bool:
     """Whether ``found`` is a prefix of ``whole``, value for value."""
     assert found is not None
-    return all(torch.equal(a, b[:, :, : found.tokens]) for a, b in zip(dense(found), dense(whole), strict=True))
+    return all(torch.equal(a, b[:, :, : found.tokens]) for a, b in zip(dense(found), _dense(whole), strict=True))
+
+
+@lru_cache(64)
+def _dense(whole: kvpack.Cache) -> list[torch.Tensor]:
+    return dense(whole)
 
 
 def entries(folder: Path | str) -> list[str]:

@@ -5,7 +5,7 @@ Source: TurboAngle Sec. 3, except that a bin decodes to its centre, with a quart
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import log2, pi
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -15,6 +15,7 @@ from .columns import Columns, default_fields, factors_of_two, is_power_of_two, n
 from .errors import InvalidParameter
 from .family import CodecFamily
 from .lazy import functional, torch
+from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .rotation import KINDS, Rotation
 from .tables import TABLES_KEPT, kept_on_device
 
@@ -34,6 +35,7 @@ _TOKENS_OF_ONE_HEAD = 1 << 11
 _ZERO = -65504.0
 # Norms below 1/256 of the largest are stored as 1/256: they would widen the logarithmic range more than they are worth.
 _OCTAVES = 8.0
+_SMALLEST_NORMAL = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Angle(CodecFamily):
     """A pair of consecutive values decodes to r (cos, sin) of 2 pi (k + 1/2) / ``bins``; ``norm`` says how r is stored.
 
     fp32: r itself; linear: r = minimum + step * code; log: r = 2^(minimum + step * code), with one pair
-    (step, minimum) per token and head in the dtype ``range`` and codes of ``norm_bits``.
+    (step, minimum) per token and head in the dtype ``range`` and codes of ``norm_bits``. ``norm_rule`` steers the encoder and is
+    not stored.
     """
 
     id: ClassVar[str] = "angle"
@@ -55,6 +58,7 @@ class Angle(CodecFamily):
     rotation_kind: str
     seed: int
     fields: Fields
+    norm_rule: str = field(default="unbiased", compare=False, metadata={"stored": False})
 
     def __post_init__(self) -> None:
         check_range(self.id, "dim", self.dim, 2, MAX_DIM)
@@ -62,6 +66,7 @@ class Angle(CodecFamily):
             raise InvalidParameter(f"codec {self.id}: dim is {self.dim}, expected an even number: channels are coded in pairs")
         check_range(self.id, "bins", self.bins, 2, MAX_BINS)
         check_choice(self.id, "norm", self.norm, NORMS)
+        check_choice(self.id, "norm_rule", self.norm_rule, NORM_RULES)
         check_choice(self.id, "arrangement", self.arrangement, ARRANGEMENTS if self.norm != "fp32" else ("dense",))
         check_choice(self.id, "range", self.range, RANGES if self.norm != "fp32" else ("fp16",))
         check_range(self.id, "norm_bits", self.norm_bits, *((1, 8) if self.norm != "fp32" else (0, 0)))
@@ -79,11 +84,12 @@ class Angle(CodecFamily):
         range_dtype = options.choice("range", "fp16", RANGES)
         rotation = options.choice("rotation", "signed-hadamard", KINDS)
         seed = options.integer("seed", 0, 0, 2**64 - 1)
+        rule = norm_rule_of(options)
         options.finish()
         check_range(cls.id, "dim", dim, 2, MAX_DIM)
         streams = _streams(dim, bins, norm_bits, arrangement)
         fields = tuple((name, 1 if arrangement == "direct" else default_fields(dim // 2, bases)) for name, (bases, _) in streams.items())
-        return cls(dim, bins, norm, norm_bits, arrangement, range_dtype, rotation, seed, fields)
+        return cls(dim, bins, norm, norm_bits, arrangement, range_dtype, rotation, seed, fields, rule)
 
     @property
     def nominal_bits(self) -> float:
@@ -115,12 +121,19 @@ class Angle(CodecFamily):
         first, second = u[..., 0::2].contiguous(), u[..., 1::2].contiguous()
         turns = torch.atan2(second, first).mul_(1 / (2 * pi))
         # The fraction of a turn is in [0, 1]: a tiny negative angle rounds up to 1, which is in the last bin.
-        bins = turns.sub_(turns.floor()).mul_(self.bins).floor_().clamp_max_(self.bins - 1).to(torch.int32)
+        bins = turns.sub_(turns.floor()).mul_(self.bins).floor().clamp_max_(self.bins - 1).to(torch.int32)
         norms = torch.hypot(first, second)
+        # Each pair's norm along the direction to which its bin decodes.
+        projected = None
+        if self.norm_rule == "unbiased":
+            projected = turns.sub_(bins).sub_(0.5).mul_(2 * pi / self.bins).cos_().mul_(norms)
         if self.norm == "fp32":
+            if projected is not None:
+                norms = norms * _unbiased(norms, projected, norms)
             return self.pack_digits(bins) | {"norm": stored_norm(norms, "F32", f"norm of a pair, tokens from {start},")}
+        measured = norms
         if self.norm == "log":
-            norms.log2_()
+            norms = norms.log2()
             # Every logarithm in a token of zeros is minus infinity.
             norms = torch.maximum(norms, norms.amax(-1, keepdim=True) - _OCTAVES).clamp_min_(_ZERO)
         low, high = norms.aminmax(dim=-1)
@@ -128,7 +141,12 @@ class Angle(CodecFamily):
         stored = stored_norm(span, self._range_dtype, f"step or minimum of the norms, tokens from {start},")
         step, minimum = stored.to(torch.float32)[..., None].unbind(-2)
         # Codes are rounded against the stored range; a zero step gives zero codes.
-        codes = norms.sub_(minimum).div_(torch.where(step > 0, step, torch.inf)).round_().clamp_(0, 2**self.norm_bits - 1)
+        codes = (norms - minimum).div_(torch.where(step > 0, step, torch.inf)).round_().clamp_(0, 2**self.norm_bits - 1)
+        if projected is not None:
+            factor = _unbiased(measured, projected, self._norms(step, minimum, codes))
+            step, minimum = (step, minimum + factor.log2()) if self.norm == "log" else (step * factor, minimum * factor)
+            wanted = torch.cat([step, minimum], -1).to(stored.dtype)
+            stored = torch.where(torch.isfinite(wanted).all(-1, keepdim=True), wanted, stored)
         return self.pack_digits(bins, codes) | {"range": stored}
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -152,13 +170,27 @@ class Angle(CodecFamily):
             norms = streams["norm"]
         else:
             step, minimum = streams["range"].to(torch.float32)[..., None].unbind(-2)
-            norms = torch.addcmul(minimum, step, codes[0].to(torch.float32))
-            norms = norms.exp2_() if self.norm == "log" else norms
+            norms = self._norms(step, minimum, codes[0].to(torch.float32))
         return functional.embedding(bins, bin_directions(self.bins, norms.device)).mul_(norms[..., None]).flatten(3)
+
+    def _norms(self, step: torch.Tensor, minimum: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        """The norms of all pairs."""
+        norms = torch.addcmul(minimum, step, codes)
+        return norms.exp2_() if self.norm == "log" else norms
 
     @property
     def _range_dtype(self) -> str:
         return "F16" if self.range == "fp16" else "F32"
+
+
+def _unbiased(norms: torch.Tensor, projected: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+    """What norm_rule=unbiased multiplies the norms ``[..., pair]`` of each token by, ``[..., 1]``."""
+    largest = norms.amax(-1, keepdim=True).clamp_min_(_SMALLEST_NORMAL)
+    product, squares, length = (
+        (one / largest).mul_(other / largest).sum(-1, keepdim=True)
+        for one, other in ((projected, decoded), (norms, norms), (decoded, decoded))
+    )
+    return unbiased_factor(torch.ones_like(product), product, length, "F32", squares)
 
 
 Stream = tuple[tuple[int, ...], tuple[int, ...]]

@@ -53,7 +53,7 @@ class ChannelOrder(ValueMap):
             return None
         size = size_of_words(options)
         if not size:
-            message = f"channel_order is {dtype}, without block_rotation=<size> it would change nothing"
+            message = f"channel_order is {dtype}, which has no effect without block_rotation=<size>"
             raise InvalidParameter(f"codec {options.codec}: {message}")
         return cls(dim, dtype, size)
 

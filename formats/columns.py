@@ -234,6 +234,9 @@ class Columns:
 
         ``planes`` are uint16 arrays ``[..., words]``. Raises InvalidPayload, which names ``where`` and the position.
         """
+        if self.binary and self.alphabets == self.bases and not self._spare_bits:
+            # Every bit of every word belongs to a symbol that may have any value.
+            return
         for first, blocks in row_blocks(*planes):
             self._check_rows(blocks, _Place(where, first, planes[0].shape[:-1]))
 
@@ -265,12 +268,15 @@ class Columns:
                 _refuse(where, f"unused field {k}", value[..., used:], 0, used)
 
     def _check_spare_bits(self, planes: Sequence[numpy.ndarray[Any, Any]], where: _Place) -> None:
-        for number, (plane, allowed) in enumerate(zip(planes, self._allowed_bits, strict=True)):
-            if all(bits == 0xFFFF for bits in allowed):
-                continue
-            spare = ~numpy.array(allowed, dtype=numpy.uint16)
-            if (_over_rows(plane, numpy.bitwise_or) & spare).any():
-                _refuse(where._replace(where=f"{where.where}, plane {number}"), "spare bits of word", plane & spare, 0)
+        for number, spare in self._spare_bits.items():
+            if (_over_rows(planes[number], numpy.bitwise_or) & spare).any():
+                _refuse(where._replace(where=f"{where.where}, plane {number}"), "spare bits of word", planes[number] & spare, 0)
+
+    @cached_property
+    def _spare_bits(self) -> dict[int, numpy.ndarray[Any, Any]]:
+        """The spare bits of each word, for every plane, by its number, that has any."""
+        spare = {number: ~numpy.array(allowed, dtype=numpy.uint16) for number, allowed in enumerate(self.symbol_bits(0))}
+        return {number: bits for number, bits in spare.items() if bits.any()}
 
     @cached_property
     def _column_limits(self) -> numpy.ndarray[Any, Any] | None:
@@ -281,10 +287,6 @@ class Columns:
         if len(self.bases) > 1 or self.alphabets != self.bases or self.column_bytes != 2:
             return None
         return numpy.array([self.bases[0] ** self.used_fields(c) - 1 for c in range(self.width)], dtype=numpy.uint16)
-
-    @cached_property
-    def _allowed_bits(self) -> list[list[int]]:
-        return self.symbol_bits(0)
 
     def symbol_bits(self, first: int) -> list[list[int]]:
         """For bitfields: the bits of each word of each plane that belong to symbol ``first`` and later symbols."""

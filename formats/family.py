@@ -6,7 +6,7 @@ import dataclasses
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
-from .base import Codec
+from .base import Codec, Fields
 from .errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -19,9 +19,10 @@ class CodecFamily(Codec):
     """A codec that a recipe or a header names by its ``id``.
 
     Every subclass is a frozen dataclass whose first field is ``dim``. Its fields are the parameters that the header stores, so
-    equality, repr and the header round trip need no code. A field with ``metadata={"stored": False}`` and a default only steers
-    the encoder and is never stored. A field with ``metadata={"optional": True}`` is stored unless it has its default, so that
-    files written before the field existed keep their bytes.
+    equality, repr and the header round trip need no code. A field is annotated with a plain type, such as ``int``, or ``Fields``.
+    A field with ``metadata={"stored": False}`` and a default only steers the encoder and is never stored.
+    A field with ``metadata={"optional": True}`` is stored unless it has its default, so that files written before the field
+    existed keep their bytes.
     """
 
     @classmethod
@@ -54,7 +55,7 @@ class CodecFamily(Codec):
             raise InvalidParameter(f"codec {cls.id}: parameters missing or unknown: {names}")
         values = {}
         for field in fields:
-            name, type_name, value = field.name, field.type, params[field.name]
+            name, type_name, value = field.name, _type_name(field), params[field.name]
             if _is_optional(field) and value == field.default:
                 raise InvalidParameter(f"codec {cls.id}: {name} is {value!r}, the default: leave it out")
             if type_name == "Fields":
@@ -69,6 +70,13 @@ class CodecFamily(Codec):
 
 def _stored_fields(codec: type[Codec]) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(codec) if field.metadata.get("stored", True)]  # type: ignore[arg-type]
+
+
+def _type_name(field: dataclasses.Field[Any]) -> str:
+    """The annotation as written; without ``from __future__ import annotations`` it is the type itself."""
+    if isinstance(field.type, str):
+        return field.type
+    return "Fields" if field.type == Fields else getattr(field.type, "__name__", str(field.type))
 
 
 def _is_optional(field: dataclasses.Field[Any]) -> bool:

@@ -16,6 +16,7 @@ from .columns import Columns, default_fields
 from .errors import InvalidParameter
 from .family import CodecFamily
 from .lazy import torch
+from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .rotation import KINDS, Rotation
 from .tables import TABLES_KEPT
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 AXES = ("token", "channel")
 SIZES = (4, 8, 16, 32, 64, 128)
-TOKEN_SCALES = ("none", "fp16", "fp32")
+TOKEN_SCALE_DTYPES = {"fp16": "F16", "fp32": "F32"}
+TOKEN_SCALES = ("none", *TOKEN_SCALE_DTYPES)
 SCALE_DTYPES = ("fp16", "u8")
 CENTRES = ("middle", "zero")
 SMALLEST_HALF = 2.0**-24
@@ -40,7 +42,8 @@ class Group(CodecFamily):
 
     ``token_scale`` other than none adds OScaR's factor, one per token over all heads, stored in that dtype.
     ``scale_dtype`` u8 stores scales and centres in 8 bits, with one range per head and run.
-    ``centre`` tells the encoder to use the middle of the group's range or (symmetric) zero; it is not stored.
+    ``centre`` tells the encoder to use the middle of the group's range or (symmetric) zero, and ``norm_rule``
+    steers the token scales; neither is stored.
     """
 
     id: ClassVar[str] = "group"
@@ -55,6 +58,7 @@ class Group(CodecFamily):
     fields: Fields
     scale_dtype: str = field(default="fp16", metadata={"optional": True})
     centre: str = field(default="middle", compare=False, metadata={"stored": False})
+    norm_rule: str = field(default="unbiased", compare=False, metadata={"stored": False})
 
     def __post_init__(self) -> None:
         check_range(self.id, "dim", self.dim, 1, MAX_DIM)
@@ -63,6 +67,7 @@ class Group(CodecFamily):
         check_choice(self.id, "token_scale", self.token_scale, TOKEN_SCALES)
         check_choice(self.id, "scale_dtype", self.scale_dtype, SCALE_DTYPES)
         check_choice(self.id, "centre", self.centre, CENTRES)
+        check_choice(self.id, "norm_rule", self.norm_rule, NORM_RULES)
         check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
         if self.size not in SIZES:
             raise InvalidParameter(f"codec {self.id}: size is {self.size}, expected one of {', '.join(map(str, SIZES))}")
@@ -80,9 +85,10 @@ class Group(CodecFamily):
         token_scale = options.choice("token_scale", "none", TOKEN_SCALES)
         scale_dtype = options.choice("scales", "fp16", SCALE_DTYPES)
         centre = options.choice("centre", "middle", CENTRES)
+        rule = norm_rule_of(options)
         options.finish()
         fields = (("codes", default_fields(dim, (2**bits,))),)
-        return cls(dim, bits, axis, size, rotation, seed, token_scale, fields, scale_dtype, centre)
+        return cls(dim, bits, axis, size, rotation, seed, token_scale, fields, scale_dtype, centre, rule)
 
     @property
     def nominal_bits(self) -> float:
@@ -109,7 +115,7 @@ class Group(CodecFamily):
         if self.scale_dtype == "u8":
             result["scale_range"] = Layout("F16", (batch, heads, 1, 4), per="run")
         if self.token_scale != "none":
-            result["token_scale"] = Layout("F16" if self.token_scale == "fp16" else "F32", (batch, 1, tokens))
+            result["token_scale"] = Layout(TOKEN_SCALE_DTYPES[self.token_scale], (batch, 1, tokens))
         return result
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
@@ -150,7 +156,14 @@ class Group(CodecFamily):
         offset = self._middle - centre * per_step
         codes = (grouped * per_step.unsqueeze(dim)).add_(offset.unsqueeze(dim)).round_().clamp_(0, 2**self.bits - 1)
         codes = codes.flatten(2, 3)[:, :, : u.shape[2]] if self.axis == "token" else codes.flatten(3, 4)[..., : self.dim]
+        if streams and self.norm_rule == "unbiased":
+            streams = {"token_scale": self._unbiased(streams["token_scale"], u, self._values(codes, scale, centre))}
         return self.pack("codes", codes) | {"scales": torch.stack([stored_scale, stored_centre], -1)} | streams
+
+    def _unbiased(self, factor: torch.Tensor, u: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+        """The token scales that norm_rule=unbiased stores for tokens ``u``, which have been divided by ``factor``."""
+        squares, product, length = ((a * b).sum((1, 3))[:, None] for a, b in ((u, u), (u, decoded), (decoded, decoded)))
+        return unbiased_factor(factor.to(torch.float32), product, length, TOKEN_SCALE_DTYPES[self.token_scale], squares).to(factor.dtype)
 
     def _divided(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """``x`` in the coded frame, divided by the token scales if the codec has them, and the stream of token scales."""
@@ -159,7 +172,7 @@ class Group(CodecFamily):
             return u, {}
         # Divide by the root mean square, not by the norm: scaled values are then near 1, where binary16 scales are precise.
         root = u.square().mean((1, 3), keepdim=True).sqrt()
-        stored = stored_norm(root[..., 0], "F16" if self.token_scale == "fp16" else "F32", "token scale")
+        stored = stored_norm(root[..., 0], TOKEN_SCALE_DTYPES[self.token_scale], "token scale")
         factor = stored.to(torch.float32)[..., None]
         return u / torch.where(factor > 0, factor, 1.0), {"token_scale": stored}
 
@@ -204,14 +217,15 @@ class Group(CodecFamily):
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         (codes,) = digits
-        scale, centre = self.with_pairs(streams)[1]["scales"].to(torch.float32).unbind(-1)
+        u = self._values(codes, *self.with_pairs(streams)[1]["scales"].to(torch.float32).unbind(-1))
+        return u if self.token_scale == "none" else u * streams["token_scale"].to(torch.float32)[..., None]
+
+    def _values(self, codes: torch.Tensor, scale: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
+        """What ``codes`` decode to with these scales and centres, before the token scale."""
         dim = self._members
-        grouped = self._grouped(codes.to(torch.float32).sub_(self._middle))
+        grouped = self._grouped(codes.to(torch.float32, copy=True).sub_(self._middle))
         grouped = grouped.mul_(scale.unsqueeze(dim)).add_(centre.unsqueeze(dim))
-        u = grouped.flatten(dim - 1, dim).narrow(dim - 1, 0, codes.shape[dim - 1])
-        if self.token_scale != "none":
-            u = u * streams["token_scale"].to(torch.float32)[..., None]
-        return u
+        return grouped.flatten(dim - 1, dim).narrow(dim - 1, 0, codes.shape[dim - 1])
 
 
 @lru_cache(TABLES_KEPT)

@@ -50,7 +50,7 @@ def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
         centroids = centroids + step
         if numpy.abs(step).max() < _CLOSE_ENOUGH:
             return centroids
-    raise InvalidParameter(f"Lloyd-Max of {levels} levels does not settle within {_CLOSE_ENOUGH} in {_STEPS} steps")
+    raise InvalidParameter(f"Lloyd-Max of {levels} levels does not converge to within {_CLOSE_ENOUGH} in {_STEPS} steps")
 
 
 def octahedral_density(magnitude: Array) -> Array:

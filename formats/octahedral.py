@@ -17,6 +17,7 @@ from .errors import InvalidParameter, InvalidPayload
 from .family import CodecFamily
 from .lazy import functional, numpy, torch
 from .lloyd_max import direction_table, triplet_norm_table
+from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .octahedral_search import ROUNDINGS, codebook, codebook_directions, midpoints, nearest_level
 from .rotation import KINDS, Rotation
 from .tables import TABLES_KEPT, kept_on_device
@@ -49,7 +50,7 @@ class Octahedral(CodecFamily):
     """``b_dir`` bits for each of two octahedral coordinates and ``b_norm`` bits for the norm of every three rotated values.
 
     ``direction_table`` holds the 2^(b_dir - 1) magnitudes of a coordinate, ``norm_table`` the 2^b_norm triplet norms,
-    both ascending, little-endian binary32. ``rounding`` steers the encoder and is not stored.
+    both ascending, little-endian binary32. ``rounding`` and ``norm_rule`` steer the encoder and are not stored.
     """
 
     id: ClassVar[str] = "octahedral"
@@ -65,6 +66,7 @@ class Octahedral(CodecFamily):
     norm_table: bytes
     fields: Fields
     rounding: str = field(default="local3x3", compare=False, metadata={"stored": False})
+    norm_rule: str = field(default="unbiased", compare=False, metadata={"stored": False})
 
     def __post_init__(self) -> None:
         check_range(self.id, "dim", self.dim, SMALLEST_DIM, MAX_DIM)
@@ -73,6 +75,7 @@ class Octahedral(CodecFamily):
         check_choice(self.id, "arrangement", self.arrangement, ARRANGEMENTS)
         check_choice(self.id, "norm", self.norm, tuple(NORMS))
         check_choice(self.id, "rounding", self.rounding, ROUNDINGS)
+        check_choice(self.id, "norm_rule", self.norm_rule, NORM_RULES)
         check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
         _check_table("direction_table", self.direction_table, 2 ** (self.b_dir - 1))
         _check_table("norm_table", self.norm_table, 2**self.b_norm)
@@ -90,11 +93,12 @@ class Octahedral(CodecFamily):
         rotation = options.choice("rotation", "signed-hadamard", KINDS)
         seed = options.integer("seed", 0, 0, 2**64 - 1)
         rounding = options.choice("rounding", "local3x3", ROUNDINGS)
+        rule = norm_rule_of(options)
         options.finish()
         check_range(cls.id, "dim", dim, SMALLEST_DIM, MAX_DIM)
         tables = direction_table(2 ** (b_dir - 1)), triplet_norm_table(dim, 2**b_norm)
         fields = _default_fields(dim, b_dir, b_norm, arrangement)
-        return cls(dim, b_dir, b_norm, arrangement, norm, rotation, seed, *tables, fields, rounding)
+        return cls(dim, b_dir, b_norm, arrangement, norm, rotation, seed, *tables, fields, rounding, rule)
 
     @property
     def nominal_bits(self) -> float:
@@ -132,8 +136,14 @@ class Octahedral(CodecFamily):
         book = codebook(self.direction_table, rows.device)
         index = book.nearest(x, y, z, self.rounding)
         # OCTOPUS Eq. 12: the best norm is nearest to the projection; scalar rounding uses the triplet's own length.
-        radius = _length(x, y, z) if self.rounding == "scalar" else book.projection(index, x, y, z)
-        norm_index = nearest_level(radius.div_(length.clamp(min=_SMALLEST_NORMAL)), midpoints(self.norm_table))
+        length = length.clamp(min=_SMALLEST_NORMAL)
+        radius = (_length(x, y, z) if self.rounding == "scalar" else book.projection(index, x, y, z)).div_(length)
+        norm_index = nearest_level(radius, midpoints(self.norm_table))
+        if self.norm_rule == "unbiased":
+            projection = book.projection(index, x, y, z).div_(length) if self.rounding == "scalar" else radius
+            decoded = functional.embedding(norm_index.to(torch.int32), _column(self.norm_table, rows.device))[..., 0]
+            product = (projection * decoded).sum(-1)
+            norm = unbiased_factor(norm, product, decoded.square().sum(-1), NORMS[self.norm])
         digit = index.to(torch.float32)
         if norm_with_index(self.b_dir, self.b_norm):
             digit.add_(norm_index, alpha=self._directions)

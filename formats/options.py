@@ -19,10 +19,14 @@ class UnknownWord(InvalidParameter):
 
 
 class Options:
-    """The ``name=value`` words given to ``codec``. Every reader names its default and its range."""
+    """The ``name=value`` words given to ``codec``. Every reader names its default and its range.
+
+    ``sketched`` tells the codec that a side-car will describe its residual.
+    """
 
     def __init__(self, codec: str, words: Mapping[str, str]) -> None:
         self.codec = codec
+        self.sketched = False
         self._words = dict(words)
         # The names that were read, in the order of their first reading.
         self._known: dict[str, None] = {}

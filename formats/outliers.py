@@ -48,7 +48,7 @@ class Outliers(FramePart):
 
     def __post_init__(self) -> None:
         if self.dim % CHUNK:
-            raise InvalidParameter(f"side-car outliers takes a head dim of whole chunks of {CHUNK} channels, found {self.dim}")
+            raise InvalidParameter(f"side-car outliers needs a head dim that is a multiple of {CHUNK}, found {self.dim}")
         _ = self.packing
 
     @classmethod

@@ -6,7 +6,7 @@ Source: PolarQuant (Han et al. 2025, arXiv 2502.02617); with equal bits on every
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby, islice, pairwise
 from math import pi
@@ -18,6 +18,7 @@ from .errors import InvalidParameter
 from .family import CodecFamily
 from .lazy import functional, torch
 from .lloyd_max import polar_angle_table
+from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .octahedral_search import midpoints, nearest_level
 from .rotation import KINDS, Rotation
 from .tables import TABLES_KEPT, kept_on_device
@@ -54,6 +55,7 @@ class Polar(CodecFamily):
     """``bits`` holds the bits per angle of each level, joined by dots; the radii after the last level have the dtype ``norm``.
 
     ``angle_table`` holds the angles of every level above the first, ascending, little-endian binary32; the first is uniform.
+    ``norm_rule`` steers the encoder and is not stored.
     """
 
     id: ClassVar[str] = "polar"
@@ -65,10 +67,12 @@ class Polar(CodecFamily):
     seed: int
     angle_table: bytes
     fields: Fields
+    norm_rule: str = field(default="unbiased", compare=False, metadata={"stored": False})
 
     def __post_init__(self) -> None:
         _check_dim(self.dim)
         check_choice(self.id, "norm", self.norm, tuple(NORMS))
+        check_choice(self.id, "norm_rule", self.norm_rule, NORM_RULES)
         check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
         _check_tables(self.levels, self.angle_table)
         check_fields(self.id, self.fields, tuple(_streams(self.levels)))
@@ -81,13 +85,14 @@ class Polar(CodecFamily):
         norm = options.choice("norm", "fp16", tuple(NORMS))
         rotation = options.choice("rotation", "signed-hadamard", KINDS)
         seed = options.integer("seed", 0, 0, 2**64 - 1)
+        rule = norm_rule_of(options)
         options.finish()
         _check_dim(dim)
         bits = ".".join(map(str, words * _most_levels(dim) if len(words) == 1 else words))
         levels = _levels(dim, bits)
         table = b"".join(polar_angle_table(*pair, 2**level.bits) for level in levels[1:] for pair in level.pairs)
         fields = tuple((name, default_fields(_symbols(run), (2 ** run[0].bits,))) for name, run in _streams(levels).items())
-        return cls(dim, bits, norm, rotation, seed, table, fields)
+        return cls(dim, bits, norm, rotation, seed, table, fields, rule)
 
     @property
     def nominal_bits(self) -> float:
@@ -132,6 +137,8 @@ class Polar(CodecFamily):
 
     def _encode_block(self, x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
         radii = self.rotation.forward(x)
+        # The products of the values below each radius with their direction as it decodes.
+        products = radii if self.norm_rule == "unbiased" else None
         codes = []
         for level, tables in zip(self.levels, self.tables, strict=True):
             paired = radii[..., : 2 * level.angles]
@@ -139,6 +146,13 @@ class Polar(CodecFamily):
             angles = torch.atan2(second, first)
             codes.append(_nearest(angles, level.counts, tables) if tables else _bins(angles, 2**level.bits))
             radii = torch.cat([torch.hypot(first, second), radii[..., 2 * level.angles :]], -1)
+            if products is not None:
+                first, second = products[..., : 2 * level.angles : 2], products[..., 1 : 2 * level.angles : 2]
+                cosine, sine = _pair_directions(level, tables, codes[-1].to(torch.int32)).unbind(-1)
+                products = torch.cat([(first * cosine).addcmul_(second, sine), products[..., 2 * level.angles :]], -1)
+        if products is not None:
+            one = torch.ones_like(radii)
+            radii = unbiased_factor(radii, products / torch.where(radii > 0, radii, one), one, NORMS[self.norm])
         stored = stored_norm(radii, NORMS[self.norm], f"radius, tokens from {start},")
         of_level = iter(codes)
         digits = [torch.cat(list(islice(of_level, len(run))), -1) for run in _streams(self.levels).values()]
@@ -149,12 +163,7 @@ class Polar(CodecFamily):
         runs = zip(_streams(self.levels).values(), digits, strict=True)
         codes = [code for run, digit in runs for code in torch.split(digit, [level.angles for level in run], -1)]
         for level, tables, code in reversed(list(zip(self.levels, self.tables, codes, strict=True))):
-            if tables:
-                parts = zip(torch.split(code, list(level.counts), -1), tables, strict=True)
-                pairs = torch.cat([functional.embedding(part, _directions(table, code.device)) for part, table in parts], -2)
-            else:
-                pairs = functional.embedding(code, _bin_directions(2**level.bits, code.device))
-            pairs = pairs.mul_(radii[..., : level.angles, None]).flatten(-2)
+            pairs = _pair_directions(level, tables, code).mul_(radii[..., : level.angles, None]).flatten(-2)
             radii = torch.cat([pairs, radii[..., level.angles :]], -1)
         return radii
 
@@ -240,14 +249,22 @@ def _nearest(angles: torch.Tensor, counts: tuple[int, ...], tables: tuple[bytes,
     return torch.cat([nearest_level(part.contiguous(), midpoints(table)) for part, table in parts], -1)
 
 
+def _pair_directions(level: Level, tables: tuple[bytes, ...], code: torch.Tensor) -> torch.Tensor:
+    """(cos, sin) of the angles of a level, ``[..., angle, 2]``, by their codes."""
+    if not tables:
+        return functional.embedding(code, uniform_directions(2**level.bits, code.device))
+    parts = zip(torch.split(code, list(level.counts), -1), tables, strict=True)
+    return torch.cat([functional.embedding(part, angle_directions(table, code.device)) for part, table in parts], -2)
+
+
 @kept_on_device
-def _bin_directions(bins: int) -> torch.Tensor:
+def uniform_directions(bins: int) -> torch.Tensor:
     """(cos, sin) of each bin centre, float32 ``[bins, 2]``."""
     return _cos_sin((torch.arange(bins, dtype=torch.float64) + 0.5) * (2 * pi / bins))
 
 
 @kept_on_device
-def _directions(table: bytes) -> torch.Tensor:
+def angle_directions(table: bytes) -> torch.Tensor:
     """(cos, sin) of each angle of a table, float32 ``[angles, 2]``."""
     return _cos_sin(torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float64))
 

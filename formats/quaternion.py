@@ -6,7 +6,7 @@ Source: HQMQ Sec. 3, App. B and D.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -16,6 +16,7 @@ from .errors import InvalidParameter
 from .family import CodecFamily
 from .generator import unit_quaternions
 from .lazy import functional, torch
+from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .quaternion_search import UNITS, Search
 from .rotation import KINDS, Rotation
 from .tables import TABLES_KEPT, kept_on_device
@@ -44,6 +45,7 @@ class Quaternion(CodecFamily):
     """Four values are radius code * scale / (2^radius_bits - 1) times the product of a Hurwitz unit and a seeded unit quaternion.
 
     ``secondary`` is S, the number of seeded quaternions; ``norm`` is the dtype of the scale, one per token and head.
+    ``norm_rule`` steers the encoder and is not stored.
     """
 
     id: ClassVar[str] = "quaternion"
@@ -57,6 +59,7 @@ class Quaternion(CodecFamily):
     seed: int
     rotation_seed: int
     fields: Fields
+    norm_rule: str = field(default="unbiased", compare=False, metadata={"stored": False})
 
     def __post_init__(self) -> None:
         check_range(self.id, "dim", self.dim, 1, MAX_DIM)
@@ -64,6 +67,7 @@ class Quaternion(CodecFamily):
         check_range(self.id, "radius_bits", self.radius_bits, 1, 8)
         check_choice(self.id, "arrangement", self.arrangement, ARRANGEMENTS)
         check_choice(self.id, "norm", self.norm, NORMS)
+        check_choice(self.id, "norm_rule", self.norm_rule, NORM_RULES)
         check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
         check_range(self.id, "rotation_seed", self.rotation_seed, 0, 2**64 - 1)
         bases = _stream_bases(self.dim, self.secondary, self.radius_bits, self.arrangement)
@@ -80,11 +84,12 @@ class Quaternion(CodecFamily):
         rotation = options.choice("rotation", "none", KINDS)
         seed = options.integer("seed", DEFAULT_SEED, 0, 2**64 - 1)
         rotation_seed = options.integer("rotation_seed", 0, 0, 2**64 - 1)
+        rule = norm_rule_of(options)
         options.finish()
         check_range(cls.id, "dim", dim, 1, MAX_DIM)
         bases = _stream_bases(dim, secondary, radius_bits, arrangement)
         fields = tuple((name, 1 if arrangement == "direct" else default_fields(-(-dim // 4), base)) for name, base in bases.items())
-        return cls(dim, secondary, radius_bits, arrangement, norm, rotation, seed, rotation_seed, fields)
+        return cls(dim, secondary, radius_bits, arrangement, norm, rotation, seed, rotation_seed, fields, rule)
 
     @property
     def nominal_bits(self) -> float:
@@ -116,13 +121,15 @@ class Quaternion(CodecFamily):
         u = self.rotation.forward(x)
         padded = functional.pad(u, (0, -self.dim % 4)) if self.dim % 4 else u
         planes = [padded[..., component::4].contiguous() for component in range(4)]
-        radius = _length(planes)
+        length = radius = _length(planes)
+        power = torch.ones_like(radius[..., :1])
         if not _squares_are_safe(radius):
             # A power of two scales every token near 1, where no square overflows or underflows.
             largest = u.abs().amax(-1, keepdim=True)
             power = (largest.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_min_(_SMALLEST_NORMAL)
             planes = [plane.div_(power) for plane in planes]
-            radius = _length(planes).mul_(power)
+            length = _length(planes)
+            radius = length * power
         scale = stored_norm(radius.amax(-1), self._norm_dtype, f"scale, tokens from {start},")
         stored = scale.to(torch.float32)[..., None]
         highest = 2**self.radius_bits - 1
@@ -131,6 +138,15 @@ class Quaternion(CodecFamily):
         # Codes are rounded against the stored scale; a zero scale gives zero codes.
         codes = (radius / torch.where(stored > 0, stored, torch.inf)).mul_(highest).round_().clamp_max_(highest)
         codeword = _search(self.seed, self.secondary).nearest([plane.flatten() for plane in planes]).view_as(codes)
+        if self.norm_rule == "unbiased":
+            # Chunks relative to the scale, and the radii and codewords to which they decode relative to it.
+            relative = power / torch.where(stored > 0, stored, torch.inf)
+            radii = codes / highest
+            chosen = functional.embedding(codeword, codewords(self.seed, self.secondary, codes.device))
+            product = (torch.stack(planes, -1) * chosen).sum(-1).mul_(radii).sum(-1) * relative[..., 0]
+            squares = length.square().sum(-1) * relative[..., 0].square()
+            factor = unbiased_factor(stored[..., 0], product, radii.square().sum(-1), self._norm_dtype, squares)
+            scale = torch.where(torch.isfinite(factor / highest * highest), factor, stored[..., 0]).to(scale.dtype)
         return self.pack_digits(codeword, codes) | {"scale": scale}
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -46,7 +46,9 @@ class RawTokens(KeptTokens):
         low_norm = options.integer("low_norm_tokens", 0, 1, _MOST_RAW_TOKENS)
         if not (first or low_norm):
             if dtype:
-                raise InvalidParameter(f"codec {options.codec}: raw_tokens is {dtype}, sinks=<count> or low_norm_tokens=<count> say which")
+                raise InvalidParameter(
+                    f"codec {options.codec}: raw_tokens is {dtype}, which needs sinks=<count> or low_norm_tokens=<count>"
+                )
             return None
         return cls(dim, dtype or "bf16", first, low_norm)
 

@@ -6,7 +6,7 @@ Covers TurboQuant-MSE and, with a second width on some channels, TurboQuant+. So
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
@@ -17,6 +17,7 @@ from .errors import InvalidParameter
 from .family import CodecFamily
 from .lazy import torch
 from .lloyd_max import coordinate_table
+from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .octahedral_search import midpoints, nearest_level
 from .rotation import KINDS, Rotation
 from .tables import TABLES_KEPT, kept_on_device
@@ -48,7 +49,7 @@ class Scalar(CodecFamily):
 
     ``magnitude_table`` holds the 2^(bits - 1) magnitudes within a unit vector, ascending, little-endian binary32;
     ``high_magnitude_table`` those of ``bits_high``. ``high_channels`` has one bit per channel, lowest bit first.
-    Without a second width, ``bits_high`` is 0 and the other two are empty.
+    Without a second width, ``bits_high`` is 0 and the other two are empty. ``norm_rule`` steers the encoder and is not stored.
     """
 
     id: ClassVar[str] = "scalar"
@@ -63,6 +64,7 @@ class Scalar(CodecFamily):
     magnitude_table: bytes
     high_magnitude_table: bytes
     fields: Fields
+    norm_rule: str = field(default="unbiased", compare=False, metadata={"stored": False})
 
     def __post_init__(self) -> None:
         check_range(self.id, "dim", self.dim, SMALLEST_DIM, MAX_DIM)
@@ -71,6 +73,7 @@ class Scalar(CodecFamily):
             check_range(self.id, "bits_high", self.bits_high, self.bits + 1, 8)
         _check_high_channels(self.high_channels, self.dim, self.bits_high)
         check_choice(self.id, "norm", self.norm, tuple(NORMS))
+        check_choice(self.id, "norm_rule", self.norm_rule, NORM_RULES)
         check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
         _check_table("magnitude_table", self.magnitude_table, 2 ** (self.bits - 1))
         _check_table("high_magnitude_table", self.high_magnitude_table, 2 ** (self.bits_high - 1) if self.bits_high else 0)
@@ -86,19 +89,20 @@ class Scalar(CodecFamily):
         norm = options.choice("norm", "fp16", tuple(NORMS))
         rotation = options.choice("rotation", "signed-hadamard", KINDS)
         seed = options.integer("seed", 0, 0, 2**64 - 1)
+        rule = norm_rule_of(options)
         options.finish()
         check_range(cls.id, "dim", dim, SMALLEST_DIM, MAX_DIM)
         if share and not high:
             raise InvalidParameter(f"codec {cls.id}: share is {share}, which needs high=<bits> too")
         table, fields = coordinate_table(dim, 2 ** (bits - 1)), ("codes", default_fields(dim, (2**bits,)))
         if not high:
-            return cls(dim, bits, 0, b"", norm, rotation, seed, table, b"", (fields,))
+            return cls(dim, bits, 0, b"", norm, rotation, seed, table, b"", (fields,), rule)
         # The first channels, because a rotation makes all channels similar; half of them, as in TurboQuant+.
         count = share or dim // 2
         check_range(cls.id, "share", count, 1, dim - 1)
         channels = ((1 << count) - 1).to_bytes(-(-dim // 8), "little")
         both = (("codes", default_fields(dim - count, (2**bits,))), ("codes_high", default_fields(count, (2**high,))))
-        return cls(dim, bits, high, channels, norm, rotation, seed, table, coordinate_table(dim, 2 ** (high - 1)), both)
+        return cls(dim, bits, high, channels, norm, rotation, seed, table, coordinate_table(dim, 2 ** (high - 1)), both, rule)
 
     @property
     def nominal_bits(self) -> float:
@@ -134,16 +138,25 @@ class Scalar(CodecFamily):
             level = _nearest(values.abs(), table)
             negative = torch.lt(values, 0, out=torch.empty_like(level))
             codes.append(level.add_(negative, alpha=2 ** (part.bits - 1)))
-        return self.pack_digits(*codes) | {"norm": norm[:, 0]}
+        factor = norm[:, 0]
+        if self.norm_rule == "unbiased":
+            decoded = self._unit(tuple(level.to(torch.int32) for level in codes))
+            # A subnormal norm leaves ``unit`` shorter than 1.
+            product = (unit * decoded).sum(-1) / (factor / factor.clamp(min=_SMALLEST_NORMAL))
+            factor = unbiased_factor(factor, product, decoded.square().sum(-1), NORMS[self.norm])
+        return self.pack_digits(*codes) | {"norm": factor}
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         norm = streams["norm"].to(torch.float32)[..., None]
+        return self._unit(digits).view(*norm.shape[:-1], self.dim).mul_(norm)
+
+    def _unit(self, digits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """What ``digits`` decode to at norm 1, float32 ``[row, dim]``."""
         # Rows of a matrix: torch selects their channels ten times as fast as those of a four-axis tensor.
         values = []
         for codes, table in zip(digits, self._tables, strict=True):
             values.append(signed_values(table, codes.device).index_select(0, codes.reshape(-1)).view(-1, codes.shape[-1]))
-        unit = values[0] if self.bits_high == 0 else torch.cat(values, -1).index_select(-1, _order(self.parts, norm.device))
-        return unit.view(*norm.shape[:-1], self.dim).mul_(norm)
+        return values[0] if self.bits_high == 0 else torch.cat(values, -1).index_select(-1, _order(self.parts, values[0].device))
 
     @property
     def _tables(self) -> tuple[bytes, ...]:
@@ -161,7 +174,7 @@ def _check_high_channels(channels: bytes, dim: int, bits_high: int) -> None:
     mask = int.from_bytes(channels, "little")
     if mask >> dim or not 0 < mask.bit_count() < dim:
         raise InvalidParameter(
-            f"codec scalar: high_channels is {channels.hex()}, expected some of the first {dim} bits set, not all, and no others"
+            f"codec scalar: high_channels is {channels.hex()}, expected at least one but not all of the first {dim} bits set, and no others"
         )
 
 

@@ -165,10 +165,10 @@ class WithSideCars(Codec):
         """The codec's decoded ``frame`` completed by all side-cars, in the coded frame."""
         frame = self._corrected(frame, streams)
         for tokens in self.kept_tokens:
-            frame = tokens.put(frame, self._coded(tokens.kept(streams), tokens.flags(streams), streams), streams)
+            frame = tokens.put(frame, self.coded(tokens.kept(streams), tokens.flags(streams), streams), streams)
         return frame
 
-    def _coded(self, kept: torch.Tensor, flags: torch.Tensor, streams: Streams) -> torch.Tensor:
+    def coded(self, kept: torch.Tensor, flags: torch.Tensor, streams: Streams) -> torch.Tensor:
         """``kept`` tokens ``[entry, kv_head, dim]`` in the coded frame; ``flags`` ``[batch, token]`` mark their places."""
         # Rows stored once per run have every sequence and head; a kept token takes those of its own sequence.
         sequence = flags.T.nonzero()[:, 1]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.words.columns import launch, tile_origin
 
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
-from .rows import component, components, flag_unless, input_of, limit_of, load_rows, nearest_integer, scale_of
+from .rows import component, components, flag_unless, input_of, limit_of, load_rows, nearest_integer, rule_of, scale_of, unbiased_factor
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,8 @@ def encode(codec: Angle, x: torch.Tensor, streams: dict[str, torch.Tensor], plan
         _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // tokens), x.device,
         *arguments, components(codec.rotation, 2, symbols, symbols, x), plan.places, planes, streams[name], flag,
         **constants, SYMBOLS=symbols, BINS=codec.bins, NORM=codec.norm, STEPS=(1 << codec.norm_bits) - 1, SCALE=scale_of(codec.rotation),
-        LIMIT=limit_of(layout.dtype), SMALLEST=SMALLEST_SUM, LARGEST=LARGEST_SUM, NO_LOGARITHM=ZERO, RANGE=OCTAVES, STREAMS=plan.streams,
+        LIMIT=limit_of(layout.dtype), RULE=rule_of(codec.norm_rule, "F32"), SMALLEST=SMALLEST_SUM, LARGEST=LARGEST_SUM,
+        NO_LOGARITHM=ZERO, RANGE=OCTAVES, PI=math.pi, STREAMS=plan.streams,
         BLOCK_TOKENS=tokens, warps=WARPS, fusion=True,
     )  # fmt: skip
     return True
@@ -98,6 +100,14 @@ def turns(first: tl.tensor, second: tl.tensor) -> tl.tuple:
 
 
 @triton.jit
+def _unbiased(projected: tl.tensor, decoded: tl.tensor, squares: tl.tensor, RULE: tl.constexpr) -> tl.tensor:
+    """What norm_rule=unbiased multiplies the norms of each token by, ``[token, 1]``."""
+    product = tl.sum(projected * decoded, 1)[:, None]
+    one = tl.zeros(product.shape, tl.float32) + 1.0
+    return unbiased_factor(one, squares, product, tl.sum(decoded * decoded, 1)[:, None], float("inf"), RULE)
+
+
+@triton.jit
 def _encode(
     x: tl.tensor,
     batch_stride: tl.tensor,
@@ -121,10 +131,12 @@ def _encode(
     STEPS: tl.constexpr,
     SCALE: tl.constexpr,
     LIMIT: tl.constexpr,
+    RULE: tl.constexpr,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     NO_LOGARITHM: tl.constexpr,
     RANGE: tl.constexpr,
+    PI: tl.constexpr,
     STREAMS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
@@ -148,7 +160,13 @@ def _encode(
     flag_unless(((total > SMALLEST) & (total < LARGEST)) | (total == 0), flag)
     pair = tl.arange(0, SYMBOLS)[None, :]
     inside = pair < DIM // 2
+    if RULE > 0:
+        # Each pair's norm along the direction to which its bin decodes; what pads a row has none.
+        projected = norm * tl.cos((turn * BINS - bins - 0.5) * (2 * PI / BINS))
+        squares = tl.sum(norm * norm, 1)[:, None]
     if NORM == "fp32":
+        if RULE > 0:
+            norm = norm * _unbiased(projected, norm, squares, RULE)
         tl.store(norms + row * (DIM // 2) + pair, norm, valid & inside)
         digits = (bins,)
     else:
@@ -163,11 +181,26 @@ def _encode(
         flag_unless(fits, flag)
         stored_step = tl.where(fits, step, 0.0).to(norms.dtype.element_ty)
         stored_low = tl.where(fits, low, 0.0).to(norms.dtype.element_ty)
+        step = stored_step.to(tl.float32)
+        low = stored_low.to(tl.float32)
+        steps = (norm - low) * (tl.where(step > 0, 1.0, 0.0) / tl.where(step > 0, step, 1.0))
+        code = nearest_integer(steps, STEPS)
+        if RULE > 0:
+            decoded = low + step * code.to(tl.float32)
+            if NORM == "log":
+                decoded = tl.exp2(decoded)
+            factor = _unbiased(projected, tl.where(inside, decoded, 0.0), squares, RULE)
+            if NORM == "log":
+                low = low + tl.log2(factor)
+            else:
+                low = low * factor
+                step = step * factor
+            fits = (tl.abs(step) < LIMIT) & (tl.abs(low) < LIMIT)
+            stored_step = tl.where(fits, step, stored_step.to(tl.float32)).to(norms.dtype.element_ty)
+            stored_low = tl.where(fits, low, stored_low.to(tl.float32)).to(norms.dtype.element_ty)
         tl.store(norms + row * 2, stored_step, valid)
         tl.store(norms + row * 2 + 1, stored_low, valid)
-        step = stored_step.to(tl.float32)
-        steps = (norm - stored_low.to(tl.float32)) * (tl.where(step > 0, 1.0, 0.0) / tl.where(step > 0, step, 1.0))
-        digits = (bins, nearest_integer(steps, STEPS))
+        digits = (bins, code)
     sums = empty_columns(STREAMS, BLOCK_TOKENS)
     sums = add_digits(sums, digits, places, 0, SYMBOLS, SYMBOLS, STREAMS)
     store_columns(sums, planes, row, valid, STREAMS)

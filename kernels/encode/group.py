@@ -18,7 +18,7 @@ from kvpack.formats.group import SMALLEST_HALF
 from kvpack.kernels.words.columns import launch, tile_origin
 
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
-from .rows import component, components, flag_unless, input_of, limit_of, load_rows, nearest_integer, scale_of
+from .rows import component, components, flag_unless, input_of, limit_of, load_rows, nearest_integer, rule_of, scale_of, unbiased_factor
 
 if TYPE_CHECKING:
     from kvpack.formats.group import Group
@@ -44,8 +44,12 @@ def encode(codec: Group, x: torch.Tensor, streams: dict[str, torch.Tensor], plan
     batch, heads, tokens, dim = x.shape
     arguments, constants = input_of(x)
     token_scale = streams.get("token_scale")
+    products = None
     if token_scale is not None:
-        limit = limit_of(codec.scales(1, 1, 1)["token_scale"].dtype)
+        dtype = codec.scales(1, 1, 1)["token_scale"].dtype
+        limit, rule = limit_of(dtype), rule_of(codec.norm_rule, dtype)
+        if rule:
+            products = torch.empty(batch, heads, tokens, 3, dtype=torch.float32, device=x.device)
         launch(
             _token_scales, batch * -(-tokens // SCALE_TOKENS), x.device, *arguments, token_scale, flag,
             DIM=dim, PADDED_DIM=constants["PADDED_DIM"], LIMIT=limit, AT_ONCE=SCALE_HEADS, BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
@@ -59,13 +63,18 @@ def encode(codec: Group, x: torch.Tensor, streams: dict[str, torch.Tensor], plan
     launch(
         _encode, batch * heads * -(-tokens // block_tokens), x.device,
         *arguments, components(codec.rotation, 1, symbols, block, x) if rotated else None, plan.places, planes,
-        streams["scales"].view(torch.int32), token_scale, flag,
+        streams["scales"].view(torch.int32), token_scale, products, flag,
         **constants, SYMBOLS=symbols, BLOCK=block, BITS=codec.bits, SIZE=codec.size, ALONG_TOKENS=along_tokens,
         MIDDLE=codec.centre == "middle", SCALE=scale_of(codec.rotation), LIMIT=HALF_LIMIT, SMALLEST=SMALLEST_HALF, STREAMS=plan.streams,
         BLOCK_TOKENS=block_tokens,
         # With one warp, most tokens of a group are in one thread.
         warps=1 if along_tokens and not rotated and token_scale is None and block_tokens == BLOCK_TOKENS else WARPS,
     )  # fmt: skip
+    if products is not None:
+        launch(
+            _unbiased_token_scales, batch * -(-tokens // SCALE_TOKENS), x.device, products, token_scale, heads, tokens,
+            LIMIT=limit, RULE=rule, BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
+        )  # fmt: skip
     return True
 
 
@@ -120,6 +129,36 @@ def _token_scales(
 
 
 @triton.jit
+def _unbiased_token_scales(
+    products: tl.tensor,
+    scales: tl.tensor,
+    heads: tl.tensor,
+    tokens: tl.tensor,
+    LIMIT: tl.constexpr,
+    RULE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+) -> None:
+    """Replace ``scales``, ``[batch, 1, token]``, by those of norm_rule=unbiased.
+
+    ``products`` is ``[batch, kv_head, token, 3]``: of the values with themselves, with what they decode to, and of that with itself.
+    """
+    batch, _, first = tile_origin(1, tokens, BLOCK_TOKENS)
+    token = first + tl.arange(0, BLOCK_TOKENS)
+    valid = token < tokens
+    squares = tl.zeros((BLOCK_TOKENS,), tl.float32)
+    product = tl.zeros((BLOCK_TOKENS,), tl.float32)
+    decoded = tl.zeros((BLOCK_TOKENS,), tl.float32)
+    for head in range(heads):
+        place = products + ((batch * heads + head) * tokens + token) * 3
+        squares += tl.load(place, valid, 0.0)
+        product += tl.load(place + 1, valid, 0.0)
+        decoded += tl.load(place + 2, valid, 0.0)
+    place = scales + batch * tokens + token
+    factor = unbiased_factor(tl.load(place, valid, 0.0).to(tl.float32), squares, product, decoded, LIMIT, RULE)
+    tl.store(place, factor.to(scales.dtype.element_ty), valid)
+
+
+@triton.jit
 def _stored_half(value: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
     """The binary16 nearest to each value; flagged, and zero, where there is none."""
     fits = tl.abs(value) < LIMIT
@@ -141,6 +180,7 @@ def _encode(
     planes: tl.tuple,
     scales: tl.tensor,
     token_scales: tl.tensor,
+    products: tl.tensor,
     flag: tl.tensor,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -163,7 +203,8 @@ def _encode(
     ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
     ``[token, 1]``, and tiles are ``[token, channel]``.
     ``scales`` is int32 ``[batch, kv_head, token or token group, dim or channel group]``, each a (scale, centre); ``token_scales`` is
-    ``[batch, 1, token]``. Extremes and scales are ``[token group, channel]`` or ``[token, channel group]``.
+    ``[batch, 1, token]``, and ``products`` what ``_unbiased_token_scales`` takes. Extremes and scales are ``[token group, channel]`` or
+    ``[token, channel group]``.
     """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
@@ -178,6 +219,10 @@ def _encode(
     if token_scales is not None:
         factor = tl.load(token_scales + batch * tokens + token, valid, 1.0).to(tl.float32)
         inverse = 1.0 / tl.where(factor > 0, factor, 1.0)
+    if products is not None:
+        squares = tl.zeros((BLOCK_TOKENS,), tl.float32)
+        product = tl.zeros((BLOCK_TOKENS,), tl.float32)
+        length = tl.zeros((BLOCK_TOKENS,), tl.float32)
     sums = empty_columns(STREAMS, BLOCK_TOKENS)
     for block in range(SYMBOLS // BLOCK):
         channel = block * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -217,5 +262,16 @@ def _encode(
         offset = middle - centre.to(tl.float32) * per_step
         steps = tl.reshape(value, GROUPED) * tl.expand_dims(per_step, AXIS) + tl.expand_dims(offset, AXIS)
         code = tl.reshape(nearest_integer(steps, 2 * middle), (BLOCK_TOKENS, BLOCK))
+        if products is not None:
+            steps = tl.reshape(code, GROUPED).to(tl.float32) - middle
+            decoded = steps * tl.expand_dims(scale.to(tl.float32), AXIS) + tl.expand_dims(centre.to(tl.float32), AXIS)
+            decoded = tl.where(inside, tl.reshape(decoded, (BLOCK_TOKENS, BLOCK)), 0.0)
+            squares += tl.sum(value * value, 1)
+            product += tl.sum(value * decoded, 1)
+            length += tl.sum(decoded * decoded, 1)
         sums = add_digits(sums, (code,), places, block * BLOCK, BLOCK, SYMBOLS, STREAMS)
+    if products is not None:
+        tl.store(products + row * 3, squares[:, None], valid)
+        tl.store(products + row * 3 + 1, product[:, None], valid)
+        tl.store(products + row * 3 + 2, length[:, None], valid)
     store_columns(sums, planes, row, valid, STREAMS)

@@ -26,13 +26,16 @@ from .rows import (
     component,
     components,
     enclosing_levels,
+    entry_of,
     input_of,
     level_of,
     limit_of,
     load_rows,
     norms_of,
+    rule_of,
     scale_of,
     store_norms,
+    unbiased_factor,
     values_of,
 )
 
@@ -60,13 +63,16 @@ def encode(
         return False
     nearest = codec.rounding == "scalar" or levels == 1
     arguments, constants = input_of(x)
+    dtype = codec.scales(1, 1, 1)["norm"].dtype
     launch(
         _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // BLOCK_TOKENS), x.device,
         *arguments, components(codec.rotation, 3, _symbols(codec), BLOCK_TRIPLETS, x), plan.places, planes, streams["norm"],
-        bounds_of(codec.direction_table, x.device), values_of(codec.direction_table, x.device), bounds_of(codec.norm_table, x.device), flag,
-        **constants, SYMBOLS=_symbols(codec), BLOCK=BLOCK_TRIPLETS, LEVELS=levels, NORM_LEVELS=1 << codec.b_norm, NEAREST=nearest,
-        LENGTH=codec.rounding == "scalar", SCALE=scale_of(codec.rotation), LIMIT=limit_of(codec.scales(1, 1, 1)["norm"].dtype),
-        SMALLEST=SMALLEST_SQUARE, LARGEST=LARGEST_SQUARE, STREAMS=plan.streams, BLOCK_TOKENS=BLOCK_TOKENS, warps=WARPS, fusion=True,
+        bounds_of(codec.direction_table, x.device), values_of(codec.direction_table, x.device), bounds_of(codec.norm_table, x.device),
+        values_of(codec.norm_table, x.device), flag,
+        **constants, TRIPLETS=codec.triplets, SYMBOLS=_symbols(codec), BLOCK=BLOCK_TRIPLETS, LEVELS=levels, NORM_LEVELS=1 << codec.b_norm,
+        NEAREST=nearest, LENGTH=codec.rounding == "scalar", SCALE=scale_of(codec.rotation), LIMIT=limit_of(dtype),
+        RULE=rule_of(codec.norm_rule, dtype), SMALLEST=SMALLEST_SQUARE, LARGEST=LARGEST_SQUARE, STREAMS=plan.streams,
+        BLOCK_TOKENS=BLOCK_TOKENS, warps=WARPS, fusion=True,
     )  # fmt: skip
     return True
 
@@ -123,11 +129,13 @@ def _encode(
     bounds: tl.tensor,
     magnitudes: tl.tensor,
     norm_bounds: tl.tensor,
+    radii: tl.tensor,
     flag: tl.tensor,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PARTS: tl.constexpr,
     OPERAND: tl.constexpr,
+    TRIPLETS: tl.constexpr,
     SYMBOLS: tl.constexpr,
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -136,6 +144,7 @@ def _encode(
     LENGTH: tl.constexpr,
     SCALE: tl.constexpr,
     LIMIT: tl.constexpr,
+    RULE: tl.constexpr,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     STREAMS: tl.constexpr,
@@ -145,7 +154,8 @@ def _encode(
 
     ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
     ``[token, 1]``, and tiles are ``[token, triplet]``.
-    ``norms`` is ``[batch, kv_head, token]``; ``bounds`` and ``norm_bounds`` are ascending bounds, ``magnitudes`` the table between them.
+    ``norms`` is ``[batch, kv_head, token]``; ``bounds`` and ``norm_bounds`` are ascending bounds, ``magnitudes`` and ``radii``
+    the tables between them.
     """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
@@ -153,7 +163,8 @@ def _encode(
     row = (batch * heads + head) * tokens + token
     rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
     norm = norms_of(rows, flag, LIMIT, SMALLEST, LARGEST)
-    store_norms(norms, norm, row, valid, LIMIT)
+    product = tl.zeros(norm.shape, tl.float32)
+    decoded = tl.zeros(norm.shape, tl.float32)
     factor = SCALE / tl.maximum(norm, 1e-37)
     sums = empty_columns(STREAMS, BLOCK_TOKENS)
     for block in range(SYMBOLS // BLOCK):
@@ -180,15 +191,25 @@ def _encode(
             best = tl.maximum(best, other)
             other = _projection(right, above, u, v, w)
             index = tl.where(other > best, LEVELS + 1, index) + column + line * LEVELS
-            radius = tl.maximum(best, other)
+            best = tl.maximum(best, other)
+            radius = best
         else:
             column = level_of(xi, bounds, LEVELS)
             line = level_of(eta, bounds, LEVELS)
             index = column + line * LEVELS
+            best = _projection(tl.load(magnitudes + column), tl.load(magnitudes + line), u, v, w)
+            radius = best
             if LENGTH:
                 radius = tl.sqrt(u * u + v * v + w * w)
-            else:
-                radius = _projection(tl.load(magnitudes + column), tl.load(magnitudes + line), u, v, w)
-        digits = (index, sign, level_of(radius * factor, norm_bounds, NORM_LEVELS))
+        level = level_of(radius * factor, norm_bounds, NORM_LEVELS)
+        if RULE > 0:
+            found = entry_of(level, radii, NORM_LEVELS)
+            found = tl.where(block * BLOCK + tl.arange(0, BLOCK)[None, :] < TRIPLETS, found, 0.0)
+            product += tl.sum(best * factor * found, 1)[:, None]
+            decoded += tl.sum(found * found, 1)[:, None]
+        digits = (index, sign, level)
         sums = add_digits(sums, digits, places, block * BLOCK, BLOCK, SYMBOLS, STREAMS)
+    if RULE > 0:
+        norm = unbiased_factor(norm, 1.0, product, decoded, LIMIT, RULE)
+    store_norms(norms, norm, row, valid, LIMIT)
     store_columns(sums, planes, row, valid, STREAMS)

@@ -16,12 +16,13 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.octahedral_search import midpoints
+from kvpack.formats.polar import angle_directions, uniform_directions
 from kvpack.formats.tables import kept_on_device
 from kvpack.kernels.words.columns import launch, tile_origin
 
 from .angle import LARGEST_SUM, SMALLEST_SUM, TILE_PAIRS, turns
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
-from .rows import component, components, flag_unless, input_of, level_of, limit_of, load_rows, scale_of
+from .rows import component, components, flag_unless, input_of, level_of, limit_of, load_rows, rule_of, scale_of, unbiased_factor
 
 if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
@@ -44,11 +45,12 @@ def encode(codec: Polar, x: torch.Tensor, streams: dict[str, torch.Tensor], plan
     ((name, layout),) = codec.scales(1, 1, 1).items()
     launch(
         _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // tokens), x.device,
-        *arguments, components(codec.rotation, 2, pairs, pairs, x), _bounds(codec.tables[1:], x.device), plan.places, planes,
-        streams[name], flag,
+        *arguments, components(codec.rotation, 2, pairs, pairs, x), _bounds(codec.tables[1:], x.device),
+        _directions(codec.levels[0].bits, codec.tables[1:], x.device), plan.places, planes, streams[name], flag,
         **constants, PAIRS=pairs, BITS=tuple(level.bits for level in codec.levels), RADII=codec.radii, SYMBOLS=sum(_tiles(codec)),
-        MOST=MOST_ANGLES, SCALE=scale_of(codec.rotation), LIMIT=limit_of(layout.dtype), SMALLEST=SMALLEST_SUM, LARGEST=LARGEST_SUM,
-        STREAMS=plan.streams, COMPILED=x.device.type == "cuda", BLOCK_TOKENS=tokens, warps=WARPS, fusion=True,
+        MOST=MOST_ANGLES, SCALE=scale_of(codec.rotation), LIMIT=limit_of(layout.dtype),
+        RULE=rule_of(codec.norm_rule, layout.dtype), SMALLEST=SMALLEST_SUM, LARGEST=LARGEST_SUM, STREAMS=plan.streams,
+        COMPILED=x.device.type == "cuda", BLOCK_TOKENS=tokens, warps=WARPS, fusion=True,
     )  # fmt: skip
     return True
 
@@ -92,6 +94,16 @@ def _bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
     return bounds
 
 
+@kept_on_device
+def _directions(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
+    """(cos, sin) of the angles of every level, ``[level, MOST_ANGLES, 2]``; those of the first level are bins' centres."""
+    directions = torch.zeros(len(tables) + 1, MOST_ANGLES, 2)
+    found = [uniform_directions(1 << bits, "cpu"), *(angle_directions(table, "cpu") for (table,) in tables)]
+    for row, level in zip(directions, found, strict=True):
+        row[: len(level)] = level
+    return directions
+
+
 @triton.constexpr_function
 def _width(pairs: int) -> int:
     """Columns of the tile of a level of so many pairs: at least the shortest axis that the matrix units take."""
@@ -118,6 +130,12 @@ def _widened(codes: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _projected(first: tl.tensor, second: tl.tensor, code: tl.tensor, directions: tl.tensor) -> tl.tensor:
+    """The products of pairs with the directions of their codes."""
+    return first * tl.load(directions + 2 * code) + second * tl.load(directions + 2 * code + 1)
+
+
+@triton.jit
 def _encode(
     x: tl.tensor,
     batch_stride: tl.tensor,
@@ -128,6 +146,7 @@ def _encode(
     tokens: tl.tensor,
     matrix: tl.tensor,
     bounds: tl.tensor,
+    directions: tl.tensor,
     places: tl.tensor,
     planes: tl.tuple,
     radii: tl.tensor,
@@ -143,6 +162,7 @@ def _encode(
     MOST: tl.constexpr,
     SCALE: tl.constexpr,
     LIMIT: tl.constexpr,
+    RULE: tl.constexpr,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     STREAMS: tl.constexpr,
@@ -154,7 +174,7 @@ def _encode(
     ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
     ``[token, 1]``, and tiles are ``[token, pair]``.
     Above the first level they are flat, ``[token * pair]``, until codes are put in tiles again (``_widened``). ``bounds`` is
-    ``[level, MOST]`` and ``radii`` ``[batch, kv_head, token, RADII]``.
+    ``[level, MOST]``, ``directions`` ``[level, MOST, 2]`` and ``radii`` ``[batch, kv_head, token, RADII]``.
     """
     batch, head, begin = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (begin + tl.arange(0, BLOCK_TOKENS))[:, None]
@@ -169,6 +189,9 @@ def _encode(
     flag_unless(((total > SMALLEST) & (total < LARGEST)) | (total == 0), flag)
     bins: tl.constexpr = 1 << BITS[0]
     digits = (tl.minimum((found[0] * bins).to(tl.int32), bins - 1),)
+    if RULE > 0:
+        # The products of the values below each radius with their direction as it decodes.
+        product = _projected(first * SCALE, second * SCALE, digits[0], directions)
     sums = empty_columns(STREAMS, BLOCK_TOKENS)
     sums = add_digits(sums, digits, places, 0, PAIRS, SYMBOLS, STREAMS)
     at = PAIRS
@@ -177,11 +200,17 @@ def _encode(
         found = turns(pair[0], pair[1])
         radius = _computed_once(found[1], COMPILED)
         code = _computed_once(level_of(found[0], bounds + (level - 1) * MOST, 1 << BITS[level]), COMPILED)
+        if RULE > 0:
+            pair = tl.split(tl.reshape(product, (BLOCK_TOKENS * (PAIRS >> level), 2)))
+            product = _computed_once(_projected(pair[0], pair[1], code, directions + level * 2 * MOST), COMPILED)
         digits = (_widened(code, PAIRS >> level),)
         sums = add_digits(sums, digits, places, at, _width(PAIRS >> level), SYMBOLS, STREAMS)
         at += _width(PAIRS >> level)
     radius = tl.reshape(radius, (BLOCK_TOKENS, PAIRS >> (len(BITS) - 1)))
     flag_unless(radius < LIMIT, flag)
+    if RULE > 0:
+        product = tl.reshape(product, (BLOCK_TOKENS, PAIRS >> (len(BITS) - 1))) / tl.where(radius > 0, radius, 1.0)
+        radius = unbiased_factor(radius, 1.0, product, 1.0, LIMIT, RULE)
     number = tl.arange(0, PAIRS >> (len(BITS) - 1))[None, :]
     stored = tl.where(radius < LIMIT, radius, 0.0).to(radii.dtype.element_ty)
     tl.store(radii + row * RADII + number, stored, valid & (number < RADII))

@@ -20,7 +20,7 @@ from kvpack.formats.quaternion_search import UNITS
 from kvpack.kernels.words.columns import launch, tile_origin
 
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
-from .rows import component, components, flag_unless, input_of, limit_of, load_rows, nearest_integer, scale_of
+from .rows import component, components, flag_unless, input_of, limit_of, load_rows, nearest_integer, rule_of, scale_of, unbiased_factor
 
 if TYPE_CHECKING:
     import torch
@@ -45,13 +45,14 @@ def encode(
     symbols = _symbols(codec)
     tokens = TILE_CHUNKS // symbols
     arguments, constants = input_of(x)
+    dtype = codec.scales(1, 1, 1)["scale"].dtype
     launch(
         _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // tokens), x.device,
         *arguments, components(codec.rotation, 4, symbols, symbols, x), plan.places, planes, streams["scale"],
         secondary_quaternions(codec.seed, codec.secondary, x.device), flag, codec.secondary,
         **constants, SYMBOLS=symbols, UNITS=UNITS, STEPS=(1 << codec.radius_bits) - 1, SCALE=scale_of(codec.rotation),
-        LIMIT=limit_of(codec.scales(1, 1, 1)["scale"].dtype), SMALLEST=SMALLEST_RADIUS, LARGEST=LARGEST_RADIUS, STREAMS=plan.streams,
-        BLOCK_TOKENS=tokens, warps=WARPS, fusion=True,
+        LIMIT=limit_of(dtype), RULE=rule_of(codec.norm_rule, dtype), SMALLEST=SMALLEST_RADIUS, LARGEST=LARGEST_RADIUS,
+        STREAMS=plan.streams, BLOCK_TOKENS=tokens, warps=WARPS, fusion=True,
     )  # fmt: skip
     return True
 
@@ -137,6 +138,7 @@ def _encode(
     STEPS: tl.constexpr,
     SCALE: tl.constexpr,
     LIMIT: tl.constexpr,
+    RULE: tl.constexpr,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     STREAMS: tl.constexpr,
@@ -167,7 +169,6 @@ def _encode(
         peak = tl.max(tl.abs(rows.to(tl.float32)), 1)[:, None]
         flag_unless(ok | ((total == 0) & (peak == 0)), flag)
     stored = tl.where(largest < LIMIT, largest, 0.0).to(scales.dtype.element_ty)
-    tl.store(scales + row, stored, valid)
     scale = stored.to(tl.float32)
     code = nearest_integer(radius * (tl.where(scale > 0, STEPS, 0.0) / tl.where(scale > 0, scale, 1.0)), STEPS)
 
@@ -185,6 +186,15 @@ def _encode(
     chosen = secondary + 4 * winner
     a, b, c, d = _rotated_back(w, i, j, k, tl.load(chosen), tl.load(chosen + 1), tl.load(chosen + 2), tl.load(chosen + 3))
     codeword = winner * UNITS + _nearest_unit(a, b, c, d)
+
+    if RULE > 0:
+        # The largest product with a codeword is the projection on it; radii decode to code / STEPS of the scale.
+        relative = tl.where(scale > 0, SCALE, 0.0) / tl.where(scale > 0, scale, 1.0)
+        decoded = code.to(tl.float32) * (1.0 / STEPS)
+        product = tl.sum(best * relative * decoded, 1)[:, None]
+        squares = tl.sum((radius * (relative / SCALE)) * (radius * (relative / SCALE)), 1)[:, None]
+        scale = unbiased_factor(scale, squares, product, tl.sum(decoded * decoded, 1)[:, None], LIMIT, RULE)
+    tl.store(scales + row, scale.to(scales.dtype.element_ty), valid)
 
     sums = empty_columns(STREAMS, BLOCK_TOKENS)
     sums = add_digits(sums, (codeword, code), places, 0, SYMBOLS, SYMBOLS, STREAMS)

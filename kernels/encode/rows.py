@@ -20,6 +20,7 @@ from triton import language as tl
 
 from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.columns import next_power_of_two
+from kvpack.formats.norm_rule import LARGEST_STORED
 from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.tables import kept_on_device
 
@@ -100,6 +101,11 @@ def limit_of(dtype: str) -> float:
     return HALF_LIMIT if dtype == "F16" else math.inf
 
 
+def rule_of(norm_rule: str, dtype: str) -> float:
+    """What an encoder's ``RULE`` is: 0 for norm_rule=norm, otherwise the largest factor of the stored ``dtype``."""
+    return 0.0 if norm_rule == "norm" else LARGEST_STORED[dtype]
+
+
 @triton.jit
 def load_rows(
     x: tl.tensor,
@@ -170,6 +176,27 @@ def norms_of(rows: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr, SMALLEST: tl
 def store_norms(norms: tl.tensor, norm: tl.tensor, row: tl.tensor, valid: tl.tensor, LIMIT: tl.constexpr) -> None:
     """Write one norm a row; one that does not fit was flagged, and is kept from a conversion that would overflow."""
     tl.store(norms + row, tl.where(norm < LIMIT, norm, 0.0).to(norms.dtype.element_ty), valid)
+
+
+@triton.jit
+def unbiased_factor(
+    norm: tl.tensor, squares: tl.tensor, product: tl.tensor, decoded: tl.tensor, LIMIT: tl.constexpr, RULE: tl.constexpr
+) -> tl.tensor:
+    """What ``norm_rule.unbiased_factor`` returns, for tiles of one shape."""
+    kept = (product > 0) & (2 * product * product >= squares * decoded) & (norm < LIMIT)
+    return tl.where(kept, tl.minimum(norm * (squares / tl.where(kept, product, 1.0)), RULE), norm)
+
+
+@triton.jit
+def entry_of(level: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
+    """The entry of a ``table`` of ``LEVELS`` entries for each level; a few are compared one by one, as in ``level_of``."""
+    if LEVELS <= 16:
+        entry = tl.zeros(level.shape, tl.float32) + tl.load(table)
+        for number in tl.static_range(1, LEVELS):
+            entry = tl.where(level >= number, tl.load(table + number), entry)
+    else:
+        entry = tl.load(table + level)
+    return entry
 
 
 @triton.jit

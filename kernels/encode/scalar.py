@@ -13,6 +13,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.formats.tables import kept_on_device
 from kvpack.kernels.words.columns import launch, tile_origin
 
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
@@ -22,17 +23,21 @@ from .rows import (
     bounds_of,
     component,
     components,
+    entry_of,
     input_of,
     level_of,
     limit_of,
     load_rows,
     norms_of,
+    rule_of,
     scale_of,
     store_norms,
+    unbiased_factor,
+    values_of,
 )
 
 if TYPE_CHECKING:
-    from kvpack.formats.scalar import Scalar
+    from kvpack.formats.scalar import Part, Scalar
 
 BLOCK_TOKENS = 64
 BLOCK_SYMBOLS = 32
@@ -46,12 +51,15 @@ def encode(codec: Scalar, x: torch.Tensor, streams: dict[str, torch.Tensor], pla
     symbols = max(SMALLEST_AXIS, next_power_of_two(codec.dim))
     block = min(symbols, BLOCK_SYMBOLS)
     arguments, constants = input_of(x)
+    dtype = codec.scales(1, 1, 1)["norm"].dtype
+    tables = [codec.magnitude_table, *([codec.high_magnitude_table] if codec.bits_high else [])]
     launch(
         _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // BLOCK_TOKENS), x.device,
         *arguments, components(codec.rotation, 1, symbols, block, x), plan.places, planes, streams["norm"],
-        bounds_of(codec.magnitude_table, x.device), bounds_of(codec.high_magnitude_table, x.device) if codec.bits_high else None, flag,
+        tuple(bounds_of(table, x.device) for table in tables), tuple(values_of(table, x.device) for table in tables),
+        _high(codec.parts, symbols, x.device) if codec.bits_high else None, flag,
         **constants, SYMBOLS=symbols, BLOCK=block, LEVELS=1 << codec.bits - 1, HIGH_LEVELS=(1 << codec.bits_high) // 2,
-        SCALE=scale_of(codec.rotation), LIMIT=limit_of(codec.scales(1, 1, 1)["norm"].dtype), SMALLEST=SMALLEST_SQUARE,
+        SCALE=scale_of(codec.rotation), LIMIT=limit_of(dtype), RULE=rule_of(codec.norm_rule, dtype), SMALLEST=SMALLEST_SQUARE,
         LARGEST=LARGEST_SQUARE, STREAMS=plan.streams, BLOCK_TOKENS=BLOCK_TOKENS, warps=WARPS, fusion=True,
     )  # fmt: skip
     return True
@@ -63,6 +71,14 @@ def _plan(codec: Scalar, device: torch.device) -> Plan | None:
     parts = enumerate(zip(names, codec.parts, strict=True))
     terms = {name: (Term(number, part.bits, symbols=part.channels),) for number, (name, part) in parts}
     return plan_of(codec, terms, max(SMALLEST_AXIS, next_power_of_two(codec.dim)), device)
+
+
+@kept_on_device
+def _high(parts: tuple[Part, ...], symbols: int) -> torch.Tensor:
+    """Which of ``symbols`` channels have the second width, int32."""
+    high = torch.zeros(symbols, dtype=torch.int32)
+    high[list(parts[1].channels)] = 1
+    return high
 
 
 @triton.jit
@@ -78,8 +94,9 @@ def _encode(
     places: tl.tensor,
     planes: tl.tuple,
     norms: tl.tensor,
-    bounds: tl.tensor,
-    high_bounds: tl.tensor,
+    bounds: tl.tuple,
+    magnitudes: tl.tuple,
+    high: tl.tensor,
     flag: tl.tensor,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -91,6 +108,7 @@ def _encode(
     HIGH_LEVELS: tl.constexpr,
     SCALE: tl.constexpr,
     LIMIT: tl.constexpr,
+    RULE: tl.constexpr,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     STREAMS: tl.constexpr,
@@ -100,7 +118,8 @@ def _encode(
 
     ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
     ``[token, 1]``, and tiles are ``[token, channel]``.
-    ``norms`` is ``[batch, kv_head, token]``, ``bounds`` and ``high_bounds`` the ascending bounds of ``rows.level_of``.
+    ``norms`` is ``[batch, kv_head, token]``; ``bounds`` are the ascending bounds of ``rows.level_of`` for each width, ``magnitudes``
+    the tables, and ``high`` marks the channels of the second width.
     """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
@@ -108,14 +127,29 @@ def _encode(
     row = (batch * heads + head) * tokens + token
     rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
     norm = norms_of(rows, flag, LIMIT, SMALLEST, LARGEST)
-    store_norms(norms, norm, row, valid, LIMIT)
+    product = tl.zeros(norm.shape, tl.float32)
+    decoded = tl.zeros(norm.shape, tl.float32)
     factor = SCALE / tl.maximum(norm, 1e-37)
     sums = empty_columns(STREAMS, BLOCK_TOKENS)
     for block in range(SYMBOLS // BLOCK):
         value = component(rows, matrix, block, BLOCK, PADDED_DIM, PARTS, OPERAND)
         magnitude = tl.abs(value) * factor
-        digits = (level_of(magnitude, bounds, LEVELS) + tl.where(value < 0, LEVELS, 0),)
+        level = level_of(magnitude, bounds[0], LEVELS)
+        digits = (level + tl.where(value < 0, LEVELS, 0),)
+        if RULE > 0:
+            found = entry_of(level, magnitudes[0], LEVELS)
         if HIGH_LEVELS > 0:
-            digits = (digits[0], level_of(magnitude, high_bounds, HIGH_LEVELS) + tl.where(value < 0, HIGH_LEVELS, 0))
+            level = level_of(magnitude, bounds[1], HIGH_LEVELS)
+            digits = (digits[0], level + tl.where(value < 0, HIGH_LEVELS, 0))
+        if RULE > 0:
+            channel = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+            if HIGH_LEVELS > 0:
+                found = tl.where(tl.load(high + channel) != 0, entry_of(level, magnitudes[1], HIGH_LEVELS), found)
+            found = tl.where(channel < DIM, found, 0.0)
+            product += tl.sum(magnitude * found, 1)[:, None]
+            decoded += tl.sum(found * found, 1)[:, None]
         sums = add_digits(sums, digits, places, block * BLOCK, BLOCK, SYMBOLS, STREAMS)
+    if RULE > 0:
+        norm = unbiased_factor(norm, 1.0, product, decoded, LIMIT, RULE)
+    store_norms(norms, norm, row, valid, LIMIT)
     store_columns(sums, planes, row, valid, STREAMS)

@@ -161,7 +161,7 @@ def test_stored_and_nominal_bits(words: dict[str, Any], bits: float, nominal: fl
 @pytest.mark.parametrize("range_dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("word", NORM_WORDS[1:])
 def test_norm_codes_are_the_nearest_in_the_range_as_stored(word: str, range_dtype: str) -> None:
-    codec = angle(norm=word, range=range_dtype, rotation="none")
+    codec = angle(norm=word, range=range_dtype, rotation="none", norm_rule="norm")
     x = gaussian(1, 2, 60, 128)
     streams = codec.encode(x)
     _, codes = digits(codec, streams)
@@ -330,7 +330,7 @@ def test_zero_tokens_decode_to_zero(norm: str, rotation: str) -> None:
 
 
 def test_a_zero_pair_does_not_widen_a_logarithmic_range() -> None:
-    codec = angle(norm="log4", rotation="none")
+    codec = angle(norm="log4", rotation="none", norm_rule="norm")
     x = gaussian(1, 1, 1, 128)
     x[..., :2] = 0
     step, minimum = codec.encode(x)["range"][0, 0, 0].float().tolist()

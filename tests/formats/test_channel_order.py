@@ -122,7 +122,7 @@ def test_what_is_appended_takes_the_order_of_its_side_and_joins_it() -> None:
     [
         ("block_rotation=24", "block_rotation is 24, expected a size from 2 that divides the head dim 128"),
         ("block_rotation=1", "from 2 to 1024"),
-        ("channel_order=u8", "without block_rotation=<size> it would change nothing"),
+        ("channel_order=u8", "which has no effect without block_rotation=<size>"),
         ("block_rotation=32,channel_order=u32", "expected one of u8, u16"),
     ],
 )

@@ -175,7 +175,7 @@ def test_a_value_too_large_is_refused(words: dict[str, Any], value: float | None
 
 
 def test_token_scale_is_one_root_mean_square_over_all_heads() -> None:
-    codec = group(64, token_scale="fp16", rotation="hadamard")
+    codec = group(64, token_scale="fp16", rotation="hadamard", norm_rule="norm")
     x = contents("mixed", (2, 3, 9, 64), seed=5)
     scale = codec.encode(x)["token_scale"]
     assert scale.shape == (2, 1, 9)

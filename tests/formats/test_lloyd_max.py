@@ -96,5 +96,5 @@ def test_the_magnitudes_of_eight_levels_are_these() -> None:
 
 def test_a_density_without_mass_is_refused() -> None:
     edges = np.linspace(0.0, 1.0, 9)
-    with pytest.raises(InvalidParameter, match="does not settle"):
+    with pytest.raises(InvalidParameter, match="does not converge"):
         lloyd_max(edges, np.array([1.0, 0, 0, 0, 0, 0, 0, 1.0]), 8)

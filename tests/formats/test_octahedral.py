@@ -148,7 +148,7 @@ def test_scalar_rounding_takes_the_nearest_magnitudes() -> None:
 
 def test_scalar_rounding_takes_the_norm_nearest_to_the_length() -> None:
     """OCTOPUS Sec. 3.5: three independent rounds; with one direction bit they cost most, 0.602 against 0.517 (Table 5)."""
-    codec = octahedral(16, b_dir=1, b_norm=2, rotation="none", norm="fp32", rounding="scalar")
+    codec = octahedral(16, b_dir=1, b_norm=2, rotation="none", norm="fp32", rounding="scalar", norm_rule="norm")
     x = torch.nn.functional.normalize(keys(1, 1, 200, 16), dim=-1)
     lengths = x[..., :15].unflatten(-1, (5, 3)).norm(dim=-1)
     table = torch.from_numpy(np.frombuffer(codec.norm_table, "<f4").copy())
@@ -166,7 +166,7 @@ def test_levels_are_counted_alike_by_comparison_and_by_search(count: int) -> Non
 
 def test_the_stored_pair_is_the_best_of_all_directions_and_norms() -> None:
     """OCTOPUS Eq. 11 by brute force, on a codec small enough."""
-    codec = octahedral(16, b_dir=2, b_norm=2, rotation="none", norm="fp32")
+    codec = octahedral(16, b_dir=2, b_norm=2, rotation="none", norm="fp32", norm_rule="norm")
     x = torch.nn.functional.normalize(keys(1, 1, 200, 16), dim=-1)
     words = torch.cat([torch.from_numpy(signs)[:, None] * codebook_directions(codec.direction_table).double() for signs in SIGNS], 1)
     norms = torch.tensor(np.frombuffer(codec.norm_table, "<f4").astype(np.float64))
@@ -209,7 +209,7 @@ SIGNS = [np.array([x, y, 1.0]) for x, y in itertools.product((1.0, -1.0), repeat
 )
 def test_accuracy_is_the_papers(words: dict[str, object], error: float, cosine: float) -> None:
     """OCTOPUS Tables 1, 4 and 5, Gaussian keys, d = 128."""
-    codec, x = octahedral(**words), keys(1, 2, 2048, 128)
+    codec, x = octahedral(**words, norm_rule="norm"), keys(1, 2, 2048, 128)
     decoded = codec.decode(codec.encode(x))
     assert (decoded - x).square().mean().item() == pytest.approx(error, rel=0.02)
     assert torch.cosine_similarity(decoded, x, dim=-1).mean().item() == pytest.approx(cosine, abs=2e-3)
@@ -389,6 +389,7 @@ def test_decoding_and_encoding_again_changes_no_direction(
     dim: int, b_dir: int, b_norm: int, arrangement: str, norm: str, rotation: str, rounding: str, shape: tuple[int, int, int], seed: int
 ) -> None:
     codec = octahedral(dim, b_dir=b_dir, b_norm=b_norm, arrangement=arrangement, norm=norm, rotation=rotation, seed=seed, rounding=rounding)
+    codec = replace(codec, norm_rule="norm")
     x = keys(*shape, dim, seed=seed % 1000)
     streams = codec.encode(x)
     codec.check(arrays(streams), "0.k")
@@ -548,7 +549,8 @@ def test_the_worked_example_of_the_spec_is_what_the_code_does() -> None:
     x = torch.tensor(json.loads(lines["x"]))[None, None, None]
     decoded = torch.tensor(json.loads(lines["decoded"]))[None, None, None]
     for codec in (dense, direct):
-        streams = codec.encode(x)
+        # The page's example stores the norm, as the papers do.
+        streams = replace(codec, norm_rule="norm").encode(x)
         for name, stream in streams.items():
             assert stream.numpy().tobytes() == bytes.fromhex(lines[name]), name
         torch.testing.assert_close(codec.decode(streams), decoded, rtol=0, atol=2.0**-20 * float(x.norm()))

@@ -158,7 +158,7 @@ def test_levels_pair_all_channels(dim: int) -> None:
 
 @pytest.mark.parametrize(("dim", "b"), [(128, "3"), (80, "4.2.2.2"), (40, "4.3.2.2"), (20, "5"), (10, "3.2.2.2"), (6, "8"), (2, "6")])
 def test_codes_are_the_nearest_angles(dim: int, b: str) -> None:
-    codec, x = polar(dim, b=b, rotation="none", norm="fp32"), gaussian(1, 1, 30, dim)
+    codec, x = polar(dim, b=b, rotation="none", norm="fp32", norm_rule="norm"), gaussian(1, 1, 30, dim)
     streams = codec.encode(x)
     codes, tables = codes_of(codec, streams), page_tables(codec)
     for token in range(30):
@@ -212,7 +212,7 @@ def test_any_codes_decode_by_the_pages_steps_within_its_tolerance(data: st.DataO
 @pytest.mark.parametrize(("b", "error", "cosine"), [(2, 0.2197, 0.8902), (3, 0.0571, 0.9715), (4, 0.0145, 0.9928)], ids=str)
 def test_accuracy_is_the_papers(b: int, error: float, cosine: float) -> None:
     """OCTOPUS Table 1, Gaussian keys, d = 128."""
-    codec, x = polar(b=b), gaussian(1, 2, 2048, 128)
+    codec, x = polar(b=b, norm_rule="norm"), gaussian(1, 2, 2048, 128)
     decoded = codec.decode(codec.encode(x))
     assert (decoded - x).square().mean().item() == pytest.approx(error, rel=0.02)
     assert torch.cosine_similarity(decoded, x, dim=-1).mean().item() == pytest.approx(cosine, abs=1e-3)
@@ -221,12 +221,12 @@ def test_accuracy_is_the_papers(b: int, error: float, cosine: float) -> None:
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_accuracy_is_the_same_at_every_head_dim(dim: int) -> None:
     """A pair of unequal radii is coded no worse than equal ones: its table is its own."""
-    codec, x = polar(dim), gaussian(1, 2, 1500, dim)
+    codec, x = polar(dim, norm_rule="norm"), gaussian(1, 2, 1500, dim)
     assert (codec.decode(codec.encode(x)) - x).square().mean().item() == pytest.approx(0.0571, rel=0.02)
 
 
 def test_accuracy_does_not_depend_on_the_length_of_keys() -> None:
-    codec, x = polar(norm="fp32"), gaussian(1, 1, 64, 128)
+    codec, x = polar(norm="fp32", norm_rule="norm"), gaussian(1, 1, 64, 128)
     for factor in (2.0**-110, 2.0**-20, 2.0**20, 2.0**110):
         decoded = codec.decode(codec.encode(x * factor)) / factor
         assert (decoded - x).square().mean().item() == pytest.approx(0.0571, rel=0.03)
@@ -234,7 +234,7 @@ def test_accuracy_does_not_depend_on_the_length_of_keys() -> None:
 
 def test_accuracy_of_blocks_of_sixteen() -> None:
     """Exact for independent angles of equal blocks: the mean of the squared error is 2 (1 - product of the mean cosines)."""
-    codec, x = polar(b="4.2.2.2"), gaussian(1, 2, 2048, 128)
+    codec, x = polar(b="4.2.2.2", norm_rule="norm"), gaussian(1, 2, 2048, 128)
     bins = 2**4
     cosine = math.sin(math.pi / bins) / (math.pi / bins)
     for level in (2, 3, 4):
@@ -299,7 +299,8 @@ def test_the_worked_example_of_the_specification() -> None:
     for row, (table,) in zip(tables, codec.tables[1:], strict=True):
         numpy.testing.assert_allclose(values_of(table), [float(angle) for angle in row["angles"].split()], atol=5e-7)
     source = re.findall(r"what was encoded is `([^`]*)`", PAGE.read_text(encoding="utf-8"))[0]
-    streams = codec.encode(torch.tensor([float(value) for value in source.split()])[None, None, None])
+    # The page's example stores the norm, as the papers do.
+    streams = replace(codec, norm_rule="norm").encode(torch.tensor([float(value) for value in source.split()])[None, None, None])
     layout = codec.layout(1, 1, 1)
     rows = example(PAGE, "stream", "dtype", "shape", "bytes")
     assert [(row["stream"], row["dtype"], row["shape"]) for row in rows] == [

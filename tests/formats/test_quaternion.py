@@ -173,7 +173,7 @@ def test_the_grid_takes_over_once_it_pays(monkeypatch: pytest.MonkeyPatch) -> No
     ids=lambda value: str(value),
 )
 def test_error_and_stored_bits(secondary: int, radius_bits: int, error: float, bits: float) -> None:
-    codec = quaternion(s=secondary, r=radius_bits)
+    codec = quaternion(s=secondary, r=radius_bits, norm_rule="norm")
     x = gaussian(1, 1, 4096, 128, seed=3)
     found = (codec.decode(codec.encode(x)) - x).square().mean().item()
     assert found == pytest.approx(error, rel=0.02)
@@ -190,7 +190,7 @@ def test_direct_symbols_are_13_bits_in_one_word() -> None:
 
 
 def test_radius_codes_are_the_nearest_to_the_scale_as_stored() -> None:
-    codec = quaternion(r=4)
+    codec = quaternion(r=4, norm_rule="norm")
     x = gaussian(1, 2, 100, 128) * 1000
     streams = codec.encode(x)
     radii = x.reshape(1, 2, 100, 32, 4).norm(dim=-1)

@@ -13,6 +13,7 @@ from kvpack.cache.side import Side
 from kvpack.formats import codec_from_params, create_codec
 from kvpack.formats.base import Codec
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, InvalidRecipe, OutOfRange
+from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.options import Options
 from kvpack.formats.qjl import Qjl
 
@@ -132,19 +133,20 @@ def test_qjl_makes_inner_products_unbiased() -> None:
     x, q = keys(64, 128, batch=1, heads=1), keys(1, 128, seed=3, batch=1, heads=1)[0, 0, 0]
     exact = x[0, 0] @ q
     slopes = {}
-    for name, words in (("alone", {}), ("qjl", {"qjl": "fp16"})):
+    for rule, name, words in ((rule, name, words) for rule in NORM_RULES for name, words in (("alone", {}), ("qjl", {"qjl": "fp16"}))):
         found = []
         for seed in range(40):
-            one = codec("scalar", 128, b="1", seed=str(seed), **({**words, "qjl_seed": str(1000 + seed)} if words else {}))
+            one = codec("scalar", 128, b="1", norm_rule=rule, seed=str(seed), **({**words, "qjl_seed": str(1000 + seed)} if words else {}))
             found.append(one.decode(one.encode(x))[0, 0] @ q)
         mean = torch.stack(found).mean(0)
-        slopes[name] = float((mean @ exact) / (exact @ exact))
-    assert slopes["alone"] < 0.7
-    assert slopes["qjl"] == pytest.approx(1, abs=0.03)
+        slopes[rule, name] = float((mean @ exact) / (exact @ exact))
+    assert slopes["norm", "alone"] < 0.7
+    for found in (("norm", "qjl"), ("unbiased", "qjl"), ("unbiased", "alone")):
+        assert slopes[found] == pytest.approx(1, abs=0.03), found
 
 
 def test_the_estimator_of_qjl() -> None:
-    one, base = codec("scalar", b="2", qjl="fp32"), codec("scalar", b="2")
+    one, base = codec("scalar", b="2", qjl="fp32"), codec("scalar", b="2", norm_rule="norm")
     x = keys(7)
     streams = one.encode(x)
     left = base.rotation.forward(x) - base.decode_frame(streams)

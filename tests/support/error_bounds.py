@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kvpack.formats.angle import Angle
     from kvpack.formats.base import Codec
     from kvpack.formats.group import Group
+    from kvpack.formats.minifloat import Minifloat
     from kvpack.formats.polar import Polar
     from kvpack.formats.raw import Raw
     from kvpack.formats.scalar import Scalar
@@ -25,12 +28,41 @@ ROTATION_TOLERANCE = 2.0**-18
 """The largest error of a rotation in binary32, relative to the norm (spec/README.md, Rotation)."""
 
 
+FACTORS = ("norm", "radius", "scale", "range", "token_scale")
+"""The streams that norm_rule changes."""
+
+
+def of_any_rule(check: Callable[[Any, Any, Any, Any], None]) -> Callable[[Any, Any, Any, Any], None]:
+    """``check`` as it is for norm_rule=norm. For other rules the codes meet it with the factors of that rule, and no token is decoded
+    further from itself than with those, or than zero is.
+    """
+
+    @wraps(check)
+    def checked(codec: Any, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
+        if codec.norm_rule == "norm":
+            return check(codec, x, streams, decoded)
+        plain = replace(codec, norm_rule="norm")
+        measured = plain.encode(x)
+        factored = {name: measured[name] if name in FACTORS else stream for name, stream in streams.items()}
+        other = plain.decode(factored)
+        check(plain, x, factored, other)
+        axes = (1, 3) if codec.id == "group" else (3,)
+        error, plain_error, length = ((value.double()).square().sum(axes).sqrt() for value in (decoded - x, other - x, x))
+        # A polar codec with several radii chooses for each.
+        larger = (torch.hypot if codec.id == "polar" else torch.maximum)(plain_error, length)
+        _check_errors(error, larger * (1 + 2.0**-9) + 2.0**-23 * math.sqrt(x.shape[1] * codec.dim))
+        return None
+
+    return checked
+
+
 def check_raw(codec: Raw, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
     """The value itself, to half a unit in the last place of the stored type."""
     precision, smallest = {"bf16": (2.0**-8, 2.0**-134), "fp16": (2.0**-11, 2.0**-25), "fp32": (0.0, 0.0)}[codec.dtype]
     _check_errors(decoded - x, x.abs() * precision + smallest)
 
 
+@of_any_rule
 def check_group(codec: Group, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
     """Half a step in the coded frame, plus the rounding that spec/codecs/group.md states."""
     u = codec.rotation.forward(x)
@@ -41,6 +73,7 @@ def check_group(codec: Group, x: torch.Tensor, streams: Mapping[str, torch.Tenso
     _check_errors((decoded - x).double().norm(dim=-1), bound.double().square().sum(-1).sqrt() + 3 * ROTATION_TOLERANCE * norm)
 
 
+@of_any_rule
 def check_direction(codec: Codec, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
     """Codecs of directions and norms: a decoded token is no further from the token than 1.5 times its norm."""
     smallest = 2.0**-24 * math.sqrt(codec.dim)
@@ -78,6 +111,28 @@ def _group_max(codec: Group, values: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, axis)
 
 
+def check_minifloat(codec: Minifloat, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
+    """Half a step of every element, and what saturation costs where the published scale is less than the largest value needs."""
+    form, size = codec.format, x.double().abs()
+    unit, coarse = 0.0, 0.0
+    if codec.granularity != "block":
+        scale, lost = streams["scale"].double()[..., None], 1 / 16
+    else:
+        codes = streams["block_scales"]
+        if codec.scale_dtype == "e8m0":
+            scale, lost = torch.exp2(codes.double() - 127), 1 / 8 if form.bits == 8 else 1 / 4
+        else:
+            unit, lost = streams["global_scale"].double()[..., None], 1 / 16
+            scale = codes.view(torch.float8_e4m3fn).double() * unit
+            coarse = 6 * 2.0**-10 * unit
+        scale = scale.repeat_interleave(codec.block, -1)[..., : codec.dim]
+    smallest_normal = 2.0 ** (1 - form.bias)
+    step = torch.maximum(size * 2.0 ** -(form.fraction_bits + 1), scale * (smallest_normal * 2.0 ** -(form.fraction_bits + 1)))
+    saturated = torch.where(size > form.largest * scale, size * lost + coarse, 0.0)
+    _check_errors(decoded.double() - x, step + saturated + size * 2.0**-20 + 2.0**-145)
+
+
+@of_any_rule
 def check_angle(codec: Angle, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
     """Half a bin of every pair's angle, and half a step of its norm plus the rounding of the range as stored."""
     u = codec.rotation.forward(x).double()
@@ -100,6 +155,7 @@ def check_angle(codec: Angle, x: torch.Tensor, streams: Mapping[str, torch.Tenso
     _check_errors((decoded - x).double().norm(dim=-1), whole * (1 + 2.0**-20))
 
 
+@of_any_rule
 def check_polar(codec: Polar, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
     """Every angle is off by its distance to the nearest stored one, which turns all below it; radii are off by their rounding."""
     radii = u = codec.rotation.forward(x).double()
@@ -131,6 +187,7 @@ def _nearest(angles: torch.Tensor, table: bytes) -> torch.Tensor:
     return values[torch.bucketize(angles.contiguous(), (values[1:] + values[:-1]) / 2)]
 
 
+@of_any_rule
 def check_scalar(codec: Scalar, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
     """The level of its table nearest to every coordinate, plus the rounding of the norm as stored."""
     u = x.double() @ codec.rotation.matrix().double().T if codec.rotation.kind != "none" else x.double()

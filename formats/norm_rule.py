@@ -1,0 +1,44 @@
+"""The option norm_rule: what an encoder stores as the factor of a token, and why decoders need not know.
+
+A codec of directions decodes a token x to a factor times a direction d, the sum of its codes. As papers store it, the factor is
+x's norm ("norm"). That keeps the error small, but d is nearest to x's direction, and so too short along it: every product with
+x, and every score of attention, shrinks. The factor |x|^2 / <x, d> ("unbiased") makes <x, decoded x> = |x|^2, at the same bytes;
+after a random rotation the decoded token is then x on average. Source: RaBitQ (Gao and Long 2024, arXiv 2405.12497), Theorem 3.2.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .base import HALF_LIMIT
+from .lazy import torch
+
+if TYPE_CHECKING:
+    from .options import Options
+
+NORM_RULES = ("unbiased", "norm")
+"""The default, and the rule of the papers."""
+
+SKETCHED = "norm"
+"""The default for a codec whose residual is sketched: the sketch makes products unbiased, the better the smaller the residual is."""
+
+LARGEST_STORED = {"F16": 65504.0, "F32": 3.4028234663852886e38}
+"""The largest finite number of each stored dtype."""
+
+
+def norm_rule_of(options: Options) -> str:
+    """The rule that a recipe asks for."""
+    return options.choice("norm_rule", SKETCHED if options.sketched else NORM_RULES[0], NORM_RULES)
+
+
+def unbiased_factor(
+    norm: torch.Tensor, product: torch.Tensor, decoded: torch.Tensor, dtype: str, squares: torch.Tensor | float = 1.0
+) -> torch.Tensor:
+    """The factor to be stored as ``dtype`` ("F16" or "F32") of rows x = ``norm`` u, where u decodes to d.
+
+    ``product`` is <u, d>, ``decoded`` |d|^2 and ``squares`` |u|^2, in the shape of ``norm``. Rows that lie more than 45 degrees off d
+    keep their norm, because the error of the larger factor would exceed the row; so do zeros, and norms that do not fit. A factor
+    that does not fit where the norm does becomes the largest number.
+    """
+    kept = (product > 0) & (squares * decoded <= 2 * product.square()) & (norm < (HALF_LIMIT if dtype == "F16" else torch.inf))
+    return torch.where(kept, (norm * (squares / product)).clamp_max(LARGEST_STORED[dtype]), norm)

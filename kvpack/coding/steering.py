@@ -1,0 +1,82 @@
+"""What a recipe's text says of an encoder and no header holds: options such as norm_rule, for a cache that is loaded and goes on.
+
+The text comes from a file. It is searched, and not parsed as a recipe: that would build every codec that it names.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from kvpack.formats import CODECS
+from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.side_cars import WithSideCars
+
+from .presets import ADDITIONS, PUBLISHED
+
+if TYPE_CHECKING:
+    from kvpack.formats.base import Codec
+
+_CLAUSE = re.compile(r"(?:layers=([-0-9,]{1,4096}):)?(k|v|kv)=([a-z_]{1,32})(?::(.*))?", re.DOTALL)
+_ITEM = re.compile(r"(-?[0-9]{1,9})(?:-(-?[0-9]{1,9}))?")
+
+STEERING = {
+    codec_id: frozenset(field.name for field in fields(codec) if not field.metadata.get("stored", True))  # type: ignore[arg-type]
+    for codec_id, codec in CODECS.items()
+}
+"""The options of each codec that steer its encoder alone, which are fields of the same name."""
+
+_WORDS = tuple(f"{name}=" for name in sorted(frozenset().union(*STEERING.values())))
+
+
+def steered(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:
+    """``codec`` of a header, with the encoder's options that the header's ``recipe`` gives ``side`` of ``layer`` of ``layers``.
+
+    A text that is no recipe, or whose recipe makes another codec, changes nothing: both are valid in a file.
+    """
+    inner = codec.codec if isinstance(codec, WithSideCars) else codec
+    words = {name: value for name, value in _words(recipe, layer, layers, side, inner.id).items() if name in STEERING.get(inner.id, ())}
+    if not words:
+        return codec
+    try:
+        changed: Codec = replace(inner, **words)  # type: ignore[type-var]
+    except InvalidParameter:
+        return codec
+    return replace(codec, codec=changed) if isinstance(codec, WithSideCars) else changed
+
+
+@lru_cache(maxsize=1024)
+def _words(recipe: str, layer: int, layers: int, side: str, codec_id: str) -> dict[str, str]:
+    """The options of the last clause about ``side`` of ``layer``; none if it names another codec."""
+    found: dict[str, str] = {}
+    for sides, items, named, options in _clauses(recipe):
+        if side in sides and _covers(items, layer, layers):
+            found = dict(option.partition("=")[::2] for option in options.split(",")) if named == codec_id else {}
+    return found
+
+
+@lru_cache(maxsize=16)
+def _clauses(recipe: str) -> tuple[tuple[str, str, str, str], ...]:
+    """(sides, layers, codec id, options) of every clause, with presets expanded; empty where nothing steers an encoder."""
+    clauses: list[str] = []
+    for text in recipe.split(";"):
+        named = PUBLISHED.get(text.strip()) or ADDITIONS.get(text.strip())
+        clauses += named.recipe.split(";") if named else [text.strip()]
+    if not any(word in clause for clause in clauses for word in _WORDS):
+        return ()
+    matches = [_CLAUSE.fullmatch(clause) for clause in clauses]
+    return tuple((match[2], match[1] or "", match[3], match[4] or "") for match in matches if match)
+
+
+def _covers(items: str, layer: int, layers: int) -> bool:
+    if not items:
+        return True
+    for item in items.split(","):
+        match = _ITEM.fullmatch(item)
+        if match:
+            first, last = (int(number) + (layers if number.startswith("-") else 0) for number in (match[1], match[2] or match[1]))
+            if first <= layer <= last:
+                return True
+    return False

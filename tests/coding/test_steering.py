@@ -1,0 +1,83 @@
+"""A loaded cache goes on as its recipe says, in what no header holds; texts of any kind are survived."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvpack
+from kvpack.coding.presets import PUBLISHED
+from kvpack.coding.recipes import Recipe
+from kvpack.coding.steering import STEERING, steered
+from kvpack.formats import codec_from_params
+
+RECIPES = [
+    "k=scalar:b=2,norm_rule=norm;v=group:b=3,g=32,centre=zero",
+    "kv=octahedral:b=2,rounding=scalar,norm_rule=norm",
+    "octopus-2;layers=0,-1:k=scalar:b=2,norm_rule=norm",
+    "turboquant-sym3-g4",
+    "k=scalar:b=2,qjl=fp16,norm_rule=unbiased;v=scalar:b=2,sinks=2,norm_rule=norm",
+    "octopus-2",
+]
+
+
+def pairs(tokens: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [tuple(torch.randn(1, 2, tokens, 64, generator=generator) for _ in "kv") for _ in range(3)]  # type: ignore[misc]
+
+
+def test_the_options_that_steer() -> None:
+    assert STEERING["octahedral"] == {"rounding", "norm_rule"}
+    assert STEERING["group"] == {"centre", "norm_rule"}
+    assert STEERING["raw"] == frozenset()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_appended_to_a_loaded_cache_is_encoded_as_before(recipe: str, tmp_path: Path) -> None:
+    cache = kvpack.pack(pairs(32, 0), recipe)
+    kvpack.save(cache, tmp_path / "x.kvpack")
+    loaded = kvpack.load(tmp_path / "x.kvpack")
+    kvpack.save(cache.append(pairs(32, 1)), tmp_path / "kept.kvpack")
+    kvpack.save(loaded.append(pairs(32, 1)), tmp_path / "loaded.kvpack")
+    assert (tmp_path / "kept.kvpack").read_bytes() == (tmp_path / "loaded.kvpack").read_bytes()
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *PUBLISHED])
+def test_a_headers_codec_gets_the_options_of_the_recipe(recipe: str) -> None:
+    parsed = Recipe(PUBLISHED[recipe].recipe if recipe in PUBLISHED else recipe)
+    for layer in range(4):
+        for side in "kv":
+            expected: Any = parsed.codec(layer, 4, side, 128)
+            found: Any = steered(codec_from_params(expected.params()), recipe, layer, 4, side)
+            assert found == expected
+            for one, other in ((found, expected), (getattr(found, "codec", found), getattr(expected, "codec", expected))):
+                assert {name: getattr(one, name, None) for name in ("centre", "norm_rule", "rounding")} == {
+                    name: getattr(other, name, None) for name in ("centre", "norm_rule", "rounding")
+                }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "norm_rule=norm",
+        "k=scalar:norm_rule=no",
+        "k=octahedral:b=2,norm_rule=norm",
+        "layers=x:k=scalar:norm_rule=norm",
+        "k=scalar:bits=9",
+    ],
+)
+def test_other_texts_change_nothing(text: str) -> None:
+    codec: Any = Recipe("kv=scalar:b=3").codec(0, 1, "k", 64)
+    assert steered(codec, text, 0, 1, "k") is codec
+
+
+@given(st.text(alphabet="kv=:;,-0123456789scalargroupnorm_rule unbiasedlayers"))
+def test_any_text_is_survived(text: str) -> None:
+    codec = Recipe("kv=scalar:b=3").codec(0, 1, "k", 64)
+    assert steered(codec, f"{text};k=scalar:b=3,norm_rule=norm", 0, 1, "k") == codec

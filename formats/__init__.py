@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from .angle import Angle
@@ -10,6 +11,8 @@ from .channel_order import ChannelOrder
 from .channel_scale import ChannelScale
 from .errors import UnknownCodec
 from .group import Group
+from .minifloat import Minifloat
+from .norm_rule import SKETCHED
 from .octahedral import Octahedral
 from .outliers import Outliers
 from .polar import Polar
@@ -18,6 +21,7 @@ from .quaternion import Quaternion
 from .raw import Raw
 from .raw_tokens import RawTokens
 from .scalar import Scalar
+from .side_car import ResidualSketch
 from .side_cars import WithSideCars
 
 if TYPE_CHECKING:
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
     from .options import Options
     from .side_car import SideCar
 
-CODECS: dict[str, type[CodecFamily]] = {codec.id: codec for codec in (Raw, Group, Scalar, Octahedral, Angle, Polar, Quaternion)}
+CODECS: dict[str, type[CodecFamily]] = {codec.id: codec for codec in (Raw, Group, Minifloat, Scalar, Octahedral, Angle, Polar, Quaternion)}
 """Codec families by id."""
 
 SIDE_CARS: dict[str, type[SideCar]] = {
@@ -55,6 +59,7 @@ def create_codec(codec_id: str, dim: int, side: str, options: Options) -> Codec:
     made: list[SideCar | None] = []
     if options.mention(side_car_words()):
         made = [side_car.of_words(dim, side, options) for side_car in SIDE_CARS.values()]
+        options.sketched = any(isinstance(side_car, ResidualSketch) for side_car in made)
     return _with_side_cars(codec_class(codec_id).create(dim, side, options), made)
 
 
@@ -62,7 +67,10 @@ def codec_from_params(params: Mapping[str, Any]) -> Codec:
     """Create the codec from a header's map: ``id``, parameters, then side-cars. Raises UnknownCodec and InvalidParameter."""
     own = {name: value for name, value in params.items() if name != "id" and name not in SIDE_CARS}
     codec = codec_class(params["id"]).from_params(own)
-    return _with_side_cars(codec, [side_car.of_params(codec.dim, params[name]) for name, side_car in SIDE_CARS.items() if name in params])
+    made = [side_car.of_params(codec.dim, params[name]) for name, side_car in SIDE_CARS.items() if name in params]
+    if hasattr(codec, "norm_rule") and any(isinstance(side_car, ResidualSketch) for side_car in made):
+        codec = dataclasses.replace(codec, norm_rule=SKETCHED)  # type: ignore[type-var]
+    return _with_side_cars(codec, made)
 
 
 def _with_side_cars(codec: Codec, made: list[SideCar | None] | list[SideCar]) -> Codec:

@@ -1,0 +1,339 @@
+"""minifloat: floats of 8 or 4 bits, with the scales that engines keep beside them (spec/codecs/minifloat.md).
+
+Covers fp8 caches (e4m3, e5m2; one scale per tensor, head or token), and mxfp8, mxfp4 and nvfp4 (scales of 8 bits per block of channels).
+Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0, Sec. 5 and 6.3; NVIDIA's NVFP4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+
+from .base import MAX_DIM, NORMS, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range, stored_norm
+from .columns import Columns, default_fields
+from .errors import InvalidParameter, InvalidPayload
+from .family import CodecFamily
+from .lazy import functional, numpy, torch
+from .tables import TABLES_KEPT, kept_on_device
+from .value_blocks import first_place, value_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .options import Options
+    from .value_blocks import Array
+
+
+class Element(NamedTuple):
+    """A float of a sign, ``exponent_bits`` and ``fraction_bits``; codes of magnitude from ``finite`` on are NaN or infinity."""
+
+    exponent_bits: int
+    fraction_bits: int
+    finite: int
+
+    @property
+    def bits(self) -> int:
+        return 1 + self.exponent_bits + self.fraction_bits
+
+    @property
+    def bias(self) -> int:
+        return (1 << self.exponent_bits - 1) - 1
+
+    @property
+    def largest(self) -> float:
+        """The largest finite value."""
+        return self.value(self.finite - 1)
+
+    def value(self, code: int) -> float:
+        """What a code without NaN and infinity stands for."""
+        exponent, fraction = divmod(code & (1 << self.bits - 1) - 1, 1 << self.fraction_bits)
+        significand = fraction + (1 << self.fraction_bits if exponent else 0)
+        magnitude = significand * 2.0 ** (max(exponent, 1) - self.bias - self.fraction_bits)
+        return -magnitude if code >> self.bits - 1 else magnitude
+
+
+ELEMENTS = {"e4m3": Element(4, 3, 0x7F), "e5m2": Element(5, 2, 0x7C), "e2m1": Element(2, 1, 8)}
+GRANULARITIES = ("tensor", "head", "token", "block")
+BLOCKS = {"e8m0": 32, "e4m3": 16}
+"""Channels of a block, by the dtype of its scale."""
+
+E8M0_NAN = 0xFF
+E8M0_BIAS = 127
+
+_CONVERTING = ("cpu", "cuda")
+"""Devices on which torch converts float32 to floats of 8 bits."""
+
+_MOST_HEADROOM = 16.0
+_GROWTH = 2.0
+_LARGEST_SCALED = 3.4e38
+_MORE_THAN_LARGEST = 1 + 1 / 32
+
+
+@dataclass(frozen=True)
+class Minifloat(CodecFamily):
+    """Values stored as ``element``, times a scale per ``granularity`` stored as ``scale_dtype``.
+
+    ``scale_dtype`` is fp32 or fp16 for one scale per sequence and run (``tensor``), per head and run (``head``) or per token of a head
+    (``token``). For ``block`` it is e8m0, a power of two per 32 channels, or e4m3 per 16 channels, with one more binary32 per run.
+    """
+
+    id: ClassVar[str] = "minifloat"
+
+    dim: int
+    element: str
+    granularity: str
+    scale_dtype: str
+    fields: Fields
+
+    def __post_init__(self) -> None:
+        check_range(self.id, "dim", self.dim, 1, MAX_DIM)
+        check_choice(self.id, "element", self.element, tuple(ELEMENTS))
+        check_choice(self.id, "granularity", self.granularity, GRANULARITIES)
+        check_choice(self.id, "scale_dtype", self.scale_dtype, tuple(BLOCKS if self.granularity == "block" else NORMS))
+        if self.granularity == "block" and self.scale_dtype == "e4m3" and self.element != "e2m1":
+            raise InvalidParameter(f"codec {self.id}: scale_dtype is e4m3 and element {self.element}, expected e2m1 (nvfp4)")
+        check_fields(self.id, self.fields, ("codes",))
+        self.packings()
+
+    @classmethod
+    def create(cls, dim: int, side: str, options: Options) -> Self:
+        element = options.choice("element", "e4m3", tuple(ELEMENTS))
+        scale_dtype = options.choice("scales", "fp32", (*NORMS, *BLOCKS))
+        in_blocks = scale_dtype in BLOCKS
+        granularity = options.choice("per", "block" if in_blocks else "tensor", GRANULARITIES)
+        options.finish()
+        if in_blocks != (granularity == "block"):
+            expected = "scales=e8m0 and scales=e4m3 are per block, scales=fp32 and scales=fp16 per tensor, head or token"
+            raise InvalidParameter(f"codec {cls.id}: scales is {scale_dtype} and per is {granularity}; {expected}")
+        check_range(cls.id, "dim", dim, 1, MAX_DIM)
+        return cls(dim, element, granularity, scale_dtype, (("codes", default_fields(dim, (1 << ELEMENTS[element].bits,))),))
+
+    @property
+    def nominal_bits(self) -> float:
+        return self.format.bits + (8 / self.block if self.granularity == "block" else 0)
+
+    @property
+    def format(self) -> Element:
+        """The format of the elements."""
+        return ELEMENTS[self.element]
+
+    @property
+    def block(self) -> int:
+        """Channels that share a scale of 8 bits."""
+        return BLOCKS[self.scale_dtype]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a token; the last one may be partial."""
+        return -(-self.dim // self.block)
+
+    @property
+    def run_scale(self) -> str | None:
+        """The stream with one scale per run, if there is one."""
+        if self.granularity == "block":
+            return "global_scale" if self.scale_dtype == "e4m3" else None
+        return None if self.granularity == "token" else "scale"
+
+    def packings(self) -> dict[str, Columns]:
+        return _packings(self.dim, self.format.bits, self.fields)
+
+    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        if self.granularity == "block":
+            result = {"block_scales": Layout("U8", (batch, heads, tokens, self.blocks))}
+            return result | ({"global_scale": Layout("F32", (batch, 1, 1), per="run")} if self.run_scale else {})
+        dtype = NORMS[self.scale_dtype]
+        if self.granularity == "token":
+            return {"scale": Layout(dtype, (batch, heads, tokens))}
+        return {"scale": Layout(dtype, (batch, heads if self.granularity == "head" else 1, 1), per="run")}
+
+    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+        if self.run_scale is None:
+            return RunEncoder({}, lambda block, _: self._encode(block, None))
+        batch, heads = run.shape[:2]
+        largest = torch.zeros(batch, heads, 1, device=run.device)
+        for block in run.blocks():
+            if block.numel():
+                largest = largest.maximum(block.abs().amax((2, 3))[..., None])
+        if self.granularity != "head":
+            largest = largest.amax(1, keepdim=True)
+        scale = run_scales(self, largest, None if before is None else before[self.run_scale])
+        if not torch.isfinite(scale).all():
+            _ = stored_norm(largest / self.format.largest, "F16", "scale")
+        return RunEncoder({self.run_scale: scale}, lambda block, _: self._encode(block, scale))
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        batch, heads, tokens, dim = x.shape
+        run = self.begin(Run((batch, heads, tokens, dim), x.device, lambda: iter((x,))), None)
+        return {**run.encode(x, 0), **run.streams}
+
+    def _encode(self, x: torch.Tensor, run_scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        streams = {}
+        if self.granularity == "block":
+            grouped = self._in_blocks(x)
+            largest = grouped.abs().amax(-1)
+            if run_scale is None:
+                scales = block_exponents(largest, self.element)
+                # 2^(127 - code): the reciprocal of a power of two is one.
+                inverse = (2 * E8M0_BIAS - scales << 23).view(torch.float32)
+                scaled = self._of_channels(grouped * inverse[..., None])
+            else:
+                factor = run_scale.unsqueeze(-1)
+                scales = encoded(_quotient(largest / ELEMENTS["e2m1"].largest, factor), "e4m3").to(torch.int32)
+                scale = element_values("e4m3", x.device).index_select(0, scales.reshape(-1)).view(scales.shape) * factor
+                scaled = self._of_channels(_quotient(grouped, scale[..., None]))
+            streams["block_scales"] = scales.to(torch.uint8)
+        else:
+            if run_scale is None:
+                largest = x.abs().amax(-1) if x.numel() else x.new_zeros(x.shape[:-1])
+                dtype = NORMS[self.scale_dtype]
+                _ = stored_norm(largest / self.format.largest, dtype, "scale")
+                run_scale = streams["scale"] = _scale_for(largest, self.format.largest, dtype == "F16")
+            scaled = _quotient(x, run_scale.to(torch.float32).unsqueeze(-1))
+        return self.pack("codes", encoded(scaled, self.element)) | streams
+
+    def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
+        """``[..., dim]`` as ``[..., block, channel of the block]``, with zeros in what a partial last block lacks."""
+        spare = self.blocks * self.block - self.dim
+        whole = functional.pad(values, (0, spare)) if spare else values
+        return whole.reshape(*values.shape[:-1], self.blocks, self.block)
+
+    def _of_channels(self, grouped: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``_in_blocks``."""
+        return grouped.flatten(-2)[..., : self.dim]
+
+    def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        (codes,) = digits
+        values = element_values(self.element, codes.device).index_select(0, codes.reshape(-1)).view(codes.shape)
+        if self.granularity != "block":
+            return values.mul_(streams["scale"].to(torch.float32).unsqueeze(-1))
+        grouped, scales = self._in_blocks(values), streams["block_scales"].to(torch.int32)
+        if self.run_scale is not None:
+            # The product of both has at most six significant bits.
+            scale = element_values("e4m3", codes.device).index_select(0, scales.reshape(-1)).view(scales.shape)
+            return self._of_channels(grouped.mul_(scale[..., None])).mul_(streams["global_scale"].unsqueeze(-1))
+        # 2^(code - 127) as two normal numbers: the smallest would be subnormal, and a device may take that for zero.
+        half = scales >> 1
+        first, second = (half + 64 << 23).view(torch.float32), (scales - half + 63 << 23).view(torch.float32)
+        return self._of_channels(grouped.mul_(first[..., None]).mul_(second[..., None]))
+
+    def with_wide_run_scale(self, streams: Mapping[str, torch.Tensor]) -> tuple[Minifloat, Mapping[str, torch.Tensor]]:
+        """A codec whose scales per run are binary32, and streams for it that decode to the same bits."""
+        if self.run_scale != "scale" or self.scale_dtype == "fp32":
+            return self, streams
+        return replace(self, scale_dtype="fp32"), {**streams, "scale": streams["scale"].to(torch.float32)}
+
+    def check(self, arrays: Mapping[str, Array], where: str) -> None:
+        """Refuse what ``Codec.check`` refuses, elements and scales that are NaN or infinite, and scales of blocks below zero."""
+        super().check(arrays, where)
+        if self.element != "e2m1":
+            # Elements of 8 bits are the bytes of words; bytes without an element are zero.
+            for plane in range(len(self.packings()["codes"].planes)):
+                self._check_elements(arrays[f"codes.{plane}"], f"{where}.codes.{plane}")
+        if self.granularity == "block":
+            self._check_block_scales(arrays["block_scales"], f"{where}.block_scales")
+
+    def _check_elements(self, plane: Array, where: str) -> None:
+        for first, block in value_blocks(plane):
+            for shift in (0, 8):
+                odd = (block >> numpy.uint16(shift) & numpy.uint16(0x7F)) >= self.format.finite
+                if odd.any():
+                    value = int(block[odd.argmax()]) >> shift & 0xFF
+                    fault = "infinity" if self.element == "e5m2" and value & 0x7F == self.format.finite else "NaN"
+                    at = first_place(odd, first, plane.shape)
+                    raise InvalidPayload(
+                        f"{where}: the {self.element} in bits {shift} to {shift + 7} of the word at {at} is {value:#04x}, {fault}; "
+                        "elements must be finite"
+                    )
+
+    def _check_block_scales(self, scales: Array, where: str) -> None:
+        nan = E8M0_NAN if self.scale_dtype == "e8m0" else ELEMENTS["e4m3"].finite
+        for first, block in value_blocks(scales):
+            odd = block >= nan
+            if odd.any():
+                value = int(block[odd.argmax()])
+                fault = "NaN" if value & nan == nan else "a scale below zero"
+                at = first_place(odd, first, scales.shape)
+                raise InvalidPayload(f"{where}: the {self.scale_dtype} at {at} is {value:#04x}, {fault}; expected below {nan:#04x}")
+
+
+def encoded(x: torch.Tensor, element: str) -> torch.Tensor:
+    """The codes of the elements nearest to float32 ``x``, ties to even; beyond the largest, the largest. Integers, of any dtype."""
+    form = ELEMENTS[element]
+    if element == "e2m1":
+        size = x.abs().clamp_max_(form.largest)
+        # Steps of 1/2, 1 and 2, from 0, 2 and 4 on: each is the least of the three where it holds.
+        steps = ((size * scale).round_().add_(first) for scale, first in ((2.0, 0), (1.0, 2), (0.5, 4)))
+        return torch.add(reduce(torch.minimum, steps), torch.signbit(x), alpha=8)
+    if x.device.type not in _CONVERTING:
+        return nearest_elements(x, element)
+    dtype = torch.float8_e4m3fn if element == "e4m3" else torch.float8_e5m2
+    return x.clamp(-form.largest, form.largest).to(dtype).view(torch.uint8)
+
+
+def nearest_elements(x: torch.Tensor, element: str) -> torch.Tensor:
+    """``encoded`` by operations that every device has, int32."""
+    form = ELEMENTS[element]
+    spare = 23 - form.fraction_bits
+    smallest_normal = 2.0 ** (1 - form.bias)
+    bits = x.contiguous().view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    # A carry out of the fraction goes into the exponent, as it must.
+    normal = (magnitude + ((magnitude >> spare) & 1) + ((1 << spare - 1) - 1) >> spare) - (E8M0_BIAS - form.bias << form.fraction_bits)
+    subnormal = (x.abs().clamp_max(smallest_normal) * (2.0**form.fraction_bits / smallest_normal)).round_().to(torch.int32)
+    codes = torch.where(x.abs() < smallest_normal, subnormal, normal).clamp_max_(form.finite - 1)
+    return codes | (bits < 0).to(torch.int32) << form.bits - 1
+
+
+def block_exponents(largest: torch.Tensor, element: str) -> torch.Tensor:
+    """The e8m0 codes, int32, of blocks by their ``largest`` magnitudes, float32: floor(log2(largest)) - emax (OCP MX, Sec. 6.3)."""
+    emax = ELEMENTS[element].value(ELEMENTS[element].finite - 1)
+    return ((largest.contiguous().view(torch.int32) >> 23) - floor_log2(emax)).clamp_min_(0)
+
+
+def floor_log2(value: float) -> int:
+    """The exponent of the largest power of two that is at most ``value``, which is 1 or above."""
+    return int(value).bit_length() - 1
+
+
+def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
+    """The scales of a run whose values are at most ``largest``, ``[batch, kv_head or 1, 1]``; infinite where they do not fit.
+
+    Those of the run before, ``last``, are kept where they are neither too small nor far too large: runs of one scale can be joined.
+    A larger one then has room to grow, so that later runs seldom need another. 0 stands for no scale.
+    """
+    most = codec.format.largest * (ELEMENTS["e4m3"].largest if codec.granularity == "block" else 1)
+    half = codec.scale_dtype == "fp16"
+    scale = _scale_for(largest, most, half)
+    if last is None:
+        return scale
+    fits = (scale <= last) & ((last.to(torch.float32) <= _MOST_HEADROOM * scale.to(torch.float32)) | (scale == 0))
+    grown = _scale_for(largest * _GROWTH, most, half)
+    return torch.where(fits, last, torch.where((scale > last) & (last > 0) & torch.isfinite(grown), grown, scale))
+
+
+def _scale_for(largest: torch.Tensor, most: float, half: bool) -> torch.Tensor:
+    """``largest`` / ``most`` in binary16 (``half``) or binary32; one unit more where a subnormal scale would saturate values."""
+    largest = largest.clamp_max(_LARGEST_SCALED)
+    scale = (largest / most).to(torch.float16 if half else torch.float32)
+    bits = scale.view(torch.int16 if half else torch.int32)
+    # An element takes values up to half a step above its largest.
+    short = scale.to(torch.float32) * (most * _MORE_THAN_LARGEST) < largest
+    return (bits + short.to(bits.dtype)).view(scale.dtype)
+
+
+def _quotient(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x / torch.where(scale > 0, scale, torch.inf)
+
+
+@kept_on_device
+def element_values(element: str) -> torch.Tensor:
+    """The value of each code, float32 ``[2^bits]``; 0 for codes of NaN and infinity, which no reader accepts."""
+    form = ELEMENTS[element]
+    half = 1 << form.bits - 1
+    return torch.tensor([form.value(code) if code & half - 1 < form.finite else 0.0 for code in range(2 * half)], dtype=torch.float32)
+
+
+@lru_cache(TABLES_KEPT)
+def _packings(dim: int, bits: int, fields: Fields) -> dict[str, Columns]:
+    return {"codes": Columns(dim, (1 << bits,), dict(fields)["codes"])}

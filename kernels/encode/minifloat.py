@@ -1,0 +1,186 @@
+"""Encode minifloat on the GPU (spec/codecs/minifloat.md); ``formats/minifloat.py`` is the oracle, bit for bit."""
+
+# Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.base import HALF_LIMIT
+from kvpack.formats.columns import next_power_of_two
+from kvpack.formats.minifloat import floor_log2, run_scales
+from kvpack.kernels.words.columns import launch, tile_origin
+from kvpack.kernels.words.minifloats import e4m3_as_f16
+
+from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
+from .rows import flag_unless, input_of, load_rows, nearest_integer
+
+if TYPE_CHECKING:
+    from kvpack.formats.minifloat import Minifloat
+
+TILE_VALUES = 1 << 12
+"""Values of a program's tile: whole tokens, whose largest value is needed before the first code."""
+
+PER_RUN, PER_TOKEN, POWERS, NESTED = (tl.constexpr(number) for number in range(4))
+"""Scales of a run, of a token, of blocks as e8m0, and of blocks as e4m3 over one of a run."""
+
+
+def encode(
+    codec: Minifloat, x: torch.Tensor, streams: dict[str, torch.Tensor], planes: tuple[torch.Tensor, ...], flag: torch.Tensor
+) -> bool:
+    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take.
+
+    A scale per run is at first that of the run before, 0 where there is none.
+    """
+    plan = _plan(codec, x.device)
+    if plan is None:
+        return False
+    batch, heads, tokens, _ = x.shape
+    if codec.run_scale is not None:
+        _choose_run_scale(codec, x, streams[codec.run_scale], flag)
+    symbols = _symbols(codec)
+    arguments, constants = input_of(x)
+    block_tokens = TILE_VALUES // symbols
+    in_blocks = codec.granularity == "block"
+    kind = (NESTED if codec.run_scale else POWERS) if in_blocks else PER_TOKEN if codec.granularity == "token" else PER_RUN
+    form = codec.format
+    launch(
+        _encode, batch * heads * -(-tokens // block_tokens), x.device,
+        *arguments, plan.places, planes, streams["block_scales" if in_blocks else "scale"],
+        streams.get("global_scale"), flag,
+        DIM=constants["DIM"], PADDED_DIM=symbols, KIND=kind.value, PER_HEAD=codec.granularity == "head",
+        SIZE=codec.block if in_blocks else symbols, BLOCKS=codec.blocks if in_blocks else 1,
+        HALF=codec.scale_dtype == "fp16", HALF_LIMIT=HALF_LIMIT, LARGEST=form.largest, EMAX=floor_log2(form.largest),
+        FRACTION=form.fraction_bits, BIAS=form.bias, FINITE=form.finite, BITS=form.bits,
+        STREAMS=plan.streams, BLOCK_TOKENS=block_tokens, warps=WARPS,
+    )  # fmt: skip
+    return True
+
+
+def _choose_run_scale(codec: Minifloat, x: torch.Tensor, scale: torch.Tensor, flag: torch.Tensor) -> None:
+    """Put the scales of the run that ``x`` is in ``scale``, by torch: one pass over the input, and no wait for the device."""
+    largest = x.abs().amax((2, 3))[..., None].to(torch.float32)
+    if codec.granularity != "head":
+        largest = largest.amax(1, keepdim=True)
+    found = run_scales(codec, largest, scale.clone())
+    # NaN and what does not fit are infinite or NaN here, and the codec names them.
+    flag |= (~torch.isfinite(found)).any()
+    scale.copy_(found)
+
+
+def _symbols(codec: Minifloat) -> int:
+    """Channels of a token, padding included: whole blocks."""
+    return max(SMALLEST_AXIS, next_power_of_two(codec.dim), codec.block if codec.granularity == "block" else 1)
+
+
+@lru_cache(maxsize=64)
+def _plan(codec: Minifloat, device: torch.device) -> Plan | None:
+    return plan_of(codec, {"codes": [Term(0, codec.format.bits)]}, _symbols(codec), device)
+
+
+@triton.jit
+def _elements(value: tl.tensor, FRACTION: tl.constexpr, BIAS: tl.constexpr, FINITE: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+    """The codes, int32, of the elements nearest to finite float32 values, ties to even: ``formats.minifloat.encoded``."""
+    SPARE: tl.constexpr = 23 - FRACTION
+    SMALLEST: tl.constexpr = 2.0 ** (1 - BIAS)
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # A carry out of the fraction goes into the exponent, as it must.
+    normal = ((magnitude + ((magnitude >> SPARE) & 1) + ((1 << (SPARE - 1)) - 1)) >> SPARE) - ((127 - BIAS) << FRACTION)
+    size = tl.abs(value)
+    subnormal = nearest_integer(tl.minimum(size, SMALLEST) * (2.0**FRACTION / SMALLEST), 2.0**FRACTION)
+    code = tl.minimum(tl.where(size < SMALLEST, subnormal, normal), FINITE - 1)
+    return code | ((bits >> 31) & 1) << (BITS - 1)
+
+
+@triton.jit
+def _quotient(value: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    return tl.div_rn(value, tl.where(scale > 0, scale, float("inf")))
+
+
+@triton.jit
+def _encode(
+    x: tl.tensor,
+    batch_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    heads: tl.tensor,
+    tokens: tl.tensor,
+    places: tl.tensor,
+    planes: tl.tuple,
+    scales: tl.tensor,
+    global_scale: tl.tensor,
+    flag: tl.tensor,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    KIND: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_LIMIT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    EMAX: tl.constexpr,
+    FRACTION: tl.constexpr,
+    BIAS: tl.constexpr,
+    FINITE: tl.constexpr,
+    BITS: tl.constexpr,
+    STREAMS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+) -> None:
+    """Encode ``BLOCK_TOKENS`` tokens of one head.
+
+    ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
+    ``[token, 1]``, and tiles are ``[token, channel]``. ``scales`` is ``[batch, kv_head or 1]`` of a run (``PER_HEAD``: of a head),
+    ``[batch, kv_head, token]``, or uint8 ``[batch, kv_head, token, block]``; ``global_scale`` is ``[batch]``.
+    """
+    batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
+    token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
+    valid = token < tokens
+    row = (batch * heads + head) * tokens + token
+    loaded = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
+    value = loaded.to(tl.float32)
+    flag_unless(tl.abs(value) < float("inf"), flag)
+    if KIND == PER_RUN:
+        scale = tl.load(scales + (batch * heads + head if PER_HEAD else batch)).to(tl.float32)
+        scaled = _quotient(value, scale)
+    elif KIND == PER_TOKEN:
+        largest = tl.minimum(tl.max(tl.abs(value), 1), 3.4e38)[:, None]
+        exact = tl.div_rn(largest, LARGEST)
+        if HALF:
+            fits = exact < HALF_LIMIT
+            flag_unless(fits, flag)
+            stored = tl.where(fits, exact, 0.0).to(tl.float16)
+            short = stored.to(tl.float32) * (LARGEST * (1 + 1 / 32)) < largest
+            stored = (stored.to(tl.int16, bitcast=True) + short.to(tl.int16)).to(tl.float16, bitcast=True)
+        else:
+            short = exact * (LARGEST * (1 + 1 / 32)) < largest
+            stored = (exact.to(tl.int32, bitcast=True) + short.to(tl.int32)).to(tl.float32, bitcast=True)
+        tl.store(scales + row, stored, valid)
+        scaled = _quotient(value, stored.to(tl.float32))
+    else:
+        COUNT: tl.constexpr = PADDED_DIM // SIZE
+        block = tl.arange(0, COUNT)[None, :]
+        grouped = tl.reshape(value, (BLOCK_TOKENS, COUNT, SIZE))
+        largest = tl.max(tl.abs(grouped), 2)
+        if KIND == POWERS:
+            code = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - EMAX, 0)
+            # 2^(127 - code): the reciprocal of a power of two is one.
+            inverse = ((254 - code) << 23).to(tl.float32, bitcast=True)
+            scaled = tl.reshape(grouped * inverse[:, :, None], (BLOCK_TOKENS, PADDED_DIM))
+        else:
+            factor = tl.load(global_scale + batch)
+            code = _elements(_quotient(tl.div_rn(largest, LARGEST), factor), 3, 7, 0x7F, 8)
+            scale = e4m3_as_f16(code).to(tl.float32) * factor
+            scaled = tl.reshape(_quotient(grouped, scale[:, :, None]), (BLOCK_TOKENS, PADDED_DIM))
+        tl.store(scales + row * BLOCKS + block, code.to(tl.uint8), valid & (block < BLOCKS))
+    digits = _elements(scaled, FRACTION, BIAS, FINITE, BITS)
+    sums = add_digits(empty_columns(STREAMS, BLOCK_TOKENS), (digits,), places, 0, PADDED_DIM, PADDED_DIM, STREAMS)
+    store_columns(sums, planes, row, valid, STREAMS)

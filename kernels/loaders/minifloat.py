@@ -1,0 +1,331 @@
+"""minifloat as tiles (spec/codecs/minifloat.md): elements become binary16 exactly, and are multiplied by the scales of their blocks.
+
+What all values of a token share is its factor: the scale of the token or the run, or of blocks with e8m0 their largest power of two.
+"""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005, SIM108
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.minifloat import ELEMENTS
+from kvpack.kernels.words.bitfields import load_per_token, load_planes, load_words, position_of_step, whole_planes, words_of_step
+from kvpack.kernels.words.f16_tiles import product
+from kvpack.kernels.words.minifloats import E2M1_EXPONENT, e4m3_as_f16, elements_as_f16, four_e4m3_as_f16, power_as_f16, power_as_f32
+from kvpack.kernels.words.tile_layout import of_columns, of_tokens, parts_of
+from kvpack.kernels.words.token_factors import load_factors, read_factors
+
+from .tiles import RUN_TOKENS, Stream, TilePacking, Tiles, plane_streams, step_symbols, takes_whole_words, tile_fields, tile_packing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvpack.formats.minifloat import Minifloat
+
+PER_RUN, PER_TOKEN, PER_BLOCK = (tl.constexpr(number) for number in range(3))
+"""What a scale is of."""
+
+SMALLEST_HALF_EXPONENT = -24
+"""2 to this power is the smallest positive binary16."""
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its tiles when they are compiled.
+
+    A token has ``blocks`` of ``size`` channels with scales of 8 bits, which are loaded as ``words`` of four, or one by one if that is 0.
+    ``in_order``: rows of words are loaded as ``parts`` tiles, each of whose fields lies in one block; else each value loads its scale.
+    ``global_scale``: scales are e4m3 and there is one for all; else they are e8m0. ``scale_bits`` are those of a scale per token.
+    """
+
+    packing: TilePacking
+    element: str
+    bits: int
+    fields_per_tile: int
+    dim: int
+    kind: int
+    scale_bits: int
+    size: int
+    blocks: int
+    words: int
+    in_order: bool
+    parts: int
+    global_scale: bool
+    steps: int
+    planes: int
+
+
+def tiles(codec: Minifloat) -> Tiles | None:
+    """The loader of ``codec``; None if a column has more than one word for a field."""
+    packing = codec.packings()["codes"]
+    if not takes_whole_words(packing):
+        return None
+    planes = plane_streams("codes", packing)
+    symbols = step_symbols(packing)
+    in_blocks = codec.granularity == "block"
+    size, blocks = (codec.block, codec.blocks) if in_blocks else (0, 0)
+    words = blocks // 4 if blocks % 4 == 0 else 0
+    fields_per_tile = tile_fields(packing)
+    whole = fields_per_tile == 1 and packing.width == len(symbols[0]) and len(symbols) * packing.width == codec.dim
+    in_order = bool(size) and whole and packing.column_bytes % 2 == 0 and (packing.width % size == 0 or size % packing.width == 0)
+    # Tiles of the channels of one block: scales of tokens are then all that they need, in the layout that they need them in.
+    parts = max(1, packing.width // size) if in_order else 1
+    if parts > 1:
+        symbols = tuple(symbol[part * size : (part + 1) * size] for symbol in symbols for part in range(parts))
+    streams: tuple[Stream, ...] = planes
+    if in_blocks:
+        streams = (*streams, Stream("block_scales", 32, words) if words else Stream("block_scales", 8, blocks))
+    if codec.run_scale is not None:
+        streams = (*streams, Stream(codec.run_scale, 32, 1, RUN_TOKENS))
+    scale_bits = {"fp16": 16, "fp32": 32}.get(codec.scale_dtype, 0)
+    if codec.granularity == "token":
+        streams = (*streams, Stream("scale", scale_bits, 1))
+    kind = PER_BLOCK if in_blocks else PER_TOKEN if codec.granularity == "token" else PER_RUN
+    constants = Constants(
+        packing=tile_packing(0, packing)._replace(tile_width=len(symbols[0])),
+        element=codec.element,
+        bits=codec.format.bits,
+        fields_per_tile=fields_per_tile,
+        dim=codec.dim,
+        kind=kind.value,
+        scale_bits=scale_bits,
+        size=size,
+        blocks=blocks,
+        words=words,
+        in_order=in_order,
+        parts=parts,
+        global_scale=codec.run_scale == "global_scale",
+        steps=len(symbols),
+        planes=len(planes),
+    )
+    return Tiles(load, decode, factor, constants, len(symbols), symbols, streams, packings=(packing,))
+
+
+def is_exact(codec: Minifloat, streams: Mapping[str, torch.Tensor]) -> bool:
+    """Whether tiles hold every value: over the largest power of two of its token, none is too small for a binary16."""
+    if codec.scale_dtype != "e8m0" or not streams["block_scales"].numel():
+        return True
+    scales = streams["block_scales"].to(torch.int16)
+    smallest = ELEMENTS[codec.element].value(1)
+    # Powers of two are normal numbers, and their products with elements subnormal ones at most.
+    most = min(14 + (E2M1_EXPONENT.value if codec.element == "e2m1" else 0), round(math.log2(smallest)) - SMALLEST_HALF_EXPONENT)
+    largest = scales.amax(-1)
+    if bool((largest - scales.amin(-1) <= most).all()):
+        return True
+    # Blocks of zeros have the smallest power of two, and hold nothing that could be lost.
+    held = torch.nn.functional.pad(codec.digits(streams)[0] & (1 << codec.format.bits - 1) - 1, (0, codec.blocks * codec.block - codec.dim))
+    filled = held.reshape(*held.shape[:-1], codec.blocks, codec.block).amax(-1) > 0
+    return bool((largest - scales.masked_fill(~filled, 255).amin(-1) <= most).all())
+
+
+@triton.jit
+def load(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    CONSTANTS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """What rows hold of the tokens ``token``, ``[warp, token]``, from row ``first`` on.
+
+    - One int16 tile per plane, or per plane and part, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
+    - The scale of the token (``token_factors``) or of the run, float32 ``[warp, 1]``, if there is one.
+    - The scales of blocks, int32 ``[warp, token]``: words of four, or one each; then one tile per step where values load their own.
+    """
+    PACKING: tl.constexpr = CONSTANTS.packing
+    PLANES: tl.constexpr = CONSTANTS.planes
+    KIND: tl.constexpr = CONSTANTS.kind
+    PARTS: tl.constexpr = CONSTANTS.parts
+    if PARTS == 1:
+        loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
+    else:
+        loaded = ()
+        for number in tl.static_range(PLANES * PARTS):
+            begin = pointers[number // PARTS] + number % PARTS * PACKING.tile_width
+            loaded = loaded + (load_words(begin, first, token, valid, PACKING.width, PACKING.tile_width, MASKED, TRANSPOSED),)
+    if KIND == PER_TOKEN:
+        loaded = loaded + load_factors(pointers[PLANES], first, token, valid, CONSTANTS.scale_bits, 0, MASKED, FAST)
+    elif KIND == PER_RUN:
+        loaded = loaded + (_of_run(pointers[PLANES], token),)
+    else:
+        if CONSTANTS.global_scale:
+            loaded = loaded + (_of_run(pointers[PLANES + 1], token),)
+        loaded = loaded + _load_block_scales(pointers[PLANES], first, token, valid, CONSTANTS, MASKED)
+        if not CONSTANTS.in_order:
+            STEPS: tl.constexpr = CONSTANTS.steps
+            for step in tl.static_range(STEPS):
+                loaded = loaded + (_load_own_scales(pointers[PLANES], first, token, valid, CONSTANTS, step, MASKED, TRANSPOSED),)
+    return loaded
+
+
+@triton.jit
+def _of_run(pointer: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """The number of a run, float32 ``[warp, 1]``."""
+    return tl.load(pointer + tl.zeros((token.shape[0], 1), tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_block_scales(
+    scales: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
+) -> tl.tuple:
+    """The scales of a token's blocks, int32 ``[warp, token]`` each: words of four, the first in the lowest byte, or single ones."""
+    WORDS: tl.constexpr = CONSTANTS.words
+    BLOCKS: tl.constexpr = CONSTANTS.blocks
+    loaded = ()
+    if WORDS > 0 and WORDS & (WORDS - 1) == 0:
+        # A load costs the same however small it is.
+        address = scales + first * WORDS + (token[:, :, None] * WORDS + tl.arange(0, WORDS)[None, None, :])
+        if MASKED:
+            row = tl.load(address, valid[:, :, None], 0)
+        else:
+            row = tl.load(address)
+        loaded = parts_of(row)
+    elif WORDS > 0:
+        for word in tl.static_range(WORDS):
+            loaded = loaded + (load_per_token(scales, first, token, valid, WORDS, word, MASKED),)
+    else:
+        for block in tl.static_range(BLOCKS):
+            byte = load_per_token(scales, first, token, valid, BLOCKS, block, MASKED)
+            loaded = loaded + (byte.to(tl.int32) & 0xFF,)
+    return loaded
+
+
+@triton.jit
+def _load_own_scales(
+    scales: tl.tensor,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    CONSTANTS: tl.constexpr,
+    STEP: tl.constexpr,
+    MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+) -> tl.tensor:
+    """The scale of the block of each value of a step's tile, int32."""
+    PACKING: tl.constexpr = CONSTANTS.packing
+    BLOCKS: tl.constexpr = CONSTANTS.blocks
+    column = tl.arange(0, PACKING.tile_width)
+    channel = ((STEP * CONSTANTS.fields_per_tile + column // PACKING.width) * PACKING.width + column % PACKING.width)[None, :]
+    bytes_of = scales.to(tl.pointer_type(tl.int8))
+    address = bytes_of + first * BLOCKS + (of_tokens(token, TRANSPOSED) * BLOCKS + of_columns(channel, TRANSPOSED) // CONSTANTS.size)
+    mask = of_columns(channel < CONSTANTS.dim, TRANSPOSED)
+    if MASKED:
+        mask = mask & of_tokens(valid, TRANSPOSED)
+    return tl.load(address, mask, 0).to(tl.int32) & 0xFF
+
+
+@triton.jit
+def _scale_of_block(loaded: tl.tuple, AT: tl.constexpr, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
+    """The scale of a block among what was ``loaded`` from number ``AT`` on, int32 ``[warp, token]``."""
+    if CONSTANTS.words > 0:
+        scale = (loaded[AT + BLOCK // 4] >> (8 * (BLOCK % 4))) & 0xFF
+    else:
+        scale = loaded[AT + BLOCK]
+    return scale
+
+
+@triton.jit
+def _largest_scale(loaded: tl.tuple, AT: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
+    """The largest of a token's scales of blocks, int32 ``[warp, token]``."""
+    BLOCKS: tl.constexpr = CONSTANTS.blocks
+    largest = _scale_of_block(loaded, AT, 0, CONSTANTS)
+    for block in tl.static_range(1, BLOCKS):
+        largest = tl.maximum(largest, _scale_of_block(loaded, AT, block, CONSTANTS))
+    return largest
+
+
+@triton.jit
+def _factors_of_tile(
+    loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tensor:
+    """What elements of ``STEP`` are multiplied by, binary16 that broadcasts to a tile.
+
+    e4m3 are their scales. e8m0 are theirs over the largest of the token; elements that are smaller by 2^E2M1_EXPONENT then become what
+    they are.
+    """
+    AT: tl.constexpr = CONSTANTS.planes * CONSTANTS.parts + CONSTANTS.global_scale
+    PACKING: tl.constexpr = CONSTANTS.packing
+    ELEMENT: tl.constexpr = CONSTANTS.element
+    WIDTH: tl.constexpr = PACKING.width // CONSTANTS.parts
+    BLOCK: tl.constexpr = STEP * WIDTH // CONSTANTS.size
+    if not CONSTANTS.in_order:
+        scales = loaded[AT + (CONSTANTS.words if CONSTANTS.words > 0 else CONSTANTS.blocks) + STEP]
+    elif not (CONSTANTS.global_scale and CONSTANTS.words > 0):
+        scales = _scale_of_block(loaded, AT, BLOCK, CONSTANTS)
+    if CONSTANTS.global_scale and CONSTANTS.in_order and CONSTANTS.words > 0:
+        found = four_e4m3_as_f16(loaded[AT + BLOCK // 4], FAST)[BLOCK % 4]
+    elif CONSTANTS.global_scale:
+        found = e4m3_as_f16(scales)
+    else:
+        largest = _largest_scale(loaded, AT, CONSTANTS)
+        if not CONSTANTS.in_order:
+            largest = of_tokens(largest, TRANSPOSED)
+        found = power_as_f16(scales - largest + _lowered(ELEMENT))
+    if CONSTANTS.in_order:
+        found = of_tokens(found, TRANSPOSED)
+    return found
+
+
+@triton.constexpr_function
+def _lowered(element: str) -> int:
+    """Elements as tiles are smaller by 2 to this power."""
+    return E2M1_EXPONENT.value if element == "e2m1" else 0
+
+
+@triton.jit
+def decode(
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The elements of ``STEP`` times what ``factor`` leaves of their scales: one binary16 tile, ``[warp, token, column]`` or transposed."""
+    PACKING: tl.constexpr = CONSTANTS.packing
+    BITS: tl.constexpr = CONSTANTS.bits
+    PARTS: tl.constexpr = CONSTANTS.parts
+    ELEMENT: tl.constexpr = CONSTANTS.element
+    FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
+    if PARTS > 1:
+        BIT: tl.constexpr = STEP // PARTS * BITS
+        value = elements_as_f16(loaded[BIT // 16 * PARTS + STEP % PARTS], BIT % 16, ELEMENT, FAST)
+    elif FIELDS_PER_TILE == 1:
+        planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
+        value = elements_as_f16(planes[STEP * BITS // 16], STEP * BITS % 16, ELEMENT, FAST)
+    else:
+        planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
+        words = words_of_step(planes, column_fields, 0, PACKING, 0, BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
+        value = elements_as_f16(words, position_of_step(STEP, BITS, 1), ELEMENT, FAST)
+    if CONSTANTS.kind == PER_BLOCK:
+        value = product(value, _factors_of_tile(loaded, STEP, CONSTANTS, TRANSPOSED, FAST), FAST)
+    return (value,)
+
+
+@triton.jit
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """What values of a token are multiplied by: float32 ``[warp, token]``, or ``[warp, 1]`` where all tokens share it."""
+    AT: tl.constexpr = CONSTANTS.planes * CONSTANTS.parts
+    ELEMENT: tl.constexpr = CONSTANTS.element
+    LOWERED: tl.constexpr = _lowered(ELEMENT)
+    if CONSTANTS.kind == PER_TOKEN:
+        found = read_factors(loaded, AT, CONSTANTS.scale_bits, 0, FAST) * 2.0**LOWERED
+    elif CONSTANTS.kind == PER_RUN or CONSTANTS.global_scale:
+        found = loaded[AT] * 2.0**LOWERED
+    else:
+        found = power_as_f32(_largest_scale(loaded, AT, CONSTANTS))
+    return found

@@ -1,0 +1,122 @@
+"""Minifloats of words as tiles of binary16, and their scales of 8 bits (spec/codecs/minifloat.md).
+
+Two neighbouring values share a register (f16x2), and the inline PTX (``FAST``) works on both at once; without it the same functions are
+plain Triton.
+"""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# Tuples of tensors have one name whatever their length, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+from triton.language.target_info import cuda_capability_geq
+
+E2M1_EXPONENT = tl.constexpr(6)
+"""An e2m1 whose bits are those of an e4m3 is smaller by 2 to this power."""
+
+
+@triton.constexpr_function
+def _two_elements(element: str, position: int, converts: bool) -> str:
+    """The f16x2 of the elements from bit ``position`` up of two words; e2m1 smaller by 2^E2M1_EXPONENT.
+
+    ``converts``: the device converts two e4m3 at once; e2m1 are made of these, every other field of both words together. What several
+    fields share is written out for each, and done once.
+    """
+    upper = "prmt.b32 a, $1, 0, 0x2404;" if position == 0 else "mov.b32 a, $1;"
+    half = "high" if position >= 8 else "low"
+    converted = f"prmt.b32 a, a, 0, 0x3120; mov.b32 {{low, high}}, a; cvt.rn.f16x2.e4m3x2 $0, {half};"
+    if element == "e5m2":
+        return "prmt.b32 $0, $1, 0, 0x2404;" if position == 0 else "and.b32 $0, $1, 0xFF00FF00;"
+    if element == "e4m3" and converts:
+        return f"{{ .reg .b32 a; .reg .b16 low, high; mov.b32 a, $1; {converted} }}"
+    if element == "e4m3":
+        return f"""{{ .reg .b32 a, b, c;
+            {upper} and.b32 b, a, 0x80008000; shr.b32 a, a, 1; lop3.b32 a, a, 0x3F803F80, b, 0xEA;
+            mov.b32 c, 0x5C005C00; mul.rn.f16x2 $0, a, c; }}"""
+    if converts:
+        moved = (
+            "and.b32 a, $1, 0x80808080; shr.b32 b, $1, 2;"
+            if position % 8
+            else "shl.b32 a, $1, 4; and.b32 a, a, 0x80808080; shl.b32 b, $1, 2;"
+        )
+        return f"{{ .reg .b32 a, b; .reg .b16 low, high; {moved} lop3.b32 a, b, 0x1C1C1C1C, a, 0xEA; {converted} }}"
+    shift = 9 - position
+    magnitude = f"shl.b32 b, $1, {shift};" if shift > 0 else f"shr.b32 b, $1, {-shift};"
+    sign = f"shl.b32 a, $1, {12 - position}; and.b32 a, a, 0x80008000;" if position < 12 else "and.b32 a, $1, 0x80008000;"
+    return f"""{{ .reg .b32 a, b; {sign} {magnitude} lop3.b32 a, b, 0x0E000E00, a, 0xEA;
+        mov.b32 b, 0x5C005C00; mul.rn.f16x2 $0, a, b; }}"""
+
+
+@triton.jit
+def elements_as_f16(word: tl.tensor, POSITION: tl.constexpr, ELEMENT: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The elements from bit ``POSITION`` up of each word, binary16; e2m1 smaller by 2^E2M1_EXPONENT."""
+    if FAST:
+        CONVERTS: tl.constexpr = cuda_capability_geq(8, 9)
+        value = tl.inline_asm_elementwise(
+            _two_elements(ELEMENT, POSITION, CONVERTS), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        code = word.to(tl.int32) >> POSITION
+        if ELEMENT == "e5m2":
+            value = ((code & 0xFF) << 8).to(tl.int16).to(tl.float16, bitcast=True)
+        elif ELEMENT == "e4m3":
+            bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+            value = bits.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+        else:
+            bits = ((code & 8) << 12) | ((code & 7) << 9)
+            value = bits.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+    return value
+
+
+@triton.jit
+def e4m3_as_f16(byte: tl.tensor) -> tl.tensor:
+    """e4m3 without a sign, int32, binary16."""
+    half = (byte << 7).to(tl.int16).to(tl.float16, bitcast=True)
+    return half * 256.0
+
+
+FOUR_E4M3 = tl.constexpr(
+    """{ .reg .b32 a, b; .reg .b16 low, high;
+        prmt.b32 a, $4, $5, 0x5140; prmt.b32 b, $4, $5, 0x7362;
+        mov.b32 {low, high}, a; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high;
+        mov.b32 {low, high}, b; cvt.rn.f16x2.e4m3x2 $2, low; cvt.rn.f16x2.e4m3x2 $3, high; }"""
+)
+"""The four e4m3 of two words: four f16x2, each of one byte of either word."""
+
+
+@triton.jit
+def four_e4m3_as_f16(word: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
+    """The four e4m3 without signs of each word, int32, binary16."""
+    CONVERTS: tl.constexpr = FAST and cuda_capability_geq(8, 9)
+    if CONVERTS:
+        found = tl.inline_asm_elementwise(
+            FOUR_E4M3,
+            "=&r,=&r,=&r,=&r,r,r",
+            [word],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        found = (
+            e4m3_as_f16(word & 0xFF),
+            e4m3_as_f16((word >> 8) & 0xFF),
+            e4m3_as_f16((word >> 16) & 0xFF),
+            e4m3_as_f16((word >> 24) & 0xFF),
+        )
+    return found
+
+
+@triton.jit
+def power_as_f16(exponent: tl.tensor) -> tl.tensor:
+    """2 to the power of ``exponent``, int32 up to 15, binary16; 0 below -14."""
+    return (tl.maximum(exponent + 15, 0) << 10).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def power_as_f32(exponent: tl.tensor) -> tl.tensor:
+    """2^(``exponent`` - 127) of e8m0, int32, float32."""
+    return tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)

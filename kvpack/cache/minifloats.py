@@ -1,0 +1,248 @@
+"""Minifloats: keys or values in fp8, mxfp8, mxfp4 or nvfp4 as an engine keeps them, packed and given back bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.coding.modes import own_modes
+from kvpack.formats.columns import default_fields
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite
+from kvpack.formats.minifloat import BLOCKS, E8M0_NAN, ELEMENTS, Minifloat
+
+from .pages import Page
+from .side import Side
+
+if TYPE_CHECKING:
+    from typing import Self
+
+ELEMENT_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+"""Elements by torch dtype, one per value."""
+
+# torch has these from 2.7 and 2.8 on.
+_E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)
+_E2M1: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
+_SCALES = {torch.float32: "fp32", torch.float16: "fp16"}
+_LARGEST = 3.4e38
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Minifloats:
+    """The keys or the values of one layer as an engine keeps them.
+
+    ``elements`` is ``[batch, kv_head, token, dim]`` of torch.float8_e4m3fn or float8_e5m2, or ``[batch, kv_head, token, dim / 2]`` of
+    torch.float4_e2m1fn_x2, with the even channel in the lower 4 bits. They may be uint8 too if ``element`` names them: e4m3, e5m2 or e2m1.
+
+    ``scales`` says how values share scales:
+
+    - float32 or float16 of one number, or ``[batch, 1, 1]``: per tensor; ``[kv_head]`` or ``[batch, kv_head, 1]``: per head;
+      ``[batch, kv_head, token]``: per token. ``granularity`` ("tensor", "head", "token") decides where the shape leaves a choice.
+    - float8_e8m0fnu (or uint8) ``[batch, kv_head, token, dim / 32]``: mxfp8 and mxfp4.
+    - float8_e4m3fn (or uint8) ``[batch, kv_head, token, dim / 16]`` with ``global_scale``, float32 of one number or
+      ``[batch, 1, 1]``: nvfp4. Rows are in the order of tokens and blocks, not swizzled for matrix units.
+
+    Raises InvalidDtype, InvalidShape, InvalidParameter, and NonFinite for elements, scales or products that are NaN or infinite.
+    Source: spec/codecs/minifloat.md.
+    """
+
+    elements: torch.Tensor
+    scales: torch.Tensor
+    global_scale: torch.Tensor | None = None
+    element: str | None = None
+    granularity: str | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.codec
+        with own_modes(self.elements.device):
+            self._check_values()
+
+    def __repr__(self) -> str:
+        return f"Minifloats({self.codec.element} {list(self.shape)}, {self.codec.scale_dtype} scales per {self.codec.granularity})"
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(batch, kv_head, token, dim)``."""
+        batch, heads, tokens, last = self.elements.shape
+        return batch, heads, tokens, 2 * last if self._element == "e2m1" else last
+
+    @cached_property
+    def _element(self) -> str:
+        dtype = self.elements.dtype
+        named = ELEMENT_DTYPES.get(dtype) or ("e2m1" if dtype == _E2M1 and _E2M1 is not None else None)
+        if named is None and dtype != torch.uint8:
+            raise InvalidDtype(f"elements are {dtype}, expected float8_e4m3fn, float8_e5m2, float4_e2m1fn_x2 or uint8")
+        if self.element is not None and self.element not in ELEMENTS:
+            raise InvalidParameter(f"element is {self.element!r}, expected one of {', '.join(ELEMENTS)}")
+        if named is None and self.element is None:
+            raise InvalidParameter(f"elements are uint8: name them with element=, one of {', '.join(ELEMENTS)}")
+        if named is not None and self.element not in (None, named):
+            raise InvalidParameter(f"elements are {dtype}, which is {named}, and element is {self.element!r}: leave it out")
+        found = named or self.element
+        assert found is not None
+        return found
+
+    @cached_property
+    def codec(self) -> Minifloat:
+        """The codec that stores these elements and scales as they are."""
+        if self.elements.dim() != 4:
+            raise InvalidShape(
+                f"elements: rank {self.elements.dim()}, shape {list(self.elements.shape)}; expected [batch, kv_head, token, dim]"
+            )
+        if not self.elements.shape[0] or not self.elements.shape[1] or not self.elements.shape[2]:
+            raise InvalidShape(f"elements: shape {list(self.elements.shape)}; there is at least one sequence, one head and one token")
+        if self.scales.device != self.elements.device:
+            raise InvalidParameter(f"scales are on {self.scales.device} and elements on {self.elements.device}: move them to one device")
+        granularity, scale_dtype = self._of_blocks() or self._of_numbers()
+        if self.granularity not in (None, granularity):
+            raise InvalidParameter(f"granularity is {self.granularity!r}, and the scales {list(self.scales.shape)} are per {granularity}")
+        dim = self.shape[3]
+        return Minifloat(
+            dim, self._element, granularity, scale_dtype, (("codes", default_fields(dim, (1 << ELEMENTS[self._element].bits,))),)
+        )
+
+    def _of_blocks(self) -> tuple[str, str] | None:
+        """The granularity and dtype of scales of blocks; None for other scales."""
+        dtype = self.scales.dtype
+        if dtype in _SCALES:
+            if self.global_scale is not None:
+                raise InvalidParameter(f"global_scale is given with scales of {dtype}; expected float8_e4m3fn or uint8 (nvfp4)")
+            return None
+        if dtype == torch.float8_e4m3fn or (dtype == torch.uint8 and self.global_scale is not None):
+            if self.global_scale is None:
+                raise InvalidParameter("scales are float8_e4m3fn (nvfp4): give global_scale too, 1 where the engine has none")
+            scale_dtype = "e4m3"
+        elif dtype == torch.uint8 or (dtype == _E8M0 and _E8M0 is not None):
+            if self.global_scale is not None:
+                raise InvalidParameter(f"global_scale is given with scales of {dtype}; expected float8_e4m3fn or uint8 (nvfp4)")
+            scale_dtype = "e8m0"
+        else:
+            raise InvalidDtype(f"scales are {dtype}, expected float32, float16, float8_e8m0fnu, float8_e4m3fn or uint8")
+        batch, heads, tokens, dim = self.shape
+        expected = (batch, heads, tokens, -(-dim // BLOCKS[scale_dtype]))
+        if tuple(self.scales.shape) != expected:
+            raise InvalidShape(f"scales: shape {list(self.scales.shape)}, expected {list(expected)} for {scale_dtype} scales")
+        return "block", scale_dtype
+
+    def _of_numbers(self) -> tuple[str, str]:
+        batch, heads, tokens, _ = self.shape
+        shapes = {
+            "tensor": ((), (1,), (batch, 1, 1), (1, 1, 1)),
+            "head": ((heads,), (batch, heads, 1)),
+            "token": ((batch, heads, tokens),),
+        }
+        found = next((name for name in (*shapes, None) if name is None or self._asks_for(name, shapes[name])), None)
+        if found is None:
+            asked = f"per {self.granularity}" if self.granularity in shapes else "per tensor, head or token"
+            raise InvalidShape(
+                f"scales: shape {list(self.scales.shape)} {asked}; expected one number or {[batch, 1, 1]} per tensor, {[heads]} or "
+                f"{[batch, heads, 1]} per head, {[batch, heads, tokens]} per token"
+            )
+        return found, _SCALES[self.scales.dtype]
+
+    def _asks_for(self, granularity: str, shapes: tuple[tuple[int, ...], ...]) -> bool:
+        return self.granularity in (None, granularity) and tuple(self.scales.shape) in shapes
+
+    @cached_property
+    def _bytes(self) -> torch.Tensor:
+        return self.elements.contiguous().view(torch.uint8)
+
+    def _numbers(self, given: torch.Tensor, heads: int) -> torch.Tensor:
+        """Scales of one row per run, ``[batch, heads, 1]``."""
+        return given.reshape(-1 if given.dim() == 3 else 1, heads, 1).expand(self.shape[0], heads, 1).contiguous()
+
+    @cached_property
+    def streams(self) -> dict[str, torch.Tensor]:
+        """The streams of the codec: the codes in their packing, and the scales as given."""
+        codes = self._bytes
+        if self._element == "e2m1":
+            codes = torch.stack([codes & 0xF, codes >> 4], -1).flatten(-2)
+        packed = self.codec.pack("codes", codes.to(torch.int32))
+        if self.codec.granularity == "block":
+            packed["block_scales"] = self.scales.contiguous().view(torch.uint8)
+            if self.global_scale is not None:
+                packed["global_scale"] = self._numbers(self._checked_global_scale(self.global_scale), 1)
+        elif self.codec.granularity == "token":
+            packed["scale"] = self.scales.contiguous()
+        else:
+            packed["scale"] = self._numbers(self.scales, self.shape[1] if self.codec.granularity == "head" else 1)
+        return packed
+
+    def _checked_global_scale(self, scale: torch.Tensor) -> torch.Tensor:
+        if scale.dtype != torch.float32:
+            raise InvalidDtype(f"global_scale is {scale.dtype}, expected float32")
+        if tuple(scale.shape) not in ((), (1,), (1, 1, 1), (self.shape[0], 1, 1)):
+            raise InvalidShape(f"global_scale: shape {list(scale.shape)}, expected one number or {[self.shape[0], 1, 1]}")
+        if scale.device != self.elements.device:
+            raise InvalidParameter(f"global_scale is on {scale.device} and elements on {self.elements.device}: move them to one device")
+        return scale
+
+    def _check_values(self) -> None:
+        """Raise NonFinite for what no file holds, by the name of the format and the first place."""
+        form, streams = ELEMENTS[self._element], self.streams
+        if form.finite < 1 << form.bits - 1:
+            _refuse((self._bytes & 0x7F) >= form.finite, f"an {self._element} of elements", self._bytes)
+        largest = form.largest
+        if self.codec.granularity == "block":
+            nan = E8M0_NAN if self.codec.scale_dtype == "e8m0" else ELEMENTS["e4m3"].finite
+            codes = streams["block_scales"]
+            _refuse(codes >= nan, f"an {self.codec.scale_dtype} of scales", codes, "NaN or below zero")
+            largest *= 2.0 ** (int(codes.max()) - 127) if self.codec.scale_dtype == "e8m0" else ELEMENTS["e4m3"].largest
+        for name in ("scale", "global_scale"):
+            if name in streams:
+                _refuse(~torch.isfinite(streams[name]), f"a number of {name}", streams[name])
+                largest *= float(streams[name].abs().max())
+        if largest > _LARGEST:
+            values = self.codec.decode(streams)
+            _refuse(~torch.isfinite(values), "a value, an element times its scales,", values)
+
+    def side(self, window: int = 0) -> Side:
+        """The packed side, which holds every bit of the elements and scales; tokens that are appended wait for ``window`` of them."""
+        batch, heads, tokens, dim = self.shape
+        tail = torch.empty(batch, heads, 0, dim, dtype=torch.bfloat16, device=self.elements.device)
+        return Side(self.codec, (Page(self.codec, tokens, self.streams),), tail, window)
+
+    @classmethod
+    def of(cls, side: Side) -> Self:
+        """The elements and scales of a packed side, bit for bit; e2m1 as uint8, two per byte, and scales in the longest of their shapes.
+
+        Raises InvalidParameter for another codec, for a raw tail and for runs of different scales, and InvalidShape for an odd dim of e2m1.
+        """
+        codec = side.codec
+        if not isinstance(codec, Minifloat):
+            raise InvalidParameter(
+                f"the side is stored by the codec {codec.id}, expected minifloat without side-cars: convert the cache first"
+            )
+        if side.tail.shape[2] or not side.pages:
+            raise InvalidParameter(
+                f"the side has {side.packed_tokens} packed tokens and a raw tail of {side.tail.shape[2]}: take a prefix of packed ones"
+            )
+        with own_modes(side.device):
+            pages = side.merged().pages
+            if len(pages) > 1:
+                raise InvalidParameter(
+                    f"the side has {len(pages)} runs of different scales, the first of {pages[0].tokens} tokens: take slices"
+                )
+            streams = pages[0].streams
+            codes = codec.digits(streams)[0].to(torch.uint8)
+            if codec.element == "e2m1":
+                if codec.dim % 2:
+                    raise InvalidShape(f"e2m1 at head dim {codec.dim}: bytes of two elements need an even one")
+                elements = codes[..., 0::2] | codes[..., 1::2] << 4
+            else:
+                elements = codes.view(next(dtype for dtype, name in ELEMENT_DTYPES.items() if name == codec.element))
+            if codec.granularity != "block":
+                return cls(elements, streams["scale"], None, codec.element, codec.granularity)
+            dtype = torch.float8_e4m3fn if codec.scale_dtype == "e4m3" else _E8M0 or torch.uint8
+            scales = streams["block_scales"].contiguous().view(dtype)
+            return cls(elements, scales, streams.get("global_scale"), codec.element, codec.granularity)
+
+
+def _refuse(wrong: torch.Tensor, what: str, values: torch.Tensor, fault: str = "NaN or infinite") -> None:
+    if wrong.any():
+        at = [int(i) for i in torch.nonzero(wrong)[0]]
+        found = values[tuple(at)].item()
+        shown = f"{found:#04x}" if isinstance(found, int) else str(found)
+        raise NonFinite(f"{what} at {at} is {shown}, which is {fault}; kvpack stores finite values")

@@ -1,0 +1,217 @@
+"""Caches that engines keep in fp8, mxfp8, mxfp4 and nvfp4: in and out bit for bit, through a file, attended, and refused by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
+E2M1 = getattr(torch, "float4_e2m1fn_x2", None)
+BATCH, HEADS, TOKENS, DIM = 2, 3, 37, 64
+
+
+def random_values(seed: int, dim: int = DIM) -> torch.Tensor:
+    return torch.randn(BATCH, HEADS, TOKENS, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def packed_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """Two e2m1 per byte, the even channel in the lower bits, by a search over all 16 values (OCP MX, table 5)."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    codes = (x[..., None] - table).abs().argmin(-1).to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def values_of_e2m1(packed: torch.Tensor) -> torch.Tensor:
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    return table[torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()]
+
+
+def engine_side(name: str, seed: int) -> tuple[dict[str, Any], torch.Tensor]:
+    """The arguments of one format, made by torch alone, and the values that they stand for in binary64."""
+    x = random_values(seed)
+    if name.startswith("fp8"):
+        dtype = torch.float8_e5m2 if "e5m2" in name else torch.float8_e4m3fn
+        axes = {"tensor": (0, 1, 2, 3), "head": (0, 2, 3), "token": (3,)}[name.split()[-1]]
+        scale = x.abs().amax(axes, keepdim=True) / torch.finfo(dtype).max
+        scale = scale.to(torch.float16) if name.startswith("fp8 fp16") else scale
+        elements = (x / scale.float()).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+        shapes = {"tensor": (), "head": (HEADS,), "token": (BATCH, HEADS, TOKENS)}
+        return {"elements": elements, "scales": scale.reshape(shapes[name.split()[-1]])}, elements.double() * scale.double()
+    if name == "nvfp4":
+        unit = x.abs().amax() / (6 * 448)
+        blocks = x.unflatten(-1, (-1, 16))
+        scales = (blocks.abs().amax(-1) / 6 / unit).to(torch.float8_e4m3fn)
+        elements = packed_e2m1((blocks / (scales.float() * unit)[..., None]).flatten(-2))
+        expected = values_of_e2m1(elements).double() * scales.double().repeat_interleave(16, -1) * unit.double()
+        return {"elements": elements, "scales": scales, "global_scale": unit, "element": "e2m1"}, expected
+    blocks = x.unflatten(-1, (-1, 32))
+    emax = {"mxfp8": 8, "mxfp4": 2}[name]
+    exponent = torch.floor(torch.log2(blocks.abs().amax(-1))) - emax
+    scaled = (blocks / torch.exp2(exponent)[..., None]).flatten(-2)
+    codes = (exponent + 127).to(torch.uint8)
+    of_values = torch.exp2(exponent.double()).repeat_interleave(32, -1)
+    if name == "mxfp8":
+        elements = scaled.clamp(-448, 448).to(torch.float8_e4m3fn)
+        return {"elements": elements, "scales": codes.view(E8M0)}, elements.double() * of_values
+    elements = packed_e2m1(scaled)
+    return {"elements": elements, "scales": codes.view(E8M0), "element": "e2m1"}, values_of_e2m1(elements).double() * of_values
+
+
+FORMATS = ("fp8 tensor", "fp8 e5m2 head", "fp8 fp16 token", "mxfp8", "mxfp4", "nvfp4")
+
+
+def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_an_engine_keeps_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    sides, expected = zip(*(engine_side(name, seed) for seed in (1, 2)), strict=True)
+    k, v = (kvpack.Minifloats(**arguments) for arguments in sides)
+    cache = kvpack.Cache((kvpack.Layer(k.side(), v.side()),), "engine")
+    kvpack.save(cache, tmp_path / "x.kvpack")
+    loaded = kvpack.load(tmp_path / "x.kvpack")
+    for side, given, values in zip(loaded[0].sides.values(), sides, expected, strict=True):
+        assert torch.equal(side.unpack(torch.float32), values.to(torch.float32))
+        found = kvpack.Minifloats.of(side)
+        assert same_bits(found.elements, given["elements"])
+        wide = given["scales"].reshape({"head": (1, HEADS, 1), "tensor": (1, 1, 1)}.get(found.granularity or "", given["scales"].shape))
+        assert same_bits(found.scales, wide.expand(found.scales.shape))
+        assert (found.global_scale is None) == (name != "nvfp4")
+        if found.global_scale is not None:
+            assert found.global_scale.flatten().tolist() == [given["global_scale"].item()] * BATCH
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_is_attended_and_goes_on(name: str) -> None:
+    (k, k_values), (v, v_values) = engine_side(name, 1), engine_side(name, 2)
+    layer = kvpack.Layer(kvpack.Minifloats(**k).side(), kvpack.Minifloats(**v).side())
+    q = torch.randn(BATCH, 2 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(3))
+    more = random_values(4)[:, :, :5]
+    for appended in (0, 5):
+        if appended:
+            layer = layer.append(more, more)
+            found = [side.unpack(torch.float32)[:, :, TOKENS:].double() for side in layer.sides.values()]
+            assert all(((one - more).norm() / more.norm()) < 0.2 for one in found)
+            k_values, v_values = (torch.cat([one, new], 2) for one, new in zip((k_values, v_values), found, strict=True))
+        keys, values = (x.repeat_interleave(2, 1) for x in (k_values, v_values))
+        expected = torch.softmax(q.double() @ keys.transpose(-1, -2) / DIM**0.5, -1) @ values
+        assert (kvpack.attend(q, layer) - expected).norm() / expected.norm() < 1e-5
+
+
+RECIPES = {"fp8 tensor": "fp8", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_pack_takes_it_if_the_recipe_is_of_its_format(name: str) -> None:
+    (k, expected), (v, _) = engine_side(name, 1), engine_side(name, 2)
+    pair = (kvpack.Minifloats(**k), kvpack.Minifloats(**v))
+    for given in ([pair], pair):
+        cache = kvpack.pack(given, f"{RECIPES[name]};tail=16")
+        assert torch.equal(cache.unpack(torch.float32)[0][0], expected.to(torch.float32))
+        assert cache[0].k.window == 16
+    with pytest.raises(InvalidParameter, match=r"layers\[0\].k: the recipe stores .*'octahedral'.*: name that format"):
+        kvpack.pack([pair], "octopus-3")
+    with pytest.raises(InvalidShape, match="batch, kv_head and token must agree"):
+        kvpack.pack([(pair[0], torch.zeros(BATCH, HEADS, TOKENS + 1, DIM))], RECIPES[name])
+
+
+def test_bytes_are_taken_by_the_name_of_their_element() -> None:
+    arguments, expected = engine_side("fp8 tensor", 1)
+    given = kvpack.Minifloats(arguments["elements"].view(torch.uint8), arguments["scales"], element="e4m3")
+    assert torch.equal(given.side().unpack(torch.float32), expected.to(torch.float32))
+    assert repr(given) == f"Minifloats(e4m3 {[BATCH, HEADS, TOKENS, DIM]}, fp32 scales per tensor)"
+    nvfp4, expected = engine_side("nvfp4", 1)
+    nvfp4["scales"] = nvfp4["scales"].view(torch.uint8)
+    assert torch.equal(kvpack.Minifloats(**nvfp4).side().unpack(torch.float32), expected.to(torch.float32))
+    mxfp4, expected = engine_side("mxfp4", 1)
+    mxfp4["scales"] = mxfp4["scales"].view(torch.uint8)
+    assert torch.equal(kvpack.Minifloats(**mxfp4).side().unpack(torch.float32), expected.to(torch.float32))
+    if E2M1 is not None:
+        mxfp4["elements"], mxfp4["element"] = mxfp4["elements"].view(E2M1), None
+        assert torch.equal(kvpack.Minifloats(**mxfp4).side().unpack(torch.float32), expected.to(torch.float32))
+
+
+def test_strided_elements_are_taken() -> None:
+    """Engines keep tokens before heads, and keys beside values."""
+    arguments, expected = engine_side("fp8 token", 1)
+    pages = torch.empty(BATCH, TOKENS, HEADS, 2, DIM, dtype=torch.uint8)
+    pages[..., 0, :] = arguments["elements"].view(torch.uint8).transpose(1, 2)
+    elements = pages[..., 0, :].transpose(1, 2).view(torch.float8_e4m3fn)
+    assert torch.equal(kvpack.Minifloats(elements, arguments["scales"]).side().unpack(torch.float32), expected.to(torch.float32))
+
+
+def test_one_token_is_per_token_if_it_says_so() -> None:
+    elements = torch.ones(1, 2, 1, 8).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[[2.0], [3.0]]])
+    assert kvpack.Minifloats(elements, scales).codec.granularity == "head"
+    assert kvpack.Minifloats(elements, scales, granularity="token").codec.granularity == "token"
+
+
+def test_runs_of_several_scales_are_given_in_slices() -> None:
+    arguments, _ = engine_side("fp8 tensor", 1)
+    side = kvpack.Minifloats(**arguments).side().append(1000 * random_values(2)[:, :, :4])
+    with pytest.raises(InvalidParameter, match="2 runs of different scales, the first of 37 tokens: take slices"):
+        kvpack.Minifloats.of(side)
+    assert same_bits(kvpack.Minifloats.of(side.slice(0, TOKENS)).elements, arguments["elements"])
+    with pytest.raises(InvalidParameter, match="by the codec group, expected minifloat"):
+        kvpack.Minifloats.of(kvpack.pack([(random_values(1), None)], "kivi-2")[0].k)
+    with pytest.raises(InvalidParameter, match="a raw tail of 5"):
+        kvpack.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8;tail=32")[0].k)
+
+
+def changed(name: str, **changes: Any) -> dict[str, Any]:
+    return engine_side(name, 1)[0] | changes
+
+
+def with_code(name: str, part: str, code: int) -> dict[str, Any]:
+    arguments = engine_side(name, 1)[0]
+    arguments[part].view(torch.uint8)[0, 1, 2, 1] = code
+    return arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (changed("fp8 tensor", elements=torch.ones(1, 1, 1, 4)), InvalidDtype, "elements are torch.float32, expected float8_e4m3fn"),
+        (changed("fp8 tensor", elements=torch.ones(2, 3, 4).to(torch.float8_e5m2)), InvalidShape, "elements: rank 3"),
+        (changed("mxfp4", element=None), InvalidParameter, "elements are uint8: name them with element=, one of e4m3, e5m2, e2m1"),
+        (changed("mxfp4", element="int4"), InvalidParameter, "element is 'int4', expected one of"),
+        (changed("fp8 tensor", element="e5m2"), InvalidParameter, "which is e4m3, and element is 'e5m2'"),
+        (changed("fp8 tensor", scales=torch.ones(5)), InvalidShape, r"scales: shape \[5\] per tensor, head or token; expected one number"),
+        (changed("fp8 token", granularity="head"), InvalidShape, r"scales: shape \[2, 3, 37\] per head"),
+        (changed("fp8 tensor", scales=torch.ones(1).bfloat16()), InvalidDtype, "scales are torch.bfloat16, expected float32"),
+        (changed("fp8 tensor", global_scale=torch.ones(1)), InvalidParameter, "global_scale is given with scales of torch.float32"),
+        (changed("nvfp4", global_scale=None), InvalidParameter, "give global_scale too"),
+        (changed("nvfp4", global_scale=torch.ones(1).half()), InvalidDtype, "global_scale is torch.float16, expected float32"),
+        (changed("nvfp4", global_scale=torch.ones(3)), InvalidShape, r"global_scale: shape \[3\]"),
+        (changed("mxfp8", scales=torch.full((2, 3, 37, 3), 127, dtype=torch.uint8)), InvalidShape, r"expected \[2, 3, 37, 2\] for e8m0"),
+        (changed("nvfp4", granularity="token"), InvalidParameter, "granularity is 'token', and the scales .* are per block"),
+        (with_code("fp8 tensor", "elements", 0xFF), NonFinite, r"an e4m3 of elements at \[0, 1, 2, 1\] is 0xff, which is NaN or infinite"),
+        (with_code("fp8 e5m2 head", "elements", 0x7C), NonFinite, r"an e5m2 of elements at .* is 0x7c"),
+        (with_code("mxfp8", "scales", 0xFF), NonFinite, r"an e8m0 of scales at \[0, 1, 2, 1\] is 0xff, which is NaN"),
+        (with_code("nvfp4", "scales", 0x80), NonFinite, r"an e4m3 of scales at .* is 0x80, which is NaN or below zero"),
+        (with_code("mxfp8", "scales", 0xFE), NonFinite, "a value, an element times its scales, at .* is -?inf"),
+        (changed("fp8 tensor", scales=torch.tensor(float("nan"))), NonFinite, "a number of scale at .* is nan"),
+    ],
+    ids=lambda case: str(case)[:40] if isinstance(case, str) else "",
+)
+def test_what_cannot_be_stored_is_refused_by_name(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        kvpack.Minifloats(**arguments)
+
+
+def test_an_odd_head_dim_of_e2m1_has_no_bytes_of_two() -> None:
+    side = kvpack.pack([(random_values(1, 33), None)], "nvfp4")[0].k
+    with pytest.raises(InvalidShape, match="e2m1 at head dim 33"):
+        kvpack.Minifloats.of(side)

@@ -848,6 +848,74 @@ def of_8_bits(row: Numbers, member: int, k: float) -> float:
     return f16(f32(r * abs(r)))
 
 
+# codecs/minifloat.md -------------------------------------------------------------------------------------------------
+
+ELEMENTS = {"e4m3": (8, 4, 3, 7), "e5m2": (8, 5, 2, 15), "e2m1": (4, 2, 1, 1)}
+"""Bits, bits of the exponent and of the fraction, and bias."""
+NOT_FINITE = {"e4m3": range(0x7F, 0x80), "e5m2": range(0x7C, 0x80), "e2m1": range(0)}
+"""Codes without their sign that are NaN or infinity."""
+
+
+def element(name: str, c: int) -> float:
+    """Decode, step 2; with a finite code."""
+    bits, _, fraction_bits, bias = ELEMENTS[name]
+    g, rest = divmod(c, 2 ** (bits - 1))
+    e, f = divmod(rest, 2**fraction_bits)
+    value = 2.0 ** (e - bias) * (1 + f / 2**fraction_bits) if e else 2.0 ** (1 - bias) * f / 2**fraction_bits
+    return -value if g else value
+
+
+def minifloat(entry: Mapping[str, Any]) -> Codec:
+    page = "codecs/minifloat.md"
+    in_blocks = {"e8m0": 32, "e4m3": 16}
+    of_blocks = entry.get("granularity") == "block"
+    dim, name, granularity, scale_dtype, fields = take_parameters(
+        entry,
+        {
+            "dim": range(1, MAX_DIM + 1),
+            "element": ELEMENTS,
+            "granularity": ("tensor", "head", "token", "block"),
+            "scale_dtype": in_blocks if of_blocks else HALF_OR_SINGLE,
+            "fields": dict,
+        },
+    )
+    require(scale_dtype != "e4m3" or name == "e2m1", f"{page}, Parameters and ranges", f"scale_dtype is e4m3 and element {name}")
+    bits = ELEMENTS[name][0]
+    codes = packings("minifloat", fields, dim, {"codes": one_digit(2**bits)})
+    size = in_blocks[scale_dtype] if of_blocks else dim
+    if of_blocks:
+        streams = [NumberStream("block_scales", "U8", (ceil_div(dim, size),))]
+        if scale_dtype == "e4m3":
+            streams.append(NumberStream("global_scale", "F32", (), per_head=False, per="run"))
+    else:
+        per = "tokens" if granularity == "token" else "run"
+        streams = [NumberStream("scale", HALF_OR_SINGLE[scale_dtype], (), per_head=granularity != "tensor", per=per)]
+
+    def decode(digits: Digits, row: Numbers) -> list[float]:
+        values = []
+        for j, c in enumerate(digits["codes"][0]):
+            v = element(name, c)
+            if not of_blocks:
+                values.append(f32(v * row["scale"][0]))
+                continue
+            k = int(row["block_scales"][j // size])
+            values.append(f32(v * 2.0 ** (k - 127)) if scale_dtype == "e8m0" else f32(v * element("e4m3", k) * row["global_scale"][0]))
+        return values
+
+    def tolerance(digits: Digits, row: Numbers) -> list[float]:
+        return [0.0] * dim
+
+    def check(where: str, digits: Digits, row: Numbers) -> None:
+        special = f"{page}, Special values"
+        for j, c in enumerate(digits["codes"][0]):
+            require(c % 2 ** (bits - 1) not in NOT_FINITE[name], special, f"{where}: the element {c:#04x} of channel {j} is not finite")
+        for number in row["block_scales"] if of_blocks else ():
+            limit = 0xFE if scale_dtype == "e8m0" else 0x7E
+            require(number <= limit, special, f"{where}: a {scale_dtype} of block_scales is {int(number):#04x}")
+
+    return Codec("minifloat", dim, 1, codes, streams, decode, tolerance, check)
+
+
 # codecs/octahedral.md ------------------------------------------------------------------------------------------------
 
 
@@ -1272,6 +1340,7 @@ def polar(entry: Mapping[str, Any]) -> Codec:
 CODECS: dict[str, Callable[[Mapping[str, Any]], Codec]] = {
     "raw": raw,
     "group": group,
+    "minifloat": minifloat,
     "octahedral": octahedral,
     "quaternion": quaternion,
     "angle": angle,
@@ -1447,6 +1516,10 @@ class File:
     layers: list[dict[str, Side | None]]
     tensors: list[Tensor]
 
+    @property
+    def metadata(self) -> dict[str, str | int | float]:
+        return take_metadata(self.ignorable.get("metadata", b""))
+
 
 FIELDS = "container.md, Fields"
 POSITIONS = "container.md, Layer positions"
@@ -1522,6 +1595,34 @@ def take_starts(file: File, named: bool) -> list[int]:
         require(start == file.start or any(layer.values()), POSITIONS, f"layer {number} has no side, and starts at {start}")
     require(starts != [file.start] * len(starts), POSITIONS, f"every layer starts at {file.start}")
     return starts
+
+
+def take_metadata(data: bytes) -> dict[str, str | int | float]:
+    """container.md, Metadata; none for bytes of another form."""
+    found: dict[str, str | int | float] = {}
+    at, last = 0, b""
+    while at < len(data):
+        end = at + 1 + data[at]
+        name, kind = data[at + 1 : end], data[end : end + 1]
+        size = int.from_bytes(data[end + 1 : end + 5], "little") if kind == b"\0" else 8
+        begin = end + (5 if kind == b"\0" else 1)
+        at = begin + size
+        if name <= last or kind not in (b"\0", b"\1", b"\2") or at > len(data) or (kind == b"\0" and size > MAX_STRING_BYTES):
+            return {}
+        value: str | int | float
+        try:
+            if kind == b"\0":
+                value = data[begin:at].decode()
+            elif kind == b"\1":
+                value = int.from_bytes(data[begin:at], "little", signed=True)
+            else:
+                (value,) = struct.unpack("<d", data[begin:at])
+            found[name.decode()], last = value, name
+        except UnicodeDecodeError:
+            return {}
+        if isinstance(value, float) and not math.isfinite(value):
+            return {}
+    return found if len(found) <= MAX_NAMES else {}
 
 
 def take_codec(entry: Any, what: str) -> Codec:

@@ -40,18 +40,34 @@ def write_file(
     begin: Callable[[int], None] | None = None,
     complete: Callable[[int], None] | None = None,
 ) -> int:
-    """Replace ``path`` with the bytes of ``pieces`` and return their number.
+    """Replace ``path`` with the bytes of ``pieces`` and return their number, as ``replace_file`` does.
+
+    ``progress(done, total)`` counts bytes. ``begin(descriptor)`` is called before the first byte is written and
+    ``complete(descriptor)`` after the last, before the rename: an exception from either ends the writing.
+    """
+
+    def write(descriptor: int) -> int:
+        if begin is not None:
+            begin(descriptor)
+        total = _write_all(descriptor, pieces, progress)
+        if complete is not None:
+            complete(descriptor)
+        return total
+
+    return replace_file(path, write, durable=durable, unfinished=unfinished)
+
+
+def replace_file(path: str | os.PathLike[str], write: Callable[[int], int], *, durable: bool = False, unfinished: str | None = None) -> int:
+    """Replace ``path`` with the file that ``write(descriptor)`` makes of a new empty one, and return what it returns.
 
     The bytes go to a new file of mode 0600, which is renamed over ``path`` when complete. The new file is in the folder of
     ``path``, or in the folder ``unfinished`` of the same file system: then it is locked until the rename, so that ``sweep`` can
     tell it from the file of a dead writer. ``durable`` forces the bytes, then the rename, to the disk before returning.
-    ``progress(done, total)`` counts bytes. ``begin(descriptor)`` is called before the first byte is written and
-    ``complete(descriptor)`` after the last, before the rename: an exception from either ends the writing.
     Raises WriteFailed, which names the path and the system's reason, after removing the new file; the old file is untouched.
     """
     target = os.fsdecode(path)
     if "\0" in target:
-        raise WriteFailed(f"{target!r}: could not be written: a path holds no zero byte")
+        raise WriteFailed(f"{target!r}: could not be written: a path cannot contain a zero byte")
     # A rename would replace a device or a pipe, even /dev/null, with a file.
     if _is_special(target):
         raise WriteFailed(f"{target}: could not be written: it is a device, a pipe or a socket, expected a file or nothing")
@@ -63,11 +79,7 @@ def write_file(
         raise WriteFailed(_reason(target, error)) from None
     try:
         try:
-            if begin is not None:
-                begin(descriptor)
-            total = _write_all(descriptor, pieces, progress)
-            if complete is not None:
-                complete(descriptor)
+            total = write(descriptor)
             if durable:
                 os.fsync(descriptor)
             if unfinished is not None:

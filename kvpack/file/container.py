@@ -6,6 +6,7 @@ A length, a JSON header, then the data: the tensor ``kvpack.header`` and the pay
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import xxhash
@@ -14,9 +15,9 @@ from kvpack.formats.errors import InvalidParameter, InvalidShape, KvpackError, O
 
 from .atomic import write_file
 from .footprint import check_size
-from .header import DIGEST_BYTES, Contents, Header, TensorEntry, layout_bytes
-from .json_header import check_digest, make_front, read_front
-from .payload import as_array, check_pad, checked_array
+from .header import Contents, Header, TensorEntry, layout_bytes
+from .json_header import aligned, check_digest, make_front, read_front, undigested_front
+from .payload import as_array, check_pad, checked_array, read_checked
 from .sources import InMemory, OnDisk
 from .user_files import open_regular, path_text
 from .zstd import compressed, decompressed
@@ -32,11 +33,7 @@ if TYPE_CHECKING:
 
 def file_size(contents: Contents) -> int:
     """The exact size in bytes of the file that ``write`` makes without compression. Raises LimitExceeded."""
-    unwritten = bytes(DIGEST_BYTES)
-    tensors = (
-        TensorEntry(name, layout.dtype, layout.shape, "none", layout_bytes(layout), unwritten) for name, layout in contents.layouts.items()
-    )
-    return make_front(Header.of(contents, tuple(tensors))).file_bytes
+    return undigested_front(contents).file_bytes
 
 
 def write(
@@ -111,6 +108,19 @@ def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", ma
     return File(InMemory(data), where, max_bytes)
 
 
+@dataclass(frozen=True)
+class SidePlaces:
+    """The places ``[begin, end)`` of a side's decoded tensors in one piece of memory of ``nbytes`` bytes, by stream name.
+
+    Every tensor begins at a multiple of 64, as in a file: without a filter, the bytes are those of the file.
+    """
+
+    layer: int
+    side: str
+    streams: Mapping[str, tuple[int, int]]
+    nbytes: int
+
+
 class File:
     """An open kvpack file: ``header``, ``front``, ``size`` in bytes, ``tensors`` by name. A context manager.
 
@@ -173,6 +183,31 @@ class File:
             with _located(self.where):
                 self.header.codecs[entry.codec].check(arrays, f"{layer}.{side}")
         return data
+
+    def side_places(self, layer: int, side: str) -> SidePlaces:
+        """Where ``read_side_into`` puts the tensors of a side. Raises OutOfBounds when the file does not have the side."""
+        places, end = {}, 0
+        for stream, layout in self.header.streams[self._side(layer, side)].items():
+            begin = aligned(end)
+            end = begin + layout_bytes(layout)
+            places[stream] = begin, end
+        return SidePlaces(layer, side, places, aligned(end))
+
+    def read_side_into(self, places: SidePlaces, memory: memoryview, *, check_values: bool = True) -> None:
+        """Copy the decoded tensors of one side into ``memory``, of at least ``places.nbytes`` bytes, and check the copies.
+
+        The same checks, in the same order, as ``read_side``. Calls for different sides may run in different threads.
+        Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
+        """
+        entry, arrays, prefix = self._side(places.layer, places.side), {}, f"{places.layer}.{places.side}"
+        with _located(self.where):
+            for stream, layout in self.header.streams[entry].items():
+                begin, end = places.streams[stream]
+                read_checked(self._source, self.front, self.tensors[f"{prefix}.{stream}"], layout, memory[begin:end])
+                if stream != "tail":
+                    arrays[stream] = as_array(memory[begin:end], layout)
+            if check_values:
+                self.header.codecs[entry.codec].check(arrays, prefix)
 
     def verify(self, progress: Progress | None = None) -> None:
         """Check every byte that opening did not check: all sides. ``progress(done, total)`` counts stored bytes.

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from kvpack.formats.errors import InvalidParameter
 
+from .features import joined as joined_feature
+from .features import split
 from .limits import MAX_BINARY_BYTES
 
 FEATURE = "inputs"
 """The name of the ignorable feature that holds the inputs in a file."""
+IDS_FEATURE = "token-ids"
+"""The prefix of the names of the ignorable features that hold all known ids where ``inputs`` does not."""
+MAX_IDS = 2**20
+"""The most ids that a file keeps: they fill half of the largest header."""
 ID_BYTES = 4
 """The bytes of a token id: unsigned, little-endian."""
 
@@ -62,6 +68,22 @@ class Inputs:
             return Inputs(self.token_ids, ("more than a file lists",), (min(self.starts),)).to_bytes()
         ids = self.token_ids[: (MAX_BINARY_BYTES - 8 - len(items)) // ID_BYTES * ID_BYTES]
         return (len(ids) // ID_BYTES).to_bytes(8, "little") + ids + items
+
+    def to_features(self) -> dict[str, bytes]:
+        """The ignorable features of a file with these inputs: ``inputs``, and where that does not hold all ids, ``token-ids.0`` and on."""
+        stored = self.to_bytes()
+        kept = self.token_ids[: MAX_IDS * ID_BYTES]
+        more = kept if Inputs.from_bytes(stored).tokens < self.tokens else b""
+        return {FEATURE: stored, **split(IDS_FEATURE, more)}
+
+    @classmethod
+    def from_features(cls, ignorable: Mapping[str, bytes]) -> Inputs | None:
+        """The inputs in the ignorable features of a file; None if it has none."""
+        stored, ids = ignorable.get(FEATURE), joined_feature(ignorable, IDS_FEATURE)
+        inputs = cls() if stored is None else cls.from_bytes(stored)
+        if len(ids) % ID_BYTES == 0 and ids.startswith(inputs.token_ids):
+            inputs = replace(inputs, token_ids=ids or inputs.token_ids)
+        return None if stored is None and not inputs.tokens else inputs
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Inputs:

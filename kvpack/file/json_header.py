@@ -15,11 +15,12 @@ import xxhash
 from kvpack.formats.errors import DigestMismatch, InvalidHeader, LimitExceeded, NotKvpack, Truncated, UnsupportedVersion
 
 from .footprint import check_front, check_header
-from .header import FORMAT, Header
+from .header import DIGEST_BYTES, FORMAT, Header, TensorEntry, layout_bytes
 from .header_tensor import check_header_size, newer, pack_header, parse_header
 from .limits import MAX_FILE_BYTES, MAX_JSON_BYTES
 
 if TYPE_CHECKING:
+    from .header import Contents
     from .sources import Source
 
 DATA_ALIGNMENT = 4096
@@ -80,7 +81,7 @@ def make_front(header: Header) -> Front:
     places = {}
     pads, end = 0, len(tensor)
     for entry in header.tensors:
-        pad, begin = end, end + -end % TENSOR_ALIGNMENT
+        pad, begin = end, aligned(end)
         if begin > pad:
             rows.append(_row(f"kvpack.pad.{pads}", "U8", (begin - pad,), pad, begin))
             pads += 1
@@ -96,6 +97,15 @@ def make_front(header: Header) -> Front:
     if front.file_bytes > MAX_FILE_BYTES:
         raise LimitExceeded(f"the file has {front.file_bytes} bytes, the limit is {MAX_FILE_BYTES}")
     return front
+
+
+def undigested_front(contents: Contents) -> Front:
+    """The front of an uncompressed file of ``contents`` with zeros as digests: its places and sizes are final. Raises LimitExceeded."""
+    zeros = bytes(DIGEST_BYTES)
+    tensors = (
+        TensorEntry(name, layout.dtype, layout.shape, "none", layout_bytes(layout), zeros) for name, layout in contents.layouts.items()
+    )
+    return make_front(Header.of(contents, tuple(tensors)))
 
 
 def read_front(source: Source, max_bytes: int | None = None) -> tuple[Header, Front]:
@@ -139,6 +149,11 @@ def read_front(source: Source, max_bytes: int | None = None) -> tuple[Header, Fr
     if size != front.file_bytes:
         raise Truncated(f"has {size} bytes, its header gives {front.file_bytes}")
     return header, front
+
+
+def aligned(end: int) -> int:
+    """The first place, from ``end`` on, at which a tensor may begin."""
+    return end + -end % TENSOR_ALIGNMENT
 
 
 def begins_file(beginning: bytes) -> bool:

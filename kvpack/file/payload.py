@@ -74,6 +74,28 @@ def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Lay
     return as_array(stored if tensor.filter == "none" else decompressed(tensor.name, stored, layout_bytes(layout)), layout)
 
 
+def read_checked(source: Source, front: Front, tensor: TensorEntry, layout: Layout, memory: memoryview) -> None:
+    """Copy the decoded tensor into ``memory``, of its size; what is checked (pad, digest, frame) is the copy, not the file.
+
+    Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
+    """
+    start, place = len(front.text), front.places[tensor.name]
+    begin, end = start + place.begin, start + place.end
+    check_pad(tensor.name, source.read(start + place.pad, begin))
+    if tensor.filter != "none":
+        stored = source.read(begin, end)
+        check_digest(tensor.name, stored, tensor.digest)
+        memory[:] = decompressed(tensor.name, stored, layout_bytes(layout))
+        return
+    digest = xxhash.xxh3_128()
+    for first in range(0, len(memory), PIECE_BYTES):
+        piece = memory[first : first + PIECE_BYTES]
+        source.read_into(begin + first, piece)
+        # Hashed while it is in the core's cache.
+        digest.update(piece)
+    check_hash(tensor.name, end - begin, digest.digest(), tensor.digest)
+
+
 def check_pad(name: str, pad: memoryview) -> None:
     """Raise InvalidPayload unless the ``pad`` before tensor ``name`` is zero."""
     if any(pad):

@@ -26,6 +26,10 @@ class Source(Protocol):
         """
         ...
 
+    def read_into(self, begin: int, memory: memoryview) -> None:
+        """Read the bytes from ``begin`` on as they are now into all of ``memory``. Raises Truncated, MissingFile."""
+        ...
+
     def view(self, begin: int, end: int) -> memoryview:
         """Bytes ``[begin, end)`` as they are in memory or in the mapped file. Raises Truncated, MissingFile."""
         ...
@@ -45,6 +49,10 @@ class InMemory:
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
         """A view."""
         return self._view[begin:end]
+
+    def read_into(self, begin: int, memory: memoryview) -> None:
+        """A copy."""
+        memory[:] = self._view[begin : begin + len(memory)]
 
     def view(self, begin: int, end: int) -> memoryview:
         """A view."""
@@ -68,19 +76,23 @@ class OnDisk:
 
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
         """A copy."""
-        self._check_open()
         size = end - begin
         data = memoryview(bytearray(size) if into is None or len(into) < size else into)[:size]
+        self.read_into(begin, data)
+        return data
+
+    def read_into(self, begin: int, memory: memoryview) -> None:
+        """A copy."""
+        self._check_open()
         done = 0
-        while done < len(data):
+        while done < len(memory):
             try:
-                count = os.preadv(self._descriptor, [data[done:]], begin + done)
+                count = os.preadv(self._descriptor, [memory[done:]], begin + done)
             except OSError as error:
                 raise _failed("read", error) from None
             if not count:
                 raise self._cut(begin + done)
             done += count
-        return data
 
     def view(self, begin: int, end: int) -> memoryview:
         """A view of the mapping: writable and private."""

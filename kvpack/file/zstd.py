@@ -37,7 +37,7 @@ def decompressed(name: str, stored: memoryview, size: int) -> memoryview:
         if frame.window_size > MAX_WINDOW_BYTES:
             raise InvalidPayload(f"{name}: the zstd frame needs a window of {frame.window_size} bytes, the limit is {MAX_WINDOW_BYTES}")
         if frame.dict_id:
-            raise InvalidPayload(f"{name}: the zstd frame needs the dictionary {frame.dict_id}, none is allowed")
+            raise InvalidPayload(f"{name}: the zstd frame needs the dictionary {frame.dict_id}, and dictionaries are not allowed")
         if not size:
             return _no_content(name, stored)
         # The decompressor allocates the size that the frame states, now known to be ``size``; max_output_size would not limit it.
@@ -57,5 +57,5 @@ def _no_content(name: str, stored: memoryview) -> memoryview:
     # A block with content is an error: it decodes to more than the frame states.
     stream.decompress(stored)
     if stream.unused_data or not stream.eof:
-        raise InvalidPayload(f"{name}: is not one whole zstd frame of no content")
+        raise InvalidPayload(f"{name}: is not one whole zstd frame without content")
     return memoryview(bytearray())

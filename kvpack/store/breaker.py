@@ -66,7 +66,7 @@ class Guard:
     def ask(self, operation: str, ask: Callable[[], Result], otherwise: Result) -> Result:
         """The server's answer, or ``otherwise``."""
         if not self._breaker.allows():
-            self._counters.fault(operation, Resting("the server has not answered, and is left alone for a while"))
+            self._counters.fault(operation, Resting("the server did not answer, and requests to it are paused for a while"))
             return otherwise
         try:
             answer = ask()

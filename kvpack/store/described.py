@@ -60,7 +60,7 @@ def plain(where: str, value: Any) -> Any:
         return f"{value.__module__}.{value.__qualname__}"
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return plain(where, value.item())
-    raise InvalidParameter(f"{where} is a {class_name(type(value))}, of which kvpack cannot tell what it does: {BY_HAND}")
+    raise InvalidParameter(f"{where} is a {class_name(type(value))}, and kvpack cannot tell what it does: {BY_HAND}")
 
 
 def tensor_digest(where: str, tensor: torch.Tensor) -> str:

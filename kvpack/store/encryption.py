@@ -67,15 +67,15 @@ class Cipher:
             raise KvpackError("encrypted entries need the package cryptography: pip install 'kvpack[encryption]'") from None
         if not isinstance(keys, Mapping) or not keys:
             kind = "an empty map" if isinstance(keys, Mapping) else f"of type {type(keys).__name__}"
-            raise InvalidParameter(f"encryption is {kind}, expected at least one key by its id")
+            raise InvalidParameter(f"encryption is {kind}, expected at least one key with its id")
         self._invalid = InvalidTag
         # Not AESGCM: out of memory, its own allocation panics, which no "except Exception" catches.
         self._engine: Any = lambda key, nonce, tag=None: Engine(algorithms.AES(key), modes.GCM(nonce, tag))
         self._keys: dict[bytes, bytes] = {}
         for name, key in keys.items():
             if not isinstance(key, bytes) or len(key) not in KEY_SIZES:
-                size = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
-                raise InvalidParameter(f"the encryption key {name!r} is of {size}, expected 16, 24 or 32 bytes")
+                found = f"has {len(key)} bytes" if isinstance(key, bytes) else f"is of type {type(key).__name__}"
+                raise InvalidParameter(f"the encryption key {name!r} {found}, expected 16, 24 or 32 bytes")
             self._keys[_id_bytes(name)] = key
         self._tenant = tenant.encode("utf-8", "surrogatepass")
 
@@ -119,7 +119,7 @@ class Cipher:
         secret = self._keys.get(name)
         if secret is None:
             at_hand = ", ".join(map(shown, self._keys))
-            raise Undecryptable(f"{where}: is encrypted with the key {shown(name)}, at hand are {at_hand}")
+            raise Undecryptable(f"{where}: is encrypted with the key {shown(name)}, the given keys are {at_hand}")
         nonce, tag_at = bytes(view[end : end + NONCE_BYTES]), len(view) - DIGEST_BYTES - TAG_BYTES
         sealed = view[end + NONCE_BYTES : tag_at]
         decryptor = self._engine(secret, nonce, bytes(view[tag_at:-DIGEST_BYTES])).decryptor()
@@ -129,7 +129,7 @@ class Cipher:
         try:
             decryptor.finalize()
         except self._invalid:
-            raise Undecryptable(f"{where}: its tag does not agree: another key under the id {shown(name)}, or another entry") from None
+            raise Undecryptable(f"{where}: its tag does not match: another key has the id {shown(name)}, or another entry") from None
         del plain[len(sealed) :]
         return plain
 
@@ -141,7 +141,7 @@ def _checked_head(where: str, view: memoryview) -> tuple[bytes, int]:
     """The id of an encrypted entry's key and where its nonce begins; the digest checked here covers every byte."""
     version = encrypted_version(view[:FRONT_BYTES])
     if version is None:
-        raise NotKvpack(f"{where}: is not encrypted, and where there are keys only encrypted entries are read")
+        raise NotKvpack(f"{where}: is not encrypted, and a store with keys reads only encrypted entries")
     if version > VERSION:
         raise UnsupportedVersion(f"{where}: is encrypted by version {version}, this kvpack reads version {VERSION}")
     # A damaged entry is useless to everyone; an entry of another key is not.

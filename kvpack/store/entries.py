@@ -11,10 +11,10 @@ import xxhash
 from kvpack.file import container
 from kvpack.file.header import DIGEST_BYTES
 from kvpack.file.json_header import TENSOR_ALIGNMENT
+from kvpack.file.parallel import in_parallel
 from kvpack.formats.errors import DigestMismatch, InvalidHeader
 
 from .keys import ID_BYTES, KEY_BYTES, MAX_INPUT_BYTES
-from .parallel import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ class Named:
         """The parts of the feature. Raises InvalidHeader, naming ``where``, for a truncated feature."""
         ids = _DIGEST_END + 1 + (feature[_DIGEST_END] if len(feature) > _DIGEST_END else MAX_INPUT_BYTES)
         if not ids <= len(feature) or ids > _DIGEST_END + 1 + MAX_INPUT_BYTES or (len(feature) - ids) % ID_BYTES:
-            raise InvalidHeader(f"{where}: the feature {FEATURE!r} has {len(feature)} bytes, which are no digests and token ids")
+            raise InvalidHeader(f"{where}: the feature {FEATURE!r} has {len(feature)} bytes, which are not digests and token ids")
         key, parent = feature[:KEY_BYTES], feature[KEY_BYTES : 2 * KEY_BYTES]
         return cls(key, parent, feature[2 * KEY_BYTES : _DIGEST_END], feature[_DIGEST_END + 1 : ids], feature[ids:])
 
@@ -150,9 +150,9 @@ def check_entry(file: container.File, start: int | None, model: Mapping[str, str
     """The chunk that a file names. Raises InvalidHeader unless it is an entry with this start, model and recipe (None: any)."""
     header = file.header
     if FEATURE not in header.ignorable and is_old(file):
-        raise InvalidHeader(f"{file.where}: is an entry of an older kvpack, which no store looks for any more: kvpack store gc removes it")
+        raise InvalidHeader(f"{file.where}: is an entry of an older kvpack, which stores no longer read: kvpack store gc removes it")
     if FEATURE not in header.ignorable:
-        raise InvalidHeader(f"{file.where}: is no entry of a store: its header has no feature {FEATURE!r}")
+        raise InvalidHeader(f"{file.where}: is not an entry of a store: its header has no feature {FEATURE!r}")
     for what, found, expected in (
         ("start", header.start, start),
         ("model", dict(header.model), None if model is None else dict(model)),

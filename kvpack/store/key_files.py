@@ -21,7 +21,7 @@ def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
     text, mode = read_text_and_mode(path, MAX_BYTES)
     where = os.fsdecode(path)
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise InvalidParameter(f"{where}: has the mode {mode:04o}, expected 0600: keys are for their owner alone (chmod 600 makes it so)")
+        raise InvalidParameter(f"{where}: has the mode {mode:04o}, expected 0600: only its owner may read a key file (run chmod 600)")
     keys: dict[str, bytes] = {}
     lines: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -33,8 +33,8 @@ def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
             name, digits = words
             key = bytes.fromhex(digits)
         except ValueError:
-            raise InvalidParameter(f"{where}: line {number} is no ID and key in hexadecimal digits") from None
+            raise InvalidParameter(f"{where}: line {number} is not an id and a key in hexadecimal digits") from None
         if name in keys:
-            raise InvalidParameter(f"{where}: line {number} has the id {name!r} of line {lines[name]}, expected one key by each id")
+            raise InvalidParameter(f"{where}: line {number} has the id {name!r} of line {lines[name]}, expected one key per id")
         keys[name], lines[name] = key, number
     return keys

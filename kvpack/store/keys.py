@@ -37,7 +37,7 @@ def token_bytes(token_ids: Any) -> bytes:
     try:
         ids = numpy.asarray(token_ids)
     except (TypeError, ValueError) as error:
-        raise InvalidParameter(f"token_ids of type {type(token_ids).__name__} are no array of integers: {error}") from None
+        raise InvalidParameter(f"token_ids of type {type(token_ids).__name__} are not an array of integers: {error}") from None
     if ids.ndim == 2 and ids.shape[0] == 1:
         ids = ids[0]
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -52,7 +52,7 @@ def _listed(token_ids: list[int] | tuple[int, ...]) -> bytes:
     try:
         ids = array.array("I", token_ids)
     except (TypeError, OverflowError) as error:
-        raise InvalidParameter(f"token_ids hold what is no integer from 0 to {_MAX_ID}: {error}") from None
+        raise InvalidParameter(f"token_ids hold a value that is not an integer from 0 to {_MAX_ID}: {error}") from None
     if sys.byteorder == "big":
         ids.byteswap()
     return ids.tobytes()

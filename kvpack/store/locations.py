@@ -94,7 +94,7 @@ def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, loo
 def open_existing(location: str, counters: Counters, form: Form, *, looking: bool = False, **options: Any) -> Backend:
     """The backend at an existing location, as ``open_backend`` opens it. Raises MissingFile for a missing folder."""
     if _kind(location) is FOLDER and not os.path.isdir(os.path.expanduser(_folder(location))):
-        raise MissingFile(f"{location}: is no folder")
+        raise MissingFile(f"{location}: is not a folder")
     return open_backend(location, counters, form, looking=looking, **options)
 
 
@@ -159,9 +159,11 @@ def _folder(location: Any) -> str:
     if path.startswith(_FILE):
         parts = urlsplit(path)
         if parts.netloc not in ("", "localhost"):
-            raise InvalidParameter(f"the location {path!r} names the host {parts.netloc!r}: a folder is one of this machine, file:///...")
+            raise InvalidParameter(
+                f"the location {path!r} names the host {parts.netloc!r}: a folder must be on this machine, as in file:///..."
+            )
         path = unquote(parts.path)
     if not path or "\0" in path:
-        why = "a path holds no zero byte" if path else "it is empty; the current folder is '.'"
-        raise InvalidParameter(f"the location {location!r} is no path of a folder: {why}")
+        why = "a path cannot contain a zero byte" if path else "it is empty; the current folder is '.'"
+        raise InvalidParameter(f"the location {location!r} is not the path of a folder: {why}")
     return path

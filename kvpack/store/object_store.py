@@ -14,6 +14,7 @@ import time
 from random import randrange
 from typing import TYPE_CHECKING, Any
 
+from kvpack.file.parallel import in_parallel
 from kvpack.formats.errors import LimitExceeded
 
 from .backend import OneTier, Stored
@@ -22,7 +23,6 @@ from .forms import PLAIN, Kind
 from .keys import KEY_BYTES
 from .locks import Lock
 from .objects import SCHEMES, Objects
-from .parallel import in_parallel
 from .uses import Uses, eviction_order, order_of, record_name
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from kvpack.file.json_header import front_bytes
+from kvpack.file.parallel import in_parallel
 from kvpack.formats.errors import InvalidParameter, KvpackError, LimitExceeded
 
 from .forms import FRONT_BYTES, check_size
-from .parallel import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -169,7 +169,7 @@ class Objects:
     def _check_process(self) -> None:
         # obstore's threads do not survive a fork, and a request would wait for them forever.
         if os.getpid() != self._pid:
-            raise Forked("the process was forked after the store was opened, which obstore does not survive: start it anew instead")
+            raise Forked("the process was forked after the store was opened, which obstore does not survive: use spawn instead of fork")
 
 
 class Forked(Exception):
@@ -189,4 +189,4 @@ def _opened(url: str, timeout: float, options: Mapping[str, Any] | None) -> Any:
     try:
         return from_url(url, **settings)
     except (BaseError, ValueError, TypeError) as error:
-        raise InvalidParameter(f"the location {url!r} or its storage_options make no sense: {str(error).splitlines()[0]}") from None
+        raise InvalidParameter(f"the location {url!r} or its storage_options are invalid: {str(error).splitlines()[0]}") from None

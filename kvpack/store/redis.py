@@ -88,7 +88,7 @@ class Redis(OneTier):
                 url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0), protocol=2
             )
         except ValueError as error:
-            raise InvalidParameter(f"the location is no URL of a Redis server: {error}") from None
+            raise InvalidParameter(f"the location is not the URL of a Redis server: {error}") from None
         # A store that is dropped unclosed releases its sockets before the garbage collector finds them.
         self._close = weakref.finalize(self, self._client.close)
         scripts = {"put": PUT, "touch": USE, "delete": DELETE, "list": LOOK, "size": SIZE, "count": RECOUNT, "collect": COLLECT}
@@ -222,7 +222,7 @@ class Redis(OneTier):
                 if not self._cursor:
                     break
                 if time.monotonic() > deadline:
-                    self._counters.fault("count", TimeoutError(f"the server has more names than can be looked through in {SCAN_SECONDS} s"))
+                    self._counters.fault("count", TimeoutError(f"the server has more keys than can be scanned in {SCAN_SECONDS} s"))
                     return False
             answer = self._run("collect", self._most())
         if answer is None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Self
 
+from kvpack.file.parallel import in_parallel
 from kvpack.formats.errors import InvalidParameter
 
 from .backend import MAX_ENTRY_BYTES
@@ -20,7 +21,6 @@ from .identity import Identity
 from .keys import ID_BYTES, chained, check_inputs, chunk_keys, token_bytes
 from .loading import FAULTS, Loader
 from .locations import check_count, open_backend
-from .parallel import in_parallel
 from .reclaim import reclaim
 from .rope import longest_sequence
 from .tiers import Tiers
@@ -287,4 +287,4 @@ class Store:
             return None
 
     def _named(self, chunk: Cache) -> Cache:
-        return replace(chunk, model=self._model, recipe=self.identity.recipe, inputs=None)
+        return replace(chunk, model=self._model, recipe=self.identity.recipe, inputs=None, metadata={})

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvpack.file import container
-from kvpack.file.limits import MAX_BINARY_BYTES
+from kvpack.file.features import joined, split
+from kvpack.file.inputs import IDS_FEATURE
 from kvpack.file.user_files import read_json
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, MissingFile
 
@@ -17,7 +18,6 @@ from .keys import ID_BYTES, MAX_INPUT_BYTES, token_bytes
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
 
     from kvpack.cache.cache import Cache
 
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from .catalog import Prefix
     from .encryption import Cipher
 
-FEATURE = "token-ids"
-"""The prefix of the names of the ignorable features that hold an exported prefix's token ids: token-ids.0, token-ids.1 and so on."""
 CHUNKS_FEATURE = "token-chunks"
-"""The prefix of the names used instead if a chunk has a digest of other inputs: then token ids alone do not determine it."""
+"""The prefix of the names used instead of ``IDS_FEATURE`` if a chunk has a digest of other inputs, which token ids do not determine."""
 MAX_TOKENS_BYTES = 2**26
 """The most bytes of a JSON file of token ids."""
 _CHUNK_BYTES = 4
@@ -57,7 +55,7 @@ def export_prefix(
     from kvpack.cache.cache import concat
 
     if not prefix.whole:
-        raise InvalidParameter(f"the prefix of {prefix.key.hex()} begins at token {prefix.entries[0].start}: what is before it is gone")
+        raise InvalidParameter(f"the prefix of {prefix.key.hex()} begins at token {prefix.entries[0].start}: entries before it are gone")
     chunks = []
     for entry in prefix.entries:
         key = entry.stored.key
@@ -75,12 +73,12 @@ def export_prefix(
 
 def _features(prefix: Prefix) -> dict[str, bytes]:
     named = [entry.named for entry in prefix.entries]
-    name, data = FEATURE, b"".join(chunk.ids for chunk in named)
+    name, data = IDS_FEATURE, b"".join(chunk.ids for chunk in named)
     if any(chunk.inputs for chunk in named):
         name = CHUNKS_FEATURE
         size = len(named[0].ids) // ID_BYTES
         data = size.to_bytes(_CHUNK_BYTES, "little") + b"".join(bytes([len(chunk.inputs)]) + chunk.inputs + chunk.ids for chunk in named)
-    return {f"{name}.{number}": data[at : at + MAX_BINARY_BYTES] for number, at in enumerate(range(0, len(data), MAX_BINARY_BYTES))}
+    return split(name, data)
 
 
 def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str) -> Exported:
@@ -93,20 +91,15 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str)
     file = container.open_file(path)
     header = file.header
     identity = Identity.of_header(header.model, header.recipe, tenant)
-    if data := _joined(header.ignorable, CHUNKS_FEATURE):
+    if data := joined(header.ignorable, CHUNKS_FEATURE):
         if tokens is not None:
             raise InvalidParameter(f"{file.where}: holds its token ids, and digests of other inputs with them: import it without --tokens")
         chunk, digests, ids = _chunks(data, file.where)
         return Exported(identity, _listed(ids), files.read(file), digests, chunk)
-    data = _joined(header.ignorable, FEATURE) if tokens is None else _ids_of(tokens)
+    data = joined(header.ignorable, IDS_FEATURE) if tokens is None else _ids_of(tokens)
     if not data or len(data) % ID_BYTES:
         raise InvalidParameter(f"{file.where}: holds no token ids; give them as a JSON array with --tokens")
     return Exported(identity, _listed(data), files.read(file))
-
-
-def _joined(ignorable: Mapping[str, bytes], feature: str) -> bytes:
-    count = sum(name.startswith(f"{feature}.") for name in ignorable)
-    return b"".join(ignorable.get(f"{feature}.{number}", b"") for number in range(count))
 
 
 def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:
@@ -119,7 +112,7 @@ def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:
         ids.append(data[begin : begin + chunk * ID_BYTES])
         place = begin + chunk * ID_BYTES
     if not chunk or place != len(data) or any(len(digest) > MAX_INPUT_BYTES for digest in digests):
-        raise InvalidHeader(f"{where}: the features {CHUNKS_FEATURE!r} have {len(data)} bytes, which are no chunks of {chunk} tokens")
+        raise InvalidHeader(f"{where}: the features {CHUNKS_FEATURE!r} have {len(data)} bytes, which are not chunks of {chunk} tokens")
     return chunk, digests, b"".join(ids)
 
 

@@ -39,7 +39,7 @@ class NotAnEntry(OSError):
 
 
 class Trust:
-    """The ``owner`` of the folder ``root``: this user if there is no folder yet.
+    """The ``owner`` of the folder ``root``: this user if there is not a folder yet.
 
     Raises InvalidParameter if ``root`` cannot be a store: others may write to it, it is not a folder, or it cannot be reached.
     """
@@ -57,11 +57,11 @@ class Trust:
             # The folder is made with the first entry, or its disk fails, as it may at any time.
             return
         if not stat.S_ISDIR(status.st_mode):
-            raise InvalidParameter(f"{root}: is no folder, a store is one")
+            raise InvalidParameter(f"{root}: is not a folder, expected the folder of a store")
         if status.st_mode & OTHERS_WRITE:
             raise InvalidParameter(
                 f"{root}: has the mode {stat.S_IMODE(status.st_mode):04o}, expected a folder that neither group nor others may write: "
-                "whoever writes an entry decides what models read"
+                "anyone who can write entries decides what models read"
             )
         if not os.access(root, os.X_OK, effective_ids=True):
             raise InvalidParameter(f"{root}: cannot be a store: {os.strerror(errno.EACCES)}")
@@ -103,7 +103,7 @@ class Trust:
         while folder != self._root and folder not in self._folders:
             status = os.stat(folder)
             if not stat.S_ISDIR(status.st_mode):
-                raise NotADirectoryError(errno.ENOTDIR, f"{folder} is no folder")
+                raise NotADirectoryError(errno.ENOTDIR, f"{folder} is not a folder")
             self._check(folder, status)
             self._folders.add(folder)
             folder = os.path.dirname(folder)
@@ -144,4 +144,4 @@ class Trust:
         if status.st_uid != self.owner:
             raise Untrusted(f"{path} is owned by user {status.st_uid}, the store by user {self.owner}")
         if status.st_mode & OTHERS_WRITE:
-            raise Untrusted(f"{path} has the mode {stat.S_IMODE(status.st_mode):04o}: others than its owner may write it")
+            raise Untrusted(f"{path} has the mode {stat.S_IMODE(status.st_mode):04o}: users other than its owner may write it")

@@ -6,7 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from file_parts import one_side, reorder  # isort: skip
-from invalid_vectors import ANGLE, CODECS, EIGHT_BIT, GROUP, OCTAHEDRAL, POLAR, QUATERNION, SCALAR, add, add_header, add_payload  # isort: skip
+from invalid_vectors import ANGLE, CODECS, EIGHT_BIT, GROUP, MINIFLOAT, MXFP8, NVFP4, OCTAHEDRAL, POLAR, QUATERNION, SCALAR  # isort: skip
+from invalid_vectors import add, add_header, add_payload  # isort: skip
 from strategies import create  # isort: skip
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_all() -> None:
-    for add_vectors in (add_parameters, add_tables, add_packing, add_numbers):
+    for add_vectors in (add_parameters, add_tables, add_packing, add_numbers, add_minifloats):
         add_vectors()
 
 
@@ -43,6 +44,15 @@ def add_parameters() -> None:
         "quaternion": [("secondary", 0), ("secondary", 2731), ("radius_bits", 9), ("rotation_seed", "1")],
         "angle": [("dim", 7), ("bins", 1), ("bins", 65537), ("norm_bits", 0), ("norm_bits", 9), ("range", "bf16")],
         "scalar": [("bits", 0), ("bits_high", 2), ("high_channels", b"\x1f"), ("high_channels", b""), ("magnitude_table", bytes(4))],
+        "minifloat": [
+            ("dim", 0),
+            ("dim", 1025),
+            ("element", "e3m2"),
+            ("granularity", "channel"),
+            ("scale_dtype", "bf16"),
+            ("scale_dtype", "e8m0"),
+            ("fields", {"codes": "2"}),
+        ],
         "polar": [("dim", 5), ("bits", "2.3.1.1"), ("bits", "2.9.1"), ("bits", "2.3."), ("bits", ""), ("angle_table", "")],
     }
     for codec_id, codec in CODECS.items():
@@ -229,3 +239,42 @@ def add_numbers() -> None:
         "005c",
         "a centre would be infinite for k = 0, which may not occur",
     )
+
+
+def add_minifloats() -> None:
+    """Elements and scales that are not finite, in every byte of a word and in words of every plane."""
+    fp8 = create("minifloat", 6, element="e4m3")
+    e5m2 = create("minifloat", 6, element="e5m2")
+    wide = dataclasses.replace(fp8, fields=(("codes", 4),))  # type: ignore[type-var]
+    odd = dataclasses.replace(fp8, fields=(("codes", 3),))  # type: ignore[type-var]
+    for name, codec, stream, at, value, shows in (
+        ("e4m3-nan", fp8, "codes.0", 0, "7f", "an e4m3 NaN in the low byte of a word"),
+        ("e4m3-nan-high", fp8, "codes.0", 5, "7f", "an e4m3 NaN in the high byte of a word"),
+        ("e4m3-negative-nan", MINIFLOAT, "codes.0", 4, "ff", "an e4m3 NaN with the sign set"),
+        ("e4m3-nan-second-plane", wide, "codes.1", 2, "7f", "an e4m3 NaN in the second plane of columns of four bytes"),
+        ("e4m3-nan-last-bytes", odd, "codes.1", 0, "ff", "an e4m3 NaN in the last byte of a column of three"),
+        ("e5m2-infinity", e5m2, "codes.0", 2, "7c", "an e5m2 infinity"),
+        ("e5m2-negative-infinity", e5m2, "codes.0", 3, "fc", "an e5m2 infinity with the sign set"),
+        ("e5m2-nan", MXFP8, "codes.0", 0, "7d", "the least e5m2 NaN"),
+        ("e5m2-largest-nan", MXFP8, "codes.0", 1, "ff", "the greatest e5m2 NaN"),
+    ):
+        add_payload(f"minifloat-{name}", "minifloat-6", codec, stream, at, value, shows)
+    mxfp4 = create("minifloat", 40, element="e2m1", scales="e8m0")
+    add_payload("minifloat-e8m0-nan", "minifloat-7", MXFP8, "block_scales", 1, "ff", "an e8m0 that is NaN")
+    add_payload("minifloat-e8m0-nan-of-mxfp4", "minifloat-7", mxfp4, "block_scales", 7, "ff", "an e8m0 of the last block that is NaN")
+    for name, value, shows in (
+        ("nan", "7f", "an e4m3 scale that is NaN"),
+        ("negative-nan", "ff", "an e4m3 scale that is NaN with the sign set"),
+        ("negative-zero", "80", "an e4m3 scale of zero with the sign set"),
+        ("negative", "b8", "an e4m3 scale of -1"),
+    ):
+        add_payload(f"minifloat-scale-{name}", "minifloat-8", NVFP4, "block_scales", 1, value, shows)
+    for codec, stream, value in (
+        (MINIFLOAT, "scale", "007c"),
+        (create("minifloat", 6, per="head"), "scale", "000080ff"),
+        (NVFP4, "global_scale", "0000c07f"),
+    ):
+        name = f"not-finite-minifloat-{codec.granularity}".replace("_", "-")  # type: ignore[attr-defined]
+        add_payload(name, "front-13", codec, stream, 0, value, f"{stream} per {codec.granularity} is not finite")  # type: ignore[attr-defined]
+    uneven = create("minifloat", 5, element="e4m3")
+    add_payload("minifloat-field-without-a-symbol", "front-3", uneven, "codes.0", 5, "38", "an element of 1 in a field without a channel")

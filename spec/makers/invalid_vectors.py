@@ -38,7 +38,19 @@ QUATERNION = create("quaternion", 9, s="5", r="4", arrangement="direct", rotatio
 ANGLE = create("angle", 6, n="100", norm="linear8", rotation="none")
 SCALAR = create("scalar", 10, b="2", high="3", rotation="none")
 POLAR = create("polar", 6, b="2.3.1", rotation="none")
-CODECS = {"raw": RAW, "group": GROUP, "octahedral": OCTAHEDRAL, "quaternion": QUATERNION, "angle": ANGLE, "scalar": SCALAR, "polar": POLAR}
+MINIFLOAT = create("minifloat", 6, element="e4m3", per="token", scales="fp16")
+MXFP8 = create("minifloat", 40, element="e5m2", scales="e8m0")
+NVFP4 = create("minifloat", 20, element="e2m1", scales="e4m3")
+CODECS = {
+    "raw": RAW,
+    "group": GROUP,
+    "octahedral": OCTAHEDRAL,
+    "quaternion": QUATERNION,
+    "angle": ANGLE,
+    "scalar": SCALAR,
+    "polar": POLAR,
+    "minifloat": MINIFLOAT,
+}
 
 
 def add(name: str, rule: str, error: str, shows: str, make: Callable[[], bytes], *, either: bool = False) -> None:

@@ -6,7 +6,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from file_parts import Parts, one_side, place  # isort: skip
-from invalid_vectors import ANGLE, EIGHT_BIT, GROUP, OCTAHEDRAL, POLAR, QUATERNION, RAW, SCALAR, add  # isort: skip
+from invalid_vectors import ANGLE, EIGHT_BIT, GROUP, MINIFLOAT, MXFP8, NVFP4, OCTAHEDRAL, POLAR, QUATERNION, RAW, SCALAR, add  # isort: skip
 from strategies import create  # isort: skip
 
 if TYPE_CHECKING:
@@ -48,7 +48,10 @@ def add_all() -> None:
         add_alone(f"{codec.id}-hadamard", "front-7", codec, {"rotation_kind": "hadamard"}, shows)
     add_fields()
     add_side_cars()
-    for codec in CODED:
+    for element in ("e4m3", "e5m2"):
+        shows = f"{element} elements in blocks with e4m3 scales"
+        add_alone(f"minifloat-{element}-of-e4m3-scales", "minifloat-4", NVFP4, {"element": element}, shows)
+    for codec in (*CODED, MINIFLOAT):
         names = list(codec.params()["fields"])
         add_alone(f"{codec.id}-fields-array", f"{codec.id}-2", codec, {"fields": names}, "fields is an array")
     seeds = [(codec, "seed") for codec in CODED]
@@ -101,6 +104,17 @@ PARAMETERS: dict[str, list[Broken]] = {
         ("bits-string", GROUP, {"bits": "3"}, "bits is a string"),
         ("axis-integer", GROUP, {"axis": 0}, "axis is an integer"),
         ("fields-nil", GROUP, {"fields.codes": None}, "the F of a stream is nil"),
+    ],
+    "minifloat": [
+        *ranges(MINIFLOAT, ("dim", 0, 1025)),
+        *words(MINIFLOAT, "element", "granularity", "scale_dtype"),
+        ("scale-dtype-of-blocks-unknown", MXFP8, {"scale_dtype": "other"}, "scale_dtype is other per block"),
+        ("scales-of-blocks", MINIFLOAT, {"scale_dtype": "e4m3"}, "scale_dtype is e4m3 per token"),
+        ("scales-of-tokens", MXFP8, {"scale_dtype": "fp16"}, "scale_dtype is fp16 per block"),
+        ("blocks-of-fp32", NVFP4, {"scale_dtype": "fp32"}, "scale_dtype is fp32 per block"),
+        ("element-integer", MINIFLOAT, {"element": 8}, "element is an integer"),
+        ("granularity-nil", MINIFLOAT, {"granularity": None}, "granularity is nil"),
+        ("fields-string", MINIFLOAT, {"fields.codes": "2"}, "the F of a stream is a string"),
     ],
     "octahedral": [
         *ranges(OCTAHEDRAL, ("dim", 3, 1025)),
@@ -178,6 +192,7 @@ def add_fields() -> None:
     for name, codec, fields, shows in (
         ("0", GROUP, {"codes": 0}, "no field"),
         ("129", bits, {"codes": 129}, "129 fields of a bit"),
+        ("of-minifloat", MINIFLOAT, {"codes": 17}, "a column of 17 fields of 8 bits"),
         ("of-octahedral", OCTAHEDRAL, {"symbol": 19}, "a column of 19 fields of 7 bits"),
         ("of-scalar", SCALAR, {"codes": 8, "codes_high": 43}, "a column of 129 bits of codes_high"),
         ("of-polar", POLAR, {**POLAR.params()["fields"], "angles2": 43}, "a column of 129 bits of angles2"),

@@ -10,7 +10,7 @@ from kvpack.formats.channel_order import ChannelOrder
 from kvpack.formats.outliers import Outliers
 
 from file_parts import Parts, bits, edit, one_side  # isort: skip
-from invalid_vectors import ANGLE, OCTAHEDRAL, POLAR, QUATERNION, SCALAR, add  # isort: skip
+from invalid_vectors import ANGLE, MINIFLOAT, MXFP8, OCTAHEDRAL, POLAR, QUATERNION, SCALAR, add  # isort: skip
 from strategies import create, with_side_car  # isort: skip
 from valid_vectors import add as add_valid  # isort: skip
 
@@ -62,6 +62,14 @@ def add_rows() -> None:
         rows(f"{codec.id}-rows", "two sequences and three heads", codec, rule, runs=(3,), tail=2, tail_dtype="fp16")
     norms = create("angle", 6, n="8", norm="fp32", rotation="none")
     rows("angle-rows-of-norms", "norms in binary32 of two sequences and three heads", norms, "front-12", runs=(3,))
+    for words, shows in (
+        ({"per": "tensor"}, "one scale for each of three runs"),
+        ({"per": "head", "scales": "fp16"}, "one scale for each of three runs and three heads"),
+        ({"element": "e2m1", "scales": "e4m3"}, "one global scale for each of three runs"),
+    ):
+        codec = create("minifloat", 6, **words)
+        rows(f"minifloat-rows-of-{words.get('per', 'block')}", f"{shows}, of two sequences", codec, "front-12")
+    rows("minifloat-rows-of-token", "a scale for each token and head", create("minifloat", 6, per="token"), "front-12", runs=(7,))
 
 
 def add_side_cars() -> None:
@@ -137,7 +145,9 @@ def add_subnormal() -> None:
 
 def add_runs() -> None:
     """Codecs that encode tokens one by one have one run."""
-    for codec in (OCTAHEDRAL, QUATERNION, ANGLE, SCALAR, POLAR):
+    shows = "two runs of minifloat with scales per block, which encodes tokens one by one"
+    add("two-runs-of-mxfp8", "container-18", "InvalidHeader", shows, lambda: one_side(MXFP8, edit("layers.0.k.runs", [1, 1]), tail=0))
+    for codec in (OCTAHEDRAL, QUATERNION, ANGLE, SCALAR, POLAR, MINIFLOAT):
         shows = f"two runs of {codec.id}, which encodes tokens one by one"
         make = lambda c=codec: one_side(c, edit("layers.0.k.runs", [1, 1]), tail=0)  # noqa: E731
         add(f"two-runs-of-{codec.id}", "container-18", "InvalidHeader", shows, make)

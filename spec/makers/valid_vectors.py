@@ -41,6 +41,7 @@ def add_all() -> None:
         add_angle,
         add_polar,
         add_scalar,
+        add_minifloat,
         add_usual_head_dims,
         add_container,
     ):
@@ -204,6 +205,64 @@ def add_scalar() -> None:
     small = create("scalar", 4, b="2", rotation="none")
     shows = "norms that are subnormal, negative and zero"
     add("scalar-special-norms", shows, lambda: one_side(small, bits("0.k.norm", 0, "0100 ff83 0080")), "scalar-7", "front-1")
+
+
+def add_minifloat() -> None:
+    corners: tuple[tuple[int, dict[str, str]], ...] = (
+        (1, {"element": "e4m3"}),
+        (5, {"element": "e5m2", "per": "head", "scales": "fp16"}),
+        (7, {"element": "e2m1", "per": "token", "scales": "fp32"}),
+        (31, {"element": "e4m3", "scales": "e8m0"}),
+        (33, {"element": "e5m2", "scales": "e8m0"}),
+        (70, {"element": "e2m1", "scales": "e8m0"}),
+        (20, {"element": "e2m1", "scales": "e4m3"}),
+        (128, {"element": "e2m1", "scales": "e4m3"}),
+        (576, {"element": "e4m3", "per": "token", "scales": "fp16"}),
+    )
+    for dim, words in corners:
+        codec = create("minifloat", dim, **words)
+        shows = f"head dim {dim}, {', '.join(f'{name} {value}' for name, value in words.items())}"
+        add(f"minifloat-dim-{dim}", shows, lambda c=codec: one_side(c, heads=1), "front-12")
+    for element, finite in (("e4m3", [*range(0x7F), *range(0x80, 0xFF)]), ("e5m2", [*range(0x7C), *range(0x80, 0xFC)])):
+        codec = create("minifloat", len(finite), element=element)
+        half = len(finite) // 2
+        words_of_all = bytes(code for pair in zip(finite[:half], finite[half:], strict=True) for code in pair).hex()
+        change = bits("0.k.codes.0", 0, words_of_all), bits("0.k.scale", 0, "0000803f")
+        shows = f"every finite {element}: zeros of both signs, subnormal numbers, the largest"
+        add(
+            f"minifloat-all-{element}",
+            shows,
+            lambda c=codec, e=change: one_side(c, *e, runs=(1,), tail=0, heads=1),
+            "minifloat-9",
+            "front-12",
+        )
+    codes = bits("0.k.codes.0", 0, "40c8 51d9 62ea 73fb")
+    every = create("minifloat", 16, element="e2m1")
+    shows = "every e2m1, with a negative scale"
+    turned = codes, bits("0.k.scale", 0, "000080bf")
+    add("minifloat-all-e2m1", shows, lambda: one_side(every, *turned, runs=(1,), tail=0, heads=1), "minifloat-9", "front-12")
+    least = create("minifloat", 64, element="e4m3", scales="e8m0")
+    smallest = bits("0.k.codes.0", 0, "7e01 78fe 3c7e 0008"), bits("0.k.block_scales", 0, "0001")
+    shows = "the powers of two of e8m0 0 and 1: 2^-127, which is subnormal, and 2^-126"
+    add("minifloat-smallest-e8m0", shows, lambda: one_side(least, *smallest, runs=(1,), tail=0, heads=1), "minifloat-5", "front-12")
+    largest = bits("0.k.codes.0", 0, "38" * 64), bits("0.k.block_scales", 0, "fe7f")
+    shows = "the largest power of two of e8m0"
+    add("minifloat-largest-e8m0", shows, lambda: one_side(least, *largest, runs=(1,), tail=0, heads=1), "front-12")
+    small = create("minifloat", 4, element="e4m3", per="token", scales="fp16")
+    shows = "scales that are subnormal, negative and zero"
+    add("minifloat-special-scales", shows, lambda: one_side(small, bits("0.k.scale", 0, "0100 ff83 0080")), "front-1", "front-12")
+    nvfp4 = create("minifloat", 48, element="e2m1", scales="e4m3")
+    special = bits("0.k.block_scales", 0, "00017e"), bits("0.k.global_scale", 0, "ffff7f00")
+    shows = "e4m3 scales of zero, the smallest and the largest, and a subnormal global scale"
+    add("minifloat-special-e4m3-scales", shows, lambda: one_side(nvfp4, *special, runs=(1,), tail=0, heads=1), "front-12", "minifloat-9")
+    plain = create("minifloat", 6, element="e4m3", per="token", scales="fp16")
+    for count, shows in (
+        (1, "one field a column, packed in pairs of columns"),
+        (3, "columns of three bytes"),
+        (16, "more fields than channels, in columns of 16 bytes"),
+    ):
+        codec = with_fields(plain, count)
+        add(f"minifloat-fields-{count}", shows, lambda c=codec: one_side(c), "front-12")
 
 
 def add_usual_head_dims() -> None:

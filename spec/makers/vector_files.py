@@ -20,6 +20,7 @@ import corner_vectors  # isort: skip
 import frame_vectors  # isort: skip
 import header_vectors  # isort: skip
 import limit_vectors  # isort: skip
+import metadata_vectors  # isort: skip
 import parameter_vectors  # isort: skip
 import position_vectors  # isort: skip
 import row_vectors  # isort: skip
@@ -47,6 +48,7 @@ MODULES = (
     limit_vectors,
     parameter_vectors,
     position_vectors,
+    metadata_vectors,
 )
 for module in MODULES:
     module.add_all()
@@ -102,6 +104,7 @@ def written(file: str, vector: Valid | Invalid) -> dict[str, Any]:
         packed = struct.pack(f"<{len(values)}f", *values)
         (FOLDER / values_path(file)).write_bytes(packed)
         line |= {"profile": profile_of(read), "values": values_path(file), "values_sha256": digest(packed)}
+        line |= {"metadata": read.metadata} if "metadata" in read.ignorable else {}
         line |= {"starts": read.starts} if set(read.starts) - {read.start} else {}
     return line
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy
 import pytest
 import torch
+import warm_python
 
 import kvpack
 from kvpack.file import container, payload, sources
@@ -156,7 +157,7 @@ print(refused)
 
 def test_a_process_survives_a_file_that_changes_all_the_time(path: Path) -> None:
     """Today's mapping died of SIGBUS in eight of eight runs."""
-    ended = subprocess.run([sys.executable, "-c", CHANGING, str(path)], capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([warm_python.python(), "-c", CHANGING, str(path)], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert int(ended.stdout.split()[-1]) > 0, "nothing was ever refused: the file did not change"
 

@@ -616,7 +616,7 @@ BAD_FRAMES = {
     "a byte less": (FRAME[:-1], "not one whole zstd frame"),
     "a frame to skip first": (b"\x50\x2a\x4d\x18\x01\0\0\0a" + FRAME, "begins with 502a4d18, a zstd frame with 28b52ffd"),
     "no frame": (RAW[:100], "begins with 00000000, a zstd frame with 28b52ffd"),
-    "a dictionary": (b"\x28\xb5\x2f\xfd\x61\x07" + FRAME[5:], "needs the dictionary 7, none is allowed"),
+    "a dictionary": (b"\x28\xb5\x2f\xfd\x61\x07" + FRAME[5:], "needs the dictionary 7, and dictionaries are not allowed"),
     "a window above the limit": (
         frame_header(24) + struct.pack("<I", len(RAW)) + FRAME[7:],
         f"needs a window of 16777216 bytes, the limit is {MAX_WINDOW_BYTES}",

@@ -7,6 +7,7 @@ thread runs. Here a call that no thread has begun is made by the thread that ask
 from __future__ import annotations
 
 import _thread
+import os
 from collections import deque
 from itertools import islice
 from queue import SimpleQueue
@@ -95,3 +96,8 @@ def _start(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None], count: i
 def _help(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None]) -> None:
     while (job := queue.get()) is not None:
         job.run(call)
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

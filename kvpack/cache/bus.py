@@ -1,0 +1,139 @@
+"""Copies between pinned host memory and a CUDA device, on a stream of their own (``StreamBus``); ``HostBus`` stands in for a device.
+
+Copies run while the host reads, checks or writes other pieces. Their stream is one for all loads and saves of a device. The
+caller's stream is the one that is current when the bus is made. Memory of the device that is allocated outside ``work`` belongs to
+it, and may be memory in which its work is not done: before a copy to new memory comes ``follow``, before memory is freed ``order``
+or ``close``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from kvpack.formats.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+
+class Bus(Protocol):
+    """Copies that run in order. A mark is a place in that order."""
+
+    device: torch.device
+
+    def staging(self, nbytes: int) -> torch.Tensor:
+        """Host memory, uint8 ``[nbytes]``, that copies begin or end in. Its content is undefined."""
+        ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Begin to copy ``source`` to ``target``, of the same shape and dtype; one of the two is in staging memory."""
+        ...
+
+    def mark(self) -> Any:
+        """The end of the copies begun so far."""
+        ...
+
+    def wait(self, mark: Any) -> None:
+        """Make the host wait for the copies before ``mark``. Any thread may call it."""
+        ...
+
+    def follow(self) -> None:
+        """Make later copies wait for the work of the caller's stream so far."""
+        ...
+
+    def order(self, mark: Any) -> None:
+        """Make later work of the caller's stream wait for the copies before ``mark``; the host goes on."""
+        ...
+
+    def work(self) -> AbstractContextManager[Any]:
+        """Within it, the device's work is in order with the copies."""
+        ...
+
+    def close(self) -> None:
+        """Make the caller's stream wait for every copy, so that memory it frees is not written or read any more."""
+        ...
+
+
+class StreamBus:
+    """The bus of a CUDA device. Raises InvalidParameter for a device that torch does not find.
+
+    Staging memory comes from torch's caching allocator of pinned memory: the first call allocates it, later calls reuse it, and
+    none is reused before the copies from and to it are done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        found = torch.cuda.device_count()
+        number = device.index if device.index is not None else torch.cuda.current_device() if found else 0
+        if number >= found:
+            raise InvalidParameter(f"device is {str(device)!r}, and torch finds {found} CUDA devices: write one that exists, or 'cpu'")
+        self.device = torch.device("cuda", number)
+        self._caller = torch.cuda.current_stream(self.device)
+        self._stream: Any = _stream_of(number)
+        self.follow()
+
+    def staging(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with self.work():
+            target.copy_(source, non_blocking=True)
+
+    def mark(self) -> Any:
+        return self._stream.record_event()
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()
+
+    def follow(self) -> None:
+        self._stream.wait_stream(self._caller)
+
+    def order(self, mark: Any) -> None:
+        self._caller.wait_event(mark)
+
+    def work(self) -> AbstractContextManager[Any]:
+        stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+        return stream
+
+    def close(self) -> None:
+        self._caller.wait_stream(self._stream)
+
+
+@cache
+def _stream_of(number: int) -> Any:
+    """The stream for copies of a device: memory that is freed on a stream is reused on it alone."""
+    return torch.cuda.Stream(number)  # type: ignore[no-untyped-call]
+
+
+class HostBus:
+    """A bus without a device: copies within host memory, done at once."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def staging(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def mark(self) -> None:
+        return None
+
+    def wait(self, mark: None) -> None:
+        return
+
+    def follow(self) -> None:
+        return
+
+    def order(self, mark: None) -> None:
+        return
+
+    def work(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        return

@@ -1,0 +1,74 @@
+"""The part of a file that ``load`` is asked for: which layers, and which tokens of them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, SupportsIndex
+
+from kvpack.formats.errors import InvalidParameter, OutOfBounds
+
+if TYPE_CHECKING:
+    from kvpack.file.header import Header
+
+Layers = slice | SupportsIndex | Iterable[SupportsIndex]
+Tokens = SupportsIndex | Sequence[SupportsIndex]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The layers ``numbers`` in ascending order, and the tokens ``[start, stop)`` of the ``tokens`` that their range has."""
+
+    numbers: tuple[int, ...]
+    start: int
+    stop: int
+    tokens: int
+
+    @property
+    def has_all_tokens(self) -> bool:
+        return (self.start, self.stop) == (0, self.tokens)
+
+    @classmethod
+    def of(cls, header: Header, layers: Layers | None, tokens: Tokens | None) -> Part:
+        """The part of a file with ``header``; None for all. Raises InvalidParameter, and OutOfBounds for what the file lacks."""
+        count = len(header.layers)
+        numbers = tuple(range(count)) if layers is None else _numbers(layers, count)
+        ends = [header.starts[number] - header.start + side.tokens for number in numbers for _, side in header.layers[number].sides()]
+        last = max(ends, default=0)
+        start, stop = (0, last) if tokens is None else _range(tokens)
+        if not 0 <= start <= stop <= last:
+            raise OutOfBounds(f"tokens {start} to {stop} were requested from a cache of {last}")
+        return cls(numbers, start, stop, last)
+
+
+def _numbers(layers: Layers, count: int) -> tuple[int, ...]:
+    if isinstance(layers, slice):
+        return tuple(sorted(range(count)[layers]))
+    given = [layers] if isinstance(layers, SupportsIndex) else layers
+    try:
+        if isinstance(given, str | bytes):
+            raise TypeError
+        numbers = [operator.index(number) for number in given]
+    except TypeError:
+        raise InvalidParameter(
+            f"layers is {layers!r:.80}, expected a number, a list of numbers or a slice, such as layers=[0, 1] or layers=slice(16, 32)"
+        ) from None
+    for number in numbers:
+        if not -count <= number < count:
+            raise OutOfBounds(f"layer {number} was requested from a cache of {count} layers")
+    return tuple(sorted({number % count for number in numbers}))
+
+
+def _range(tokens: Tokens) -> tuple[int, int]:
+    try:
+        if isinstance(tokens, bool | str | bytes):
+            raise TypeError
+        if isinstance(tokens, SupportsIndex):
+            return 0, operator.index(tokens)
+        start, stop = (operator.index(place) for place in tokens)
+    except (TypeError, ValueError):
+        raise InvalidParameter(
+            f"tokens is {tokens!r:.80}, expected a number of tokens or a pair, such as tokens=4096 or tokens=(1024, 4096)"
+        ) from None
+    return start, stop

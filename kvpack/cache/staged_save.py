@@ -1,0 +1,81 @@
+"""Save a cache from a device: copied to staging memory, digested and written, all three at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from functools import partial
+from itertools import islice
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.coding.modes import own_modes
+from kvpack.file.streamed import PIECE_BYTES, WRITES_AT_ONCE, Piece, write_pieces
+
+from .stored import stored_streams
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Generator, Iterator
+
+    from kvpack.coding.encoding import Progress
+
+    from .bus import Bus
+    from .cache import Cache
+
+_COPIES_AHEAD = 2
+"""Pieces whose copy has begun before they are needed."""
+
+
+def save_from(
+    bus: Bus,
+    cache: Cache,
+    path: str | os.PathLike[str],
+    *,
+    durable: bool = False,
+    progress: Progress | None = None,
+    piece_bytes: int = PIECE_BYTES,
+) -> int:
+    """Write ``cache``, on the device of ``bus``, to ``path`` as ``save`` does, and return the bytes written.
+
+    Raises as ``save``.
+    """
+    with own_modes(bus.device), contextlib.closing(bus), contextlib.closing(_pieces(bus, cache, piece_bytes)) as pieces:
+        return write_pieces(path, cache.contents, pieces, durable=durable, progress=progress)
+
+
+def _pieces(bus: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, None]:
+    """The pieces of every tensor, in order; each is yielded when its copy is done, and ``_COPIES_AHEAD`` more have begun."""
+    count = WRITES_AT_ONCE + _COPIES_AHEAD + 1
+    memory = bus.staging(count * piece_bytes)
+    free: SimpleQueue[torch.Tensor] = SimpleQueue()
+    for number in range(count):
+        free.put(memory[number * piece_bytes : (number + 1) * piece_bytes])
+
+    def begun() -> Iterator[tuple[str, torch.Tensor, int, Any]]:
+        for name, data in _tensors(bus, cache):
+            for first in range(0, len(data), piece_bytes):
+                part, slot = data[first : first + piece_bytes], free.get()
+                bus.copy(slot[: len(part)], part)
+                yield name, slot, len(part), bus.mark()
+
+    copies = begun()
+    ahead = deque(islice(copies, _COPIES_AHEAD))
+    while ahead:
+        ahead.extend(islice(copies, 1))
+        name, slot, size, copied = ahead.popleft()
+        bus.wait(copied)
+        yield Piece(name, slot[:size].numpy().data, partial(free.put, slot))
+
+
+def _tensors(bus: Bus, cache: Cache) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the file with its name, as its bytes, uint8 ``[byte]``, on the device."""
+    for number, layer in enumerate(cache.layers):
+        for side_name, side in layer.sides.items():
+            with bus.work():
+                streams = stored_streams(side.merged())
+                flat = {name: tensor.detach().contiguous().flatten().view(torch.uint8) for name, tensor in streams.items()}
+            for name, data in flat.items():
+                yield f"{number}.{side_name}.{name}", data

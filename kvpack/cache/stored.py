@@ -1,0 +1,67 @@
+"""The parts of a cache as a file holds them: sides from their tensors and back, and the cache that a header describes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.coding.encoding import TORCH_DTYPES
+from kvpack.coding.steering import steered
+from kvpack.file.inputs import Inputs
+from kvpack.file.metadata import FEATURE, from_bytes
+from kvpack.formats.raw import DTYPES
+
+from .cache import Cache
+from .layer import Layer
+from .pages import Pages, Stretch
+from .side import Side
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from kvpack.file.header import Header, SideEntry
+
+
+def stored_streams(side: Side) -> dict[str, torch.Tensor]:
+    """A merged side's streams in stored form: the rows of consecutive runs follow one another."""
+    names = side.codec.layout(side.batch, side.heads, 0)
+    if not side.pages:
+        # Without a run, a stream with one row per run has no rows.
+        shapes = {name: (*entry.shape[:2], 0, *entry.shape[3:]) for name, entry in names.items()}
+        streams = {name: torch.empty(shapes[name], dtype=TORCH_DTYPES[entry.dtype], device="cpu") for name, entry in names.items()}
+    else:
+        (stored,) = side.stored_streams()
+        streams = {name: stored[name] for name in names}
+    return {**streams, "tail": side.tail} if side.tail.shape[2] else streams
+
+
+def side_of(header: Header, entry: SideEntry, tensors: dict[str, torch.Tensor], device: torch.device) -> Side:
+    """The side that ``entry`` describes, of its stored ``tensors``, which are on ``device``."""
+    codec = header.codecs[entry.codec]
+    tail = tensors.pop("tail", None)
+    if tail is None:
+        tail = torch.empty(entry.batch, entry.heads, 0, codec.dim, dtype=TORCH_DTYPES[DTYPES[entry.tail_dtype]], device=device)
+    return Side(codec, Pages([Stretch.of_runs(codec, entry.runs, tensors)] if entry.runs else []), tail, entry.window)
+
+
+def layer_of(header: Header, number: int, sides: Mapping[str, Side]) -> Layer:
+    """Layer ``number`` with ``sides``, by name: all that the header lists, or none."""
+    return Layer(sides.get("k"), sides.get("v"), skipped=header.starts[number] - header.start if sides else 0)
+
+
+def cache_of(header: Header, layers: Iterable[Layer]) -> Cache:
+    """The cache of ``layers`` that the header describes."""
+    inputs = Inputs.from_features(header.ignorable)
+    metadata = MappingProxyType(from_bytes(header.ignorable.get(FEATURE, b"")))
+    steered_layers = tuple(_steered(header, number, layer) for number, layer in enumerate(layers))
+    return Cache(steered_layers, header.recipe, MappingProxyType(dict(header.model)), header.start, inputs, metadata)
+
+
+def _steered(header: Header, number: int, layer: Layer) -> Layer:
+    """``layer``, whose sides encode as the header's recipe says what they get from now on."""
+    codecs = {name: steered(side.codec, header.recipe, number, len(header.layers), name) for name, side in layer.sides.items()}
+    changed = {name: replace(side, codec=codecs[name]) for name, side in layer.sides.items() if codecs[name] is not side.codec}
+    return replace(layer, k=changed.get("k", layer.k), v=changed.get("v", layer.v)) if changed else layer

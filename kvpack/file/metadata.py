@@ -1,0 +1,93 @@
+"""The ignorable feature ``metadata``: short texts and numbers by name, which kvpack keeps and gives no meaning (spec/container.md)."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvpack.formats.errors import InvalidParameter, LimitExceeded
+
+from .limits import MAX_BINARY_BYTES, MAX_NAMES, MAX_STRING_BYTES
+
+FEATURE = "metadata"
+MAX_NAME_BYTES = 255
+"""UTF-8 bytes of a name."""
+TEXT, INTEGER, NUMBER = range(3)
+"""The types of a value."""
+
+Value = str | int | float
+
+
+def to_bytes(metadata: Any) -> bytes:
+    """The feature's bytes for a map of names to texts, integers of 64 bits and finite floats.
+
+    Raises InvalidParameter for anything else, and LimitExceeded for too many or too long names and texts.
+    """
+    if not isinstance(metadata, Mapping):
+        raise InvalidParameter(f"metadata is a {type(metadata).__name__}, expected a dict such as {{'title': 'a manual', 'version': 3}}")
+    for name in metadata:
+        if not isinstance(name, str) or not name:
+            raise InvalidParameter(f"a name in metadata is {name!r:.80}, expected a string that is not empty")
+    _check_limit("metadata", len(metadata), "entries", MAX_NAMES)
+    parts = []
+    # The order of code points is that of their UTF-8 bytes.
+    for name in sorted(metadata):
+        key = _utf8("a name in metadata", name, MAX_NAME_BYTES)
+        parts.append(bytes([len(key)]) + key + _value(f"metadata[{name!r:.80}]", metadata[name]))
+    data = b"".join(parts)
+    _check_limit("metadata, as stored,", len(data), "bytes", MAX_BINARY_BYTES)
+    return data
+
+
+def from_bytes(data: bytes) -> dict[str, Value]:
+    """The map in the feature's bytes; an empty one for bytes that ``to_bytes`` does not make."""
+    try:
+        found = dict(_entries(data))
+        return found if to_bytes(found) == data else {}
+    except (ValueError, LookupError, struct.error, InvalidParameter, LimitExceeded):
+        return {}
+
+
+def _entries(data: bytes) -> Iterator[tuple[str, Value]]:
+    at = 0
+    while at < len(data):
+        name, kind = data[at + 1 : at + 1 + data[at]].decode(), data[at + 1 + data[at]]
+        at += 2 + data[at]
+        if kind == TEXT:
+            (size,) = struct.unpack_from("<I", data, at)
+            yield name, data[at + 4 : at + 4 + size].decode()
+            at += 4 + size
+        else:
+            yield name, struct.unpack_from({INTEGER: "<q", NUMBER: "<d"}[kind], data, at)[0]
+            at += 8
+
+
+def _value(where: str, value: Any) -> bytes:
+    if isinstance(value, str):
+        text = _utf8(where, value, MAX_STRING_BYTES)
+        return bytes([TEXT]) + struct.pack("<I", len(text)) + text
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not -(2**63) <= value < 2**63:
+            raise InvalidParameter(
+                f"{where} is an integer of {value.bit_length()} bits, expected one of 64 bits with its sign: write it as text"
+            )
+        return bytes([INTEGER]) + struct.pack("<q", value)
+    if isinstance(value, float) and math.isfinite(value):
+        return bytes([NUMBER]) + struct.pack("<d", value)
+    raise InvalidParameter(f"{where} is {value!r:.80}, expected a string, an integer or a finite float")
+
+
+def _utf8(where: str, text: str, limit: int) -> bytes:
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:
+        raise InvalidParameter(f"{where} is {text!r:.80}, which UTF-8 cannot encode") from None
+    _check_limit(where, len(data), "bytes", limit)
+    return data
+
+
+def _check_limit(where: str, size: int, what: str, limit: int) -> None:
+    if size > limit:
+        raise LimitExceeded(f"{where} has {size} {what}, the limit is {limit}")

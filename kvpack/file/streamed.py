@@ -1,0 +1,114 @@
+"""Write a file whose tensors come piece by piece, such as from a device: data first, each at its final place, and the header last.
+
+Nothing is held in memory but the pieces on their way. Until the rename, the file has another name, as with ``container.write``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from kvpack.formats.errors import InvalidShape
+
+from .atomic import replace_file
+from .header import Header, TensorEntry, layout_bytes
+from .json_header import make_front, undigested_front
+from .parallel import in_parallel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from .atomic import Progress
+    from .header import Contents
+
+PIECE_BYTES = 1 << 23
+"""The size of a piece to aim at: large enough that a call costs little, small enough that writing begins soon."""
+WRITES_AT_ONCE = 3
+"""File systems write one piece of a file at a time; more calls hide the time between two of them."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next bytes of tensor ``name``. ``release`` is called, in any thread, once ``data`` is not read any more."""
+
+    name: str
+    data: memoryview
+    release: Callable[[], None]
+
+
+def write_pieces(
+    path: str | os.PathLike[str], contents: Contents, pieces: Iterable[Piece], *, durable: bool = False, progress: Progress | None = None
+) -> int:
+    """Write an uncompressed file of ``contents`` atomically and return its size in bytes.
+
+    ``pieces`` gives the bytes of every tensor of ``contents.layouts`` that has any, in order; the caller's thread takes them one by
+    one, ahead of those being written. ``progress(done, total)`` counts bytes.
+    Raises InvalidShape for more or fewer bytes than a tensor takes, LimitExceeded, and WriteFailed as ``container.write``.
+    """
+    front = undigested_front(contents)
+
+    def write(descriptor: int) -> int:
+        os.ftruncate(descriptor, front.file_bytes)
+        data = _Data(contents, len(front.text), {name: place.begin for name, place in front.places.items()})
+        done = len(front.text) + len(front.tensor)
+
+        def write_piece(item: tuple[Piece, int]) -> int:
+            piece, at = item
+            try:
+                _write_at(descriptor, piece.data, at)
+                return len(piece.data)
+            finally:
+                piece.release()
+
+        for written in in_parallel(write_piece, data.placed(pieces), WRITES_AT_ONCE):
+            done += written
+            if progress is not None:
+                progress(done, front.file_bytes)
+        final = make_front(data.header())
+        _write_at(descriptor, memoryview(final.text + final.tensor), 0)
+        if progress is not None:
+            progress(front.file_bytes, front.file_bytes)
+        return front.file_bytes
+
+    return replace_file(path, write, durable=durable)
+
+
+class _Data:
+    """The places of pieces in the file, and the digests of the tensors that they make."""
+
+    def __init__(self, contents: Contents, start: int, begins: dict[str, int]) -> None:
+        self._contents, self._start, self._begins = contents, start, begins
+        self._digests = {name: xxhash.xxh3_128() for name in contents.layouts}
+        self._sizes = dict.fromkeys(contents.layouts, 0)
+
+    def placed(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int]]:
+        """Each piece with its place in the file, once it is part of its tensor's digest. Raises InvalidShape."""
+        for piece in pieces:
+            size = self._sizes[piece.name]
+            self._sizes[piece.name] = size + len(piece.data)
+            self._check(piece.name, whole=False)
+            self._digests[piece.name].update(piece.data)
+            yield piece, self._start + self._begins[piece.name] + size
+
+    def header(self) -> Header:
+        """The header of the file. Raises InvalidShape if a tensor is not whole."""
+        tensors = []
+        for name, layout in self._contents.layouts.items():
+            self._check(name, whole=True)
+            tensors.append(TensorEntry(name, layout.dtype, layout.shape, "none", self._sizes[name], self._digests[name].digest()))
+        return Header.of(self._contents, tuple(tensors))
+
+    def _check(self, name: str, *, whole: bool) -> None:
+        layout, size = self._contents.layouts[name], self._sizes[name]
+        expected = layout_bytes(layout)
+        if size > expected or (whole and size != expected):
+            raise InvalidShape(f"{name} has {size} bytes, {layout.dtype} {list(layout.shape)} takes {expected}")
+
+
+def _write_at(descriptor: int, data: memoryview, at: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], at + done)

@@ -1,0 +1,427 @@
+"""Loading to a device and saving from one, through staging memory: the bytes, checks and errors of the CPU's way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.cache import files, staged_load
+from kvpack.cache.bus import HostBus
+from kvpack.cache.parts import Part
+from kvpack.cache.staged_save import save_from
+from kvpack.file import container, payload
+from kvpack.file.header import Contents
+from kvpack.file.streamed import Piece, write_pieces
+from kvpack.formats.errors import (
+    DigestMismatch,
+    InvalidParameter,
+    InvalidPayload,
+    InvalidShape,
+    KvpackError,
+    OutOfBounds,
+    Truncated,
+    WriteFailed,
+)
+
+from caches import RECIPES, dense, random_pairs  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvpack.cache.cache import Cache
+
+PATTERN = 0xA5
+
+
+class LateBus(HostBus):
+    """A device whose copies are made as late as they may be: when the host waits for them, or when the bus closes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._made = 0
+        self.begun = 0
+        self.closed = False
+        self._lock = threading.Lock()
+
+    def staging(self, nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), PATTERN, dtype=torch.uint8)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._waiting.append((target, source))
+        self.begun += 1
+
+    def mark(self) -> Any:
+        return self.begun
+
+    def wait(self, mark: Any) -> None:
+        with self._lock:
+            while self._made < mark:
+                target, source = self._waiting.pop(0)
+                target.copy_(source)
+                self._made += 1
+
+    def close(self) -> None:
+        self.wait(self.begun)
+        self.closed = True
+
+
+def cache_of(recipe: str = "octopus-3", layers: int = 6) -> Cache:
+    cache = kvpack.pack(random_pairs(layers, 100, batch=2, dims=(64, 96)), recipe, start=7)
+    return cache.append(random_pairs(layers, 41, batch=2, dims=(64, 96), seed=1))
+
+
+def same(a: Cache, b: Cache) -> None:
+    assert (a.recipe, dict(a.model), a.start, a.tokens, a.inputs) == (b.recipe, dict(b.model), b.start, b.tokens, b.inputs)
+    for one, other in zip(a, b, strict=True):
+        assert one.skipped == other.skipped
+        assert list(one.sides) == list(other.sides)
+        for name, side in one.sides.items():
+            found = other.sides[name]
+            assert (side.codec, side.window, side.merged_runs()) == (found.codec, found.window, found.merged_runs())
+            assert torch.equal(side.tail.view(torch.int16), found.tail.view(torch.int16))
+            for streams, others in zip(side.stored_streams(), found.stored_streams(), strict=True):
+                assert list(streams) == list(others)
+                assert all(torch.equal(streams[key].view(torch.uint8), others[key].view(torch.uint8)) for key in streams)
+
+
+@pytest.mark.parametrize("compress", [False, True], ids=["plain", "zstd"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_loaded_to_a_device_is_what_the_cpu_loads(recipe: str, compress: bool, tmp_path: Path) -> None:
+    kvpack.save(cache_of(recipe), tmp_path / "a.kvpack", compress=compress)
+    bus = LateBus()
+    same(files.read_to(bus, container.open_file(tmp_path / "a.kvpack")), kvpack.load(tmp_path / "a.kvpack"))
+    assert bus.closed
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 23])
+def test_what_is_saved_from_a_device_is_what_the_cpu_saves(recipe: str, piece_bytes: int, tmp_path: Path) -> None:
+    cache, bus = cache_of(recipe, 3), LateBus()
+    cache = cache[:, :64] if recipe == "bf16" else cache
+    kvpack.save(cache, tmp_path / "a")
+    counted: list[tuple[int, int]] = []
+    size = save_from(
+        bus,
+        cache,
+        tmp_path / "b",
+        progress=lambda done, total: counted.append((done, total)),
+        piece_bytes=piece_bytes,
+    )
+    assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+    assert size == (tmp_path / "a").stat().st_size == counted[-1][0]
+    assert {total for _, total in counted} == {size}
+    assert all(a <= b for (a, _), (b, _) in pairwise(counted))
+    assert bus.closed
+
+
+def test_caches_without_layers_tokens_or_sides(tmp_path: Path) -> None:
+    x = torch.randn(1, 2, 5, 64)
+    for number, pairs in enumerate(([], [(x[:, :, :0], x[:, :, :0])], [(x, None), (None, x)])):
+        cache = kvpack.pack(pairs, "octopus-3")
+        save_from(LateBus(), cache, tmp_path / "a")
+        assert (tmp_path / "a").stat().st_size == cache.nbytes, number
+        kvpack.save(cache, tmp_path / "b")
+        assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+        same(files.read_to(LateBus(), container.open_file(tmp_path / "a")), cache)
+
+
+def test_a_golden_file_is_loaded_to_a_device(golden: list[Path]) -> None:
+    for path in golden:
+        same(files.read_to(LateBus(), container.open_file(path)), kvpack.load(path))
+
+
+@pytest.fixture
+def golden() -> list[Path]:
+    from pathlib import Path
+
+    return sorted((Path(__file__).resolve().parents[1] / "golden").glob("*.kvpack"))
+
+
+def test_staging_memory_is_bounded_and_reused(tmp_path: Path) -> None:
+    kvpack.save(cache_of(layers=12), tmp_path / "a")
+    asked: list[int] = []
+
+    class Counting(LateBus):
+        def staging(self, nbytes: int) -> torch.Tensor:
+            asked.append(nbytes)
+            return super().staging(nbytes)
+
+    file = container.open_file(tmp_path / "a")
+    largest = max(file.side_places(number, side).nbytes for number in range(12) for side in "kv")
+    found = list(staged_load.load_layers(file, Part.of(file.header, None, None), Counting(), staging_bytes=4 * largest))
+    assert asked == [4 * largest]
+    assert [number for number, _ in found] == list(range(12))
+    asked.clear()
+    same(files.read_to(Counting(), file), kvpack.load(tmp_path / "a"))
+    assert asked[0] <= min(staged_load.STAGING_BYTES, 26 * largest)
+
+
+def test_a_layer_is_one_buffer_whose_streams_begin_at_multiples_of_64(tmp_path: Path) -> None:
+    kvpack.save(cache_of("kivi-2"), tmp_path / "a")
+    for layer in files.read_to(HostBus(), container.open_file(tmp_path / "a")):
+        tensors = [tensor for side in layer.sides.values() for tensor in (*side.stored_streams()[0].values(), side.tail)]
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+        assert all(tensor.data_ptr() % 64 == tensors[0].untyped_storage().data_ptr() % 64 for tensor in tensors)
+
+
+def outcome(load: Any) -> tuple[str, str]:
+    try:
+        load()
+    except KvpackError as error:
+        return type(error).__name__, str(error)
+    return "loaded", ""
+
+
+@pytest.mark.parametrize("compress", [False, True], ids=["plain", "zstd"])
+def test_damage_is_refused_with_the_words_of_the_cpu(compress: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload, "PIECE_BYTES", 1000)
+    path = tmp_path / "a"
+    kvpack.save(kvpack.pack(random_pairs(2, 40), "kivi-2"), path, compress=compress)
+    data, refused = path.read_bytes(), 0
+    for at in range(0, len(data), 211):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
+        bus = LateBus()
+        found = outcome(lambda bus=bus: files.read_to(bus, container.open_file(path)))
+        assert found == outcome(lambda: kvpack.load(path))
+        assert bus.begun == 0 or bus.closed
+        refused += found[0] != "loaded"
+    assert refused > len(data) // 211 // 2
+
+
+def test_the_first_error_of_the_file_is_raised(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    kvpack.save(cache_of("kivi-2", layers=8), path)
+    with container.open_file(path) as file:
+        start, places = len(file.front.text), file.front.places
+    data = bytearray(path.read_bytes())
+    for name in ("7.k.tail", "5.k.codes.0", "1.v.codes.0"):
+        data[start + places[name].begin] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(KvpackError, match=r"a: 1\.v\.codes\.0: damaged"):
+        files.read_to(LateBus(), container.open_file(path))
+
+
+def test_values_that_no_writer_makes_are_refused(tmp_path: Path) -> None:
+    cache = kvpack.pack(random_pairs(2, 40), "kivi-2")
+    contents, arrays = files.stored(cache)
+    arrays["1.v.scales"].view("<f2")[5] = float("nan")
+    container.write(tmp_path / "a", contents, arrays)
+    with pytest.raises(InvalidPayload) as mapped:
+        kvpack.load(tmp_path / "a")
+    with pytest.raises(InvalidPayload) as staged:
+        files.read_to(LateBus(), container.open_file(tmp_path / "a"))
+    assert str(staged.value) == str(mapped.value)
+
+
+def test_a_file_that_is_cut_after_it_was_opened_is_truncated(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    kvpack.save(cache_of(), path)
+    file = container.open_file(path)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(Truncated, match="it was cut meanwhile"):
+        files.read_to(LateBus(), file)
+
+
+def test_later_changes_of_the_file_change_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    cache = cache_of()
+    kvpack.save(cache, path)
+    loaded = files.read_to(HostBus(), container.open_file(path))
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert all(torch.equal(a, b) for a, b in zip(dense(loaded), dense(cache), strict=True))
+
+
+def test_loading_may_end_early(tmp_path: Path) -> None:
+    kvpack.save(cache_of(layers=12), tmp_path / "a")
+    bus, threads = LateBus(), threading.active_count()
+    file = container.open_file(tmp_path / "a")
+    with contextlib.closing(staged_load.load_layers(file, Part.of(file.header, None, None), bus)) as layers:
+        number, _ = next(layers)
+    assert (number, bus.closed, threading.active_count()) == (0, True, threads)
+
+
+def test_a_device_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    kvpack.save(cache_of(layers=1), tmp_path / "a")
+    count = torch.cuda.device_count()
+    with pytest.raises(InvalidParameter, match=f"device is 'cuda:{count}', and torch finds {count} CUDA devices"):
+        kvpack.load(tmp_path / "a", device=f"cuda:{count}")
+
+
+PARTS: list[dict[str, Any]] = [
+    {"layers": 2},
+    {"layers": [-1, 0, 0]},
+    {"layers": slice(1, 4)},
+    {"layers": slice(None, None, -2)},
+    {"layers": []},
+    {"tokens": 0},
+    {"tokens": 1},
+    {"tokens": 77},
+    {"tokens": (64, 64)},
+    {"tokens": (32, 100)},
+    {"tokens": (128, 141)},
+    {"tokens": 141},
+    {"layers": [1, 3], "tokens": (64, 129)},
+]
+PART_RECIPES = ["kivi-2", "octopus-3", "bf16", "k=group:b=2,g=32,raw_tokens=fp16,sinks=2;v=group:b=2,g=32,outliers=10"]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+@pytest.mark.parametrize("recipe", PART_RECIPES)
+def test_a_part_of_a_file_is_that_part_of_the_cache(recipe: str, part: dict[str, Any], tmp_path: Path) -> None:
+    cache = kvpack.pack(random_pairs(5, 141, batch=2, dims=(64, 96)), recipe, start=7, inputs=kvpack.Inputs(bytes(4 * 141)))
+    kvpack.save(cache, tmp_path / "a")
+    layers, tokens = part.get("layers"), part.get("tokens", 141)
+    numbers = {None: range(5), 2: [2]}.get(layers, layers) if not isinstance(layers, slice | list) else layers
+    chosen = set(range(5)[numbers]) if isinstance(numbers, slice) else {number % 5 for number in numbers}
+    expected = replace(cache, layers=tuple(layer if number in chosen else kvpack.Layer(None, None) for number, layer in enumerate(cache)))
+    expected = expected.slice(*((0, tokens) if isinstance(tokens, int) else tokens)) if chosen else expected
+    bus = LateBus()
+    same(kvpack.load(tmp_path / "a", **part), expected)
+    same(files.read_to(bus, container.open_file(tmp_path / "a"), **part), expected)
+    assert bus.closed
+    kvpack.save(kvpack.load(tmp_path / "a", **part), tmp_path / "b")
+    same(kvpack.load(tmp_path / "b"), expected)
+
+
+def test_only_the_layers_asked_for_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    kvpack.save(cache_of(layers=3), path)
+    with container.open_file(path) as file:
+        at = len(file.front.text) + next(place.begin for name, place in file.front.places.items() if name.startswith("1.k."))
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    for part in ({"layers": [0, 2]}, {"layers": 2, "tokens": 64}):
+        assert kvpack.load(path, **part)[2].sides
+        assert files.read_to(LateBus(), container.open_file(path), **part)[2].sides
+    for part in ({"layers": [1]}, {"layers": 1, "tokens": 1}):
+        with pytest.raises(DigestMismatch):
+            kvpack.load(path, **part)
+        with pytest.raises(DigestMismatch):
+            files.read_to(LateBus(), container.open_file(path), **part)
+
+
+@pytest.mark.parametrize(
+    ("part", "error", "message"),
+    [
+        ({"layers": 6}, OutOfBounds, r"a: layer 6 was requested from a cache of 6 layers"),
+        ({"layers": [0, -7]}, OutOfBounds, r"a: layer -7 was requested from a cache of 6 layers"),
+        ({"layers": "12"}, InvalidParameter, r"layers is '12', expected a number, a list of numbers or a slice"),
+        ({"layers": 1.5}, InvalidParameter, r"layers is 1\.5, expected a number"),
+        ({"layers": [0, "1"]}, InvalidParameter, r"layers is \[0, '1'\], expected a number"),
+        ({"tokens": 142}, OutOfBounds, r"a: tokens 0 to 142 were requested from a cache of 141"),
+        ({"tokens": -1}, OutOfBounds, r"a: tokens 0 to -1 were requested from a cache of 141"),
+        ({"tokens": (64, 32)}, OutOfBounds, r"a: tokens 64 to 32 were requested from a cache of 141"),
+        ({"tokens": (1, 2, 3)}, InvalidParameter, r"tokens is \(1, 2, 3\), expected a number of tokens or a pair"),
+        ({"tokens": "64"}, InvalidParameter, r"tokens is '64', expected a number of tokens or a pair"),
+        ({"tokens": True}, InvalidParameter, r"tokens is True, expected a number of tokens or a pair"),
+        ({"tokens": (5, 100)}, OutOfBounds, r"a: layers\[0\]: a slice from token 5 begins 5 tokens into a page"),
+    ],
+    ids=str,
+)
+def test_a_part_that_the_file_lacks_is_refused(part: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
+    kvpack.save(cache_of("kivi-2"), tmp_path / "a")
+    with pytest.raises(error, match=message) as mapped:
+        kvpack.load(tmp_path / "a", **part)
+    bus = LateBus()
+    with pytest.raises(error) as staged:
+        files.read_to(bus, container.open_file(tmp_path / "a"), **part)
+    assert str(staged.value) == str(mapped.value)
+    assert bus.begun == 0 or bus.closed
+
+
+def test_layers_that_have_dropped_tokens(tmp_path: Path) -> None:
+    pairs = random_pairs(2, 40)
+    cache = kvpack.pack([pairs[0], (*(x[:, :, 24:] for x in pairs[1]), 24)], "octopus-3")
+    kvpack.save(cache, tmp_path / "a")
+    for part in ({}, {"layers": 1}, {"layers": 0, "tokens": 8}, {"tokens": (24, 32)}):
+        found = kvpack.load(tmp_path / "a", **part)  # type: ignore[arg-type]
+        same(files.read_to(LateBus(), container.open_file(tmp_path / "a"), **part), found)  # type: ignore[arg-type]
+    for part in ({"tokens": 8}, {"layers": 1, "tokens": (16, 40)}):
+        with pytest.raises(OutOfBounds, match=r"a: tokens \d+ to \d+ were requested from layers\[1\], which holds positions") as mapped:
+            kvpack.load(tmp_path / "a", **part)  # type: ignore[arg-type]
+        with pytest.raises(OutOfBounds) as staged:
+            files.read_to(LateBus(), container.open_file(tmp_path / "a"), **part)  # type: ignore[arg-type]
+        assert str(staged.value) == str(mapped.value)
+
+
+def contents_and_data() -> tuple[Contents, dict[str, memoryview]]:
+    contents, arrays = files.stored(cache_of(layers=1))
+    return contents, {name: array.data for name, array in arrays.items()}
+
+
+def pieces_of(data: dict[str, memoryview], size: int, released: list[str]) -> Iterator[Piece]:
+    for name, view in data.items():
+        for at in range(0, len(view), size):
+            yield Piece(name, view[at : at + size], lambda name=name: released.append(name))  # type: ignore[misc]
+
+
+def test_every_piece_is_released_and_the_file_is_that_of_container_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents, data = contents_and_data()
+    container.write(tmp_path / "a", contents, data)
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, piece, at: real(descriptor, piece[:100], at))
+    released: list[str] = []
+    write_pieces(tmp_path / "b", contents, pieces_of(data, 1000, released))
+    assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+    assert len(released) == sum(-(-len(view) // 1000) for view in data.values())
+
+
+@pytest.mark.parametrize("change", ["cut", "longer", "missing"])
+def test_pieces_that_are_not_a_tensor_are_refused(change: str, tmp_path: Path) -> None:
+    contents, data = contents_and_data()
+    name = list(data)[1]
+    data[name] = {"cut": data[name][:-1], "longer": memoryview(bytes(data[name]) + b"1"), "missing": memoryview(b"")}[change]
+    (tmp_path / "a").write_bytes(b"old")
+    with pytest.raises(InvalidShape, match=f"{name} has \\d+ bytes, U16"):
+        write_pieces(tmp_path / "a", contents, pieces_of(data, 100, []))
+    assert (tmp_path / "a").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("call", ["open", "ftruncate", "pwrite", "fsync", "replace"])
+def test_any_failing_call_keeps_the_old_file(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(b"old")
+    cache = cache_of(layers=1)
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        raise OSError(28, os.strerror(28))
+
+    bus = LateBus()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        with pytest.raises(WriteFailed) as caught:
+            save_from(bus, cache, tmp_path / "a", durable=True, piece_bytes=1000)
+    assert str(caught.value) == f"{tmp_path / 'a'}: could not be written: {os.strerror(28)}"
+    assert (tmp_path / "a").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+    assert bus.closed
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_an_interrupt_leaves_no_trace(calls: int, tmp_path: Path) -> None:
+    left = calls
+
+    def interrupt(done: int, total: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+
+    bus = LateBus()
+    with pytest.raises(KeyboardInterrupt):
+        save_from(bus, cache_of(), tmp_path / "a", progress=interrupt, piece_bytes=1000)
+    assert not os.listdir(tmp_path)
+    assert bus.closed

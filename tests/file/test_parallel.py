@@ -1,0 +1,47 @@
+"""Calls under way at once: in order, no more than asked for, and done by the caller where no thread comes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from kvpack.file import parallel
+from kvpack.file.parallel import in_parallel
+
+
+def test_results_are_in_order_and_calls_at_once() -> None:
+    together = threading.Barrier(4)
+    assert list(in_parallel(lambda n: together.wait(60) * 0 + n, range(12), 4)) == list(range(12))
+    assert list(in_parallel(str, [], 4)) == []
+    assert list(in_parallel(str, [1], 4)) == ["1"]
+
+
+def test_no_more_are_begun_than_are_asked_for() -> None:
+    begun: list[int] = []
+    calls = in_parallel(lambda n: begun.append(n) or n, range(100), 3)
+    assert [next(calls), next(calls)] == [0, 1]
+    calls.close()
+    assert set(begun) <= set(range(5))
+    seen = len(begun)
+    time.sleep(0.01)
+    assert len(begun) == seen, "after it closed nothing is under way"
+
+
+def test_what_a_call_raises_is_raised_in_its_place() -> None:
+    calls = in_parallel(lambda n: 1 // (3 - n), range(6), 4)
+    assert [next(calls) for _ in range(3)] == [0, 0, 1]
+    with pytest.raises(ZeroDivisionError):
+        next(calls)
+
+
+def _none(*_: Any) -> int:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("start", [_none, lambda *_: 0], ids=["no thread starts", "threads end before they begin"])
+def test_without_threads_the_caller_does_it(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel._thread, "start_new_thread", start)
+    assert list(in_parallel(lambda n: n * n, range(9), 4)) == [n * n for n in range(9)]

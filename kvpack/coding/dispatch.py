@@ -1,19 +1,19 @@
-"""Choose the code that encodes and decodes: torch operations on any device, or the Triton kernels.
+"""Choose the code that encodes, decodes and attends: torch operations on any device, the Triton kernels, or the C kernels of the CPU.
 
-The environment variable KVPACK_KERNELS selects "torch" or "triton". If unset: Triton for tensors on a CUDA
-device where a Triton is installed on which the kernels run (``triton_version.OLDEST`` or newer), else torch, with one warning.
-On the CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1).
+The environment variable KVPACK_KERNELS selects "torch", "triton" or "cpu". If unset: Triton for tensors on a CUDA
+device where a Triton is installed on which the kernels run (``triton_version.OLDEST`` or newer), the C kernels for tensors on the
+CPU where they were built, else torch, with one warning. On the CPU Triton's kernels run in its interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.side_cars import WithSideCars
 
-from . import triton_version
+from . import cpu_library, triton_version
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,22 +21,35 @@ if TYPE_CHECKING:
     import torch
 
     from kvpack.formats.base import Codec
+    from kvpack.kernels.attend.layers import Side as _TritonSide
+    from kvpack.kernels.cpu.sides import Side as _CSide
+
+    class Side(_CSide, _TritonSide, Protocol):
+        """The keys or the values of a layer, as both kinds of kernels see them."""
+
 
 VARIABLE = "KVPACK_KERNELS"
-BACKENDS = ("torch", "triton")
+BACKENDS = ("torch", "triton", "cpu")
+
+ASSEMBLY_VARIABLE = "KVPACK_INLINE_ASSEMBLY"
+"""Whether kernels use inline PTX: not if it is 0."""
 
 
-def encode(codec: Codec, x: torch.Tensor) -> dict[str, torch.Tensor] | None:
+def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
     """The streams of ``x`` ``[batch, kv_head, token, dim]`` from a kernel, None where the codec itself is to encode it.
 
-    That is so where not ``uses_triton``, for what the kernels do not take, and for values that the codec may refuse. Raises what
-    ``uses_triton`` raises.
+    ``before`` holds the streams of the run that it continues. The codec itself encodes where no kernels run, what they do not take, and
+    values that it may refuse. Raises what ``uses_triton`` and ``uses_c`` raise.
     """
+    if uses_c(x.device):
+        from kvpack.kernels.cpu import encode as c_encode
+
+        return c_encode.encode(codec, x) if c_encode.supports(codec, x) else None  # type: ignore[arg-type]
     if not uses_triton(x.device):
         return None
     from kvpack.kernels.encode import encode
 
-    return encode.encode(codec, x)
+    return encode.encode(codec, x, before)
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -60,15 +73,37 @@ def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return codec.original(decode_frame(codec, streams), streams)
 
 
+def choice() -> tuple[str | None, str | None]:
+    """The environment's choice of kernels, as far as a call depends on it."""
+    return os.environ.get(VARIABLE), os.environ.get(ASSEMBLY_VARIABLE)
+
+
+def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
+    """Decode ``side`` into new memory ``out`` ``[batch, kv_head, token, dim]`` in the original frame, where kernels do so in one pass.
+
+    Returns the ranges of tokens that are left to be written: all of them where no kernels run, and none where C takes the side. Raises
+    InvalidShape when a stream is not laid out as its codec says, and what ``uses_triton`` and ``uses_c`` raise.
+    """
+    if uses_c(out.device):
+        from kvpack.kernels.cpu import unpack
+
+        if unpack.supports(side, out.dtype):
+            unpack.unpack_into(side, out)
+            return []
+    if not uses_triton(out.device):
+        return [(0, side.tokens)]
+    from kvpack.kernels.decode import sides
+
+    return sides.unpack_into(side, 0, side.tokens, out, True)
+
+
 def uses_triton(device: torch.device) -> bool:
     """Whether tensors on ``device`` are encoded and decoded by Triton kernels.
 
     Issues a KvpackWarning, once, where tensors on a CUDA device lack a Triton for their kernels. Raises InvalidParameter when
     KVPACK_KERNELS is unknown, or is "triton" where the kernels cannot run.
     """
-    backend = os.environ.get(VARIABLE, "")
-    if backend not in ("", *BACKENDS):
-        raise InvalidParameter(f"the environment variable {VARIABLE} is {backend!r}, expected one of {', '.join(BACKENDS)}")
+    backend = _backend()
     if backend != "triton":
         wanted = not backend and device.type == "cuda"
         if wanted and not triton_version.supported():
@@ -78,7 +113,54 @@ def uses_triton(device: torch.device) -> bool:
         raise InvalidParameter(f"the environment variable {VARIABLE} is 'triton', which needs {triton_version.shortfall()}")
     if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         raise InvalidParameter(
-            f"the environment variable {VARIABLE} is 'triton', which takes tensors on cuda (on cpu: with TRITON_INTERPRET=1); "
+            f"the environment variable {VARIABLE} is 'triton', which needs tensors on cuda (on cpu: with TRITON_INTERPRET=1); "
             f"this one is on {device.type}"
         )
     return True
+
+
+def uses_c(device: torch.device) -> bool:
+    """Whether tensors on ``device`` are handled by the C kernels, where these take their codec.
+
+    Issues a KvpackWarning, once, where tensors on the CPU lack them. Raises InvalidParameter when KVPACK_KERNELS is unknown, or is
+    "cpu" where the C kernels were not built.
+    """
+    backend = _backend()
+    if device.type != "cpu" or backend not in ("", "cpu"):
+        return False
+    if not cpu_library.built():
+        if backend == "cpu":
+            raise InvalidParameter(f"the environment variable {VARIABLE} is 'cpu', which needs {cpu_library.SHORTFALL}")
+        cpu_library.warn_missing()
+        return False
+    return True
+
+
+def _backend() -> str:
+    backend = os.environ.get(VARIABLE, "")
+    if backend not in ("", *BACKENDS):
+        raise InvalidParameter(f"the environment variable {VARIABLE} is {backend!r}, expected one of {', '.join(BACKENDS)}")
+    return backend
+
+
+def backends() -> dict[str, str]:
+    """What encodes, decodes and attends tensors on each kind of device ("cpu", "cuda"), in words.
+
+    A codec or an option that kernels do not take is left to PyTorch operations. Raises InvalidParameter when KVPACK_KERNELS is unknown.
+    """
+    chosen = _backend()
+    forced = f"PyTorch operations ({VARIABLE}={chosen})"
+    by_triton = f"Triton kernels, Triton {triton_version.installed()}"
+    if chosen == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+        cpu = f"{by_triton}, interpreted"
+    elif chosen in ("torch", "triton"):
+        cpu = forced
+    elif cpu_library.built():
+        cpu = f"C kernels for {cpu_library.levels()[0]}"
+    else:
+        cpu = "PyTorch operations (the C kernels were not built)"
+    if chosen in ("torch", "cpu"):
+        cuda = forced
+    else:
+        cuda = by_triton if triton_version.supported() else f"PyTorch operations (the kernels need {triton_version.shortfall()})"
+    return {"cpu": cpu, "cuda": cuda}

@@ -51,7 +51,7 @@ def encode(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch
     Issues a RoundedWarning if a raw codec rounds values.
     """
     with own_modes(x.device):
-        streams = dispatch.encode(codec, x)
+        streams = dispatch.encode(codec, x, before)
     if streams is None:
         streams = _encode_in_blocks(codec, x, where, before)
     if isinstance(codec, Raw) and is_rounded(x, streams["values"]):
@@ -141,5 +141,5 @@ def check_finite(x: torch.Tensor, first: int, where: str) -> None:
     value = x[batch, head, token, channel].item()
     raise NonFinite(
         f"{where}: the value at batch {batch}, head {head}, token {first + token}, channel {channel} is {value}; "
-        "lossy codecs take finite values only (the raw codec keeps any)"
+        "lossy codecs accept only finite values (the raw codec keeps any)"
     )

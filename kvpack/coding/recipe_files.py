@@ -53,5 +53,5 @@ def read_clauses(path: str) -> list[tuple[int, str]]:
         raise InvalidRecipe(f"{path}: holds no clause of a recipe, only blank lines and comments")
     for number, clause in found:
         if clause.startswith("@"):
-            raise InvalidRecipe(f"{path}, line {number}: {clause!r}: a recipe file names no other")
+            raise InvalidRecipe(f"{path}, line {number}: {clause!r}: a recipe file cannot name another")
     return found

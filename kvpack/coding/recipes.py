@@ -98,7 +98,7 @@ class Recipe:
         for side in SIDES:
             if not any(side in rule.sides and rule.items is None for rule in self.rules):
                 raise InvalidRecipe(
-                    f"recipe {self.text!r} says nothing of {side}: add {side}=<codec> or kv=<codec>; presets are {', '.join(PRESETS)}"
+                    f"recipe {self.text!r} names no codec for {side}: add {side}=<codec> or kv=<codec>; presets are {', '.join(PRESETS)}"
                 )
         _ = self.window
         self._check_order()
@@ -174,7 +174,7 @@ class Recipe:
             if rule.items is None:
                 covered.update(rule.sides)
             elif covered.issuperset(rule.sides) and rule.written not in PUBLISHED:
-                message = f"{rule.written!r} comes to nothing, for what follows says otherwise of all layers: put it last"
+                message = f"{rule.written!r} has no effect, because later clauses replace it in every layer: put it last"
                 self._refuse(rule.written, rule.written, message)
 
     def _clauses(self) -> Iterator[tuple[str, str]]:

@@ -98,7 +98,7 @@ def test_inference_mode_reaches_no_tensor(recipe: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)
     # A tile holds 96 tokens of two heads of 64 channels, or 64 in groups of tokens.
     monkeypatch.setattr("kvpack.cache.side.TILE_VALUES", 96 * 2 * 64)
-    first, second = random_pairs(1, 600), random_pairs(1, 20, seed=1)
+    first, second = random_pairs(1, 300), random_pairs(1, 20, seed=1)
     expected = kvpack.pack(first, recipe).append(second)
     with torch.inference_mode():
         found = kvpack.pack([(k + 0, v + 0) for k, v in first], recipe).append(second)
@@ -110,7 +110,7 @@ def test_inference_mode_reaches_no_tensor(recipe: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("tokens", [40, 600], ids=["one block", "several blocks"])
+@pytest.mark.parametrize("tokens", [40, 300], ids=["one block", "several blocks"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_packed_cache_keeps_no_gradients(recipe: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)

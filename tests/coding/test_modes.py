@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
+import warm_python
 
-# Each in a process of its own: tables are kept, so they must be made in the mode under test. They share the import of torch.
+# Each in a process of its own: tables are kept, so they must be made in the mode under test. They share a process that has made none.
 PROGRAM = """
 import contextlib, hashlib, os, sys, warnings, torch
 import kvpack
@@ -28,7 +28,8 @@ elif mode == "default device":
     context = torch.device("meta")
 elif mode != "none":
     torch.set_default_dtype(getattr(torch, mode))
-warnings.simplefilter("ignore", kvpack.RoundedWarning)
+for category in (kvpack.RoundedWarning, kvpack.KvpackWarning):
+    warnings.simplefilter("ignore", category)
 recipes = [
     "bf16", "octopus-3", "kv=octahedral:b=5,arrangement=direct", "kv=octahedral:b=2,rounding=full", "oscar-2", "kivi-4;tail=32",
     "turboangle-k8v4", "kv=scalar:b=3", "kv=angle:n=48,norm=log4", "hqmq-s24-r3",
@@ -56,7 +57,7 @@ MODES = ("bfloat16", "autocast", "default device")
 def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """The digest of every recipe's file, values and attention, by mode."""
     path = tmp_path_factory.mktemp("modes") / "a.kvpack"
-    run = subprocess.run([sys.executable, "-c", PROGRAM, path, "none", *MODES], capture_output=True, text=True, check=False)
+    run = subprocess.run([warm_python.python(), "-c", PROGRAM, path, "none", *MODES], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     found: dict[str, dict[str, str]] = {}
     for mode, recipe, digest in (line.split("; ") for line in run.stdout.splitlines()):

@@ -52,7 +52,7 @@ def test_a_clause_that_comes_to_nothing_is_refused(text: str, word: str) -> None
     with pytest.raises(InvalidRecipe) as caught:
         Recipe(text)
     first, recipe, carets = str(caught.value).splitlines()
-    assert f"{word!r} comes to nothing" in first
+    assert f"{word!r} has no effect" in first
     assert recipe[carets.index("^") : carets.rindex("^") + 1] == word
 
 
@@ -109,9 +109,9 @@ def test_what_is_no_text_is_refused(recipe: object) -> None:
 
 
 def test_a_side_without_a_codec_is_refused() -> None:
-    with pytest.raises(InvalidRecipe, match="says nothing of v"):
+    with pytest.raises(InvalidRecipe, match="names no codec for v"):
         Recipe("k=group:b=2")
-    with pytest.raises(InvalidRecipe, match="says nothing of k"):
+    with pytest.raises(InvalidRecipe, match="names no codec for k"):
         Recipe("v=raw;layers=0:k=raw")
 
 

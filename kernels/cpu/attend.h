@@ -1,0 +1,120 @@
+/* One item of attention: some query rows of one head over some tokens of one span, tile by tile. */
+
+/* The memory of one thread. */
+typedef struct {
+    Loaded k, v;
+    float *queries; /* [ROW_SPACE][k dim] */
+    float *scores;  /* [ROW_SPACE][TILE] */
+    float *tile;    /* [larger dim][TILE] */
+    float *spare;
+} Scratch;
+
+/* Calls with `queries` 4, 2 and 1 as constants. */
+#define IN_BLOCKS(rows, call)                    \
+    for (int64_t row = 0; row < (rows);) {       \
+        int64_t left = (rows) - row;             \
+        if (left > 2) {                          \
+            enum { QUERIES = 4 };                \
+            call;                                \
+            row += 4;                            \
+        } else if (left == 2) {                  \
+            enum { QUERIES = 2 };                \
+            call;                                \
+            row += 2;                            \
+        } else {                                 \
+            enum { QUERIES = 1 };                \
+            call;                                \
+            row += 1;                            \
+        }                                        \
+    }
+
+static __attribute__((noinline)) void all_group_scores(const Codec *codec, const Loaded *in, const float *q, int64_t rows, float *spare, float *scores) {
+    IN_BLOCKS(rows, group_scores(codec, in, q + row * codec->dim, QUERIES, spare, scores + row * TILE))
+}
+
+static __attribute__((noinline)) void all_tile_scores(const float *q, int64_t rows, int64_t dim, const float *tile, float *scores) {
+    IN_BLOCKS(rows, tile_scores(q + row * dim, QUERIES, dim, tile, scores + row * TILE))
+}
+
+static __attribute__((noinline)) void all_group_values(const Codec *codec, const Loaded *in, const Item *item, const float *weights, float *spare, float *sums) {
+    IN_BLOCKS(item->rows, group_values(codec, in, item->batch, item->head, weights + row * TILE, QUERIES, spare, sums + row * codec->dim))
+}
+
+static __attribute__((noinline)) void all_tile_values(const float *weights, int64_t rows, int64_t dim, const float *tile, float *sums) {
+    IN_BLOCKS(rows, tile_values(weights + row * TILE, QUERIES, dim, tile, sums + row * dim))
+}
+
+/* Above this number of rows a tile is decoded once for all of them. */
+enum { MOST_FUSED_ROWS = 4 };
+
+static void key_scores(const Item *item, const Scratch *scratch) {
+    const Codec *codec = item->span->k.codec;
+    const Loaded *in = &scratch->k;
+    if (item->rows <= MOST_FUSED_ROWS && has_fused_scores(codec, in)) {
+        all_group_scores(codec, in, scratch->queries, item->rows, scratch->spare, scratch->scores);
+        return;
+    }
+    decode_tile(codec, in, scratch->spare, scratch->tile);
+    all_tile_scores(scratch->queries, item->rows, codec->dim, scratch->tile, scratch->scores);
+}
+
+static void add_values(const Item *item, const Scratch *scratch, int fused, float *sums) {
+    const Codec *codec = item->span->v.codec;
+    if (fused) {
+        all_group_values(codec, &scratch->v, item, scratch->scores, scratch->spare, sums);
+        return;
+    }
+    decode_tile(codec, &scratch->v, scratch->spare, scratch->tile);
+    all_tile_values(scratch->scores, item->rows, codec->dim, scratch->tile, sums);
+}
+
+/* The first token to read: the first that is seen, or the first of its token group. */
+static int64_t aligned_start(const Item *item, int64_t seen) {
+    int64_t k = item->span->k.codec->token_group, v = item->span->v.codec->token_group, group = k > v ? k : v;
+    return seen - (seen - item->start) % group;
+}
+
+/* Attends one item; largest and total [ROW_SPACE] and sums [ROW_SPACE][v dim] receive its part of the softmax. */
+static void attend_item(const Attend *call, const Item *item, Scratch *scratch, float *largest, float *total, float *sums) {
+    const Side *k = &item->span->k, *v = &item->span->v;
+    int64_t k_dim = k->codec->dim, begin = item->stop, end = item->start;
+    int64_t row_begin[MOST_ROWS], row_end[MOST_ROWS];
+    for (int64_t r = 0; r < item->rows; r++) {
+        const int64_t *visible = call->visible + 2 * (item->batch * call->q_len + (item->first + r) % call->q_len);
+        row_begin[r] = visible[0];
+        row_end[r] = visible[1];
+        if (visible[0] < begin) begin = visible[0];
+        if (visible[1] > end) end = visible[1];
+        largest[r] = -INFINITY;
+        total[r] = 0;
+    }
+    memset(sums, 0, sizeof(float) * (item->rows + 3) * v->codec->dim);
+    if (begin < item->start) begin = item->start;
+    if (end > item->stop) end = item->stop;
+    if (begin >= end) return;
+    const float *queries = item->span->queries + ((item->batch * call->heads + item->head) * call->rows + item->first) * k_dim;
+    memcpy(scratch->queries, queries, sizeof(float) * item->rows * k_dim);
+    /* Blocks of four may have a row too many. */
+    memset(scratch->queries + item->rows * k_dim, 0, sizeof(float) * 3 * k_dim);
+    int fused_values = item->rows <= MOST_FUSED_ROWS && has_fused_values(v->codec);
+    int64_t start = aligned_start(item, begin), k_segment = find_segment(k, start), v_segment = find_segment(v, start);
+    for (; start < end; start += TILE) {
+        int64_t count = end - start < TILE ? end - start : TILE;
+        find_pieces(k, start, count, &k_segment, &scratch->k);
+        load_tile(k->codec, item->batch, item->head, 1, &scratch->k);
+        key_scores(item, scratch);
+        for (int64_t r = 0; r < item->rows; r++) {
+            int64_t first = row_begin[r] - start, last = row_end[r] - start;
+            first = first < 0 ? 0 : first > count ? count : first;
+            last = last > count ? count : last < first ? first : last;
+            if (call->softcap > 0) cap(scratch->scores + r * TILE, (float)call->softcap);
+            soften(scratch->scores + r * TILE, first, last, &largest[r], &total[r], sums + r * v->codec->dim, v->codec->dim);
+        }
+        memset(scratch->scores + item->rows * TILE, 0, sizeof(float) * 3 * TILE);
+        find_pieces(v, start, count, &v_segment, &scratch->v);
+        load_tile(v->codec, item->batch, item->head, !fused_values, &scratch->v);
+        int patched = scratch->v.patches > 0;
+        if (fused_values && patched) load_tile(v->codec, item->batch, item->head, 1, &scratch->v);
+        add_values(item, scratch, fused_values && !patched, sums);
+    }
+}

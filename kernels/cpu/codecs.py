@@ -1,0 +1,237 @@
+"""What C is told of a codec: its packings, its other streams and its tables; None for codecs and options that it does not take."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from kvpack.formats.angle import NORMS as ANGLE_NORMS
+from kvpack.formats.angle import Angle, bin_directions
+from kvpack.formats.base import NORMS
+from kvpack.formats.columns import is_power_of_two, next_power_of_two
+from kvpack.formats.group import Group
+from kvpack.formats.octahedral import Octahedral, norm_with_index, signed_directions
+from kvpack.formats.polar import Polar, angle_directions, uniform_directions
+from kvpack.formats.quaternion import Quaternion, codewords
+from kvpack.formats.raw import DTYPES as RAW_DTYPES
+from kvpack.formats.raw import Raw
+from kvpack.formats.scalar import Scalar, signed_values
+
+from . import library
+
+if TYPE_CHECKING:
+    from kvpack.formats.base import Codec
+    from kvpack.formats.columns import Columns
+
+LEAST_ENTRIES = 16
+"""Tables have a power of two of entries from here up: the registers of one lookup."""
+
+MOST_DIM = 1024
+
+MOST_TABLE_BYTES = 1 << 19
+"""The tables of a codec that C takes: larger ones, of which every header may ask for others, are not kept twice."""
+
+_KEPT = 64
+
+
+class Described(NamedTuple):
+    """A codec as C sees it: ``streams`` in its order, and what must live as long as ``struct``."""
+
+    struct: library.Codec
+    streams: tuple[str, ...]
+    kept: tuple[Any, ...]
+
+
+@lru_cache(_KEPT)
+def described(codec: Codec) -> Described | None:
+    """What C is told of ``codec``, a codec without side-cars; by its exact class, because a subclass may store more."""
+    describe = FAMILIES.get(type(codec))
+    if describe is None or codec.dim > MOST_DIM:
+        return None
+    return describe(codec)
+
+
+def _struct(codec: Codec, values: dict[str, tuple[int, str]]) -> library.Codec | None:
+    """The parts that all families share; ``values`` gives the numbers per token and dtype of each stream of numbers."""
+    result = library.Codec()
+    packings = codec.packings()
+    if len(packings) > library.MOST_PACKINGS or any(len(packing.bases) > library.MOST_DIGITS for packing in packings.values()):
+        return None
+    result.family = library.FAMILIES.index(codec.id)
+    result.dim, result.token_group = codec.dim, codec.token_group
+    result.packings = len(packings)
+    for number, packing in enumerate(packings.values()):
+        result.packing[number] = _packing(packing)
+    result.columns = sum(packing.width * ((packing.column_bytes + 1) // 2) for packing in packings.values())
+    result.value_streams = len(values)
+    for number, (count, dtype) in enumerate(values.values()):
+        result.values[number] = library.Values(count, library.DTYPES.index(dtype))
+    result.numbers = sum(count for count, _ in values.values())
+    result.scales_stream = result.table_stream = result.patch_stream = -1
+    return result
+
+
+def _packing(packing: Columns) -> library.Packing:
+    digits = (library.Digit * library.MOST_DIGITS)()
+    for number, (base, places) in enumerate(zip(packing.bases, packing.place_values, strict=True)):
+        bits = (base - 1).bit_length()
+        digits[number] = library.Digit(base, bits, places[0].bit_length() - 1 if packing.binary else 0, float(places[0]))
+    planes = (packing.column_bytes + 1) // 2
+    return library.Packing(packing.symbols, packing.width, planes, packing.column_bytes % 2, packing.binary, len(packing.bases), digits)
+
+
+def _planes(codec: Codec) -> list[str]:
+    return [f"{stream}.{plane}" for stream, packing in codec.packings().items() for plane in range(len(packing.planes))]
+
+
+def _finished(result: library.Codec | None, codec: Codec, streams: list[str], tables: list[torch.Tensor], *kept: Any) -> Described | None:
+    if result is None or len(tables) > library.MOST_TABLES or sum(table.nbytes for table in tables) > MOST_TABLE_BYTES:
+        return None
+    names = (*_planes(codec), *streams)
+    result.streams = len(names)
+    padded = []
+    for number, table in enumerate(tables):
+        entries = max(LEAST_ENTRIES, next_power_of_two(len(table)))
+        padded.append(torch.nn.functional.pad(table.to(torch.float32), (0, entries - len(table))).contiguous())
+        result.table[number] = library.Table(padded[-1].data_ptr(), entries)
+    return Described(result, names, (padded, *kept))
+
+
+def _raw(codec: Raw) -> Described | None:
+    return _finished(_struct(codec, {"values": (codec.dim, RAW_DTYPES[codec.dtype])}), codec, ["values"], [])
+
+
+TABLE = "scale_table"
+"""The stream, made when a page is described, of the pairs that bytes of scales stand for: binary16 ``[batch, kv_head, 1, 256, 2]``."""
+
+
+def _group(codec: Group) -> Described | None:
+    values: dict[str, tuple[int, str]] = {}
+    if codec.axis == "channel":
+        values["scales"] = (2 * -(-codec.dim // codec.size), "F16" if codec.scale_dtype == "fp16" else "U8")
+    if codec.token_scale != "none":
+        values["token_scale"] = (1, "F16" if codec.token_scale == "fp16" else "F32")
+    result, streams = _struct(codec, values), list(values)
+    if result is None:
+        return None
+    result.size, result.token_scale = codec.size, codec.token_scale != "none"
+    planes = len(_planes(codec))
+    if codec.axis == "token":
+        result.scales_stream = planes + len(streams)
+        streams.append("scales")
+    if codec.scale_dtype == "u8":
+        result.table_stream = planes + len(streams)
+        streams.append(TABLE)
+    return _finished(result, codec, streams, [])
+
+
+def _scalar(codec: Scalar) -> Described | None:
+    result = _struct(codec, {"norm": (1, NORMS[codec.norm])})
+    if result is None:
+        return None
+    channels = [channel for part in codec.parts for channel in part.channels]
+    kept = (ctypes.c_int32 * len(channels))(*channels)
+    result.channels = kept
+    tables = [signed_values(table, "cpu") for table in (codec.magnitude_table, codec.high_magnitude_table) if table]
+    return _finished(result, codec, ["norm"], tables, kept)
+
+
+def _octahedral(codec: Octahedral) -> Described | None:
+    result = _struct(codec, {"norm": (1, NORMS[codec.norm])})
+    if result is None:
+        return None
+    result.direct, result.index_bits = codec.arrangement == "direct", 2 * (codec.b_dir - 1)
+    result.norm_with_index = norm_with_index(codec.b_dir, codec.b_norm)
+    result.digit_bits = result.index_bits + (codec.b_norm if result.norm_with_index else 0)
+    directions = signed_directions(codec.direction_table, "cpu")[: 1 << result.index_bits]
+    norms = torch.tensor(struct.unpack(f"<{len(codec.norm_table) // 4}f", codec.norm_table), dtype=torch.float32, device="cpu")
+    by_four = torch.nn.functional.pad(directions, (0, 1)).flatten()
+    return _finished(result, codec, ["norm"], [*directions.T, norms, by_four])
+
+
+def _angle(codec: Angle) -> Described | None:
+    stored = codec.norm == "fp32"
+    name, numbers = ("norm", (codec.dim // 2, "F32")) if stored else ("range", (2, NORMS[codec.range]))
+    result = _struct(codec, {name: numbers})
+    if result is None:
+        return None
+    packings = codec.packings()
+    result.direct, result.factored = "symbol" in packings, "angle_high" in packings
+    result.norm_kind = ANGLE_NORMS.index(codec.norm)
+    bases = packings["angle_low"].bases + packings["angle_high"].bases if result.factored else next(iter(packings.values())).bases[:1]
+    directions = torch.nn.functional.pad(bin_directions(codec.bins, "cpu"), (0, 0, 0, math.prod(bases) - codec.bins))
+    if is_power_of_two(codec.bins) and codec.bins > LEAST_ENTRIES:
+        # Correctly rounded directions repeat in every quarter turn.
+        directions, result.quarter_bits = directions[: codec.bins // 4], codec.bins.bit_length() - 3
+    return _finished(result, codec, [name], list(directions.T))
+
+
+def _polar(codec: Polar) -> Described | None:
+    result = _struct(codec, {"radius": (codec.radii, NORMS[codec.norm])})
+    if result is None or len(codec.levels) > library.MOST_PACKINGS:
+        return None
+    result.levels, result.radii = len(codec.levels), codec.radii
+    tables: list[torch.Tensor] = []
+    number = 0
+    for stream, levels in enumerate(codec.stream_levels.values()):
+        first = 0
+        for level in levels:
+            result.level_stream[number], result.level_first[number] = stream, first
+            result.level_angles[number], result.level_equal[number] = level.angles, level.counts[0]
+            kinds = [angle_directions(table, "cpu") for table in codec.tables[number]] or [uniform_directions(2**level.bits, "cpu")]
+            tables += [column for kind in (kinds[0], kinds[-1]) for column in kind.T]
+            first += level.angles
+            number += 1
+    return _finished(result, codec, ["radius"], tables)
+
+
+def _quaternion(codec: Quaternion) -> Described | None:
+    result = _struct(codec, {"scale": (1, NORMS[codec.norm])})
+    if result is None:
+        return None
+    packings = codec.packings()
+    result.direct, result.factored = "symbol" in packings, "codeword_high" in packings
+    result.highest = 2**codec.radius_bits - 1
+    book = codewords(codec.seed, codec.secondary, "cpu")
+    base = book.shape[0] if result.factored else next(iter(packings.values())).bases[0]
+    return _finished(result, codec, ["scale"], [torch.nn.functional.pad(book, (0, 0, 0, base - book.shape[0])).flatten()])
+
+
+ENTRY, ENTRIES = "raw_entry", "raw_entries"
+"""The streams, made when a page is described, of raw tokens: each token's entry, int32 ``[batch, 1, token]``, negative without one; and the
+entries, float32 ``[1, kv_head, entry, dim]`` in the coded frame."""
+
+
+@lru_cache(_KEPT)
+def with_raw_tokens(codec: Codec) -> Described | None:
+    """``described``, for a codec with raw tokens: their two streams come last."""
+    plain = described(codec)
+    if plain is None:
+        return None
+    struct = library.Codec.from_buffer_copy(plain.struct)
+    struct.patch_stream = len(plain.streams)
+    struct.streams = len(plain.streams) + 2
+    return Described(struct, (*plain.streams, ENTRY, ENTRIES), (plain,))
+
+
+FAMILIES: dict[type[Codec], Callable[[Any], Described | None]] = {
+    Raw: _raw,
+    Group: _group,
+    Scalar: _scalar,
+    Octahedral: _octahedral,
+    Angle: _angle,
+    Polar: _polar,
+    Quaternion: _quaternion,
+}
+"""How each family is described; a new codec is one row."""
+
+
+def pointer(described: Described) -> Any:
+    """A pointer to the structure, for the structures that refer to it."""
+    return ctypes.pointer(described.struct)

@@ -1,0 +1,15 @@
+/* The decoder of each family: a loaded tile to float [dim][TILE] in the coded frame. A new codec is one more case and one more file. */
+
+static void decode_tile(const Codec *codec, const Loaded *in, float *spare, float *tile) {
+    switch (codec->family) {
+        case RAW: raw_decode(codec, in, tile); break;
+        case GROUP: group_decode(codec, in, spare, tile); break;
+        case SCALAR: scalar_decode(codec, in, tile); break;
+        case OCTAHEDRAL: octahedral_decode(codec, in, spare, tile); break;
+        case ANGLE: angle_decode(codec, in, tile); break;
+        case POLAR: polar_decode(codec, in, spare, tile); break;
+        case QUATERNION: quaternion_decode(codec, in, spare, tile); break;
+    }
+    for (int64_t i = 0; i < in->patches; i++)
+        for (int64_t d = 0; d < codec->dim; d++) memcpy(tile + d * TILE + in->patch[i].at, in->patch[i].values + 4 * d, 4);
+}

@@ -1,0 +1,145 @@
+/* What library.py passes to C: every structure here has a ctypes twin there, and all sizes are checked there. */
+#ifndef KVPACK_INTERFACE_H
+#define KVPACK_INTERFACE_H
+
+#include <stdint.h>
+
+/* Changes with every structure and function here; library.py refuses a library of another number. */
+#define KVPACK_INTERFACE 7
+
+enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48 };
+
+/* Codec families, and the dtypes of numbers that are stored per token. */
+enum { RAW, GROUP, SCALAR, OCTAHEDRAL, ANGLE, POLAR, QUATERNION };
+enum { F16, BF16, F32, U8 };
+
+/* One array [batch, kv_head, row, ...] whose rows are contiguous; strides are in bytes. A segment holds one per stored stream. */
+typedef struct {
+    const char *data;
+    int64_t batch, head, row;
+} Stream;
+
+/* Consecutive tokens of one side in arrays of their own; `first` counts from the layer's first token. */
+typedef struct {
+    int64_t first, tokens;
+    Stream streams[];
+} Segment;
+
+/* A digit of a packing: its fields begin at bit `place` if every base is a power of two, else at place value `weight`. */
+typedef struct {
+    int64_t base, bits, place;
+    double weight;
+} Digit;
+
+/* formats/columns.py: `planes` words per column; `odd`: the last plane holds two columns per word. */
+typedef struct {
+    int64_t symbols, width, planes, odd, binary, digits;
+    Digit digit[MOST_DIGITS];
+} Packing;
+
+/* `count` numbers per token of one stream. */
+typedef struct {
+    int64_t count, dtype;
+} Values;
+
+/* `entries` floats: every digit that a stored word can hold is below it. */
+typedef struct {
+    const float *data;
+    int64_t entries;
+} Table;
+
+/* A codec with its parameters. A segment's streams are the planes of all packings, then `values`, then those of group. */
+typedef struct {
+    int64_t family, dim, streams;
+    int64_t packings, columns; /* columns: the words per token of all packings, bytes counted as words */
+    Packing packing[MOST_PACKINGS];
+    int64_t value_streams, numbers; /* numbers: of all value streams, per token */
+    Values values[MOST_VALUES];
+    int64_t token_group;
+    /* group: the streams of scales along tokens, and of the table of 8-bit scales, or -1 */
+    int64_t size, token_scale, scales_stream, table_stream;
+    /* raw tokens: the stream of each token's entry, int32, negative without one, then that of entries, float [kv_head, entry, dim] in the
+       coded frame; -1 without them */
+    int64_t patch_stream;
+    /* octahedral, angle, quaternion: whether one stream holds both digits of a symbol */
+    int64_t direct;
+    /* octahedral: the bits of a direction and of the index digit, and whether that holds the norm's bits or the sign digit does */
+    int64_t index_bits, digit_bits, norm_with_index;
+    /* angle, quaternion: whether two streams hold factors of the first digit. angle: the kind of norm. quaternion: the largest radius */
+    int64_t factored, norm_kind;
+    /* angle: 0, or the binary logarithm of a quarter of the bins, whose directions the tables hold */
+    int64_t quarter_bits;
+    float highest;
+    /* scalar: the channels of all parts in turn */
+    const int32_t *channels;
+    /* polar: for each level the stream and the first symbol of its angles, their number, and those of the first kind of pair */
+    int64_t levels, radii;
+    int64_t level_stream[MOST_PACKINGS], level_first[MOST_PACKINGS], level_angles[MOST_PACKINGS], level_equal[MOST_PACKINGS];
+    Table table[MOST_TABLES];
+} Codec;
+
+/* One side of a span: a codec and its segments, `count` rows of 2 + 4 * codec->streams integers, ascending by `first`. */
+typedef struct {
+    const Codec *codec;
+    const int64_t *segments;
+    int64_t count;
+} Side;
+
+/* Tokens [start, stop) whose keys share a coded frame, and whose values do.
+   queries float [batch, kv_head, row, k dim] are scaled and in the keys' frame; sums [batch, kv_head, row, v dim] in that of values. */
+typedef struct {
+    int64_t start, stop;
+    Side k, v;
+    const float *queries;
+    float *sums;
+} Span;
+
+/* attend: rows are the query rows of one KV head, head-major; visible [batch, q_len, 2]: the tokens that a query sees, [begin, end).
+   sink_logits [kv_head, row / q_len] or NULL; softcap 0: none. `level` is a number of kvpack_level_name. */
+typedef struct {
+    int64_t batch, heads, rows, q_len, v_dim;
+    const int64_t *visible;
+    const float *sink_logits;
+    double softcap;
+    const Span *spans;
+    int64_t span_count, threads, level;
+} Attend;
+
+/* unpack: tokens [start, stop) of one side to `out` [batch, kv_head, token - start, dim] of a dtype, in the original frame.
+   paley_order: 0 without a rotation, 1 for Sylvester's, else that of Paley's factor, whose matrix [order, order] is `paley`;
+   factors [dim] multiply what is rotated back. */
+typedef struct {
+    int64_t batch, heads, start, stop;
+    Side side;
+    int64_t dtype, paley_order;
+    const float *paley, *factors;
+    Stream out;
+    int64_t threads, level;
+} Unpack;
+
+/* encode: x [batch, kv_head, token, dim] of a dtype to the streams of group: planes (the second only if there are two) and binary16
+   scales. per_middle is 1 / ((2^bits - 1) / 2), rounded to binary32. */
+typedef struct {
+    int64_t batch, heads, tokens;
+    const Codec *codec;
+    Stream x;
+    int64_t dtype, zero_centre;
+    float per_middle;
+    Stream planes[2], scales;
+    int64_t threads, level;
+} Encode;
+
+/* These return 0, or 1 where there is not enough memory; kvpack_encode 2 where formats/ is to refuse a value. */
+int64_t kvpack_encode(const Encode *call);
+int64_t kvpack_attend(const Attend *call);
+int64_t kvpack_unpack(const Unpack *call);
+
+/* Says that new memory is about to be written. */
+void kvpack_expect_writes(char *data, int64_t bytes);
+
+int64_t kvpack_interface(void);
+int64_t kvpack_sizes(int64_t structure);
+/* The instruction sets that this processor runs, best first; NULL after the last. */
+const char *kvpack_level_name(int64_t level);
+
+#endif

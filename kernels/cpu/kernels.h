@@ -1,0 +1,94 @@
+/* The kernels of one instruction set: level_*.c each compile this file, with LEVEL, NAME (of the table at the end) and TITLE. */
+#include "interface.h"
+#include "level.h"
+#include "vectors.h"
+
+#include "words.h"
+
+#include "angle.h"
+#include "group.h"
+#include "octahedral.h"
+#include "polar.h"
+#include "quaternion.h"
+#include "raw.h"
+#include "scalar.h"
+
+/* Up to here no product is contracted with a sum: values are those of formats/, bit for bit wherever no sum decides. */
+#include "decode.h"
+#include "unpack.h"
+
+#include "encode_group.h"
+
+#ifdef __clang__
+#pragma clang fp contract(fast)
+#else
+#pragma GCC optimize("fp-contract=fast")
+#endif
+#include "group_fused.h"
+#include "loops.h"
+
+#include "attend.h"
+
+static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static int64_t loaded_bytes(const Codec *codec) {
+    return TILE * (2 * larger_of(codec->columns + codec->numbers, 1) + 4 * larger_of(codec->numbers, 1)) + 128;
+}
+
+static char *aligned(char *memory) { return (char *)(((uintptr_t)memory + 63) / 64 * 64); }
+
+static char *place_loaded(const Codec *codec, char *memory, Loaded *in) {
+    memory = aligned(memory);
+    in->numbers = (float *)memory;
+    memory += 4 * TILE * larger_of(codec->numbers, 1);
+    in->words = (uint16_t *)memory;
+    return memory + 2 * TILE * larger_of(codec->columns + codec->numbers, 1);
+}
+
+/* A decoder's spare floats: scales of every run, weights of every group and query, or two tiles. */
+static int64_t spare_floats(int64_t dim) { return 2 * dim * TILE + 8 * TILE; }
+
+static int64_t attend_bytes(const Attend *call) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < call->span_count; i++) {
+        const Codec *k = call->spans[i].k.codec, *v = call->spans[i].v.codec;
+        int64_t dim = larger_of(k->dim, v->dim);
+        int64_t floats = ROW_SPACE * (k->dim + TILE) + dim * TILE + spare_floats(dim);
+        most = larger_of(most, loaded_bytes(k) + loaded_bytes(v) + 4 * floats + 512);
+    }
+    return most + (int64_t)sizeof(Scratch);
+}
+
+static void attend_in(const Attend *call, const Item *item, char *memory, float *largest, float *total, float *sums) {
+    const Codec *k = item->span->k.codec, *v = item->span->v.codec;
+    Scratch *scratch = (Scratch *)memory;
+    memory = place_loaded(k, memory + sizeof(Scratch), &scratch->k);
+    memory = aligned(place_loaded(v, memory, &scratch->v));
+    int64_t dim = larger_of(k->dim, v->dim);
+    scratch->tile = (float *)memory;
+    scratch->scores = scratch->tile + dim * TILE;
+    scratch->spare = scratch->scores + ROW_SPACE * TILE;
+    scratch->queries = scratch->spare + spare_floats(dim);
+    attend_item(call, item, scratch, largest, total, sums);
+}
+
+static int64_t unpack_bytes(const Unpack *call) {
+    int64_t dim = call->side.codec->dim;
+    return loaded_bytes(call->side.codec) + 4 * (dim * TILE + spare_floats(dim)) + (int64_t)sizeof(Loaded) + 256;
+}
+
+static void unpack_in(const Unpack *call, int64_t batch, int64_t head, int64_t start, int64_t stop, char *memory) {
+    Loaded *in = (Loaded *)memory;
+    float *tile = (float *)aligned(place_loaded(call->side.codec, memory + sizeof(Loaded), in));
+    unpack_item(call, batch, head, start, stop, in, tile, tile + call->side.codec->dim * TILE);
+}
+
+static int64_t encode_bytes(const Encode *call) {
+    return 4 * larger_of(call->codec->size + 4, 6 * ROWS_AT_ONCE) * (call->codec->dim + LANES) + 64;
+}
+
+static int encode_in(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, char *memory) {
+    return encode_item(call, batch, head, start, stop, (float *)aligned(memory));
+}
+
+const Level NAME = {TITLE, attend_bytes, attend_in, unpack_bytes, unpack_in, encode_bytes, encode_in};

@@ -1,0 +1,32 @@
+/* What the kernels of one instruction set offer, and what a thread works on. */
+#ifndef KVPACK_LEVEL_H
+#define KVPACK_LEVEL_H
+
+#include "interface.h"
+
+/* The most query rows of an item, and the rows that its buffers have: blocks of four may have some too many. */
+enum { MOST_ROWS = 64, ROW_SPACE = MOST_ROWS + 4 };
+
+/* Attention of query rows [first, first + rows) of one head with tokens [start, stop) of a span. */
+typedef struct {
+    const Span *span;
+    int64_t batch, head, first, rows, start, stop;
+} Item;
+
+typedef struct {
+    const char *name;
+    /* The bytes that a thread needs for a call, and one item in that memory: its part of the softmax, [ROW_SPACE] and sums
+       [ROW_SPACE][v dim]. */
+    int64_t (*attend_bytes)(const Attend *call);
+    void (*attend)(const Attend *call, const Item *item, char *memory, float *largest, float *total, float *sums);
+    /* The same for unpacking tokens [start, stop) of one head. */
+    int64_t (*unpack_bytes)(const Unpack *call);
+    void (*unpack)(const Unpack *call, int64_t batch, int64_t head, int64_t start, int64_t stop, char *memory);
+    /* And for encoding, whose item is 0 where a value is refused. */
+    int64_t (*encode_bytes)(const Encode *call);
+    int (*encode)(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, char *memory);
+} Level;
+
+extern const Level kvpack_v4, kvpack_v3, kvpack_portable;
+
+#endif

@@ -1,0 +1,200 @@
+/* The functions that Python calls: the choice of the instruction set, the items of a call, and the merge of their results. */
+#define _GNU_SOURCE
+#include <math.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "interface.h"
+#include "level.h"
+#include "threads.h"
+
+#define EXPORTED __attribute__((visibility("default")))
+
+/* Items are made for at least this many threads, of tokens and rows that do not depend on their number: nor does the result. */
+enum { FEWEST_ITEMS = 128, FEWEST_TOKENS = 4096 };
+
+static const Level *level_of(int64_t number) {
+#if defined(__x86_64__)
+    static const Level *const levels[] = {&kvpack_v4, &kvpack_v3, &kvpack_portable};
+    __builtin_cpu_init();
+    int v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+    int v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
+    number += v4 ? 0 : v3 ? 1 : 2;
+    return number < 0 || number > 2 ? 0 : levels[number];
+#else
+    return number ? 0 : &kvpack_portable;
+#endif
+}
+
+EXPORTED int64_t kvpack_interface(void) { return KVPACK_INTERFACE; }
+
+EXPORTED const char *kvpack_level_name(int64_t level) {
+    const Level *found = level < 0 ? 0 : level_of(level);
+    return found ? found->name : 0;
+}
+
+EXPORTED int64_t kvpack_sizes(int64_t structure) {
+    switch (structure) {
+        case 0: return sizeof(Codec);
+        case 1: return sizeof(Span);
+        case 2: return sizeof(Attend);
+        case 3: return sizeof(Unpack);
+        case 4: return sizeof(Encode);
+        default: return 0;
+    }
+}
+
+/* All items of a call, and the part of the softmax of each. */
+typedef struct {
+    const Attend *call;
+    const Level *level;
+    int64_t row_blocks, items;
+    Item *item;
+    float *largest, *total, *sums;
+} Work;
+
+static void attend_item(const void *context, int64_t number, char *memory) {
+    const Work *work = context;
+    work->level->attend(work->call, &work->item[number], memory, work->largest + number * ROW_SPACE, work->total + number * ROW_SPACE,
+                        work->sums + number * ROW_SPACE * work->call->v_dim);
+}
+
+static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* The tokens of one item: whole multiples of FEWEST_TOKENS. */
+static int64_t tokens_at_once(const Span *span, int64_t others) {
+    int64_t parts = ceiling(FEWEST_ITEMS, others > 0 ? others : 1), tokens = ceiling(span->stop - span->start, parts);
+    return ceiling(tokens, FEWEST_TOKENS) * FEWEST_TOKENS;
+}
+
+/* Merges the parts of one block of rows of one head: sums of each span, divided by the total weight of all. */
+static void merge_block(const void *context, int64_t number, char *memory) {
+    const Work *work = context;
+    const Attend *call = work->call;
+    int64_t block = number % work->row_blocks, head = number / work->row_blocks % call->heads, of_span = work->row_blocks * call->heads * call->batch;
+    int64_t batch = number / work->row_blocks / call->heads, first = block * MOST_ROWS;
+    int64_t rows = call->rows - first < MOST_ROWS ? call->rows - first : MOST_ROWS;
+    (void)memory;
+    for (int64_t r = 0; r < rows; r++) {
+        float sink = call->sink_logits ? call->sink_logits[head * (call->rows / call->q_len) + (first + r) / call->q_len] : -INFINITY;
+        float most = sink, total = 0;
+        for (int64_t i = number; i < work->items; i += of_span)
+            if (work->largest[i * ROW_SPACE + r] > most) most = work->largest[i * ROW_SPACE + r];
+        float shift = most == -INFINITY ? 0 : most;
+        for (int64_t i = number; i < work->items; i += of_span) {
+            float *weight = &work->largest[i * ROW_SPACE + r];
+            *weight = expf(*weight - shift);
+            total += *weight * work->total[i * ROW_SPACE + r];
+        }
+        total += expf(sink - shift);
+        float per_total = total > 0 || total != total ? 1 / total : 1;
+        for (int64_t i = number; i < work->items; i += of_span) {
+            const Span *span = work->item[i].span;
+            float weight = work->largest[i * ROW_SPACE + r] * per_total;
+            float *out = span->sums + ((batch * call->heads + head) * call->rows + first + r) * call->v_dim;
+            const float *part = work->sums + (i * ROW_SPACE + r) * call->v_dim;
+            for (int64_t d = 0; d < call->v_dim; d++) out[d] += weight * part[d];
+        }
+    }
+}
+
+/* Parts are span by span and token by token, and inside these by batch, head and block of rows: the order of merge_block. */
+static void list_items(Work *work) {
+    const Attend *call = work->call;
+    int64_t of_span = call->batch * call->heads * work->row_blocks, count = 0;
+    for (int64_t s = 0; s < call->span_count; s++) {
+        const Span *span = &call->spans[s];
+        int64_t at_once = tokens_at_once(span, of_span);
+        for (int64_t start = span->start; start < span->stop; start += at_once)
+            for (int64_t number = 0; number < of_span; number++) {
+                int64_t first = number % work->row_blocks * MOST_ROWS, left = call->rows - first;
+                if (work->item)
+                    work->item[count] = (Item){span, number / work->row_blocks / call->heads, number / work->row_blocks % call->heads, first,
+                                               left < MOST_ROWS ? left : MOST_ROWS, start,
+                                               start + at_once < span->stop ? start + at_once : span->stop};
+                count++;
+            }
+    }
+    work->items = count;
+}
+
+EXPORTED int64_t kvpack_attend(const Attend *call) {
+    Work work = {call, level_of(call->level), ceiling(call->rows, MOST_ROWS), 0, 0, 0, 0, 0};
+    list_items(&work);
+    if (!work.items) return 0;
+    work.item = malloc(sizeof(Item) * work.items);
+    work.largest = malloc(sizeof(float) * work.items * ROW_SPACE * (2 + call->v_dim));
+    int failed = !work.item || !work.largest;
+    if (!failed) {
+        work.total = work.largest + work.items * ROW_SPACE;
+        work.sums = work.total + work.items * ROW_SPACE;
+        list_items(&work);
+        failed = kvpack_for_each(attend_item, &work, work.items, call->threads, work.level->attend_bytes(call));
+    }
+    int64_t blocks = call->batch * call->heads * work.row_blocks;
+    if (!failed) failed = kvpack_for_each(merge_block, &work, blocks, call->rows > MOST_ROWS ? call->threads : 1, 1);
+    free(work.item);
+    free(work.largest);
+    return failed;
+}
+
+/* Tokens of one item of unpacking: some tiles, enough to hide what finding their segment costs. */
+enum { TOKENS_UNPACKED = 1024 };
+
+typedef struct {
+    const Unpack *call;
+    const Level *level;
+    int64_t parts;
+} Unpacking;
+
+static void unpack_item(const void *context, int64_t number, char *memory) {
+    const Unpacking *work = context;
+    const Unpack *call = work->call;
+    int64_t start = call->start + number % work->parts * TOKENS_UNPACKED, head = number / work->parts % call->heads;
+    int64_t stop = start + TOKENS_UNPACKED < call->stop ? start + TOKENS_UNPACKED : call->stop;
+    work->level->unpack(call, number / work->parts / call->heads, head, start, stop, memory);
+}
+
+/* Asks for large pages of memory that is about to be written for the first time: most of the time would go to faults of small ones. */
+EXPORTED void kvpack_expect_writes(char *data, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    uintptr_t page = 4096, first = ((uintptr_t)data + page - 1) / page * page, end = ((uintptr_t)data + bytes) / page * page;
+    if (first < end) madvise((void *)first, end - first, MADV_HUGEPAGE);
+#else
+    (void)data;
+    (void)bytes;
+#endif
+}
+
+EXPORTED int64_t kvpack_unpack(const Unpack *call) {
+    Unpacking work = {call, level_of(call->level), ceiling(call->stop - call->start, TOKENS_UNPACKED)};
+    return kvpack_for_each(unpack_item, &work, work.parts * call->heads * call->batch, call->threads, work.level->unpack_bytes(call));
+}
+
+/* Tokens of one item of encoding: whole token groups, whatever their size. */
+enum { TOKENS_ENCODED = 512 };
+
+typedef struct {
+    const Encode *call;
+    const Level *level;
+    int64_t parts;
+    atomic_int *refused;
+} Encoding;
+
+static void encode_item(const void *context, int64_t number, char *memory) {
+    const Encoding *work = context;
+    const Encode *call = work->call;
+    int64_t start = number % work->parts * TOKENS_ENCODED, head = number / work->parts % call->heads;
+    int64_t stop = start + TOKENS_ENCODED < call->tokens ? start + TOKENS_ENCODED : call->tokens;
+    if (!atomic_load(work->refused) && !work->level->encode(call, number / work->parts / call->heads, head, start, stop, memory))
+        atomic_store(work->refused, 1);
+}
+
+EXPORTED int64_t kvpack_encode(const Encode *call) {
+    atomic_int refused = 0;
+    Encoding work = {call, level_of(call->level), ceiling(call->tokens, TOKENS_ENCODED), &refused};
+    int failed = kvpack_for_each(encode_item, &work, work.parts * call->heads * call->batch, call->threads, work.level->encode_bytes(call));
+    return failed ? 1 : atomic_load(&refused) ? 2 : 0;
+}

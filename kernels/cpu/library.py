@@ -1,0 +1,154 @@
+"""The compiled library of this folder: its structures, and whether it was built and runs here.
+
+Its functions are plain C symbols called by ctypes, which releases the GIL: building it needs no Python headers, and one library serves
+every Python. It starts threads for one call at a time (``threads.h``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+from kvpack.formats.errors import InvalidParameter
+
+INTERFACE = 7
+"""The number of interface.h that the structures below mirror."""
+
+THREADS = "KVPACK_THREADS"
+"""The environment variable with the number of threads of a call."""
+
+MOST_PACKINGS, MOST_DIGITS, MOST_VALUES, MOST_TABLES = 12, 2, 3, 48
+FAMILIES = ("raw", "group", "scalar", "octahedral", "angle", "polar", "quaternion")
+DTYPES = ("F16", "BF16", "F32", "U8")
+
+
+class Digit(Structure):
+    _fields_ = (("base", c_int64), ("bits", c_int64), ("place", c_int64), ("weight", c_double))
+
+
+class Packing(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("symbols", "width", "planes", "odd", "binary", "digits")),
+        ("digit", Digit * MOST_DIGITS),
+    )
+
+
+class Values(Structure):
+    _fields_ = (("count", c_int64), ("dtype", c_int64))
+
+
+class Table(Structure):
+    _fields_ = (("data", c_void_p), ("entries", c_int64))
+
+
+class Codec(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("family", "dim", "streams", "packings", "columns")),
+        ("packing", Packing * MOST_PACKINGS),
+        *((name, c_int64) for name in ("value_streams", "numbers")),
+        ("values", Values * MOST_VALUES),
+        *((name, c_int64) for name in ("token_group", "size", "token_scale", "scales_stream", "table_stream", "patch_stream")),
+        *((name, c_int64) for name in ("direct", "index_bits", "digit_bits", "norm_with_index", "factored", "norm_kind", "quarter_bits")),
+        ("highest", c_float),
+        ("channels", POINTER(c_int32)),
+        *((name, c_int64) for name in ("levels", "radii")),
+        *((name, c_int64 * MOST_PACKINGS) for name in ("level_stream", "level_first", "level_angles", "level_equal")),
+        ("table", Table * MOST_TABLES),
+    )
+
+
+class Side(Structure):
+    _fields_ = (("codec", POINTER(Codec)), ("segments", c_void_p), ("count", c_int64))
+
+
+class Span(Structure):
+    _fields_ = (("start", c_int64), ("stop", c_int64), ("k", Side), ("v", Side), ("queries", c_void_p), ("sums", c_void_p))
+
+
+class Attend(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "heads", "rows", "q_len", "v_dim")),
+        ("visible", c_void_p),
+        ("sink_logits", c_void_p),
+        ("softcap", c_double),
+        ("spans", POINTER(Span)),
+        *((name, c_int64) for name in ("span_count", "threads", "level")),
+    )
+
+
+class Stream(Structure):
+    _fields_ = (("data", c_void_p), *((name, c_int64) for name in ("batch", "head", "row")))
+
+
+class Unpack(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "heads", "start", "stop")),
+        ("side", Side),
+        *((name, c_int64) for name in ("dtype", "paley_order")),
+        *((name, c_void_p) for name in ("paley", "factors")),
+        ("out", Stream),
+        *((name, c_int64) for name in ("threads", "level")),
+    )
+
+
+class Encode(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "heads", "tokens")),
+        ("codec", POINTER(Codec)),
+        ("x", Stream),
+        *((name, c_int64) for name in ("dtype", "zero_centre")),
+        ("per_middle", c_float),
+        ("planes", Stream * 2),
+        ("scales", Stream),
+        *((name, c_int64) for name in ("threads", "level")),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library; None where it was not built, or from other sources than these."""
+    for path in sorted(Path(__file__).parent.glob("_cpu*.so")):
+        try:
+            found = ctypes.CDLL(str(path))
+        except OSError:
+            # Built for another machine or C library.
+            continue
+        found.kvpack_interface.restype = c_int64
+        if found.kvpack_interface() != INTERFACE:
+            continue
+        found.kvpack_sizes.restype, found.kvpack_sizes.argtypes = c_int64, (c_int64,)
+        structures = (Codec, Span, Attend, Unpack, Encode)
+        if any(found.kvpack_sizes(number) != ctypes.sizeof(structure) for number, structure in enumerate(structures)):
+            continue
+        found.kvpack_level_name.restype, found.kvpack_level_name.argtypes = c_char_p, (c_int64,)
+        found.kvpack_attend.restype, found.kvpack_attend.argtypes = c_int64, (POINTER(Attend),)
+        found.kvpack_expect_writes.restype, found.kvpack_expect_writes.argtypes = None, (c_void_p, c_int64)
+        found.kvpack_encode.restype, found.kvpack_encode.argtypes = c_int64, (POINTER(Encode),)
+        found.kvpack_unpack.restype, found.kvpack_unpack.argtypes = c_int64, (POINTER(Unpack),)
+        return found
+    return None
+
+
+@cache
+def levels() -> tuple[str, ...]:
+    """The instruction sets that the library has kernels for and this processor runs, best first."""
+    found = library()
+    names: list[str] = []
+    while found is not None and (name := found.kvpack_level_name(len(names))) is not None:
+        names.append(name.decode())
+    return tuple(names)
+
+
+def checked_threads(threads: int | None, default: int) -> int:
+    """The threads of a call: ``threads``, else KVPACK_THREADS, else ``default``. Raises InvalidParameter for a number below 1."""
+    if threads is not None:
+        return threads
+    text = os.environ.get(THREADS, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 4 and int(text) >= 1):
+        raise InvalidParameter(f"the environment variable {THREADS} is {text!r}, expected an integer from 1 to 9999")
+    return int(text)

@@ -1,0 +1,74 @@
+/* The loops that all codecs share: scores of a tile of keys, the running softmax, sums of a tile of values. */
+
+#define TOKEN_BLOCKS (LEVEL == 4 ? 4 : 2)
+
+/* scores[query][TILE] = q [query][dim] times tile [dim][TILE]. */
+INLINE void tile_scores(const float *q, int queries, int64_t dim, const float *tile, float *scores) {
+    for (int t = 0; t < TILE; t += TOKEN_BLOCKS * LANES) {
+        vf sum[4][TOKEN_BLOCKS];
+        for (int r = 0; r < queries; r++)
+            for (int b = 0; b < TOKEN_BLOCKS; b++) sum[r][b] = splat(0);
+        for (int64_t d = 0; d < dim; d++)
+            for (int b = 0; b < TOKEN_BLOCKS; b++) {
+                vf x = load(tile + d * TILE + t + b * LANES);
+                for (int r = 0; r < queries; r++) sum[r][b] += q[r * dim + d] * x;
+            }
+        for (int r = 0; r < queries; r++)
+            for (int b = 0; b < TOKEN_BLOCKS; b++) store(scores + r * TILE + t + b * LANES, sum[r][b]);
+    }
+}
+
+/* `rows` rows of the tile at once, so that LANES sums are added up together. */
+INLINE void tile_values_rows(const float *weights, int queries, int64_t dim, const float *tile, int64_t first, int rows, float *sums) {
+    vf sum[LANES];
+    float found[LANES];
+    for (int i = 0; i < LANES; i++) sum[i] = splat(0);
+    for (int t = 0; t < TILE; t += LANES) {
+        vf weight[4];
+        for (int r = 0; r < queries; r++) weight[r] = load(weights + r * TILE + t);
+        for (int d = 0; d < rows; d++) {
+            vf x = load(tile + (first + d) * TILE + t);
+            for (int r = 0; r < queries; r++) sum[r * rows + d] += weight[r] * x;
+        }
+    }
+    store(found, sums_of(sum));
+    for (int r = 0; r < queries; r++)
+        for (int d = 0; d < rows; d++) sums[r * dim + first + d] += found[r * rows + d];
+}
+
+/* sums [query][dim] += weights [query][TILE] times tile [dim][TILE]. */
+INLINE void tile_values(const float *weights, int queries, int64_t dim, const float *tile, float *sums) {
+    int64_t d = 0;
+    for (; d + LANES / queries <= dim; d += LANES / queries) tile_values_rows(weights, queries, dim, tile, d, LANES / queries, sums);
+    for (; d < dim; d++) tile_values_rows(weights, queries, dim, tile, d, 1, sums);
+}
+
+/* softcap * tanh(scores / softcap), with e^-2|x| so that nothing overflows. */
+static void cap(float *scores, float softcap) {
+    for (int t = 0; t < TILE; t += LANES) {
+        vf x = load(scores + t) * (1 / softcap), size = larger(x, -x), e = exponential(-2.f * size);
+        vf tanh = (1.f - e) / (1.f + e);
+        store(scores + t, softcap * choose(x < 0.f, -tanh, tanh));
+    }
+}
+
+/* One row's scores [TILE] become weights, of tokens [begin, end) alone; its running maximum, total and sums follow. */
+static void soften(float *scores, int64_t begin, int64_t end, float *maximum, float *total, float *sums, int64_t dim) {
+    for (int64_t t = 0; t < begin; t++) scores[t] = -INFINITY;
+    for (int64_t t = end; t < TILE; t++) scores[t] = -INFINITY;
+    vf most = splat(*maximum), sum = splat(0);
+    for (int t = 0; t < TILE; t += LANES) most = larger(load(scores + t), most);
+    float now = largest_of(most);
+    /* A row that has seen no token yet has the maximum -inf: shifted by 0, exp gives 0 and not NaN. */
+    float shift = now == -INFINITY ? 0 : now;
+    for (int t = 0; t < TILE; t += LANES) {
+        vf weight = exponential(load(scores + t) - shift);
+        store(scores + t, weight);
+        sum += weight;
+    }
+    float kept = expf(*maximum - shift);
+    *total = *total * kept + sum_of(sum);
+    if (now != *maximum)
+        for (int64_t d = 0; d < dim; d++) sums[d] *= kept;
+    *maximum = now;
+}

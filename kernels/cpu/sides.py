@@ -1,0 +1,244 @@
+"""The segments of a side, as C reads them: for each run of packed tokens its place, and address and strides of every stream.
+
+They are kept with the stretches that they describe, and one table with each side: a call over a thousand pages describes none anew.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy
+import torch
+
+from kvpack.formats import scale_range
+from kvpack.formats.raw import Raw
+from kvpack.formats.side_cars import WithSideCars
+
+from . import codecs, library
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from kvpack.formats.base import Codec
+
+    from .codecs import Described
+
+    Describe = Callable[[Codec], Described | None]
+    Integers = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+
+RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_TORCH = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+
+
+class Stretch(Protocol):
+    """Consecutive runs of packed tokens with their ``ends``; streams hold the rows of run after run."""
+
+    @property
+    def codec(self) -> Codec: ...
+    @property
+    def ends(self) -> Integers: ...
+    @property
+    def streams(self) -> Mapping[str, torch.Tensor]: ...
+
+
+class Frame(Protocol):
+    """The coded frame of some tokens."""
+
+    def query(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries ``[batch, kv_head, row, dim]`` for products with keys in the coded frame."""
+
+    def original(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums ``[batch, kv_head, row, dim]`` of values in the coded frame, in the original frame."""
+
+
+class Pages(Protocol):
+    """The pages of a side; each is a ``Frame``."""
+
+    @property
+    def stretches(self) -> Sequence[Stretch]: ...
+    def __getitem__(self, index: int) -> Any: ...
+    def __len__(self) -> int: ...
+
+
+class Side(Protocol):
+    """The keys or the values of a layer: pages, then a raw tail ``[batch, kv_head, token, dim]``."""
+
+    @property
+    def codec(self) -> Codec: ...
+    @property
+    def pages(self) -> Any: ...
+    @property
+    def tail(self) -> torch.Tensor: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def packed_tokens(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+
+
+class Part(NamedTuple):
+    """Tokens [start, stop) of one side that share a codec and a coded frame; ``frame`` None: the original frame."""
+
+    start: int
+    stop: int
+    codec: Codec
+    describe: Describe
+    segments: Integers
+    frame: Frame | None
+
+    def struct(self, described: Described) -> library.Side:
+        """The part for C; it refers to memory of this object and of ``described``, which ``describe(codec)`` returned."""
+        return library.Side(codecs.pointer(described), self.segments.ctypes.data, len(self.segments))
+
+    def described(self) -> Described:
+        """What C is told of the codec: not kept here, because sides are many and tables large."""
+        found = self.describe(self.codec)
+        assert found is not None
+        return found
+
+
+MOST_FRAMES = 64
+"""Above this number of coded frames in a side, each with queries and sums of its own, torch attends."""
+
+_stretches: WeakKeyDictionary[Any, tuple[Integers, Any] | None] = WeakKeyDictionary()
+_sides: WeakKeyDictionary[Any, list[Part] | None] = WeakKeyDictionary()
+
+
+def parts_of(side: Side) -> list[Part] | None:
+    """The parts of a side: its pages, then its tail; None where C does not take its codec, side-cars or strides."""
+    if side not in _sides:
+        _sides[side] = _parts_of(side)
+    return _sides[side]
+
+
+def _parts_of(side: Side) -> list[Part] | None:
+    parts: list[Part] = []
+    if side.packed_tokens:
+        packed = _packed(side)
+        if packed is None:
+            return None
+        parts += packed
+    if side.tail.shape[2]:
+        row = _strides(side.tail)
+        if row is None:
+            return None
+        segments = numpy.array([[side.packed_tokens, side.tail.shape[2], *row]], numpy.int64)
+        tail = Raw(side.codec.dim, RAW_DTYPES[side.tail.dtype])
+        parts.append(Part(side.packed_tokens, side.tokens, tail, codecs.described, segments, None))
+    return parts
+
+
+def _packed(side: Side) -> list[Part] | None:
+    codec = side.codec
+    framed = False
+    describe: Describe = codecs.described
+    if isinstance(codec, WithSideCars):
+        if len(codec.kept_tokens) > 1 or codec.frame_parts or codec.sketches:
+            return None
+        describe = codecs.with_raw_tokens if codec.kept_tokens else codecs.described
+        framed = bool(codec.value_maps)
+        codec = codec.codec
+    described = describe(codec)
+    if described is None or (framed and len(side.pages) > MOST_FRAMES):
+        return None
+    tables = []
+    first = 0
+    for stretch in side.pages.stretches:
+        if stretch not in _stretches:
+            _stretches[stretch] = _segments(stretch, described, side.tail.shape[0], side.heads)
+        found = _stretches[stretch]
+        if found is None:
+            return None
+        table = found[0].copy()
+        table[:, 0] += first
+        tables.append(table)
+        first += int(stretch.ends[-1])
+    segments = numpy.concatenate(tables)
+    segments = segments[segments[:, 1] > 0]
+    if not framed:
+        return [Part(0, side.packed_tokens, codec, describe, segments, side.pages[0])]
+    edges = [0, *numpy.cumsum(segments[:, 1]).tolist()]
+    parts = []
+    for number, page in enumerate(page for page in side.pages if page.tokens):
+        parts.append(Part(edges[number], edges[number + 1], codec, describe, segments[number : number + 1], page))
+    return parts
+
+
+def _segments(stretch: Stretch, described: Described, batch: int, heads: int) -> tuple[Integers, Any] | None:
+    """The table of a stretch's runs, from its first token, and the tensors made for it."""
+    counts = numpy.diff(stretch.ends, prepend=0)
+    streams, codec = dict(stretch.streams), stretch.codec
+    if codecs.ENTRY in described.streams:
+        raw = _raw_tokens(stretch)
+        if raw is None:
+            return None
+        streams |= raw
+    if codecs.TABLE in described.streams:
+        streams[codecs.TABLE] = _scale_tables(streams["scale_range"])
+    layouts = codec.layout(batch, heads, int(stretch.ends[-1]))
+    table = numpy.empty((len(counts), 2 + 4 * len(described.streams)), numpy.int64)
+    table[:, 0], table[:, 1] = stretch.ends - counts, counts
+    for number, name in enumerate(described.streams):
+        stream = streams[name]
+        if name == codecs.TABLE:
+            rows, shape = numpy.arange(len(counts)), torch.Size((batch, heads, len(counts), 256, 2))
+        elif name == codecs.ENTRY:
+            rows, shape = stretch.ends - counts, torch.Size((batch, 1, int(stretch.ends[-1])))
+        elif name == codecs.ENTRIES:
+            rows, shape = numpy.zeros_like(counts), stream.shape
+        else:
+            layout = layouts[name]
+            per_run = -(-counts // layout.tokens_per_row)
+            rows = numpy.cumsum(per_run) - per_run
+            shape = torch.Size((*layout.shape[:2], int(per_run.sum()), *layout.shape[3:]))
+            if stream.dtype != _TORCH[layout.dtype]:
+                return None
+        strides = _strides(stream)
+        if stream.shape != shape or strides is None:
+            return None
+        address, *steps = strides
+        column = 2 + 4 * number
+        table[:, column] = address + rows * steps[2]
+        table[:, column + 1 : column + 4] = steps
+        if shape[1] == 1:
+            table[:, column + 2] = 0
+    return table, streams
+
+
+def _raw_tokens(stretch: Stretch) -> dict[str, torch.Tensor] | None:
+    """The streams ``codecs.ENTRY`` and ``codecs.ENTRIES``; None where C cannot use them, or flags and raw tokens disagree."""
+    codec = stretch.codec
+    assert isinstance(codec, WithSideCars)
+    (tokens,) = codec.kept_tokens
+    if codec.value_maps and len(stretch.ends) > 1:
+        # Each run has channels of its own.
+        return None
+    flags, kept = tokens.flags(stretch.streams), tokens.kept(stretch.streams)
+    if int(flags.sum()) != kept.shape[0]:
+        return None
+    # Entries are in the order of tokens, then of sequences.
+    numbers = torch.where(flags.T, flags.T.flatten().cumsum(0).view(flags.T.shape) - 1, -1)
+    coded = codec.coded(kept, flags, stretch.streams)
+    return {codecs.ENTRY: numbers.T[:, None].to(torch.int32).contiguous(), codecs.ENTRIES: coded.transpose(0, 1)[None].contiguous()}
+
+
+def _strides(stream: torch.Tensor) -> tuple[int, int, int, int] | None:
+    """Address, and bytes from batch to batch, head to head and row to row; None unless what follows these axes is contiguous."""
+    expected = 1
+    for size, stride in zip(reversed(stream.shape[3:]), reversed(stream.stride()[3:]), strict=True):
+        if size > 1 and stride != expected:
+            return None
+        expected *= size
+    batch, head, row = (stride * stream.element_size() for stride in stream.stride()[:3])
+    return stream.data_ptr(), batch, head, row
+
+
+def _scale_tables(ranges: torch.Tensor) -> torch.Tensor:
+    """The binary16 pair of each byte, for every run's range: ``[batch, kv_head, run, 256, 2]``."""
+    codes = torch.arange(256, dtype=torch.uint8, device="cpu")[:, None].expand(256, 2)
+    batch, heads, runs, _ = ranges.shape
+    every = codes.expand(batch, heads, 1, 256, 2)
+    tables: Iterable[torch.Tensor] = (scale_range.pairs(every, ranges[:, :, run : run + 1]) for run in range(runs))
+    return torch.cat(list(tables), 2).contiguous()

@@ -1,0 +1,54 @@
+#define _GNU_SOURCE
+#include "threads.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+enum { MOST_THREADS = 256 };
+
+typedef struct {
+    void (*work)(const void *, int64_t, char *);
+    const void *context;
+    int64_t items, bytes;
+    atomic_llong next;
+} Shared;
+
+static int run(Shared *shared) {
+    char *memory = malloc(shared->bytes);
+    if (!memory) return 1;
+    for (;;) {
+        int64_t item = atomic_fetch_add(&shared->next, 1);
+        if (item >= shared->items) break;
+        shared->work(shared->context, item, memory);
+    }
+    free(memory);
+    return 0;
+}
+
+/* A thread without memory leaves its share to the others. */
+static void *start(void *shared) {
+    run(shared);
+    return 0;
+}
+
+int kvpack_for_each(void (*work)(const void *, int64_t, char *), const void *context, int64_t items, int64_t threads, int64_t bytes) {
+    Shared shared = {work, context, items, bytes, 0};
+    pthread_t started[MOST_THREADS];
+    int64_t count = 0;
+    if (threads > items) threads = items;
+    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    if (threads > 1) {
+        /* Signals are for the host's threads. */
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        while (count < threads - 1 && !pthread_create(&started[count], 0, start, &shared)) count++;
+        pthread_sigmask(SIG_SETMASK, &before, 0);
+    }
+    int failed = run(&shared);
+    for (int64_t i = 0; i < count; i++) pthread_join(started[i], 0);
+    /* Items may be done nevertheless: by the others. */
+    return failed && atomic_load(&shared.next) < items;
+}

@@ -1,0 +1,12 @@
+/* Threads of one call: none outlives it, so a fork finds none, and the host's own threads and their settings stay as they are. */
+#ifndef KVPACK_THREADS_H
+#define KVPACK_THREADS_H
+
+#include <stdint.h>
+
+/* Calls work(context, item, memory) for every item below `items` in at most `threads` threads, the caller's among them, each with
+   memory of `bytes` bytes. Returns 0, or 1 if the caller's own thread gets no memory. */
+int kvpack_for_each(void (*work)(const void *context, int64_t item, char *memory), const void *context, int64_t items, int64_t threads,
+                    int64_t bytes);
+
+#endif

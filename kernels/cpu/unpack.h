@@ -1,0 +1,110 @@
+/* One item of unpacking: tokens of one head, decoded tile by tile, rotated back and written row by row. */
+
+#if LANES == 16
+#define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif LANES == 8
+#define LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define LOW 0, 4, 1, 5
+#define HIGH 2, 6, 3, 7
+#endif
+
+/* To the nearest bfloat16 and binary16, ties to even, in the low bits; as torch does, NaN becomes a quiet one. */
+INLINE vi to_bfloat(vf x) {
+    vu bits = (vu)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, nan = (vu)(x != x);
+    return (vi)((rounded & ~nan) | (0x7fc0 & nan));
+}
+
+INLINE vi to_half(vf x) {
+    vi bits = (vi)x, sign = (vi)((vu)bits >> 16) & 0x8000, size = bits & 0x7fffffff;
+    vi normal = (vi)((vu)size + 0xfff + ((vu)size >> 13 & 1) - (112u << 23)) >> 13;
+    /* Below 2^-14 an addition rounds to multiples of 2^-24. */
+    vi small = (vi)((vf)size + .5f) - (vi)splat(.5f);
+    vi is_small = size < 0x38800000, is_large = size >= 0x477ff000, is_nan = size > 0x7f800000;
+    vi found = (small & is_small) | (normal & ~is_small);
+    found = (found & ~is_large) | (0x7c00 & is_large);
+    return sign | (found & ~is_nan) | (0x7e00 & is_nan);
+}
+
+INLINE void write_values(char *to, int64_t dtype, vf x) {
+    if (dtype == F32)
+        store((float *)to, x);
+    else
+        store_words((uint16_t *)to, dtype == BF16 ? to_bfloat(x) : to_half(x));
+}
+
+/* Channels [channel, channel + LANES) of LANES tokens from `t` on; those from `count` on are not written. */
+INLINE void write_block(const float *tile, int64_t channel, int64_t t, int64_t count, const Stream *out, char *rows, int64_t dtype) {
+    vf a[LANES], b[LANES];
+    int64_t bytes = dtype == F32 ? 4 : 2;
+    for (int i = 0; i < LANES; i++) a[i] = load(tile + (channel + i) * TILE + t);
+    for (int n = 1; n < LANES; n *= 2) {
+        for (int i = 0; i < LANES / 2; i++) {
+            b[2 * i] = SHUFFLE(vf, vi, a[i], a[i + LANES / 2], LOW);
+            b[2 * i + 1] = SHUFFLE(vf, vi, a[i], a[i + LANES / 2], HIGH);
+        }
+        for (int i = 0; i < LANES; i++) a[i] = b[i];
+    }
+    for (int i = 0; i < LANES && t + i < count; i++) write_values(rows + (t + i) * out->row + channel * bytes, dtype, a[i]);
+}
+
+INLINE void write_rows_as(const float *tile, int64_t dim, int64_t count, const Stream *out, char *rows, int64_t dtype) {
+    int64_t d = 0, bytes = dtype == F32 ? 4 : 2;
+    for (; d + LANES <= dim; d += LANES)
+        for (int64_t t = 0; t < count; t += LANES) write_block(tile, d, t, count, out, rows, dtype);
+    for (; d < dim; d++)
+        for (int64_t t = 0; t < count; t++) {
+            char one[4 * LANES];
+            write_values(one, dtype, splat(tile[d * TILE + t]));
+            memcpy(rows + t * out->row + d * bytes, one, bytes);
+        }
+}
+
+static void write_rows(const float *tile, int64_t dim, int64_t count, const Stream *out, char *rows, int64_t dtype) {
+    switch (dtype) {
+        case F32: write_rows_as(tile, dim, count, out, rows, F32); break;
+        case BF16: write_rows_as(tile, dim, count, out, rows, BF16); break;
+        default: write_rows_as(tile, dim, count, out, rows, F16);
+    }
+}
+
+/* The inverse of formats/rotation.py: Sylvester's factor by butterflies, then Paley's of `order` by its matrix, then signs. */
+static void rotate_back(const Unpack *call, int64_t dim, float *tile, float *spare) {
+    int64_t order = call->paley_order;
+    for (int64_t step = order; step < dim; step *= 2)
+        for (int64_t first = 0; first < dim; first += 2 * step)
+            for (int64_t d = first; d < first + step; d++)
+                for (int t = 0; t < TILE; t += LANES) {
+                    vf a = load(tile + d * TILE + t), b = load(tile + (d + step) * TILE + t);
+                    store(tile + d * TILE + t, a + b);
+                    store(tile + (d + step) * TILE + t, a - b);
+                }
+    for (int64_t first = 0; order > 1 && first < dim; first += order) {
+        memcpy(spare, tile + first * TILE, sizeof(float) * order * TILE);
+        for (int64_t d = 0; d < order; d++)
+            for (int t = 0; t < TILE; t += LANES) {
+                vf sum = splat(0);
+                for (int64_t i = 0; i < order; i++) sum += call->paley[i * order + d] * load(spare + i * TILE + t);
+                store(tile + (first + d) * TILE + t, sum);
+            }
+    }
+    for (int64_t d = 0; d < dim; d++)
+        for (int t = 0; t < TILE; t += LANES) store(tile + d * TILE + t, load(tile + d * TILE + t) * call->factors[d]);
+}
+
+/* Unpacks tokens [start, stop) of one head. */
+static void unpack_item(const Unpack *call, int64_t batch, int64_t head, int64_t start, int64_t stop, Loaded *in, float *tile, float *spare) {
+    const Codec *codec = call->side.codec;
+    char *rows = (char *)call->out.data + batch * call->out.batch + head * call->out.head + (start - call->start) * call->out.row;
+    int64_t segment = find_segment(&call->side, start);
+    for (; start < stop; start += TILE, rows += TILE * call->out.row) {
+        int64_t count = stop - start < TILE ? stop - start : TILE;
+        find_pieces(&call->side, start, count, &segment, in);
+        load_tile(codec, batch, head, 1, in);
+        decode_tile(codec, in, spare, tile);
+        if (call->paley_order) rotate_back(call, codec->dim, tile, spare);
+        write_rows(tile, codec->dim, count, &call->out, rows, call->dtype);
+    }
+}

@@ -1,0 +1,178 @@
+/* Vectors of one instruction set: LANES floats, by the vector extensions of GCC and Clang; the few intrinsics are all here. */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if LEVEL >= 3
+#include <immintrin.h>
+#endif
+#if LEVEL == 4
+#define LANES 16
+#elif LEVEL == 3
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef float vf_any __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t vi_any __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+typedef uint16_t vh_any __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
+
+INLINE vf load(const float *p) { return *(const vf_any *)p; }
+INLINE void store(float *p, vf x) { *(vf_any *)p = x; }
+INLINE vi load_int(const int32_t *p) { return *(const vi_any *)p; }
+INLINE void store_int(int32_t *p, vi x) { *(vi_any *)p = x; }
+INLINE vi load_words(const uint16_t *p) { return __builtin_convertvector(*(const vh_any *)p, vi); }
+INLINE void store_words(uint16_t *p, vi x) { *(vh_any *)p = __builtin_convertvector(x, vh); }
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vi splat_int(int32_t x) { return x - (vi){0}; }
+INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
+INLINE vi to_int(vf x) { return __builtin_convertvector(x, vi); }
+INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+
+/* The larger of two, b where either is NaN. */
+INLINE vf larger(vf a, vf b) {
+#if LEVEL == 4
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif LEVEL == 3
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
+
+#ifdef __clang__
+#define SHUFFLE(vector, integer, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(vector, integer, a, b, ...) __builtin_shuffle(a, b, (integer){__VA_ARGS__})
+#endif
+
+#if LANES == 16
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#elif LANES == 8
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15
+#else
+#define EVEN 0, 2, 4, 6
+#define ODD 1, 3, 5, 7
+#endif
+
+/* LANES vectors to their sums, in their order. */
+INLINE vf sums_of(vf *x) {
+    for (int n = LANES; n > 1; n /= 2)
+        for (int i = 0; i < n / 2; i++)
+            x[i] = SHUFFLE(vf, vi, x[2 * i], x[2 * i + 1], EVEN) + SHUFFLE(vf, vi, x[2 * i], x[2 * i + 1], ODD);
+    return x[0];
+}
+
+/* The same for maxima. */
+INLINE vf maxima_of(vf *x) {
+    for (int n = LANES; n > 1; n /= 2)
+        for (int i = 0; i < n / 2; i++)
+            x[i] = larger(SHUFFLE(vf, vi, x[2 * i], x[2 * i + 1], EVEN), SHUFFLE(vf, vi, x[2 * i], x[2 * i + 1], ODD));
+    return x[0];
+}
+
+INLINE float sum_of(vf x) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+INLINE float largest_of(vf x) {
+    float found = x[0];
+    for (int i = 1; i < LANES; i++) found = x[i] > found ? x[i] : found;
+    return found;
+}
+
+/* binary16 in the low bits of each lane, exactly; infinities and NaN stay what they are. */
+INLINE vf from_half(vi x) {
+    vf magnitude = (vf)((x & 0x7fff) << 13) * 0x1p112f;
+    return (vf)((vi)magnitude | (((x & 0x7c00) == 0x7c00) & 0x7f800000) | (x & 0x8000) << 16);
+}
+
+INLINE float half(uint16_t x) {
+    uint32_t bits = (uint32_t)(x & 0x7fff) << 13;
+    float magnitude;
+    memcpy(&magnitude, &bits, 4);
+    magnitude *= 0x1p112f;
+    memcpy(&bits, &magnitude, 4);
+    bits |= ((x & 0x7c00) == 0x7c00 ? 0x7f800000u : 0) | (uint32_t)(x & 0x8000) << 16;
+    memcpy(&magnitude, &bits, 4);
+    return magnitude;
+}
+
+/* e^x for x <= 0, exactly 0 from -87 down and for minus infinity; NaN stays NaN. Cephes' polynomial, 2 units in the last place. */
+INLINE vf exponential(vf x) {
+    const vf magic = splat(12582912.f); /* 1.5 * 2^23: adding it rounds to an integer */
+    vf rounded = x * 1.44269504f + magic, n = rounded - magic;
+    vf rest = x - n * 0.693359375f - n * -2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * rest + 1.3981999507e-3f;
+    p = p * rest + 8.3334519073e-3f;
+    p = p * rest + 4.1665795894e-2f;
+    p = p * rest + 1.6666665459e-1f;
+    p = p * rest + 5.0000001201e-1f;
+    p = p * rest * rest + rest + 1.f;
+    vf power = (vf)(((vi)rounded - (vi)magic + 127) << 23);
+    return (vf)((vi)(p * power) & ~(x < -87.f));
+}
+
+/* 2^x: 0 below -126, infinite from 128 up; NaN stays NaN. Cephes' polynomial. */
+INLINE vf power_of_two(vf x) {
+    const vf magic = splat(12582912.f);
+    vf bounded = choose(x < -126.f, splat(-126.f), choose(x > 127.f, x - 1.f, x));
+    vf rounded = bounded + magic, rest = bounded - (rounded - magic);
+    vf p = splat(1.535336188319500e-4f);
+    p = p * rest + 1.339887440266574e-3f;
+    p = p * rest + 9.618437357674640e-3f;
+    p = p * rest + 5.550332471162809e-2f;
+    p = p * rest + 2.402264791363012e-1f;
+    p = p * rest + 6.931472028550421e-1f;
+    p = p * rest + 1.f;
+    vf power = p * (vf)(((vi)rounded - (vi)magic + 127) << 23);
+    power = choose(x > 127.f, power * choose(x >= 128.f, splat(INFINITY), splat(2.f)), power);
+    return (vf)((vi)power & ~(x < -126.f));
+}
+
+/* Tables of up to this many entries are looked up in registers. */
+#define MOST_IN_REGISTERS (LEVEL == 4 ? 128 : LEVEL == 3 ? 16 : 0)
+
+/* data[index]; entries is a power of two from 16 up, above every index. */
+INLINE vf lookup(const float *data, int64_t entries, vi index) {
+#if LEVEL == 4
+    __m512i at = (__m512i)index;
+    if (entries == 16) return (vf)_mm512_permutexvar_ps(at, _mm512_loadu_ps(data));
+    if (entries == 32) return (vf)_mm512_permutex2var_ps(_mm512_loadu_ps(data), at, _mm512_loadu_ps(data + 16));
+    if (entries <= 128) {
+        __m512 low = _mm512_permutex2var_ps(_mm512_loadu_ps(data), at, _mm512_loadu_ps(data + 16));
+        __m512 high = _mm512_permutex2var_ps(_mm512_loadu_ps(data + 32), at, _mm512_loadu_ps(data + 48));
+        low = _mm512_mask_mov_ps(low, _mm512_test_epi32_mask(at, _mm512_set1_epi32(32)), high);
+        if (entries == 64) return (vf)low;
+        __m512 third = _mm512_permutex2var_ps(_mm512_loadu_ps(data + 64), at, _mm512_loadu_ps(data + 80));
+        __m512 fourth = _mm512_permutex2var_ps(_mm512_loadu_ps(data + 96), at, _mm512_loadu_ps(data + 112));
+        third = _mm512_mask_mov_ps(third, _mm512_test_epi32_mask(at, _mm512_set1_epi32(32)), fourth);
+        return (vf)_mm512_mask_mov_ps(low, _mm512_test_epi32_mask(at, _mm512_set1_epi32(64)), third);
+    }
+    return (vf)_mm512_i32gather_ps(at, data, 4);
+#elif LEVEL == 3
+    __m256i at = (__m256i)index;
+    if (entries == 16) {
+        __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(data), at), high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(data + 8), at);
+        return (vf)_mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(at, 28));
+    }
+    return (vf)_mm256_i32gather_ps(data, at, 4);
+#else
+    vf found;
+    for (int i = 0; i < LANES; i++) found[i] = data[index[i]];
+    (void)entries;
+    return found;
+#endif
+}

@@ -1,0 +1,271 @@
+/* From segments to one tile: words and numbers are transposed to rows of TILE tokens, whatever their strides, and digits cut out. */
+
+enum { TILE = 128 };
+
+/* Tokens [at, at + count) of the tile lie in one segment, from its token `token` on. */
+typedef struct {
+    int64_t at, count, token;
+    const Segment *segment;
+} Piece;
+
+/* Tokens [at, at + count) share a row of scales along tokens: `pairs` of binary16, or of bytes that `table` maps to such pairs. */
+typedef struct {
+    int64_t at, count;
+    const char *pairs, *table;
+} Run;
+
+/* A token of the tile whose values, in the coded frame, replace the decoded ones. */
+typedef struct {
+    int64_t at;
+    const char *values;
+} Patch;
+
+/* The words and numbers of one tile. Those after the last token are zero. */
+typedef struct {
+    int64_t tokens, pieces, runs, patches;
+    Piece piece[TILE];
+    Run run[TILE];
+    Patch patch[TILE];
+    uint16_t *words; /* [column of all packings, plane by plane][TILE] */
+    float *numbers;  /* [number][TILE] */
+} Loaded;
+
+typedef uint16_t v8 __attribute__((vector_size(16)));
+typedef int16_t v8_mask __attribute__((vector_size(16)));
+typedef uint16_t v8_any __attribute__((vector_size(16), aligned(1), may_alias));
+#define LOW8 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH8 4, 12, 5, 13, 6, 14, 7, 15
+
+INLINE uint16_t word_at(const char *p) {
+    uint16_t x;
+    memcpy(&x, p, 2);
+    return x;
+}
+
+/* rows of `words` words to out[word * TILE + row]. */
+static void transpose(const char *rows, int64_t stride, int64_t count, int64_t words, uint16_t *out) {
+    int64_t whole = count / 8 * 8, blocks = words / 8 * 8;
+    for (int64_t t = 0; t < whole; t += 8)
+        for (int64_t w = 0; w < blocks; w += 8) {
+            v8 a[8], b[8];
+            for (int i = 0; i < 8; i++) a[i] = *(const v8_any *)(rows + (t + i) * stride + 2 * w);
+            /* Three rounds of interleaving rows i and i + 4. */
+            for (int i = 0; i < 4; i++) {
+                b[2 * i] = SHUFFLE(v8, v8_mask, a[i], a[i + 4], LOW8);
+                b[2 * i + 1] = SHUFFLE(v8, v8_mask, a[i], a[i + 4], HIGH8);
+            }
+            for (int i = 0; i < 4; i++) {
+                a[2 * i] = SHUFFLE(v8, v8_mask, b[i], b[i + 4], LOW8);
+                a[2 * i + 1] = SHUFFLE(v8, v8_mask, b[i], b[i + 4], HIGH8);
+            }
+            for (int i = 0; i < 4; i++) {
+                *(v8_any *)(out + (w + 2 * i) * TILE + t) = SHUFFLE(v8, v8_mask, a[i], a[i + 4], LOW8);
+                *(v8_any *)(out + (w + 2 * i + 1) * TILE + t) = SHUFFLE(v8, v8_mask, a[i], a[i + 4], HIGH8);
+            }
+        }
+    for (int64_t t = 0; t < count; t++)
+        for (int64_t w = t < whole ? blocks : 0; w < words; w++) out[w * TILE + t] = word_at(rows + t * stride + 2 * w);
+}
+
+/* The words of one packing, of `count` tokens from column `at` of the tile on. Returns the words that it fills per token. */
+static int64_t load_packing(const Packing *packing, const Stream *streams, int64_t batch, int64_t head, const Piece *piece, uint16_t *out) {
+    for (int64_t plane = 0; plane < packing->planes; plane++) {
+        const Stream *s = streams + plane;
+        const char *rows = s->data + batch * s->batch + head * s->head + piece->token * s->row;
+        uint16_t *to = out + plane * packing->width * TILE + piece->at;
+        if (!packing->odd || plane + 1 < packing->planes) {
+            transpose(rows, s->row, piece->count, packing->width, to);
+            continue;
+        }
+        int64_t words = (packing->width + 1) / 2;
+        transpose(rows, s->row, piece->count, words, to);
+        for (int64_t w = 0; w < words; w++)
+            for (int64_t t = 0; t < piece->count; t++) {
+                uint16_t both = to[w * TILE + t];
+                to[w * TILE + t] = both & 255;
+                if (w + words < packing->width) to[(w + words) * TILE + t] = both >> 8;
+            }
+    }
+    return packing->planes * packing->width;
+}
+
+static void load_numbers(const Values *values, const Stream *s, const char *table, int64_t batch, int64_t head, const Piece *piece,
+                         float *out) {
+    const char *rows = s->data + batch * s->batch + head * s->head + piece->token * s->row;
+    for (int64_t i = 0; i < values->count; i++)
+        for (int64_t t = 0; t < piece->count; t++) {
+            const char *row = rows + t * s->row;
+            float *to = out + i * TILE + piece->at + t;
+            if (values->dtype == F32)
+                memcpy(to, row + 4 * i, 4);
+            else if (values->dtype == F16)
+                *to = half(word_at(row + 2 * i));
+            else if (values->dtype == BF16) {
+                uint32_t bits = (uint32_t)word_at(row + 2 * i) << 16;
+                memcpy(to, &bits, 4);
+            } else
+                *to = half(word_at(table + 4 * (uint8_t)row[i] + 2 * (i & 1)));
+        }
+}
+
+/* Many 16-bit numbers per token: transposed as words, then widened. `words` holds the numbers of one tile. */
+static void load_many(const Values *values, const Stream *s, int64_t batch, int64_t head, const Piece *piece, uint16_t *words, float *out) {
+    transpose(s->data + batch * s->batch + head * s->head + piece->token * s->row, s->row, piece->count, values->count, words);
+    for (int64_t i = 0; i < values->count; i++) {
+        int64_t t = 0;
+        float *to = out + i * TILE + piece->at;
+        for (; t + LANES <= piece->count; t += LANES) {
+            vi x = load_words(words + i * TILE + t);
+            store(to + t, values->dtype == F16 ? from_half(x) : (vf)(x << 16));
+        }
+        for (; t < piece->count; t++) {
+            uint32_t bits = (uint32_t)words[i * TILE + t] << 16;
+            if (values->dtype == F16)
+                to[t] = half(words[i * TILE + t]);
+            else
+                memcpy(to + t, &bits, 4);
+        }
+    }
+}
+
+static void load_runs(const Codec *codec, int64_t batch, int64_t head, const Piece *piece, Loaded *tile) {
+    const Stream *s = piece->segment->streams + codec->scales_stream;
+    const Stream *table = codec->table_stream < 0 ? 0 : piece->segment->streams + codec->table_stream;
+    for (int64_t t = 0; t < piece->count;) {
+        int64_t token = piece->token + t, left = codec->size - token % codec->size;
+        Run *run = &tile->run[tile->runs++];
+        run->at = piece->at + t;
+        run->count = left < piece->count - t ? left : piece->count - t;
+        run->pairs = s->data + batch * s->batch + head * s->head + token / codec->size * s->row;
+        run->table = table ? table->data + batch * table->batch + head * table->head : 0;
+        t += run->count;
+    }
+}
+
+static void load_patches(const Codec *codec, int64_t batch, int64_t head, const Piece *piece, Loaded *tile) {
+    const Stream *entry = piece->segment->streams + codec->patch_stream, *values = entry + 1;
+    for (int64_t t = 0; t < piece->count; t++) {
+        int32_t number;
+        memcpy(&number, entry->data + batch * entry->batch + (piece->token + t) * entry->row, 4);
+        if (number >= 0) tile->patch[tile->patches++] = (Patch){piece->at + t, values->data + head * values->head + number * values->row};
+    }
+}
+
+INLINE const Segment *segment_of(const Side *side, int64_t number) {
+    return (const Segment *)(side->segments + number * (2 + 4 * side->codec->streams));
+}
+
+/* The number of the segment that holds `token`. */
+static int64_t find_segment(const Side *side, int64_t token) {
+    int64_t low = 0, high = side->count - 1;
+    while (low < high) {
+        int64_t middle = (low + high + 1) / 2;
+        if (segment_of(side, middle)->first <= token)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+/* Which segments hold tokens [start, start + count); `number` is that of the first and becomes that of the next tile. */
+static void find_pieces(const Side *side, int64_t start, int64_t count, int64_t *number, Loaded *tile) {
+    tile->tokens = count;
+    tile->pieces = 0;
+    for (int64_t t = 0; t < count;) {
+        const Segment *segment = segment_of(side, *number);
+        int64_t token = start + t - segment->first, left = segment->tokens - token;
+        Piece *piece = &tile->piece[tile->pieces++];
+        *piece = (Piece){t, left < count - t ? left : count - t, token, segment};
+        t += piece->count;
+        if (piece->count == left) ++*number;
+    }
+}
+
+/* Words (unless the caller reads them as they are stored) and numbers of the tile's pieces. */
+static void load_tile(const Codec *codec, int64_t batch, int64_t head, int with_words, Loaded *tile) {
+    tile->runs = tile->patches = 0;
+    for (int64_t p = 0; p < tile->pieces; p++) {
+        const Piece *piece = &tile->piece[p];
+        const Stream *streams = piece->segment->streams;
+        uint16_t *words = tile->words;
+        for (int64_t i = 0; i < codec->packings; i++) {
+            if (with_words) words += TILE * load_packing(&codec->packing[i], streams, batch, head, piece, words);
+            streams += codec->packing[i].planes;
+        }
+        float *numbers = tile->numbers;
+        for (int64_t i = 0; i < codec->value_streams; i++) {
+            const Values *values = &codec->values[i];
+            const Stream *table = codec->table_stream < 0 ? 0 : piece->segment->streams + codec->table_stream;
+            const char *pairs = table ? table->data + batch * table->batch + head * table->head : 0;
+            if (values->dtype <= BF16 && values->count >= 8)
+                load_many(values, streams, batch, head, piece, tile->words + codec->columns * TILE, numbers);
+            else
+                load_numbers(values, streams, pairs, batch, head, piece, numbers);
+            numbers += values->count * TILE;
+            streams++;
+        }
+        if (codec->scales_stream >= 0) load_runs(codec, batch, head, piece, tile);
+        if (codec->patch_stream >= 0) load_patches(codec, batch, head, piece, tile);
+    }
+    if (tile->tokens == TILE) return;
+    for (int64_t i = 0; with_words && i < codec->columns; i++)
+        memset(tile->words + i * TILE + tile->tokens, 0, 2 * (TILE - tile->tokens));
+    for (int64_t i = 0; i < codec->numbers; i++) memset(tile->numbers + i * TILE + tile->tokens, 0, 4 * (TILE - tile->tokens));
+}
+
+/* The first words of packing `number`. */
+INLINE const uint16_t *packing_words(const Codec *codec, const Loaded *tile, int64_t number) {
+    const uint16_t *words = tile->words;
+    for (int64_t i = 0; i < number; i++) words += codec->packing[i].planes * codec->packing[i].width * TILE;
+    return words;
+}
+
+/* A digit of symbol `symbol`, of every token; it is below the digit's base whatever the words hold. */
+static void digits_of(const Packing *packing, const uint16_t *words, int64_t digit, int64_t symbol, int32_t *out) {
+    int64_t column = symbol % packing->width, field = symbol / packing->width, plane = packing->width * TILE;
+    const Digit *d = &packing->digit[digit];
+    words += column * TILE;
+    if (packing->binary) {
+        int64_t place = d->place + field * d->bits, word = place / 16, shift = place % 16;
+        const uint16_t *low = words + word * plane;
+        int32_t mask = (int32_t)(d->base - 1);
+        if (shift + d->bits <= 16)
+            for (int t = 0; t < TILE; t += LANES) store_int(out + t, load_words(low + t) >> (int32_t)shift & mask);
+        else
+            for (int t = 0; t < TILE; t += LANES)
+                store_int(out + t, (vi)((vu)(load_words(low + t) | load_words(low + plane + t) << 16) >> (uint32_t)shift) & mask);
+        return;
+    }
+    double weight = d->weight;
+    for (int64_t k = 0; k < field; k++) weight *= (double)d->base;
+    if (packing->planes == 1) {
+        /* Exact: a word is below 2^16, and a half keeps every quotient away from an integer. */
+        float per_weight = (float)(1 / weight), base = (float)d->base, per_base = (float)(1 / (double)d->base);
+        for (int t = 0; t < TILE; t += LANES) {
+            vf value = to_float(to_int((to_float(load_words(words + t)) + .5f) * per_weight));
+            store_int(out + t, to_int(value - base * to_float(to_int((value + .5f) * per_base))));
+        }
+        return;
+    }
+    for (int t = 0; t < TILE; t++) {
+        uint64_t value = 0;
+        for (int64_t p = packing->planes - 1; p >= 0; p--) value = value << 16 | words[p * plane + t];
+        out[t] = (int32_t)(value / (uint64_t)weight % (uint64_t)d->base);
+    }
+}
+
+/* out[j * TILE + t] = data[index[t]][j]: loads of four floats, and two rounds of taking vectors apart. */
+static void lookup_four(const float *data, const int32_t *index, float *out) {
+    float found[4 * TILE] __attribute__((aligned(64)));
+    for (int t = 0; t < TILE; t++) memcpy(found + 4 * t, data + 4 * (int64_t)index[t], 16);
+    for (int t = 0; t < TILE; t += LANES) {
+        vf a = load(found + 4 * t), b = load(found + 4 * t + LANES), c = load(found + 4 * t + 2 * LANES), d = load(found + 4 * t + 3 * LANES);
+        vf even = SHUFFLE(vf, vi, a, b, EVEN), odd = SHUFFLE(vf, vi, a, b, ODD);
+        vf even2 = SHUFFLE(vf, vi, c, d, EVEN), odd2 = SHUFFLE(vf, vi, c, d, ODD);
+        store(out + t, SHUFFLE(vf, vi, even, even2, EVEN));
+        store(out + TILE + t, SHUFFLE(vf, vi, odd, odd2, EVEN));
+        store(out + 2 * TILE + t, SHUFFLE(vf, vi, even, even2, ODD));
+        store(out + 3 * TILE + t, SHUFFLE(vf, vi, odd, odd2, ODD));
+    }
+}

@@ -1,0 +1,156 @@
+"""kvpack bench attend: one query over packed rows on the CPU, beside attention over dense rows, in one interleaved run.
+
+Times are of the process, in one thread: other load on the machine disturbs them least.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvpack
+from kvpack.attention import cpu_kernels
+from kvpack.coding.encoding import rounding_is_shown
+from kvpack.coding.recipes import parse_recipe
+
+from .sizes import check_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvpack.coding.encoding import Progress
+
+RECIPES = (
+    "bf16", "kivi-2", "kivi-4", "turboquant-3", "oscar-2", "octopus-3", "turboangle-k8v4", "hqmq-s24-r3", "polarquant-3",
+)  # fmt: skip
+"""One preset per family, and those that few bits make cheap."""
+
+TOKENS = (1024, 16384, 65536)
+Q_HEADS, HEADS, DIM = 32, 8, 128
+MOST_TOKENS = 1 << 20
+
+_READ_BYTES = 1 << 28
+_CALLS = 3
+
+
+class _Way(NamedTuple):
+    """One way to attend: the bytes that it reads, and whether kernels other than PyTorch's do it."""
+
+    name: str
+    bytes: int
+    call: Callable[[], object]
+    kernels: bool
+
+
+def run(
+    tokens: Sequence[int] = TOKENS, recipes: Sequence[str] = RECIPES, *, repeats: int = 5, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Measure one query of 32 heads over 8 KV heads of dim 128, at each number of ``tokens``; return JSON values.
+
+    ``seconds`` is the median over ``repeats`` rounds; each way is called in every round. Raises InvalidParameter and InvalidRecipe.
+    """
+    check_size("repeats", repeats, 1, 1000, "timings")
+    for count in tokens:
+        check_size("tokens", count, 1, MOST_TOKENS, "tokens")
+    for recipe in recipes:
+        parse_recipe(recipe)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        tables = []
+        for done, count in enumerate(tokens, 1):
+            tables.append({"tokens": count, "rows": _rows(count, recipes, repeats)})
+            if progress:
+                progress(done, len(tokens))
+        return {"shape": [Q_HEADS, HEADS, DIM], "read_bytes_per_s": _read_speed(), "backend": kvpack.backends()["cpu"], "tables": tables}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(1, HEADS, tokens, DIM, generator=generator).to(torch.bfloat16) for _ in range(2))
+    q = torch.randn(1, Q_HEADS, 1, DIM, generator=generator)
+    wide_k, wide_v, narrow_q = k.float(), v.float(), q.to(torch.bfloat16)
+    sdpa = partial(scaled_dot_product_attention, enable_gqa=True)
+    ways = [
+        _Way("bf16 by matrix products", 2 * k.nbytes, partial(_by_products, narrow_q, k, v), False),
+        _Way("SDPA, float32", 2 * wide_k.nbytes, partial(sdpa, q, wide_k, wide_v), False),
+        _Way("SDPA, bf16", 2 * k.nbytes, partial(sdpa, narrow_q, k, v), False),
+    ]
+    exact = scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True)
+    errors: dict[str, float] = {}
+    for recipe in recipes:
+        with rounding_is_shown():
+            layer = kvpack.pack([(k, v)], recipe)[0]
+        streams = [stream for side in layer.sides.values() for page in side.pages for stream in page.streams.values()]
+        tails = sum(side.tail.nbytes for side in layer.sides.values())
+        size = sum(stream.nbytes for stream in streams) + tails
+        ways.append(_Way(recipe, size, partial(kvpack.attend, q, layer), cpu_kernels(q, layer) is not None))
+        errors[recipe] = float((kvpack.attend(q, layer).double() - exact).norm() / exact.norm())
+    times = _interleaved([way.call for way in ways], repeats)
+    rows: list[dict[str, Any]] = [
+        {
+            "name": way.name, "bytes": way.bytes, "kernels": way.kernels, "seconds": seconds, "gb_per_s": way.bytes / seconds / 1e9,
+            "error": errors.get(way.name),
+        }
+        for way, seconds in zip(ways, times, strict=True)
+    ]  # fmt: skip
+    for row in rows:
+        row["of_bf16"], row["of_sdpa"] = row["seconds"] / rows[0]["seconds"], row["seconds"] / rows[1]["seconds"]
+    return rows
+
+
+def _by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = q.view(1, HEADS, Q_HEADS // HEADS, DIM) @ k.transpose(-1, -2)
+    return torch.softmax(scores.float() * DIM**-0.5, -1).to(torch.bfloat16) @ v
+
+
+def _interleaved(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """The seconds of one call of each, of the process: the median over rounds, after one to warm up."""
+    times: list[list[float]] = [[] for _ in calls]
+    for number in range(repeats + 1):
+        for call, own in zip(calls, times, strict=True):
+            started = time.process_time()
+            for _ in range(_CALLS):
+                call()
+            if number:
+                own.append((time.process_time() - started) / _CALLS)
+    return [statistics.median(own) for own in times]
+
+
+def _read_speed() -> float:
+    """Bytes per second that one thread reads from memory, when it adds up integers."""
+    source = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
+    return _READ_BYTES / _interleaved([source.sum], 3)[0]
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print one table per number of tokens and the meaning of its columns."""
+    from kvpack.output import bytes_text, print_table
+
+    columns = ["what", "bytes read", "ms", "GB/s", "of memory's\nspeed", "x bf16 by\nproducts", "x SDPA,\nfloat32", "error"]
+    q_heads, heads, dim = report["shape"]
+    for table in report["tables"]:
+        rows = [
+            [
+                row["name"] + ("" if row["kernels"] or row["error"] is None else " (PyTorch)"),
+                bytes_text(row["bytes"]),
+                f"{1e3 * row['seconds']:.2f}",
+                f"{row['gb_per_s']:.2f}",
+                f"{1e9 * row['gb_per_s'] / report['read_bytes_per_s']:.2f}",
+                f"{row['of_bf16']:.2f}",
+                f"{row['of_sdpa']:.2f}",
+                "" if row["error"] is None else f"{row['error']:.3f}",
+            ]
+            for row in table["rows"]
+        ]
+        print_table(f"{table['tokens']:,} tokens, one query, {q_heads}/{heads} heads x {dim}, one thread", columns, rows)
+    print(f"\nAttention by {report['backend']}. Times are of the process, below 1 is faster; every round calls each way.")
+    print(f"Memory's speed is that of one thread adding up integers, {report['read_bytes_per_s'] / 1e9:.1f} GB/s.")
+    print("The error is against attention in binary64 over the dense values: that of the recipe, on Gaussian values.")

@@ -1,0 +1,35 @@
+"""Whether the C kernels of the CPU were built: without a compiler, kvpack installs without them."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+
+from kvpack.formats.errors import KvpackWarning
+
+SHORTFALL = "the C kernels: they were not built when kvpack was installed (install it again where a C compiler is found)"
+
+
+def built() -> bool:
+    """Whether the C kernels were built, and run on this machine."""
+    from kvpack.kernels.cpu import library
+
+    return library.library() is not None
+
+
+def levels() -> tuple[str, ...]:
+    """The instruction sets that the C kernels have and this processor runs, best first."""
+    from kvpack.kernels.cpu import library
+
+    return library.levels()
+
+
+@cache
+def warn_missing() -> None:
+    """Warn, once per process, that tensors on the CPU are handled by PyTorch operations alone (KvpackWarning)."""
+    warnings.warn(
+        f"attention and unpacking on the CPU are by PyTorch operations, several times slower than by {SHORTFALL}; "
+        "KVPACK_KERNELS=torch turns this warning off",
+        KvpackWarning,
+        stacklevel=3,
+    )

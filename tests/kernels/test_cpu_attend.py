@@ -1,0 +1,293 @@
+"""The C kernels of the CPU against attention by PyTorch operations over the same packed rows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvpack
+from kvpack import attention
+from kvpack.cache.layer import Layer
+from kvpack.coding import cpu_library, dispatch
+from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.side_cars import WithSideCars
+from kvpack.kernels.cpu import attend as cpu_attend
+from kvpack.kernels.cpu import codecs as cpu_codecs
+from kvpack.kernels.cpu import library
+
+from caches import random_pairs  # isort: skip
+from random_pages import sides  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hypothesis.strategies import DrawFn
+
+
+pytestmark = pytest.mark.skipif(not cpu_library.built(), reason="the C kernels were not built")
+
+TOLERANCE = 2e-5
+"""Of the largest value of a side: both paths sum in binary32, in different orders."""
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    monkeypatch.delenv(library.THREADS, raising=False)
+
+
+def by_torch(q: torch.Tensor, layer: Layer, **options: Any) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(dispatch.VARIABLE, "torch")
+        return kvpack.attend(q, layer, **options)
+
+
+def assert_alike(found: torch.Tensor, expected: torch.Tensor, layer: Layer) -> None:
+    assert layer.v is not None
+    largest = float(layer.v.unpack(torch.float32).abs().amax())
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    assert torch.isfinite(found).all()
+    assert (found - expected).abs().max() <= TOLERANCE * largest
+
+
+@st.composite
+def calls(draw: DrawFn, family: str, plain: bool = False) -> tuple[torch.Tensor, Layer, dict[str, Any]]:
+    """Queries, a layer and options of ``kvpack.attend``."""
+    batch, heads, tokens = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 300))
+    layer = Layer(draw(sides(batch, heads, tokens, "k", family, plain)), draw(sides(batch, heads, tokens, "v", family, plain)))
+    assert layer.k is not None
+    q_len = draw(st.integers(1, min(tokens, draw(st.sampled_from((1, 1, 4, 90))))))
+    q_heads = heads * draw(st.integers(1, 7))
+    q = torch.randn(batch, q_heads, q_len, layer.k.dim, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    options: dict[str, Any] = {"causal": draw(st.booleans()), "scale": draw(st.sampled_from((None, 0.1)))}
+    options["softcap"] = draw(st.sampled_from((None, None, 2.0)))
+    options["sliding_window"] = draw(st.one_of(st.none(), st.integers(1, 200)))
+    if draw(st.booleans()):
+        options["lengths"] = draw(st.lists(st.integers(0, tokens), min_size=batch, max_size=batch))
+    if draw(st.booleans()):
+        options["sink_logits"] = torch.tensor([0.5, -torch.inf, 3.0, 0.0, 1.0, -2.0, 9.0] * 2)[:q_heads]
+    return q, layer, options
+
+
+FAMILIES = sorted(codec.id for codec in cpu_codecs.FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data())
+@settings(max_examples=40)
+def test_any_call_agrees_with_torch(family: str, data: st.DataObject) -> None:
+    q, layer, options = data.draw(calls(family))
+    assert attention.cpu_kernels(q, layer) is not None or any(isinstance(side.codec, WithSideCars) for side in layer.sides.values())
+    assert_alike(kvpack.attend(q, layer, **options), by_torch(q, layer, **options), layer)
+
+
+@pytest.fixture(params=range(len(library.levels())), ids=library.levels())
+def level(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+RECIPES = (
+    "kivi-2",
+    "kivi-4",
+    "kv=group:b=3,g=32",
+    "kv=group:b=1,g=64",
+    "kv=group:b=5,g=4",
+    "int-4",
+    "oscar-2",
+    "oscar-2-u8",
+    "octopus-2",
+    "octopus-4",
+    "kv=octahedral:b=3,arrangement=direct",
+    "turboquant-3",
+    "turboquant-2.5",
+    "polarquant-3",
+    "turboangle-k8v4",
+    "kv=angle:n=48,norm=log4",
+    "hqmq-s24-r3",
+    "kv=quaternion:s=7,r=5,arrangement=direct",
+    "ott-2",
+    "rotatekv-2",
+    "octopus-3-scaled",
+    "bf16",
+    "fp32;tail=64",
+)
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 96)], ids=str)
+@pytest.mark.parametrize(("group", "q_len"), [(1, 1), (2, 1), (3, 1), (4, 1), (7, 9)])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_instruction_set_agrees(recipe: str, group: int, q_len: int, dims: tuple[int, int], level: int) -> None:
+    cache = kvpack.pack(random_pairs(1, 333, batch=2, dims=dims), recipe)
+    q = torch.randn(2, 2 * group, q_len, dims[0], generator=torch.Generator().manual_seed(1))
+    found = cpu_attend.attend(q, cache[0], 0.1, True, None, 200, None, None, level=level)
+    assert_alike(found, by_torch(q, cache[0], scale=0.1, sliding_window=200), cache[0])
+
+
+def test_threads_and_their_number_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_attend, "FEWEST_VALUES", 1)
+    cache = kvpack.pack(random_pairs(1, 9000, heads=3), "kivi-2;tail=128")
+    q = torch.randn(1, 6, 2, 64)
+    one = cpu_attend.attend(q, cache[0], 0.1, True, None, None, None, None, threads=1)
+    for threads in (2, 3, 64, 9999):
+        assert torch.equal(cpu_attend.attend(q, cache[0], 0.1, True, None, None, None, None, threads=threads), one)
+    monkeypatch.setenv(library.THREADS, "3")
+    assert torch.equal(kvpack.attend(q, cache[0], scale=0.1), one)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "10000", "\u0661"])
+def test_a_number_of_threads_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.THREADS, text)
+    with pytest.raises(InvalidParameter, match=r"KVPACK_THREADS is .*expected an integer from 1 to 9999"):
+        kvpack.attend(torch.zeros(1, 2, 1, 64), kvpack.pack(random_pairs(1, 40), "kivi-2")[0])
+
+
+def _layer(tokens: int) -> tuple[torch.Tensor, Layer]:
+    return torch.randn(1, 8, 1, 64), kvpack.pack(random_pairs(1, tokens), "kivi-2")[0]
+
+
+def test_a_forked_child_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_attend, "FEWEST_VALUES", 1)
+    q, layer = _layer(9000)
+    expected = cpu_attend.attend(q, layer, 0.1, True, None, None, None, None, threads=3)
+    child = os.fork()
+    if not child:
+        # The child of a process with threads: nothing but the kernels, and no exit through pytest.
+        same = torch.equal(cpu_attend.attend(q, layer, 0.1, True, None, None, None, None, threads=3), expected)
+        os._exit(0 if same else 1)
+    deadline = time.monotonic() + 60
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("the child hangs")
+        time.sleep(0.01)
+    assert done[1] == 0
+
+
+def test_other_threads_run_meanwhile() -> None:
+    q, layer = _layer(200_000)
+    running, counted = True, 0
+
+    def count() -> None:
+        nonlocal counted
+        while running:
+            counted += 1
+            time.sleep(0)
+
+    other = threading.Thread(target=count)
+    other.start()
+    before = counted
+    kvpack.attend(q.expand(1, 8, 1, 64), layer)
+    after = counted
+    running = False
+    other.join()
+    assert after - before > 10
+
+
+@pytest.fixture
+def host_settings() -> Iterator[None]:
+    """Flushing of denormals, threads and randomness are the host's."""
+    threads, state = torch.get_num_threads(), torch.random.get_rng_state()
+    yield
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.usefixtures("host_settings")
+@pytest.mark.parametrize("flush", [False, True])
+def test_denormals_stay_as_the_host_set_them(flush: bool) -> None:
+    layer = kvpack.pack([(x, x) for x in (torch.ones(1, 2, 300, 64),)], "kivi-2")[0]
+    q, tiny = torch.ones(1, 4, 1, 64), torch.tensor(2.0**-130)
+    if not torch.set_flush_denormal(flush):
+        pytest.skip("this processor cannot")
+    try:
+        kvpack.attend(q, layer)
+        assert bool((tiny * 2 > 0).item()) is not flush
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data())
+@settings(max_examples=25)
+def test_no_word_reads_outside(family: str, data: st.DataObject) -> None:
+    """Pages in memory are not verified: any bits give some values, and no crash."""
+    q, layer, options = data.draw(calls(family, plain=True))
+    assert attention.cpu_kernels(q, layer) is not None
+    generator = torch.Generator().manual_seed(0)
+    for side in layer.sides.values():
+        for page in side.pages:
+            for name, stream in page.streams.items():
+                if name.partition(".")[0] in side.codec.packings():
+                    stream.view(torch.int16).random_(generator=generator)
+                elif name == "scales" and stream.dtype == torch.uint8:
+                    stream.random_(generator=generator)
+    assert kvpack.attend(q, layer, **options).shape[:3] == q.shape[:3]
+
+
+def test_nan_in_raw_values_shows() -> None:
+    x = torch.randn(1, 1, 200, 64)
+    x[0, 0, 150, 3] = torch.nan
+    layer = kvpack.pack([(x, torch.randn(1, 1, 200, 64))], "raw")[0]
+    out = kvpack.attend(torch.randn(1, 2, 100, 64), layer)
+    assert torch.isfinite(out[:, :, :50]).all()
+    assert torch.isnan(out[:, :, 50:]).all()
+
+
+@pytest.mark.parametrize("infinite", [torch.inf, -torch.inf])
+def test_infinite_keys_do_as_in_torch(infinite: float) -> None:
+    k, v = torch.rand(1, 1, 200, 64), torch.randn(1, 1, 200, 64)
+    k[0, 0, 7] = infinite
+    layer, q = kvpack.pack([(k, v)], "raw")[0], torch.rand(1, 2, 1, 64)
+    torch.testing.assert_close(kvpack.attend(q, layer), by_torch(q, layer), equal_nan=True, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("recipe", ["kivi-2", "oscar-2", "kivi-2-u8"])
+def test_a_thousand_runs_agree_with_torch(recipe: str) -> None:
+    # Attention is the same in any order of runs without a window, so fifty of them, twenty times, are as good as a thousand others.
+    layers = 20 * [kvpack.pack(random_pairs(1, 32, heads=1, seed=seed), recipe)[0] for seed in range(50)]
+    k, v = [layer.k for layer in layers if layer.k], [layer.v for layer in layers if layer.v]
+    layer = Layer(k[0].concat(*k[1:]), v[0].concat(*v[1:]))
+    q = torch.randn(1, 4, 1, 64)
+    assert attention.cpu_kernels(q, layer) is not None
+    expected = by_torch(q, layer)
+    assert_alike(kvpack.attend(q, layer), expected, layer)
+    merged = Layer(*(side.merged() for side in layer.sides.values()))
+    assert_alike(kvpack.attend(q, merged), expected, layer)
+
+
+def test_what_c_does_not_take_is_left_to_torch() -> None:
+    pairs = random_pairs(1, 100)
+    q = torch.randn(1, 2, 1, 64)
+    assert attention.cpu_kernels(q, kvpack.pack(pairs, "kivi-2")[0]) is cpu_attend
+    assert attention.cpu_kernels(q.requires_grad_(), kvpack.pack(pairs, "kivi-2")[0]) is None
+    transposed = kvpack.pack([(k, v) for k, v in pairs], "bf16")[0]
+    assert transposed.k is not None
+    page = transposed.k.pages[0]
+    turned = {"values": page.streams["values"].transpose(2, 3).contiguous().transpose(2, 3)}
+    layer = Layer(replace(transposed.k, pages=(replace(page, streams=turned),)), transposed.v)
+    q = q.detach()
+    assert attention.cpu_kernels(q, layer) is None
+    torch.testing.assert_close(kvpack.attend(q, layer), kvpack.attend(q, transposed), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, layer = _layer(100)
+    assert kvpack.backends()["cpu"].startswith(f"C kernels for {library.levels()[0]}")
+    monkeypatch.setenv(dispatch.VARIABLE, "torch")
+    assert attention.cpu_kernels(q, layer) is None
+    assert kvpack.backends()["cpu"] == "PyTorch operations (KVPACK_KERNELS=torch)"
+    monkeypatch.setenv(dispatch.VARIABLE, "cpu")
+    monkeypatch.setattr(cpu_library, "built", lambda: False)
+    with pytest.raises(InvalidParameter, match="is 'cpu', which needs the C kernels: they were not built"):
+        kvpack.attend(q, layer)

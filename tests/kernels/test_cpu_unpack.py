@@ -1,0 +1,113 @@
+"""Unpacking by the C kernels of the CPU against formats/: bit for bit wherever no rotation sums."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvpack
+from kvpack.coding import cpu_library, dispatch
+from kvpack.formats.angle import Angle
+from kvpack.kernels.cpu import codecs as cpu_codecs
+from kvpack.kernels.cpu import library
+from kvpack.kernels.cpu import unpack as cpu_unpack
+
+from caches import random_pairs  # isort: skip
+from random_pages import sides  # isort: skip
+
+if TYPE_CHECKING:
+    from kvpack.cache.side import Side
+
+pytestmark = pytest.mark.skipif(not cpu_library.built(), reason="the C kernels were not built")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    monkeypatch.delenv(library.THREADS, raising=False)
+
+
+def by_c(side: Side, dtype: torch.dtype, threads: int | None = None, level: int = 0) -> torch.Tensor:
+    out = torch.full((side.batch, side.heads, side.tokens, side.dim), torch.nan, dtype=dtype)
+    cpu_unpack.unpack_into(side, out, threads, level)
+    return out
+
+
+def by_torch(side: Side, dtype: torch.dtype) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(dispatch.VARIABLE, "torch")
+        return side.unpack(dtype)
+
+
+def assert_alike(found: torch.Tensor, side: Side, dtype: torch.dtype) -> None:
+    expected = by_torch(side, dtype)
+    assert found.dtype == dtype
+    # A product with a step of binary32 is rounded once or twice, and the powers of logarithmic norms are sums.
+    summed = isinstance(side.codec, Angle) and (side.codec.norm == "log" or side.codec.range == "fp32")
+    if side.codec.rotation.kind == "none" and not summed:
+        assert torch.equal(found, expected)
+        return
+    # The rounding of a dtype may turn a difference in the last bit of binary32 into one of its own.
+    step = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
+    norm = by_torch(side, torch.float32).double().norm(dim=-1, keepdim=True)
+    assert ((found.double() - expected.double()).abs() <= 2.0**-18 * norm + step * expected.double().abs() + 2.0**-24).all()
+
+
+@pytest.mark.parametrize("family", sorted(codec.id for codec in cpu_codecs.FAMILIES))
+@given(data=st.data())
+@settings(max_examples=40)
+def test_any_side_agrees_with_formats(family: str, data: st.DataObject) -> None:
+    side: Side = data.draw(
+        sides(data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 300)), "k", family, True)
+    )
+    dtype = data.draw(st.sampled_from(DTYPES))
+    assert cpu_unpack.supports(side, dtype)
+    for level in range(len(library.levels())):
+        assert_alike(by_c(side, dtype, threads=data.draw(st.integers(1, 3)), level=level), side, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("level", range(len(library.levels())), ids=library.levels())
+def test_every_kind_of_float_is_rounded_as_torch_rounds(level: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (1, 1, 4096, 64), generator=generator).to(torch.int32)
+    # Halfway cases, the ends of binary16, denormals, infinities.
+    odd = torch.tensor([65519.9, 65520.0, 65504.0, 2.0**-14, 2.0**-24, 2.0**-25, 2.0**-25 * 1.5, 1 + 2.0**-8, 1 + 2.0**-11, torch.inf])
+    bits.view(torch.float32)[0, 0, :10, 0], bits.view(torch.float32)[0, 0, :10, 1] = odd, -odd
+    for stored in (torch.float32, torch.bfloat16, torch.float16):
+        x = bits.view(torch.float32) if stored == torch.float32 else bits[..., :32].contiguous().view(stored)
+        side = kvpack.pack([(x, None)], "raw")[0].k
+        assert side is not None
+        found, expected = by_c(side, dtype, level=level), x.to(dtype)
+        numbers = ~expected.isnan()
+        assert torch.equal(found.isnan(), ~numbers)
+        integers: Any = torch.int32 if dtype == torch.float32 else torch.int16
+        assert torch.equal(found.view(integers)[numbers], expected.view(integers)[numbers])
+
+
+@pytest.mark.parametrize("recipe", ["kivi-2", "octopus-3", "bf16"])
+def test_a_cache_unpacks_by_c(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = cpu_unpack.unpack_into
+    monkeypatch.setattr(cpu_unpack, "unpack_into", lambda *arguments: calls.append(arguments) or original(*arguments))
+    cache = kvpack.pack(random_pairs(1, 100), recipe)
+    cache.unpack()
+    assert len(calls) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(dispatch.VARIABLE, "torch")
+        cache.unpack()
+    assert len(calls) == 2
+
+
+def test_other_dtypes_and_side_cars_are_left_to_torch() -> None:
+    cache = kvpack.pack(random_pairs(1, 100), "octopus-3")
+    assert cache[0].unpack(torch.float64)[0].dtype == torch.float64  # type: ignore[union-attr]
+    scaled = kvpack.pack(random_pairs(1, 100), "octopus-3-scaled")[0].k
+    assert scaled is not None
+    assert not cpu_unpack.supports(scaled, torch.float32)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack.formats.angle import Angle
 from kvpack.formats.group import Group
+from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.polar import Polar
 from kvpack.formats.quaternion import Quaternion
@@ -19,9 +20,11 @@ from kvpack.formats.raw import Raw
 from kvpack.formats.scalar import Scalar
 
 from .decode import group as decode_group
+from .decode import minifloat as decode_minifloat
 from .decode import table as decode_table
 from .encode import angle as encode_angle
 from .encode import group as encode_group
+from .encode import minifloat as encode_minifloat
 from .encode import octahedral as encode_octahedral
 from .encode import polar as encode_polar
 from .encode import quaternion as encode_quaternion
@@ -31,6 +34,7 @@ from .loaders import angle_dense as angle_dense_tiles
 from .loaders import angle_dual as angle_dual_tiles
 from .loaders import angle_thread as angle_thread_tiles
 from .loaders import group as group_tiles
+from .loaders import minifloat as minifloat_tiles
 from .loaders import octahedral as octahedral_tiles
 from .loaders import octahedral_dense as octahedral_dense_tiles
 from .loaders import polar as polar_tiles
@@ -41,8 +45,6 @@ from .loaders import scalar as scalar_tiles
 from .loaders.tiles import DUAL_WIDTH, Tiles
 
 if TYPE_CHECKING:
-    import torch
-
     from kvpack.formats.base import Codec
 
 
@@ -50,18 +52,23 @@ def none(*_: Any) -> None:
     """What a codec lacks."""
 
 
+def undone(*_: Any) -> bool:
+    """What a codec lacks, of what says whether it was done."""
+    return False
+
+
 class CodecKernels(NamedTuple):
     """What the kernels do with a codec; each part is None for parameters that it does not take, and for a codec that lacks it.
 
     ``tiles(codec)`` is the tile loader of attention, and ``dual_tiles(codec, dual)`` the one whose tiles hold two tokens per row, which
     lie as ``dual`` says (``tiles.APART``). ``encode`` fills streams and returns whether it did (``encode.prepare``), and
-    ``decode(codec, streams)`` returns float32 ``[batch, kv_head, token, dim]`` in the coded frame.
+    ``decode_into(codec, packed, out, rotated)`` fills an output and returns whether it did (``decode.decode_into``).
     """
 
     tiles: Callable[[Any], Tiles | None] = none
     dual_tiles: Callable[[Any, int], Tiles | None] = none
     encode: Callable[..., bool] | None = None
-    decode: Callable[..., torch.Tensor | None] = none
+    decode_into: Callable[..., bool] = undone
 
 
 def of_codec(codec: Codec) -> CodecKernels:
@@ -92,26 +99,27 @@ CODECS: dict[type[Codec], CodecKernels] = {
         group_tiles.tiles,
         lambda codec, dual: group_tiles.tiles(codec, dual) if _narrow(codec) else None,
         encode_group.encode,
-        decode_group.decode_frame,
+        decode_group.decode_into,
     ),
+    Minifloat: CodecKernels(minifloat_tiles.tiles, encode=encode_minifloat.encode, decode_into=decode_minifloat.decode_into),
     Scalar: CodecKernels(
         scalar_tiles.tiles,
         lambda codec, dual: scalar_tiles.tiles(codec, dual) if _narrow(codec) else None,
         encode_scalar.encode,
-        decode_table.decode_frame,
+        decode_table.decode_into,
     ),
     Octahedral: CodecKernels(
         _octahedral,
         lambda codec, dual: octahedral_tiles.tiles(codec, dual) if codec.arrangement == "direct" and _narrow(codec) else None,
         encode_octahedral.encode,
-        decode_table.decode_frame,
+        decode_table.decode_into,
     ),
     Angle: CodecKernels(
         _angle,
         lambda codec, dual: angle_dual_tiles.tiles(codec, dual) if codec.arrangement == "dense" else None,
         encode_angle.encode,
-        decode_table.decode_frame,
+        decode_table.decode_into,
     ),
     Polar: CodecKernels(polar_tiles.tiles, encode=encode_polar.encode),
-    Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, decode=decode_table.decode_frame),
+    Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, decode_into=decode_table.decode_into),
 }

@@ -8,12 +8,14 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
+from triton import knobs
 
 from kvpack.formats.errors import KvpackError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
 COMPILERS_BYTES = 16 << 10
 """Shared memory of a launch in front of what kvpack keeps behind it: there the compiler puts what it moves from lane to lane."""
@@ -85,3 +87,52 @@ def plain(function: Any) -> Callable[..., Any]:
     expect(callable(getattr(function, "fn", None)), "a constexpr_function to keep its function as fn", function)
     found: Callable[..., Any] = function.fn
     return found
+
+
+def _hooks() -> bool:
+    """Whether someone, such as a profiler, is to be called around launches."""
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+
+
+class CachedLaunch:
+    """A launch whose compiled kernel is looked up once: later calls give pointers alone to the driver.
+
+    Triton's own launch binds and specializes every argument again, which takes longer on the host than these kernels on the device.
+    ``arguments`` follow the pointers and never change, and ``constants`` follow these.
+    ``allow`` is called with the compiled kernel before its first launch.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        grid: tuple[int, ...],
+        arguments: tuple[Any, ...],
+        constants: Mapping[str, Any],
+        options: Mapping[str, Any],
+        allow: Callable[[Any], None] | None = None,
+    ) -> None:
+        self.function, self.grid, self.arguments, self.constants, self.options = function, grid, arguments, constants, options
+        self.allow = allow
+        self._fixed: tuple[Any, ...] = ()
+        self._kernel: Any = None
+
+    def __call__(self, *pointers: tuple[torch.Tensor, int]) -> None:
+        """Launch on the current stream; a pointer is a tensor and the number of elements to skip."""
+        if self._kernel is not None and not _hooks():
+            addresses = [tensor.data_ptr() + skipped * tensor.element_size() for tensor, skipped in pointers]
+            if all(address % 16 == 0 for address in addresses):
+                kernel = self._kernel
+                stream = torch._C._cuda_getCurrentRawStream(pointers[0][0].device.index)
+                kernel.run(*self.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *addresses, *self._fixed)
+                return
+        tensors = [tensor.view(-1)[skipped:] if skipped else tensor for tensor, skipped in pointers]
+        if self.allow is not None:
+            self.allow(self.function.warmup(*tensors, *self.arguments, grid=self.grid, **self.constants, **self.options))
+            self.allow = None
+        kernel = self.function[self.grid](*tensors, *self.arguments, **self.constants, **self.options)
+        if isinstance(self.function, triton.runtime.JITFunction) and all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
+            names = self.function.arg_names[len(tensors) + len(self.arguments) :]
+            expect(set(names) == set(self.constants), f"the constants to be {sorted(self.constants)}", names)
+            expect(callable(getattr(kernel, "run", None)), "a launch to return the compiled kernel", kernel)
+            self._fixed = (*self.arguments, *(self.constants[name] for name in names))
+            self._kernel = kernel

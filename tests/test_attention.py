@@ -46,9 +46,11 @@ MODES = {
 }
 
 
+@pytest.mark.parametrize("kernels", ["", "torch"], ids=["C kernels, if built", "torch"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_attend_equals_softmax_over_unpacked(recipe: str, mode: str) -> None:
+def test_attend_equals_softmax_over_unpacked(recipe: str, mode: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPACK_KERNELS", kernels)
     scale, causal, softcap, sliding_window = MODES[mode]
     cache = kvpack.pack(random_pairs(1, 150, batch=2, dims=(64, 96)), recipe)
     cache = cache.append(random_pairs(1, 9, batch=2, dims=(64, 96), seed=1))
@@ -62,6 +64,7 @@ def test_attend_equals_softmax_over_unpacked(recipe: str, mode: str) -> None:
 
 @pytest.mark.parametrize("q_len", [1, 2, 63, 150])
 def test_causal_chunks_agree_with_one_query_at_a_time(q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPACK_KERNELS", "torch")
     cache = kvpack.pack(random_pairs(1, 150), "kivi-4")
     q = torch.randn(1, 4, q_len, 64)
     whole = kvpack.attend(q, cache[0])
@@ -70,6 +73,7 @@ def test_causal_chunks_agree_with_one_query_at_a_time(q_len: int, monkeypatch: p
 
 
 def test_tiles_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPACK_KERNELS", "torch")
     cache = kvpack.pack(random_pairs(1, 1000), "k=group:b=3,g=32;v=group:b=3,g=32")
     q = torch.randn(1, 2, 3, 64)
     whole = kvpack.attend(q, cache[0])
@@ -78,6 +82,7 @@ def test_tiles_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_memory_is_bounded_by_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPACK_KERNELS", "torch")
     widest = 0
     cache = kvpack.pack(random_pairs(1, 5000, heads=1), "kivi-2")
     decode = type(cache[0].k).frame
@@ -94,6 +99,7 @@ def test_memory_is_bounded_by_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_window_reads_only_the_pages_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPACK_KERNELS", "torch")
     cache = kvpack.pack(random_pairs(1, 2000, heads=1), "kivi-2")
     seen = []
     decode = type(cache[0].k).frame

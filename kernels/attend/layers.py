@@ -31,6 +31,9 @@ class Page(Protocol):
     def frame(self, start: int, stop: int) -> torch.Tensor:
         """Tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
 
+    def decode(self, start: int, stop: int) -> torch.Tensor:
+        """Tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
+
     def original(self, sums: torch.Tensor) -> torch.Tensor:
         """Sums ``[batch, kv_head, row, dim]`` of ``frame``'s values, in the original frame."""
 

@@ -71,3 +71,74 @@ def merge(
         value = value * rescale
     mean = value / tl.where(weight_sum > 0, weight_sum, 1.0)
     tl.store(out + program.to(tl.int64) * DIM + channel, mean, channel < DIM)
+
+
+@triton.jit(do_not_specialize=["parts", "second_part", "rows", "padded", "heads", "q_len"])
+def merge_originals(
+    out: tl.tensor,
+    sums: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    matrix: tl.tensor,
+    sink_logits: tl.tensor,
+    parts: tl.tensor,
+    second_part: tl.tensor,
+    rows: tl.tensor,
+    padded: tl.tensor,
+    heads: tl.tensor,
+    q_len: tl.tensor,
+    SINK_LOGITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    """``merge`` of one row in every frame, and the sums' rotation to the original frame: ``out`` is ``[batch, head, row, DIM]``.
+
+    There are one or two frames of values: parts ``[0, second_part)`` have the ``WIDTHS[0]`` columns of the first, and all others
+    ``WIDTHS[1]``. ``matrix`` is float32 ``[column, DIM]``, each frame padded to whole ``BLOCK_COLUMNS`` (``rotation.value_matrix``).
+    A program writes ``BLOCK_DIM`` channels.
+    """
+    FRAME_WIDTHS: tl.constexpr = WIDTHS
+    program = tl.program_id(0)
+    row = (program // rows * padded + program % rows).to(tl.int64) * parts
+    channel = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)  # [channel]
+    part = tl.arange(0, BLOCK_PARTS)  # [part]
+    if DEPENDENT:
+        gdc_wait()
+    most = tl.full((BLOCK_PARTS,), UNSEEN, tl.float32)
+    for begin in range(0, parts, BLOCK_PARTS):
+        most = tl.maximum(most, tl.load(largest + row + begin + part, begin + part < parts, UNSEEN))
+    top = tl.max(most, 0)
+    weight_sum = tl.zeros((), tl.float32)
+    if SINK_LOGITS:
+        sequence = program // rows
+        sink = tl.load(sink_logits + sequence % heads * (rows // q_len) + program % rows // q_len)
+        top = tl.maximum(top, sink)
+        weight_sum += tl.exp2(sink - top)
+    found = tl.zeros((BLOCK_DIM,), tl.float32)
+    before = 0
+    for frame in tl.static_range(len(FRAME_WIDTHS)):
+        first = second_part if frame else 0
+        last = parts if frame == len(FRAME_WIDTHS) - 1 else second_part
+        for block in tl.static_range((FRAME_WIDTHS[frame] + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS):
+            column = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)  # [column]
+            weights = tl.load(matrix + (before + column)[:, None] * DIM + channel[None, :], (channel < DIM)[None, :], 0.0)
+            value = tl.zeros((BLOCK_COLUMNS,), tl.float32)
+            for begin in range(first, last, BLOCK_PARTS):
+                number = begin + part
+                mine = number < last
+                own = tl.load(
+                    sums + (row + number)[:, None] * COLUMNS + column[None, :], mine[:, None] & (column < FRAME_WIDTHS[frame])[None, :], 0.0
+                )
+                kept = tl.exp2(tl.load(largest + row + number, mine, UNSEEN) - top)
+                if block == 0:
+                    weight_sum += tl.sum(tl.load(total + row + number, mine, 0.0) * kept, 0)
+                value += tl.sum(own * kept[:, None], 0)
+            found += tl.sum(value[:, None] * weights, 0)
+        before += (FRAME_WIDTHS[frame] + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS * BLOCK_COLUMNS
+    mean = found / tl.where(weight_sum > 0, weight_sum, 1.0)
+    tl.store(out + program.to(tl.int64) * DIM + channel, mean, channel < DIM)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy
 import torch
 
 from kvpack.kernels.loaders import loaders
@@ -59,7 +59,8 @@ _plans: WeakKeyDictionary[Layer, dict[Any, list[Launch]]] = WeakKeyDictionary()
 class Launch:
     """One kernel over all segments of the same two codecs: its ``work`` (see ``split.attend_split``) and compile-time constants.
 
-    ``held`` are the tensors that the work's addresses refer to, ``allowed`` the variants that ``shared_table.allow`` has seen.
+    ``held`` are the tensors that the work's addresses refer to. Of each sequence and block of rows, the device runs
+    ``programs`` at once. ``has_tail``: some of its tokens are of a raw tail; ``tail_alone``: all are.
     """
 
     k: Frame
@@ -69,7 +70,9 @@ class Launch:
     tables: tuple[torch.Tensor, torch.Tensor]
     constants: dict[str, Any]
     held: tuple[torch.Tensor, ...]
-    allowed: set[Any] = field(default_factory=set)
+    programs: int
+    has_tail: bool
+    tail_alone: bool
 
     @property
     def parts(self) -> int:
@@ -123,15 +126,18 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
 
     ``dual``: query rows are few enough for tiles of two tokens per row.
     """
-    fast = k.device.type == "cuda" and os.environ.get(VARIABLE, "") != "0"
     kept = _plans.setdefault(layer, {})
-    asked = (begin, end, whole, row_blocks, dual, fast)
+    asked = (begin, end, whole, row_blocks, dual, _fast(k.device))
     if asked not in kept:
-        kept[asked] = _launches(k, v, begin, end, whole, row_blocks, dual, fast)
+        kept[asked] = planned(k, v, begin, end, whole, row_blocks, dual)
     return kept[asked]
 
 
-def _launches(k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool, fast: bool) -> list[Launch]:
+def planned(
+    k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool, growing: bool = False
+) -> list[Launch]:
+    """``launches``, made anew; of a layer that is ``growing``, work is left on the host."""
+    fast = _fast(k.device)
     by_kernel: dict[Kernel, list[Segment]] = {}
     for segment in segments.of_layer(segments.of_side(k).segments, segments.of_side(v).segments, begin, end):
         # Where one side is decoded so is the other, if it is packed: one kernel then attends all such segments.
@@ -149,8 +155,13 @@ def _launches(k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], ro
             found = segments.decoded(found, columns(kernel.k.codec, dual), "k")
         if kernel.v_decoded:
             found = segments.decoded(found, columns(kernel.v.codec, dual), "v")
-        launches.append(_launch(found, kernel.k, kernel.v, whole, sequences, dual, k.device, fast))
+        launches.append(_launch(found, kernel.k, kernel.v, whole, sequences, dual, k.device, fast, growing))
     return launches
+
+
+def _fast(device: torch.device) -> bool:
+    """Whether kernels on ``device`` use inline PTX."""
+    return device.type == "cuda" and os.environ.get(VARIABLE, "") != "0"
 
 
 def _launch(
@@ -162,6 +173,7 @@ def _launch(
     dual: bool,
     device: torch.device,
     fast: bool,
+    growing: bool,
 ) -> Launch:
     k_tiles, v_tiles = _loaders(found[0].k.codec, found[0].v.codec, dual)
     shared, tables, places = device_tables.of_sides(k_tiles, v_tiles, device, fast, table_budget(k_tiles, v_tiles))
@@ -174,24 +186,7 @@ def _launch(
     if found[0].k.page is found[0].v.page is None and tokens <= programs * tile:
         # Raw tokens, a tile a program: there is nothing to fetch ahead of time.
         shape = shape._replace(stages=1)
-    rows: list[list[int]] = []
-    held: list[torch.Tensor] = []
-    for segment in found:
-        first_rows = segment.first - segment.k.first, segment.first - segment.v.first
-        cut_words = any(_cuts_words(own, tiles) for own, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
-        addresses = [*_addresses(segment.k, k_tiles, held), *_addresses(segment.v, v_tiles, held)]
-        # As many programs as its share of the tokens, of as many tiles each, give or take one and what a masked last one costs.
-        tiles = -(-segment.tokens // tile)
-        pieces = max(1, min(tiles, segment.tokens * programs // tokens))
-        weight = tiles + (MASKED_TILES if segment.tokens % tile or cut_words else 0)
-        starts = dict.fromkeys(min(weight * piece // pieces, tiles - 1) * tile for piece in range(pieces))
-        for start, stop in pairwise((*starts, tiles * tile)):
-            count, first = min(stop, segment.tokens) - start, segment.first + start
-            seen_by_all = min(count, whole[1] - first) if first >= whole[0] else 0
-            if start + seen_by_all == segment.tokens and cut_words:
-                seen_by_all -= 1
-            seen_by_all = seen_by_all // tile * tile
-            rows.append([first, count, max(0, seen_by_all), *(row + start for row in first_rows), *addresses])
+    rows, held = work_rows(found, k_tiles, v_tiles, tile, programs, whole)
     k_address = FIRST_ADDRESS.value
     v_address = k_address + STREAM_INTEGERS.value * len(k_tiles.streams)
     # Values that wait for barriers, after the scores of keys whose rows fill registers (``split``).
@@ -202,7 +197,7 @@ def _launch(
         "V": bind(v_tiles, places[1], v_outliers, _aligned(rows, v_tiles, v_address), _whole(rows, 4, v_tiles, shape), fast),
         "TABLES": shared,
         "PATCHES": patches if fast else 0,
-        "WORK_ROW": len(rows[0]),
+        "WORK_ROW": rows.shape[1],
         "WARPS": shape.warps,
         "TILES": shape.tiles,
         "TOKENS": shape.tokens,
@@ -212,7 +207,41 @@ def _launch(
         "PREFETCH": late and overlaps(device) and (k_tiles.signs is None or share >= PREFETCHED_WITH_SIGNS),
         "FAST": fast,
     }
-    return Launch(k, v, shape, torch.tensor(rows, dtype=torch.int64).to(device), tables, constants, tuple(held))
+    work = torch.from_numpy(rows)
+    of_tail = [segment.k.page is None or segment.v.page is None for segment in found]
+    return Launch(k, v, shape, work if growing else work.to(device), tables, constants, tuple(held), programs, any(of_tail), all(of_tail))
+
+
+def work_rows(
+    found: list[Segment], k_tiles: Tiles, v_tiles: Tiles, tile: int, programs: int, whole: tuple[int, int]
+) -> tuple[numpy.ndarray[Any, numpy.dtype[numpy.int64]], list[torch.Tensor]]:
+    """Work for ``programs`` of each sequence, int64 ``[item, column]`` (``work.load_work``), and the tensors that its addresses refer to.
+
+    A program walks its tokens in steps of ``tile``; every query sees all of ``whole``.
+    """
+    tokens = sum(segment.tokens for segment in found)
+    parts: list[numpy.ndarray[Any, numpy.dtype[numpy.int64]]] = []
+    held: list[torch.Tensor] = []
+    for segment in found:
+        cut_words = any(_cuts_words(own, tiles) for own, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
+        addresses = [*_addresses(segment.k, k_tiles, held), *_addresses(segment.v, v_tiles, held)]
+        # As many programs as its share of the tokens, of as many tiles each, give or take one and what a masked last one costs.
+        tiles = -(-segment.tokens // tile)
+        pieces = max(1, min(tiles, segment.tokens * programs // tokens))
+        weight = tiles + (MASKED_TILES if segment.tokens % tile or cut_words else 0)
+        start = numpy.unique(numpy.minimum(weight * numpy.arange(pieces, dtype=numpy.int64) // pieces, tiles - 1)) * tile
+        count = numpy.minimum(numpy.append(start[1:], tiles * tile), segment.tokens) - start
+        first = segment.first + start
+        seen = numpy.where(first >= whole[0], numpy.minimum(count, whole[1] - first), 0)
+        if cut_words:
+            seen -= start + seen == segment.tokens
+        seen = numpy.maximum(seen, 0) // tile * tile
+        own_rows = [first - own.first for own in (segment.k, segment.v)]
+        part = numpy.empty((len(start), FIRST_ADDRESS.value + len(addresses)), numpy.int64)
+        part[:, : FIRST_ADDRESS.value] = numpy.stack([first, count, seen, *own_rows], 1)
+        part[:, FIRST_ADDRESS.value :] = addresses
+        parts.append(part)
+    return numpy.concatenate(parts), held
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -246,17 +275,17 @@ def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
     return False
 
 
-def _aligned(rows: list[list[int]], tiles: Tiles, first: int) -> tuple[RowStream, ...]:
+def _aligned(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], tiles: Tiles, first: int) -> tuple[RowStream, ...]:
     """The streams of ``tiles``, whose addresses and strides in ``rows`` begin at number ``first``."""
     found = []
     for number, stream in enumerate(tiles.streams):
         at = first + STREAM_INTEGERS.value * number
-        aligned = math.gcd(16, *(value for row in rows for value in row[at : at + STREAM_INTEGERS.value]))
+        aligned = math.gcd(16, *numpy.unique(rows[:, at : at + STREAM_INTEGERS.value]).tolist())
         found.append(RowStream(stream.bits, aligned, stream.row * stream.bits // 8, stream.tokens))
     return tuple(found)
 
 
-def _whole(rows: list[list[int]], at: int, tiles: Tiles, shape: Shape) -> bool:
+def _whole(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], at: int, tiles: Tiles, shape: Shape) -> bool:
     """Whether the tokens of a warp's tile always lie in one token group."""
     tokens = shape.tokens * (2 if tiles.dual == NEIGHBOURS else 1)
-    return tiles.whole_groups % tokens == 0 and all(row[at] % tokens == 0 for row in rows)
+    return tiles.whole_groups % tokens == 0 and not (rows[:, at] % tokens).any()

@@ -1,6 +1,6 @@
-"""Queries into a codec's frame and sums of values out of it: one launch each, products with a kept matrix.
+"""Queries into the coded frames and sums of values out of them: products with kept matrices.
 
-The matrix holds the rotation and the order of columns of a tile loader (OCTOPUS Eq. 13: the query is rotated, not the keys).
+A matrix holds the rotation and the order of columns of a tile loader (OCTOPUS Eq. 13: the query is rotated, not the keys).
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -25,68 +25,57 @@ BLOCK_COLUMNS = 32
 """Columns of one program."""
 
 
-def queries(
-    q: torch.Tensor, codec: Codec, channels: tuple[int, ...], block: int, per_score: float, dependent: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries ``[batch, head, row, dim]`` in ``codec``'s frame, and what their scores are to be multiplied by.
+@lru_cache(maxsize=256)
+def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``rotate_queries`` reads for ``frames``: codecs and, of each, the channel of every column, -1 for none.
 
-    Returns float32 ``[batch, head, column, padded row]`` over the length of each query, so that none is above 1, and float32
-    ``[batch, head, padded row]``: that length times ``per_score``. Column c holds channel ``channels[c]``, none where that is -1;
-    rows are padded with zeros to whole blocks of ``block``. Channels from dim on are those of qjl's rotation.
-    ``dependent``: the kernel may begin while the one before it ends.
+    Returns float32 ``[dim, column]``, what each channel of a query adds to each column of all frames, each frame padded to whole blocks
+    of columns; and int64 ``[block, 4]``: a block's first column in its frame, its frame's columns, and those of the frames before, with and
+    without padding. Channels from the head dim on are those of qjl's rotation.
     """
-    batch, heads, rows, dim = q.shape
-    blocks = -(-rows // block)
-    turned = torch.empty(batch, heads, len(channels), blocks * block, dtype=torch.float32, device=q.device)
-    scales = torch.empty(batch, heads, blocks * block, dtype=torch.float32, device=q.device)
-    options = {"launch_pdl": True} if dependent else {}
-    _queries[(batch * heads * blocks, triton.cdiv(len(channels), BLOCK_COLUMNS))](
-        turned, scales, q.contiguous(), _columns(codec, channels, str(q.device)), per_score, rows, blocks, len(channels),
-        DIM=dim, BLOCK_DIM=max(16, next_power_of_two(dim)), ROWS=block, BLOCK_COLUMNS=BLOCK_COLUMNS, DEPENDENT=dependent, **options,
-    )  # fmt: skip
-    return turned, scales
-
-
-def originals(sums: torch.Tensor, codec: Codec, before: torch.Tensor | None, dtype: torch.dtype, dependent: bool) -> torch.Tensor:
-    """Sums ``[batch, head, row, frame dim]`` float32 in ``codec``'s frame, in the original one, plus ``before`` if there is one.
-
-    A frame of twice the head dim is followed by that of qjl.
-    """
-    batch, heads, rows, frame_dim = sums.shape
-    dim = codec.dim
-    out = torch.empty(batch, heads, rows, dim, dtype=dtype, device=sums.device)
-    options = {"launch_pdl": True} if dependent else {}
-    count = batch * heads * rows
-    _originals[(triton.cdiv(count, 16), triton.cdiv(dim, BLOCK_COLUMNS))](
-        out, sums, _back(codec, str(sums.device)), sums if before is None else before, count,
-        DIM=dim, FRAME_DIM=frame_dim, BLOCK_DIM=max(16, next_power_of_two(frame_dim)), ROWS=16,
-        BLOCK_COLUMNS=BLOCK_COLUMNS, ADD=before is not None, DEPENDENT=dependent, **options,
-    )  # fmt: skip
-    return out
+    parts, blocks = [], []
+    padded = before = 0
+    with torch.inference_mode(False):
+        for codec, channels in frames:
+            turned = codec.rotation.forward(torch.eye(codec.dim))
+            if qjl := codec.side_car(Qjl):
+                turned = torch.cat([turned, qjl.rotation.forward(turned)], 1)
+            # Column -1 is that of no channel.
+            turned = torch.nn.functional.pad(turned, (0, 1))[:, list(channels)]
+            own = -(-len(channels) // BLOCK_COLUMNS) * BLOCK_COLUMNS
+            parts.append(torch.nn.functional.pad(turned, (0, own - len(channels))))
+            blocks += [[first, len(channels), padded, before] for first in range(0, own, BLOCK_COLUMNS)]
+            padded, before = padded + own, before + len(channels)
+        return torch.cat(parts, 1).contiguous().to(device), torch.tensor(blocks, dtype=torch.int64).to(device)
 
 
 @lru_cache(maxsize=256)
-def _columns(codec: Codec, channels: tuple[int, ...], device: str) -> torch.Tensor:
-    """float32 ``[dim, column]``: what each channel of a query adds to each column."""
+def value_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], block: int, device: str) -> torch.Tensor:
+    """float32 ``[column, dim]``: what each column of the sums in ``frames`` adds to each channel; each frame padded to whole ``block``s."""
+    parts = []
     with torch.inference_mode(False):
-        turned = codec.rotation.forward(torch.eye(codec.dim))
-        if qjl := codec.side_car(Qjl):
-            turned = torch.cat([turned, qjl.rotation.forward(turned)], 1)
-        # Column -1 is that of no channel.
-        return torch.nn.functional.pad(turned, (0, 1))[:, list(channels)].contiguous().to(device)
+        for codec, channels in frames:
+            back = torch.nn.functional.pad(_originals_of(codec), (0, 0, 0, 1))[list(channels)]
+            parts.append(torch.nn.functional.pad(back, (0, 0, 0, -len(channels) % block)))
+        return torch.cat(parts).contiguous().to(device)
 
 
 @lru_cache(maxsize=256)
-def _back(codec: Codec, device: str) -> torch.Tensor:
+def frame_matrix(codec: Codec, device: str) -> torch.Tensor:
+    """float32 ``[frame dim, dim]``: what each channel of sums in ``codec``'s frame adds to each channel of the original frame."""
     with torch.inference_mode(False):
-        frame = torch.eye(codec.dim)
-        if qjl := codec.side_car(Qjl):
-            frame = torch.cat([frame, qjl.rotation.inverse(frame)])
-        return codec.rotation.inverse(frame).contiguous().to(device)
+        return _originals_of(codec).contiguous().to(device)
+
+
+def _originals_of(codec: Codec) -> torch.Tensor:
+    frame = torch.eye(codec.dim)
+    if qjl := codec.side_car(Qjl):
+        frame = torch.cat([frame, qjl.rotation.inverse(frame)])
+    return codec.rotation.inverse(frame)
 
 
 @triton.jit
-def _products(
+def products(
     rows: tl.tensor, matrix: tl.tensor, column: tl.tensor, COLUMNS: tl.tensor, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
 ) -> tl.tensor:
     """``rows`` ``[dim, row]`` times the matrix's columns: float32 ``[column, row]``."""
@@ -96,26 +85,39 @@ def _products(
     return tl.dot(weights, rows, input_precision="tf32x3")
 
 
-@triton.jit(do_not_specialize=["rows", "blocks"])
-def _queries(
+@triton.jit(do_not_specialize=["rows", "row_blocks", "matrix_columns"])
+def rotate_queries(
     turned: tl.tensor,
     scales: tl.tensor,
     q: tl.tensor,
     matrix: tl.tensor,
+    blocks: tl.tensor,
     per_score: tl.tensor,
     rows: tl.tensor,
-    blocks: tl.tensor,
-    columns: tl.tensor,
+    row_blocks: tl.tensor,
+    matrix_columns: tl.tensor,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    """Queries in the frames of ``matrix`` and ``blocks`` (``query_matrix``), and what their scores are to be multiplied by.
+
+    ``q`` is ``[sequence, row, DIM]``, a sequence being one of the batch's and one KV head. Written are float32
+    ``[sequence, column, padded row]`` for each frame, one after the other, over the length of each query, so that none is above 1, and
+    float32 ``[sequence, padded row]``: that length times ``per_score``. Rows are padded with zeros to ``row_blocks`` blocks of ``ROWS``.
+    """
+    block = blocks + tl.program_id(1) * 4
+    first = tl.load(block)
+    columns = tl.load(block + 1)
+    padded_before = tl.load(block + 2)
+    before = tl.load(block + 3)
     if DEPENDENT:
         gdc_wait()
-    sequence = (tl.program_id(0) // blocks).to(tl.int64)
-    row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    sequence = (tl.program_id(0) // row_blocks).to(tl.int64)
+    sequences = tl.num_programs(0) // row_blocks
+    row = tl.program_id(0) % row_blocks * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK_DIM)
     mask = (channel < DIM)[:, None] & (row < rows)[None, :]
     values = tl.load(q + (sequence * rows + row)[None, :] * DIM + channel[:, None], mask, 0.0).to(tl.float32)
@@ -124,17 +126,17 @@ def _queries(
     values = values / largest[None, :]
     length = tl.maximum(tl.sqrt(tl.sum(values * values, 0)), 1.0)
     values = values / length[None, :]
-    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    found = _products(values, matrix, column, columns, DIM, BLOCK_DIM)
-    padded = blocks * ROWS
-    at = (sequence * columns + column[:, None]) * padded + row[None, :]
+    column = first + tl.arange(0, BLOCK_COLUMNS)
+    found = products(values, matrix, padded_before + column, matrix_columns, DIM, BLOCK_DIM)
+    padded = row_blocks * ROWS
+    at = (before * sequences + sequence * columns + column[:, None]) * padded + row[None, :]
     tl.store(turned + at, found, (column < columns)[:, None])
     if tl.program_id(1) == 0:
         tl.store(scales + sequence * padded + row, length * largest * per_score)
 
 
 @triton.jit(do_not_specialize=["count"])
-def _originals(
+def rotate_sums(
     out: tl.tensor,
     sums: tl.tensor,
     matrix: tl.tensor,
@@ -148,6 +150,7 @@ def _originals(
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    """Sums ``[row, FRAME_DIM]`` float32 in a coded frame, as ``out`` ``[row, DIM]`` in the original one, plus ``before`` with ``ADD``."""
     if DEPENDENT:
         gdc_wait()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -155,9 +158,14 @@ def _originals(
     mask = (channel < FRAME_DIM)[:, None] & (row < count)[None, :]
     values = tl.load(sums + row[None, :] * FRAME_DIM + channel[:, None], mask, 0.0)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    found = _products(values, matrix, column, DIM, FRAME_DIM, BLOCK_DIM)
+    found = products(values, matrix, column, DIM, FRAME_DIM, BLOCK_DIM)
     at = row[None, :] * DIM + column[:, None]
     real = (column < DIM)[:, None] & (row < count)[None, :]
     if ADD:
         found += tl.load(before + at, real, 0.0)
     tl.store(out + at, found, real)
+
+
+def query_block(dim: int) -> int:
+    """The channels of a query as a product takes them: a power of two."""
+    return max(16, next_power_of_two(dim))

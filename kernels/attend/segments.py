@@ -11,11 +11,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvpack.formats.group import Group
+from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.outliers import VALUES as OUTLIERS
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.raw import Raw
 from kvpack.formats.side_cars import WithSideCars
-from kvpack.kernels.loaders import loaders
+from kvpack.kernels.loaders import loaders, minifloat
 from kvpack.kernels.loaders import outliers as tiles_outliers
 
 from . import outlier_entries
@@ -152,7 +153,11 @@ def _whole_page(codec: Codec, first: int, page: Page, frame: Page | None) -> Sid
     if type(codec) is Group:
         # Scales of 8 bits are few: they are looked up once.
         codec, streams = codec.with_pairs(streams)
-    return SideSegment(codec, first, page.tokens, streams, frame, page=page)
+    exact = True
+    if type(codec) is Minifloat:
+        codec, streams = codec.with_wide_run_scale(streams)
+        exact = minifloat.is_exact(codec, streams)
+    return SideSegment(codec, first, page.tokens, streams, frame, exact, page=page)
 
 
 def decoded(found: Sequence[Segment], columns: tuple[int, ...], side: str) -> list[Segment]:

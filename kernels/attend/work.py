@@ -1,7 +1,7 @@
 """One row of the work table: which tokens a program attends, and where their packed rows lie."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005, SIM108
+# ruff: noqa: RUF005
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -64,7 +64,9 @@ def _stream_pointers(row: tl.tensor, batch: tl.tensor, head: tl.tensor, SIDE: tl
 @triton.jit
 def _pointer(at: tl.tensor, batch: tl.tensor, head: tl.tensor, BITS: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
     address = tl.load(at) + batch * tl.load(at + 1) + head * tl.load(at + 2)
-    if BITS == 16:
+    if BITS == 8:
+        pointer = address.to(tl.pointer_type(tl.int8))
+    elif BITS == 16:
         pointer = address.to(tl.pointer_type(tl.int16))
     else:
         pointer = address.to(tl.pointer_type(tl.int32))

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvpack.kernels import codecs
 from kvpack.kernels.words import columns
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from .rows import Packed
 
-    import torch
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
     from kvpack.formats.base import Codec
+
+MOST_TOKEN_STRIDE = 1 << 20
+"""Elements between two tokens of an output, at most: offsets within a block are 32-bit."""
+
+FUSED_DTYPES = (torch.bfloat16, torch.float16)
+"""Dtypes of values that the kernels rotate: their products are of binary16."""
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -20,5 +28,23 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 
     Raises InvalidShape when a stream is not as ``codec.layout`` says.
     """
-    frame = codecs.of_codec(codec).decode(codec, streams)
-    return codec.decode_digits(codec.digits(streams, columns.unpack), streams) if frame is None else frame
+    first, layouts = next(iter(streams)), codec.layout(1, 1, 1)
+    name = next((name for name, layout in layouts.items() if layout.per == "token" and layout.tokens_per_row == 1), first)
+    batch, heads, tokens = streams[name].shape[:3]
+    out = torch.empty(batch, heads, tokens, codec.dim, dtype=torch.float32, device=streams[name].device)
+    if decode_into(codec, [Packed(streams, tokens, 0)], out, False):
+        return out
+    return codec.decode_digits(codec.digits(streams, columns.unpack), streams)
+
+
+def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool) -> bool:
+    """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]`` in one launch, in its dtype and strides; whether that was done.
+
+    ``rotated``: into the original frame, else in the coded one. Not taken are codecs without a decoder of their own, rotated values of
+    other dtypes than ``FUSED_DTYPES``, and outputs whose channels are not dense. Raises InvalidShape when a stream is not as
+    ``codec.layout`` says.
+    """
+    rotated = rotated and codec.rotation.kind != "none"
+    if out.stride(3) != 1 or out.stride(2) >= MOST_TOKEN_STRIDE or (rotated and out.dtype not in FUSED_DTYPES):
+        return False
+    return codecs.of_codec(codec).decode_into(codec, packed, out, rotated)

@@ -1,5 +1,7 @@
 """Decode packed rows of group to values in one pass (spec/codecs/group.md); ``formats/group.py`` is the oracle."""
 
+# mypy: disable-error-code="untyped-decorator"
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -8,56 +10,53 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.columns import check_shape, launch, load_bit_fields, tile, tile_origin
+from . import rows
+from .digits import code_streams, load_digit
+from .rows import load_block, load_per_token, rows_from
+from .stored import load_signs, original, signs_of, store_tile
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
     from kvpack.formats.group import Group
 
+    from .rows import Packed
 
-def decode_frame(codec: Group, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode streams of any strides to float32 ``[batch, kv_head, token, dim]`` in the coded frame.
 
-    The values are those of ``Group.decode_frame``, bit for bit. Raises InvalidShape when a stream is not as ``codec.layout`` says.
+def decode_into(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotated: bool) -> bool:
+    """Decode ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
+
+    ``rotated``: into the original frame, else in the coded one. In float32 the values are those of ``Group.decode_frame``, bit for bit;
+    narrower ones may differ from them, rounded, where they are about halfway between two. Raises InvalidShape when a stream is not as
+    ``codec.layout`` says.
     """
-    packing = codec.packings()["codes"]
-    batch, heads, tokens = streams["codes.0"].shape[:3]
-    for name, layout in codec.layout(batch, heads, tokens).items():
-        check_shape(name, streams[name], layout.shape)
+    rows.check(codec, packed, *out.shape[:2])
     # There are few scales of 8 bits: they become binary16 before the kernel reads them.
-    codec, streams = codec.with_pairs(streams)
-    planes = tuple(streams[f"codes.{plane}"] for plane in range(len(packing.planes)))
-    scales, token_scale = _as_int32(streams["scales"]), streams.get("token_scale")
-    out = torch.empty(batch, heads, tokens, codec.dim, dtype=torch.float32, device=scales.device)
-    block_tokens, block_channels = tile(packing)
-    if codec.axis == "token":
+    if codec.scale_dtype != "fp16":
+        packed = [part._replace(streams=codec.with_pairs(part.streams)[1]) for part in packed]
+    names = [name for name in codec.layout(1, 1, 0) if name != "scale_range"]
+    channels = rows.channels_of(codec.dim, rotated)
+    along_tokens = codec.axis == "token"
+    tile = rows.tile_tokens(channels, rotated)
+    if along_tokens and not rotated:
         # A tile then lies within one group of tokens and loads one row of scales.
-        block_tokens = min(block_tokens, codec.size)
-    programs = batch * heads * -(-tokens // block_tokens)
-    launch(
-        _decode_frame,
-        programs,
-        out.device,
-        out,
-        planes,
-        tuple(plane.stride() for plane in planes),
-        scales,
-        scales.stride(),
-        token_scale,
-        None if token_scale is None else token_scale.stride(),
-        heads,
-        tokens,
-        BITS=codec.bits,
-        DIM=codec.dim,
-        SIZE=codec.size,
-        ALONG_TOKENS=codec.axis == "token",
-        WIDTH=packing.width,
-        COLUMN_BYTES=packing.column_bytes,
-        BLOCK_TOKENS=block_tokens,
-        BLOCK_CHANNELS=block_channels,
-    )
-    return out
+        tile = min(tile, codec.size)
+    per_row = [codec.size if name == "scales" and along_tokens else 1 for name in names]
+    streams = [
+        ([_as_int32(part.streams[name]) if name == "scales" else part.streams[name] for name in names], part.tokens, part.first)
+        for part in packed
+    ]
+    batch, heads = out.shape[:2]
+    # Blocks begin at a group of tokens.
+    work = rows.work_of(streams, per_row, batch * heads, max(tile, codec.token_group), out.device)
+    matrix = signs_of(codec.rotation, channels, out.device) if rotated else work.table
+    rows.launch(
+        _decode, work, out, matrix,
+        CODE=code_streams(codec)[0], SCALES=names.index("scales"), TOKEN_SCALE=len(names) - 1 if "token_scale" in names else -1,
+        SIZE=codec.size, MEMBERS=min(codec.size, channels), ALONG_TOKENS=along_tokens, BITS=codec.bits,
+        ROTATED=rotated, DIM=codec.dim, TILE=tile, CHANNELS=channels,
+    )  # fmt: skip
+    return True
 
 
 def _as_int32(scales: torch.Tensor) -> torch.Tensor:
@@ -68,52 +67,64 @@ def _as_int32(scales: torch.Tensor) -> torch.Tensor:
     return scales.view(torch.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _half(bits: tl.tensor) -> tl.tensor:
     """The low 16 bits as a binary16, widened to float32."""
     return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _decode_frame(
+@triton.jit(do_not_specialize=["blocks", "heads", "block_tokens"])
+def _decode(
     out: tl.tensor,
-    planes: tl.tuple,
-    plane_strides: tl.tuple,
-    scales: tl.tensor,
-    scale_strides: tl.tuple,
-    token_scale: tl.tensor,
-    token_scale_strides: tl.tuple,
+    batch_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    table: tl.tensor,
+    matrix: tl.tensor,
+    blocks: tl.tensor,
     heads: tl.tensor,
-    tokens: tl.tensor,
-    BITS: tl.constexpr,
-    DIM: tl.constexpr,
+    block_tokens: tl.tensor,
+    STREAMS: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    CODE: tl.constexpr,
+    SCALES: tl.constexpr,
+    TOKEN_SCALE: tl.constexpr,
     SIZE: tl.constexpr,
+    MEMBERS: tl.constexpr,
     ALONG_TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMN_BYTES: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_CHANNELS: tl.constexpr,
+    BITS: tl.constexpr,
+    ROTATED: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ) -> None:
-    """Decode ``[BLOCK_TOKENS, BLOCK_CHANNELS]`` values of one head.
-
-    ``out`` is float32 ``[batch, kv_head, token, dim]`` and contiguous; ``planes`` are int16 ``[batch, kv_head, token, words]``,
-    ``scales`` int32 ``[batch, kv_head, token or token group, dim or channel group]``, each a (scale, centre), and ``token_scale``
-    ``[batch, 1, token]``, all of any strides. ``token`` is ``[token, 1]``, ``channel`` ``[1, channel]``, and the tiles of codes and
-    values are ``[token, channel]``; those of scales are ``[1, channel]`` along tokens.
-    """
-    batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
-    token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
-    channel = tl.arange(0, BLOCK_CHANNELS)[None, :]
-    mask = (token < tokens) & (channel < DIM)
-    code = load_bit_fields(planes, plane_strides, batch, head, token, channel, mask, 0, BITS, WIDTH, COLUMN_BYTES)
-    scale_row = scales + batch * scale_strides[0] + head * scale_strides[1]
-    if ALONG_TOKENS:
-        scale_centre = tl.load(scale_row + first // SIZE * scale_strides[2] + channel.to(tl.int64) * scale_strides[3], channel < DIM, 0)
-    else:
-        scale_centre = tl.load(scale_row + token * scale_strides[2] + (channel // SIZE).to(tl.int64) * scale_strides[3], mask, 0)
-    middle: tl.constexpr = ((1 << BITS) - 1) / 2
-    value = (code.to(tl.float32) - middle) * _half(scale_centre) + _half(scale_centre >> 16)
-    if token_scale is not None:
-        factor = tl.load(token_scale + batch * token_scale_strides[0] + token * token_scale_strides[2], token < tokens, 0.0)
-        value = value * factor.to(tl.float32)
-    tl.store(out + ((batch * heads + head) * tokens + token) * DIM + channel, value, mask)
+    """Decode the block of one program, tile by tile: ``[token, channel]`` of codes, and scales that are broadcast to it."""
+    block = load_block(out, batch_stride, head_stride, token_stride, table, blocks, heads, STREAMS, INTEGERS)
+    if ROTATED:
+        signs = load_signs(matrix, CHANNELS)
+    token = tl.arange(0, TILE)[:, None]
+    channel = tl.arange(0, CHANNELS)[None, :]
+    for begin in range(0, block_tokens, TILE):
+        count = block.count - begin
+        streams = rows_from(block.streams, begin, STREAMS)
+        mask = (token < count) & (channel < DIM)
+        code = load_digit(streams, token, channel, mask, CODE, 0).to(tl.float32) - ((1 << BITS) - 1) / 2
+        scales = streams[SCALES]
+        if ALONG_TOKENS and TILE <= SIZE:
+            pair = tl.load(scales + channel, (channel < DIM) & (count > 0), 0)
+            value = code * _half(pair) + _half(pair >> 16)
+        elif ALONG_TOKENS:
+            pair = tl.load(scales + (token // SIZE * DIM + channel), mask, 0)
+            value = code * _half(pair) + _half(pair >> 16)
+        else:
+            GROUPS: tl.constexpr = (DIM + SIZE - 1) // SIZE
+            PARTS: tl.constexpr = CHANNELS // MEMBERS
+            group = tl.arange(0, PARTS)[None, :]
+            pair = tl.load(scales + (token * GROUPS + group), (token < count) & (group < GROUPS), 0)[:, :, None]
+            grouped = tl.reshape(code, (TILE, PARTS, MEMBERS))
+            value = tl.reshape(grouped * _half(pair) + _half(pair >> 16), (TILE, CHANNELS))
+        if TOKEN_SCALE >= 0:
+            value = value * load_per_token(streams[TOKEN_SCALE], count, TILE, 1, 0)
+        if ROTATED:
+            value = original(value, signs, DIM)
+        store_tile(block.out + begin * token_stride, token_stride, token, channel, count, value, DIM)

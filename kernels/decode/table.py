@@ -1,205 +1,173 @@
 """Decode packed rows of the codecs whose symbols are entries of a table, in one pass: scalar, octahedral, angle and quaternion.
 
-A value is an element of its symbol's table entry times the norm or scale of its token or symbol; ``formats/`` is the oracle. Each
-thread decodes the symbols of its own channels, so that writes are contiguous. Entry numbers are limited to the table's size.
+A value is an element of its symbol's table entry times the norm or scale of its token or symbol; ``formats/`` is the oracle. A tile
+is ``[token, symbol]``; the values of a symbol are brought side by side, or, where there are three, a tile repeats each symbol three
+times. Entry numbers are limited to the table's size.
 """
 
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
-# ruff: noqa: RUF005
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.columns import next_power_of_two
-from kvpack.kernels.words.columns import (
-    TILE_SYMBOLS,
-    check_shape,
-    constant_at,
-    digit_of_field,
-    launch,
-    load_bit_fields,
-    load_columns,
-    tile_origin,
-)
+from kvpack.kernels.words.columns import constant_at
 
+from . import rows
+from .digits import code_streams, load_digit
 from .forms import TABLE_CODECS, form_of
+from .rows import as_float32, load_block, load_per_token, rows_from
+from .stored import load_signs, original, signs_of, store_tile
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
     from kvpack.formats.base import Codec
 
-
-class CodeStream(NamedTuple):
-    """A code stream's planes and packing.
-
-    ``first_places`` and ``bases`` have one number per digit: the place value of its first field and its base, both as a number of bits
-    if ``binary``.
-    """
-
-    first_plane: int
-    planes: int
-    first_places: tuple[int, ...]
-    bases: tuple[int, ...]
-    binary: bool
-    fields: int
-    width: int
-    column_bytes: int
+    from .rows import Packed
 
 
-def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Decode streams of any strides to float32 ``[batch, kv_head, token, dim]`` in the coded frame; None for a codec of no table.
+TRIPLET_THREADS = 2
+"""Times as many threads as usual for triplets: lookups of one thread's values would fill its registers, and leave room for few warps."""
 
-    Raises InvalidShape when a stream is not as ``codec.layout`` says.
+
+def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool) -> bool:
+    """Decode ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
+
+    ``rotated``: into the original frame, else in the coded one. In float32 the values are those of the codec's ``decode_frame``, but for
+    the last bits of logarithmic norms. Returns False for a codec of no table. Raises InvalidShape when a stream is not as
+    ``codec.layout`` says.
     """
     form = form_of(codec)
     if form is None:
-        return None
-    names = [f"{name}.{plane}" for name, packing in codec.packings().items() for plane in range(len(packing.planes))]
-    batch, heads, tokens = streams[names[0]].shape[:3]
-    for name, layout in codec.layout(batch, heads, tokens).items():
-        check_shape(name, streams[name], layout.shape)
-    planes = tuple(streams[name] for name in names)
-    (scales,) = (streams[name] for name in codec.scales(1, 1, 1))
+        return False
+    batch, heads = out.shape[:2]
+    rows.check(codec, packed, batch, heads)
+    names = list(codec.layout(1, 1, 0))
     row = TABLE_CODECS[type(codec)]
-    table, norm_table = row.table(codec, scales.device), row.norm_table(codec, scales.device)
-    out = torch.empty(batch, heads, tokens, codec.dim, dtype=torch.float32, device=scales.device)
-    channels = next_power_of_two(codec.dim)
-    block_tokens = max(1, TILE_SYMBOLS // channels)
-    launch(
-        _decode_frame, batch * heads * -(-tokens // block_tokens), out.device,
-        out, planes, tuple(plane.stride() for plane in planes), scales, (*scales.stride(), 0), table, norm_table, heads, tokens,
-        STREAMS=_code_streams(codec), FORM=form,
-        ENTRIES=table.numel() // form.values, DIM=codec.dim, BLOCK_TOKENS=block_tokens, BLOCK_CHANNELS=channels,
+    table, norm_table = row.table(codec, out.device), row.norm_table(codec, out.device)
+    channels = rows.channels_of(codec.dim, rotated)
+    joined = 1 if form.values == 3 else form.values
+    channels = max(channels, joined)
+    tile = rows.tile_tokens(channels, rotated)
+    streams = [([part.streams[name] for name in names], part.tokens, part.first) for part in packed]
+    work = rows.work_of(streams, [1] * len(names), batch * heads, tile, out.device)
+    matrix = signs_of(codec.rotation, channels, out.device) if rotated else work.table
+    rows.launch(
+        _decode, work, out, matrix, table, norm_table,
+        CODES=code_streams(codec), FORM=form, ENTRIES=table.numel() // form.values, SCALES=len(names) - 1,
+        ROTATED=rotated, DIM=codec.dim, TILE=tile, CHANNELS=channels, JOINED=joined,
+        threads=TRIPLET_THREADS if form.values == 3 else 1,
     )  # fmt: skip
-    return out
-
-
-@lru_cache(maxsize=64)
-def _code_streams(codec: Codec) -> tuple[CodeStream, ...]:
-    streams, planes = [], 0
-    for packing in codec.packings().values():
-        first, bases = tuple(places[0] for places in packing.place_values), packing.bases
-        if packing.binary:
-            first, bases = (tuple(value.bit_length() - 1 for value in values) for values in (first, bases))
-        count = len(packing.planes)
-        streams.append(CodeStream(planes, count, first, bases, packing.binary, packing.fields, packing.width, packing.column_bytes))
-        planes += count
-    return tuple(streams)
+    return True
 
 
 @triton.jit
-def _piece_of_stream(
-    planes: tl.tuple,
-    strides: tl.tuple,
-    batch: tl.tensor,
-    head: tl.tensor,
-    token: tl.tensor,
-    symbol: tl.tensor,
-    mask: tl.tensor,
-    STREAM: tl.constexpr,
-    PIECE: tl.constexpr,
-) -> tl.tensor:
-    """One piece of a digit, int32 ``[token, channel]``, at its bits of the digit."""
-    own = ()
-    own_strides = ()
-    PLANES: tl.constexpr = STREAM.planes
-    for plane in tl.static_range(PLANES):
-        own = own + (planes[STREAM.first_plane + plane],)
-        own_strides = own_strides + (strides[STREAM.first_plane + plane],)
-    first: tl.constexpr = STREAM.first_places[PIECE.digit]
-    base: tl.constexpr = STREAM.bases[PIECE.digit]
-    if STREAM.binary:
-        value = load_bit_fields(own, own_strides, batch, head, token, symbol, mask, first, base, STREAM.width, STREAM.column_bytes)
-    else:
-        columns = load_columns(own, own_strides, batch, head, token, symbol, mask, STREAM.width, STREAM.column_bytes)
-        value = digit_of_field(columns, symbol // STREAM.width, first, base, STREAM.fields)
-    return value << PIECE.shift
+def _piece(streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, CODE: tl.constexpr, PIECE: tl.constexpr) -> tl.tensor:
+    """One piece of a digit, int32 ``[token, symbol]``, at its bits of the digit."""
+    return load_digit(streams, token, symbol, mask, CODE, PIECE.digit) << PIECE.shift
 
 
 @triton.jit
-def _digit(
-    planes: tl.tuple,
-    strides: tl.tuple,
-    batch: tl.tensor,
-    head: tl.tensor,
-    token: tl.tensor,
-    symbol: tl.tensor,
-    mask: tl.tensor,
-    STREAMS: tl.constexpr,
-    PIECES: tl.constexpr,
-) -> tl.tensor:
-    """One digit of each symbol, int32 ``[token, channel]``: its pieces together."""
+def _digit(streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, CODES: tl.constexpr, PIECES: tl.constexpr) -> tl.tensor:
+    """One digit of each symbol, int32 ``[token, symbol]``: its pieces together."""
     value = tl.full(mask.shape, 0, tl.int32)
     for piece in tl.static_range(len(PIECES)):
-        value |= _piece_of_stream(
-            planes, strides, batch, head, token, symbol, mask,
-            constant_at(STREAMS, constant_at(PIECES, piece, 0)), constant_at(PIECES, piece),
-        )  # fmt: skip
+        value |= _piece(streams, token, symbol, mask, constant_at(CODES, constant_at(PIECES, piece, 0)), constant_at(PIECES, piece))
     return value
 
 
 @triton.jit
-def _decode_frame(
+def _entries(table: tl.tensor, entry: tl.tensor, element: tl.tensor, mask: tl.tensor, factor: tl.tensor, VALUES: tl.constexpr) -> tl.tensor:
+    return tl.load(table + (entry * VALUES + element), mask, 0.0) * factor
+
+
+@triton.jit(do_not_specialize=["blocks", "heads", "block_tokens"])
+def _decode(
     out: tl.tensor,
-    planes: tl.tuple,
-    plane_strides: tl.tuple,
-    scales: tl.tensor,
-    scale_strides: tl.tuple,
+    batch_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    work: tl.tensor,
+    matrix: tl.tensor,
     table: tl.tensor,
     norm_table: tl.tensor,
+    blocks: tl.tensor,
     heads: tl.tensor,
-    tokens: tl.tensor,
+    block_tokens: tl.tensor,
     STREAMS: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    CODES: tl.constexpr,
     FORM: tl.constexpr,
     ENTRIES: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROTATED: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_CHANNELS: tl.constexpr,
+    TILE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    JOINED: tl.constexpr,
 ) -> None:
-    """Decode ``[BLOCK_TOKENS, BLOCK_CHANNELS]`` values of one head.
-
-    ``out`` is float32 ``[batch, kv_head, token, dim]``; ``planes`` are ``[batch, kv_head, token, words]`` and ``scales``
-    ``[batch, kv_head, token, ...]``, of any strides; ``table`` is ``[ENTRIES, values]`` and ``norm_table`` ``[norm code]``.
-    ``token`` is ``[token, 1]``, ``channel`` ``[1, channel]``, and all tiles are ``[token, channel]``.
-    """
+    """Decode the block of one program, tile by tile. ``table`` is ``[ENTRIES, values]`` and ``norm_table`` ``[norm code]``."""
     KIND: tl.constexpr = FORM.kind
     VALUES: tl.constexpr = FORM.values
     DIGITS: tl.constexpr = FORM.digits
-    batch, head, begin = tile_origin(heads, tokens, BLOCK_TOKENS)
-    token = (begin + tl.arange(0, BLOCK_TOKENS))[:, None]
-    channel = tl.arange(0, BLOCK_CHANNELS)[None, :]
-    mask = (token < tokens) & (channel < DIM)
-    symbol = channel // VALUES
-    scale = scales + batch * scale_strides[0] + head * scale_strides[1] + token * scale_strides[2]
-    entry = _digit(planes, plane_strides, batch, head, token, symbol, mask, STREAMS, constant_at(DIGITS, 0))
-    whole = entry
-    if KIND == "octahedral":
-        # The signs are the higher part of an entry's number.
-        entry = entry & ((1 << FORM.index_bits) - 1) | (entry >> FORM.signs_at & 3) << FORM.index_bits
-    value = tl.load(table + tl.minimum(entry, ENTRIES - 1) * VALUES + channel % VALUES, mask, 0.0)
-    if KIND == "angle fp32":
-        value = value * tl.load(scale + symbol.to(tl.int64) * scale_strides[3], mask, 0.0)
+    REPEATED: tl.constexpr = VALUES // JOINED
+    block = load_block(out, batch_stride, head_stride, token_stride, work, blocks, heads, STREAMS, INTEGERS)
+    if ROTATED:
+        signs = load_signs(matrix, CHANNELS)
+    token = tl.arange(0, TILE)[:, None]
+    channel = tl.arange(0, CHANNELS)[None, :]
+    lane = tl.arange(0, CHANNELS // JOINED)[None, :]
+    if REPEATED == 1:
+        symbol = lane
     else:
-        factor = tl.load(scale, token < tokens, 0.0).to(tl.float32)
+        symbol = lane // REPEATED
+        # What an entry's signs are to be shifted by; the third value has none.
+        sign_at = tl.where(lane % 3 < 2, FORM.signs_at + lane % 3, 31)
+    for begin in range(0, block_tokens, TILE):
+        count = block.count - begin
+        streams = rows_from(block.streams, begin, STREAMS)
+        mask = (token < count) & (lane * JOINED < DIM)
+        scale = streams[SCALES]
+        entry = _digit(streams, token, symbol, mask, CODES, constant_at(DIGITS, 0))
         if KIND == "octahedral":
-            value = value * tl.load(norm_table + (whole >> FORM.norm_at & FORM.norm_mask)) * factor
-        elif KIND == "scalar":
-            value = value * factor
+            whole = entry
+            entry = entry & ((1 << FORM.index_bits) - 1)
         else:
-            code = _digit(planes, plane_strides, batch, head, token, symbol, mask, STREAMS, constant_at(DIGITS, 1)).to(tl.float32)
+            entry = tl.minimum(entry, ENTRIES - 1)
+        if KIND == "angle fp32":
+            factor = as_float32(tl.load(scale + (token * (DIM // 2) + lane), mask, 0))
+        elif KIND == "angle linear" or KIND == "angle log":
+            step = load_per_token(scale, count, TILE, 2, 0)
+            least = load_per_token(scale, count, TILE, 2, 1)
+            factor = least + step * _digit(streams, token, symbol, mask, CODES, constant_at(DIGITS, 1)).to(tl.float32)
+            if KIND == "angle log":
+                factor = tl.exp2(factor)
+        else:
+            factor = load_per_token(scale, count, TILE, 1, 0)
             if KIND == "quaternion":
-                value = value * (code * tl.div_rn(factor, tl.full(factor.shape, FORM.largest_radius, tl.float32)))
-            else:
-                least = tl.load(scale + scale_strides[3], token < tokens, 0.0).to(tl.float32)
-                norm = least + factor * code
-                if KIND == "angle log":
-                    norm = tl.exp2(norm)
-                value = value * norm
-    tl.store(out + ((batch * heads + head) * tokens + token) * DIM + channel, value, mask)
+                code = _digit(streams, token, symbol, mask, CODES, constant_at(DIGITS, 1)).to(tl.float32)
+                factor = code * tl.div_rn(factor, tl.full(factor.shape, FORM.largest_radius, tl.float32))
+        if KIND == "octahedral":
+            # The table's first quarter, whose values have no signs, lies in few lines of the cache.
+            unit = tl.load(table + (entry * VALUES + lane % 3), mask, 0.0).to(tl.int32, bitcast=True) ^ ((whole >> sign_at & 1) << 31)
+            norm = tl.load(norm_table + (whole >> FORM.norm_at & FORM.norm_mask))
+            value = unit.to(tl.float32, bitcast=True) * norm * factor
+        elif JOINED == 1:
+            value = _entries(table, entry, 0, mask, factor, VALUES)
+        elif JOINED == 2:
+            value = tl.join(_entries(table, entry, 0, mask, factor, VALUES), _entries(table, entry, 1, mask, factor, VALUES))
+        else:
+            even = tl.join(_entries(table, entry, 0, mask, factor, VALUES), _entries(table, entry, 2, mask, factor, VALUES))
+            odd = tl.join(_entries(table, entry, 1, mask, factor, VALUES), _entries(table, entry, 3, mask, factor, VALUES))
+            value = tl.join(even, odd)
+        value = tl.reshape(value, (TILE, CHANNELS))
+        if ROTATED:
+            value = original(value, signs, DIM)
+        store_tile(block.out + begin * token_stride, token_stride, token, channel, count, value, DIM)

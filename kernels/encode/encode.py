@@ -6,7 +6,7 @@ flags (``rows.flag_unless``), is left to ``formats/``, which gives the same stre
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,12 +33,13 @@ class Encoding(NamedTuple):
     run: Callable[[], bool]
 
 
-def encode(codec: Codec, x: torch.Tensor) -> dict[str, torch.Tensor] | None:
+def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, of any strides, to the streams of ``codec.layout``.
 
-    None where ``formats/`` is to encode it: codecs, options and values that the kernels do not take.
+    ``before`` holds the streams of the run that it continues. None where ``formats/`` is to encode it: codecs, options and values that
+    the kernels do not take.
     """
-    encoding = prepare(codec, x)
+    encoding = prepare(codec, x, before)
     if encoding is None or not encoding.run() or encoding.flag.item():
         return None
     return encoding.streams
@@ -49,16 +50,22 @@ def has_products(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def prepare(codec: Codec, x: torch.Tensor) -> Encoding | None:
-    """What ``encode`` runs, with its memory allocated; None for a codec or device without a kernel, and for an empty ``x``."""
+def prepare(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None) -> Encoding | None:
+    """What ``encode`` runs, with its memory allocated; None for a codec or device without a kernel, and for an empty ``x``.
+
+    Rows of runs hold those of the run ``before`` at first, and 0 without one.
+    """
     encoder = codecs.of_codec(codec).encode
     batch, heads, tokens, dim = x.shape
     if encoder is None or dim > LARGEST_DIM or not x.numel() or not has_products(x.device):
         return None
-    streams = {
-        name: torch.empty(layout.shape, dtype=_DTYPES[layout.dtype], device=x.device)
-        for name, layout in codec.layout(batch, heads, tokens).items()
-    }
+    streams = {}
+    for name, layout in codec.layout(batch, heads, tokens).items():
+        if layout.per == "run" and before is not None:
+            streams[name] = before[name].clone()
+        else:
+            make = torch.zeros if layout.per == "run" else torch.empty
+            streams[name] = make(layout.shape, dtype=_DTYPES[layout.dtype], device=x.device)
     planes = []
     for name, packing in codec.packings().items():
         words = [streams[f"{name}.{plane}"] for plane in range(len(packing.planes))]

@@ -28,13 +28,16 @@ APART, NEIGHBOURS = 1, 2
 WORD_BITS = 16
 """Of the words that rows are stored in."""
 
+RUN_TOKENS = 1 << 30
+"""Tokens of a row of which a run has one: it takes no bytes per token."""
+
 WIDEST_DIGIT = 14
 """Bits of a digit at most: a table of it, an index into which one word holds."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A stored stream as a loader reads it: elements of ``bits``, 16 to 128, ``row`` of them a row, which is of ``tokens`` tokens.
+    """A stored stream as a loader reads it: elements of ``bits``, 8 to 128, ``row`` of them a row, which is of ``tokens`` tokens.
 
     A pair of binary16 is one element of 32 bits.
     """

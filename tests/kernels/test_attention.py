@@ -5,6 +5,7 @@ interpreter.py says which process runs which of these tests.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import kvpack
 from kvpack.attention import attention_kernels
 from kvpack.cache.layer import Layer
+from kvpack.cache.pages import Page
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
 from kvpack.formats.group import Group
@@ -32,6 +34,11 @@ KEYS = {
     "group 4": "group:b=4,g=32",
     "group 2, token scale": "group:b=2,g=32,rotation=hadamard,token_scale=fp16",
     "group 3, groups of channels": "group:b=3,g=64,axis=channel",
+    "fp8": "minifloat:element=e4m3",
+    "fp8 per token": "minifloat:element=e5m2,per=token,scales=fp16",
+    "mxfp8": "minifloat:element=e4m3,scales=e8m0",
+    "nvfp4": "minifloat:element=e2m1,scales=e4m3",
+    "4 bits, outliers": "minifloat:element=e2m1,outliers=3",
     "scalar 3": "scalar:b=3",
     "scalar 2 and 3": "scalar:b=2,high=3",
     "octahedral 2": "octahedral:b=2,arrangement=direct",
@@ -55,6 +62,10 @@ VALUES = {
     "raw": "raw:dtype=fp16",
     "group 4": "group:b=4,g=32",
     "group 2, groups of tokens": "group:b=2,g=16,axis=token,token_scale=fp32",
+    "fp8 per head": "minifloat:element=e5m2,per=head,scales=fp16",
+    "4 bits per token": "minifloat:element=e2m1,per=token,scales=fp32",
+    "mxfp4": "minifloat:element=e2m1,scales=e8m0",
+    "nvfp4": "minifloat:element=e2m1,scales=e4m3",
     "scalar 2": "scalar:b=2,norm=fp32",
     "scalar 4": "scalar:b=4",
     "octahedral 3": "octahedral:b=3,arrangement=direct",
@@ -96,13 +107,52 @@ def test_every_key_codec_with_every_value_codec(k: str, v: str) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     "family",
-    [name for name in KEYS if name in {"group 4", "scalar 3", "octahedral 4", "angle", "quaternion", "raw"} or name.startswith("dense")],
+    [
+        name
+        for name in KEYS
+        if name in {"group 4", "scalar 3", "octahedral 4", "angle", "quaternion", "raw", "fp8", "mxfp8", "nvfp4"}
+        or name.startswith("dense")
+    ],
 )
 def test_head_dims(family: str) -> None:
     tokens = 33
     for dims in ((80, 96), (128, 256)) if INTERPRETED else ((80, 80), (96, 96), (128, 128), (256, 256)):
         k_codec, v_codec = codecs(KEYS[family], KEYS[family], dims)
         check(Layer(random_side(k_codec, 1, (tokens,), 0, 1), random_side(v_codec, 1, (tokens,), 0, 2)), 1)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("words", ["element=e4m3", "element=e5m2,per=token", "element=e2m1,scales=e8m0", "element=e2m1,scales=e4m3"])
+def test_minifloats_of_any_fields_and_blocks(words: str) -> None:
+    """Rows of fewer words than a tile has columns, of columns of many bytes, of partial blocks, and of three words of scales."""
+    for dim, fields in (
+        ((16, 0), (40, 1), (40, 3), (96, 0), (64, 16)) if INTERPRETED else ((16, 0), (40, 1), (40, 3), (96, 0), (192, 0), (64, 16))
+    ):
+        codec, _ = codecs(f"minifloat:{words}", "raw:dtype=bf16", (dim, dim))
+        if fields:
+            codec = dataclasses.replace(codec, fields=(("codes", fields),))  # type: ignore[type-var]
+        check(Layer(random_side(codec, 1, (33,), 0, 1), random_side(codec, 1, (33,), 0, 2)), 1)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("element", "spread", "fused"), [("e2m1", 20, True), ("e2m1", 21, False), ("e4m3", 14, True), ("e4m3", 15, False), ("e5m2", 9, False)]
+)
+def test_powers_of_two_that_tiles_do_not_hold_are_left_to_torch(element: str, spread: int, fused: bool) -> None:
+    """The smallest element of a block that is 2^spread times smaller than another of its token."""
+    from kvpack.kernels.attend import attention
+
+    codec, _ = codecs(f"minifloat:element={element},scales=e8m0", "raw:dtype=bf16", (64, 64))
+    side = random_side(codec, 1, (20,), 0, 1)
+    scales = side.pages[0].streams["block_scales"]
+    scales[..., 0], scales[..., 1] = 127, 127 - spread
+    layer = Layer(side.to(DEVICE), side.to(DEVICE))
+    assert attention.supports(torch.zeros(1, 1, 1, 64, device=DEVICE), layer) == fused
+    # Blocks of zeros lose nothing, whatever their scale.
+    codes = codec.digits(side.pages[0].streams)[0]
+    codes[..., 32:] = 0
+    zeros = Side(codec, [Page(codec, 20, {**side.pages[0].streams, **codec.pack_digits(codes)})], side.tail)
+    check(Layer(zeros, zeros), 1)
 
 
 @pytest.mark.kernels
@@ -360,7 +410,7 @@ def test_streams_of_any_strides() -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("family", KEYS)
+@pytest.mark.parametrize("family", [name for name, words in KEYS.items() if not words.startswith("minifloat")])
 def test_no_word_reads_outside_a_table(family: str) -> None:
     """Digits that no writer makes decode to something finite: indices are masked to the table's width."""
     from kvpack.kernels.attend import attention
@@ -397,8 +447,8 @@ def test_attend_takes_the_kernels_where_they_are_right(recipe: str, fused: bool,
     from kvpack.kernels.attend import attention
 
     called = []
-    attend = attention.attend
-    monkeypatch.setattr(attention, "attend", lambda *arguments: called.append(1) or attend(*arguments))
+    prepare = attention.prepare
+    monkeypatch.setattr(attention, "prepare", lambda *arguments: called.append(1) or prepare(*arguments))
     cache = kvpack.pack(random_pairs(1, 86, dims=(64, 64)), recipe)
     q = torch.randn(1, 4, 2, 64)
     expected = exact(q, cache[0])
@@ -503,3 +553,31 @@ def test_lengths_change_between_replays_of_a_cuda_graph() -> None:
         lengths.copy_(torch.tensor(given))
         graph.replay()
         assert torch.equal(captured, kvpack.attend(q, layer, lengths=given))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("tail", [0, 32], ids=["pages alone", "a raw tail in a frame of its own"])
+@pytest.mark.parametrize("q_heads", [4, 160], ids=["rotated row by row", "rotated by products"])
+def test_what_was_prepared_is_launched_again(tail: int, q_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call over a layer skips checks and planning, and gives the same for another query."""
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    layer = kvpack.pack(random_pairs(1, 75, dims=(32, 32)), f"kv=scalar:b=4;tail={tail}")[0]
+    there = Layer(*(side.to(DEVICE) for side in layer.sides.values()))
+    for seed in range(2):
+        q = torch.randn(1, q_heads, 1, 32, generator=torch.Generator().manual_seed(seed))
+        expected = exact(q, layer)
+        found = kvpack.attend(q.to(DEVICE), there).cpu()
+        assert (found - expected).norm() / expected.norm() < TOLERANCE
+
+
+@pytest.mark.kernels
+def test_checks_come_before_what_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    layer = kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kv=scalar:b=4")[0]
+    there = Layer(*(side.to(DEVICE) for side in layer.sides.values()))
+    q = torch.randn(1, 4, 1, 32, device=DEVICE)
+    kvpack.attend(q, there)
+    with pytest.raises(kvpack.InvalidShape, match="does not fit"):
+        kvpack.attend(q[..., :16], there)
+    with pytest.raises(kvpack.InvalidDtype, match="floating point"):
+        kvpack.attend(q.to(torch.int32), there)

@@ -43,6 +43,15 @@ EXACT = [
     ("group", 256, "k", "bfloat16", "b=1,g=128"),
     ("group", 50, "k", "float32", "b=6,g=16,centre=zero"),
     ("group", 1, "v", "bfloat16", "b=2"),
+    ("minifloat", 128, "k", "bfloat16", "element=e4m3"),
+    ("minifloat", 80, "k", "float32", "element=e5m2,per=head,scales=fp16"),
+    ("minifloat", 63, "v", "float16", "element=e4m3,per=token,scales=fp16"),
+    ("minifloat", 128, "v", "bfloat16", "element=e2m1,per=token"),
+    ("minifloat", 128, "k", "bfloat16", "element=e4m3,scales=e8m0"),
+    ("minifloat", 40, "k", "float32", "element=e5m2,scales=e8m0"),
+    ("minifloat", 256, "v", "bfloat16", "element=e2m1,scales=e8m0"),
+    ("minifloat", 128, "k", "bfloat16", "element=e2m1,scales=e4m3"),
+    ("minifloat", 1, "k", "float32", "element=e2m1,scales=e4m3"),
 ]
 
 CLOSE = [
@@ -87,6 +96,13 @@ CLOSE = [
     ("polar", 64, "k", "bfloat16", "b=8.6.1.1.1.1,rotation=none"),
     ("polar", 2, "k", "bfloat16", "b=4"),
     ("polar", 256, "v", "bfloat16", "b=2"),
+    ("scalar", 128, "k", "bfloat16", "b=2,norm_rule=norm"),
+    ("octahedral", 128, "k", "bfloat16", "b=3,norm_rule=norm"),
+    ("polar", 64, "k", "bfloat16", "b=2,norm_rule=norm"),
+    ("angle", 64, "k", "bfloat16", "n=8,norm=log3"),
+    ("angle", 64, "k", "bfloat16", "n=8,norm=log3,norm_rule=norm"),
+    ("quaternion", 64, "v", "bfloat16", "s=12,r=3,norm_rule=norm"),
+    ("group", 128, "k", "bfloat16", "b=2,token_scale=fp16,norm_rule=norm"),
 ]
 
 pytestmark = needs_loaded_bounds
@@ -177,7 +193,7 @@ def test_one_head_of_one_token(codec_id: str, dim: int, side: str, dtype: str, w
 @settings(max_examples=10 if INTERPRETED else 5)
 @given(st.data())
 def test_any_options_and_contents(data: st.DataObject) -> None:
-    codec_id = data.draw(st.sampled_from(("group", "scalar", "octahedral", "angle", "quaternion", "polar")))
+    codec_id = data.draw(st.sampled_from(("group", "minifloat", "scalar", "octahedral", "angle", "quaternion", "polar")))
     words, dim, side = data.draw(CASES[codec_id].options), data.draw(st.sampled_from(DIMS)), data.draw(st.sampled_from("kv"))
     try:
         codec = create(codec_id, dim, side, **words)
@@ -320,3 +336,20 @@ def test_kernel_offsets_of_tokens_are_64_bit() -> None:
     assert streams is not None
     for name, stream in codec.encode(x[:, :, -64:].float().cpu()).items():
         assert torch.equal(bits(streams[name][:, :, -stream.shape[2] :].cpu()), bits(stream)), name
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "kv=minifloat:element=e5m2,per=head,scales=fp16"])
+def test_a_run_keeps_the_scales_of_the_run_before(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As formats/ does: kept where they fit, larger with room to grow, and smaller where values are far smaller."""
+    x = torch.randn(2, 2, 9, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(DEVICE)
+    found = {}
+    for backend in dispatch.BACKENDS:
+        monkeypatch.setenv(dispatch.VARIABLE, backend)
+        cache = kvpack.pack([(x, x)], recipe)
+        for factor in (0.5, 8.0, 0.01):
+            cache = cache.append([(factor * x, x)])
+        found[backend] = [page.streams for page in cache[0].k.merged().pages]
+    assert len(found["torch"]) == len(found["triton"]) > 1
+    for one, other in zip(found["torch"], found["triton"], strict=True):
+        assert all(torch.equal(bits(one[name]), bits(other[name])) for name in one)

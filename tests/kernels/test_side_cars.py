@@ -152,6 +152,7 @@ def test_what_no_writer_puts_in_an_outliers_place_is_left_to_torch() -> None:
 def test_raw_tokens_of_either_side_share_a_launch(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """And values that binary16 does not hold stay as they are."""
     from kvpack.kernels.attend import attention
+    from kvpack.kernels.attend.prepared import Options
 
     k, v = random_pairs(1, 300, dims=(64, 64))[0]
     v[:, :, 0] *= size
@@ -161,7 +162,7 @@ def test_raw_tokens_of_either_side_share_a_launch(size: float, monkeypatch: pyte
     expected = exact(q, layer)
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     there, q = Layer(*(side.to(DEVICE) for side in layer.sides.values())), q.to(DEVICE)
-    launches = attention.prepare(q, there, 0.125, True, None, None).launches
+    launches = attention.prepare(q, there, Options(0.125)).launches
     assert [int(launch.work[:, 1].sum()) for launch in launches] == [300 - 2 * 64, 2 * 64]
     assert len({launch.v for launch in launches}) == 1
     found = kvpack.attend(q, there).cpu()

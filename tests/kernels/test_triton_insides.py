@@ -67,3 +67,24 @@ def test_code_is_named_by_its_source() -> None:
     assert summed.cache_key in triton_insides.code_key((summed, 3))
     assert triton_insides.code_key((summed, 3)) != triton_insides.code_key((summed, 4))
     assert triton_insides.plain(doubled)(4) == 8
+
+
+@pytest.mark.cuda
+def test_a_cached_launch_binds_its_arguments_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again where a pointer is not aligned as the compiled code expects."""
+    import torch
+    from summing_kernel import summed
+
+    from kvpack.kernels import triton_insides
+
+    bound = []
+    run = type(summed).run
+    monkeypatch.setattr(type(summed), "run", lambda *args, **kwargs: bound.append(1) or run(*args, **kwargs))
+    launch = triton_insides.CachedLaunch(summed, (1, 1, 1), (), {"COUNT": 16}, {})
+    x, out = torch.arange(64, dtype=torch.float32, device="cuda"), torch.zeros(1, device="cuda")
+    found = []
+    for skipped in (0, 16, 32, 1):
+        launch((out, 0), (x, skipped))
+        found.append(float(out))
+    assert found == [float(x[skipped : skipped + 16].sum()) for skipped in (0, 16, 32, 1)]
+    assert len(bound) == 2

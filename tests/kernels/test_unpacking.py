@@ -5,6 +5,8 @@ interpreter.py says which process runs which of these tests.
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +23,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidShape, KvpackWarning
 from kvpack.formats.group import AXES, SIZES, TOKEN_SCALES, Group
 
 from caches import random_pairs  # isort: skip
+from file_parts import random_page  # isort: skip
 from interpreter import DEVICE  # isort: skip
 from strategies import create, packings, poisoned  # isort: skip
 from vector_checks import DECODED, check_values, unpacked  # isort: skip
@@ -58,10 +61,10 @@ def random_streams(codec: Codec, batch: int, heads: int, tokens: int, seed: int)
 
 
 def check_group(codec: Group, batch: int, heads: int, tokens: int) -> None:
-    from kvpack.kernels.decode import group
+    from kvpack.kernels.decode import decode
 
     streams = random_streams(codec, batch, heads, tokens, seed=codec.bits)
-    decoded = group.decode_frame(codec, on_device(streams))
+    decoded = decode.decode_frame(codec, on_device(streams))
     assert decoded.device.type == DEVICE
     assert decoded.dtype == torch.float32
     assert torch.equal(decoded.cpu(), codec.decode_frame(streams)), codec
@@ -110,7 +113,7 @@ def test_group_kernel_copies_only_scales_that_are_not_aligned() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("stream", ["codes.1", "scales", "token_scale"])
 def test_group_kernel_refuses_streams_that_it_would_read_past(stream: str) -> None:
-    from kvpack.kernels.decode import group
+    from kvpack.kernels.decode import decode
 
     codec = create("group", 80, "v", b="3", token_scale="fp32")
     assert isinstance(codec, Group)
@@ -118,7 +121,35 @@ def test_group_kernel_refuses_streams_that_it_would_read_past(stream: str) -> No
     shape = list(streams[stream].shape)
     streams[stream] = streams[stream][:, :, :8]
     with pytest.raises(InvalidShape, match=rf"{stream}: shape \[.*\], the codec lays out \[{', '.join(map(str, shape))}\]"):
-        group.decode_frame(codec, streams)
+        decode.decode_frame(codec, streams)
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("uninitialized_is_poisoned")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "element=e4m3",
+        "element=e5m2,per=head,scales=fp16",
+        "element=e4m3,per=token,scales=fp16",
+        "element=e2m1,per=token",
+        "element=e4m3,scales=e8m0",
+        "element=e5m2,scales=e8m0",
+        "element=e2m1,scales=e8m0",
+        "element=e2m1,scales=e4m3",
+    ],
+)
+def test_minifloat_kernel_equals_the_format(words: str) -> None:
+    """Any finite elements and scales, of words of any number of fields."""
+    from kvpack.kernels.decode import decode
+
+    for number, (dim, fields) in enumerate(((128, 0), (40, 1), (63, 3), (70, 16), (1, 0))):
+        codec = create("minifloat", dim, **dict(word.split("=") for word in words.split(",")))
+        if fields:
+            codec = dataclasses.replace(codec, fields=(("codes", fields),))  # type: ignore[type-var]
+        page = random_page(codec, 2, 2, 19, random.Random(number))[0]
+        decoded = decode.decode_frame(codec, on_device(dict(page.streams)))
+        assert torch.equal(decoded.cpu().view(torch.int32), codec.decode_frame(page.streams).view(torch.int32))
 
 
 TABLE_CODECS = [
@@ -149,10 +180,9 @@ table_codecs = pytest.mark.parametrize(
 
 
 def check_tables(codec: Codec, streams: dict[str, torch.Tensor], expected: torch.Tensor) -> None:
-    from kvpack.kernels.decode import table as decode_table
+    from kvpack.kernels.decode import decode
 
-    decoded = decode_table.decode_frame(codec, on_device(streams))
-    assert decoded is not None
+    decoded = decode.decode_frame(codec, on_device(streams))
     assert decoded.dtype == torch.float32
     if isinstance(codec, Angle) and codec.norm == "log":
         # A power of two is rounded otherwise.
@@ -189,12 +219,12 @@ def test_table_kernel_stays_in_its_table_whatever_the_words(words: str) -> None:
 
 @pytest.mark.kernels
 def test_table_kernel_refuses_streams_that_it_would_read_past() -> None:
-    from kvpack.kernels.decode import table as decode_table
+    from kvpack.kernels.decode import decode
 
     codec = create("scalar", 80, b="3")
     streams = codec.encode(torch.randn(1, 2, 9, 80))
     with pytest.raises(InvalidShape, match=r"norm: shape \[1, 2, 8\], the codec lays out \[1, 2, 9\]"):
-        decode_table.decode_frame(codec, streams | {"norm": streams["norm"][:, :, :8]})
+        decode.decode_frame(codec, streams | {"norm": streams["norm"][:, :, :8]})
 
 
 def check_unpack(packing: Columns, seed: int = 0) -> None:
@@ -254,25 +284,26 @@ def test_unpack_kernel_refuses_planes_that_it_would_read_past() -> None:
 @pytest.mark.parametrize(
     ("recipe", "kernels"),
     [
-        pytest.param("oscar-2", {"group.decode_frame"}, id="group"),
-        pytest.param("k=octahedral:b=3;v=group:b=4;tail=32", {"decode_table.decode_frame", "group.decode_frame"}, id="octahedral, group"),
-        pytest.param("hqmq-s24-r3", {"decode_table.decode_frame"}, id="quaternion"),
-        pytest.param("kv=angle:n=48", {"decode_table.decode_frame"}, id="angle"),
-        pytest.param("kv=scalar:b=3", {"decode_table.decode_frame"}, id="scalar"),
+        pytest.param("oscar-2", {"group"}, id="group"),
+        pytest.param("k=octahedral:b=3;v=group:b=4;tail=32", {"table", "group"}, id="octahedral, group"),
+        pytest.param("k=minifloat:element=e4m3;v=minifloat:element=e2m1,scales=e4m3", {"minifloat"}, id="minifloat"),
+        pytest.param("hqmq-s24-r3", {"table"}, id="quaternion"),
+        pytest.param("kv=angle:n=48", {"table"}, id="angle"),
+        pytest.param("kv=scalar:b=3", {"table"}, id="scalar"),
         pytest.param("turboquant-2.5", {"columns.unpack"}, id="scalar of two widths"),
         pytest.param("kv=polar:b=4.2.2.2", {"columns.unpack"}, id="polar"),
         pytest.param("bf16", set(), id="raw"),
         pytest.param(
             "k=group:b=2,g=32,rotation=hadamard,channel_scale=fp16,channel_order=u8,block_rotation=16,outliers=3,qjl=fp16,sinks=2;"
             "v=octahedral:b=3,outliers=3,qjl=fp16,sinks=1",
-            {"decode_table.decode_frame", "group.decode_frame"},
+            {"table", "group"},
             id="side-cars",
         ),
     ],
 )
 def test_kernels_decode_the_pages_of_a_cache(recipe: str, kernels: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels import codecs
-    from kvpack.kernels.decode import group
+    from kvpack.kernels.decode import group, minifloat
     from kvpack.kernels.words import columns
 
     called = set()
@@ -280,15 +311,15 @@ def test_kernels_decode_the_pages_of_a_cache(recipe: str, kernels: set[str], mon
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             result = function(*arguments)
-            if result is not None:
+            if result is not False:
                 called.add(name)
             return result
 
         return call
 
     for family, row in codecs.CODECS.items():
-        name = "group.decode_frame" if row.decode is group.decode_frame else "decode_table.decode_frame"
-        monkeypatch.setitem(codecs.CODECS, family, row._replace(decode=recorded(name, row.decode)))
+        name = {group.decode_into: "group", minifloat.decode_into: "minifloat"}.get(row.decode_into, "table")
+        monkeypatch.setitem(codecs.CODECS, family, row._replace(decode_into=recorded(name, row.decode_into)))
     monkeypatch.setattr(columns, "unpack", recorded("columns.unpack", columns.unpack))
     cache = kvpack.pack(random_pairs(1, 40, dims=(80, 64)), recipe).to(DEVICE)
     found = {}
@@ -310,7 +341,7 @@ def test_kernels_decode_a_vector_to_its_values(file: str, monkeypatch: pytest.Mo
 
 @pytest.mark.cuda
 def test_kernel_offsets_of_tokens_are_64_bit() -> None:
-    from kvpack.kernels.decode import group
+    from kvpack.kernels.decode import decode
 
     codec = create("group", 128, "k", b="2")
     assert isinstance(codec, Group)
@@ -324,12 +355,12 @@ def test_kernel_offsets_of_tokens_are_64_bit() -> None:
         for name, layout in codec.layout(1, 1, tokens).items()
     }
     last = {name: stream[:, :, -64 // (32 if name == "scales" else 1) :].cpu() for name, stream in streams.items()}
-    assert torch.equal(group.decode_frame(codec, streams)[:, :, -64:].cpu(), codec.decode_frame(last))
+    assert torch.equal(decode.decode_frame(codec, streams)[:, :, -64:].cpu(), codec.decode_frame(last))
 
 
 @pytest.mark.cuda
 def test_kernel_offsets_of_words_are_64_bit() -> None:
-    from kvpack.kernels.decode import group
+    from kvpack.kernels.decode import decode
 
     codec = create("group", 1024, "k", b="8")
     assert isinstance(codec, Group)
@@ -338,7 +369,7 @@ def test_kernel_offsets_of_words_are_64_bit() -> None:
     far_apart = {name: stream.to(DEVICE) for name, stream in streams.items()}
     words = torch.empty(2**32 + 2**24, dtype=torch.uint16, device=DEVICE).as_strided(streams["codes.0"].shape, (1, 1, 1, 2**23))
     far_apart["codes.0"] = words.copy_(far_apart["codes.0"])
-    assert torch.equal(group.decode_frame(codec, far_apart).cpu(), codec.decode_frame(streams))
+    assert torch.equal(decode.decode_frame(codec, far_apart).cpu(), codec.decode_frame(streams))
 
 
 def require_memory(gibibytes: int) -> None:
@@ -387,7 +418,7 @@ def test_a_device_without_its_kernels_is_told_of_once(version: str | None, messa
         pytest.param("cuda", "cpu", "3.6.0", r"KVPACK_KERNELS is 'cuda', expected one of torch, triton", id="unknown"),
         pytest.param("triton", "cuda", None, r"is 'triton', which needs Triton 3\.6 or newer, and none is installed", id="not installed"),
         pytest.param("triton", "cpu", "3.5.1", r"needs Triton 3\.6 or newer, and Triton 3\.5\.1 is installed", id="too old"),
-        pytest.param("triton", "cpu", "3.6.0", r"takes tensors on cuda \(on cpu: with TRITON_INTERPRET=1\); this one is on cpu", id="cpu"),
+        pytest.param("triton", "cpu", "3.6.0", r"needs tensors on cuda \(on cpu: with TRITON_INTERPRET=1\); this one is on cpu", id="cpu"),
         pytest.param("triton", "meta", "3.6.0", "this one is on meta", id="another device"),
     ],
 )

@@ -1,0 +1,252 @@
+"""Attention of many queries over dense keys and values: FlashAttention's running softmax, and the merge of partial results.
+
+Source: FlashAttention (Dao et al. 2022), and its log-sum-exp merge of parts of the tokens.
+"""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.columns import next_power_of_two
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+MERGED_ROWS = 16
+"""Rows that one program merges."""
+
+
+class Block(NamedTuple):
+    """Rows and tokens of a tile of scores, and the warps and stages of a program."""
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+def block_of(dim: int) -> Block:
+    """The shape of a program for head dims up to ``dim``, a power of two: what fits an H100's registers and shared memory."""
+    if dim <= 64:
+        return Block(128, 64, 4, 3)
+    return Block(128, 64, 8, 3) if dim <= 128 else Block(64, 32, 8, 2)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    first: int,
+    tokens: int,
+    behind: int,
+    causal: bool,
+    softcap: float | None,
+    sliding_window: int | None,
+    lengths: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention of ``q`` ``[batch, q_head, query, dim]`` over ``k`` and ``v`` ``[batch, kv_head, token, dim]``, of 16 bits.
+
+    The tokens are those from token ``first`` of a layer of ``tokens`` tokens; its last query but ``behind - 1`` is the first of ``q``.
+    ``lengths``, int32 ``[batch]`` on the device, are each sequence's own tokens. Channels are dense.
+    Returns float32 ``[batch, q_head, query, dim]`` and the natural log-sum-exp of the scores ``[batch, q_head, query]``; a query that
+    sees none of the tokens has zeros and minus infinity.
+    """
+    batch, heads, queries, dim = q.shape
+    v_dim = v.shape[3]
+    out = torch.empty(batch, heads, queries, v_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
+    pads = max(16, next_power_of_two(dim)), max(16, next_power_of_two(v_dim))
+    block = block_of(max(pads))
+    rows = min(block.rows, max(16, next_power_of_two(queries)))
+    _attend[(triton.cdiv(queries, rows), heads, batch)](
+        out, lse, q, k, v, lse if lengths is None else lengths,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        scale, softcap or 1.0, queries, heads, heads // k.shape[1], first, k.shape[2], tokens, behind, sliding_window or 0,
+        CAUSAL=causal, WINDOW=sliding_window is not None, SOFTCAP=softcap is not None, LENGTHS=lengths is not None,
+        DIM=dim, V_DIM=v_dim, PAD=pads[0], V_PAD=pads[1], ROWS=rows, TOKENS=block.tokens, WIDE=q.device.type == "cpu",
+        num_warps=block.warps, num_stages=block.stages,
+    )  # fmt: skip
+    return out, lse
+
+
+def merge(sums: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, splits: int = 1) -> None:
+    """Merge the partial results of ``splits`` parts of the tokens into ``sums`` ``[batch, head, row, dim]`` float32 and ``lse``.
+
+    ``part`` ``[batch * splits, head, row, dim]`` and ``part_lse`` ``[batch * splits, head, row]`` are those of ``attend``. Channels are
+    dense; all else may have any strides.
+    """
+    batch, heads, rows, dim = sums.shape
+    _merge[(triton.cdiv(rows, MERGED_ROWS), heads, batch)](
+        sums, lse, part, part_lse, *sums.stride()[:3], *lse.stride(), *part.stride()[:3], *part_lse.stride(), rows,
+        SPLITS=splits, DIM=dim, PAD=next_power_of_two(dim), ROWS=MERGED_ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tile(values: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
+    if WIDE:
+        values = values.to(tl.float32)
+    return values
+
+
+@triton.jit(do_not_specialize=["queries", "first", "count", "tokens", "behind", "window"])
+def _attend(
+    out: tl.tensor,
+    lse: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    lengths: tl.tensor,
+    q_batch: tl.tensor,
+    q_head: tl.tensor,
+    q_row: tl.tensor,
+    k_batch: tl.tensor,
+    k_head: tl.tensor,
+    k_token: tl.tensor,
+    v_batch: tl.tensor,
+    v_head: tl.tensor,
+    v_token: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    queries: tl.tensor,
+    heads: tl.tensor,
+    group: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    tokens: tl.tensor,
+    behind: tl.tensor,
+    window: tl.tensor,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    V_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:
+    """``ROWS`` queries of one head over ``count`` tokens, in tiles ``[row, token]`` of scores, which are base-2 logarithms.
+
+    ``WIDE``: tiles are widened to float32, because the interpreter does not multiply bfloat16.
+    """
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
+    begin_row = tl.program_id(0) * ROWS
+    row = begin_row + tl.arange(0, ROWS)
+    channel = tl.arange(0, PAD)
+    v_channel = tl.arange(0, V_PAD)
+    length = tokens
+    if LENGTHS:
+        length = tl.load(lengths + batch)
+    # Of the first query of this block, and of each: the token that it is.
+    position = length - behind + begin_row
+    own = length - behind + row
+    begin = 0
+    end = tl.minimum(count, length - first)
+    if CAUSAL:
+        end = tl.minimum(end, position + ROWS - first)
+    if WINDOW:
+        begin = tl.maximum(0, position - window + 1 - first) // TOKENS * TOKENS
+    q_address = q + batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + row.to(tl.int64)[:, None] * q_row + channel[None, :]
+    real = (row < queries)[:, None]
+    query = _tile(tl.load(q_address, real & (channel < DIM)[None, :], 0.0), WIDE)
+    k_base = k + batch.to(tl.int64) * k_batch + (head // group).to(tl.int64) * k_head
+    v_base = v + batch.to(tl.int64) * v_batch + (head // group).to(tl.int64) * v_head
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    value = tl.zeros((ROWS, V_PAD), tl.float32)
+    for start in range(begin, end, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        held = token < end
+        keys = tl.load(k_base + token.to(tl.int64)[None, :] * k_token + channel[:, None], held[None, :] & (channel < DIM)[:, None], 0.0)
+        scores = tl.dot(query, _tile(keys, WIDE)) * scale
+        if SOFTCAP:
+            # tanh by way of an exponential that may overflow to infinity, but not to NaN.
+            scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores / softcap * (2.0 * LOG2_E))))
+        scores = scores * LOG2_E
+        at = first + token[None, :]
+        seen = held[None, :] & real
+        if CAUSAL:
+            seen = seen & (at <= own[:, None])
+        if WINDOW:
+            seen = seen & (at > own[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        # A row that has seen no token yet has the maximum -inf: shift it by 0 so that exp2 gives 0, not NaN.
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp2(scores - shift[:, None])
+        kept = tl.exp2(largest - shift)
+        total = total * kept + tl.sum(weights, 1)
+        values = tl.load(
+            v_base + token.to(tl.int64)[:, None] * v_token + v_channel[None, :], held[:, None] & (v_channel < V_DIM)[None, :], 0.0
+        )
+        value = value * kept[:, None] + tl.dot(_tile(weights.to(values.dtype), WIDE), _tile(values, WIDE))
+        largest = new_largest
+    place = (batch.to(tl.int64) * heads + head) * queries + row
+    safe = tl.where(total > 0, total, 1.0)
+    tl.store(out + place[:, None] * V_DIM + v_channel[None, :], value / safe[:, None], real & (v_channel < V_DIM)[None, :])
+    tl.store(lse + place, tl.where(total > 0, (largest + tl.log2(safe)) / LOG2_E, float("-inf")), row < queries)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _merge(
+    sums: tl.tensor,
+    lse: tl.tensor,
+    part: tl.tensor,
+    part_lse: tl.tensor,
+    sums_batch: tl.tensor,
+    sums_head: tl.tensor,
+    sums_row: tl.tensor,
+    lse_batch: tl.tensor,
+    lse_head: tl.tensor,
+    lse_row: tl.tensor,
+    part_batch: tl.tensor,
+    part_head: tl.tensor,
+    part_row: tl.tensor,
+    part_lse_batch: tl.tensor,
+    part_lse_head: tl.tensor,
+    part_lse_row: tl.tensor,
+    rows: tl.tensor,
+    SPLITS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    channel = tl.arange(0, PAD)[None, :]
+    real = row < rows
+    mask = real[:, None] & (channel < DIM)
+    own = sums + batch * sums_batch + head * sums_head + row[:, None] * sums_row + channel
+    own_lse = lse + batch * lse_batch + head * lse_head + row * lse_row
+    value = tl.load(own, mask, 0.0)
+    largest = tl.load(own_lse, real, float("-inf"))
+    total = tl.where(largest == float("-inf"), 0.0, 1.0)
+    for split in tl.static_range(SPLITS):
+        source = batch * SPLITS + split
+        other_lse = tl.load(part_lse + source * part_lse_batch + head * part_lse_head + row * part_lse_row, real, float("-inf"))
+        other = tl.load(part + source * part_batch + head * part_head + row[:, None] * part_row + channel, mask, 0.0).to(tl.float32)
+        new_largest = tl.maximum(largest, other_lse)
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        kept = tl.exp2((largest - shift) * LOG2_E)
+        weight = tl.exp2((other_lse - shift) * LOG2_E)
+        # What no query sees may hold anything.
+        value = value * kept[:, None] + tl.where((weight > 0)[:, None], other * weight[:, None], 0.0)
+        total = total * kept + weight
+        largest = new_largest
+    safe = tl.where(total > 0, total, 1.0)
+    tl.store(own, value / safe[:, None], mask)
+    tl.store(own_lse, largest + tl.log2(safe) / LOG2_E, real)

@@ -1,0 +1,122 @@
+"""Attention over a layer that grows: launches that stay the same, so that a CUDA graph may hold them, over work that is rewritten.
+
+A layer's raw tail is a buffer with room for more tokens than it holds; how many it holds is read on the device. Its pages change
+only between steps, and their addresses are in tables on the device: such a change writes the tables anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.kernels.triton_insides import CachedLaunch
+
+from . import append, plan, segments
+from .attention import MOST_DUAL_ROWS, supports
+from .prepared import EVERYTHING, Options, Prepared, Shape
+
+if TYPE_CHECKING:
+    from .layers import Layer
+    from .plan import Launch
+
+
+class GrowingCall:
+    """A call of attention for queries ``q`` like a first one, over ``layer``, whose tails are whole buffers.
+
+    ``layer`` is what ``takes`` let through. The tokens that each sequence holds are ``lengths`` of a call, int32 ``[batch]``.
+    """
+
+    def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
+        assert layer.k is not None
+        assert layer.v is not None
+        batch, q_heads, q_len, dim = q.shape
+        self._shape, self._options = Shape(batch, q_heads, q_len, dim, layer.k.heads), options._replace(lengths=True)
+        self._dual = self._shape.rows <= MOST_DUAL_ROWS and not any(segments.of_side(side).outliers for side in (layer.k, layer.v))
+        self._dtype, self._dim_v = q.dtype, layer.v.dim
+        self._plan(self._planned(layer))
+
+    @staticmethod
+    def takes(q: torch.Tensor, layer: Layer) -> bool:
+        """Whether these kernels take the layer for queries like ``q``."""
+        return GrowingCall.takes_layer(layer) and supports(q, layer)
+
+    @staticmethod
+    def takes_layer(layer: Layer) -> bool:
+        """Whether every segment has a loader, and no page maps its values by torch operations."""
+        found = [segments.of_side(side) for side in (layer.k, layer.v) if side is not None]
+        return all(own.supported and all(segment.framed_by is None for segment in own.segments) for own in found)
+
+    def refresh(self, layer: Layer) -> bool:
+        """Take the pages of ``layer`` as they are now; whether launches changed, so that graphs must be captured again."""
+        launches = self._planned(layer)
+        same = len(launches) == len(self._launches) and all(
+            new.constants == old.constants and (new.k, new.v) == (old.k, old.v) and new.work.shape[0] <= old.work.shape[0]
+            for new, old in zip(launches, self._launches, strict=True)
+        )
+        if not same:
+            self._plan(launches)
+            return True
+        for new, old in zip(launches, self._launches, strict=True):
+            old.work.copy_(_padded(new.work, old.work.shape[0]))
+        self._held = [launch.held for launch in launches]
+        return False
+
+    def __call__(self, q: torch.Tensor, lengths: torch.Tensor, sink_logits: torch.Tensor | None = None) -> torch.Tensor:
+        """Attend with ``q`` ``[batch, q_head, q_len, dim]``, the last tokens of each sequence."""
+        return self._prepared(q, sink_logits, lengths)
+
+    def _planned(self, layer: Layer) -> list[Launch]:
+        k, v = layer.k, layer.v
+        assert k is not None
+        assert v is not None
+        whole = 0, k.tokens
+        return plan.planned(k, v, 0, k.tokens, whole, self._shape.padded // self._shape.block, self._dual, growing=True)
+
+    def _plan(self, launches: list[Launch]) -> None:
+        device = launches[0].tables[0].device
+        self._launches = [replace(launch, work=_padded(launch.work, _items(launch)).to(device)) for launch in launches]
+        self._held = [launch.held for launch in launches]
+        masked = [launch.has_tail for launch in launches]
+        position = EVERYTHING - self._shape.q_len
+        self._prepared = Prepared(self._launches, self._shape, self._dtype, self._options, position, self._dual, self._dim_v, masked)
+
+
+def _items(launch: Launch) -> int:
+    """Rows of the table of work: a tail alone has always the same, and pages as many as the device runs at once."""
+    return launch.work.shape[0] if launch.tail_alone else max(launch.programs, launch.work.shape[0])
+
+
+def _padded(work: torch.Tensor, items: int) -> torch.Tensor:
+    """``work`` with ``items`` rows: those behind it are of no tokens."""
+    rows = work[:1].repeat(items, 1)
+    rows[:, 1:3] = 0
+    rows[: work.shape[0]] = work
+    return rows
+
+
+class Append:
+    """What appends ``tokens`` tokens to the raw tails of a layer, in one launch."""
+
+    def __init__(self, k_tail: torch.Tensor, v_tail: torch.Tensor, tokens: int) -> None:
+        self._tails = k_tail, v_tail
+        dependent = plan.overlaps(k_tail.device)
+        self._launch = CachedLaunch(
+            append.append_tokens,
+            (k_tail.shape[0], 1, 1),
+            (tokens, k_tail.shape[2]),
+            {"HEADS": k_tail.shape[1], "K_DIM": k_tail.shape[3], "V_DIM": v_tail.shape[3], "BLOCK": append.BLOCK, "DEPENDENT": dependent},
+            {"num_warps": 4, **({"launch_pdl": True} if dependent else {})},
+        )
+
+    def is_of(self, k_tail: torch.Tensor, v_tail: torch.Tensor) -> bool:
+        """Whether it appends to these tails."""
+        return self._tails[0] is k_tail and self._tails[1] is v_tail
+
+    def __call__(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, packed: torch.Tensor, not_finite: torch.Tensor) -> None:
+        """Append ``k`` and ``v`` ``[batch, kv_head, token, dim]`` of the tails' dtype; see ``append.append_tokens``."""
+        k, v = k.contiguous(), v.contiguous()
+        self._launch(
+            (self._tails[0], 0), (self._tails[1], 0), (k, 0), (v, 0), (lengths, 0), (packed, 0), (not_finite, 0),
+        )  # fmt: skip

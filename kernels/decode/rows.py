@@ -1,0 +1,255 @@
+"""Which packed rows each program decodes, and where their values go: the work table of one launch over any number of pages."""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005, SIM108
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.columns import next_power_of_two
+from kvpack.kernels.words.columns import check_shape, constant_at
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvpack.formats.base import Codec
+
+TILE_VALUES = 1 << 12
+"""Values of a tile: 32 per thread, which hide the latency of loads."""
+
+ROTATED_TOKENS = 64
+"""Tokens of a tile that is rotated: the rows that the matrix units of an H100 take at once."""
+
+WARPS, ROTATED_WARPS = 4, 8
+"""Of a program; one that rotates holds its tile in as many registers again."""
+
+MOST_REGISTERS = 128
+"""Of a thread, where values take many: sixteen warps of a multiprocessor have as many."""
+
+PROGRAMS, MOST_TILES = 1 << 11, 8
+"""Programs that fill a device; where there are more, each takes more tiles, up to so many."""
+
+ONE_ROW = 0
+"""Tokens per row of a stream of which a page has one row."""
+
+_HEAD = tl.constexpr(3)
+_STREAM_INTEGERS = tl.constexpr(3)
+"""Integers of a work row before its streams, and for each stream: its address, and its batch and head strides in bytes."""
+
+
+class Packed(NamedTuple):
+    """``tokens`` packed tokens, and the token of the output at which the first of them is stored."""
+
+    streams: Mapping[str, torch.Tensor]
+    tokens: int
+    first: int
+
+
+class Stream(NamedTuple):
+    """A stream as kernels read it: elements of ``bits``, ``row`` of them a row, which is of ``tokens`` tokens (``ONE_ROW``: of all).
+
+    ``aligned`` is the largest power of two, at most 16, that divides all its addresses and strides in bytes.
+    """
+
+    bits: int
+    row: int
+    tokens: int
+    aligned: int
+
+
+class Work(NamedTuple):
+    """The work of one launch: int64 ``[block, integers]`` on the device, and its streams."""
+
+    table: torch.Tensor
+    streams: tuple[Stream, ...]
+    block_tokens: int
+    held: tuple[torch.Tensor, ...]
+    """The tensors that the addresses refer to."""
+
+
+def check(codec: Codec, packed: Sequence[Packed], batch: int, heads: int) -> None:
+    """Raise InvalidShape unless all streams are as ``codec`` lays them out."""
+    expected: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+    for part in packed:
+        if part.tokens not in expected:
+            expected[part.tokens] = [(name, layout.shape) for name, layout in codec.layout(batch, heads, part.tokens).items()]
+        for name, shape in expected[part.tokens]:
+            check_shape(name, part.streams[name], shape)
+
+
+def tile_tokens(channels: int, rotated: bool) -> int:
+    """The tokens of a tile of ``channels`` channels, a power of two."""
+    return ROTATED_TOKENS if rotated else max(1, TILE_VALUES // channels)
+
+
+def work_of(
+    packed: Sequence[tuple[Sequence[torch.Tensor], int, int]],
+    tokens_per_row: Sequence[int],
+    sequences: int,
+    tile: int,
+    device: torch.device,
+) -> Work:
+    """The work of decoding ``packed``, each (streams, tokens, first token of the output), in tiles of ``tile`` tokens.
+
+    A stream is ``[batch, kv_head, row, ...]`` of elements of 8, 16 or 32 bits. One whose rows are not dense and aligned is copied; the
+    first axes may be 1 for any number.
+    """
+    tiles = sum(-(-tokens // tile) for _, tokens, _ in packed) * sequences
+    block = tile * max(1, min(MOST_TILES, tiles // PROGRAMS))
+    held: list[torch.Tensor] = []
+    places, blocks = [], []
+    for streams, tokens, first in packed:
+        row = [0, tokens, first]
+        for stream in streams:
+            row += _place(stream, held)
+        places.append(row)
+        blocks.append(-(-tokens // block))
+    rows = numpy.repeat(numpy.array(places, dtype=numpy.int64), blocks, 0)
+    # Of each block: its first token, its tokens, and its first token of the output.
+    starts = numpy.concatenate([numpy.arange(count, dtype=numpy.int64) for count in blocks]) * block
+    rows[:, 0] = starts
+    rows[:, 1] = numpy.minimum(rows[:, 1] - starts, block)
+    rows[:, 2] += starts
+    kinds = []
+    for number, (stream, tokens) in enumerate(zip(packed[0][0], tokens_per_row, strict=True)):
+        at = _HEAD.value + _STREAM_INTEGERS.value * number
+        aligned = math.gcd(16, *(value for row in places for value in row[at : at + _STREAM_INTEGERS.value]))
+        kinds.append(Stream(8 * stream.element_size(), math.prod(stream.shape[3:]), tokens, aligned))
+    return Work(torch.from_numpy(rows).to(device, non_blocking=True), tuple(kinds), block, tuple(held))
+
+
+def _place(tensor: torch.Tensor, held: list[torch.Tensor]) -> list[int]:
+    """Address, batch stride and head stride in bytes."""
+    size = tensor.element_size()
+    if tensor.data_ptr() % size or not (tensor.is_contiguous() or _dense_rows(tensor)):
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    held.append(tensor)
+    batch, head = (stride * size if length > 1 else 0 for stride, length in zip(tensor.stride(), tensor.shape[:2], strict=False))
+    return [tensor.data_ptr(), batch, head]
+
+
+def _dense_rows(tensor: torch.Tensor) -> bool:
+    """Whether all rows of a head lie one after another."""
+    step = 1
+    for length, stride in zip(reversed(tensor.shape[2:]), reversed(tensor.stride()[2:]), strict=True):
+        if length != 1 and stride != step:
+            return False
+        step *= length
+    return True
+
+
+def launch(kernel: Any, work: Work, out: torch.Tensor, *arguments: Any, threads: int = 1, **constants: Any) -> None:
+    """Run ``kernel`` over all blocks, sequences and heads of ``out`` ``[batch, kv_head, token, dim]``, whose channels are dense.
+
+    ``threads``: times as many as usual, of which none then takes more than ``MOST_REGISTERS`` registers.
+
+    Products and sums round apart, as torch's do, where the output is wide enough to show it.
+    """
+    batch, heads = out.shape[:2]
+    blocks = work.table.shape[0]
+    if not blocks * batch * heads:
+        return
+    with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
+        kernel[(blocks * batch * heads,)](
+            out, *out.stride()[:3], work.table, *arguments, blocks, heads, work.block_tokens,
+            STREAMS=work.streams, INTEGERS=work.table.shape[1], **constants,
+            num_warps=threads * (ROTATED_WARPS if constants["ROTATED"] else WARPS), num_stages=1,
+            maxnreg=MOST_REGISTERS if threads > 1 else None,
+            enable_fp_fusion=out.dtype != torch.float32,
+        )  # fmt: skip
+
+
+def channels_of(dim: int, rotated: bool) -> int:
+    """The channels of a tile, a power of two: those of a matrix product are 16 at least."""
+    return max(16 if rotated else 1, next_power_of_two(dim))
+
+
+class Block(NamedTuple):
+    """The tokens of a program: ``count`` of them, pointers to the row of the first in each stream, and to its values in the output."""
+
+    count: Any
+    streams: Any
+    out: Any
+
+
+@triton.jit
+def load_block(
+    out: tl.tensor,
+    batch_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    table: tl.tensor,
+    blocks: tl.tensor,
+    heads: tl.tensor,
+    STREAMS: tl.constexpr,
+    INTEGERS: tl.constexpr,
+) -> tl.tuple:
+    """The ``Block`` of this program. Blocks begin at a row of every stream."""
+    sequence = (tl.program_id(0) // blocks).to(tl.int64)
+    batch = sequence // heads
+    head = sequence % heads
+    row = table + (tl.program_id(0) % blocks).to(tl.int64) * INTEGERS
+    begin = tl.load(row)
+    count = tl.load(row + 1).to(tl.int32)
+    target = out + batch * batch_stride + head * head_stride + tl.load(row + 2) * token_stride
+    pointers = ()
+    for number in tl.static_range(len(STREAMS)):
+        pointers = pointers + (_first_row(row + _HEAD + _STREAM_INTEGERS * number, batch, head, begin, constant_at(STREAMS, number)),)
+    return Block(count, pointers, target)
+
+
+@triton.jit
+def _first_row(at: tl.tensor, batch: tl.tensor, head: tl.tensor, begin: tl.tensor, STREAM: tl.constexpr) -> tl.tensor:
+    address = tl.load(at) + batch * tl.load(at + 1) + head * tl.load(at + 2)
+    if STREAM.bits == 8:
+        pointer = address.to(tl.pointer_type(tl.int8))
+    elif STREAM.bits == 16:
+        pointer = address.to(tl.pointer_type(tl.int16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.int32))
+    ALIGNED: tl.constexpr = STREAM.aligned
+    return _row_of(tl.multiple_of(pointer, ALIGNED), begin, STREAM)
+
+
+@triton.jit
+def rows_from(streams: tl.tuple, begin: tl.tensor, STREAMS: tl.constexpr) -> tl.tuple:
+    """Pointers to the rows of token ``begin`` of a block, the first token of a row of every stream."""
+    pointers = ()
+    for number in tl.static_range(len(STREAMS)):
+        pointers = pointers + (_row_of(streams[number], begin, constant_at(STREAMS, number)),)
+    return pointers
+
+
+@triton.jit
+def _row_of(pointer: tl.tensor, token: tl.tensor, STREAM: tl.constexpr) -> tl.tensor:
+    ROW: tl.constexpr = STREAM.row
+    if STREAM.tokens > 0:
+        pointer = pointer + token // STREAM.tokens * ROW
+    return pointer
+
+
+@triton.jit
+def load_per_token(pointer: tl.tensor, count: tl.tensor, TILE: tl.constexpr, ROW: tl.constexpr, AT: tl.constexpr) -> tl.tensor:
+    """Element ``AT`` of rows of ``ROW``, float32 ``[token, 1]``."""
+    token = tl.arange(0, TILE)
+    return as_float32(tl.load(pointer + (token * ROW + AT), token < count, 0))[:, None]
+
+
+@triton.jit
+def as_float32(bits: tl.tensor) -> tl.tensor:
+    """Elements of 16 bits as binary16, and those of 32 bits as binary32, in float32."""
+    if bits.dtype == tl.int16:
+        value = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        value = bits.to(tl.float32, bitcast=True)
+    return value

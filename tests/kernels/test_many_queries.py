@@ -1,0 +1,194 @@
+"""Attention of many queries by Triton over decoded blocks, against fp64 attention over the decoded values.
+
+interpreter.py says which process runs which of these tests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.attention import many_queries_kernels
+from kvpack.cache.layer import Layer
+from kvpack.coding import dispatch
+
+from caches import random_pairs  # isort: skip
+from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
+from random_sides import codecs, exact, random_side  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2 if INTERPRETED else 8e-3}
+"""Relative, in the 2-norm, by the queries' dtype; the interpreter cuts bits of bfloat16 off."""
+
+pytestmark = needs_loaded_bounds
+
+
+@pytest.fixture(autouse=True)
+def uninitialized_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.empty gives NaN: an element that no program writes shows."""
+    # What cuBLAS needs to be deterministic.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check(layer: Layer, q_heads: int, q_len: int, dtype: torch.dtype = torch.float16, **mode: Any) -> None:
+    """The result of ``many_queries`` is within the tolerance."""
+    from kvpack.kernels.attend import many_queries
+
+    assert layer.k is not None
+    q = torch.randn(layer.k.batch, q_heads, q_len, layer.k.dim, generator=torch.Generator().manual_seed(7)).to(dtype)
+    expected = exact(q, layer, **mode)
+    there = Layer(*(side.to(DEVICE) for side in layer.sides.values()))
+    assert many_queries.supports(q.to(DEVICE), there)
+    logits, lengths = mode.get("sink_logits"), mode.get("lengths")
+    found = many_queries.attend(
+        q.to(DEVICE), there, mode.get("scale", layer.k.dim**-0.5), mode.get("causal", True), mode.get("softcap"),
+        mode.get("sliding_window"), None if logits is None else torch.tensor(logits),
+        None if lengths is None else torch.tensor(lengths, device=DEVICE),
+    )  # fmt: skip
+    assert found.dtype == dtype
+    error = (found.cpu().to(torch.float64) - expected).norm() / expected.norm()
+    assert error < TOLERANCE[dtype], (layer, error)
+
+
+def layer_of(k: str, v: str, runs: tuple[int, ...], tail: int, batch: int = 1, heads: int = 2, dims: tuple[int, int] = (64, 64)) -> Layer:
+    k_codec, v_codec = codecs(k, v, dims)
+    return Layer(random_side(k_codec, heads, runs, tail, 1, batch), random_side(v_codec, heads, runs, tail, 2, batch))
+
+
+MODES: list[dict[str, Any]] = [
+    {},
+    {"causal": False},
+    {"softcap": 5.0},
+    {"sliding_window": 20},
+    {"sliding_window": 20, "causal": False},
+    {"sink_logits": [0.5, -1.0, 2.0, -torch.inf]},
+    {"lengths": [100, 37]},
+    {"lengths": [3, 150], "sliding_window": 9, "softcap": 8.0, "sink_logits": [0.5, 1.0, 2.0, 0.0]},
+    {"lengths": [0, 150], "causal": False},
+    {"scale": 0.3},
+]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_modes(mode: dict[str, Any]) -> None:
+    check(layer_of("group:b=4,g=32,rotation=hadamard", "octahedral:b=3", (64, 64), 22, batch=2), 4, 40, **mode)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("mode", [{}, {"causal": False}, {"softcap": 5.0}, {"sliding_window": 70}, {"lengths": [300]}], ids=str)
+@pytest.mark.parametrize("queries", [1 << 13, 50])
+def test_blocks_of_tokens_and_of_queries(mode: dict[str, Any], queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.attend import many_queries
+
+    monkeypatch.setattr(many_queries, "SCRATCH_BYTES", 0)
+    monkeypatch.setattr(many_queries, "FEWEST_TOKENS", 48)
+    monkeypatch.setattr(many_queries, "FEWEST_SPLIT_TOKENS", 16)
+    monkeypatch.setattr(many_queries, "MOST_QUERIES", queries)
+    # Blocks begin within pages and groups of tokens; the last queries are of the tail, and of two pages.
+    check(layer_of("group:b=4,g=32", "octahedral:b=3", (96, 128, 96), 21), 4, 130, **mode)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("k", "v"),
+    [
+        ("scalar:b=3,qjl=fp16", "group:b=4,outliers=3"),
+        ("polar:b=3", "polar:b=3"),
+        ("scalar:b=2,high=3", "raw:dtype=fp32"),
+        ("raw:dtype=bf16", "quaternion:s=24,r=3,rotation=hadamard"),
+        ("angle:n=48,norm=log4", "angle:n=128"),
+    ],
+)
+def test_codecs_and_side_cars(k: str, v: str) -> None:
+    check(layer_of(k, v, (40, 40), 9), 2, 33)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("dims", "q_len"), [((80, 96), 17), ((128, 128), 70), ((256, 64), 2), ((16, 16), 1)])
+def test_dims_and_numbers_of_queries(dims: tuple[int, int], q_len: int) -> None:
+    check(layer_of("group:b=4,g=32", "group:b=4,g=32", (96,), 5, dims=dims), 4, q_len)
+
+
+@pytest.mark.kernels
+def test_queries_of_all_tokens() -> None:
+    check(layer_of("group:b=4,g=32", "group:b=2,g=32", (128,), 0), 2, 128)
+    check(layer_of("group:b=4,g=32", "group:b=2,g=32", (), 30), 2, 30, torch.bfloat16)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "octopus-3-scaled",
+        "rotatekv-2",
+        "k=group:b=2,g=32,sinks=2;v=group:b=4",
+        "k=scalar:b=4,channel_scale=fp16;v=octahedral:b=3,channel_scale=fp16,channel_order=u8,block_rotation=16;tail=128",
+        "kv=group:b=4,g=32,channel_scale=fp16",
+    ],
+)
+def test_attend_takes_it_for_many_queries(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.attend import attention
+
+    monkeypatch.setattr(attention, "MOST_ROW_BLOCKS", 8)
+    layer = kvpack.pack(random_pairs(1, 300, dims=(64, 64)), recipe)[0]
+    q = torch.randn(1, 4, 200, 64, generator=torch.Generator().manual_seed(0)).to(torch.float16)
+    expected = exact(q, layer)
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    there = Layer(*(side.to(DEVICE) for side in layer.sides.values()))
+    # Queries of a model: heads within tokens in memory.
+    q = q.to(DEVICE).transpose(1, 2).contiguous().transpose(1, 2)
+    assert many_queries_kernels(q, there) is not None
+    assert many_queries_kernels(q.float(), there) is None
+    found = kvpack.attend(q, there)
+    assert (found.cpu().double() - expected).norm() < TOLERANCE[torch.float16] * expected.norm()
+
+
+@pytest.mark.kernels
+def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.attend import many_queries
+
+    cpu = torch.device("cpu")
+    assert [many_queries._splits(programs, 8192, cpu) for programs in (1, 2, 3, 8)] == [4, 2, 1, 1]
+    assert [many_queries._splits(1, tokens, cpu) for tokens in (1, 2047, 2048, 5000)] == [1, 1, 2, 4]
+    x = torch.randn(3, 2, 8, 4).transpose(0, 1)
+    split = many_queries._split(x, 4)
+    assert split.shape == (8, 3, 2, 4)
+    assert split.data_ptr() == x.data_ptr()
+    assert torch.equal(split[5], x[1, :, 2:4])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+@pytest.mark.parametrize(("batch", "q_len"), [(1, 33), (1, 300), (2, 64), (2, 500)])
+def test_the_fastest_library_that_is_not_deterministic(batch: int, q_len: int, causal: bool, dtype: torch.dtype) -> None:
+    torch.use_deterministic_algorithms(False)
+    layer = layer_of("octahedral:b=3", "group:b=4,g=32", (2048, 1024), 77, batch, dims=(128, 128))
+    check(layer, 8, q_len, dtype, causal=causal)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("peer", ["cudnn", "flash", None])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+def test_every_library_gives_its_log_sum_exp(peer: str | None, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.attend import many_queries
+
+    torch.use_deterministic_algorithms(False)
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 192, 64, device="cuda", generator=generator).to(torch.float16) for heads in (8, 2, 2))
+    monkeypatch.setattr(many_queries, "_peer", lambda *_: peer)
+    found, lse = many_queries.dense(q, k, v, 0.125, causal)
+    scores = q.double() @ k.double().repeat_interleave(4, 1).transpose(-1, -2) * 0.125
+    if causal:
+        scores = scores.masked_fill(torch.ones(192, 192, dtype=torch.bool, device="cuda").triu(1), -torch.inf)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found.double(), torch.softmax(scores, -1) @ v.double().repeat_interleave(4, 1), rtol=1e-2, atol=2e-3)

@@ -1,0 +1,150 @@
+"""Sides unpacked by Triton in one launch for all pages of a codec, against what torch decodes.
+
+interpreter.py says which process runs which of these tests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.cache.layer import Layer
+from kvpack.cache.side import Side
+from kvpack.coding import dispatch
+
+from caches import random_pairs  # isort: skip
+from interpreter import DEVICE, INTERPRETED  # isort: skip
+from random_sides import codecs, random_page, random_side  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CODECS = {
+    "group 4": "group:b=4,g=32",
+    "group 3, rotated": "group:b=3,g=32,rotation=hadamard,token_scale=fp16",
+    "group 2, rotated, groups of 128 tokens": "group:b=2,g=128,rotation=signed-hadamard",
+    "group 2, rotated, groups of channels": "group:b=2,g=16,axis=channel,rotation=hadamard,token_scale=fp32",
+    "group 4, groups of more than all channels": "group:b=4,g=128,axis=channel",
+    "scalar 3": "scalar:b=3",
+    "scalar 5": "scalar:b=5,norm=fp32",
+    "octahedral 3": "octahedral:b=3",
+    "direct octahedral 4": "octahedral:b=4,arrangement=direct",
+    "angle": "angle:n=128,norm=linear8",
+    "angle of a base that is no power of two": "angle:n=48,norm=log4,range=fp32",
+    "quaternion": "quaternion:s=24,r=3",
+    "rotated quaternion": "quaternion:s=7,r=2,rotation=hadamard",
+}
+"""What kernels decode; dense quaternions of s = 24 have digits of base 9."""
+
+EXACT = {torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8, torch.float16: 2.0**-11}
+"""The largest error of rounding to a dtype, relative to the value; the interpreter cuts bits of bfloat16 off."""
+
+
+@pytest.fixture(autouse=True)
+def uninitialized_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.empty gives NaN: an element that no program writes shows."""
+    # What cuBLAS needs to be deterministic.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert found.shape == expected.shape
+    return float((found.double().cpu() - expected.double()).norm() / expected.double().norm())
+
+
+def fused(side: Side, dtype: torch.dtype, rotated: bool = True) -> torch.Tensor:
+    """A side that the kernels unpack whole."""
+    from kvpack.kernels.decode import sides
+
+    there = side.to(DEVICE)
+    # Strides of another tensor: [batch, token, kv_head, dim].
+    out = torch.full((side.batch, side.tokens, side.heads, side.dim), torch.nan, dtype=dtype, device=DEVICE).transpose(1, 2)
+    assert sides.unpack_into(there, 0, side.tokens, out, rotated) == []
+    return out
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (80, torch.float16)])
+@pytest.mark.parametrize("codec", CODECS)
+def test_pages_of_a_codec_are_one_launch(codec: str, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.decode import rows
+
+    launched = []
+    own = rows.launch
+    monkeypatch.setattr(rows, "launch", lambda *given, **constants: launched.append(given[0]) or own(*given, **constants))
+    made, _ = codecs(CODECS[codec], CODECS[codec], (dim, dim))
+    side = random_side(made, 2, (128, 256, 70), 0, 1, batch=2)
+    found = fused(side, dtype)
+    assert len(launched) == 1
+    expected = side.unpack(torch.float32)
+    # Half of the largest error is above the usual one; products of binary16 add theirs.
+    assert relative_error(found, expected) < EXACT[dtype] / 2 + (0 if made.rotation.kind == "none" else 2.0**-12)
+    if made.rotation.kind == "none":
+        assert ((found.cpu() - expected).abs() <= EXACT[dtype] * 1.01 * expected.abs() + 1e-7).all()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_coded_frame(codec: str) -> None:
+    made, _ = codecs(CODECS[codec], CODECS[codec], (64, 64))
+    side = random_side(made, 1, (128, 33), 0, 2)
+    expected = torch.cat([page.frame(0, page.tokens) for page in side.pages], 2)
+    assert relative_error(fused(side, torch.bfloat16, rotated=False), expected) < EXACT[torch.bfloat16] / 2
+    torch.testing.assert_close(fused(side, torch.float32, rotated=False).cpu(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("size", [2.0**-60, 2.0**30])
+def test_values_beyond_binary16_are_rotated(size: float) -> None:
+    made, _ = codecs("scalar:b=3,norm=fp32", "raw", (64, 64))
+    page = random_page(made, 1, 2, 40, 3)
+    page.streams["norm"].mul_(size)
+    side = Side(made, (page,), torch.zeros(1, 2, 0, 64))
+    assert relative_error(fused(side, torch.bfloat16), side.unpack(torch.float32)) < EXACT[torch.bfloat16] / 2 + 2.0**-12
+
+
+@pytest.mark.kernels
+def test_a_range_of_tokens_and_what_no_kernel_takes() -> None:
+    from kvpack.kernels.decode import sides
+
+    group, polar = codecs("group:b=4,g=32", "polar:b=3", (64, 64))
+    side = random_side(group, 2, (96, 96, 96), 5, 4).to(DEVICE)
+    expected = side.unpack(torch.float32)
+    out = torch.zeros(1, 2, 229, 64, dtype=torch.float16, device=DEVICE)
+    assert sides.unpack_into(side, 64, 293, out, True) == [(288, 293)]
+    assert relative_error(out[:, :, :224], expected[:, :, 64:288].cpu()) < EXACT[torch.float16]
+    assert (out[:, :, 224:] == 0).all()
+    # Token 48 lies within a group of tokens.
+    assert sides.unpack_into(side, 48, 96, out, True) == [(48, 96)]
+    assert sides.unpack_into(random_side(polar, 2, (40, 40), 0, 4).to(DEVICE), 10, 50, out, True) == [(10, 50)]
+    raw, _ = codecs("raw:dtype=fp16", "raw:dtype=fp16", (64, 64))
+    side = random_side(raw, 2, (40, 40), 0, 4).to(DEVICE)
+    assert sides.unpack_into(side, 10, 50, out, True) == []
+    assert torch.equal(out[:, :, :40].float(), side.unpack(torch.float32)[:, :, 10:50])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("recipe", ["oscar-2", "octopus-3", "k=polar:b=3;v=group:b=4;tail=32", "turboquant-2.5", "octopus-3-scaled", "raw"])
+def test_a_layer_unpacks_alike_with_and_without_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = kvpack.pack(random_pairs(1, 300, dims=(64, 128)), recipe)
+    found: dict[str, Any] = {}
+    for backend in ("torch", "triton"):
+        monkeypatch.setenv(dispatch.VARIABLE, backend)
+        layer = Layer(*(side.to(DEVICE) for side in cache[0].sides.values()))
+        found[backend] = [x.float().cpu() for x in layer.unpack(torch.bfloat16) if x is not None]
+    for mine, theirs in zip(found["triton"], found["torch"], strict=True):
+        # Both are rounded: values differ where they are about halfway between two.
+        assert relative_error(mine, theirs) < EXACT[torch.bfloat16]
+
+
+@pytest.mark.kernels
+def test_unpacking_nothing() -> None:
+    made, _ = codecs("group:b=4,g=32", "raw", (64, 64))
+    side = Side(made, (), torch.zeros(1, 2, 0, 64))
+    assert fused(side, torch.bfloat16).shape == (1, 2, 0, 64)

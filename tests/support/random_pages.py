@@ -1,0 +1,55 @@
+"""Sides of random codecs, contents, pages and strides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from hypothesis import reject
+from hypothesis import strategies as st
+
+from kvpack.cache.side import packed_side
+from kvpack.coding.encoding import rounding_is_shown
+from kvpack.formats.errors import KvpackError
+from kvpack.formats.side_cars import WithSideCars
+
+from strategies import codecs, contents, poisoned  # isort: skip
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import DrawFn
+
+    from kvpack.cache.side import Side
+
+
+def spread(stream: torch.Tensor) -> torch.Tensor:
+    """``stream`` inside a larger buffer: rows are contiguous, and lie apart from each other."""
+    return poisoned(stream.flatten(3)).unflatten(3, stream.shape[3:]) if stream.dim() > 4 else poisoned(stream)
+
+
+@st.composite
+def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: str, plain: bool) -> Side:
+    """A side of any codec of a family, ``plain`` without side-cars, in pages of any number and strides, with or without a tail."""
+    codec = draw(codecs(family))
+    if isinstance(codec, WithSideCars) and (plain or draw(st.booleans())):
+        codec = codec.codec
+    dim = codec.dim
+    x = contents(draw(st.sampled_from(("gaussian", "outliers", "constant", "zero"))), (batch, heads, tokens, dim), draw(st.integers(0, 99)))
+    x = x.clamp(-100, 100)
+    tail = draw(st.sampled_from((0, 0, 1, 3)))
+    group = codec.token_group
+    cuts = draw(st.lists(st.integers(0, max(0, tokens - tail)), max_size=3))
+    edges = sorted({0, tokens - tail if tokens > tail else tokens, *(cut // group * group for cut in cuts)})
+    try:
+        with rounding_is_shown():
+            parts = [packed_side(x[:, :, a:b], codec, 0, side) for a, b in pairwise(edges)]
+    except KvpackError:
+        reject()
+    if not parts:
+        reject()
+    pages = [
+        replace(page, streams={name: spread(stream) for name, stream in page.streams.items()}) for part in parts for page in part.pages
+    ]
+    dtype = draw(st.sampled_from((torch.bfloat16, torch.float16, torch.float32)))
+    return replace(parts[0], pages=tuple(pages), tail=poisoned(x[:, :, edges[-1] :].to(dtype)))

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from .cache.cache import Cache, concat
     from .cache.files import load, save
     from .cache.layer import Layer
+    from .cache.minifloats import Minifloats
     from .cache.packing import pack
     from .cache.pages import Page
     from .cache.side import Side
+    from .coding.dispatch import backends
     from .coding.recipes import PRESETS, Recipe
     from .errors import (
         DigestMismatch,
@@ -49,14 +51,18 @@ if TYPE_CHECKING:
         WriteFailed,
     )
     from .file.inputs import Inputs
+    from .live.cache import LiveCache
     from .store import Identity, Store, Tier
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "attend": "attention",
+    "backends": "coding.dispatch",
     "Cache": "cache.cache",
     "Layer": "cache.layer",
+    "LiveCache": "live.cache",
+    "Minifloats": "cache.minifloats",
     "Page": "cache.pages",
     "Side": "cache.side",
     "concat": "cache.cache",
@@ -88,6 +94,8 @@ __all__ = [
     "KvpackWarning",
     "Layer",
     "LimitExceeded",
+    "LiveCache",
+    "Minifloats",
     "MissingFile",
     "NonFinite",
     "NotConsecutive",
@@ -106,6 +114,7 @@ __all__ = [
     "UnsupportedVersion",
     "WriteFailed",
     "attend",
+    "backends",
     "concat",
     "load",
     "pack",

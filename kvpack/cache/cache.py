@@ -22,7 +22,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidShape, NotConsecutive
 from .arguments import checked_device, integer
 from .contents import contents_of
 from .conversion import converted
-from .layer import Layer
+from .layer import Layer, sliced
 from .rows import row_numbers
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
     from kvpack.file.header import Contents
     from kvpack.file.inputs import Inputs
+    from kvpack.file.metadata import Value
 
     from .layer import Pair
     from .side import Rows
@@ -44,7 +45,8 @@ class Cache:
 
     ``cache[i]`` is a layer, ``cache[:, a:b]`` the tokens ``[a, b)`` of every layer. The cache's range is ``start`` to ``stop``;
     a layer holds the positions ``start + layer.skipped`` to ``start + layer.seen``. ``inputs`` says what the tokens were
-    computed from; None means unknown.
+    computed from; None means unknown. ``metadata`` holds the caller's own texts and numbers by name: parts and conversions of a
+    cache keep it, ``concat`` keeps that of the first.
     """
 
     layers: tuple[Layer, ...]
@@ -52,6 +54,7 @@ class Cache:
     model: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     start: int = 0
     inputs: Inputs | None = None
+    metadata: Mapping[str, Value] = field(default_factory=lambda: MappingProxyType({}))
 
     def __deepcopy__(self, memo: object) -> Cache:
         return self
@@ -106,7 +109,7 @@ class Cache:
             if layer.sides and layer.seen != tokens:
                 raise NotConsecutive(
                     f"layers[{number}] ends at position {self.start + layer.seen} and the cache at {self.stop}: "
-                    "what follows the cache cannot follow the layer, so neither can be continued"
+                    "new tokens cannot follow both, so the cache cannot be continued"
                 )
 
     @property
@@ -117,7 +120,7 @@ class Cache:
     @property
     def contents(self) -> Contents:
         """The header contents for a file of this cache."""
-        return contents_of(self.layers, self.recipe, self.model, self.start, self.inputs)
+        return contents_of(self.layers, self.recipe, self.model, self.start, self.inputs, self.metadata)
 
     @cached_property
     def nbytes(self) -> int:
@@ -153,15 +156,7 @@ class Cache:
         start, stop = integer(start, "start"), integer(stop, "stop")
         if not 0 <= start <= stop <= self.tokens:
             raise OutOfBounds(f"tokens {start} to {stop} were requested from a cache of {self.tokens}")
-        layers = []
-        for number, layer in enumerate(self.layers):
-            whole = (start, stop) == (0, self.tokens) and layer.seen == stop
-            if layer.sides and not whole and not layer.skipped <= start <= stop <= layer.seen:
-                raise OutOfBounds(f"tokens {start} to {stop} were requested from layers[{number}], {self._held(number, start, stop)}")
-            try:
-                layers.append(layer.slice(start, stop))
-            except OutOfBounds as error:
-                raise OutOfBounds(f"layers[{number}]: {error}") from None
+        layers = [sliced(layer, number, (start, stop), self.start, self.tokens) for number, layer in enumerate(self.layers)]
         inputs = None if self.inputs is None else self.inputs.slice(start, stop, self.start)
         return replace(self, layers=tuple(layers), start=self.start + start, inputs=inputs)
 
@@ -179,12 +174,6 @@ class Cache:
             except OutOfBounds as error:
                 raise OutOfBounds(f"layers[{number}]: {error}") from None
         return replace(self, layers=tuple(layers))
-
-    def _held(self, number: int, start: int, stop: int) -> str:
-        if not self.layers[number].skipped:
-            return f"which holds {self.layers[number].tokens}"
-        first, last = self.positions(number)
-        return f"which holds positions {first} to {last} alone, not {self.start + start} to {self.start + stop}"
 
     def append(self, pairs: Sequence[Pair]) -> Cache:
         """Add new tokens, one (k, v) per layer; packed tokens stay as they are.
@@ -236,7 +225,7 @@ def concat(caches: Sequence[Cache]) -> Cache:
             made = "kvpack.pack makes one, and kvpack.load reads one"
             raise InvalidParameter(f"concat: caches[{number}] is a {type(cache).__name__}, expected a packed cache: {made}")
     if not caches:
-        raise NotConsecutive("concat of no caches: at least one is needed")
+        raise NotConsecutive("concat got no caches, expected at least one")
     first, tokens = caches[0], [cache.tokens for cache in caches]
     stop, model = first.start + tokens[0], dict(first.model)
     if len(caches) > 1:

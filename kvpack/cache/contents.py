@@ -6,20 +6,23 @@ from typing import TYPE_CHECKING
 
 from kvpack.coding.encoding import RAW_NAMES
 from kvpack.file.header import Contents, LayerEntry, SideEntry
-from kvpack.file.inputs import FEATURE
 from kvpack.file.layer_positions import features_of
+from kvpack.file.metadata import FEATURE, to_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvpack.file.inputs import Inputs
+    from kvpack.file.metadata import Value
     from kvpack.formats.base import Codec
 
     from .layer import Layer
     from .side import Side
 
 
-def contents_of(layers: Sequence[Layer], recipe: str, model: Mapping[str, str], start: int, inputs: Inputs | None) -> Contents:
+def contents_of(
+    layers: Sequence[Layer], recipe: str, model: Mapping[str, str], start: int, inputs: Inputs | None, metadata: Mapping[str, Value]
+) -> Contents:
     """The header's contents for a file of ``layers``, whose range begins at position ``start``."""
     codecs: dict[Codec, int] = {}
     listed = []
@@ -28,7 +31,9 @@ def contents_of(layers: Sequence[Layer], recipe: str, model: Mapping[str, str], 
         listed.append(LayerEntry(entries.get("k"), entries.get("v")))
     required, ignorable = features_of(start, [start + layer.skipped for layer in layers])
     if inputs is not None:
-        ignorable[FEATURE] = inputs.to_bytes()
+        ignorable |= inputs.to_features()
+    if metadata:
+        ignorable[FEATURE] = to_bytes(metadata)
     return Contents(
         codecs=tuple(codecs),
         layers=tuple(listed),

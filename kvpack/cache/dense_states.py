@@ -16,6 +16,7 @@ from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
 
 from .cache import Cache
+from .minifloats import Minifloats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,8 +35,8 @@ _CONFIGURATIONS = {"PreTrainedConfig", "PretrainedConfig"}
 class DenseLayer(NamedTuple):
     """Keys and values ``[batch, kv_head, token, dim]`` of one layer, and how many tokens before them it no longer holds."""
 
-    k: torch.Tensor | None
-    v: torch.Tensor | None
+    k: torch.Tensor | Minifloats | None
+    v: torch.Tensor | Minifloats | None
     skipped: int = 0
 
 
@@ -55,7 +56,7 @@ def dense_states(past: Any) -> list[DenseLayer]:
     if hasattr(past, "layers") and not isinstance(past, torch.Tensor):
         return _of_layers(past)
     if isinstance(past, (list, tuple)):
-        if len(past) == 2 and all(x is None or isinstance(x, torch.Tensor) for x in past):
+        if len(past) == 2 and all(x is None or isinstance(x, torch.Tensor | Minifloats) for x in past):
             past = [past]
         if all(isinstance(pair, (list, tuple)) and len(pair) in (2, 3) for pair in past):
             return [_of_tuple(pair, f"layers[{number}]") for number, pair in enumerate(past)]
@@ -126,7 +127,7 @@ def _refuse_more(value: Any, where: str, known: set[str], own: set[str]) -> None
     if states or _classes(value) - known:
         what = f"{where} is a {type(value).__name__}" if where else f"the cache is a {type(value).__name__}"
         held = f"its {' and '.join(states)}" if states else "what it holds"
-        raise InvalidParameter(f"{what}: {held} cannot be packed, because kvpack packs keys and values alone")
+        raise InvalidParameter(f"{what}: {held} cannot be packed, because kvpack packs only keys and values")
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -10,26 +12,33 @@ import torch
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.coding.modes import own_modes
 from kvpack.file import container
-from kvpack.file.header import Contents, SideEntry
-from kvpack.file.inputs import FEATURE, Inputs
+from kvpack.file.metadata import from_bytes, to_bytes
 from kvpack.file.user_files import path_text
-from kvpack.formats.raw import DTYPES
+from kvpack.formats.errors import OutOfBounds
 
 from .arguments import checked_device, integer
-from .cache import Cache
+from .bus import StreamBus
 from .given import check_packed
 from .layer import Layer
-from .pages import Pages, Stretch
-from .side import Side
+from .parts import Part
+from .staged_load import load_layers
+from .staged_save import save_from
+from .stored import cache_of, layer_of, side_of, stored_streams
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     import numpy
 
     from kvpack.coding.encoding import Progress
-    from kvpack.file.header import Header
+    from kvpack.file.header import Contents
+    from kvpack.file.metadata import Value
+    from kvpack.formats.base import Layout
+
+    from .bus import Bus
+    from .cache import Cache
+    from .parts import Layers, Tokens
 
 
 def save(
@@ -38,34 +47,78 @@ def save(
     *,
     compress: bool = False,
     durable: bool = False,
+    metadata: Mapping[str, Value] | None = None,
     progress: Progress | None = None,
 ) -> int:
     """Write ``cache`` to ``path`` atomically and return the bytes written.
 
     The file appears whole or not at all; an older file stays until then. ``compress`` stores a tensor as a
     zstd frame where that saves 3 % or more (such a file is decoded when loaded, not mapped); ``durable`` returns
-    after the file and its folder reach the disk; ``progress`` counts bytes.
-    Raises WriteFailed, LimitExceeded when the cache exceeds the format's limits, or InvalidDtype for anything but a packed cache.
+    after the file and its folder reach the disk; ``metadata`` (default: the cache's own) is kept in the file, texts, integers and
+    finite floats by name; ``progress`` counts bytes.
+    Raises WriteFailed, LimitExceeded when the cache exceeds the format's limits, InvalidDtype for anything but a packed cache, or
+    InvalidParameter for other metadata.
     """
     check_packed(cache, "kvpack.save({}, path)")
+    if metadata is not None:
+        cache = replace(cache, metadata=MappingProxyType(from_bytes(to_bytes(metadata))))
+    devices = {side.device for layer in cache.layers for side in layer.sides.values()}
+    if not compress and {device.type for device in devices} == {"cuda"} and len(devices) == 1:
+        return save_from(StreamBus(devices.pop()), cache, path_text(path), durable=durable, progress=progress)
     contents, arrays = stored(cache)
     return container.write(path_text(path), contents, arrays, compress=compress, durable=durable, progress=progress)
 
 
-def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", max_bytes: int | None = None, copy: bool = False) -> Cache:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    layers: Layers | None = None,
+    tokens: Tokens | None = None,
+    max_bytes: int | None = None,
+    copy: bool = False,
+) -> Cache:
     """Open a file as a Cache whose buffers are views of the mapped file, or copies on ``device``.
 
     Every digest, spare bit, digit and scale is checked before a tensor is returned. A process that writes to a mapped file can
     change checked values, and truncating the file ends this process: ``copy`` reads the file into memory once, before the checks.
+    To a CUDA device, the file is always read once, by several threads into pinned memory, and the bytes checked there are those
+    that are copied. The last copies may be under way when ``load`` returns: the current stream waits for them, the host does not.
+
+    ``layers``, a number, a list of numbers or a slice, loads these alone; the others are there without sides, so that every layer
+    keeps its number. ``tokens``, a number of tokens or a pair (start, stop), loads ``cache[:, start:stop]`` alone. A digest covers
+    a tensor, so whole tensors of the chosen layers are read and checked, and the chosen tokens of them are kept.
     ``max_bytes`` bounds the file and the memory that it takes (``kvpack.file.footprint``).
     Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader, InvalidPayload or
-    LimitExceeded.
+    LimitExceeded; OutOfBounds for layers and tokens that the file lacks, and for a start inside a token group.
     """
     target = checked_device(device)
     if max_bytes is not None:
         max_bytes = integer(max_bytes, "max_bytes")
-    cache = read(container.open_file(path, max_bytes=max_bytes, copy=copy))
+    if target.type == "cuda":
+        return read_to(StreamBus(target), container.open_file(path, max_bytes=max_bytes), layers, tokens)
+    file = container.open_file(path, max_bytes=max_bytes, copy=copy)
+    part = _part(file, layers, tokens)
+    cache = read(file, part.numbers)
+    if not part.has_all_tokens:
+        with _located(file.where):
+            cache = cache.slice(part.start, part.stop)
     return cache if target.type == "cpu" else cache.to(target)
+
+
+def read_to(bus: Bus, file: container.File, layers: Layers | None = None, tokens: Tokens | None = None) -> Cache:
+    """Read the cache, or a part, of an open file to the device of ``bus``, and close the file. Raises as ``load``."""
+    with own_modes(bus.device), file:
+        part = _part(file, layers, tokens)
+        loaded = [Layer(None, None)] * len(file.header.layers)
+        with _located(file.where):
+            for number, layer in load_layers(file, part, bus):
+                loaded[number] = layer
+    cache = cache_of(file.header, loaded)
+    if part.has_all_tokens:
+        return cache
+    inputs = None if cache.inputs is None else cache.inputs.slice(part.start, part.stop, cache.start)
+    return replace(cache, start=cache.start + part.start, inputs=inputs)
 
 
 def stored(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
@@ -75,38 +128,41 @@ def stored(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
         for name, side in layer.sides.items():
             merged = side.merged()
             with own_modes(side.device):
-                for stream, tensor in _stored_streams(merged).items():
+                for stream, tensor in stored_streams(merged).items():
                     arrays[f"{number}.{name}.{stream}"] = _bytes(tensor)
     return cache.contents, arrays
 
 
-def read(file: container.File, *, check_values: bool = True) -> Cache:
+def read(file: container.File, numbers: Iterable[int] | None = None, *, check_values: bool = True) -> Cache:
     """Read the cache of an open file as views of its bytes; every side is checked (``File.read_side``).
 
-    Raises DigestMismatch and InvalidPayload.
+    Only the layers ``numbers`` (default: all) have sides. Raises DigestMismatch and InvalidPayload.
     """
     header = file.header
-    layers = []
-    with own_modes(torch.device("cpu")):
-        for number, layer in enumerate(header.layers):
-            sides = {name: _side(header, entry, file.read_side(number, name, check_values=check_values)) for name, entry in layer.sides()}
-            layers.append(Layer(sides.get("k"), sides.get("v"), skipped=header.starts[number] - header.start))
-    found = header.ignorable.get(FEATURE)
-    inputs = None if found is None else Inputs.from_bytes(found)
-    return Cache(tuple(layers), header.recipe, MappingProxyType(dict(header.model)), header.start, inputs)
+    layers, cpu = [Layer(None, None)] * len(header.layers), torch.device("cpu")
+    with own_modes(cpu):
+        for number in range(len(header.layers)) if numbers is None else numbers:
+            sides = {}
+            for name, entry in header.layers[number].sides():
+                data = file.read_side(number, name, check_values=check_values)
+                tensors = {stream: _tensor(data[stream], layout) for stream, layout in header.streams[entry].items()}
+                sides[name] = side_of(header, entry, tensors, cpu)
+            layers[number] = layer_of(header, number, sides)
+    return cache_of(header, layers)
 
 
-def _stored_streams(side: Side) -> dict[str, torch.Tensor]:
-    """A merged side's streams in stored form: the rows of consecutive runs follow one another."""
-    names = side.codec.layout(side.batch, side.heads, 0)
-    if not side.pages:
-        # Without a run, a stream with one row per run has no rows.
-        shapes = {name: (*entry.shape[:2], 0, *entry.shape[3:]) for name, entry in names.items()}
-        streams = {name: torch.empty(shapes[name], dtype=TORCH_DTYPES[entry.dtype], device="cpu") for name, entry in names.items()}
-    else:
-        (stored,) = side.stored_streams()
-        streams = {name: stored[name] for name in names}
-    return {**streams, "tail": side.tail} if side.tail.shape[2] else streams
+def _part(file: container.File, layers: Layers | None, tokens: Tokens | None) -> Part:
+    with _located(file.where):
+        return Part.of(file.header, layers, tokens)
+
+
+@contextlib.contextmanager
+def _located(where: str) -> Iterator[None]:
+    """Name the file in OutOfBounds."""
+    try:
+        yield
+    except OutOfBounds as error:
+        raise OutOfBounds(f"{where}: {error}") from None
 
 
 def _bytes(tensor: torch.Tensor) -> numpy.ndarray:
@@ -114,14 +170,8 @@ def _bytes(tensor: torch.Tensor) -> numpy.ndarray:
     return array
 
 
-def _side(header: Header, entry: SideEntry, data: Mapping[str, memoryview]) -> Side:
-    codec, tensors = header.codecs[entry.codec], {}
-    for name, layout in header.streams[entry].items():
-        dtype = TORCH_DTYPES[layout.dtype]
-        # torch cannot make a tensor of an empty buffer.
-        flat = torch.frombuffer(data[name], dtype=dtype) if len(data[name]) else torch.empty(0, dtype=dtype, device="cpu")
-        tensors[name] = flat.view(layout.shape)
-    tail = tensors.pop("tail", None)
-    if tail is None:
-        tail = torch.empty(entry.batch, entry.heads, 0, codec.dim, dtype=TORCH_DTYPES[DTYPES[entry.tail_dtype]], device="cpu")
-    return Side(codec, Pages([Stretch.of_runs(codec, entry.runs, tensors)] if entry.runs else []), tail, entry.window)
+def _tensor(data: memoryview, layout: Layout) -> torch.Tensor:
+    dtype = TORCH_DTYPES[layout.dtype]
+    # torch cannot make a tensor of an empty buffer.
+    flat = torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype, device="cpu")
+    return flat.view(layout.shape)

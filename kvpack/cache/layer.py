@@ -101,3 +101,21 @@ class Layer:
     def to(self, device: torch.device | str) -> Layer:
         """The layer with every buffer on ``device``."""
         return replace(self, k=self.k.to(device) if self.k else None, v=self.v.to(device) if self.v else None)
+
+
+def sliced(layer: Layer, number: int, tokens: tuple[int, int], first: int, count: int) -> Layer:
+    """Tokens ``[start, stop)`` of layer ``number`` of a cache of ``count`` tokens from position ``first`` on, as ``Cache.slice``.
+
+    Raises OutOfBounds, which names the layer, when it does not hold all of them, and when ``start`` is inside a token group.
+    """
+    start, stop = tokens
+    whole = tokens == (0, count) and layer.seen == stop
+    if layer.sides and not whole and not layer.skipped <= start <= stop <= layer.seen:
+        held = f"which holds {layer.tokens}"
+        if layer.skipped:
+            held = f"which holds positions {first + layer.skipped} to {first + layer.seen} alone, not {first + start} to {first + stop}"
+        raise OutOfBounds(f"tokens {start} to {stop} were requested from layers[{number}], {held}")
+    try:
+        return layer.slice(start, stop)
+    except OutOfBounds as error:
+        raise OutOfBounds(f"layers[{number}]: {error}") from None

@@ -18,7 +18,8 @@ from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidShape,
 from .arguments import integer
 from .cache import Cache
 from .dense_states import dense_states
-from .layer import Layer, Pair
+from .layer import Layer
+from .minifloats import Minifloats
 from .side import Side, check_tensor, packed_side
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def pack(
     """Encode a KV cache with ``recipe``: a preset's name, a recipe string, or ``"@path"`` or a Path of a recipe file.
 
     ``past_key_values`` is a transformers Cache, a sequence with one (k, v) per layer, or one (k, v); k and v are
-    ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, and either may be None. In place of (k, v) a layer may be
+    ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, and either may be None. One that an engine keeps in fp8, mxfp8,
+    mxfp4 or nvfp4 is a Minifloats, and stored bit for bit if ``recipe`` stores that format. In place of (k, v) a layer may be
     (k, v, skipped), if a sliding window has dropped that many tokens before them. ``model`` is the model's
     identity, ``start`` the position of the first token; both are stored. ``inputs`` says what the tokens were
     computed from, if known. ``progress`` counts layers.
@@ -68,24 +70,30 @@ def pack(
     return Cache(tuple(layers), recipe.text, MappingProxyType(model), start, inputs)
 
 
-def _pack_side(x: torch.Tensor | None, recipe: Recipe, layer: int, layers: int, side: str) -> Side | None:
+def _pack_side(x: torch.Tensor | Minifloats | None, recipe: Recipe, layer: int, layers: int, side: str) -> Side | None:
     if x is None:
         return None
     where = f"layers[{layer}].{side}"
     try:
-        codec = recipe.codec(layer, layers, side, x.shape[3], RAW_NAMES[x.dtype])
+        codec = recipe.codec(layer, layers, side, x.shape[3], "bf16" if isinstance(x, Minifloats) else RAW_NAMES[x.dtype])
     except InvalidParameter as error:
         raise InvalidParameter(f"{where}: {error}") from None
+    if isinstance(x, Minifloats):
+        if codec != x.codec:
+            raise InvalidParameter(
+                f"{where}: the recipe stores {codec.params()}, and the engine's values are {x.codec.params()}: name that format"
+            )
+        return x.side(recipe.window)
     return packed_side(x, codec, recipe.window, where)
 
 
-def _check_pair(pair: Pair, where: str) -> None:
+def _check_pair(pair: tuple[torch.Tensor | Minifloats | None, torch.Tensor | Minifloats | None], where: str) -> None:
     for name, x in zip("kv", pair, strict=True):
-        if x is None:
+        if x is None or isinstance(x, Minifloats):
             continue
         check_tensor(x, f"{where}.{name}")
         if not x.shape[0] or not x.shape[1]:
-            raise InvalidShape(f"{where}.{name}: shape {list(x.shape)}; there is at least one sequence and one head")
+            raise InvalidShape(f"{where}.{name}: shape {list(x.shape)}; expected at least one sequence and one head")
     k, v = pair
     if k is not None and v is not None and k.shape[:3] != v.shape[:3]:
-        raise InvalidShape(f"{where}: k is {list(k.shape)} and v is {list(v.shape)}; batch, kv_head and token agree")
+        raise InvalidShape(f"{where}: k is {list(k.shape)} and v is {list(v.shape)}; batch, kv_head and token must agree")

@@ -247,12 +247,12 @@ BAD_INPUT = {
     "dtype": ([(X.to(torch.int32), X)], InvalidDtype, r"layers\[0\].k: dtype torch.int32"),
     "float64": ([(X, X.to(torch.float64))], InvalidDtype, r"layers\[0\].v: dtype torch.float64"),
     "tokens": ([(X, X[:, :, :7])], InvalidShape, r"k is \[1, 2, 8, 64\] and v is \[1, 2, 7, 64\]"),
-    "heads": ([(X, X[:, :1])], InvalidShape, "batch, kv_head and token agree"),
+    "heads": ([(X, X[:, :1])], InvalidShape, "batch, kv_head and token must agree"),
     "both missing": ([(None, None)], InvalidShape, "both sides are absent"),
     "not a cache": (7, InvalidDtype, "a int is not a KV cache"),
     "not a tensor": ([("k", X)], InvalidDtype, "a str where a tensor"),
-    "no heads": ([(X[:, :0], X[:, :0])], InvalidShape, r"layers\[0\].k: shape \[1, 0, 8, 64\]; there is at least one"),
-    "no sequences": ([(X[:0], X[:0])], InvalidShape, r"layers\[0\].k: shape \[0, 2, 8, 64\]; there is at least one"),
+    "no heads": ([(X[:, :0], X[:, :0])], InvalidShape, r"layers\[0\].k: shape \[1, 0, 8, 64\]; expected at least one sequence"),
+    "no sequences": ([(X[:0], X[:0])], InvalidShape, r"layers\[0\].k: shape \[0, 2, 8, 64\]; expected at least one sequence"),
     "head dim": ([(X[..., :63], X[..., :63])], InvalidParameter, "head dim 63"),
 }
 

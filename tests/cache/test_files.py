@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 import safetensors.torch
 import torch
+import warm_python
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -62,7 +62,7 @@ def test_another_process_loads_appends_and_attends(tmp_path: Path) -> None:
         "q = torch.randn(1, 4, 1, 64)\n"
         "print(json.dumps(kvpack.attend(q, cache[0]).flatten().tolist()))\n"
     )
-    run = subprocess.run([sys.executable, "-c", program, tmp_path / "a.kvpack"], capture_output=True, text=True, check=True)
+    run = subprocess.run([warm_python.python(), "-c", program, tmp_path / "a.kvpack"], capture_output=True, text=True, check=True)
     torch.manual_seed(0)
     q = torch.randn(1, 4, 1, 64)
     torch.testing.assert_close(torch.tensor(json.loads(run.stdout)), kvpack.attend(q, cache[0]).flatten(), rtol=1e-6, atol=1e-6)

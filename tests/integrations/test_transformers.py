@@ -87,7 +87,7 @@ def test_continues_as_over_unpacked_tensors(recipe: str, batch: int, monkeypatch
     over_packed = KvpackCache(packed)
     found = [model(part, past_key_values=over_packed).logits for part in following.split([6, 1, 2], 1)]
     assert over_packed.packed.tokens == over_packed.get_seq_length() == 92
-    monkeypatch.setattr("kvpack.integrations.transformers.functions.attend", dense_attention)
+    monkeypatch.setattr("kvpack.live.layer.attend", dense_attention)
     over_packed = KvpackCache(packed)
     expected = [model(part, past_key_values=over_packed).logits for part in following.split([6, 1, 2], 1)]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -127,6 +127,7 @@ def test_attention_that_was_left_as_it_is_says_what_to_write(name: str, attentio
         model(FOLLOWING, past_key_values=KvpackCache(packed))
     if name == "Llama":
         cache = KvpackCache(packed, model)
+        model.set_attn_implementation(attention)
         with pytest.raises(InvalidParameter, match=rf"of LlamaForCausalLM is '{attention}'.*model\.set_attn_implementation\(\"kvpack\"\)"):
             model(FOLLOWING, past_key_values=cache)
         model.set_attn_implementation("kvpack")
@@ -272,7 +273,7 @@ def test_text_goes_on_in_a_model_of_images() -> None:
         model(FOLLOWING, past_key_values=KvpackCache(packed, model))
     model.model.rope_deltas = None
     unknown = Cache(packed.layers, packed.recipe)
-    with pytest.raises(InvalidParameter, match="the cache does not say where they go on"):
+    with pytest.raises(InvalidParameter, match="the cache does not say where they continue"):
         KvpackCache(unknown, model)
     found = model(FOLLOWING, past_key_values=KvpackCache(unknown, model, rope_deltas=0)).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -328,7 +329,7 @@ def test_a_cache_that_names_its_model_is_refused_by_another(change: Any, field: 
     cache = replace(recorded(model), model=named)
     KvpackCache(cache, model)
     change(model)
-    with pytest.raises(InvalidParameter, match=f"the cache is of a model whose {field} is '"):
+    with pytest.raises(InvalidParameter, match=f"the cache was computed by a model whose {field} is '"):
         KvpackCache(cache, model)
     KvpackCache(replace(cache, model={}), model)
 

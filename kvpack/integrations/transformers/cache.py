@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
+from kvpack.cache.cache import Cache
+from kvpack.cache.files import load
 from kvpack.cache.given import check_packed
+from kvpack.coding.recipes import Recipe
+from kvpack.file.inputs import Inputs
 from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
+from kvpack.live.cache import LiveCache
 
 from .hooks import Hooks
 from .layers import AbsentLayer, Decoding, PackedLayer
@@ -17,62 +23,97 @@ from .models import Model, check_identity, check_layers, has_multidimensional_po
 from .positions import RotaryPositions
 from .record import Record
 from .states import PackedLength, PackedStates
+from .switch import Switch
 from .tracking import Tracking
-
-if TYPE_CHECKING:
-    from kvpack.cache.cache import Cache
 
 
 class KvpackCache(TransformersCache):  # type: ignore[misc]
-    """A transformers cache over a packed one: new tokens are packed when appended, old ones are never unpacked.
+    """A transformers cache whose keys and values are packed as they come, and are never unpacked.
 
+    ``KvpackCache(model, recipe)`` is empty; ``KvpackCache(model, cache)`` and ``KvpackCache(cache, model)`` continue a packed cache.
     Give the model the token ids that follow the cache, or give ``generate`` all token ids.
 
-    With ``model``, a transformers model or a PEFT wrapper of one, the cache is checked against it, forward passes are recorded
-    (``packed.inputs``) until ``release``, and ``generate`` is refused other token ids than the cache's. A model whose attention
+    With ``model``, a transformers model or a PEFT wrapper of one, its attention is switched to "kvpack" until ``release`` or the end of
+    a ``with`` block (plain tensors go to the attention that was set before), the cache is checked against it, forward passes are
+    recorded (``packed.inputs``), and ``generate`` is refused other token ids than the cache's. A model whose attention
     cannot take packed layers then gets dense keys and values, decoded layer by layer for each call, and a KvpackWarning tells so;
     ``dense`` says at once whether it does.
 
     A model with rotary positions of several dimensions, such as Qwen2-VL, continues a prompt whose recorded ids are all of it;
     for any other, ``rope_deltas`` is what the model had of that name after the prompt, or 0 for text.
 
-    Raises InvalidDtype for what is not a packed cache; InvalidParameter, naming what differs, for a cache of another model and for
-    one that does not start at position 0; NotConsecutive when a layer ends before the others; InvalidShape when one lacks tokens
-    of the model's window.
+    Raises InvalidDtype for what is neither a model nor a packed cache; InvalidRecipe; InvalidParameter, naming what differs, for a cache
+    of another model and for one that does not start at position 0; NotConsecutive when a layer ends before the others; InvalidShape
+    when one lacks tokens of the model's window.
     """
 
     def __init__(
         self,
-        cache: Cache,
-        model: torch.nn.Module | None = None,
+        first: torch.nn.Module | Cache,
+        second: torch.nn.Module | Cache | str | os.PathLike[str] | Recipe | None = None,
         *,
         dense: bool | None = None,
         rope_deltas: torch.Tensor | int | None = None,
     ) -> None:
-        check_packed(cache, "KvpackCache({})")
-        if cache.start:
-            raise InvalidParameter(f"the cache starts at position {cache.start}; a model continues a cache that starts at position 0")
-        cache.check_ends()
+        model, contents = _arguments(first, second)
         known = None if model is None else Model(model)
-        if known is not None:
-            known.check(cache)
-            check_identity(cache, model)
-        windows = [None] * len(cache) if known is None else known.windows(len(cache))
+        inputs: Inputs | None = None
+        if isinstance(contents, Cache):
+            if contents.start:
+                raise InvalidParameter(
+                    f"the cache starts at position {contents.start}; a model continues a cache that starts at position 0"
+                )
+            contents.check_ends()
+            if known is not None:
+                known.check(contents)
+                check_identity(contents, model)
+            inputs = contents.inputs
+            self.live = LiveCache.of(contents)
+            present = [bool(layer.sides) for layer in contents]
+        else:
+            assert known is not None
+            present = known.layers_with_tokens()
+            windows = known.windows(len(present))
+            self.live = LiveCache(contents, layers=len(present), sliding_windows=windows)
+            inputs = Inputs()
+        windows = [None] * len(present) if known is None else known.windows(len(present))
         decoding = Decoding(bool(dense))
-        layers = [PackedLayer(one, window, decoding) if one.sides else AbsentLayer() for one, window in zip(cache, windows, strict=True)]
+        layers = [
+            PackedLayer(self.live, number, window, decoding) if held else AbsentLayer()
+            for number, (held, window) in enumerate(zip(present, windows, strict=True))
+        ]
         super().__init__(layers=layers)
-        self._packed, self._model, self._dense = cache, known, bool(dense)
+        self._model, self._dense = known, bool(dense)
         for number, layer in enumerate(self.layers):
             if dense and known is None and layer.is_sliding:
                 raise InvalidParameter(f"layers[{number}] skipped tokens: dense layers need the model's window, KvpackCache(cache, model)")
             layer.check_window()
-        positions = RotaryPositions.of(known, cache.inputs, cache.tokens, rope_deltas)
+        tokens = self.live.tokens
+        positions = RotaryPositions.of(known, inputs, tokens, rope_deltas)
         if known is not None and dense is None and not known.takes_packed_layers:
             self._dense = True
             decoding.tell(known.name)
-        self.passes = Tracking(Record(cache.inputs, cache.tokens), positions, None if self._dense else known)
+        self.passes = Tracking(Record(inputs, tokens), positions, None if self._dense else known)
         self._hooks = None if model is None else Hooks.on(model)
+        self._switch = None if known is None or self._dense else Switch.of(model)
         self._seen: set[type] = set()
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], model: torch.nn.Module, *, device: torch.device | str | None = None, **options: Any
+    ) -> KvpackCache:
+        """The cache in the file at ``path``, on ``device`` (the model's, if it is None), to be continued by ``model``.
+
+        Layers, shapes and identity are checked as by the constructor, which takes ``options``. Raises what ``kvpack.load`` raises, too.
+        """
+        place = next(model.parameters()).device if device is None else device
+        return cls(model, load(path, device=place), **options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     @property
     def packed(self) -> Cache:
@@ -80,12 +121,11 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
         ``inputs`` says what the tokens came from, as far as it was recorded.
         """
-        layers = tuple(layer.packed for layer in self.layers)
-        return replace(self._packed, layers=layers, inputs=self.passes.record.inputs)
+        return replace(self.live.frozen_as_it_is(packed=True), inputs=self.passes.record.inputs)
 
     def release(self) -> None:
-        """Stop recording forward passes: hooks are removed from the model unless another cache records it."""
-        self._hooks = None
+        """Stop recording forward passes, and set the attention that the model had, unless another cache needs either."""
+        self._hooks = self._switch = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append ``[batch, kv_head, token, dim]`` keys and values to one layer, and return the arguments of attention for both.
@@ -96,21 +136,20 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         """
         if layer_idx >= len(self.layers):
             raise OutOfBounds(f"the model asks for layer {layer_idx}, the packed cache has {len(self.layers)} layers")
-        layer: PackedLayer = self.layers[layer_idx]
         self._check_states(key_states, value_states, layer_idx)
         self.passes.check_update()
-        before = layer.packed
-        layer.update(key_states, value_states)
+        before = self.live.seen(layer_idx)
+        self.live.update(layer_idx, key_states, value_states)
         if self._dense:
             try:
-                dense = layer.packed.unpack(key_states.dtype)
+                dense = self.live.unpacked(layer_idx, key_states.dtype)
             except BaseException:
-                layer.packed = before
+                self.live.crop(self.live.seen(layer_idx) - before, layer_idx)
                 raise
-        self.passes.appended(layer.packed.seen)
+        self.passes.appended(self.live.seen(layer_idx))
         if self._dense:
             return dense
-        states = PackedStates(self.check_attention, layer.packed)
+        states = PackedStates(self.check_attention, self.live, layer_idx)
         return states, states
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -153,19 +192,34 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     def _check_states(self, key_states: torch.Tensor, value_states: torch.Tensor, number: int) -> None:
         """Raise InvalidShape unless these states continue layer ``number``, and it is the one that is due."""
-        packed = self.layers[number].packed
-        for name, side, states in (("keys", packed.k, key_states), ("values", packed.v, value_states)):
-            if side is None:
+        shapes = self.live.shapes(number)
+        if not shapes and not isinstance(self.layers[number], AbsentLayer):
+            return
+        for name, side, states in (("keys", "k", key_states), ("values", "v", value_states)):
+            if side not in shapes:
                 raise InvalidShape(f"layers[{number}] of the cache has no {name}, and the model has")
-            found, expected = (states.shape[0], states.shape[1], states.shape[3]), (side.batch, side.heads, side.dim)
-            if found != expected:
+            found = states.shape[0], states.shape[1], states.shape[3]
+            if found != shapes[side]:
                 raise InvalidShape(
-                    f"layers[{number}]: the model's {name} have batch, heads and dim {list(found)}, the cache's {list(expected)}: "
+                    f"layers[{number}]: the model's {name} have batch, heads and dim {list(found)}, the cache's {list(shapes[side])}: "
                     f"{list(states.shape)} does not continue it"
                 )
-        following = self.layers[number + 1].packed if number + 1 < len(self.layers) else packed
-        if following.sides and following.seen < packed.seen:
+        seen = self.live.seen(number)
+        following = number + 1 if number + 1 < len(self.layers) else number
+        if self.live.shapes(following) and self.live.seen(following) < seen:
             raise InvalidShape(
-                f"layers[{number}] has seen {packed.seen} tokens and layers[{number + 1}] {following.seen}: "
+                f"layers[{number}] has seen {seen} tokens and layers[{following}] {self.live.seen(following)}: "
                 "a forward pass ended between them; continue with a new KvpackCache"
             )
+
+
+def _arguments(first: Any, second: Any) -> tuple[torch.nn.Module | None, Any]:
+    """The model, None if there is none, and the cache or recipe. Raises InvalidDtype, InvalidParameter."""
+    if isinstance(first, torch.nn.Module):
+        if second is None:
+            raise InvalidParameter("KvpackCache(model) needs what it is to hold: a recipe, such as 'octopus-3', or a packed cache")
+        if not isinstance(second, (Cache, str, os.PathLike, Recipe)):
+            check_packed(second, "KvpackCache(model, {})")
+        return first, second
+    check_packed(first, "KvpackCache({})")
+    return second, first

@@ -41,8 +41,7 @@ def attention(
     """
     if isinstance(key, PackedStates):
         key.check_attention(module)
-        key = key.packed
-    if not isinstance(key, Layer):
+    elif not isinstance(key, Layer):
         if isinstance(value, (Layer, PackedStates)):
             raise InvalidShape("the value states are a packed layer and the key states are a tensor")
         return plain_attention(module, options)(module, query, key, value, attention_mask, **options)
@@ -58,22 +57,25 @@ def attention(
         )
     causal = options.get("is_causal")
     window = options.get("sliding_window")
-    _check_window(key, query.shape[2], window)
-    out = attend(
-        query,
-        key,
-        scale=options.get("scaling"),
-        causal=getattr(module, "is_causal", True) if causal is None else causal,
-        softcap=options.get("softcap"),
-        sliding_window=window,
-        sink_logits=options.get("s_aux"),
-    )
+    given_options: dict[str, Any] = {
+        "scale": options.get("scaling"),
+        "causal": getattr(module, "is_causal", True) if causal is None else causal,
+        "softcap": options.get("softcap"),
+        "sliding_window": window,
+        "sink_logits": options.get("s_aux"),
+    }
+    if isinstance(key, PackedStates):
+        held = key.live.held(key.number)
+        _check_window(key.live.seen(key.number) - held, held - query.shape[2], window)
+        out = key.live.attend(key.number, query, **given_options)
+    else:
+        _check_window(key.skipped, key.tokens - query.shape[2], window)
+        out = attend(query, key, **given_options)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check_window(layer: Layer, queries: int, window: int | None) -> None:
-    """Raise InvalidShape when a query attends to tokens that the layer skipped."""
-    older = layer.tokens - queries
-    if layer.skipped and (window is None or older < window - 1):
+def _check_window(skipped: int, older: int, window: int | None) -> None:
+    """Raise InvalidShape when a query attends to tokens that the layer skipped, and it holds ``older`` ones before the queries."""
+    if skipped and (window is None or older < window - 1):
         attended = "all of them" if window is None else f"a window of {window}"
         raise InvalidShape(f"the layer holds only the newest {older} of its earlier tokens, and the model attends to {attended}")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DummyLayer
 
 from kvpack.cache.layer import Layer
 from kvpack.formats.errors import InvalidShape, KvpackWarning, OutOfBounds
+
+if TYPE_CHECKING:
+    from kvpack.live.cache import LiveCache
 
 
 class Decoding:
@@ -41,7 +43,7 @@ class AbsentLayer(DummyLayer):  # type: ignore[misc]
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One packed layer; a sliding-window layer may hold only the newest tokens that it has seen.
+    """Layer ``number`` of a live cache; a sliding-window layer may hold only the newest tokens that it has seen.
 
     ``window`` is the model's sliding window for it, None when it has none or the model is not known. ``decoding`` is told when
     ``keys`` or ``values`` are decoded for a model that reads them as tensors.
@@ -51,61 +53,74 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, packed: Layer, window: int | None, decoding: Decoding) -> None:
-        self.packed, self.window = packed, window
+    def __init__(self, live: LiveCache, number: int, window: int | None, decoding: Decoding) -> None:
+        self.live, self.number, self.window = live, number, window
         self.is_initialized = True
         self._decoding = decoding
+
+    @property
+    def packed(self) -> Layer:
+        """All tokens as an immutable layer."""
+        return self.live.layer(self.number)
 
     @property
     def keys(self) -> torch.Tensor | None:
         """Dense keys, as cross-attention reads them."""
         self._decoding.tell("the model")
-        return self.packed.k.unpack(self.packed.k.tail.dtype) if self.packed.k is not None else None
+        k = self.packed.k
+        return k.unpack(k.tail.dtype) if k is not None else None
 
     @property
     def values(self) -> torch.Tensor | None:
         """Dense values, as cross-attention reads them."""
         self._decoding.tell("the model")
-        return self.packed.v.unpack(self.packed.v.tail.dtype) if self.packed.v is not None else None
+        v = self.packed.v
+        return v.unpack(v.tail.dtype) if v is not None else None
+
+    @property
+    def skipped(self) -> int:
+        """The number of the oldest tokens that are gone."""
+        return self.live.seen(self.number) - self.live.held(self.number)
 
     @property
     def is_sliding(self) -> bool:
-        """Whether the oldest tokens are gone."""
-        return self.packed.skipped > 0
+        """Whether the oldest tokens are gone, or will be."""
+        return self.skipped > 0 or self.live.sliding_windows[self.number] is not None
 
     @property
     def batch_size(self) -> int:
-        return next((side.batch for side in self.packed.sides.values()), 1)
+        return self.live.batch(self.number)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the layer is made of what was packed."""
+        """Nothing to do: the layer takes its shapes from its first tokens."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append, and return the packed layer twice."""
-        self.packed = self.packed.append(key_states, value_states)
-        return self.packed, self.packed
+        """Append; what attends is the live cache."""
+        self.live.update(self.number, key_states, value_states)
+        return self.live, self.live
 
     def get_seq_length(self) -> int:
-        return self.packed.seen
+        return self.live.seen(self.number)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.packed.tokens + query_length, self.packed.skipped
+        held = self.live.held(self.number)
+        return held + query_length, self.live.seen(self.number) - held
 
     def get_max_length(self) -> int:
         return -1
 
     def check_window(self, crop: int = 0) -> None:
         """Raise InvalidShape when the next token would attend to tokens that the layer skipped."""
-        held = self.packed.tokens - crop
-        if self.packed.skipped and self.window is not None and held < self.window - 1:
+        held = self.live.held(self.number)
+        if self.skipped and self.window is not None and held - crop < self.window - 1:
             less = f" ({crop} are to be dropped)" if crop else ""
             raise InvalidShape(
-                f"the layer holds only the newest {self.packed.tokens} of its tokens{less}, the model attends to a window of {self.window}"
+                f"the layer holds only the newest {held} of its tokens{less}, the model attends to a window of {self.window}"
             )
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise OutOfBounds or InvalidShape for a ``crop`` that cannot be done."""
-        held = self.packed.tokens
+        held = self.live.held(self.number)
         if not -held <= tokens_to_remove <= 0:
             raise OutOfBounds(f"crop({tokens_to_remove}) of a layer that holds {held} tokens; expected -{held} to 0")
         self.check_window(-tokens_to_remove)
@@ -113,11 +128,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest ``-tokens_to_remove`` tokens (transformers passes a negative number)."""
         self.check_crop(tokens_to_remove)
-        self.packed = self.packed.crop(-tokens_to_remove)
+        self.live.crop(-tokens_to_remove, self.number)
 
     def reset(self) -> None:
         """Drop all tokens."""
-        self.packed = replace(self.packed.crop(self.packed.tokens), skipped=0)
+        self.live.reset(self.number)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -127,4 +142,4 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of the batch, in that order; codes are copied, never decoded."""
-        self.packed = self.packed.select(indices)
+        self.live.select(indices, self.number)

@@ -47,7 +47,9 @@ def _check(
 ) -> None:
     if attention_mask is not None and not attention_mask[:, -kv_length:].all():
         row = int((~attention_mask[:, -kv_length:].bool()).any(1).nonzero()[0])
-        raise InvalidParameter(f"attention_mask has padding in row {row} of the batch; kvpack attention takes unpadded rows of one length")
+        raise InvalidParameter(
+            f"attention_mask has padding in row {row} of the batch; kvpack attention needs unpadded rows of equal length"
+        )
     if use_vmap:
         _refuse_mask()
     if mask_function is causal_mask_function:
@@ -65,6 +67,6 @@ def _check(
 
 def _refuse_mask() -> NoReturn:
     raise InvalidParameter(
-        "the model asks for a mask that is neither causal nor a sliding window; kvpack attention has no other: "
+        "the model asks for a mask that is neither causal nor a sliding window; kvpack attention supports no other: "
         "write KvpackCache(cache, model, dense=True)"
     )

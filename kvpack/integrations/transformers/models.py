@@ -62,16 +62,30 @@ class Model:
         known = [getattr(layer, "sliding_window", None) for layer in self._layers()]
         return [*known, *[None] * layers][:layers]
 
+    def layers_with_tokens(self) -> list[bool]:
+        """For each layer of the model's own cache, whether it holds keys and values of its own.
+
+        Raises InvalidParameter for a layer that keeps anything else, and for an encoder-decoder.
+        """
+        if self.has_encoder:
+            raise InvalidParameter(f"{self.name} has an encoder, whose cache is of two parts: pack the model's own cache with kvpack.pack")
+        for number, layer in enumerate(self._layers()):
+            self._check_layer(number, layer)
+        return [type(layer) is not DummyLayer for layer in self._layers()]
+
     def check(self, cache: Cache) -> None:
         """Raise InvalidParameter, naming what differs, for a cache that is not of this model as far as both tell."""
         expected = [] if self.has_encoder else self._layers()
         for number, layer in enumerate(expected):
-            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
-                raise InvalidParameter(
-                    f"layers[{number}] of {self.name} keeps a {type(layer).__name__}, and a packed layer holds keys and values alone"
-                )
+            self._check_layer(number, layer)
         if expected and len(cache) != len(expected):
             raise InvalidParameter(f"the cache has {len(cache)} layers, and {self.name} {len(expected)}")
+
+    def _check_layer(self, number: int, layer: Any) -> None:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+            raise InvalidParameter(
+                f"layers[{number}] of {self.name} keeps a {type(layer).__name__}, and a packed layer holds only keys and values"
+            )
 
     def _layers(self) -> list[Any]:
         layers: list[Any] = DynamicCache(config=self.config).layers
@@ -100,7 +114,7 @@ def check_identity(cache: Cache, model: Any) -> None:
             mine, theirs = mine.rpartition(" ")[2], theirs.rpartition(" ")[2]
         if mine != theirs:
             raise InvalidParameter(
-                f"the cache is of a model whose {field} is {mine!r}, and this one's is {theirs!r}; if they are the same for all that, "
+                f"the cache was computed by a model whose {field} is {mine!r}, and this one's is {theirs!r}; if both compute the same, "
                 "write KvpackCache(dataclasses.replace(cache, model={}), model)"
             )
 

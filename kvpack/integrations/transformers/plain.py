@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvpack.formats.errors import InvalidParameter
@@ -22,11 +22,27 @@ _NOT_IN_SDPA = ("s_aux", "softcap")
 """Options that eager attention functions support and scaled dot product attention ignores."""
 
 
-def plain_name(config: Any) -> str:
-    """ "sdpa" or "eager": where the plain tensors of models of ``config`` go.
+_before: dict[int, str] = {}
+"""The attention that was set before "kvpack", by the id of a configuration that a ``Switch`` changed."""
 
-    A model's configuration no longer says which attention was set before "kvpack", so it is transformers' own default.
+
+def remember_attention(config: Any, name: str) -> None:
+    """Send plain tensors of models of ``config`` to attention ``name``, until ``forget_attention``."""
+    _before[id(config)] = name
+
+
+def forget_attention(config: Any) -> None:
+    """Send plain tensors of models of ``config`` to transformers' own default."""
+    _before.pop(id(config), None)
+
+
+def plain_name(config: Any) -> str:
+    """The name of the attention that plain tensors of models of ``config`` go to: what was set before, "sdpa" or "eager".
+
+    Where "kvpack" was not set by a ``KvpackCache``, nothing says which attention was set before: it is transformers' own default.
     """
+    if (before := _before.get(id(config))) is not None:
+        return before
     models = [model for model in _subclasses(PreTrainedModel) if getattr(model, "config_class", None) is type(config)]
     supported = bool(models) and all(model._supports_sdpa for model in models)
     return "sdpa" if supported and config._attn_implementation != "kvpack|eager" else "eager"
@@ -34,7 +50,10 @@ def plain_name(config: Any) -> str:
 
 def plain_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """The attention function for plain tensors of one attention module. Raises InvalidParameter when there is none."""
-    if plain_name(module.config) == "sdpa":
+    name = plain_name(module.config)
+    if name not in ("sdpa", "eager"):
+        return AttentionInterface()[name]  # type: ignore[no-any-return]
+    if name == "sdpa":
         lost = [name for name in _NOT_IN_SDPA if options.get(name) is not None]
         if lost:
             raise InvalidParameter(

@@ -37,7 +37,7 @@ class RotaryPositions:
         if rope_deltas is None:
             if tokens and (inputs is None or inputs.undetermined or inputs.tokens != tokens):
                 raise InvalidParameter(
-                    f"{model.name} has rotary positions of several dimensions, and the cache does not say where they go on: write "
+                    f"{model.name} has rotary positions of several dimensions, and the cache does not say where they continue: write "
                     "KvpackCache(cache, model, rope_deltas=...) with what model.model.rope_deltas was after the prompt, or 0 if it was text"
                 )
             rope_deltas = 0

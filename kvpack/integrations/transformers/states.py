@@ -9,7 +9,7 @@ from kvpack.formats.errors import InvalidParameter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvpack.cache.layer import Layer
+    from kvpack.live.cache import LiveCache
 
 
 class PackedLength(int):
@@ -17,13 +17,13 @@ class PackedLength(int):
 
 
 class PackedStates:
-    """One packed layer as attention "kvpack" takes it, which calls ``check_attention`` with its module.
+    """Layer ``number`` of a live cache as attention "kvpack" takes it, which calls ``check_attention`` with its module.
 
     Anything else that touches it raises InvalidParameter, which says what to do.
     """
 
-    def __init__(self, check_attention: Callable[[Any], None], packed: Layer) -> None:
-        self.check_attention, self.packed = check_attention, packed
+    def __init__(self, check_attention: Callable[[Any], None], live: LiveCache, number: int) -> None:
+        self.check_attention, self.live, self.number = check_attention, live, number
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

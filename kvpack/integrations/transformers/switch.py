@@ -1,0 +1,64 @@
+"""A model's attention, switched to "kvpack" for as long as caches need it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+from .hooks import models_in
+from .plain import NAMES, forget_attention, remember_attention
+
+_SWITCHES: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionary()
+"""The switch of each model, by its id; they live as long as a cache references them."""
+
+_told: set[str] = set()
+
+
+class Switch:
+    """Attention "kvpack" of one model; the attention that was set before comes back with the last reference to this object."""
+
+    def __init__(self, model: Any) -> None:
+        outer = models_in(model)[0]
+        before = {name: str(config._attn_implementation) for name, config in _configs(outer).items()}
+        outer.set_attn_implementation("kvpack")
+        for name, config in _configs(outer).items():
+            remember_attention(config, before.get(name, "sdpa"))
+        weakref.finalize(self, _restore, weakref.ref(outer), before)
+        name = type(outer).__name__
+        if name not in _told:
+            _told.add(name)
+            logging.getLogger("kvpack").warning(
+                'the attention of %s is now "kvpack", for packed layers; plain tensors go to %r as before, which release() sets again',
+                name,
+                before[""],
+            )
+
+    def __deepcopy__(self, memo: object) -> Switch:
+        return self
+
+    @staticmethod
+    def of(model: Any) -> Switch | None:
+        """The switch of ``model``, made if there is none; None for a model whose attention was set to "kvpack" by its owner."""
+        outer = models_in(model)[0]
+        switch = _SWITCHES.get(id(outer))
+        if switch is None:
+            if outer.config.get_text_config(decoder=True)._attn_implementation in NAMES:
+                return None
+            switch = _SWITCHES[id(outer)] = Switch(outer)
+        return switch
+
+
+def _configs(model: Any) -> dict[str, Any]:
+    """The configuration of a model, under the empty name, and those of its parts."""
+    parts = {name: getattr(model.config, name) for name in model.config.sub_configs if getattr(model.config, name, None) is not None}
+    return {"": model.config, **parts}
+
+
+def _restore(model: weakref.ref[Any], before: dict[str, str]) -> None:
+    outer = model()
+    if outer is None:
+        return
+    for config in _configs(outer).values():
+        forget_attention(config)
+    outer.set_attn_implementation(before if len(set(before.values())) > 1 else before[""])

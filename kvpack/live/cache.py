@@ -1,0 +1,336 @@
+"""LiveCache: keys and values that are packed while a model generates, and attended where they lie."""
+
+from __future__ import annotations
+
+import math
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.cache.arguments import checked_device, integer
+from kvpack.cache.cache import Cache
+from kvpack.cache.given import check_packed
+from kvpack.cache.layer import Layer
+from kvpack.cache.rows import check_rows, row_numbers
+from kvpack.cache.side import Side
+from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
+from kvpack.coding.recipes import SIDES, Recipe, parse_recipe
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite, OutOfBounds
+
+from .layer import LiveLayer
+from .steps import Steps
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping, Sequence
+
+WINDOW = 128
+"""Tokens that are encoded together where the recipe does not say how many."""
+
+ROOM = 2
+"""Windows that the raw tail has room for: steps may go on for a window after one is full."""
+
+DEFERRED = 1024
+"""Tokens of an update that wait raw until the next one is made, so that the first token after a short suffix does not wait for them."""
+
+
+class LiveCache:
+    """A cache for decoding, beside the immutable ``Cache``: new tokens go to a raw tail, and from there in whole windows into pages.
+
+    Made empty, ``LiveCache("octopus-3", layers=32)`` (each layer takes its heads, dims, dtype and device from its first tokens),
+    or by ``LiveCache.of(cache)``, which shares the pages of the cache. ``sliding_windows`` is the model's window for each layer, whose
+    tokens are dropped once no later query sees them, None for a layer that attends to all. ``model`` is the identity for ``freeze``.
+
+    On a CUDA device ``update`` and ``attend`` of a few tokens run only kernels that read positions on the device. A CUDA graph may
+    hold them until ``roll``, which must be called at least once in a window of tokens, says that launches changed.
+    Raises InvalidRecipe, MissingFile or InvalidParameter.
+    """
+
+    def __init__(
+        self,
+        recipe: str | os.PathLike[str] | Recipe,
+        *,
+        layers: int,
+        sliding_windows: Sequence[int | None] | None = None,
+        model: Mapping[str, str] | None = None,
+    ) -> None:
+        self._recipe = parse_recipe(recipe)
+        self._count = integer(layers, "layers")
+        if self._count < 1:
+            raise InvalidParameter(f"layers is {layers}, expected an integer of at least 1")
+        self._recipe.check_layers(self._count)
+        self._text, self.model, self.start = self._recipe.text, MappingProxyType(dict(model or {})), 0
+        self.sliding_windows = _checked_windows(sliding_windows, self._count)
+        self._layers: list[LiveLayer | None] = [None] * self._count
+        self._steps: list[Steps | None] = [None] * self._count
+
+    @classmethod
+    def of(cls, cache: Cache, *, sliding_windows: Sequence[int | None] | None = None) -> LiveCache:
+        """The live cache that continues ``cache``, whose pages it shares. Raises InvalidDtype for anything but a packed cache."""
+        check_packed(cache, "LiveCache.of({})")
+        cache.check_ends()
+        return cls._of(cache, sliding_windows)
+
+    @classmethod
+    def _of(cls, cache: Cache, sliding_windows: Sequence[int | None] | None) -> LiveCache:
+        live = cls.__new__(cls)
+        live._recipe, live._text = parse_recipe(cache.recipe), cache.recipe
+        live._count, live.model, live.start = len(cache), MappingProxyType(dict(cache.model)), cache.start
+        live.sliding_windows = _checked_windows(sliding_windows, len(cache))
+        live._layers = [live._made(number, layer) for number, layer in enumerate(cache)]
+        live._steps = [None] * len(cache)
+        return live
+
+    def __deepcopy__(self, memo: object) -> LiveCache:
+        return self._of(self.frozen_as_it_is(), self.sliding_windows)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __repr__(self) -> str:
+        return f"LiveCache({self._text!r}, {len(self)} layers, {self.tokens} tokens)"
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that the layers have seen; the most, where an update of all layers is under way."""
+        self._settle()
+        return max((layer.seen for layer in self._layers if layer is not None), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the cache holds, with the room for tokens to come."""
+        return sum(layer.nbytes for layer in self._layers if layer is not None)
+
+    def seen(self, layer: int) -> int:
+        """The number of tokens that ``layer`` has seen."""
+        self._settle(layer)
+        own = self._layers[layer]
+        return 0 if own is None else own.seen
+
+    def held(self, layer: int) -> int:
+        """The number of tokens that ``layer`` holds."""
+        self._settle(layer)
+        own = self._layers[layer]
+        return 0 if own is None else own.tokens
+
+    def batch(self, layer: int) -> int:
+        """The number of sequences of ``layer``; 1 before its first tokens."""
+        own = self._layers[layer]
+        return 1 if own is None else own.batch
+
+    def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
+        """Batch, heads and dim of each side of ``layer``; empty before its first tokens."""
+        own = self._layers[layer]
+        return {} if own is None else {name: (side.batch, side.heads, side.dim) for name, side in own.sides.items()}
+
+    def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
+        """Add the keys and values ``[batch, kv_head, token, dim]`` of new tokens to ``layer``.
+
+        A few go to the raw tail; more than it has room for are encoded after their ``attend``. Raises OutOfBounds for a layer that the
+        cache does not have, InvalidShape, InvalidDtype or InvalidParameter where they do not continue it, and NonFinite: what was
+        added to the tail on a CUDA device is checked by the next ``roll`` or ``freeze``.
+        """
+        own = self._layer(layer, k, v)
+        steps = self._steps[layer]
+        if steps is not None and steps.append(k, v):
+            return
+        self._settle(layer)
+        if own.raw_tokens >= own.window:
+            own.roll()
+        own.update(k, v)
+        if steps is not None:
+            steps.changed()
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``kvpack.attend`` over all tokens of ``layer``, of which ``q`` ``[batch, q_head, q_len, dim]`` are the last.
+
+        The tokens of an update that the tail has no room for are attended as they were given, then encoded. Raises what ``kvpack.attend``
+        raises, and OutOfBounds for a layer without tokens.
+        """
+        own = self._layers[layer] if -self._count <= layer < self._count else None
+        if own is None:
+            raise OutOfBounds(f"layer {layer} holds no tokens: call update before attend")
+        options: dict[str, Any] = {
+            "scale": scale, "causal": causal, "softcap": softcap, "sliding_window": sliding_window, "sink_logits": sink_logits,
+        }  # fmt: skip
+        if not own.pending_tokens:
+            steps = self._steps[layer]
+            if steps is None and Steps.takes(own, q):
+                steps = self._steps[layer] = Steps(own)
+            if steps is not None and (found := steps.attend(q, **options)) is not None:
+                return found
+        self._settle(layer)
+        found = own.attend(q, **options)
+        if own.pending_tokens > DEFERRED:
+            own.commit()
+            if (steps := self._steps[layer]) is not None:
+                steps.changed()
+        return found
+
+    def roll(self) -> bool:
+        """Encode the whole windows of every layer's raw tail; call it between steps, at least once in a window of tokens.
+
+        Returns whether launches changed: CUDA graphs of ``update`` and ``attend`` must then be captured again. On a CUDA device it
+        waits for the device. Raises NonFinite, naming the layer, for values that were added since the last call.
+        """
+        self._settle()
+        self._check_finite()
+        changed = False
+        for number, layer in enumerate(self._layers):
+            if layer is None:
+                continue
+            rolled, steps = layer.roll(), self._steps[number]
+            if steps is not None and rolled:
+                changed |= steps.changed()
+        return changed
+
+    def layer(self, layer: int, packed: bool = False) -> Layer:
+        """All tokens of ``layer`` as an immutable layer, which shares the pages; ``packed`` as for ``freeze``."""
+        self._settle(layer)
+        own = self._layers[layer]
+        if own is None:
+            return Layer(None, None)
+        frozen = own.frozen(packed)
+        if (steps := self._steps[layer]) is not None:
+            steps.changed()
+        return frozen
+
+    def unpacked(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Dense K and V of ``layer`` ``[batch, kv_head, token, dim]``: tokens that are still raw are as they were given."""
+        self._settle(layer)
+        own = self._layers[layer]
+        return (None, None) if own is None else own.layer().unpack(dtype)
+
+    def freeze(self, *, packed: bool = False) -> Cache:
+        """All tokens as an immutable ``Cache``, which shares the pages and has the tail as its raw tail; this cache goes on.
+
+        With ``packed``, tokens of the tail are packed, too, in whole token groups, unless the recipe asks for a residual window: so
+        a file is smaller, and a store takes all whole chunks. Raises NotConsecutive where an update of all layers is under way, and
+        NonFinite.
+        """
+        cache = self.frozen_as_it_is(packed)
+        cache.check_ends()
+        return cache
+
+    def frozen_as_it_is(self, packed: bool = False) -> Cache:
+        """``freeze``, also where a forward pass ended between two layers. Raises NonFinite."""
+        self._settle()
+        self._check_finite()
+        return Cache(tuple(self.layer(number, packed) for number in range(len(self))), self._text, self.model, self.start)
+
+    def crop(self, tokens: int, layer: int | None = None) -> None:
+        """Drop the newest ``tokens`` tokens of every layer, or of one. Raises OutOfBounds where a layer holds fewer."""
+        self._settle()
+        for own in self._chosen(layer):
+            if not 0 <= tokens <= own.tokens:
+                raise OutOfBounds(f"{own.name}: {tokens} tokens are to be dropped of {own.tokens} that it holds")
+        self._each(lambda own: own.crop(tokens), layer)
+
+    def reset(self, layer: int | None = None) -> None:
+        """Drop all tokens of every layer, or of one."""
+        self._each(LiveLayer.reset, layer)
+
+    def select(self, indices: Any, layer: int | None = None) -> None:
+        """Keep the rows ``indices`` of the batch, in that order, repeats allowed, of every layer or of one.
+
+        Raises OutOfBounds or InvalidParameter.
+        """
+        rows = row_numbers(indices)
+        for own in self._chosen(layer):
+            check_rows(rows, own.batch)
+        self._each(lambda own: own.select(torch.tensor(rows, dtype=torch.int64, device=own.device)), layer)
+        for number in range(self._count) if layer is None else [layer]:
+            self._steps[number] = None
+
+    def to(self, device: torch.device | str) -> LiveCache:
+        """A live cache of the same tokens on ``device``. Raises InvalidParameter for an invalid device."""
+        return LiveCache.of(self.freeze().to(checked_device(device)), sliding_windows=self.sliding_windows)
+
+    def _chosen(self, layer: int | None) -> list[LiveLayer]:
+        return [own for own in (self._layers if layer is None else [self._layers[layer]]) if own is not None]
+
+    def _each(self, change: Callable[[LiveLayer], None], layer: int | None = None) -> None:
+        self._settle()
+        for number in range(self._count) if layer is None else [layer]:
+            own, steps = self._layers[number], self._steps[number]
+            if own is not None:
+                change(own)
+                if steps is not None:
+                    steps.changed()
+
+    def _settle(self, layer: int | None = None) -> None:
+        """Learn from the device how many tokens were added by replays of graphs."""
+        for steps in self._steps if layer is None else [self._steps[layer]]:
+            if steps is not None:
+                steps.settle()
+
+    def _check_finite(self) -> None:
+        flags = {number: steps.not_finite for number, steps in enumerate(self._steps) if steps is not None}
+        if not flags:
+            return
+        found = torch.cat(list(flags.values())).tolist()
+        lost = [number for number, flag in zip(flags, found, strict=True) if flag]
+        if lost:
+            raise NonFinite(f"layers[{lost[0]}]: a value added since the last roll is not finite; lossy codecs take finite values only")
+
+    def _layer(self, number: int, k: torch.Tensor | None, v: torch.Tensor | None) -> LiveLayer:
+        if not 0 <= number < self._count:
+            raise OutOfBounds(f"layer {number} is out of range: the cache has {self._count} layers")
+        own = self._layers[number]
+        if own is None:
+            own = self._layers[number] = self._made(number, self._empty(number, k, v))
+            assert own is not None
+        return own
+
+    def _empty(self, number: int, k: torch.Tensor | None, v: torch.Tensor | None) -> Layer:
+        """A layer without tokens, of the shapes of ``k`` and ``v``."""
+        sides: dict[str, Side | None] = {}
+        for name, x in zip(SIDES, (k, v), strict=True):
+            if x is None:
+                sides[name] = None
+                continue
+            where = f"layers[{number}].{name}"
+            if not isinstance(x, torch.Tensor) or x.dim() != 4 or not x.shape[0] or not x.shape[1]:
+                shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+                raise InvalidShape(f"{where}: {shape}; keys and values are tensors [batch, kv_head, token, dim]")
+            if x.dtype not in RAW_DTYPES.values():
+                raise InvalidDtype(f"{where}: dtype {x.dtype}; keys and values are bfloat16, float16 or float32")
+            try:
+                codec = self._recipe.codec(number, self._count, name, x.shape[3], RAW_NAMES[x.dtype])
+            except InvalidParameter as error:
+                raise InvalidParameter(f"{where}: {error}") from None
+            sides[name] = Side(codec, (), x[:, :, :0].clone(), self._recipe.window)
+        if not any(sides.values()):
+            raise InvalidShape(f"layers[{number}]: neither keys nor values were given")
+        return Layer(sides["k"], sides["v"])
+
+    def _made(self, number: int, layer: Layer) -> LiveLayer | None:
+        if not layer.sides:
+            return None
+        group = math.lcm(*(side.codec.token_group for side in layer.sides.values()))
+        window = max((side.window for side in layer.sides.values()), default=0) or math.lcm(WINDOW, group)
+        return LiveLayer(layer, window, ROOM * window, self.sliding_windows[number], f"layers[{number}]")
+
+
+def _checked_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
+    if windows is None:
+        return (None,) * layers
+    if len(windows) != layers:
+        raise InvalidParameter(
+            f"sliding_windows has {len(windows)} items, and the cache {layers} layers: give one, or None, for each layer"
+        )
+    for window in windows:
+        if window is not None and integer(window, "sliding_windows") < 1:
+            raise InvalidParameter(f"sliding_windows has {window}, expected integers of at least 1, or None")
+    return tuple(windows)

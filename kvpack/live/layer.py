@@ -1,0 +1,245 @@
+"""One layer of a live cache: keys, values, and how many tokens of each are where."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.attention import attend
+from kvpack.cache.layer import Layer
+from kvpack.cache.side import check_tensor
+from kvpack.coding.encoding import check_finite
+from kvpack.coding.modes import own_modes
+from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
+
+from .side import LiveSide
+
+if TYPE_CHECKING:
+    from kvpack.cache.side import Side
+
+
+class LiveLayer:
+    """A layer that grows: an immutable ``layer`` first, then what ``update`` adds.
+
+    ``window`` is how many tokens are encoded together, ``room`` how many the raw tail holds at most. With ``sliding_window``, tokens
+    that no later query sees are dropped. ``name`` names the layer in errors.
+    """
+
+    def __init__(self, layer: Layer, window: int, room: int, sliding_window: int | None, name: str) -> None:
+        self.window, self.sliding_window, self.name = window, sliding_window, name
+        self.skipped = layer.skipped
+        self.raw_tokens = min((side.tail.shape[2] for side in layer.sides.values()), default=0)
+        self.room = max(room, self.raw_tokens)
+        self.sides = {
+            side: LiveSide(held, window, self.room, self.raw_tokens, sliding_window is None, f"{name}.{side}")
+            for side, held in layer.sides.items()
+        }
+        self._pending: dict[str, torch.Tensor] = {}
+        self.version = 0
+        """Changes with all that a plan of attention depends on: pages, and the buffers of the tail."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.sides.values())).tail.device
+
+    @property
+    def batch(self) -> int:
+        return next(iter(self.sides.values())).batch
+
+    @property
+    def packed_tokens(self) -> int:
+        """The number of tokens in pages; both sides have as many."""
+        return next((side.packed_tokens for side in self.sides.values()), 0)
+
+    @property
+    def pending_tokens(self) -> int:
+        """The number of tokens of an update that is longer than the tail's room, until they are attended."""
+        return next((x.shape[2] for x in self._pending.values()), 0)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens held."""
+        return self.packed_tokens + self.raw_tokens + self.pending_tokens
+
+    @property
+    def seen(self) -> int:
+        """The number of tokens from the cache's first to the layer's last."""
+        return self.skipped + self.tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the layer holds."""
+        return sum(side.nbytes for side in self.sides.values()) + sum(x.nbytes for x in self._pending.values())
+
+    def update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
+        """Add tokens to both sides: to the raw tail, or if it has no room for them, to what ``commit`` encodes.
+
+        Raises InvalidShape, InvalidDtype or InvalidParameter when they do not continue the layer, and on the CPU NonFinite; nothing is
+        added then.
+        """
+        given = self._checked(k, v)
+        self.commit()
+        tokens = next((x.shape[2] for x in given.values()), 0)
+        if self.raw_tokens + tokens > self.room:
+            self._pending = given
+            return
+        with own_modes(self.device):
+            for name, x in given.items():
+                self.sides[name].tail[:, :, self.raw_tokens : self.raw_tokens + tokens] = x
+        self.raw_tokens += tokens
+
+    def layer(self) -> Layer:
+        """All tokens as an immutable layer, which shares pages and tail: the tail's values may move when more are added."""
+        return self._layer({name: self._tail(name) for name in self.sides})
+
+    def frozen(self, packed: bool = False) -> Layer:
+        """All tokens as an immutable layer whose values never change; in whole windows they are packed.
+
+        With ``packed``, so is the tail of a side without a residual window, in whole token groups.
+        """
+        self.commit()
+        sides = {name: side.frozen(self.raw_tokens, packed, f"{self.name}.{name}") for name, side in self.sides.items()}
+        return Layer(sides.get("k"), sides.get("v"), skipped=self.skipped if sides else 0)
+
+    def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
+        """``kvpack.attend`` over all tokens, those of the last update as they were given."""
+        return attend(q, self.layer(), **options)
+
+    def commit(self) -> None:
+        """Encode the tokens of a long update, after those of the tail, in whole windows."""
+        if not self._pending:
+            return
+        values = {name: self._tail(name) for name in self.sides}
+        self._pending, pending = {}, self._pending
+        try:
+            self._encode(values)
+        except BaseException:
+            self._pending = pending
+            raise
+
+    def roll(self) -> bool:
+        """Encode whole windows of the tail; whether there was one."""
+        self.commit()
+        if self.raw_tokens < self.window:
+            return False
+        self._encode({name: side.tail[:, :, : self.raw_tokens] for name, side in self.sides.items()})
+        return True
+
+    def crop(self, count: int) -> None:
+        """Drop the newest ``count`` tokens. Raises OutOfBounds for more than the layer holds."""
+        self.commit()
+        if not 0 <= count <= self.tokens:
+            raise OutOfBounds(f"{self.name}: cannot drop {count} tokens of a layer that holds {self.tokens}")
+        raw = min(count, self.raw_tokens)
+        self.raw_tokens -= raw
+        if count > raw:
+            packed = self.packed_tokens - (count - raw)
+            for side in self.sides.values():
+                side.keep(0, packed)
+            self.version += 1
+
+    def reset(self) -> None:
+        """Drop all tokens."""
+        self._pending = {}
+        self.skipped = self.raw_tokens = 0
+        for side in self.sides.values():
+            side.keep(0, 0)
+        self.version += 1
+
+    def select(self, indices: torch.Tensor) -> None:
+        """Keep the rows ``indices`` of the batch, int64, in that order. Codes are copied, never decoded."""
+        self.commit()
+        for side in self.sides.values():
+            side.select(indices)
+        self.version += 1
+
+    def _encode(self, values: dict[str, torch.Tensor]) -> None:
+        """Encode ``values`` of both sides, which are to replace the tail, in whole windows; what is left is the tail."""
+        tokens = next(x.shape[2] for x in values.values())
+        whole = tokens // self.window * self.window
+        unseen = self._unseen(tokens)
+        # Nobody sees them any more: they are not even encoded.
+        dropped = min(whole, max(0, unseen - self.packed_tokens) // self.window * self.window)
+        with own_modes(self.device):
+            streams = {
+                name: self.sides[name].encoded(x[:, :, dropped:whole], f"{self.name}.{name}") if whole > dropped else None
+                for name, x in values.items()
+            }
+            rests = {name: x[:, :, whole:].clone() for name, x in values.items()}
+            if dropped:
+                self.skipped += self.packed_tokens + dropped
+                for side in self.sides.values():
+                    side.keep(side.packed_tokens, side.packed_tokens)
+            for name, side in self.sides.items():
+                if (own := streams[name]) is not None:
+                    side.add(own, whole - dropped)
+                side.tail[:, :, : tokens - whole] = rests[name]
+        self.raw_tokens = tokens - whole
+        self._drop_unseen()
+        self.version += 1
+
+    def _unseen(self, raw: int) -> int:
+        """How many of the tokens held, with ``raw`` behind the packed ones, no later query sees."""
+        return 0 if self.sliding_window is None else max(0, self.packed_tokens + raw - self.sliding_window)
+
+    def _drop_unseen(self) -> None:
+        first = min(self._unseen(self.raw_tokens), self.packed_tokens)
+        if first < self.window:
+            return
+        # Both sides begin where groups of either begin.
+        while (aligned := min(_aligned_start(side, first) for side in self.sides.values())) != first:
+            first = aligned
+        packed = self.packed_tokens
+        for side in self.sides.values():
+            side.keep(first, packed)
+        self.skipped += first
+
+    def _layer(self, tails: dict[str, torch.Tensor]) -> Layer:
+        sides: dict[str, Side] = {name: side.with_tail(tails[name]) for name, side in self.sides.items()}
+        return Layer(sides.get("k"), sides.get("v"), skipped=self.skipped if sides else 0)
+
+    def _tail(self, name: str) -> torch.Tensor:
+        tail = self.sides[name].tail[:, :, : self.raw_tokens]
+        return torch.cat([tail, self._pending[name]], 2) if name in self._pending else tail
+
+    def _checked(self, k: torch.Tensor | None, v: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        given: dict[str, torch.Tensor] = {}
+        for name, x in (("k", k), ("v", v)):
+            where = f"{self.name}.{name}"
+            side = self.sides.get(name)
+            if (side is None) != (x is None):
+                held, found = ("no", "some") if side is None else ("a", "none")
+                raise InvalidShape(f"{where}: the layer has {held} {name} side, and {found} was given")
+            if side is None or x is None:
+                continue
+            check_tensor(x, where)
+            expected = [side.batch, side.heads, x.shape[2], side.dim]
+            if list(x.shape) != expected:
+                raise InvalidShape(f"{where}: shape {list(x.shape)} does not continue a side of shape {expected}")
+            if x.device != side.tail.device:
+                raise InvalidParameter(
+                    f"{where}: the values are on {x.device} and the cache is on {side.tail.device}: give x.to({str(side.tail.device)!r})"
+                )
+            given[name] = x
+        if len({x.shape[2] for x in given.values()}) > 1:
+            counts = " and ".join(f"{x.shape[2]} of {name}" for name, x in given.items())
+            raise InvalidShape(f"{self.name}: {counts} were given; both sides get as many tokens")
+        for name, x in given.items():
+            side = self.sides[name]
+            if x.device.type == "cpu" and side.codec.id != "raw":
+                check_finite(x, self.tokens, f"{self.name}.{name}")
+            if x.dtype != side.tail.dtype and torch.promote_types(x.dtype, side.tail.dtype) != side.tail.dtype:
+                side.widen(x.dtype)
+                self.version += 1
+        return {name: x.to(self.sides[name].tail.dtype) for name, x in given.items()}
+
+
+def _aligned_start(side: LiveSide, start: int) -> int:
+    """The last token up to ``start`` at which a token group of ``side`` begins."""
+    first = 0
+    for end in side.side(0).boundaries[1:-1]:
+        if end > start:
+            break
+        first = end
+    return first + (start - first) // side.codec.token_group * side.codec.token_group

@@ -1,0 +1,179 @@
+"""One side of a live layer: packed pages, the last of which is filled in place, and a raw tail in a buffer of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.cache.pages import Page, Pages
+from kvpack.cache.side import Side
+from kvpack.coding.encoding import TORCH_DTYPES, encode
+from kvpack.coding.modes import own_modes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvpack.formats.base import Codec
+
+GROWTH = 16
+"""A page that is made to be filled has room for a sixteenth of the tokens packed before it, so that little memory is empty."""
+
+FEWEST_WINDOWS = 8
+"""Windows that such a page has room for at least."""
+
+
+@dataclass
+class OpenPage:
+    """A page with room for ``capacity`` tokens, of which the first ``filled`` are there. Rows once written do not change."""
+
+    codec: Codec
+    capacity: int
+    streams: Mapping[str, torch.Tensor]
+    filled: int = 0
+
+    @staticmethod
+    def of(codec: Codec, batch: int, heads: int, capacity: int, device: torch.device) -> OpenPage:
+        """An empty page."""
+        layout = codec.layout(batch, heads, capacity)
+        streams = {name: torch.zeros(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device=device) for name, entry in layout.items()}
+        return OpenPage(codec, capacity, streams)
+
+    def write(self, streams: Mapping[str, torch.Tensor], start: int, tokens: int) -> None:
+        """Add ``tokens`` tokens, which are those from token ``start`` of ``streams`` on: whole token groups."""
+        for name, entry in self.codec.layout(1, 1, 0).items():
+            row, first, count = self.filled // entry.tokens_per_row, start // entry.tokens_per_row, -(-tokens // entry.tokens_per_row)
+            self.streams[name][:, :, row : row + count] = streams[name][:, :, first : first + count]
+        self.filled += tokens
+
+    @property
+    def page(self) -> Page:
+        """The tokens that are there, in views that later tokens do not change."""
+        layout = self.codec.layout(1, 1, 0)
+        rows = {name: -(-self.filled // entry.tokens_per_row) for name, entry in layout.items()}
+        return Page(self.codec, self.filled, {name: stream[:, :, : rows[name]] for name, stream in self.streams.items()})
+
+
+class LiveSide:
+    """The keys or the values of a live layer, from an immutable ``side`` on, whose pages it shares.
+
+    The tail is a buffer ``[batch, kv_head, room, dim]`` that begins with the newest ``raw_tokens`` of the side's own tail; how many of its
+    tokens are there is known to the layer. Tokens are encoded ``window`` at a time, a multiple of the codec's token group.
+    """
+
+    def __init__(self, side: Side, window: int, room: int, raw_tokens: int, in_place: bool, where: str) -> None:
+        self.codec, self.window = side.codec, window
+        assert isinstance(side.pages, Pages)
+        self._pages: Pages = side.pages
+        self._given_window = side.window
+        older = side.tail.shape[2] - raw_tokens
+        # Tensors made in inference mode could not be written outside it.
+        with own_modes(side.device):
+            self.tail = torch.zeros(side.batch, side.heads, room, side.dim, dtype=side.tail.dtype, device=side.device)
+            self.tail[:, :, :raw_tokens] = side.tail[:, :, older:]
+        # Rows of entries, and of runs, are as many as the tokens' values ask for: such pages are joined, not filled.
+        self._in_place = in_place and all(entry.per == "token" for entry in side.codec.layout(1, 1, 0).values())
+        self._open: list[OpenPage] = []
+        if older:
+            # The other side has packed them already.
+            self._pages = self._pages.added(Page(self.codec, older, self.encoded(side.tail[:, :, :older], where)))
+
+    @property
+    def batch(self) -> int:
+        return self.tail.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.tail.shape[1]
+
+    @property
+    def dim(self) -> int:
+        return self.tail.shape[3]
+
+    @property
+    def packed_tokens(self) -> int:
+        """The number of tokens in pages."""
+        return self._pages.tokens + sum(page.filled for page in self._open)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the side holds, with the room that is not filled."""
+        packed = sum(stream.nbytes for stretch in self._pages.stretches for stream in stretch.streams.values())
+        return packed + sum(stream.nbytes for page in self._open for stream in page.streams.values()) + self.tail.nbytes
+
+    def side(self, tokens: int) -> Side:
+        """The side with the first ``tokens`` tokens of the tail, as views."""
+        return Side(self.codec, self._all_pages(), self.tail[:, :, :tokens], self._given_window)
+
+    def with_tail(self, tail: torch.Tensor) -> Side:
+        """The packed tokens of the side, and ``tail`` behind them."""
+        return Side(self.codec, self._all_pages(), tail, self._given_window)
+
+    def frozen(self, tokens: int, packed: bool, where: str) -> Side:
+        """The side with the first ``tokens`` tokens of the tail, whose values never change.
+
+        With ``packed``, they are packed in whole token groups, unless the recipe asks for a residual window. Raises what ``encoded``
+        raises.
+        """
+        whole = tokens // self.codec.token_group * self.codec.token_group if packed and not self._given_window else 0
+        side = self.with_tail(self.tail[:, :, whole:tokens].clone())
+        if not whole:
+            return side
+        streams = self.encoded(self.tail[:, :, :whole], where)
+        return replace(side, pages=self._all_pages().added(Page(self.codec, whole, streams)))
+
+    def encoded(self, x: torch.Tensor, where: str) -> Mapping[str, torch.Tensor]:
+        """The streams of ``x`` ``[batch, kv_head, token, dim]``, whole token groups that follow the packed ones; nothing is changed.
+
+        Raises NonFinite and OutOfRange, which name ``where``.
+        """
+        pages = self._all_pages()
+        with own_modes(x.device):
+            return encode(self.codec, x, where, pages[len(pages) - 1].streams if len(pages) else None)
+
+    def add(self, streams: Mapping[str, torch.Tensor], tokens: int) -> None:
+        """Add ``tokens`` packed tokens."""
+        with own_modes(self.tail.device):
+            if not self._in_place:
+                self._pages = self._pages.added(Page(self.codec, tokens, streams))
+                return
+            start = 0
+            while start < tokens:
+                if not self._open or self._open[-1].filled == self._open[-1].capacity:
+                    if not self._open and tokens - start > FEWEST_WINDOWS * self.window:
+                        # The first tokens of a prompt: they are as many as they are.
+                        self._pages = self._pages.added(Page(self.codec, tokens, streams))
+                        return
+                    self._open.append(OpenPage.of(self.codec, self.batch, self.heads, self._capacity(), self.tail.device))
+                page = self._open[-1]
+                count = min(tokens - start, page.capacity - page.filled)
+                page.write(streams, start, count)
+                start += count
+
+    def keep(self, start: int, stop: int) -> None:
+        """Keep packed tokens ``[start, stop)``; ``start`` is where a token group begins."""
+        pages = self._all_pages()
+        self._open = []
+        self._pages = pages.slice(start, stop)
+
+    def select(self, indices: torch.Tensor) -> None:
+        """Keep the rows ``indices`` of the batch, int64 on the side's device, in that order."""
+        side = self.side(0).select(indices)
+        assert isinstance(side.pages, Pages)
+        self._pages, self._open = side.pages, []
+        with own_modes(self.tail.device):
+            self.tail = self.tail.index_select(0, indices.to(self.tail.device))
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Let the tail hold values of ``dtype`` as well, exactly."""
+        with own_modes(self.tail.device):
+            self.tail = self.tail.to(torch.promote_types(self.tail.dtype, dtype))
+
+    def _capacity(self) -> int:
+        """Tokens that the next page has room for."""
+        windows = max(FEWEST_WINDOWS, self.packed_tokens // (GROWTH * self.window))
+        return windows * self.window
+
+    def _all_pages(self) -> Pages:
+        return Pages([*self._pages.stretches, *(page.page.stretch for page in self._open if page.filled)])

@@ -1,0 +1,135 @@
+"""Decoding steps on a CUDA device: kernels that find positions, tails and pages on the device, with nothing planned or checked between."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.cache.layer import Layer
+from kvpack.coding import dispatch
+from kvpack.coding.modes import own_modes
+from kvpack.formats.errors import OutOfBounds
+
+if TYPE_CHECKING:
+    from kvpack.kernels.attend.growing import Append, GrowingCall
+
+    from .layer import LiveLayer
+
+
+class Steps:
+    """The steps over one ``layer``, whose tokens the device counts; ``not_finite``, int32 ``[1]``, is set by a value that is not finite."""
+
+    def __init__(self, layer: LiveLayer) -> None:
+        self._layer = layer
+        self._calls: dict[Any, GrowingCall | None] = {}
+        self._appends: dict[int, Append] = {}
+        self._captured = False
+        device, batch = layer.device, layer.batch
+        self._checks = all(side.codec.id != "raw" for side in layer.sides.values())
+        with own_modes(device):
+            self._lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+            self._packed, self._unchecked, self.not_finite = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(3))
+        self._version = layer.version
+        self._write()
+
+    @staticmethod
+    def takes(layer: LiveLayer, q: torch.Tensor) -> bool:
+        """Whether queries like ``q`` may be attended by steps: over all tokens of both sides, by kernels."""
+        if set(layer.sides) != {"k", "v"} or layer.sliding_window is not None or layer.skipped or q.requires_grad:
+            return False
+        return dispatch.uses_triton(q.device) and q.device == layer.device
+
+    def append(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
+        """Append a few tokens; False, and nothing done, where the layer's own ``update`` is to check or to make room."""
+        layer = self._layer
+        if k is None or v is None or k.dim() != 4 or layer.pending_tokens:
+            return False
+        tokens = k.shape[2]
+        tails = layer.sides["k"].tail, layer.sides["v"].tail
+        for x, tail in zip((k, v), tails, strict=True):
+            if x.dtype != tail.dtype or x.device != tail.device or x.shape != (tail.shape[0], tail.shape[1], tokens, tail.shape[3]):
+                return False
+        if layer.raw_tokens + tokens > layer.room:
+            if self._captured or self._capturing:
+                raise OutOfBounds(f"{layer.name}: the raw tail has room for {layer.room} tokens, and holds {layer.raw_tokens}: call roll()")
+            return False
+        if tokens not in self._appends:
+            from kvpack.kernels.attend.growing import Append
+
+            self._appends[tokens] = Append(*tails, tokens)
+        self._appends[tokens](k.detach(), v.detach(), self._lengths, self._packed, self.not_finite if self._checks else self._unchecked)
+        layer.raw_tokens += tokens
+        self._captured |= self._capturing
+        return True
+
+    def attend(self, q: torch.Tensor, sink_logits: torch.Tensor | None, **options: Any) -> torch.Tensor | None:
+        """Attend as ``LiveCache.attend``; None where ``kvpack.attend`` is to do it."""
+        if q.dim() != 4 or q.shape[2] > self._layer.raw_tokens or q.requires_grad:
+            return None
+        asked = (q.shape, q.dtype, q.device, tuple(options.items()), sink_logits is None, dispatch.choice())
+        if asked not in self._calls:
+            self._calls[asked] = self._call(q, sink_logits, options)
+        call = self._calls[asked]
+        return None if call is None else call(q, self._lengths, sink_logits)
+
+    def changed(self) -> bool:
+        """Take the layer as it is now; whether launches changed."""
+        changed = False
+        if self._version != self._layer.version:
+            view = self._view()
+            for asked, call in list(self._calls.items()):
+                if call is None or not call.takes_layer(view):
+                    del self._calls[asked]
+                    changed = True
+                else:
+                    with own_modes(self._layer.device):
+                        changed |= call.refresh(view)
+            if not all(append.is_of(*(side.tail for side in self._layer.sides.values())) for append in self._appends.values()):
+                self._appends.clear()
+                changed = True
+            self._version = self._layer.version
+        self._write()
+        return changed
+
+    def settle(self) -> None:
+        """Learn how many tokens replays of a graph have added."""
+        if self._captured and not self._capturing:
+            self._layer.raw_tokens = int(self._lengths[0]) - self._layer.packed_tokens
+            if self._layer.raw_tokens > self._layer.room:
+                lost = self._layer.raw_tokens - self._layer.room
+                self._layer.raw_tokens = self._layer.room
+                raise OutOfBounds(
+                    f"{self._layer.name}: the raw tail has room for {self._layer.room} tokens, and replays of a graph added {lost} more, "
+                    "which are lost: call roll() at least once in a window of tokens"
+                )
+
+    @property
+    def _capturing(self) -> bool:
+        return self._lengths.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def _write(self) -> None:
+        layer = self._layer
+        with own_modes(layer.device):
+            self._packed.fill_(layer.packed_tokens)
+            self._lengths.fill_(layer.packed_tokens + layer.raw_tokens)
+
+    def _view(self) -> Layer:
+        """The layer with the whole buffers as its tails."""
+        sides = {name: side.with_tail(side.tail) for name, side in self._layer.sides.items()}
+        return Layer(sides["k"], sides["v"])
+
+    def _call(self, q: torch.Tensor, sink_logits: torch.Tensor | None, options: dict[str, Any]) -> GrowingCall | None:
+        from kvpack.attention import check_call
+        from kvpack.kernels.attend.growing import GrowingCall
+        from kvpack.kernels.attend.prepared import Options
+
+        view = self._view()
+        own = self._layer.layer()
+        check_call(q, own, sink_logits=sink_logits, **options)
+        if options["sliding_window"] is not None or not options["causal"] or not GrowingCall.takes(q, view):
+            return None
+        scale = options["scale"]
+        asked = Options(q.shape[3] ** -0.5 if scale is None else scale, True, options["softcap"], None, True, sink_logits is not None)
+        with own_modes(self._layer.device):
+            return GrowingCall(q, view, asked)

@@ -1,0 +1,122 @@
+"""Two lines in transformers: a KvpackCache of a model and a recipe, and generate."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import kvpack
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidRecipe
+from kvpack.integrations.transformers import KvpackCache, switch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 50}
+OPTIONS = {"do_sample": False, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def model() -> Any:
+    return qwen("sdpa")
+
+
+def qwen(attention: str) -> Any:
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(**SIZES, num_hidden_layers=3, bos_token_id=0, eos_token_id=None, attn_implementation=attention)
+    ).eval()
+
+
+def gemma() -> Any:
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        **SIZES, num_hidden_layers=4, sliding_window=32, query_pre_attn_scalar=16, bos_token_id=0, eos_token_id=None, pad_token_id=0
+    )
+    config._attn_implementation = "eager"
+    return Gemma2ForCausalLM(config).eval()
+
+
+def ids(batch: int, count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 50, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("make", [lambda: qwen("sdpa"), lambda: qwen("eager"), gemma], ids=["sdpa", "eager", "sliding windows, soft caps"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+def test_generates_what_the_model_does_when_nothing_is_lost(make: Any, options: dict[str, Any]) -> None:
+    model = make()
+    prompt = ids(1, 60)
+    expected = model.generate(prompt, max_new_tokens=90, **OPTIONS, **options)
+    with KvpackCache(model, "raw") as cache:
+        found = model.generate(prompt, past_key_values=cache, max_new_tokens=90, **OPTIONS, **options)
+        assert cache.packed.tokens == 149
+    assert found.tolist() == expected.tolist()
+
+
+def test_a_batch_is_packed_as_it_grows(model: Any) -> None:
+    with KvpackCache(model, "octopus-4") as cache:
+        found = model.generate(ids(3, 100), past_key_values=cache, max_new_tokens=80, **OPTIONS)
+    assert found.shape == (3, 180)
+    live, file = cache.live.freeze()[2].k, cache.packed[2].k
+    assert live is not None
+    assert file is not None
+    assert (live.packed_tokens, live.tail.shape[2]) == (128, 51)
+    assert (file.packed_tokens, file.tail.shape[2]) == (179, 0)
+
+
+def test_the_attention_comes_back(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """And other caches work meanwhile as they did."""
+    switch._told.clear()
+    prompt = ids(1, 30)
+    expected = model.generate(prompt, max_new_tokens=5, **OPTIONS)
+    with caplog.at_level(logging.WARNING, "kvpack"):
+        first, second = KvpackCache(model, "kivi-2"), KvpackCache(model, "octopus-3")
+    assert [record.message for record in caplog.records] == [
+        "the attention of Qwen2ForCausalLM is now \"kvpack\", for packed layers; plain tensors go to 'sdpa' as before, "
+        "which release() sets again"
+    ]
+    assert model.config._attn_implementation == "kvpack"
+    assert model.generate(prompt, max_new_tokens=5, **OPTIONS).tolist() == expected.tolist()
+    first.release()
+    assert model.config._attn_implementation == "kvpack"
+    second.release()
+    assert model.config._attn_implementation == "sdpa"
+    model.set_attn_implementation("kvpack")
+    KvpackCache(model, "kivi-2").release()
+    assert model.config._attn_implementation == "kvpack"
+
+
+def test_a_file_is_continued(model: Any, tmp_path: Path) -> None:
+    prompt = ids(1, 40)
+    with KvpackCache(model, "raw") as cache:
+        text = model.generate(prompt, past_key_values=cache, max_new_tokens=10, **OPTIONS)
+        kvpack.save(cache.packed, tmp_path / "text.kvpack")
+    expected = model.generate(text, max_new_tokens=10, **OPTIONS)
+    with KvpackCache.load(tmp_path / "text.kvpack", model) as cache:
+        assert cache.get_seq_length() == 49
+        assert model.generate(text, past_key_values=cache, max_new_tokens=10, **OPTIONS).tolist() == expected.tolist()
+    with KvpackCache.load(tmp_path / "text.kvpack", model) as cache, pytest.raises(InvalidParameter, match="has the id"):
+        model.generate(ids(1, 50, seed=9), past_key_values=cache, max_new_tokens=1, **OPTIONS)
+
+
+def test_what_a_cache_is_made_of(model: Any) -> None:
+    packed = kvpack.pack([(torch.zeros(1, 2, 4, 32),) * 2] * 3, "raw")
+    assert KvpackCache(model, packed).get_seq_length() == KvpackCache(packed, model).get_seq_length() == 4
+    for kind, text, call in [
+        (InvalidParameter, "needs what it is to hold: a recipe, such as 'octopus-3', or a packed cache", lambda: KvpackCache(model)),
+        (InvalidRecipe, "unknown word 'octopus-33'", lambda: KvpackCache(model, "octopus-33")),
+        (InvalidDtype, "is not a packed cache: write KvpackCache", lambda: KvpackCache(model, [])),
+        (InvalidParameter, "the cache has 3 layers", lambda: KvpackCache(gemma(), packed)),
+    ]:
+        with pytest.raises(kind, match=text):
+            call()

@@ -1,0 +1,297 @@
+"""The live cache holds what it was given, whatever is packed when, and attends it as an immutable cache of the same tokens is attended."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import kvpack
+from kvpack import LiveCache
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite, NotConsecutive, OutOfBounds
+
+from caches import random_pairs  # isort: skip
+from random_sides import exact  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RECIPES = [
+    "octopus-3",
+    "kivi-2",
+    "kivi-2;tail=64",
+    "kv=group:b=4,g=32,outliers=3,sinks=4,channel_scale=fp16",
+    "raw",
+    "k=raw;v=group:b=2,g=32",
+]
+
+
+def tokens(count: int, seed: int = 0, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = random_pairs(1, count, dims=(64, 64), batch=batch, seed=seed)[0]
+    return k.to(dtype), v.to(dtype)
+
+
+def queries(count: int, batch: int = 1) -> torch.Tensor:
+    return torch.randn(batch, 4, count, 64, generator=torch.Generator().manual_seed(7))
+
+
+def joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    return [torch.cat([part[side] for part in parts], 2) for side in range(2)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_tokens_are_those_given_in_whole_windows_packed(recipe: str) -> None:
+    live, parts = LiveCache(recipe, layers=1), []
+    for seed, count in enumerate([300, 1, 1, 40, 130, *[1] * 20, 500]):
+        parts.append(tokens(count, seed))
+        live.update(0, *parts[-1])
+        live.attend(0, queries(count))
+    cache = live.freeze()
+    whole = joined(parts)
+    held = cache[0].k
+    assert held is not None
+    assert live.tokens == cache.tokens == whole[0].shape[2]
+    window = 64 if "tail" in recipe else 128
+    assert held.tail.shape[2] < window
+    assert held.packed_tokens % window == 0
+    bound = 0.0 if recipe == "raw" else 0.8
+    for found, given in zip(cache[0].unpack(torch.bfloat16), whole, strict=True):
+        assert found is not None
+        assert (found.float() - given.float()).norm() <= bound * given.float().norm()
+        assert torch.equal(found[:, :, held.packed_tokens :], given[:, :, held.packed_tokens :])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_pass_sees_its_own_tokens_as_they_were_given(recipe: str) -> None:
+    live = LiveCache(recipe, layers=1)
+    given = tokens(300)
+    live.update(0, *given)
+    k, v = (x.float() for x in given)
+    expected = torch.nn.functional.scaled_dot_product_attention(queries(300), k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(live.attend(0, queries(300)), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_steps_are_attended_as_the_frozen_cache_is(recipe: str) -> None:
+    live = LiveCache.of(kvpack.pack(random_pairs(2, 200, dims=(64, 64)), recipe))
+    for step in range(150):
+        for layer in range(2):
+            live.update(layer, *tokens(1, step, dtype=torch.float32))
+        if step % 37 == 0:
+            live.roll()
+            found = live.attend(1, queries(1))
+            torch.testing.assert_close(found, kvpack.attend(queries(1), live.freeze()[1]), rtol=1e-4, atol=1e-4)
+
+
+def test_pages_are_shared_and_never_change(tmp_path: Path) -> None:
+    live = LiveCache("kv=group:b=4,g=32", layers=1)
+    live.update(0, *tokens(300))
+    live.attend(0, queries(1))
+    frozen = live.freeze()
+    before = frozen.unpack(torch.float32)
+    for step in range(400):
+        live.update(0, *tokens(1, step))
+    live.crop(200)
+    live.update(0, *tokens(260, 9))
+    live.roll()
+    for kept, now in zip(before[0], frozen.unpack(torch.float32)[0], strict=True):
+        assert torch.equal(kept, now)
+    kvpack.save(frozen, tmp_path / "frozen.kvpack")
+    again = LiveCache.of(kvpack.load(tmp_path / "frozen.kvpack"))
+    assert again.tokens == 300
+    assert torch.equal(again.attend(0, queries(1)), kvpack.attend(queries(1), frozen[0]))
+
+
+@pytest.mark.parametrize("count", [0, 5, 44, 45, 200, 300])
+def test_crop_keeps_the_first_tokens(count: int) -> None:
+    live = LiveCache("raw", layers=1)
+    live.update(0, *tokens(300))
+    live.crop(count)
+    assert live.tokens == 300 - count
+    live.update(0, *tokens(7, 1))
+    k, v = live.freeze()[0].unpack(torch.bfloat16)
+    for found, first, second in zip((k, v), tokens(300), tokens(7, 1), strict=True):
+        assert torch.equal(found, torch.cat([first[:, :, : 300 - count], second], 2))
+
+
+def test_rows_of_the_batch_are_selected_and_repeated() -> None:
+    live = LiveCache("raw", layers=1)
+    given = tokens(200, batch=3)
+    live.update(0, *given)
+    live.select([2, 0, 0, 1])
+    found = live.freeze()[0].unpack(torch.bfloat16)
+    for mine, own in zip(found, given, strict=True):
+        assert mine is not None
+        assert torch.equal(mine, own[[2, 0, 0, 1]])
+    with pytest.raises(OutOfBounds, match="row 4 was requested from a batch of 4"):
+        live.select([4])
+
+
+@pytest.mark.parametrize("recipe", ["raw", "kivi-2", "k=group:b=2,g=32;v=raw"])
+def test_a_sliding_layer_holds_its_window_and_little_more(recipe: str) -> None:
+    live, parts = LiveCache(recipe, layers=1, sliding_windows=[100]), []
+    for seed, count in enumerate([700, 3, *[1] * 300]):
+        parts.append(tokens(count, seed))
+        live.update(0, *parts[-1])
+        found = live.attend(0, queries(count), sliding_window=100)
+    layer = live.freeze()[0]
+    assert layer.seen == 1003
+    assert 100 <= layer.tokens <= 100 + 2 * 128
+    k, v = (x[:, :, -100:].float() for x in joined(parts))
+    if recipe == "raw":
+        expected = torch.nn.functional.scaled_dot_product_attention(queries(1), k, v, enable_gqa=True)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_sides_whose_tails_differ_go_on_together() -> None:
+    """A file may hold raw keys of a group that is not full, beside values that are all packed."""
+    cache = kvpack.pack(random_pairs(1, 64, dims=(64, 64)), "k=group:b=4,g=32,axis=token;v=group:b=4,g=32,axis=channel")
+    cache = cache.append([tokens(20, 3, dtype=torch.float32)])
+    assert cache[0].k is not None
+    assert cache[0].v is not None
+    assert (cache[0].k.tail.shape[2], cache[0].v.tail.shape[2]) == (20, 0)
+    live = LiveCache.of(cache)
+    live.update(0, *tokens(1, 5, dtype=torch.float32))
+    assert live.tokens == 85
+    frozen = live.freeze()
+    assert frozen.tokens == 85
+    q = queries(1)
+    assert (live.attend(0, q) - exact(q, frozen[0])).norm() < 1e-3
+
+
+def test_a_wider_dtype_is_kept_exactly() -> None:
+    live = LiveCache("octopus-3", layers=1)
+    live.update(0, *tokens(3))
+    wide = tokens(2, 1, dtype=torch.float32)
+    live.update(0, *wide)
+    k, _ = live.freeze()[0].unpack(torch.float32)
+    assert k is not None
+    assert torch.equal(k[:, :, 3:], wide[0])
+
+
+def test_a_copy_goes_on_by_itself() -> None:
+    live = LiveCache("kivi-2", layers=1)
+    live.update(0, *tokens(200))
+    other = copy.deepcopy(live)
+    other.update(0, *tokens(1, 1))
+    assert (live.tokens, other.tokens) == (200, 201)
+
+
+def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
+    live = LiveCache("kivi-2", layers=2)
+    k, v = tokens(150)
+    live.update(0, k, v)
+    live.update(1, k, v)
+    bad = k[:, :, :1].clone()
+    bad[0, 0, 0, 3] = math.nan
+    refused: list[tuple[type[Exception], str, Any]] = [
+        (OutOfBounds, "layer 2 is out of range: the cache has 2 layers", lambda: live.update(2, k, v)),
+        (InvalidShape, r"layers\[0\].k: shape .* does not continue a side", lambda: live.update(0, k[..., :32], v)),
+        (InvalidShape, "both sides get as many tokens", lambda: live.update(0, k, v[:, :, 1:])),
+        (InvalidShape, "the layer has a v side, and none was given", lambda: live.update(0, k, None)),
+        (InvalidDtype, r"layers\[0\].k: dtype torch.float64", lambda: live.update(0, k.double(), v.double())),
+        (NonFinite, r"layers\[0\].k: the value at batch 0, head 0, token 150, channel 3 is nan", lambda: live.update(0, bad, v[:, :, :1])),
+        (OutOfBounds, r"layers\[0\]: 151 tokens are to be dropped of 150 that it holds", lambda: live.crop(151)),
+        (InvalidShape, "q: shape", lambda: live.attend(0, queries(1)[..., :32])),
+        (InvalidParameter, "sliding_windows has 1 items, and the cache 2 layers", lambda: LiveCache("raw", layers=2, sliding_windows=[4])),
+        (InvalidParameter, "layers is 0", lambda: LiveCache("raw", layers=0)),
+        (OutOfBounds, "layer 0 holds no tokens: call update before attend", lambda: LiveCache("raw", layers=1).attend(0, queries(1))),
+    ]
+    for kind, text, call in refused:
+        with pytest.raises(kind, match=text):
+            call()
+    assert live.freeze().tokens == 150
+    live.update(0, k[:, :, :1], v[:, :, :1])
+    with pytest.raises(NotConsecutive, match=r"layers\[1\] ends at position 150"):
+        live.freeze()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("recipe", "batch"), [("kv=group:b=4,g=8;tail=8", 1), ("k=octahedral:b=2;v=scalar:b=4;tail=4", 2)])
+def test_steps_run_kernels_alone(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions are on the device, and a rolled window changes work but no launch."""
+    from kvpack.coding import dispatch
+
+    from interpreter import DEVICE, INTERPRETED  # isort: skip
+
+    if INTERPRETED:
+        monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    live = LiveCache(recipe, layers=1)
+    generator = torch.Generator().manual_seed(1)
+
+    def values(heads: int, count: int) -> torch.Tensor:
+        return torch.randn(batch, heads, count, 16, generator=generator)
+
+    live.update(0, values(2, 17).to(DEVICE), values(2, 17).to(DEVICE))
+    live.attend(0, values(4, 17).to(DEVICE))
+    changed = []
+    for step in range(10):
+        live.update(0, values(2, 1).to(DEVICE), values(2, 1).to(DEVICE))
+        q = values(4, 1)
+        found = live.attend(0, q.to(DEVICE)).cpu()
+        expected = exact(q, kvpack.Cache((live.layer(0),), recipe).to("cpu")[0])
+        assert (found - expected).norm() < 2e-3 * expected.norm()
+        if step in (6, 9):
+            changed.append(live.roll())
+    assert live._steps[0] is not None
+    assert changed[-1] is False
+    bad = torch.full((batch, 2, 1, 16), math.inf, device=DEVICE)
+    live.update(0, bad, bad)
+    with pytest.raises(NonFinite, match=r"layers\[0\]: a value added since the last roll is not finite"):
+        live.roll()
+
+
+@pytest.mark.cuda
+def test_a_graph_of_steps_is_replayed_across_windows() -> None:
+    live = LiveCache.of(kvpack.pack(random_pairs(1, 4096, dims=(128, 128)), "octopus-3").to("cuda"))
+    k, v = (torch.zeros(1, 2, 1, 128, device="cuda") for _ in "kv")
+    q = torch.randn(1, 4, 1, 128, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            live.update(0, k, v)
+            live.attend(0, q)
+    torch.cuda.current_stream().wait_stream(stream)
+
+    def captured() -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            live.update(0, k, v)
+            out = live.attend(0, q)
+        return graph, out
+
+    graph, out = captured()
+    given = []
+    for step in range(300):
+        k.copy_(torch.randn(k.shape, generator=torch.Generator().manual_seed(step)))
+        v.copy_(torch.randn(v.shape, generator=torch.Generator().manual_seed(1000 + step)))
+        given.append((k.clone(), v.clone()))
+        graph.replay()
+        if step % 100 == 99:
+            expected = kvpack.attend(q, live.layer(0))
+            assert (out - expected).norm() < 2e-3 * expected.norm()
+            if live.roll():
+                graph, out = captured()
+    assert live.tokens == 4096 + 3 + 300
+    tail = live.freeze()[0].k
+    assert tail is not None
+    count = tail.tail.shape[2]
+    assert torch.equal(tail.tail, torch.cat([pair[0] for pair in given[-count:]], 2))
+
+
+@pytest.mark.parametrize("recipe", ["octopus-3", "kivi-2;tail=64", "raw"])
+def test_tokens_come_in_and_out_of_inference_mode(recipe: str) -> None:
+    live = LiveCache(recipe, layers=1)
+    for step in range(200):
+        with torch.inference_mode(step % 3 == 0):
+            live.update(0, *tokens(1, step))
+            live.attend(0, queries(1))
+            if step == 99:
+                live.select([0, 0])
+                live.select([1])
+    live.update(0, *tokens(1, 200, dtype=torch.float32))
+    assert live.freeze().tokens == 201

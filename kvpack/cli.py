@@ -9,9 +9,9 @@ import os
 import sys
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from kvpack import KvpackError, RoundedWarning, __version__
+from kvpack import KvpackError, RoundedWarning, __version__, backends
 
 from .commands import bench, convert, demo, dense, inspect, recipes, store, tune, verify
 from .output import printable
@@ -26,10 +26,21 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 
 
+class _Version(argparse.Action):
+    """Shows the version and what runs on each kind of device: found out only when asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        print("\n".join([f"kvpack {__version__}", *(f"{device}: {words}" for device, words in backends().items())]))
+        parser.exit()
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     result = argparse.ArgumentParser(prog="kvpack", description="Compressed KV caches as files.", allow_abbrev=False)
-    result.add_argument("--version", action="version", version=f"kvpack {__version__}")
+    result.add_argument("--version", action=_Version, help="show the version and the kernels of each device, and exit")
     commands = result.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add(commands)

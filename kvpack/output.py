@@ -72,6 +72,11 @@ def bytes_text(count: int) -> str:
     return f"{count:,}"
 
 
+def counted(count: int, noun: str) -> str:
+    """``count`` with thousands separators and its noun, whose plural ends in s."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def printable(text: str) -> str:
     """Text from a file with every control character escaped, so that a terminal does not interpret it."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -34,6 +34,10 @@ class Shape(NamedTuple):
 SHAPE = Shape(1, 4, 65536, 128)
 
 RECIPES = (
+    "fp8",
+    "mxfp8",
+    "nvfp4",
+    "mxfp4",
     "kv=group:b=4,g=32",
     "kv=group:b=2,g=32",
     "oscar-2",

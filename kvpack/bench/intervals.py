@@ -23,6 +23,16 @@ def student_t(values: Sequence[float]) -> tuple[float, float] | None:
     return mean - half, mean + half
 
 
+def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether the mean of ``values`` is below that of ``others``, with which they are paired, by more than chance explains.
+
+    One pair tells nothing of chance: its difference counts as it is.
+    """
+    differences = [one - other for one, other in zip(values, others, strict=True)]
+    interval = student_t(differences)
+    return differences[0] < 0 if interval is None else interval[1] < 0
+
+
 @cache
 def t_quantile(freedom: int) -> float:
     """The t that Student's distribution with ``freedom`` degrees of freedom exceeds, in size, 5 % of the time.

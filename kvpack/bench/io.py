@@ -21,6 +21,7 @@ import kvpack
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import load_model, model_folder, transformers_library
 
+from . import io_device
 from .models import read_text, vocabulary
 
 if TYPE_CHECKING:
@@ -122,9 +123,17 @@ class _Clock:
 
 
 def run(
-    cache: Source, recipes: Sequence[str], *, repeats: int = 5, folder: str | None = None, progress: Progress | None = None
+    cache: Source,
+    recipes: Sequence[str],
+    *,
+    repeats: int = 5,
+    folder: str | None = None,
+    device: str = "cpu",
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure everything on ``cache`` and return JSON values: one row per operation.
+
+    With a CUDA ``device``, ``device_rows`` has the rows of ``io_device.run`` and nothing else is measured.
 
     A row's ``of_new_copy``, ``of_reused_copy`` and ``of_safetensors`` are ratios of speeds (above 1 is faster): to a copy of
     the bf16 cache into new memory, as encoding allocates, to a copy into existing memory, and to safetensors.
@@ -132,6 +141,13 @@ def run(
     """
     if repeats < 1:
         raise InvalidParameter(f"--repeats is {repeats}, expected an integer of at least 1")
+    if torch.device(device).type != "cpu":
+        return {
+            "source": cache.label,
+            "bf16_bytes": cache.nbytes,
+            "repeats": repeats,
+            **io_device.run(cache.pairs, recipes, device, repeats, folder, progress),
+        }
     clock = _Clock(repeats, 2 * _PEERS + 4 * len(recipes), progress)
     with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as temporary:
         dense, packed = os.path.join(temporary, "dense.safetensors"), os.path.join(temporary, "packed.kvpack")
@@ -200,10 +216,14 @@ def show(report: dict[str, Any]) -> None:
     """Print one table and the meaning of its columns."""
     from kvpack.output import bytes_text, print_table
 
+    if "device_rows" in report:
+        io_device.show(report)
+        return
+
     columns = [
         "what",
         "operation",
-        "bits a\nvalue",
+        "bits per\nvalue",
         "bytes\ntouched",
         "ms",
         "GB/s\nof bf16",

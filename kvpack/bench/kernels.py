@@ -1,7 +1,7 @@
 """kvpack bench kernels: attention over packed rows on a CUDA device, compared with the best bf16 attention in the same run.
 
 Times are of CUDA graphs that cycle over buffers larger together than the L2 cache: main kernel and merge, and also all of
-``attend``, which rotates the query before and the output after.
+``attend``, which rotates the query before; and of the same calls made by a program, one after the other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,24 +21,15 @@ from kvpack.attention import attention_kernels
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 
-from . import encode_kernels, kernels_picture, picture
-from .timing import graph_seconds, median_seconds
+from . import encode_kernels, kernels_picture, picture, query_kernels, unpack_kernels
+from .query_kernels import Shape
+from .timing import eager_seconds, graph_seconds, median_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvpack.cache.layer import Layer
     from kvpack.coding.encoding import Progress
-
-
-class Shape(NamedTuple):
-    """One decode step: sequences, query heads, KV heads, head dim and tokens."""
-
-    batch: int
-    q_heads: int
-    heads: int
-    dim: int
-    tokens: int
 
 
 SHAPES = {
@@ -50,6 +41,10 @@ SHAPES = {
 """The shapes by letter; A is that of the OCTOPUS paper's Table 7."""
 
 RECIPES = (
+    "fp8",
+    "mxfp8",
+    "nvfp4",
+    "mxfp4",
     "kv=group:b=4,g=32",
     "oscar-2",
     "k=group:b=2,g=64;v=group:b=2,g=128",
@@ -75,8 +70,11 @@ RECIPES = (
 SWEEP = Shape(1, 32, 8, 128, 0)
 SWEEP_TOKENS = tuple(1 << power for power in range(10, 19))
 
-PARTS = ("attention", "encode")
-"""The parts of the measurement: attention on every shape, and encoding on the shape of ``encode_kernels``."""
+PARTS = ("attention", "encode", "unpack", "queries")
+"""The parts of the measurement: attention on every shape, each of the others on one shape."""
+
+QUERIES_SHAPE = Shape(1, 32, 8, 128, 65536)
+"""The shape of many queries, if none is given for that part alone."""
 
 _COLD_BYTES = 150 << 20
 _MOST_COPIES = 64
@@ -126,10 +124,14 @@ def run(
         if progress:
             progress(done, len(every) + 1)
     encode = encode_kernels.run(recipes or encode_kernels.RECIPES) if "encode" in parts else None
+    unpack = unpack_kernels.run(recipes or unpack_kernels.RECIPES) if "unpack" in parts else None
+    shapes_of_queries = [shape for _, shape in named] if parts == ("queries",) and set(shapes) != set(SHAPES) else [QUERIES_SHAPE]
+    queries = [query_kernels.run(recipes or query_kernels.RECIPES, shape) for shape in shapes_of_queries if "queries" in parts]
     properties = torch.cuda.get_device_properties(0)
     report = {
         "device": properties.name, "torch": torch.__version__, "bytes_per_s": bandwidth,
         "shapes": tables[: len(named)], "sweep": tables[len(named) :], "encode": encode,
+        "unpack": unpack, "queries": queries,
     }  # fmt: skip
     if out is not None:
         _write(report, Path(out))
@@ -155,8 +157,10 @@ def _rows(shape: Shape, recipes: Sequence[str], bandwidth: float) -> list[dict[s
     for recipe in (kernels_picture.OWN_BF16, *recipes):
         rows.append(_row(q, kv, recipe))
         torch.cuda.empty_cache()
-    best = min(row["seconds"] for row in rows[: len(rows) - len(recipes)])
+    peers = rows[: len(rows) - len(recipes)]
+    best, best_eager = (min(row[name] for row in peers) for name in ("seconds", "eager_seconds"))
     for row in rows:
+        row["eager_of_bf16"] = row["eager_seconds"] / best_eager
         row["gb_per_s"] = row["bytes"] / row["seconds"] / 1e9
         row["of_floor"] = row["seconds"] / (row["bytes"] / bandwidth)
         row["of_bf16"] = row["seconds"] / best
@@ -173,11 +177,15 @@ def _peers(q: torch.Tensor, kv: list[torch.Tensor]) -> list[dict[str, Any]]:
     for name, backend in (("SDPA flash", SDPBackend.FLASH_ATTENTION), ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
         with sdpa_kernel(backend):
             try:
-                seconds = graph_seconds([partial(scaled_dot_product_attention, q, k, v, enable_gqa=True) for k, v in copies])
+                calls = [partial(scaled_dot_product_attention, q, k, v, enable_gqa=True) for k, v in copies]
+                seconds = graph_seconds(calls)
             except RuntimeError:
                 # This torch lacks the backend, or the backend does not take the shape.
                 continue
-        rows.append({"recipe": name, "bytes": size, "seconds": seconds, "whole_seconds": seconds, "error": None, "unpack_seconds": None})
+        rows.append({
+            "recipe": name, "bytes": size, "seconds": seconds, "whole_seconds": seconds, "eager_seconds": eager_seconds(calls),
+            "error": None, "unpack_seconds": None,
+        })  # fmt: skip
     return rows
 
 
@@ -187,17 +195,31 @@ def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]
     size = sum(stream.nbytes for side in layer.sides.values() for page in side.pages for stream in page.streams.values())
     if kernels is None:
         # Torch operations, which a graph cannot hold.
-        seconds = whole = median_seconds(lambda: kvpack.attend(q, layer))
+        seconds = whole = eager = median_seconds(lambda: kvpack.attend(q, layer))
     else:
-        arguments = (q.shape[-1] ** -0.5, True, None, None)
         layers = [layer, *(_copied(layer) for _ in range(_copies(size) - 1))]
-        calls = [kernels.prepare(q, each, *arguments) for each in layers]
-        seconds = graph_seconds([partial(kernels.attended, call) for call in calls])
-        whole = graph_seconds([partial(kernels.attend, q, each, *arguments) for each in layers])
+        seconds = graph_seconds([_after_rotation(q, each) for each in layers])
+        calls = [partial(kvpack.attend, q, each) for each in layers]
+        whole, eager = graph_seconds(calls), eager_seconds(calls)
     return {
         "recipe": recipe, "decoded_first": kernels is None, "bytes": size, "seconds": seconds, "whole_seconds": whole,
-        "error": _error(q, layer), "unpack_seconds": median_seconds(lambda: layer.unpack(torch.bfloat16)),
+        "eager_seconds": eager, "error": _error(q, layer), "unpack_seconds": median_seconds(lambda: layer.unpack(torch.bfloat16)),
     }  # fmt: skip
+
+
+def _after_rotation(q: torch.Tensor, layer: Layer) -> Callable[[], object]:
+    """What follows the rotation of the query in a call over ``layer``: the split kernels and the merge."""
+    from kvpack.kernels.attend import attention
+    from kvpack.kernels.attend.prepared import Options
+
+    prepared = attention.prepare(q, layer, Options(q.shape[-1] ** -0.5))
+    scratch = prepared.rotated(q)
+
+    def run() -> None:
+        prepared.attended(scratch)
+        prepared.merged(scratch)
+
+    return run
 
 
 def _copies(size: int) -> int:
@@ -237,10 +259,13 @@ def _write(report: dict[str, Any], folder: Path) -> None:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one table per shape and the meaning of its columns, then the table of encoding."""
+    """Print one table per shape and the meaning of its columns, then those of the other parts."""
     from kvpack.output import bytes_text, print_table
 
-    columns = ["recipe", "bytes read", "us", "us with\nrotations", "GB/s", "x byte\nfloor", "x best\nbf16", "relative\nerror", "unpack\nms"]
+    columns = [
+        "recipe", "bytes read", "us", "us with\nrotations", "us\neager", "GB/s", "x byte\nfloor",
+        "x best\nbf16", "eager x\nbest bf16", "relative\nerror", "unpack\nms",
+    ]  # fmt: skip
     for table in [*report["shapes"], *report["sweep"]]:
         rows = [
             [
@@ -248,9 +273,11 @@ def show(report: dict[str, Any]) -> None:
                 bytes_text(row["bytes"]),
                 f"{1e6 * row['seconds']:.1f}",
                 f"{1e6 * row['whole_seconds']:.1f}",
+                f"{1e6 * row['eager_seconds']:.1f}",
                 f"{row['gb_per_s']:.0f}",
                 f"{row['of_floor']:.2f}",
                 f"{row['of_bf16']:.3f}",
+                f"{row['eager_of_bf16']:.2f}",
                 "" if row["error"] is None else f"{row['error']:.1e}",
                 "" if row["unpack_seconds"] is None else f"{1e3 * row['unpack_seconds']:.2f}",
             ]
@@ -261,8 +288,13 @@ def show(report: dict[str, Any]) -> None:
     if report["shapes"] or report["sweep"]:
         print(f"\nThe byte floor is the bytes read at the speed of a copy, {report['bytes_per_s'] / 1e12:.2f} TB/s read and written.")
         print("Times are of the main kernel and the merge, cold: buffers in turn exceed the L2 cache; with rotations, of the whole call.")
+        print("Eager is the whole call as a program makes it, beside the faster SDPA called so.")
         print(
             "A recipe without a kernel is decoded first, and attended by torch: the time is of the whole call. The error is against fp64."
         )
     if report["encode"] is not None:
         encode_kernels.show(report["encode"], report["device"])
+    if report["unpack"] is not None:
+        unpack_kernels.show(report["unpack"], report["device"])
+    for table in report["queries"]:
+        query_kernels.show(table, report["device"])

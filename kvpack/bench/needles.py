@@ -28,10 +28,14 @@ _CHARACTERS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text with key lines in it, and the (question, value) of each line, all as bytes."""
+    """A text with key lines in it, and the (question, value) of each line, all as bytes.
+
+    ``depths`` says where each line begins, as a share of the text.
+    """
 
     text: bytes
     questions: tuple[tuple[bytes, bytes], ...]
+    depths: tuple[float, ...]
 
 
 def plant(text: bytes, generator: torch.Generator) -> Prompt:
@@ -46,7 +50,8 @@ def plant(text: bytes, generator: torch.Generator) -> Prompt:
     edges = [0, *places, len(kept)]
     parts = [kept[first:last] for first, last in pairwise(edges)]
     planted = parts[0] + b"".join(line + part for line, part in zip(lines, parts[1:], strict=True))
-    return Prompt(planted, tuple((b"\n[[key %s = " % key, value) for key, value in pairs))
+    depths = tuple((place + number * LINE_BYTES) / len(planted) for number, place in enumerate(places))
+    return Prompt(planted, tuple((b"\n[[key %s = " % key, value) for key, value in pairs), depths)
 
 
 def answers(model: Any, prompt: Prompt, cache: Callable[[], Any]) -> list[bool]:

@@ -25,7 +25,7 @@ from . import needles, picture
 from .models import OUTLIER_PAIRS, Text, make_twin, read_text, vocabulary
 from .sizes import check_size, positions, starts, window, window_ids, window_tokens
 from .summary import show, summary
-from .windows import Bf16Cache, Measured, measure, packed_file, prefill, read_exactly
+from .windows import Bf16Cache, Forgotten, Measured, measure, packed_file, prefill, read_exactly, read_forgotten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,9 +36,11 @@ __all__ = ["RECIPES", "Settings", "run", "show"]
 
 RECIPES = (
     "bf16",
+    "fp8",
     "turboangle-k8v4",
     "kivi-4",
     "octopus-4",
+    "nvfp4",
     "hqmq-s96-r4",
     "octopus-3",
     "octopus-3-scaled",
@@ -52,7 +54,7 @@ RECIPES = (
     "octopus-2",
     "turboquant-2",
 )
-"""The baseline and the papers' configurations, from most bits to fewest."""
+"""The baseline, what engines keep, and the papers' configurations, from most bits to fewest."""
 
 DEFAULT_TOKENS = 4096
 DEFAULT_SCORE = 512
@@ -157,40 +159,45 @@ class _Measurement:
     def run(self) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="kvpack-bench-") as folder:
             path = os.path.join(folder, "window.kvpack")
-            begun, exact_losses, measured = self._windows(path)
-            exact_answers, answers = self._needles(path)
-        return summary(begun, exact_losses, exact_answers, list(zip(self.recipes, measured, answers, strict=True)))
+            begun, exact_losses, forgotten, measured = self._windows(path)
+            depths, exact_answers, answers = self._needles(path)
+        recipes = list(zip(self.recipes, measured, answers, strict=True))
+        return summary(begun, exact_losses, forgotten, exact_answers, recipes, depths)
 
-    def _windows(self, path: str) -> tuple[list[int], list[float], list[list[Measured]]]:
+    def _windows(self, path: str) -> tuple[list[int], list[float], list[Forgotten], list[list[Measured]]]:
         exact_losses: list[float] = []
+        forgotten: list[Forgotten] = []
         measured: list[list[Measured]] = [[] for _ in self.recipes]
         size = window_ids(self.sizes.tokens, self.text)
         begun = starts(len(self.text.ids), size, self.sizes.windows, self.seed)
         for start in begun:
             exact = read_exactly(self.model, window(self.text, start, size), self.sizes.score)
             exact_losses.append(exact.loss)
+            forgotten.append(read_forgotten(self.model, exact))
             self._step()
             for recipe, rows in zip(self.recipes, measured, strict=True):
                 rows.append(measure(self.model, exact, recipe, path))
                 self._step()
-        return begun, exact_losses, measured
+        return begun, exact_losses, forgotten, measured
 
-    def _needles(self, path: str) -> tuple[list[bool], list[list[bool]]]:
+    def _needles(self, path: str) -> tuple[list[float], list[bool], list[list[bool]]]:
+        depths: list[float] = []
         exact_answers: list[bool] = []
         found: list[list[bool]] = [[] for _ in self.recipes]
         if not self.sizes.needles:
-            return exact_answers, found
+            return depths, exact_answers, found
         generator = torch.Generator().manual_seed(self.seed)
         size = self.sizes.tokens - needles.QUESTION_TOKENS - len(self.text.start)
         for start in starts(len(self.text.ids), size, self.sizes.needles, self.seed + 1):
             prompt = needles.plant(bytes(self.text.ids[start : start + size]), generator)
+            depths += prompt.depths
             pairs = prefill(self.model, torch.tensor([[*self.text.start, *prompt.text]]))
             exact_answers += needles.answers(self.model, prompt, partial(transformers_library().DynamicCache, pairs))
             self._step()
             for recipe, right in zip(self.recipes, found, strict=True):
                 right += needles.answers(self.model, prompt, partial(Bf16Cache, packed_file(pairs, recipe, path)))
                 self._step()
-        return exact_answers, found
+        return depths, exact_answers, found
 
     def _step(self) -> None:
         self.done += 1

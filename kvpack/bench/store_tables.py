@@ -25,7 +25,7 @@ def show(report: dict[str, Any]) -> None:
                 _row(f"{name} among {most['entries']:,} entries, of {fewest['entries']:,}", most[us] / fewest[us], FLAT_TARGET, " x", False)
                 for name, us in (("put", "put_us"), ("match", "match_us"), ("get", "get_us"))
             ),
-            ["bytes stored a token", bytes_text(round(load["bytes_per_token"])), "", ""],
+            ["bytes stored per token", bytes_text(round(load["bytes_per_token"])), "", ""],
             ["bytes per token of bf16 safetensors", bytes_text(round(load["safetensors_bytes_per_token"])), "", ""],
         ],
     )
@@ -48,8 +48,8 @@ def show(report: dict[str, Any]) -> None:
         ["entries", "put", "match", "get"],
         [[f"{row['entries']:,}", *(f"{row[f'{name}_us']:.0f}" for name in ("put", "match", "get"))] for row in report["entries"]],
     )
-    print("load maps the files, checks every digest and makes the pages; a plain read copies them into new memory. Both keep it all.")
-    print("The read with a digest keeps none, so that one file's memory serves for the next.")
+    print("load maps the files, checks every digest and makes the pages; a plain read copies the files to new memory. Both keep all of it.")
+    print("The read with a digest keeps nothing: each file reuses the memory of the one before.")
 
 
 def _row(what: str, measured: float, target: float, unit: str, more: bool) -> list[str]:

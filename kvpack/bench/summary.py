@@ -8,44 +8,81 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from kvpack.coding.recipes import parse_recipe
-from kvpack.output import print_table
+from kvpack.output import counted, print_table
 
-from .intervals import CONFIDENCE, student_t, wilson
+from .intervals import CONFIDENCE, significantly_less, student_t, wilson
+from .windows import KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .windows import Measured
+    from .windows import Forgotten, Measured
 
 CHECKED_DIM = 128
+
+_SMALLEST = 1e-12
+
+DEPTHS = 4
+"""Equal parts of a prompt: the recall of needles is told for each."""
 
 
 def summary(
     starts: Sequence[int],
     exact_losses: Sequence[float],
+    forgotten: Sequence[Forgotten],
     exact_answers: Sequence[bool],
     recipes: Sequence[tuple[str, Sequence[Measured], Sequence[bool]]],
+    depths: Sequence[float],
 ) -> dict[str, Any]:
     """The report's results as JSON values, the recipes from most bits in the file to fewest.
 
-    The difference of log-perplexity is paired by window; its interval is Student's t over the windows' means.
+    Differences are paired by window; intervals are Student's t over the windows' means. ``depths`` are those of the answers' needles.
     """
     exact_loss = fmean(exact_losses)
-    rows = [_row(recipe, measured, exact_losses, answers) for recipe, measured, answers in recipes]
+    rows = [_row(recipe, measured, exact_losses, answers, depths) for recipe, measured, answers in recipes]
+    mark_front(rows)
     return {
         "confidence": CONFIDENCE,
         "uncompressed": {
             "perplexity": math.exp(exact_loss),
-            "needles": _recall(exact_answers),
+            "needles": _recall(exact_answers, depths),
             "windows": [{"start": start, "log_perplexity": loss} for start, loss in zip(starts, exact_losses, strict=True)],
         },
+        "forgotten": {"kept_tokens": KEPT, **_predicted(forgotten, exact_losses), "windows": [asdict(window) for window in forgotten]},
         "recipes": sorted(rows, key=lambda row: -row["bits_per_value"]),
     }
 
 
-def _row(recipe: str, measured: Sequence[Measured], exact_losses: Sequence[float], answers: Sequence[bool]) -> dict[str, Any]:
-    losses = [window.log_perplexity for window in measured]
-    differences = [loss - exact for loss, exact in zip(losses, exact_losses, strict=True)]
+def mark_front(rows: Sequence[dict[str, Any]]) -> None:
+    """Set ``on_front`` in every row: whether it is on the Pareto front of bits and KL divergence.
+
+    The cheapest recipe is, and then each that is better than the last one on the front by more than chance explains: its divergence
+    is a smaller part of the other's in the windows, on a logarithmic scale, which windows of large divergence do not rule.
+    """
+    front: list[list[float]] = []
+    for row in sorted(rows, key=lambda row: (row["bits_per_value"], row["kl_divergence"])):
+        logarithms = [math.log(max(window["kl_divergence"], _SMALLEST)) for window in row["windows"]]
+        row["on_front"] = not front or significantly_less(logarithms, front[-1])
+        if row["on_front"]:
+            front.append(logarithms)
+
+
+def _predicted(windows: Sequence[Forgotten | Measured], exact_losses: Sequence[float]) -> dict[str, Any]:
+    """What the predictions in ``windows`` come to."""
+    differences = [window.log_perplexity - exact for window, exact in zip(windows, exact_losses, strict=True)]
+    divergences = [window.kl_divergence for window in windows]
+    return {
+        "perplexity": math.exp(fmean(window.log_perplexity for window in windows)),
+        "log_perplexity_difference": fmean(differences),
+        "log_perplexity_difference_interval": student_t(differences),
+        "kl_divergence": fmean(divergences),
+        "kl_divergence_interval": student_t(divergences),
+    }
+
+
+def _row(
+    recipe: str, measured: Sequence[Measured], exact_losses: Sequence[float], answers: Sequence[bool], depths: Sequence[float]
+) -> dict[str, Any]:
     by_layer = {
         name: [fmean(values) for values in zip(*(getattr(window, name) for window in measured), strict=True)]
         for name in ("k_cosine", "v_cosine", "attention_error")
@@ -55,12 +92,9 @@ def _row(recipe: str, measured: Sequence[Measured], exact_losses: Sequence[float
         "family": family(recipe),
         "bits_per_value": 8 * sum(window.bytes for window in measured) / sum(window.values for window in measured),
         "nominal_bits": fmean(window.nominal_bits for window in measured),
-        "perplexity": math.exp(fmean(losses)),
-        "log_perplexity_difference": fmean(differences),
-        "log_perplexity_difference_interval": student_t(differences),
-        "kl_divergence": fmean(window.kl_divergence for window in measured),
+        **_predicted(measured, exact_losses),
         **{name: fmean(values) for name, values in by_layer.items()},
-        "needles": _recall(answers),
+        "needles": _recall(answers, depths),
         "encode_seconds": median(window.encode_seconds for window in measured),
         "load_seconds": median(window.load_seconds for window in measured),
         "by_layer": by_layer,
@@ -73,31 +107,35 @@ def family(recipe: str) -> str:
     return parse_recipe(recipe).codec(1, 3, "k", CHECKED_DIM).id
 
 
-def _recall(answers: Sequence[bool]) -> dict[str, Any] | None:
+def _recall(answers: Sequence[bool], depths: Sequence[float]) -> dict[str, Any] | None:
     if not answers:
         return None
-    return {"right": sum(answers), "asked": len(answers), "interval": wilson(sum(answers), len(answers)), "answers": list(answers)}
+    parts: list[list[bool]] = [[] for _ in range(DEPTHS)]
+    for answer, depth in zip(answers, depths, strict=True):
+        parts[int(depth * DEPTHS)].append(answer)
+    by_depth = [{"from": number / DEPTHS, "to": (number + 1) / DEPTHS, **_counts(part)} for number, part in enumerate(parts)]
+    return {**_counts(answers), "answers": list(answers), "depths": list(depths), "by_depth": by_depth}
+
+
+def _counts(answers: Sequence[bool]) -> dict[str, Any]:
+    return {"right": sum(answers), "asked": len(answers), "interval": wilson(sum(answers), len(answers)) if answers else None}
 
 
 def show(report: dict[str, Any]) -> None:
     """Print one table and the meaning of its columns."""
     exact, settings = report["uncompressed"], report["settings"]
     columns = [
-        "what", "bits a\nvalue", "nominal\nbits", "perplexity", "change of\nits log", "95 %\n+-", "KL\n(nats)",
+        "recipe", "bits per\nvalue", "nominal\nbits", "perplexity", "change in log\nperplexity", "95 %\n+-", "KL\n(nats)", "95 %\n+-",
         "K\ncosine", "V\ncosine", "attention\nerror", "needles\nright", "95 %\ninterval", "encode\ns", "load\nms",
     ]  # fmt: skip
-    rows = [["uncompressed", "32.00", "", f"{exact['perplexity']:.4f}", *[""] * 6, *_recall_cells(exact["needles"]), "", ""]]
+    rows = [["uncompressed", "32.00", "", f"{exact['perplexity']:.4f}", *[""] * 7, *_recall_cells(exact["needles"]), "", ""]]
     for row in report["recipes"]:
-        interval = row["log_perplexity_difference_interval"]
         rows.append(
             [
                 row["recipe"],
                 f"{row['bits_per_value']:.2f}",
                 f"{row['nominal_bits']:.2f}",
-                f"{row['perplexity']:.4f}",
-                f"{row['log_perplexity_difference']:+.5f}",
-                "" if interval is None else f"{(interval[1] - interval[0]) / 2:.5f}",
-                f"{row['kl_divergence']:.5f}",
+                *_predicted_cells(row),
                 f"{row['k_cosine']:.5f}",
                 f"{row['v_cosine']:.5f}",
                 f"{row['attention_error']:.4f}",
@@ -106,16 +144,45 @@ def show(report: dict[str, Any]) -> None:
                 f"{1000 * row['load_seconds']:.1f}",
             ]
         )
+    rows.append(["past forgotten", "0.00", "", *_predicted_cells(report["forgotten"]), *[""] * 7])
     twin = report["twin"]
     name = report["model"] if twin is None else f"{report['model']}, its twin with key channels x {twin['factor']:g}"
-    sizes = f"{settings['windows']} windows of {settings['tokens']:,} tokens, the last {settings['score']:,} scored"
+    sizes = f"{counted(settings['windows'], 'window')} of {settings['tokens']:,} tokens, the last {settings['score']:,} scored"
     print_table(f"{name}, {report['text']}: {sizes}", columns, rows)
     print("The tokens before the scored ones are packed, saved and loaded; the scored ones are appended and packed by the cache.")
-    print("bits: every byte of a window's file. Perplexity a token; the change of its log is paired by window, with Student's t over them.")
-    print("KL: of the next token, uncompressed || packed. Attention error: relative, of a layer with exact input, mean over the layers.")
-    print("Encode and load: seconds and milliseconds for the tokens before the scored ones, median of the windows.")
+    print("Bits per value count every byte of a window's file. Perplexity is per token.")
+    print("The change in its log is paired by window; its interval is Student's t over the windows.")
+    print("KL is KL(uncompressed || packed) of the next token, in nats.")
+    print(f"Past forgotten: the scored tokens are read over the first {report['forgotten']['kept_tokens']} tokens alone.")
+    print("Attention error is the relative error of a layer with exact input, averaged over layers.")
+    print("Encode and load are the median times for the tokens before the scored ones.")
     if exact["needles"] is not None:
-        print(f"Needles: {exact['needles']['asked']} questions in {settings['needles']} prompts, Wilson's interval.")
+        _show_needles(report)
+
+
+def _show_needles(report: dict[str, Any]) -> None:
+    """Print the recall by depth."""
+    named = [("uncompressed", report["uncompressed"]["needles"]), *((row["recipe"], row["needles"]) for row in report["recipes"])]
+    columns = ["recipe", *(f"{100 * part['from']:.0f} to {100 * part['to']:.0f} %" for part in named[0][1]["by_depth"])]
+    rows = [[name, *(f"{part['right']} of {part['asked']}" for part in recall["by_depth"])] for name, recall in named]
+    asked, prompts = named[0][1]["asked"], counted(report["settings"]["needles"], "prompt")
+    print_table("needles found, by depth in the prompt", columns, rows)
+    print(f"Needles: {asked} questions in {prompts}, with Wilson's interval.")
+
+
+def _predicted_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    changes, divergences = (row[f"{name}_interval"] for name in ("log_perplexity_difference", "kl_divergence"))
+    return (
+        f"{row['perplexity']:.4f}",
+        f"{row['log_perplexity_difference']:+.5f}",
+        _half(changes),
+        f"{row['kl_divergence']:.5f}",
+        _half(divergences),
+    )
+
+
+def _half(interval: Sequence[float] | None) -> str:
+    return "" if interval is None else f"{(interval[1] - interval[0]) / 2:.5f}"
 
 
 def _recall_cells(recall: dict[str, Any] | None) -> tuple[str, str]:

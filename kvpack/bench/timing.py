@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _CALLS_A_GRAPH = 12
+_EAGER_CALLS = 100
 _REPLAYS = 7
+_CALLS_IN_A_ROW = 10
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
@@ -37,6 +40,21 @@ def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
     return statistics.median(seconds)
 
 
+def eager_seconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Seconds of one call as a program makes it, of many in turn: the longer of the host's time and the device's."""
+    rounds = max(1, _EAGER_CALLS // len(calls))
+    seconds = []
+    for _ in range(_REPLAYS + 1):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            for call in calls:
+                call()
+        torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - begin) / (rounds * len(calls)))
+    return statistics.median(seconds[1:])
+
+
 def _elapsed(call: Callable[[], object]) -> float:
     """Seconds that the device works on ``call``."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -50,3 +68,14 @@ def _elapsed(call: Callable[[], object]) -> float:
 def median_seconds(call: Callable[[], object]) -> float:
     """The median of three times after a warm-up call."""
     return statistics.median([_elapsed(call) for _ in range(4)][1:])
+
+
+def repeated_seconds(call: Callable[[], object]) -> float:
+    """Seconds of one of several calls in a row, of the device or, if it is slower, the host: the median of three runs after a warm-up."""
+
+    def run() -> None:
+        for _ in range(_CALLS_IN_A_ROW):
+            call()
+
+    call()
+    return statistics.median([_elapsed(run) for _ in range(4)][1:]) / _CALLS_IN_A_ROW

@@ -23,6 +23,9 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 QUERIES = 128
 """The newest queries of a window, on which the attention's error is measured."""
 
+KEPT = 4
+"""The first tokens, on which models rest attention that they need nowhere else: they stay when the past is forgotten."""
+
 _ROWS = 64
 """The number of positions whose distributions are compared at once."""
 
@@ -90,6 +93,14 @@ class Predicted:
 
 
 @dataclass(frozen=True)
+class Forgotten:
+    """The model's predictions without a window's past."""
+
+    log_perplexity: float
+    kl_divergence: float
+
+
+@dataclass(frozen=True)
 class Measured:
     """The results of one recipe in a window; errors are one number per layer."""
 
@@ -128,6 +139,19 @@ def read_exactly(model: Any, tokens: torch.Tensor, score: int) -> Exact:
     seen = dict(_recorder.layers)
     _recorder.layers.clear()
     return Exact(tokens, prefix, pairs, log_probabilities, loss, seen)
+
+
+def read_forgotten(model: Any, exact: Exact, kept: int = KEPT) -> Forgotten:
+    """Read the scored tokens of a window, at their own positions, over its first ``kept`` tokens alone: the past is forgotten."""
+    cache = DynamicCache([(k[:, :, :kept].clone(), v[:, :, :kept].clone()) for k, v in exact.first])
+    tokens = exact.tokens[:, exact.prefix : -1]
+    positions = torch.arange(exact.prefix, exact.prefix + tokens.shape[1])[None]
+    model.set_attn_implementation("kvpack")
+    with torch.inference_mode():
+        logits = model(tokens, past_key_values=cache, position_ids=positions).logits[0]
+        log_probabilities = functional.log_softmax(logits.float(), -1)
+    loss = functional.nll_loss(log_probabilities, exact.tokens[0, exact.prefix + 1 :]).item()
+    return Forgotten(loss, _divergence(exact.log_probabilities, log_probabilities))
 
 
 def packed_file(pairs: Pairs, recipe: str, path: str) -> Cache:

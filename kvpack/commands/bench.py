@@ -10,52 +10,74 @@ if TYPE_CHECKING:
     import argparse
 
 
+MODEL_HELP = "the folder of a transformers causal language model; without a tokenizer, its tokens are bytes (default: the demo's model)"
+TEXT_HELP = "the text that the model reads (default: the demo's text)"
+
+
 def add(commands: Any) -> None:
     """Add ``bench`` to the command line."""
     parser = commands.add_parser("bench", help="measure on this machine", description="Measure kvpack on this machine.")
     kinds = parser.add_subparsers(title="measurements", metavar="WHAT", required=True)
     io = kinds.add_parser(
         "io",
-        help="encode, save, load and unpack, beside safetensors and a memory copy",
-        description="Time encode, save, load and unpack on one KV cache, beside safetensors and a memory copy.",
+        help="encode, save, load and unpack, compared with safetensors and a memory copy",
+        description="Time encode, save, load and unpack on one KV cache, and compare them with safetensors and a memory copy.",
     )
     source = io.add_mutually_exclusive_group()
-    source.add_argument("--model", metavar="DIR", help="take the KV cache of this transformers model")
+    source.add_argument("--model", metavar="DIR", help="measure the KV cache of this model (default with --text: the demo's)")
     source.add_argument(
         "--synthetic",
         metavar="LxBxHxTxD",
-        help="take Gaussian values: layers x batch x heads x tokens x dim (default: 8x1x8x4096x128)",
+        help="measure Gaussian values: layers x batch x heads x tokens x dim (default: 8x1x8x4096x128)",
     )
-    io.add_argument("--text", metavar="FILE", help="the model's input (default: the demo's text; its model without --model)")
-    io.add_argument("--tokens", type=int, metavar="N", help="of the model's input (default: 4096, or what the text has)")
+    io.add_argument("--text", metavar="FILE", help="the model's input (default: the demo's text)")
+    io.add_argument("--tokens", type=int, metavar="N", help="tokens of the model's input (default: 4096, or all of a shorter text)")
     io.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: one per family)")
-    io.add_argument("--repeats", type=int, default=5, metavar="N", help="timings whose median is reported (default: 5)")
+    io.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
     io.add_argument("--folder", metavar="DIR", help="write the files here (default: a temporary folder)")
+    io.add_argument(
+        "--device",
+        default="cpu",
+        metavar="DEVICE",
+        help="cuda: load to this device and save from it, beside a pinned copy and a write of the same bytes (default: cpu)",
+    )
     add_json(io)
     io.set_defaults(run=run_io)
     _add_quality(kinds)
     _add_fidelity(kinds)
+    _add_attend(kinds)
     _add_kernels(kinds)
     _add_overview(kinds)
     _add_store(kinds)
+    _add_serve(kinds)
 
 
 def _add_quality(kinds: Any) -> None:
     quality = kinds.add_parser(
         "quality",
-        help="what packing costs a model: perplexity, divergence, errors, recall",
+        help="the quality that packing costs a model: perplexity, divergence, errors, recall",
         description="Run a model over packed files of its own KV caches, and compare it with itself over the uncompressed cache.",
     )
-    quality.add_argument("--model", metavar="DIR", help="a transformers causal language model; bytes are tokens without a tokenizer")
-    quality.add_argument("--text", metavar="FILE", help="the text that it reads (default: the demo's text; its model without --model)")
+    quality.add_argument("--model", metavar="DIR", help=MODEL_HELP)
+    quality.add_argument("--text", metavar="FILE", help=TEXT_HELP)
     quality.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: the papers')")
-    quality.add_argument("--tokens", type=int, metavar="N", help="of a window (default: 4096, or what the model and the text have)")
-    quality.add_argument("--score", type=int, metavar="N", help="the window's last tokens, scored over what is packed (default: 512)")
-    quality.add_argument("--windows", type=int, metavar="N", help="of the text (default: 12, or what the text has)")
-    quality.add_argument("--needles", type=int, metavar="N", help="prompts with 5 needles, for models of bytes (default: 8 or what fits)")
-    quality.add_argument("--twin", type=float, metavar="C", help="multiply two pairs of key channels a head by C, the function unchanged")
-    quality.add_argument("--seed", type=int, default=0, metavar="N", help="of the windows, the needles and the twin (default: 0)")
-    quality.add_argument("--out", metavar="DIR", help="write the picture and the report here: quality.png, quality.svg, quality.json")
+    quality.add_argument("--tokens", type=int, metavar="N", help="tokens per window (default: 4096, or fewer if they do not fit)")
+    quality.add_argument("--score", type=int, metavar="N", help="score the last N tokens of each window (default: 512)")
+    quality.add_argument("--windows", type=int, metavar="N", help="windows of the text (default: 12, or as many as fit)")
+    quality.add_argument(
+        "--needles", type=int, metavar="N", help="prompts with 5 needles each, for byte-level models (default: 8, or as many as fit)"
+    )
+    quality.add_argument(
+        "--twin",
+        type=float,
+        metavar="C",
+        help="measure a twin of the model: the keys of two channel pairs per head are C times as large, the queries 1/C times",
+    )
+    quality.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the windows, the needles and the twin (default: 0)")
+    quality.add_argument(
+        "--norm-rules", action="store_true", help="compare KL with and without norm_rule=norm, for every preset that it changes"
+    )
+    quality.add_argument("--out", metavar="DIR", help="write quality.json, quality.png and quality.svg here")
     add_json(quality)
     quality.set_defaults(run=run_quality)
 
@@ -64,30 +86,49 @@ def _add_fidelity(kinds: Any) -> None:
     fidelity = kinds.add_parser(
         "fidelity",
         help="the papers' own figures, measured and published",
-        description="Measure the papers' errors, rates and ablations with the codecs on packed streams, beside the published figures.",
+        description="Measure the papers' errors, rates and ablations on packed streams, and compare them with the published figures.",
     )
     papers = ("octopus", "hqmq", "turboangle", "oscar")
     fidelity.add_argument("--only", action="append", choices=papers, help="one paper's figures; may be repeated (default: all)")
-    fidelity.add_argument("--seed", type=int, default=0, metavar="N", help="of the keys and the rotations (default: 0)")
-    fidelity.add_argument("--quick", action="store_true", help="fewer keys and seeds: seconds, and more scatter")
+    fidelity.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the keys and the rotations (default: 0)")
+    fidelity.add_argument("--quick", action="store_true", help="use fewer keys and seeds: takes seconds, with more scatter")
     add_json(fidelity)
     fidelity.set_defaults(run=run_fidelity)
+
+
+def _add_attend(kinds: Any) -> None:
+    attend = kinds.add_parser(
+        "attend",
+        help="attention over packed rows on the CPU, compared with bf16 and float32",
+        description="Time one query over packed rows on the CPU in one thread, compared with matrix products and SDPA over dense rows.",
+    )
+    attend.add_argument(
+        "--tokens",
+        type=int,
+        action="append",
+        metavar="N",
+        help="a number of tokens to measure at; may be repeated (default: 1024, 16384 and 65536)",
+    )
+    attend.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: nine presets)")
+    attend.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
+    add_json(attend)
+    attend.set_defaults(run=run_attend)
 
 
 def _add_kernels(kinds: Any) -> None:
     kernels = kinds.add_parser(
         "kernels",
-        help="attention over packed rows on a CUDA device, beside the best bf16 attention; encoding and unpacking",
-        description="Time a decode step over packed rows on a CUDA device, beside SDPA and kvpack's own attention over bf16, "
-        "and encoding and unpacking, beside a copy.",
+        help="attention over packed rows on a CUDA device, compared with the best bf16 attention; encoding and unpacking",
+        description="Time a decode step over packed rows on a CUDA device, compared with SDPA and kvpack's own attention over bf16, "
+        "and encoding and unpacking, compared with a copy.",
     )
     kernels.add_argument("--shape", action="append", metavar="SHAPE", help="A, B, C, D or BxHqxHkvxDxT; may be repeated (default: all)")
     kernels.add_argument(
         "--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: one per codec)"
     )
-    kernels.add_argument("--only", choices=("attention", "encode"), help="measure this part alone")
+    kernels.add_argument("--only", choices=("attention", "encode", "unpack", "queries"), help="measure only this part")
     kernels.add_argument("--sweep", action="store_true", help="measure contexts of 1,024 to 262,144 tokens as well")
-    kernels.add_argument("--out", metavar="DIR", help="write the report, and the picture of the sweep, here: kernels.json, .png, .svg")
+    kernels.add_argument("--out", metavar="DIR", help="write kernels.json here and, with --sweep, kernels.png and kernels.svg")
     add_json(kernels)
     kernels.set_defaults(run=run_kernels)
 
@@ -98,23 +139,70 @@ def _add_overview(kinds: Any) -> None:
         help="draw the reports of quality and kernels as one picture",
         description="Draw overview.svg from the quality.json and kernels.json that bench quality and bench kernels --sweep wrote.",
     )
-    overview.add_argument("folder", metavar="DIR", help="the folder of the reports, which gets the picture")
+    overview.add_argument("folder", metavar="DIR", help="the folder that holds the reports; the picture is written there")
     add_json(overview)
     overview.set_defaults(run=run_overview)
+
+
+def _add_serve(kinds: Any) -> None:
+    serve = kinds.add_parser(
+        "serve",
+        help="a model's decode step, its first token after a stored prefix, and its memory, compared with transformers' caches",
+        description="Time a model of a known shape with random weights: decode steps, eager and in a CUDA graph, and the first token "
+        "after a prefix, recomputed or from files; on a CPU, a small model.",
+    )
+    serve.add_argument("--shape", metavar="SHAPE", help="llama-3-8b, qwen3-4b or small (default: llama-3-8b, on a CPU small)")
+    serve.add_argument("--layers", type=int, metavar="N", help="use N of the layers of the shape")
+    serve.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: three)")
+    serve.add_argument(
+        "--decode", action="append", metavar="BxT", help="decode a batch of B after T tokens; may be repeated (default: several)"
+    )
+    serve.add_argument("--prefix", action="append", type=int, metavar="T", help="a stored prefix of T tokens; may be repeated")
+    serve.add_argument("--folder", metavar="DIR", help="write the files here (default: a temporary folder)")
+    serve.add_argument("--out", metavar="DIR", help="write serve.json here")
+    add_json(serve)
+    serve.set_defaults(run=run_serve)
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    """Run ``bench serve``. Raises InvalidParameter for a batch and tokens that are not two numbers."""
+    from kvpack.bench import serve
+    from kvpack.formats.errors import InvalidParameter
+
+    contexts = None
+    if arguments.decode is not None:
+        contexts = []
+        for text in arguments.decode:
+            batch, _, tokens = text.partition("x")
+            if not (batch.isdecimal() and tokens.isdecimal()):
+                raise InvalidParameter(f"--decode is {text!r}, expected a batch and tokens, such as 8x16384")
+            contexts.append((int(batch), int(tokens)))
+    with progress("bench serve", arguments) as callback:
+        report = serve.run(
+            arguments.shape, arguments.recipe, contexts, arguments.prefix, arguments.layers, arguments.folder, arguments.out, callback
+        )
+    print_report(report, serve.show, arguments)
+    return 0
 
 
 def _add_store(kinds: Any) -> None:
     store = kinds.add_parser(
         "store",
         help="match, load, put and get on a prefix store",
-        description="Time match, load, put and get on a prefix store, beside plain reads and a store of bf16 safetensors.",
+        description="Time match, load, put and get on a prefix store, compared with plain reads and a store of bf16 safetensors files.",
     )
-    store.add_argument("--recipe", default="octopus-3", metavar="RECIPE", help="of what is stored (default: octopus-3)")
-    store.add_argument("--layers", type=int, default=32, metavar="N", help="of what is loaded, 8 heads of dim 128 (default: 32)")
-    store.add_argument("--chunks", type=int, default=16, metavar="N", help="of 256 tokens that are loaded (default: 16)")
-    store.add_argument("--entries", type=int, action="append", metavar="N", help="a size to measure at (default: 1000, 10000, 100000)")
-    store.add_argument("--repeats", type=int, default=5, metavar="N", help="timings whose median is reported (default: 5)")
-    store.add_argument("--folder", metavar="DIR", help="put the stores here (default: a temporary folder)")
+    store.add_argument("--recipe", default="octopus-3", metavar="RECIPE", help="the recipe of the stored caches (default: octopus-3)")
+    store.add_argument("--layers", type=int, default=32, metavar="N", help="layers, each of 8 heads of dim 128 (default: 32)")
+    store.add_argument("--chunks", type=int, default=16, metavar="N", help="chunks of 256 tokens to load (default: 16)")
+    store.add_argument(
+        "--entries",
+        type=int,
+        action="append",
+        metavar="N",
+        help="a number of entries to measure at; may be repeated (default: 1000, 10000 and 100000)",
+    )
+    store.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
+    store.add_argument("--folder", metavar="DIR", help="create the stores here (default: a temporary folder)")
     add_json(store)
     store.set_defaults(run=run_store)
 
@@ -151,6 +239,7 @@ def run_io(arguments: argparse.Namespace) -> int:
             recipes,
             repeats=arguments.repeats,
             folder=arguments.folder,
+            device=arguments.device,
             progress=callback,
         )
     print_report(report, io.show, arguments)
@@ -161,26 +250,20 @@ def run_quality(arguments: argparse.Namespace) -> int:
     """Measure, print one table and write the picture."""
     from kvpack.models import transformers_library
 
-    # Refuses with a message where transformers is missing; what follows imports it.
+    # Refuses with a message where transformers is missing: the next line imports it.
     transformers_library()
-    from kvpack.bench import quality
+    from kvpack.bench import norm_rules, quality
 
     settings = quality.Settings(arguments.tokens, arguments.score, arguments.windows, arguments.needles, arguments.twin, arguments.seed)
     with progress("bench quality", arguments) as callback:
-        report = quality.run(
-            arguments.model,
-            arguments.text,
-            arguments.recipe or list(quality.RECIPES),
-            settings,
-            out=arguments.out,
-            progress=callback,
-        )
-    print_report(report, quality.show, arguments)
+        measure, default = (norm_rules.run, norm_rules.recipes()) if arguments.norm_rules else (quality.run, list(quality.RECIPES))
+        report = measure(arguments.model, arguments.text, arguments.recipe or default, settings, out=arguments.out, progress=callback)
+    print_report(report, norm_rules.show if arguments.norm_rules else quality.show, arguments)
     return 0
 
 
 def run_fidelity(arguments: argparse.Namespace) -> int:
-    """Measure and print the tables; 1 when a figure differs for no known reason."""
+    """Measure and print the tables; return 1 when a figure differs for no known reason."""
     from kvpack.bench import fidelity
 
     settings = fidelity.Settings(arguments.seed, arguments.quick)
@@ -191,7 +274,7 @@ def run_fidelity(arguments: argparse.Namespace) -> int:
 
 
 def run_kernels(arguments: argparse.Namespace) -> int:
-    """Measure and print one table a shape, and one of encoding."""
+    """Measure and print one table per shape, and one of encoding."""
     from kvpack.bench import kernels
 
     with progress("bench kernels", arguments) as callback:
@@ -204,6 +287,18 @@ def run_kernels(arguments: argparse.Namespace) -> int:
             progress=callback,
         )
     print_report(report, kernels.show, arguments)
+    return 0
+
+
+def run_attend(arguments: argparse.Namespace) -> int:
+    """Measure and print one table per number of tokens."""
+    from kvpack.bench import attend
+
+    with progress("bench attend", arguments) as callback:
+        report = attend.run(
+            arguments.tokens or attend.TOKENS, arguments.recipe or attend.RECIPES, repeats=arguments.repeats, progress=callback
+        )
+    print_report(report, attend.show, arguments)
     return 0
 
 

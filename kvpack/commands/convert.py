@@ -1,4 +1,4 @@
-"""kvpack convert: a file in another recipe."""
+"""kvpack convert: write a file in another recipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvpack import Cache
 
 
-RECIPE_HELP = "a preset such as octopus-3, a recipe string, or @FILE of a recipe file"
+RECIPE_HELP = "a preset such as octopus-3, a recipe string, or @FILE to read a recipe file"
 
 
 def add(commands: Any) -> None:
@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
     """The options of every command that writes a kvpack file."""
-    parser.add_argument("--compress", action="store_true", help="store tensors as zstd frames where that saves 3 %% or more")
+    parser.add_argument("--compress", action="store_true", help="compress tensors with zstd where that saves 3 %% or more")
     parser.add_argument("--durable", action="store_true", help="return only when the file is on the disk")
 
 
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Load, convert and save."""
     import kvpack
 
-    # A command outlives what others do to its input: a mapped file that is cut would end the process.
+    # Truncating a mapped file would end the process, so the command reads a copy.
     cache = kvpack.load(arguments.input, copy=True)
     with progress("encode", arguments) as callback:
         converted = cache.convert(arguments.recipe, progress=callback)

@@ -1,4 +1,4 @@
-"""kvpack demo: a real model over packed files, one process writing and others reading."""
+"""kvpack demo: one process packs a small model's KV cache to files, and other processes continue from them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """kvpack unpack and kvpack pack: kvpack files to and from safetensors files of dense keys and values.
 
 A dense file holds the tensors ``{layer}.k`` and ``{layer}.v``, ``[batch, kv_head, token, dim]``, layers from 0. Its metadata
-``kvpack.unpacked`` is JSON: the model's identity and the position of the first token, or, where layers start elsewhere or are
-without tensors, ``{"range": position, "layers": [position of each]}``.
+``kvpack.unpacked`` is JSON: the model's identity and the position of the first token, or, where layers start elsewhere or have no
+tensors, ``{"range": position, "layers": [position of each]}``.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _NAME = re.compile(r"(0|[1-9][0-9]{0,8})\.([kv])", re.ASCII)
 
 def add(commands: Any) -> None:
     """Add ``unpack`` and ``pack`` to the command line."""
-    parser = commands.add_parser("unpack", help="decode to a safetensors file", description="Write dense K and V to a safetensors file.")
+    parser = commands.add_parser("unpack", help="decode to a safetensors file", description="Decode a file to dense K and V.")
     parser.add_argument("input", metavar="FILE")
     parser.add_argument("output", metavar="OUT.safetensors")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="of the tensors written (default: bf16)")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="dtype of the tensors written (default: bf16)")
     add_json(parser)
     parser.set_defaults(run=unpack)
     parser = commands.add_parser("pack", help="encode a safetensors file", description="Encode the dense K and V of a safetensors file.")
@@ -57,7 +57,7 @@ def unpack(arguments: argparse.Namespace) -> int:
     import kvpack
     from kvpack.file.atomic import write_file
 
-    # A command outlives what others do to its input: a mapped file that is cut would end the process.
+    # Truncating a mapped file would end the process, so the command reads a copy.
     cache = kvpack.load(arguments.input, copy=True)
     with progress("decode", arguments) as callback:
         tensors = _dense(cache, arguments.dtype, callback)
@@ -71,7 +71,7 @@ def unpack(arguments: argparse.Namespace) -> int:
 
 
 def pack(arguments: argparse.Namespace) -> int:
-    """Read the dense file and write a kvpack file; position and model identity come along where ``unpack`` noted them."""
+    """Read the dense file and write a kvpack file, with the positions and the model identity that ``unpack`` recorded."""
     import kvpack
 
     layers, model, start = _read_dense(arguments.input)
@@ -141,7 +141,7 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], dict[str, str], int]:
 
 
 def _check_front(path: str) -> None:
-    """Refuse what is no regular file, which could make safetensors wait, and a header of more bytes than names of a cache take."""
+    """Refuse a file that is not regular, which could make safetensors wait, and a header larger than that of any cache."""
     descriptor = open_regular(path)
     try:
         length = int.from_bytes(os.read(descriptor, 8), "little")
@@ -155,39 +155,39 @@ def _check_front(path: str) -> None:
 
 
 def _check_names(path: str, names: list[str], note: _Note) -> int:
-    """The number of layers that the tensors and the note name. Raises InvalidParameter where they name others."""
+    """The number of layers that the tensors and the note name. Raises InvalidParameter where the two disagree."""
     for name in names:
         if not _NAME.fullmatch(name):
             raise InvalidParameter(f"{path}: the tensor {name!r} is not named {{layer}}.k or {{layer}}.v, such as 0.k")
     layers = {int(name.partition(".")[0]) for name in names}
     count = len(layers) if note.starts is None else len(note.starts)
     if not layers or max(layers) >= count:
-        expected = "all from 0 to the last" if note.starts is None else f"some of the {count} that its metadata names"
+        expected = "every layer from 0 to the last" if note.starts is None else f"some of the {count} that its metadata names"
         raise InvalidParameter(f"{path}: has the layers {sorted(layers)[:8]}, expected {expected}")
     for number, start in enumerate(note.starts or ()):
         if start < note.start or start > MAX_TOKENS or (start != note.start and number not in layers):
             raise InvalidParameter(
-                f"{path}: its metadata kvpack.unpacked lets layer {number} start at {start}, and the range at {note.start}"
+                f"{path}: its metadata kvpack.unpacked starts layer {number} at position {start} and the range at {note.start}"
             )
     return count
 
 
 MAX_VALUES = 2**63 - 1
-"""Of a tensor, sizes of 0 counted as 1: torch's strides are 64 bits."""
+"""The most values of a tensor, where sizes of 0 count as 1: torch's strides have 64 bits."""
 
 
 def _check_shape(path: str, name: str, shape: list[int]) -> None:
-    """Refuse what no torch tensor can be, such as none of 2^63 tokens."""
+    """Refuse a shape that no torch tensor can have, such as an empty one of 2^63 tokens."""
     if shape and max(shape) > MAX_TOKENS:
         raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, the largest size is {MAX_TOKENS}")
     # An empty tensor has strides as well.
     if (values := math.prod(max(1, size) for size in shape)) > MAX_VALUES:
-        what = f"whose sizes other than 0 multiply to {values}, the limit is {MAX_VALUES}"
+        what = f"whose nonzero sizes have the product {values}, the limit is {MAX_VALUES}"
         raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, {what}")
 
 
 class _Note(NamedTuple):
-    """What ``unpack`` noted: ``starts`` has the first position of every layer, None where it is ``start``."""
+    """The metadata that ``unpack`` wrote: ``starts`` has the first position of each layer, None if all start at ``start``."""
 
     model: dict[str, str]
     start: int
@@ -207,5 +207,5 @@ def _note(path: str, text: str) -> _Note:
                     return _Note(model, start, None)
                 case {"range": first, "layers": [*starts]} if all(type(position) is int for position in (first, *starts)):
                     return _Note(model, first, starts)
-    expected = '{"start": integer, "model": {name: text}}, or for start {"range": integer, "layers": [integer]}'
+    expected = '{"start": integer, "model": {name: text}}, where start may also be {"range": integer, "layers": [integer, ...]}'
     raise InvalidParameter(f"{path}: its metadata kvpack.unpacked is {text!r:.200}, expected {expected}")

@@ -1,4 +1,4 @@
-"""kvpack inspect: what a file holds, from its checked header alone."""
+"""kvpack inspect: the contents of a file, read from its checked header alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def add(commands: Any) -> None:
     """Add ``inspect`` to the command line."""
-    what = "Show layers, codecs, bits, bytes by stream, model and token range of a kvpack file."
+    what = "Show the layers, codecs, bits per value, bytes by stream, model and token range of a kvpack file."
     parser = commands.add_parser("inspect", help="show what a file holds", description=what)
     parser.add_argument("file", metavar="FILE")
     add_json(parser)
@@ -42,8 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
 def summarize(file: File) -> dict[str, Any]:
     """Everything that the header says, as JSON values (bytes stay bytes)."""
     from kvpack.file.header import FORMAT
+    from kvpack.file.inputs import Inputs
+    from kvpack.file.metadata import FEATURE, from_bytes
 
     header = file.header
+    inputs = Inputs.from_features(header.ignorable)
     stored: Counter[tuple[int, str]] = Counter()
     streams: Counter[str] = Counter()
     for tensor in header.tensors:
@@ -68,6 +71,9 @@ def summarize(file: File) -> dict[str, Any]:
         "model": dict(header.model),
         "start": header.start,
         "stop": max((side["stop"] for side in sides), default=header.start),
+        "token_ids": 0 if inputs is None else inputs.tokens,
+        "undetermined": [] if inputs is None else list(inputs.undetermined),
+        "metadata": from_bytes(header.ignorable.get(FEATURE, b"")),
         "codecs": [codec.params() for codec in header.codecs],
         "layers": layers,
         "streams": {**streams, "header and padding": file.size - payload},
@@ -104,13 +110,21 @@ def _print(summary: dict[str, Any]) -> None:
     print(f"{summary['file']}: kvpack format {summary['format']}, {summary['bytes']:,} bytes")
     print(f"{summary['values']:,} values, {summary['bits_per_value']:.3f} bits per value (nominal {summary['nominal_bits']:.3f})")
     print(f"tokens {summary['start']} to {summary['stop']}, recipe {printable(summary['recipe']) or 'not named'}, model {model}")
+    if summary["token_ids"] or summary["undetermined"]:
+        other = "".join(f"; {printable(text)}" for text in summary["undetermined"])
+        print(f"token ids of the first {summary['token_ids']:,} tokens{other}")
+    for name, value in summary["metadata"].items():
+        print(f"{printable(name)}: {printable(str(value))}")
     codecs = [_describe(params) for params in summary["codecs"]]
     whole = (summary["start"], summary["stop"])
-    # Which tokens a layer holds is said where it does not hold all.
+    # The column appears only when some layer does not hold every token.
     positions = any((side["start"], side["stop"]) != whole for layer in summary["layers"] for side in layer.values())
+    columns = ["layers", "side", "codec", "batch", "heads", "tokens", "raw tail", "dim", "bits per\nvalue", "bytes"]
+    if positions:
+        columns.insert(6, "positions")
     print_table(
         "layers",
-        ["layers", "side", "codec", "batch", "heads", "tokens", *(["positions"] if positions else []), "raw tail", "dim", "bits", "bytes"],
+        columns,
         (
             [
                 f"{first}-{last}" if last > first else str(first),
@@ -142,8 +156,8 @@ def _alike(layers: list[dict[str, Any]]) -> Iterator[tuple[int, int, str, dict[s
 
 
 def _describe(params: dict[str, Any]) -> str:
-    """A codec's id and parameters in one line, without its tables, its packing and what is switched off."""
+    """A codec's id and parameters in one line, without its tables, its packing and the options that are off."""
     named = {name: value for name, value in params.items() if name not in ("id", "dim", "fields", "seed") and not isinstance(value, bytes)}
-    # Of a side-car that is a map, the name says enough.
+    # For a side-car whose parameters are a map, the name is enough.
     words = (name if isinstance(value, dict) else f"{name}={value}" for name, value in named.items() if value != "none")
     return " ".join([params["id"], *words])

@@ -1,4 +1,4 @@
-"""A store that a command looks at: its backend, its keys, and what went wrong there, in one line and an exit code."""
+"""A store that a command works on: its backend, its keys, and its faults, reported as one line and an exit code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SECRETS = re.compile(r"//[^/@]*@")
 
 
 class Opened:
-    """The store that ``arguments`` name; one that is only looked at is left as it is. Raises what opening it and reading its keys raise."""
+    """The store that ``arguments`` name; with ``looking`` nothing in it is changed. Raises what opening it and reading its keys raise."""
 
     def __init__(self, arguments: argparse.Namespace, *, looking: bool = True, **options: Any) -> None:
         self.arguments = arguments
@@ -38,20 +38,20 @@ class Opened:
 
     @property
     def name(self) -> str:
-        """The location as it is printed: without a password."""
+        """The location without its password, for printing."""
         return _SECRETS.sub("//***@", self.arguments.store)
 
     def silent(self, entries: int) -> bool:
-        """Whether the store, of which ``entries`` are known, has said nothing of what it holds."""
+        """Whether the store had faults and returned none of its entries; ``entries`` is the number returned."""
         return not entries and bool(self.faults)
 
     def catalog(self) -> Catalog:
-        """What its entries' headers say."""
+        """The contents of the entries' headers."""
         with progress("read", self.arguments) as callback:
             return read_catalog(self.backend, callback, self.cipher, max_entry_bytes=self.max_entry_bytes)
 
     def exit_code(self, *codes: int) -> int:
-        """The worst of ``codes`` and of what went wrong there, of which the first is told."""
+        """The worst of ``codes`` and the code of the store's faults; prints the first fault."""
         if not self.faults:
             return worst_exit_code(codes)
         operation, error = self.faults[0]

@@ -1,4 +1,4 @@
-"""kvpack recipes: the published configurations by name, and what any recipe costs."""
+"""kvpack recipes: the published configurations by name, and the bits per value of any recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
 
 DEFAULTS = {"layers": 32, "heads": 8, "tokens": 4096, "dim": 128}
-"""The shape of a cache, where a preset is for no model of its own."""
+"""The shape of a cache, unless the preset is for one model and names its own."""
 
 _LIMITS = {"layers": MAX_LAYERS, "heads": MAX_HEADS, "tokens": MAX_TOKENS, "dim": MAX_DIM}
 
@@ -23,13 +23,13 @@ _LIMITS = {"layers": MAX_LAYERS, "heads": MAX_HEADS, "tokens": MAX_TOKENS, "dim"
 def add(commands: Any) -> None:
     """Add ``recipes`` to the command line."""
     what = (
-        "List the presets, or the recipes given, with their bits per value: the nominal ones of the papers, "
-        "and all bytes of the file of a cache of that shape over all its values."
+        "List the presets, or the given recipes, with two counts of bits per value: nominal bits as the papers count them, "
+        "and bits in the file, which are all bytes of a cache of the given shape."
     )
-    parser = commands.add_parser("recipes", help="list presets, and what recipes cost", description=what)
+    parser = commands.add_parser("recipes", help="list presets and their bits per value, or price any recipe", description=what)
     parser.add_argument("recipes", metavar="RECIPE", nargs="*")
     for name, what in (("layers", "layers"), ("heads", "KV heads"), ("tokens", "tokens"), ("dim", "head dim")):
-        of_model = "that of the preset's model, else " if name in ("layers", "dim") else ""
+        of_model = "as in the preset's model, otherwise " if name in ("layers", "dim") else ""
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} of the cache (default: {of_model}{DEFAULTS[name]})")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -67,7 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
         left=2,
     )
     if additions:
-        print_table("additions: after what they change", ["name", "from"], ([it["name"], it["source"]] for it in additions), left=2)
+        print_table(
+            "additions: write them after a recipe, as in octopus-3;boundary-1",
+            ["name", "from"],
+            ([it["name"], it["source"]] for it in additions),
+            left=2,
+        )
     return 0
 
 
@@ -76,7 +81,7 @@ def _bits(value: float | None) -> str:
 
 
 def _row(name: str, asked: dict[str, int], *, listed: bool) -> dict[str, Any]:
-    """One recipe with its shape and bits; ``listed`` ones that cannot take the shape have none."""
+    """One recipe with its shape and bits; a ``listed`` one that does not support the shape has no bits."""
     from kvpack.coding.presets import PUBLISHED, Preset
     from kvpack.coding.recipes import parse_recipe
 
@@ -103,11 +108,11 @@ def _row(name: str, asked: dict[str, int], *, listed: bool) -> dict[str, Any]:
 
 
 def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
-    """Nominal bits per value, and all bytes of a file over all values: what one sequence would take, nothing being encoded.
+    """Nominal bits per value, and bits per value in a file of one sequence, computed from the layout without encoding.
 
-    How many outliers a cache has depends on its values; here it has none.
-    Raises OutOfBounds when the recipe names other layers, InvalidParameter when a codec cannot take ``dim``,
-    InvalidHeader or LimitExceeded for sizes that no file holds.
+    The number of outliers of a cache depends on its values; here it is 0.
+    Raises OutOfBounds when the recipe names other layers, InvalidParameter when a codec does not support ``dim``,
+    InvalidHeader or LimitExceeded for sizes that no file can hold.
     """
     from kvpack.file.container import file_size
     from kvpack.file.header import Contents, LayerEntry, SideEntry

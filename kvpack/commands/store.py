@@ -8,41 +8,43 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvpack.output import add_json, bytes_text, print_json, print_table, printable, progress
+from kvpack.output import add_json, bytes_text, counted, print_json, print_table, printable, progress
 
 if TYPE_CHECKING:
     from kvpack.store.catalog import Catalog, Prefix
 
 KEY_FILE_VARIABLE = "KVPACK_KEY_FILE"
-"""The environment variable that names the file of keys where no option does."""
+"""The environment variable that names the key file when ``--key-file`` is not given."""
 
 
 def add(commands: Any) -> None:
     """Add ``store`` to the command line."""
-    parser = commands.add_parser("store", help="look at, check and move stored prefixes", description="Work on a store of packed prefixes.")
+    parser = commands.add_parser(
+        "store", help="list, check, clean, export and import stored prefixes", description="Work on a prefix store."
+    )
     kinds = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    _action(kinds, "ls", run_ls, "list the stored prefixes, the last used first")
+    _action(kinds, "ls", run_ls, "list the stored prefixes, most recently used first")
     _action(kinds, "stat", run_stat, "count entries, bytes and tokens by model and recipe")
     verify = _action(kinds, "verify", run_verify, "check every byte of every entry, and its key")
-    verify.add_argument("--delete", action="store_true", help="remove the damaged ones; with keys also those that are not encrypted")
-    collect = _action(kinds, "gc", run_gc, "remove what dead writers and older versions left, and evict what is above a budget")
-    collect.add_argument("--max-bytes", type=int, metavar="N", help="the bytes that the entries may take (default: any)")
-    collect.add_argument("--min-free", type=int, metavar="N", help="the bytes of disk that stay free, for a folder (default: 0)")
+    verify.add_argument("--delete", action="store_true", help="delete damaged entries; with keys, unencrypted entries too")
+    collect = _action(kinds, "gc", run_gc, "remove the files of dead writers and older versions, and evict what exceeds a limit")
+    collect.add_argument("--max-bytes", type=int, metavar="N", help="evict until the entries take at most N bytes (default: no limit)")
+    collect.add_argument("--min-free", type=int, metavar="N", help="evict until N bytes of the disk are free, for a folder (default: 0)")
     export = _action(kinds, "export", run_export, "write one prefix as a single kvpack file")
-    export.add_argument("key", metavar="KEY", help="the first digits of the key that ls shows")
+    export.add_argument("key", metavar="KEY", help="the first digits of a key that ls prints")
     export.add_argument("output", metavar="OUT")
     export.add_argument("--durable", action="store_true", help="return only when the file is on the disk")
     add = _action(kinds, "import", run_import, "store a kvpack file's prefix")
     add.add_argument("input", metavar="FILE", help="an exported prefix, or any kvpack file with --tokens")
     add.add_argument("--tokens", metavar="JSON", help="a file with the token ids as a JSON array (default: those in FILE)")
-    add.add_argument("--chunk", type=int, metavar="N", help="tokens of a chunk (default: those that FILE names, or 256)")
+    add.add_argument("--chunk", type=int, metavar="N", help="tokens per chunk (default: the number in FILE, or 256)")
     add.add_argument(
         "--trust-names",
         action="store_true",
-        help="believe the model, the weights and the token ids that FILE names: whoever loads them is served the values of FILE",
+        help="trust the model, weights and token ids that FILE names: processes that load these ids get the values in FILE",
     )
     demo = _action(kinds, "demo", run_demo, "three processes share a prompt: one computes it, two load it and produce the same tokens")
-    demo.add_argument("--recipe", default="octopus-4", metavar="RECIPE", help="of what is stored (default: octopus-4)")
+    demo.add_argument("--recipe", default="octopus-4", metavar="RECIPE", help="the recipe of the stored cache (default: octopus-4)")
 
 
 def _action(kinds: Any, name: str, run: Any, what: str) -> Any:
@@ -54,28 +56,28 @@ def _action(kinds: Any, name: str, run: Any, what: str) -> Any:
             "--key-file",
             metavar="FILE",
             default=os.environ.get(KEY_FILE_VARIABLE),
-            help="the keys of encrypted entries, one per line: its id and its hexadecimal digits; with keys, unencrypted entries "
-            f"are refused (default: ${KEY_FILE_VARIABLE})",
+            help="the keys of encrypted entries: one line per key, with its id and its hexadecimal digits; with keys, unencrypted "
+            f"entries are refused (default: ${KEY_FILE_VARIABLE})",
         )
         parser.add_argument(
             "--max-entry-bytes",
             type=_positive,
             metavar="N",
-            help="the bytes of the largest entry that is read (default: 512 MiB)",
+            help="do not read entries of more than N bytes (default: 512 MiB)",
         )
-        parser.add_argument("--tenant", default="", metavar="NAME", help="whose entries they are (default: shared by all who name none)")
+        parser.add_argument("--tenant", default="", metavar="NAME", help="the tenant that the entries belong to (default: none, shared)")
     parser.set_defaults(run=run)
     return parser
 
 
 def _positive(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
-    """Print one row a prefix."""
+    """Print one row per prefix."""
     from .opened import Opened
 
     store = Opened(arguments)
@@ -89,7 +91,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
         print_json({"prefixes": rows, "unreadable": unreadable, "undecryptable": [key.hex() for key in catalog.undecryptable]})
         return store.exit_code()
     print_table(
-        f"{store.name}: {len(rows)} prefixes in {len(catalog.entries)} entries",
+        f"{store.name}: {len(rows):,} prefixes in {len(catalog.entries):,} entries",
         ["key", "model", "recipe", "tokens", "chunks", "bytes", "bytes per token", "used", ""],
         (
             [
@@ -113,16 +115,16 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 
 def _unread(catalog: Catalog, *, keys: bool) -> list[str]:
-    """What is to say of the entries that are not listed, and of those that are where others are encrypted."""
+    """Notes on the entries that are not listed, and on unencrypted entries beside encrypted ones."""
     closed = len(catalog.undecryptable)
     refused = len(catalog.unreadable) - closed
     lines = []
     if closed:
-        lines.append(f"{closed:,} encrypted entries that no key given opens{'' if keys else ': --key-file names the keys'}")
+        lines.append(f"{closed:,} encrypted entries not readable {'with the given keys' if keys else 'without keys: give --key-file'}")
     if refused:
-        lines.append(f"{refused:,} entries refused as damaged{', not encrypted' if keys else ''} or too large: verify says which and why")
+        lines.append(f"{refused:,} entries refused as damaged{', not encrypted' if keys else ''} or too large: run verify for the reasons")
     if closed and catalog.entries and not keys:
-        lines.append("the prefixes above are not encrypted: anybody who may write there can have put them; stores with keys refuse them")
+        lines.append("the prefixes above are not encrypted: anyone with write access may have planted them; stores with keys refuse them")
     return lines
 
 
@@ -142,7 +144,7 @@ def _described(prefix: Prefix, pinned: bool) -> dict[str, Any]:
 
 
 def run_stat(arguments: argparse.Namespace) -> int:
-    """Print totals and one row an identity."""
+    """Print totals and one row per identity."""
     from .opened import Opened
 
     store = Opened(arguments)
@@ -156,7 +158,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
         total = {"entries": entries, "bytes": size, "pinned": pinned, "unreadable": unreadable, "undecryptable": closed}
         print_json({**total, "identities": identities})
         return store.exit_code()
-    print(f"{store.name}: {entries:,} entries, {size:,} bytes, {pinned:,} pinned, {unreadable:,} unreadable ({closed:,} for want of a key)")
+    print(f"{store.name}: {entries:,} entries, {size:,} bytes, {pinned:,} pinned, {unreadable:,} unreadable ({closed:,} without a key)")
     print_table(
         "by model and recipe",
         ["model", "weights", "recipe", "entries", "tokens", "bytes", "bytes per token"],
@@ -178,7 +180,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Check all entries; the worst exit code of those that are refused, 3 when the store does not answer."""
+    """Check all entries; return the worst exit code of those that are refused, 3 when the store does not answer."""
     from kvpack.formats.errors import Undecryptable
     from kvpack.store.catalog import verify
     from kvpack.store.faults import is_damage
@@ -196,7 +198,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
             if why is None:
                 continue
             if isinstance(why, Undecryptable):
-                # Whole, as far as anybody can tell who has not its key.
+                # Without its key, nothing shows that it is damaged.
                 unopened.append(stored.key.hex())
                 continue
             removed = bool(arguments.delete and is_damage(why) and store.backend.delete([stored.key]))
@@ -208,12 +210,12 @@ def run_verify(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"entries": count, "refused": refused, "undecryptable": unopened})
     else:
-        print(f"{store.name}: {count:,} entries checked, {len(refused):,} refused, {len(unopened):,} that no key given opens")
+        print(f"{store.name}: {count:,} entries checked, {len(refused):,} refused, {len(unopened):,} not readable with the given keys")
     return store.exit_code(*codes)
 
 
 def run_gc(arguments: argparse.Namespace) -> int:
-    """Collect, and print what went and what stays."""
+    """Collect, and print what was removed and what remains."""
     from kvpack.store.reclaim import reclaim
 
     from .opened import Opened
@@ -228,9 +230,9 @@ def run_gc(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({**counts, "entries": entries, "bytes": size})
     else:
-        gone = f"{counts['evicted_entries']:,} entries of {counts['evicted_bytes']:,} bytes and {counts['swept_files']:,} unfinished files"
-        old = f", {counts['reclaimed_entries']:,} entries of older layouts" if counts["reclaimed_entries"] else ""
-        print(f"{store.name}: removed {gone}{old}; {entries:,} entries of {size:,} bytes stay")
+        gone = f"{counts['evicted_entries']:,} entries ({counts['evicted_bytes']:,} bytes) and {counts['swept_files']:,} unfinished files"
+        old = f" and {counts['reclaimed_entries']:,} entries of older layouts" if counts["reclaimed_entries"] else ""
+        print(f"{store.name}: removed {gone}{old}; {entries:,} entries ({size:,} bytes) remain")
     return store.exit_code()
 
 
@@ -254,7 +256,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Store a file's prefix; 3 when not all of its whole chunks are stored."""
+    """Store a file's prefix; return 3 when not all of its whole chunks are stored."""
     from kvpack import Store
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.backend import MAX_ENTRY_BYTES
@@ -266,12 +268,12 @@ def run_import(arguments: argparse.Namespace) -> int:
         named = exported.identity
         whose = f"of the model {named.model!r}, weights {named.weights!r}, adapter {named.adapter!r}"
         raise InvalidParameter(
-            f"{arguments.input}: says that it holds the keys and values of {len(exported.ids):,} token ids {whose}, and nothing can check "
-            "that: whoever loads these ids from the store is served what the file holds. Give --trust-names if you trust who wrote it"
+            f"{arguments.input}: claims to hold the keys and values of {len(exported.ids):,} token ids {whose}, and nothing can verify "
+            "that: processes that load these ids get the values in the file. Give --trust-names if you trust its writer"
         )
     chunk = exported.chunk or 256 if arguments.chunk is None else arguments.chunk
     if exported.inputs and chunk != exported.chunk:
-        raise InvalidParameter(f"{arguments.input}: has digests of inputs for chunks of {exported.chunk} tokens, --chunk is {chunk}")
+        raise InvalidParameter(f"{arguments.input}: has input digests for chunks of {exported.chunk} tokens, and --chunk is {chunk}")
     keys = read_key_file(arguments.key_file) if arguments.key_file else None
     largest = arguments.max_entry_bytes or MAX_ENTRY_BYTES
     with Store(arguments.store, exported.identity, chunk=chunk, encryption=keys, max_entry_bytes=largest) as store:
@@ -282,12 +284,12 @@ def run_import(arguments: argparse.Namespace) -> int:
     else:
         print(f"{arguments.store}: {stored:,} of {len(exported.ids):,} tokens stored, {counts['saved_chunks']:,} new entries")
     for fault, count in counts["faults"].items():
-        print(f"kvpack: {fault}: {count} times", file=sys.stderr)
+        print(f"kvpack: {fault}: {counted(count, 'time')}", file=sys.stderr)
     return 3 if counts["faults"] else 0
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Run the processes and print their table; 1 when they differ."""
+    """Run the processes and print their table; return 1 when their tokens differ."""
     from kvpack.demo import store as demo
 
     with progress("demo", arguments) as callback:

@@ -1,10 +1,12 @@
-"""kvpack tune: a recipe found for one model."""
+"""kvpack tune: find a recipe for one model."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from kvpack.output import add_json, print_report, progress
+
+from .bench import MODEL_HELP, TEXT_HELP
 
 if TYPE_CHECKING:
     import argparse
@@ -14,37 +16,39 @@ def add(commands: Any) -> None:
     """Add ``tune`` to the command line."""
     parser = commands.add_parser(
         "tune",
-        help="find the recipe of a model for a budget of bits",
-        description="Choose a codec for every layer and side of a model under a budget of bytes, by what the model predicts over "
-        "packed files of its own KV caches, and write a recipe file.",
+        help="find the best recipe for a model within a budget of bits",
+        description="Choose a codec for every layer and side of a model within a budget of bits, by the model's own predictions over "
+        "packed files of its KV caches, and write a recipe file.",
     )
-    parser.add_argument("--model", metavar="DIR", help="a transformers causal language model; bytes are tokens without a tokenizer")
-    parser.add_argument("--text", metavar="FILE", help="the text that it reads (default: the demo's text; its model without --model)")
+    parser.add_argument("--model", metavar="DIR", help=MODEL_HELP)
+    parser.add_argument("--text", metavar="FILE", help=TEXT_HELP)
     parser.add_argument(
-        "--bits", type=float, required=True, metavar="N", help="the budget: bits per value, counting all bytes of a window's file"
+        "--bits", type=float, required=True, metavar="N", help="the budget in bits per value, counting every byte of a window's file"
     )
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--fast", action="store_true", help="3 to 5 recipes: finer keys or values in the first layers")
+    mode.add_argument("--fast", action="store_true", help="measure only 3 to 5 recipes, with finer keys or values in the first layers")
     mode.add_argument("--thorough", action="store_true", help="measure every codec in every layer and side, then choose (default)")
     parser.add_argument(
         "--candidate", action="append", metavar="CODEC", help="a codec to choose from, such as k=scalar:b=3; may be repeated"
     )
     parser.add_argument("--out", default="recipe.txt", metavar="FILE", help="the recipe file to write (default: recipe.txt)")
-    parser.add_argument("--measurements", metavar="FILE", help="keep what was measured here, and go on from what it holds")
-    parser.add_argument("--tokens", type=int, metavar="N", help="of a window (default: 1024, or what the model and the text have)")
-    parser.add_argument("--score", type=int, metavar="N", help="the window's last tokens, scored over what is packed (default: 256)")
-    parser.add_argument("--windows", type=int, metavar="N", help="of the text, for the search (default: 4, or what fits)")
-    parser.add_argument("--held-out", type=int, metavar="N", help="windows for the comparison alone (default: 16, or what fits)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the windows (default: 0)")
+    parser.add_argument("--measurements", metavar="FILE", help="keep the measurements in this file, and reuse those that it holds")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens per window (default: 1024, or fewer if they do not fit)")
+    parser.add_argument("--score", type=int, metavar="N", help="score the last N tokens of each window (default: 256)")
+    parser.add_argument("--windows", type=int, metavar="N", help="windows of the text for the search (default: 4, or as many as fit)")
+    parser.add_argument(
+        "--held-out", type=int, metavar="N", help="windows kept for the final comparison only (default: 16, or as many as fit)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the windows (default: 0)")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Search, write the recipe file and print what it is worth."""
+    """Search, write the recipe file and print its results."""
     from kvpack.models import transformers_library
 
-    # Refuses with a message where transformers is missing; what follows imports it.
+    # Refuses with a message where transformers is missing: the next line imports it.
     transformers_library()
     from kvpack.tuning import report, tune
 

@@ -61,7 +61,7 @@ def test_a_recipe_without_a_kernel_is_shown_as_decoded_first(capsys: pytest.Capt
         {"recipe": "kv=raw,outliers=3", "error": 1e-4, "unpack_seconds": 1e-3, "decoded_first": True, **measured},
     ]
     table = {"name": "A", **kernels.SHAPES["A"]._asdict(), "rows": rows}
-    kernels.show({"device": "a device", "bytes_per_s": 3e12, "shapes": [table], "sweep": [], "encode": None})
+    kernels.show({"device": "a device", "bytes_per_s": 3e12, "shapes": [table], "sweep": [], "encode": None, "unpack": None, "queries": []})
     marked = [line for line in capsys.readouterr().out.splitlines() if "(decoded first)" in line]
     assert len(marked) == 1
     assert "kv=raw,outliers=3" in marked[0]

@@ -28,7 +28,7 @@ from transformers import (
 
 import kvpack
 from kvpack import cli
-from kvpack.bench import needles, picture, quality, windows
+from kvpack.bench import needles, picture, quality, summary, windows
 from kvpack.bench.intervals import student_t, t_quantile, wilson
 from kvpack.bench.models import make_twin, read_text
 from kvpack.bench.sizes import starts
@@ -115,10 +115,39 @@ def test_a_row_sums_up_its_windows(report: Any) -> None:
         low, high = row["log_perplexity_difference_interval"]
         assert high - low == pytest.approx(12.7062 * abs(differences[0] - differences[1]), rel=1e-3)
         assert row["kl_divergence"] == pytest.approx(sum(window["kl_divergence"] for window in row["windows"]) / 2)
+        low, high = row["kl_divergence_interval"]
+        assert (low + high) / 2 == pytest.approx(row["kl_divergence"])
         assert row["bits_per_value"] == pytest.approx(8 * row["windows"][0]["bytes"] / row["windows"][0]["values"])
         assert row["windows"][0]["values"] == 4 * 2 * 512 * 64
         assert len(row["by_layer"]["attention_error"]) == 4
-        assert row["needles"]["asked"] == len(row["needles"]["answers"]) == needles.LINES
+        recall = row["needles"]
+        assert recall["asked"] == len(recall["answers"]) == len(recall["depths"]) == needles.LINES
+        assert [part["from"] for part in recall["by_depth"]] == [0, 0.25, 0.5, 0.75]
+        for part in recall["by_depth"]:
+            answers = [
+                right for right, depth in zip(recall["answers"], recall["depths"], strict=True) if part["from"] <= depth < part["to"]
+            ]
+            assert (part["right"], part["asked"]) == (sum(answers), len(answers))
+
+
+def test_the_past_forgotten_is_the_other_end_of_the_scale(report: Any, model: Any, exact: windows.Exact) -> None:
+    forgotten = report["forgotten"]
+    assert forgotten["kl_divergence"] > max(row["kl_divergence"] for row in report["recipes"])
+    assert forgotten["kl_divergence"] == pytest.approx(sum(window["kl_divergence"] for window in forgotten["windows"]) / 2)
+    # With the whole past kept, nothing is forgotten; the positions are those of the text.
+    assert windows.read_forgotten(model, exact, exact.prefix).kl_divergence < 1e-6
+    model.set_attn_implementation("sdpa")
+    with torch.inference_mode():
+        hidden = torch.full((1, 1, 96, 416), float("-inf"))
+        hidden[..., :4] = 0
+        hidden[..., 320:416] = torch.full((96, 96), float("-inf")).triu(1)
+        logits = model(
+            exact.tokens[:, 320:-1], past_key_values=DynamicCache(windows.prefill(model, exact.tokens[:, :320])), attention_mask=hidden
+        ).logits[0]
+    expected = functional.kl_div(
+        functional.log_softmax(logits.double(), -1), exact.log_probabilities.double(), reduction="sum", log_target=True
+    )
+    assert windows.read_forgotten(model, exact).kl_divergence == pytest.approx(float(expected) / 96, rel=1e-3)
 
 
 def test_the_bytes_are_those_of_a_file_of_the_whole_window(exact: windows.Exact, model: Any, tmp_path: Path) -> None:
@@ -211,6 +240,8 @@ def test_planting() -> None:
         assert rest.count(line) == 1
         rest = rest.replace(line, b"")
     assert text.startswith(rest)
+    for (question, _), depth in zip(prompt.questions, prompt.depths, strict=True):
+        assert prompt.text.index(question) == round(depth * len(prompt.text))
     assert prompt == needles.plant(text, torch.Generator().manual_seed(3)) != needles.plant(text, torch.Generator().manual_seed(4))
 
 
@@ -228,7 +259,7 @@ def test_an_answer_is_right_when_every_byte_is_the_first_choice() -> None:
             logits[0, torch.arange(-8, 0), torch.tensor([*choices])] = 1
             return type("Output", (), {"logits": logits})
 
-    prompt = needles.Prompt(b"", ((b"\n[[key QWERTY = ", value),))
+    prompt = needles.Prompt(b"", ((b"\n[[key QWERTY = ", value),), (0.0,))
     for Answering.wrong in range(8):
         assert needles.answers(Answering(), prompt, lambda: "true") == [True]
         assert needles.answers(Answering(), prompt, lambda: "other") == [False]
@@ -314,7 +345,7 @@ def test_what_is_refused(words: list[str], code: int, message: str, capsys: pyte
 
 def test_default_recipes() -> None:
     assert set(quality.RECIPES) <= set(PRESETS)
-    assert len(quality.RECIPES) <= 16
+    assert len(quality.RECIPES) <= 18
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,11 +364,41 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"{printed['recipes'][0]['perplexity']:.4f}" in row
     assert "of 5" in row
     assert "its twin with key channels x 8" in shown
+    assert "past forgotten" in shown
+    assert "75 to 100 %" in shown
 
 
-def test_pareto_front() -> None:
-    points = [(3.0, 2.0), (2.0, 4.0), (2.5, 5.0), (3.0, 3.0), (4.0, 2.0), (5.0, 1.0), (2.0, 4.0)]
-    assert picture.pareto_front(points) == [(2.0, 4.0), (3.0, 2.0), (5.0, 1.0)]
+def rows_of(divergences: dict[float, list[float]]) -> list[dict[str, Any]]:
+    return [
+        {"bits_per_value": bits, "kl_divergence": sum(found) / len(found), "windows": [{"kl_divergence": value} for value in found]}
+        for bits, found in divergences.items()
+    ]
+
+
+def test_the_front_goes_through_significant_differences_only() -> None:
+    scatter = [0.9, 1.0, 1.1, 1.0]
+    rows = rows_of(
+        {
+            2.0: [1.0 * part for part in scatter],
+            # Better in half of the windows.
+            2.5: [0.9, 1.1, 1.0, 0.97],
+            # Better in all.
+            3.0: [0.5 * part for part in scatter],
+            # Dearer than the one before, and no better.
+            4.0: [0.5 * part for part in reversed(scatter)],
+            # Compared with 3.0, not with 4.0.
+            5.0: [0.49, 0.5, 0.54, 0.49],
+            16.0: [1e-7 * part for part in scatter],
+        }
+    )
+    summary.mark_front(rows[::-1])
+    assert [row["bits_per_value"] for row in rows if row["on_front"]] == [2.0, 3.0, 16.0]
+
+
+def test_one_window_has_a_front_of_its_figures() -> None:
+    rows = rows_of({2.0: [1.0], 3.0: [1.1], 4.0: [0.9], 16.0: [0.0]})
+    summary.mark_front(rows)
+    assert [row["on_front"] for row in rows] == [True, False, True, True]
 
 
 def cluttered(spread: float) -> Any:
@@ -348,27 +409,34 @@ def cluttered(spread: float) -> Any:
             "recipe": f"recipe-{number}",
             "family": list(picture.STYLES)[number % 7] if number else "new",
             "bits_per_value": 3 * math.exp(0.2 * x),
-            "perplexity": 2 * math.exp(spread * abs(y)),
-            "log_perplexity_difference_interval": None if number % 2 else (-0.001, 0.02),
+            "kl_divergence": 0.0 if number == 11 else 0.01 * math.exp(spread * abs(y)),
+            "kl_divergence_interval": None if number % 2 else (-0.001, 0.2),
+            "on_front": number < 3,
         }
         for number, (x, y) in enumerate(values.tolist())
     ]
     settings = {"windows": 3, "score": 10, "tokens": 100}
-    return {"model": "m", "twin": {"factor": 30}, "settings": settings, "uncompressed": {"perplexity": 2.0}, "recipes": rows}
+    return {"model": "m", "twin": {"factor": 30}, "settings": settings, "forgotten": {"kl_divergence": 0.1}, "recipes": rows}
 
 
 @pytest.mark.parametrize("spread", [1e-4, 0.05, 3.0], ids=["one line", "narrow", "wide"])
-def test_labels_do_not_overlap(spread: float) -> None:
+def test_the_picture_names_every_recipe_and_keeps_intervals_inside(spread: float) -> None:
     figure = picture.figure(cluttered(spread))
     figure.draw_without_rendering()
     (axes,), renderer = figure.axes, figure.canvas.get_renderer()
-    inside = axes.get_window_extent(renderer)
-    boxes = [text.get_bbox_patch().get_window_extent(renderer) for text in axes.texts]
-    assert len(boxes) == 12
-    for number, box in enumerate(boxes):
-        assert inside.x0 <= box.x0 < box.x1 <= inside.x1
-        assert inside.y0 <= box.y0 < box.y1 <= inside.y1
-        assert all(picture._common(box, other) < 0.05 * box.width * box.height for other in boxes[:number])
+    legend = axes.get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["past forgotten", "Pareto front", *(f"recipe-{n}" for n in range(12))]
+    # Beside the axes, and within the figure.
+    box, inside = legend.get_window_extent(renderer), axes.get_window_extent(renderer)
+    assert inside.x1 < box.x0
+    assert box.x1 <= figure.bbox.x1
+    assert figure.bbox.y0 <= box.y0
+    styles = {(line.get_color(), line.get_marker()) for line in axes.lines if str(line.get_label()).startswith("recipe-")}
+    assert len(styles) == 12
+    low, high = axes.get_ylim()
+    ends = [y for bars in axes.collections for segment in bars.get_segments() for _, y in segment]
+    assert len(ends) == 12
+    assert all(low * 0.999 <= y <= high * 1.001 for y in ends)
 
 
 def test_one_report_one_picture(tmp_path: Path) -> None:

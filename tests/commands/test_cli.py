@@ -241,8 +241,8 @@ def test_pack_of_one_sided_layers(tmp_path: Path) -> None:
     ("tensors", "metadata", "message"),
     [
         ({"0.k": (1, 1, 4, 64), "past.0.value": (1, 1, 4, 64)}, None, r"the tensor 'past\.0\.value' is not named"),
-        ({"0.k": (1, 1, 4, 64), "2.k": (1, 1, 4, 64)}, None, r"has the layers \[0, 2\], expected all from 0"),
-        ({}, None, r"has the layers \[\], expected all from 0"),
+        ({"0.k": (1, 1, 4, 64), "2.k": (1, 1, 4, 64)}, None, r"has the layers \[0, 2\], expected every layer from 0"),
+        ({}, None, r"has the layers \[\], expected every layer from 0"),
         ({"0.k": (1, 4, 64)}, None, r"layers\[0\]\.k: rank 3"),
         ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": '{"start": "x"}'}, "its metadata kvpack.unpacked is"),
         ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": "{"}, "its metadata kvpack.unpacked is"),
@@ -276,7 +276,7 @@ def test_a_dense_file_whose_strides_are_no_numbers(tmp_path: Path, capsys: pytes
     header = json.dumps({"0.k": {"dtype": "F32", "shape": [1, 2**31, 0, 2**39], "data_offsets": [0, 0]}}).encode()
     plain.write_bytes(len(header).to_bytes(8, "little") + header)
     assert run("pack", plain, tmp_path / "out", "--recipe", "bf16") == 2
-    assert f"multiply to {2**70}, the limit is {2**63 - 1}" in capsys.readouterr().err
+    assert f"have the product {2**70}, the limit is {2**63 - 1}" in capsys.readouterr().err
 
 
 def test_a_dense_file_that_is_no_safetensors_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,7 +293,8 @@ def test_a_dense_file_that_is_no_safetensors_file(tmp_path: Path, capsys: pytest
 def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"\b0\b"):
         run("--version")
-    assert capsys.readouterr().out == f"kvpack {kvpack.__version__}\n"
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [f"kvpack {kvpack.__version__}", *(f"{device}: {words}" for device, words in kvpack.backends().items())]
     for words in ([], ["frobnicate"], ["unpack", "a", "b", "--dtype", "int2"]):
         with pytest.raises(SystemExit, match="2"):
             run(*words)
@@ -440,8 +441,9 @@ def test_bench_io(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--synthetic", "1x1x1x32x64", "--repeats", "0"], 2, "--repeats is 0, expected an integer of at least 1"),
         (["--model", "/nowhere"], 3, "/nowhere: has no config.json"),
         (["--text", "/nowhere"], 3, "/nowhere: could not be opened as a text: No such file or directory"),
+        (["--device", "cuda:99"], 2, "--device is 'cuda:99', expected 'cpu' or one of "),
     ],
-    ids=["shape", "repeats", "model", "text"],
+    ids=["shape", "repeats", "model", "text", "device"],
 )
 def test_bench_io_refuses(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "io", "--recipe", "bf16", *words) == code

@@ -68,7 +68,7 @@ def test_a_prefix_without_its_beginning_shows(folder: Path, capsys: pytest.Captu
     rows = printed(capsys, "ls", folder)["prefixes"]
     assert [row["whole"] for row in rows] == [True, False, False]
     run("export", folder, rows[1]["key"], folder / "out", code=2)
-    assert "what is before it is gone" in capsys.readouterr().err
+    assert "entries before it are gone" in capsys.readouterr().err
 
 
 def test_stat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +146,7 @@ def test_import_of_a_file_without_token_ids(tmp_path: Path, capsys: pytest.Captu
 def test_what_is_not_there_is_said(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for action in (["ls"], ["stat"], ["verify"], ["gc"]):
         run(*action, tmp_path / "nothing", code=3)
-        assert "is no folder" in capsys.readouterr().err
+        assert "is not a folder" in capsys.readouterr().err
     for key in ("", "xyz", "0123456789abcdef0"):
         run("export", folder, key, tmp_path / "out", code=2)
         assert "expected one" in capsys.readouterr().err
@@ -202,10 +202,10 @@ def test_encrypted_entries_with_and_without_their_key(
     ("text", "mode", "message"),
     [
         ("a 00", 0o640, "has the mode 0640, expected 0600"),
-        ("a", 0o600, "line 1 is no ID and key"),
-        ("a 00 00", 0o600, "line 1 is no ID and key"),
-        ("\na xyz", 0o600, "line 2 is no ID and key"),
-        ("a 0011", 0o600, "is of 2 bytes, expected 16, 24 or 32"),
+        ("a", 0o600, "line 1 is not an id and a key"),
+        ("a 00 00", 0o600, "line 1 is not an id and a key"),
+        ("\na xyz", 0o600, "line 2 is not an id and a key"),
+        ("a 0011", 0o600, "has 2 bytes, expected 16, 24 or 32"),
         ("# none", 0o600, "expected at least one key"),
         (f"a {'00' * 16}\nb {'00' * 16}\na {'11' * 16}", 0o600, "line 3 has the id 'a' of line 1"),
         (f"a\x1b[2J {'00' * 16}", 0o600, "printable text"),
@@ -298,7 +298,7 @@ def test_a_file_that_names_what_it_holds_is_believed_only_when_asked(
     run(*words, code=2)
     said = capsys.readouterr().err
     assert f"of {3 * CHUNK} token ids of the model 'model', weights 'w1'" in said
-    assert "whoever loads these ids from the store is served what the file holds" in said
+    assert "processes that load these ids get the values in the file" in said
     assert "--trust-names" in said
     assert not (tmp_path / "new").exists()
     run(*words, "--trust-names")
@@ -320,7 +320,7 @@ def test_a_size_that_cannot_be_is_refused(number: str, folder: Path, capsys: pyt
     with pytest.raises(SystemExit) as stopped:
         run("ls", folder, f"--max-entry-bytes={number}")
     assert stopped.value.code == 2
-    assert "is no integer from 1" in capsys.readouterr().err
+    assert "is not an integer of at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["redis", "s3"])

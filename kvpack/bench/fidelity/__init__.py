@@ -76,8 +76,8 @@ def show(report: dict[str, Any]) -> None:
             print(f"[{number}] {note}")
     counts = ", ".join(f"{count} {verdict}" for verdict, count in report["verdicts"].items())
     print(f"\n{len(report['rows'])} figures: {counts}.")
-    print(f"within: {report['tolerance']:.0%} of the published value. holds: the paper gives an order, and so it is.")
-    print("explained: further off, and as far as the reason in the note leads to. differs: for no known reason.")
+    print(f"within: {report['tolerance']:.0%} of the published value. holds: the paper gives an order, and the measurement has it.")
+    print("explained: off by more, by as much as the note's reason leads to. differs: off by more for no known reason.")
 
 
 def _text(value: float | None) -> str:

@@ -48,8 +48,8 @@ class Settings:
 
 
 def codec(words: str, dim: int = DIM, side: str = "k") -> Codec:
-    """The codec that a recipe would give ``side`` for ``words``, such as "scalar:b=2,norm=fp32"."""
-    return parse_recipe(f"kv={words}").codec(0, 1, side, dim)
+    """The codec that a recipe would give ``side`` for ``words``, such as "scalar:b=2,norm=fp32", with the papers' rule of norms."""
+    return parse_recipe(f"kv={words},norm_rule=norm").codec(0, 1, side, dim)
 
 
 def seeded(words: str, settings: Settings, number: int) -> str:

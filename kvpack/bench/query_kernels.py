@@ -1,0 +1,113 @@
+"""kvpack bench kernels: many queries over a packed layer on a CUDA device, compared with SDPA over bf16 keys and values.
+
+This is the prefill of what follows a stored prefix. Times are of whole calls, as a program makes them, several in a row.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+import kvpack
+from kvpack.attention import attention_kernels
+
+from .timing import repeated_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Shape(NamedTuple):
+    """Queries over a layer: sequences, query heads, KV heads, head dim and tokens."""
+
+    batch: int
+    q_heads: int
+    heads: int
+    dim: int
+    tokens: int
+
+
+QUERIES = (2, 8, 16, 32, 64, 128, 512, 2048, 8192)
+
+RECIPES = ("kv=group:b=4,g=32", "oscar-2", "octopus-3", "kv=octahedral:b=3", "kv=angle:n=128", "kv=polar:b=3", "bf16")
+
+CHECKED_QUERIES = 64
+"""Queries whose result is compared with that of binary32."""
+
+
+def run(recipes: Sequence[str], shape: Shape, queries: Sequence[int] = QUERIES) -> dict[str, Any]:
+    """Measure ``recipes`` with ``queries`` queries and return JSON values. Requires a CUDA device. Raises InvalidRecipe."""
+    from kvpack.kernels.attend import many_queries
+
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(heads: int, tokens: int) -> torch.Tensor:
+        return torch.randn(shape.batch, heads, tokens, shape.dim, device="cuda", generator=generator).to(torch.bfloat16)
+
+    k, v = normal(shape.heads, shape.tokens), normal(shape.heads, shape.tokens)
+    asked = {count: normal(shape.q_heads, count) for count in queries if count <= shape.tokens}
+    peers = {count: _peers(q, k, v) for count, q in asked.items()}
+    rows = []
+    for recipe in recipes:
+        layer = kvpack.pack([(k, v)], recipe)[0]
+        q = normal(shape.q_heads, min(CHECKED_QUERIES, shape.tokens))
+        exact = kvpack.attend(q.to(torch.float32), layer)
+        error = float((kvpack.attend(q, layer).to(torch.float32) - exact).norm() / exact.norm())
+        for count, q in asked.items():
+            seconds = repeated_seconds(partial(kvpack.attend, q, layer))
+            best = min(peers[count].values())
+            # Few queries are attended on the packed bytes: beside that, the time of decoding first.
+            decoded = repeated_seconds(partial(many_queries.attend, q, layer, shape.dim**-0.5)) if attention_kernels(q, layer) else seconds
+            rows.append(
+                {
+                    "recipe": recipe,
+                    "queries": count,
+                    "seconds": seconds,
+                    "decoded_seconds": decoded,
+                    "of_sdpa": seconds / best,
+                    "error": error,
+                }
+            )
+        del layer
+        torch.cuda.empty_cache()
+    return {**shape._asdict(), "peers": [{"queries": count, **found} for count, found in peers.items()], "rows": rows}
+
+
+def _peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
+    """Seconds of each of SDPA's backends that takes the shape; without a mask, which only FlashAttention's would take aligned."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    found = {}
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+        with sdpa_kernel(backend):
+            try:
+                found[name] = repeated_seconds(partial(scaled_dot_product_attention, q, k, v, enable_gqa=True))
+            except RuntimeError:
+                # This torch lacks the backend, or the backend does not take the shape.
+                continue
+    return found
+
+
+def show(report: dict[str, Any], device: str) -> None:
+    """Print the table and the meaning of its columns."""
+    from kvpack.output import print_table
+
+    counts = [peer["queries"] for peer in report["peers"]]
+
+    def micro(seconds: float | None) -> str:
+        return "" if seconds is None else f"{1e6 * seconds:.0f}"
+
+    table = [[f"SDPA {name}, us", "", *(micro(peer.get(name)) for peer in report["peers"])] for name in ("flash", "cudnn")]
+    for recipe in dict.fromkeys(row["recipe"] for row in report["rows"]):
+        mine = {row["queries"]: row for row in report["rows"] if row["recipe"] == recipe}
+        error = next(iter(mine.values()))["error"]
+        table.append([f"{recipe}, us", f"{error:.1e}", *(micro(mine[count]["seconds"]) for count in counts)])
+        table.append(["  decoded first, us", "", *(micro(mine[count]["decoded_seconds"]) for count in counts)])
+        table.append(["  x best SDPA", "", *(f"{mine[count]['of_sdpa']:.2f}" for count in counts)])
+    shape = f"{report['batch']} x {report['q_heads']}/{report['heads']} heads x {report['dim']}, {report['tokens']:,} tokens"
+    print_table(f"queries: {shape}, on {device}", ["", "relative\nerror", *(f"{count:,}" for count in counts)], table)
+    print("\nWhole calls of kvpack.attend, causal, by the number of queries; SDPA is over bf16 keys and values without a mask.")
+    print(f"The error is that of {CHECKED_QUERIES} queries against binary32 over the same layer.")

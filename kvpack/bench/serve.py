@@ -1,0 +1,306 @@
+"""kvpack bench serve: what a user of a model gets: decode steps, eager and in a CUDA graph, the first token after a stored prefix, memory.
+
+The model has the shape of a known one and random weights; keys and values are random. Every figure is beside that of transformers' own
+caches, or of recomputing, in the same run.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import kvpack
+from kvpack.formats.errors import InvalidParameter, WriteFailed
+from kvpack.models import transformers_library
+
+from .serve_graphs import StaticStates, graph_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvpack.coding.encoding import Progress
+
+LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8}
+QWEN = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_key_value_heads": 8}
+SHAPES: dict[str, tuple[str, dict[str, int]]] = {
+    "llama-3-8b": ("LlamaConfig", {**LLAMA, "num_attention_heads": 32, "head_dim": 128}),
+    "qwen3-4b": ("Qwen3Config", {**QWEN, "num_attention_heads": 32, "head_dim": 128}),
+    "small": ("LlamaConfig", {
+        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_key_value_heads": 2,
+        "num_attention_heads": 4, "head_dim": 64,
+    }),
+}  # fmt: skip
+"""Configurations by name: the class of transformers and its settings."""
+
+RECIPES = ("kv=group:b=4,g=32", "oscar-2", "octopus-3")
+CONTEXTS = {"cuda": ((1, 32768), (1, 131072), (8, 16384), (24, 16384)), "cpu": ((1, 1024),)}
+"""Batch and tokens of a decode step, by device."""
+PREFIXES = {"cuda": (8192, 32768), "cpu": (1024,)}
+SUFFIX = {"cuda": 512, "cpu": 32}
+WARM_STEPS, EAGER_STEPS, GRAPH_STEPS = 4, 12, 24
+
+
+def run(
+    shape: str | None,
+    recipes: Sequence[str] | None,
+    contexts: Sequence[tuple[int, int]] | None,
+    prefixes: Sequence[int] | None,
+    layers: int | None,
+    folder: str | None,
+    out: str | None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure; the report that ``show`` prints. Raises InvalidParameter for a shape that is not known."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = shape or ("llama-3-8b" if device == "cuda" else "small")
+    model = _model(shape, layers, device)
+    recipes = recipes or RECIPES
+    contexts = CONTEXTS[device] if contexts is None else contexts
+    prefixes = PREFIXES[device] if prefixes is None else prefixes
+    total = len(contexts) * (1 + len(recipes)) + len(prefixes) * (2 + len(recipes))
+    done = 0
+
+    def count() -> None:
+        nonlocal done
+        done += 1
+        if progress:
+            progress(done, total)
+
+    report: dict[str, Any] = {
+        "shape": shape,
+        "layers": model.config.num_hidden_layers,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "weights_bytes": sum(parameter.nbytes for parameter in model.parameters()),
+        "decode": [],
+        "first_token": [],
+    }
+    with torch.no_grad():
+        for batch, tokens in contexts:
+            report["decode"] += _decode_rows(model, batch, tokens, recipes, device, count)
+        for tokens in prefixes:
+            report["first_token"] += _first_token_rows(model, tokens, recipes, device, folder, count)
+    if out is not None:
+        try:
+            Path(out).mkdir(parents=True, exist_ok=True)
+            Path(out, "serve.json").write_text(json.dumps(report, indent=2) + "\n")
+        except OSError as error:
+            raise WriteFailed(f"{error.filename}: could not be written: {error.strerror}") from None
+    return report
+
+
+def _model(shape: str, layers: int | None, device: str) -> Any:
+    if shape not in SHAPES:
+        raise InvalidParameter(f"shape is {shape!r}, expected one of {', '.join(SHAPES)}")
+    library = transformers_library()
+    name, settings = SHAPES[shape]
+    if layers is not None:
+        settings = {**settings, "num_hidden_layers": layers}
+    config = getattr(library, name)(**settings, max_position_embeddings=1 << 20, dtype=torch.bfloat16, attn_implementation="sdpa")
+    with torch.device(device):
+        return library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def _states(model: Any, batch: int, tokens: int, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    config = model.config
+    shape = batch, config.num_key_value_heads, tokens, config.head_dim
+    return [
+        (torch.randn(shape, device=device, dtype=torch.bfloat16), torch.randn(shape, device=device, dtype=torch.bfloat16))
+        for _ in range(config.num_hidden_layers)
+    ]
+
+
+def _decode_rows(
+    model: Any, batch: int, tokens: int, recipes: Sequence[str], device: str, count: Callable[[], None]
+) -> list[dict[str, Any]]:
+    row: dict[str, Any] = {"batch": batch, "tokens": tokens}
+    rows = []
+    try:
+        rows.append({**row, "cache": "DynamicCache, SDPA", **_dense_steps(model, batch, tokens, device)})
+    except torch.OutOfMemoryError:
+        rows.append({**row, "cache": "DynamicCache, SDPA", "eager_seconds": None, "graph_seconds": None, "cache_bytes": None})
+    _free(device)
+    count()
+    for recipe in recipes:
+        rows.append({**row, "cache": recipe, **_packed_steps(model, batch, tokens, recipe, device)})
+        _free(device)
+        count()
+    return rows
+
+
+def _dense_steps(model: Any, batch: int, tokens: int, device: str) -> dict[str, Any]:
+    library = transformers_library()
+    states = _states(model, batch, tokens, device)
+    size = sum(x.nbytes for pair in states for x in pair)
+    graph = None
+    if device == "cuda":
+        with StaticStates(model, states) as static:
+            graph = graph_step(model, static.cache, batch, tokens, GRAPH_STEPS)
+    _reset_peak(device)
+    eager = _eager_steps(model, library.DynamicCache(states, config=model.config), batch, device)
+    return {"eager_seconds": eager, "graph_seconds": graph, "cache_bytes": size, "peak_bytes": _peak(device)}
+
+
+def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, Any]:
+    from kvpack.integrations.transformers import KvpackCache
+
+    layers = []
+    for _ in range(model.config.num_hidden_layers):
+        config = model.config
+        shape = batch, config.num_key_value_heads, tokens, config.head_dim
+        pair = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in "kv"]
+        layers.append(kvpack.pack([(pair[0], pair[1])], recipe)[0])
+    cache = kvpack.Cache(tuple(layers), recipe)
+    del pair, layers
+    size = cache.nbytes
+    _free(device)
+    with KvpackCache(model, cache) as past:
+        del cache
+        _reset_peak(device)
+        eager = _eager_steps(model, past, batch, device)
+        graph = graph_step(model, past, batch, tokens + EAGER_STEPS + WARM_STEPS, GRAPH_STEPS) if device == "cuda" else None
+    return {"eager_seconds": eager, "graph_seconds": graph, "cache_bytes": size, "peak_bytes": _peak(device)}
+
+
+def _eager_steps(model: Any, past: Any, batch: int, device: str) -> float:
+    """Seconds of one decode step, the mean of several after those that compile."""
+    token = torch.full((batch, 1), 5, device=device)
+    begin = 0.0
+    for step in range(EAGER_STEPS + WARM_STEPS):
+        if step == WARM_STEPS:
+            _wait(device)
+            begin = time.perf_counter()
+        model(token, past_key_values=past, use_cache=True, logits_to_keep=1)
+    _wait(device)
+    return (time.perf_counter() - begin) / EAGER_STEPS
+
+
+def _first_token_rows(
+    model: Any, tokens: int, recipes: Sequence[str], device: str, folder: str | None, count: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """Seconds from a file in the page cache, or from nothing, to the first logits after ``tokens`` and a suffix."""
+    from safetensors.torch import load_file, save_file
+
+    from kvpack.integrations.transformers import KvpackCache
+
+    library = transformers_library()
+    suffix = SUFFIX[device]
+    ids = torch.randint(1, 500, (1, tokens + suffix), device=device)
+    row = {"tokens": tokens, "suffix": suffix}
+
+    def logits(past: Any, given: torch.Tensor) -> None:
+        model(given, past_key_values=past, use_cache=True, logits_to_keep=1).logits.argmax().item()
+
+    rows = [{**row, "from": "recompute", "seconds": _median(lambda: logits(library.DynamicCache(config=model.config), ids))}]
+    count()
+    states = _states(model, 1, tokens, device)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        path = Path(place, "bf16.safetensors")
+        save_file({f"{number}.{name}": x for number, pair in enumerate(states) for name, x in zip("kv", pair, strict=True)}, path)
+
+        def from_bf16() -> None:
+            read = load_file(path, device=device)
+            pairs = [(read[f"{number}.k"], read[f"{number}.v"]) for number in range(len(states))]
+            logits(library.DynamicCache(pairs, config=model.config), ids[:, tokens:])
+
+        rows.append({**row, "from": "bf16 safetensors", "seconds": _median(from_bf16), "file_bytes": path.stat().st_size})
+        path.unlink()
+        _free(device)
+        count()
+        for recipe in recipes:
+            path = Path(place, "prefix.kvpack")
+            kvpack.save(kvpack.pack(states, recipe), path)
+
+            def from_packed(path: Path = path) -> None:
+                with KvpackCache.load(path, model) as past:
+                    logits(past, ids[:, tokens:])
+
+            def load_alone(path: Path = path) -> None:
+                kvpack.load(path, device=device)
+                _wait(device)
+
+            seconds = _median(from_packed)
+            rows.append({**row, "from": recipe, "seconds": seconds, "load_seconds": _median(load_alone), "file_bytes": path.stat().st_size})
+            path.unlink()
+            _free(device)
+            count()
+    return rows
+
+
+def _median(call: Callable[[], None]) -> float:
+    found = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - begin)
+    return statistics.median(found[1:])
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _free(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _reset_peak(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak(device: str) -> int | None:
+    return torch.cuda.max_memory_allocated() if device == "cuda" else None
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print a table of decode steps and one of first tokens."""
+    from kvpack.output import bytes_text, print_table
+
+    def milliseconds(seconds: float | None) -> str:
+        return "" if seconds is None else f"{1e3 * seconds:.2f}"
+
+    def ratio(mine: float | None, peer: float | None) -> str:
+        return "" if mine is None or peer is None else f"{mine / peer:.2f}"
+
+    rows = []
+    peer: dict[str, Any] = {}
+    for row in report["decode"]:
+        if row["cache"].startswith("DynamicCache"):
+            peer = row
+        peak = None if row.get("peak_bytes") is None else row["peak_bytes"] / (report["weights_bytes"] + row["cache_bytes"])
+        graph = row["graph_seconds"]
+        size = "does not fit" if row["cache_bytes"] is None else bytes_text(row["cache_bytes"])
+        rows.append([
+            f"{row['batch']} x {row['tokens']:,}", row["cache"], size,
+            milliseconds(row["eager_seconds"]), ratio(row["eager_seconds"], peer["eager_seconds"]),
+            milliseconds(graph), ratio(graph, peer["graph_seconds"]), "" if graph is None else f"{row['batch'] / graph:.0f}",
+            "" if peak is None else f"{peak:.3f}",
+        ])  # fmt: skip
+    title = f"Decode steps of {report['shape']}, {report['layers']} layers, random weights, on {report['device']}"
+    columns = [
+        "batch x tokens", "cache", "cache\nbytes", "eager\nms", "x Dynamic-\nCache", "graph\nms", "x bf16\nin a graph",
+        "tokens/s\nin graphs", "peak memory x\nweights + cache",
+    ]  # fmt: skip
+    print_table(title, columns, rows)
+    print("\nThe graph beside DynamicCache is of preallocated bf16 states and the faster of SDPA's flash and cuDNN attention.")
+    rows = []
+    for row in report["first_token"]:
+        own = [other for other in report["first_token"] if other["tokens"] == row["tokens"]]
+        seconds = {other["from"]: other["seconds"] for other in own}
+        rows.append([
+            f"{row['tokens']:,} + {row['suffix']}", row["from"], "" if "file_bytes" not in row else bytes_text(row["file_bytes"]),
+            milliseconds(row.get("load_seconds")), milliseconds(row["seconds"]), ratio(row["seconds"], seconds["recompute"]),
+            ratio(row["seconds"], seconds["bf16 safetensors"]),
+        ])  # fmt: skip
+    columns = ["prefix +\nsuffix", "from", "file", "load\nms", "first token\nms", "x recompute", "x bf16\nfile"]
+    print_table("Time to the first token; files are in the page cache", columns, rows)

@@ -1,0 +1,114 @@
+"""Decode steps in CUDA graphs: over any cache whose step is kernels alone, and over preallocated bf16 states to compare with."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.models import transformers_library
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NAME = "kvpack bench static"
+ROOM = 256
+
+
+class StaticStates:
+    """bf16 keys and values with room for new tokens, written at a position on the device, attended by cuDNN or flash attention.
+
+    Inside a ``with`` block the model's attention is this; ``cache`` is what the model is given.
+    """
+
+    def __init__(self, model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        library = transformers_library()
+        self._model, self._tokens = model, states[0][0].shape[2]
+        self._states = [tuple(torch.nn.functional.pad(x, (0, 0, 0, ROOM)) for x in pair) for pair in states]
+        self._position = torch.tensor([self._tokens], device=states[0][0].device)
+        self.cache = library.Cache(layers=[_layer(library, self._tokens) for _ in states])
+        library.AttentionInterface.register(NAME, self._attend)
+        library.AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+
+    def __enter__(self) -> StaticStates:
+        self._before = self._model.config._attn_implementation
+        self._model.set_attn_implementation(NAME)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The registry outlives the block, and the states are large.
+        self._states.clear()
+        self._model.set_attn_implementation(self._before)
+
+    def _attend(
+        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: float | None = None, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        keys, values = self._states[module.layer_idx]
+        keys.index_copy_(2, self._position, k)
+        values.index_copy_(2, self._position, v)
+        stop = self._tokens + ROOM // 2
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, keys[:, :, :stop], values[:, :, :stop], scale=scaling, enable_gqa=True
+            )
+        return out.transpose(1, 2).contiguous(), None
+
+
+def _layer(library: Any, tokens: int) -> Any:
+    class Layer(library.cache_utils.CacheLayerMixin):  # type: ignore[misc]
+        is_sliding = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_initialized = True
+
+        def lazy_initialization(self, *_: Any) -> None:
+            """Nothing to do."""
+
+        def update(self, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            return k, v
+
+        def get_seq_length(self) -> int:
+            return tokens
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            return tokens + query_length, 0
+
+        def get_max_length(self) -> int:
+            return -1
+
+        def get_max_cache_shape(self) -> int:
+            return -1
+
+    return Layer()
+
+
+def graph_step(model: Any, past: Any, batch: int, tokens: int, steps: int) -> float:
+    """Seconds of one replay of a graph of one decode step after ``tokens`` tokens, the mean of ``steps``."""
+    device = model.device
+    token = torch.full((batch, 1), 5, device=device)
+    position = torch.full((batch, 1), tokens, device=device)
+
+    def step() -> None:
+        model(token, position_ids=position, past_key_values=past, use_cache=True, logits_to_keep=1)
+
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        graph.replay()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / steps

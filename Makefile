@@ -4,7 +4,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 INSTALLED := .venv/installed
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo test check lint types unit docs fuzz roundtrip gpu-test gpu-sanitize damage guards store-matrix versions zoo
+.PHONY: demo test check lint types unit scenarios docs fuzz roundtrip gpu-test gpu-sanitize damage guards cpu-sanitize store-matrix versions zoo
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -16,10 +16,10 @@ test: lint
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 
-# mypy sees what a user installs, from a folder where the checkout cannot stand in for it.
+# mypy sees what a user installs, from a folder where the checkout cannot stand in for it; a compiled library is nothing to it.
 types: $(INSTALLED)
 	rm -rf build
-	$(PIP) install --quiet --no-deps --no-build-isolation --target build/installed .
+	CC=false $(PIP) install --quiet --no-deps --no-build-isolation --target build/installed .
 	cd build/installed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache --package kvpack
 	$(BIN)/mypy spec/decoder.py
 
@@ -31,15 +31,19 @@ KERNEL_TESTS = $(shell grep -lr "pytest.mark.kernels" tests --include="test_*.py
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses 2 --dist worksteal
 
 unit: $(INSTALLED)
-	$(PYTEST)
+	$(PYTEST) -m "not scenario"
 	TRITON_INTERPRET=1 $(PYTEST) $(KERNEL_TESTS)
+
+# The tests marked scenario, which .ci/run runs after the others: whole programs, every store under every fault, every model.
+scenarios: $(INSTALLED)
+	$(PYTEST) -m scenario
 
 # What a change needs: the tests of the folders that differ from main, or of what is not committed (tests/support/touched.py).
 # A run without tests, which pytest ends with 5, is none that fails.
 check: lint types
 	tests=$$($(BIN)/python tests/support/touched.py) || exit 1; \
 	test -n "$$tests" || exit 0; \
-	$(PYTEST) $$tests || [ $$? = 5 ] || exit 1; \
+	$(PYTEST) -m "not scenario" $$tests || [ $$? = 5 ] || exit 1; \
 	kernels=$$(grep -lr "pytest.mark.kernels" $$tests --include="test_*.py"); \
 	test -z "$$kernels" || TRITON_INTERPRET=1 $(PYTEST) $$kernels || [ $$? = 5 ]
 
@@ -75,7 +79,7 @@ store-matrix: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m store_matrix --kills $(or $(KILLS),7000) $(OPTIONS)
 
 # The kernels compiled, on a machine with a CUDA device: most of the time goes to compiling, so in many processes.
-GPU_TESTS = $(KERNEL_TESTS) tests/bench/test_attention_kernels.py tests/bench/test_encode_kernels.py tests/kernels/test_cuda.py
+GPU_TESTS = $(KERNEL_TESTS) tests/bench/test_attention_kernels.py tests/bench/test_encode_kernels.py tests/kernels/test_cuda.py tests/cache/test_staged_cuda.py
 
 gpu-test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses auto --dist worksteal $(GPU_TESTS)
@@ -89,8 +93,21 @@ gpu-sanitize: $(INSTALLED)
 		compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest --quiet $(SANITIZED_TESTS) -k "$(SANITIZED)" || exit 1; \
 	done
 
+# The C kernels under the checkers of memory accesses and undefined behaviour, on any words, strides and lengths.
+CHECKED = -fsanitize=address,undefined
+CHECKERS = $(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-name=libubsan.so)
+
+cpu-sanitize: $(INSTALLED)
+	rm -rf build
+	CC=gcc CFLAGS="$(CHECKED) -fno-sanitize-recover=all -g" LDFLAGS="$(CHECKED)" \
+		$(PIP) install --quiet --no-deps --no-build-isolation --target build/sanitized .
+	export LD_PRELOAD="$(CHECKERS)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitized OMP_NUM_THREADS=1; \
+	$(BIN)/python -P -c "from kvpack.kernels.cpu import library as l; assert 'sanitized' in l.library()._name" && \
+	$(BIN)/python -P -m pytest --quiet --numprocesses 2 $(wildcard tests/kernels/test_cpu_*.py) \
+		-k "no_word or any_call or any_side or any_group or thousand or kind_of_float"
+
 # pip first, for --group (25.1), and setuptools: the package is then built without a second, unpinned download of it.
-$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+$(INSTALLED): pyproject.toml $(CONSTRAINTS) $(wildcard kernels/cpu/*.[ch])
 	$(PYTHON) -m venv .venv
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) pip setuptools
 	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --group docs --group fuzz --group test --editable '.[bench,transformers]'

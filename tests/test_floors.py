@@ -21,6 +21,7 @@ FLOORS = (
     ("coding",),
     ("cache",),
     ("attention",),
+    ("live",),
     ("store",),
     ("integrations",),
     ("models", "output"),

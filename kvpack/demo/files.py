@@ -174,7 +174,7 @@ def show(report: dict[str, Any]) -> None:
     """Print the table and, under it, the text that each file's reader generated next."""
     plain = report["uncompressed"]
     columns = [
-        "recipe", "file\nbytes", "bits a\nvalue", "nominal\nbits", "smaller\nthan bf16", "K\ncosine", "V\ncosine",
+        "recipe", "file\nbytes", "bits per\nvalue", "nominal\nbits", "smaller\nthan bf16", "K\ncosine", "V\ncosine",
         "byte\nperplexity", "first key's\nanswer", "keys\nright", "save\nms", "load\nms",
     ]  # fmt: skip
     rows = [["in memory, float32", *[""] * 6, f"{plain['byte_perplexity']:.4f}", *_answer(plain), "", ""]]
@@ -197,7 +197,7 @@ def show(report: dict[str, Any]) -> None:
     print_table(f"A KV cache of {report['prompt_tokens']:,} tokens, packed; each file read and attended in another process", columns, rows)
     print(f"key asked: {plain['answers'][0]['key']}, its value: {plain['answers'][0]['value']}")
     for name, source in (("in memory", plain), *((file["recipe"], file) for file in report["files"])):
-        print(f"{name:>16} goes on: {source['sample']!r}")
+        print(f"{name:>16} continues: {source['sample']!r}")
 
 
 def _answer(source: dict[str, Any]) -> tuple[str, str]:

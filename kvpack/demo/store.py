@@ -89,7 +89,7 @@ def show(report: dict[str, Any]) -> None:
         ]
         for row in report["processes"]
     ]
-    columns = ["process", "prompt\ntokens", "found in\nthe store", "computed", "ms to the\nfirst token", "goes on"]
+    columns = ["process", "prompt\ntokens", "found in\nthe store", "computed", "ms to the\nfirst token", "continuation"]
     print_table(f"{report['store']}: one prompt, three processes, {report['recipe']}", columns, rows)
     print("all produce the same tokens" if report["same"] else "the processes produce DIFFERENT tokens")
 

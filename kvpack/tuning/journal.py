@@ -83,10 +83,10 @@ def open_journal(path: str | None, exact: Sequence[Exact]) -> Journal:
     except InvalidParameter:
         content = None
     if not isinstance(content, dict) or content.get("format") != _FORMAT or not isinstance(content.get("losses"), dict):
-        raise InvalidParameter(f"{path}: holds no measurements of kvpack tune; give a new file's name or remove it")
+        raise InvalidParameter(f"{path}: holds no measurements of kvpack tune; name a new file or remove it")
     if (content.get("kvpack"), content.get("windows")) != (kvpack.__version__, made.of):
         raise InvalidParameter(
-            f"{path}: holds measurements of another model, text, size, seed or number of threads, or of another kvpack; "
+            f"{path}: holds measurements of another model, text, size, seed, number of threads or version of kvpack; "
             "give a new file's name or remove it"
         )
     made.losses = {recipe: _loss(path, recipe, found, len(exact)) for recipe, found in content["losses"].items()}
@@ -102,5 +102,5 @@ def _loss(path: str, recipe: str, found: Any, windows: int) -> Loss:
     except TypeError:
         right = False
     if not right:
-        raise InvalidParameter(f"{path}: what it holds of recipe {recipe!r} is no measurement; remove the file")
+        raise InvalidParameter(f"{path}: its entry for the recipe {recipe!r} is not a measurement; remove the file")
     return loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpack.output import print_table, printable
+from kvpack.output import counted, print_table, printable
 
 from .results import uniform_name
 
@@ -14,22 +14,24 @@ def show(report: dict[str, Any]) -> None:
     settings = report["settings"]
     title = (
         f"{printable(report['model'])}, {printable(report['text'])}: {report['mode']} search, at most {report['bits']:g} bits per value; "
-        f"{settings['windows']} windows of {settings['tokens']:,} tokens and {settings['held_out']} held out, {settings['score']:,} scored"
+        f"{counted(settings['windows'], 'window')} of {settings['tokens']:,} tokens, {settings['held_out']} held out, "
+        f"the last {settings['score']:,} tokens of each scored"
     )
     columns = [
         "what",
-        "bits a\nvalue",
-        "KL, searched\n(nats)",
-        "KL, held out\n(nats)",
-        "perplexity\nheld out",
-        "change of\nits log",
+        "bits per\nvalue",
+        "KL, search\nwindows",
+        "KL, held-out\nwindows",
+        "perplexity,\nheld out",
+        "change in log\nperplexity",
         "95 %\n+-",
     ]
     rows = [["uncompressed", "32.00", "", "", f"{report['tuned']['held_out']['uncompressed_perplexity']:.4f}", "", ""]]
     rows += [_row(name, report[key]) for name, key in ((uniform_name(report), "uniform"), ("tuned", "tuned")) if report[key] is not None]
     print_table(title, columns, rows)
     print_table("codecs", ["layers", "keys", "values"], _layers(report["layers"]), left=3)
-    print("bits: every byte of a window's file. KL: of the next token, uncompressed || packed. Perplexity a token.")
+    print("Bits per value count every byte of a window's file. KL is KL(uncompressed || packed) of the next token, in nats.")
+    print("Perplexity is per token; the change in its log is against the uncompressed cache.")
     print(_verdict(report))
     if report["file"] is not None:
         print(f"{printable(report['file'])}: the recipe, for --recipe @{printable(report['file'])}")
@@ -69,9 +71,9 @@ def _verdict(report: dict[str, Any]) -> str:
     if comparison["verdict"] == "the same":
         return f"The search found nothing better than {same}."
     if comparison["verdict"] == "better":
-        return f"Tuning pays: {losses}, beside {same}."
+        return f"Tuning pays: {losses}, compared with {same}."
     interval = comparison["interval"]
     if comparison["verdict"] == "worse":
-        return f"Tuning does not pay here: {losses}. Take {same}."
-    spread = "one window gives no interval" if interval is None else f"the difference is between {interval[0]:+.5f} and {interval[1]:+.5f}"
-    return f"Whether tuning pays is not decided: {losses}, and {spread} (95 %), beside {same}. A larger --held-out would tell."
+        return f"Tuning does not pay here: {losses}. Use {same}."
+    spread = "one window gives no interval" if interval is None else f"95 % interval {interval[0]:+.5f} to {interval[1]:+.5f}"
+    return f"The result is inconclusive: {losses} ({spread}), compared with {same}. A larger --held-out may decide it."

@@ -100,7 +100,7 @@ def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
     comments = [
         f"kvpack tune: {report['model']}, {report['text']}, at most {report['bits']:g} bits per value ({report['mode']} search)",
         f"{found['bits_per_value']:.3f} bits per value in files of {report['settings']['tokens']:,} tokens; "
-        f"KL divergence {found['held_out']['kl_divergence']:.3g} nats a token on held-out text",
+        f"KL divergence {found['held_out']['kl_divergence']:.3g} nats per token on held-out text",
     ]
     if uniform is not None:
         loss = uniform["held_out"]["kl_divergence"]

@@ -151,9 +151,9 @@ def _check_folder(path: str) -> None:
     """Refuse a file that cannot be written before the search takes its time."""
     folder = os.path.dirname(path) or "."
     if not path or (os.path.exists(path) and not os.path.isfile(path)):
-        raise WriteFailed(f"{path!r}: could not be written: it is no regular file, expected a file or nothing")
+        raise WriteFailed(f"{path!r}: could not be written: it is not a regular file")
     if not os.path.isdir(folder):
-        raise WriteFailed(f"{path}: could not be written: {folder} is no folder")
+        raise WriteFailed(f"{path}: could not be written: {folder} is not a folder")
     if not os.access(folder, os.W_OK):
         raise WriteFailed(f"{path}: could not be written: {folder} is not writable")
 

@@ -58,7 +58,7 @@ def test_what_is_stable_stays_so() -> None:
     status = {row["part"]: row["status"] for row in table(text, "part", "what it defines", "status")}
     status |= {row["codec"]: row["status"] for row in table(text, "codec", "a symbol decodes to", "page", "status")}
     stable = {"this page", "[container.md](container.md)", "[side-cars.md](side-cars.md)"}
-    stable |= {"raw", "group", "scalar", "octahedral", "quaternion", "angle", "polar"}
+    stable |= {"raw", "group", "minifloat", "scalar", "octahedral", "quaternion", "angle", "polar"}
     assert stable <= {part for part, word in status.items() if word == "stable"}
     assert set(status.values()) - {"stable", "draft"} == {"see below", "that of the pages", "informative"}
     for page in ("container.md", "side-cars.md", "store.md"):
@@ -242,7 +242,7 @@ def example_codec(page: Path) -> Codec:
     return CODECS[page.stem].from_params(params)
 
 
-@pytest.mark.parametrize("page", [PAGES["raw"], PAGES["group"]], ids=["raw", "group"])
+@pytest.mark.parametrize("page", [PAGES["raw"], PAGES["group"], PAGES["minifloat"]], ids=lambda page: page.stem)
 def test_worked_examples(page: Path) -> None:
     codec, text = example_codec(page), section(page, "Worked example")
     rows = table(text, "stream", "dtype", "shape", "bytes")
@@ -250,7 +250,7 @@ def test_worked_examples(page: Path) -> None:
     assert [(row["stream"], row["dtype"], row["shape"]) for row in rows] == [
         (name, entry.dtype, " ".join(map(str, entry.shape))) for name, entry in layout.items()
     ]
-    dtypes = {"U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+    dtypes = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
     streams = {
         row["stream"]: torch.frombuffer(bytearray.fromhex(row["bytes"]), dtype=dtypes[row["dtype"]]).reshape(layout[row["stream"]].shape)
         for row in rows

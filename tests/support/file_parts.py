@@ -19,6 +19,7 @@ from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, TORCH_DTYPES
 
 from golden_files import side_car_packings  # isort: skip
+from minifloat_digits import block_scales, finite  # isort: skip
 from parts import Parts  # isort: skip
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, source: rando
     streams, digits = {}, {}
     for name, packing in codec.packings().items():
         used = -(-codec.dim // 3) if (codec.id, name) == ("octahedral", "symbol") else packing.symbols
-        digits[name] = random_digits(packing, used, (batch, heads, tokens), source)
+        digits[name] = [finite(codec, digit) for digit in random_digits(packing, used, (batch, heads, tokens), source)]
         streams |= codec.pack(name, *(digit.to(torch.int32) for digit in digits[name]))
     for name, packing in side_car_packings(codec).items():
         digits[name] = random_digits(packing, packing.symbols, (batch, heads, tokens), source)
@@ -140,7 +141,9 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, source: rando
             size = 0.1 if name.endswith("range") else 1.0
             draws = (source.randrange(256) if layout.dtype == "U8" else size * source.gauss(0, 1) for _ in range(math.prod(shape)))
             numbers = torch.tensor(list(draws), dtype=torch.float32)
-            if name == "channel_order":
+            if name == "block_scales":
+                numbers = block_scales(codec, numbers)
+            elif name == "channel_order":
                 orders = [source.sample(range(shape[-1]), shape[-1]) for _ in range(math.prod(shape[:-1]))]
                 numbers = torch.tensor(orders, dtype=torch.int32)
             elif name == "channel_scale":

@@ -24,6 +24,8 @@ from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
 
+from minifloat_digits import block_scales, finite  # isort: skip
+
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
     from kvpack.formats.columns import Columns
@@ -60,6 +62,10 @@ FILES: dict[str, tuple[str, int, int, tuple[int, ...], int, str]] = {
     "scalar-2": ("kv=scalar:b=2", 64, 128, (3,), 2, "bf16"),
     "scalar-3": ("kv=scalar:b=3,norm=fp32,rotation=hadamard", 80, 112, (2,), 0, "bf16"),
     "scalar-2-and-3": ("k=scalar:b=2,high=3;v=scalar:b=1,high=8,share=13,rotation=none", 128, 80, (3,), 1, "bf16"),
+    "minifloat-e4m3": ("kv=minifloat:element=e4m3", 64, 128, (3, 1), 1, "bf16"),
+    "minifloat-e5m2": ("k=minifloat:element=e5m2,per=head,scales=fp16;v=minifloat:element=e5m2,per=token", 80, 33, (3, 2), 0, "bf16"),
+    "minifloat-mx": ("k=minifloat:element=e4m3,scales=e8m0;v=minifloat:element=e2m1,scales=e8m0", 64, 80, (3,), 2, "bf16"),
+    "minifloat-nvfp4-two-sequences": ("kv=minifloat:element=e2m1,scales=e4m3", 128, 40, (2, 3), 0, "bf16"),
     "no-tokens": ("kivi-2", 64, 64, (), 0, "bf16"),
     "one-side": ("oscar-2", 128, 0, (32, 1), 0, "bf16"),
     "channel-scale-two-sequences": ("kv=scalar:b=2,channel_scale=fp16", 64, 80, (2, 3, 1), 0, "bf16"),
@@ -173,7 +179,7 @@ def _streams(codec: Codec, batch: int, heads: int, tokens: int, generator: Gener
         digits = []
         for alphabet in packing.alphabets:
             digit = torch.tensor([generator.word() % alphabet for _ in range(batch * heads * tokens * packing.symbols)], dtype=torch.int32)
-            digits.append(digit.view(shape) * (torch.arange(packing.symbols) < used))
+            digits.append(finite(codec, digit.view(shape) * (torch.arange(packing.symbols) < used)))
         streams |= codec.pack(stream, *digits)
     side_cars = side_car_packings(codec)
     for name, packing in side_cars.items():
@@ -187,7 +193,9 @@ def _streams(codec: Codec, batch: int, heads: int, tokens: int, generator: Gener
     for name, layout in layouts.items():
         if name not in streams and layout.dtype == "U8" and name != "channel_order":
             count = torch.Size(layout.shape).numel()
-            streams[name] = torch.tensor([generator.word() % 256 for _ in range(count)], dtype=torch.uint8).view(layout.shape)
+            numbers = torch.tensor([generator.word() % 256 for _ in range(count)])
+            numbers = block_scales(codec, numbers) if name == "block_scales" else numbers
+            streams[name] = numbers.to(torch.uint8).view(layout.shape)
         elif name not in streams:
             values = _halves(generator, (*layout.shape[:2], entries.get(name, layout.shape[2]), *layout.shape[3:]))
             if name == "channel_scale":

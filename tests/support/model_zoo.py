@@ -221,11 +221,11 @@ def in_this_process(architectures: list[Architecture], folder: Path, steps: dict
     return rows
 
 
-def examined(architectures: list[Architecture], folder: Path) -> list[Row]:
-    """One row per architecture; one other process loads the files of all."""
+def examined(architectures: list[Architecture], folder: Path, python: str = sys.executable) -> list[Row]:
+    """One row per architecture; one other process, started by ``python``, loads the files of all."""
     rows = in_this_process(architectures, folder, HERE)
     saved = {row.name: row for row in rows if "save" in row.works}
-    command = [sys.executable, __file__, "--elsewhere", str(folder), *saved]
+    command = [python, __file__, "--elsewhere", str(folder), *saved]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
     for row in rows:

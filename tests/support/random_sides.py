@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
 
 from interpreter import DEVICE  # isort: skip
+from minifloat_digits import block_scales, finite, largest  # isort: skip
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -40,7 +42,7 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
     digits = []
     for packing in codec.packings().values():
         for alphabet in packing.alphabets:
-            digits.append(torch.randint(0, alphabet, (batch, heads, tokens, packing.symbols), generator=generator))
+            digits.append(finite(codec, torch.randint(0, alphabet, (batch, heads, tokens, packing.symbols), generator=generator)))
     if codec.id == "octahedral":
         triplets = -(-codec.dim // 3)
         for digit in digits:
@@ -51,7 +53,9 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
         streams |= codec.pack(name, *(next(given) for _ in packing.bases))
     for name, layout in codec.scales(batch, heads, tokens).items():
         values = torch.rand(layout.shape, generator=generator) + 0.25
-        if name in ("norm", "scale", "token_scale"):
+        if name == "block_scales":
+            values = block_scales(codec, 255 * values.clamp_max(1), 8, 127 - int(math.log2(largest(codec))))
+        elif name in ("norm", "scale", "token_scale") and layout.per == "token":
             which = torch.rand(layout.shape, generator=generator)
             values = torch.where(which < 0.1, 0.0, torch.where(which < 0.2, -values, values))
             values *= 1 if name == "token_scale" else codec.dim**0.5
@@ -63,6 +67,8 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
             values[..., 1] -= 0.75
         elif name == "values":
             values = torch.randn(layout.shape, generator=generator)
+        if name in ("scale", "global_scale"):
+            values = values * (1 / largest(codec) if codec.id == "minifloat" else 1)
         streams[name] = values.to(TORCH_DTYPES[layout.dtype])
     return Page(codec, tokens, streams)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+import warm_python
 
 import kvpack
 
@@ -29,4 +29,5 @@ def identity(model: Any, **given: Any) -> kvpack.Identity:
 def printed_elsewhere(script: str) -> str:
     """The output of a script in a process of its own, which can import these tests' modules."""
     code = f"import sys, warnings\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nwarnings.simplefilter('ignore')\n{script}"
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=300).stdout.strip()
+    python = warm_python.python(*warm_python.MODELS)
+    return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True, timeout=300).stdout.strip()

@@ -18,11 +18,12 @@ from kvpack.formats import CODECS, codec_from_params, create_codec
 from kvpack.formats import SIDE_CARS as ORDER
 from kvpack.formats.columns import MAX_BASE, MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, Columns, is_power_of_two
 from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.options import Options
 from kvpack.formats.rotation import KINDS
 from kvpack.formats.side_cars import WithSideCars
 
-from error_bounds import check_angle, check_direction, check_group, check_polar, check_raw, check_scalar  # isort: skip
+from error_bounds import check_angle, check_direction, check_group, check_minifloat, check_polar, check_raw, check_scalar  # isort: skip
 from side_car_bounds import check_side_cars  # isort: skip
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def _integers(low: int, high: int) -> SearchStrategy[str]:
     return st.integers(low, high).map(str)
 
 
-_ROTATED = {"rotation": st.sampled_from(KINDS), "seed": _integers(0, 2**64 - 1)}
+_ROTATED = {"rotation": st.sampled_from(KINDS), "seed": _integers(0, 2**64 - 1), "norm_rule": st.sampled_from(NORM_RULES)}
 _DIRECTION = {"arrangement": st.sampled_from(("dense", "direct")), "norm": st.sampled_from(("fp16", "fp32")), **_ROTATED}
 _SCALAR = {"norm": st.sampled_from(("fp16", "fp32")), **_ROTATED}
 
@@ -132,6 +133,17 @@ CASES: dict[str, Case] = {
             },
         ),
         check_group,
+    ),
+    "minifloat": Case(
+        st.one_of(
+            st.fixed_dictionaries(
+                {"element": st.sampled_from(("e4m3", "e5m2", "e2m1"))},
+                optional={"per": st.sampled_from(("tensor", "head", "token")), "scales": st.sampled_from(("fp16", "fp32"))},
+            ),
+            st.fixed_dictionaries({"element": st.sampled_from(("e4m3", "e5m2", "e2m1")), "scales": st.just("e8m0")}),
+            st.just({"element": "e2m1", "scales": "e4m3"}),
+        ),
+        check_minifloat,
     ),
     "octahedral": Case(
         st.one_of(

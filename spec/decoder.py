@@ -861,7 +861,7 @@ def element(name: str, c: int) -> float:
     bits, _, fraction_bits, bias = ELEMENTS[name]
     g, rest = divmod(c, 2 ** (bits - 1))
     e, f = divmod(rest, 2**fraction_bits)
-    value = 2.0 ** (e - bias) * (1 + f / 2**fraction_bits) if e else 2.0 ** (1 - bias) * f / 2**fraction_bits
+    value = math.ldexp(2**fraction_bits + f, e - bias - fraction_bits) if e else math.ldexp(f, 1 - bias - fraction_bits)
     return -value if g else value
 
 

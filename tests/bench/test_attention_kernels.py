@@ -55,6 +55,7 @@ def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
 
 def test_a_recipe_without_a_kernel_is_shown_as_decoded_first(capsys: pytest.CaptureFixture[str]) -> None:
     measured = {"bytes": 1000, "seconds": 1e-3, "whole_seconds": 1e-3, "gb_per_s": 1.0, "of_floor": 2.0, "of_bf16": 3.0}
+    measured |= {"eager_seconds": 2e-3, "eager_of_bf16": 4.0}
     rows = [
         {"recipe": "SDPA flash", "error": None, "unpack_seconds": None, **measured},
         {"recipe": "oscar-2", "error": 1e-4, "unpack_seconds": 1e-3, "decoded_first": False, **measured},

@@ -197,7 +197,7 @@ def test_attention_over_a_layer_that_dropped_tokens_needs_a_window_within_what_i
         ({}, f"the query of token {70 - queries} sees all before it: give sliding_window"),
         ({"causal": False}, f"the query of token {70 - queries} sees all before it"),
         ({"sliding_window": largest + 1}, f"the query of token {70 - queries} sees a window of {largest + 1} tokens"),
-        ({"sliding_window": 4, "lengths": [20]}, "lengths count tokens from the first of the cache on"),
+        ({"sliding_window": 4, "lengths": [20]}, "lengths count tokens from the first of the cache, so that all are needed"),
     ):
         with pytest.raises(InvalidShape, match=held + message):
             kvpack.attend(q, newest, **options)

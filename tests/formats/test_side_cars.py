@@ -210,7 +210,7 @@ def test_raw_tokens_keep_nan_only_where_a_writer_put_it() -> None:
     [
         ("kv=raw:channel_scale=fp16", "takes no side-cars"),
         ("kv=scalar:b=2,qjl_seed=3", "without qjl"),
-        ("kv=scalar:b=2,raw_tokens=bf16", "say which"),
+        ("kv=scalar:b=2,raw_tokens=bf16", "needs sinks=<count> or low_norm_tokens=<count>"),
         ("kv=scalar:b=2,qjl=fp8", "expected one of fp16, fp32"),
         ("kv=scalar:b=2,outliers=0", "from 1 to"),
         ("kv=scalar:b=2,outlier=3", "its options are b, .*outliers"),

@@ -25,6 +25,8 @@ from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
 from strategies import CASES, CONTENTS, DIMS, contents, create, packings, poisoned  # isort: skip
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvpack.formats.base import Codec
 
 DISTORTION = 1e-3
@@ -289,9 +291,9 @@ def test_pack_and_append_take_the_kernels(backend: str, monkeypatch: pytest.Monk
 
     calls = []
 
-    def recorded(codec: Codec, x: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    def recorded(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
         calls.append((codec.id, x.shape[2]))
-        return original(codec, x)
+        return original(codec, x, before)
 
     original = encode.encode
     monkeypatch.setattr(encode, "encode", recorded)

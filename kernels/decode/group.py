@@ -111,7 +111,7 @@ def _decode(
         code = load_digit(streams, token, channel, mask, CODE, 0).to(tl.float32) - ((1 << BITS) - 1) / 2
         scales = streams[SCALES]
         if ALONG_TOKENS and TILE <= SIZE:
-            pair = tl.load(scales + channel, (channel < DIM) & (count > 0), 0)
+            pair = tl.load(scales + channel, channel < tl.where(count > 0, DIM, 0), 0)
             value = code * _half(pair) + _half(pair >> 16)
         elif ALONG_TOKENS:
             pair = tl.load(scales + (token // SIZE * DIM + channel), mask, 0)

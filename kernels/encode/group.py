@@ -117,7 +117,7 @@ def _token_scales(
         # Unrolled, so that the loads of several heads are under way together.
         for number in tl.static_range(AT_ONCE):
             head = some + number
-            known = valid & (head < heads)
+            known = token < tl.where(head < heads, tokens, 0)
             rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, known, DIM, PADDED_DIM)
             value = rows.to(tl.float32)
             squares += value * value

@@ -36,6 +36,9 @@ FLOORS = (
 ALONE = {"file": {"formats"}, "kernels": {"formats"}}
 """Those that know fewer than all below them."""
 
+KERNEL_FLOORS = ("triton_insides", "words", "tables", "loaders", "codecs", "attend")
+"""Of the folders in ``kernels/``, from the ground up. ``encode`` and ``decode`` have their entry above ``codecs`` and the rest below it."""
+
 FACADE = {"bench", "demo", "tuning", "commands", "cli"}
 """Those that may use the public names, ``import kvpack``, as a user does."""
 
@@ -122,6 +125,20 @@ def test_nothing_knows_what_is_above_it() -> None:
     """But for the package itself, whose table of public names is where everything is found."""
     imports = [(module, target) for module, targets in graph().items() if module != "kvpack" for target in targets]
     assert sorted(f"{module} imports {target}" for module, target in imports if trespasses(module, target)) == []
+
+
+def test_words_know_no_tables_and_tables_know_no_loaders() -> None:
+    rank = {f"kvpack.kernels.{name}": number for number, name in enumerate(KERNEL_FLOORS)}
+    imports = [
+        (module, target, rank.get(".".join(module.split(".")[:3])), rank.get(".".join(target.split(".")[:3])))
+        for module, targets in graph().items()
+        for target in targets
+    ]
+    assert {own for _, _, own, _ in imports if own is not None} == set(range(len(KERNEL_FLOORS)))
+    upward = [
+        f"{module} imports {target}" for module, target, own, other in imports if own is not None and other is not None and own < other
+    ]
+    assert upward == []
 
 
 def test_nothing_imports_in_a_circle() -> None:

@@ -21,7 +21,15 @@ html_show_copyright = False
 smartquotes = False
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
-include_patterns = ["index.md", "reference/*.rst", "kvpack/guides/*.md", "spec/*.md", "spec/codecs/*.md", "kernels/README.md", "kernels/cpu/README.md"]
+include_patterns = [
+    "index.md",
+    "reference/*.rst",
+    "kvpack/guides/*.md",
+    "spec/*.md",
+    "spec/codecs/*.md",
+    "kernels/README.md",
+    "kernels/cpu/README.md",
+]
 # Links such as container.md#json-header are to headings, and are checked.
 myst_heading_anchors = 4
 # Links to folders of the repository lead nowhere here.

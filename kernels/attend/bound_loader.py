@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpack.kernels.triton_insides import code_key
 
 if TYPE_CHECKING:
-    from kvpack.kernels.loaders.tiles import Outliers, SharedTable, Tiles
+    from kvpack.kernels.loaders.tiles import Outliers, Tiles
+    from kvpack.kernels.tables.shared_tables import SharedTable
 
 
 class RowStream(NamedTuple):

@@ -16,11 +16,9 @@ from weakref import WeakKeyDictionary
 import numpy
 import torch
 
-from kvpack.kernels.loaders import loaders
 from kvpack.kernels.loaders.tiles import NEIGHBOURS
-from kvpack.kernels.tables import device_tables
 
-from . import segments
+from . import device_tables, loaders, segments
 from .bound_loader import RowStream, bind
 from .shapes import Shape, in_patches, shape_of, table_budget
 from .work import FIRST_ADDRESS, STREAM_INTEGERS

@@ -15,10 +15,10 @@ import torch
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
-from kvpack.kernels.tables import device_tables, shared_table
+from kvpack.kernels.tables import shared_table
 from kvpack.kernels.triton_insides import CachedLaunch
 
-from . import merge, plan, rotation, split
+from . import device_tables, merge, plan, rotation, split
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

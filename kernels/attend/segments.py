@@ -16,10 +16,10 @@ from kvpack.formats.outliers import VALUES as OUTLIERS
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.raw import Raw
 from kvpack.formats.side_cars import WithSideCars
-from kvpack.kernels.loaders import loaders, minifloat
+from kvpack.kernels.loaders import minifloat
 from kvpack.kernels.loaders import outliers as tiles_outliers
 
-from . import outlier_entries
+from . import loaders, outlier_entries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

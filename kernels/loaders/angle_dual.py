@@ -17,11 +17,13 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.words.replicated_columns import ReplicatedPacking, bit_of_step, load_columns, words_of_plane, words_of_stream
+from kvpack.kernels.words.streams import WORD_BITS, Stream, plane_streams
 from kvpack.kernels.words.tile_layout import copied, repeated, second_token_offset
+from kvpack.kernels.words.tile_packing import SMALLEST_WIDTH, takes_whole_words
 
 from .angle import VALUES, decode_pairs, factor_of_range, norm_line_f16, table
 from .angle_dense import bit_of_places
-from .tiles import DUAL_WIDTH, SMALLEST_WIDTH, WORD_BITS, Stream, Tiles, channels_of, plane_streams, takes_whole_words
+from .tiles import DUAL_WIDTH, Tiles, channels_of
 
 if TYPE_CHECKING:
     from kvpack.formats.angle import Angle

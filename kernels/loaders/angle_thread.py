@@ -16,9 +16,10 @@ from kvpack.kernels.words.f16x2 import affine_f16x2, both_halves, joined, power_
 from kvpack.kernels.words.thread_digits import RowPacking, digit, row_packing, two_digits
 from kvpack.kernels.words.thread_rows import load_rows, row_streams, rows_constants, stream_of_words, words_of_row
 from kvpack.kernels.words.thread_tiles import TOKENS, decode_rows, f16x2_of_symbols, tiles_of
+from kvpack.kernels.words.tile_packing import WIDEST_DIGIT
 
 from .angle import VALUES, factor, load_range, norm_line, table
-from .tiles import WIDEST_DIGIT, Tiles
+from .tiles import Tiles
 
 if TYPE_CHECKING:
     from kvpack.formats.angle import Angle

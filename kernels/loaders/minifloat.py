@@ -21,10 +21,12 @@ from kvpack.formats.minifloat import ELEMENTS
 from kvpack.kernels.words.bitfields import load_per_token, load_planes, load_words, position_of_step, whole_planes, words_of_step
 from kvpack.kernels.words.f16_tiles import product
 from kvpack.kernels.words.minifloats import E2M1_EXPONENT, e4m3_as_f16, elements_as_f16, four_e4m3_as_f16, power_as_f16, power_as_f32
+from kvpack.kernels.words.streams import RUN_TOKENS, Stream, plane_streams
 from kvpack.kernels.words.tile_layout import of_columns, of_tokens, parts_of
+from kvpack.kernels.words.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
 from kvpack.kernels.words.token_factors import load_factors, read_factors
 
-from .tiles import RUN_TOKENS, Stream, TilePacking, Tiles, plane_streams, step_symbols, takes_whole_words, tile_fields, tile_packing
+from .tiles import Tiles, step_symbols
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,9 +19,10 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.outliers import CHUNK
+from kvpack.kernels.words.streams import Stream
 
 from .outlier_patches import GRANULE, TOKENS_TOLD_APART, fetch_numbers, outlier_tile, patch_places, placed, put_all, tiles_together
-from .tiles import Outliers, Stream, Tiles
+from .tiles import Outliers, Tiles
 
 BOUNDS, PLACES, VALUES, POWER, COLUMNS = "outlier_bounds", "outlier_places", "outlier_values", "outlier_power", "outlier_columns"
 """Streams that no file has: where the outlier entries of each granule of tokens begin, the three of ``entries``, and ``columns_of``."""

@@ -14,19 +14,11 @@ from triton import language as tl
 from kvpack.kernels.tables.shared_table import look_up_bits
 from kvpack.kernels.words.bitfields import load_planes, whole_planes, words_of_step
 from kvpack.kernels.words.f16_tiles import code_bits, product
+from kvpack.kernels.words.streams import Stream, plane_streams
+from kvpack.kernels.words.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
 from kvpack.kernels.words.token_factors import load_factor, read_factor
 
-from .tiles import (
-    Stream,
-    TilePacking,
-    Tiles,
-    channels_of,
-    plane_streams,
-    step_symbols,
-    takes_whole_words,
-    tile_fields,
-    tile_packing,
-)
+from .tiles import Tiles, channels_of, step_symbols
 
 if TYPE_CHECKING:
     from kvpack.formats.quaternion import Quaternion

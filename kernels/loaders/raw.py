@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
+from kvpack.kernels.words.streams import Stream
 from kvpack.kernels.words.tile_layout import of_columns, of_tokens
+from kvpack.kernels.words.tile_packing import SMALLEST_WIDTH
 
-from .tiles import SMALLEST_WIDTH, Stream, Tiles
+from .tiles import Tiles
 
 if TYPE_CHECKING:
     from kvpack.formats.raw import Raw

@@ -11,66 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpack.formats.columns import Columns, is_power_of_two, next_power_of_two
+from kvpack.formats.columns import Columns
+from kvpack.kernels.words.streams import WORD_BITS, Stream
+from kvpack.kernels.words.tile_packing import SMALLEST_WIDTH, tile_fields, tile_width
 
 if TYPE_CHECKING:
     import torch
-
-SMALLEST_WIDTH = 16
-"""Columns of a tile at least: the matrix units' step."""
 
 DUAL_WIDTH = SMALLEST_WIDTH // 2
 """Words of a row of which a tile holds two side by side."""
 
 APART, NEIGHBOURS = 1, 2
 """How the two tokens of such a row lie: the second ones behind all first ones of the tile, or each behind its first."""
-
-WORD_BITS = 16
-"""Of the words that rows are stored in."""
-
-RUN_TOKENS = 1 << 30
-"""Tokens of a row of which a run has one: it takes no bytes per token."""
-
-WIDEST_DIGIT = 14
-"""Bits of a digit at most: a table of it, an index into which one word holds."""
-
-
-@dataclass(frozen=True)
-class Stream:
-    """A stored stream as a loader reads it: elements of ``bits``, 8 to 128, ``row`` of them a row, which is of ``tokens`` tokens.
-
-    A pair of binary16 is one element of 32 bits.
-    """
-
-    name: str
-    bits: int
-    row: int
-    tokens: int = 1
-
-
-class SharedTable(NamedTuple):
-    """A table in shared memory: ``copies`` of each of its ``entries``, from byte ``offset`` on; without any copy it is in global memory."""
-
-    offset: int = 0
-    copies: int = 0
-    entries: int = 0
-
-
-class Fill(NamedTuple):
-    """What fills a shared table: ``entries`` of ``values`` binary16 of the table of a side, 0 for keys and 1 for values."""
-
-    side: int
-    offset: int
-    entries: int
-    values: int
-    copies: int
-
-
-class SharedTables(NamedTuple):
-    """The tables that a program declares in ``nbytes`` of shared memory, and fills."""
-
-    nbytes: int
-    fills: tuple[Fill, ...]
 
 
 class Outliers(NamedTuple):
@@ -136,45 +88,6 @@ class Tiles:
     def widths_of_streams(self) -> tuple[int, ...]:
         """What ``bitfields.load_column_fields`` takes."""
         return self.stream_widths or tuple(columns for packing in self.packings for columns in (packing.width, tile_width(packing)))
-
-
-def plane_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
-    """The planes of one code stream."""
-    return tuple(Stream(f"{name}.{plane}", 16, words) for plane, words in enumerate(packing.planes))
-
-
-def tile_width(packing: Columns) -> int:
-    """Columns of a tile of whole rows of words."""
-    return max(SMALLEST_WIDTH, next_power_of_two(packing.width))
-
-
-def tile_fields(packing: Columns, dual: int = 0) -> int:
-    """Fields of a token that one tile holds: more than one where a row has fewer words than the matrix units' step."""
-    return tile_width(packing) // packing.width if is_power_of_two(packing.width) and not dual else 1
-
-
-def takes_whole_words(packing: Columns) -> bool:
-    """Whether a tile of the words of every row serves all fields: bit fields that lie in at most two words."""
-    return packing.binary and all(base.bit_length() - 1 <= WIDEST_DIGIT for base in packing.bases)
-
-
-class TilePacking(NamedTuple):
-    """A code stream's columns as ``bitfields.load_planes`` takes them: the number of the stream of plane 0, and how its tiles are made.
-
-    ``tile_width`` are the columns of a tile, ``width`` those that have words; ``dual`` is that of ``Tiles``.
-    """
-
-    stream: int
-    column_bytes: int
-    width: int
-    tile_width: int
-    fields: int
-    dual: int
-
-
-def tile_packing(stream: int, packing: Columns, dual: int = 0) -> TilePacking:
-    """The columns of a code stream whose plane 0 is stream number ``stream``."""
-    return TilePacking(stream, packing.column_bytes, packing.width, tile_width(packing), packing.fields, dual)
 
 
 def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -> int:

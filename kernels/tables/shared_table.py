@@ -19,9 +19,9 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels import triton_insides
-from kvpack.kernels.loaders.tiles import SharedTable
 from kvpack.kernels.words.bitfields import straddling
 
+from .shared_tables import SharedTable
 from .table_assembly import BANK_BYTES, LARGEST_BYTES, declaration, filling, lookup_of_tiles, registers
 
 

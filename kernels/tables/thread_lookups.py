@@ -13,9 +13,8 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from kvpack.kernels.loaders.tiles import SharedTable
-
 from .shared_table import in_halves
+from .shared_tables import SharedTable
 from .table_assembly import lookup_of_entry
 
 

@@ -17,10 +17,11 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import is_power_of_two
-from kvpack.kernels.loaders.tiles import WORD_BITS, takes_whole_words, tile_width
 
 from .bitfields import field, load_planes, whole_planes
+from .streams import WORD_BITS
 from .tile_layout import copied, of_columns, token_of_columns, valid_columns
+from .tile_packing import takes_whole_words, tile_width
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from kvpack.kernels.loaders.tiles import Stream
-
 from .bitfields import load_per_token
+from .streams import Stream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -258,7 +258,7 @@ WIDE = {
     ],
 )
 def test_two_tokens_a_row(k: str, v: str) -> None:
-    from kvpack.kernels.loaders import loaders
+    from kvpack.kernels.attend import loaders
 
     both = NARROW | WIDE
     k_codec, v_codec = codecs(both[k], both[v], (64, 64))
@@ -321,7 +321,7 @@ def test_batches_and_heads() -> None:
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128])
 def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
     """The indices that permutations of bytes select by are those that are read one by one."""
-    from kvpack.kernels.loaders import loaders
+    from kvpack.kernels.attend import loaders
     from kvpack.kernels.tables import register_table
     from kvpack.kernels.triton_insides import plain
     from kvpack.kernels.words import thread_digits, thread_rows

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpack.formats.base import MAX_DIM
-from kvpack.kernels.loaders.tiles import Fill, SharedTable, SharedTables
-
-from . import shared_table
+from kvpack.kernels.tables import shared_table
+from kvpack.kernels.tables.shared_tables import Fill, SharedTable, SharedTables
 
 if TYPE_CHECKING:
     from kvpack.kernels.loaders.tiles import Tiles

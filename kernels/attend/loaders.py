@@ -10,10 +10,9 @@ from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels import codecs
-
-from . import outliers as tiles_outliers
-from . import qjl as tiles_qjl
-from .tiles import APART, Tiles
+from kvpack.kernels.loaders import outliers as tiles_outliers
+from kvpack.kernels.loaders import qjl as tiles_qjl
+from kvpack.kernels.loaders.tiles import APART, Tiles
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec

@@ -1,0 +1,30 @@
+"""Tables in shared memory: where each lies, and what fills it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class SharedTable(NamedTuple):
+    """A table in shared memory: ``copies`` of each of its ``entries``, from byte ``offset`` on; without any copy it is in global memory."""
+
+    offset: int = 0
+    copies: int = 0
+    entries: int = 0
+
+
+class Fill(NamedTuple):
+    """What fills a shared table: ``entries`` of ``values`` binary16 of the table of a side, 0 for keys and 1 for values."""
+
+    side: int
+    offset: int
+    entries: int
+    values: int
+    copies: int
+
+
+class SharedTables(NamedTuple):
+    """The tables that a program declares in ``nbytes`` of shared memory, and fills."""
+
+    nbytes: int
+    fills: tuple[Fill, ...]

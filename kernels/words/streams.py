@@ -1,0 +1,33 @@
+"""Stored streams as loaders read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvpack.formats.columns import Columns
+
+WORD_BITS = 16
+"""Of the words that rows are stored in."""
+
+RUN_TOKENS = 1 << 30
+"""Tokens of a row of which a run has one: it takes no bytes per token."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stored stream as a loader reads it: elements of ``bits``, 8 to 128, ``row`` of them a row, which is of ``tokens`` tokens.
+
+    A pair of binary16 is one element of 32 bits.
+    """
+
+    name: str
+    bits: int
+    row: int
+    tokens: int = 1
+
+
+def plane_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
+    """The planes of one code stream."""
+    return tuple(Stream(f"{name}.{plane}", 16, words) for plane, words in enumerate(packing.planes))

@@ -1,0 +1,50 @@
+"""How the columns of a code stream lie in tiles of its words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvpack.formats.columns import is_power_of_two, next_power_of_two
+
+if TYPE_CHECKING:
+    from kvpack.formats.columns import Columns
+
+SMALLEST_WIDTH = 16
+"""Columns of a tile at least: the matrix units' step."""
+
+WIDEST_DIGIT = 14
+"""Bits of a digit at most: a table of it, an index into which one word holds."""
+
+
+def tile_width(packing: Columns) -> int:
+    """Columns of a tile of whole rows of words."""
+    return max(SMALLEST_WIDTH, next_power_of_two(packing.width))
+
+
+def tile_fields(packing: Columns, dual: int = 0) -> int:
+    """Fields of a token that one tile holds: more than one where a row has fewer words than the matrix units' step."""
+    return tile_width(packing) // packing.width if is_power_of_two(packing.width) and not dual else 1
+
+
+def takes_whole_words(packing: Columns) -> bool:
+    """Whether a tile of the words of every row serves all fields: bit fields that lie in at most two words."""
+    return packing.binary and all(base.bit_length() - 1 <= WIDEST_DIGIT for base in packing.bases)
+
+
+class TilePacking(NamedTuple):
+    """A code stream's columns as ``bitfields.load_planes`` takes them: the number of the stream of plane 0, and how its tiles are made.
+
+    ``tile_width`` are the columns of a tile, ``width`` those that have words; ``dual`` is that of ``Tiles``.
+    """
+
+    stream: int
+    column_bytes: int
+    width: int
+    tile_width: int
+    fields: int
+    dual: int
+
+
+def tile_packing(stream: int, packing: Columns, dual: int = 0) -> TilePacking:
+    """The columns of a code stream whose plane 0 is stream number ``stream``."""
+    return TilePacking(stream, packing.column_bytes, packing.width, tile_width(packing), packing.fields, dual)

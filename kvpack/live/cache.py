@@ -18,6 +18,7 @@ from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
 from kvpack.coding.recipes import SIDES, Recipe, parse_recipe
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite, OutOfBounds
 
+from . import operators
 from .layer import LiveLayer
 from .steps import Steps
 
@@ -44,6 +45,7 @@ class LiveCache:
 
     On a CUDA device ``update`` and ``attend`` of a few tokens run only kernels that read positions on the device. A CUDA graph may
     hold them until ``roll``, which must be called at least once in a window of tokens, says that launches changed.
+    In code that ``torch.compile`` compiles, both are operators of kvpack's own (``operators``), which it does not look into.
     Raises InvalidRecipe, MissingFile or InvalidParameter.
     """
 
@@ -63,7 +65,7 @@ class LiveCache:
         self._text, self.model, self.start = self._recipe.text, MappingProxyType(dict(model or {})), 0
         self.sliding_windows = _checked_windows(sliding_windows, self._count)
         self._layers: list[LiveLayer | None] = [None] * self._count
-        self._steps: list[Steps | None] = [None] * self._count
+        self._prepare()
 
     @classmethod
     def of(cls, cache: Cache, *, sliding_windows: Sequence[int | None] | None = None) -> LiveCache:
@@ -79,8 +81,15 @@ class LiveCache:
         live._count, live.model, live.start = len(cache), MappingProxyType(dict(cache.model)), cache.start
         live.sliding_windows = _checked_windows(sliding_windows, len(cache))
         live._layers = [live._made(number, layer) for number, layer in enumerate(cache)]
-        live._steps = [None] * len(cache)
+        live._prepare()
         return live
+
+    def _prepare(self) -> None:
+        """Set what calls keep for the next one."""
+        self._steps: list[Steps | None] = [None] * self._count
+        first = operators.ticket_of(self)
+        self._tickets = [first.clone() for _ in range(self._count)]
+        self._value_dims = [_value_dim(layer) for layer in self._layers]
 
     def __deepcopy__(self, memo: object) -> LiveCache:
         return self._of(self.frozen_as_it_is(), self.sliding_windows)
@@ -131,6 +140,9 @@ class LiveCache:
         cache does not have, InvalidShape, InvalidDtype or InvalidParameter where they do not continue it, and NonFinite: what was
         added to the tail on a CUDA device is checked by the next ``roll`` or ``freeze``.
         """
+        if torch.compiler.is_dynamo_compiling():
+            self._compiled_update(layer, k, v)
+            return
         own = self._layer(layer, k, v)
         steps = self._steps[layer]
         if steps is not None and steps.append(k, v):
@@ -158,12 +170,14 @@ class LiveCache:
         The tokens of an update that the tail has no room for are attended as they were given, then encoded. Raises what ``kvpack.attend``
         raises, and OutOfBounds for a layer without tokens.
         """
-        own = self._layers[layer] if -self._count <= layer < self._count else None
-        if own is None:
-            raise OutOfBounds(f"layer {layer} holds no tokens: call update before attend")
         options: dict[str, Any] = {
             "scale": scale, "causal": causal, "softcap": softcap, "sliding_window": sliding_window, "sink_logits": sink_logits,
         }  # fmt: skip
+        if torch.compiler.is_dynamo_compiling():
+            return self._compiled_attend(layer, q, **options)
+        own = self._layers[layer] if -self._count <= layer < self._count else None
+        if own is None:
+            raise OutOfBounds(f"layer {layer} holds no tokens: call update before attend")
         if not own.pending_tokens:
             steps = self._steps[layer]
             if steps is None and Steps.takes(own, q):
@@ -257,6 +271,16 @@ class LiveCache:
         """A live cache of the same tokens on ``device``. Raises InvalidParameter for an invalid device."""
         return LiveCache.of(self.freeze().to(checked_device(device)), sliding_windows=self.sliding_windows)
 
+    def _compiled_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
+        if v is not None:
+            self._value_dims[layer] = v.shape[3]
+        self._tickets[layer] = operators.live_update(self._tickets[layer], k, v, layer)
+
+    def _compiled_attend(self, layer: int, q: torch.Tensor, sink_logits: torch.Tensor | None, **options: Any) -> torch.Tensor:
+        out: torch.Tensor
+        out, self._tickets[layer] = operators.live_attend(self._tickets[layer], q, sink_logits, layer, self._value_dims[layer], **options)
+        return out
+
     def _chosen(self, layer: int | None) -> list[LiveLayer]:
         return [own for own in (self._layers if layer is None else [self._layers[layer]]) if own is not None]
 
@@ -291,6 +315,7 @@ class LiveCache:
         if own is None:
             own = self._layers[number] = self._made(number, self._empty(number, k, v))
             assert own is not None
+            self._value_dims[number] = _value_dim(own)
         return own
 
     def _empty(self, number: int, k: torch.Tensor | None, v: torch.Tensor | None) -> Layer:
@@ -321,6 +346,10 @@ class LiveCache:
         group = math.lcm(*(side.codec.token_group for side in layer.sides.values()))
         window = max((side.window for side in layer.sides.values()), default=0) or math.lcm(WINDOW, group)
         return LiveLayer(layer, window, ROOM * window, self.sliding_windows[number], f"layers[{number}]")
+
+
+def _value_dim(layer: LiveLayer | None) -> int:
+    return 0 if layer is None or "v" not in layer.sides else layer.sides["v"].dim
 
 
 def _checked_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:

@@ -1,0 +1,97 @@
+"""The operators by which compiled code updates and attends live caches: ``torch.compile`` sees their shapes and nothing of what they do.
+
+Every call takes the *ticket* that the layer's last call returned, a tensor with the number of the cache, and returns the next one. So no
+compiler drops a call, joins two or changes their order, and code that was compiled for one cache takes another. A ticket is in the
+CPU's memory, which keeps the operators out of graphs that a compiler captures: what they do in Python would be lost in a replay.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+from kvpack.formats.errors import InvalidParameter
+
+
+class Live(Protocol):
+    """What operators call: a ``LiveCache``."""
+
+    def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None: ...
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        scale: float | None,
+        causal: bool,
+        softcap: float | None,
+        sliding_window: int | None,
+        sink_logits: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+
+_caches: WeakValueDictionary[int, Live] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def ticket_of(cache: Live) -> torch.Tensor:
+    """The first ticket for ``cache``, under a number of its own."""
+    number = next(_numbers)
+    _caches[number] = cache
+    return torch.tensor(number, device="cpu")
+
+
+def _cache(ticket: torch.Tensor) -> Live:
+    cache = _caches.get(int(ticket))
+    if cache is None:
+        raise InvalidParameter("the live cache of this call no longer exists: keep a reference to it while compiled code uses it")
+    return cache
+
+
+# Schemas are written out: here annotations are text, which PyTorch does not read.
+@torch.library.custom_op("kvpack::live_update", mutates_args=(), schema="(Tensor ticket, Tensor? k, Tensor? v, SymInt layer) -> Tensor")
+def live_update(ticket: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: int) -> torch.Tensor:
+    """``LiveCache.update``; returns the next ticket."""
+    _cache(ticket).update(layer, k, v)
+    return ticket.clone()
+
+
+@live_update.register_fake
+def _(ticket: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: int) -> torch.Tensor:
+    return ticket.clone()
+
+
+@torch.library.custom_op(
+    "kvpack::live_attend",
+    mutates_args=(),
+    schema=(
+        "(Tensor ticket, Tensor q, Tensor? sink_logits, SymInt layer, SymInt dim, float? scale, bool causal, float? softcap, "
+        "SymInt? sliding_window) -> (Tensor, Tensor)"
+    ),
+)
+def live_attend(
+    ticket: torch.Tensor,
+    q: torch.Tensor,
+    sink_logits: torch.Tensor | None,
+    layer: int,
+    dim: int,
+    scale: float | None,
+    causal: bool,
+    softcap: float | None,
+    sliding_window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``LiveCache.attend``, and the next ticket; ``dim`` is that of the values."""
+    out = _cache(ticket).attend(
+        layer, q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits
+    )
+    return out.contiguous(), ticket.clone()
+
+
+@live_attend.register_fake
+def _(
+    ticket: torch.Tensor, q: torch.Tensor, sink_logits: torch.Tensor | None, layer: int, dim: int, *_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty((*q.shape[:3], dim)), ticket.clone()

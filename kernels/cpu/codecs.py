@@ -147,7 +147,7 @@ def _octahedral(codec: Octahedral) -> Described | None:
     if result is None:
         return None
     result.direct, result.index_bits = codec.arrangement == "direct", 2 * (codec.b_dir - 1)
-    result.norm_with_index = norm_with_index(codec.b_dir, codec.b_norm)
+    result.norm_with_index, result.norm_levels = norm_with_index(codec.b_dir, codec.b_norm), 1 << codec.b_norm
     result.digit_bits = result.index_bits + (codec.b_norm if result.norm_with_index else 0)
     directions = signed_directions(codec.direction_table, "cpu")[: 1 << result.index_bits]
     norms = torch.tensor(struct.unpack(f"<{len(codec.norm_table) // 4}f", codec.norm_table), dtype=torch.float32, device="cpu")
@@ -163,7 +163,7 @@ def _angle(codec: Angle) -> Described | None:
         return None
     packings = codec.packings()
     result.direct, result.factored = "symbol" in packings, "angle_high" in packings
-    result.norm_kind = ANGLE_NORMS.index(codec.norm)
+    result.norm_kind, result.norm_levels, result.bins = ANGLE_NORMS.index(codec.norm), 1 << codec.norm_bits, codec.bins
     bases = packings["angle_low"].bases + packings["angle_high"].bases if result.factored else next(iter(packings.values())).bases[:1]
     directions = torch.nn.functional.pad(bin_directions(codec.bins, "cpu"), (0, 0, 0, math.prod(bases) - codec.bins))
     if is_power_of_two(codec.bins) and codec.bins > LEAST_ENTRIES:

@@ -1,15 +1,25 @@
-"""Encoding on the CPU: groups without a rotation, to the bytes that ``formats/`` writes."""
+"""Encoding on the CPU: the scales of ``formats/``, and its codes except where two are equally near within rounding.
+
+Groups without a rotation are encoded to the bytes that ``formats/`` writes.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvpack.formats.angle import Angle
+from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.group import Group
+from kvpack.formats.octahedral import Octahedral
+from kvpack.formats.octahedral_search import midpoints
+from kvpack.formats.quaternion import Quaternion, secondary_quaternions
+from kvpack.formats.scalar import Scalar
 
-from . import codecs, library
+from . import codecs, library, rotations
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -20,22 +30,37 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FEWEST_VALUES = 1 << 18
 """Values of a call for each of its threads: below it, starting one costs more than it saves."""
 
+MOST_SECONDARY = 192
+"""Above this number of secondary quaternions, the grid of ``formats/`` finds the nearest codeword faster than trying all."""
+
+MOST_LEVELS = 64
+"""Up to this number of levels per octahedral coordinate, local3x3 of ``formats/`` finds what local2x2 finds: the nearest direction."""
+
+_CANDIDATES = {"full": 0, "scalar": 1, "local2x2": 2, "local3x3": 3}
+_STORED = {"U16": torch.uint16, "F16": torch.float16, "F32": torch.float32}
 _MEMORY, _REFUSED = 1, 2
+_KEPT = 64
 
 
 def supports(codec: Codec, x: torch.Tensor) -> bool:
-    """Whether C encodes ``x`` ``[batch, kv_head, token, dim]``: groups with binary16 scales, in full columns of at most 32 bits."""
-    if library.library() is None or type(codec) is not Group or x.dtype not in DTYPES or x.requires_grad:
+    """Whether C encodes ``x`` ``[batch, kv_head, token, dim]``.
+
+    Of groups, those with binary16 scales and no rotation, in full columns of at most 32 bits.
+    """
+    if library.library() is None or x.dtype not in DTYPES or x.requires_grad or not (codec.dim == 1 or x.stride(3) == 1):
         return False
-    (packing,) = codec.packings().values()
-    stored = codec.rotation_kind == codec.token_scale == "none" and codec.scale_dtype == "fp16"
-    # Where a width does not divide the channels, some columns have unused fields.
-    full = packing.symbols % packing.width == 0 and packing.column_bytes <= 4
-    return stored and full and codec.dim <= codecs.MOST_DIM and (codec.dim == 1 or x.stride(3) == 1)
+    if type(codec) is Group:
+        (packing,) = codec.packings().values()
+        stored = codec.rotation_kind == codec.token_scale == "none" and codec.scale_dtype == "fp16"
+        # Where a width does not divide the channels, some columns have unused fields.
+        return stored and packing.symbols % packing.width == 0 and packing.column_bytes <= 4 and codec.dim <= codecs.MOST_DIM
+    if type(codec) is Quaternion and codec.secondary > MOST_SECONDARY:
+        return False
+    return type(codec) in (Scalar, Octahedral, Quaternion, Angle) and codecs.described(codec) is not None
 
 
-def encode(codec: Group, x: torch.Tensor, threads: int | None = None, level: int = 0) -> dict[str, torch.Tensor] | None:
-    """The streams of ``x``, which ``supports`` takes; None for values that the codec may refuse, which ``formats/`` names.
+def encode(codec: Codec, x: torch.Tensor, threads: int | None = None, level: int = 0) -> dict[str, torch.Tensor] | None:
+    """The streams of ``x``, which ``supports`` takes; None for values that ``formats/`` is to encode, or to refuse by name.
 
     ``level`` is a place in ``library.levels()``. Raises MemoryError.
     """
@@ -43,21 +68,47 @@ def encode(codec: Group, x: torch.Tensor, threads: int | None = None, level: int
     assert described is not None
     assert compiled is not None
     batch, heads, tokens, _ = x.shape
-    dtypes = {"U16": torch.uint16, "F16": torch.float16}
-    streams = {
-        name: torch.empty(layout.shape, dtype=dtypes[layout.dtype], device=x.device)
-        for name, layout in codec.layout(batch, heads, tokens).items()
-    }
-    planes = [_stream(stream) for name, stream in streams.items() if name != "scales"]
+    layouts = codec.layout(batch, heads, tokens)
+    streams = {name: torch.empty(layout.shape, dtype=_STORED[layout.dtype], device=x.device) for name, layout in layouts.items()}
+    ordered = (library.Stream * len(described.streams))(*(_stream(streams[name]) for name in described.streams))
     threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // FEWEST_VALUES)
+    rotation, bounds = rotations.described(codec.rotation), _bounds(codec)
     call = library.Encode(
-        batch, heads, tokens, codecs.pointer(described), _stream(x), DTYPES.index(x.dtype), codec.centre == "zero",
-        1.0 / (((1 << codec.bits) - 1) / 2), (library.Stream * 2)(*planes), _stream(streams["scales"]), threads, level,
+        batch, heads, tokens, codecs.pointer(described), _stream(x), DTYPES.index(x.dtype), rotation.struct, ordered,
+        threads=threads, level=level,
     )  # fmt: skip
+    if isinstance(codec, Group):
+        call.zero_centre, call.per_middle = codec.centre == "zero", 1.0 / (((1 << codec.bits) - 1) / 2)
+    elif isinstance(codec, Scalar | Octahedral | Quaternion | Angle):
+        call.unbiased = codec.norm_rule == "unbiased"
+    if isinstance(codec, Octahedral):
+        settled = codec.rounding == "local3x3" and 1 << codec.b_dir - 1 <= MOST_LEVELS
+        call.candidates = _CANDIDATES["local2x2" if settled else codec.rounding]
+    for number, table in enumerate(bounds):
+        call.bounds[number] = library.Table(table.data_ptr(), len(table))
     failed = compiled.kvpack_encode(ctypes.byref(call))
     if failed == _MEMORY:
         raise MemoryError("there is not enough memory for the buffers of encoding")
     return None if failed == _REFUSED else streams
+
+
+@lru_cache(_KEPT)
+def _bounds(codec: Codec) -> tuple[torch.Tensor, ...]:
+    """The tables that only the encoder needs, as ``interface.h`` lists them."""
+    if isinstance(codec, Scalar):
+        return tuple(_padded(midpoints(table), torch.inf) for table in (codec.magnitude_table, codec.high_magnitude_table) if table)
+    if isinstance(codec, Octahedral):
+        magnitudes = torch.frombuffer(bytearray(codec.direction_table), dtype=torch.float32)
+        bounds = (_padded(midpoints(table), torch.inf) for table in (codec.direction_table, codec.norm_table))
+        return *bounds, _padded(magnitudes.tolist(), 0.0)
+    if isinstance(codec, Quaternion):
+        return (secondary_quaternions(codec.seed, codec.secondary, "cpu").flatten().contiguous(),)
+    return ()
+
+
+def _padded(values: list[float], padding: float) -> torch.Tensor:
+    entries = max(codecs.LEAST_ENTRIES, next_power_of_two(len(values)))
+    return torch.tensor(values + [padding] * (entries - len(values)), dtype=torch.float32, device="cpu")
 
 
 def _stream(x: torch.Tensor) -> library.Stream:

@@ -85,10 +85,6 @@ static void pack_row(const Packing *packing, const int32_t *codes, char *low, ch
         for (c = 0; c < width; c++) upper[c] = (uint16_t)((uint32_t)column[c] >> 16);
 }
 
-INLINE char *row_of(const Stream *stream, int64_t batch, int64_t head, int64_t row) {
-    return (char *)stream->data + batch * stream->batch + head * stream->head + row * stream->row;
-}
-
 /* Keys: `count` tokens from `start` on share the scales of each channel. `spare` holds (count + 4) rows of dim + LANES floats. */
 static int encode_token_group(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, float *spare) {
     const Codec *codec = call->codec;
@@ -107,11 +103,11 @@ static int encode_token_group(const Encode *call, int64_t batch, int64_t head, i
     }
     for (int64_t d = dim; d < stride; d++) low[d] = high[d] = 0;
     if (!make_scales(call, low, high, dim, factor, offset, pairs)) return 0;
-    memcpy(row_of(&call->scales, batch, head, start / codec->size), pairs, 4 * dim);
+    memcpy(row_of(&call->streams[packing->planes], batch, head, start / codec->size), pairs, 4 * dim);
     for (int64_t t = 0; t < count; t++) {
         for (int64_t d = 0; d < dim; d += LANES)
             store_int(codes + d, codes_of(load(rows + t * stride + d), load(factor + d), load(offset + d), (float)(packing->digit[0].base - 1)));
-        pack_row(packing, codes, row_of(&call->planes[0], batch, head, start + t), row_of(&call->planes[1], batch, head, start + t));
+        pack_row(packing, codes, row_of(call->streams, batch, head, start + t), row_of(&call->streams[packing->planes - 1], batch, head, start + t));
     }
     return 1;
 }
@@ -166,18 +162,18 @@ static int encode_channel_groups(const Encode *call, int64_t batch, int64_t head
     for (int64_t n = all; n < all + LANES; n++) low[n] = high[n] = 0;
     if (!make_scales(call, low, high, all, factor, offset, pairs)) return 0;
     for (int64_t t = 0; t < count; t++) {
-        memcpy(row_of(&call->scales, batch, head, start + t), pairs + t * groups, 4 * groups);
+        memcpy(row_of(&call->streams[packing->planes], batch, head, start + t), pairs + t * groups, 4 * groups);
         for (int64_t g = 0; g < groups; g++)
             for (int64_t d = g * size; d < (g + 1) * size && d < dim; d += LANES)
                 store_int(codes + d, codes_of(load(rows + t * stride + d), splat(factor[t * groups + g]), splat(offset[t * groups + g]),
                                               (float)(packing->digit[0].base - 1)));
-        pack_row(packing, codes, row_of(&call->planes[0], batch, head, start + t), row_of(&call->planes[1], batch, head, start + t));
+        pack_row(packing, codes, row_of(call->streams, batch, head, start + t), row_of(&call->streams[packing->planes - 1], batch, head, start + t));
     }
     return 1;
 }
 
 /* Tokens [start, stop) of one head, from the first of a token group on; false where formats/ is to refuse a value. */
-static int encode_item(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, float *spare) {
+static int encode_groups(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, float *spare) {
     if (call->codec->scales_stream < 0) {
         for (; start < stop; start += ROWS_AT_ONCE)
             if (!encode_channel_groups(call, batch, head, start, stop - start < ROWS_AT_ONCE ? stop - start : ROWS_AT_ONCE, spare)) return 0;

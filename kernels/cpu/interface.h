@@ -5,9 +5,9 @@
 #include <stdint.h>
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 7
+#define KVPACK_INTERFACE 8
 
-enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48 };
+enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 3 };
 
 /* Codec families, and the dtypes of numbers that are stored per token. */
 enum { RAW, GROUP, SCALAR, OCTAHEDRAL, ANGLE, POLAR, QUATERNION };
@@ -63,12 +63,13 @@ typedef struct {
     int64_t patch_stream;
     /* octahedral, angle, quaternion: whether one stream holds both digits of a symbol */
     int64_t direct;
-    /* octahedral: the bits of a direction and of the index digit, and whether that holds the norm's bits or the sign digit does */
-    int64_t index_bits, digit_bits, norm_with_index;
+    /* octahedral: the bits of a direction and of the index digit, and whether that holds the norm's bits or the sign digit does.
+       octahedral, angle: the codes of a norm */
+    int64_t index_bits, digit_bits, norm_with_index, norm_levels;
     /* angle, quaternion: whether two streams hold factors of the first digit. angle: the kind of norm. quaternion: the largest radius */
     int64_t factored, norm_kind;
-    /* angle: 0, or the binary logarithm of a quarter of the bins, whose directions the tables hold */
-    int64_t quarter_bits;
+    /* angle: the bins; 0, or the binary logarithm of a quarter of them, whose directions the tables hold */
+    int64_t bins, quarter_bits;
     float highest;
     /* scalar: the channels of all parts in turn */
     const int32_t *channels;
@@ -105,27 +106,39 @@ typedef struct {
     int64_t span_count, threads, level;
 } Attend;
 
-/* unpack: tokens [start, stop) of one side to `out` [batch, kv_head, token - start, dim] of a dtype, in the original frame.
-   paley_order: 0 without a rotation, 1 for Sylvester's, else that of Paley's factor, whose matrix [order, order] is `paley`;
-   factors [dim] multiply what is rotated back. */
+/* order: 0 without a rotation, 1 for Sylvester's, else that of Paley's factor, whose matrix [order, order] is `paley`; factors [dim]
+   multiply the channels of the original frame. */
+typedef struct {
+    int64_t order;
+    const float *paley, *factors;
+} Rotation;
+
+/* unpack: tokens [start, stop) of one side to `out` [batch, kv_head, token - start, dim] of a dtype, in the original frame. */
 typedef struct {
     int64_t batch, heads, start, stop;
     Side side;
-    int64_t dtype, paley_order;
-    const float *paley, *factors;
+    int64_t dtype;
+    Rotation rotation;
     Stream out;
     int64_t threads, level;
 } Unpack;
 
-/* encode: x [batch, kv_head, token, dim] of a dtype to the streams of group: planes (the second only if there are two) and binary16
-   scales. per_middle is 1 / ((2^bits - 1) / 2), rounded to binary32. */
+/* encode: x [batch, kv_head, token, dim] of a dtype to the codec's streams, in the order of a segment. */
 typedef struct {
     int64_t batch, heads, tokens;
     const Codec *codec;
     Stream x;
-    int64_t dtype, zero_centre;
+    int64_t dtype;
+    Rotation rotation;
+    const Stream *streams;
+    /* group: whether centres are zero, and 1 / ((2^bits - 1) / 2), rounded to binary32 */
+    int64_t zero_centre;
     float per_middle;
-    Stream planes[2], scales;
+    /* Whether norms are those of formats/norm_rule.py that keep products right. octahedral: the candidates per coordinate, 0 for all */
+    int64_t unbiased, candidates;
+    /* scalar: the midpoints of each part's magnitudes. octahedral: those of magnitudes and of norms, and the magnitudes. quaternion: the
+       secondary quaternions. Midpoints end in infinities. */
+    Table bounds[MOST_BOUNDS];
     int64_t threads, level;
 } Encode;
 

@@ -15,8 +15,10 @@
 
 /* Up to here no product is contracted with a sum: values are those of formats/, bit for bit wherever no sum decides. */
 #include "decode.h"
+#include "rotation.h"
 #include "unpack.h"
 
+#include "columns.h"
 #include "encode_group.h"
 
 #ifdef __clang__
@@ -28,6 +30,13 @@
 #include "loops.h"
 
 #include "attend.h"
+
+#include "encode_angle.h"
+#include "encode_octahedral.h"
+#include "encode_quaternion.h"
+#include "encode_scalar.h"
+
+#include "encode.h"
 
 static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -84,11 +93,21 @@ static void unpack_in(const Unpack *call, int64_t batch, int64_t head, int64_t s
 }
 
 static int64_t encode_bytes(const Encode *call) {
-    return 4 * larger_of(call->codec->size + 4, 6 * ROWS_AT_ONCE) * (call->codec->dim + LANES) + 64;
+    const Codec *codec = call->codec;
+    int64_t of_groups = larger_of(codec->size + 4, 6 * ROWS_AT_ONCE) * (codec->dim + LANES);
+    int64_t tile = TILE * ((codec->dim + 3) + 1 + codec->numbers + 2 * codec->dim) + TILE * codec->columns / 2;
+    return 4 * larger_of(of_groups, tile) + (int64_t)sizeof(Encoded) + 128;
 }
 
 static int encode_in(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, char *memory) {
-    return encode_item(call, batch, head, start, stop, (float *)aligned(memory));
+    const Codec *codec = call->codec;
+    Encoded *out = (Encoded *)memory;
+    out->spare = (float *)aligned(memory + sizeof(Encoded));
+    out->tile = out->spare + 2 * codec->dim * TILE;
+    out->norm = out->tile + (codec->dim + 3) * TILE;
+    out->numbers = out->norm + TILE;
+    out->words = (uint16_t *)(out->numbers + codec->numbers * TILE);
+    return encode_item(call, batch, head, start, stop, out);
 }
 
 const Level NAME = {TITLE, attend_bytes, attend_in, unpack_bytes, unpack_in, encode_bytes, encode_in};

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from kvpack.formats.errors import InvalidParameter
 
-INTERFACE = 7
+INTERFACE = 8
 """The number of interface.h that the structures below mirror."""
 
 THREADS = "KVPACK_THREADS"
 """The environment variable with the number of threads of a call."""
 
-MOST_PACKINGS, MOST_DIGITS, MOST_VALUES, MOST_TABLES = 12, 2, 3, 48
+MOST_PACKINGS, MOST_DIGITS, MOST_VALUES, MOST_TABLES, MOST_BOUNDS = 12, 2, 3, 48, 3
 FAMILIES = ("raw", "group", "scalar", "octahedral", "angle", "polar", "quaternion")
 DTYPES = ("F16", "BF16", "F32", "U8")
 
@@ -51,7 +51,8 @@ class Codec(Structure):
         *((name, c_int64) for name in ("value_streams", "numbers")),
         ("values", Values * MOST_VALUES),
         *((name, c_int64) for name in ("token_group", "size", "token_scale", "scales_stream", "table_stream", "patch_stream")),
-        *((name, c_int64) for name in ("direct", "index_bits", "digit_bits", "norm_with_index", "factored", "norm_kind", "quarter_bits")),
+        *((name, c_int64) for name in ("direct", "index_bits", "digit_bits", "norm_with_index", "norm_levels", "factored", "norm_kind")),
+        *((name, c_int64) for name in ("bins", "quarter_bits")),
         ("highest", c_float),
         ("channels", POINTER(c_int32)),
         *((name, c_int64) for name in ("levels", "radii")),
@@ -83,12 +84,16 @@ class Stream(Structure):
     _fields_ = (("data", c_void_p), *((name, c_int64) for name in ("batch", "head", "row")))
 
 
+class Rotation(Structure):
+    _fields_ = (("order", c_int64), ("paley", c_void_p), ("factors", c_void_p))
+
+
 class Unpack(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("batch", "heads", "start", "stop")),
         ("side", Side),
-        *((name, c_int64) for name in ("dtype", "paley_order")),
-        *((name, c_void_p) for name in ("paley", "factors")),
+        ("dtype", c_int64),
+        ("rotation", Rotation),
         ("out", Stream),
         *((name, c_int64) for name in ("threads", "level")),
     )
@@ -99,10 +104,13 @@ class Encode(Structure):
         *((name, c_int64) for name in ("batch", "heads", "tokens")),
         ("codec", POINTER(Codec)),
         ("x", Stream),
-        *((name, c_int64) for name in ("dtype", "zero_centre")),
+        ("dtype", c_int64),
+        ("rotation", Rotation),
+        ("streams", POINTER(Stream)),
+        ("zero_centre", c_int64),
         ("per_middle", c_float),
-        ("planes", Stream * 2),
-        ("scales", Stream),
+        *((name, c_int64) for name in ("unbiased", "candidates")),
+        ("bounds", Table * MOST_BOUNDS),
         *((name, c_int64) for name in ("threads", "level")),
     )
 

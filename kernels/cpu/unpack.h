@@ -70,30 +70,6 @@ static void write_rows(const float *tile, int64_t dim, int64_t count, const Stre
     }
 }
 
-/* The inverse of formats/rotation.py: Sylvester's factor by butterflies, then Paley's of `order` by its matrix, then signs. */
-static void rotate_back(const Unpack *call, int64_t dim, float *tile, float *spare) {
-    int64_t order = call->paley_order;
-    for (int64_t step = order; step < dim; step *= 2)
-        for (int64_t first = 0; first < dim; first += 2 * step)
-            for (int64_t d = first; d < first + step; d++)
-                for (int t = 0; t < TILE; t += LANES) {
-                    vf a = load(tile + d * TILE + t), b = load(tile + (d + step) * TILE + t);
-                    store(tile + d * TILE + t, a + b);
-                    store(tile + (d + step) * TILE + t, a - b);
-                }
-    for (int64_t first = 0; order > 1 && first < dim; first += order) {
-        memcpy(spare, tile + first * TILE, sizeof(float) * order * TILE);
-        for (int64_t d = 0; d < order; d++)
-            for (int t = 0; t < TILE; t += LANES) {
-                vf sum = splat(0);
-                for (int64_t i = 0; i < order; i++) sum += call->paley[i * order + d] * load(spare + i * TILE + t);
-                store(tile + (first + d) * TILE + t, sum);
-            }
-    }
-    for (int64_t d = 0; d < dim; d++)
-        for (int t = 0; t < TILE; t += LANES) store(tile + d * TILE + t, load(tile + d * TILE + t) * call->factors[d]);
-}
-
 /* Unpacks tokens [start, stop) of one head. */
 static void unpack_item(const Unpack *call, int64_t batch, int64_t head, int64_t start, int64_t stop, Loaded *in, float *tile, float *spare) {
     const Codec *codec = call->side.codec;
@@ -104,7 +80,7 @@ static void unpack_item(const Unpack *call, int64_t batch, int64_t head, int64_t
         find_pieces(&call->side, start, count, &segment, in);
         load_tile(codec, batch, head, 1, in);
         decode_tile(codec, in, spare, tile);
-        if (call->paley_order) rotate_back(call, codec->dim, tile, spare);
+        rotate_back(&call->rotation, codec->dim, TILE, tile, spare);
         write_rows(tile, codec->dim, count, &call->out, rows, call->dtype);
     }
 }

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvpack.formats.columns import is_power_of_two
-from kvpack.formats.rotation import PALEY_ORDERS, hadamard
-
-from . import library, sides
+from . import library, rotations, sides
 
 if TYPE_CHECKING:
-    from kvpack.formats.rotation import Rotation
-
     from .sides import Side
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -26,8 +20,6 @@ FEWEST_VALUES = 1 << 18
 
 MANY_BYTES = 1 << 22
 """Results of at least this size are in memory of their own, new to the process, for which large pages are asked."""
-
-_KEPT = 64
 
 
 def supports(side: Side, dtype: torch.dtype) -> bool:
@@ -52,24 +44,12 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
         compiled.kvpack_expect_writes(out.data_ptr(), out.nbytes)
     for part in parts:
         described = part.described()
-        rotated = _rotated(side.codec.rotation) if part.frame is not None else None
-        order, paley, factors = rotated or (0, None, None)
+        rotation = rotations.NONE if part.frame is None else rotations.described(side.codec.rotation)
         steps = [stride * out.element_size() for stride in out.stride()[:3]]
         stream = library.Stream(out.data_ptr() + part.start * steps[2], *steps)
         call = library.Unpack(
-            batch, heads, part.start, part.stop, part.struct(described), DTYPES.index(out.dtype), order,
-            None if paley is None else paley.data_ptr(), None if factors is None else factors.data_ptr(), stream, threads, level,
+            batch, heads, part.start, part.stop, part.struct(described), DTYPES.index(out.dtype),
+            rotation.struct, stream, threads, level,
         )  # fmt: skip
         if compiled.kvpack_unpack(ctypes.byref(call)):
             raise MemoryError("there is not enough memory for the buffers of unpacking")
-
-
-@lru_cache(_KEPT)
-def _rotated(rotation: Rotation) -> tuple[int, torch.Tensor, torch.Tensor] | None:
-    """The order and the matrix of Paley's factor, and what rotated channels are multiplied by; None without a rotation."""
-    if rotation.kind == "none":
-        return None
-    order = next(p for p in (1, *PALEY_ORDERS) if rotation.dim % p == 0 and is_power_of_two(rotation.dim // p))
-    paley = torch.tensor(hadamard(order), dtype=torch.float32, device="cpu")
-    first = torch.tensor(hadamard(rotation.dim)[0], dtype=torch.float32, device="cpu")
-    return order, paley, (rotation.matrix()[0] * first).contiguous()

@@ -35,6 +35,8 @@ INLINE vi splat_int(int32_t x) { return x - (vi){0}; }
 INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
 INLINE vi to_int(vf x) { return __builtin_convertvector(x, vi); }
 INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+INLINE vi choose_int(vi mask, vi a, vi b) { return (mask & a) | (~mask & b); }
+INLINE vf magnitude_of(vf x) { return (vf)((vi)x & 0x7fffffff); }
 
 /* The larger of two, b where either is NaN. */
 INLINE vf larger(vf a, vf b) {
@@ -45,6 +47,23 @@ INLINE vf larger(vf a, vf b) {
 #else
     return choose(a > b, a, b);
 #endif
+}
+
+INLINE vf square_root(vf x) {
+#if LEVEL == 4
+    return (vf)_mm512_sqrt_ps((__m512)x);
+#elif LEVEL == 3
+    return (vf)_mm256_sqrt_ps((__m256)x);
+#else
+    for (int i = 0; i < LANES; i++) x[i] = sqrtf(x[i]);
+    return x;
+#endif
+}
+
+/* An integer from 0 to `most`. */
+INLINE vi bounded(vi x, int32_t most) {
+    x = choose_int(x < 0, splat_int(0), x);
+    return choose_int(x > most, splat_int(most), x);
 }
 
 #ifdef __clang__

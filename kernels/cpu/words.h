@@ -214,12 +214,14 @@ static void load_tile(const Codec *codec, int64_t batch, int64_t head, int with_
     for (int64_t i = 0; i < codec->numbers; i++) memset(tile->numbers + i * TILE + tile->tokens, 0, 4 * (TILE - tile->tokens));
 }
 
-/* The first words of packing `number`. */
-INLINE const uint16_t *packing_words(const Codec *codec, const Loaded *tile, int64_t number) {
-    const uint16_t *words = tile->words;
-    for (int64_t i = 0; i < number; i++) words += codec->packing[i].planes * codec->packing[i].width * TILE;
-    return words;
+/* The place of the first words of packing `number`. */
+INLINE int64_t packing_place(const Codec *codec, int64_t number) {
+    int64_t place = 0;
+    for (int64_t i = 0; i < number; i++) place += codec->packing[i].planes * codec->packing[i].width * TILE;
+    return place;
 }
+
+INLINE const uint16_t *packing_words(const Codec *codec, const Loaded *tile, int64_t number) { return tile->words + packing_place(codec, number); }
 
 /* A digit of symbol `symbol`, of every token; it is below the digit's base whatever the words hold. */
 static void digits_of(const Packing *packing, const uint16_t *words, int64_t digit, int64_t symbol, int32_t *out) {

@@ -44,7 +44,7 @@ def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | N
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
 
-        return c_encode.encode(codec, x) if c_encode.supports(codec, x) else None  # type: ignore[arg-type]
+        return c_encode.encode(codec, x) if c_encode.supports(codec, x) else None
     if not uses_triton(x.device):
         return None
     from kvpack.kernels.encode import encode

@@ -1,0 +1,125 @@
+/* From one tile of digits and numbers to streams: the reverse of words.h. */
+
+/* What one tile is encoded to, and from: rows of TILE tokens, of which only the first `tokens` count, in whole vectors. */
+typedef struct {
+    int64_t tokens;
+    float *tile;     /* [dim, and three rows of zeros][TILE] in the coded frame */
+    float *norm;     /* [TILE] */
+    uint16_t *words; /* as in Loaded */
+    float *numbers;  /* as in Loaded */
+    float *spare;    /* two tiles */
+} Encoded;
+
+/* Adds a digit of symbol `symbol`, of every token, to words that lack it. */
+static void add_digit(const Encoded *out, const Packing *packing, uint16_t *words, int64_t digit, int64_t symbol, const int32_t *code) {
+    int64_t column = symbol % packing->width, field = symbol / packing->width, plane = packing->width * TILE;
+    const Digit *d = &packing->digit[digit];
+    words += column * TILE;
+    if (packing->binary) {
+        int64_t place = d->place + field * d->bits, shift = place % 16;
+        uint16_t *low = words + place / 16 * plane;
+        for (int64_t t = 0; t < out->tokens; t += LANES) {
+            vi x = load_int(code + t) << (int32_t)shift;
+            store_words(low + t, load_words(low + t) | x);
+            if (shift + d->bits > 16) store_words(low + plane + t, load_words(low + plane + t) | (vi)((vu)x >> 16));
+        }
+        return;
+    }
+    double weight = d->weight;
+    for (int64_t k = 0; k < field; k++) weight *= (double)d->base;
+    if (packing->planes == 1) {
+        for (int64_t t = 0; t < out->tokens; t += LANES) store_words(words + t, load_words(words + t) + load_int(code + t) * (int32_t)weight);
+        return;
+    }
+    for (int64_t t = 0; t < out->tokens; t++) {
+        uint64_t value = (uint64_t)code[t] * (uint64_t)weight;
+        for (int64_t p = 0; p < packing->planes; p++, value >>= 16) {
+            value += words[p * plane + t];
+            words[p * plane + t] = (uint16_t)value;
+        }
+    }
+}
+
+/* `words` rows of TILE words to `count` rows of words. */
+static void transpose_back(const uint16_t *rows, int64_t count, int64_t words, char *to, int64_t stride) {
+    int64_t whole = count / 8 * 8, blocks = words / 8 * 8;
+    for (int64_t t = 0; t < whole; t += 8)
+        for (int64_t w = 0; w < blocks; w += 8) {
+            v8 a[8], b[8];
+            for (int i = 0; i < 8; i++) a[i] = *(const v8_any *)(rows + (w + i) * TILE + t);
+            for (int round = 0; round < 3; round++) {
+                for (int i = 0; i < 4; i++) {
+                    b[2 * i] = SHUFFLE(v8, v8_mask, a[i], a[i + 4], LOW8);
+                    b[2 * i + 1] = SHUFFLE(v8, v8_mask, a[i], a[i + 4], HIGH8);
+                }
+                for (int i = 0; i < 8; i++) a[i] = b[i];
+            }
+            for (int i = 0; i < 8; i++) *(v8_any *)(to + (t + i) * stride + 2 * w) = a[i];
+        }
+    for (int64_t t = 0; t < count; t++)
+        for (int64_t w = t < whole ? blocks : 0; w < words; w++) memcpy(to + t * stride + 2 * w, rows + w * TILE + t, 2);
+}
+
+INLINE char *row_of(const Stream *stream, int64_t batch, int64_t head, int64_t row) {
+    return (char *)stream->data + batch * stream->batch + head * stream->head + row * stream->row;
+}
+
+static void write_numbers(const Values *values, const float *numbers, int64_t count, char *to, int64_t stride) {
+    for (int64_t i = 0; i < values->count; i++)
+        for (int64_t t = 0; t < count; t += LANES) {
+            vf x = load(numbers + i * TILE + t);
+            vi stored = values->dtype == F32 ? (vi)x : to_half(x);
+            int64_t bytes = values->dtype == F32 ? 4 : 2;
+            for (int j = 0; j < LANES && t + j < count; j++) {
+                int32_t one = stored[j];
+                memcpy(to + (t + j) * stride + i * bytes, &one, bytes);
+            }
+        }
+}
+
+/* Writes `count` tokens from `start` on. */
+static void write_streams(const Encode *call, const Encoded *out, int64_t batch, int64_t head, int64_t start, int64_t count) {
+    const Codec *codec = call->codec;
+    const Stream *stream = call->streams;
+    uint16_t *words = out->words;
+    for (int64_t i = 0; i < codec->packings; i++) {
+        const Packing *packing = &codec->packing[i];
+        int64_t width = packing->width, half_width = (width + 1) / 2;
+        for (int64_t plane = 0; plane < packing->planes; plane++, stream++, words += width * TILE) {
+            int halved = packing->odd && plane + 1 == packing->planes;
+            for (int64_t w = half_width; halved && w < width; w++)
+                for (int t = 0; t < TILE; t += LANES) {
+                    uint16_t *low = words + (w - half_width) * TILE + t;
+                    store_words(low, load_words(low) | load_words(words + w * TILE + t) << 8);
+                }
+            transpose_back(words, count, halved ? half_width : width, row_of(stream, batch, head, start), stream->row);
+        }
+    }
+    const float *numbers = out->numbers;
+    for (int64_t i = 0; i < codec->value_streams; i++, stream++) {
+        write_numbers(&codec->values[i], numbers, count, row_of(stream, batch, head, start), stream->row);
+        numbers += codec->values[i].count * TILE;
+    }
+}
+
+/* The nearest integer from 0 to `most`, ties to even. */
+INLINE vf bounded_steps(vf x, float most) {
+    const vf magic = splat(12582912.f);
+    return -larger(-larger(splat(0), x), splat(-most)) + magic - magic;
+}
+
+/* The number of bounds below each value, of `levels` - 1 that ascend; `levels` is a power of two. */
+INLINE vi level_of(const Table *bounds, int32_t levels, vf x) {
+    vi level = splat_int(0);
+    int32_t step = levels > 8 ? levels / 8 : 1;
+    for (int32_t bound = step; bound < levels; bound += step) level += (x > bounds->data[bound - 1]) & step;
+    while (step /= 2) level += (x > lookup(bounds->data, bounds->entries, level + (step - 1))) & step;
+    return level;
+}
+
+/* unbiased_factor of formats/norm_rule.py. */
+INLINE vf unbiased_factor(vf norm, vf product, vf decoded, vf squares, int64_t dtype) {
+    vi kept = (product > 0.f) & (squares * decoded <= 2.f * product * product) & (norm < (dtype == F16 ? 65520.f : INFINITY));
+    vf factor = -larger(-(norm * (squares / choose(kept, product, splat(1)))), splat(dtype == F16 ? -65504.f : -3.4028234663852886e38f));
+    return choose(kept, factor, norm);
+}

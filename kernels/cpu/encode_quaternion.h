@@ -1,0 +1,106 @@
+/* Encoding of quaternion: turned back by each secondary quaternion, a chunk has its nearest Hurwitz unit in closed form
+   (formats/quaternion.py, quaternion_search.py). */
+
+/* The product of (w, x, y, z) with the conjugate of a quaternion (a, b, c, d), of numbers or vectors. */
+#define TURNED_BACK(out, in, a, b, c, d)                                  \
+    vf out[4] = {in[0] * (a) + in[1] * (b) + in[2] * (c) + in[3] * (d),   \
+                 in[1] * (a) - in[0] * (b) + in[3] * (c) - in[2] * (d),   \
+                 in[2] * (a) - in[3] * (b) - in[0] * (c) + in[1] * (d),   \
+                 in[3] * (a) + in[2] * (b) - in[1] * (c) - in[0] * (d)}
+
+/* Chunk `i`: the number of the secondary quaternion of the nearest codeword, the first of equals, and the product with it. */
+static void search_secondary(const Encode *call, const Encoded *out, int64_t i, int32_t *winner, float *best) {
+    const float *row = out->tile + 4 * i * TILE, *secondary = call->bounds[0].data;
+    int64_t count = call->bounds[0].entries / 4;
+    for (int64_t t = 0; t < out->tokens; t += LANES) {
+        vf in[4] = {load(row + t), load(row + TILE + t), load(row + 2 * TILE + t), load(row + 3 * TILE + t)}, most = splat(-1);
+        vi found = splat_int(0);
+        for (int64_t s = 0; s < count; s++) {
+            const float *q = secondary + 4 * s;
+            TURNED_BACK(turned, in, q[0], q[1], q[2], q[3]);
+            vf a = magnitude_of(turned[0]), b = magnitude_of(turned[1]), c = magnitude_of(turned[2]), d = magnitude_of(turned[3]);
+            vf score = larger(larger(larger(a, b), larger(c, d)), (a + b + c + d) * .5f);
+            found = choose_int(score > most, splat_int((int32_t)s), found);
+            most = larger(score, most);
+        }
+        store_int(winner + t, found);
+        store(best + t, most);
+    }
+}
+
+/* The codewords of a chunk whose secondary quaternions [4][TILE] are known: 2 axis + sign, or 8 and the signs of a half unit. */
+static void nearest_units(const Encoded *out, int64_t i, const float *chosen, int32_t *codeword) {
+    const float *row = out->tile + 4 * i * TILE;
+    for (int64_t t = 0; t < out->tokens; t += LANES) {
+        vf in[4] = {load(row + t), load(row + TILE + t), load(row + 2 * TILE + t), load(row + 3 * TILE + t)}, most = splat(-1), sum = splat(0);
+        vf a = load(chosen + t), b = load(chosen + TILE + t), c = load(chosen + 2 * TILE + t), d = load(chosen + 3 * TILE + t);
+        vi unit = splat_int(0), half = splat_int(8);
+        TURNED_BACK(turned, in, a, b, c, d);
+        for (int axis = 0; axis < 4; axis++) {
+            vi negative = (vi)((vu)turned[axis] >> 31);
+            vf size = magnitude_of(turned[axis]);
+            unit = choose_int(size > most, 2 * axis + negative, unit);
+            most = larger(size, most);
+            sum += size;
+            half += negative << axis;
+        }
+        unit = choose_int(sum * .5f > most, half, unit);
+        store_int(codeword + t, load_int(codeword + t) * 24 + unit);
+    }
+}
+
+static void add_chunk(const Codec *codec, const Encoded *out, int64_t i, const int32_t *codeword, const int32_t *radius) {
+    const Packing *packing = codec->packing;
+    if (codec->factored) {
+        int32_t low[TILE], high[TILE], bits = (int32_t)packing[0].digit[0].bits;
+        for (int64_t t = 0; t < out->tokens; t += LANES) {
+            store_int(low + t, load_int(codeword + t) & ((1 << bits) - 1));
+            store_int(high + t, load_int(codeword + t) >> bits);
+        }
+        add_digit(out, packing, out->words, 0, i, low);
+        add_digit(out, &packing[1], out->words + packing_place(codec, 1), 0, i, high);
+    } else
+        add_digit(out, packing, out->words, 0, i, codeword);
+    int64_t last = codec->packings - 1;
+    add_digit(out, &packing[last], out->words + packing_place(codec, last), codec->direct, i, radius);
+}
+
+static void quaternion_encode(const Encode *call, const Encoded *out) {
+    const Codec *codec = call->codec;
+    int32_t codeword[TILE] = {0}, radius[TILE];
+    float most[TILE] = {0}, product[TILE] = {0}, squares[TILE] = {0}, sum[TILE] = {0}, best[TILE], chosen[4 * TILE];
+    float *lengths = out->spare;
+    for (int64_t i = 0; 4 * i < codec->dim; i++)
+        for (int64_t t = 0; t < out->tokens; t += LANES) {
+            const float *row = out->tile + 4 * i * TILE + t;
+            vf w = load(row), x = load(row + TILE), y = load(row + 2 * TILE), z = load(row + 3 * TILE);
+            vf length = square_root(w * w + x * x + y * y + z * z);
+            store(lengths + i * TILE + t, length);
+            store(most + t, larger(load(most + t), length));
+        }
+    /* Codes are rounded against the stored scale; a scale of zero gives codes of zero. */
+    for (int64_t t = 0; t < out->tokens; t += LANES) {
+        vf scale = load(most + t);
+        store(most + t, codec->values[0].dtype == F16 ? from_half(to_half(scale)) : scale);
+    }
+    for (int64_t i = 0; 4 * i < codec->dim; i++) {
+        search_secondary(call, out, i, codeword, best);
+        lookup_four(call->bounds[0].data, codeword, chosen);
+        nearest_units(out, i, chosen, codeword);
+        for (int64_t t = 0; t < out->tokens; t += LANES) {
+            vf scale = load(most + t), positive = choose(scale > 0.f, scale, splat(INFINITY));
+            vf length = load(lengths + i * TILE + t) / positive, steps = bounded_steps(length * codec->highest, codec->highest);
+            vf decoded = steps / codec->highest;
+            store_int(radius + t, to_int(steps));
+            store(product + t, load(product + t) + load(best + t) / positive * decoded);
+            store(squares + t, load(squares + t) + decoded * decoded);
+            store(sum + t, load(sum + t) + length * length);
+        }
+        add_chunk(codec, out, i, codeword, radius);
+    }
+    for (int64_t t = 0; t < out->tokens; t += LANES) {
+        vf scale = load(most + t);
+        if (call->unbiased) scale = unbiased_factor(scale, load(product + t), load(squares + t), load(sum + t), codec->values[0].dtype);
+        store(out->numbers + t, scale);
+    }
+}

@@ -16,6 +16,7 @@ from kvpack.formats.angle import Angle, bin_directions
 from kvpack.formats.base import NORMS
 from kvpack.formats.columns import is_power_of_two, next_power_of_two
 from kvpack.formats.group import Group
+from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.octahedral import Octahedral, norm_with_index, signed_directions
 from kvpack.formats.polar import Polar, angle_directions, uniform_directions
 from kvpack.formats.quaternion import Quaternion, codewords
@@ -203,6 +204,19 @@ def _quaternion(codec: Quaternion) -> Described | None:
     return _finished(result, codec, ["scale"], [torch.nn.functional.pad(book, (0, 0, 0, base - book.shape[0])).flatten()])
 
 
+def _minifloat(codec: Minifloat) -> Described | None:
+    names = {"block_scales": (codec.blocks, "U8")} if codec.granularity == "block" else {}
+    scale = "scale" if codec.granularity == "token" else codec.run_scale
+    result = _struct(codec, names | ({} if scale is None else {scale: (1, "F32" if names else NORMS[codec.scale_dtype])}))
+    if result is None:
+        return None
+    if names:
+        result.size, result.scale_kind = codec.block, 1 + (codec.run_scale is not None)
+    element = codec.format
+    result.fraction_bits, result.bias, result.finite = element.fraction_bits, element.bias, element.finite
+    return _finished(result, codec, [*names, *([] if scale is None else [scale])], [])
+
+
 ENTRY, ENTRIES = "raw_entry", "raw_entries"
 """The streams, made when a page is described, of raw tokens: each token's entry, int32 ``[batch, 1, token]``, negative without one; and the
 entries, float32 ``[1, kv_head, entry, dim]`` in the coded frame."""
@@ -228,6 +242,7 @@ FAMILIES: dict[type[Codec], Callable[[Any], Described | None]] = {
     Angle: _angle,
     Polar: _polar,
     Quaternion: _quaternion,
+    Minifloat: _minifloat,
 }
 """How each family is described; a new codec is one row."""
 

@@ -8,6 +8,7 @@ static void decode_tile(const Codec *codec, const Loaded *in, float *spare, floa
         case OCTAHEDRAL: octahedral_decode(codec, in, spare, tile); break;
         case ANGLE: angle_decode(codec, in, tile); break;
         case POLAR: polar_decode(codec, in, spare, tile); break;
+        case MINIFLOAT: minifloat_decode(codec, in, tile); break;
         case QUATERNION: quaternion_decode(codec, in, spare, tile); break;
     }
     for (int64_t i = 0; i < in->patches; i++)

@@ -5,12 +5,12 @@
 #include <stdint.h>
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 8
+#define KVPACK_INTERFACE 9
 
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 3 };
 
 /* Codec families, and the dtypes of numbers that are stored per token. */
-enum { RAW, GROUP, SCALAR, OCTAHEDRAL, ANGLE, POLAR, QUATERNION };
+enum { RAW, GROUP, SCALAR, OCTAHEDRAL, ANGLE, POLAR, QUATERNION, MINIFLOAT };
 enum { F16, BF16, F32, U8 };
 
 /* One array [batch, kv_head, row, ...] whose rows are contiguous; strides are in bytes. A segment holds one per stored stream. */
@@ -56,7 +56,7 @@ typedef struct {
     int64_t value_streams, numbers; /* numbers: of all value streams, per token */
     Values values[MOST_VALUES];
     int64_t token_group;
-    /* group: the streams of scales along tokens, and of the table of 8-bit scales, or -1 */
+    /* group, minifloat: the channels of a group or block. group: the streams of scales along tokens, and of the table of 8-bit scales, or -1 */
     int64_t size, token_scale, scales_stream, table_stream;
     /* raw tokens: the stream of each token's entry, int32, negative without one, then that of entries, float [kv_head, entry, dim] in the
        coded frame; -1 without them */
@@ -71,6 +71,8 @@ typedef struct {
     /* angle: the bins; 0, or the binary logarithm of a quarter of them, whose directions the tables hold */
     int64_t bins, quarter_bits;
     float highest;
+    /* minifloat: the format of elements, codes of magnitude from `finite` on being none, and the kind of scales */
+    int64_t fraction_bits, bias, finite, scale_kind;
     /* scalar: the channels of all parts in turn */
     const int32_t *channels;
     /* polar: for each level the stream and the first symbol of its angles, their number, and those of the first kind of pair */

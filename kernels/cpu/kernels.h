@@ -7,6 +7,7 @@
 
 #include "angle.h"
 #include "group.h"
+#include "minifloat.h"
 #include "octahedral.h"
 #include "polar.h"
 #include "quaternion.h"

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from kvpack.formats.errors import InvalidParameter
 
-INTERFACE = 8
+INTERFACE = 9
 """The number of interface.h that the structures below mirror."""
 
 THREADS = "KVPACK_THREADS"
 """The environment variable with the number of threads of a call."""
 
 MOST_PACKINGS, MOST_DIGITS, MOST_VALUES, MOST_TABLES, MOST_BOUNDS = 12, 2, 3, 48, 3
-FAMILIES = ("raw", "group", "scalar", "octahedral", "angle", "polar", "quaternion")
+FAMILIES = ("raw", "group", "scalar", "octahedral", "angle", "polar", "quaternion", "minifloat")
 DTYPES = ("F16", "BF16", "F32", "U8")
 
 
@@ -54,6 +54,7 @@ class Codec(Structure):
         *((name, c_int64) for name in ("direct", "index_bits", "digit_bits", "norm_with_index", "norm_levels", "factored", "norm_kind")),
         *((name, c_int64) for name in ("bins", "quarter_bits")),
         ("highest", c_float),
+        *((name, c_int64) for name in ("fraction_bits", "bias", "finite", "scale_kind")),
         ("channels", POINTER(c_int32)),
         *((name, c_int64) for name in ("levels", "radii")),
         *((name, c_int64 * MOST_PACKINGS) for name in ("level_stream", "level_first", "level_angles", "level_equal")),

@@ -190,7 +190,7 @@ def _segments(stretch: Stretch, described: Described, batch: int, heads: int) ->
             rows, shape = numpy.zeros_like(counts), stream.shape
         else:
             layout = layouts[name]
-            per_run = -(-counts // layout.tokens_per_row)
+            per_run = numpy.ones_like(counts) if layout.per == "run" else -(-counts // layout.tokens_per_row)
             rows = numpy.cumsum(per_run) - per_run
             shape = torch.Size((*layout.shape[:2], int(per_run.sum()), *layout.shape[3:]))
             if stream.dtype != _TORCH[layout.dtype]:
@@ -204,6 +204,9 @@ def _segments(stretch: Stretch, described: Described, batch: int, heads: int) ->
         table[:, column + 1 : column + 4] = steps
         if shape[1] == 1:
             table[:, column + 2] = 0
+        if name in layouts and layouts[name].per == "run":
+            # Every token has the row of its run.
+            table[:, column + 3] = 0
     return table, streams
 
 

@@ -104,7 +104,7 @@ static void load_numbers(const Values *values, const Stream *s, const char *tabl
                 uint32_t bits = (uint32_t)word_at(row + 2 * i) << 16;
                 memcpy(to, &bits, 4);
             } else
-                *to = half(word_at(table + 4 * (uint8_t)row[i] + 2 * (i & 1)));
+                *to = table ? half(word_at(table + 4 * (uint8_t)row[i] + 2 * (i & 1))) : (float)(uint8_t)row[i];
         }
 }
 

@@ -40,26 +40,6 @@ static void add_digit(const Encoded *out, const Packing *packing, uint16_t *word
     }
 }
 
-/* `words` rows of TILE words to `count` rows of words. */
-static void transpose_back(const uint16_t *rows, int64_t count, int64_t words, char *to, int64_t stride) {
-    int64_t whole = count / 8 * 8, blocks = words / 8 * 8;
-    for (int64_t t = 0; t < whole; t += 8)
-        for (int64_t w = 0; w < blocks; w += 8) {
-            v8 a[8], b[8];
-            for (int i = 0; i < 8; i++) a[i] = *(const v8_any *)(rows + (w + i) * TILE + t);
-            for (int round = 0; round < 3; round++) {
-                for (int i = 0; i < 4; i++) {
-                    b[2 * i] = SHUFFLE(v8, v8_mask, a[i], a[i + 4], LOW8);
-                    b[2 * i + 1] = SHUFFLE(v8, v8_mask, a[i], a[i + 4], HIGH8);
-                }
-                for (int i = 0; i < 8; i++) a[i] = b[i];
-            }
-            for (int i = 0; i < 8; i++) *(v8_any *)(to + (t + i) * stride + 2 * w) = a[i];
-        }
-    for (int64_t t = 0; t < count; t++)
-        for (int64_t w = t < whole ? blocks : 0; w < words; w++) memcpy(to + t * stride + 2 * w, rows + w * TILE + t, 2);
-}
-
 INLINE char *row_of(const Stream *stream, int64_t batch, int64_t head, int64_t row) {
     return (char *)stream->data + batch * stream->batch + head * stream->head + row * stream->row;
 }

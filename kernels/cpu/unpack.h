@@ -28,45 +28,42 @@ INLINE vi to_half(vf x) {
     return sign | (found & ~is_nan) | (0x7e00 & is_nan);
 }
 
-INLINE void write_values(char *to, int64_t dtype, vf x) {
-    if (dtype == F32)
-        store((float *)to, x);
-    else
-        store_words((uint16_t *)to, dtype == BF16 ? to_bfloat(x) : to_half(x));
-}
-
-/* Channels [channel, channel + LANES) of LANES tokens from `t` on; those from `count` on are not written. */
-INLINE void write_block(const float *tile, int64_t channel, int64_t t, int64_t count, const Stream *out, char *rows, int64_t dtype) {
-    vf a[LANES], b[LANES];
-    int64_t bytes = dtype == F32 ? 4 : 2;
-    for (int i = 0; i < LANES; i++) a[i] = load(tile + (channel + i) * TILE + t);
-    for (int n = 1; n < LANES; n *= 2) {
-        for (int i = 0; i < LANES / 2; i++) {
-            b[2 * i] = SHUFFLE(vf, vi, a[i], a[i + LANES / 2], LOW);
-            b[2 * i + 1] = SHUFFLE(vf, vi, a[i], a[i + LANES / 2], HIGH);
+/* Rows of floats, LANES channels of LANES tokens at a time. */
+static void write_wide(const float *tile, int64_t dim, int64_t count, char *rows, int64_t stride) {
+    int64_t whole = dim / LANES * LANES;
+    for (int64_t d = 0; d < whole; d += LANES)
+        for (int64_t t = 0; t < count; t += LANES) {
+            vf a[LANES], b[LANES];
+            for (int i = 0; i < LANES; i++) a[i] = load(tile + (d + i) * TILE + t);
+            for (int n = 1; n < LANES; n *= 2) {
+                for (int i = 0; i < LANES / 2; i++) {
+                    b[2 * i] = SHUFFLE(vf, vi, a[i], a[i + LANES / 2], LOW);
+                    b[2 * i + 1] = SHUFFLE(vf, vi, a[i], a[i + LANES / 2], HIGH);
+                }
+                for (int i = 0; i < LANES; i++) a[i] = b[i];
+            }
+            for (int i = 0; i < LANES && t + i < count; i++) store((float *)(rows + (t + i) * stride) + d, a[i]);
         }
-        for (int i = 0; i < LANES; i++) a[i] = b[i];
-    }
-    for (int i = 0; i < LANES && t + i < count; i++) write_values(rows + (t + i) * out->row + channel * bytes, dtype, a[i]);
+    for (int64_t d = whole; d < dim; d++)
+        for (int64_t t = 0; t < count; t++) memcpy(rows + t * stride + 4 * d, tile + d * TILE + t, 4);
 }
 
-INLINE void write_rows_as(const float *tile, int64_t dim, int64_t count, const Stream *out, char *rows, int64_t dtype) {
-    int64_t d = 0, bytes = dtype == F32 ? 4 : 2;
-    for (; d + LANES <= dim; d += LANES)
-        for (int64_t t = 0; t < count; t += LANES) write_block(tile, d, t, count, out, rows, dtype);
-    for (; d < dim; d++)
-        for (int64_t t = 0; t < count; t++) {
-            char one[4 * LANES];
-            write_values(one, dtype, splat(tile[d * TILE + t]));
-            memcpy(rows + t * out->row + d * bytes, one, bytes);
+/* Rows of 16-bit floats: they are narrowed first, because words are transposed faster. */
+static void write_narrow(const float *tile, int64_t dim, int64_t count, uint16_t *spare, char *rows, int64_t stride, int to_bf16) {
+    for (int64_t d = 0; d < dim; d++)
+        for (int64_t t = 0; t < count; t += LANES) {
+            vf x = load(tile + d * TILE + t);
+            store_words(spare + d * TILE + t, to_bf16 ? to_bfloat(x) : to_half(x));
         }
+    transpose_back(spare, count, dim, rows, stride);
 }
 
-static void write_rows(const float *tile, int64_t dim, int64_t count, const Stream *out, char *rows, int64_t dtype) {
+/* `dim` rows of TILE floats to `count` rows of `dim`. `spare` holds as many words. */
+static void write_rows(const float *tile, int64_t dim, int64_t count, uint16_t *spare, char *rows, int64_t stride, int64_t dtype) {
     switch (dtype) {
-        case F32: write_rows_as(tile, dim, count, out, rows, F32); break;
-        case BF16: write_rows_as(tile, dim, count, out, rows, BF16); break;
-        default: write_rows_as(tile, dim, count, out, rows, F16);
+        case F32: write_wide(tile, dim, count, rows, stride); break;
+        case BF16: write_narrow(tile, dim, count, spare, rows, stride, 1); break;
+        default: write_narrow(tile, dim, count, spare, rows, stride, 0);
     }
 }
 
@@ -81,6 +78,6 @@ static void unpack_item(const Unpack *call, int64_t batch, int64_t head, int64_t
         load_tile(codec, batch, head, 1, in);
         decode_tile(codec, in, spare, tile);
         rotate_back(&call->rotation, codec->dim, TILE, tile, spare);
-        write_rows(tile, codec->dim, count, &call->out, rows, call->dtype);
+        write_rows(tile, codec->dim, count, (uint16_t *)spare, rows, call->out.row, call->dtype);
     }
 }

@@ -22,6 +22,9 @@ EXECUTES_DATA = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve",
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 LOADERS = {("torch", "load"), ("numpy", "load"), ("np", "load"), ("os", "system"), ("os", "popen")}
 
+MEASURED = {"bench/dense.py": ["pickle", "torch.load"]}
+"""What a measurement calls to compare kvpack with it, on files that it has just written itself."""
+
 LIGHT = [
     pytest.param("import kvpack", id="kvpack"),
     pytest.param("import kvpack.formats; assert kvpack.formats.CODECS", id="kvpack.formats"),
@@ -148,7 +151,8 @@ def test_formats_import_torch_lazily(path: Path) -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_no_bytes_become_code(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
-    assert offences(source) == []
+    # formats/ lie outside the package.
+    assert offences(source) == MEASURED.get(path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else "", [])
     # kvpack/__init__.py maps its public names to its own modules by a constant table.
     assert dynamic_imports(source) == (1 if path == PACKAGE / "__init__.py" else 0)
 

@@ -5,8 +5,6 @@ Times are of the process, in one thread: other load on the machine disturbs them
 
 from __future__ import annotations
 
-import statistics
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +16,8 @@ from kvpack.attention import cpu_kernels
 from kvpack.coding.encoding import rounding_is_shown
 from kvpack.coding.recipes import parse_recipe
 
+from .dense import by_products
+from .process_time import interleaved, one_thread
 from .sizes import check_size
 
 if TYPE_CHECKING:
@@ -59,17 +59,13 @@ def run(
         check_size("tokens", count, 1, MOST_TOKENS, "tokens")
     for recipe in recipes:
         parse_recipe(recipe)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         tables = []
         for done, count in enumerate(tokens, 1):
             tables.append({"tokens": count, "rows": _rows(count, recipes, repeats)})
             if progress:
                 progress(done, len(tokens))
         return {"shape": [Q_HEADS, HEADS, DIM], "read_bytes_per_s": _read_speed(), "backend": kvpack.backends()["cpu"], "tables": tables}
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, Any]]:
@@ -79,7 +75,7 @@ def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, A
     wide_k, wide_v, narrow_q = k.float(), v.float(), q.to(torch.bfloat16)
     sdpa = partial(scaled_dot_product_attention, enable_gqa=True)
     ways = [
-        _Way("bf16 by matrix products", 2 * k.nbytes, partial(_by_products, narrow_q, k, v), False),
+        _Way("bf16 by matrix products", 2 * k.nbytes, partial(by_products, narrow_q, k, v), False),
         _Way("SDPA, float32", 2 * wide_k.nbytes, partial(sdpa, q, wide_k, wide_v), False),
         _Way("SDPA, bf16", 2 * k.nbytes, partial(sdpa, narrow_q, k, v), False),
     ]
@@ -93,7 +89,7 @@ def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, A
         size = sum(stream.nbytes for stream in streams) + tails
         ways.append(_Way(recipe, size, partial(kvpack.attend, q, layer), cpu_kernels(q, layer) is not None))
         errors[recipe] = float((kvpack.attend(q, layer).double() - exact).norm() / exact.norm())
-    times = _interleaved([way.call for way in ways], repeats)
+    times = interleaved([way.call for way in ways], repeats, _CALLS)
     rows: list[dict[str, Any]] = [
         {
             "name": way.name, "bytes": way.bytes, "kernels": way.kernels, "seconds": seconds, "gb_per_s": way.bytes / seconds / 1e9,
@@ -106,28 +102,10 @@ def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, A
     return rows
 
 
-def _by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    scores = q.view(1, HEADS, Q_HEADS // HEADS, DIM) @ k.transpose(-1, -2)
-    return torch.softmax(scores.float() * DIM**-0.5, -1).to(torch.bfloat16) @ v
-
-
-def _interleaved(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """The seconds of one call of each, of the process: the median over rounds, after one to warm up."""
-    times: list[list[float]] = [[] for _ in calls]
-    for number in range(repeats + 1):
-        for call, own in zip(calls, times, strict=True):
-            started = time.process_time()
-            for _ in range(_CALLS):
-                call()
-            if number:
-                own.append((time.process_time() - started) / _CALLS)
-    return [statistics.median(own) for own in times]
-
-
 def _read_speed() -> float:
     """Bytes per second that one thread reads from memory, when it adds up integers."""
     source = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
-    return _READ_BYTES / _interleaved([source.sum], 3)[0]
+    return _READ_BYTES / interleaved([source.sum], 3, _CALLS)[0]
 
 
 def show(report: dict[str, Any]) -> None:

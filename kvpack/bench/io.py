@@ -1,28 +1,29 @@
-"""kvpack bench io: encode, save, load and unpack one KV cache, compared with safetensors and a memory copy in the same run.
+"""kvpack bench io: from a KV cache to a file and back, compared with files of dense values and a memory copy in one interleaved run.
 
-Every speed is in GB/s of the dense bf16 cache, whatever its packed size. Files are read from the page cache.
+Every speed is in GB/s of the dense bf16 cache, whatever its packed size. Files are read from the page cache. Times are of the process,
+in one thread.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import statistics
 import tempfile
-import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import xxhash
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import kvpack
+from kvpack.coding.encoding import rounding_is_shown
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import load_model, model_folder, transformers_library
 
-from . import io_device
+from . import dense, io_device
 from .models import read_text, vocabulary
+from .process_time import interleaved, one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,13 +31,20 @@ if TYPE_CHECKING:
 
     from kvpack.coding.encoding import Progress
 
-DEFAULT_SYNTHETIC = "8x1x8x4096x128"
-"""Large enough that neither the processor's cache nor call overhead dominates: 128 MiB in bf16."""
+DEFAULT_SYNTHETIC = "4x1x8x4096x128"
+"""Large enough that neither the processor's cache nor call overhead dominates: 64 MiB in bf16."""
 
-RECIPES = ("bf16", "kivi-2", "octopus-3", "hqmq-s24-r3", "turboangle-k8v4")
+RECIPES = ("bf16", "fp8", "kivi-2", "turboquant-3", "octopus-3", "polarquant-3", "turboangle-k8v4", "hqmq-s24-r3")
+"""One preset per codec family."""
 DEFAULT_TOKENS = 4096
 
-_PEERS = 5
+Q_HEADS = 4
+"""Query heads per KV head."""
+
+WRITE, READ, ATTEND = "write", "read", "read, attend"
+"""The whole ways: from dense values to a file, from a file to dense values in new memory, and from a file to one query's attention."""
+COPY = "copy into memory in use"
+PARTS = ("encode", "save", "load", "unpack")
 
 _SYNTHETIC = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", re.ASCII)
 
@@ -97,29 +105,12 @@ def _prefilled(folder: Path, path: str | None, tokens: int | None) -> Source:
     return Source(f"{folder.name}, {count:,} tokens of {text.name}", pairs)
 
 
-@dataclass
-class _Clock:
-    """Times several runs, and counts them for the progress bar."""
+class _Timed(NamedTuple):
+    """One operation of one way to keep a cache."""
 
-    repeats: int
-    total: int
-    progress: Progress | None
-    done: int = 0
-
-    def seconds(self, run: Callable[[], object]) -> list[float]:
-        """The seconds of ``repeats`` runs after a warm-up run."""
-        run()
-        seconds = []
-        for _ in range(self.repeats):
-            started = time.perf_counter()
-            result = run()
-            seconds.append(time.perf_counter() - started)
-            # Freed outside the timing, before the next run allocates.
-            del result
-        self.done += 1
-        if self.progress:
-            self.progress(self.done, self.total)
-        return seconds
+    name: str
+    operation: str
+    call: Callable[[], object]
 
 
 def run(
@@ -135,9 +126,9 @@ def run(
 
     With a CUDA ``device``, ``device_rows`` has the rows of ``io_device.run`` and nothing else is measured.
 
-    A row's ``of_new_copy``, ``of_reused_copy`` and ``of_safetensors`` are ratios of speeds (above 1 is faster): to a copy of
-    the bf16 cache into new memory, as encoding allocates, to a copy into existing memory, and to safetensors.
-    Raises InvalidParameter.
+    A row's ``of_copy`` is its speed over that of a copy of the bf16 cache into memory in use (above 1 is faster), ``of_safetensors`` its
+    time over that of the same way through safetensors (below 1 is faster): save_file, load_file and a clone of its tensors, load_file
+    and attention. Raises InvalidParameter.
     """
     if repeats < 1:
         raise InvalidParameter(f"--repeats is {repeats}, expected an integer of at least 1")
@@ -148,106 +139,110 @@ def run(
             "repeats": repeats,
             **io_device.run(cache.pairs, recipes, device, repeats, folder, progress),
         }
-    clock = _Clock(repeats, 2 * _PEERS + 4 * len(recipes), progress)
-    with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as temporary:
-        dense, packed = os.path.join(temporary, "dense.safetensors"), os.path.join(temporary, "packed.kvpack")
-        rows = _peers(cache, clock, dense)
-        for recipe in recipes:
-            rows += _recipe(cache, recipe, clock, packed)
-        # Everything is compared with the peers: timed before and after, they see the same load on the machine.
-        for row, again in zip(rows, _peers(cache, clock, dense), strict=False):
-            row["times"] += again["times"]
-    for row in rows:
-        row["seconds"] = statistics.median(row.pop("times"))
-    new_copy, reused_copy, saved, _, loaded = (row["seconds"] for row in rows[:_PEERS])
-    peers = {"save": saved, "load": loaded, "save_file": saved, "load_file, then read": loaded}
-    for row in rows:
-        row["gb_per_s"] = cache.nbytes / row["seconds"] / 1e9
-        row["of_new_copy"] = new_copy / row["seconds"]
-        row["of_reused_copy"] = reused_copy / row["seconds"]
-        row["of_safetensors"] = peers[row["operation"]] / row["seconds"] if row["operation"] in peers else None
-    return {"source": cache.label, "bf16_bytes": cache.nbytes, "repeats": repeats, "threads": torch.get_num_threads(), "rows": rows}
+    with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as temporary, one_thread(), rounding_is_shown():
+        whole = torch.cat([x.flatten() for x in cache.tensors.values()])
+        in_use = torch.zeros_like(whole)
+        ways = [_Timed("memory", COPY, partial(in_use.copy_, whole))]
+        paths: dict[str, str] = {}
+        for number, peer in enumerate(dense.WAYS):
+            paths[peer.name] = os.path.join(temporary, f"dense-{number}")
+            ways += _dense(cache, peer, paths[peer.name])
+        for number, recipe in enumerate(dict.fromkeys(recipes)):
+            paths[recipe] = os.path.join(temporary, f"packed-{number}.kvpack")
+            ways += _packed(cache, recipe, paths[recipe])
+        seconds = interleaved([way.call for way in ways], repeats, progress=progress)
+        sizes = {name: dense.stored_bytes(path) for name, path in paths.items()}
+    by_safetensors = {way.operation: own for way, own in zip(ways, seconds, strict=True) if way.name == dense.WAYS[0].name}
+    rows = []
+    for way, own in zip(ways, seconds, strict=True):
+        stored = sizes.get(way.name, cache.nbytes)
+        rows.append(
+            {
+                "name": way.name,
+                "operation": way.operation,
+                "bytes": stored,
+                "bits_per_value": 16 * stored / cache.nbytes,
+                "seconds": own,
+                "gb_per_s": cache.nbytes / own / 1e9,
+                "of_copy": seconds[0] / own,
+                "of_safetensors": own / by_safetensors[way.operation] if way.operation in by_safetensors else None,
+            }
+        )
+    return {"source": cache.label, "bf16_bytes": cache.nbytes, "repeats": repeats, "backend": kvpack.backends()["cpu"], "rows": rows}
 
 
-def _peers(cache: Source, clock: _Clock, path: str) -> list[dict[str, Any]]:
+def _dense(cache: Source, way: dense.Way, path: str) -> list[_Timed]:
     tensors = cache.tensors
-    dense = torch.cat([x.flatten() for x in tensors.values()])
-    destination = torch.empty_like(dense)
-    new_copy = clock.seconds(dense.clone)
-    reused_copy = clock.seconds(lambda: destination.copy_(dense))
-    saved = clock.seconds(lambda: save_file(tensors, path))
-    mapped = clock.seconds(lambda: load_file(path))
-    # The digest is the fastest of several ways to read every byte once; summing or cloning the tensors takes longer.
-    read = clock.seconds(lambda: [xxhash.xxh3_128_digest(x.flatten().view(torch.uint8).numpy().data) for x in load_file(path).values()])
-    size = os.path.getsize(path)
-    bits = 8 * size / dense.numel()
-    with open(path, "rb") as file:
-        header = 8 + int.from_bytes(file.read(8), "little")
-    return [
-        _row("memory copy", "into new memory", new_copy, dense.nbytes, 16.0),
-        _row("memory copy", "into memory in use", reused_copy, dense.nbytes, 16.0),
-        _row("safetensors", "save_file", saved, size, bits),
-        _row("safetensors", "load_file", mapped, header, bits),
-        _row("safetensors", "load_file, then read", read, size, bits),
-    ]
+    queries = [_queries(k) for k, _ in cache.pairs]
+    ways = [_Timed(way.name, WRITE, partial(way.write, tensors, path)), _Timed(way.name, READ, partial(way.read, path))]
+
+    def attend() -> list[torch.Tensor]:
+        found = load_file(path)
+        return [dense.by_products(q, found[f"{layer}.k"], found[f"{layer}.v"]) for layer, q in enumerate(queries)]
+
+    # The others have read all values before they attend.
+    return [*ways, _Timed(way.name, ATTEND, attend)] if way is dense.WAYS[0] else ways
 
 
-def _recipe(cache: Source, recipe: str, clock: _Clock, path: str) -> list[dict[str, Any]]:
-    encode = clock.seconds(lambda: kvpack.pack(cache.pairs, recipe))
+def _packed(cache: Source, recipe: str, path: str) -> list[_Timed]:
     packed = kvpack.pack(cache.pairs, recipe)
-    save = clock.seconds(lambda: kvpack.save(packed, path))
-    size, bits = packed.nbytes, packed.bits_per_value
-    load = clock.seconds(lambda: kvpack.load(path))
+    kvpack.save(packed, path)
     loaded = kvpack.load(path)
-    unpack = clock.seconds(lambda: [layer.unpack(torch.bfloat16) for layer in loaded])
+    queries = [_queries(k) for k, _ in cache.pairs]
+
+    def attend() -> list[torch.Tensor]:
+        return [kvpack.attend(q, layer) for q, layer in zip(queries, kvpack.load(path), strict=True)]
+
     return [
-        _row(recipe, "encode", encode, cache.nbytes, bits),
-        _row(recipe, "save", save, size, bits),
-        _row(recipe, "load", load, size, bits),
-        _row(recipe, "unpack", unpack, cache.nbytes, bits),
+        _Timed(recipe, "encode", lambda: kvpack.pack(cache.pairs, recipe)),
+        _Timed(recipe, "save", lambda: kvpack.save(packed, path)),
+        _Timed(recipe, "load", lambda: kvpack.load(path)),
+        _Timed(recipe, "unpack", lambda: loaded.unpack(torch.bfloat16)),
+        _Timed(recipe, WRITE, lambda: kvpack.save(kvpack.pack(cache.pairs, recipe), path)),
+        _Timed(recipe, READ, lambda: kvpack.load(path).unpack(torch.bfloat16)),
+        _Timed(recipe, ATTEND, attend),
     ]
 
 
-def _row(name: str, operation: str, times: list[float], touched: int, bits: float) -> dict[str, Any]:
-    return {"name": name, "operation": operation, "times": times, "bytes_touched": touched, "bits_per_value": bits}
+def _queries(k: torch.Tensor) -> torch.Tensor:
+    """One query per head, ``[batch, q_head, 1, dim]``."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(k.shape[0], Q_HEADS * k.shape[1], 1, k.shape[3], generator=generator).to(k.dtype)
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one table and the meaning of its columns."""
-    from kvpack.output import bytes_text, print_table
+    """Print a table of the whole ways, one of their parts, and the meaning of the columns."""
+    from kvpack.output import print_table
 
     if "device_rows" in report:
         io_device.show(report)
         return
-
-    columns = [
-        "what",
-        "operation",
-        "bits per\nvalue",
-        "bytes\ntouched",
-        "ms",
-        "GB/s\nof bf16",
-        "x copy,\nnew",
-        "x copy,\nin use",
-        "x safe-\ntensors",
-    ]
+    by_place = {(row["name"], row["operation"]): row for row in report["rows"]}
+    names = list(dict.fromkeys(row["name"] for row in report["rows"]))
+    columns = ["what", "bits per\nvalue"]
+    columns += [text for way in (WRITE, READ, ATTEND) for text in (f"{way},\nms", "x safe-\ntensors")]
+    rows = [[name, *_cells(by_place, name)] for name in names if (name, WRITE) in by_place]
+    print_table(f"{report['source']}: {report['bf16_bytes']:,} bytes in bf16, median of {report['repeats']}", columns, rows)
+    copy = by_place["memory", COPY]
+    parts = [text for part in PARTS for text in (f"{part},\nGB/s", "of copy")]
     rows = [
-        [
-            row["name"],
-            row["operation"],
-            f"{row['bits_per_value']:.2f}",
-            bytes_text(row["bytes_touched"]),
-            f"{1000 * row['seconds']:.2f}",
-            f"{row['gb_per_s']:.2f}",
-            f"{row['of_new_copy']:.3f}",
-            f"{row['of_reused_copy']:.3f}",
-            "" if row["of_safetensors"] is None else f"{row['of_safetensors']:.2f}",
-        ]
-        for row in report["rows"]
+        [name, *(f"{by_place[name, part][key]:.{digits}f}" for part in PARTS for key, digits in (("gb_per_s", 2), ("of_copy", 3)))]
+        for name in names
+        if (name, PARTS[0]) in by_place
     ]
-    title = f"{report['source']}: {report['bf16_bytes']:,} bytes in bf16, {report['threads']} threads, median of {report['repeats']}"
-    print_table(title, columns, rows, left=2)
-    print("GB/s count the bf16 cache's bytes in every row; files are in the page cache, and no save waits for the disk.")
-    print("x copy compares with a copy of the bf16 cache into new memory, which encoding takes too, and into memory already in use.")
-    print("safetensors' load_file maps the file and touches its header only; kvpack's load checks every byte.")
-    print("x safetensors compares save with save_file, and load with load_file and one read of every byte (kvpack's own digest of it).")
+    print_table(f"The parts; a {COPY} has {copy['gb_per_s']:.1f} GB/s", ["what", *parts], rows)
+    print(f"\nPacked rows by {report['backend']}. Times are of the process, in one thread; every round takes each way once.")
+    print("write: from values in memory to a file. read: from the file to bf16 values in new memory. Below 1 x safetensors is faster.")
+    print(f"read, attend: from the file to the attention of one query of {Q_HEADS} heads per KV head, in every layer.")
+    print(
+        "GB/s count the bf16 cache's bytes; files are in the page cache, and nothing waits for the disk. kvpack's load checks every byte,"
+    )
+    print("safetensors' load_file maps the file, and its values are then copied.")
+
+
+def _cells(by_place: dict[tuple[str, str], dict[str, Any]], name: str) -> list[str]:
+    cells = [f"{by_place[name, WRITE]['bits_per_value']:.2f}"]
+    for way in (WRITE, READ, ATTEND):
+        row = by_place.get((name, way))
+        cells += ["", ""] if row is None else [f"{1000 * row['seconds']:.1f}", f"{row['of_safetensors']:.2f}"]
+    return cells

@@ -20,15 +20,16 @@ def add(commands: Any) -> None:
     kinds = parser.add_subparsers(title="measurements", metavar="WHAT", required=True)
     io = kinds.add_parser(
         "io",
-        help="encode, save, load and unpack, compared with safetensors and a memory copy",
-        description="Time encode, save, load and unpack on one KV cache, and compare them with safetensors and a memory copy.",
+        help="from a KV cache to a file and back, compared with files of dense values and a memory copy",
+        description="Time the way of one KV cache to a file, back, and into attention, and its parts, in one thread; compare them with "
+        "safetensors, torch.save, pickle, zstd and a memory copy.",
     )
     source = io.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="measure the KV cache of this model (default with --text: the demo's)")
     source.add_argument(
         "--synthetic",
         metavar="LxBxHxTxD",
-        help="measure Gaussian values: layers x batch x heads x tokens x dim (default: 8x1x8x4096x128)",
+        help="measure Gaussian values: layers x batch x heads x tokens x dim (default: 4x1x8x4096x128)",
     )
     io.add_argument("--text", metavar="FILE", help="the model's input (default: the demo's text)")
     io.add_argument("--tokens", type=int, metavar="N", help="tokens of the model's input (default: 4096, or all of a shorter text)")
@@ -226,7 +227,7 @@ def run_store(arguments: argparse.Namespace) -> int:
 
 
 def run_io(arguments: argparse.Namespace) -> int:
-    """Measure and print one table."""
+    """Measure and print the tables."""
     from kvpack.bench import io
     from kvpack.coding.recipes import parse_recipe
 

@@ -411,27 +411,31 @@ def test_control_characters_are_escaped() -> None:
 
 def test_bench_io(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["bench", "io", "--synthetic", "2x1x2x96x64", "--repeats", "1", "--recipe", "kivi-2", "--recipe", "bf16", "--folder", tmp_path]
+    threads = torch.get_num_threads()
     report = run_json(capsys, *words)
+    assert torch.get_num_threads() == threads
     assert report["bf16_bytes"] == 2 * 2 * 2 * 96 * 64 * 2
     assert [(row["name"], row["operation"]) for row in report["rows"]] == [
-        ("memory copy", "into new memory"),
-        ("memory copy", "into memory in use"),
-        ("safetensors", "save_file"),
-        ("safetensors", "load_file"),
-        ("safetensors", "load_file, then read"),
-        *((recipe, operation) for recipe in ("kivi-2", "bf16") for operation in ("encode", "save", "load", "unpack")),
+        ("memory", "copy into memory in use"),
+        *(("safetensors", operation) for operation in ("write", "read", "read, attend")),
+        *((name, operation) for name in ("torch.save", "pickle", "zstd") for operation in ("write", "read")),
+        *(
+            (recipe, operation)
+            for recipe in ("kivi-2", "bf16")
+            for operation in ("encode", "save", "load", "unpack", "write", "read", "read, attend")
+        ),
     ]
     by_name = {(row["name"], row["operation"]): row for row in report["rows"]}
     for row in report["rows"]:
         assert row["gb_per_s"] == pytest.approx(report["bf16_bytes"] / row["seconds"] / 1e9)
-        assert row["of_new_copy"] == pytest.approx(by_name["memory copy", "into new memory"]["seconds"] / row["seconds"])
-        assert row["of_reused_copy"] == pytest.approx(by_name["memory copy", "into memory in use"]["seconds"] / row["seconds"])
-    packed = by_name["kivi-2", "load"]
-    assert packed["of_safetensors"] == pytest.approx(by_name["safetensors", "load_file, then read"]["seconds"] / packed["seconds"])
-    assert packed["bytes_touched"] * 8 == pytest.approx(packed["bits_per_value"] * report["bf16_bytes"] / 2)
+        assert row["of_copy"] == pytest.approx(by_name["memory", "copy into memory in use"]["seconds"] / row["seconds"])
+        assert row["bytes"] * 16 == pytest.approx(row["bits_per_value"] * report["bf16_bytes"])
+        peer = by_name.get(("safetensors", row["operation"]))
+        assert row["of_safetensors"] == (None if peer is None else pytest.approx(row["seconds"] / peer["seconds"]))
+    assert by_name["kivi-2", "write"]["bytes"] < report["bf16_bytes"] / 2 < by_name["bf16", "write"]["bytes"]
     assert list(tmp_path.iterdir()) == []
     assert run(*words) == 0
-    assert "load_file, then read" in capsys.readouterr().out
+    assert "read, attend" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""What a user has without kvpack on a CPU: files of dense bf16 values, and attention over them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy
+import torch
+import zstandard
+from safetensors.torch import load_file, save_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Tensors = dict[str, torch.Tensor]
+
+
+def by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention of queries ``[batch, q_head, 1, dim]`` by matrix products, the fastest of PyTorch's ways for one query in bf16."""
+    batch, heads, _, dim = k.shape
+    scores = q.view(batch, heads, -1, dim) @ k.transpose(-1, -2)
+    return torch.softmax(scores.float() * dim**-0.5, -1).to(k.dtype) @ v
+
+
+class Way(NamedTuple):
+    """One way to keep dense tensors in files: ``read`` returns what ``write`` was given, in new memory."""
+
+    name: str
+    write: Callable[[Tensors, str], object]
+    read: Callable[[str], Tensors]
+
+
+def _load_and_clone(path: str) -> Tensors:
+    return {name: x.clone() for name, x in load_file(path).items()}
+
+
+def _save(tensors: Tensors, path: str) -> None:
+    torch.save(tensors, path)
+
+
+def _dump(tensors: Tensors, path: str) -> None:
+    with open(path, "wb") as file:
+        pickle.dump(tensors, file, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _undump(path: str) -> Tensors:
+    with open(path, "rb") as file:
+        found: Tensors = pickle.load(file)
+    return found
+
+
+def _compress(tensors: Tensors, path: str) -> None:
+    """One frame per tensor, in a file of its own."""
+    os.makedirs(path, exist_ok=True)
+    for name, x in tensors.items():
+        with open(os.path.join(path, name), "wb") as file:
+            file.write(zstandard.ZstdCompressor().compress(x.contiguous().view(torch.int16).numpy().data))
+
+
+def _decompress(path: str) -> Tensors:
+    """The tensors, flat."""
+    found = {}
+    for name in os.listdir(path):
+        with open(os.path.join(path, name), "rb") as file:
+            values = numpy.frombuffer(bytearray(zstandard.ZstdDecompressor().decompress(file.read())), numpy.int16)
+        found[name] = torch.from_numpy(values).view(torch.bfloat16)
+    return found
+
+
+WAYS = (
+    Way("safetensors", save_file, _load_and_clone),
+    Way("torch.save", _save, torch.load),
+    Way("pickle", _dump, _undump),
+    Way("zstd", _compress, _decompress),
+)
+"""safetensors first: the others, and kvpack, are compared with it."""
+
+
+def stored_bytes(path: str) -> int:
+    """The size of a file, or of the files of a folder."""
+    if os.path.isdir(path):
+        return sum(entry.stat().st_size for entry in os.scandir(path))
+    return os.path.getsize(path)

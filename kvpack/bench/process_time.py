@@ -1,0 +1,46 @@
+"""Seconds that the process works, in one thread: other load on the machine disturbs them least."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvpack.coding.encoding import Progress
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """torch, and what asks it for its number of threads, work in one thread meanwhile."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def interleaved(calls: Sequence[Callable[[], object]], repeats: int, at_once: int = 1, progress: Progress | None = None) -> list[float]:
+    """The seconds of one call of each: the median over ``repeats`` rounds, after one to warm up, each of ``at_once`` calls of each in turn.
+
+    What the last call returns is freed outside the timing.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    for number in range(repeats + 1):
+        for place, (call, own) in enumerate(zip(calls, times, strict=True), 1):
+            started = time.process_time()
+            for _ in range(at_once):
+                result = call()
+            seconds = (time.process_time() - started) / at_once
+            del result
+            if number:
+                own.append(seconds)
+            if progress:
+                progress(number * len(calls) + place, (repeats + 1) * len(calls))
+    return [statistics.median(own) for own in times]

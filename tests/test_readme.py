@@ -61,12 +61,16 @@ def test_links_lead_to_files() -> None:
         assert (ROOT / path[1]).exists(), link
 
 
-def test_every_command_is_listed() -> None:
+def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     block = re.search(r"^```text\n(kvpack inspect .*?)^```", README, re.DOTALL | re.MULTILINE)
     assert block is not None
     commands = re.search(r"^commands:\n(.*)", parser().format_help(), re.DOTALL | re.MULTILINE)
     assert commands is not None
     assert set(re.findall(r"^kvpack (\w+)", block[1], re.MULTILINE)) == set(re.findall(r"^    (\w+)", commands[1], re.MULTILINE))
+    with pytest.raises(SystemExit):
+        parser().parse_args(["bench", "--help"])
+    benches = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert set(re.findall(r"^kvpack bench (\w+)", block[1], re.MULTILINE)) == set(benches)
 
 
 @pytest.mark.parametrize("name", ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])

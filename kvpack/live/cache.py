@@ -65,6 +65,7 @@ class LiveCache:
         self._text, self.model, self.start = self._recipe.text, MappingProxyType(dict(model or {})), 0
         self.sliding_windows = _checked_windows(sliding_windows, self._count)
         self._layers: list[LiveLayer | None] = [None] * self._count
+        self._kept: set[int] = set()
         self._prepare()
 
     @classmethod
@@ -79,6 +80,7 @@ class LiveCache:
         live = cls.__new__(cls)
         live._recipe, live._text = parse_recipe(cache.recipe), cache.recipe
         live._count, live.model, live.start = len(cache), MappingProxyType(dict(cache.model)), cache.start
+        live._kept = set()
         live.sliding_windows = _checked_windows(sliding_windows, len(cache))
         live._layers = [live._made(number, layer) for number, layer in enumerate(cache)]
         live._prepare()
@@ -251,6 +253,12 @@ class LiveCache:
                 raise OutOfBounds(f"{own.name}: {tokens} tokens are to be dropped of {own.tokens} that it holds")
         self._each(lambda own: own.crop(tokens), layer)
 
+    def keep_past(self, layer: int) -> None:
+        """Let a sliding-window layer drop the tokens that no later query sees only in ``crop``, so that this can go back before them."""
+        self._kept.add(layer)
+        if (own := self._layers[layer]) is not None:
+            own.keeps_past = True
+
     def reset(self, layer: int | None = None) -> None:
         """Drop all tokens of every layer, or of one."""
         self._each(LiveLayer.reset, layer)
@@ -345,7 +353,9 @@ class LiveCache:
             return None
         group = math.lcm(*(side.codec.token_group for side in layer.sides.values()))
         window = max((side.window for side in layer.sides.values()), default=0) or math.lcm(WINDOW, group)
-        return LiveLayer(layer, window, ROOM * window, self.sliding_windows[number], f"layers[{number}]")
+        made = LiveLayer(layer, window, ROOM * window, self.sliding_windows[number], f"layers[{number}]")
+        made.keeps_past = number in self._kept
+        return made
 
 
 def _value_dim(layer: LiveLayer | None) -> int:

@@ -36,6 +36,8 @@ class LiveLayer:
             for side, held in layer.sides.items()
         }
         self._pending: dict[str, torch.Tensor] = {}
+        self.keeps_past = False
+        """Whether only ``crop`` drops tokens that no later query sees."""
         self.version = 0
         """Changes with all that a plan of attention depends on: pages, and the buffers of the tail."""
 
@@ -138,6 +140,8 @@ class LiveLayer:
             for side in self.sides.values():
                 side.keep(0, packed)
             self.version += 1
+        if self.keeps_past:
+            self._drop_unseen()
 
     def reset(self) -> None:
         """Drop all tokens."""
@@ -158,7 +162,7 @@ class LiveLayer:
         """Encode ``values`` of both sides, which are to replace the tail, in whole windows; what is left is the tail."""
         tokens = next(x.shape[2] for x in values.values())
         whole = tokens // self.window * self.window
-        unseen = self._unseen(tokens)
+        unseen = 0 if self.keeps_past else self._unseen(tokens)
         # Nobody sees them any more: they are not even encoded.
         dropped = min(whole, max(0, unseen - self.packed_tokens) // self.window * self.window)
         with own_modes(self.device):
@@ -176,7 +180,8 @@ class LiveLayer:
                     side.add(own, whole - dropped)
                 side.tail[:, :, : tokens - whole] = rests[name]
         self.raw_tokens = tokens - whole
-        self._drop_unseen()
+        if not self.keeps_past:
+            self._drop_unseen()
         self.version += 1
 
     def _unseen(self, raw: int) -> int:
@@ -194,6 +199,7 @@ class LiveLayer:
         for side in self.sides.values():
             side.keep(first, packed)
         self.skipped += first
+        self.version += 1
 
     def _layer(self, tails: dict[str, torch.Tensor]) -> Layer:
         sides: dict[str, Side] = {name: side.with_tail(tails[name]) for name, side in self.sides.items()}

@@ -24,7 +24,7 @@ from kvpack.attention import attend
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
 from kvpack.cache.packing import pack
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackWarning, NotConsecutive, OutOfBounds
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.integrations.transformers import attention as packed_attention
 from kvpack.integrations.transformers.masks import mask
@@ -214,24 +214,38 @@ def test_a_window_falls_back_to_dense_attention() -> None:
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
 
 
-def test_padding_is_refused_over_packed_layers() -> None:
+def test_a_layer_is_decoded_for_a_mask_that_hides_tokens() -> None:
     model = small_model()
     packed = pack(prefill(model, token_ids(2, 6)), "raw")
-    mask = torch.ones(2, 9, dtype=torch.long)
-    model(token_ids(2, 3), past_key_values=KvpackCache(packed), attention_mask=mask)
-    mask[1, :2] = 0
-    with pytest.raises(InvalidParameter, match="padding in row 1"):
-        model(token_ids(2, 3), past_key_values=KvpackCache(packed), attention_mask=mask)
-
-
-def test_other_masks_are_refused_over_packed_layers() -> None:
-    model = small_model()
-    packed = pack(prefill(model, token_ids(1, 6)), "raw")
+    hidden = torch.ones(2, 9, dtype=torch.long)
+    model(token_ids(2, 3), past_key_values=KvpackCache(packed), attention_mask=hidden)
+    hidden[1, :2] = 0
+    shifted = torch.zeros(2, 1, 3, 9).masked_fill(hidden[:, None, None] == 0, float("-inf"))
+    for given in (hidden, shifted):
+        expected = model(token_ids(2, 3), past_key_values=unpacked(packed), attention_mask=given).logits
+        with pytest.warns(KvpackWarning, match="the attention mask hides tokens, as padding does") as told:
+            found = model(token_ids(2, 3), past_key_values=KvpackCache(packed), attention_mask=given).logits
+        assert len(told) == 1
+        assert torch.equal(found, expected)
+    with (
+        pytest.warns(KvpackWarning),
+        pytest.raises(InvalidShape, match=r"the attention mask has 8 columns, and layers\[0\] gives 9 tokens to a pass of 3"),
+    ):
+        model(token_ids(2, 3), past_key_values=KvpackCache(packed), attention_mask=shifted[..., :8])
     with pytest.raises(InvalidParameter, match=r"passes: a mask; KvpackCache\(cache, model, dense=True\)"):
-        model(token_ids(1, 2), past_key_values=KvpackCache(packed), attention_mask=torch.zeros(1, 1, 2, 8))
-    options = {"batch_size": 1, "q_length": 2, "q_offset": 6, "mask_function": lambda batch, head, q, k: q >= k - 1}
-    with pytest.raises(InvalidParameter, match="neither causal nor a sliding window"):
-        mask(kv_length=PackedLength(8), config=model.config, **options)
+        packed_attention(model.model.layers[0].self_attn, torch.zeros(2, 4, 3, 32), packed[0], packed[0], shifted)
+
+
+def test_masks_that_packed_attention_does_not_apply_are_made() -> None:
+    model = small_model()
+    options = {"batch_size": 1, "q_length": 2, "q_offset": 6, "dtype": torch.float32, "use_vmap": False}
+    assert mask(kv_length=PackedLength(8), config=model.config, **options) is None
+    every = {"mask_function": lambda batch, head, q, k: q >= k - 1}
+    found = mask(kv_length=PackedLength(8), config=model.config, **options, **every)
+    assert found.flatten(0, 2).tolist() == [[True] * 8] * 2
+    # Columns that are not there hide their tokens.
+    short = mask(kv_length=PackedLength(8), config=model.config, **options, attention_mask=torch.ones(1, 7, dtype=torch.bool))
+    assert short.flatten(0, 2).tolist() == [[True] * 7 + [False]] * 2
 
 
 def test_of_a_static_cache_the_filled_part_is_packed() -> None:

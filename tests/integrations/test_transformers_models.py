@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
-from zoo_models import ZOO
+from zoo_models import images, model_of
 
 import kvpack
 from kvpack.cache.cache import Cache
@@ -28,14 +28,6 @@ FOLLOWING = torch.tensor([[7, 40, 9, 22, 5]])
 def _no_gradients() -> Any:
     with torch.no_grad():
         yield
-
-
-def model_of(name: str, attention: str | None = None, **sizes: Any) -> Any:
-    architecture = next(architecture for architecture in ZOO if architecture.name == name)
-    model = type(architecture)(name, architecture.configuration, {**architecture.sizes, **sizes}, architecture.kind).model()
-    if attention is not None:
-        model.set_attn_implementation(attention)
-    return model
 
 
 def recorded(model: Any, **images: Any) -> Cache:
@@ -219,22 +211,14 @@ def test_dense_sliding_layers_need_the_window() -> None:
     assert torch.equal(model(FOLLOWING, past_key_values=KvpackCache(packed, model, dense=True)).logits, expected)
 
 
-def images(model: Any) -> dict[str, Any]:
-    """An image of 4 x 4 patches at tokens 8 to 23."""
-    pixels = torch.randn(16, 3 * 2 * 2 * 2, generator=torch.Generator().manual_seed(0))
-    types = torch.zeros_like(PROMPT)
-    types[:, 8:24] = 1
-    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]]), "mm_token_type_ids": types}
-
-
 def test_positions_of_several_dimensions_go_on_as_the_prompt_ended() -> None:
     global PROMPT
     model = model_of("Qwen2-VL", image_token_id=60)
     text, PROMPT = PROMPT, PROMPT.clone()
     PROMPT[:, 8:24] = 60
     try:
-        packed = recorded(model, **images(model))
-        dense = model(PROMPT, **images(model)).past_key_values
+        packed = recorded(model, **images())
+        dense = model(PROMPT, **images()).past_key_values
     finally:
         PROMPT = text
     deltas = model.model.rope_deltas

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 RECIPE = "raw"
-STEPS = ("pack", "save", "load", "continue", "beam", "crop", "store")
+STEPS = ("pack", "save", "load", "continue", "beam", "crop", "store", "generate")
 PROMPT, FOLLOWING = torch.arange(3, 35)[None], torch.tensor([[7, 40, 9, 22, 5]])
 CHUNK = 16
 
@@ -158,7 +158,7 @@ def beam(subject: Subject) -> None:
         over.reorder_cache(indices)
         return
     ids = torch.cat([PROMPT, FOLLOWING], 1)
-    options = {"num_beams": 3, "do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+    options = {"num_beams": 3, "do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, "use_cache": True}
     found = subject.model.generate(ids, past_key_values=over, **options)
     subject.model.set_attn_implementation(subject.attention)
     assert found.tolist() == subject.model.generate(ids, past_key_values=dense, **options).tolist(), "beam search found other tokens"
@@ -184,13 +184,39 @@ def store(subject: Subject) -> None:
         subject.check(subject.continued(subject.over([loaded, *subject.pack()[1:]])))
 
 
+def generate(subject: Subject) -> None:
+    """As users do: into an empty cache, of a batch with padding, and with beams; the same tokens as over transformers' own cache."""
+    subject.model.set_attn_implementation(subject.attention)
+    padded = torch.cat([PROMPT, torch.nn.functional.pad(PROMPT[:, 9:], (9, 0))])
+    for options in ({}, {"num_beams": 2}):
+        options = {"attention_mask": (padded != 0).long(), "max_new_tokens": 12, "do_sample": False, "use_cache": True, **options}
+        expected = subject.model.generate(padded, pad_token_id=0, **options)
+        parts = [KvpackCache(subject.model, RECIPE) for _ in subject.caches(subject.dense)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", kvpack.KvpackWarning)
+            over = EncoderDecoderCache(*parts) if subject.encoder else parts[0]
+            found = subject.model.generate(padded, past_key_values=over, pad_token_id=0, **options)
+        for part in parts:
+            part.release()
+        assert found.tolist() == expected.tolist(), f"generate found other tokens with {sorted(options)}"
+        assert over.get_seq_length() == found.shape[1] - 1
+
+
 def load_elsewhere(subject: Subject) -> None:
     """The step of another process: continue what ``save`` wrote."""
     packed = [kvpack.load(subject.file.with_suffix(f".{number}.kvpack")) for number in range(2 if subject.encoder else 1)]
     subject.check(subject.continued(subject.over(packed)))
 
 
-HERE: dict[str, Callable[[Subject], None]] = {"pack": pack, "save": save, "continue": continue_, "beam": beam, "crop": crop, "store": store}
+HERE: dict[str, Callable[[Subject], None]] = {
+    "pack": pack,
+    "save": save,
+    "continue": continue_,
+    "beam": beam,
+    "crop": crop,
+    "store": store,
+    "generate": generate,
+}
 ELSEWHERE: dict[str, Callable[[Subject], None]] = {"load": load_elsewhere}
 
 

@@ -160,3 +160,20 @@ ZOO = [
         "AutoModelForSeq2SeqLM",
     ),
 ]
+
+
+def model_of(name: str, attention: str | None = None, **sizes: Any) -> Any:
+    """The model of one architecture, with these sizes changed."""
+    architecture = next(architecture for architecture in ZOO if architecture.name == name)
+    model = Architecture(name, architecture.configuration, {**architecture.sizes, **sizes}, architecture.kind).model()
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    return model
+
+
+def images(tokens: int = 32) -> dict[str, Any]:
+    """An image of 4 x 4 patches at tokens 8 to 23, as Qwen2-VL takes it."""
+    pixels = torch.randn(16, 3 * 2 * 2 * 2, generator=torch.Generator().manual_seed(0))
+    types = torch.zeros(1, tokens, dtype=torch.int64)
+    types[:, 8:24] = 1
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]]), "mm_token_type_ids": types}

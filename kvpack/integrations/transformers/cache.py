@@ -68,22 +68,22 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
                 known.check(contents)
                 check_identity(contents, model)
             inputs = contents.inputs
-            self.live = LiveCache.of(contents)
             present = [bool(layer.sides) for layer in contents]
+            windows = [None] * len(present) if known is None else known.windows(len(present))
+            self.live = LiveCache.of(contents, sliding_windows=windows)
         else:
             assert known is not None
             present = known.layers_with_tokens()
             windows = known.windows(len(present))
             self.live = LiveCache(contents, layers=len(present), sliding_windows=windows)
             inputs = Inputs()
-        windows = [None] * len(present) if known is None else known.windows(len(present))
         decoding = Decoding(bool(dense))
         layers = [
             PackedLayer(self.live, number, window, decoding) if held else AbsentLayer()
             for number, (held, window) in enumerate(zip(present, windows, strict=True))
         ]
         super().__init__(layers=layers)
-        self._model, self._dense = known, bool(dense)
+        self._model, self._dense, self._decoding = known, bool(dense), decoding
         for number, layer in enumerate(self.layers):
             if dense and known is None and layer.is_sliding:
                 raise InvalidParameter(f"layers[{number}] skipped tokens: dense layers need the model's window, KvpackCache(cache, model)")
@@ -93,7 +93,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         if known is not None and dense is None and not known.takes_packed_layers:
             self._dense = True
             decoding.tell(known.name)
-        self.passes = Tracking(Record(inputs, tokens), positions, None if self._dense else known)
+        self.passes = Tracking(Record(inputs, tokens), positions, known, not self._dense)
         self._hooks = None if model is None else Hooks.on(model)
         self._switch = None if known is None or self._dense else Switch.of(model)
         self._seen: set[type] = set()
@@ -140,22 +140,42 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self.passes.check_update()
         before = self.live.seen(layer_idx)
         self.live.update(layer_idx, key_states, value_states)
+        layer: PackedLayer = self.layers[layer_idx]
         if self._dense:
             try:
-                dense = self.live.unpacked(layer_idx, key_states.dtype)
+                dense = layer.decoded(key_states.shape[2], key_states.dtype)
             except BaseException:
                 self.live.crop(self.live.seen(layer_idx) - before, layer_idx)
                 raise
         self.passes.appended(self.live.seen(layer_idx))
         if self._dense:
             return dense
-        states = PackedStates(self.check_attention, self.live, layer_idx)
+
+        def decoded() -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            self._decoding.tell_masked()
+            return layer.decoded(key_states.shape[2], key_states.dtype)
+
+        states = PackedStates(self.check_attention, self.live, layer_idx, decoded)
         return states, states
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """The number of keys for a mask, marked if attention "kvpack" needs no mask."""
         length, offset = super().get_mask_sizes(query_length, layer_idx)
-        return (length if self._dense else PackedLength(length)), offset
+        if self._dense:
+            return length, offset
+        packed = PackedLength(length)
+        packed.first_visible = lambda: min(layer.first_visible for layer in self.layers if layer.is_sliding == self.is_sliding[layer_idx])
+        return packed, offset
+
+    def activate_past_recording(self) -> None:
+        """Let sliding-window layers keep all tokens from ``crop`` to ``crop``, as assisted decoding needs them. Raises InvalidParameter."""
+        if self._model is not None and self._model.has_encoder:
+            raise InvalidParameter(
+                f"{self._model.name} has an encoder, and transformers cuts caches of two parts only where both are DynamicCaches: "
+                "assisted decoding needs those"
+            )
+        super().activate_past_recording()
+        self.passes.assisted = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest ``-tokens_to_remove`` tokens of every layer, or none. Raises OutOfBounds, InvalidShape."""

@@ -35,12 +35,15 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention function over a packed layer (``key``), or over tensors, which go to the model's own attention.
 
-    ``query`` is ``[batch, q_head, q_len, dim]``; returns ``[batch, q_len, q_head, dim]``. Raises InvalidParameter
-    for options that ``attend`` does not support: a mask, dropout, a position bias; InvalidShape for a layer without tokens that
-    the model attends to.
+    ``query`` is ``[batch, q_head, q_len, dim]``; returns ``[batch, q_len, q_head, dim]``. With a mask, the layer of a KvpackCache is
+    decoded for the call. Raises InvalidParameter for options that ``attend`` does not support: a mask over any other layer, dropout,
+    a position bias; InvalidShape for a layer without tokens that the model attends to, and for a mask of other tokens.
     """
     if isinstance(key, PackedStates):
         key.check_attention(module)
+        if attention_mask is not None:
+            k, v = _masked(key, attention_mask, query.shape[2])
+            return plain_attention(module, options)(module, query, k, v, attention_mask, **options)
     elif not isinstance(key, Layer):
         if isinstance(value, (Layer, PackedStates)):
             raise InvalidShape("the value states are a packed layer and the key states are a tensor")
@@ -72,6 +75,19 @@ def attention(
         _check_window(key.skipped, key.tokens - query.shape[2], window)
         out = attend(query, key, **given_options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _masked(states: PackedStates, mask: torch.Tensor, queries: int) -> tuple[Any, Any]:
+    """Dense keys and values of the tokens that ``mask`` covers. Raises InvalidShape when it covers others than the layer holds."""
+    k, v = states.decoded()
+    held = max((x.shape[2] for x in (k, v) if x is not None), default=0)
+    # A mask of two dimensions, as flash attention takes it, has a row for each sequence and a column for each token.
+    if mask.shape[-1] != held:
+        raise InvalidShape(
+            f"the attention mask has {mask.shape[-1]} columns, and layers[{states.number}] gives {held} tokens to a pass of {queries}: "
+            "a mask has a column for each"
+        )
+    return k, v
 
 
 def _check_window(skipped: int, older: int, window: int | None) -> None:

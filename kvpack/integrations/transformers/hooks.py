@@ -70,6 +70,8 @@ class Passes:
 
     def __init__(self) -> None:
         self.current: Pass | None = None
+        self.has_encoder = False
+        """Whether the call is over a cache of two parts."""
         self._inside: list[torch.nn.Module] = []
 
     def __deepcopy__(self, memo: object) -> Passes:
@@ -84,7 +86,8 @@ class Passes:
         """Note the beginning of a call over a cache of ``start`` tokens."""
         self._inside.append(module)
         if self.outermost:
-            self.current = Pass(module, arguments, start, isinstance(_past(arguments), EncoderDecoderCache))
+            self.has_encoder = isinstance(_past(arguments), EncoderDecoderCache)
+            self.current = Pass(module, arguments, start, self.has_encoder)
         elif self.current is not None:
             self.current.check_positions(arguments)
 
@@ -194,10 +197,8 @@ def _watch_generate(model: PreTrainedModel) -> bool:
     owner = weakref.ref(model)
 
     def prepare_inputs_for_generation(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        following = kwargs.get("next_sequence_length")
-        if kwargs.get("is_first_iteration", True) and following is not None and kwargs.get("inputs_embeds") is None:
-            for passes in passes_over(kwargs.get("past_key_values")):
-                passes.check_ids(input_ids, following)
+        for passes in passes_over(kwargs.get("past_key_values")):
+            passes.check_generate(input_ids, kwargs)
         alive = owner()
         assert alive is not None
         return type(alive).prepare_inputs_for_generation(alive, input_ids, *args, **kwargs)

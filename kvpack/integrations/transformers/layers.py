@@ -23,10 +23,19 @@ class Decoding:
 
     def tell(self, name: str) -> None:
         """Issue a KvpackWarning about the model ``name``, unless one was issued."""
+        self._warn(f"{name} has attention that cannot take packed layers: each call decodes the keys and values of its layer")
+
+    def tell_masked(self) -> None:
+        """Issue a KvpackWarning about masks, unless one was issued."""
+        self._warn(
+            "the attention mask hides tokens, as padding does, and packed attention is causal, within a window or not: "
+            "each call with such a mask decodes the keys and values of its layer"
+        )
+
+    def _warn(self, text: str) -> None:
         if not self.told:
             self.told = True
-            text = f"{name} has attention that cannot take packed layers: each call decodes the keys and values of its layer"
-            warnings.warn(text, KvpackWarning, stacklevel=3)
+            warnings.warn(text, KvpackWarning, stacklevel=4)
 
 
 class AbsentLayer(DummyLayer):  # type: ignore[misc]
@@ -34,6 +43,7 @@ class AbsentLayer(DummyLayer):  # type: ignore[misc]
 
     packed = Layer(None, None)
     is_sliding = False
+    first_visible = 0
 
     def check_window(self, crop: int = 0) -> None:
         """Do nothing: this layer attends to no tokens of its own."""
@@ -85,7 +95,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def is_sliding(self) -> bool:
         """Whether the oldest tokens are gone, or will be."""
-        return self.skipped > 0 or self.live.sliding_windows[self.number] is not None
+        return self.skipped > 0 or self.window is not None
 
     @property
     def batch_size(self) -> int:
@@ -103,11 +113,30 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.live.seen(self.number)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        held = self.live.held(self.number)
-        return held + query_length, self.live.seen(self.number) - held
+        first = self.first_visible
+        return self.live.seen(self.number) + query_length - first, first
+
+    @property
+    def first_visible(self) -> int:
+        """The first token that the next one can attend to."""
+        return self._first_visible(self.live.seen(self.number))
+
+    def decoded(self, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Dense keys and values of the tokens that ``get_mask_sizes`` told before the newest ``queries`` tokens were added."""
+        skipped = self._first_visible(self.live.seen(self.number) - queries) - self.skipped
+        k, v = self.live.unpacked(self.number, dtype)
+        return None if k is None else k[:, :, skipped:], None if v is None else v[:, :, skipped:]
+
+    def _first_visible(self, seen: int) -> int:
+        """The first token that one after ``seen`` tokens can attend to: all layers of one window agree, whatever each still holds."""
+        return self.skipped if self.window is None else max(self.skipped, seen - self.window + 1)
 
     def get_max_length(self) -> int:
         return -1
+
+    def activate_past_recording(self) -> None:
+        """Keep all tokens until the next ``crop``, and until the one after that."""
+        self.live.keep_past(self.number)
 
     def check_window(self, crop: int = 0) -> None:
         """Raise InvalidShape when the next token would attend to tokens that the layer skipped."""

@@ -1,14 +1,12 @@
-"""transformers' mask function for attention "kvpack": none over packed layers, the model's own over plain tensors."""
+"""transformers' mask function for attention "kvpack": none where packed attention needs none, else the model's own."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
-
-from kvpack.formats.errors import InvalidParameter
 
 from .plain import plain_name
 from .states import PackedLength
@@ -23,16 +21,20 @@ QUERIES_AT_A_TIME = 128
 def mask(*, kv_length: int, config: Any, **options: Any) -> Any:
     """The mask for ``kv_length`` keys, as transformers' mask functions take their arguments.
 
-    Raises InvalidParameter where packed keys would need one: for padding, and for any pattern but causal and sliding-window.
+    None for packed keys where attention applies the mask by itself; else the mask of the model's own attention, for which the keys are
+    decoded: for padding, and for any pattern but causal and sliding-window.
     """
-    if not isinstance(kv_length, PackedLength):
-        return AttentionMaskInterface()[plain_name(config)](kv_length=kv_length, config=config, **options)
-    _check(int(kv_length), config, **options)
-    return None
+    if isinstance(kv_length, PackedLength):
+        packed, kv_length = kv_length, int(kv_length)
+        if _applied_by_attention(packed, config, **options):
+            return None
+        # Without a mask, packed attention would be called.
+        options["allow_is_causal_skip"] = False
+    return AttentionMaskInterface()[plain_name(config)](kv_length=kv_length, config=config, **options)
 
 
-def _check(
-    kv_length: int,
+def _applied_by_attention(
+    kv_length: PackedLength,
     config: Any,
     *,
     batch_size: int,
@@ -44,16 +46,18 @@ def _check(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **_: Any,
-) -> None:
-    if attention_mask is not None and not attention_mask[:, -kv_length:].all():
-        row = int((~attention_mask[:, -kv_length:].bool()).any(1).nonzero()[0])
-        raise InvalidParameter(
-            f"attention_mask has padding in row {row} of the batch; kvpack attention needs unpadded rows of equal length"
-        )
+) -> bool:
+    """Whether the mask is causal, within the model's sliding window if it has one, and hides nothing else."""
+    if attention_mask is not None:
+        # Tokens that it has no column for are hidden.
+        if attention_mask.shape[-1] < kv_offset + kv_length:
+            return False
+        if not bool(attention_mask.all()) and not bool(attention_mask[:, kv_length.first_visible() : kv_offset + kv_length].all()):
+            return False
     if use_vmap:
-        _refuse_mask()
+        return False
     if mask_function is causal_mask_function:
-        return
+        return True
     window = getattr(config, "sliding_window", None)
     rows, token = torch.arange(batch_size, device=device)[:, None, None], torch.arange(kv_offset, kv_offset + kv_length, device=device)
     for first in range(int(q_offset), int(q_offset) + q_length, QUERIES_AT_A_TIME):
@@ -61,12 +65,6 @@ def _check(
         expected = token <= position[:, None]
         if window is not None:
             expected &= token > position[:, None] - window
-        if not (mask_function(rows, 0, position[:, None], token) == expected).all():
-            _refuse_mask()
-
-
-def _refuse_mask() -> NoReturn:
-    raise InvalidParameter(
-        "the model asks for a mask that is neither causal nor a sliding window; kvpack attention supports no other: "
-        "write KvpackCache(cache, model, dense=True)"
-    )
+        if not bool((mask_function(rows, 0, position[:, None], token) == expected).all()):
+            return False
+    return True

@@ -65,10 +65,8 @@ class Model:
     def layers_with_tokens(self) -> list[bool]:
         """For each layer of the model's own cache, whether it holds keys and values of its own.
 
-        Raises InvalidParameter for a layer that keeps anything else, and for an encoder-decoder.
+        Raises InvalidParameter for a layer that keeps anything else.
         """
-        if self.has_encoder:
-            raise InvalidParameter(f"{self.name} has an encoder, whose cache is of two parts: pack the model's own cache with kvpack.pack")
         for number, layer in enumerate(self._layers()):
             self._check_layer(number, layer)
         return [type(layer) is not DummyLayer for layer in self._layers()]

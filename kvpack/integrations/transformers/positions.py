@@ -18,10 +18,15 @@ if TYPE_CHECKING:
 
 
 class RotaryPositions:
-    """The positions that tokens after a cache have in such a model: the number of tokens before them plus ``deltas``, one for each row."""
+    """The positions that tokens after a cache have in such a model: the number of tokens before them plus ``deltas``, one for each row.
+
+    The first pass over an empty cache may have any positions: images and padding decide them, and the deltas of what follows.
+    """
 
     def __init__(self, deltas: torch.Tensor, name: str) -> None:
         self._deltas, self._name = deltas, name
+        # Of the numbers of tokens, which masks use: those of padding are not counted.
+        self._hidden = torch.zeros_like(deltas)
         self._given = False
 
     @classmethod
@@ -57,7 +62,11 @@ class RotaryPositions:
         found = positions.detach().cpu().reshape(-1, *positions.shape[-2:])
         # The first of four is the number of the token, for masks.
         rotary = found[1:] if len(found) == 4 else found
-        if not bool((rotary == plain + self._deltas).all()) or (len(found) == 4 and not bool((found[0] == plain).all())):
+        if not start:
+            self._deltas = rotary.amax((0, 2))[:, None] + 1 - positions.shape[-1]
+            self._hidden = found[0].amax(1)[:, None] + 1 - positions.shape[-1]
+            return
+        if not bool((rotary == plain + self._deltas).all()) or (len(found) == 4 and not bool((found[0] == plain + self._hidden).all())):
             self._refuse(int(rotary[0, 0, 0]), start)
 
     def check_given(self, start: int) -> None:
@@ -68,7 +77,7 @@ class RotaryPositions:
     def select(self, indices: torch.Tensor) -> None:
         """Keep these rows of the batch."""
         if len(self._deltas) > 1:
-            self._deltas = self._deltas[indices.cpu()]
+            self._deltas, self._hidden = self._deltas[indices.cpu()], self._hidden[indices.cpu()]
 
     def _refuse(self, found: int, start: int) -> None:
         deltas = self._deltas.flatten().tolist()

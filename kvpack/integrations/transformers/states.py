@@ -9,21 +9,35 @@ from kvpack.formats.errors import InvalidParameter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from kvpack.live.cache import LiveCache
 
 
 class PackedLength(int):
-    """The number of keys for a mask when the keys are packed: kvpack attention then needs no mask."""
+    """The number of keys for a mask when the keys are packed: kvpack attention then needs no mask.
+
+    ``first_visible`` tells the first token that a layer with this mask attends to: layers may hold more than the one that was asked.
+    """
+
+    first_visible: Callable[[], int] = staticmethod(lambda: 0)
 
 
 class PackedStates:
     """Layer ``number`` of a live cache as attention "kvpack" takes it, which calls ``check_attention`` with its module.
 
-    Anything else that touches it raises InvalidParameter, which says what to do.
+    ``decoded`` gives the tensors, dense, for a call whose mask hides tokens. Anything else that touches it raises InvalidParameter,
+    which says what to do.
     """
 
-    def __init__(self, check_attention: Callable[[Any], None], live: LiveCache, number: int) -> None:
-        self.check_attention, self.live, self.number = check_attention, live, number
+    def __init__(
+        self,
+        check_attention: Callable[[Any], None],
+        live: LiveCache,
+        number: int,
+        decoded: Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]],
+    ) -> None:
+        self.check_attention, self.live, self.number, self.decoded = check_attention, live, number, decoded
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -18,19 +18,28 @@ if TYPE_CHECKING:
 
 
 class Tracking:
-    """Checks passes as they begin, and adds to ``record`` what each appended. ``model`` is given where its attention must be "kvpack"."""
+    """Checks passes as they begin, and adds to ``record`` what each appended. With ``packed``, the model's attention must be "kvpack".
 
-    def __init__(self, record: Record, positions: RotaryPositions | None, model: Model | None) -> None:
-        self.record, self._positions, self._model = record, positions, model
+    ``assisted`` says whether the next passes are of assisted decoding, whose first pass is given all token ids.
+    """
+
+    def __init__(self, record: Record, positions: RotaryPositions | None, model: Model | None, packed: bool) -> None:
+        self.record, self._positions, self._model, self._packed = record, positions, model, packed
         self._passes = Passes()
+        self.assisted = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(copy.deepcopy(self.record, memo), copy.deepcopy(self._positions, memo), self._model)
+        return type(self)(copy.deepcopy(self.record, memo), copy.deepcopy(self._positions, memo), self._model, self._packed)
 
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
         """Check the beginning of a call. Raises InvalidParameter before anything is appended."""
         self._passes.enter(module, arguments, self.record.tokens)
-        if self._passes.outermost and self._model is not None and not self._model.runs_packed_layers:
+        if self._passes.outermost and self._model is not None and self._model.has_encoder and not self._passes.has_encoder:
+            raise InvalidParameter(
+                f"{self._model.name} has an encoder, whose cache has two parts: write "
+                "EncoderDecoderCache(KvpackCache(model, recipe), KvpackCache(model, recipe))"
+            )
+        if self._passes.outermost and self._packed and self._model is not None and not self._model.runs_packed_layers:
             raise InvalidParameter(
                 f"the attention of {self._model.name} is {self._model.attention!r}, which cannot take packed layers: "
                 'call model.set_attn_implementation("kvpack")'
@@ -60,8 +69,22 @@ class Tracking:
         if self._positions is not None:
             self._positions.select(indices)
 
-    def check_ids(self, ids: torch.Tensor, following: int) -> None:
-        """Raise InvalidParameter unless token ids given to ``generate`` are the cache's, then the ``following`` that it computes."""
+    def check_generate(self, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
+        """Check the token ids that ``generate`` is given with a cache. Raises InvalidParameter unless they begin with the cache's.
+
+        In the first pass of assisted decoding, set how many of them are to be computed: transformers computes all.
+        """
+        if arguments.get("use_cache") is False:
+            raise InvalidParameter(
+                "generate was given a cache and use_cache=False, with which every step computes all tokens again: write use_cache=True"
+            )
+        if not arguments.get("is_first_iteration", True) or arguments.get("inputs_embeds") is not None:
+            return
+        if self.assisted and arguments.get("next_sequence_length") is None and self.record.tokens:
+            arguments["next_sequence_length"] = ids.shape[1] - self.record.tokens
+        following = arguments.get("next_sequence_length")
+        if following is None:
+            return
         if following <= 0:
             raise InvalidParameter(
                 f"generate was given {ids.shape[1]} token ids, and the cache holds {self.record.tokens}: give at least one that follows it"

@@ -1,0 +1,195 @@
+"""Batches, padding, beams, assisted decoding, sliding windows and encoders: generating into a KvpackCache."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import EncoderDecoderCache
+from zoo_models import images, model_of
+
+import kvpack
+from kvpack.formats.errors import InvalidParameter
+from kvpack.integrations.transformers import KvpackCache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROMPT = torch.arange(3, 35)[None]
+ROWS = torch.cat([PROMPT, PROMPT.flip(1), PROMPT.roll(5)])
+REPEATED = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12] * 6])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def generated(model: Any, ids: torch.Tensor, cache: Any = None, **options: Any) -> list[Any]:
+    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 8, "use_cache": True, **options}
+    return model.generate(ids, past_key_values=cache, **options).tolist()
+
+
+def padded(where: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of unequal lengths, and their mask."""
+    ids = ROWS.clone()
+    for row, count in ((1, 5), (2, 17)):
+        ids[row, slice(None, count) if where == "left" else slice(-count, None)] = 0
+    return ids, (ids != 0).long()
+
+
+# Soft caps, sliding windows of 12, sinks, chunks of 12, latents, a position bias.
+KINDS = ["Gemma-2", "Gemma-3", "GPT-OSS", "Llama-4", "DeepSeek-V3", "Bloom", "GPT-2"]
+
+
+@pytest.mark.parametrize("where", ["left", "right"])
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_of_unequal_lengths(name: str, where: str) -> None:
+    model = model_of(name)
+    ids, mask = padded(where)
+    expected = generated(model, ids, attention_mask=mask)
+    with pytest.warns(kvpack.KvpackWarning, match="decodes the keys and values of its layer") as told, KvpackCache(model, "raw") as cache:
+        assert generated(model, ids, cache, attention_mask=mask) == expected
+    assert len(told) == 1
+
+
+@pytest.mark.filterwarnings("ignore:the attention mask hides tokens")
+@pytest.mark.parametrize("name", ["Llama", "Gemma-3"])
+def test_padded_rows_go_on_from_a_file(name: str, tmp_path: Path) -> None:
+    model = model_of(name)
+    ids, mask = padded("left")
+    with KvpackCache(model, "raw") as cache:
+        more = torch.tensor(generated(model, ids, cache, attention_mask=mask, max_new_tokens=2))
+        kvpack.save(cache.packed, tmp_path / "file")
+    mask = torch.nn.functional.pad(mask, (0, 2), value=1)
+    expected = generated(model, more, attention_mask=mask)
+    with KvpackCache.load(tmp_path / "file", model) as cache:
+        assert cache.get_seq_length() == 33
+        assert generated(model, more, cache, attention_mask=mask) == expected
+
+
+def test_until_a_window_is_full_a_lossy_recipe_gives_the_models_own_tokens() -> None:
+    model = model_of("Llama")
+    with KvpackCache(model, "octopus-2") as cache:
+        assert generated(model, ROWS, cache, max_new_tokens=40) == generated(model, ROWS, max_new_tokens=40)
+        assert cache.live.freeze()[0].k.packed_tokens == 0
+        assert cache.packed[0].k.packed_tokens > 0
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}], ids=["beams", "beams returned"])
+@pytest.mark.parametrize("name", ["Gemma-3", "Llama-4", "BART"])
+def test_beams_of_rows(name: str, options: dict[str, Any]) -> None:
+    model = model_of(name)
+    expected = generated(model, ROWS, max_new_tokens=8, **options)
+    assert generated(model, ROWS, over(model), max_new_tokens=8, **options) == expected
+
+
+def over(model: Any, recipe: str = "raw") -> Any:
+    """An empty cache; a warning about models that read dense states is expected."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", kvpack.KvpackWarning)
+        if model.config.is_encoder_decoder:
+            return EncoderDecoderCache(KvpackCache(model, recipe), KvpackCache(model, recipe))
+        return KvpackCache(model, recipe)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma-3", "Llama-4", "DeepSeek-V3"])
+@pytest.mark.parametrize("kind", ["prompt lookup", "an assistant"])
+def test_assisted_decoding(name: str, kind: str) -> None:
+    """Of more tokens than a window, so that sliding layers drop some, and with candidates that are wrong."""
+    model = model_of(name)
+    options: dict[str, Any] = {"prompt_lookup_num_tokens": 6}
+    if kind == "an assistant":
+        torch.manual_seed(1)
+        options = {"assistant_model": copy.deepcopy(model)}
+        for parameter in options["assistant_model"].parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.01)
+    expected = generated(model, REPEATED, max_new_tokens=60)
+    cache, cropped = over(model), []
+    crop = cache.crop
+    cache.crop = lambda count: (cropped.append(count), crop(count))
+    assert generated(model, REPEATED, cache, max_new_tokens=60, **options) == expected
+    assert min(cropped) < 0
+    # The cache goes on, where transformers would compute its tokens once more.
+    longer = torch.tensor(expected)
+    options["attention_mask"] = torch.ones_like(longer)
+    assert generated(model, longer, cache, **options) == generated(model, longer, attention_mask=torch.ones_like(longer))
+
+
+@pytest.mark.parametrize("name", ["Gemma-3", "Llama-4"])
+def test_sliding_layers_hold_their_window_and_what_is_encoded_with_it(name: str) -> None:
+    model = model_of(name)
+    cache = over(model)
+    ids = torch.randint(1, 60, (1, 300), generator=torch.Generator().manual_seed(0))
+    for step in [ids[:, :270], *ids[:, 270:279].split(1, 1)]:
+        model(step, past_key_values=cache)
+    slides = [number for number, window in enumerate(cache.live.sliding_windows) if window is not None]
+    assert slides
+    for number in slides:
+        assert 11 <= cache.live.held(number) <= 12 + 128 + 256
+        assert cache.live.seen(number) == 279
+    assert min(cache.live.held(number) for number in slides) < 279
+
+
+def test_a_loaded_layer_slides_as_well(tmp_path: Path) -> None:
+    model = model_of("Gemma-3")
+    ids = torch.randint(1, 60, (1, 300), generator=torch.Generator().manual_seed(0))
+    with KvpackCache(model, "raw") as cache:
+        model(ids[:, :40], past_key_values=cache)
+        kvpack.save(cache.packed, tmp_path / "file")
+    with KvpackCache.load(tmp_path / "file", model) as cache:
+        assert cache.live.sliding_windows == (12, None)
+        assert cache.is_sliding == [True, False]
+        found = [model(part, past_key_values=cache).logits for part in (ids[:, 40:299], ids[:, 299:])]
+        assert cache.live.held(0) < 150 < cache.live.held(1) == 300
+    expected = model(ids).logits
+    torch.testing.assert_close(torch.cat(found, 1), expected[:, 40:], rtol=1e-4, atol=1e-5)
+
+
+def test_an_image_is_part_of_the_prompt() -> None:
+    model = model_of("Qwen2-VL", image_token_id=60)
+    ids = PROMPT.clone()
+    ids[:, 8:24] = 60
+    expected = generated(model, ids, **images())
+    with KvpackCache(model, "raw") as cache:
+        assert generated(model, ids, cache, **images()) == expected
+        assert cache.packed.inputs.undetermined
+
+
+@pytest.mark.parametrize("name", ["BART", "T5"])
+def test_an_encoder_needs_a_cache_of_two_parts(name: str) -> None:
+    model = model_of(name)
+    expected = generated(model, ROWS)
+    cache = over(model)
+    assert generated(model, ROWS, cache) == expected
+    assert cache.cross_attention_cache.packed.tokens == 32
+    lossy = over(model, "kv=group:b=8,g=8")
+    generated(model, ROWS, lossy)
+    assert lossy.cross_attention_cache.packed.bits_per_value < 32
+    with (
+        pytest.warns(kvpack.KvpackWarning),
+        pytest.raises(InvalidParameter, match=r"has an encoder.*write EncoderDecoderCache\(KvpackCache"),
+    ):
+        generated(model, ROWS, KvpackCache(model, "raw"))
+    with pytest.raises(
+        InvalidParameter, match="has an encoder, and transformers cuts caches of two parts only where both are DynamicCaches"
+    ):
+        generated(model, REPEATED, over(model), prompt_lookup_num_tokens=3)
+
+
+def test_a_cache_is_refused_by_a_generate_that_would_not_use_it() -> None:
+    model = model_of("Llama")
+    with pytest.raises(InvalidParameter, match="use_cache=False, with which every step computes all tokens again: write use_cache=True"):
+        generated(model, PROMPT, KvpackCache(model, "raw"), use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["Falcon-H1", "Jamba", "Bamba", "Qwen3-Next"])
+def test_layers_with_other_states_are_refused_by_name(name: str) -> None:
+    with pytest.raises(
+        InvalidParameter, match=r"layers\[0\] of \w+ keeps a LinearAttention\w+, and a packed layer holds only keys and values"
+    ):
+        KvpackCache(model_of(name), "raw")

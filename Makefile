@@ -51,7 +51,7 @@ check: lint types
 docs: $(INSTALLED)
 	$(BIN)/python .ci/docs/build.py build/docs
 
-# Readers on bytes that nobody wrote; SECONDS is the time of all targets together, OPTIONS are those of fuzz/run.py.
+# Fuzz the readers; SECONDS is the time of all targets together, OPTIONS are those of fuzz/run.py.
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python fuzz/run.py --seconds $(or $(SECONDS),60) --processes 2 $(OPTIONS)
 

@@ -1,8 +1,10 @@
 """The kernels of each codec: one row per codec, and a codec without a row is encoded, decoded and attended by torch.
 
-Not attended, though their codecs have a row, are angle with norms of 32 bits, of which every token's largest would be sought; polar
-whose pairs are not all alike, of several radii of 32 bits, or of more dims than a compiler has patience for; and what has digits too
-wide for a table.
+Some parameters of a codec with a row are not attended:
+
+- angle with norms of 32 bits, because the kernel would search every token for its largest norm;
+- polar with unequal pairs, with several radii of 32 bits, or with more dims than compile in a reasonable time;
+- digits too wide for a table.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def test_modules_are_there_and_no_state_is_shared() -> None:
     assert outputs[0] != outputs[1]
 
 
-def test_a_program_ends_with_whoever_waits_for_it() -> None:
+def test_a_program_ends_with_the_process_that_waits_for_it() -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     process = subprocess.Popen([warm_python.python(), "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

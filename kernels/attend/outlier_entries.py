@@ -32,7 +32,7 @@ _entries: WeakKeyDictionary[Page, dict[tuple[int, int], Mapping[str, torch.Tenso
 
 
 def of_page(page: Page, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
-    """The streams of ``loaders.outliers`` but for its columns, of tokens ``[start, stop)``; kept with the page.
+    """The streams of ``loaders.outliers`` except its columns, for tokens ``[start, stop)``; kept with the page.
 
     There are none where no chunk is flagged. None where they would be inexact: no writer makes that.
     """

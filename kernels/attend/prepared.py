@@ -214,7 +214,7 @@ class Prepared:
         return out
 
     def _plain(self) -> list[Frame]:
-        """The frames of keys whose query is the same but for a rotation."""
+        """The frames of keys whose queries differ by a rotation only."""
         return [frame for frame in self._k_frames if frame.page is None]
 
     @property

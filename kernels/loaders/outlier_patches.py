@@ -80,7 +80,7 @@ def fetch_numbers(numbers: tl.tensor) -> None:
 @triton.jit
 def _exchanged(place: tl.tensor) -> tl.tensor:
     """The 16 bytes of a line of all banks, 128 bytes, are exchanged by its number, so that the matrix units' eight rows lie in different
-    banks. Tiles lie one after another, a multiple of 1,024 bytes, and are all alike.
+    banks. Tiles lie one after another, have a multiple of 1,024 bytes, and all have the same layout.
     """
     return place ^ ((place >> 3) & 0x70)
 

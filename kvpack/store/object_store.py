@@ -110,7 +110,7 @@ class ObjectStore(OneTier):
         if new is False:
             there = self._kind(name) or Kind.FOREIGN
             if there is Kind.JUNK:
-                # Not an entry: no store can read it, whoever put it there.
+                # Not an entry: no store can read it, whichever program put it there.
                 new = self._guard.ask("put", lambda: self._objects.put(name, data), None)
         if new:
             self._counters.add("saved_chunks")

@@ -1,4 +1,4 @@
-"""Any valid file, and what becomes of it when it is changed and its digests are repaired: both readers take it alike."""
+"""Any valid file, changed and with its digests repaired: both readers accept or refuse it together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def files(draw: DrawFn) -> bytes:
 def _layers(draw: DrawFn) -> tuple[Side | None, Side | None]:
     batch, tail = draw(st.integers(1, 2)), draw(st.integers(0, 2))
     chosen = [draw(codecs().filter(lambda codec: codec.dim <= MOST_DIM)) if draw(st.booleans()) else None for _ in "kv"]
-    # Runs are of both sides alike: a codec that encodes tokens one by one has one.
+    # Both sides have the same runs; a codec that encodes tokens one by one has one run.
     many = all(codec is None or _has_runs(codec) for codec in chosen)
     runs = tuple(draw(st.lists(st.integers(1, 9), max_size=3 if many else 1)))
     k, v = (

@@ -185,7 +185,7 @@ def test_one_head_of_one_token(codec_id: str, dim: int, side: str, dtype: str, w
     streams = encoded(codec, x)
     assert streams is not None
     codec.check({name: stream.numpy() for name, stream in streams.items()}, "x")
-    # A group of one token is exact but for a few roundings of binary32: their order, and so their sum, is the processor's.
+    # A group of one token is exact except for a few roundings of binary32, whose order depends on the processor.
     rounded = float(x.double().square().sum()) * (2.0**-21) ** 2
     assert squared_error(codec, x, streams) == pytest.approx(squared_error(codec, x, codec.encode(x.float())), rel=0.02, abs=rounded)
 

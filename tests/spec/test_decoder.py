@@ -1,4 +1,4 @@
-"""The library against the decoder of spec/decoder.py, which was written from the text alone: what either reads, both read alike."""
+"""The library against the decoder of spec/decoder.py, written from the text alone: both read the same files to the same values."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_both_readers_refuse_a_vector_by_its_rule(file: str) -> None:
     (number,) = LINES[file]["rules"]
     rule, error = rules()[number], LINES[file]["error"]
     assert error in rule.errors
-    # The decoder refuses frames by itself, but for what a decompressor alone can tell is wrong.
+    # The decoder refuses frames by itself, except those that only a decompressor can tell are wrong.
     alone = number == "container-24" or file in BLOCKS_REFUSED
     with pytest.raises(decoder.Refused) as refused:
         decoder.read(data, decompress if alone else lambda frame, size: bytes(size))

@@ -156,7 +156,7 @@ def test_the_model_inside_says_the_same_as_the_one_around_it() -> None:
     model = with_two_loras()
     assert identity(model.base_model.model) == identity(model.base_model) == identity(model)
     assert kvpack.Identity.of(model.base_model.model, "bf16") == kvpack.Identity.of(model, "bf16")
-    assert identity(in_transformers(rank=4)) == identity(model), "whoever put the same adapter there"
+    assert identity(in_transformers(rank=4)) == identity(model), "the same adapter, attached by another library"
 
 
 def test_adapters_that_are_only_loaded_change_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The budget of a folder, of entries and unfinished files together, whoever writes at once; and the file that counts them."""
+"""The budget of a folder, for entries and unfinished files together and across all writers; and the file that counts them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_budget_that_does_not_hold_is_seen(mutant: str, tmp_path: Path, monkey
 
 
 def test_an_unfinished_file_is_as_long_as_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So whoever counts the folder counts what a writer has yet to write."""
+    """A process that counts the folder therefore counts what a writer has yet to write."""
     backend = Directory(tmp_path, Counters(), max_bytes=BUDGET)
     real, seen = eviction.Reservation.take, []
 

@@ -1,4 +1,4 @@
-"""Eviction: the budget holds, what was used longest ago goes first and leaves before their ancestors, whoever else is at work."""
+"""Eviction: the budget holds, what was used longest ago goes first and leaves go before their ancestors, with other writers at work."""
 
 from __future__ import annotations
 

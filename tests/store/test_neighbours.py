@@ -207,7 +207,7 @@ def test_an_entry_of_a_later_version_is_neither_stored_nor_replaced(tmp_path: Pa
     assert path.read_bytes() == later
 
 
-def test_whoever_encrypts_replaces_what_is_not_encrypted(tmp_path: Path) -> None:
+def test_a_writer_that_encrypts_replaces_what_is_not_encrypted(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     ids = prompt(2)
     whole = save(open_store(tmp_path), ids)

@@ -104,7 +104,7 @@ def test_names_are_those_of_a_folder(tmp_path: Path) -> None:
         assert same(kvpack.Store(location, IDENTITY, chunk=CHUNK).load(ids)[1], whole)
 
 
-def test_an_entry_is_put_once_whoever_is_first(place: Any) -> None:
+def test_an_entry_is_put_once_by_any_writer(place: Any) -> None:
     stores = [opened(place) for _ in range(2)]
     ids = prompt(6)
     whole = cache(len(ids))
@@ -391,7 +391,7 @@ def test_the_rules_above_are_seen_to_break(mutant: str, server: Server, monkeypa
     if mutant == "overwrites":
         monkeypatch.setattr(objects.Objects, "put_new", objects.Objects.put)
         with pytest.raises(AssertionError):
-            test_an_entry_is_put_once_whoever_is_first(place)
+            test_an_entry_is_put_once_by_any_writer(place)
     elif mutant == "trusts sizes":
         monkeypatch.setattr(objects, "PART_BYTES", 2**60)
         with lying() as (liar, options):

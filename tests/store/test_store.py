@@ -1,4 +1,4 @@
-"""The prefix store on a folder: what is saved is found, by whoever has the same identity, and anything wrong is a miss."""
+"""The prefix store on a folder: what is saved is found under the same identity, and anything wrong is a miss."""
 
 from __future__ import annotations
 

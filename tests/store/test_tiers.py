@@ -454,7 +454,7 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "there") and self.there[1] | self.there[2])
     @rule(tier=st.integers(1, 2), data=st.data(), damage=st.booleans())
     def harm(self, tier: int, data: st.DataObject, damage: bool) -> None:
-        """Damage an entry of a folder, alike wherever it is, or lose it."""
+        """Damage an entry of a folder in the same way in every tier, or lose it."""
         if not self.there[tier]:
             return
         key = data.draw(st.sampled_from(sorted(self.there[tier])))

@@ -97,13 +97,13 @@ def python(*modules: str) -> str:
 
 
 def serve(path: str) -> dict[str, Any]:
-    """Fork for each request at a socket; returns the request in the fork, and ends with whoever started this process."""
+    """Fork for each request at a socket; returns the request in the fork, and ends with the process that started this one."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{path}.new")
     listener.listen(64)
     os.rename(f"{path}.new", path)
     running: dict[int, tuple[int, socket.socket]] = {}
-    """By the descriptor that tells of its end: the number of a child, and whoever waits for it."""
+    """By the descriptor that tells of its end: the number of a child, and the process that waits for it."""
     while True:
         waiting = {client: number for number, client in running.values()}
         ready, _, _ = select.select([0, listener, *running, *waiting], [], [])
@@ -119,7 +119,7 @@ def serve(path: str) -> dict[str, Any]:
                 client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
             waiting.pop(client)
         for client in waiting.keys() & set(ready):
-            # Nothing is sent after a request: whoever waited has ended.
+            # Nothing is sent after a request: the process that waited has ended.
             os.kill(waiting[client], signal.SIGKILL)
         if listener in ready:
             client, _ = listener.accept()

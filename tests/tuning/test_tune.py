@@ -133,7 +133,7 @@ def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(measurement.Windows, "_measure", lambda *given: read.append(given[2]) or measure(*given))
     assert cli.main([*words, "--bits", "3.4"]) == 0
     resumed = strict(capsys.readouterr().out)
-    # Nothing was measured twice, but for the held-out windows.
+    # Nothing was measured twice except the held-out windows.
     assert len(read) == len(set(read)) + len({resumed["tuned"]["recipe"], resumed["uniform"]["recipe"]})
     before = len(read)
     assert cli.main([*words, "--bits", "3.4"]) == 0
@@ -299,7 +299,7 @@ def test_short_recipes() -> None:
     plain = uniform(places, "scalar:b=3", "scalar:b=3")
     assert recipe_clauses(plain) == ["kv=scalar:b=3"]
     assert recipe_clauses(plain | {(79, "k"): "raw", (79, "v"): "raw"}) == ["kv=scalar:b=3", "layers=79:kv=raw"]
-    # No two neighbours alike, and ten codecs: the longest recipe that a search finds.
+    # No two neighbours share a codec, and there are ten codecs: the longest recipe that a search finds.
     mixed = {place: f"group:b={1 + number % 5},g={32 if number % 2 else 128},rotation=hadamard" for number, place in enumerate(places)}
     assert len(recipe_text(mixed)) < 1500
     many = [(layer, side) for layer in range(3000) for side in "kv"]

@@ -126,7 +126,7 @@ def _use_until_killed(place: Place, choice: random.Random, note: Note) -> None:
 
 
 def _check_counters(counts: dict[str, object], who: int, place: Place, problem: Callable[[str], None]) -> None:
-    """On a sound disk nothing is damaged and nothing refused, whoever is killed; a server that is killed does not answer."""
+    """On a sound disk nothing is damaged and nothing refused, whichever process is killed; a killed server does not answer."""
     if counts["damaged_entries"]:
         problem(f"identity {who} met {counts['damaged_entries']} damaged entries: {counts['faults']}")
     faults = counts["faults"]

@@ -90,7 +90,7 @@ def plain(function: Any) -> Callable[..., Any]:
 
 
 def _hooks() -> bool:
-    """Whether someone, such as a profiler, is to be called around launches."""
+    """Whether Triton calls a hook around launches, such as a profiler's."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 

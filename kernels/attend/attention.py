@@ -22,7 +22,7 @@ MOST_DUAL_ROWS = 8
 """Up to which two tokens may share a row of a tile: each has query rows of its own."""
 
 MOST_ROW_BLOCKS = 32
-"""Above it tokens are decoded to a scratch first (``many_queries``): each block of rows decodes a layer again.
+"""Most blocks of query rows: each block decodes the layer again. With more, tokens are decoded to a scratch first (``many_queries``).
 
 On an H200, 65,536 tokens of 4-bit groups took 28 us for each block of rows, and 1,380 us decoded first."""
 

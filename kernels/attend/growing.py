@@ -111,7 +111,7 @@ class Append:
         )
 
     def is_of(self, k_tail: torch.Tensor, v_tail: torch.Tensor) -> bool:
-        """Whether it appends to these tails."""
+        """Whether this call appends to these tails."""
         return self._tails[0] is k_tail and self._tails[1] is v_tail
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, packed: torch.Tensor, not_finite: torch.Tensor) -> None:

@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16)
 
 MOST_DIM = 256
-"""Above it a tile of ``flash`` does not fit a multiprocessor."""
+"""Head dims above this are left to torch: a tile of ``flash`` would not fit a multiprocessor."""
 
 SCRATCH_BYTES = 256 << 20
-"""Of keys and values decoded at once: 65,536 tokens of eight heads of 128 channels. The launches of a smaller one would take longer than
-their work."""
+"""Bytes of keys and values decoded at once: 65,536 tokens of eight heads of 128 channels. A smaller scratch costs more launches."""
 
 FEWEST_TOKENS = 256
 """Tokens of a block, however many sequences there are."""

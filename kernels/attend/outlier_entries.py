@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from .layers import Page
 
 DECODED_VALUES = 1 << 22
-"""At a time."""
+"""Values decoded at a time."""
 
 MOST_IN_PLACE = 2.0
-"""Norms of a token that a codec may decode to in an outlier's place: what is taken off again costs its rounding."""
+"""What a codec may decode to in an outlier's place, in norms of its token: subtracting it again costs its rounding."""
 
 LEAST_NORM = 2.0**-20
-"""Of a token that is not zero: weights of outliers and of other values share a power of two (``softmax``)."""
+"""Smallest norm of a token that is not zero: weights of outliers and of other values share a power of two (``softmax``)."""
 
 _entries: WeakKeyDictionary[Page, dict[tuple[int, int], Mapping[str, torch.Tensor] | None]] = WeakKeyDictionary()
 

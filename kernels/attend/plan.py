@@ -79,7 +79,7 @@ class Launch:
 
     @property
     def dual(self) -> bool:
-        """Whether a row of its scores is of two tokens (``split``)."""
+        """Whether a row of its scores belongs to two tokens (``split``)."""
         return bool(self.constants["K"].dual or self.constants["V"].dual)
 
 
@@ -264,7 +264,7 @@ def _addresses(segment: SideSegment, tiles: Tiles, held: list[torch.Tensor]) -> 
 
 
 def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
-    """Whether a stream of an odd number of halves a token may end in the middle of an aligned word of 4 bytes."""
+    """Whether a stream with an odd number of halves per token may end in the middle of an aligned word of 4 bytes."""
     for stream in tiles.streams:
         if stream.bits == 16 and stream.row % 2:
             tensor = segment.streams[stream.name]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .layers import Page, Side
 
 DECODED_BYTES = 64 << 20
-"""Of binary32 values that torch decodes at once, where no fused kernel does."""
+"""Bytes of binary32 values that torch decodes at once where no fused kernel decodes."""
 
 
 class Frame(NamedTuple):

@@ -34,7 +34,7 @@ RAW_TOKENS, MOST_RAW_TOKENS = 64, 4096
 """Tokens that are decoded together where one of them is raw, and of a page at most (or a sixteenth of it)."""
 
 HALF_ERROR = 2**-11
-"""Of binary16 values in the 2-norm, where none is too large or too small."""
+"""Relative error of binary16 values in the 2-norm, if none overflows or underflows."""
 
 _side_segments: WeakKeyDictionary[Side, SideSegments] = WeakKeyDictionary()
 
@@ -49,12 +49,12 @@ class SideSegment(NamedTuple):
     framed_by: Page | None = None
     """The page of ``frame``."""
     exact: bool = True
-    """Whether its loader, if there is one, is exact enough."""
+    """Whether the segment's loader, if it has one, is exact enough."""
     page: Page | None = None
     """The page that its tokens are of, from ``start`` on; None for the raw tail."""
     start: int = 0
     raw: bool = False
-    """Whether some of its tokens are raw: it is attended decoded (``decoded``)."""
+    """Whether some tokens of the segment are raw: it is decoded first (``decoded``)."""
 
     @property
     def frame(self) -> Frame:

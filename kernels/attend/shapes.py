@@ -1,4 +1,4 @@
-"""How a kernel's program is shaped: its warps, the tiles that they attend at once, and how many programs a multiprocessor has."""
+"""How a kernel's program is shaped: its warps, the tiles that they attend at once, and how many programs run per multiprocessor."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LARGE_TABLES = 32 << 10
 """Bytes of shared tables above which programs are few and share them among more warps."""
 
 FEW_TILES = 4
-"""Of a side: above it registers, not shared memory, bound what a multiprocessor holds."""
+"""Tiles per side above which registers, not shared memory, limit the programs of a multiprocessor."""
 
 FEW_BYTES, MANY_TOKENS = 64, 6000
-"""Bytes of codes a token, and tokens a multiprocessor, up to which and from which more tokens at once are faster."""
+"""Most bytes of codes per token, and fewest tokens per multiprocessor, with which more tokens at once are faster."""
 
 MANY_BYTES = 256
 """Bytes of two tokens that share a row, from which fewer tiles in flight are faster."""
@@ -27,27 +27,27 @@ MULTIPROCESSOR_BYTES = 228 << 10
 """Shared memory of a multiprocessor."""
 
 SHARED_BYTES = 220 << 10
-"""Of it, those for tables and tiles in flight."""
+"""Shared memory of a multiprocessor for tables and tiles in flight."""
 
 MOST_BYTES_IN_FLIGHT = 96 << 10
-"""Of all tiles that a program fetches ahead of time."""
+"""Bytes of tiles that a program fetches ahead of time, at most."""
 
 LARGE_TABLE_BYTES, FEWEST_COPIES = 80 << 10, 8
-"""Of tables beyond what the assembly declares: what each of two programs has room for, and the copies of each entry that make up for
-there being no more of them."""
+"""For tables larger than the assembly declares: bytes for each of two programs, and the fewest copies of an entry with which two
+programs are enough."""
 
 SYSTEM_BYTES = 1 << 10
-"""Of a program's shared memory."""
+"""Shared memory per program that the system reserves."""
 
 STATIC_SHARED_BYTES = (48 << 10) - SYSTEM_BYTES
-"""That a kernel may declare, patches and tables together."""
+"""Shared memory that a kernel may declare, for patches and tables together."""
 
 CARRIED_BYTES = 96
-"""A token of the shared memory that the compiler takes, most of it for rows on their way to the layout of the matrix units."""
+"""Shared memory per token that the compiler takes, mostly to bring rows into the layout of the matrix units."""
 
 
 class Shape(NamedTuple):
-    """Warps of a program, tiles that a warp attends at once and their tokens, stages of tiles in flight, and programs a multiprocessor."""
+    """Warps per program, tiles that a warp attends at once, their tokens, stages of tiles in flight, and programs per multiprocessor."""
 
     warps: int
     tiles: int
@@ -129,6 +129,6 @@ def in_patches(k: Tiles, v: Tiles, shape: Shape, table_bytes: int) -> tuple[Outl
 
 
 def _bytes(stream: Stream, aligned: int) -> int:
-    """Of a token in a tile of 32 or more, which holds one row of what all its tokens share, or one for each."""
+    """Bytes per token in a tile of 32 or more tokens, which holds one row for all tokens that share it, or one row per token."""
     shared = aligned % stream.tokens == 0 and stream.tokens % 32 == 0
     return stream.row * stream.bits // (8 * stream.tokens if shared else 8)

@@ -153,7 +153,7 @@ def _weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl.con
 
 @triton.jit
 def _own_weights(weights: tl.tensor, second: tl.tensor, NUMBER: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
-    """Of weights of two tokens a row, those of tile ``NUMBER`` of the values, of which the two have ``EACH``."""
+    """The weights for tile ``NUMBER`` of the values, from rows with the weights of two tokens; ``EACH`` tiles per pair of tokens."""
     if EACH == 2:
         weights = tl.where(second == (NUMBER % 2 == 1), weights, 0)
     return weights
@@ -161,7 +161,7 @@ def _own_weights(weights: tl.tensor, second: tl.tensor, NUMBER: tl.constexpr, EA
 
 @triton.jit
 def _largest_of(tiles: tl.tuple) -> tl.tensor:
-    """Of the values at each place of some tiles."""
+    """The elementwise maximum of ``tiles``."""
     largest = tiles[0]
     for number in tl.static_range(1, len(tiles)):
         largest = tl.maximum(largest, tiles[number])

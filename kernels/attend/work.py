@@ -16,7 +16,7 @@ FIRST_ADDRESS = tl.constexpr(5)
 """Integers of a work row before the addresses: those of ``Work`` before its streams."""
 
 STREAM_INTEGERS = tl.constexpr(3)
-"""Of a work row for each stream: its address, and its batch and head strides in bytes."""
+"""Integers per stream in a work row: its address, and its batch and head strides in bytes."""
 
 
 class Rows(NamedTuple):

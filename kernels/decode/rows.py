@@ -31,13 +31,13 @@ ROTATED_TOKENS = 64
 """Tokens of a tile that is rotated: the rows that the matrix units of an H100 take at once."""
 
 WARPS, ROTATED_WARPS = 4, 8
-"""Of a program; one that rotates holds its tile in as many registers again."""
+"""Warps per program; a program that rotates holds its tile in twice as many registers."""
 
 MOST_REGISTERS = 128
-"""Of a thread, where values take many: sixteen warps of a multiprocessor have as many."""
+"""Registers per thread at most: a multiprocessor then runs sixteen warps."""
 
 PROGRAMS, MOST_TILES = 1 << 11, 8
-"""Programs that fill a device; where there are more, each takes more tiles, up to so many."""
+"""Programs that fill a device, and tiles per program at most: with more tiles than programs, each takes several."""
 
 ONE_ROW = 0
 """Tokens per row of a stream of which a page has one row."""

@@ -25,7 +25,7 @@ GRANULE = tl.constexpr(32)
 """Tokens of which the entries lie together in the order of their tokens."""
 
 TOKENS_TOLD_APART = tl.constexpr(128)
-"""By an entry's place: more than a warp's tile and the granules that it begins and ends in."""
+"""Tokens that an entry's place distinguishes: more than a warp's tile and the granules that it begins and ends in."""
 
 
 @triton.constexpr_function

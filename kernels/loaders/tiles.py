@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 DUAL_WIDTH = SMALLEST_WIDTH // 2
-"""Words of a row of which a tile holds two side by side."""
+"""Words per row, if a tile holds two rows side by side."""
 
 APART, NEIGHBOURS = 1, 2
-"""How the two tokens of such a row lie: the second ones behind all first ones of the tile, or each behind its first."""
+"""How the two tokens of such a row lie: all second tokens of the tile after all first ones, or each after its first."""
 
 
 class Outliers(NamedTuple):
@@ -58,27 +58,27 @@ class Tiles:
     streams: tuple[Stream, ...]
     table: torch.Tensor | None = None
     entries: int = 0
-    """Of the table, those that codes have; the rest fills it up to a power of two. 0: all of them."""
+    """Entries of the table that codes refer to; the others fill it up to a power of two. 0: all."""
     tokens: int = 32
-    """That a warp decodes at once, where it is not one by one (``split`` without inline PTX)."""
+    """Tokens that a warp decodes at once (without inline PTX, ``split`` decodes them one by one)."""
     whole_groups: int = 1
-    """Tokens: a tile that begins at a multiple of them, and is no longer, lies in one token group."""
+    """Tokens per group: a tile of at most as many, which begins at a multiple of them, lies in one token group."""
     most_tokens: int = 32
-    """Of a warp's tile: more where its tokens share scales, or have few each, which registers then hold."""
+    """Most tokens of a warp's tile: more where tokens share scales or have few, so that registers hold them."""
     loads_ahead: bool = False
     """Whether registers hold the rows of the next tile while one is decoded, for loads that the compiler does not see (``thread_rows``)."""
     many_copies: bool = False
-    """Whether more copies of the table are worth memory that then fewer programs share."""
+    """Whether more copies of the table pay, although fewer programs then fit in shared memory."""
     packings: tuple[Columns, ...] = ()
-    """Of the code streams that ``decode`` calls by number."""
+    """Packings of the code streams that ``decode`` refers to by number."""
     stream_widths: tuple[int, ...] = ()
-    """``widths_of_streams``, where it is not the width and ``tile_width`` of each of ``packings``."""
+    """``widths_of_streams``, if it differs from the width and ``tile_width`` of each of ``packings``."""
     dual: int = 0
-    """Of tiles whose rows are the words of two tokens, how these lie; ``channels`` are then of one of them."""
+    """How the two tokens lie in tiles whose rows are the words of two tokens; ``channels`` are then those of one token. 0: one token."""
     interleave: int = DUAL_WIDTH
-    """Of such tiles: columns of one token side by side, before as many of the other; then more of the first."""
+    """Columns of one token that lie side by side in such tiles, before as many columns of the other token."""
     dtype: str = "fp16"
-    """Of the tiles: fp16, or that of raw values; without inline PTX, bf16 ones are widened to fp32."""
+    """Dtype of the tiles: fp16, or that of raw values; without inline PTX, bf16 values are widened to fp32."""
     signs: tuple[Any, ...] | None = None
     """Constants of the loader of ``qjl``, whose tiles are the last ones; None without its side-car."""
     outliers: Outliers | None = None

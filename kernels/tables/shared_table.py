@@ -26,7 +26,7 @@ from .table_assembly import BANK_BYTES, LARGEST_BYTES, declaration, filling, loo
 
 
 def copies_of(entries: int, entry_bytes: int, budget: int) -> int:
-    """How often each entry is stored: once a bank group, or the largest power of two that ``budget`` bytes allow; 0: it does not fit."""
+    """Copies of each entry: one per bank group, or the largest power of two that ``budget`` bytes allow; 0: it does not fit."""
     copies = BANK_BYTES // entry_bytes
     while copies and entries * entry_bytes * copies > budget:
         copies //= 2

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
 
 WORD_BITS = 16
-"""Of the words that rows are stored in."""
+"""Bits of the words that rows are stored in."""
 
 RUN_TOKENS = 1 << 30
-"""Tokens of a row of which a run has one: it takes no bytes per token."""
+"""Tokens per row of a stream with one row per run: it takes no bytes per token."""
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
 
 SMALLEST_WIDTH = 16
-"""Columns of a tile at least: the matrix units' step."""
+"""Fewest columns of a tile: the step of the matrix units."""
 
 WIDEST_DIGIT = 14
-"""Bits of a digit at most: a table of it, an index into which one word holds."""
+"""Most bits of a digit: one word holds an index into a table of its values."""
 
 
 def tile_width(packing: Columns) -> int:

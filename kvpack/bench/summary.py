@@ -1,4 +1,4 @@
-"""From the windows of a measurement to its report, and the report's table."""
+"""The report of a measurement, from its windows, and the report's table."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Stretch:
 
     @cached_property
     def continues(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """Of each run but the first: whether it can be joined to the one before (``Page.continued_by``)."""
+        """Whether each run after the first can be joined to the one before (``Page.continued_by``)."""
         whole = torch.from_numpy(numpy.diff(self.ends, prepend=0)[:-1] % self.codec.token_group == 0)
         for name, layout in self.layout.items():
             if layout.per == "run":
@@ -290,7 +290,7 @@ class Pages(Sequence[Page]):
 
     @cached_property
     def _continues(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """Of each page but the first: whether it can be joined to the one before (``Page.continued_by``)."""
+        """Whether each page after the first can be joined to the one before (``Page.continued_by``)."""
         parts = [stretch.continues for stretch in self.stretches[:1]]
         for stretch, other in pairwise(self.stretches):
             parts += [numpy.array([stretch.page(len(stretch.ends) - 1).continued_by(other.page(0))]), other.continues]

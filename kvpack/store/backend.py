@@ -105,9 +105,9 @@ class OneTier:
     """``find`` and ``accept`` for a backend with a single tier."""
 
     def find(self: Backend, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
-        """As the protocol has it: there is no slower tier."""
+        """``Backend.find`` for a backend without a slower tier."""
         return [Found(data, 0) for data in self.get(keys)] if beyond < 0 else []
 
     def accept(self: Backend, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
-        """As the protocol has it: there is no faster tier."""
+        """``Backend.accept`` for a backend without a faster tier."""
         self.touch(keys, now_ns)

@@ -84,7 +84,7 @@ class Rate:
 
     @property
     def counted(self) -> float:
-        """As papers count: logarithms of the alphabets, and everything else as stored."""
+        """Bits as papers count them: logarithms of the alphabets, and everything else as stored."""
         return sum(self.alphabets.values()) + self.total - self.codes
 
 

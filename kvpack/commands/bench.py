@@ -190,7 +190,7 @@ def _add_store(kinds: Any) -> None:
     store = kinds.add_parser(
         "store",
         help="match, load, put and get on a prefix store",
-        description="Time match, load, put and get on a prefix store, compared with plain reads and a store of bf16 safetensors files.",
+        description="Time match, load, put and get on a prefix store, compared with reads and a store of bf16 safetensors files.",
     )
     store.add_argument("--recipe", default="octopus-3", metavar="RECIPE", help="the recipe of the stored caches (default: octopus-3)")
     store.add_argument("--layers", type=int, default=32, metavar="N", help="layers, each of 8 heads of dim 128 (default: 32)")

@@ -24,6 +24,7 @@ from .fronts import kind_of
 from .mapping import map_file
 from .pins import Pins
 from .reading import read_beginning, read_whole
+from .sizes import Sizes
 from .trust import NotAnEntry, Trust, Untrusted
 from .usage import Usage
 
@@ -60,6 +61,7 @@ class Directory(OneTier):
         self._folder = Folder(root, counters, durable=durable)
         self._counters, self._form = counters, form
         self._pins = Pins(self._folder, counters)
+        self._sizes = Sizes(self._folder, counters)
         self._usage = Usage(os.path.join(self._folder.root, "usage"), self.trust.own)
         self._evictor = Evictor(self._folder, self._pins, self._usage, counters, max_bytes, min_free)
         if not looking and self.trust.may_write:
@@ -193,8 +195,7 @@ class Directory(OneTier):
                 yield Stored(bytes.fromhex(name), status.st_size, status.st_mtime_ns)
 
     def size(self) -> tuple[int, int]:
-        sizes = [entry.size for entry in self.list()]
-        return len(sizes), sum(sizes)
+        return self._sizes.total()
 
     def pin(self, keys: Sequence[bytes]) -> bool:
         return self._pins.add(keys)

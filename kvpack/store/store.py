@@ -259,8 +259,9 @@ class Store:
         return self._counters.as_dict()
 
     def stats(self) -> dict[str, Any]:
-        """``counters``, plus the ``entries`` and ``bytes`` stored at its location, which are listed to count them.
+        """``counters``, plus the ``entries`` and ``bytes`` stored at its location.
 
+        They are counted by listing it; of a directory, only the folders that changed since this store last counted are listed.
         A store of several tiers also has ``tiers``, a list of the same for each tier.
         """
         entries, size = self._backend.size()

@@ -34,7 +34,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     # 4-bit codes and a scale and a centre for 32 values, against 16 bits; the rest is the header.
     assert load["safetensors_bytes_per_token"] > 2 * 8 * 128 * 2 * 2
     assert 5 / 16 < load["bytes_per_token"] / load["safetensors_bytes_per_token"] < 5.5 / 16
-    assert [row["name"] for row in load["rows"]][:2] == ["load", "plain read"]
+    assert [row["name"] for row in load["rows"]][:2] == ["load", "read and digest"]
     assert all(row["seconds"] > 0 for row in load["rows"])
     assert [(row["processes"], row["failed"]) for row in report["operations"]] == [(1, 0), (2, 0)]
     assert [row["entries"] for row in report["entries"]] == [5, 20]

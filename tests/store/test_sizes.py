@@ -1,0 +1,55 @@
+"""Counting the entries of a directory: folders that did not change are not listed again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvpack.store import sizes
+
+from store_caches import entries, open_store, prompt, save  # isort: skip
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The folders that were listed."""
+    found: list[str] = []
+    original = sizes.regular_files
+    monkeypatch.setattr(sizes, "regular_files", lambda path, counters: found.append(path) or original(path, counters))
+    return found
+
+
+def settle(root: Path) -> None:
+    """Let every folder have changed long ago."""
+    for first, _, _ in os.walk(root):
+        os.utime(first, ns=(10**18, 10**18))
+
+
+def test_only_what_changed_is_listed(tmp_path: Path, listed: list[str]) -> None:
+    store = open_store(tmp_path)
+    save(store, prompt(3))
+    settle(tmp_path)
+    paths = [Path(path) for path in entries(tmp_path)]
+    expected = len(paths), sum(path.stat().st_size for path in paths)
+    assert (store.stats()["entries"], store.stats()["bytes"]) == expected
+    listed.clear()
+    assert (store.stats()["entries"], store.stats()["bytes"]) == expected
+    assert not listed
+    removed = paths[0].stat().st_size
+    paths[0].unlink()
+    listed.clear()
+    assert (store.stats()["entries"], store.stats()["bytes"]) == (expected[0] - 1, expected[1] - removed)
+    assert str(paths[0].parent) in listed
+
+
+def test_a_folder_that_has_just_changed_is_listed_again(tmp_path: Path, listed: list[str]) -> None:
+    """Within one tick of its clock it could change twice."""
+    store = open_store(tmp_path)
+    save(store, prompt(1))
+    (path,) = map(Path, entries(tmp_path))
+    for _ in range(2):
+        listed.clear()
+        assert store.stats()["entries"] == 1
+        assert str(path.parent) in listed

@@ -11,6 +11,7 @@ from .channel_order import ChannelOrder
 from .channel_scale import ChannelScale
 from .errors import UnknownCodec
 from .group import Group
+from .lossless import Lossless
 from .minifloat import Minifloat
 from .norm_rule import SKETCHED
 from .octahedral import Octahedral
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
     from .options import Options
     from .side_car import SideCar
 
-CODECS: dict[str, type[CodecFamily]] = {codec.id: codec for codec in (Raw, Group, Minifloat, Scalar, Octahedral, Angle, Polar, Quaternion)}
+CODECS: dict[str, type[CodecFamily]] = {
+    codec.id: codec for codec in (Raw, Lossless, Group, Minifloat, Scalar, Octahedral, Angle, Polar, Quaternion)
+}
 """Codec families by id."""
 
 SIDE_CARS: dict[str, type[SideCar]] = {

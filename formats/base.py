@@ -50,8 +50,8 @@ Unpacker = Callable[[Columns, Sequence["torch.Tensor"]], list["torch.Tensor"]]
 class Layout:
     """Dtype and shape ``[batch, kv_head or 1, rows, ...]`` of one stored stream.
 
-    ``per`` says what a row stands for: "token" (a row covers ``tokens_per_row`` tokens), "run", or "entry": each token
-    of a sequence has as many entries as its flags say (``Codec.entries``). ``batch_axis`` is None for a stream whose
+    ``per`` says what a row stands for: "token" (a row covers ``tokens_per_row`` tokens), "run", or "entry": each ``tokens_per_row``
+    tokens of a sequence have as many entries as flags or counts say (``Codec.entries``). ``batch_axis`` is None for a stream whose
     first axis is 1 for any batch: its rows are entries, ordered by token, then by sequence.
     """
 
@@ -106,6 +106,11 @@ class Codec(ABC):
         return Rotation("none", self.dim)
 
     @property
+    def exact_dtype(self) -> str | None:
+        """The dtype ("bf16", "fp16" or "fp32") whose values the codec keeps bit for bit, NaN and infinity too; None if it is lossy."""
+        return None
+
+    @property
     def token_group(self) -> int:
         """The number of tokens encoded together: new tokens are encoded in multiples of it."""
         return 1
@@ -144,6 +149,14 @@ class Codec(ABC):
         """Decode to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
         return self.original(self.decode_frame(streams), streams)
 
+    def stored_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The values ``[batch, kv_head, token, dim]`` in ``exact_dtype``, bit for bit; for codecs that have one."""
+        raise NotImplementedError
+
+    def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> Mapping[str, torch.Tensor]:
+        """``streams`` as an encoder makes them, after all but the first ``tokens`` of their last token group have been left out."""
+        return streams
+
     def original(self, u: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Map float32 ``[batch, kv_head, row, dim]`` from the coded frame of the run that has ``streams`` to the original frame."""
         return self.rotation.inverse(u)
@@ -152,12 +165,15 @@ class Codec(ABC):
         """Map queries so that their products with coded keys equal those of ``q`` with original keys: the transpose of ``original``."""
         return self.rotation.forward(q)
 
-    def usual_entries(self, batch: int, tokens: int) -> dict[str, int]:
+    def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         """For each stream with one row per entry, its rows in a run of ``tokens`` tokens of ordinary values."""
         return {}
 
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """For each stream with one row per entry, its rows per token and sequence, integers ``[token, batch]``."""
+        """For each stream with one row per entry, its rows per token and sequence, integers ``[token, batch]``.
+
+        An entry of ``tokens_per_row`` tokens is counted once for these: integers ``[row, batch]``.
+        """
         return {}
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
@@ -232,6 +248,10 @@ class Codec(ABC):
         for name in sorted(names):
             if arrays[name].dtype.kind == "f":
                 check_finite(f"{where}.{name}", arrays[name], "scales and norms")
+
+    def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
+        """Refuse what only the tokens of each run tell: called with what ``check`` has accepted. Raises InvalidPayload."""
+        return
 
     @abstractmethod
     def params(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Outliers(FramePart):
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {VALUES: self.flags(streams).sum((1, 3)).T}
 
-    def usual_entries(self, batch: int, tokens: int) -> dict[str, int]:
+    def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         return {VALUES: 0}
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:

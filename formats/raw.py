@@ -46,6 +46,10 @@ class Raw(CodecFamily):
     def nominal_bits(self) -> float:
         return 32.0 if self.dtype == "fp32" else 16.0
 
+    @property
+    def exact_dtype(self) -> str:
+        return self.dtype
+
     def packings(self) -> dict[str, Columns]:
         return {}
 
@@ -57,17 +61,28 @@ class Raw(CodecFamily):
 
         Raises OutOfRange when a finite value would become infinity.
         """
-        values = x.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype])
-        # The sum is one cheap pass; only when it is not finite (it may just overflow) is every value examined.
-        if not torch.isfinite(values.sum()):
-            lost = torch.nonzero(torch.isinf(values) & torch.isfinite(x)).tolist()
-            if lost:
-                found, largest = x[tuple(lost[0])].item(), torch.finfo(values.dtype).max
-                raise OutOfRange(f"the value at {lost[0]} is {found:.6g}, the largest {self.dtype} is {largest:.6g}; choose a wider dtype")
-        return {"values": values}
+        return {"values": rounded(x, self.dtype)}
+
+    def stored_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return streams["values"]
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return streams["values"].to(torch.float32)
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Any bytes are valid."""
+
+
+def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    """``x`` of any float dtype in ``dtype``, ties to even; values of that dtype keep their bits.
+
+    Raises OutOfRange when a finite value would become infinity.
+    """
+    values = x.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype])
+    # The sum is one cheap pass; only when it is not finite (it may just overflow) is every value examined.
+    if not torch.isfinite(values.sum()):
+        lost = torch.nonzero(torch.isinf(values) & torch.isfinite(x)).tolist()
+        if lost:
+            found, largest = x[tuple(lost[0])].item(), torch.finfo(values.dtype).max
+            raise OutOfRange(f"the value at {lost[0]} is {found:.6g}, the largest {dtype} is {largest:.6g}; choose a wider dtype")
+    return values

@@ -69,7 +69,7 @@ class RawTokens(KeptTokens):
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {VALUES: streams[FLAGS][:, 0].T.to(torch.int64)}
 
-    def usual_entries(self, batch: int, tokens: int) -> dict[str, int]:
+    def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         return {VALUES: batch * min(tokens, self.first + self.low_norm)}
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, token_group: int) -> RunStep:

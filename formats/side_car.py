@@ -86,7 +86,7 @@ class SideCar(ABC):
         """The number of rows of each token and sequence in every stream with one row per entry, integers ``[token, batch]``."""
         return {}
 
-    def usual_entries(self, batch: int, tokens: int) -> dict[str, int]:
+    def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         """The rows of every stream with one row per entry, in a run of ``tokens`` tokens of ordinary values."""
         return {}
 

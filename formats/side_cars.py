@@ -14,7 +14,7 @@ from .lazy import torch
 from .side_car import FramePart, KeptTokens, ResidualSketch, ValueMap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from .base import Layout, OneSideCar, Unpacker
     from .rotation import Rotation
@@ -32,7 +32,7 @@ _LARGE = 2.0**100
 class WithSideCars(Codec):
     """``codec`` with at least one side-car; ``side_cars`` are in the order of the table ``formats.SIDE_CARS``.
 
-    Raises InvalidParameter for the codec raw, which loses nothing that a side-car could keep.
+    Raises InvalidParameter for a codec that loses nothing that a side-car could keep.
     """
 
     id: ClassVar[str] = ""
@@ -42,8 +42,10 @@ class WithSideCars(Codec):
     side_cars: tuple[SideCar, ...]
 
     def __post_init__(self) -> None:
-        if self.codec.id == "raw":
-            raise InvalidParameter(f"codec raw takes no side-cars, found {', '.join(side_car.name for side_car in self.side_cars)}")
+        if self.codec.exact_dtype is not None:
+            raise InvalidParameter(
+                f"codec {self.codec.id} takes no side-cars, found {', '.join(side_car.name for side_car in self.side_cars)}"
+            )
         # The codec's own id and dim, by which files and messages name it.
         object.__setattr__(self, "id", self.codec.id)
         object.__setattr__(self, "dim", self.codec.dim)
@@ -91,9 +93,9 @@ class WithSideCars(Codec):
     def _own_layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         return {name: layout for side_car in self.side_cars for name, layout in side_car.layout(batch, heads, tokens).items()}
 
-    def usual_entries(self, batch: int, tokens: int) -> dict[str, int]:
-        rows = self.codec.usual_entries(batch, tokens)
-        return rows | {name: count for side_car in self.side_cars for name, count in side_car.usual_entries(batch, tokens).items()}
+    def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+        rows = self.codec.usual_entries(batch, heads, tokens)
+        return rows | {name: count for side_car in self.side_cars for name, count in side_car.usual_entries(batch, heads, tokens).items()}
 
     def entries(self, streams: Streams) -> dict[str, torch.Tensor]:
         counts = self.codec.entries(streams)
@@ -222,6 +224,9 @@ class WithSideCars(Codec):
         self.codec.check({name: array for name, array in arrays.items() if name not in own}, where)
         for side_car in self.side_cars:
             side_car.check(arrays, where)
+
+    def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
+        self.codec.check_runs(arrays, runs, where)
 
 
 class _Steps:

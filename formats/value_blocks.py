@@ -46,11 +46,23 @@ def _blocks(arrays: Sequence[Array], widths: Sequence[int]) -> Iterator[tuple[in
     size = max(1, BLOCK_VALUES // max(1, *widths))
     for start in range(0, rows, size):
         stop = min(start + size, rows)
-        yield start, [_flat(array, start * wide, stop * wide).reshape(-1, wide) for array, wide in zip(arrays, widths, strict=True)]
+        yield (
+            start,
+            [values_between(array, start * wide, stop * wide).reshape(-1, wide) for array, wide in zip(arrays, widths, strict=True)],
+        )
 
 
-def _flat(array: Array, start: int, stop: int) -> numpy.ndarray[Any, Any]:
+def values_between(array: Array, start: int, stop: int) -> numpy.ndarray[Any, Any]:
+    """Values ``[start, stop)`` of the flattened array, valid until other values of it are asked for."""
     return array.reshape(-1)[start:stop] if isinstance(array, numpy.ndarray) else array.flat(start, stop)
+
+
+def rows_at(array: Array, width: int, numbers: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
+    """The rows ``numbers`` of ``width`` values each, in that order: a copy."""
+    if isinstance(array, numpy.ndarray):
+        found: numpy.ndarray[Any, Any] = array.reshape(-1, width)[numbers]
+        return found
+    return numpy.stack([array.flat(number * width, (number + 1) * width).copy() for number in numbers.tolist()])
 
 
 def first_place(wrong: numpy.ndarray[Any, Any], first: int, shape: Sequence[int]) -> list[int]:

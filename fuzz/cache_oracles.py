@@ -15,7 +15,7 @@ from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
 from kvpack.errors import RoundedWarning
 from kvpack.file import container
 from kvpack.formats.errors import KvpackError
-from kvpack.formats.raw import HOLDS, Raw
+from kvpack.formats.raw import HOLDS
 
 from memory import check_growth  # isort: skip
 from oracles import MAX_DECODED_BYTES  # isort: skip
@@ -104,16 +104,17 @@ def check_append(data: bytes) -> bool:
 
 
 def _check_added(cache: Cache, longer: Cache, pairs: list[tuple[torch.Tensor | None, ...]], shown: list[warnings.WarningMessage]) -> None:
-    """Appended values are exact while they are raw; only a raw codec of a narrower dtype rounds them, with a warning."""
+    """Appended values are exact while they are raw; only a codec that keeps a narrower dtype rounds them, with a warning."""
     assert all(issubclass(warning.category, RoundedWarning) for warning in shown), [str(warning.message) for warning in shown]
     may_round = False
     for layer, before, pair in zip(longer, cache, pairs, strict=True):
         for name, x in zip(("k", "v"), pair, strict=True):
             if x is None:
                 continue
-            side, raw = layer.sides[name], isinstance(layer.sides[name].codec, Raw)
-            may_round |= raw and any(RAW_NAMES[dtype] not in HOLDS[side.codec.dtype] for dtype in (x.dtype, before.sides[name].tail.dtype))
-            exact = x.shape[2] if raw and not shown else min(x.shape[2], side.tail.shape[2])
+            side = layer.sides[name]
+            kept = side.codec.exact_dtype
+            may_round |= kept is not None and any(RAW_NAMES[dtype] not in HOLDS[kept] for dtype in (x.dtype, before.sides[name].tail.dtype))
+            exact = x.shape[2] if kept is not None and not shown else min(x.shape[2], side.tail.shape[2])
             added = side.unpack(torch.float32)[:, :, side.tokens - exact :]
             assert torch.equal(added, x[:, :, x.shape[2] - exact :].to(torch.float32)), f"{name}: other values than those added"
     assert may_round or not shown, "a warning of rounding, and no codec rounds"
@@ -127,7 +128,8 @@ def _values(source: random.Random, side: Side | None, count: int) -> torch.Tenso
     """Values for a side: of the widest dtype, which a raw side may refuse or round, or of the side's own dtype."""
     if side is None:
         return None
-    dtype = source.choice((torch.float32, RAW_DTYPES[side.codec.dtype] if isinstance(side.codec, Raw) else side.tail.dtype))
+    kept = side.codec.exact_dtype
+    dtype = source.choice((torch.float32, side.tail.dtype if kept is None else RAW_DTYPES[kept]))
     generator = torch.Generator().manual_seed(source.randrange(2**32))
     x = torch.randn(side.batch, side.heads, count, side.dim, generator=generator) * source.choice((0.0, 1.0, 100.0))
     return x.to(dtype)

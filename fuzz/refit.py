@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Any
 
 import zstandard
@@ -15,10 +16,19 @@ from second_decoder import decompress  # isort: skip
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Callable
 
     from kvpack.formats.base import Codec
 
 MOST_PAYLOAD_BYTES = 1 << 14
+
+_COUNTED = {"outlier_flags": "outliers", "raw_token_flags": "raw_tokens", "word_counts": "words"}
+"""Streams that say how many entries another one has."""
+_COUNTS: dict[str, Callable[[bytes], int]] = {
+    "outliers": lambda flags: int.from_bytes(flags, "little").bit_count(),
+    "raw_tokens": lambda flags: flags.count(1),
+    "words": lambda counts: sum(struct.unpack(f"<{len(counts) // 2}H", counts)),
+}
 
 
 def refitted(parts: Parts, source: random.Random) -> Parts:
@@ -70,15 +80,15 @@ def _fitted(known: bytes, size: int, source: random.Random) -> bytes:
 
 
 def _count_entries(codec: Codec, side: dict[str, Any], where: str, stored: dict[str, bytes], source: random.Random) -> None:
-    """Set ``entries`` of a side to the counts of its fitted flags; a side without such streams has none."""
+    """Set ``entries`` of a side to what its fitted flags or counts say; a side without such streams has none."""
     names = [name for name, layout in codec.layout(1, 1, 0).items() if layout.per == "entry"]
     side.pop("entries", None)
     if not names:
         return
     side["entries"] = dict.fromkeys(names, 0)
     for stream, layout in side_tensors(codec, _side(side)).items():
-        name = {"outlier_flags": "outliers", "raw_token_flags": "raw_tokens"}.get(stream.split(".")[0])
+        name = _COUNTED.get(stream.split(".")[0])
         if name is not None and layout_bytes(layout) <= MOST_PAYLOAD_BYTES:
             place = f"{where}.{stream}"
             stored[place] = flags = _fitted(stored.get(place, b""), layout_bytes(layout), source)
-            side["entries"][name] += flags.count(1) if name == "raw_tokens" else int.from_bytes(flags, "little").bit_count()
+            side["entries"][name] += _COUNTS[name](flags)

@@ -68,7 +68,7 @@ def _check_finite(cache: Cache) -> None:
     for layer in cache:
         for name, side in layer.sides.items():
             floats = [stream for page in side.pages for stream in page.streams.values() if stream.is_floating_point()]
-            if side.codec.id == "raw" or any(not (stream.abs() < _MODERATE).all() for stream in floats if stream.numel()):
+            if side.codec.exact_dtype is not None or any(not (stream.abs() < _MODERATE).all() for stream in floats if stream.numel()):
                 continue
             for page in side.pages:
                 values = page.codec.decode(page.streams)

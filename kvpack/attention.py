@@ -173,7 +173,8 @@ def _attend_chunk(
     begin, end = _visible(position, q_len, k.tokens, causal, sliding_window) if lengths is None else (0, k.tokens)
     # For each sequence: its tokens, and how far its queries are before those of a full-length sequence.
     lengths = None if lengths is None else lengths.to(q.device)[:, None, None, None]
-    per_tile = tokens_at_once(batch * k.heads * max(k.dim, v.dim, rows), 64, max(k.codec.token_group, v.codec.token_group), q.device)
+    token_group = max(k.codec.token_group, v.codec.token_group)
+    per_tile = tokens_at_once(batch * k.heads * max(k.dim, v.dim, rows), max(64, token_group), token_group, q.device)
     for start, stop in k.tiles(per_tile, [*v.boundaries, begin, end]):
         if stop <= begin or start >= end:
             continue

@@ -721,6 +721,8 @@ class Codec:
     rotation_kind: str = "none"
     rotation_seed: int = 0
     side_cars: Mapping[str, SideCar] = field(default_factory=dict)
+    coded: Callable[[Any, str], dict[str, list[list[list[int]]]]] = lambda side, prefix: {}
+    """The rows of digits that other streams of a side code together, as those of code streams."""
 
     @property
     def streams(self) -> dict[str, Columns | NumberStream]:
@@ -786,6 +788,92 @@ def raw(entry: Mapping[str, Any]) -> Codec:
     dim, dtype = take_parameters(entry, {"dim": range(1, MAX_DIM + 1), "dtype": RAW_DTYPES})
     values = NumberStream("values", RAW_DTYPES[dtype], (dim,), any_bits=True)
     return Codec("raw", dim, 1, {}, [values], lambda _, row: row["values"], lambda _, row: [0.0] * dim)
+
+
+# rans.md -------------------------------------------------------------------------------------------------------------
+
+RANS_LANES = 32
+RANS_TOTAL = 4096
+LEAST_STATE = 65536
+
+
+def check_frequencies(where: str, table: Sequence[int]) -> None:
+    require(sum(table) == RANS_TOTAL, "rans.md, Tables", f"{where}: the frequencies sum to {sum(table)}")
+
+
+def chunk_symbols(where: str, table: Sequence[int], first_states: Sequence[int], chunk_words: Sequence[int], n: int) -> list[int]:
+    """Decode: the ``n`` symbols of a chunk whose symbols all have one table."""
+    states = [low + 65536 * high for low, high in zip(first_states[::2], first_states[1::2], strict=True)]
+    require(min(states) >= LEAST_STATE, "rans.md, Chunks", f"{where}: a first state is {min(states)}")
+    below = list(accumulate(table, initial=0))
+    symbol_of = [s for s, frequency in enumerate(table) for _ in range(frequency)]
+    symbols, taken = [], 0
+    for i in range(n):
+        x = states[i % RANS_LANES]
+        slot = x % RANS_TOTAL
+        s = symbol_of[slot]
+        x = table[s] * (x // RANS_TOTAL) + slot - below[s]
+        if x < LEAST_STATE:
+            require(taken < len(chunk_words), "rans.md, Decode", f"{where} needs more than its {len(chunk_words)} words")
+            x = x * 65536 + chunk_words[taken]
+            taken += 1
+        states[i % RANS_LANES] = x
+        symbols.append(s)
+    require(taken == len(chunk_words), "rans.md, Decode", f"{where} takes {taken} of its {len(chunk_words)} words")
+    require(max(states) == LEAST_STATE, "rans.md, Decode", f"{where} ends in the state {max(states)}")
+    return symbols
+
+
+# codecs/lossless.md --------------------------------------------------------------------------------------------------
+
+FIELDS_OF_HALVES = {"bf16": (8, 7), "fp16": (5, 10)}
+"""Bits of the exponent field and of the fraction field."""
+
+
+def lossless(entry: Mapping[str, Any]) -> Codec:
+    page = "codecs/lossless.md"
+    dim, dtype, chunk, fields = take_parameters(
+        entry, {"dim": range(1, MAX_DIM + 1), "dtype": FIELDS_OF_HALVES, "chunk": (16, 32, 64, 128, 256), "fields": dict}
+    )
+    require(chunk * dim <= 65536, f"{page}, Parameters and ranges", f"{chunk} tokens of {dim} channels make {chunk * dim} symbols")
+    e_bits, m_bits = FIELDS_OF_HALVES[dtype]
+    codes = packings("lossless", fields, dim, {"signed_fractions": one_digit(2 ** (m_bits + 1))})
+    streams = [
+        NumberStream("frequencies", "U16", (2**e_bits,), per="run"),
+        NumberStream("states", "U16", (2 * RANS_LANES,), chunk),
+        NumberStream("word_counts", "U16", (), chunk),
+        NumberStream("words", "U16", (), per="entry"),
+    ]
+
+    def coded(side: Side, prefix: str) -> dict[str, list[list[list[int]]]]:
+        """Decode, step 1: the exponent fields, as digits of every token."""
+        numbers_of: dict[str, list[Any]] = side.numbers
+        counts, words_of_all = numbers_of["word_counts"], numbers_of["words"]
+        total = sum(counts)
+        require(total == side.entries["words"], f"{page}, Layout", f"{prefix}word_counts sum to {total}, not {side.entries['words']}")
+        groups = [(run, min(chunk, tokens - first)) for run, tokens in enumerate(side.runs) for first in range(0, tokens, chunk)]
+        rows: list[list[list[int]]] = [[] for _ in range(side.batch * side.heads * side.packed if side.packed else 0)]
+        taken = token = 0
+        for group, (run, tokens) in enumerate(groups):
+            for head in range(side.batch * side.heads):
+                where = f"{prefix}chunk {group} of head {head}"
+                row, size = head * len(groups) + group, 2**e_bits
+                table = numbers_of["frequencies"][(head * len(side.runs) + run) * size :][:size]
+                check_frequencies(where, table)
+                own = words_of_all[taken : taken + counts[row]]
+                symbols = chunk_symbols(where, table, numbers_of["states"][row * 64 : row * 64 + 64], own, tokens * dim)
+                taken += counts[row]
+                for t in range(tokens):
+                    rows[head * side.packed + token + t] = [symbols[t * dim : (t + 1) * dim]]
+            token += tokens
+        return {"exponents": rows}
+
+    def decode(digits: Digits, row: Numbers) -> list[float]:
+        values = zip(digits["exponents"][0], digits["signed_fractions"][0], strict=True)
+        bits = [(c >> m_bits) << 15 | e << m_bits | c % 2**m_bits for e, c in values]
+        return numbers(struct.pack(f"<{dim}H", *bits), RAW_DTYPES[dtype])
+
+    return Codec("lossless", dim, chunk, codes, streams, decode, lambda *_: [0.0] * dim, coded=coded)
 
 
 # codecs/group.md -----------------------------------------------------------------------------------------------------
@@ -1340,6 +1428,7 @@ def polar(entry: Mapping[str, Any]) -> Codec:
 CODECS: dict[str, Callable[[Mapping[str, Any]], Codec]] = {
     "raw": raw,
     "group": group,
+    "lossless": lossless,
     "minifloat": minifloat,
     "octahedral": octahedral,
     "quaternion": quaternion,
@@ -1372,6 +1461,7 @@ def take_side_cars(entry: Mapping[str, Any], codec: Codec) -> dict[str, SideCar]
     names = [name for name in SIDE_CAR_KEYS if name in entry]
     require(list(entry)[len(entry) - len(names) :] == names, SIDE_CARS, f"the keys of {codec.id} are in the order {list(entry)}")
     require(not names or codec.id != "raw", SIDE_CARS, f"raw has the side-cars {names}")
+    require(not names or codec.id != "lossless", "codecs/lossless.md, Parameters and ranges", f"lossless has the side-cars {names}")
     return {name: take_side_car(name, entry[name], codec) for name in names}
 
 
@@ -1854,6 +1944,7 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes]) -> None:
     for name, found in places.items():
         rule = f"{SIDE_CARS}, Layout"
         require(len(found) == side.entries[name], rule, f"{prefix}{name} has {side.entries[name]} entries for {len(found)} flags")
+    all_digits = side.digits | codec.coded(side, prefix)
     tail: list[float] = numbers(contents[f"{prefix}tail"], RAW_DTYPES[side.tail_dtype]) if side.tail else []
     if side.shape[2] == 0:
         return
@@ -1864,7 +1955,7 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes]) -> None:
         for h in range(side.heads):
             head = b * side.heads + h
             for t, (run, token) in enumerate(tokens):
-                digits = {name: rows[head * len(tokens) + t] for name, rows in side.digits.items()}
+                digits = {name: rows[head * len(tokens) + t] for name, rows in all_digits.items()}
                 row = {}
                 for stream in of_tokens:
                     first = first_rows[stream.name]

@@ -48,7 +48,9 @@ def test_the_bits_are_honest(preset: str) -> None:
     # The rates of a cache that is not made are those of one that is.
     x = torch.randn(1, 2, 300, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     cache = kvpack.pack((x, x), preset)
-    assert (cache.nominal_bits, cache.bits_per_value) == pytest.approx(rates(Recipe(preset), layers=1, heads=2, tokens=300, dim=128))
+    # What entropy coding takes is known for normally distributed values only nearly.
+    near = 2e-3 if preset == "lossless" else None
+    assert (cache.nominal_bits, cache.bits_per_value) == pytest.approx(rates(Recipe(preset), layers=1, heads=2, tokens=300, dim=128), near)
 
 
 def test_links_lead_to_files() -> None:

@@ -90,7 +90,7 @@ def codecs_of(recipe: str, dim: int) -> Iterator[tuple[str, Codec]]:
     found: list[Codec] = []
     for side in "kv":
         codec = parse_recipe(recipe).codec(0, 1, side, dim)
-        if codec.id != "raw" and codec not in found:
+        if codec.exact_dtype is None and codec not in found:
             found.append(codec)
             yield side, codec
 

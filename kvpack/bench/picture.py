@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 STYLES = {
     "raw": ("#000000", "s"),
+    "lossless": ("#7F7F7F", "*"),
     "group": ("#0072B2", "o"),
     "minifloat": ("#8C564B", "h"),
     "octahedral": ("#D55E00", "D"),
@@ -20,7 +21,7 @@ STYLES = {
     "scalar": ("#E69F00", "P"),
     "polar": ("#56B4E9", "X"),
 }
-"""Colour and first marker by the keys' codec; the colours but minifloat's are Okabe and Ito's, which colour-blind readers tell apart."""
+"""Colour and first marker by the keys' codec; the colours of lossless and minifloat are not of Okabe and Ito's palette."""
 
 OTHER = ("#666666", "p")
 

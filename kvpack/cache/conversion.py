@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvpack.coding.encoding import RAW_NAMES, encode, is_rounded
+from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, encode, is_rounded
 from kvpack.coding.modes import own_modes
 from kvpack.coding.recipes import parse_recipe
-from kvpack.formats.raw import HOLDS, Raw
+from kvpack.formats.raw import HOLDS
 
 from .pages import Page
 from .side import packed_side
@@ -46,7 +46,9 @@ def converted(layers: Sequence[Layer], recipe: str | os.PathLike[str] | Recipe, 
                     repacked = side.repacked(codec)
                 sides.append(_with_window(repacked, recipe.window, f"layers[{number}].{name}"))
             else:
-                packed = packed_side(side.unpack(torch.float32), codec, recipe.window, f"layers[{number}].{name}")
+                # Another dtype would not keep what NaN holds.
+                values = side.unpack(RAW_DTYPES[_exact_dtype(side)])
+                packed = packed_side(values, codec, recipe.window, f"layers[{number}].{name}")
                 sides.append(replace(packed, tail=_narrowed(packed.tail, side.tail.dtype)))
         found.append(replace(layer, k=sides[0], v=sides[1]))
         if progress:
@@ -58,12 +60,12 @@ def _exact_dtype(side: Side) -> str:
     """The narrowest raw dtype that holds every decoded value of a side exactly."""
     dtypes = {RAW_NAMES[side.tail.dtype]} if side.tail.shape[2] or not side.pages else set()
     if side.pages:
-        dtypes.add(side.codec.dtype if isinstance(side.codec, Raw) else "fp32")
+        dtypes.add(side.codec.exact_dtype or "fp32")
     return next(name for name in HOLDS if dtypes <= set(HOLDS[name]))
 
 
 def _narrowed(tail: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A float32 tail in ``dtype``, or unchanged if ``dtype`` would round it."""
+    """A tail in ``dtype``, or unchanged if ``dtype`` would round it."""
     narrow = tail.to(dtype)
     return tail if is_rounded(tail, narrow) else narrow
 

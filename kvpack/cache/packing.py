@@ -13,7 +13,7 @@ from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.checks import check_integer, check_names
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
-from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidShape, LimitExceeded
+from kvpack.formats.errors import InvalidDtype, InvalidHeader, InvalidParameter, InvalidShape, LimitExceeded
 
 from .arguments import integer
 from .cache import Cache
@@ -76,8 +76,8 @@ def _pack_side(x: torch.Tensor | Minifloats | None, recipe: Recipe, layer: int, 
     where = f"layers[{layer}].{side}"
     try:
         codec = recipe.codec(layer, layers, side, x.shape[3], "bf16" if isinstance(x, Minifloats) else RAW_NAMES[x.dtype])
-    except InvalidParameter as error:
-        raise InvalidParameter(f"{where}: {error}") from None
+    except (InvalidParameter, InvalidDtype) as error:
+        raise type(error)(f"{where}: {error}") from None
     if isinstance(x, Minifloats):
         if codec != x.codec:
             raise InvalidParameter(

@@ -71,13 +71,17 @@ class Stretch:
 
     @cached_property
     def _first_entries(self) -> dict[str, torch.Tensor]:
-        """For every stream with one row per entry, the first row of each token, and the end: int64 ``[token + 1]`` on the CPU."""
+        """For every stream with one row per entry, the first row of each token, or of each row of its counts, and the end.
+
+        They are int64 ``[token + 1]`` or ``[row + 1]``, on the CPU.
+        """
         counted = {name: [torch.zeros(1, dtype=torch.int64, device="cpu")] for name, layout in self.layout.items() if layout.per == "entry"}
         if counted:
-            flags = {name for name, layout in self.layout.items() if layout.per == "token" and layout.tokens_per_row == 1}
-            batch, heads = next(iter(self.streams[name].shape[:2] for name in flags))
+            step = next(self.layout[name].tokens_per_row for name in counted)
+            flags = {name for name, layout in self.layout.items() if layout.per == "token" and layout.tokens_per_row == step}
+            batch, heads, rows = next(iter(self.streams[name].shape[:3] for name in flags))
             size = max(1, _TOKENS_COUNTED // max(1, batch * heads))
-            for start in range(0, self.tokens, size):
+            for start in range(0, rows, size):
                 block = {name: self.streams[name][:, :, start : start + size] for name in flags}
                 for name, counts in self.codec.entries(block).items():
                     counted[name].append(counts.flatten(1).sum(1).cpu())
@@ -97,17 +101,20 @@ class Stretch:
         """The rows of a stream for tokens ``[start, stop)``, in the runs ``first`` to ``last``."""
         if layout.per == "run":
             return first, last + 1
+        step = layout.tokens_per_row
+        if step > 1:
+            rows = self._first_rows[step]
+            start, stop = int(rows[first]) + (start - self.run(first)[0]) // step, int(rows[last]) - (self.run(last)[0] - stop) // step
         if layout.per == "entry":
             entries = self._first_entries[name]
             return int(entries[start]), int(entries[stop])
-        step = layout.tokens_per_row
-        if step == 1:
-            return start, stop
-        rows = self._first_rows[step]
-        return int(rows[first]) + (start - self.run(first)[0]) // step, int(rows[last]) - (self.run(last)[0] - stop) // step
+        return start, stop
 
     def slice(self, start: int, stop: int) -> Stretch:
-        """Tokens ``[start, stop)``, at least one; streams are shared. Raises OutOfBounds when ``start`` is inside a token group."""
+        """Tokens ``[start, stop)``, at least one; streams are shared, but for what ``Codec.cut`` encodes again.
+
+        Raises OutOfBounds when ``start`` is inside a token group.
+        """
         if (start, stop) == (0, self.tokens):
             return self
         first, last = int(numpy.searchsorted(self.ends, start, "right")), int(numpy.searchsorted(self.ends, stop, "left"))
@@ -117,7 +124,12 @@ class Stretch:
                 f"begins {begin} tokens into a page of a codec that encodes {self.codec.token_group} tokens together, "
                 "expected a multiple of that"
             )
-        return Stretch(self.codec, numpy.minimum(self.ends[first : last + 1], stop) - start, self.rows(start, stop))
+        streams: Streams = self.rows(start, stop)
+        part = (stop - self.run(last)[0]) % self.codec.token_group
+        if part and stop < self.ends[last]:
+            with own_modes(next(iter(streams.values())).device):
+                streams = self.codec.cut(streams, part)
+        return Stretch(self.codec, numpy.minimum(self.ends[first : last + 1], stop) - start, streams)
 
     def page(self, number: int) -> Page:
         """One run as a page; a stretch of one run always returns the same object."""
@@ -175,11 +187,11 @@ class Page:
         return decode_frame(self.codec, self.rows(aligned, stop))[:, :, start - aligned :]
 
     def slice(self, start: int, stop: int) -> Page:
-        """Tokens ``[start, stop)``, sharing the streams; ``start`` is a multiple of the codec's token group."""
-        return replace(self, tokens=stop - start, streams=self.rows(start, stop))
+        """Tokens ``[start, stop)``, at least one; ``start`` is a multiple of the codec's token group."""
+        return self.stretch.slice(start, stop).page(0)
 
     def decode(self, start: int, stop: int) -> torch.Tensor:
-        """Tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
+        """Tokens ``[start, stop)`` decoded to the original frame: ``[batch, kv_head, token, dim]`` in the exact dtype, or float32."""
         aligned = start - start % self.codec.token_group
         rows = self.rows(aligned, stop)
         return decode(self.codec, rows)[:, :, start - aligned :]

@@ -20,7 +20,7 @@ from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, check_finite, encode, 
 from kvpack.coding.modes import own_modes
 from kvpack.formats.batch import select
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
-from kvpack.formats.raw import HOLDS, Raw
+from kvpack.formats.raw import HOLDS
 
 from .arguments import check_floating, checked_device, integer
 from .pages import Page, Pages
@@ -127,7 +127,7 @@ class Side:
         Raises InvalidDtype unless ``dtype`` is a floating-point one.
         """
         check_floating(dtype)
-        per_tile = tokens_at_once(self.batch * self.heads * self.dim, 128, self.codec.token_group, self.device)
+        per_tile = tokens_at_once(self.batch * self.heads * self.dim, max(128, self.codec.token_group), self.codec.token_group, self.device)
 
         def unpack_tile(start: int, stop: int) -> None:
             page, first = self.place(start, stop)
@@ -188,7 +188,7 @@ class Side:
                 f"{where}: the values are on {x.device} and the cache is on {self.device}: append x.to({str(self.device)!r})"
             )
         with own_modes(self.device):
-            if self.codec.id != "raw":
+            if self.codec.exact_dtype is None:
                 # Checked here and not when the tail is encoded: by then the new tokens could not be told from older ones.
                 check_finite(x, self.tokens, where)
             tail = self._tail_with(x, where)
@@ -203,15 +203,15 @@ class Side:
     def _tail_with(self, x: torch.Tensor, where: str) -> torch.Tensor:
         """The tail, then ``x``, exactly: in the tail's dtype if that holds ``x``, otherwise in a dtype that holds both.
 
-        Raises InvalidDtype if the pages are raw and have kept every value so far, but would round values of ``x``.
+        Raises InvalidDtype if the pages have kept every value so far, but would round values of ``x``.
         """
         narrow = x.to(self.tail.dtype)
         if not is_rounded(x, narrow):
             return torch.cat([self.tail, narrow], 2)
-        if isinstance(self.codec, Raw):
-            held = HOLDS[self.codec.dtype]
+        if self.codec.exact_dtype is not None:
+            held = HOLDS[self.codec.exact_dtype]
             if RAW_NAMES[self.tail.dtype] in held and RAW_NAMES[x.dtype] not in held:
-                kept = RAW_DTYPES[self.codec.dtype]
+                kept = RAW_DTYPES[self.codec.exact_dtype]
                 raise InvalidDtype(
                     f"{where}: the values are {x.dtype}, and the side keeps {kept}, which would round them: "
                     f"append x.to({kept}), or convert the cache to fp32 first"
@@ -293,7 +293,7 @@ def packed_side(x: torch.Tensor, codec: Codec, window: int, where: str) -> Side:
     # With a residual window the newest tokens stay raw; without one everything is packed, including a partial last group.
     packed = tokens - tokens % window if window else tokens
     with own_modes(x.device):
-        if codec.id != "raw":
+        if codec.exact_dtype is None:
             check_finite(x[:, :, packed:], packed, where)
         pages = (Page(codec, packed, encode(codec, x[:, :, :packed], where)),) if packed else ()
         return Side(codec, pages, x[:, :, packed:].clone(), window)

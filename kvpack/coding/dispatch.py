@@ -28,6 +28,9 @@ if TYPE_CHECKING:
         """The keys or the values of a layer, as both kinds of kernels see them."""
 
 
+DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
+"""torch dtypes by the names of headers, as text: choosing kernels needs no torch."""
+
 VARIABLE = "KVPACK_KERNELS"
 BACKENDS = ("torch", "triton", "cpu")
 
@@ -67,7 +70,9 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode to float32 ``[batch, kv_head, token, dim]`` in the original frame, as ``decode_frame``."""
+    """Decode to ``[batch, kv_head, token, dim]`` in the original frame, as ``decode_frame``: the codec's exact dtype, or float32."""
+    if codec.exact_dtype is not None:
+        return codec.stored_values(streams)
     if isinstance(codec, WithSideCars):
         return codec.complete_original(decode_frame(codec.codec, streams), streams)
     return codec.original(decode_frame(codec, streams), streams)
@@ -87,7 +92,9 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
     if uses_c(out.device):
         from kvpack.kernels.cpu import unpack
 
-        if unpack.supports(side, out.dtype):
+        # Values that are stored in the dtype of ``out`` are copied: a conversion would change the bits of NaN.
+        copied = side.codec.exact_dtype is not None and DTYPES[side.codec.exact_dtype] == str(out.dtype)
+        if not copied and unpack.supports(side, out.dtype):
             unpack.unpack_into(side, out)
             return []
     if not uses_triton(out.device):

@@ -11,7 +11,7 @@ import torch
 from kvpack.errors import RoundedWarning
 from kvpack.formats.base import Run
 from kvpack.formats.errors import NonFinite, OutOfRange
-from kvpack.formats.raw import HOLDS, Raw
+from kvpack.formats.raw import HOLDS
 
 from . import dispatch
 from .blocks import caches_of, for_each_block
@@ -46,16 +46,17 @@ class Progress(Protocol):
 def encode(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` of any float dtype, as one run, to the streams of ``codec.layout``.
 
-    ``before`` holds the streams of the run that it continues. Raises NonFinite for NaN or infinity (raw keeps them),
+    ``before`` holds the streams of the run that it continues. Raises NonFinite for NaN or infinity (raw and lossless keep them),
     and OutOfRange for a norm that its width cannot hold; both name ``where``. Raises InvalidParameter where ``uses_triton`` does.
-    Issues a RoundedWarning if a raw codec rounds values.
+    Issues a RoundedWarning if a codec that loses nothing of its own dtype rounds values to it.
     """
     with own_modes(x.device):
         streams = dispatch.encode(codec, x, before)
     if streams is None:
         streams = _encode_in_blocks(codec, x, where, before)
-    if isinstance(codec, Raw) and is_rounded(x, streams["values"]):
-        names = f"{RAW_NAMES[x.dtype]} values as {codec.dtype}"
+    kept = codec.exact_dtype
+    if kept is not None and RAW_NAMES[x.dtype] not in HOLDS[kept] and is_rounded(x, x.to(RAW_DTYPES[kept])):
+        names = f"{RAW_NAMES[x.dtype]} values as {kept}"
         warnings.warn(f"the recipe stores {names} and rounds them; the recipe raw keeps every value", RoundedWarning, stacklevel=2)
     return streams
 
@@ -64,7 +65,8 @@ def _encode_in_blocks(codec: Codec, x: torch.Tensor, where: str, before: Mapping
     batch, heads, tokens, dim = x.shape
     layout = codec.layout(batch, heads, tokens)
     row = max(1, batch * heads * codec.dim)
-    size = max(_GROUP_MULTIPLE, BLOCK_VALUES * caches_of(x.device) // row // _GROUP_MULTIPLE * _GROUP_MULTIPLE)
+    multiple = max(_GROUP_MULTIPLE, codec.token_group)
+    size = max(multiple, BLOCK_VALUES * caches_of(x.device) // row // multiple * multiple)
     if codec.id == "raw":
         # One copy without temporaries.
         size = max(1, tokens)
@@ -73,7 +75,7 @@ def _encode_in_blocks(codec: Codec, x: torch.Tensor, where: str, before: Mapping
 
     def values(start: int, stop: int) -> torch.Tensor:
         part = x[:, :, start:stop]
-        if codec.id != "raw":
+        if codec.exact_dtype is None:
             part = part.to(torch.float32)
             check_finite(part, start, where)
         return part
@@ -141,5 +143,5 @@ def check_finite(x: torch.Tensor, first: int, where: str) -> None:
     value = x[batch, head, token, channel].item()
     raise NonFinite(
         f"{where}: the value at batch {batch}, head {head}, token {first + token}, channel {channel} is {value}; "
-        "lossy codecs accept only finite values (the raw codec keeps any)"
+        "lossy codecs accept only finite values (the codecs raw and lossless keep any)"
     )

@@ -7,7 +7,7 @@
     list    = item { "," item }                item = layer or first-last; -1 is the last layer
 
 Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1" stands for "layers=0,-1:k=raw".
-A raw codec stores the dtype of its input, or rounds to its option: "k=raw:dtype=bf16".
+The codecs raw and lossless store the dtype of their input, or round to their option: "k=raw:dtype=bf16".
 For example "octopus-3", "octopus-3;boundary-1;tail=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;tail=32".
 Where a recipe is asked for, "@path" names a file of clauses (kvpack/coding/recipe_files.py).
 """
@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from kvpack.file.checks import check_string
 from kvpack.formats import CODECS, create_codec
-from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidRecipe, LimitExceeded, OutOfBounds
+from kvpack.formats.errors import InvalidDtype, InvalidHeader, InvalidParameter, InvalidRecipe, LimitExceeded, OutOfBounds
+from kvpack.formats.lossless import FORMS
 from kvpack.formats.options import Options, UnknownWord
-from kvpack.formats.raw import HOLDS, Raw
+from kvpack.formats.raw import DTYPES, HOLDS
 
 from .presets import ADDITIONS, PUBLISHED
 from .recipe_files import read_clauses, split_path
@@ -40,6 +41,8 @@ PRESETS: dict[str, str] = {name: preset.recipe for name, preset in PUBLISHED.ite
 """Recipes by name: the papers' published configurations, and recipes without compression."""
 
 SIDES = ("k", "v")
+_DTYPES = {"raw": tuple(DTYPES), "lossless": tuple(FORMS)}
+"""The dtypes of the codecs whose option ``dtype`` is that of their input if it is not given."""
 MAX_WINDOW = 1 << 20
 _CHECKED_DIM = 128
 
@@ -75,10 +78,16 @@ class Rule:
         return any(_position(first, layers) <= layer <= _position(last, layers) for first, last in self.items)
 
     def codec(self, dim: int, side: str, dtype: str = "bf16") -> Codec:
-        """The rule's codec for one head dim; ``dtype`` is that of the values. Raises InvalidParameter when it cannot take the head dim."""
+        """The rule's codec for one head dim; ``dtype`` is that of the values.
+
+        Raises InvalidParameter when it cannot take the head dim, InvalidDtype when it cannot keep the dtype.
+        """
         words = dict(self.words)
-        if self.codec_id == "raw":
-            words.setdefault("dtype", dtype)
+        if self.codec_id in _DTYPES and "dtype" not in words:
+            if dtype not in _DTYPES[self.codec_id]:
+                kept = " and ".join(_DTYPES[self.codec_id])
+                raise InvalidDtype(f"the codec {self.codec_id} keeps {kept} values, found {dtype}; the recipe raw keeps every dtype")
+            words["dtype"] = dtype
         return create_codec(self.codec_id, dim, side, Options(self.codec_id, words))
 
 
@@ -132,26 +141,27 @@ class Recipe:
     def codec(self, layer: int, layers: int, side: str, dim: int, dtype: str = "bf16") -> Codec:
         """The codec of ``side`` ("k" or "v") of ``layer`` of ``layers`` at head dim ``dim``.
 
-        ``dtype`` is that of the values ("bf16", "fp16" or "fp32"), which a raw codec keeps unless its clause names another.
-        Raises InvalidParameter, which lists presets that can, when the codec cannot take this head dim.
+        ``dtype`` is that of the values ("bf16", "fp16" or "fp32"), which raw and lossless keep unless their clause names another.
+        Raises InvalidParameter, which lists presets that can, when the codec cannot take this head dim, and InvalidDtype when it
+        cannot keep this dtype.
         """
         rule = next(rule for rule in reversed(self.rules) if side in rule.sides and rule.covers(layer, layers))
         try:
             return rule.codec(dim, side, dtype)
         except InvalidParameter as error:
-            raise InvalidParameter(f"{error}{_presets_for(dim)}") from None
+            raise InvalidParameter(f"{error}{_presets_for(dim, dtype)}") from None
 
     def lossless(self, layers: int, dim: int = _CHECKED_DIM) -> tuple[str, ...]:
         """The dtypes among "bf16", "fp16" and "fp32" whose values the recipe keeps exactly in each of ``layers`` layers."""
         sides = [(layer, side) for layer in range(layers) for side in SIDES]
-        return tuple(
-            dtype
-            for dtype in HOLDS
-            if all(
-                isinstance(codec := self.codec(layer, layers, side, dim, dtype), Raw) and dtype in HOLDS[codec.dtype]
-                for layer, side in sides
-            )
-        )
+        return tuple(dtype for dtype in HOLDS if all(self._keeps(layer, layers, side, dim, dtype) for layer, side in sides))
+
+    def _keeps(self, layer: int, layers: int, side: str, dim: int, dtype: str) -> bool:
+        try:
+            exact = self.codec(layer, layers, side, dim, dtype).exact_dtype
+        except InvalidDtype:
+            return False
+        return exact is not None and dtype in HOLDS[exact]
 
     def check_length(self) -> None:
         """Raise InvalidParameter for a recipe whose text does not fit a header."""
@@ -237,14 +247,14 @@ class Recipe:
         raise InvalidClause(self.text, clause, word, f"{message}{hint}")
 
 
-def _presets_for(dim: int) -> str:
-    """The end of a message: presets for any model that take head dim ``dim``, the first of each codec."""
+def _presets_for(dim: int, dtype: str) -> str:
+    """The end of a message: presets for any model that take head dim ``dim`` and ``dtype``, the first of each codec."""
     found: dict[str, str] = {}
     for name, preset in PUBLISHED.items():
         rules = Recipe(preset.recipe).rules
         if preset.layers is None and rules[0].codec_id not in found:
-            with contextlib.suppress(InvalidParameter):
-                _ = [rule.codec(dim, side) for rule in rules for side in rule.sides]
+            with contextlib.suppress(InvalidParameter, InvalidDtype):
+                _ = [rule.codec(dim, side, dtype) for rule in rules for side in rule.sides]
                 found[rules[0].codec_id] = name
     return f"; presets that take head dim {dim} are {', '.join(found.values())}" if found else ""
 

@@ -110,7 +110,8 @@ def _row(name: str, asked: dict[str, int], *, listed: bool) -> dict[str, Any]:
 def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
     """Nominal bits per value, and bits per value in a file of one sequence, computed from the layout without encoding.
 
-    The number of outliers of a cache depends on its values; here it is 0.
+    The number of outliers of a cache depends on its values; here it is 0. What `lossless` takes depends on them too; here they are
+    normally distributed.
     Raises OutOfBounds when the recipe names other layers, InvalidParameter when a codec does not support ``dim``,
     InvalidHeader or LimitExceeded for sizes that no file can hold.
     """
@@ -126,7 +127,7 @@ def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tup
         for side in "kv":
             codec = recipe.codec(layer, layers, side, dim)
             runs = (tokens - tail,) if tokens > tail else ()
-            rows = tuple(codec.usual_entries(1, sum(runs)).items())
+            rows = tuple(codec.usual_entries(1, heads, sum(runs)).items())
             sides.append(SideEntry(codecs.setdefault(codec, len(codecs)), 1, heads, runs, tail, "bf16", recipe.window, rows))
             nominal += codec.nominal_bits / (2 * layers)
         entries.append(LayerEntry(*sides))

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping
 
+    from kvpack.formats.value_blocks import Array
+
     from .atomic import Progress
     from .header import SideEntry
     from .sources import Source
@@ -181,7 +183,7 @@ class File:
                 arrays[stream] = as_array(data[stream], layout)
         if check_values:
             with _located(self.where):
-                self.header.codecs[entry.codec].check(arrays, f"{layer}.{side}")
+                self._check(entry, arrays, f"{layer}.{side}")
         return data
 
     def side_places(self, layer: int, side: str) -> SidePlaces:
@@ -207,7 +209,7 @@ class File:
                 if stream != "tail":
                     arrays[stream] = as_array(memory[begin:end], layout)
             if check_values:
-                self.header.codecs[entry.codec].check(arrays, prefix)
+                self._check(entry, arrays, prefix)
 
     def verify(self, progress: Progress | None = None) -> None:
         """Check every byte that opening did not check: all sides. ``progress(done, total)`` counts stored bytes.
@@ -223,10 +225,16 @@ class File:
                     layouts = self.header.streams[entry]
                     arrays = {stream: checked_array(self._source, self.front, tensor, layouts[stream]) for stream, tensor in stored.items()}
                     arrays.pop("tail", None)
-                    self.header.codecs[entry.codec].check(arrays, f"{number}.{side}")
+                    self._check(entry, arrays, f"{number}.{side}")
                 done += sum(tensor.stored_bytes for tensor in stored.values())
                 if progress is not None:
                     progress(done, total)
+
+    def _check(self, entry: SideEntry, arrays: Mapping[str, Array], where: str) -> None:
+        """Raise InvalidPayload where a side breaks the rules of its codec."""
+        codec = self.header.codecs[entry.codec]
+        codec.check(arrays, where)
+        codec.check_runs(arrays, entry.runs, where)
 
     def _side(self, layer: int, side: str) -> SideEntry:
         layers = self.header.layers

@@ -233,7 +233,7 @@ class LiveLayer:
             raise InvalidShape(f"{self.name}: {counts} were given; both sides get as many tokens")
         for name, x in given.items():
             side = self.sides[name]
-            if x.device.type == "cpu" and side.codec.id != "raw":
+            if x.device.type == "cpu" and side.codec.exact_dtype is None:
                 check_finite(x, self.tokens, f"{self.name}.{name}")
             if x.dtype != side.tail.dtype and torch.promote_types(x.dtype, side.tail.dtype) != side.tail.dtype:
                 side.widen(x.dtype)

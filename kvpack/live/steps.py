@@ -26,7 +26,7 @@ class Steps:
         self._appends: dict[int, Append] = {}
         self._captured = False
         device, batch = layer.device, layer.batch
-        self._checks = all(side.codec.id != "raw" for side in layer.sides.values())
+        self._checks = all(side.codec.exact_dtype is None for side in layer.sides.values())
         with own_modes(device):
             self._lengths = torch.zeros(batch, dtype=torch.int32, device=device)
             self._packed, self._unchecked, self.not_finite = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(3))

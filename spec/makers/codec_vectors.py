@@ -53,6 +53,15 @@ def add_parameters() -> None:
             ("scale_dtype", "e8m0"),
             ("fields", {"codes": "2"}),
         ],
+        "lossless": [
+            ("dim", 0),
+            ("dim", 1025),
+            ("dtype", "fp32"),
+            ("chunk", 8),
+            ("chunk", 48),
+            ("chunk", 512),
+            ("fields", {"signed_fractions": "2"}),
+        ],
         "polar": [("dim", 5), ("bits", "2.3.1.1"), ("bits", "2.9.1"), ("bits", "2.3."), ("bits", ""), ("angle_table", "")],
     }
     for codec_id, codec in CODECS.items():

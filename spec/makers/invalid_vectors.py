@@ -38,6 +38,7 @@ QUATERNION = create("quaternion", 9, s="5", r="4", arrangement="direct", rotatio
 ANGLE = create("angle", 6, n="100", norm="linear8", rotation="none")
 SCALAR = create("scalar", 10, b="2", high="3", rotation="none")
 POLAR = create("polar", 6, b="2.3.1", rotation="none")
+LOSSLESS = create("lossless", 6, dtype="bf16", chunk="16")
 MINIFLOAT = create("minifloat", 6, element="e4m3", per="token", scales="fp16")
 MXFP8 = create("minifloat", 40, element="e5m2", scales="e8m0")
 NVFP4 = create("minifloat", 20, element="e2m1", scales="e4m3")
@@ -50,6 +51,7 @@ CODECS = {
     "scalar": SCALAR,
     "polar": POLAR,
     "minifloat": MINIFLOAT,
+    "lossless": LOSSLESS,
 }
 
 

@@ -6,7 +6,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from file_parts import Parts, one_side, place  # isort: skip
-from invalid_vectors import ANGLE, EIGHT_BIT, GROUP, MINIFLOAT, MXFP8, NVFP4, OCTAHEDRAL, POLAR, QUATERNION, RAW, SCALAR, add  # isort: skip
+from invalid_vectors import ANGLE, EIGHT_BIT, GROUP, LOSSLESS, MINIFLOAT, MXFP8, NVFP4, OCTAHEDRAL, POLAR, QUATERNION, RAW, SCALAR, add  # isort: skip
 from strategies import create  # isort: skip
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def add_all() -> None:
     for element in ("e4m3", "e5m2"):
         shows = f"{element} elements in blocks with e4m3 scales"
         add_alone(f"minifloat-{element}-of-e4m3-scales", "minifloat-4", NVFP4, {"element": element}, shows)
-    for codec in (*CODED, MINIFLOAT):
+    for codec in (*CODED, MINIFLOAT, LOSSLESS):
         names = list(codec.params()["fields"])
         add_alone(f"{codec.id}-fields-array", f"{codec.id}-2", codec, {"fields": names}, "fields is an array")
     seeds = [(codec, "seed") for codec in CODED]
@@ -115,6 +115,16 @@ PARAMETERS: dict[str, list[Broken]] = {
         ("element-integer", MINIFLOAT, {"element": 8}, "element is an integer"),
         ("granularity-nil", MINIFLOAT, {"granularity": None}, "granularity is nil"),
         ("fields-string", MINIFLOAT, {"fields.codes": "2"}, "the F of a stream is a string"),
+    ],
+    "lossless": [
+        *ranges(LOSSLESS, ("dim", 0, 1025)),
+        *words(LOSSLESS, "dtype"),
+        ("dtype-fp32", LOSSLESS, {"dtype": "fp32"}, "dtype is fp32"),
+        ("chunk-0", LOSSLESS, {"chunk": 0}, "chunk is 0"),
+        ("chunk-24", LOSSLESS, {"chunk": 24}, "chunk is 24"),
+        ("chunk-512", LOSSLESS, {"chunk": 512}, "chunk is 512"),
+        ("chunk-string", LOSSLESS, {"chunk": "16"}, "chunk is a string"),
+        ("fields-nil", LOSSLESS, {"fields.signed_fractions": None}, "the F of a stream is nil"),
     ],
     "octahedral": [
         *ranges(OCTAHEDRAL, ("dim", 3, 1025)),
@@ -193,6 +203,7 @@ def add_fields() -> None:
         ("0", GROUP, {"codes": 0}, "no field"),
         ("129", bits, {"codes": 129}, "129 fields of a bit"),
         ("of-minifloat", MINIFLOAT, {"codes": 17}, "a column of 17 fields of 8 bits"),
+        ("of-lossless", LOSSLESS, {"signed_fractions": 17}, "a column of 17 fields of 8 bits"),
         ("of-octahedral", OCTAHEDRAL, {"symbol": 19}, "a column of 19 fields of 7 bits"),
         ("of-scalar", SCALAR, {"codes": 8, "codes_high": 43}, "a column of 129 bits of codes_high"),
         ("of-polar", POLAR, {**POLAR.params()["fields"], "angles2": 43}, "a column of 129 bits of angles2"),

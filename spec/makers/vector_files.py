@@ -20,6 +20,7 @@ import corner_vectors  # isort: skip
 import frame_vectors  # isort: skip
 import header_vectors  # isort: skip
 import limit_vectors  # isort: skip
+import lossless_vectors  # isort: skip
 import metadata_vectors  # isort: skip
 import parameter_vectors  # isort: skip
 import position_vectors  # isort: skip
@@ -49,6 +50,7 @@ MODULES = (
     parameter_vectors,
     position_vectors,
     metadata_vectors,
+    lossless_vectors,
 )
 for module in MODULES:
     module.add_all()

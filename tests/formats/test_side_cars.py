@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -270,3 +271,11 @@ def test_payloads_that_are_refused(stream: str, at: tuple[int, ...], value: floa
     arrays[stream][at] = value
     with pytest.raises(InvalidPayload, match=message):
         one.check(arrays, "0.k")
+
+
+def test_checks_of_runs_are_those_of_the_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = create_codec("group", 8, "k", Options("group", {"b": "2", "g": "4", "channel_scale": "fp16"}))
+    asked: list[Any] = []
+    monkeypatch.setattr(type(codec.codec), "check_runs", lambda *arguments: asked.append(arguments))  # type: ignore[attr-defined]
+    codec.check_runs({}, (3, 4), "0.k")
+    assert asked == [(codec.codec, {}, (3, 4), "0.k")]  # type: ignore[attr-defined]

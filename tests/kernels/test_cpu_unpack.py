@@ -91,7 +91,7 @@ def test_every_kind_of_float_is_rounded_as_torch_rounds(level: int, dtype: torch
         assert torch.equal(found.view(integers)[numbers], expected.view(integers)[numbers])
 
 
-@pytest.mark.parametrize("recipe", ["kivi-2", "octopus-3", "bf16"])
+@pytest.mark.parametrize("recipe", ["kivi-2", "octopus-3", "fp16"])
 def test_a_cache_unpacks_by_c(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     original = cpu_unpack.unpack_into

@@ -20,7 +20,7 @@ from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, 
 from file_parts import Parts, one_side  # isort: skip
 from guard_removal import all_guards, caught_by_a_file, listed, readings  # isort: skip
 from guards import LIBRARY, guards_of  # isort: skip
-from invalid_vectors import ANGLE, GROUP, MINIFLOAT, OCTAHEDRAL, POLAR, QUATERNION  # isort: skip
+from invalid_vectors import ANGLE, GROUP, LOSSLESS, MINIFLOAT, OCTAHEDRAL, POLAR, QUATERNION  # isort: skip
 from parameter_vectors import CODED, SIDE_CARS  # isort: skip
 from second_decoder import PATH, decoder  # isort: skip
 from vector_checks import LINES  # isort: skip
@@ -109,6 +109,7 @@ def test_no_file_that_is_refused_takes_more_memory_than_four_times_itself() -> N
         (GROUP, {"rotation_kind": "other"}, "rotation_kind is 'other', expected one of none, hadamard, signed-hadamard"),
         (GROUP, {"scale_dtype": "fp16"}, "scale_dtype is 'fp16', the default: leave it out"),
         (GROUP, {"fields": {b"codes": 1}}, "fields is {.*}, expected a map from stream name to integer"),
+        (LOSSLESS, {"dim": 0}, "dim is 0, expected 1 to 1024"),
         (MINIFLOAT, {"dim": 0}, "dim is 0, expected 1 to 1024"),
         (OCTAHEDRAL, {"b_norm": -1}, "b_norm is -1, expected 0 to 8"),
         (POLAR, {"dim": 0}, "dim is 0, expected 2 to 1024"),

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from hypothesis import given
 
-from kvpack.formats import CODECS
+from kvpack.formats import CODECS, rans
 from kvpack.formats.base import DTYPE_BYTES, MAX_DIM, Codec
 from kvpack.formats.columns import MAX_BASE, MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, MAX_FIELDS, Columns, default_fields
 from kvpack.formats.generator import Generator, signs, unit_quaternions
@@ -57,11 +57,11 @@ def test_what_is_stable_stays_so() -> None:
     text = section(SPEC / "README.md", "Parts")
     status = {row["part"]: row["status"] for row in table(text, "part", "what it defines", "status")}
     status |= {row["codec"]: row["status"] for row in table(text, "codec", "a symbol decodes to", "page", "status")}
-    stable = {"this page", "[container.md](container.md)", "[side-cars.md](side-cars.md)"}
-    stable |= {"raw", "group", "minifloat", "scalar", "octahedral", "quaternion", "angle", "polar"}
+    stable = {"this page", "[container.md](container.md)", "[side-cars.md](side-cars.md)", "[rans.md](rans.md)"}
+    stable |= {"raw", "lossless", "group", "minifloat", "scalar", "octahedral", "quaternion", "angle", "polar"}
     assert stable <= {part for part, word in status.items() if word == "stable"}
     assert set(status.values()) - {"stable", "draft"} == {"see below", "that of the pages", "informative"}
-    for page in ("container.md", "side-cars.md", "store.md"):
+    for page in ("container.md", "side-cars.md", "rans.md", "store.md"):
         assert f"\n\nStatus {status[f'[{page}]({page})']}.\n" in (SPEC / page).read_text(encoding="utf-8")
 
 
@@ -242,7 +242,7 @@ def example_codec(page: Path) -> Codec:
     return CODECS[page.stem].from_params(params)
 
 
-@pytest.mark.parametrize("page", [PAGES["raw"], PAGES["group"], PAGES["minifloat"]], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [PAGES["raw"], PAGES["lossless"], PAGES["group"], PAGES["minifloat"]], ids=lambda page: page.stem)
 def test_worked_examples(page: Path) -> None:
     codec, text = example_codec(page), section(page, "Worked example")
     rows = table(text, "stream", "dtype", "shape", "bytes")
@@ -253,6 +253,8 @@ def test_worked_examples(page: Path) -> None:
     dtypes = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
     streams = {
         row["stream"]: torch.frombuffer(bytearray.fromhex(row["bytes"]), dtype=dtypes[row["dtype"]]).reshape(layout[row["stream"]].shape)
+        if row["bytes"]
+        else torch.empty(layout[row["stream"]].shape, dtype=dtypes[row["dtype"]])
         for row in rows
     }
     values = [[number(value) for value in row["values"].split()] for row in table(text, "token", "values")]
@@ -260,9 +262,29 @@ def test_worked_examples(page: Path) -> None:
     decoded = codec.decode(streams)
     assert torch.equal(decoded.view(torch.int32), expected.view(torch.int32))
     if codec.id != "raw":
-        codec.check({name: stream.numpy() for name, stream in streams.items()}, page.stem)
+        arrays = {name: stream.numpy() for name, stream in streams.items()}
+        codec.check(arrays, page.stem)
+        codec.check_runs(arrays, (2,), page.stem)
         codes = [list(map(int, row["codes"].split())) for row in table(text, "token", "codes")]
-        assert codec.unpack("codes", streams)[0][0, 0].tolist() == codes
+        (stream,) = codec.packings()
+        assert codec.unpack(stream, streams)[0][0, 0].tolist() == codes
+
+
+def test_the_worked_example_of_the_coder() -> None:
+    text = section(SPEC / "rans.md", "Worked example")
+    frequencies = numpy.array([[int(row["f(s)"]) for row in table(text, "symbol s", "f(s)", "b(s)")]])
+    starts = [int(row["b(s)"]) for row in table(text, "symbol s", "f(s)", "b(s)")]
+    assert starts == [int(frequencies[0, :symbol].sum()) for symbol in range(4)]
+    symbols = numpy.array([list(map(int, re.findall(r"`([0-3 ]{60,})`", text)[0].split()))], numpy.uint8)
+    length, one = numpy.array([symbols.shape[1]]), numpy.zeros(1, numpy.int64)
+    chunks = rans.encode(symbols, length, frequencies, one)
+    first, second, others = (int(row["first states"], 16) for row in table(text, "lanes", "first states"))
+    assert chunks.states[0].tolist() == [first, second, *[others] * 30]
+    words = numpy.frombuffer(bytes.fromhex(table(text, "words")[0]["words"]), "<u2")
+    assert chunks.words.tolist() == words.tolist()
+    decoded = rans.decode(chunks, length, frequencies, one)
+    assert decoded.symbols.tolist() == symbols.tolist()
+    assert not decoded.faulty(chunks.counts).any()
 
 
 def number(text: str) -> float:

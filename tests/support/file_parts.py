@@ -19,6 +19,7 @@ from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, TORCH_DTYPES
 
 from golden_files import side_car_packings  # isort: skip
+from lossless_streams import lossless_streams  # isort: skip
 from minifloat_digits import block_scales, finite  # isort: skip
 from parts import Parts  # isort: skip
 
@@ -121,6 +122,8 @@ def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: ra
 
 def random_page(codec: Codec, batch: int, heads: int, tokens: int, source: random.Random) -> tuple[Page, dict[str, list[torch.Tensor]]]:
     """A run of any valid digits, with numbers of either sign and any entries, and the digits."""
+    if (coded := lossless_streams(codec, batch, heads, tokens, lambda: source.randrange(1 << 16))) is not None:
+        return Page(codec, tokens, coded), {name: codec.unpack(name, coded) for name in codec.packings()}
     streams, digits = {}, {}
     for name, packing in codec.packings().items():
         used = -(-codec.dim // 3) if (codec.id, name) == ("octahedral", "symbol") else packing.symbols

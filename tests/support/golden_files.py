@@ -24,6 +24,7 @@ from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
 
+from lossless_streams import lossless_streams  # isort: skip
 from minifloat_digits import block_scales, finite  # isort: skip
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ FILES: dict[str, tuple[str, int, int, tuple[int, ...], int, str]] = {
     "minifloat-e5m2": ("k=minifloat:element=e5m2,per=head,scales=fp16;v=minifloat:element=e5m2,per=token", 80, 33, (3, 2), 0, "bf16"),
     "minifloat-mx": ("k=minifloat:element=e4m3,scales=e8m0;v=minifloat:element=e2m1,scales=e8m0", 64, 80, (3,), 2, "bf16"),
     "minifloat-nvfp4-two-sequences": ("kv=minifloat:element=e2m1,scales=e4m3", 128, 40, (2, 3), 0, "bf16"),
+    "lossless-bf16": ("kv=lossless", 64, 80, (33,), 1, "bf16"),
+    "lossless-fp16-two-sequences": ("kv=lossless:dtype=fp16,chunk=16", 20, 33, (32, 5, 16), 2, "fp16"),
     "no-tokens": ("kivi-2", 64, 64, (), 0, "bf16"),
     "one-side": ("oscar-2", 128, 0, (32, 1), 0, "bf16"),
     "channel-scale-two-sequences": ("kv=scalar:b=2,channel_scale=fp16", 64, 80, (2, 3, 1), 0, "bf16"),
@@ -172,6 +175,8 @@ def side_car_packings(codec: Codec) -> dict[str, Columns]:
 
 def _streams(codec: Codec, batch: int, heads: int, tokens: int, generator: Generator, every: int) -> dict[str, torch.Tensor]:
     """Streams of random digits and numbers; one in ``every`` flags is 1, or none if ``every`` is 0."""
+    if (coded := lossless_streams(codec, batch, heads, tokens, generator.word, finite=True)) is not None:
+        return coded
     streams = {}
     for stream, packing in codec.packings().items():
         used = packing.symbols if stream != "symbol" or codec.id != "octahedral" else -(-codec.dim // 3)

@@ -13,6 +13,7 @@ PAGES = {
     "front": "README.md",
     "container": "container.md",
     "side-cars": "side-cars.md",
+    "rans": "rans.md",
     "store": "store.md",
     **{path.stem: f"codecs/{path.name}" for path in sorted((SPEC / "codecs").glob("*.md"))},
 }

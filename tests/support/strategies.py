@@ -120,6 +120,10 @@ _SCALAR = {"norm": st.sampled_from(("fp16", "fp32")), **_ROTATED}
 
 CASES: dict[str, Case] = {
     "raw": Case(st.fixed_dictionaries({"dtype": st.sampled_from(("bf16", "fp16", "fp32"))}), check_raw),
+    "lossless": Case(
+        st.fixed_dictionaries({"dtype": st.sampled_from(("bf16", "fp16"))}, optional={"chunk": st.sampled_from(("16", "32", "256"))}),
+        check_raw,
+    ),
     "group": Case(
         st.fixed_dictionaries(
             {"b": _integers(1, 8)},
@@ -230,7 +234,7 @@ def codecs(draw: DrawFn, codec_id: str | None = None) -> Codec:
     codec_id = codec_id or draw(st.sampled_from(sorted(CODECS)))
     words = draw(CASES[codec_id].options)
     dim, side = draw(st.sampled_from(DIMS)), draw(st.sampled_from("kv"))
-    if codec_id != "raw":
+    if codec_id not in ("raw", "lossless"):
         for name in sorted(draw(st.sets(st.sampled_from([name for name in SIDE_CARS if dim in SIDE_CAR_DIMS[name]])))):
             words = words | draw(SIDE_CARS[name].filter(lambda found: dim % int(found.get("block_rotation", 1)) == 0))
     try:
@@ -257,7 +261,9 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
     if codec.id != "raw":
         # numpy has no bfloat16, which raw tokens may have.
         bits = {name: stream.view(torch.uint16) if stream.dtype == torch.bfloat16 else stream for name, stream in streams.items()}
-        codec.check({name: stream.numpy() for name, stream in bits.items()}, "x")
+        arrays = {name: stream.numpy() for name, stream in bits.items()}
+        codec.check(arrays, "x")
+        codec.check_runs(arrays, (tokens,) if tokens else (), "x")
     params = codec.params()
     assert params["id"] == codec.id
     assert codec_from_params(params) == codec

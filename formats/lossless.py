@@ -1,0 +1,320 @@
+"""lossless: exponents entropy-coded, signs and fractions as they are (spec/codecs/lossless.md).
+
+Exponents of neighbouring values are alike, and the other bits are nearly random. Sources: SplitZip and FlexKV code the exponents of a
+KV cache too, in fields of fixed width; entropy-coded exponents of weights are those of DFloat11 (arXiv 2504.11651).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+from . import rans
+from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range
+from .columns import Columns, default_fields
+from .errors import InvalidParameter, InvalidPayload
+from .family import CodecFamily
+from .lazy import numpy, torch
+from .raw import rounded
+from .tables import TABLES_KEPT
+from .value_blocks import first_place, row_blocks, rows_at, value_blocks, values_between
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from .options import Options
+    from .value_blocks import Array
+
+    Numbers = numpy.ndarray[Any, Any]
+
+CHUNKS = (16, 32, 64, 128, 256)
+
+_CHECKED_WORDS = 1 << 20
+_CHECKED_CHUNKS = 1 << 10
+"""The most words, and chunks, that are decoded at once when a side is checked; a single chunk may have 2^16 words."""
+
+_BELOW, _ABOVE = 4, 1
+"""A table has room for exponents that its run lacks, so that a run of like values can follow with the same table: 0, and so many
+below the smallest and above the largest."""
+
+
+class Form(NamedTuple):
+    """The fields of a value, from the lowest bit up: fraction, exponent, sign."""
+
+    fraction_bits: int
+    exponent_bits: int
+
+    @property
+    def exponents(self) -> int:
+        return 1 << self.exponent_bits
+
+
+FORMS = {"bf16": Form(7, 8), "fp16": Form(10, 5)}
+
+
+@dataclass(frozen=True)
+class Lossless(CodecFamily):
+    """Values of ``dtype``, bf16 or fp16, bit for bit; the exponents of ``chunk`` tokens of a head are coded together."""
+
+    id: ClassVar[str] = "lossless"
+
+    dim: int
+    dtype: str
+    chunk: int
+    fields: Fields
+
+    def __post_init__(self) -> None:
+        check_range(self.id, "dim", self.dim, 1, MAX_DIM)
+        check_choice(self.id, "dtype", self.dtype, tuple(FORMS))
+        if self.chunk not in CHUNKS:
+            raise InvalidParameter(f"codec {self.id}: chunk is {self.chunk}, expected one of {', '.join(map(str, CHUNKS))}")
+        if self.chunk * self.dim > rans.MOST_SYMBOLS:
+            raise InvalidParameter(
+                f"codec {self.id}: chunk is {self.chunk} at head dim {self.dim}, {self.chunk * self.dim} symbols; "
+                f"the most are {rans.MOST_SYMBOLS}"
+            )
+        check_fields(self.id, self.fields, ("signed_fractions",))
+        self.packings()
+
+    @classmethod
+    def create(cls, dim: int, side: str, options: Options) -> Self:
+        dtype = options.choice("dtype", "bf16", tuple(FORMS))
+        largest = max(chunk for chunk in CHUNKS if chunk * dim <= rans.MOST_SYMBOLS or chunk == CHUNKS[0])
+        chunk = int(options.choice("chunk", str(largest), tuple(map(str, CHUNKS))))
+        options.finish()
+        return cls(dim, dtype, chunk, (("signed_fractions", default_fields(dim, (2 << FORMS[dtype].fraction_bits,))),))
+
+    @property
+    def nominal_bits(self) -> float:
+        """Those of normally distributed values; the sizes of others depend on the values."""
+        return 1 + FORMS[self.dtype].fraction_bits + _USUAL_BITS
+
+    @property
+    def exact_dtype(self) -> str:
+        return self.dtype
+
+    @property
+    def token_group(self) -> int:
+        return self.chunk
+
+    def packings(self) -> dict[str, Columns]:
+        return _packings(self.dim, FORMS[self.dtype].fraction_bits, self.fields)
+
+    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        rows = -(-tokens // self.chunk)
+        return {
+            "frequencies": Layout("U16", (batch, heads, 1, FORMS[self.dtype].exponents), per="run"),
+            "states": Layout("U16", (batch, heads, rows, 2 * rans.LANES), self.chunk),
+            "word_counts": Layout("U16", (batch, heads, rows), self.chunk),
+            "words": Layout("U16", (1, 1, 0), self.chunk, per="entry", batch_axis=None),
+        }
+
+    def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+        return {"words": int(batch * heads * tokens * self.dim * _USUAL_BITS) // 16}
+
+    def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"words": streams["word_counts"].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF).sum(1).T}
+
+    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+        batch, heads = run.shape[:2]
+        alphabet = FORMS[self.dtype].exponents
+        counts = numpy.zeros((batch * heads, alphabet), numpy.int64)
+        for block in run.blocks():
+            exponents = self._split(block)[0].reshape(batch * heads, -1)
+            for head, row in enumerate(exponents):
+                counts[head] += numpy.bincount(row, minlength=alphabet)
+        tables = rans.frequencies(_with_room(counts))
+        if before is not None:
+            last = _numbers(before["frequencies"]).reshape(batch * heads, alphabet).astype(numpy.int64)
+            # A table of its own costs a run its bytes.
+            if (rans.cost(counts, last) <= rans.cost(counts, tables) + 16 * alphabet).all():
+                tables = last
+        stored = _stream(tables.reshape(batch, heads, 1, alphabet), run.device)
+        return RunEncoder({"frequencies": stored}, lambda block, _: self.coded(block, tables))
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Round ``x`` of any float dtype to ``dtype``, ties to even; values of that dtype keep their bits.
+
+        Raises OutOfRange when a finite value would become infinity.
+        """
+        batch, heads, tokens, dim = x.shape
+        run = self.begin(Run((batch, heads, tokens, dim), x.device, lambda: iter((x,))), None)
+        return {**run.encode(x, 0), **run.streams}
+
+    def coded(self, x: torch.Tensor, tables: Numbers) -> dict[str, torch.Tensor]:
+        """The streams of ``x`` but ``frequencies``, by ``tables``, int64 ``[batch · kv_head, symbol]``: what occurs has a frequency."""
+        batch, heads, tokens, dim = x.shape
+        exponents, fractions = self._split(x)
+        rows = -(-tokens // self.chunk)
+        symbols = numpy.zeros((batch * heads, rows * self.chunk, dim), numpy.uint8)
+        symbols[:, :tokens] = exponents.reshape(batch * heads, tokens, dim)
+        symbols = symbols.reshape(batch * heads, rows, self.chunk * dim)
+        # Words lie by chunk, then sequence, then head.
+        in_order = symbols.transpose(1, 0, 2).reshape(-1, self.chunk * dim)
+        lengths = numpy.repeat(self._lengths((tokens,)), batch * heads)
+        chunks = rans.encode(in_order, lengths, tables, numpy.tile(numpy.arange(batch * heads), rows))
+        states = chunks.states.astype("<u4").view("<u2").reshape(rows, batch, heads, 2 * rans.LANES).transpose(1, 2, 0, 3)
+        counts = chunks.counts.reshape(rows, batch, heads).transpose(1, 2, 0)
+        return self.pack("signed_fractions", fractions) | {
+            "states": _stream(states, x.device),
+            "word_counts": _stream(counts, x.device),
+            "words": _stream(chunks.words[None, None], x.device),
+        }
+
+    def _split(self, x: torch.Tensor) -> tuple[Numbers, torch.Tensor]:
+        """The exponents of ``x``, and its signs and fractions as digits, int32; both ``[batch, kv_head, token, dim]``."""
+        bits = rounded(x, self.dtype).view(torch.int16).to(torch.int32)
+        fraction, exponent = FORMS[self.dtype]
+        exponents = (bits >> fraction & (1 << exponent) - 1).to(torch.uint8)
+        return _numbers(exponents), bits >> exponent & 1 << fraction | bits & (1 << fraction) - 1
+
+    def _lengths(self, runs: Sequence[int]) -> Numbers:
+        """The symbols of every chunk of a head, int64, for the tokens of each run."""
+        tokens = [min(self.chunk, run - first) for run in runs for first in range(0, run, self.chunk)]
+        return numpy.array(tokens, numpy.int64) * self.dim
+
+    def stored_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The values of a run, or of its first tokens, in their dtype; fewer tokens than were coded are the first of their chunk."""
+        return self._joined(self.digits(streams)[0], streams)
+
+    def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self._joined(digits[0], streams).to(torch.float32)
+
+    def _joined(self, digit: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        batch, heads, tokens, dim = digit.shape
+        rows = -(-tokens // self.chunk)
+        flat = {name: _numbers(streams[name]) for name in ("frequencies", "states", "word_counts", "words")}
+        counts = flat["word_counts"].transpose(2, 0, 1).reshape(-1).astype(numpy.int64)
+        states = flat["states"].transpose(2, 0, 1, 3).reshape(-1, 2 * rans.LANES)
+        tables = flat["frequencies"].reshape(batch * heads, -1)
+        decoded = rans.decode(
+            rans.Chunks(flat["words"].reshape(-1), counts, _states(states)),
+            numpy.repeat(self._lengths((tokens,)), batch * heads),
+            tables,
+            numpy.tile(numpy.arange(batch * heads), rows),
+        )
+        exponents = numpy.zeros((rows, batch * heads, self.chunk * dim), numpy.uint8)
+        longest = decoded.symbols.shape[1]
+        exponents[:, :, :longest] = decoded.symbols.reshape(rows, batch * heads, longest)
+        of_tokens = exponents.transpose(1, 0, 2).reshape(batch, heads, rows * self.chunk, dim)[:, :, :tokens]
+        fraction, exponent = FORMS[self.dtype]
+        bits = (digit & 1 << fraction) << exponent | digit & (1 << fraction) - 1
+        bits |= torch.from_numpy(of_tokens).to(digit.device, torch.int32) << fraction
+        return bits.to(torch.int16).view({"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype])
+
+    def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
+        """``streams`` whose last chunk has only its first ``tokens`` tokens left: the chunk is coded again, by the same tables."""
+        begin = streams["signed_fractions.0"].shape[2] - tokens
+        last = {
+            name: stream[:, :, begin:] if name.startswith("signed_fractions") else stream[:, :, -1:] for name, stream in streams.items()
+        }
+        words, counts = streams["words"], int(self.entries(last)["words"].sum())
+        last["words"] = words[:, :, words.shape[2] - counts :]
+        tables = _numbers(last["frequencies"]).astype(numpy.int64)
+        again = self.coded(self.stored_values(last), tables.reshape(-1, tables.shape[-1]))
+        return dict(streams) | {
+            "states": _replaced(streams["states"], 1, again["states"]),
+            "word_counts": _replaced(streams["word_counts"], 1, again["word_counts"]),
+            "words": _replaced(words, counts, again["words"]),
+        }
+
+    def check(self, arrays: Mapping[str, Array], where: str) -> None:
+        """Refuse what ``Codec.check`` refuses, frequencies that do not sum to 2^12, states below 2^16, and counts of other words."""
+        super().check(arrays, where)
+        for first, (block,) in row_blocks(arrays["frequencies"]):
+            sums = block.sum(1, dtype=numpy.int64)
+            if (sums != rans.TOTAL).any():
+                at = first_place(sums != rans.TOTAL, first, arrays["frequencies"].shape[:-1])
+                raise InvalidPayload(
+                    f"{where}.frequencies: those at {at} sum to {sums[(sums != rans.TOTAL).argmax()]}, expected {rans.TOTAL}"
+                )
+        states = arrays["states"]
+        for first, (block,) in row_blocks(states):
+            low = block[:, 1::2] == 0
+            if low.any():
+                at = first_place(low, first * rans.LANES, (*states.shape[:-1], rans.LANES))
+                raise InvalidPayload(f"{where}.states: the state at {at} is {block[:, ::2][low][0]}, expected at least {rans.LEAST_STATE}")
+        counted = sum(int(block.sum(dtype=numpy.int64)) for _, block in value_blocks(arrays["word_counts"]))
+        if counted != arrays["words"].shape[2]:
+            raise InvalidPayload(f"{where}.word_counts: they sum to {counted}, {where}.words holds {arrays['words'].shape[2]}")
+
+    def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
+        """Refuse a chunk that an encoder cannot have made: it reads other words than its own, or ends in another state than it began."""
+        batch, heads, rows = arrays["word_counts"].shape
+        lengths = self._lengths(runs)
+        table = numpy.repeat(numpy.arange(len(runs)), [-(-run // self.chunk) for run in runs])
+        counts = values_between(arrays["word_counts"], 0, batch * heads * rows).reshape(batch * heads, rows).T.astype(numpy.int64)
+        ends = numpy.cumsum(counts)
+        for first, last in _batches(ends):
+            # Chunks lie by chunk, then sequence, then head; rows of other streams by sequence, then head.
+            row, head = numpy.divmod(numpy.arange(first, last), batch * heads)
+            used, table_of = numpy.unique(head * len(runs) + table[row], return_inverse=True)
+            own = counts[row, head]
+            begin = int(ends[first - 1]) if first else 0
+            chunks = rans.Chunks(
+                values_between(arrays["words"], begin, int(ends[last - 1])),
+                own,
+                _states(rows_at(arrays["states"], 2 * rans.LANES, head * rows + row)),
+            )
+            tables = rows_at(arrays["frequencies"], FORMS[self.dtype].exponents, used)
+            decoded = rans.decode(chunks, lengths[row], tables, table_of)
+            if (faulty := decoded.faulty(own)).any():
+                one = int(faulty.argmax())
+                sequence, place = divmod(int(head[one]), heads)
+                raise InvalidPayload(
+                    f"{where}.words: the chunk at {[sequence, place, int(row[one])]} reads {decoded.read[one]} of its {own[one]} words "
+                    f"and ends in the states {sorted({int(state) for state in decoded.states[one]})[:4]}, "
+                    f"expected all words and {rans.LEAST_STATE}"
+                )
+
+
+def _batches(ends: Numbers) -> Iterator[tuple[int, int]]:
+    """Ranges of chunks to be decoded together, by the end of each in the words."""
+    first = 0
+    while first < len(ends):
+        begin = int(ends[first - 1]) if first else 0
+        last = int(numpy.searchsorted(ends, begin + _CHECKED_WORDS, "right"))
+        last = min(max(first + 1, last), first + _CHECKED_CHUNKS, len(ends))
+        yield first, last
+        first = last
+
+
+def _with_room(counts: Numbers) -> Numbers:
+    """``counts`` ``[table, symbol]``, with 1 for the symbols that have room without occurring; of many values, that is next to none."""
+    present = counts > 0
+    room = present.copy()
+    for step in range(1, _BELOW + 1):
+        room[:, :-step] |= present[:, step:]
+    for step in range(1, _ABOVE + 1):
+        room[:, step:] |= present[:, :-step]
+    room[:, 0] = True
+    return numpy.maximum(counts, room)
+
+
+def _states(words: Numbers) -> Numbers:
+    """States uint32 ``[chunk, LANES]`` from stored words ``[chunk, 2 · LANES]``, the lower half of each first."""
+    return numpy.ascontiguousarray(words, "<u2").view("<u4").astype(numpy.uint32)
+
+
+def _numbers(stream: torch.Tensor) -> Numbers:
+    found: Numbers = stream.detach().cpu().numpy()
+    return found
+
+
+def _stream(numbers: Numbers, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(numpy.ascontiguousarray(numbers, numpy.uint16)).to(device)
+
+
+def _replaced(stream: torch.Tensor, rows: int, new: torch.Tensor) -> torch.Tensor:
+    """``stream`` with ``new`` in place of its last ``rows`` rows."""
+    return torch.cat([stream[:, :, : stream.shape[2] - rows], new], 2)
+
+
+_USUAL_BITS = 2.53125
+"""Bits of words per exponent of normally distributed values: the entropy is 2.54, and the states hold a part of it."""
+
+
+@lru_cache(TABLES_KEPT)
+def _packings(dim: int, fraction_bits: int, fields: Fields) -> dict[str, Columns]:
+    return {"signed_fractions": Columns(dim, (2 << fraction_bits,), dict(fields)["signed_fractions"])}

@@ -1,0 +1,147 @@
+"""rANS: the entropy coder of codecs whose sizes depend on their values (spec/rans.md).
+
+A chunk is a sequence of symbols that is coded by itself: ``LANES`` coders take turns, symbol i is coded by lane i mod ``LANES``, and
+all lanes share one sequence of 16-bit words. Everything is integer arithmetic, in numpy, over all lanes of many chunks at once: the
+check of a file needs no torch.
+Source: J. Duda, Asymmetric numeral systems (arXiv 1311.2540); F. Giesen, Interleaved entropy coders (arXiv 1402.3392).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .lazy import numpy
+
+if TYPE_CHECKING:
+    Numbers = numpy.ndarray[Any, Any]
+
+LANES = 32
+PRECISION = 12
+"""Frequencies of a table sum to 2^PRECISION."""
+TOTAL = 1 << PRECISION
+LEAST_STATE = 1 << 16
+"""A coder's state is at least this and below 2^32, and it is this before the first symbol is encoded and after the last is decoded."""
+
+MOST_SYMBOLS = 1 << 16
+"""The most symbols of a chunk: its words can then be counted in 16 bits."""
+
+_MOST_SLOT_BYTES = 1 << 24
+
+
+class Chunks(NamedTuple):
+    """Coded chunks: ``words`` uint16 ``[word]`` of one chunk after another, and for each ``counts`` int64 and ``states`` uint32.
+
+    ``counts`` is ``[chunk]``, and ``states``, the first ones, ``[chunk, LANES]``.
+    """
+
+    words: Numbers
+    counts: Numbers
+    states: Numbers
+
+
+class Decoded(NamedTuple):
+    """``symbols`` uint8 ``[chunk, symbol]``, and for each chunk the number of words that it ``read`` and its last ``states``."""
+
+    symbols: Numbers
+    read: Numbers
+    states: Numbers
+
+    def faulty(self, counts: Numbers) -> Numbers:
+        """Which chunks do not end as an encoder began them: ``counts`` words are read, and every state is ``LEAST_STATE``."""
+        found: Numbers = (self.read != counts) | (self.states != LEAST_STATE).any(1)
+        return found
+
+
+def frequencies(counts: Numbers) -> Numbers:
+    """Frequencies int64 ``[table, symbol]`` that sum to ``TOTAL``, near the proportions of ``counts``; at least 1 where a count is not 0.
+
+    A table without counts gives all to symbol 0.
+    """
+    counts = counts.astype(numpy.int64)
+    counts[:, 0] += counts.sum(1) == 0
+    sums = counts.sum(1, keepdims=True)
+    found: Numbers = numpy.maximum((counts * TOTAL + sums // 2) // sums, counts > 0)
+    rows = numpy.arange(len(found))
+    while (excess := found.sum(1) - TOTAL).any():
+        # The largest frequency changes the least in proportion; one symbol alone may take all that is missing.
+        largest = found.argmax(1)
+        found[rows, largest] -= numpy.where(excess > 0, 1, excess)
+    return found
+
+
+def cost(counts: Numbers, table: Numbers) -> Numbers:
+    """The bits ``[table]`` that symbols of these ``counts`` ``[table, symbol]`` take by ``table``; infinite where one has no frequency."""
+    with numpy.errstate(divide="ignore"):
+        bits = PRECISION - numpy.log2(table.astype(numpy.float64))
+    found: Numbers = (counts * numpy.where(counts > 0, bits, 0.0)).sum(1)
+    return found
+
+
+def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
+    """Code the first ``lengths`` ``[chunk]`` of ``symbols`` ``[chunk, symbol]`` by ``tables`` ``[table, symbol]``.
+
+    ``table``, ``[chunk]``, is the number of each chunk's table. Every symbol has a frequency above 0.
+    """
+    chunks, longest = len(symbols), int(lengths.max(initial=0))
+    steps = -(-longest // LANES)
+    starts = numpy.cumsum(tables, 1) - tables
+    states = numpy.full((chunks, LANES), LEAST_STATE, numpy.uint64)
+    words = numpy.zeros((chunks, steps, LANES), numpy.uint16)
+    written = numpy.zeros((chunks, steps, LANES), bool)
+    padded = numpy.zeros((chunks, steps * LANES), symbols.dtype)
+    padded[:, :longest] = symbols[:, :longest]
+    rows = table[:, None]
+    for step in reversed(range(steps)):
+        part = padded[:, step * LANES : (step + 1) * LANES]
+        frequency, start = tables[rows, part].astype(numpy.uint64), starts[rows, part].astype(numpy.uint64)
+        active = numpy.arange(step * LANES, (step + 1) * LANES) < lengths[:, None]
+        full = active & (states >= frequency << numpy.uint64(32 - PRECISION))
+        written[:, step], words[:, step] = full, states & numpy.uint64(0xFFFF)
+        states = numpy.where(full, states >> numpy.uint64(16), states)
+        quotient, rest = numpy.divmod(states, numpy.maximum(frequency, numpy.uint64(1)))
+        states = numpy.where(active, (quotient << numpy.uint64(PRECISION)) + rest + start, states)
+    return Chunks(words[written], written.sum((1, 2), dtype=numpy.int64), states.astype(numpy.uint32))
+
+
+def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> Decoded:
+    """Decode the first ``lengths`` ``[chunk]`` symbols of each chunk to uint8; symbols behind the last of a chunk are of no meaning.
+
+    ``tables`` ``[table, symbol]`` sum to ``TOTAL``, and ``table`` ``[chunk]`` is the number of each chunk's. Any words, counts and states
+    are safe, and ``Decoded.faulty`` tells those that no encoder makes.
+    """
+    count, longest = len(lengths), int(lengths.max(initial=0))
+    steps, shortest = -(-longest // LANES), int(lengths.min(initial=longest))
+    slots = _slots(tables)
+    symbols = numpy.empty((steps, count, LANES), numpy.uint8)
+    first = numpy.repeat(table.astype(numpy.int64) * TOTAL, LANES)
+    begins = numpy.cumsum(chunks.counts) - chunks.counts
+    # A chunk that lacks words reads others, and then has read too many.
+    words = chunks.words.astype(numpy.uint32) if len(chunks.words) else numpy.zeros(1, numpy.uint32)
+    at, states = begins.copy(), chunks.states.astype(numpy.uint32).reshape(-1)
+    for step in range(steps):
+        slot = states & numpy.uint32(TOTAL - 1)
+        found = slots.take(first + slot, mode="clip")
+        symbols[step] = (found & numpy.uint32(0xFF)).reshape(count, LANES)
+        following = ((found >> numpy.uint32(8) & numpy.uint32(TOTAL - 1)) + numpy.uint32(1)) * (states >> numpy.uint32(PRECISION))
+        following += slot - (found >> numpy.uint32(20))
+        low = following < LEAST_STATE
+        if (step + 1) * LANES > shortest:
+            active = (numpy.arange(step * LANES, (step + 1) * LANES) < lengths[:, None]).reshape(-1)
+            low &= active
+            following = numpy.where(active, following, states)
+        places = numpy.flatnonzero(low)
+        wanted = numpy.count_nonzero(low.reshape(count, LANES), 1)
+        sources = numpy.arange(len(places)) + numpy.repeat(at - numpy.cumsum(wanted) + wanted, wanted)
+        following[places] = following[places] << numpy.uint32(16) | words.take(sources, mode="clip")
+        at += wanted
+        states = following
+    in_order = symbols.transpose(1, 0, 2).reshape(count, steps * LANES)[:, :longest]
+    return Decoded(in_order, at - begins, states.reshape(count, LANES))
+
+
+def _slots(tables: Numbers) -> Numbers:
+    """For every slot of every table, flat uint32: its symbol, the symbol's frequency - 1 from bit 8 on, its first slot from bit 20 on."""
+    tables = tables.astype(numpy.int64)
+    starts = numpy.cumsum(tables, 1) - tables
+    packed = numpy.arange(tables.shape[1]) | (tables - 1 << 8) | starts << 20
+    return numpy.repeat((packed & 0xFFFFFFFF).astype(numpy.uint32).reshape(-1), tables.reshape(-1))

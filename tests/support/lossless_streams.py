@@ -1,0 +1,36 @@
+"""Random streams of the codec lossless: values of random bits by random tables, for few states and words are such as an encoder makes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy
+import torch
+
+from kvpack.formats.lossless import FORMS, Lossless
+from kvpack.formats.rans import TOTAL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvpack.formats.base import Codec
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def lossless_streams(
+    codec: Codec, batch: int, heads: int, tokens: int, draw: Callable[[], int], *, finite: bool = False
+) -> dict[str, torch.Tensor] | None:
+    """The streams of values whose 16 bits ``draw`` gives, NaN and infinities among them unless ``finite``; None for another codec."""
+    if not isinstance(codec, Lossless):
+        return None
+    form = FORMS[codec.dtype]
+    # An even exponent field is not that of NaN or infinity.
+    mask = 0xFFFF ^ (1 << form.fraction_bits if finite else 0)
+    bits = torch.tensor([draw() & mask for _ in range(batch * heads * tokens * codec.dim)], dtype=torch.int32).to(torch.int16)
+    weights = numpy.array([[draw() % 7 + 1 for _ in range(form.exponents)] for _ in range(batch * heads)], numpy.int64)
+    tables = 1 + weights * (TOTAL - form.exponents) // weights.sum(1, keepdims=True)
+    tables[:, 0] += TOTAL - tables.sum(1)
+    streams = codec.coded(bits.view(batch, heads, tokens, codec.dim).view(DTYPES[codec.dtype]), tables)
+    frequencies = torch.from_numpy(tables.reshape(batch, heads, 1, form.exponents).astype(numpy.uint16))
+    return {name: (streams | {"frequencies": frequencies})[name] for name in codec.layout(1, 1, 0)}

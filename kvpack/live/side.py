@@ -75,9 +75,11 @@ class LiveSide:
         # Rows of entries, and of runs, are as many as the tokens' values ask for: such pages are joined, not filled.
         self._in_place = in_place and all(entry.per == "token" for entry in side.codec.layout(1, 1, 0).values())
         self._open: list[OpenPage] = []
+        self._joined: Pages | None = None
         if older:
             # The other side has packed them already.
             self._pages = self._pages.added(Page(self.codec, older, self.encoded(side.tail[:, :, :older], where)))
+            self._joined = None
 
     @property
     def batch(self) -> int:
@@ -134,6 +136,7 @@ class LiveSide:
 
     def add(self, streams: Mapping[str, torch.Tensor], tokens: int) -> None:
         """Add ``tokens`` packed tokens."""
+        self._joined = None
         with own_modes(self.tail.device):
             if not self._in_place:
                 self._pages = self._pages.added(Page(self.codec, tokens, streams))
@@ -154,14 +157,14 @@ class LiveSide:
     def keep(self, start: int, stop: int) -> None:
         """Keep packed tokens ``[start, stop)``; ``start`` is where a token group begins."""
         pages = self._all_pages()
-        self._open = []
+        self._open, self._joined = [], None
         self._pages = pages.slice(start, stop)
 
     def select(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of the batch, int64 on the side's device, in that order."""
         side = self.side(0).select(indices)
         assert isinstance(side.pages, Pages)
-        self._pages, self._open = side.pages, []
+        self._pages, self._open, self._joined = side.pages, [], None
         with own_modes(self.tail.device):
             self.tail = self.tail.index_select(0, indices.to(self.tail.device))
 
@@ -176,4 +179,7 @@ class LiveSide:
         return windows * self.window
 
     def _all_pages(self) -> Pages:
-        return Pages([*self._pages.stretches, *(page.page.stretch for page in self._open if page.filled)])
+        """All pages: the same object until they change, so that kernels find what they have kept with it."""
+        if self._joined is None:
+            self._joined = Pages([*self._pages.stretches, *(page.page.stretch for page in self._open if page.filled)])
+        return self._joined

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
@@ -14,17 +15,21 @@ from kvpack.cache.files import load
 from kvpack.cache.given import check_packed
 from kvpack.coding.recipes import Recipe
 from kvpack.file.inputs import Inputs
-from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, InvalidShape, KvpackWarning, OutOfBounds
 from kvpack.live.cache import LiveCache
 
 from .hooks import Hooks
 from .layers import AbsentLayer, Decoding, PackedLayer
-from .models import Model, check_identity, check_layers, has_multidimensional_positions
+from .models import Model, check_identity, check_layers, has_multidimensional_positions, identity_of
 from .positions import RotaryPositions
+from .prompts import common_tokens
 from .record import Record
 from .states import PackedLength, PackedStates
 from .switch import Switch
 from .tracking import Tracking
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class KvpackCache(TransformersCache):  # type: ignore[misc]
@@ -42,6 +47,10 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     A model with rotary positions of several dimensions, such as Qwen2-VL, continues a prompt whose recorded ids are all of it;
     for any other, ``rope_deltas`` is what the model had of that name after the prompt, or 0 for text.
 
+    With ``prompt``, the token ids that ``generate`` will be given, the cache keeps the tokens that both begin with, and the model
+    computes the others: ``get_seq_length()`` tells how many are kept. Where a sliding-window layer has dropped tokens that the next one
+    attends to, none are, and a KvpackWarning tells so. The cache must hold its token ids, and depend on nothing else.
+
     Raises InvalidDtype for what is neither a model nor a packed cache; InvalidRecipe; InvalidParameter, naming what differs, for a cache
     of another model and for one that does not start at position 0; NotConsecutive when a layer ends before the others; InvalidShape
     when one lacks tokens of the model's window.
@@ -54,6 +63,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         *,
         dense: bool | None = None,
         rope_deltas: torch.Tensor | int | None = None,
+        prompt: torch.Tensor | Sequence[int] | None = None,
     ) -> None:
         model, contents = _arguments(first, second)
         known = None if model is None else Model(model)
@@ -75,7 +85,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             assert known is not None
             present = known.layers_with_tokens()
             windows = known.windows(len(present))
-            self.live = LiveCache(contents, layers=len(present), sliding_windows=windows)
+            self.live = LiveCache(contents, layers=len(present), sliding_windows=windows, model=identity_of(model))
             inputs = Inputs()
         decoding = Decoding(bool(dense))
         layers = [
@@ -97,6 +107,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self._hooks = None if model is None else Hooks.on(model)
         self._switch = None if known is None or self._dense else Switch.of(model)
         self._seen: set[type] = set()
+        self._metadata = dict(contents.metadata) if isinstance(contents, Cache) else {}
+        if prompt is not None:
+            self._keep(common_tokens(contents, prompt) if isinstance(contents, Cache) else 0)
 
     @classmethod
     def load(
@@ -119,9 +132,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     def packed(self) -> Cache:
         """The packed cache with every token appended so far: what ``kvpack.save`` takes.
 
-        ``inputs`` says what the tokens came from, as far as it was recorded.
+        ``inputs`` says what the tokens came from, as far as it was recorded, and ``model`` what the model is, but for its weights.
         """
-        return replace(self.live.frozen_as_it_is(packed=True), inputs=self.passes.record.inputs)
+        return replace(self.live.frozen_as_it_is(packed=True), inputs=self.passes.record.inputs, metadata=self._metadata)
 
     def release(self) -> None:
         """Stop recording forward passes, and set the attention that the model had, unless another cache needs either."""
@@ -209,6 +222,18 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
                 f"{type(module).__name__} has rotary positions of several dimensions, which need the model: write KvpackCache(cache, model)"
             )
         self._seen.add(type(module))
+
+    def _keep(self, tokens: int) -> None:
+        """Keep the first ``tokens``; none where a layer lacks some that the next token attends to."""
+        try:
+            if tokens:
+                self.crop(tokens - self.passes.record.tokens)
+        except (OutOfBounds, InvalidShape) as error:
+            text = f"the prompt and the cache begin with the same {tokens} tokens, and none of them are kept: {error}"
+            warnings.warn(text, KvpackWarning, stacklevel=4)
+            tokens = 0
+        if not tokens:
+            self.reset()
 
     def _check_states(self, key_states: torch.Tensor, value_states: torch.Tensor, number: int) -> None:
         """Raise InvalidShape unless these states continue layer ``number``, and it is the one that is due."""

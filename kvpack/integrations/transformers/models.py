@@ -98,10 +98,8 @@ def check_identity(cache: Cache, model: Any) -> None:
     named = cache.model
     if not named.get("config"):
         return
-    try:
-        found = Identity.of(model, cache.recipe, weights=named.get("weights", "")).header_model
-    except InvalidParameter:
-        # In training mode, or with values that are not in memory, a model cannot be named.
+    found = identity_of(model)
+    if not found:
         return
     for field in ("name", "dtype", "rope", "adapter", "config"):
         mine, theirs = named.get(field, ""), found.get(field, "")
@@ -115,6 +113,17 @@ def check_identity(cache: Cache, model: Any) -> None:
                 f"the cache was computed by a model whose {field} is {mine!r}, and this one's is {theirs!r}; if both compute the same, "
                 "write KvpackCache(dataclasses.replace(cache, model={}), model)"
             )
+
+
+def identity_of(model: Any) -> dict[str, str]:
+    """What a cache says of ``model``, but for its weights, which would all have to be read; empty where the model cannot be named.
+
+    It cannot in training mode, or with values that are not in memory.
+    """
+    try:
+        return Identity.of(model, "raw", weights="").header_model
+    except InvalidParameter:
+        return {}
 
 
 def has_multidimensional_positions(config: Any) -> bool:

@@ -1,0 +1,55 @@
+"""How much of a cache a prompt can reuse: the tokens whose ids begin both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
+
+if TYPE_CHECKING:
+    from kvpack.cache.cache import Cache
+
+
+def common_tokens(cache: Cache, prompt: Any) -> int:
+    """The number of tokens with which ``cache`` and every row of ``prompt`` ``[batch, token]`` begin; at least one is left to compute.
+
+    Raises InvalidShape or InvalidDtype for anything but token ids of as many rows as the cache has sequences, and InvalidParameter for
+    a cache whose ids are not known, or whose first token depends on anything else.
+    """
+    ids = _ids(prompt)
+    batches = {side.batch for layer in cache for side in layer.sides.values()}
+    if batches - {ids.shape[0]}:
+        raise InvalidShape(
+            f"the prompt has {ids.shape[0]} rows, and the cache holds {max(batches)} sequences: give one row for each, "
+            "or take sequences of the cache with Cache.select"
+        )
+    if not cache.tokens:
+        return 0
+    inputs = cache.inputs
+    if inputs is None or (not inputs.tokens and not inputs.undetermined):
+        raise InvalidParameter(
+            "the cache does not hold the token ids that it was computed from, so no prompt can be compared with it: "
+            "save a KvpackCache of the model, or pack with inputs="
+        )
+    if 0 in inputs.starts:
+        text = inputs.undetermined[inputs.starts.index(0)]
+        raise InvalidParameter(f"{text}: token ids do not determine the cache, so no prompt can be compared with it")
+    known = numpy.frombuffer(inputs.token_ids, "<u4").astype(numpy.int64)
+    most = min([len(known), cache.tokens, ids.shape[1] - 1, *inputs.starts])
+    differing = (ids[:, :most] != torch.from_numpy(known[:most])).any(0).nonzero()
+    return int(differing[0]) if len(differing) else most
+
+
+def _ids(prompt: Any) -> torch.Tensor:
+    ids = torch.as_tensor(prompt).detach().cpu()
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+        raise InvalidDtype(f"prompt has dtype {ids.dtype}, expected token ids, which are integers")
+    ids = ids.to(torch.int64)
+    if ids.dim() == 1:
+        ids = ids[None]
+    if ids.dim() != 2 or not ids.numel():
+        raise InvalidShape(f"prompt has shape {list(ids.shape)}, expected token ids [batch, token], at least one in each row")
+    return ids

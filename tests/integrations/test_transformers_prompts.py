@@ -1,0 +1,164 @@
+"""A prompt reuses what it has in common with a file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from zoo_models import model_of
+
+import kvpack
+from kvpack.cli import main
+from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackError
+from kvpack.file.inputs import Inputs
+from kvpack.integrations.transformers import KvpackCache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+IDS = torch.randint(1, 60, (1, 60), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def generated(model: Any, ids: torch.Tensor, cache: Any = None) -> list[Any]:
+    return model.generate(ids, past_key_values=cache, do_sample=False, pad_token_id=0, max_new_tokens=6, use_cache=True).tolist()
+
+
+def file_of(model: Any, path: Path, ids: torch.Tensor = IDS, recipe: str = "raw") -> Path:
+    with KvpackCache(model, recipe) as cache:
+        model(ids, past_key_values=cache)
+        kvpack.save(cache.packed, path, metadata={"title": "one"})
+    return path
+
+
+def changed(token: int, count: int = 70) -> torch.Tensor:
+    """A longer prompt that differs from the file's ids at ``token``."""
+    ids = torch.cat([IDS, IDS], 1)[:, :count].clone()
+    ids[0, token] = 61
+    return ids
+
+
+@pytest.mark.parametrize(("prompt", "kept"), [
+    (changed(45), 45),
+    (changed(0), 0),
+    (changed(69), 60),
+    (IDS, 59),
+    (IDS[:, :20], 19),
+    (IDS[:, :1], 0),
+], ids=["inside", "at the first token", "after the file", "the file's own", "shorter", "one token"])  # fmt: skip
+@pytest.mark.parametrize("name", ["Llama", "DeepSeek-V3"])
+def test_the_common_tokens_are_kept(name: str, prompt: torch.Tensor, kept: int, tmp_path: Path, recwarn: Any) -> None:
+    model = model_of(name)
+    path = file_of(model, tmp_path / "file")
+    computed = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: computed.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    with KvpackCache.load(path, model, prompt=prompt) as cache:
+        assert cache.get_seq_length() == kept
+        found = generated(model, prompt, cache)
+        assert computed[0] == prompt.shape[1] - kept
+        inputs = cache.packed.inputs
+        assert inputs.token_ids == torch.tensor(found)[0, :-1].numpy().astype("<u4").tobytes()
+        assert not inputs.undetermined
+    assert found == generated(model, prompt)
+    assert KvpackCache.load(path, model, prompt=prompt[0].tolist()).get_seq_length() == kept
+
+
+def test_of_lossy_tokens_those_in_common_are_kept_as_they_are(tmp_path: Path) -> None:
+    model = model_of("Llama")
+    path = file_of(model, tmp_path / "file", recipe="kv=group:b=4,g=8")
+    with KvpackCache.load(path, model, prompt=changed(45)) as cache:
+        for mine, theirs in zip(cache.packed, kvpack.load(path), strict=True):
+            for one, other in zip(mine.unpack(), theirs.unpack(), strict=True):
+                assert torch.equal(one, other[:, :, :45])
+        assert len(generated(model, changed(45), cache)[0]) == 76
+
+
+def test_rows_keep_what_all_of_them_begin_with(tmp_path: Path) -> None:
+    model = model_of("Llama")
+    path = file_of(model, tmp_path / "file", IDS.expand(2, -1))
+    prompt = torch.cat([changed(50), changed(30)])
+    with KvpackCache.load(path, model, prompt=prompt) as cache:
+        assert cache.get_seq_length() == 30
+        assert generated(model, prompt, cache) == generated(model, prompt)
+    with pytest.raises(InvalidShape, match=r"the prompt has 1 rows, and the cache holds 2 sequences: give one row for each"):
+        KvpackCache.load(path, model, prompt=IDS)
+
+
+@pytest.mark.parametrize(("token", "kept"), [(58, 58), (20, 0)], ids=["inside what is held", "before it"])
+def test_sliding_layers_keep_what_they_can(token: int, kept: int, tmp_path: Path) -> None:
+    model = model_of("Gemma-3")
+    path = file_of(model, tmp_path / "file")
+    cache = kvpack.load(path)
+    first = replace(cache[0], k=cache[0].k.slice(32, 60), v=cache[0].v.slice(32, 60), skipped=32)
+    kvpack.save(replace(cache, layers=(first, cache[1])), path)
+    prompt = changed(token)
+    if not kept:
+        with pytest.warns(kvpack.KvpackWarning, match="the same 20 tokens, and none of them are kept"):
+            cache = KvpackCache.load(path, model, prompt=prompt)
+    else:
+        cache = KvpackCache.load(path, model, prompt=prompt)
+    assert cache.get_seq_length() == kept
+    assert generated(model, prompt, cache) == generated(model, prompt)
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    model = model_of("Llama")
+    path = file_of(model, tmp_path / "file")
+    cache = kvpack.load(path)
+    ids = cache.inputs.token_ids
+    cases: list[tuple[type[KvpackError], str, Any, Any]] = [
+        (InvalidParameter, "does not hold the token ids that it was computed from", None, IDS),
+        (InvalidParameter, "does not hold the token ids that it was computed from", Inputs(), IDS),
+        (
+            InvalidParameter,
+            "tokens 0 to 3 came from embeddings: token ids do not",
+            Inputs(ids, ("tokens 0 to 3 came from embeddings",)),
+            IDS,
+        ),
+        (InvalidDtype, "prompt has dtype torch.float32, expected token ids", cache.inputs, IDS.float()),
+        (InvalidShape, r"prompt has shape \[1, 0\], expected token ids", cache.inputs, IDS[:, :0]),
+        (InvalidShape, r"prompt has shape \[1, 1, 60\], expected token ids", cache.inputs, IDS[None]),
+    ]
+    for kind, text, inputs, prompt in cases:
+        with pytest.raises(kind, match=text):
+            KvpackCache(model, replace(cache, inputs=inputs), prompt=prompt)
+    # What came from anything else is after the tokens that are kept.
+    image = Inputs(ids, ("tokens 40 to 43 came from embeddings",), (40,))
+    assert KvpackCache(model, replace(cache, inputs=image), prompt=IDS).get_seq_length() == 40
+    assert KvpackCache(model, replace(cache, inputs=Inputs(ids[:80])), prompt=IDS).get_seq_length() == 20
+    model.train()
+    with KvpackCache(model, "raw") as trained:
+        model(IDS, past_key_values=trained)
+        with pytest.raises(InvalidParameter, match="were computed in training mode: token ids do not determine the cache"):
+            KvpackCache(model, trained.packed, prompt=IDS)
+
+
+def test_a_file_names_its_model_and_keeps_its_metadata(tmp_path: Path, capsys: Any) -> None:
+    model = model_of("Llama")
+    model.config._name_or_path = "one"
+    path = file_of(model, tmp_path / "file")
+    named = kvpack.load(path).model
+    assert named == {name: text for name, text in kvpack.Identity.of(model, "raw").header_model.items() if name != "weights"}
+    with KvpackCache.load(path, model) as cache, KvpackCache(model, "raw") as other:
+        assert other.packed.model == named
+        model(IDS, past_key_values=cache)
+        kvpack.save(cache.packed, tmp_path / "longer")
+    longer = kvpack.load(tmp_path / "longer")
+    assert longer.model == named
+    assert longer.metadata == {"title": "one"}
+    assert longer.inputs.tokens == longer.tokens == 120
+    other = model_of("Llama", rms_norm_eps=1e-3)
+    with pytest.raises(InvalidParameter, match="the cache was computed by a model whose config is '"):
+        KvpackCache.load(path, other)
+    assert main(["inspect", str(tmp_path / "longer")]) == 0
+    printed = capsys.readouterr().out
+    assert "token ids of the first 120 tokens\n" in printed
+    assert "title: one" in printed
+    assert "name one" in printed

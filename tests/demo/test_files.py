@@ -83,6 +83,7 @@ def test_the_table(report: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert "DP3EIW8U right" in row
     assert "5 of 5" in row
     assert repr(report["files"][0]["sample"]) in text
+    assert f"by {kvpack.backends()['cpu']}\n" in text
 
 
 def test_the_command(report: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,14 +194,15 @@ class Lossless(CodecFamily):
             tables,
             numpy.tile(numpy.arange(batch * heads), rows),
         )
-        exponents = numpy.zeros((rows, batch * heads, self.chunk * dim), numpy.uint8)
-        longest = decoded.symbols.shape[1]
-        exponents[:, :, :longest] = decoded.symbols.reshape(rows, batch * heads, longest)
-        of_tokens = exponents.transpose(1, 0, 2).reshape(batch, heads, rows * self.chunk, dim)[:, :, :tokens]
+        # Chunks of a part of their tokens alone are as long as that part.
+        exponents = torch.from_numpy(decoded.symbols).view(rows, batch, heads, min(self.chunk, tokens), dim)
+        exponents = exponents.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
         fraction, exponent = FORMS[self.dtype]
-        bits = (digit & 1 << fraction) << exponent | digit & (1 << fraction) - 1
-        bits |= torch.from_numpy(of_tokens).to(digit.device, torch.int32) << fraction
-        return bits.to(torch.int16).view({"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype])
+        codes = digit.to(torch.int16)
+        bits = (codes & 1 << fraction) << exponent
+        bits |= codes & (1 << fraction) - 1
+        bits |= exponents.to(digit.device, torch.int16).bitwise_left_shift_(fraction)
+        return bits.view({"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype])
 
     def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
         """``streams`` whose last chunk has only its first ``tokens`` tokens left: the chunk is coded again, by the same tables."""

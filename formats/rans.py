@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .lazy import numpy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     Numbers = numpy.ndarray[Any, Any]
 
 LANES = 32
@@ -103,7 +105,17 @@ def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) 
     return Chunks(words[written], written.sum((1, 2), dtype=numpy.int64), states.astype(numpy.uint32))
 
 
+compiled: Callable[[Chunks, Numbers, Numbers, Numbers], Decoded | None] | None = None
+"""A decoder that decodes the same faster, or returns None: ``kvpack.coding.dispatch`` sets it."""
+
+
 def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> Decoded:
+    """``decoded`` by ``compiled`` where it is set and takes the call."""
+    found = compiled(chunks, lengths, tables, table) if compiled is not None else None
+    return decoded(chunks, lengths, tables, table) if found is None else found
+
+
+def decoded(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> Decoded:
     """Decode the first ``lengths`` ``[chunk]`` symbols of each chunk to uint8; symbols behind the last of a chunk are of no meaning.
 
     ``tables`` ``[table, symbol]`` sum to ``TOTAL``, and ``table`` ``[chunk]`` is the number of each chunk's. Any words, counts and states
@@ -111,7 +123,7 @@ def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) ->
     """
     count, longest = len(lengths), int(lengths.max(initial=0))
     steps, shortest = -(-longest // LANES), int(lengths.min(initial=longest))
-    slots = _slots(tables)
+    slots = slots_of(tables)
     symbols = numpy.empty((steps, count, LANES), numpy.uint8)
     first = numpy.repeat(table.astype(numpy.int64) * TOTAL, LANES)
     begins = numpy.cumsum(chunks.counts) - chunks.counts
@@ -139,7 +151,7 @@ def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) ->
     return Decoded(in_order, at - begins, states.reshape(count, LANES))
 
 
-def _slots(tables: Numbers) -> Numbers:
+def slots_of(tables: Numbers) -> Numbers:
     """For every slot of every table, flat uint32: its symbol, the symbol's frequency - 1 from bit 8 on, its first slot from bit 20 on."""
     tables = tables.astype(numpy.int64)
     starts = numpy.cumsum(tables, 1) - tables

@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 9
+#define KVPACK_INTERFACE 10
 
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 3 };
 
@@ -144,10 +144,26 @@ typedef struct {
     int64_t threads, level;
 } Encode;
 
+/* rans: `chunks` of formats/rans.py, each with 32 states and a table of 4096 slots, to symbols [chunk][stride]; `read` and `last` are the
+   words that each has read, and its last states. */
+typedef struct {
+    const uint16_t *words;
+    const int64_t *first_word;
+    const uint32_t *states;
+    const int64_t *lengths;
+    const uint32_t *slots;
+    const int64_t *table;
+    uint8_t *symbols;
+    int64_t *read;
+    uint32_t *last;
+    int64_t chunks, word_count, stride, threads, level;
+} Rans;
+
 /* These return 0, or 1 where there is not enough memory; kvpack_encode 2 where formats/ is to refuse a value. */
 int64_t kvpack_encode(const Encode *call);
 int64_t kvpack_attend(const Attend *call);
 int64_t kvpack_unpack(const Unpack *call);
+int64_t kvpack_rans(const Rans *call);
 
 /* Says that new memory is about to be written. */
 void kvpack_expect_writes(char *data, int64_t bytes);

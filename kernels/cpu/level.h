@@ -25,6 +25,8 @@ typedef struct {
     /* And for encoding, whose item is 0 where a value is refused. */
     int64_t (*encode_bytes)(const Encode *call);
     int (*encode)(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, char *memory);
+    /* One chunk. */
+    void (*rans)(const Rans *call, int64_t chunk);
 } Level;
 
 extern const Level kvpack_v4, kvpack_v3, kvpack_portable;

@@ -42,6 +42,7 @@ EXPORTED int64_t kvpack_sizes(int64_t structure) {
         case 2: return sizeof(Attend);
         case 3: return sizeof(Unpack);
         case 4: return sizeof(Encode);
+        case 5: return sizeof(Rans);
         default: return 0;
     }
 }
@@ -197,4 +198,20 @@ EXPORTED int64_t kvpack_encode(const Encode *call) {
     Encoding work = {call, level_of(call->level), ceiling(call->tokens, TOKENS_ENCODED), &refused};
     int failed = kvpack_for_each(encode_item, &work, work.parts * call->heads * call->batch, call->threads, work.level->encode_bytes(call));
     return failed ? 1 : atomic_load(&refused) ? 2 : 0;
+}
+
+typedef struct {
+    const Rans *call;
+    const Level *level;
+} Chunks;
+
+static void rans_item(const void *context, int64_t number, char *memory) {
+    const Chunks *work = context;
+    (void)memory;
+    work->level->rans(work->call, number);
+}
+
+EXPORTED int64_t kvpack_rans(const Rans *call) {
+    Chunks work = {call, level_of(call->level)};
+    return kvpack_for_each(rans_item, &work, call->chunks, call->threads, 1);
 }

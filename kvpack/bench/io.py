@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 DEFAULT_SYNTHETIC = "4x1x8x4096x128"
 """Large enough that neither the processor's cache nor call overhead dominates: 64 MiB in bf16."""
 
-RECIPES = ("bf16", "fp8", "kivi-2", "turboquant-3", "octopus-3", "polarquant-3", "turboangle-k8v4", "hqmq-s24-r3")
+RECIPES = ("bf16", "lossless", "fp8", "kivi-2", "turboquant-3", "octopus-3", "polarquant-3", "turboangle-k8v4", "hqmq-s24-r3")
 """One preset per codec family."""
 DEFAULT_TOKENS = 4096
 

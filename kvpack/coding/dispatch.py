@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Protocol
 
+from kvpack.formats import rans
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.side_cars import WithSideCars
 
@@ -102,6 +103,18 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
     from kvpack.kernels.decode import sides
 
     return sides.unpack_into(side, 0, side.tokens, out, True)
+
+
+def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Decoded | None:
+    """``rans.decode`` in C, None where C does not run."""
+    if os.environ.get(VARIABLE, "") not in ("", "cpu") or not cpu_library.built():
+        return None
+    from kvpack.kernels.cpu import rans as c_rans
+
+    return c_rans.decode(chunks, lengths, tables, table)
+
+
+rans.compiled = _decode_chunks
 
 
 def uses_triton(device: torch.device) -> bool:

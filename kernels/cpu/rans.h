@@ -1,0 +1,65 @@
+/* Chunks of rANS (spec/rans.md, formats/rans.py): 32 lanes that share one sequence of words, decoded together. */
+
+enum { RANS_LANES = 32, RANS_BITS = 12, RANS_SLOTS = 1 << RANS_BITS, RANS_LEAST = 1 << 16 };
+
+/* One symbol of one lane; `at` is the next word of the array, and 0 stands for words behind its end. */
+INLINE uint8_t rans_symbol(const Rans *call, const uint32_t *slots, uint32_t *state, int64_t *at) {
+    uint32_t x = *state, slot = x & (RANS_SLOTS - 1), found = slots[slot];
+    x = ((found >> 8 & (RANS_SLOTS - 1)) + 1) * (x >> RANS_BITS) + slot - (found >> 20);
+    if (x < RANS_LEAST) {
+        x = x << 16 | (*at < call->word_count ? call->words[*at] : 0);
+        ++*at;
+    }
+    *state = x;
+    return (uint8_t)found;
+}
+
+#if LEVEL >= 3
+/* For each mask of 8 lanes, the place among the next words of the one that a lane takes. */
+#define PLACE(mask, lane) __builtin_popcount((mask) & ((1 << (lane)) - 1))
+#define PLACES(mask) \
+    {PLACE(mask, 0), PLACE(mask, 1), PLACE(mask, 2), PLACE(mask, 3), PLACE(mask, 4), PLACE(mask, 5), PLACE(mask, 6), PLACE(mask, 7)}
+#define PLACES_4(mask) PLACES(mask), PLACES(mask + 1), PLACES(mask + 2), PLACES(mask + 3)
+#define PLACES_16(mask) PLACES_4(mask), PLACES_4(mask + 4), PLACES_4(mask + 8), PLACES_4(mask + 12)
+#define PLACES_64(mask) PLACES_16(mask), PLACES_16(mask + 16), PLACES_16(mask + 32), PLACES_16(mask + 48)
+static const uint8_t rans_places[256][8] = {PLACES_64(0), PLACES_64(64), PLACES_64(128), PLACES_64(192)};
+
+/* One symbol of every lane. Loads 8 words where it may take fewer: they are in the array, if not of the chunk. */
+INLINE void rans_step(const uint16_t *words, const uint32_t *slots, uint32_t *states, int64_t *at, uint8_t *symbols) {
+    const __m256i bytes = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
+                                           0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    for (int part = 0; part < RANS_LANES; part += 8) {
+        __m256i x = _mm256_loadu_si256((const __m256i *)(states + part)), slot = _mm256_and_si256(x, _mm256_set1_epi32(RANS_SLOTS - 1));
+        __m256i found = _mm256_i32gather_epi32((const int *)slots, slot, 4);
+        __m256i frequency = _mm256_and_si256(_mm256_srli_epi32(found, 8), _mm256_set1_epi32(RANS_SLOTS - 1));
+        x = _mm256_mullo_epi32(_mm256_add_epi32(frequency, _mm256_set1_epi32(1)), _mm256_srli_epi32(x, RANS_BITS));
+        x = _mm256_add_epi32(x, _mm256_sub_epi32(slot, _mm256_srli_epi32(found, 20)));
+        __m256i low = _mm256_cmpeq_epi32(_mm256_srli_epi32(x, 16), _mm256_setzero_si256());
+        int mask = _mm256_movemask_ps(_mm256_castsi256_ps(low));
+        __m256i next = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(words + *at)));
+        next = _mm256_permutevar8x32_epi32(next, _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)rans_places[mask])));
+        x = _mm256_blendv_epi8(x, _mm256_or_si256(_mm256_slli_epi32(x, 16), next), low);
+        *at += __builtin_popcount(mask);
+        _mm256_storeu_si256((__m256i *)(states + part), x);
+        __m256i packed = _mm256_shuffle_epi8(found, bytes);
+        uint32_t first = (uint32_t)_mm256_extract_epi32(packed, 0), second = (uint32_t)_mm256_extract_epi32(packed, 4);
+        memcpy(symbols + part, &first, 4);
+        memcpy(symbols + part + 4, &second, 4);
+    }
+}
+#endif
+
+static void rans_chunk(const Rans *call, int64_t chunk) {
+    const uint32_t *slots = call->slots + call->table[chunk] * RANS_SLOTS;
+    int64_t length = call->lengths[chunk], at = call->first_word[chunk], i = 0;
+    uint32_t states[RANS_LANES];
+    uint8_t *symbols = call->symbols + chunk * call->stride;
+    memcpy(states, call->states + chunk * RANS_LANES, sizeof(states));
+#if LEVEL >= 3
+    for (; i + RANS_LANES <= length && at + RANS_LANES <= call->word_count; i += RANS_LANES)
+        rans_step(call->words, slots, states, &at, symbols + i);
+#endif
+    for (; i < length; i++) symbols[i] = rans_symbol(call, slots, &states[i % RANS_LANES], &at);
+    call->read[chunk] = at - call->first_word[chunk];
+    memcpy(call->last + chunk * RANS_LANES, states, sizeof(states));
+}

@@ -1,0 +1,44 @@
+"""rANS on the CPU: chunks decoded in C, to what ``formats/rans.py`` decodes, bit for bit, whatever their words and states are."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from kvpack.formats import rans
+
+from . import library
+
+if TYPE_CHECKING:
+    Numbers = numpy.ndarray[Any, Any]
+
+FEWEST_SYMBOLS = 1 << 18
+"""Symbols of a call for each of its threads: below it, starting one costs more than it saves."""
+
+
+def decode(
+    chunks: rans.Chunks, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0
+) -> rans.Decoded:
+    """``formats.rans.decode`` by the library, which is there; ``level`` is a place in ``library.levels()``."""
+    compiled = library.library()
+    assert compiled is not None
+    count, longest = len(lengths), int(lengths.max(initial=0))
+    words, states = numpy.ascontiguousarray(chunks.words, numpy.uint16), numpy.ascontiguousarray(chunks.states, numpy.uint32)
+    first = numpy.ascontiguousarray(numpy.cumsum(chunks.counts) - chunks.counts, numpy.int64)
+    slots = rans.slots_of(tables)
+    if len(slots) != len(tables) * rans.TOTAL:
+        # Unchecked tables that do not sum: not every slot would be in memory.
+        return rans.decoded(chunks, lengths, tables, table)
+    lengths, table = numpy.ascontiguousarray(lengths, numpy.int64), numpy.ascontiguousarray(table, numpy.int64)
+    symbols, read = numpy.empty((count, longest), numpy.uint8), numpy.empty(count, numpy.int64)
+    last = numpy.empty((count, rans.LANES), numpy.uint32)
+    threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + int(lengths.sum()) // FEWEST_SYMBOLS)
+    # Chunks of one call share no output, and a word beyond the last reads as 0.
+    addresses = (array.ctypes.data for array in (words, first, states, lengths, slots, table, symbols, read, last))
+    call = library.Rans(*addresses, count, len(words), longest, threads, level)
+    if compiled.kvpack_rans(ctypes.byref(call)):
+        raise MemoryError("there is not enough memory for the threads of decoding")
+    return rans.Decoded(symbols, read, last)

@@ -1,0 +1,77 @@
+"""rANS in C decodes what formats/ decodes, bit for bit, from any words and states, and reads nothing else."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvpack
+from kvpack.coding import dispatch
+from kvpack.formats import rans
+from kvpack.kernels.cpu import library
+
+from lossless_streams import DTYPES  # isort: skip
+
+pytestmark = pytest.mark.skipif(library.library() is None, reason="the C kernels were not built")
+
+
+@given(st.integers(1, 6), st.integers(0, 1200), st.sampled_from((1, 2, 32, 256)), st.booleans(), st.integers(0, 9999))
+@settings(max_examples=200)
+def test_any_chunks_decode_alike(chunks: int, longest: int, alphabet: int, valid: bool, seed: int) -> None:
+    from kvpack.kernels.cpu import rans as compiled
+
+    source = numpy.random.default_rng(seed)
+    symbols = numpy.minimum(source.geometric(source.uniform(0.01, 0.9), (chunks, longest)) - 1, alphabet - 1).astype(numpy.uint8)
+    tables = rans.frequencies(numpy.stack([numpy.bincount(row, minlength=alphabet) for row in symbols]))
+    lengths, table = source.integers(0, longest + 1, chunks), numpy.arange(chunks)
+    made = rans.encode(symbols, lengths, tables, table)
+    if not valid:
+        # States, words and counts that no encoder makes: more words may be asked for than there are.
+        counts = source.integers(0, 30, chunks)
+        words = source.integers(0, 1 << 16, int(counts.sum())).astype(numpy.uint16)
+        made = rans.Chunks(words, counts, source.integers(0, 1 << 32, (chunks, rans.LANES)).astype(numpy.uint32))
+    expected = rans.decoded(made, lengths, tables, table)
+    for level in range(len(library.levels())):
+        found = compiled.decode(made, lengths, tables, table, threads=1 + seed % 3, level=level)
+        if valid:
+            assert (found.read == expected.read).all()
+            assert (found.states == expected.states).all()
+        # Behind the last word each decoder goes on with words of its own; that a chunk needs them shows in both.
+        assert (found.faulty(made.counts) == expected.faulty(made.counts)).all()
+        for row, other, length in zip(found.symbols, expected.symbols, lengths, strict=True):
+            assert not valid or (row[:length] == other[:length]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cache_decodes_by_c(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 3, 700, 64, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
+    cache = kvpack.pack([(x, x)], "lossless").prefix(650)
+    calls: list[int] = []
+    original = rans.compiled
+    assert original is not None
+    monkeypatch.setattr(rans, "compiled", lambda *arguments: (calls.append(1), original(*arguments))[1])
+    found = cache[0].unpack(DTYPES[dtype])[0]
+    assert calls
+    monkeypatch.setattr(rans, "decoded", None)
+    assert torch.equal(cache[0].unpack(DTYPES[dtype])[0], found)
+    assert torch.equal(found, x[:, :, :650])
+
+
+def test_torch_alone_decodes_without_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cache = kvpack.pack([(x, x)], "lossless")
+    monkeypatch.setenv(dispatch.VARIABLE, "torch")
+    monkeypatch.setattr("kvpack.kernels.cpu.rans.decode", None)
+    assert torch.equal(cache[0].unpack(torch.bfloat16)[0], x)
+
+
+def test_tables_that_do_not_sum_are_left_to_formats() -> None:
+    from kvpack.kernels.cpu import rans as compiled
+
+    tables = numpy.array([[4096, 0], [1, 0]])
+    made = rans.Chunks(numpy.zeros(0, numpy.uint16), numpy.zeros(2, numpy.int64), numpy.full((2, rans.LANES), 0x1FFFF, numpy.uint32))
+    found = compiled.decode(made, numpy.array([40, 40]), tables, numpy.arange(2))
+    assert found.faulty(made.counts).all()

@@ -103,6 +103,7 @@ MOST_FRAMES = 64
 """Above this number of coded frames in a side, each with queries and sums of its own, torch attends."""
 
 _stretches: WeakKeyDictionary[Any, tuple[Integers, Any] | None] = WeakKeyDictionary()
+_pages: WeakKeyDictionary[Any, list[Part] | None] = WeakKeyDictionary()
 _sides: WeakKeyDictionary[Any, list[Part] | None] = WeakKeyDictionary()
 
 
@@ -116,7 +117,10 @@ def parts_of(side: Side) -> list[Part] | None:
 def _parts_of(side: Side) -> list[Part] | None:
     parts: list[Part] = []
     if side.packed_tokens:
-        packed = _packed(side)
+        # The side of a cache that grows is new at each step, and its pages are not.
+        if side.pages not in _pages:
+            _pages[side.pages] = _packed(side)
+        packed = _pages[side.pages]
         if packed is None:
             return None
         parts += packed

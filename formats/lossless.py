@@ -181,8 +181,9 @@ class Lossless(CodecFamily):
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self._joined(digits[0], streams).to(torch.float32)
 
-    def _joined(self, digit: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        batch, heads, tokens, dim = digit.shape
+    def exponents(self, streams: Mapping[str, torch.Tensor]) -> Numbers:
+        """The exponent fields, uint8 ``[chunk, batch, kv_head, token of the chunk, dim]``; a part of one chunk is as long as its tokens."""
+        batch, heads, tokens = streams["signed_fractions.0"].shape[:3]
         rows = -(-tokens // self.chunk)
         flat = {name: _numbers(streams[name]) for name in ("frequencies", "states", "word_counts", "words")}
         counts = flat["word_counts"].transpose(2, 0, 1).reshape(-1).astype(numpy.int64)
@@ -194,9 +195,12 @@ class Lossless(CodecFamily):
             tables,
             numpy.tile(numpy.arange(batch * heads), rows),
         )
-        # Chunks of a part of their tokens alone are as long as that part.
-        exponents = torch.from_numpy(decoded.symbols).view(rows, batch, heads, min(self.chunk, tokens), dim)
-        exponents = exponents.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
+        found: Numbers = decoded.symbols.reshape(rows, batch, heads, min(self.chunk, tokens), self.dim)
+        return found
+
+    def _joined(self, digit: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        tokens = digit.shape[2]
+        exponents = torch.from_numpy(self.exponents(streams)).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
         fraction, exponent = FORMS[self.dtype]
         codes = digit.to(torch.int16)
         bits = (codes & 1 << fraction) << exponent

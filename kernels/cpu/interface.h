@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 10
+#define KVPACK_INTERFACE 11
 
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 3 };
 
@@ -159,11 +159,20 @@ typedef struct {
     int64_t chunks, word_count, stride, threads, level;
 } Rans;
 
+/* join: bf16 values of lossless. `exponents` [chunk of tokens][batch, kv_head][channels of its tokens], `longest` bytes per chunk and head;
+   signs and fractions in one plane of words, channels c and c + dim / 2 in the bytes of word c. */
+typedef struct {
+    const uint8_t *exponents;
+    Stream plane, out;
+    int64_t batch, heads, tokens, dim, chunk, longest, threads, level;
+} Join;
+
 /* These return 0, or 1 where there is not enough memory; kvpack_encode 2 where formats/ is to refuse a value. */
 int64_t kvpack_encode(const Encode *call);
 int64_t kvpack_attend(const Attend *call);
 int64_t kvpack_unpack(const Unpack *call);
 int64_t kvpack_rans(const Rans *call);
+int64_t kvpack_join(const Join *call);
 
 /* Says that new memory is about to be written. */
 void kvpack_expect_writes(char *data, int64_t bytes);

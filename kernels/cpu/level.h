@@ -27,6 +27,8 @@ typedef struct {
     int (*encode)(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, char *memory);
     /* One chunk. */
     void (*rans)(const Rans *call, int64_t chunk);
+    /* Tokens [start, stop) of one head of one sequence. */
+    void (*join)(const Join *call, int64_t head, int64_t start, int64_t stop);
 } Level;
 
 extern const Level kvpack_v4, kvpack_v3, kvpack_portable;

@@ -43,6 +43,7 @@ EXPORTED int64_t kvpack_sizes(int64_t structure) {
         case 3: return sizeof(Unpack);
         case 4: return sizeof(Encode);
         case 5: return sizeof(Rans);
+        case 6: return sizeof(Join);
         default: return 0;
     }
 }
@@ -214,4 +215,23 @@ static void rans_item(const void *context, int64_t number, char *memory) {
 EXPORTED int64_t kvpack_rans(const Rans *call) {
     Chunks work = {call, level_of(call->level)};
     return kvpack_for_each(rans_item, &work, call->chunks, call->threads, 1);
+}
+
+typedef struct {
+    const Join *call;
+    const Level *level;
+    int64_t parts;
+} Joining;
+
+static void join_item(const void *context, int64_t number, char *memory) {
+    const Joining *work = context;
+    const Join *call = work->call;
+    int64_t start = number % work->parts * TOKENS_UNPACKED, stop = start + TOKENS_UNPACKED < call->tokens ? start + TOKENS_UNPACKED : call->tokens;
+    (void)memory;
+    work->level->join(call, number / work->parts, start, stop);
+}
+
+EXPORTED int64_t kvpack_join(const Join *call) {
+    Joining work = {call, level_of(call->level), ceiling(call->tokens, TOKENS_UNPACKED)};
+    return kvpack_for_each(join_item, &work, work.parts * call->heads * call->batch, call->threads, 1);
 }

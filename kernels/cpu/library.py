@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvpack.formats.errors import InvalidParameter
 
-INTERFACE = 10
+INTERFACE = 11
 """The number of interface.h that the structures below mirror."""
 
 THREADS = "KVPACK_THREADS"
@@ -123,6 +123,15 @@ class Rans(Structure):
     )
 
 
+class Join(Structure):
+    _fields_ = (
+        ("exponents", c_void_p),
+        ("plane", Stream),
+        ("out", Stream),
+        *((name, c_int64) for name in ("batch", "heads", "tokens", "dim", "chunk", "longest", "threads", "level")),
+    )
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The library; None where it was not built, or from other sources than these."""
@@ -136,7 +145,7 @@ def library() -> ctypes.CDLL | None:
         if found.kvpack_interface() != INTERFACE:
             continue
         found.kvpack_sizes.restype, found.kvpack_sizes.argtypes = c_int64, (c_int64,)
-        structures = (Codec, Span, Attend, Unpack, Encode, Rans)
+        structures = (Codec, Span, Attend, Unpack, Encode, Rans, Join)
         if any(found.kvpack_sizes(number) != ctypes.sizeof(structure) for number, structure in enumerate(structures)):
             continue
         found.kvpack_level_name.restype, found.kvpack_level_name.argtypes = c_char_p, (c_int64,)
@@ -144,6 +153,7 @@ def library() -> ctypes.CDLL | None:
         found.kvpack_expect_writes.restype, found.kvpack_expect_writes.argtypes = None, (c_void_p, c_int64)
         found.kvpack_encode.restype, found.kvpack_encode.argtypes = c_int64, (POINTER(Encode),)
         found.kvpack_unpack.restype, found.kvpack_unpack.argtypes = c_int64, (POINTER(Unpack),)
+        found.kvpack_join.restype, found.kvpack_join.argtypes = c_int64, (POINTER(Join),)
         found.kvpack_rans.restype, found.kvpack_rans.argtypes = c_int64, (POINTER(Rans),)
         return found
     return None

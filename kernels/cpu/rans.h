@@ -63,3 +63,18 @@ static void rans_chunk(const Rans *call, int64_t chunk) {
     call->read[chunk] = at - call->first_word[chunk];
     memcpy(call->last + chunk * RANS_LANES, states, sizeof(states));
 }
+
+/* Values of lossless, bit for bit (formats/lossless.py). */
+static void join_tokens(const Join *call, int64_t head, int64_t start, int64_t stop) {
+    int64_t half = call->dim / 2, batch = head / call->heads, of_head = head % call->heads, heads = call->batch * call->heads;
+    const char *plane = call->plane.data + batch * call->plane.batch + of_head * call->plane.head;
+    char *out = (char *)call->out.data + batch * call->out.batch + of_head * call->out.head;
+    for (int64_t token = start; token < stop; token++) {
+        const uint8_t *exponents = call->exponents + (token / call->chunk * heads + head) * call->longest + token % call->chunk * call->dim;
+        const uint16_t *words = (const uint16_t *)(plane + token * call->plane.row);
+        uint16_t *values = (uint16_t *)(out + token * call->out.row);
+        for (int64_t c = 0; c < half; c++) values[c] = (uint16_t)((words[c] & 0x80) << 8 | exponents[c] << 7 | (words[c] & 0x7f));
+        for (int64_t c = 0; c < half; c++)
+            values[half + c] = (uint16_t)((words[c] & 0x8000) | exponents[half + c] << 7 | (words[c] >> 8 & 0x7f));
+    }
+}

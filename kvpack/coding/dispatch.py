@@ -91,8 +91,11 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
     InvalidShape when a stream is not laid out as its codec says, and what ``uses_triton`` and ``uses_c`` raise.
     """
     if uses_c(out.device):
-        from kvpack.kernels.cpu import unpack
+        from kvpack.kernels.cpu import lossless, unpack
 
+        if lossless.supports(side, out.dtype):
+            lossless.unpack_into(side, out)
+            return []
         # Values that are stored in the dtype of ``out`` are copied: a conversion would change the bits of NaN.
         copied = side.codec.exact_dtype is not None and DTYPES[side.codec.exact_dtype] == str(out.dtype)
         if not copied and unpack.supports(side, out.dtype):

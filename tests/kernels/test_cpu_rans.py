@@ -12,6 +12,7 @@ import kvpack
 from kvpack.coding import dispatch
 from kvpack.formats import rans
 from kvpack.kernels.cpu import library
+from kvpack.kernels.cpu import lossless as cpu_lossless
 
 from lossless_streams import DTYPES  # isort: skip
 
@@ -43,6 +44,25 @@ def test_any_chunks_decode_alike(chunks: int, longest: int, alphabet: int, valid
         assert (found.faulty(made.counts) == expected.faulty(made.counts)).all()
         for row, other, length in zip(found.symbols, expected.symbols, lengths, strict=True):
             assert not valid or (row[:length] == other[:length]).all()
+
+
+@given(st.integers(1, 40), st.sampled_from((16, 64, 256)), st.integers(1, 90), st.integers(0, 99))
+def test_joined_values_are_those_of_formats(half: int, chunk: int, tokens: int, seed: int) -> None:
+    """Every bit, for pages of any strides and lengths, parts of chunks and a tail."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**15), 2**15, (2, 3, 3 * tokens, 2 * half), generator=generator).to(torch.int16)
+    x = torch.where(torch.rand(bits.shape, generator=generator) < 0.1, bits, torch.full_like(bits, 0x3F80)).view(torch.bfloat16)
+    cache = kvpack.pack([(x, x)], f"kv=lossless:chunk={chunk}").append([(x[:, :, :7], x[:, :, :7])])
+    side = cache.prefix(seed % cache.tokens + 1)[0].k
+    assert side is not None
+    assert cpu_lossless.supports(side, torch.bfloat16)
+    expected = torch.cat([x, x[:, :, :7]], 2)[:, :, : side.tokens]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_lossless, "VALUES_AT_ONCE", 1 << seed % 16)
+        for level in range(len(library.levels())):
+            found = torch.zeros_like(expected)
+            cpu_lossless.unpack_into(side, found, threads=1 + seed % 3, level=level)
+            assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 11
+#define KVPACK_INTERFACE 12
 
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 3 };
 
@@ -115,12 +115,14 @@ typedef struct {
     const float *paley, *factors;
 } Rotation;
 
-/* unpack: tokens [start, stop) of one side to `out` [batch, kv_head, token - start, dim] of a dtype, in the original frame. */
+/* unpack: tokens [start, stop) of one side to `out` [batch, kv_head, token - start, dim] of a dtype, in the original frame.
+   channel_scales float [batch, kv_head, 1, dim] multiply what is rotated back; without data there are none. */
 typedef struct {
     int64_t batch, heads, start, stop;
     Side side;
     int64_t dtype;
     Rotation rotation;
+    Stream channel_scales;
     Stream out;
     int64_t threads, level;
 } Unpack;

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvpack.formats.errors import InvalidParameter
 
-INTERFACE = 11
+INTERFACE = 12
 """The number of interface.h that the structures below mirror."""
 
 THREADS = "KVPACK_THREADS"
@@ -95,6 +95,7 @@ class Unpack(Structure):
         ("side", Side),
         ("dtype", c_int64),
         ("rotation", Rotation),
+        ("channel_scales", Stream),
         ("out", Stream),
         *((name, c_int64) for name in ("threads", "level")),
     )

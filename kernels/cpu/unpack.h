@@ -67,9 +67,15 @@ static void write_rows(const float *tile, int64_t dim, int64_t count, uint16_t *
     }
 }
 
+static void scale_channels(const float *scales, int64_t dim, float *tile) {
+    for (int64_t d = 0; d < dim; d++)
+        for (int t = 0; t < TILE; t += LANES) store(tile + d * TILE + t, load(tile + d * TILE + t) * scales[d]);
+}
+
 /* Unpacks tokens [start, stop) of one head. */
 static void unpack_item(const Unpack *call, int64_t batch, int64_t head, int64_t start, int64_t stop, Loaded *in, float *tile, float *spare) {
     const Codec *codec = call->side.codec;
+    const char *scales = call->channel_scales.data;
     char *rows = (char *)call->out.data + batch * call->out.batch + head * call->out.head + (start - call->start) * call->out.row;
     int64_t segment = find_segment(&call->side, start);
     for (; start < stop; start += TILE, rows += TILE * call->out.row) {
@@ -78,6 +84,7 @@ static void unpack_item(const Unpack *call, int64_t batch, int64_t head, int64_t
         load_tile(codec, batch, head, 1, in);
         decode_tile(codec, in, spare, tile);
         rotate_back(&call->rotation, codec->dim, TILE, tile, spare);
+        if (scales) scale_channels((const float *)(scales + batch * call->channel_scales.batch + head * call->channel_scales.head), codec->dim, tile);
         write_rows(tile, codec->dim, count, (uint16_t *)spare, rows, call->out.row, call->dtype);
     }
 }

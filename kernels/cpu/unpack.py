@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from kvpack.formats.channel_scale import ChannelScale, factors
+from kvpack.formats.side_cars import WithSideCars
 
 from . import library, rotations, sides
 
 if TYPE_CHECKING:
+    from kvpack.formats.base import Codec
+    from kvpack.formats.side_car import KeptTokens
+
     from .sides import Side
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -23,9 +29,11 @@ MANY_BYTES = 1 << 22
 
 
 def supports(side: Side, dtype: torch.dtype) -> bool:
-    """Whether C unpacks ``side``: its codec and strides, no side-cars, and one of ``DTYPES``."""
-    parts = sides.parts_of(side) if library.library() is not None and dtype in DTYPES else None
-    return parts is not None and not hasattr(side.codec, "side_cars")
+    """Whether C unpacks ``side``: its codec and strides, no side-cars but channel scales and raw tokens, and one of ``DTYPES``."""
+    if library.library() is None or dtype not in DTYPES or sides.parts_of(side) is None:
+        return False
+    codec = side.codec
+    return not isinstance(codec, WithSideCars) or all(isinstance(value_map, ChannelScale) for value_map in codec.value_maps)
 
 
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> None:
@@ -45,11 +53,36 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
     for part in parts:
         described = part.described()
         rotation = rotations.NONE if part.frame is None else rotations.described(side.codec.rotation)
-        steps = [stride * out.element_size() for stride in out.stride()[:3]]
-        stream = library.Stream(out.data_ptr() + part.start * steps[2], *steps)
+        scales = None if part.frame is None else _channel_scales(side.codec, part.frame)
+        start, *steps = _stream(out)
         call = library.Unpack(
-            batch, heads, part.start, part.stop, part.struct(described), DTYPES.index(out.dtype),
-            rotation.struct, stream, threads, level,
+            batch, heads, part.start, part.stop, part.struct(described), DTYPES.index(out.dtype), rotation.struct,
+            library.Stream() if scales is None else library.Stream(*_stream(scales)),
+            library.Stream(start + part.start * steps[2], *steps), threads, level,
         )  # fmt: skip
         if compiled.kvpack_unpack(ctypes.byref(call)):
             raise MemoryError("there is not enough memory for the buffers of unpacking")
+    if isinstance(side.codec, WithSideCars):
+        for tokens in side.codec.kept_tokens:
+            _put_raw(side, tokens, out)
+
+
+def _stream(x: torch.Tensor) -> tuple[int, ...]:
+    return x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:3])
+
+
+def _channel_scales(codec: Codec, page: Any) -> torch.Tensor | None:
+    """The factors of a page, float32 ``[batch, kv_head, 1, dim]``, if it has any."""
+    if not isinstance(codec, WithSideCars) or not codec.value_maps:
+        return None
+    return factors(page.streams).contiguous()
+
+
+def _put_raw(side: Side, tokens: KeptTokens, out: torch.Tensor) -> None:
+    """Write raw tokens to their places: in the coded frame, where C reads them, they were rotated."""
+    start = 0
+    for stretch in side.pages.stretches:
+        stop = start + int(stretch.ends[-1])
+        flags = tokens.flags(stretch.streams)
+        out[:, :, start:stop].permute(2, 0, 1, 3)[flags.T] = tokens.kept(stretch.streams).to(out.dtype)
+        start = stop

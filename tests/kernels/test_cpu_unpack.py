@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 import kvpack
 from kvpack.coding import cpu_library, dispatch
 from kvpack.formats.angle import Angle
+from kvpack.formats.channel_scale import STREAM, ChannelScale
+from kvpack.formats.side_car import KeptTokens
+from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.cpu import codecs as cpu_codecs
 from kvpack.kernels.cpu import library
 from kvpack.kernels.cpu import unpack as cpu_unpack
@@ -49,13 +52,16 @@ def assert_alike(found: torch.Tensor, side: Side, dtype: torch.dtype) -> None:
     expected = by_torch(side, dtype)
     assert found.dtype == dtype
     # A product with a step of binary32 is rounded once or twice, and the powers of logarithmic norms are sums.
-    summed = isinstance(side.codec, Angle) and (side.codec.norm == "log" or side.codec.range == "fp32")
+    codec = side.codec.codec if isinstance(side.codec, WithSideCars) else side.codec
+    summed = isinstance(codec, Angle) and (codec.norm == "log" or codec.range == "fp32")
     if side.codec.rotation.kind == "none" and not summed:
         assert torch.equal(found, expected)
         return
     # The rounding of a dtype may turn a difference in the last bit of binary32 into one of its own.
     step = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
     norm = by_torch(side, torch.float32).double().norm(dim=-1, keepdim=True)
+    # Scales multiply what a rotation rounded.
+    norm *= max([1.0, *(float(page.streams[STREAM].max()) for page in side.pages if STREAM in page.streams and page.tokens)])
     assert ((found.double() - expected.double()).abs() <= 2.0**-18 * norm + step * expected.double().abs() + 2.0**-24).all()
 
 
@@ -105,9 +111,35 @@ def test_a_cache_unpacks_by_c(recipe: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(calls) == 2
 
 
+@given(data=st.data())
+@settings(max_examples=60)
+def test_any_side_with_side_cars_agrees_with_formats(data: st.DataObject) -> None:
+    family = data.draw(st.sampled_from(sorted(codec.id for codec in cpu_codecs.FAMILIES if codec.id != "raw")))
+    batch, heads, tokens = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 300))
+    side: Side = data.draw(sides(batch, heads, tokens, data.draw(st.sampled_from("kv")), family, False))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    if cpu_unpack.supports(side, dtype):
+        assert_alike(by_c(side, dtype), side, dtype)
+    else:
+        assert isinstance(side.codec, WithSideCars)
+        odd = [one for one in side.codec.side_cars if not isinstance(one, ChannelScale | KeptTokens)]
+        assert odd or len(side.codec.kept_tokens) > 1 or len(side.pages) > 1
+
+
+@pytest.mark.parametrize("recipe", ["octopus-3-scaled", "ott-2", "k=scalar:b=3,channel_scale=fp16,sinks=4;v=group:b=2,g=32,sinks=4"])
+def test_channel_scales_and_raw_tokens_are_unpacked(recipe: str) -> None:
+    pairs = [(k * (1 + 40 * (torch.arange(k.shape[3]) == 5)), v) for k, v in random_pairs(1, 200)]
+    cache = kvpack.pack(pairs, recipe).append(random_pairs(1, 70))
+    for side in cache[0].sides.values():
+        assert cpu_unpack.supports(side, torch.float32)
+        assert_alike(by_c(side, torch.float32), side, torch.float32)
+        assert_alike(by_c(side, torch.bfloat16), side, torch.bfloat16)
+
+
 def test_other_dtypes_and_side_cars_are_left_to_torch() -> None:
     cache = kvpack.pack(random_pairs(1, 100), "octopus-3")
     assert cache[0].unpack(torch.float64)[0].dtype == torch.float64  # type: ignore[union-attr]
-    scaled = kvpack.pack(random_pairs(1, 100), "octopus-3-scaled")[0].k
-    assert scaled is not None
-    assert not cpu_unpack.supports(scaled, torch.float32)
+    for recipe in ("octopus-qjl-2", "rotatekv-2", "int-4-med3"):
+        side = kvpack.pack(random_pairs(1, 100), recipe)[0].k
+        assert side is not None
+        assert not cpu_unpack.supports(side, torch.float32)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import transformers
 from transformers import EncoderDecoderCache
 from zoo_models import images, model_of
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter
-from kvpack.integrations.transformers import KvpackCache
+from kvpack.integrations.transformers import KvpackCache, record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -181,15 +182,73 @@ def test_an_encoder_needs_a_cache_of_two_parts(name: str) -> None:
         generated(model, REPEATED, over(model), prompt_lookup_num_tokens=3)
 
 
+def test_an_encoders_cache_goes_on_from_files(tmp_path: Path) -> None:
+    """transformers would compute all of the decoder's tokens once more."""
+    model = model_of("BART")
+    cache = over(model)
+    begun = torch.tensor(generated(model, ROWS, cache))
+    parts = []
+    for part in (cache.self_attention_cache, cache.cross_attention_cache):
+        kvpack.save(part.packed, tmp_path / "part")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", kvpack.KvpackWarning)
+            parts.append(KvpackCache.load(tmp_path / "part", model))
+    held = begun.shape[1] - 1
+    cache = EncoderDecoderCache(*parts)
+    assert cache.get_seq_length() == held
+    assert generated(model, ROWS, cache, decoder_input_ids=begun) == generated(model, ROWS, decoder_input_ids=begun)
+    assert cache.get_seq_length() == held + 8
+    with pytest.raises(InvalidParameter, match="generate was given 1 token ids, and the cache holds 16: give at least one that follows it"):
+        generated(model, ROWS, cache, decoder_input_ids=begun[:, :1])
+
+
+def test_ids_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not in each step, which would wait for the device."""
+    compared = []
+    differing = record.Record.differing
+    monkeypatch.setattr(record.Record, "differing", lambda self, ids: (compared.append(ids.shape[1]), differing(self, ids))[1])
+    model = model_of("Llama")
+    with KvpackCache(model, "raw") as cache:
+        model(PROMPT[:, :20], past_key_values=cache)
+        generated(model, PROMPT, cache)
+    assert compared == [20]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma-3"])
+@pytest.mark.parametrize("recipe", ["raw", "bf16"])
+def test_in_bfloat16(name: str, recipe: str) -> None:
+    model = model_of(name).to(torch.bfloat16)
+    with KvpackCache(model, recipe) as cache:
+        assert generated(model, ROWS, cache, max_new_tokens=16) == generated(model, ROWS, max_new_tokens=16)
+
+
 def test_a_cache_is_refused_by_a_generate_that_would_not_use_it() -> None:
     model = model_of("Llama")
     with pytest.raises(InvalidParameter, match="use_cache=False, with which every step computes all tokens again: write use_cache=True"):
         generated(model, PROMPT, KvpackCache(model, "raw"), use_cache=False)
 
 
-@pytest.mark.parametrize("name", ["Falcon-H1", "Jamba", "Bamba", "Qwen3-Next"])
-def test_layers_with_other_states_are_refused_by_name(name: str) -> None:
-    with pytest.raises(
-        InvalidParameter, match=r"layers\[0\] of \w+ keeps a LinearAttention\w+, and a packed layer holds only keys and values"
-    ):
-        KvpackCache(model_of(name), "raw")
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+HEADS = {**SMALL, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+STATES = {
+    "MambaConfig": {**SMALL, "state_size": 8},
+    "Lfm2Config": {**HEADS, "layer_types": ["conv", "full_attention"]},
+    "RwkvConfig": {**SMALL, "attention_hidden_size": 32},
+    "RecurrentGemmaConfig": {**HEADS, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 12, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("name", [*STATES, "Falcon-H1", "Jamba", "Bamba", "Qwen3-Next"])
+def test_models_with_other_states_are_refused_by_name(name: str) -> None:
+    if name in STATES:
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**STATES[name])).eval()
+    else:
+        model = model_of(name)
+    text = r"(takes no past_key_values: .*|layers\[0\] of \w+ keeps a LinearAttention\w+), and a packed layer holds only"
+    pairs = kvpack.pack([(torch.zeros(1, 2, 4, 8),) * 2] * model.config.num_hidden_layers, "raw")
+    with pytest.raises(InvalidParameter, match=text):
+        KvpackCache(model, "raw")
+    with pytest.raises(InvalidParameter, match=text):
+        KvpackCache(pairs, model)
+    with pytest.raises(InvalidParameter, match=text):
+        KvpackCache(model, pairs, prompt=PROMPT)

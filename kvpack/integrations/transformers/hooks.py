@@ -197,7 +197,9 @@ def _watch_generate(model: PreTrainedModel) -> bool:
     owner = weakref.ref(model)
 
     def prepare_inputs_for_generation(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        for passes in passes_over(kwargs.get("past_key_values")):
+        past = kwargs.get("past_key_values")
+        # Of a cache of two parts, the second holds what the encoder was given.
+        for passes in passes_over(past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past):
             passes.check_generate(input_ids, kwargs)
         alive = owner()
         assert alive is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
 """Settings of models that expand cached states before attention, or attend in chunks."""
 
+_CACHES = {"past_key_values", "layer_past"}
+"""The arguments in which a model's forward takes its cache."""
+
 
 class Model:
     """What is known of a transformers model, or of a wrapper of one, as far as its caches are concerned; it refers to no weights.
@@ -38,6 +42,7 @@ class Model:
         decoder = outer.get_decoder()
         decoder = decoder if isinstance(decoder, PreTrainedModel) else outer
         self.name = type(outer).__name__
+        self._takes_cache = any(not _CACHES.isdisjoint(inspect.signature(module.forward).parameters) for module in inside)
         self.config: Any = outer.config.get_text_config(decoder=True)
         self.has_encoder = bool(outer.config.is_encoder_decoder)
         other = any(getattr(self.config, name, None) is not None for name in _OTHER_ATTENTION)
@@ -65,10 +70,11 @@ class Model:
     def layers_with_tokens(self) -> list[bool]:
         """For each layer of the model's own cache, whether it holds keys and values of its own.
 
-        Raises InvalidParameter for a layer that keeps anything else.
+        Raises InvalidParameter for a layer that keeps anything else, and for a model that takes no cache of layers.
         """
         for number, layer in enumerate(self._layers()):
             self._check_layer(number, layer)
+        self._check_takes_cache()
         return [type(layer) is not DummyLayer for layer in self._layers()]
 
     def check(self, cache: Cache) -> None:
@@ -76,8 +82,15 @@ class Model:
         expected = [] if self.has_encoder else self._layers()
         for number, layer in enumerate(expected):
             self._check_layer(number, layer)
+        self._check_takes_cache()
         if expected and len(cache) != len(expected):
             raise InvalidParameter(f"the cache has {len(cache)} layers, and {self.name} {len(expected)}")
+
+    def _check_takes_cache(self) -> None:
+        if not self._takes_cache:
+            raise InvalidParameter(
+                f"{self.name} takes no past_key_values: it keeps other states, and a packed layer holds only keys and values"
+            )
 
     def _check_layer(self, number: int, layer: Any) -> None:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):

@@ -72,15 +72,17 @@ class Tracking:
     def check_generate(self, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
         """Check the token ids that ``generate`` is given with a cache. Raises InvalidParameter unless they begin with the cache's.
 
-        In the first pass of assisted decoding, set how many of them are to be computed: transformers computes all.
+        In the first pass of assisted decoding, and of an encoder-decoder, set how many of them are to be computed: transformers
+        computes all.
         """
         if arguments.get("use_cache") is False:
             raise InvalidParameter(
                 "generate was given a cache and use_cache=False, with which every step computes all tokens again: write use_cache=True"
             )
-        if not arguments.get("is_first_iteration", True) or arguments.get("inputs_embeds") is not None:
+        if not arguments.get("is_first_iteration", False) or arguments.get("inputs_embeds") is not None:
             return
-        if self.assisted and arguments.get("next_sequence_length") is None and self.record.tokens:
+        takes_all = self.assisted or (self._model is not None and self._model.has_encoder)
+        if takes_all and arguments.get("next_sequence_length") is None and self.record.tokens:
             arguments["next_sequence_length"] = ids.shape[1] - self.record.tokens
         following = arguments.get("next_sequence_length")
         if following is None:

@@ -150,7 +150,7 @@ def run(
         for number, recipe in enumerate(dict.fromkeys(recipes)):
             paths[recipe] = os.path.join(temporary, f"packed-{number}.kvpack")
             ways += _packed(cache, recipe, paths[recipe])
-        seconds = interleaved([way.call for way in ways], repeats, progress=progress)
+        seconds = interleaved([way.call for way in ways], repeats, new_memory=True, progress=progress)
         sizes = {name: dense.stored_bytes(path) for name, path in paths.items()}
     by_safetensors = {way.operation: own for way, own in zip(ways, seconds, strict=True) if way.name == dense.WAYS[0].name}
     rows = []

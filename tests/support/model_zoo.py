@@ -191,9 +191,9 @@ def generate(subject: Subject) -> None:
     for options in ({}, {"num_beams": 2}):
         options = {"attention_mask": (padded != 0).long(), "max_new_tokens": 12, "do_sample": False, "use_cache": True, **options}
         expected = subject.model.generate(padded, pad_token_id=0, **options)
-        parts = [KvpackCache(subject.model, RECIPE) for _ in subject.caches(subject.dense)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", kvpack.KvpackWarning)
+            parts = [KvpackCache(subject.model, RECIPE) for _ in subject.caches(subject.dense)]
             over = EncoderDecoderCache(*parts) if subject.encoder else parts[0]
             found = subject.model.generate(padded, past_key_values=over, pad_token_id=0, **options)
         for part in parts:

@@ -7,7 +7,7 @@ from functools import cache
 
 from kvpack.formats.errors import KvpackWarning
 
-SHORTFALL = "the C kernels: they were not built when kvpack was installed (install it again where a C compiler is found)"
+SHORTFALL = "the C kernels: they were not built, or from other sources, when kvpack was installed (install it again with a C compiler)"
 
 
 def built() -> bool:

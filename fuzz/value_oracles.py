@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from kvpack.cache import files
 from kvpack.cache.cache import Cache
 from kvpack.file import container
 from kvpack.formats.errors import KvpackError
+from kvpack.formats.minifloat import E8M0_BIAS
 
 from decoded_alike import assert_same_cache  # isort: skip
 from oracles import MAX_DECODED_BYTES, MOST_COMPARED_BYTES, compare_container  # isort: skip
 from second_decoder import decoder, decompress  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvpack.cache.pages import Page
 
 MOST_VALUES = 1 << 16
 _MODERATE = 2.0**40
@@ -67,7 +75,7 @@ def _check_finite(cache: Cache) -> None:
     """Values of a lossy codec are finite if no stored value, and no value computed from one, is near a limit."""
     for layer in cache:
         for name, side in layer.sides.items():
-            floats = [stream for page in side.pages for stream in page.streams.values() if stream.is_floating_point()]
+            floats = [stream for page in side.pages for stream in _numbers(page)]
             if side.codec.exact_dtype is not None or any(not (stream.abs() < _MODERATE).all() for stream in floats if stream.numel()):
                 continue
             for page in side.pages:
@@ -76,6 +84,15 @@ def _check_finite(cache: Cache) -> None:
                 # Exponents of a logarithmic norm leave binary32 from moderate numbers as well, and then for whole tokens.
                 tokens = finite.all(-1) | (side.codec.id == "angle")
                 assert tokens.all(), f"{name}: a value is not finite, and no stored number is {_MODERATE:g} or more"
+
+
+def _numbers(page: Page) -> Iterator[torch.Tensor]:
+    """The numbers that a page stores: streams of floats, and powers of two of which it stores the exponents (e8m0)."""
+    for name, stream in page.streams.items():
+        if stream.is_floating_point():
+            yield stream
+        elif name == "block_scales" and getattr(getattr(page.codec, "codec", page.codec), "scale_dtype", "") == "e8m0":
+            yield torch.exp2(stream.to(torch.float32) - E8M0_BIAS)
 
 
 def assert_equal(found: Cache, cache: Cache, tokens: int) -> None:

@@ -100,7 +100,8 @@ def run_with_fault(folder: Path, fault: FaultyOs, monkeypatch: pytest.MonkeyPatc
                 raise
         else:
             use(store)
-    assert open_files() == before, "a descriptor is left open"
+    # Files that an earlier test left to the garbage collector may close meanwhile.
+    assert open_files() <= before, "a descriptor is left open"
     check(folder)
     return fault.calls >= fault.number
 

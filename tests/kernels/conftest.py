@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def uninitialized_is_poisoned() -> Iterator[None]:
+def uninitialized_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch.empty gives NaN, and the largest integer: an element that no program writes shows."""
+    # What cuBLAS needs to be deterministic.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     assert torch.empty(1).isnan().all()
     yield

@@ -25,7 +25,7 @@ from random_sides import TOLERANCE, check, codecs, exact, random_side  # isort: 
 from strategies import poisoned  # isort: skip
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 
 KEYS = {
@@ -82,16 +82,7 @@ VALUES = {
     "dense angle, outliers": "angle:n=48,norm=log4,outliers=3",
 }
 
-pytestmark = needs_loaded_bounds
-
-
-@pytest.fixture(autouse=True)
-def uninitialized_is_poisoned() -> Iterator[None]:
-    """torch.empty gives NaN: an element that no program writes shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
+pytestmark = [needs_loaded_bounds, pytest.mark.usefixtures("uninitialized_is_poisoned")]
 
 PAIRS = [(k, v) for number, k in enumerate(KEYS) for v in (list(VALUES) * 2)[number % len(VALUES) :][: 1 if INTERPRETED else len(VALUES)]]
 """All of them, or where that takes long as many as name every codec."""

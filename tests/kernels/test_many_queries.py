@@ -5,7 +5,7 @@ interpreter.py says which process runs which of these tests.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,23 +19,10 @@ from caches import random_pairs  # isort: skip
 from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
 from random_sides import codecs, exact, random_side  # isort: skip
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2 if INTERPRETED else 8e-3}
 """Relative, in the 2-norm, by the queries' dtype; the interpreter cuts bits of bfloat16 off."""
 
-pytestmark = needs_loaded_bounds
-
-
-@pytest.fixture(autouse=True)
-def uninitialized_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch.empty gives NaN: an element that no program writes shows."""
-    # What cuBLAS needs to be deterministic.
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [needs_loaded_bounds, pytest.mark.usefixtures("uninitialized_is_poisoned")]
 
 
 def check(layer: Layer, q_heads: int, q_len: int, dtype: torch.dtype = torch.float16, **mode: Any) -> None:

@@ -5,7 +5,7 @@ interpreter.py says which process runs which of these tests.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +19,7 @@ from caches import random_pairs  # isort: skip
 from interpreter import DEVICE, INTERPRETED  # isort: skip
 from random_sides import codecs, random_page, random_side  # isort: skip
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+pytestmark = pytest.mark.usefixtures("uninitialized_is_poisoned")
 
 CODECS = {
     "group 4": "group:b=4,g=32",
@@ -41,16 +40,6 @@ CODECS = {
 
 EXACT = {torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8, torch.float16: 2.0**-11}
 """The largest error of rounding to a dtype, relative to the value; the interpreter cuts bits of bfloat16 off."""
-
-
-@pytest.fixture(autouse=True)
-def uninitialized_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch.empty gives NaN: an element that no program writes shows."""
-    # What cuBLAS needs to be deterministic.
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

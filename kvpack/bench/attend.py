@@ -14,10 +14,11 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvpack
 from kvpack.attention import cpu_kernels
 from kvpack.coding.encoding import rounding_is_shown
+from kvpack.coding.modes import one_thread
 from kvpack.coding.recipes import parse_recipe
 
 from .dense import by_products
-from .process_time import interleaved, one_thread
+from .process_time import interleaved
 from .sizes import check_size
 
 if TYPE_CHECKING:

@@ -18,12 +18,13 @@ from safetensors.torch import load_file
 
 import kvpack
 from kvpack.coding.encoding import rounding_is_shown
+from kvpack.coding.modes import one_thread
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import load_model, model_folder, transformers_library
 
 from . import dense, io_device
 from .models import read_text, vocabulary
-from .process_time import interleaved, one_thread
+from .process_time import interleaved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

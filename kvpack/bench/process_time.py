@@ -1,30 +1,16 @@
-"""Seconds that the process works, in one thread: other load on the machine disturbs them least."""
+"""Seconds that the process works: in one thread (``modes.one_thread``), other load on the machine disturbs them least."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import statistics
 import time
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvpack.coding.encoding import Progress
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """torch, and what asks it for its number of threads, work in one thread meanwhile."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def interleaved(

@@ -29,6 +29,17 @@ def without_autocast(device: torch.device) -> torch.autocast:
 
 
 @contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch, and what asks it for its number of threads, work in one thread, and restore the number afterwards."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
 def _set_modes(device: torch.device) -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad(), without_autocast(device):
         yield

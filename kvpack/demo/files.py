@@ -7,7 +7,6 @@ the 500 bytes that really follow. Tokens are bytes.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import math
@@ -26,13 +25,14 @@ from torch.nn import functional
 
 import kvpack
 from kvpack.coding.encoding import rounding_is_shown
+from kvpack.coding.modes import one_thread
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import WriteFailed
 from kvpack.models import BOS, demo_text, load_model, transformers_library
 from kvpack.output import bytes_text, print_table, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from kvpack import Cache
     from kvpack.coding.encoding import Progress
@@ -57,6 +57,7 @@ def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | 
     """
     for recipe in recipes:
         parse_recipe(recipe)
+    # The model's tensors are small, and on a busy machine more threads wait for one another.
     with one_thread(), tempfile.TemporaryDirectory(prefix="kvpack-demo-") as temporary:
         folder = Path(out or temporary)
         try:
@@ -84,17 +85,6 @@ def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | 
                 row.update(found)
                 step()
     return {"prompt_tokens": PROMPT_BYTES, "uncompressed": plain, "files": rows}
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """One PyTorch thread: the model's tensors are small, and on a busy machine more threads wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:

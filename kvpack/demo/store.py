@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
+from kvpack.coding.modes import one_thread
 from kvpack.coding.recipes import parse_recipe
 from kvpack.models import BOS, demo_text, load_model, transformers_library
 from kvpack.output import print_table
 
-from .files import PROMPT_BYTES, one_thread
+from .files import PROMPT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -40,6 +40,22 @@ static void add_digit(const Encoded *out, const Packing *packing, uint16_t *word
     }
 }
 
+/* Adds the first digit of symbol `i`, of every token: as one, or where it is factored as its low bits and the rest, in a packing each. */
+static void add_factored(const Codec *codec, const Encoded *out, int64_t i, const int32_t *digit) {
+    const Packing *packing = codec->packing;
+    if (!codec->factored) {
+        add_digit(out, packing, out->words, 0, i, digit);
+        return;
+    }
+    int32_t low[TILE], high[TILE], bits = (int32_t)packing[0].digit[0].bits;
+    for (int64_t t = 0; t < out->tokens; t += LANES) {
+        store_int(low + t, load_int(digit + t) & ((1 << bits) - 1));
+        store_int(high + t, load_int(digit + t) >> bits);
+    }
+    add_digit(out, packing, out->words, 0, i, low);
+    add_digit(out, &packing[1], out->words + packing_place(codec, 1), 0, i, high);
+}
+
 INLINE char *row_of(const Stream *stream, int64_t batch, int64_t head, int64_t row) {
     return (char *)stream->data + batch * stream->batch + head * stream->head + row * stream->row;
 }

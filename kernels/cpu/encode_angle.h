@@ -62,16 +62,7 @@ static int norm_ranges(const Codec *codec, const Encoded *out, float *norms) {
 static void add_pair(const Codec *codec, const Encoded *out, int64_t i, const int32_t *bin, const int32_t *code) {
     const Packing *packing = codec->packing;
     int64_t last = codec->packings - 1;
-    if (codec->factored) {
-        int32_t low[TILE], high[TILE], bits = (int32_t)packing[0].digit[0].bits;
-        for (int64_t t = 0; t < out->tokens; t += LANES) {
-            store_int(low + t, load_int(bin + t) & ((1 << bits) - 1));
-            store_int(high + t, load_int(bin + t) >> bits);
-        }
-        add_digit(out, packing, out->words, 0, i, low);
-        add_digit(out, &packing[1], out->words + packing_place(codec, 1), 0, i, high);
-    } else
-        add_digit(out, packing, out->words, 0, i, bin);
+    add_factored(codec, out, i, bin);
     if (codec->norm_kind != NORM_STORED) add_digit(out, &packing[last], out->words + packing_place(codec, last), codec->direct, i, code);
 }
 

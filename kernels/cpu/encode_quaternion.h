@@ -51,16 +51,7 @@ static void nearest_units(const Encoded *out, int64_t i, const float *chosen, in
 
 static void add_chunk(const Codec *codec, const Encoded *out, int64_t i, const int32_t *codeword, const int32_t *radius) {
     const Packing *packing = codec->packing;
-    if (codec->factored) {
-        int32_t low[TILE], high[TILE], bits = (int32_t)packing[0].digit[0].bits;
-        for (int64_t t = 0; t < out->tokens; t += LANES) {
-            store_int(low + t, load_int(codeword + t) & ((1 << bits) - 1));
-            store_int(high + t, load_int(codeword + t) >> bits);
-        }
-        add_digit(out, packing, out->words, 0, i, low);
-        add_digit(out, &packing[1], out->words + packing_place(codec, 1), 0, i, high);
-    } else
-        add_digit(out, packing, out->words, 0, i, codeword);
+    add_factored(codec, out, i, codeword);
     int64_t last = codec->packings - 1;
     add_digit(out, &packing[last], out->words + packing_place(codec, last), codec->direct, i, radius);
 }

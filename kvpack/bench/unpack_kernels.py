@@ -6,25 +6,17 @@ Times are of the library's calls, many in a row: whichever takes longer, the dev
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import kvpack
 
+from .encode_kernels import Shape
 from .timing import graph_seconds, repeated_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-class Shape(NamedTuple):
-    """A layer: sequences, KV heads, tokens and head dim."""
-
-    batch: int
-    heads: int
-    tokens: int
-    dim: int
 
 
 SHAPE = Shape(1, 8, 65536, 128)

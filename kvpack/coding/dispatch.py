@@ -29,9 +29,6 @@ if TYPE_CHECKING:
         """The keys or the values of a layer, as both kinds of kernels see them."""
 
 
-DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
-"""torch dtypes by the names of headers, as text: choosing kernels needs no torch."""
-
 VARIABLE = "KVPACK_KERNELS"
 BACKENDS = ("torch", "triton", "cpu")
 
@@ -92,12 +89,13 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
     """
     if uses_c(out.device):
         from kvpack.kernels.cpu import lossless, unpack
+        from kvpack.kernels.cpu.sides import RAW_DTYPES
 
         if lossless.supports(side, out.dtype):
             lossless.unpack_into(side, out)
             return []
         # Values that are stored in the dtype of ``out`` are copied: a conversion would change the bits of NaN.
-        copied = side.codec.exact_dtype is not None and DTYPES[side.codec.exact_dtype] == str(out.dtype)
+        copied = side.codec.exact_dtype is not None and side.codec.exact_dtype == RAW_DTYPES.get(out.dtype)
         if not copied and unpack.supports(side, out.dtype):
             unpack.unpack_into(side, out)
             return []

@@ -77,21 +77,22 @@ INLINE void group_scores(const Codec *codec, const Loaded *in, const float *q, i
         for (int t = 0; t < TILE; t += LANES) store(scores + r * TILE + t, load(scores + r * TILE + t) * load(in->numbers + t));
 }
 
-/* The fields of columns [column, column + LANES) of one token, as stored. */
-INLINE vi load_columns(const Packing *packing, const char *low, const char *high, int64_t column) {
-    vi code = load_words((const uint16_t *)low + column);
-    if (packing->planes == 1) return code;
-    if (!packing->odd) return code | load_words((const uint16_t *)high + column) << 16;
+/* A plane of bytes, two columns per word: those of columns [column, column + LANES). */
+INLINE vi load_bytes(const Packing *packing, const char *plane, int64_t column) {
+    const uint16_t *bytes = (const uint16_t *)plane;
     int64_t words = packing->width / 2;
-    const uint16_t *bytes = (const uint16_t *)high;
-    if (column + LANES <= words) return code | (load_words(bytes + column) & 255) << 16;
-    if (column >= words) return code | load_words(bytes + column - words) >> 8 << 16;
-    int32_t both[LANES];
-    for (int i = 0; i < LANES / 2; i++) {
-        both[i] = bytes[i] & 255;
-        both[i + LANES / 2] = bytes[i] >> 8;
-    }
-    return code | load_int(both) << 16;
+    if (column + LANES <= words) return load_words(bytes + column) & 255;
+    if (column >= words) return (vi)((vu)load_words(bytes + column - words) >> 8);
+    int32_t found[LANES];
+    for (int64_t i = 0; i < LANES; i++) found[i] = column + i < words ? bytes[column + i] & 255 : bytes[column + i - words] >> 8;
+    return load_int(found);
+}
+
+/* The fields of columns [column, column + LANES) of one token, as stored; the width is a multiple of LANES. */
+INLINE vi load_columns(const Packing *packing, const char *low, const char *high, int64_t column) {
+    if (packing->planes == 1) return packing->odd ? load_bytes(packing, low, column) : load_words((const uint16_t *)low + column);
+    vi upper = packing->odd ? load_bytes(packing, high, column) : load_words((const uint16_t *)high + column);
+    return load_words((const uint16_t *)low + column) | upper << 16;
 }
 
 #define FIELDS_AT_ONCE (LEVEL == 4 ? 4 : 2)

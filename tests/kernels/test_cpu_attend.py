@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 import kvpack
 from kvpack import attention
 from kvpack.cache.layer import Layer
+from kvpack.cache.side import packed_side
 from kvpack.coding import cpu_library, dispatch
 from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.group import Group
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.cpu import attend as cpu_attend
 from kvpack.kernels.cpu import codecs as cpu_codecs
@@ -136,6 +138,17 @@ def test_every_instruction_set_agrees(recipe: str, group: int, q_len: int, dims:
     q = torch.randn(2, 2 * group, q_len, dims[0], generator=torch.Generator().manual_seed(1))
     found = cpu_attend.attend(q, cache[0], 0.1, True, None, 200, None, None, level=level)
     assert_alike(found, by_torch(q, cache[0], scale=0.1, sliding_window=200), cache[0])
+
+
+@pytest.mark.parametrize(("dim", "bits", "fields"), [(64, 8, 1), (64, 2, 4), (96, 2, 2), (192, 6, 4)])
+def test_groups_in_columns_of_any_number_of_bytes(dim: int, bits: int, fields: int, level: int) -> None:
+    """Planes of bytes, whose words hold two columns: they may end inside a vector."""
+    codecs = (Group(dim, bits, axis, 16, "none", 0, "none", (("codes", fields),)) for axis in ("token", "channel"))
+    (pair,) = random_pairs(1, 70, dims=(dim, dim))
+    layer = Layer(*(packed_side(x, codec, 0, "x") for x, codec in zip(pair, codecs, strict=True)))
+    q = torch.randn(1, 2, 1, dim, generator=torch.Generator().manual_seed(1))
+    found = cpu_attend.attend(q, layer, 0.1, True, None, None, None, None, level=level)
+    assert_alike(found, by_torch(q, layer, scale=0.1), layer)
 
 
 def test_threads_and_their_number_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:

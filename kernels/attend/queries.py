@@ -70,9 +70,9 @@ def load_queries(
     row += block * BLOCK
     begin = q + sequence.to(tl.int64) * columns * padded
     tiles = _query_tiles(begin, row, second, padded, K, DUAL, WARPS)  # [warp, column, row] each
-    tiles = queries_of_bits(tiles, SIGNS, SETS)
     of_signs = 0.0
     if SIGNS is not None:
+        tiles = queries_of_bits(tiles, SIGNS, SETS)
         of_signs = half_sum(tiles, SIGNS, SETS)
     scale = tl.load(scales + sequence * padded + row)[None, None, :]  # [1, 1, row]
     return Queries(tiles, of_signs, scale, position + (row % q_len)[None, None, :], second)

@@ -32,8 +32,7 @@ from .patches import begin_patches, next_patches, own_patches
 from .queries import load_queries, relative_to
 from .scores import Lookup, Visible, score
 from .softmax import Softmax, add, empty, merge_tokens
-from .tile_loads import load_tiles, prefetch
-from .work import load_work, within_length
+from .work import load_tiles, load_work, prefetch, within_length
 
 COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window"]
 """Arguments that change from call to call, and for whose values nothing is compiled anew."""
@@ -100,6 +99,7 @@ def attend_split(
     DUAL: tl.constexpr = K.dual or V.dual
     ROW_TOKENS: tl.constexpr = 2 if DUAL else 1
     ADJACENT: tl.constexpr = DUAL and second_token_offset(DUAL, TOKENS) == 1
+    OUTLIERS: tl.constexpr = K.outliers is not None or V.outliers is not None
     # Tokens of one tile of every warp, and of all tiles that they attend at once.
     SPAN: tl.constexpr = WARPS * ROW_TOKENS * TOKENS
     STEP: tl.constexpr = TILES * SPAN
@@ -149,7 +149,9 @@ def attend_split(
     softmax = empty(V, WARPS, TOKENS, ROWS)
     # Where registers do not hold a tile ahead of time, they do not hold its entries either.
     ENTRIES_AHEAD: tl.constexpr = STAGES > 1
-    ready, entries_ahead = begin_patches(work, numbers, K, V, WARPS, TILES, TOKENS, ENTRIES_AHEAD, FAST)
+    entries = ((), ())
+    if OUTLIERS:
+        ready, entries_ahead = begin_patches(work, numbers, K, V, WARPS, TILES, TOKENS, ENTRIES_AHEAD, FAST)
     visible = Visible(work.count, ahead, window)
     for offset in tl.range(0, work.whole, STEP, num_stages=STAGES):
         if PREFETCHED:
@@ -166,7 +168,8 @@ def attend_split(
                 v_loaded = v_next
         if not LOADS_AHEAD:
             k_loaded = k_next
-        entries, entries_ahead = next_patches(work, offset, ready, entries_ahead, K, V, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+        if OUTLIERS:
+            entries, entries_ahead = next_patches(work, offset, ready, entries_ahead, K, V, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
         scores = score(k_loaded, entries[0], queries, cap, token, visible, k_lookup, K, DUAL, SOFTCAP, False, FAST)
         if LATE:
             v_loaded = load_tiles(v.streams, v.first + offset, token, work.count, V, TILES * ROW_TOKENS, TOKENS, False, True, FAST)
@@ -181,7 +184,8 @@ def attend_split(
         k_loaded = load_tiles(k.streams, k.first + offset, near, work.count - offset, K, ROW_TOKENS, TOKENS, True, False, FAST)
         if not LATE:
             v_loaded = load_tiles(v.streams, v.first + offset, near, work.count - offset, V, ROW_TOKENS, TOKENS, True, True, FAST)
-        entries = own_patches(work, offset, ready, K, V, WARPS, TOKENS)
+        if OUTLIERS:
+            entries = own_patches(work, offset, ready, K, V, WARPS, TOKENS)
         scores = score(k_loaded, entries[0], queries, cap, near + offset, visible, k_lookup, K, DUAL, SOFTCAP, True, FAST)
         if LATE:
             v_loaded = load_tiles(v.streams, v.first + offset, near, work.count - offset, V, ROW_TOKENS, TOKENS, True, True, FAST)

@@ -1,4 +1,4 @@
-"""One row of the work table: which tokens a program attends, and where their packed rows lie."""
+"""What a program attends: tokens of a row of the work table, their packed rows, and the tiles that are loaded from these."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005
@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 import triton
 from triton import language as tl
+
+from kvpack.kernels.loaders.qjl import load_signs
+from kvpack.kernels.words.tile_layout import second_token_offset
 
 FIRST_ADDRESS = tl.constexpr(5)
 """Integers of a work row before the addresses: those of ``Work`` before its streams."""
@@ -92,3 +95,68 @@ def within_length(
     seen = tl.maximum(0, tl.minimum(count, position + 1 + ahead - work.begin)).to(tl.int32)
     whole = tl.minimum(work.whole, seen // (TILES * SPAN) * (TILES * SPAN))
     return Work(work.begin, count, whole, work.k, work.v), skipped
+
+
+@triton.jit
+def prefetch(work: tl.tuple, offset: tl.tensor, K: tl.constexpr, V: tl.constexpr, BEYOND: tl.constexpr, TOKENS: tl.constexpr) -> None:
+    """Bring rows to the second-level cache: of ``TOKENS`` tokens, or as many as there are, ``BEYOND`` the work's token ``offset``."""
+    _prefetch_side(work.k, offset, work.count, K, BEYOND, TOKENS)
+    _prefetch_side(work.v, offset, work.count, V, BEYOND, TOKENS)
+
+
+@triton.jit
+def _prefetch_side(
+    rows: tl.tuple, offset: tl.tensor, count: tl.tensor, SIDE: tl.constexpr, BEYOND: tl.constexpr, TOKENS: tl.constexpr
+) -> None:
+    first = rows.first + offset + BEYOND
+    tokens = tl.minimum(count - offset - BEYOND, TOKENS)
+    for number in tl.static_range(len(SIDE.streams)):
+        if SIDE.streams[number].row_bytes:
+            _prefetch_stream(rows.streams[number], first, tokens, SIDE.streams[number].row_bytes, SIDE.streams[number].tokens)
+
+
+@triton.jit
+def _prefetch_stream(pointer: tl.tensor, first: tl.tensor, tokens: tl.tensor, ROW_BYTES: tl.constexpr, ROW_TOKENS: tl.constexpr) -> None:
+    """One operation of one thread, in whole pieces of 16 bytes: it was faster than lines that all threads ask for."""
+    begin = pointer.to(tl.int64) + first // ROW_TOKENS * ROW_BYTES
+    tl.inline_asm_elementwise(
+        """{ .reg .pred real; .reg .b32 thread, size; .reg .b64 begin;
+            mov.u32 thread, %tid.x; and.b32 size, $2, -16; setp.gt.s32 real, size, 0; setp.eq.and.b32 real, thread, 0, real;
+            and.b64 begin, $1, -16; @real cp.async.bulk.prefetch.L2.global [begin], size; mov.u32 $0, 0; }""",
+        "=r,l,r",
+        [begin, (tokens * ROW_BYTES // ROW_TOKENS).to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def load_tiles(
+    streams: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    end: tl.tensor,
+    SIDE: tl.constexpr,
+    TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """``TILES`` tiles of ``TOKENS`` tokens: what the codec's rows hold of each, and the signs beside it, if any.
+
+    ``token`` ``[warp, token]`` are the tokens of each warp's first tile, counted from the one whose row is ``first``; with ``MASKED``
+    those from ``end`` on are not loaded. If the side is dual, half as many tiles of twice as many tokens.
+    """
+    CONSTANTS: tl.constexpr = SIDE.constants
+    SIGNS: tl.constexpr = SIDE.signs
+    loaded = ()
+    for tile in tl.static_range(TILES // 2 if SIDE.dual else TILES):
+        at = token + tile * (2 * TOKENS if SIDE.dual else TOKENS)
+        valid = (at < end, at + second_token_offset(SIDE.dual, TOKENS) < end) if SIDE.dual else at < end
+        parts = (SIDE.load(streams, first, at, valid, CONSTANTS, MASKED, SIDE.whole, TRANSPOSED, FAST),)
+        if SIDE.signs is not None:
+            parts = parts + (load_signs(streams, first, at, valid, SIGNS, MASKED, TRANSPOSED, FAST),)
+        loaded = loaded + (parts,)
+    return loaded

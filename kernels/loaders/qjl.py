@@ -180,16 +180,14 @@ def decode_bits(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, C
 @triton.jit
 def queries_of_bits(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tuple:
     """The tiles of a query, ``[warp, column, row]``, those of signs scaled for ``decode_bits``; each of ``SETS`` sets ends in these."""
-    tiles = q
-    if CONSTANTS is not None:
-        tiles = ()
-        EACH: tl.constexpr = len(q) // SETS
-        FIRST: tl.constexpr = EACH - CONSTANTS.steps
-        for number in tl.static_range(len(q)):
-            tile = q[number]
-            if number % EACH >= FIRST:
-                tile = _scaled(tile, number % EACH - FIRST, CONSTANTS)
-            tiles = tiles + (tile,)
+    tiles = ()
+    EACH: tl.constexpr = len(q) // SETS
+    FIRST: tl.constexpr = EACH - CONSTANTS.steps
+    for number in tl.static_range(len(q)):
+        tile = q[number]
+        if number % EACH >= FIRST:
+            tile = _scaled(tile, number % EACH - FIRST, CONSTANTS)
+        tiles = tiles + (tile,)
     return tiles
 
 

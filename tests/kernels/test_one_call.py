@@ -1,0 +1,65 @@
+"""What a call of ``attend`` runs through is what kernels/README.md draws, in the interpreter."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import kvpack
+import kvpack.kernels
+
+from caches import random_pairs  # isort: skip
+from interpreter import DEVICE, INTERPRETED  # isort: skip
+
+if TYPE_CHECKING:
+    from types import CodeType, FrameType
+
+PACKAGE = Path(kvpack.__file__).parent
+KERNELS = Path(next(iter(kvpack.kernels.__path__)))
+FEW_FUNCTIONS = 60
+"""What a reader of a whole call may be asked to read."""
+
+
+def path_of(file: str) -> str | None:
+    """How the README names a file of the package; None for others."""
+    path = Path(file)
+    if path.is_relative_to(KERNELS):
+        return str(path.relative_to(KERNELS))
+    return f"kvpack/{path.relative_to(PACKAGE)}" if path.is_relative_to(PACKAGE) else None
+
+
+def drawn() -> set[str]:
+    """The files in the first picture of the section "One call"."""
+    text = (KERNELS / "README.md").read_text(encoding="utf-8")
+    picture = re.search(r"## One call\n.*?```text\n(.*?)```", text, re.DOTALL)
+    assert picture is not None
+    return set(re.findall(r"\S+\.py$", picture[1], re.MULTILINE))
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not INTERPRETED, reason="compiled code calls no Python functions")
+def test_the_picture_names_every_file_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPACK_KERNELS", "triton")
+    layer = kvpack.pack(random_pairs(1, 256, dims=(128, 128)), "kv=group:b=4,g=32").to(DEVICE)[0]
+    q = torch.randn(1, 4, 1, 128)
+    kvpack.attend(q, layer)
+    codes: set[CodeType] = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            codes.add(frame.f_code)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        kvpack.attend(q, layer)
+    finally:
+        sys.setprofile(before)
+    called = {(name, code.co_qualname) for code in codes if (name := path_of(code.co_filename)) is not None}
+    assert {file for file, _ in called} == drawn()
+    assert len(called) <= FEW_FUNCTIONS

@@ -146,7 +146,11 @@ class Angle(CodecFamily):
             factor = _unbiased(measured, projected, self._norms(step, minimum, codes))
             step, minimum = (step, minimum + factor.log2()) if self.norm == "log" else (step * factor, minimum * factor)
             wanted = torch.cat([step, minimum], -1).to(stored.dtype)
-            stored = torch.where(torch.isfinite(wanted).all(-1, keepdim=True), wanted, stored)
+            kept = torch.isfinite(wanted).all(-1, keepdim=True)
+            if self.norm == "linear":
+                # The codes make up for the rounding of the step that they were chosen for, and a subnormal one is rounded coarsely.
+                kept &= (step >= torch.finfo(stored.dtype).smallest_normal) | (step == 0)
+            stored = torch.where(kept, wanted, stored)
         return self.pack_digits(bins, codes) | {"range": stored}
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:

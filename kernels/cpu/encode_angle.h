@@ -74,6 +74,11 @@ static void keep_products(const Codec *codec, const Encoded *out, const float *f
         vf factor = load(factors + t);
         for (int64_t i = 0; half_range && i < numbers; i++)
             factor = choose(magnitude_of(load(out->numbers + i * TILE + t) * factor) < 65520.f, factor, splat(1));
+        /* Of norms in steps: a subnormal step is rounded coarsely, and the codes make up for the rounding of the step they were chosen for. */
+        if (codec->norm_kind == NORM_LINEAR) {
+            vf step = load(out->numbers + t);
+            factor = choose((step * factor >= (half_range ? 0x1p-14f : 0x1p-126f)) | (step == 0.f), factor, splat(1));
+        }
         for (int64_t i = 0; i < numbers; i++) store(out->numbers + i * TILE + t, load(out->numbers + i * TILE + t) * factor);
         if (codec->norm_kind != NORM_LOG) continue;
         vf moved = load(minimum + t) + logarithm(factor);

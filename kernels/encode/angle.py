@@ -9,6 +9,7 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 from triton import language as tl
 
@@ -19,8 +20,6 @@ from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns
 from .rows import component, components, flag_unless, input_of, limit_of, load_rows, nearest_integer, rule_of, scale_of, unbiased_factor
 
 if TYPE_CHECKING:
-    import torch
-
     from kvpack.formats.angle import Angle
 
 TILE_PAIRS = 1 << 11
@@ -49,6 +48,7 @@ def encode(codec: Angle, x: torch.Tensor, streams: dict[str, torch.Tensor], plan
         *arguments, components(codec.rotation, 2, symbols, symbols, x), plan.places, planes, streams[name], flag,
         **constants, SYMBOLS=symbols, BINS=codec.bins, NORM=codec.norm, STEPS=(1 << codec.norm_bits) - 1, SCALE=scale_of(codec.rotation),
         LIMIT=limit_of(layout.dtype), RULE=rule_of(codec.norm_rule, "F32"), SMALLEST=SMALLEST_SUM, LARGEST=LARGEST_SUM,
+        SMALLEST_STEP=torch.finfo(streams[name].dtype).smallest_normal,
         NO_LOGARITHM=ZERO, RANGE=OCTAVES, PI=math.pi, STREAMS=plan.streams,
         BLOCK_TOKENS=tokens, warps=WARPS, fusion=True,
     )  # fmt: skip
@@ -131,6 +131,7 @@ def _encode(
     STEPS: tl.constexpr,
     SCALE: tl.constexpr,
     LIMIT: tl.constexpr,
+    SMALLEST_STEP: tl.constexpr,
     RULE: tl.constexpr,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -196,6 +197,9 @@ def _encode(
                 low = low * factor
                 step = step * factor
             fits = (tl.abs(step) < LIMIT) & (tl.abs(low) < LIMIT)
+            if NORM == "linear":
+                # See formats/angle.py.
+                fits = fits & ((step >= SMALLEST_STEP) | (step == 0))
             stored_step = tl.where(fits, step, stored_step.to(tl.float32)).to(norms.dtype.element_ty)
             stored_low = tl.where(fits, low, stored_low.to(tl.float32)).to(norms.dtype.element_ty)
         tl.store(norms + row * 2, stored_step, valid)

@@ -19,7 +19,7 @@ from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.options import Options
 
-from strategies import CONTENTS, contents  # isort: skip
+from strategies import CASES, CONTENTS, contents, create  # isort: skip
 from worked_examples import example, example_codec, example_streams  # isort: skip
 
 PAGE = Path(__file__).parents[2] / "spec" / "codecs" / "angle.md"
@@ -315,6 +315,13 @@ def test_round_trip(data: st.DataObject) -> None:
     dim = 2 * data.draw(st.integers(1, 70))
     x = contents(data.draw(st.sampled_from(CONTENTS)), (1, 2, data.draw(st.integers(0, 9)), dim), data.draw(st.integers(0, 2**32)))
     check_round_trip(angle(dim, rotation="none", **words), x)
+
+
+@pytest.mark.parametrize("seed", [31, 49])
+def test_a_subnormal_step_stays_what_its_codes_were_chosen_for(seed: int) -> None:
+    codec, x = create("angle", 128, n="2"), contents("mixed", (1, 2, 19, 128), seed)
+    streams = codec.encode(x)
+    CASES["angle"].check(codec, x, streams, codec.decode(streams))
 
 
 @pytest.mark.parametrize("rotation", ["none", "signed-hadamard"])

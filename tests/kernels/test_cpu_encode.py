@@ -181,6 +181,15 @@ def test_any_codec_is_encoded_as_well_as_by_formats(family: str, data: st.DataOb
         assert found <= 1.01 * wanted + 1e-9 * values.double().square().sum()
 
 
+@LEVELS
+@pytest.mark.parametrize("seed", [31, 49])
+def test_a_subnormal_step_stays_what_its_codes_were_chosen_for(seed: int, level: int) -> None:
+    codec, x = create("angle", 128, n="2"), contents("mixed", (1, 2, 19, 128), seed)
+    streams = cpu_encode.encode(codec, x, level=level)
+    assert streams is not None
+    CASES["angle"].check(codec, x, streams, codec.decode(streams))
+
+
 @pytest.mark.parametrize("recipe", ["kv=scalar:b=3", "kv=octahedral:b=3", "kv=angle:n=64", "kv=quaternion:s=3,r=3"])
 @pytest.mark.parametrize(("value", "error"), [(torch.nan, NonFinite), (-torch.inf, NonFinite), (3e7, OutOfRange), (3e38, OutOfRange)])
 def test_values_are_refused_as_by_formats(recipe: str, value: float, error: type[KvpackError], monkeypatch: pytest.MonkeyPatch) -> None:

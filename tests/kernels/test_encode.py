@@ -216,6 +216,14 @@ def test_any_options_and_contents(data: st.DataObject) -> None:
 
 
 @pytest.mark.kernels
+def test_a_subnormal_step_stays_what_its_codes_were_chosen_for() -> None:
+    codec, x = create("angle", 128, n="2"), contents("mixed", (1, 2, 19, 128), 31)
+    streams = encoded(codec, x)
+    assert streams is not None
+    CASES["angle"].check(codec, x, streams, codec.decode(streams))
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("codec_id", "dim", "words"),
     [

@@ -1605,6 +1605,8 @@ class File:
     codecs: list[Codec]
     layers: list[dict[str, Side | None]]
     tensors: list[Tensor]
+    states: dict[str, bytes] = field(default_factory=dict)
+    """The bytes of every state, by the name of its tensor."""
 
     @property
     def metadata(self) -> dict[str, str | int | float]:
@@ -1614,7 +1616,10 @@ class File:
 FIELDS = "container.md, Fields"
 POSITIONS = "container.md, Layer positions"
 LAYER_POSITIONS = "layer-positions"
-REQUIRED_FEATURES = {LAYER_POSITIONS.encode()}
+STATES = "container.md, Layer states"
+LAYER_STATE = "layer-state"
+RECORD = 96
+REQUIRED_FEATURES = {LAYER_POSITIONS.encode(), LAYER_STATE.encode()}
 LIMITS = "container.md, Limits"
 
 
@@ -1659,13 +1664,11 @@ def take_header(header: dict[str, Any]) -> File:
         file.layers.append({"k": k, "v": v})
     require(required == sorted(set(required)), "container.md, Header tensor", f"required is {required}, not in order or not each once")
     file.starts = take_starts(file, LAYER_POSITIONS in required)
-    expected = [
-        tensor
-        for number, layer in enumerate(file.layers)
-        for name, side in layer.items()
-        if side
-        for tensor in side.tensors(f"{number}.{name}.")
-    ]
+    states = take_states(file, LAYER_STATE in required)
+    expected = []
+    for number, layer in enumerate(file.layers):
+        expected += [tensor for name, side in layer.items() if side for tensor in side.tensors(f"{number}.{name}.")]
+        expected += [tensor for of_layer, tensor in states if of_layer == number]
     require(isinstance(tensors, list) and len(tensors) == len(expected), FIELDS, f"tensors has not {len(expected)} entries")
     file.tensors = [take_tensor(entry, tensor) for entry, tensor in zip(tensors, expected, strict=True)]
     return file
@@ -1685,6 +1688,33 @@ def take_starts(file: File, named: bool) -> list[int]:
         require(start == file.start or any(layer.values()), POSITIONS, f"layer {number} has no side, and starts at {start}")
     require(starts != [file.start] * len(starts), POSITIONS, f"every layer starts at {file.start}")
     return starts
+
+
+def take_states(file: File, named: bool) -> list[tuple[int, Tensor]]:
+    """container.md, Layer states: the layer and the tensor of every state."""
+    require(named == (LAYER_STATE in file.ignorable), STATES, f"{LAYER_STATE} is not both in required and in ignorable")
+    if not named:
+        return []
+    data = file.ignorable[LAYER_STATE]
+    require(len(data) > 0 and len(data) % RECORD == 0, STATES, f"{len(data)} bytes")
+    states: list[tuple[int, Tensor]] = []
+    last = (-1, b"")
+    for at in range(0, len(data), RECORD):
+        layer, dtype, count = int.from_bytes(data[at : at + 2], "little"), data[at + 2], data[at + 3]
+        sizes = [word64(data, at + 4 + 8 * place) for place in range(8)]
+        name = data[at + 68 : at + RECORD].rstrip(b"\0")
+        require(dtype < len(DTYPE_BYTES) and count <= 8, STATES, f"a state of dtype {dtype} with {count} sizes")
+        require(all(sizes[: max(1, count)]) and not any(sizes[count:]), STATES, f"a state has the sizes {sizes}, of which {count} count")
+        require(re.fullmatch(rb"[a-z][a-z0-9_.]*", name) is not None, STATES, f"a state is named {name!r}")
+        require(sizes[0] <= MAX_BATCH and max(sizes) <= MAX_TOKENS, LIMITS, f"a state has the sizes {sizes}")
+        require(layer < len(file.layers), STATES, f"a state of layer {layer}")
+        require((layer, name) > last, STATES, f"the state {name!r} of layer {layer} follows {last}")
+        before = [tensor.shape[0] for number, tensor in states if number == layer]
+        batches = {sizes[0], *before, *(side.batch for side in file.layers[layer].values() if side)}
+        require(len(batches) == 1, STATES, f"layer {layer} has different numbers of sequences")
+        last = layer, name
+        states.append((layer, Tensor(f"{layer}.state.{name.decode()}", list(DTYPE_BYTES)[dtype], tuple(sizes[:count]))))
+    return states
 
 
 def take_metadata(data: bytes) -> dict[str, str | int | float]:
@@ -1916,6 +1946,7 @@ def read(data: bytes, decompress: Decompress | None = None) -> File:
         for name, side in layer.items():
             if side is not None:
                 decode_side(side, f"{number_}.{name}.", contents)
+    file.states = {name: content for name, content in contents.items() if name.split(".")[1] == "state"}
     return file
 
 
@@ -2062,6 +2093,8 @@ def main(arguments: Sequence[str]) -> int:
                 first = " ".join(f"{value:.9g}" for value in side.values[:6])
                 place = f"from position {file.starts[number]}  " if file.starts[number] != file.start else ""
                 print(f"{number}.{name}  {side.codec.id}  {'x'.join(map(str, side.shape))}  {place}{first}")
+    for name, content in file.states.items():
+        print(f"{name}  {len(content)} bytes")
     return 0
 
 

@@ -114,8 +114,9 @@ class Cache:
 
     @property
     def values(self) -> int:
-        """The number of key and value elements held, over all layers."""
-        return sum(side.batch * side.heads * side.tokens * side.dim for layer in self.layers for side in layer.sides.values())
+        """The number of key and value elements held, over all layers, and of elements of states."""
+        sides = sum(side.batch * side.heads * side.tokens * side.dim for layer in self.layers for side in layer.sides.values())
+        return sides + sum(state.numel() for layer in self.layers for state in layer.states.values())
 
     @property
     def contents(self) -> Contents:
@@ -253,8 +254,11 @@ def _joined_layers(number: int, layers: Sequence[Layer]) -> Layer:
     for first, second in pairwise(layers):
         if (first.k is None, first.v is None) != (second.k is None, second.v is None):
             raise NotConsecutive(f"layers[{number}] has the sides {list(first.sides)}, then {list(second.sides)}")
+        if first.states.keys() != second.states.keys():
+            raise NotConsecutive(f"layers[{number}] has the states {list(first.states)}, then {list(second.states)}")
     try:
         k, v = [layer.k for layer in layers if layer.k], [layer.v for layer in layers if layer.v]
-        return replace(layers[0], k=k[0].concat(*k[1:]) if k else None, v=v[0].concat(*v[1:]) if v else None)
+        joined_k, joined_v = k[0].concat(*k[1:]) if k else None, v[0].concat(*v[1:]) if v else None
+        return replace(layers[0], k=joined_k, v=joined_v, states=layers[-1].states)
     except NotConsecutive as error:
         raise NotConsecutive(f"layers[{number}]: {error}") from None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpack.coding.encoding import RAW_NAMES
+from kvpack.coding.encoding import RAW_NAMES, STATE_DTYPES
+from kvpack.file import layer_positions, layer_states
 from kvpack.file.header import Contents, LayerEntry, SideEntry
-from kvpack.file.layer_positions import features_of
+from kvpack.file.layer_states import StateEntry
 from kvpack.file.metadata import FEATURE, to_bytes
 
 if TYPE_CHECKING:
@@ -29,7 +30,14 @@ def contents_of(
     for layer in layers:
         entries = {name: _entry(side, codecs.setdefault(side.codec, len(codecs))) for name, side in layer.sides.items()}
         listed.append(LayerEntry(entries.get("k"), entries.get("v")))
-    required, ignorable = features_of(start, [start + layer.skipped for layer in layers])
+    required, ignorable = layer_positions.features_of(start, [start + layer.skipped for layer in layers])
+    states = [
+        StateEntry(number, name, STATE_DTYPES[state.dtype], tuple(state.shape))
+        for number, layer in enumerate(layers)
+        for name, state in layer.states.items()
+    ]
+    of_states, listed_states = layer_states.features_of(states)
+    required, ignorable = (*required, *of_states), ignorable | listed_states
     if inputs is not None:
         ignorable |= inputs.to_features()
     if metadata:

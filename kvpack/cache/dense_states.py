@@ -1,4 +1,4 @@
-"""The keys and values of a model's own cache, and their positions; a cache that holds anything else is refused by name.
+"""The keys and values of a model's own cache, their positions, and states; a cache that holds anything else is refused by name.
 
 Only the transformers classes listed here are accepted; for any other class every attribute is examined.
 transformers is not imported: its caches are recognized by class name.
@@ -7,11 +7,14 @@ transformers is not imported: its caches are recognized by class name.
 from __future__ import annotations
 
 import os
-from types import FunctionType, MethodType
+from collections.abc import Mapping
+from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from kvpack.coding.encoding import STATE_DTYPES
+from kvpack.file.layer_states import check_state
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
 
@@ -25,7 +28,17 @@ _MODULE = "transformers.cache_utils"
 _CACHES = {"Cache", "DynamicCache", "StaticCache"}
 _CACHE_SETTINGS = {"layers", "layer_class_to_replicate", "offloading", "only_non_sliding", "prefetch_stream"}
 _SLIDING, _STATIC = {"DynamicSlidingWindowLayer", "StaticSlidingWindowLayer"}, {"StaticLayer"}
-_LAYERS = {"CacheLayerMixin", "DynamicLayer", "DummyLayer", *_SLIDING, *_STATIC}
+_LINEAR = {
+    "LinearAttentionCacheLayerMixin",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "LinearAttentionAndStaticFullAttentionLayer",
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer",
+}
+_LAYERS = {"CacheLayerMixin", "DynamicLayer", "DummyLayer", *_SLIDING, *_STATIC, *_LINEAR}
+_STATES = {"conv": "conv_states", "recurrent": "recurrent_states"}
+"""The attributes of layers with states: maps from a state's number to its tensor, or None."""
 _LAYER_COUNTS = {"keys", "values", "cumulative_length", "_sliding_window_tensor"}
 """The tensors of known layers: keys and values, token counts, and the window."""
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, type, FunctionType, MethodType)
@@ -33,11 +46,15 @@ _CONFIGURATIONS = {"PreTrainedConfig", "PretrainedConfig"}
 
 
 class DenseLayer(NamedTuple):
-    """Keys and values ``[batch, kv_head, token, dim]`` of one layer, and how many tokens before them it no longer holds."""
+    """Keys and values ``[batch, kv_head, token, dim]`` of one layer, and how many tokens before them it no longer holds.
+
+    ``states`` are tensors ``[batch, ...]`` by name.
+    """
 
     k: torch.Tensor | Minifloats | None
     v: torch.Tensor | Minifloats | None
     skipped: int = 0
+    states: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 def dense_states(past: Any) -> list[DenseLayer]:
@@ -58,7 +75,7 @@ def dense_states(past: Any) -> list[DenseLayer]:
     if isinstance(past, (list, tuple)):
         if len(past) == 2 and all(x is None or isinstance(x, torch.Tensor | Minifloats) for x in past):
             past = [past]
-        if all(isinstance(pair, (list, tuple)) and len(pair) in (2, 3) for pair in past):
+        if all(isinstance(pair, DenseLayer) or (isinstance(pair, (list, tuple)) and len(pair) in (2, 3)) for pair in past):
             return [_of_tuple(pair, f"layers[{number}]") for number, pair in enumerate(past)]
     if isinstance(past, str | bytes | os.PathLike):
         raise InvalidDtype(
@@ -82,20 +99,48 @@ def _of_tuple(pair: Sequence[Any], where: str) -> DenseLayer:
 def _of_layers(past: Any) -> list[DenseLayer]:
     """The layers of a transformers cache, or of an object that resembles one."""
     _refuse_more(past, "", _CACHES, _CACHE_SETTINGS)
-    layers = [_states(layer, f"layers[{number}]") for number, layer in enumerate(past.layers)]
+    layers = [_layer(layer, f"layers[{number}]") for number, layer in enumerate(past.layers)]
     held = ((number, layer, layer.v if layer.k is None else layer.k) for number, layer in enumerate(layers))
     seen = {layer.skipped + x.shape[2]: number for number, layer, x in held if x is not None and _is_dense(x)}
     if len(seen) > 1:
         counts = " and ".join(f"layers[{number}] {count}" for count, number in sorted(seen.items(), key=lambda item: item[1]))
         raise InvalidShape(f"the layers have not seen the same tokens: {counts} of them; pack what belongs together, as lists of (k, v)")
+    for number, (layer, own) in enumerate(zip(layers, past.layers, strict=True)):
+        if _classes(own) & _LINEAR and not layer.states and any(seen):
+            raise InvalidParameter(
+                f"layers[{number}] is a {type(own).__name__} without a state after the cache's tokens: the model keeps its states in its "
+                "modules, not in its cache"
+            )
     if all(layer.k is None and layer.v is None for layer in layers):
         raise InvalidShape(f"a {type(past).__name__} without keys and values: no forward pass has filled it")
     return layers
 
 
-def _states(layer: Any, where: str) -> DenseLayer:
-    """The states of a cache layer: the filled part of a static layer, the newest tokens of a sliding one."""
-    _refuse_more(layer, where, _LAYERS, _LAYER_COUNTS)
+def _layer(layer: Any, where: str) -> DenseLayer:
+    """What a cache layer holds: the filled part of a static layer, the newest tokens of a sliding one."""
+    linear = bool(_classes(layer) & _LINEAR)
+    _refuse_more(layer, where, _LAYERS, _LAYER_COUNTS | (set(_STATES.values()) if linear else set()))
+    held = _without_states(layer, where)
+    return held._replace(states=states_of(layer, where)) if linear else held
+
+
+def states_of(layer: Any, where: str) -> dict[str, torch.Tensor]:
+    """What a recurrent or convolution layer keeps; nothing before its first token."""
+    found = {}
+    for name, attribute in _STATES.items():
+        for number, state in getattr(layer, attribute).items():
+            if state is None or not layer.has_previous_state[number]:
+                continue
+            # A layer that records its past keeps more columns than the next token needs.
+            kept = state[..., -layer.conv_kernel_size[number] :] if name == "conv" else state
+            check_state(f"{where}.{attribute}[{number}]", STATE_DTYPES.get(kept.dtype), kept.shape)
+            found[f"{name}.{number}"] = kept.clone()
+    return found
+
+
+def _without_states(layer: Any, where: str) -> DenseLayer:
+    if not hasattr(layer, "keys"):
+        return DenseLayer(None, None)
     k, v = layer.keys, layer.values
     if not _is_dense(k) or not _is_dense(v) or not hasattr(layer, "get_seq_length"):
         # A layer without tokens yet, or one that shares another layer's tokens, has tensors without sizes or no tensors.
@@ -122,7 +167,7 @@ def _classes(value: Any) -> set[str]:
 def _refuse_more(value: Any, where: str, known: set[str], own: set[str]) -> None:
     """Raise InvalidParameter for a transformers class that is not ``known``, and for state outside the attributes ``own``."""
     states = [name for name, state in _attributes(value) if name not in own and not _is_plain(state)]
-    if known is _LAYERS and not (hasattr(value, "keys") and hasattr(value, "values")):
+    if known is _LAYERS and not (hasattr(value, "keys") and hasattr(value, "values")) and not _classes(value) & _LINEAR:
         states = states or ["state"]
     if states or _classes(value) - known:
         what = f"{where} is a {type(value).__name__}" if where else f"the cache is a {type(value).__name__}"

@@ -130,13 +130,14 @@ def stored(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
             with own_modes(side.device):
                 for stream, tensor in stored_streams(merged).items():
                     arrays[f"{number}.{name}.{stream}"] = _bytes(tensor)
+        arrays.update({f"{number}.state.{name}": _bytes(state) for name, state in layer.states.items()})
     return cache.contents, arrays
 
 
 def read(file: container.File, numbers: Iterable[int] | None = None, *, check_values: bool = True) -> Cache:
     """Read the cache of an open file as views of its bytes; every side is checked (``File.read_side``).
 
-    Only the layers ``numbers`` (default: all) have sides. Raises DigestMismatch and InvalidPayload.
+    Only the layers ``numbers`` (default: all) have sides and states. Raises DigestMismatch and InvalidPayload.
     """
     header = file.header
     layers, cpu = [Layer(None, None)] * len(header.layers), torch.device("cpu")
@@ -147,7 +148,8 @@ def read(file: container.File, numbers: Iterable[int] | None = None, *, check_va
                 data = file.read_side(number, name, check_values=check_values)
                 tensors = {stream: _tensor(data[stream], layout) for stream, layout in header.streams[entry].items()}
                 sides[name] = side_of(header, entry, tensors, cpu)
-            layers[number] = layer_of(header, number, sides)
+            states = {state.name: _tensor(file.read_state(state), state.layout) for state in header.states_of(number)}
+            layers[number] = layer_of(header, number, sides, states)
     return cache_of(header, layers)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
 
 from .arguments import integer
-from .rows import row_numbers
+from .rows import check_rows, row_numbers
 
 if TYPE_CHECKING:
     from .side import Rows, Side
@@ -23,12 +25,15 @@ class Layer:
     """One layer: keys and values, each a Side; one of the two may be absent.
 
     ``skipped`` counts the tokens at the beginning of the cache's range that the layer no longer holds, because a sliding window
-    dropped them. Raises InvalidParameter for a count below 0, and for a count other than 0 in a layer without sides.
+    dropped them. ``states`` holds what a recurrent or convolution layer has computed from all tokens of the cache, by name: tensors
+    ``[batch, ...]``, which are never encoded. Raises InvalidParameter for a count below 0, and for a count other than 0 in a layer
+    without sides.
     """
 
     k: Side | None
     v: Side | None
     skipped: int = field(default=0, kw_only=True)
+    states: Mapping[str, torch.Tensor] = field(default_factory=lambda: MappingProxyType({}), kw_only=True)
 
     def __post_init__(self) -> None:
         if self.skipped < 0 or (self.skipped and not self.sides):
@@ -67,7 +72,11 @@ class Layer:
         Raises OutOfBounds. Cutting a layer that skipped tokens would leave its last tokens without the window before them.
         """
         start, stop = integer(start, "start"), integer(stop, "stop")
-        if (start, stop) == (0, self.seen) or not self.sides:
+        if (start, stop) == (0, self.seen):
+            return self
+        if self.states:
+            raise OutOfBounds(_one_moment(self, f"tokens {start} to {stop} were requested from it"))
+        if not self.sides:
             return self
         if not self.skipped <= start <= stop <= self.seen:
             raise OutOfBounds(f"tokens {start} to {stop} were requested from a layer that holds tokens {self.skipped} to {self.seen}")
@@ -78,16 +87,23 @@ class Layer:
         """The layer without its newest ``count`` tokens; skipped tokens stay skipped. Raises OutOfBounds."""
         if not 0 <= count <= self.tokens:
             raise OutOfBounds(f"cannot drop {count} tokens from a layer that holds {self.tokens}")
+        if count and self.states:
+            raise OutOfBounds(_one_moment(self, f"{count} tokens were to be dropped from it"))
         held = self.tokens - count
         return replace(self, k=self.k.prefix(held) if self.k else None, v=self.v.prefix(held) if self.v else None)
 
     def select(self, indices: Rows) -> Layer:
         """The rows ``indices`` of the batch, as ``Side.select``. Raises OutOfBounds, InvalidParameter."""
         rows = row_numbers(indices)
-        return replace(self, k=self.k.select(rows) if self.k else None, v=self.v.select(rows) if self.v else None)
+        for state in self.states.values():
+            check_rows(rows, state.shape[0])
+        k, v = self.k.select(rows) if self.k else None, self.v.select(rows) if self.v else None
+        return replace(self, k=k, v=v, states=MappingProxyType({name: state[list(rows)] for name, state in self.states.items()}))
 
     def append(self, k: torch.Tensor | None, v: torch.Tensor | None, where: str = "append") -> Layer:
-        """Add tokens to both sides. Raises InvalidShape when a side is missing or K and V differ in tokens."""
+        """Add tokens to both sides. Raises InvalidShape when a side is missing, K and V differ in tokens, or the layer has states."""
+        if self.states:
+            raise InvalidShape(_one_moment(self, f"{where}: tokens were to be added to it"))
         sides = []
         for name, side, x in (("k", self.k, k), ("v", self.v, v)):
             if (side is None) != (x is None):
@@ -100,7 +116,13 @@ class Layer:
 
     def to(self, device: torch.device | str) -> Layer:
         """The layer with every buffer on ``device``."""
-        return replace(self, k=self.k.to(device) if self.k else None, v=self.v.to(device) if self.v else None)
+        k, v = self.k.to(device) if self.k else None, self.v.to(device) if self.v else None
+        return replace(self, k=k, v=v, states=MappingProxyType({name: state.to(device) for name, state in self.states.items()}))
+
+
+def _one_moment(layer: Layer, request: str) -> str:
+    names = " and ".join(layer.states)
+    return f"{request}, and the layer has the states {names} after the cache's last token alone, which no other range has"
 
 
 def sliced(layer: Layer, number: int, tokens: tuple[int, int], first: int, count: int) -> Layer:
@@ -115,7 +137,10 @@ def sliced(layer: Layer, number: int, tokens: tuple[int, int], first: int, count
         if layer.skipped:
             held = f"which holds positions {first + layer.skipped} to {first + layer.seen} alone, not {first + start} to {first + stop}"
         raise OutOfBounds(f"tokens {start} to {stop} were requested from layers[{number}], {held}")
+    if layer.states and stop != count:
+        raise OutOfBounds(f"layers[{number}]: {_one_moment(layer, f'tokens {start} to {stop} of {count} were requested')}")
     try:
-        return layer.slice(start, stop)
+        # States after the last token are those of every range that ends there.
+        return replace(replace(layer, states=MappingProxyType({})).slice(start, stop), states=layer.states)
     except OutOfBounds as error:
         raise OutOfBounds(f"layers[{number}]: {error}") from None

@@ -42,7 +42,8 @@ def pack(
     ``past_key_values`` is a transformers Cache, a sequence with one (k, v) per layer, or one (k, v); k and v are
     ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, and either may be None. One that an engine keeps in fp8, mxfp8,
     mxfp4 or nvfp4 is a Minifloats, and stored bit for bit if ``recipe`` stores that format. In place of (k, v) a layer may be
-    (k, v, skipped), if a sliding window has dropped that many tokens before them. ``model`` is the model's
+    (k, v, skipped), if a sliding window has dropped that many tokens before them. The states of recurrent and convolution layers of
+    a transformers Cache are kept bit for bit. ``model`` is the model's
     identity, ``start`` the position of the first token; both are stored. ``inputs`` says what the tokens were
     computed from, if known. ``progress`` counts layers.
     Raises InvalidRecipe, MissingFile, InvalidShape, InvalidDtype, NonFinite, OutOfRange or InvalidParameter.
@@ -62,9 +63,10 @@ def pack(
     states = dense_states(past_key_values)
     recipe.check_layers(len(states))
     layers = []
-    for number, (k, v, skipped) in enumerate(states):
+    for number, (k, v, skipped, kept) in enumerate(states):
         _check_pair((k, v), f"layers[{number}]")
-        layers.append(Layer(*(_pack_side(x, recipe, number, len(states), side) for x, side in ((k, "k"), (v, "v"))), skipped=skipped))
+        sides = (_pack_side(x, recipe, number, len(states), side) for x, side in ((k, "k"), (v, "v")))
+        layers.append(Layer(*sides, skipped=skipped, states=MappingProxyType(dict(kept))))
         if progress:
             progress(number + 1, len(states))
     return Cache(tuple(layers), recipe.text, MappingProxyType(model), start, inputs)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvpack.coding.encoding import TORCH_DTYPES
+from kvpack.file.header import layout_bytes
 from kvpack.file.parallel import in_parallel, usable_cores
 
 from .layer import Layer, sliced
@@ -59,7 +62,8 @@ def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGIN
                     found[side.side] = _rows(file, side, memory, part, bus)
             bus.order(bus.mark())
             skipped = file.header.starts[number] - file.header.start if part.has_all_tokens else 0
-            yield number, Layer(found.get("k"), found.get("v"), skipped=skipped)
+            layer = Layer(found.get("k"), found.get("v"), skipped=skipped)
+            yield number, replace(layer, states=MappingProxyType(_states(file, number, part, bus)))
 
 
 def _buffer(sides: Sequence[SidePlaces], bus: Bus) -> torch.Tensor:
@@ -74,6 +78,17 @@ def _side(file: File, places: SidePlaces, memory: torch.Tensor) -> Side:
         begin, end = places.streams[name]
         tensors[name] = memory[begin:end].view(TORCH_DTYPES[layout.dtype]).view(layout.shape)
     return side_of(file.header, entry, tensors, memory.device)
+
+
+def _states(file: File, number: int, part: Part, bus: Bus) -> dict[str, torch.Tensor]:
+    """The states of layer ``number`` on the device. Raises OutOfBounds for a part that ends before the file does."""
+    found = {}
+    for state in file.header.states_of(number):
+        memory = torch.empty(layout_bytes(state.layout), dtype=torch.uint8, device="cpu")
+        file.read_state_into(state, memory.numpy().data)
+        found[state.name] = memory.view(TORCH_DTYPES[state.dtype]).view(state.shape).to(bus.device)
+    held = Layer(None, None, states=MappingProxyType(found))
+    return dict(sliced(held, number, (part.start, part.stop), file.header.start, part.tokens).states)
 
 
 def _rows(file: File, places: SidePlaces, memory: torch.Tensor, part: Part, bus: Bus) -> Side:

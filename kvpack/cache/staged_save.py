@@ -79,3 +79,7 @@ def _tensors(bus: Bus, cache: Cache) -> Iterator[tuple[str, torch.Tensor]]:
                 flat = {name: tensor.detach().contiguous().flatten().view(torch.uint8) for name, tensor in streams.items()}
             for name, data in flat.items():
                 yield f"{number}.{side_name}.{name}", data
+        for name, state in sorted(layer.states.items()):
+            with bus.work():
+                flat_state = state.detach().contiguous().flatten().view(torch.uint8)
+            yield f"{number}.state.{name}", flat_state

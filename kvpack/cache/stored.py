@@ -47,9 +47,10 @@ def side_of(header: Header, entry: SideEntry, tensors: dict[str, torch.Tensor], 
     return Side(codec, Pages([Stretch.of_runs(codec, entry.runs, tensors)] if entry.runs else []), tail, entry.window)
 
 
-def layer_of(header: Header, number: int, sides: Mapping[str, Side]) -> Layer:
-    """Layer ``number`` with ``sides``, by name: all that the header lists, or none."""
-    return Layer(sides.get("k"), sides.get("v"), skipped=header.starts[number] - header.start if sides else 0)
+def layer_of(header: Header, number: int, sides: Mapping[str, Side], states: Mapping[str, torch.Tensor]) -> Layer:
+    """Layer ``number`` with ``sides`` and ``states``, by name: all that the header lists, or none."""
+    skipped = header.starts[number] - header.start if sides else 0
+    return Layer(sides.get("k"), sides.get("v"), skipped=skipped, states=MappingProxyType(dict(states)))
 
 
 def cache_of(header: Header, layers: Iterable[Layer]) -> Cache:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 TORCH_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 """torch dtypes by stored dtype name."""
 
+STATE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+"""The inverse of TORCH_DTYPES."""
+
 RAW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """torch dtypes of raw tails by header name."""
 

@@ -1,6 +1,7 @@
 """kvpack unpack and kvpack pack: kvpack files to and from safetensors files of dense keys and values.
 
-A dense file holds the tensors ``{layer}.k`` and ``{layer}.v``, ``[batch, kv_head, token, dim]``, layers from 0. Its metadata
+A dense file holds the tensors ``{layer}.k`` and ``{layer}.v``, ``[batch, kv_head, token, dim]``, layers from 0, and the states of
+recurrent and convolution layers as ``{layer}.state.{name}``, ``[batch, ...]``. Its metadata
 ``kvpack.unpacked`` is JSON: the model's identity and the position of the first token, or, where layers start elsewhere or have no
 tensors, ``{"range": position, "layers": [position of each]}``.
 """
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 """safetensors names of the dtypes that ``unpack`` writes."""
 
-_NAME = re.compile(r"(0|[1-9][0-9]{0,8})\.([kv])", re.ASCII)
+_NAME = re.compile(r"(0|[1-9][0-9]{0,8})\.([kv]|state\.(?P<state>[a-z][a-z0-9_.]{0,27}))", re.ASCII)
 
 
 def add(commands: Any) -> None:
@@ -62,7 +63,7 @@ def unpack(arguments: argparse.Namespace) -> int:
     with progress("decode", arguments) as callback:
         tensors = _dense(cache, arguments.dtype, callback)
     with progress("write", arguments) as callback:
-        size = write_file(arguments.output, _safetensors(tensors, arguments.dtype, cache), progress=callback)
+        size = write_file(arguments.output, _safetensors(tensors, cache), progress=callback)
     if arguments.json:
         print_json({"file": arguments.output, "bytes": size, "dtype": arguments.dtype, "layers": len(cache), "tokens": cache.tokens})
     else:
@@ -87,14 +88,17 @@ def _dense(cache: Cache, dtype: str, callback: Progress | None) -> dict[str, tor
     tensors = {}
     for number, layer in enumerate(cache):
         tensors.update({f"{number}.{name}": side.unpack(RAW_DTYPES[dtype]) for name, side in layer.sides.items()})
+        tensors.update({f"{number}.state.{name}": state for name, state in layer.states.items()})
         if callback:
             callback(number + 1, len(cache))
     return tensors
 
 
-def _safetensors(tensors: dict[str, torch.Tensor], dtype: str, cache: Cache) -> list[memoryview]:
+def _safetensors(tensors: dict[str, torch.Tensor], cache: Cache) -> list[memoryview]:
     """The dense file as pieces that share the tensors' memory: safetensors' own writer would hold a second copy."""
     import torch
+
+    from kvpack.coding.encoding import STATE_DTYPES
 
     starts = [cache.positions(number)[0] for number in range(len(cache))]
     whole = all(layer.sides and not layer.skipped for layer in cache)
@@ -103,8 +107,8 @@ def _safetensors(tensors: dict[str, torch.Tensor], dtype: str, cache: Cache) -> 
     end, pieces = 0, []
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        pieces.append(tensor.flatten().view(torch.uint8).numpy().data)
+        header[name] = {"dtype": STATE_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        pieces.append(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return [memoryview(len(text).to_bytes(8, "little") + text), *pieces]
@@ -118,6 +122,8 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], dict[str, str], int]:
     from safetensors import SafetensorError, safe_open
 
     from kvpack.cache.dense_states import DenseLayer
+    from kvpack.coding.encoding import STATE_DTYPES
+    from kvpack.file.layer_states import check_state
 
     _check_front(path)
     try:
@@ -133,8 +139,14 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], dict[str, str], int]:
     except SafetensorError as error:
         raise InvalidParameter(f"{path}: is not a safetensors file: {printable(str(error))}") from None
     starts = [note.start] * layers if note.starts is None else note.starts
+    states: list[dict[str, torch.Tensor]] = [{} for _ in starts]
+    for name, tensor in tensors.items():
+        number, _, state = name.partition(".state.")
+        if state:
+            check_state(f"{path}: {name}", STATE_DTYPES.get(tensor.dtype), tensor.shape)
+            states[int(number)][state] = tensor
     return (
-        [DenseLayer(tensors.get(f"{n}.k"), tensors.get(f"{n}.v"), start - note.start) for n, start in enumerate(starts)],
+        [DenseLayer(tensors.get(f"{n}.k"), tensors.get(f"{n}.v"), start - note.start, states[n]) for n, start in enumerate(starts)],
         note.model,
         note.start,
     )
@@ -158,7 +170,9 @@ def _check_names(path: str, names: list[str], note: _Note) -> int:
     """The number of layers that the tensors and the note name. Raises InvalidParameter where the two disagree."""
     for name in names:
         if not _NAME.fullmatch(name):
-            raise InvalidParameter(f"{path}: the tensor {name!r} is not named {{layer}}.k or {{layer}}.v, such as 0.k")
+            raise InvalidParameter(
+                f"{path}: the tensor {name!r} is not named {{layer}}.k or {{layer}}.v, such as 0.k, or {{layer}}.state.{{name}}"
+            )
     layers = {int(name.partition(".")[0]) for name in names}
     count = len(layers) if note.starts is None else len(note.starts)
     if not layers or max(layers) >= count:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,12 @@ def summarize(file: File) -> dict[str, Any]:
         for number, layer in enumerate(header.layers)
     ]
     sides = [side for layer in layers for side in layer.values()]
-    values = sum(side["values"] for side in sides)
+    states = [
+        {"name": state.where, "dtype": state.dtype, "shape": list(state.shape), "stored_bytes": file.tensors[state.where].stored_bytes}
+        for state in header.states
+    ]
+    packed = sum(side["values"] for side in sides)
+    values = packed + sum(math.prod(state.shape) for state in header.states)
     payload = sum(streams.values())
     return {
         "file": file.where,
@@ -66,7 +72,7 @@ def summarize(file: File) -> dict[str, Any]:
         "bytes": file.size,
         "values": values,
         "bits_per_value": 8 * file.size / values if values else 0.0,
-        "nominal_bits": sum(side["nominal_bits"] * side["values"] for side in sides) / values if values else 0.0,
+        "nominal_bits": sum(side["nominal_bits"] * side["values"] for side in sides) / packed if packed else 0.0,
         "recipe": header.recipe,
         "model": dict(header.model),
         "start": header.start,
@@ -76,6 +82,7 @@ def summarize(file: File) -> dict[str, Any]:
         "metadata": from_bytes(header.ignorable.get(FEATURE, b"")),
         "codecs": [codec.params() for codec in header.codecs],
         "layers": layers,
+        "states": states,
         "streams": {**streams, "header and padding": file.size - payload},
         "tensors": [
             {"name": t.name, "dtype": t.dtype, "shape": t.shape, "filter": t.filter, "stored_bytes": t.stored_bytes, "xxh3_128": t.digest}
@@ -115,6 +122,10 @@ def _print(summary: dict[str, Any]) -> None:
         print(f"token ids of the first {summary['token_ids']:,} tokens{other}")
     for name, value in summary["metadata"].items():
         print(f"{printable(name)}: {printable(str(value))}")
+    if summary["states"]:
+        states = Counter(state["name"].partition(".")[0] for state in summary["states"])
+        size = sum(state["stored_bytes"] for state in summary["states"])
+        print(f"{len(summary['states']):,} states of {len(states):,} recurrent and convolution layers, {bytes_text(size)} bytes")
     codecs = [_describe(params) for params in summary["codecs"]]
     whole = (summary["start"], summary["stop"])
     # The column appears only when some layer does not hold every token.

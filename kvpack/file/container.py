@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from .atomic import Progress
     from .header import SideEntry
+    from .layer_states import StateEntry
     from .sources import Source
 
 
@@ -186,6 +187,18 @@ class File:
                 self._check(entry, arrays, f"{layer}.{side}")
         return data
 
+    def read_state(self, state: StateEntry) -> memoryview:
+        """The decoded bytes of a state; digest and pad are checked on first use. Raises DigestMismatch and InvalidPayload."""
+        return self.tensor(state.where)
+
+    def read_state_into(self, state: StateEntry, memory: memoryview) -> None:
+        """Copy the decoded bytes of a state into ``memory``, of its size, and check the copy.
+
+        Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
+        """
+        with _located(self.where):
+            read_checked(self._source, self.front, self.tensors[state.where], state.layout, memory)
+
     def side_places(self, layer: int, side: str) -> SidePlaces:
         """Where ``read_side_into`` puts the tensors of a side. Raises OutOfBounds when the file does not have the side."""
         places, end = {}, 0
@@ -212,7 +225,7 @@ class File:
                 self._check(entry, arrays, prefix)
 
     def verify(self, progress: Progress | None = None) -> None:
-        """Check every byte that opening did not check: all sides. ``progress(done, total)`` counts stored bytes.
+        """Check every byte that opening did not check: all sides and states. ``progress(done, total)`` counts stored bytes.
 
         A file is read in pieces and never mapped, so one that is truncated meanwhile raises Truncated.
         Raises DigestMismatch, InvalidPayload and Truncated.
@@ -227,6 +240,13 @@ class File:
                     arrays.pop("tail", None)
                     self._check(entry, arrays, f"{number}.{side}")
                 done += sum(tensor.stored_bytes for tensor in stored.values())
+                if progress is not None:
+                    progress(done, total)
+            for state in self.header.states_of(number):
+                tensor = self.tensors[state.where]
+                with _located(self.where):
+                    checked_array(self._source, self.front, tensor, state.layout)
+                done += tensor.stored_bytes
                 if progress is not None:
                     progress(done, total)
 

@@ -17,7 +17,7 @@ from kvpack.formats.base import DTYPE_BYTES, Codec, Layout
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnsupportedVersion
 from kvpack.formats.raw import DTYPES
 
-from . import layer_positions
+from . import layer_positions, layer_states
 from .checks import check_integer, check_names, check_sequence, check_string, check_type
 from .limits import MAX_BATCH, MAX_CODECS, MAX_ENTRIES, MAX_FILE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_NAMES, MAX_RATIO, MAX_TOKENS
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 """The major version of the format."""
 
-FEATURES = frozenset({layer_positions.FEATURE})
+FEATURES = frozenset({layer_positions.FEATURE, layer_states.FEATURE})
 """The required features that this kvpack knows."""
 
 FILTERS = ("none", "zstd")
@@ -175,12 +175,28 @@ class Contents:
                 self._check_side(side)
             except InvalidHeader as error:
                 raise within(f"layers[{number}].{name}", error) from None
-        _ = self.starts
+        _ = self.starts, self.states
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """The position of the first token of every layer."""
         return layer_positions.layer_starts(self.start, self.layers, self.required, self.ignorable)
+
+    @cached_property
+    def states(self) -> tuple[layer_states.StateEntry, ...]:
+        """The states of all layers, in file order."""
+        return layer_states.layer_states(self.layers, self.required, self.ignorable)
+
+    def states_of(self, number: int) -> list[layer_states.StateEntry]:
+        """The states of layer ``number``, by ascending names."""
+        return self._states_by_layer.get(number, [])
+
+    @cached_property
+    def _states_by_layer(self) -> dict[int, list[layer_states.StateEntry]]:
+        found: dict[int, list[layer_states.StateEntry]] = {}
+        for state in self.states:
+            found.setdefault(state.layer, []).append(state)
+        return found
 
     @cached_property
     def _first_uses(self) -> dict[tuple[int, str], SideEntry]:
@@ -208,12 +224,12 @@ class Contents:
     @cached_property
     def layouts(self) -> dict[str, Layout]:
         """Name, dtype and shape of every payload tensor, in file order."""
-        return {
-            f"{number}.{name}.{stream}": layout
-            for number, layer in enumerate(self.layers)
-            for name, side in layer.sides()
-            for stream, layout in self.streams[side].items()
-        }
+        found = {}
+        for number, layer in enumerate(self.layers):
+            for name, side in layer.sides():
+                found.update({f"{number}.{name}.{stream}": layout for stream, layout in self.streams[side].items()})
+            found.update({state.where: state.layout for state in self.states_of(number)})
+        return found
 
     @cached_property
     def streams(self) -> dict[SideEntry, dict[str, Layout]]:

@@ -73,6 +73,12 @@ class LiveCache:
         """The live cache that continues ``cache``, whose pages it shares. Raises InvalidDtype for anything but a packed cache."""
         check_packed(cache, "LiveCache.of({})")
         cache.check_ends()
+        for number, layer in enumerate(cache):
+            if layer.states:
+                raise InvalidParameter(
+                    f"layers[{number}] has the states {' and '.join(layer.states)}, and a LiveCache keeps only keys and values: "
+                    "KvpackCache(model, cache) keeps states, too"
+                )
         return cls._of(cache, sliding_windows)
 
     @classmethod

@@ -132,6 +132,8 @@ class Reader:
         cache = files.read(file, check_values=self.check_values)
         begin = min((place.begin for place in file.front.places.values()), default=0)
         _check_payload(named, xxhash.xxh3_128_digest(view[len(file.front.text) + begin :]), where)
+        if file.header.states:
+            raise InvalidHeader(f"{where}: has the state {file.header.states[0].where}, and a chunk of a prefix has none")
         if any((layer.skipped, layer.tokens) != (0, self.chunk) for layer in cache if layer.sides):
             held = [cache.positions(number) for number in range(len(cache))]
             raise InvalidHeader(f"{where}: its layers hold the positions {held}, expected {(start, start + self.chunk)}")

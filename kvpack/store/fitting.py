@@ -42,6 +42,11 @@ def check_cache(cache: Any, identity: Identity) -> None:
         for name, side in layer.sides.items():
             if side.batch != 1:
                 raise InvalidParameter(f"layers[{number}].{name} holds {side.batch} sequences, a prefix is one")
+        if layer.states:
+            raise InvalidParameter(
+                f"layers[{number}] has the states {' and '.join(layer.states)} after token {cache.tokens} alone: "
+                "a store cuts prefixes into chunks, and has no states at their ends"
+            )
         if layer.sides and layer.tokens != cache.tokens:
             first, last = cache.positions(number)
             raise InvalidParameter(

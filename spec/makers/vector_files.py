@@ -26,6 +26,7 @@ import parameter_vectors  # isort: skip
 import position_vectors  # isort: skip
 import row_vectors  # isort: skip
 import side_car_vectors  # isort: skip
+import state_vectors  # isort: skip
 import valid_vectors  # isort: skip
 from container_vectors import UNSUPPORTED  # isort: skip
 from invalid_vectors import INVALID, Invalid  # isort: skip
@@ -51,6 +52,7 @@ MODULES = (
     position_vectors,
     metadata_vectors,
     lossless_vectors,
+    state_vectors,
 )
 for module in MODULES:
     module.add_all()
@@ -107,6 +109,7 @@ def written(file: str, vector: Valid | Invalid) -> dict[str, Any]:
         (FOLDER / values_path(file)).write_bytes(packed)
         line |= {"profile": profile_of(read), "values": values_path(file), "values_sha256": digest(packed)}
         line |= {"metadata": read.metadata} if "metadata" in read.ignorable else {}
+        line |= {"states": {name: digest(content) for name, content in read.states.items()}} if read.states else {}
         line |= {"starts": read.starts} if set(read.starts) - {read.start} else {}
     return line
 

@@ -36,21 +36,23 @@ MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_s
 STATES = {
     "FalconH1": (
         MAMBA | {"mamba_d_ssm": 64},
-        r"layers\[0\] is a LinearAttentionAndFullAttentionLayer: its conv_states and",
+        0,
+        ("conv", "recurrent"),
     ),
     "Jamba": (
         {"attn_layer_period": 2, "attn_layer_offset": 0, "num_experts": 2},
-        r"layers\[1\] is a LinearAttentionLayer: its conv_states and",
+        1,
+        ("conv", "recurrent"),
     ),
-    "Bamba": (MAMBA | {"attn_layer_indices": [0]}, r"layers\[1\] is a LinearAttentionLayer: its conv_states and recurrent_states"),
+    "Bamba": (MAMBA | {"attn_layer_indices": [0]}, 1, ("conv", "recurrent")),
     "Qwen3Next": (
         LINEAR
         | {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
         | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
-        r"layers\[1\] is a LinearAttentionLayer: its conv_states and recurrent_states",
+        1,
+        ("conv", "recurrent"),
     ),
-    "Lfm2": ({"layer_types": ["full_attention", "conv"]}, r"layers\[1\] is a LinearAttentionLayer: its conv_states cannot be packed"),
-    "MiniMax": (LINEAR | {"num_local_experts": 2}, "the cache is a MiniMaxCache: its linear_cache"),
+    "Lfm2": ({"layer_types": ["full_attention", "conv"]}, 1, ("conv",)),
 }
 WINDOW = 16
 
@@ -122,11 +124,19 @@ def test_a_store_takes_no_layer_that_dropped_tokens(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_cache_with_other_states_is_refused_by_name(name: str) -> None:
-    options, message = STATES[name]
+def test_the_states_of_layers_are_kept(name: str) -> None:
+    options, layer, kinds = STATES[name]
     model = small_model(name, **options)
     cache = model(token_ids(12), use_cache=True).past_key_values
-    with pytest.raises(InvalidParameter, match=message):
+    packed = kvpack.pack(cache, "raw")
+    assert list(packed[layer].states) == [f"{kind}.0" for kind in kinds]
+    for kind in kinds:
+        assert torch.equal(packed[layer].states[f"{kind}.0"], getattr(cache.layers[layer], f"{kind}_states")[0])
+
+
+def test_a_cache_with_other_states_is_refused_by_name() -> None:
+    cache = small_model("MiniMax", **LINEAR, num_local_experts=2)(token_ids(12), use_cache=True).past_key_values
+    with pytest.raises(InvalidParameter, match="the cache is a MiniMaxCache: its linear_cache"):
         kvpack.pack(cache, "raw")
 
 

@@ -39,9 +39,7 @@ def test_every_step_works_or_is_refused_in_one_sentence(rows: list[Row]) -> None
 
 def test_most_architectures_work_in_every_step(rows: list[Row]) -> None:
     assert len([row for row in rows if not row.refused]) >= 20
-    # Only states that packed layers lack keep a model from being packed at all.
-    nothing = {row.name for row in rows if not row.works}
-    assert nothing == {"Falcon-H1", "Jamba", "Bamba", "Qwen3-Next"}
+    assert all({"pack", "save", "load", "continue", "beam", "generate"} <= set(row.works) for row in rows)
 
 
 def test_readme_has_the_table(rows: list[Row]) -> None:

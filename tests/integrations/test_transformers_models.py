@@ -173,16 +173,6 @@ def test_caches_of_other_models_are_refused() -> None:
         model(FOLLOWING, past_key_values=KvpackCache(wide))
 
 
-@pytest.mark.parametrize("name", ["Falcon-H1", "Jamba", "Bamba", "Qwen3-Next"])
-def test_states_besides_keys_and_values_are_refused_by_name(name: str) -> None:
-    model = model_of(name)
-    with pytest.raises(InvalidParameter, match=r"layers\[0\] is a LinearAttention\w+: its conv_states and recurrent_states cannot be"):
-        pack(model(PROMPT).past_key_values, FP32)
-    pairs = [(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))] * model.config.num_hidden_layers
-    with pytest.raises(InvalidParameter, match=r"layers\[0\] of \w+ keeps a LinearAttention\w+, and a packed layer"):
-        KvpackCache(pack(pairs, FP32), model)
-
-
 @pytest.mark.parametrize("name", ["Mistral", "Phi-3", "StarCoder2", "Gemma-3", "GPT-OSS"])
 def test_sliding_layers_go_on_and_are_cropped_within_their_window(name: str) -> None:
     model = model_of(name)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+import torch
 
+import kvpack
 from kvpack.cache.stored import cache_of
 from kvpack.file import container
 from kvpack.formats import errors
@@ -97,8 +99,15 @@ def test_both_readers_decode_a_vector_to_its_values(file: str) -> None:
     header = container.open_file(FOLDER / file).header
     metadata = LINES[file].get("metadata", {})
     assert list(cache_of(header, []).metadata.items()) == list(read(file).metadata.items()) == list(metadata.items())
+    cache = kvpack.load(FOLDER / file)
+    states = {f"{n}.state.{name}": _digest(state) for n, layer in enumerate(cache) for name, state in layer.states.items()}
+    assert states == {name: digest(content) for name, content in read(file).states.items()} == LINES[file].get("states", {})
     starts = LINES[file].get("starts", [read(file).start] * len(read(file).layers))
     assert list(header.starts) == read(file).starts == starts
+
+
+def _digest(state: torch.Tensor) -> str:
+    return digest(state.contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
 def test_unknown_ignorable_features_are_kept() -> None:

@@ -24,7 +24,7 @@ from minifloat_digits import block_scales, finite  # isort: skip
 from parts import Parts  # isort: skip
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvpack.formats.base import Codec
     from kvpack.formats.columns import Columns
@@ -166,10 +166,13 @@ def random_side(
     return Side(codec, pages, values.view(batch, heads, tail, codec.dim).to(RAW_DTYPES[tail_dtype]), 0)
 
 
-def file_of(*layers: tuple[Side | None, Side | None], skipped: tuple[int, ...] = ()) -> bytes:
+def file_of(
+    *layers: tuple[Side | None, Side | None], skipped: tuple[int, ...] = (), states: Sequence[Mapping[str, torch.Tensor]] = ()
+) -> bytes:
     """A file of these layers, each k and v, that starts at position 3; ``skipped`` is the number of tokens that each lacks."""
-    counts = skipped or (0,) * len(layers)
-    cache = Cache(tuple(Layer(k, v, skipped=count) for (k, v), count in zip(layers, counts, strict=True)), "test", {"name": "x"}, start=3)
+    counts, kept = skipped or (0,) * len(layers), states or ({},) * len(layers)
+    made = (Layer(k, v, skipped=count, states=of) for (k, v), count, of in zip(layers, counts, kept, strict=True))
+    cache = Cache(tuple(made), "test", {"name": "x"}, start=3)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file"
         kvpack.save(cache, path)

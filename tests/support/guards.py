@@ -33,7 +33,18 @@ LIBRARY = [
     *sorted((ROOT / "formats").glob("*.py")),
     *(
         ROOT / "kvpack" / "file" / f"{name}.py"
-        for name in ("checks", "container", "footprint", "header", "header_tensor", "json_header", "layer_positions", "payload", "zstd")
+        for name in (
+            "checks",
+            "container",
+            "footprint",
+            "header",
+            "header_tensor",
+            "json_header",
+            "layer_positions",
+            "layer_states",
+            "payload",
+            "zstd",
+        )
     ),
 ]
 
@@ -43,6 +54,7 @@ OTHER_FUNCTIONS = {
     "encode",
     "chosen",
     "default_fields",
+    "check_state",
     "features_of",
     "lloyd_max",
     "of_words",

@@ -81,7 +81,7 @@ class Subject:
             if attention != self.attention and not (self.model._can_set_attn_implementation() and self.model._supports_sdpa):
                 continue
             self.model.set_attn_implementation(attention)
-            logits.append(self.forward(FOLLOWING, copy.deepcopy(self.dense)).logits)
+            logits.append(self.continued(copy.deepcopy(self.dense)))
         self.model.set_attn_implementation(self.attention)
         spread = float((logits[0] - logits[-1]).abs().max())
         return logits[-1], max(spread, ROUNDING * float(logits[0].abs().max()))
@@ -115,10 +115,15 @@ class Subject:
 
 
 def same_bits(packed: kvpack.Cache, dense: Any) -> None:
-    """Fail unless the packed keys and values begin with those of a dense cache."""
+    """Fail unless the packed keys and values begin with those of a dense cache; where both end at one token, states are the same."""
     for number, (mine, theirs) in enumerate(zip(packed, dense.layers, strict=True)):
+        if packed.tokens == dense.get_seq_length():
+            states = {f"conv.{i}": state for i, state in getattr(theirs, "conv_states", {}).items() if state is not None}
+            states |= {f"recurrent.{i}": state for i, state in getattr(theirs, "recurrent_states", {}).items() if state is not None}
+            assert mine.states.keys() == states.keys(), f"layers[{number}] has the states {list(mine.states)}"
+            assert all(torch.equal(mine.states[name], state) for name, state in states.items()), f"layers[{number}]: states differ"
         k, v = mine.unpack(torch.float32)
-        if theirs.keys is None:
+        if getattr(theirs, "keys", None) is None:
             assert k is None
             assert v is None
             continue
@@ -151,7 +156,8 @@ def beam(subject: Subject) -> None:
     indices = torch.tensor([0, 0, 0])
     for cache, other in zip(subject.caches(over), subject.caches(dense), strict=True):
         cache.batch_repeat_interleave(3)
-        other.batch_repeat_interleave(3)
+        # Layers of transformers with states have no batch_repeat_interleave.
+        other.reorder_cache(indices)
         cache.reorder_cache(torch.tensor([2, 0, 1]))
         same_bits(cache.packed, other)
     if subject.encoder:

@@ -10,7 +10,8 @@ import msgpack
 import torch
 
 from kvpack.file import container
-from kvpack.file.header import Contents, LayerEntry, SideEntry
+from kvpack.file.header import Contents, LayerEntry, SideEntry, layout_bytes
+from kvpack.file.layer_states import StateEntry, features_of
 from kvpack.formats.raw import DTYPES
 
 from strategies import create  # isort: skip
@@ -29,11 +30,13 @@ def side(codec: int, tokens: int = 3, **values: Any) -> SideEntry:
 def arrays_of(contents: Contents, seed: int = 0) -> dict[str, Any]:
     """Encoded Gaussian values, as flat arrays of bytes, for every tensor of ``contents``."""
     generator = torch.Generator().manual_seed(seed)
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for number, layer in enumerate(contents.layers):
         for name, entry in layer.sides():
             for stream, tensor in _streams(contents.codecs[entry.codec], entry, generator).items():
                 arrays[f"{number}.{name}.{stream}"] = tensor.contiguous().flatten().view(torch.uint8).numpy()
+        for state in contents.states_of(number):
+            arrays[state.where] = torch.randint(256, (layout_bytes(state.layout),), dtype=torch.uint8, generator=generator).numpy()
     return arrays
 
 
@@ -63,10 +66,14 @@ def contents(kind: str) -> Contents:
         # In each run the half of the chunks above the median is stored unquantized.
         runs = side(0, runs=(3, 2), entries=(("outliers", 3 + 2),), tail=1)
         return Contents(codecs=(k, v), layers=(LayerEntry(runs, side(1, 5, entries=(("raw_tokens", 2),), tail=1)),))
+    if kind == "states":
+        required, ignorable = features_of([StateEntry(0, "conv.0", "BF16", (1, 3, 4)), StateEntry(1, "recurrent.0", "F32", (1, 5))])
+        layers = (LayerEntry(None, None), LayerEntry(side(0), side(1)))
+        return Contents(codecs=(keys, values), layers=layers, required=required, ignorable=ignorable)
     return Contents(codecs=(keys, values), layers=(LayerEntry(side(0, 0), side(1, 0)), LayerEntry(side(0, 1), None)))
 
 
-KINDS = ("group", "raw", "side-cars", "empty")
+KINDS = ("group", "raw", "side-cars", "states", "empty")
 
 
 def small_file(kind: str = "group", *, compress: bool = False) -> bytes:

@@ -24,6 +24,7 @@ from .models import Model, check_identity, check_layers, has_multidimensional_po
 from .positions import RotaryPositions
 from .prompts import common_tokens
 from .record import Record
+from .state_layers import PackedStateLayer, StateLayer, check_kept, keep_states, with_states, without_states
 from .states import PackedLength, PackedStates
 from .switch import Switch
 from .tracking import Tracking
@@ -80,7 +81,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             inputs = contents.inputs
             present = [bool(layer.sides) for layer in contents]
             windows = [None] * len(present) if known is None else known.windows(len(present))
-            self.live = LiveCache.of(contents, sliding_windows=windows)
+            self.live = LiveCache.of(without_states(contents), sliding_windows=windows)
         else:
             assert known is not None
             present = known.layers_with_tokens()
@@ -88,11 +89,14 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             self.live = LiveCache(contents, layers=len(present), sliding_windows=windows, model=identity_of(model))
             inputs = Inputs()
         decoding = Decoding(bool(dense))
+        states = [0] * len(present) if known is None else known.states(len(present))
         layers = [
-            PackedLayer(self.live, number, window, decoding) if held else AbsentLayer()
+            self._layer(number, held, window, decoding, states[number])
             for number, (held, window) in enumerate(zip(present, windows, strict=True))
         ]
         super().__init__(layers=layers)
+        if isinstance(contents, Cache):
+            keep_states(self.layers, contents)
         self._model, self._dense, self._decoding = known, bool(dense), decoding
         for number, layer in enumerate(self.layers):
             if dense and known is None and layer.is_sliding:
@@ -110,6 +114,11 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self._metadata = dict(contents.metadata) if isinstance(contents, Cache) else {}
         if prompt is not None:
             self._keep(common_tokens(contents, prompt) if isinstance(contents, Cache) else 0)
+
+    def _layer(self, number: int, held: bool, window: int | None, decoding: Decoding, states: int) -> Any:
+        if states:
+            return PackedStateLayer(self.live, number, window, decoding, states) if held else StateLayer(number, states)
+        return PackedLayer(self.live, number, window, decoding) if held else AbsentLayer()
 
     @classmethod
     def load(
@@ -134,7 +143,11 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
         ``inputs`` says what the tokens came from, as far as it was recorded, and ``model`` what the model is, but for its weights.
         """
-        return replace(self.live.frozen_as_it_is(packed=True), inputs=self.passes.record.inputs, metadata=self._metadata)
+        if self.live.tokens:
+            check_kept(self.layers)
+        packed = self.live.frozen_as_it_is(packed=True)
+        layers = tuple(with_states(layer, own) for layer, own in zip(packed.layers, self.layers, strict=True))
+        return replace(packed, layers=layers, inputs=self.passes.record.inputs, metadata=self._metadata)
 
     def release(self) -> None:
         """Stop recording forward passes, and set the attention that the model had, unless another cache needs either."""
@@ -152,6 +165,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self._check_states(key_states, value_states, layer_idx)
         self.passes.check_update()
         before = self.live.seen(layer_idx)
+        if before:
+            check_kept(self.layers)
         self.live.update(layer_idx, key_states, value_states)
         layer: PackedLayer = self.layers[layer_idx]
         if self._dense:
@@ -177,8 +192,16 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         if self._dense:
             return length, offset
         packed = PackedLength(length)
-        packed.first_visible = lambda: min(layer.first_visible for layer in self.layers if layer.is_sliding == self.is_sliding[layer_idx])
+        attending = [layer for layer in self.layers if isinstance(layer, PackedLayer | AbsentLayer)]
+        # transformers asks for layer 0 also where that keeps states alone, and means the first that attends.
+        asked = self.layers[layer_idx] if self.layers[layer_idx] in attending else attending[0]
+        packed.first_visible = lambda: min(layer.first_visible for layer in attending if layer.is_sliding == asked.is_sliding)
         return packed, offset
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """For each layer, whether it keeps states and no keys and values."""
+        return [isinstance(layer, StateLayer) and not isinstance(layer, PackedLayer) for layer in self.layers]
 
     def activate_past_recording(self) -> None:
         """Let sliding-window layers keep all tokens from ``crop`` to ``crop``, as assisted decoding needs them. Raises InvalidParameter."""

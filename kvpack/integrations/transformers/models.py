@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.identity import Identity
@@ -22,6 +30,9 @@ if TYPE_CHECKING:
 
 _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
 """Settings of models that expand cached states before attention, or attend in chunks."""
+
+_WITH_STATES = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+"""Cache layers that keep recurrent and convolution states, with or without keys and values."""
 
 _CACHES = {"past_key_values", "layer_past"}
 """The arguments in which a model's forward takes its cache."""
@@ -75,7 +86,17 @@ class Model:
         for number, layer in enumerate(self._layers()):
             self._check_layer(number, layer)
         self._check_takes_cache()
-        return [type(layer) is not DummyLayer for layer in self._layers()]
+        held = [isinstance(layer, CacheLayerMixin) for layer in self._layers()]
+        if not any(held):
+            raise InvalidParameter(
+                f"{self.name} has no layer with keys and values: only its states grow with no token, and nothing is packed"
+            )
+        return held
+
+    def states(self, layers: int) -> list[int]:
+        """For each of the first ``layers`` layers the states that it keeps of each kind, 0 for a layer without any."""
+        known = [layer.number_of_states if type(layer) in _WITH_STATES else 0 for layer in self._layers()]
+        return [*known, *[0] * layers][:layers]
 
     def check(self, cache: Cache) -> None:
         """Raise InvalidParameter, naming what differs, for a cache that is not of this model as far as both tell."""
@@ -93,9 +114,10 @@ class Model:
             )
 
     def _check_layer(self, number: int, layer: Any) -> None:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer, *_WITH_STATES):
             raise InvalidParameter(
-                f"layers[{number}] of {self.name} keeps a {type(layer).__name__}, and a packed layer holds only keys and values"
+                f"layers[{number}] of {self.name} keeps a {type(layer).__name__}, and a packed cache holds only keys, values, and the "
+                "states of recurrent and convolution layers"
             )
 
     def _layers(self) -> list[Any]:

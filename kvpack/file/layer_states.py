@@ -1,0 +1,141 @@
+"""The required feature ``layer-state``: what recurrent and convolution layers keep (spec/container.md, Layer states)."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from kvpack.formats.base import Layout
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
+
+from .checks import check_integer
+from .limits import MAX_BATCH, MAX_BINARY_BYTES, MAX_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+FEATURE = "layer-state"
+"""The name of the feature in ``required``, and of its entry in ``ignorable``."""
+DTYPES = ("U8", "U16", "F16", "BF16", "F32")
+"""The dtypes of a state; its record holds an index into them."""
+MAX_SIZES = 8
+MAX_NAME_BYTES = 28
+_RECORD = struct.Struct(f"<HBB{MAX_SIZES}Q{MAX_NAME_BYTES}s")
+_NAME = re.compile(r"[a-z][a-z0-9_.]*")
+_PLACE = f"ignorable[{FEATURE!r}]"
+
+
+class HasBatch(Protocol):
+    """A side of a layer."""
+
+    @property
+    def batch(self) -> int: ...
+
+
+class HasSides(Protocol):
+    """A layer that iterates over its sides by name."""
+
+    def sides(self) -> Iterator[tuple[str, HasBatch]]: ...
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """State ``name`` of layer ``layer``: ``shape`` is ``[batch, ...]``, ``dtype`` one of ``DTYPES``.
+
+    Raises InvalidHeader or LimitExceeded, which name the state.
+    """
+
+    layer: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise InvalidHeader(
+                f"{_PLACE} names a state {self.name!r:.80} in layer {self.layer}, expected a-z, 0-9, _ and ., a letter first"
+            )
+        if not self.shape:
+            raise InvalidHeader(f"{self.where} has no sizes, expected 1 to {MAX_SIZES}")
+        for number, size in enumerate(self.shape):
+            check_integer(f"{self.where}.shape[{number}]", size, 1, MAX_TOKENS if number else MAX_BATCH)
+
+    @property
+    def where(self) -> str:
+        """The name of its tensor in a file."""
+        return f"{self.layer}.state.{self.name}"
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.dtype, self.shape)
+
+
+def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str, bytes]]:
+    """``required`` and ``ignorable`` for a file with ``states``. Raises LimitExceeded for more than an entry holds."""
+    ordered = sorted(states, key=lambda state: (state.layer, state.name))
+    if not ordered:
+        return (), {}
+    for state in ordered:
+        if len(state.name) > MAX_NAME_BYTES or len(state.shape) > MAX_SIZES:
+            raise LimitExceeded(
+                f"the state {state.where} has a name of {len(state.name)} bytes and {len(state.shape)} sizes, "
+                f"the limits are {MAX_NAME_BYTES} and {MAX_SIZES}"
+            )
+    if len(ordered) * _RECORD.size > MAX_BINARY_BYTES:
+        raise LimitExceeded(f"the layers have {len(ordered)} states, the limit is {MAX_BINARY_BYTES // _RECORD.size}")
+    return (FEATURE,), {FEATURE: b"".join(map(_packed, ordered))}
+
+
+def layer_states(layers: Sequence[HasSides], required: Sequence[str], ignorable: Mapping[str, bytes]) -> tuple[StateEntry, ...]:
+    """The states of all layers, in file order. Raises InvalidHeader or LimitExceeded, which name the place."""
+    if (FEATURE in required) != (FEATURE in ignorable):
+        places = ("required", "ignorable") if FEATURE in required else ("ignorable", "required")
+        raise InvalidHeader(f"{FEATURE} is in {places[0]} and not in {places[1]}, expected both")
+    if FEATURE not in required:
+        return ()
+    data = ignorable[FEATURE]
+    if not data or len(data) % _RECORD.size:
+        raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each state, and at least one")
+    states = tuple(_parsed(at // _RECORD.size, data[at : at + _RECORD.size]) for at in range(0, len(data), _RECORD.size))
+    last = (-1, "")
+    batches: defaultdict[int, dict[str, int]] = defaultdict(dict)
+    for state in states:
+        if state.layer >= len(layers):
+            raise InvalidHeader(f"{_PLACE} names a state of layer {state.layer}, the file has {len(layers)} layers")
+        if (state.layer, state.name) <= last:
+            raise InvalidHeader(f"{_PLACE} has {state.where} after {last[0]}.state.{last[1]}, expected ascending layers and names")
+        last = state.layer, state.name
+        of_layer = batches[state.layer]
+        of_layer |= {name: side.batch for name, side in layers[state.layer].sides()}
+        of_layer[state.where] = state.shape[0]
+        if len(set(of_layer.values())) > 1:
+            found = ", ".join(f"{batch} in {name}" for name, batch in of_layer.items())
+            raise InvalidHeader(f"{_PLACE}: layer {state.layer} has different numbers of sequences: {found}")
+    return states
+
+
+def _packed(state: StateEntry) -> bytes:
+    sizes = (*state.shape, *[0] * (MAX_SIZES - len(state.shape)))
+    return _RECORD.pack(state.layer, DTYPES.index(state.dtype), len(state.shape), *sizes, state.name.encode())
+
+
+def _parsed(number: int, record: bytes) -> StateEntry:
+    layer, dtype, count, *sizes, name = _RECORD.unpack(record)
+    if dtype >= len(DTYPES):
+        raise InvalidHeader(f"{_PLACE}: record {number} has the dtype {dtype}, expected one below {len(DTYPES)}")
+    state = StateEntry(layer, name.rstrip(b"\0").decode("latin-1"), DTYPES[dtype], tuple(sizes[:count]))
+    if _packed(state) != record:
+        raise InvalidHeader(f"{_PLACE}: record {number} has {count} sizes of {sizes}, expected 1 to {MAX_SIZES}, and zeros after them")
+    return state
+
+
+def check_state(where: str, dtype: str | None, shape: Sequence[int]) -> None:
+    """Raise InvalidParameter for an array that a file cannot hold as a state; ``dtype`` is None where the format has none for it."""
+    if dtype is None or not 1 <= len(shape) <= MAX_SIZES or not all(shape):
+        raise InvalidParameter(
+            f"{where} has the shape {list(shape)} and the dtype {dtype or 'of another kind'}, expected [batch, ...] of at most {MAX_SIZES} "
+            f"sizes above 0, of {', '.join(DTYPES)}"
+        )

@@ -1,0 +1,167 @@
+"""Layers with recurrent or convolution states, as layers of a transformers cache: the model writes its states in place, unpacked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+from kvpack.cache.dense_states import states_of
+from kvpack.cache.rows import row_numbers
+from kvpack.formats.errors import InvalidParameter, OutOfBounds
+
+from .layers import PackedLayer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvpack.cache.cache import Cache
+    from kvpack.cache.layer import Layer
+    from kvpack.live.cache import LiveCache
+
+    from .layers import Decoding
+
+
+class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """Layer ``number`` of a model, which keeps states and no keys and values; ``count`` is how many the model keeps of each kind."""
+
+    is_sliding = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, number: int, count: int) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=count)
+        self.state_number = number
+
+    @property
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Copies of the states, by the names that a file gives them; none before the first token."""
+        return states_of(self, f"layers[{self.state_number}]")
+
+    def keep(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Go on from copies of ``states``. Raises InvalidParameter for states that the model does not keep."""
+        for name, state in states.items():
+            kind, _, place = name.partition(".")
+            if kind not in ("conv", "recurrent") or place not in map(str, range(self.number_of_states)):
+                raise InvalidParameter(
+                    f"layers[{self.state_number}] of the cache has the state {name!r}, and the model keeps conv.0 to "
+                    f"conv.{self.number_of_states - 1} and recurrent.0 to recurrent.{self.number_of_states - 1}"
+                )
+            index = int(place)
+            LinearAttentionLayer.lazy_initialization(self, **{f"{kind}_states": state}, state_idx=index)
+            own = self.conv_states if kind == "conv" else self.recurrent_states
+            own[index].copy_(state)
+            self.device, self.dtype = state.device, state.dtype
+            self.has_previous_state[index] = True
+
+    def select_states(self, indices: Any) -> None:
+        """Keep these rows of the batch of every state."""
+        rows = torch.tensor(row_numbers(indices), dtype=torch.int64)
+        for states in (self.conv_states, self.recurrent_states):
+            for index, state in states.items():
+                if state is not None:
+                    states[index] = state[rows.to(state.device)]
+
+    def check_states_stay(self, tokens_to_remove: int) -> None:
+        """Raise OutOfBounds for a ``crop`` of any token: states cannot go back."""
+        if tokens_to_remove:
+            raise OutOfBounds(
+                f"crop({tokens_to_remove}): layers[{self.state_number}] keeps the states after its last token alone, and cannot go back"
+            )
+
+    def activate_past_recording(self) -> None:
+        """Raise InvalidParameter: recurrent states cannot go back."""
+        raise InvalidParameter(
+            f"layers[{self.state_number}] keeps recurrent states, which cannot go back before a token: assisted decoding needs models "
+            "without them"
+        )
+
+    def check_window(self, crop: int = 0) -> None:
+        """Do nothing: this layer attends to no tokens."""
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise OutOfBounds for a ``crop`` of any token."""
+        self.check_states_stay(tokens_to_remove)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.check_crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.select_states(indices)
+
+
+class PackedStateLayer(StateLayer, PackedLayer):
+    """A layer that keeps states beside its packed keys and values."""
+
+    is_sliding = PackedLayer.is_sliding
+
+    def __init__(self, live: LiveCache, number: int, window: int | None, decoding: Decoding, count: int) -> None:
+        PackedLayer.__init__(self, live, number, window, decoding)
+        StateLayer.__init__(self, number, count)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Make room for states; packed keys and values take their shapes from the first tokens."""
+        if not args:
+            StateLayer.lazy_initialization(self, **kwargs)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def check_window(self, crop: int = 0) -> None:
+        PackedLayer.check_window(self, crop)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        self.check_states_stay(tokens_to_remove)
+        PackedLayer.check_crop(self, tokens_to_remove)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.check_crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        StateLayer.reset(self)
+        PackedLayer.reset(self)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        PackedLayer.batch_select_indices(self, indices)
+        self.select_states(indices)
+
+
+def without_states(cache: Cache) -> Cache:
+    """``cache`` without the states of its layers."""
+    return replace(cache, layers=tuple(replace(layer, states=MappingProxyType({})) for layer in cache.layers))
+
+
+def with_states(layer: Layer, own: Any) -> Layer:
+    """``layer`` with copies of the states of the cache layer ``own``."""
+    return replace(layer, states=MappingProxyType(own.kept)) if isinstance(own, StateLayer) else layer
+
+
+def keep_states(layers: Sequence[Any], cache: Cache) -> None:
+    """Let cache layers go on from the states of ``cache``. Raises InvalidParameter where one lacks those of the other."""
+    for number, (own, layer) in enumerate(zip(layers, cache.layers, strict=True)):
+        keeps = isinstance(own, StateLayer)
+        if keeps and not layer.states and cache.tokens:
+            raise InvalidParameter(f"layers[{number}] of the model keeps states, and the cache has none for it")
+        if layer.states and not keeps:
+            raise InvalidParameter(
+                f"layers[{number}] of the cache has the states {' and '.join(layer.states)}, and "
+                "nothing says that the model keeps them: write KvpackCache(model, cache) with the model that computed it"
+            )
+        if keeps:
+            own.keep(layer.states)
+
+
+def check_kept(layers: Sequence[Any]) -> None:
+    """Raise InvalidParameter where a model keeps a layer's states in its modules: after tokens, the layer has none."""
+    for number, own in enumerate(layers):
+        if isinstance(own, StateLayer) and not any(own.has_previous_state.values()):
+            raise InvalidParameter(
+                f"layers[{number}] holds no state after the cache's tokens: the model keeps its states in its modules, not in its cache, "
+                "so no other process could continue it"
+            )

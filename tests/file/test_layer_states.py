@@ -1,0 +1,180 @@
+"""The states of recurrent and convolution layers: kept bit for bit, of one moment, and never cut."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+
+import kvpack
+from kvpack import cli
+from kvpack.cache.bus import HostBus
+from kvpack.cache.files import read_to
+from kvpack.cache.layer import Layer
+from kvpack.cache.staged_save import save_from
+from kvpack.errors import InvalidParameter, InvalidShape, LimitExceeded, NotConsecutive, OutOfBounds
+from kvpack.file import container
+from kvpack.file.layer_states import StateEntry, features_of
+
+from caches import random_pairs  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOKENS = 32
+
+
+def states(batch: int = 1, seed: int = 0) -> MappingProxyType[str, torch.Tensor]:
+    """A convolution's state and a recurrent one, with values that arithmetic would not keep."""
+    source = torch.Generator().manual_seed(seed)
+    recurrent = torch.randn(batch, 2, 3, 5, generator=source)
+    recurrent.view(torch.int32)[0, 0, 0, :3] = torch.tensor([0x7FC12345, -0x80000000, 1], dtype=torch.int32)
+    return MappingProxyType({"conv.0": torch.randn(batch, 6, 4, generator=source).bfloat16(), "recurrent.0": recurrent})
+
+
+def hybrid(batch: int = 1, recipe: str = "kivi-2") -> kvpack.Cache:
+    """Three layers: states alone, keys and values alone, both."""
+    packed = kvpack.pack(random_pairs(2, TOKENS, batch=batch), recipe)
+    layers = (Layer(None, None, states=states(batch)), packed[0], replace(packed[1], states=states(batch, 1)))
+    return replace(packed, layers=layers)
+
+
+def check_same(found: kvpack.Cache, expected: kvpack.Cache) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.states.keys() == theirs.states.keys()
+        for name, state in theirs.states.items():
+            assert mine.states[name].dtype == state.dtype
+            assert torch.equal(mine.states[name].view(torch.uint8), state.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_file_keeps_every_bit(compress: bool, tmp_path: Path) -> None:
+    cache, path = hybrid(2), tmp_path / "cache.kvpack"
+    size = kvpack.save(cache, path, compress=compress)
+    assert compress or size == cache.nbytes
+    header = container.open_file(path).header
+    assert header.required == ("layer-state",)
+    assert [state.where for state in header.states] == ["0.state.conv.0", "0.state.recurrent.0", "2.state.conv.0", "2.state.recurrent.0"]
+    loaded = kvpack.load(path)
+    check_same(loaded, cache)
+    kvpack.save(loaded, tmp_path / "again", compress=compress)
+    assert (tmp_path / "again").read_bytes() == path.read_bytes()
+    with safe_open(path, framework="pt") as file:
+        assert compress or torch.equal(file.get_tensor("0.state.conv.0"), cache[0].states["conv.0"])
+
+
+def test_a_device_gets_and_gives_every_bit(tmp_path: Path) -> None:
+    cache, path = hybrid(), tmp_path / "cache.kvpack"
+    kvpack.save(cache, path)
+    check_same(read_to(HostBus(), container.open_file(path)), cache)
+    save_from(HostBus(), cache, tmp_path / "staged")
+    assert (tmp_path / "staged").read_bytes() == path.read_bytes()
+    with pytest.raises(OutOfBounds, match=r"layers\[0\]: tokens 0 to 16 of 32 were requested"):
+        read_to(HostBus(), container.open_file(path), tokens=16)
+
+
+def test_states_are_of_the_end_alone(tmp_path: Path) -> None:
+    cache, path = hybrid(), tmp_path / "cache.kvpack"
+    kvpack.save(cache, path)
+    check_same(cache[:, :], cache)
+    rest = replace(cache, layers=cache.layers[:2])[:, 0:TOKENS]
+    check_same(rest, replace(cache, layers=cache.layers[:2]))
+    for cut in (lambda: cache[:, :16], lambda: kvpack.load(path, tokens=16), lambda: cache.prefix(31)):
+        with pytest.raises(OutOfBounds, match=r"layers\[0\].* has the states conv.0 and recurrent.0 after the cache's last token alone"):
+            cut()
+    with pytest.raises(OutOfBounds, match="1 tokens were to be dropped"):
+        cache[2].crop(1)
+    assert cache[2].crop(0).states is cache[2].states
+    pairs = [(None, None), *random_pairs(2, 1)]
+    with pytest.raises(InvalidShape, match=r"layers\[0\]: tokens were to be added to it, and the layer has the states"):
+        cache.append(pairs)
+    assert [len(layer.states) for layer in kvpack.load(path, layers=[1, 2])] == [0, 0, 2]
+
+
+def test_the_states_of_joined_caches_are_those_of_the_last() -> None:
+    first = hybrid()
+    second = replace(first, start=TOKENS, layers=tuple(replace(x, states=states(seed=5)) if x.states else x for x in first))
+    check_same(kvpack.concat([first, second]), second)
+    without = replace(second, layers=tuple(replace(layer, states=MappingProxyType({})) for layer in second))
+    with pytest.raises(NotConsecutive, match=r"layers\[0\] has the states \['conv.0', 'recurrent.0'\], then \[\]"):
+        kvpack.concat([first, without])
+
+
+def test_sequences_are_selected_and_other_recipes_keep_states() -> None:
+    cache = hybrid(2)
+    chosen = cache.select([1, 1, 0])
+    assert torch.equal(chosen[0].states["conv.0"], cache[0].states["conv.0"][[1, 1, 0]])
+    check_same(cache.convert("octopus-3"), cache)
+    check_same(cache.to("cpu"), cache)
+    with pytest.raises(OutOfBounds, match=r"layers\[0\]"):
+        cache.select([2])
+
+
+def test_pack_takes_the_states_of_a_models_cache() -> None:
+    linear, both = LinearAttentionLayer(number_of_states=2), LinearAttentionAndFullAttentionLayer()
+    given = states()
+    for layer in (linear, both):
+        layer.update_conv_state(given["conv.0"])
+        layer.update_recurrent_state(given["recurrent.0"])
+    both.update(*random_pairs(1, 8)[0])
+    past = DynamicCache()
+    past.layers = [linear, both]
+    packed = kvpack.pack(past, "bf16")
+    check_same(packed, replace(packed, layers=tuple(replace(layer, states=given) for layer in packed)))
+    assert packed[1].tokens == 8
+    # The model goes on in place.
+    linear.conv_states[0].zero_()
+    assert packed[0].states["conv.0"].any()
+    past.layers[0].conv_states[1] = past.layers[0].conv_states[0].double()
+    past.layers[0].has_previous_state[1], past.layers[0].conv_kernel_size[1] = True, 4
+    with pytest.raises(InvalidParameter, match=r"layers\[0\].conv_states\[1\] has the shape \[1, 6, 4\] and the dtype of another kind"):
+        kvpack.pack(past, "bf16")
+
+    class Other(DynamicLayer):  # type: ignore[misc]
+        pass
+
+    Other.__module__ = DynamicLayer.__module__
+    past.layers = [Other()]
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] is a Other"):
+        kvpack.pack(past, "bf16")
+
+
+def test_what_takes_keys_and_values_alone_refuses_states(tmp_path: Path) -> None:
+    cache = hybrid()
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] has the states conv.0 and recurrent.0, and a LiveCache keeps only keys"):
+        kvpack.LiveCache.of(cache)
+    identity = kvpack.Identity("model", "kivi-2", weights="w")
+    with (
+        kvpack.Store(tmp_path, identity, chunk=TOKENS) as store,
+        pytest.raises(InvalidParameter, match=r"layers\[0\] has the states conv.0 and recurrent.0 after token 32 alone: a store cuts"),
+    ):
+        store.save(list(range(TOKENS)), cache)
+
+
+def test_commands_show_and_convert_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, plain, again = tmp_path / "cache.kvpack", tmp_path / "dense.safetensors", tmp_path / "again.kvpack"
+    cache = hybrid(recipe="bf16")
+    kvpack.save(cache, path)
+    assert cli.main(["inspect", str(path)]) == 0
+    assert "4 states of 2 recurrent and convolution layers, 336 bytes" in capsys.readouterr().out
+    cli.main(["inspect", "--json", str(path)])
+    summary = json.loads(capsys.readouterr().out)
+    assert [state["name"] for state in summary["states"]][2:] == ["2.state.conv.0", "2.state.recurrent.0"]
+    assert summary["values"] == cache.values
+    assert cli.main(["unpack", str(path), str(plain)]) == 0
+    assert cli.main(["pack", str(plain), str(again), "--recipe", "bf16"]) == 0
+    assert again.read_bytes() == path.read_bytes()
+
+
+def test_limits_of_what_is_written() -> None:
+    for entry in (StateEntry(0, "n" * 29, "U8", (1,)), StateEntry(0, "n", "U8", (1,) * 9)):
+        with pytest.raises(LimitExceeded, match=r"the limits are 28 and 8"):
+            features_of([entry])
+    with pytest.raises(LimitExceeded, match="the layers have 683 states, the limit is 682"):
+        features_of(StateEntry(number, "n", "U8", (1,)) for number in range(683))

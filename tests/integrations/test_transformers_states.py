@@ -1,0 +1,139 @@
+"""Models whose layers keep recurrent or convolution states, alone or beside keys and values."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from zoo_models import model_of
+
+import kvpack
+from kvpack.errors import InvalidParameter, KvpackWarning, OutOfBounds
+from kvpack.integrations.transformers import KvpackCache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROMPT = torch.arange(3, 35)[None]
+ROWS = torch.cat([PROMPT, PROMPT.flip(1)])
+HEADS = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "vocab_size": 64,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "Lfm2Config": {**HEADS, "layer_types": ["conv", "full_attention", "conv"]},
+    "RecurrentGemmaConfig": {**HEADS, "lru_width": 32, "attention_window_size": 12, "head_dim": 8},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def small(name: str) -> Any:
+    if name not in OTHERS:
+        return model_of(name)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**OTHERS[name])).eval()
+
+
+def generated(model: Any, ids: torch.Tensor, cache: Any = None, **options: Any) -> list[Any]:
+    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 6, "use_cache": True, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KvpackWarning)
+        return model.generate(ids, past_key_values=cache, **options).tolist()
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Falcon-H1", "Lfm2Config"])
+def test_a_model_generates_into_a_file_and_goes_on(name: str, tmp_path: Path) -> None:
+    model = small(name)
+    expected = generated(model, ROWS, max_new_tokens=12)
+    with KvpackCache(model, "raw") as cache:
+        first = generated(model, ROWS, cache)
+        packed = cache.packed
+        kvpack.save(packed, tmp_path / "cache")
+        states = copy.deepcopy([dict(layer.states) for layer in packed])
+    assert any(states)
+    with KvpackCache.load(tmp_path / "cache", model) as cache:
+        assert generated(model, torch.tensor(first), cache) == expected
+    with KvpackCache(model, packed) as cache:
+        assert generated(model, torch.tensor(first), cache) == expected
+    # The model wrote to copies.
+    for layer, kept in zip(packed, states, strict=True):
+        assert all(torch.equal(layer.states[key], value) for key, value in kept.items())
+
+
+@pytest.mark.parametrize("name", ["Falcon-H1", "Jamba"])
+def test_beams(name: str) -> None:
+    model = small(name)
+    with KvpackCache(model, "raw") as cache:
+        assert generated(model, ROWS, cache, num_beams=3) == generated(model, ROWS, num_beams=3)
+
+
+def test_states_do_not_go_back() -> None:
+    model = small("Falcon-H1")
+    with KvpackCache(model, "raw") as cache:
+        generated(model, PROMPT, cache)
+        tokens = cache.get_seq_length()
+        cache.crop(0)
+        with pytest.raises(OutOfBounds, match=r"crop\(-1\): layers\[0\] keeps the states after its last token alone, and cannot go back"):
+            cache.crop(-1)
+        assert cache.get_seq_length() == tokens
+        with pytest.raises(InvalidParameter, match=r"layers\[0\] keeps recurrent states, which cannot go back before a token: assisted"):
+            cache.activate_past_recording()
+        packed = cache.packed
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert not cache.packed[0].states
+        assert generated(model, PROMPT, cache) == generated(model, PROMPT)
+    longer = torch.cat([PROMPT, torch.tensor([[*generated(model, PROMPT)[0][32:], 5]])], 1)
+    with KvpackCache(model, packed, prompt=longer) as cache:
+        assert cache.get_seq_length() == tokens
+        assert generated(model, longer, cache) == generated(model, longer)
+    with pytest.warns(KvpackWarning, match="none of them are kept"), KvpackCache(model, packed, prompt=PROMPT) as cache:
+        assert cache.get_seq_length() == 0
+
+
+def test_a_cache_and_a_model_keep_the_same_states() -> None:
+    model, other = small("Falcon-H1"), model_of("Llama")
+    with KvpackCache(model, "raw") as cache:
+        generated(model, PROMPT, cache)
+        packed = cache.packed
+    unnamed = kvpack.Cache(packed.layers, packed.recipe)
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] of the cache has the states conv.0 and recurrent.0, and nothing says that"):
+        KvpackCache(unnamed)
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] of the cache has the states"):
+        KvpackCache(unnamed, other)
+    pairs = kvpack.pack([(torch.zeros(1, 2, 4, 8),) * 2] * 2, "raw")
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] of the model keeps states, and the cache has none for it"):
+        KvpackCache(pairs, model)
+    layer = packed[0]
+    strange = kvpack.Cache((type(layer)(layer.k, layer.v, states={"conv.7": layer.states["conv.0"]}), packed[1]), packed.recipe)
+    with pytest.raises(InvalidParameter, match=r"has the state 'conv.7', and the model keeps conv.0 to conv.0 and recurrent.0"):
+        KvpackCache(model, strange)
+
+
+def test_a_model_that_keeps_its_states_in_its_modules_is_refused() -> None:
+    model = small("RecurrentGemmaConfig")
+    with KvpackCache(model, "raw") as cache:
+        model(PROMPT, past_key_values=cache)
+        with pytest.raises(
+            InvalidParameter, match=r"layers\[0\] holds no state after the cache's tokens: the model keeps its states in its"
+        ):
+            model(PROMPT[:, :1], past_key_values=cache)
+        with pytest.raises(InvalidParameter, match=r"layers\[0\] holds no state"):
+            _ = cache.packed
+    past = transformers.DynamicCache(config=model.config)
+    model(PROMPT, past_key_values=past)
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] is a LinearAttentionLayer without a state"):
+        kvpack.pack(past, "raw")

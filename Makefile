@@ -34,7 +34,7 @@ unit: $(INSTALLED)
 	$(PYTEST) -m "not scenario"
 	TRITON_INTERPRET=1 $(PYTEST) $(KERNEL_TESTS)
 
-# The tests marked scenario, which .ci/run runs after the others: whole programs, every store under every fault, every model.
+# The tests marked scenario, which .ci/run runs after the others: whole programs, stores under faults, readers without guards, every model.
 scenarios: $(INSTALLED)
 	$(PYTEST) -m scenario
 

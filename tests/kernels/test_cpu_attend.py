@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -130,14 +131,24 @@ RECIPES = (
 )
 
 
-@pytest.mark.parametrize("dims", [(128, 128), (64, 96)], ids=str)
+@cache
+def packed(recipe: str, dims: tuple[int, int]) -> Layer:
+    return kvpack.pack(random_pairs(1, 333, batch=2, dims=dims), recipe)[0]
+
+
+@cache
+def queries_and_result(recipe: str, group: int, q_len: int, dims: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    q = torch.randn(2, 2 * group, q_len, dims[0], generator=torch.Generator().manual_seed(1))
+    return q, by_torch(q, packed(recipe, dims), scale=0.1, sliding_window=200)
+
+
 @pytest.mark.parametrize(("group", "q_len"), [(1, 1), (2, 1), (3, 1), (4, 1), (7, 9)])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 96)], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_instruction_set_agrees(recipe: str, group: int, q_len: int, dims: tuple[int, int], level: int) -> None:
-    cache = kvpack.pack(random_pairs(1, 333, batch=2, dims=dims), recipe)
-    q = torch.randn(2, 2 * group, q_len, dims[0], generator=torch.Generator().manual_seed(1))
-    found = cpu_attend.attend(q, cache[0], 0.1, True, None, 200, None, None, level=level)
-    assert_alike(found, by_torch(q, cache[0], scale=0.1, sliding_window=200), cache[0])
+    layer, (q, expected) = packed(recipe, dims), queries_and_result(recipe, group, q_len, dims)
+    found = cpu_attend.attend(q, layer, 0.1, True, None, 200, None, None, level=level)
+    assert_alike(found, expected, layer)
 
 
 @pytest.mark.parametrize(("dim", "bits", "fields"), [(64, 8, 1), (64, 2, 4), (96, 2, 2), (192, 6, 4)])

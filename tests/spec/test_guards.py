@@ -43,6 +43,7 @@ def test_guards_are_found_in_every_module_that_checks() -> None:
     assert set(listed()) <= set(names), "a guard that is no more is in the list"
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("path", [*LIBRARY, PATH], ids=lambda path: path.stem)
 def test_a_share_of_the_guards_is_shown_by_a_file_or_by_the_test_that_the_list_names(path: Path) -> None:
     for guard in guards_of(path):

@@ -75,6 +75,7 @@ def most_held(folder: Path, writers: list[Any]) -> int:
     return max(most, held(folder))
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("kind", ["processes", "threads"])
 def test_the_budget_holds_at_every_moment(kind: str, tmp_path: Path) -> None:
     """More writers than entries that fit: none writes before there is room."""
@@ -91,6 +92,7 @@ def test_the_budget_holds_at_every_moment(kind: str, tmp_path: Path) -> None:
     assert usage.Usage(str(tmp_path / "usage"), lambda _: None).read().total >= held(tmp_path)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("mutant", ["counts after writing", "counts no unfinished file"])
 def test_a_budget_that_does_not_hold_is_seen(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if mutant == "counts after writing":

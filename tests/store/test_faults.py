@@ -106,6 +106,7 @@ def run_with_fault(folder: Path, fault: FaultyOs, monkeypatch: pytest.MonkeyPatc
     return fault.calls >= fault.number
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_no_fault_raises_or_harms(operation: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The n-th call of every operation, failing once or from then on; later calls less and less densely."""
@@ -119,6 +120,7 @@ def test_no_fault_raises_or_harms(operation: str, folder: Path, monkeypatch: pyt
     assert tried > 3
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("operation", ["pwrite", "writev", "pread"])
 def test_short_writes_and_reads_lose_nothing(operation: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the first calls alone, and some with all that follow: the rest is written or read as well."""
@@ -167,6 +169,7 @@ def _used_until_killed(folder: Path, fault: FaultyOs) -> None:
     use(open_store(folder, max_bytes=BUDGET, durable=True))
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_kill_at_any_step_of_put_and_evict_leaves_a_whole_store(moment: str, folder: Path) -> None:
     number, found = {"before": 1, "after": STRIDE // 2 + 1}[moment], []
@@ -282,6 +285,7 @@ def check_full_disk(saved: int, right: int, left: list[str], faults: dict[str, i
     assert (again, loaded) == (2 * CHUNK, 2 * CHUNK)
 
 
+@pytest.mark.scenario
 def test_a_full_disk_is_a_miss(full_disks: Path) -> None:
     check_full_disk(*on_a_full_disk(full_disks))
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+pytestmark = pytest.mark.scenario
+
+
 def test_nobody_finds_what_another_stored(tmp_path: Path) -> None:
     report = store_lookups.lookups(store_lookups.in_folder(str(tmp_path)), 4000, prompts=60)
     assert report["lookups"] == 4000

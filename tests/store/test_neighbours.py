@@ -439,6 +439,7 @@ def in_a_namespace() -> list[str]:
     return command
 
 
+@pytest.mark.scenario
 def test_writers_of_another_pid_namespace_lose_nothing(tmp_path: Path) -> None:
     script = [sys.executable, "-c", NAMESPACE, str(tmp_path), str(TESTS)]
     opened = 0
@@ -470,6 +471,7 @@ def test_looking_sweeps_nothing(tmp_path: Path) -> None:
     assert [path.exists() for path in left] == [False, True]
 
 
+@pytest.mark.scenario
 def test_the_rules_above_are_seen_to_break(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that locks nothing loses what it writes while others open it."""
     monkeypatch.setattr("kvpack.store.eviction.sweep", lambda path, old: os.unlink(path) or True)

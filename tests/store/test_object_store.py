@@ -359,6 +359,7 @@ def test_a_fork_is_a_miss_and_hangs_nobody(server: Server) -> None:
     assert store.load(prompt(2))[0] == 2 * CHUNK
 
 
+@pytest.mark.scenario
 def test_every_hit_is_right_while_the_server_is_killed_paused_and_started(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.02))
     monkeypatch.setattr(uses, "INTERVAL_SECONDS", 0.05)

@@ -23,6 +23,8 @@ from store_caches import CHUNK, cache, entries, open_store, prompt, same  # isor
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.scenario
+
 PROMPTS = [prompt(3, first=1, seed=seed) for seed in (1, 2)]
 WHOLE = cache(len(PROMPTS[0]))
 """The prompts share a chunk, so they are saved with the same values."""

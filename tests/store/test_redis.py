@@ -211,6 +211,7 @@ def test_a_store_goes_on_in_a_fork(server: Server) -> None:
     assert store.match(prompt(2, seed=3)) == 2 * CHUNK
 
 
+@pytest.mark.scenario
 def test_every_hit_is_right_while_the_server_is_killed_paused_and_started(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.02))
     size = entry_bytes(server)

@@ -21,6 +21,7 @@ from kvpack.store import store as store_module
 import store_stress  # isort: skip
 from store_caches import CHUNK, cache, entry_of, open_store, prompt, same  # isort: skip
 
+pytestmark = pytest.mark.scenario
 
 CLOCKED: Any = (loading, store_module)
 """Modules that note when an entry is used."""

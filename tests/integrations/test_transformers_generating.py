@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForC
 
 import kvpack
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidRecipe
-from kvpack.integrations.transformers import KvpackCache, switch
+from kvpack.integrations.transformers import KvpackCache, plain, switch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -120,3 +121,21 @@ def test_what_a_cache_is_made_of(model: Any) -> None:
     ]:
         with pytest.raises(kind, match=text):
             call()
+
+
+def test_a_model_that_is_gone_leaves_nothing_to_the_next_one() -> None:
+    model, other = qwen("sdpa"), qwen("sdpa")
+    kept = switch.Switch.of(model)
+    number = id(model.config)
+    assert plain.plain_name(model.config) == "sdpa"
+    assert number in plain._before
+    del model
+    gc.collect()
+    assert number not in plain._before
+    # As if the other model had the id of the one that is gone.
+    switch._SWITCHES[id(other)] = kept
+    made = switch.Switch.of(other)
+    assert made is not kept
+    assert other.config._attn_implementation == "kvpack"
+    del made
+    assert other.config._attn_implementation == "sdpa"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from transformers import AttentionInterface, PreTrainedModel
@@ -22,13 +23,15 @@ _NOT_IN_SDPA = ("s_aux", "softcap")
 """Options that eager attention functions support and scaled dot product attention ignores."""
 
 
-_before: dict[int, str] = {}
-"""The attention that was set before "kvpack", by the id of a configuration that a ``Switch`` changed."""
+_before: dict[int, tuple[weakref.ref[Any], str]] = {}
+"""A configuration that a ``Switch`` changed, and the attention that was set before "kvpack", by the configuration's id."""
 
 
 def remember_attention(config: Any, name: str) -> None:
     """Send plain tensors of models of ``config`` to attention ``name``, until ``forget_attention``."""
-    _before[id(config)] = name
+    number = id(config)
+    # A model may go before its switch: its configuration takes the entry along, whose id is then another's.
+    _before[number] = (weakref.ref(config, lambda _: _before.pop(number, None)), name)
 
 
 def forget_attention(config: Any) -> None:
@@ -42,7 +45,7 @@ def plain_name(config: Any) -> str:
     Where "kvpack" was not set by a ``KvpackCache``, nothing says which attention was set before: it is transformers' own default.
     """
     if (before := _before.get(id(config))) is not None:
-        return before
+        return before[1]
     models = [model for model in _subclasses(PreTrainedModel) if getattr(model, "config_class", None) is type(config)]
     supported = bool(models) and all(model._supports_sdpa for model in models)
     return "sdpa" if supported and config._attn_implementation != "kvpack|eager" else "eager"

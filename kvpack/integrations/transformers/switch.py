@@ -20,11 +20,12 @@ class Switch:
 
     def __init__(self, model: Any) -> None:
         outer = models_in(model)[0]
+        self._model = weakref.ref(outer)
         before = {name: str(config._attn_implementation) for name, config in _configs(outer).items()}
         outer.set_attn_implementation("kvpack")
         for name, config in _configs(outer).items():
             remember_attention(config, before.get(name, "sdpa"))
-        weakref.finalize(self, _restore, weakref.ref(outer), before)
+        weakref.finalize(self, _restore, self._model, before)
         name = type(outer).__name__
         if name not in _told:
             _told.add(name)
@@ -42,7 +43,8 @@ class Switch:
         """The switch of ``model``, made if there is none; None for a model whose attention was set to "kvpack" by its owner."""
         outer = models_in(model)[0]
         switch = _SWITCHES.get(id(outer))
-        if switch is None:
+        # A cache may keep the switch of a model that is gone, whose id is then another's.
+        if switch is None or switch._model() is not outer:
             if outer.config.get_text_config(decoder=True)._attn_implementation in NAMES:
                 return None
             switch = _SWITCHES[id(outer)] = Switch(outer)

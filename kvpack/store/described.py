@@ -34,37 +34,42 @@ def class_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def plain(where: str, value: Any) -> Any:
-    """``value`` as JSON values; tensors as their digests. Raises InvalidParameter, naming ``where``, if it has no such form."""
+def plain(where: str, value: Any, most: int | None = None) -> Any:
+    """``value`` as JSON values; tensors as their digests, of ``most`` values each.
+
+    Raises InvalidParameter, naming ``where``, if it has no such form.
+    """
     import torch
 
     if value is None or isinstance(value, (bool, int, float, str)):
         return value.value if isinstance(value, enum.Enum) else value
     if isinstance(value, enum.Enum):
-        return plain(where, value.value)
+        return plain(where, value.value, most)
     if isinstance(value, (torch.dtype, torch.layout)):
         return str(value)
     if isinstance(value, torch.Tensor):
-        return tensor_digest(where, value)
+        return tensor_digest(where, value, most)
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, (list, tuple)):
-        return [plain(f"{where}[{number}]", item) for number, item in enumerate(value)]
+        return [plain(f"{where}[{number}]", item, most) for number, item in enumerate(value)]
     if isinstance(value, (set, frozenset)):
-        return sorted((plain(where, item) for item in value), key=json_text)
+        return sorted((plain(where, item, most) for item in value), key=json_text)
     if isinstance(value, dict):
         if all(type(key) is str for key in value):
-            return {key: plain(f"{where}.{key}", item) for key, item in value.items()}
-        return sorted(([plain(where, key), plain(f"{where}[{key!r}]", item)] for key, item in value.items()), key=json_text)
+            return {key: plain(f"{where}.{key}", item, most) for key, item in value.items()}
+        return sorted(([plain(where, key, most), plain(f"{where}[{key!r}]", item, most)] for key, item in value.items()), key=json_text)
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) and "<" not in value.__qualname__:
         return f"{value.__module__}.{value.__qualname__}"
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return plain(where, value.item())
+        return plain(where, value.item(), most)
     raise InvalidParameter(f"{where} is a {class_name(type(value))}, and kvpack cannot tell what it does: {BY_HAND}")
 
 
-def tensor_digest(where: str, tensor: torch.Tensor) -> str:
+def tensor_digest(where: str, tensor: torch.Tensor, most: int | None = None) -> str:
     """Dtype, shape and the XXH3-128 of a tensor's bytes; for a quantized tensor, those of all its parts.
+
+    With ``most``, those of so many values, evenly spaced.
 
     Raises InvalidParameter, naming ``where``, for a tensor whose values are not in memory or cannot be read as bytes.
     """
@@ -81,10 +86,14 @@ def tensor_digest(where: str, tensor: torch.Tensor) -> str:
     described = f"{tensor.dtype} {list(tensor.shape)}"
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
-        parts = [[name, tensor_digest(f"{where}.{name}", getattr(tensor, name))] for name in names]
+        parts = [[name, tensor_digest(f"{where}.{name}", getattr(tensor, name), most)] for name in names]
         return f"{kind} {described} {text_digest([parts, plain(where, context)])}"
     try:
-        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        values = tensor.detach()
+        if most is not None and values.numel() > most:
+            places = torch.arange(most, device=values.device) * (values.numel() // most)
+            values = values.flatten()[places] if values.is_contiguous() else values[torch.unravel_index(places, values.shape)]
+        data = values.cpu().contiguous().flatten().view(torch.uint8).numpy()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise InvalidParameter(

@@ -32,6 +32,9 @@ _INCIDENTAL_SETTINGS = {
 """Settings of a transformers configuration that change no key and no value, or that have a field of their own."""
 _INCIDENTAL_ATTRIBUTES = {"gradient_checkpointing", "hf_device_map", "name_or_path", "warnings_issued"}
 """Attributes of modules that change no key and no value."""
+SAMPLE = "sample-sha256:"
+"""How ``Identity.weights`` begins where only a sample of the weights was read."""
+SAMPLED_VALUES = 64
 _NOTED_LENGTH = "max_seq_len_cached"
 """The ending of attributes in which a rotary embedding notes the longest sequence so far: its effects are in a buffer."""
 
@@ -43,6 +46,18 @@ def weights_digest(model: torch.nn.Module) -> str:
         for name, value in sorted(_own_state(part).items()):
             total.update(f"{json_text([name, plain(name, value)])}\n".encode())
     return f"sha256:{total.hexdigest()}"
+
+
+def weights_sample(model: torch.nn.Module) -> str:
+    """What tells models of the same modules apart without reading all weights: ``SAMPLE`` and a digest of some values of each.
+
+    They are those of ``weights_digest``, ``SAMPLED_VALUES`` evenly spaced in each. Raises InvalidParameter.
+    """
+    total = hashlib.sha256()
+    for part in _of_the_model(model):
+        for name, value in sorted(_own_state(part).items()):
+            total.update(f"{json_text([name, plain(name, value, SAMPLED_VALUES)])}\n".encode())
+    return f"{SAMPLE}{total.hexdigest()}"
 
 
 def config_digest(model: Any) -> str:

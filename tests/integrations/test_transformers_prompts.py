@@ -14,6 +14,7 @@ from kvpack.cli import main
 from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackError
 from kvpack.file.inputs import Inputs
 from kvpack.integrations.transformers import KvpackCache
+from kvpack.store.fingerprint import weights_sample
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,7 +146,7 @@ def test_a_file_names_its_model_and_keeps_its_metadata(tmp_path: Path, capsys: A
     model.config._name_or_path = "one"
     path = file_of(model, tmp_path / "file")
     named = kvpack.load(path).model
-    assert named == {name: text for name, text in kvpack.Identity.of(model, "raw").header_model.items() if name != "weights"}
+    assert named == kvpack.Identity.of(model, "raw", weights=weights_sample(model)).header_model
     with KvpackCache.load(path, model) as cache, KvpackCache(model, "raw") as other:
         assert other.packed.model == named
         model(IDS, past_key_values=cache)
@@ -154,9 +155,20 @@ def test_a_file_names_its_model_and_keeps_its_metadata(tmp_path: Path, capsys: A
     assert longer.model == named
     assert longer.metadata == {"title": "one"}
     assert longer.inputs.tokens == longer.tokens == 120
+    # A store knows all weights, the file a sample.
+    with kvpack.Store(tmp_path / "store", kvpack.Identity.of(model, "raw"), chunk=20) as store:
+        assert store.save(IDS[0].tolist(), kvpack.load(path)) == 60
     other = model_of("Llama", rms_norm_eps=1e-3)
     with pytest.raises(InvalidParameter, match="the cache was computed by a model whose config is '"):
         KvpackCache.load(path, other)
+    moved = model_of("Llama")
+    moved.config._name_or_path = "another folder"
+    with KvpackCache.load(path, moved) as cache:
+        assert cache.get_seq_length() == 60
+    with torch.no_grad():
+        moved.model.layers[1].mlp.down_proj.weight.mul_(1.01)
+    with pytest.raises(InvalidParameter, match="the cache was computed by a model whose weights is 'sample-sha256:"):
+        KvpackCache.load(path, moved)
     assert main(["inspect", str(tmp_path / "longer")]) == 0
     printed = capsys.readouterr().out
     assert "token ids of the first 120 tokens\n" in printed

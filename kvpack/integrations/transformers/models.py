@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 )
 
 from kvpack.formats.errors import InvalidParameter
+from kvpack.store.fingerprint import SAMPLE, weights_sample
 from kvpack.store.identity import Identity
 
 from .hooks import models_in
@@ -128,7 +129,7 @@ class Model:
 def check_identity(cache: Cache, model: Any) -> None:
     """Raise InvalidParameter, naming what differs, when the cache names a model by ``Identity.of`` and this is another.
 
-    Weights are not compared: they would all have to be read.
+    Where both know a sample of the weights, it is compared, and the name is not: the same model may lie in another folder.
     """
     named = cache.model
     if not named.get("config"):
@@ -136,7 +137,8 @@ def check_identity(cache: Cache, model: Any) -> None:
     found = identity_of(model)
     if not found:
         return
-    for field in ("name", "dtype", "rope", "adapter", "config"):
+    sampled = all(one.get("weights", "").startswith(SAMPLE) for one in (named, found))
+    for field in ("weights" if sampled else "name", "dtype", "rope", "adapter", "config"):
         mine, theirs = named.get(field, ""), found.get(field, "")
         if field == "name" and not (mine and theirs):
             continue
@@ -151,12 +153,12 @@ def check_identity(cache: Cache, model: Any) -> None:
 
 
 def identity_of(model: Any) -> dict[str, str]:
-    """What a cache says of ``model``, but for its weights, which would all have to be read; empty where the model cannot be named.
+    """What a cache says of ``model``, with a sample of its weights; empty where the model cannot be named.
 
     It cannot in training mode, or with values that are not in memory.
     """
     try:
-        return Identity.of(model, "raw", weights="").header_model
+        return Identity.of(model, "raw", weights=weights_sample(model)).header_model
     except InvalidParameter:
         return {}
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack.formats.angle import Angle
 from kvpack.formats.group import Group
+from kvpack.formats.lossless import Lossless
 from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.polar import Polar
@@ -22,6 +23,7 @@ from kvpack.formats.raw import Raw
 from kvpack.formats.scalar import Scalar
 
 from .decode import group as decode_group
+from .decode import lossless as decode_lossless
 from .decode import minifloat as decode_minifloat
 from .decode import table as decode_table
 from .encode import angle as encode_angle
@@ -97,6 +99,7 @@ def _quaternion(codec: Quaternion) -> Tiles | None:
 
 CODECS: dict[type[Codec], CodecKernels] = {
     Raw: CodecKernels(raw_tiles.tiles),
+    Lossless: CodecKernels(decode_into=decode_lossless.decode_into),
     Group: CodecKernels(
         group_tiles.tiles,
         lambda codec, dual: group_tiles.tiles(codec, dual) if _narrow(codec) else None,

@@ -23,6 +23,7 @@ SHAPE = Shape(1, 8, 65536, 128)
 
 RECIPES = (
     "bf16",
+    "lossless",
     "kv=group:b=4,g=32",
     "kv=group:b=3,g=32",
     "oscar-2",

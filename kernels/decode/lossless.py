@@ -1,0 +1,206 @@
+"""Decode packed rows of lossless to values, bit for bit (spec/codecs/lossless.md, spec/rans.md); ``formats/lossless.py`` is the oracle.
+
+A program is one warp, whose threads are the lanes of one chunk: they find their symbols in a table of slots, and those whose states run
+low take the next words of the chunk in their order.
+"""
+
+# Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import numpy
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.lossless import FORMS
+from kvpack.formats.rans import LANES, LEAST_STATE, PRECISION, TOTAL
+from kvpack.kernels.words import columns
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvpack.formats.lossless import Lossless
+
+    from .rows import Packed
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_GROUP_INTEGERS = tl.constexpr(14)
+"""Integers of a token group in the work table: those that ``_load_group`` names."""
+
+_MOST_TABLES = 1 << 8
+"""Tables whose slots are found at once: the numbers on the way to a slot take some 100 bytes."""
+
+
+def decode_into(codec: Lossless, packed: Sequence[Packed], out: torch.Tensor, rotated: bool) -> bool:
+    """Decode ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
+
+    In the codec's dtype the bits of the values are kept, and in another they are rounded to it; ``rotated`` says nothing, for there is
+    no rotation. Any words give some values. Raises InvalidShape when a stream is not as ``codec.layout`` says.
+    """
+    batch, heads = out.shape[:2]
+    packed = [part for part in packed if part.tokens]
+    if not packed or not out.numel():
+        return True
+    for part in packed:
+        for name, layout in codec.layout(batch, heads, part.tokens).items():
+            if name != "words":
+                columns.check_shape(name, part.streams[name], layout.shape)
+    in_plane = codec.dtype == "bf16" and dict(codec.fields)["signed_fractions"] == 2 and codec.dim % 2 == 0
+    rows, held = _rows(codec, packed, in_plane)
+    counts = [part.streams["word_counts"].view(torch.int16).permute(2, 0, 1).flatten() for part in packed]
+    # Chunks lie by token group, then sequence, then head; those of a page begin at its first word.
+    ends = torch.cat(counts).to(torch.int64).bitwise_and_(0xFFFF).cumsum(0)
+    tables = torch.cat([part.streams["frequencies"].view(torch.int16).reshape(batch * heads, -1) for part in packed])
+    with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
+        _decode[(len(rows) * batch * heads,)](
+            out, *out.stride()[:3], torch.from_numpy(rows).to(out.device, non_blocking=True), ends, _slots(tables), heads, batch * heads,
+            DIM=codec.dim, CHUNK_LANES=LANES, FRACTION=FORMS[codec.dtype].fraction_bits, EXPONENT=FORMS[codec.dtype].exponent_bits,
+            BITS=PRECISION, LEAST=LEAST_STATE, IN_PLANE=in_plane, EXACT=out.dtype == _DTYPES[codec.dtype], num_warps=1, num_stages=1,
+        )  # fmt: skip
+    del held
+    return True
+
+
+def _rows(codec: Lossless, packed: Sequence[Packed], in_plane: bool) -> tuple[numpy.ndarray, list[torch.Tensor]]:
+    """The work table, int64 ``[token group, integer]``, and the tensors that its addresses refer to."""
+    held: list[torch.Tensor] = []
+
+    def place(tensor: torch.Tensor) -> list[int]:
+        """The address, and the strides of batch, head and row in bytes."""
+        tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+        held.append(tensor)
+        return [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:3])]
+
+    rows = []
+    first_chunk = 0
+    for number, part in enumerate(packed):
+        batch, heads, groups = part.streams["word_counts"].shape
+        digits = place(_digits(codec, part.streams, in_plane))
+        states = place(part.streams["states"])
+        words = place(part.streams["words"])[0]
+        for group in range(groups):
+            done = group * codec.chunk
+            row = [number, min(codec.chunk, part.tokens - done), part.first + done, first_chunk + group * batch * heads, first_chunk]
+            row += [digits[0] + done * digits[3], *digits[1:], states[0] + group * states[3], *states[1:3]]
+            rows.append([*row, words, part.streams["words"].numel()])
+        first_chunk += groups * batch * heads
+    return numpy.array(rows, dtype=numpy.int64), held
+
+
+def _digits(codec: Lossless, streams: Mapping[str, torch.Tensor], in_plane: bool) -> torch.Tensor:
+    """Signs and fractions: words of two channels each, or, of other packings, a digit per channel."""
+    if in_plane:
+        return streams["signed_fractions.0"].view(torch.int16)
+    packing = codec.packings()["signed_fractions"]
+    planes = [streams[f"signed_fractions.{number}"] for number in range(len(packing.planes))]
+    return columns.unpack(packing, planes)[0].to(torch.int16)
+
+
+def _slots(frequencies: torch.Tensor) -> torch.Tensor:
+    """For every slot of every table its symbol, frequency - 1 and first slot (``rans.slots_of``), int32 ``[table, slot]``.
+
+    Tables that do not sum to ``TOTAL``, which no reader lets through, have some symbol in every slot.
+    """
+    return torch.cat([_slots_of(frequencies[first : first + _MOST_TABLES]) for first in range(0, len(frequencies), _MOST_TABLES)])
+
+
+def _slots_of(frequencies: torch.Tensor) -> torch.Tensor:
+    wide = frequencies.to(torch.int64).bitwise_and_(0xFFFF)
+    ends = wide.cumsum(1)
+    slot = torch.arange(TOTAL, device=wide.device).expand(len(wide), TOTAL).contiguous()
+    symbol = torch.searchsorted(ends, slot, right=True).clamp_max_(wide.shape[1] - 1)
+    frequency = wide.gather(1, symbol)
+    entries = symbol | (frequency - 1 & TOTAL - 1) << 8 | (ends.gather(1, symbol) - frequency & TOTAL - 1) << 20
+    # The low 32 bits, as a signed number.
+    return torch.where(entries >= 1 << 31, entries - (1 << 32), entries).to(torch.int32)
+
+
+@triton.jit
+def _load_group(row: tl.tensor, batch: tl.tensor, head: tl.tensor, sequence: tl.tensor, ends: tl.tensor) -> tl.tuple:
+    """Of a token group and sequence: its table's number, tokens, first token of the output, and where digits, states and words are.
+
+    The words are those of the page: a pointer, the place of the chunk's first, and their number.
+    """
+    chunk = tl.load(row + 3) + sequence
+    of_page = tl.load(row + 4)
+    before = tl.load(ends + (chunk - 1), chunk > of_page, 0) - tl.load(ends + (of_page - 1), (chunk > of_page) & (of_page > 0), 0)
+    digits = (tl.load(row + 5) + batch * tl.load(row + 6) + head * tl.load(row + 7)).to(tl.pointer_type(tl.int16))
+    states = (tl.load(row + 9) + batch * tl.load(row + 10) + head * tl.load(row + 11)).to(tl.pointer_type(tl.int16))
+    words = tl.load(row + 12).to(tl.pointer_type(tl.int16))
+    return (
+        tl.load(row), tl.load(row + 1).to(tl.int32), tl.load(row + 2), digits, tl.load(row + 8) // 2, states, words, before,
+        tl.load(row + 13),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "sequences"])
+def _decode(
+    out: tl.tensor,
+    batch_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    table: tl.tensor,
+    ends: tl.tensor,
+    slots: tl.tensor,
+    heads: tl.tensor,
+    sequences: tl.tensor,
+    DIM: tl.constexpr,
+    CHUNK_LANES: tl.constexpr,
+    FRACTION: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    BITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    IN_PLANE: tl.constexpr,
+    EXACT: tl.constexpr,
+) -> None:
+    """Decode one chunk: ``[lane]`` of symbols at a time.
+
+    ``table`` is int64 ``[token group, _GROUP_INTEGERS]``, ``ends`` int64 ``[chunk]`` the words of all chunks up to each, and ``slots``
+    int32 ``[table, slot]``.
+    """
+    sequence = (tl.program_id(0) % sequences).to(tl.int64)
+    batch = sequence // heads
+    head = sequence % heads
+    row = table + (tl.program_id(0) // sequences).to(tl.int64) * _GROUP_INTEGERS
+    number, tokens, first, digits, digit_stride, states, words, at, word_count = _load_group(row, batch, head, sequence, ends)
+    slots += (number * sequences + sequence) << BITS
+    target = out + batch * batch_stride + head * head_stride + first * token_stride
+    lane = tl.arange(0, CHUNK_LANES)  # [lane], as all tensors below
+    low_half = tl.load(states + 2 * lane).to(tl.uint32) & 0xFFFF
+    state = tl.load(states + 2 * lane + 1).to(tl.uint32) << 16 | low_half
+    count = tokens * DIM
+    for begin in range(0, count, CHUNK_LANES):
+        place = begin + lane
+        active = place < count
+        slot = state & ((1 << BITS) - 1)
+        entry = tl.load(slots + slot.to(tl.int32)).to(tl.uint32, bitcast=True)
+        after = ((entry >> 8 & ((1 << BITS) - 1)) + 1) * (state >> BITS) + slot - (entry >> 20)
+        low = active & (after < LEAST)
+        taken = low.to(tl.int32)
+        source = at + tl.cumsum(taken, 0) - taken
+        word = tl.load(words + source, low & (source < word_count), 0).to(tl.uint32) & 0xFFFF
+        after = tl.where(low, after << 16 | word, after)
+        state = tl.where(active, after, state)
+        at += tl.sum(taken, 0)
+        token = place // DIM
+        channel = place % DIM
+        exponent = (entry & 0xFF).to(tl.int32)
+        if IN_PLANE:
+            digit = tl.load(digits + token * digit_stride + channel % (DIM // 2), active, 0).to(tl.int32)
+            digit = digit >> (channel // (DIM // 2) * 8) & 0xFF
+        else:
+            digit = tl.load(digits + token * digit_stride + channel, active, 0).to(tl.int32)
+        bits = digit >> FRACTION << (FRACTION + EXPONENT) | exponent << FRACTION | digit & ((1 << FRACTION) - 1)
+        if EXACT:
+            value = bits.to(tl.int16).to(out.dtype.element_ty, bitcast=True)
+        elif EXPONENT == 8:
+            value = (bits << 16).to(tl.float32, bitcast=True).to(out.dtype.element_ty)
+        else:
+            value = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(out.dtype.element_ty)
+        tl.store(target + (token * token_stride + channel), value, active)

@@ -42,3 +42,31 @@ static void group_decode(const Codec *codec, const Loaded *in, float *spare, flo
     for (int64_t d = 0; d < codec->dim; d++)
         for (int t = 0; t < TILE; t += LANES) store(tile + d * TILE + t, load(tile + d * TILE + t) * load(factor + t));
 }
+
+/* Whether columns of the packing hold all channels in fields of at most 32 bits. */
+static int is_fusable(const Packing *packing) {
+    return packing->planes <= 2 && packing->symbols % packing->width == 0;
+}
+
+/* A plane of bytes, two columns per word: those of columns [column, column + LANES). */
+INLINE vi load_bytes(const Packing *packing, const char *plane, int64_t column) {
+    const uint16_t *bytes = (const uint16_t *)plane;
+    int64_t words = packing->width / 2;
+    if (column + LANES <= words) return load_words(bytes + column) & 255;
+    if (column >= words) return (vi)((vu)load_words(bytes + column - words) >> 8);
+    if (packing->width == LANES) {
+        vb both;
+        memcpy(&both, bytes, sizeof both);
+        return __builtin_convertvector(SHUFFLE(vb, vb_mask, both, both, APART), vi);
+    }
+    int32_t found[LANES];
+    for (int64_t i = 0; i < LANES; i++) found[i] = column + i < words ? bytes[column + i] & 255 : bytes[column + i - words] >> 8;
+    return load_int(found);
+}
+
+/* The fields of columns [column, column + LANES) of one token, as stored; the width is a multiple of LANES. */
+INLINE vi load_columns(const Packing *packing, const char *low, const char *high, int64_t column) {
+    if (packing->planes == 1) return packing->odd ? load_bytes(packing, low, column) : load_words((const uint16_t *)low + column);
+    vi upper = packing->odd ? load_bytes(packing, high, column) : load_words((const uint16_t *)high + column);
+    return load_words((const uint16_t *)low + column) | upper << 16;
+}

@@ -1,10 +1,5 @@
 /* group without a tile, for few queries: codes are multiplied as soon as they are cut out, and scales go into queries or weights. */
 
-/* Whether columns of the packing hold all channels in fields of at most 32 bits. */
-static int is_fusable(const Packing *packing) {
-    return packing->planes <= 2 && packing->symbols % packing->width == 0;
-}
-
 /* Keys in groups of tokens, each of whole vectors in this tile. */
 static int has_fused_scores(const Codec *codec, const Loaded *in) {
     if (codec->family != GROUP || codec->scales_stream < 0 || !is_fusable(&codec->packing[0]) || in->patches) return 0;
@@ -75,24 +70,6 @@ INLINE void group_scores(const Codec *codec, const Loaded *in, const float *q, i
     if (!codec->token_scale) return;
     for (int r = 0; r < queries; r++)
         for (int t = 0; t < TILE; t += LANES) store(scores + r * TILE + t, load(scores + r * TILE + t) * load(in->numbers + t));
-}
-
-/* A plane of bytes, two columns per word: those of columns [column, column + LANES). */
-INLINE vi load_bytes(const Packing *packing, const char *plane, int64_t column) {
-    const uint16_t *bytes = (const uint16_t *)plane;
-    int64_t words = packing->width / 2;
-    if (column + LANES <= words) return load_words(bytes + column) & 255;
-    if (column >= words) return (vi)((vu)load_words(bytes + column - words) >> 8);
-    int32_t found[LANES];
-    for (int64_t i = 0; i < LANES; i++) found[i] = column + i < words ? bytes[column + i] & 255 : bytes[column + i - words] >> 8;
-    return load_int(found);
-}
-
-/* The fields of columns [column, column + LANES) of one token, as stored; the width is a multiple of LANES. */
-INLINE vi load_columns(const Packing *packing, const char *low, const char *high, int64_t column) {
-    if (packing->planes == 1) return packing->odd ? load_bytes(packing, low, column) : load_words((const uint16_t *)low + column);
-    vi upper = packing->odd ? load_bytes(packing, high, column) : load_words((const uint16_t *)high + column);
-    return load_words((const uint16_t *)low + column) | upper << 16;
 }
 
 #define FIELDS_AT_ONCE (LEVEL == 4 ? 4 : 2)

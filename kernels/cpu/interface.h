@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 12
+#define KVPACK_INTERFACE 13
 
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 3 };
 
@@ -116,7 +116,8 @@ typedef struct {
 } Rotation;
 
 /* unpack: tokens [start, stop) of one side to `out` [batch, kv_head, token - start, dim] of a dtype, in the original frame.
-   channel_scales float [batch, kv_head, 1, dim] multiply what is rotated back; without data there are none. */
+   channel_scales float [batch, kv_head, 1, dim] multiply what is rotated back; without data there are none. past_caches: whether `out` is
+   written around the processor's caches. */
 typedef struct {
     int64_t batch, heads, start, stop;
     Side side;
@@ -124,7 +125,7 @@ typedef struct {
     Rotation rotation;
     Stream channel_scales;
     Stream out;
-    int64_t threads, level;
+    int64_t past_caches, threads, level;
 } Unpack;
 
 /* encode: x [batch, kv_head, token, dim] of a dtype to the codec's streams, in the order of a segment. */

@@ -18,6 +18,9 @@
 /* Up to here no product is contracted with a sum: values are those of formats/, bit for bit wherever no sum decides. */
 #include "decode.h"
 #include "rotation.h"
+#include "rows.h"
+
+#include "group_rows.h"
 #include "unpack.h"
 
 #include "columns.h"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvpack.formats.errors import InvalidParameter
 
-INTERFACE = 12
+INTERFACE = 13
 """The number of interface.h that the structures below mirror."""
 
 THREADS = "KVPACK_THREADS"
@@ -97,7 +97,7 @@ class Unpack(Structure):
         ("rotation", Rotation),
         ("channel_scales", Stream),
         ("out", Stream),
-        *((name, c_int64) for name in ("threads", "level")),
+        *((name, c_int64) for name in ("past_caches", "threads", "level")),
     )
 
 

@@ -58,7 +58,7 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
         call = library.Unpack(
             batch, heads, part.start, part.stop, part.struct(described), DTYPES.index(out.dtype), rotation.struct,
             library.Stream() if scales is None else library.Stream(*_stream(scales)),
-            library.Stream(start + part.start * steps[2], *steps), threads, level,
+            library.Stream(start + part.start * steps[2], *steps), out.nbytes >= MANY_BYTES, threads, level,
         )  # fmt: skip
         if compiled.kvpack_unpack(ctypes.byref(call)):
             raise MemoryError("there is not enough memory for the buffers of unpacking")

@@ -20,6 +20,8 @@ typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef uint8_t vb __attribute__((vector_size(LANES)));
+typedef int8_t vb_mask __attribute__((vector_size(LANES)));
 typedef float vf_any __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t vi_any __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef uint16_t vh_any __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
@@ -75,12 +77,15 @@ INLINE vi bounded(vi x, int32_t most) {
 #if LANES == 16
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#define APART 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15
 #elif LANES == 8
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15
+#define APART 0, 2, 4, 6, 1, 3, 5, 7
 #else
 #define EVEN 0, 2, 4, 6
 #define ODD 1, 3, 5, 7
+#define APART 0, 2, 1, 3
 #endif
 
 /* LANES vectors to their sums, in their order. */

@@ -20,6 +20,7 @@ from kvpack.formats.quaternion import Quaternion, secondary_quaternions
 from kvpack.formats.scalar import Scalar
 
 from . import codecs, library, rotations
+from .memory import empty
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -69,7 +70,7 @@ def encode(codec: Codec, x: torch.Tensor, threads: int | None = None, level: int
     assert compiled is not None
     batch, heads, tokens, _ = x.shape
     layouts = codec.layout(batch, heads, tokens)
-    streams = {name: torch.empty(layout.shape, dtype=_STORED[layout.dtype], device=x.device) for name, layout in layouts.items()}
+    streams = {name: empty(layout.shape, _STORED[layout.dtype], x.device) for name, layout in layouts.items()}
     ordered = (library.Stream * len(described.streams))(*(_stream(streams[name]) for name in described.streams))
     threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // FEWEST_VALUES)
     rotation, bounds = rotations.described(codec.rotation), _bounds(codec)

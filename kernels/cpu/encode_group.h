@@ -1,5 +1,8 @@
 /* Encoding of group without a rotation: the scales, centres and codes of formats/group.py, bit for bit. */
 
+/* Tokens whose groups of channels are encoded together, so that their extremes fill vectors. */
+enum { TOKENS_OF_GROUPS = 16 };
+
 /* Rows of `dim` floats from values of any dtype, zero beyond the last; false where one is infinite or NaN. */
 static int read_row(const char *from, int64_t dtype, int64_t dim, float *row) {
     vf bad = splat(0);
@@ -41,18 +44,30 @@ static int make_scales(const Encode *call, const float *low, const float *high, 
         store(offset + g, middle - centre * own);
         store_int(pairs + g, stored_scale | stored << 16);
     }
-    for (int i = 0; i < LANES; i++)
-        if (!good[i]) return 0;
-    return 1;
+    return all_of(good);
 }
 
 /* Codes of one token, as integers. */
 INLINE vi codes_of(vf x, vf factor, vf offset, float largest) {
-    const vf magic = splat(12582912.f);
-    vf code = x * factor + offset;
-    code = larger(splat(0), code);
-    code = -larger(-code, splat(-largest));
-    return (vi)(code + magic) - (vi)magic;
+    return nearest_int(smaller(larger(splat(0), x * factor + offset), splat(largest)));
+}
+
+/* Words from the columns of one token. */
+static void store_columns(const Packing *packing, const int32_t *column, char *low, char *high) {
+    uint16_t *words = (uint16_t *)low, *upper = (uint16_t *)high;
+    int64_t width = packing->width, half_width = (width + 1) / 2, c = 0;
+    int shift = packing->planes == 2 ? 16 : 0;
+    if (packing->planes == 2 || !packing->odd) {
+        for (; c + LANES <= width; c += LANES) store_words(words + c, load_int(column + c) & 0xffff);
+        for (; c < width; c++) words[c] = (uint16_t)column[c];
+    }
+    if (packing->odd)
+        for (c = 0; c < half_width; c++) {
+            uint32_t second = c + half_width < width ? (uint32_t)column[c + half_width] >> shift & 255 : 0;
+            upper[c] = (uint16_t)(((uint32_t)column[c] >> shift & 255) | second << 8);
+        }
+    else if (packing->planes == 2)
+        for (c = 0; c < width; c++) upper[c] = (uint16_t)((uint32_t)column[c] >> 16);
 }
 
 /* The words of one token: field k of column c is the code of channel k * width + c. */
@@ -69,20 +84,7 @@ static void pack_row(const Packing *packing, const int32_t *codes, char *low, ch
         for (int64_t k = 0; k < fields; k++) all |= (uint32_t)codes[k * width + c] << (k * bits);
         column[c] = (int32_t)all;
     }
-    uint16_t *words = (uint16_t *)low, *upper = (uint16_t *)high;
-    int64_t half_width = (width + 1) / 2;
-    if (packing->planes == 2 || !packing->odd)
-        for (c = 0; c < width; c++) words[c] = (uint16_t)column[c];
-    else
-        upper = words;
-    int shift = packing->planes == 2 ? 16 : 0;
-    if (packing->odd)
-        for (c = 0; c < half_width; c++) {
-            uint32_t second = c + half_width < width ? (uint32_t)column[c + half_width] >> shift & 255 : 0;
-            upper[c] = (uint16_t)(((uint32_t)column[c] >> shift & 255) | second << 8);
-        }
-    else if (packing->planes == 2)
-        for (c = 0; c < width; c++) upper[c] = (uint16_t)((uint32_t)column[c] >> 16);
+    store_columns(packing, column, low, high);
 }
 
 /* Keys: `count` tokens from `start` on share the scales of each channel. `spare` holds (count + 4) rows of dim + LANES floats. */
@@ -97,7 +99,7 @@ static int encode_token_group(const Encode *call, int64_t batch, int64_t head, i
         if (!read_row(row_of(&call->x, batch, head, start + t), call->dtype, dim, row)) return 0;
         for (int64_t d = 0; d < dim; d += LANES) {
             vf x = load(row + d);
-            store(low + d, t ? -larger(-x, -load(low + d)) : x);
+            store(low + d, t ? smaller(x, load(low + d)) : x);
             store(high + d, t ? larger(x, load(high + d)) : x);
         }
     }
@@ -112,53 +114,29 @@ static int encode_token_group(const Encode *call, int64_t batch, int64_t head, i
     return 1;
 }
 
-/* Tokens whose groups of channels are encoded together, so that their extremes fill vectors. */
-enum { ROWS_AT_ONCE = 8 };
-
-/* low and high of every group of a row: whole vectors of partial extremes first, LANES groups of them reduced together. */
-static void group_extremes(const float *rows, int64_t stride, int64_t count, int64_t dim, int64_t size, float *low, float *high) {
-    int64_t groups = (dim + size - 1) / size, all = count * groups;
-    if (size % LANES || dim % size) {
-        for (int64_t n = 0; n < all; n++) {
-            const float *row = rows + n / groups * stride;
-            int64_t first = n % groups * size, end = first + size < dim ? first + size : dim;
-            low[n] = high[n] = row[first];
-            for (int64_t d = first + 1; d < end; d++) {
-                low[n] = row[d] < low[n] ? row[d] : low[n];
-                high[n] = row[d] > high[n] ? row[d] : high[n];
-            }
+/* low and high of every group of a row. */
+static void group_extremes(const float *row, int64_t dim, int64_t size, float *low, float *high) {
+    for (int64_t first = 0; first < dim; first += size, low++, high++) {
+        *low = *high = row[first];
+        for (int64_t d = first + 1; d < first + size && d < dim; d++) {
+            *low = row[d] < *low ? row[d] : *low;
+            *high = row[d] > *high ? row[d] : *high;
         }
-        return;
-    }
-    for (int64_t n = 0; n < all; n += LANES) {
-        vf least[LANES], most[LANES];
-        for (int i = 0; i < LANES; i++) {
-            int64_t group = n + i < all ? n + i : n;
-            const float *from = rows + group / groups * stride + group % groups * size;
-            vf lower = -load(from), upper = load(from);
-            for (int64_t d = LANES; d < size; d += LANES) {
-                lower = larger(-load(from + d), lower);
-                upper = larger(load(from + d), upper);
-            }
-            least[i] = lower;
-            most[i] = upper;
-        }
-        store(low + n, -maxima_of(least));
-        store(high + n, maxima_of(most));
     }
 }
 
-/* Values: every `size` channels of a token share their scales. `spare` holds 6 * ROWS_AT_ONCE rows of dim + LANES numbers. */
+/* Values: every `size` channels of a token share their scales. `spare` holds 5 * TOKENS_OF_GROUPS rows of dim + LANES numbers. */
 static int encode_channel_groups(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, float *spare) {
     const Codec *codec = call->codec;
     const Packing *packing = &codec->packing[0];
     int64_t dim = codec->dim, size = codec->size, groups = (dim + size - 1) / size, stride = dim + LANES, all = count * groups;
-    float *rows = spare, *low = rows + ROWS_AT_ONCE * stride, *high = low + ROWS_AT_ONCE * stride;
-    float *factor = high + ROWS_AT_ONCE * stride, *offset = factor + ROWS_AT_ONCE * stride;
-    int32_t *pairs = (int32_t *)(offset + ROWS_AT_ONCE * stride), codes[1024 + 128 + LANES];
-    for (int64_t t = 0; t < count; t++)
+    float *rows = spare, *low = rows + TOKENS_OF_GROUPS * stride, *high = low + TOKENS_OF_GROUPS * stride;
+    float *factor = high + TOKENS_OF_GROUPS * stride, *offset = factor + TOKENS_OF_GROUPS * stride;
+    int32_t *pairs = (int32_t *)(offset + TOKENS_OF_GROUPS * stride), codes[1024 + 128 + LANES];
+    for (int64_t t = 0; t < count; t++) {
         if (!read_row(row_of(&call->x, batch, head, start + t), call->dtype, dim, rows + t * stride)) return 0;
-    group_extremes(rows, stride, count, dim, size, low, high);
+        group_extremes(rows + t * stride, dim, size, low + t * groups, high + t * groups);
+    }
     for (int64_t n = all; n < all + LANES; n++) low[n] = high[n] = 0;
     if (!make_scales(call, low, high, all, factor, offset, pairs)) return 0;
     for (int64_t t = 0; t < count; t++) {
@@ -169,17 +147,5 @@ static int encode_channel_groups(const Encode *call, int64_t batch, int64_t head
                                               (float)(packing->digit[0].base - 1)));
         pack_row(packing, codes, row_of(call->streams, batch, head, start + t), row_of(&call->streams[packing->planes - 1], batch, head, start + t));
     }
-    return 1;
-}
-
-/* Tokens [start, stop) of one head, from the first of a token group on; false where formats/ is to refuse a value. */
-static int encode_groups(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, float *spare) {
-    if (call->codec->scales_stream < 0) {
-        for (; start < stop; start += ROWS_AT_ONCE)
-            if (!encode_channel_groups(call, batch, head, start, stop - start < ROWS_AT_ONCE ? stop - start : ROWS_AT_ONCE, spare)) return 0;
-        return 1;
-    }
-    for (int64_t size = call->codec->size; start < stop; start += size)
-        if (!encode_token_group(call, batch, head, start, stop - start < size ? stop - start : size, spare)) return 0;
     return 1;
 }

@@ -177,9 +177,6 @@ int64_t kvpack_unpack(const Unpack *call);
 int64_t kvpack_rans(const Rans *call);
 int64_t kvpack_join(const Join *call);
 
-/* Says that new memory is about to be written. */
-void kvpack_expect_writes(char *data, int64_t bytes);
-
 int64_t kvpack_interface(void);
 int64_t kvpack_sizes(int64_t structure);
 /* The instruction sets that this processor runs, best first; NULL after the last. */

@@ -25,6 +25,7 @@
 
 #include "columns.h"
 #include "encode_group.h"
+#include "encode_group_rows.h"
 
 #ifdef __clang__
 #pragma clang fp contract(fast)
@@ -99,7 +100,7 @@ static void unpack_in(const Unpack *call, int64_t batch, int64_t head, int64_t s
 
 static int64_t encode_bytes(const Encode *call) {
     const Codec *codec = call->codec;
-    int64_t of_groups = larger_of(codec->size + 4, 6 * ROWS_AT_ONCE) * (codec->dim + LANES);
+    int64_t of_groups = larger_of(codec->size + 4, 6 * TOKENS_OF_GROUPS) * (codec->dim + LANES);
     int64_t tile = TILE * ((codec->dim + 3) + 1 + codec->numbers + 2 * codec->dim) + TILE * codec->columns / 2;
     return 4 * larger_of(of_groups, tile) + (int64_t)sizeof(Encoded) + 128;
 }

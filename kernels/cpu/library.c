@@ -1,9 +1,7 @@
 /* The functions that Python calls: the choice of the instruction set, the items of a call, and the merge of their results. */
-#define _GNU_SOURCE
 #include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <sys/mman.h>
 
 #include "interface.h"
 #include "level.h"
@@ -157,17 +155,6 @@ static void unpack_item(const void *context, int64_t number, char *memory) {
     int64_t start = call->start + number % work->parts * TOKENS_UNPACKED, head = number / work->parts % call->heads;
     int64_t stop = start + TOKENS_UNPACKED < call->stop ? start + TOKENS_UNPACKED : call->stop;
     work->level->unpack(call, number / work->parts / call->heads, head, start, stop, memory);
-}
-
-/* Asks for large pages of memory that is about to be written for the first time: most of the time would go to faults of small ones. */
-EXPORTED void kvpack_expect_writes(char *data, int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-    uintptr_t page = 4096, first = ((uintptr_t)data + page - 1) / page * page, end = ((uintptr_t)data + bytes) / page * page;
-    if (first < end) madvise((void *)first, end - first, MADV_HUGEPAGE);
-#else
-    (void)data;
-    (void)bytes;
-#endif
 }
 
 EXPORTED int64_t kvpack_unpack(const Unpack *call) {

@@ -151,7 +151,6 @@ def library() -> ctypes.CDLL | None:
             continue
         found.kvpack_level_name.restype, found.kvpack_level_name.argtypes = c_char_p, (c_int64,)
         found.kvpack_attend.restype, found.kvpack_attend.argtypes = c_int64, (POINTER(Attend),)
-        found.kvpack_expect_writes.restype, found.kvpack_expect_writes.argtypes = None, (c_void_p, c_int64)
         found.kvpack_encode.restype, found.kvpack_encode.argtypes = c_int64, (POINTER(Encode),)
         found.kvpack_unpack.restype, found.kvpack_unpack.argtypes = c_int64, (POINTER(Unpack),)
         found.kvpack_join.restype, found.kvpack_join.argtypes = c_int64, (POINTER(Join),)

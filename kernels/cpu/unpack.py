@@ -25,7 +25,7 @@ FEWEST_VALUES = 1 << 18
 """Values of a call for each of its threads: below it, starting one costs more than it saves."""
 
 MANY_BYTES = 1 << 22
-"""Results of at least this size are in memory of their own, new to the process, for which large pages are asked."""
+"""Results of at least this size are written around the processor's caches."""
 
 
 def supports(side: Side, dtype: torch.dtype) -> bool:
@@ -48,8 +48,6 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
     threads = min(library.checked_threads(threads, torch.get_num_threads()), most)
     compiled = library.library()
     assert compiled is not None
-    if out.nbytes >= MANY_BYTES:
-        compiled.kvpack_expect_writes(out.data_ptr(), out.nbytes)
     for part in parts:
         described = part.described()
         rotation = rotations.NONE if part.frame is None else rotations.described(side.codec.rotation)

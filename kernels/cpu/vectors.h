@@ -30,8 +30,24 @@ INLINE vf load(const float *p) { return *(const vf_any *)p; }
 INLINE void store(float *p, vf x) { *(vf_any *)p = x; }
 INLINE vi load_int(const int32_t *p) { return *(const vi_any *)p; }
 INLINE void store_int(int32_t *p, vi x) { *(vi_any *)p = x; }
-INLINE vi load_words(const uint16_t *p) { return __builtin_convertvector(*(const vh_any *)p, vi); }
-INLINE void store_words(uint16_t *p, vi x) { *(vh_any *)p = __builtin_convertvector(x, vh); }
+
+/* Words in the low bits of each lane. GCC converts whole vectors by their halves. */
+INLINE vi load_words(const uint16_t *p) {
+#if LEVEL == 4
+    return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+#else
+    return __builtin_convertvector(*(const vh_any *)p, vi);
+#endif
+}
+
+INLINE void store_words(uint16_t *p, vi x) {
+#if LEVEL == 4
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16((__m512i)x));
+#else
+    *(vh_any *)p = __builtin_convertvector(x, vh);
+#endif
+}
+
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vi splat_int(int32_t x) { return x - (vi){0}; }
 INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
@@ -49,6 +65,36 @@ INLINE vf larger(vf a, vf b) {
 #else
     return choose(a > b, a, b);
 #endif
+}
+
+/* The smaller of two, b where either is NaN. */
+INLINE vf smaller(vf a, vf b) {
+#if LEVEL == 4
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif LEVEL == 3
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return choose(a < b, a, b);
+#endif
+}
+
+/* The nearest integer, ties to even, of magnitude below 2^22. */
+INLINE vi nearest_int(vf x) {
+#if LEVEL == 4
+    return (vi)_mm512_cvtps_epi32((__m512)x);
+#elif LEVEL == 3
+    return (vi)_mm256_cvtps_epi32((__m256)x);
+#else
+    const vf magic = splat(12582912.f); /* 1.5 * 2^23: adding it rounds to an integer */
+    return (vi)(x + magic) - (vi)magic;
+#endif
+}
+
+/* Whether every lane of a mask is set. */
+INLINE int all_of(vi mask) {
+    int32_t all = -1;
+    for (int i = 0; i < LANES; i++) all &= mask[i];
+    return all != 0;
 }
 
 INLINE vf square_root(vf x) {
@@ -104,11 +150,21 @@ INLINE vf maxima_of(vf *x) {
     return x[0];
 }
 
+/* The same for minima. */
+INLINE vf minima_of(vf *x) {
+    for (int n = LANES; n > 1; n /= 2)
+        for (int i = 0; i < n / 2; i++)
+            x[i] = smaller(SHUFFLE(vf, vi, x[2 * i], x[2 * i + 1], EVEN), SHUFFLE(vf, vi, x[2 * i], x[2 * i + 1], ODD));
+    return x[0];
+}
+
 INLINE float sum_of(vf x) {
     float sum = 0;
     for (int i = 0; i < LANES; i++) sum += x[i];
     return sum;
 }
+
+INLINE int is_finite(vf x) { return sum_of(x * 0.f) == 0; }
 
 INLINE float largest_of(vf x) {
     float found = x[0];

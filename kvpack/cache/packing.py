@@ -14,6 +14,7 @@ from kvpack.file.checks import check_integer, check_names
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.errors import InvalidDtype, InvalidHeader, InvalidParameter, InvalidShape, LimitExceeded
+from kvpack.kernels.cpu.memory import together
 
 from .arguments import integer
 from .cache import Cache
@@ -63,12 +64,13 @@ def pack(
     states = dense_states(past_key_values)
     recipe.check_layers(len(states))
     layers = []
-    for number, (k, v, skipped, kept) in enumerate(states):
-        _check_pair((k, v), f"layers[{number}]")
-        sides = (_pack_side(x, recipe, number, len(states), side) for x, side in ((k, "k"), (v, "v")))
-        layers.append(Layer(*sides, skipped=skipped, states=MappingProxyType(dict(kept))))
-        if progress:
-            progress(number + 1, len(states))
+    with together(sum(x.numel() for state in states for x in state[:2] if isinstance(x, torch.Tensor))):
+        for number, (k, v, skipped, kept) in enumerate(states):
+            _check_pair((k, v), f"layers[{number}]")
+            sides = (_pack_side(x, recipe, number, len(states), side) for x, side in ((k, "k"), (v, "v")))
+            layers.append(Layer(*sides, skipped=skipped, states=MappingProxyType(dict(kept))))
+            if progress:
+                progress(number + 1, len(states))
     return Cache(tuple(layers), recipe.text, MappingProxyType(model), start, inputs)
 
 

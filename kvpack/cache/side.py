@@ -21,6 +21,7 @@ from kvpack.coding.modes import own_modes
 from kvpack.formats.batch import select
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
 from kvpack.formats.raw import HOLDS
+from kvpack.kernels.cpu.memory import empty
 
 from .arguments import check_floating, checked_device, integer
 from .pages import Page, Pages
@@ -135,7 +136,7 @@ class Side:
             result[:, :, start:stop] = source
 
         with own_modes(self.device):
-            result = torch.empty(self.batch, self.heads, self.tokens, self.dim, dtype=dtype, device=self.device)
+            result = empty((self.batch, self.heads, self.tokens, self.dim), dtype, self.device)
             left = unpack_into(self, result)
             tiles = [tile for tile in self.tiles(per_tile) if any(start <= tile[0] < stop for start, stop in left)] if left else []
             for_each_block(unpack_tile, tiles, self.device)
@@ -293,7 +294,7 @@ def packed_side(x: torch.Tensor, codec: Codec, window: int, where: str) -> Side:
     # With a residual window the newest tokens stay raw; without one everything is packed, including a partial last group.
     packed = tokens - tokens % window if window else tokens
     with own_modes(x.device):
-        if codec.exact_dtype is None:
+        if codec.exact_dtype is None and packed < tokens:
             check_finite(x[:, :, packed:], packed, where)
         pages = (Page(codec, packed, encode(codec, x[:, :, :packed], where)),) if packed else ()
         return Side(codec, pages, x[:, :, packed:].clone(), window)

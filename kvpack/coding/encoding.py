@@ -12,6 +12,7 @@ from kvpack.errors import RoundedWarning
 from kvpack.formats.base import Run
 from kvpack.formats.errors import NonFinite, OutOfRange
 from kvpack.formats.raw import HOLDS
+from kvpack.kernels.cpu.memory import empty
 
 from . import dispatch
 from .blocks import caches_of, for_each_block
@@ -93,11 +94,7 @@ def _encode_in_blocks(codec: Codec, x: torch.Tensor, where: str, before: Mapping
         entries[start] = {name: encoded[name] for name, entry in layout.items() if entry.per == "entry"}
 
     with own_modes(x.device):
-        streams = {
-            name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device=x.device)
-            for name, entry in layout.items()
-            if entry.per == "token"
-        }
+        streams = {name: empty(entry.shape, TORCH_DTYPES[entry.dtype], x.device) for name, entry in layout.items() if entry.per == "token"}
         with _placed(where):
             run = codec.begin(Run((batch, heads, tokens, dim), x.device, lambda: (values(*block) for block in blocks)), before)
         for_each_block(encode_block, blocks, x.device)

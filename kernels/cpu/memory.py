@@ -1,0 +1,85 @@
+"""Memory for large results on the CPU: new to the process, in large pages where the system has them.
+
+Most of the time of writing new memory goes to the faults of its pages: 0.4 to 0.7 ms per MiB in small ones, 0.1 in large ones. The heap
+has large pages where a whole one is inside one result, and then keeps them for what the host puts there next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+MANY_BYTES = 1 << 22
+"""Results of at least this size are in memory of their own."""
+
+FEW_BYTES = 1 << 16
+"""Smaller results are on the heap."""
+
+LARGE_PAGE = 1 << 21
+"""Bytes of a large page on the processors that C kernels run on."""
+
+_PIECE_BYTES = 1 << 26
+_ALIGNMENT = 64
+
+
+class _Piece:
+    """New memory, from which results are taken one after the other. It lives as long as any of them."""
+
+    def __init__(self, nbytes: int) -> None:
+        # Private: a forked child writes pages of its own. Pages that no result reaches take no memory.
+        self._memory = mmap.mmap(-1, nbytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._at = -torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr() % LARGE_PAGE
+        self._end = self._at + nbytes
+
+    def take(self, values: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """The next ``values`` values; None if they do not fit."""
+        nbytes = values * dtype.itemsize
+        if nbytes > self._end - self._at:
+            return None
+        found = torch.frombuffer(self._memory, dtype=dtype, count=values, offset=self._at)
+        self._at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return found
+
+
+_pieces: ContextVar[list[_Piece] | None] = ContextVar("kvpack_pieces_of_memory", default=None)
+
+
+@contextlib.contextmanager
+def together(values: int) -> Iterator[None]:
+    """Place results side by side that are kept together, if they encode at least ``MANY_BYTES`` of ``values`` 16-bit values."""
+    if 2 * values < MANY_BYTES or _pieces.get() is not None:
+        yield
+        return
+    token = _pieces.set([])
+    try:
+        yield
+    finally:
+        _pieces.reset(token)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``torch.empty(shape, dtype=dtype, device=device)``; a large one on the CPU cannot be resized."""
+    values, pieces = torch.Size(shape).numel(), _pieces.get()
+    nbytes = values * dtype.itemsize
+    if device.type == "cpu" and nbytes >= (MANY_BYTES if pieces is None else FEW_BYTES) and hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            found = pieces[-1].take(values, dtype) if pieces else None
+            if found is None:
+                piece = _Piece(nbytes if pieces is None else max(nbytes, _PIECE_BYTES))
+                found = piece.take(values, dtype)
+                if pieces is not None:
+                    pieces.append(piece)
+        except OSError:
+            # A limit of address space, or a kernel without large pages.
+            found = None
+        if found is not None:
+            return found.view(torch.Size(shape))
+    return torch.empty(shape, dtype=dtype, device=device)

@@ -52,7 +52,12 @@ if TYPE_CHECKING:
     )
     from .file.inputs import Inputs
     from .live.cache import LiveCache
+    from .pages.buffer import PageBuffer
+    from .pages.codec import PageCodec
+    from .pages.geometry import PageGeometry
+    from .pages.layout import PageLayout
     from .store import Identity, Store, Tier
+    from .store.page_store import PageStore
 
 __version__ = "0.1.0"
 
@@ -64,6 +69,10 @@ _HOMES = {
     "LiveCache": "live.cache",
     "Minifloats": "cache.minifloats",
     "Page": "cache.pages",
+    "PageBuffer": "pages.buffer",
+    "PageCodec": "pages.codec",
+    "PageGeometry": "pages.geometry",
+    "PageLayout": "pages.layout",
     "Side": "cache.side",
     "concat": "cache.cache",
     "Inputs": "file.inputs",
@@ -73,6 +82,7 @@ _HOMES = {
     "PRESETS": "coding.recipes",
     "Recipe": "coding.recipes",
     "Identity": "store",
+    "PageStore": "store.page_store",
     "Store": "store",
     "Tier": "store",
 }
@@ -103,6 +113,11 @@ __all__ = [
     "OutOfBounds",
     "OutOfRange",
     "Page",
+    "PageBuffer",
+    "PageCodec",
+    "PageGeometry",
+    "PageLayout",
+    "PageStore",
     "Recipe",
     "RoundedWarning",
     "Side",

@@ -393,9 +393,9 @@ class Msgpack:
         return entries
 
 
-def parse_msgpack(data: bytes) -> dict[str, Any]:
-    """The header; one that is not canonical is refused, as a newer version's where it says so."""
-    refuse_news(data)
+def parse_msgpack(data: bytes, more_codecs: Sequence[str] = ()) -> dict[str, Any]:
+    """The header; one that is not canonical is refused, as a newer version's where it says so. ``more_codecs`` are those of rows."""
+    refuse_news(data, more_codecs)
     parser = Msgpack(data)
     top = parser.value()
     require(isinstance(top, dict), parser.RULE, "the header is not a map")
@@ -479,11 +479,11 @@ class Walk:
         return found
 
 
-def refuse_news(data: bytes) -> None:
+def refuse_news(data: bytes, more_codecs: Sequence[str] = ()) -> None:
     """container.md, Header tensor: "What is new is told before what is wrong"."""
     walk, version = Walk(data), FORMAT
     unknown: dict[bytes, list[bytes]] = {}
-    known: dict[bytes, set[bytes]] = {b"required": REQUIRED_FEATURES, b"codecs": {name.encode() for name in CODECS}}
+    known: dict[bytes, set[bytes]] = {b"required": REQUIRED_FEATURES, b"codecs": {name.encode() for name in (*CODECS, *more_codecs)}}
     try:
         kind, count = walk.head()
         seen: set[bytes] = set()
@@ -1642,8 +1642,10 @@ def take_names(value: Any, of: type, what: str) -> dict[str, Any]:
     return dict(value)
 
 
-def take_header(header: dict[str, Any]) -> File:
-    """container.md, Fields; what is new in the header was told before."""
+def take_header(
+    header: dict[str, Any], known: Mapping[str, Callable[[Mapping[str, Any]], Codec]] | None = None, *, without_tensors: bool = False
+) -> File:
+    """container.md, Fields; what is new in the header was told before. ``known`` are the codecs, ``without_tensors`` those of a page."""
     require(header.get("format") == FORMAT, FIELDS, f"format is {header.get('format')!r}")
     required: Any = header.get("required")
     require(isinstance(required, list) and all(isinstance(name, str) for name in required), FIELDS, "required is no array of strings")
@@ -1654,7 +1656,7 @@ def take_header(header: dict[str, Any]) -> File:
     require(isinstance(codecs, list) and isinstance(layers, list), FIELDS, "codecs or layers is no array")
     require(len(codecs) <= MAX_CODECS, LIMITS, f"{len(codecs)} codecs")
     require(len(layers) <= MAX_LAYERS, LIMITS, f"{len(layers)} layers")
-    made = [take_codec(entry, f"codec {number}") for number, entry in enumerate(codecs)]
+    made = [take_codec(entry, f"codec {number}", CODECS if known is None else known) for number, entry in enumerate(codecs)]
     file = File(ignorable, model, recipe, start, [], made, [], [])
     for number, layer in enumerate(layers):
         sides = take_keys(layer, ["k", "v"], f"layer {number}")
@@ -1665,6 +1667,8 @@ def take_header(header: dict[str, Any]) -> File:
     require(required == sorted(set(required)), "container.md, Header tensor", f"required is {required}, not in order or not each once")
     file.starts = take_starts(file, LAYER_POSITIONS in required)
     states = take_states(file, LAYER_STATE in required)
+    if without_tensors:
+        return file
     expected = []
     for number, layer in enumerate(file.layers):
         expected += [tensor for name, side in layer.items() if side for tensor in side.tensors(f"{number}.{name}.")]
@@ -1745,9 +1749,9 @@ def take_metadata(data: bytes) -> dict[str, str | int | float]:
     return found if len(found) <= MAX_NAMES else {}
 
 
-def take_codec(entry: Any, what: str) -> Codec:
+def take_codec(entry: Any, what: str, known: Mapping[str, Callable[[Mapping[str, Any]], Codec]]) -> Codec:
     require(isinstance(entry, dict) and isinstance(entry.get("id"), str), FIELDS, f"{what} has no id")
-    codec = CODECS[entry["id"]]({key: value for key, value in entry.items() if key not in SIDE_CAR_KEYS})
+    codec = known[entry["id"]]({key: value for key, value in entry.items() if key not in SIDE_CAR_KEYS})
     return replace(codec, side_cars=take_side_cars(entry, codec))
 
 
@@ -2071,6 +2075,86 @@ def number_row(side: Side, stream: NumberStream, row: int) -> list[float]:
     """The numbers of ``stream`` in row ``row`` of all."""
     size = math.prod(stream.sizes)
     return side.numbers[stream.name][row * size : (row + 1) * size]
+
+
+# row.md --------------------------------------------------------------------------------------------------------------
+
+ROW_MAGIC = b"kvpack-row 1\n\0\0\0"
+FRAME_BYTES = 128
+MULTIPLIER = 0x9E3779B97F4A7C15
+PAGE_DTYPE = "page-dtype"
+PAGE_DTYPES = (b"bf16", b"fp16", b"fp32", b"fp8_e4m3", b"fp8_e5m2", b"u8")
+ROW = "row.md, Layout"
+
+
+@dataclass
+class Row:
+    """A row: the fields of its frame, and its page as a file that holds nothing else."""
+
+    namespace: bytes
+    key: bytes
+    page: File
+
+
+def opaque(entry: Mapping[str, Any]) -> Codec:
+    require(list(entry) == ["id", "dim"], "row.md, Decode", f"the keys of opaque are {list(entry)}")
+    dim = entry["dim"]
+    require(isinstance(dim, int) and 1 <= dim <= MAX_DIM, "row.md, Decode", f"dim is {dim!r}")
+    values = NumberStream("bytes", "U8", (dim,), any_bits=True)
+    return Codec("opaque", dim, 1, {}, [values], lambda _, row: row["bytes"], lambda _, row: [0.0] * dim)
+
+
+def checksum(row: bytes) -> int:
+    sum_ = 0
+    for at in range(0, len(row), 4):
+        sum_ = (sum_ * MULTIPLIER + (0 if 24 <= at < 32 else word32(row, at))) % 2**64
+    return sum_
+
+
+def read_row(data: bytes) -> Row:
+    """Check a whole row and decode its page; what follows the row in ``data`` is not looked at. Raises ``Refused``."""
+    require(data[:16] == ROW_MAGIC, ROW, "this is no row of version 1")
+    length, stored = word64(data, 16), word64(data, 24)
+    require(FRAME_BYTES <= length <= len(data), ROW, f"the length is {length}, of {len(data)} bytes")
+    data = data[:length]
+    require(checksum(data) == stored, "row.md, Checksum", f"the checksum is {stored:#x}")
+    size = word32(data, 96)
+    begin = ceil_div(FRAME_BYTES + size, ALIGNMENT) * ALIGNMENT
+    require(begin <= length, ROW, f"the description has {size} bytes")
+    require(not any(data[100:FRAME_BYTES]) and not any(data[FRAME_BYTES + size : begin]), ROW, "padding is not zero")
+    file = take_page(parse_msgpack(data[FRAME_BYTES : FRAME_BYTES + size], ["opaque"]))
+    contents = {}
+    for number, layer in enumerate(file.layers):
+        for name, side in layer.items():
+            for tensor in side.tensors(f"{number}.{name}.") if side else ():
+                end = begin + ceil_div(tensor.bytes, ALIGNMENT) * ALIGNMENT
+                contents[tensor.name] = data[begin : begin + tensor.bytes]
+                require(not any(data[begin + tensor.bytes : end]), ROW, f"the padding of {tensor.name} is not zero")
+                begin = end
+    require(begin == length, ROW, f"the streams end at {begin}, and the row at {length}")
+    for number, layer in enumerate(file.layers):
+        for name, side in layer.items():
+            if side is not None:
+                decode_side(side, f"{number}.{name}.", contents)
+    return Row(data[32:64], data[64:96], file)
+
+
+def take_page(header: dict[str, Any]) -> File:
+    """The description of a page: the map of a header, with the restrictions of row.md."""
+    require(header.get("tensors") == [] and header.get("required") == [], ROW, "the description names tensors or features")
+    file = take_header(header, {**CODECS, "opaque": opaque}, without_tensors=True)
+    require(file.start == 0 and not file.model and list(file.ignorable) == [PAGE_DTYPE], ROW, "the description has other fields")
+    dtype = file.ignorable[PAGE_DTYPE]
+    require(dtype in PAGE_DTYPES, ROW, f"the dtype is {dtype!r}")
+    sides = [side for layer in file.layers for side in layer.values() if side]
+    require(all(layer["k"] for layer in file.layers), ROW, "a layer has no k")
+    require(len(sides) in (len(file.layers), 2 * len(file.layers)), ROW, "some layers have no v")
+    require(len({(side.heads, *side.runs) for side in sides}) == 1, ROW, "sides differ in heads or tokens")
+    for side in sides:
+        plain = (side.batch, len(side.runs), side.tail, side.window, len(side.entries)) == (1, 1, 0, 0, 0)
+        require(plain, ROW, "a side has sequences, runs, a tail, a window or entries")
+        require(dtype != b"u8" or side.codec.id == "opaque", "row.md, Other dtypes", f"bytes are stored by {side.codec.id}")
+    return file
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -21,7 +21,7 @@ FLOORS = (
     ("coding",),
     ("cache",),
     ("attention",),
-    ("live",),
+    ("live", "pages"),
     ("store",),
     ("integrations",),
     ("models", "output"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -65,19 +65,23 @@ def encode(codec: Codec, x: torch.Tensor, threads: int | None = None, level: int
 
     ``level`` is a place in ``library.levels()``. Raises MemoryError.
     """
-    described, compiled = codecs.described(codec), library.library()
-    assert described is not None
-    assert compiled is not None
     batch, heads, tokens, _ = x.shape
     layouts = codec.layout(batch, heads, tokens)
     streams = {name: empty(layout.shape, _STORED[layout.dtype], x.device) for name, layout in layouts.items()}
-    ordered = (library.Stream * len(described.streams))(*(_stream(streams[name]) for name in described.streams))
     threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // FEWEST_VALUES)
+    call, names, _kept = call_of(codec, (batch, heads, tokens), x.dtype)
+    call.x = _stream(x)
+    call.streams = (library.Stream * len(names))(*(_stream(streams[name]) for name in names))
+    call.threads, call.level = threads, level
+    return streams if run(call) else None
+
+
+def call_of(codec: Codec, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[library.Encode, tuple[str, ...], Any]:
+    """A call for ``shape`` (batch, heads, tokens) of ``dtype`` without values and streams, the streams' names, and what must outlive it."""
+    described = codecs.described(codec)
+    assert described is not None
     rotation, bounds = rotations.described(codec.rotation), _bounds(codec)
-    call = library.Encode(
-        batch, heads, tokens, codecs.pointer(described), _stream(x), DTYPES.index(x.dtype), rotation.struct, ordered,
-        threads=threads, level=level,
-    )  # fmt: skip
+    call = library.Encode(*shape, codecs.pointer(described), library.Stream(), DTYPES.index(dtype), rotation.struct, threads=1)
     if isinstance(codec, Group):
         call.zero_centre, call.per_middle = codec.centre == "zero", 1.0 / (((1 << codec.bits) - 1) / 2)
     elif isinstance(codec, Scalar | Octahedral | Quaternion | Angle):
@@ -87,10 +91,17 @@ def encode(codec: Codec, x: torch.Tensor, threads: int | None = None, level: int
         call.candidates = _CANDIDATES["local2x2" if settled else codec.rounding]
     for number, table in enumerate(bounds):
         call.bounds[number] = library.Table(table.data_ptr(), len(table))
+    return call, described.streams, (described, rotation, bounds)
+
+
+def run(call: library.Encode) -> bool:
+    """Encode; False for values that ``formats/`` is to encode, or to refuse by name. Raises MemoryError."""
+    compiled = library.library()
+    assert compiled is not None
     failed = compiled.kvpack_encode(ctypes.byref(call))
     if failed == _MEMORY:
         raise MemoryError("there is not enough memory for the buffers of encoding")
-    return None if failed == _REFUSED else streams
+    return bool(failed != _REFUSED)
 
 
 @lru_cache(_KEPT)

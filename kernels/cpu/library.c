@@ -2,6 +2,7 @@
 #include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "interface.h"
 #include "level.h"
@@ -221,4 +222,26 @@ static void join_item(const void *context, int64_t number, char *memory) {
 EXPORTED int64_t kvpack_join(const Join *call) {
     Joining work = {call, level_of(call->level), ceiling(call->tokens, TOKENS_UNPACKED)};
     return kvpack_for_each(join_item, &work, work.parts * call->heads * call->batch, call->threads, 1);
+}
+
+/* Adds words to a checksum of rows (spec/row.md): sum * X^words + the words times descending powers of X, modulo 2^64. */
+EXPORTED uint64_t kvpack_checksum(const unsigned char *data, int64_t words, uint64_t sum) {
+    enum { AT_ONCE = 16 };
+    uint64_t power[AT_ONCE + 1] = {1};
+    for (int i = 0; i < AT_ONCE; i++) power[i + 1] = power[i] * 0x9e3779b97f4a7c15u;
+    for (; words >= AT_ONCE; words -= AT_ONCE, data += 4 * AT_ONCE) {
+        uint64_t added = 0;
+        for (int i = 0; i < AT_ONCE; i++) {
+            uint32_t word;
+            memcpy(&word, data + 4 * i, 4);
+            added += word * power[AT_ONCE - 1 - i];
+        }
+        sum = sum * power[AT_ONCE] + added;
+    }
+    for (; words > 0; words--, data += 4) {
+        uint32_t word;
+        memcpy(&word, data, 4);
+        sum = sum * power[1] + word;
+    }
+    return sum;
 }

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
 from kvpack.formats.errors import InvalidParameter
 
-INTERFACE = 13
+INTERFACE = 14
 """The number of interface.h that the structures below mirror."""
 
 THREADS = "KVPACK_THREADS"
@@ -154,6 +154,7 @@ def library() -> ctypes.CDLL | None:
         found.kvpack_encode.restype, found.kvpack_encode.argtypes = c_int64, (POINTER(Encode),)
         found.kvpack_unpack.restype, found.kvpack_unpack.argtypes = c_int64, (POINTER(Unpack),)
         found.kvpack_join.restype, found.kvpack_join.argtypes = c_int64, (POINTER(Join),)
+        found.kvpack_checksum.restype, found.kvpack_checksum.argtypes = c_uint64, (c_void_p, c_int64, c_uint64)
         found.kvpack_rans.restype, found.kvpack_rans.argtypes = c_int64, (POINTER(Rans),)
         return found
     return None

@@ -7,6 +7,7 @@ and torch uses one thread in each.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -16,11 +17,25 @@ import torch
 from .modes import own_modes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 Block = tuple[int, int]
 
 _CACHES_OF_A_DEVICE = 32
+
+
+_state = threading.local()
+
+
+@contextlib.contextmanager
+def in_this_thread() -> Iterator[None]:
+    """Let ``for_each_block`` work in the calling thread, and leave the host's settings of threads alone."""
+    before = getattr(_state, "in_this_thread", False)
+    _state.in_this_thread = True
+    try:
+        yield
+    finally:
+        _state.in_this_thread = before
 
 
 def caches_of(device: torch.device) -> int:
@@ -36,7 +51,7 @@ def for_each_block(work: Callable[[int, int], None], blocks: Sequence[Block], de
 
     The caller is in ``own_modes``; the threads enter it too, because modes are per thread.
     """
-    threads = torch.get_num_threads()
+    threads = 1 if getattr(_state, "in_this_thread", False) else torch.get_num_threads()
     if len(blocks) < 2 or device.type != "cpu" or threads < 2:
         for start, stop in blocks:
             work(start, stop)

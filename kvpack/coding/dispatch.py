@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Protocol
 
+from kvpack.file import row
 from kvpack.formats import rans
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.side_cars import WithSideCars
@@ -116,6 +117,18 @@ def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numb
 
 
 rans.compiled = _decode_chunks
+
+
+def _add_words(data: memoryview, sum_: int) -> int | None:
+    """``row.checksum`` in C, None where C does not run."""
+    if os.environ.get(VARIABLE, "") not in ("", "cpu") or not cpu_library.built():
+        return None
+    from kvpack.kernels.cpu import checksum
+
+    return checksum.added(data, sum_)
+
+
+row.compiled = _add_words
 
 
 def uses_triton(device: torch.device) -> bool:

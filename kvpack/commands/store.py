@@ -119,6 +119,8 @@ def _unread(catalog: Catalog, *, keys: bool) -> list[str]:
     closed = len(catalog.undecryptable)
     refused = len(catalog.unreadable) - closed
     lines = []
+    if catalog.pages:
+        lines.append(f"{len(catalog.pages):,} pages of engines, {bytes_text(sum(page.size for page in catalog.pages.values()))} bytes")
     if closed:
         lines.append(f"{closed:,} encrypted entries not readable {'with the given keys' if keys else 'without keys: give --key-file'}")
     if refused:
@@ -156,9 +158,12 @@ def run_stat(arguments: argparse.Namespace) -> int:
     identities: list[dict[str, Any]] = [{"model": model, "recipe": recipe, **counts} for model, recipe, counts in catalog.identities()]
     if arguments.json:
         total = {"entries": entries, "bytes": size, "pinned": pinned, "unreadable": unreadable, "undecryptable": closed}
+        total["pages"] = len(catalog.pages)
         print_json({**total, "identities": identities})
         return store.exit_code()
     print(f"{store.name}: {entries:,} entries, {size:,} bytes, {pinned:,} pinned, {unreadable:,} unreadable ({closed:,} without a key)")
+    if catalog.pages:
+        print(f"{len(catalog.pages):,} of them are pages of engines")
     print_table(
         "by model and recipe",
         ["model", "weights", "recipe", "entries", "tokens", "bytes", "bytes per token"],

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from kvpack.formats.base import Codec
 
+    from .header import Contents
+
 _TOP_KEYS = ("format", "required", "ignorable", "model", "recipe", "start", "codecs", "layers", "tensors")
 _SIDE_KEYS = tuple(field.name for field in dataclasses.fields(SideEntry) if field.name != "entries")
 _TENSOR_KEYS = tuple(field.name for field in dataclasses.fields(TensorEntry))
@@ -30,6 +32,15 @@ _BYTES_PER_CONTAINER = 16
 
 def pack_header(header: Header) -> bytes:
     """The bytes of the header tensor. Raises LimitExceeded for more bytes than the format allows."""
+    return _packed(header, [[t.name, t.dtype, t.shape, t.filter, t.stored_bytes, t.digest] for t in header.tensors])
+
+
+def pack_contents(contents: Contents) -> bytes:
+    """The header's map without tensors: the description of a page in a row. Raises LimitExceeded."""
+    return _packed(contents, [])
+
+
+def _packed(header: Contents, tensors: list[Any]) -> bytes:
     data: bytes = msgpack.packb(
         {
             "format": FORMAT,
@@ -40,7 +51,7 @@ def pack_header(header: Header) -> bytes:
             "start": header.start,
             "codecs": [codec.params() for codec in header.codecs],
             "layers": [{"k": _packed_side(layer.k), "v": _packed_side(layer.v)} for layer in header.layers],
-            "tensors": [[t.name, t.dtype, t.shape, t.filter, t.stored_bytes, t.digest] for t in header.tensors],
+            "tensors": tensors,
         }
     )
     check_header_size(len(data))

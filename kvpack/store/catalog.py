@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvpack.file import container
+from kvpack.file.row import begins_row
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingFile, Undecryptable
 
 from .backend import MAX_ENTRY_BYTES
 from .encryption import in_clear
 from .entries import Named, check_entry
-from .forms import check_size
+from .forms import FRONT_BYTES, check_size
 from .keys import ID_BYTES, chunk_key
+from .page_keys import check_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kvpack.file.atomic import Progress
 
-    from .backend import Backend, Stored
+    from .backend import Backend, Data, Stored
     from .encryption import Cipher
 
 
@@ -65,15 +67,16 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All readable entries by key, and the error of each unreadable one: Undecryptable if only its key is missing."""
+    """All readable entries by key, the error of each unreadable one (Undecryptable if only its key is missing), and pages of engines."""
 
     entries: Mapping[bytes, Entry]
     unreadable: Mapping[bytes, KvpackError]
+    pages: Mapping[bytes, Stored] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         """The number of entries listed, readable or not."""
-        return len(self.entries) + len(self.unreadable)
+        return len(self.entries) + len(self.unreadable) + len(self.pages)
 
     @property
     def undecryptable(self) -> list[bytes]:
@@ -127,10 +130,15 @@ def read_catalog(
     """
     entries: dict[bytes, Entry] = {}
     unreadable: dict[bytes, KvpackError] = {}
+    pages: dict[bytes, Stored] = {}
     listed = list(backend.list())
     for number, stored in enumerate(listed):
         try:
-            with _opened(backend, stored, cipher, max_entry_bytes, front=True) as file:
+            data = _read(backend, stored, cipher, max_entry_bytes, front=True)
+            if begins_row(bytes(memoryview(data)[:FRONT_BYTES])):
+                pages[stored.key] = stored
+                continue
+            with container.open_bytes(data, where=f"entry {stored.key.hex()}") as file:
                 named = check_entry(file, None, None, None)
                 if named.key != stored.key:
                     raise InvalidHeader(f"{file.where}: the entry's key is {named.key.hex()}")
@@ -144,7 +152,7 @@ def read_catalog(
             unreadable[stored.key] = _without_memory(stored)
         if progress:
             progress(number + 1, len(listed))
-    return Catalog(entries, unreadable)
+    return Catalog(entries, unreadable, pages)
 
 
 def verify(
@@ -159,7 +167,12 @@ def verify(
     listed = list(backend.list())
     for number, stored in enumerate(listed):
         try:
-            with _opened(backend, stored, cipher, max_entry_bytes) as file:
+            data = _read(backend, stored, cipher, max_entry_bytes)
+            if begins_row(bytes(memoryview(data)[:FRONT_BYTES])):
+                check_page(stored.key, data)
+                yield stored, None
+                continue
+            with container.open_bytes(data, where=f"entry {stored.key.hex()}") as file:
                 named = check_entry(file, None, None, None)
                 key = chunk_key(named.parent, named.ids, named.inputs)
                 if not named.key == key == stored.key:
@@ -181,15 +194,15 @@ class _Gone(Exception):
     """A listed entry is missing, or the backend failed to return it and has counted the fault."""
 
 
-def _opened(backend: Backend, stored: Stored, cipher: Cipher | None, max_entry_bytes: int, *, front: bool = False) -> container.File:
-    """An entry's file; with ``front`` its payload may be missing."""
+def _read(backend: Backend, stored: Stored, cipher: Cipher | None, max_entry_bytes: int, *, front: bool = False) -> Data:
+    """An entry in the clear; with ``front`` its payload may be missing."""
     where = f"entry {stored.key.hex()}"
     # Checked before any byte is fetched or mapped: others may have written the entry.
     check_size(where, stored.size, max_entry_bytes)
     data = backend.peek(stored.key, front=front) if stored.size else b""
     if data is None:
         raise _Gone
-    return container.open_bytes(in_clear(stored.key, data, cipher), where=where)
+    return in_clear(stored.key, data, cipher)
 
 
 def _without_memory(stored: Stored) -> KvpackError:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvpack.file import container
+from kvpack.file.row import begins_row
 from kvpack.formats.errors import InvalidHeader, KvpackError, Undecryptable
 
 from .encryption import in_clear
 from .entries import check_entry
 from .faults import is_damage
 from .forms import FRONT_BYTES, Kind
+from .page_keys import check_page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +29,11 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None) -> None:
 
     Without a cipher an encrypted entry raises Undecryptable once its digest matches.
     """
-    with container.open_bytes(in_clear(key, data, cipher), where=f"entry {key.hex()}") as file:
+    clear = in_clear(key, data, cipher)
+    if begins_row(bytes(memoryview(clear)[:FRONT_BYTES])):
+        check_page(key, clear)
+        return
+    with container.open_bytes(clear, where=f"entry {key.hex()}") as file:
         named = check_entry(file, None, None, None)
         if named.key != key:
             raise InvalidHeader(f"{file.where}: the entry's key is {named.key.hex()}")

@@ -13,6 +13,7 @@ from kvpack.file.header import FORMAT
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     from kvpack.coding.recipes import Recipe
@@ -93,6 +94,34 @@ class Identity:
             config=config_digest(base),
             extra=extra,
         )
+
+    @classmethod
+    def of_engine(
+        cls,
+        model_path: str | os.PathLike[str],
+        recipe: str | Recipe,
+        *,
+        kv_dtype: str,
+        layout: str,
+        revision: str | None = None,
+        rope: str | None = None,
+        adapter: str = "",
+        tp: tuple[int, int] = (0, 1),
+        tenant: str = "",
+        extra: str = "",
+    ) -> Self:
+        """The identity of an engine's pages, from the folder ``model_path`` of its model, without loading it.
+
+        ``weights`` is ``revision`` (such as a hub's commit), or a digest of every safetensors file's name, size, header and of samples
+        of its bytes: two fine-tunes differ in it, one flipped weight need not. ``config`` digests config.json, and ``rope`` is its
+        rotary settings. ``kv_dtype`` is the dtype of the engine's cache, ``layout`` names or digests how its pages lie
+        (``PageLayout.digest``), ``tp`` is the rank and the number of ranks that share the heads, and ``adapter`` names what
+        the engine has loaded besides. Raises MissingFile, and InvalidParameter for a folder without weights and without a revision.
+        """
+        from .engine_identity import engine_fields
+
+        fields = engine_fields(model_path, revision, rope, kv_dtype=kv_dtype, layout=layout, tp=tp, extra=extra)
+        return cls(recipe=parse_recipe(recipe).text, adapter=adapter, dtype=kv_dtype, tenant=tenant, **fields)
 
     @property
     def header_model(self) -> dict[str, str]:

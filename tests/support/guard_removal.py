@@ -23,6 +23,7 @@ from kvpack.file import container
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "spec" / "makers"))
 
+import page_vectors  # isort: skip
 from frame_vectors import BLOCKS_REFUSED  # isort: skip
 from guards import LIBRARY, ROOT, Guard, guards_of, removed  # isort: skip
 from numbered_rules import rules  # isort: skip
@@ -128,6 +129,19 @@ def readings(second: bool) -> list[Reading]:
         reading.refusal = reading.outcome()
         assert reading.refusal == expected, name
         found.append(reading)
+    return [*found, *(_rows() if second else ())]
+
+
+def _rows() -> list[Reading]:
+    """All rows that the second decoder refuses."""
+    found = []
+    for name, line in page_vectors.manifest().items():
+        if "rule" in line:
+            data = (page_vectors.FOLDER / name).read_bytes()
+            reading = Reading(name, lambda d=data: decoder.read_row(d))  # type: ignore[misc]
+            reading.refusal = reading.outcome()
+            assert reading.refusal == rules()[line["rule"]].section, name
+            found.append(reading)
     return found
 
 

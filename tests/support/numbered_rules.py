@@ -15,6 +15,7 @@ PAGES = {
     "side-cars": "side-cars.md",
     "rans": "rans.md",
     "store": "store.md",
+    "row": "row.md",
     **{path.stem: f"codecs/{path.name}" for path in sorted((SPEC / "codecs").glob("*.md"))},
 }
 """The page of each prefix of rule numbers."""

@@ -1,0 +1,57 @@
+"""opaque: bytes of an engine's slots that may not be recoded (spec/row.md, Opaque bytes). A codec of rows, which no file names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from .base import MAX_DIM, Layout, check_range
+from .errors import InvalidDtype
+from .family import CodecFamily
+from .lazy import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .columns import Columns
+    from .options import Options
+    from .value_blocks import Array
+
+
+@dataclass(frozen=True)
+class Opaque(CodecFamily):
+    """``dim`` bytes per token and head, stored as they are. Their values are the integers 0 to 255."""
+
+    id: ClassVar[str] = "opaque"
+
+    dim: int
+
+    def __post_init__(self) -> None:
+        check_range(self.id, "dim", self.dim, 1, MAX_DIM)
+
+    @classmethod
+    def create(cls, dim: int, side: str, options: Options) -> Self:
+        options.finish()
+        return cls(dim)
+
+    @property
+    def nominal_bits(self) -> float:
+        return 8.0
+
+    def packings(self) -> dict[str, Columns]:
+        return {}
+
+    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        return {"bytes": Layout("U8", (batch, heads, tokens, self.dim))}
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The bytes ``x``, uint8 ``[batch, kv_head, token, dim]``. Raises InvalidDtype for any other dtype."""
+        if x.dtype != torch.uint8:
+            raise InvalidDtype(f"codec opaque: dtype {x.dtype}, expected uint8: view an engine's slot as its bytes")
+        return {"bytes": x}
+
+    def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return streams["bytes"].to(torch.float32)
+
+    def check(self, arrays: Mapping[str, Array], where: str) -> None:
+        """Any bytes are valid."""

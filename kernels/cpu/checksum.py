@@ -1,0 +1,16 @@
+"""The checksum of rows in C (spec/row.md)."""
+
+from __future__ import annotations
+
+import numpy
+
+from . import library
+
+
+def added(data: memoryview, sum_: int) -> int:
+    """``sum_`` after the words of ``data``, whose length is a multiple of 4."""
+    compiled = library.library()
+    assert compiled is not None
+    address = numpy.frombuffer(data, numpy.uint8).ctypes.data
+    found: int = compiled.kvpack_checksum(address, len(data) // 4, sum_)
+    return found

@@ -1,0 +1,114 @@
+"""Pages of engines on the CPU: one side of several layers of a page, between an engine's own memory and the streams of a row.
+
+A plan holds everything about a call except addresses, so that a page costs no allocation and no description.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from kvpack.formats.base import DTYPE_BYTES
+from kvpack.formats.side_cars import WithSideCars
+
+from . import codecs, encode, library, rotations
+
+if TYPE_CHECKING:
+    from kvpack.formats.base import Codec
+
+DTYPES = encode.DTYPES
+
+
+class Values(NamedTuple):
+    """Values ``[layer, head, token, channel]`` in memory, channels next to each other: an address and strides in bytes."""
+
+    address: int
+    layer: int
+    head: int
+    token: int
+
+
+class Place(NamedTuple):
+    """A stream of one side: its place in the first layer's row, and the bytes from head to head, and from row to row."""
+
+    offset: int
+    head: int
+    row: int
+
+
+def places(codec: Codec, heads: int, tokens: int, offsets: Mapping[str, int]) -> dict[str, Place]:
+    """The place of every stream of a page's side, whose streams begin at ``offsets``."""
+    found = {}
+    for name, layout in codec.layout(1, heads, tokens).items():
+        row = DTYPE_BYTES[layout.dtype]
+        for size in layout.shape[3:]:
+            row *= size
+        head = 0 if layout.shape[1] == 1 else row * layout.shape[2]
+        # Every token has the row of its run.
+        found[name] = Place(offsets[name], head, 0 if layout.per == "run" else row)
+    return found
+
+
+class Encoder:
+    """Encodes ``layers`` layers of a page, ``stride`` bytes apart in its row."""
+
+    def __init__(
+        self, codec: Codec, layers: int, heads: int, tokens: int, dtype: torch.dtype, streams: Mapping[str, Place], stride: int
+    ) -> None:
+        self._call, names, self._kept = encode.call_of(codec, (layers, heads, tokens), dtype)
+        self._streams = [(streams[name], stride) for name in names]
+
+    def run(self, values: Values, row: int, threads: int) -> bool:
+        """Encode ``values`` to the row at the address ``row``; False for what ``formats/`` is to encode or refuse. Raises MemoryError."""
+        call = library.Encode.from_buffer_copy(self._call)
+        call.x = library.Stream(*values)
+        streams = (library.Stream * len(self._streams))()
+        for number, (place, stride) in enumerate(self._streams):
+            streams[number] = library.Stream(row + place.offset, stride, place.head, place.row)
+        call.streams, call.threads = streams, threads
+        return encode.run(call)
+
+
+def encodes(codec: Codec, dtype: torch.dtype, dim: int) -> bool:
+    """Whether C encodes pages of ``dtype`` with ``codec``."""
+    return not isinstance(codec, WithSideCars) and encode.supports(codec, torch.empty(1, 1, 1, dim, dtype=dtype, device="cpu"))
+
+
+class Decoder:
+    """Decodes ``layers`` layers of a page, ``stride`` bytes apart in its row."""
+
+    def __init__(
+        self, codec: Codec, layers: int, heads: int, tokens: int, dtype: torch.dtype, streams: Mapping[str, Place], stride: int
+    ) -> None:
+        described = codecs.described(codec)
+        assert described is not None
+        self._streams = [(streams[name], stride) for name in described.streams]
+        self._tokens, self._described, rotation = tokens, described, rotations.described(codec.rotation)
+        self._kept = rotation
+        side = library.Side(codecs.pointer(described), None, 1)
+        self._call = library.Unpack(
+            layers, heads, 0, tokens, side, DTYPES.index(dtype), rotation.struct, library.Stream(), library.Stream(), 1, 0
+        )
+
+    def run(self, row: int, values: Values, threads: int) -> None:
+        """Decode the row at the address ``row`` to ``values``. Raises MemoryError."""
+        segment = (ctypes.c_int64 * (2 + 4 * len(self._streams)))(0, self._tokens)
+        for number, (place, stride) in enumerate(self._streams):
+            segment[2 + 4 * number : 6 + 4 * number] = [row + place.offset, stride, place.head, place.row]
+        call = library.Unpack.from_buffer_copy(self._call)
+        call.side.segments, call.out, call.threads = ctypes.addressof(segment), library.Stream(*values), threads
+        compiled = library.library()
+        assert compiled is not None
+        if compiled.kvpack_unpack(ctypes.byref(call)):
+            raise MemoryError("there is not enough memory for the buffers of unpacking")
+
+
+def decodes(codec: Codec, dtype: torch.dtype) -> bool:
+    """Whether C decodes pages of ``codec`` to ``dtype``."""
+    if library.library() is None or dtype not in DTYPES or isinstance(codec, WithSideCars):
+        return False
+    described = codecs.described(codec)
+    return described is not None and codecs.TABLE not in described.streams

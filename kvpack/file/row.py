@@ -1,0 +1,171 @@
+"""Rows: pages of serving engines in a frame of fixed size, with a checksum that any device computes (spec/row.md). Needs no torch."""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvpack.formats.errors import DigestMismatch, InvalidHeader, InvalidParameter, LimitExceeded, NotKvpack, Truncated, UnsupportedVersion
+from kvpack.formats.lazy import numpy
+
+from .header import layout_bytes
+from .header_tensor import pack_contents
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .header import Contents
+
+MAGIC = b"kvpack-row 1\n\0\0\0"
+"""The first bytes of a row of version 1."""
+FRAME_BYTES = 128
+ALIGNMENT = 64
+"""The description, every stream and the end of a row are at multiples of it."""
+NAMESPACE_BYTES = KEY_BYTES = 32
+MULTIPLIER = 0x9E3779B97F4A7C15
+"""Of the checksum: 5 modulo 8, so that its powers repeat after 2^62 words."""
+MAX_ROW_BYTES = 2**32 - ALIGNMENT
+"""The checksum finds any two flipped bits in so many bytes."""
+
+_FRAME = struct.Struct("<16sQQ32s32sI28x")
+_MASK = 2**64 - 1
+_WORDS_AT_ONCE = 1 << 14
+
+compiled: Callable[[memoryview, int], int | None] = lambda data, sum_: None  # noqa: E731
+"""Adds words to a checksum in C; None where it does not run. Set by ``kvpack.coding.dispatch``."""
+
+
+class Frame(NamedTuple):
+    """The fields of a frame."""
+
+    magic: bytes
+    length: int
+    checksum: int
+    namespace: bytes
+    key: bytes
+    description_bytes: int
+
+
+class RowLayout(NamedTuple):
+    """Where everything of a row is: its bytes, the description, and the place ``[begin, end)`` of every stream by its tensor's name."""
+
+    nbytes: int
+    description: bytes
+    places: dict[str, tuple[int, int]]
+
+    @property
+    def payload(self) -> int:
+        """Where the streams begin."""
+        return _aligned(FRAME_BYTES + len(self.description))
+
+    @property
+    def pads(self) -> list[tuple[int, int]]:
+        """The padding ``[begin, end)`` after streams."""
+        begins = [*(begin for begin, _ in self.places.values()), self.nbytes]
+        ends = [self.payload, *(end for _, end in self.places.values())]
+        return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
+
+
+def row_layout(contents: Contents) -> RowLayout:
+    """The layout of the row of a page with ``contents``. Raises LimitExceeded."""
+    description = pack_contents(contents)
+    places, end = {}, _aligned(FRAME_BYTES + len(description))
+    for name, layout in contents.layouts.items():
+        places[name] = end, end + layout_bytes(layout)
+        end = _aligned(places[name][1])
+    if end > MAX_ROW_BYTES:
+        raise LimitExceeded(f"the row of a page takes {end} bytes, the limit is {MAX_ROW_BYTES}: use pages of fewer tokens or layers")
+    return RowLayout(end, description, places)
+
+
+def begins_row(beginning: bytes) -> bool:
+    """Whether bytes begin as a row of this version does."""
+    return beginning.startswith(MAGIC)
+
+
+def write_front(row: memoryview, layout: RowLayout, namespace: bytes, key: bytes) -> None:
+    """Write the frame without its checksum, the description and the zeros after it. Raises InvalidParameter for other sizes."""
+    if len(namespace) != NAMESPACE_BYTES or len(key) != KEY_BYTES:
+        raise InvalidParameter(f"namespace has {len(namespace)} bytes and key {len(key)}, expected {NAMESPACE_BYTES} and {KEY_BYTES}")
+    front = _FRAME.pack(MAGIC, layout.nbytes, 0, namespace, key, len(layout.description)) + layout.description
+    row[: layout.payload] = front + bytes(layout.payload - len(front))
+
+
+def write_checksum(row: memoryview) -> None:
+    """Write the checksum of a row that is complete otherwise."""
+    row[24:32] = checksum(row).to_bytes(8, "little")
+
+
+def checksum(row: memoryview) -> int:
+    """The checksum of a whole row, whose own 8 bytes count as zeros."""
+    return _added(row[32:], _added(row[:24], 0) * MULTIPLIER * MULTIPLIER & _MASK)
+
+
+def _added(data: memoryview, sum_: int) -> int:
+    found = compiled(data, sum_)
+    if found is not None:
+        return found
+    words = numpy.frombuffer(data, "<u4")
+    for first in range(0, len(words), _WORDS_AT_ONCE):
+        part = words[first : first + _WORDS_AT_ONCE]
+        weights = powers()[_WORDS_AT_ONCE - len(part) :]
+        added = int(numpy.dot(part.astype(numpy.uint64), weights))
+        sum_ = (sum_ * pow(MULTIPLIER, len(part), 2**64) + added) & _MASK
+    return sum_
+
+
+@cache
+def powers() -> numpy.ndarray[tuple[int], numpy.dtype[numpy.uint64]]:
+    """The weights of ``_WORDS_AT_ONCE`` words: powers of the multiplier, descending to 1."""
+    weights = numpy.ones(_WORDS_AT_ONCE, numpy.uint64)
+    weights[1:] = MULTIPLIER
+    with numpy.errstate(over="ignore"):
+        return numpy.multiply.accumulate(weights)[::-1].copy()
+
+
+def frame_of(data: memoryview, where: str) -> Frame:
+    """The frame at the beginning of ``data``, of which nothing but its size is checked. Raises NotKvpack, UnsupportedVersion, Truncated."""
+    if len(data) < FRAME_BYTES:
+        raise Truncated(f"{where}: has {len(data)} bytes, the frame of a row has {FRAME_BYTES}")
+    frame = Frame(*_FRAME.unpack_from(data))
+    if frame.magic != MAGIC:
+        if frame.magic.startswith(b"kvpack-row "):
+            raise UnsupportedVersion(f"{where}: is a row of another version, {frame.magic!r}; this kvpack reads version 1")
+        raise NotKvpack(f"{where}: does not begin as a row of a page does, found {frame.magic!r}")
+    if frame.length % ALIGNMENT or frame.length < FRAME_BYTES:
+        raise InvalidHeader(f"{where}: its length is {frame.length}, expected a multiple of {ALIGNMENT} from {FRAME_BYTES} on")
+    if frame.length > len(data):
+        raise Truncated(f"{where}: has {len(data)} bytes, the row has {frame.length}")
+    return frame
+
+
+def check_row(data: memoryview, where: str) -> Frame:
+    """Check the frame and the checksum of the row at the beginning of ``data``, and return the frame.
+
+    Raises NotKvpack, UnsupportedVersion, Truncated, InvalidHeader and DigestMismatch.
+    """
+    frame = frame_of(data, where)
+    found = checksum(data[: frame.length])
+    if found != frame.checksum:
+        raise DigestMismatch(f"{where}: its {frame.length} bytes have the checksum {found:016x}, expected {frame.checksum:016x}")
+    return frame
+
+
+def check_same(row: memoryview, frame: Frame, layout: RowLayout, namespace: bytes, key: bytes | None, where: str) -> None:
+    """Raise InvalidHeader unless a checked row has this layout, namespace and key (None: any)."""
+    if frame.length != layout.nbytes or frame.description_bytes != len(layout.description):
+        raise InvalidHeader(f"{where}: is a row of {frame.length} bytes of another page, expected {layout.nbytes}")
+    if row[FRAME_BYTES : FRAME_BYTES + len(layout.description)] != layout.description:
+        raise InvalidHeader(f"{where}: is a row of another geometry or recipe")
+    pads = [(100, FRAME_BYTES), (FRAME_BYTES + len(layout.description), layout.payload), *layout.pads]
+    if any(any(row[begin:end]) for begin, end in pads):
+        raise InvalidHeader(f"{where}: its padding is not zero")
+    if frame.namespace != namespace:
+        raise InvalidHeader(f"{where}: is of the namespace {frame.namespace.hex()}, expected {namespace.hex()}")
+    if key is not None and frame.key != key:
+        raise InvalidHeader(f"{where}: is the row of the key {frame.key.hex()}, expected {key.hex()}")
+
+
+def _aligned(at: int) -> int:
+    return -(-at // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,1 @@
+"""Pages of serving engines: their geometry, their layout in an engine's memory, and the codec between them and rows."""

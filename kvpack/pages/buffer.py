@@ -1,0 +1,63 @@
+"""PageBuffer: an engine's own memory as slots of pages, with any strides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
+
+if TYPE_CHECKING:
+    from .geometry import PageGeometry
+
+
+class PageBuffer:
+    """Slots of pages in an engine's memory: for each layer and side a tensor ``[slot, head, token, channel]`` of any strides.
+
+    ``k`` and ``v`` are a list of such tensors, one for each layer, or one tensor ``[slot, layer, head, token, channel]``; ``v`` is None
+    for pages of one side. Nothing is copied. Raises InvalidShape, InvalidDtype or InvalidParameter where they do not fit ``geometry``.
+    """
+
+    def __init__(self, geometry: PageGeometry, k: Any, v: Any = None) -> None:
+        self.geometry = geometry
+        given = {"k": k} if v is None else {"k": k, "v": v}
+        if set(given) != set(geometry.dims):
+            raise InvalidShape(f"the pages have the sides {', '.join(geometry.dims)}, and {', '.join(given)} were given")
+        self.sides: dict[str, tuple[torch.Tensor, ...]] = {}
+        for side, x in given.items():
+            layers = list(x.unbind(1)) if isinstance(x, torch.Tensor) and x.dim() == 5 else x
+            if not isinstance(layers, Sequence) or len(layers) != geometry.layers:
+                found = list(x.shape) if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+                raise InvalidShape(
+                    f"{side}: {found}; pages of {geometry.layers} layers are one tensor [slot, layer, head, token, channel], or a tensor "
+                    "[slot, head, token, channel] for each layer"
+                )
+            for number, tensor in enumerate(layers):
+                self._check(f"layers[{number}].{side}", tensor, geometry.dims[side])
+            self.sides[side] = tuple(tensor.detach() for tensor in layers)
+        every = [tensor for tensors in self.sides.values() for tensor in tensors]
+        self.slots, self.device = every[0].shape[0], every[0].device
+        for tensor in every:
+            if tensor.shape[0] != self.slots or tensor.device != self.device:
+                raise InvalidShape(
+                    f"the tensors of a PageBuffer have {self.slots} slots on {self.device}, and one has {tensor.shape[0]} "
+                    f"on {tensor.device}"
+                )
+
+    def check_slots(self, slots: Sequence[int]) -> None:
+        """Raise OutOfBounds for a slot that is not there."""
+        for slot in slots:
+            if not 0 <= slot < self.slots:
+                raise OutOfBounds(f"slot {slot} was given, and the buffer has {self.slots}")
+
+    def _check(self, where: str, x: Any, dim: int) -> None:
+        geometry = self.geometry
+        if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_meta:
+            raise InvalidParameter(f"{where}: a {type(x).__name__}, expected a dense tensor in memory")
+        if x.dtype != geometry.torch_dtype:
+            raise InvalidDtype(f"{where}: dtype {x.dtype}, the geometry has {geometry.dtype}")
+        expected = (geometry.heads, geometry.tokens, dim)
+        if x.dim() != 4 or tuple(x.shape[1:]) != expected:
+            raise InvalidShape(f"{where}: shape {list(x.shape)}, expected [slot, {', '.join(map(str, expected))}]")

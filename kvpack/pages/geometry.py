@@ -1,0 +1,112 @@
+"""PageGeometry: the shape of an engine's pages, and the codecs that a recipe gives them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.coding.recipes import parse_recipe
+from kvpack.file.header import Contents, LayerEntry, SideEntry
+from kvpack.file.limits import MAX_HEADS, MAX_LAYERS, MAX_TOKENS
+from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.opaque import Opaque
+from kvpack.formats.raw import Raw
+
+if TYPE_CHECKING:
+    from kvpack.coding.recipes import Recipe
+    from kvpack.formats.base import Codec
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "u8": torch.uint8,
+}
+"""torch dtypes of an engine's values by name; u8 are slots whose bytes mean nothing to kvpack."""
+COMPUTED = {"fp8_e4m3": "bf16", "fp8_e5m2": "bf16"}
+"""The dtype, which holds every one of their values, that values of 8 bits are encoded from and decoded to."""
+FEATURE = "page-dtype"
+"""The ignorable feature of a row's description with the engine's dtype."""
+
+
+@dataclass(frozen=True)
+class PageGeometry:
+    """The shape of a page: ``tokens`` tokens of ``layers`` layers, with ``heads`` heads of ``dim_k`` and ``dim_v`` values of ``dtype``.
+
+    ``dim_v`` None is a page of one side, such as MLA latents that are stored with one codec; latents of 512 values and 64 rotary ones
+    are two sides, ``dim_k=512, dim_v=64``, so that a recipe such as "k=group:b=4;v=raw" keeps the rotary part exactly.
+    ``dtype`` is one of ``bf16``, ``fp16``, ``fp32``, ``fp8_e4m3``, ``fp8_e5m2`` and ``u8``. Raises InvalidParameter.
+    """
+
+    layers: int
+    heads: int
+    tokens: int
+    dim_k: int
+    dim_v: int | None
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        limits = {"layers": MAX_LAYERS, "heads": MAX_HEADS, "tokens": MAX_TOKENS, "dim_k": 1024}
+        for name, most in {**limits, **({} if self.dim_v is None else {"dim_v": 1024})}.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise InvalidParameter(f"PageGeometry: {name} is {value!r}, expected an integer from 1 to {most}")
+        if self.dtype not in DTYPES:
+            raise InvalidParameter(f"PageGeometry: dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def computed_dtype(self) -> torch.dtype:
+        """The dtype that codecs read and write."""
+        return DTYPES[COMPUTED.get(self.dtype, self.dtype)]
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The values per token and head of each side that a page has."""
+        return {"k": self.dim_k} if self.dim_v is None else {"k": self.dim_k, "v": self.dim_v}
+
+    @property
+    def raw_bytes(self) -> int:
+        """The bytes of a page as the engine keeps it."""
+        return self.layers * self.heads * self.tokens * sum(self.dims.values()) * self.torch_dtype.itemsize
+
+    def codec(self, recipe: Recipe, layer: int, side: str) -> Codec:
+        """The codec of one side. Raises InvalidParameter for one whose sizes depend on the values, and for bytes that would be recoded."""
+        dim, where = self.dims[side], f"layers[{layer}].{side}"
+        codec = recipe.codec(layer, self.layers, side, dim, COMPUTED.get(self.dtype, "bf16" if self.dtype == "u8" else self.dtype))
+        if isinstance(codec, Raw) and self.torch_dtype.itemsize == 1:
+            return Opaque(dim)
+        if self.dtype == "u8":
+            raise InvalidParameter(f"{where}: the recipe stores {codec.id}, and bytes of an unknown meaning are kept as they are: use raw")
+        varying = [name for name, layout in codec.layout(1, 1, 0).items() if layout.per == "entry"]
+        if varying:
+            raise InvalidParameter(
+                f"{where}: the sizes of the streams {', '.join(varying)} of {codec.id} depend on the values, and all rows of an engine "
+                "have one size: leave out lossless, outliers and raw tokens"
+            )
+        return codec
+
+    def contents(self, recipe: str | Recipe) -> Contents:
+        """The description of a page in ``recipe``. Raises InvalidRecipe, InvalidParameter and InvalidDtype."""
+        recipe = parse_recipe(recipe)
+        recipe.check_length()
+        recipe.check_layers(self.layers)
+        if recipe.window:
+            raise InvalidParameter(f"the recipe keeps the newest {recipe.window} tokens raw (tail), and a page has none: leave tail out")
+        codecs: dict[Codec, int] = {}
+        tail_dtype = COMPUTED.get(self.dtype, "bf16" if self.dtype == "u8" else self.dtype)
+        layers = []
+        for layer in range(self.layers):
+            sides = {}
+            for side in self.dims:
+                number = codecs.setdefault(self.codec(recipe, layer, side), len(codecs))
+                sides[side] = SideEntry(number, 1, self.heads, (self.tokens,), 0, tail_dtype, 0)
+            layers.append(LayerEntry(sides["k"], sides.get("v")))
+        return Contents(codecs=tuple(codecs), layers=tuple(layers), recipe=recipe.text, ignorable={FEATURE: self.dtype.encode()})

@@ -1,0 +1,207 @@
+"""Lanes: one side of consecutive layers whose codecs are alike, between slots of an engine's memory and rows, in C where that takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.cache.pages import Page
+from kvpack.cache.side import Side
+from kvpack.coding import dispatch
+from kvpack.coding.encoding import TORCH_DTYPES, encode
+from kvpack.file.payload import as_array
+from kvpack.formats.opaque import Opaque
+from kvpack.formats.raw import DTYPES as RAW_DTYPES
+from kvpack.formats.raw import Raw
+
+if TYPE_CHECKING:
+    from kvpack.file.header import Contents
+    from kvpack.file.row import RowLayout
+    from kvpack.formats.base import Codec, Layout
+
+    from .buffer import PageBuffer
+    from .geometry import PageGeometry
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """Side ``side`` of ``count`` layers from ``first`` on, all of ``codec``. ``places`` are those of the first layer's streams in a row."""
+
+    geometry: PageGeometry
+    codec: Codec
+    side: str
+    first: int
+    count: int
+    places: Mapping[str, tuple[int, int]]
+    stride: int
+    """The bytes from one layer's streams to the next one's, in a row."""
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        return self.codec.layout(1, self.geometry.heads, self.geometry.tokens)
+
+    def of(self, pages: PageBuffer) -> _Ready:
+        """The lane with everything about ``pages`` that does not depend on a slot."""
+        tensors = pages.sides[self.side][self.first : self.first + self.count]
+        if not dispatch.uses_c(pages.device) or isinstance(self.codec, Opaque | Raw) or self.geometry.dtype not in RAW_DTYPES:
+            return _Ready(self, tensors)
+        return _Ready(self, tensors, *self._compiled())
+
+    def _compiled(self) -> tuple[Any, Any]:
+        """The encoder and the decoder of one layer, and of all of them together, in C; None where C does not take the codec."""
+        from kvpack.kernels.cpu import pages
+
+        geometry, codec = self.geometry, self.codec
+        dtype, heads, tokens = geometry.computed_dtype, geometry.heads, geometry.tokens
+        streams = pages.places(codec, heads, tokens, {name: begin for name, (begin, _) in self.places.items()})
+        counts = {1, self.count}
+        arguments = {count: (codec, count, heads, tokens, dtype, streams, self.stride) for count in counts}
+        encoders = {n: pages.Encoder(*arguments[n]) for n in counts} if pages.encodes(codec, dtype, codec.dim) else None
+        decoders = {n: pages.Decoder(*arguments[n]) for n in counts} if pages.decodes(codec, dtype) else None
+        return encoders, decoders
+
+
+class _Ready:
+    """A lane over the memory of one engine."""
+
+    def __init__(self, lane: Lane, tensors: Sequence[torch.Tensor], encoders: Any = None, decoders: Any = None) -> None:
+        self._lane, self._tensors, self._encoders, self._decoders = lane, tensors, encoders, decoders
+        self._stretches: list[tuple[int, int, int, int, tuple[int, int, int]]] = []
+        direct = all(x.stride(3) == 1 or x.shape[3] == 1 for x in tensors)
+        if not direct:
+            self._encoders = self._decoders = None
+        elif encoders or decoders:
+            self._stretches = _stretches(tensors)
+
+    def encode(self, slot: int, row: memoryview, threads: int) -> None:
+        """Encode the page in ``slot``. Raises NonFinite and OutOfRange, naming the layer and the side."""
+        if self._encoders is not None:
+            address = _address(row)
+            if all(self._run_encoder(stretch, slot, address, threads) for stretch in self._stretches):
+                return
+        lane = self._lane
+        for number, tensor in enumerate(self._tensors):
+            x, layer = tensor[slot], lane.first + number
+            streams = self._streams(row, number)
+            if isinstance(lane.codec, Opaque):
+                streams["bytes"].copy_(x.view(torch.uint8)[None])
+            elif isinstance(lane.codec, Raw) and RAW_DTYPES[lane.codec.dtype] == _stored(x.dtype):
+                streams["values"].copy_(x[None])
+            else:
+                made = encode(lane.codec, x.to(lane.geometry.computed_dtype)[None], f"layers[{layer}].{lane.side}")
+                for name, stream in streams.items():
+                    stream.copy_(made[name])
+
+    def decode(self, row: memoryview, slot: int, threads: int) -> None:
+        """Decode a checked row to ``slot``. Raises MemoryError."""
+        if self._decoders is not None:
+            address = _address(row)
+            for stretch in self._stretches:
+                self._run_decoder(stretch, slot, address, threads)
+            return
+        lane = self._lane
+        for number, tensor in enumerate(self._tensors):
+            target, streams = tensor[slot], self._streams(row, number)
+            if isinstance(lane.codec, Opaque):
+                found, target = streams["bytes"][0], target.view(torch.uint8)
+            elif isinstance(lane.codec, Raw):
+                found = streams["values"][0]
+            else:
+                empty = torch.empty(1, lane.geometry.heads, 0, lane.codec.dim, dtype=lane.geometry.computed_dtype, device="cpu")
+                side = Side(lane.codec, (Page(lane.codec, lane.geometry.tokens, streams),), empty, 0)
+                found = side.unpack(lane.geometry.computed_dtype)[0]
+            if target.dtype.itemsize == 1 and target.dtype != torch.uint8:
+                most = torch.finfo(target.dtype).max
+                found = found.clamp(-most, most)
+            # An engine may have made its memory in inference mode, and nothing else may write there.
+            with torch.inference_mode():
+                target.copy_(found)
+
+    def _streams(self, row: memoryview, number: int) -> dict[str, torch.Tensor]:
+        """The streams of the lane's layer ``number`` as views of a row."""
+        found = {}
+        for name, layout in self._lane.layouts.items():
+            begin, end = (place + number * self._lane.stride for place in self._lane.places[name])
+            found[name] = _tensor(row[begin:end], layout)
+        return found
+
+    def _values(self, stretch: tuple[int, int, int, int, tuple[int, int, int]], slot: int) -> Any:
+        from kvpack.kernels.cpu.pages import Values
+
+        _, _, address, per_slot, strides = stretch
+        return Values(address + slot * per_slot, *strides)
+
+    def _run_encoder(self, stretch: Any, slot: int, address: int, threads: int) -> bool:
+        found: bool = self._encoders[stretch[1]].run(self._values(stretch, slot), address + stretch[0] * self._lane.stride, threads)
+        return found
+
+    def _run_decoder(self, stretch: Any, slot: int, address: int, threads: int) -> None:
+        self._decoders[stretch[1]].run(address + stretch[0] * self._lane.stride, self._values(stretch, slot), threads)
+
+
+def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int, tuple[int, int, int]]]:
+    """(first layer, layers, address, bytes per slot, bytes per layer, head and token): all layers at once where they lie regularly."""
+    size = tensors[0].element_size()
+    strides = {tuple(stride * size for stride in x.stride()[:3]) for x in tensors}
+    addresses = [x.data_ptr() for x in tensors]
+    steps = {second - first for first, second in pairwise(addresses)}
+    if len(strides) == 1 and len(steps) <= 1:
+        ((slot, head, token),) = strides
+        return [(0, len(tensors), addresses[0], slot, (steps.pop() if steps else 0, head, token))]
+    found = []
+    for number, x in enumerate(tensors):
+        slot, head, token = (stride * size for stride in x.stride()[:3])
+        found.append((number, 1, addresses[number], slot, (0, head, token)))
+    return found
+
+
+def lanes_of(contents: Contents, layout: RowLayout, geometry: PageGeometry) -> list[Lane]:
+    """The lanes of a page: layers go together where both sides have the same codecs."""
+    pairs = [tuple(side.codec for _, side in layer.sides()) for layer in contents.layers]
+    lanes = []
+    for codecs, run in groupby(range(len(pairs)), key=lambda number: pairs[number]):
+        numbers = list(run)
+        for number, side in zip(codecs, geometry.dims, strict=True):
+            codec = contents.codecs[number]
+            places = [{name: layout.places[f"{n}.{side}.{name}"] for name in codec.layout(1, 1, 0)} for n in numbers[:2]]
+            begins = [next(iter(place.values()))[0] for place in places]
+            stride = begins[1] - begins[0] if len(begins) > 1 else 0
+            lanes.append(Lane(geometry, codec, side, numbers[0], len(numbers), places[0], stride))
+    return lanes
+
+
+def check_values(row: memoryview, contents: Contents, layout: RowLayout, where: str) -> None:
+    """Check the rules of the codecs of a row. Raises InvalidPayload."""
+    for number, layer in enumerate(contents.layers):
+        for name, side in layer.sides():
+            codec, prefix = contents.codecs[side.codec], f"{number}.{name}"
+            arrays = {}
+            for stream, entry in contents.streams[side].items():
+                begin, end = layout.places[f"{prefix}.{stream}"]
+                arrays[stream] = as_array(row[begin:end], entry)
+            codec.check(arrays, f"{where}: {prefix}")
+            codec.check_runs(arrays, side.runs, f"{where}: {prefix}")
+
+
+def _tensor(data: memoryview, layout: Layout) -> torch.Tensor:
+    import numpy
+
+    # torch cannot make a tensor of a read-only buffer without a warning, and none of these is written.
+    array = numpy.frombuffer(data, numpy.uint8)
+    if data.readonly:
+        array = array.copy()
+    return torch.from_numpy(array).view(TORCH_DTYPES[layout.dtype]).view(layout.shape)
+
+
+def _address(row: memoryview) -> int:
+    import numpy
+
+    return int(numpy.frombuffer(row, numpy.uint8).ctypes.data)
+
+
+def _stored(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}.get(dtype, "")

@@ -1,0 +1,159 @@
+"""PageLayout: where an engine puts each value of a page, found by writing through the engine's own writer."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
+
+from .buffer import PageBuffer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .geometry import PageGeometry
+
+    Writer = Callable[[torch.Tensor, torch.Tensor | None], None]
+
+
+@dataclass(frozen=True, eq=False)
+class PageLayout:
+    """The place of every value in a page of ``elements`` values: ``places`` has int64 ``[layer, head, token, channel]`` for each side."""
+
+    geometry: PageGeometry
+    elements: int
+    places: dict[str, torch.Tensor]
+
+    @classmethod
+    def certify(cls, geometry: PageGeometry, write: Writer, page: torch.Tensor) -> Self:
+        """Find the layout of a page by ``write(k, v)``, which puts values through the engine's own writer into ``page``.
+
+        ``k`` and ``v`` are ``[layer, head, token, channel]`` of the geometry's dtype, ``v`` None for pages of one side; ``page`` is a
+        scratch page, contiguous, whose content is lost. Values are numbered, and each bit of the numbers is written once for each
+        side; then values of any bits must come back. A layout's name says nothing: pages of equal shape lie differently.
+        Raises InvalidParameter where the writer is no permutation: it loses, repeats, overlaps or changes values.
+        """
+        if page.dtype != geometry.torch_dtype:
+            raise InvalidDtype(f"page has dtype {page.dtype}, the geometry {geometry.dtype}")
+        if not page.is_contiguous():
+            raise InvalidShape(f"page has the shape {list(page.shape)} and strides {list(page.stride())}, expected contiguous memory")
+        flat, dims = page.view(-1), geometry.dims
+        shapes = {side: (geometry.layers, geometry.heads, geometry.tokens, dim) for side, dim in dims.items()}
+
+        def written(values: dict[str, torch.Tensor]) -> torch.Tensor:
+            page.zero_()
+            write(values["k"], values.get("v"))
+            return flat.to("cpu")
+
+        zeros = {side: torch.zeros(shape, dtype=page.dtype, device=page.device) for side, shape in shapes.items()}
+        places, taken = {}, torch.zeros(flat.numel(), dtype=torch.bool)
+        for side, shape in shapes.items():
+            numbers = torch.arange(1, zeros[side].numel() + 1).view(shape)
+            found = torch.zeros(flat.numel(), dtype=torch.int64)
+            for bit in range(numbers.numel().bit_length()):
+                ones = (numbers >> bit & 1).to(zeros[side].dtype).to(page.device)
+                found += (_bits(written({**zeros, side: ones})) != 0).to(torch.int64) << bit
+            at = found.nonzero().flatten()
+            order = found[at].argsort()
+            if at.numel() != numbers.numel() or not torch.equal(found[at][order], numbers.flatten()):
+                raise InvalidParameter(
+                    f"{side}: the writer put {numbers.numel()} values at {at.numel()} places, {len(set(found[at].tolist()))} of them "
+                    "different: it is no permutation, so its pages cannot be packed"
+                )
+            if bool(taken[at].any()):
+                raise InvalidParameter(f"{side}: the writer put values where it puts those of the other side")
+            taken[at] = True
+            places[side] = at[order].view(shape)
+        layout = cls(geometry, flat.numel(), places)
+        random = {side: _random_bits(shape, page.dtype).to(page.device) for side, shape in shapes.items()}
+        bits = _bits(written(random))
+        for side, place in places.items():
+            if not torch.equal(bits[place], _bits(random[side].to("cpu"))):
+                raise InvalidParameter(f"{side}: the writer changes values, by a scale or another dtype, so its pages cannot be packed")
+        return layout
+
+    @property
+    def digest(self) -> str:
+        """A name of the layout that says where values are: what ``Identity.of_engine`` takes."""
+        data = b"".join(f"{side} {list(place.shape)}".encode() + place.numpy().tobytes() for side, place in self.places.items())
+        return hashlib.sha256(data).hexdigest()
+
+    @cached_property
+    def strides(self) -> dict[str, tuple[int, tuple[int, int, int, int]]] | None:
+        """For each side the place of its first value and the strides of its axes; None for a layout without."""
+        found = {}
+        for side, place in self.places.items():
+            first = int(place[0, 0, 0, 0])
+            steps = []
+            expected = torch.tensor(first)
+            for axis, size in enumerate(place.shape):
+                index = [0, 0, 0, 0]
+                index[axis] = min(1, size - 1)
+                steps.append(int(place[tuple(index)]) - first)
+                expected = expected.unsqueeze(-1) + torch.arange(size) * steps[-1]
+            if not torch.equal(expected, place):
+                return None
+            found[side] = first, (steps[0], steps[1], steps[2], steps[3])
+        return found
+
+    def buffer(self, pool: torch.Tensor) -> PageBuffer:
+        """The slots of ``pool`` ``[slot, value]`` in an engine's memory, without a copy.
+
+        Raises InvalidParameter for a layout whose places are no multiples of indices: ``gather`` and ``scatter`` copy its pages.
+        """
+        self._check_pool(pool)
+        if self.strides is None:
+            raise InvalidParameter("the layout has no strides, as blocks of tokens within a head have none: use gather and scatter")
+        views = {}
+        for side, (first, steps) in self.strides.items():
+            shape = (pool.shape[0], *self.places[side].shape)
+            strides = (pool.stride(0), *(step * pool.stride(1) for step in steps))
+            views[side] = pool.as_strided(shape, strides, pool.storage_offset() + first * pool.stride(1))
+        return PageBuffer(self.geometry, views["k"], views.get("v"))
+
+    def staging(self, slots: int) -> PageBuffer:
+        """New memory for ``slots`` pages, from and to which ``scatter`` and ``gather`` copy."""
+        sides = [torch.empty(slots, *place.shape, dtype=self.geometry.torch_dtype, device="cpu") for place in self.places.values()]
+        return PageBuffer(self.geometry, *sides)
+
+    def gather(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer) -> None:
+        """Copy the pages in ``slots`` of ``pool`` ``[slot, value]`` to the first slots of ``staging``. Raises InvalidShape."""
+        self._check_pool(pool)
+        for number, slot in enumerate(slots):
+            for side, place in self.places.items():
+                values = _bits(pool[slot])[place]
+                for layer, target in enumerate(staging.sides[side]):
+                    _bits(target)[number].copy_(values[layer])
+
+    def scatter(self, staging: PageBuffer, pool: torch.Tensor, slots: Sequence[int]) -> None:
+        """Copy the first slots of ``staging`` to the pages in ``slots`` of ``pool`` ``[slot, value]``. Raises InvalidShape."""
+        self._check_pool(pool)
+        with torch.inference_mode():
+            for number, slot in enumerate(slots):
+                for side, place in self.places.items():
+                    values = torch.stack([_bits(source)[number] for source in staging.sides[side]])
+                    _bits(pool)[slot].index_put_((place,), values)
+
+    def _check_pool(self, pool: torch.Tensor) -> None:
+        if pool.dim() != 2 or pool.shape[1] != self.elements or pool.dtype != self.geometry.torch_dtype:
+            raise InvalidShape(
+                f"the pool is {pool.dtype} {list(pool.shape)}, expected {self.geometry.dtype} [slot, {self.elements}]: view it so"
+            )
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The bits of values as integers: indexing has no kernels for every dtype, and a NaN equals nothing."""
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def _random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Values of many bits, none of them NaN or infinite, from a generator of their own."""
+    generator = torch.Generator().manual_seed(0)
+    if dtype == torch.uint8:
+        return torch.randint(256, shape, dtype=dtype, generator=generator)
+    return torch.randn(shape, generator=generator).to(dtype)

@@ -1,0 +1,303 @@
+"""PageStore: an engine's pages by the engine's own keys, as rows, in every kind of location that a store has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import count
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from kvpack.formats.errors import InvalidParameter, Truncated, Undecryptable
+from kvpack.pages.codec import PageCodec, key_digest
+
+from .backend import MAX_ENTRY_BYTES
+from .counters import Counters
+from .encryption import Cipher, in_clear
+from .faults import is_damage
+from .forms import Form, check_size
+from .identity import Identity
+from .loading import FAULTS
+from .locations import check_count, open_backend
+from .page_keys import page_key
+from .tiers import Tiers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kvpack.pages.buffer import PageBuffer
+    from kvpack.pages.geometry import PageGeometry
+
+    from .backend import Backend, Found
+
+_PAGES_AT_ONCE = 16
+"""Pages of a call that are encoded or read before their entries are written, or decoded."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A submitted put or get: ``results`` has for each of ``keys`` whether its page was stored or loaded, None until it is done."""
+
+    number: int
+    kind: Literal["put", "get"]
+    keys: tuple[bytes, ...]
+    _future: Future[list[bool]] = field(repr=False)
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    @property
+    def results(self) -> list[bool] | None:
+        return self._future.result() if self._future.done() else None
+
+
+class PageStore:
+    """Pages of ``identity``, by the engine's own keys of any bytes, shared by every process that opens ``location`` with that identity.
+
+    Pages are encoded by ``codec``, a ``PageCodec`` of the identity's recipe and ``geometry`` with ``threads`` threads of its own.
+    ``location`` and the options are those of ``Store``. ``jobs`` is how many submitted jobs run at the same time.
+
+    A page that is damaged, of another identity or geometry, or not there is a miss; damage and faults of the system are counted and
+    raise nothing. Raises InvalidParameter for arguments that can never work, and what ``PageCodec`` raises.
+    """
+
+    def __init__(
+        self,
+        location: Any,
+        identity: Identity,
+        geometry: PageGeometry,
+        *,
+        threads: int = 1,
+        jobs: int = 1,
+        max_bytes: int | None = None,
+        min_free: int | None = None,
+        durable: bool | None = None,
+        ttl: int | None = None,
+        timeout: float | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        write_back: bool | None = None,
+        encryption: Mapping[str, bytes] | None = None,
+        check_values: bool | None = None,
+        max_entry_bytes: int = MAX_ENTRY_BYTES,
+    ) -> None:
+        if not isinstance(identity, Identity):
+            raise InvalidParameter(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")
+        check_count("max_entry_bytes", max_entry_bytes, 1)
+        check_count("jobs", jobs, 1)
+        self.location, self.identity = location, identity
+        self.codec = PageCodec(identity.recipe, geometry, threads=threads, namespace=identity.digest)
+        self._max_entry_bytes = max_entry_bytes
+        self._counters = Counters()
+        self._cipher = None if encryption is None else Cipher(encryption, identity.tenant)
+        self._backend: Backend = open_backend(
+            location,
+            self._counters,
+            Form(max_entry_bytes, None if self._cipher is None else self._cipher.key_ids),
+            max_bytes=max_bytes,
+            min_free=min_free,
+            durable=durable,
+            ttl=ttl,
+            timeout=timeout,
+            storage_options=storage_options,
+            write_back=write_back,
+        )
+        trusted = self._backend.private or self._cipher is not None
+        self._values = not trusted if check_values is None else check_values
+        self._jobs, self._workers = count(), jobs
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: dict[int, Job] = {}
+        self._lock = Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the submitted jobs, end the threads, and release connections; the entries stay."""
+        self.drain()
+        if self._pool is not None:
+            self._pool.shutdown()
+        self.codec.close()
+        self._backend.close()
+
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether there is an entry for each of ``keys``, which need not follow one another. No entry is read. Raises InvalidParameter."""
+        return [self._backend.present([name]) == 1 for name in self._names(keys)]
+
+    def put(self, keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> list[bool]:
+        """Store the pages in ``slots`` under ``keys``, and return for each whether it is stored now.
+
+        ``ancestors`` are the keys of the pages before the first of ``keys``, which continue one another: an ancestor is evicted after
+        its descendants. A page that is there already is kept; one that cannot be encoded is counted and left out.
+        Raises what ``PageCodec.encode_into`` raises.
+        """
+        self._check(keys, slots)
+        chain = self._names([*ancestors, *keys])
+        first = len(chain) - len(keys)
+        stored = [self._backend.present([name]) == 1 for name in chain[first:]]
+        self._counters.add("saves")
+        self._counters.add("present_chunks", sum(stored))
+        missing = [number for number, there in enumerate(stored) if not there]
+        now = time.time_ns()
+        if len(missing) < len(chain):
+            self._backend.touch([name for number, name in enumerate(chain) if number < first or stored[number - first]], now)
+        for begin in range(0, len(missing), _PAGES_AT_ONCE):
+            part = missing[begin : begin + _PAGES_AT_ONCE]
+            rows = [memoryview(bytearray(self.codec.nbytes)) for _ in part]
+            outcomes = self.codec.encode_into(pages, [slots[number] for number in part], rows, keys=[keys[number] for number in part])
+            for number, row, refused in zip(part, rows, outcomes, strict=True):
+                if refused is not None:
+                    self._counters.fault("encode", refused)
+                    continue
+                stored[number] = self._put(chain[: first + number + 1], row, now)
+        return stored
+
+    def get_into(self, keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int]) -> list[bool]:
+        """Load the pages of ``keys`` into ``slots``, and return for each whether it was loaded; other slots are left as they were.
+
+        Raises what ``PageCodec.decode_into`` raises.
+        """
+        self._check(keys, slots)
+        names = self._names(keys)
+        self._counters.add("loads")
+        self._counters.add("load_tokens", len(keys) * self.codec.geometry.tokens)
+        loaded = [False] * len(keys)
+        for begin in range(0, len(keys), _PAGES_AT_ONCE):
+            self._get(range(begin, min(begin + _PAGES_AT_ONCE, len(keys))), names, keys, pages, slots, loaded)
+        hits = sum(loaded)
+        self._counters.add("hit_tokens", hits * self.codec.geometry.tokens)
+        return loaded
+
+    def touch(self, keys: Sequence[bytes], *, ancestors: Sequence[bytes] = ()) -> None:
+        """Note that ``keys``, which continue one another and ``ancestors``, are in use. Raises InvalidParameter."""
+        names = self._names([*ancestors, *keys])
+        there = [name for name in names if self._backend.present([name]) == 1]
+        if there:
+            self._backend.touch(there, time.time_ns())
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Remove the entries of ``keys``, and return how many there were. Raises InvalidParameter."""
+        removed = len(self._backend.delete(self._names(keys)))
+        self._counters.add("deleted_entries", removed)
+        return removed
+
+    def submit_put(self, keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> Job:
+        """Begin ``put`` in a thread of the store: the slots must not change until the job is done. Raises InvalidParameter."""
+        return self._submit("put", keys, slots, lambda: self.put(keys, pages, slots, ancestors=ancestors))
+
+    def submit_get(self, keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int]) -> Job:
+        """Begin ``get_into`` in a thread of the store. Raises InvalidParameter."""
+        return self._submit("get", keys, slots, lambda: self.get_into(keys, pages, slots))
+
+    def finished(self) -> list[Job]:
+        """The submitted jobs that are done and were not returned before. Waits for nothing."""
+        with self._lock:
+            done = [job for job in self._running.values() if job.done]
+            for job in done:
+                del self._running[job.number]
+        return done
+
+    def drain(self) -> None:
+        """Wait until every submitted job is done: no slot is read or written after that."""
+        with self._lock:
+            jobs = list(self._running.values())
+        for job in jobs:
+            # Its error is for whoever asks for its results.
+            job._future.exception()
+
+    def counters(self) -> dict[str, Any]:
+        """The counters since the store was opened, those of ``Store`` with pages as chunks."""
+        return self._counters.as_dict()
+
+    def stats(self) -> dict[str, Any]:
+        """``counters``, plus the ``entries`` and ``bytes`` at the location, and the ``tiers`` of a store of several."""
+        entries, size = self._backend.size()
+        tiers = {"tiers": self._backend.stats()} if isinstance(self._backend, Tiers) else {}
+        return {**self.counters(), "entries": entries, "bytes": size, **tiers}
+
+    def prometheus(self) -> str:
+        """``stats`` in Prometheus' text format, with the bytes of a page in the engine and as a row."""
+        entries, size = self._backend.size()
+        gauges = {
+            "entries": ("Entries at the location.", entries),
+            "bytes": ("Bytes of those entries.", size),
+            "page_bytes": ("Bytes of a page in the engine's memory.", self.codec.geometry.raw_bytes),
+            "row_bytes": ("Bytes of a page as a row.", self.codec.nbytes),
+        }
+        return self._counters.prometheus(gauges)
+
+    def _put(self, chain: list[bytes], row: memoryview, now: int) -> bool:
+        try:
+            pieces = [row] if self._cipher is None else self._cipher.encrypt(chain[-1], [row])
+            check_size(f"the page of {chain[-1].hex()}", sum(map(len, pieces)), self._max_entry_bytes)
+        except FAULTS as error:
+            self._counters.fault("encode", error)
+            return False
+        return self._backend.put(chain, pieces, now)
+
+    def _get(
+        self, numbers: Sequence[int], names: list[bytes], keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int], loaded: list[bool]
+    ) -> None:
+        """Load the pages ``numbers``, from ever slower tiers where an entry is damaged."""
+        beyond = dict.fromkeys(numbers, -1)
+        while beyond:
+            found: dict[int, Found] = {}
+            rows: dict[int, Any] = {}
+            for number, tier in beyond.items():
+                entries = self._backend.find([names[number]], beyond=tier)
+                if entries:
+                    found[number] = entries[0]
+                    self._open(number, names, entries[0], rows)
+            outcomes: list[Any] = []
+            if rows:
+                chosen = [keys[number] for number in rows]
+                outcomes = [*self.codec.decode_into([*rows.values()], pages, [slots[n] for n in rows], keys=chosen, values=self._values)]
+            for number, refused in zip(rows, outcomes, strict=True):
+                if refused is None:
+                    loaded[number] = True
+                    self._backend.accept([names[number]], [found[number]], time.time_ns())
+                else:
+                    self._refuse(names[number], found[number], refused)
+            beyond = {number: entry.tier for number, entry in found.items() if not loaded[number]}
+
+    def _open(self, number: int, names: list[bytes], entry: Found, rows: dict[int, Any]) -> None:
+        """Put the row of an entry into ``rows``, or count why there is none."""
+        try:
+            row = in_clear(names[number], entry.data, self._cipher)
+            if len(row) > self.codec.nbytes:
+                raise Truncated(f"entry {names[number].hex()}: has {len(row)} bytes, a row has {self.codec.nbytes}")
+            rows[number] = row
+        except FAULTS as error:
+            self._refuse(names[number], entry, error)
+
+    def _refuse(self, name: bytes, found: Found, error: Exception) -> None:
+        """Count a bad entry as a miss, and remove one that is damaged."""
+        self._counters.fault("load", error)
+        if isinstance(error, Undecryptable):
+            self._counters.add("undecryptable_entries")
+        elif is_damage(error):
+            self._counters.add("damaged_entries")
+            self._backend.discard(name, found)
+        else:
+            self._counters.add("unreadable_entries")
+
+    def _names(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [page_key(self.codec.namespace, key_digest(key)) for key in keys]
+
+    def _submit(self, kind: Literal["put", "get"], keys: Sequence[bytes], slots: Sequence[int], work: Callable[[], list[bool]]) -> Job:
+        self._check(keys, slots)
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="kvpack-page-store")
+            job = Job(next(self._jobs), kind, tuple(bytes(key) for key in keys), self._pool.submit(work))
+            self._running[job.number] = job
+        return job
+
+    def _check(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        if len(keys) != len(slots):
+            raise InvalidParameter(f"{len(keys)} keys were given for {len(slots)} slots")

@@ -1,0 +1,248 @@
+"""The conformance vectors of rows in spec/row-vectors: ``python spec/makers/page_vectors.py`` writes those that are missing."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import struct
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+
+import msgpack
+import torch
+
+import kvpack
+
+from second_decoder import decoder  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FOLDER = Path(__file__).resolve().parents[2] / "spec" / "row-vectors"
+MANIFEST = FOLDER / "manifest.json"
+KEY, NAMESPACE = b"an engine's key", bytes(range(32))
+SMALL = kvpack.PageGeometry(layers=2, heads=1, tokens=3, dim_k=8, dim_v=4)
+
+
+@dataclass(frozen=True)
+class Vector:
+    """``shows`` is what a row is about, ``rule`` the one that it breaks, None for a row that readers decode."""
+
+    shows: str
+    rule: str | None
+    make: Callable[[], bytes]
+
+
+def row_of(recipe: str, geometry: kvpack.PageGeometry) -> bytes:
+    """The row of a page of random values."""
+    source = torch.Generator().manual_seed(0)
+
+    def values(dim: int) -> torch.Tensor:
+        shape = (1, geometry.layers, geometry.heads, geometry.tokens, dim)
+        if geometry.dtype == "u8":
+            return torch.randint(256, shape, dtype=torch.uint8, generator=source)
+        return torch.randn(shape, generator=source).to(geometry.torch_dtype)
+
+    codec = kvpack.PageCodec(recipe, geometry, namespace=NAMESPACE)
+    row = bytearray(codec.nbytes)
+    pages = kvpack.PageBuffer(geometry, *(values(dim) for dim in geometry.dims.values()))
+    (refused,) = codec.encode_into(pages, [0], [row], keys=[KEY])
+    assert refused is None, refused
+    return bytes(row)
+
+
+def sealed(row: bytes) -> bytes:
+    """The row with the checksum of its bytes."""
+    zeroed = row[:24] + bytes(8) + row[32:]
+    return row[:24] + decoder.checksum(zeroed).to_bytes(8, "little") + row[32:]
+
+
+def changed(at: int, value: bytes) -> Callable[[], bytes]:
+    """A small row with other bytes, and their checksum."""
+
+    def make() -> bytes:
+        row = row_of("raw", SMALL)
+        return sealed(row[:at] + value + row[at + len(value) :])
+
+    return make
+
+
+def described(change: Callable[[dict[str, Any]], Any], recipe: str = "raw", geometry: kvpack.PageGeometry = SMALL) -> Callable[[], bytes]:
+    """A small row whose description has been changed: its streams are as long as that says, and nothing else is wrong."""
+
+    def make() -> bytes:
+        row = row_of(recipe, geometry)
+        (size,) = struct.unpack_from("<I", row, 96)
+        header = msgpack.unpackb(row[128 : 128 + size])
+        change(header)
+        packed = msgpack.packb(header)
+        front = row[:96] + struct.pack("<I", len(packed)) + bytes(28) + packed
+        streams = row[128 + size + -(128 + size) % 64 :]
+        with contextlib.suppress(decoder.Refused):
+            page = decoder.take_header(header, {**decoder.CODECS, "opaque": decoder.opaque}, without_tensors=True)
+            tensors = [tensor for layer in page.layers for one in layer.values() if one for tensor in one.tensors("")]
+            streams = bytes(sum(-(-tensor.bytes // 64) * 64 for tensor in tensors))
+        body = front + bytes(-len(front) % 64) + streams
+        return sealed(body[:16] + struct.pack("<Q", len(body)) + body[24:])
+
+    return make
+
+
+def side(number: int, name: str, **values: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda header: header["layers"][number][name].update(values)
+
+
+def damaged() -> bytes:
+    row = bytearray(row_of("raw", SMALL))
+    row[-50] ^= 4
+    return bytes(row)
+
+
+def vectors() -> dict[str, Vector]:
+    """Every vector by its name."""
+    geometry = kvpack.PageGeometry
+    found = {
+        "raw": Vector("two layers of keys and values, as they are", None, lambda: row_of("raw", SMALL)),
+        "two-codecs": Vector("layers with different codecs", None, lambda: row_of("kv=group:b=4,g=4;layers=0:k=raw", SMALL)),
+        "token-groups": Vector(
+            "a codec that encodes tokens together, the last group partial",
+            None,
+            lambda: row_of("kv=group:b=2,g=4,axis=token", geometry(1, 2, 6, 8, 8)),
+        ),
+        "octahedral": Vector("a rotated codec, fp16", None, lambda: row_of("octopus-3", geometry(1, 1, 2, 64, 64, "fp16"))),
+        "latents": Vector(
+            "MLA: latents in groups, and a rotary part as it is",
+            None,
+            lambda: row_of("k=group:b=4,g=16,axis=channel;v=raw", geometry(2, 1, 2, 48, 8)),
+        ),
+        "one-side": Vector("pages of one side", None, lambda: row_of("kv=scalar:b=3", geometry(1, 1, 2, 16, None))),
+        "fp8-opaque": Vector("fp8 as its bytes", None, lambda: row_of("raw", geometry(1, 1, 2, 8, 8, "fp8_e4m3"))),
+        "fp8-encoded": Vector(
+            "fp8 encoded by another codec", None, lambda: row_of("kv=group:b=4,g=4", geometry(1, 1, 2, 8, 8, "fp8_e5m2"))
+        ),
+        "bytes": Vector("slots of bytes, one side", None, lambda: row_of("raw", geometry(1, 1, 2, 656, None, "u8"))),
+        "binary32": Vector("fp32", None, lambda: row_of("raw", geometry(1, 1, 1, 3, 5, "fp32"))),
+        "longer-memory": Vector("a row in memory of more bytes", None, lambda: row_of("raw", SMALL) + b"\xff" * 70),
+        "damaged": Vector("one flipped bit", "row-4", damaged),
+        "another-beginning": Vector("other first bytes", "row-1", changed(0, b"K")),
+        "another-version": Vector("a row of version 2", "row-1", changed(11, b"2")),
+        "beginning-not-zero": Vector("a spare byte of the first bytes", "row-1", changed(14, b"\1")),
+        "frame-alone": Vector("the end comes before that of the frame", "row-1", lambda: row_of("raw", SMALL)[:127]),
+        "length-unaligned": Vector("a length that is no multiple of 64", "row-2", lambda: unaligned()),
+        "length-of-zero": Vector("a length below that of the frame", "row-2", changed(16, bytes(8))),
+        "truncated": Vector("the last byte is missing", "row-2", lambda: row_of("raw", SMALL)[:-1]),
+        "longer": Vector("64 bytes more than the streams take", "row-2", lambda: resized(64)),
+        "shorter": Vector("64 bytes less than the streams take", "row-2", lambda: resized(-64)),
+        "description-beyond-the-row": Vector("a description longer than the row", "row-3", changed(96, b"\xff\xff\xff\x7f")),
+        "frame-not-zero": Vector("a spare byte of the frame", "row-3", changed(120, b"\1")),
+        "stream-padding-not-zero": Vector("a byte after a stream", "row-3", lambda: ended(b"\1")),
+        "description-padding-not-zero": Vector("a byte after the description", "row-3", padded),
+        "with-tensors": Vector("a description that lists tensors", "row-3", described(lambda header: header.update(tensors=[[]]))),
+        "with-a-feature": Vector(
+            "a description with a required feature", "row-3", described(lambda header: header.update(required=["layer-state"]))
+        ),
+        "no-layers": Vector("a description without layers", "row-3", described(lambda header: header.update(layers=[]))),
+        "with-a-start": Vector("a description with a start", "row-3", described(lambda header: header.update(start=1))),
+        "with-a-model": Vector("a description with a model", "row-3", described(lambda header: header.update(model={"a": "b"}))),
+        "without-a-dtype": Vector("a description without page-dtype", "row-3", described(lambda header: header.update(ignorable={}))),
+        "of-another-dtype": Vector(
+            "a dtype that does not exist", "row-3", described(lambda header: header.update(ignorable={"page-dtype": b"fp4"}))
+        ),
+        "without-k": Vector("a layer without k", "row-3", described(lambda header: header["layers"][0].update(k=None))),
+        "without-some-v": Vector("one of two layers without v", "row-3", described(lambda header: header["layers"][0].update(v=None))),
+        "without-any-k": Vector(
+            "layers with v alone", "row-3", described(lambda header: [layer.update(k=None) for layer in header["layers"]])
+        ),
+        "of-other-tokens": Vector(
+            "a layer of two tokens, and one of three", "row-3", described(lambda header: [side(1, name, runs=[2])(header) for name in "kv"])
+        ),
+        "opaque-with-more-keys": Vector("a parameter that opaque does not have", "row-8", opaque(dtype="u8")),
+        "opaque-of-no-bytes": Vector("opaque of 0 bytes", "row-8", opaque(dim=0)),
+        "opaque-of-1025-bytes": Vector("opaque of 1,025 bytes", "row-8", opaque(dim=1025)),
+        "opaque-of-text": Vector("opaque whose dim is text", "row-8", opaque(dim="8")),
+        "of-two-sequences": Vector("sides of two sequences", "row-3", described(both(batch=2))),
+        "of-two-runs": Vector("sides of two runs", "row-3", described(both(runs=[1, 2]), "kv=group:b=2,g=4,axis=token")),
+        "with-a-tail": Vector("sides with a tail", "row-3", described(both(tail=1))),
+        "with-a-window": Vector("sides with a window", "row-3", described(both(window=4))),
+        "of-other-heads": Vector(
+            "a layer of two heads, and one of one", "row-3", described(lambda header: [side(1, name, heads=2)(header) for name in "kv"])
+        ),
+        "u8-by-raw": Vector(
+            "bytes that are stored by raw", "row-6", described(lambda header: header.update(ignorable={"page-dtype": b"u8"}))
+        ),
+    }
+    return found
+
+
+def opaque(**parameters: Any) -> Callable[[], bytes]:
+    """A row of bytes whose codec has other parameters."""
+    return described(lambda header: header["codecs"][0].update(parameters), geometry=kvpack.PageGeometry(1, 1, 2, 8, None, "u8"))
+
+
+def both(**values: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda header: [side(number, name, **values)(header) for number in range(2) for name in "kv"]
+
+
+def unaligned() -> bytes:
+    row = row_of("raw", SMALL)
+    return sealed(row[:16] + struct.pack("<Q", len(row) + 4) + row[24:] + bytes(4))
+
+
+def resized(by: int) -> bytes:
+    """A row with ``by`` bytes more or fewer at its end, and a length that says so."""
+    row = row_of("raw", SMALL)
+    row = row + bytes(by) if by > 0 else row[:by]
+    return sealed(row[:16] + struct.pack("<Q", len(row)) + row[24:])
+
+
+def ended(last: bytes) -> bytes:
+    """A row that ends with other padding."""
+    return sealed(row_of("raw", SMALL)[: -len(last)] + last)
+
+
+def padded() -> bytes:
+    row = row_of("raw", SMALL)
+    (size,) = struct.unpack_from("<I", row, 96)
+    assert (128 + size) % 64
+    return sealed(row[: 128 + size] + b"\1" + row[129 + size :])
+
+
+def values_of(page: Any) -> list[float]:
+    """All values of a page that the second decoder read, layer by layer, K before V."""
+    return [value for layer in page.layers for one in layer.values() if one for value in one.values]
+
+
+def manifest() -> dict[str, dict[str, Any]]:
+    """The line of every vector, by its file."""
+    found: dict[str, dict[str, Any]] = json.loads(MANIFEST.read_text(encoding="utf-8")) if MANIFEST.exists() else {}
+    return found
+
+
+def main() -> None:
+    lines = manifest()
+    for name, vector in vectors().items():
+        file = f"{name}.row"
+        if file in lines:
+            continue
+        FOLDER.mkdir(exist_ok=True)
+        data = vector.make()
+        (FOLDER / file).write_bytes(data)
+        lines[file] = {"shows": vector.shows, "sha256": hashlib.sha256(data).hexdigest()}
+        if vector.rule is not None:
+            lines[file]["rule"] = vector.rule
+            continue
+        values = values_of(decoder.read_row(data).page)
+        packed = struct.pack(f"<{len(values)}f", *values)
+        (FOLDER / f"{name}.f32").write_bytes(packed)
+        lines[file] |= {"values": f"{name}.f32", "values_sha256": hashlib.sha256(packed).hexdigest()}
+    rows = ",\n".join(f"{json.dumps(file)}: {json.dumps(line)}" for file, line in lines.items())
+    MANIFEST.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""PageLayout.certify: where an engine's writer puts each value, and the refusal of writers that are no permutation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvpack import PageCodec, PageGeometry, PageLayout
+from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape
+
+GEOMETRY = PageGeometry(layers=2, heads=2, tokens=8, dim_k=16, dim_v=16)
+Place = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+PLAIN: dict[str, Place] = {
+    "heads, tokens, K and V": lambda k, v: torch.stack([k, v], 3),
+    "K and V first, tokens, heads": lambda k, v: torch.stack([k, v], 1).transpose(2, 3),
+    "layers last": lambda k, v: torch.stack([k, v]).movedim(1, -1),
+}
+BLOCKED: dict[str, Place] = {
+    "keys in blocks of four tokens": lambda k, v: torch.stack([k.view(2, 2, 2, 4, 16).transpose(3, 4).reshape(2, 2, 8, 16), v], 2),
+    "pairs of channels": lambda k, v: torch.stack([k.view(2, 2, 8, 8, 2).transpose(2, 3).reshape(2, 2, 8, 16), v], 2),
+}
+
+
+def writer(place: Place, page: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor | None], None]:
+    def write(k: torch.Tensor, v: torch.Tensor | None) -> None:
+        assert v is not None
+        flat = place(k, v).flatten()
+        page.view(-1)[: flat.numel()] = flat
+
+    return write
+
+
+def pool_of(place: Place, slots: int) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    source = torch.Generator().manual_seed(1)
+    pairs = [tuple(torch.randn(2, 2, 8, 16, generator=source).bfloat16() for _ in range(2)) for _ in range(slots)]
+    padded = [torch.nn.functional.pad(place(k, v).flatten(), (0, 5)) for k, v in pairs]
+    return torch.stack(padded), pairs  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *BLOCKED])
+def test_a_layout_is_found_and_its_pages_are_packed(name: str) -> None:
+    place = (PLAIN | BLOCKED)[name]
+    pool, pairs = pool_of(place, 3)
+    scratch = torch.zeros(pool.shape[1], dtype=torch.bfloat16)
+    layout = PageLayout.certify(GEOMETRY, writer(place, scratch), scratch)
+    codec = PageCodec("raw", GEOMETRY)
+    rows = [bytearray(codec.nbytes) for _ in range(2)]
+    other = torch.zeros_like(pool)
+    if name in PLAIN:
+        assert codec.encode_into(layout.buffer(pool), [2, 0], rows) == [None, None]
+        assert codec.decode_into(rows, layout.buffer(other), [0, 1]) == [None, None]
+    else:
+        with pytest.raises(InvalidParameter, match=r"the layout has no strides.*use gather and scatter"):
+            layout.buffer(pool)
+        staging = layout.staging(2)
+        layout.gather(pool, [2, 0], staging)
+        for number, slot in enumerate((2, 0)):
+            for side, x in zip("kv", pairs[slot], strict=True):
+                assert torch.equal(torch.stack([layer[number] for layer in staging.sides[side]]), x)
+        assert codec.encode_into(staging, [0, 1], rows) == [None, None]
+        back = layout.staging(2)
+        assert codec.decode_into(rows, back, [0, 1]) == [None, None]
+        layout.scatter(back, other, [0, 1])
+    assert torch.equal(other[:2, :-5], pool[[2, 0], :-5])
+    assert not other[2].any()
+
+
+def test_layouts_of_equal_shape_have_other_digests() -> None:
+    digests = set()
+    for place in (PLAIN | BLOCKED).values():
+        page = torch.zeros(2 * 2 * 2 * 8 * 16, dtype=torch.bfloat16)
+        digests.add(PageLayout.certify(GEOMETRY, writer(place, page), page).digest)
+    assert len(digests) == len(PLAIN) + len(BLOCKED)
+
+
+def test_one_sided_pages_of_bytes() -> None:
+    geometry = PageGeometry(layers=1, heads=1, tokens=4, dim_k=6, dim_v=None, dtype="u8")
+    page = torch.zeros(4, 8, dtype=torch.uint8)
+
+    def write(k: torch.Tensor, v: torch.Tensor | None) -> None:
+        assert v is None
+        page[:, :6] = k[0, 0]
+
+    layout = PageLayout.certify(geometry, write, page)
+    assert layout.strides == {"k": (0, (0, 0, 8, 1))}
+
+
+def test_writers_that_are_no_permutation_are_refused() -> None:
+    page = torch.zeros(2 * 2 * 2 * 8 * 16, dtype=torch.bfloat16)
+    half = page.numel() // 2
+
+    def lossy(k: torch.Tensor, v: torch.Tensor | None) -> None:
+        page[: half - 1] = k.flatten()[:-1]
+
+    def repeating(k: torch.Tensor, v: torch.Tensor | None) -> None:
+        page[:half] = page[half:] = k.flatten()
+
+    def overlapping(k: torch.Tensor, v: torch.Tensor | None) -> None:
+        page[:half] = torch.maximum(k.flatten(), v.flatten() if v is not None else k.flatten())
+
+    def scaling(k: torch.Tensor, v: torch.Tensor | None) -> None:
+        page[:half], page[half:] = k.flatten() * 0.5, v.flatten() if v is not None else 0
+
+    for write, message in (
+        (lossy, r"k: the writer put 512 values at 511 places, 511 of them different: it is no permutation"),
+        (repeating, r"k: the writer put 512 values at 1024 places"),
+        (overlapping, "v: the writer put values where it puts those of the other side"),
+        (scaling, "k: the writer changes values, by a scale or another dtype"),
+    ):
+        with pytest.raises(InvalidParameter, match=message):
+            PageLayout.certify(GEOMETRY, write, page)
+    with pytest.raises(InvalidDtype, match=r"page has dtype torch.float32, the geometry bf16"):
+        PageLayout.certify(GEOMETRY, lossy, page.float())
+    with pytest.raises(InvalidShape, match="expected contiguous memory"):
+        PageLayout.certify(GEOMETRY, lossy, page.view(2, -1).T)

@@ -1,0 +1,355 @@
+"""PageCodec: rows of one size, many pages at a time, from and to an engine's own memory, with the host's settings as they were."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import kvpack
+from kvpack import PageBuffer, PageCodec, PageGeometry
+from kvpack.errors import (
+    DigestMismatch,
+    InvalidDtype,
+    InvalidHeader,
+    InvalidParameter,
+    InvalidShape,
+    KvpackError,
+    NonFinite,
+    NotKvpack,
+    OutOfBounds,
+    Truncated,
+)
+from kvpack.file import row as rows_of
+
+SMALL = PageGeometry(layers=3, heads=2, tokens=16, dim_k=64, dim_v=64)
+RECIPES = [
+    "raw",
+    "kivi-4",
+    "octopus-3",
+    "turboquant-4",
+    "oscar-2",
+    "kivi-2-u8",
+    "hqmq-s24-r3",
+    "turboangle-k8v4",
+    "polarquant-4",
+    "fp8",
+    "mxfp4",
+]
+
+
+def values(geometry: PageGeometry, slots: int, seed: int = 0) -> list[torch.Tensor]:
+    """For each side ``[slot, layer, head, token, channel]``."""
+    source = torch.Generator().manual_seed(seed)
+    shape = (slots, geometry.layers, geometry.heads, geometry.tokens)
+    if geometry.dtype == "u8":
+        return [torch.randint(256, (*shape, dim), dtype=torch.uint8, generator=source) for dim in geometry.dims.values()]
+    return [torch.randn(*shape, dim, generator=source).to(geometry.torch_dtype) for dim in geometry.dims.values()]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def filled(geometry: PageGeometry, slots: int) -> tuple[PageBuffer, list[torch.Tensor]]:
+    made = values(geometry, slots)
+    return PageBuffer(geometry, *made), made
+
+
+def empty(geometry: PageGeometry, slots: int) -> tuple[PageBuffer, list[torch.Tensor]]:
+    made = [torch.zeros_like(x) for x in values(geometry, slots)]
+    return PageBuffer(geometry, *made), made
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "octopus-3;boundary-1", "kv=scalar:b=3,channel_scale=fp16"])
+def test_a_page_decodes_to_what_its_cache_does(recipe: str) -> None:
+    codec = PageCodec(recipe, SMALL)
+    pages, given = filled(SMALL, 3)
+    rows = torch.empty(2, codec.nbytes, dtype=torch.uint8)
+    assert codec.encode_into(pages, [2, 0], rows) == [None, None]
+    target, found = empty(SMALL, 4)
+    assert codec.decode_into(rows, target, [1, 3]) == [None, None]
+    for slot, source in ((1, 2), (3, 0)):
+        cache = kvpack.pack([(given[0][source, n][None], given[1][source, n][None]) for n in range(3)], recipe)
+        for n, layer in enumerate(cache):
+            for mine, theirs in zip((found[0][slot, n], found[1][slot, n]), layer.unpack(), strict=True):
+                assert torch.equal(mine, theirs[0])
+    assert not any(x[[0, 2]].any() for x in found)
+
+
+ENGINES = {
+    "vLLM, K and V adjacent per head and token": lambda s, n, h, t, d: torch.zeros(s, n, h, t, 2, d).bfloat16().unbind(4),
+    "tokens before heads": lambda s, n, h, t, d: [x.transpose(2, 3) for x in torch.zeros(s, n, t, h, 2, d).bfloat16().unbind(4)],
+    "layers first": lambda s, n, h, t, d: [x.transpose(0, 1) for x in torch.zeros(2, n, s, h, t, d).bfloat16()],
+    "a tensor for each layer": lambda s, n, h, t, d: [[torch.zeros(s, h, t, d).bfloat16() for _ in range(n)] for _ in range(2)],
+    "channels first": lambda s, n, h, t, d: [x.transpose(3, 4) for x in torch.zeros(2, s, n, h, d, t).bfloat16()],
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("recipe", ["octopus-3", "raw", "oscar-2"])
+def test_any_strides(name: str, recipe: str) -> None:
+    sizes = (3, SMALL.layers, SMALL.heads, SMALL.tokens, SMALL.dim_k)
+    plain, given = filled(SMALL, 3)
+    made, other = (PageBuffer(SMALL, *ENGINES[name](*sizes)) for _ in range(2))
+    for side, x in zip("kv", given, strict=True):
+        for layer, target in enumerate(made.sides[side]):
+            target.copy_(x[:, layer])
+    codec = PageCodec(recipe, SMALL)
+    rows, expected = ([bytearray(codec.nbytes) for _ in range(2)] for _ in range(2))
+    assert codec.encode_into(made, [1, 2], rows) == codec.encode_into(plain, [1, 2], expected) == [None, None]
+    assert rows == expected
+    assert codec.decode_into([bytes(row) for row in rows], other, [2, 0]) == [None, None]
+    target, dense = empty(SMALL, 3)
+    codec.decode_into(rows, target, [2, 0])
+    for side, x in zip("kv", dense, strict=True):
+        for layer, found in enumerate(other.sides[side]):
+            assert torch.equal(found, x[:, layer])
+
+
+def test_threads_give_the_same_rows() -> None:
+    pages, _ = filled(SMALL, 6)
+    with PageCodec("octopus-4", SMALL) as one, PageCodec("octopus-4", SMALL, threads=2) as two:
+        rows = [torch.zeros(6, one.nbytes, dtype=torch.uint8) for _ in range(3)]
+        one.encode_into(pages, range(6), rows[0])
+        two.encode_into(pages, range(6), rows[1])
+        for number in range(6):
+            two.encode_into(pages, [number], rows[2][number : number + 1])
+        assert torch.equal(rows[0], rows[1])
+        assert torch.equal(rows[0], rows[2])
+
+
+def test_a_bad_page_fails_alone() -> None:
+    pages, given = filled(SMALL, 4)
+    given[1][2, 1, 1, 3, 7] = float("nan")
+    codec = PageCodec("octopus-3", SMALL)
+    rows = [bytearray(b"\xaa" * (codec.nbytes + 9)) for _ in range(4)]
+    outcomes = codec.encode_into(pages, range(4), rows)
+    assert [type(found) for found in outcomes] == [type(None), type(None), NonFinite, type(None)]
+    assert "slot 2: layers[1].v: the value at batch 0, head 1, token 3, channel 7 is nan" in str(outcomes[2])
+    assert all(row.endswith(b"\xaa" * 9) for row in rows)
+    target, found = empty(SMALL, 4)
+    outcomes = codec.decode_into(rows, target, range(4))
+    assert [type(one) for one in outcomes] == [type(None), type(None), NotKvpack, type(None)]
+    assert [bool(found[0][slot].any()) for slot in range(4)] == [True, True, False, True]
+
+
+def test_every_flipped_bit_is_found_before_a_value_is_written() -> None:
+    geometry = PageGeometry(layers=1, heads=1, tokens=2, dim_k=16, dim_v=8)
+    codec = PageCodec("kv=group:b=4,g=8", geometry)
+    pages, _ = filled(geometry, 1)
+    row = bytearray(codec.nbytes)
+    codec.encode_into(pages, [0], [row])
+    target, found = empty(geometry, 1)
+    for bit in range(8 * len(row)):
+        row[bit // 8] ^= 1 << bit % 8
+        (refused,) = codec.decode_into([row], target, [0])
+        assert isinstance(refused, KvpackError), bit
+        row[bit // 8] ^= 1 << bit % 8
+    assert not any(x.any() for x in found)
+    source = random.Random(0)
+    for _ in range(2000):
+        first, second = source.sample(range(8 * len(row)), 2)
+        damaged = bytearray(row)
+        for bit in (first, second):
+            damaged[bit // 8] ^= 1 << bit % 8
+        (refused,) = codec.decode_into([damaged], target, [0])
+        assert isinstance(refused, KvpackError), (first, second)
+    assert codec.decode_into([row], target, [0]) == [None]
+
+
+def test_the_checksum_is_the_same_with_and_without_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = random.Random(0)
+    for size in (128, 4096, 65536 + 64, 200_000 // 64 * 64):
+        row = bytearray(source.randbytes(size))
+        found = rows_of.checksum(memoryview(row))
+        with monkeypatch.context() as patched:
+            patched.setattr(rows_of, "compiled", lambda data, sum_: None)
+            assert rows_of.checksum(memoryview(row)) == found
+        row[24:32] = bytes(8)
+        assert rows_of.checksum(memoryview(row)) == found
+
+
+@pytest.mark.parametrize("recipe", ["kivi-4", "octopus-3"])
+def test_rows_are_read_alike_without_c(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = PageCodec(recipe, SMALL)
+    pages, _ = filled(SMALL, 1)
+    row = bytearray(codec.nbytes)
+    codec.encode_into(pages, [0], [row])
+    (one, mine), (other, theirs) = empty(SMALL, 1), empty(SMALL, 1)
+    codec.decode_into([row], one, [0])
+    monkeypatch.setenv("KVPACK_KERNELS", "torch")
+    again = PageCodec(recipe, SMALL)
+    assert again.nbytes == codec.nbytes
+    assert again.decode_into([row], other, [0]) == [None]
+    for x, y in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=2**-7, atol=2**-7)
+    assert again.encode_into(pages, [0], [row]) == [None]
+    assert codec.decode_into([row], one, [0]) == [None]
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_in_and_out(dtype: str) -> None:
+    geometry = PageGeometry(2, 2, 32, 64, 64, dtype)
+    pages, given = filled(geometry, 2)
+    exact = PageCodec("raw", geometry)
+    # A page of bytes, and what frames it.
+    assert geometry.raw_bytes < exact.nbytes < geometry.raw_bytes + 1024
+    target, found = empty(geometry, 2)
+    row = bytearray(exact.nbytes)
+    assert exact.encode_into(pages, [0], [row]) == exact.decode_into([row], target, [1]) == [None]
+    assert all(torch.equal(bits(x[1]), bits(y[0])) for x, y in zip(found, given, strict=True))
+    lossy = PageCodec("octopus-4", geometry)
+    assert lossy.nbytes < exact.nbytes
+    row = bytearray(lossy.nbytes)
+    assert lossy.encode_into(pages, [0], [row]) == lossy.decode_into([row], target, [1]) == [None]
+    for x, y in zip(found, given, strict=True):
+        error = (x[1].float() - y[0].float()).norm() / y[0].float().norm()
+        assert 0 < error < (0.12 if dtype == "fp8_e4m3" else 0.15)
+
+
+def test_values_beyond_fp8_are_its_largest() -> None:
+    geometry = PageGeometry(1, 1, 2, 16, None, "fp8_e4m3")
+    pages, (given,) = filled(geometry, 1)
+    given[0, 0, 0, 0] = torch.tensor([448.0, *[-300.0] * 15]).to(given.dtype)
+    codec = PageCodec("kv=group:b=1,g=16,axis=channel", geometry)
+    row, (target, (found,)) = bytearray(codec.nbytes), empty(geometry, 1)
+    assert codec.encode_into(pages, [0], [row]) == codec.decode_into([row], target, [0]) == [None]
+    assert torch.isfinite(found.float()).all()
+
+
+def test_slots_of_bytes_are_kept() -> None:
+    geometry = PageGeometry(layers=2, heads=1, tokens=64, dim_k=656, dim_v=None, dtype="u8")
+    pages, given = filled(geometry, 2)
+    codec = PageCodec("raw", geometry)
+    row, (target, found) = bytearray(codec.nbytes), empty(geometry, 2)
+    assert codec.encode_into(pages, [1], [row]) == codec.decode_into([row], target, [0]) == [None]
+    assert torch.equal(found[0][0], given[0][1])
+    with pytest.raises(
+        InvalidParameter, match=r"layers\[0\].k: the recipe stores group, and bytes of an unknown meaning are kept as they are"
+    ):
+        PageCodec("kivi-4", geometry)
+
+
+def test_latents_are_two_sides() -> None:
+    """MLA: 512 latents, which a rotation of 512 channels takes, and 64 rotary values that stay as they are."""
+    geometry = PageGeometry(layers=2, heads=1, tokens=32, dim_k=512, dim_v=64)
+    cells = torch.randn(3, 2, 32, 576, generator=torch.Generator().manual_seed(0)).bfloat16()[:, :, None]
+    out = torch.zeros_like(cells)
+    pages, target = (PageBuffer(geometry, x[..., :512], x[..., 512:]) for x in (cells, out))
+    for recipe in ("octopus-4;v=raw", "k=scalar:b=4;v=raw"):
+        codec = PageCodec(recipe, geometry)
+        row = bytearray(codec.nbytes)
+        assert codec.encode_into(pages, [2], [row]) == codec.decode_into([row], target, [0]) == [None]
+        assert torch.equal(out[0, ..., 512:], cells[2, ..., 512:])
+        error = (out[0, ..., :512].float() - cells[2, ..., :512].float()).norm() / cells[2, ..., :512].float().norm()
+        assert 0.01 < error < 0.12
+
+
+def test_the_hosts_settings_stay() -> None:
+    """In the middle of a host's forward pass: its threads, random state, default dtype and modes."""
+    torch.manual_seed(5)
+    before_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    with torch.inference_mode():
+        pages, _ = filled(SMALL, 4)
+        target, found = empty(SMALL, 4)
+    try:
+        for recipe in ("octopus-3", "oscar-2", "raw"):
+            with PageCodec(recipe, SMALL, threads=2) as codec:
+                rows = torch.zeros(4, codec.nbytes, dtype=torch.uint8)
+                threads, state = torch.get_num_threads(), torch.get_rng_state()
+                for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+                    with mode():
+                        settings = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+                        assert codec.encode_into(pages, range(4), rows) == [None] * 4
+                        assert codec.decode_into(rows, target, range(4)) == [None] * 4
+                        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == settings
+                assert torch.get_num_threads() == threads
+                assert torch.equal(torch.get_rng_state(), state)
+                assert torch.get_default_dtype() == torch.float64
+                assert found[0].any()
+    finally:
+        torch.set_default_dtype(before_dtype)
+
+
+def test_no_call_sets_the_hosts_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a page so large that an encoder would use several threads: vLLM forbids the call."""
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("the host's threads are not ours")
+
+    monkeypatch.setattr(torch, "set_num_threads", forbidden)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    geometry = PageGeometry(1, 8, 1024, 128, 128)
+    pages, _ = filled(geometry, 1)
+    target, _ = empty(geometry, 1)
+    codec = PageCodec("kv=group:b=2,g=32,rotation=hadamard,scales=u8", geometry)
+    row = bytearray(codec.nbytes)
+    assert codec.encode_into(pages, [0], [row]) == codec.decode_into([row], target, [0]) == [None]
+
+
+def test_rows_name_their_page() -> None:
+    codec = PageCodec("raw", SMALL, namespace=bytes(range(32)))
+    pages, _ = filled(SMALL, 1)
+    target, found = empty(SMALL, 1)
+    row = bytearray(codec.nbytes)
+    codec.encode_into(pages, [0], [row], keys=[b"a key"])
+    assert codec.decode_into([row], target, [0], keys=[b"a key"], values=True) == codec.decode_into([row], target, [0]) == [None]
+    found[0].zero_()
+    for refused in (
+        codec.decode_into([row], target, [0], keys=[b"another"])[0],
+        PageCodec("raw", SMALL).decode_into([row], target, [0])[0],
+        PageCodec("fp16", SMALL, namespace=bytes(range(32))).decode_into([row], target, [0])[0],
+        PageCodec("kivi-4", SMALL, namespace=bytes(range(32))).decode_into([row], target, [0])[0],
+    ):
+        assert isinstance(refused, InvalidHeader)
+    assert isinstance(codec.decode_into([row[:-1]], target, [0])[0], Truncated)
+    row[-1] ^= 1
+    assert isinstance(codec.decode_into([row], target, [0])[0], DigestMismatch)
+    assert not found[0].any()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("lossless", "the sizes of the streams .* of lossless depend on the values"),
+        ("hqmq-s96-r6-med3", "the sizes of the streams outliers of"),
+        ("octopus-3;tail=32", "the recipe keeps the newest 32 tokens raw"),
+    ],
+)
+def test_recipes_whose_sizes_are_not_known_are_refused(recipe: str, message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        PageCodec(recipe, SMALL)
+
+
+def test_arguments_that_fit_no_page_are_refused() -> None:
+    pages, given = filled(SMALL, 2)
+    codec = PageCodec("raw", SMALL)
+    room: Any = [bytearray(codec.nbytes)]
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (lambda: PageGeometry(0, 1, 1, 1, 1), InvalidParameter, "layers is 0, expected an integer from 1"),
+        (lambda: PageGeometry(1, 1, 1, 1, 1, "int4"), InvalidParameter, "dtype is 'int4', expected one of bf16"),
+        (lambda: PageCodec("raw", SMALL, threads=0), InvalidParameter, "threads is 0"),
+        (lambda: PageCodec("raw", SMALL, namespace=b"x"), InvalidParameter, "expected 32 bytes, such as Identity.digest"),
+        (lambda: PageCodec("raw", (1, 2)), InvalidParameter, "geometry is a tuple"),  # type: ignore[arg-type]
+        (lambda: PageBuffer(SMALL, given[0]), InvalidShape, "the pages have the sides k, v, and k were given"),
+        (lambda: PageBuffer(SMALL, given[0][:, :2], given[1]), InvalidShape, "pages of 3 layers are one tensor"),
+        (lambda: PageBuffer(SMALL, given[0].float(), given[1]), InvalidDtype, r"layers\[0\].k: dtype torch.float32, the geometry has bf16"),
+        (lambda: PageBuffer(SMALL, given[0][..., :8], given[1]), InvalidShape, r"expected \[slot, 2, 16, 64\]"),
+        (lambda: PageBuffer(SMALL, given[0][:1], given[1]), InvalidShape, "have 1 slots on cpu, and one has 2"),
+        (lambda: codec.encode_into(pages, [2], room), OutOfBounds, "slot 2 was given, and the buffer has 2"),
+        (lambda: codec.encode_into(pages, [0, 1], room), InvalidShape, "1 rows were given for 2 slots"),
+        (lambda: codec.encode_into(pages, [0], [bytes(codec.nbytes)]), InvalidParameter, "row 0 is a read-only buffer"),
+        (lambda: codec.encode_into(pages, [0], [bytearray(9)]), Truncated, f"has room for 9 bytes, a page takes {codec.nbytes}"),
+        (lambda: codec.encode_into(pages, [0], room, keys=[]), InvalidParameter, "0 keys were given for 1 slots"),
+        (lambda: codec.encode_into(pages, [0], room, keys=["text"]), InvalidParameter, "a key is a str, expected bytes"),
+        (lambda: codec.encode_into(given, [0], room), InvalidParameter, "pages are a list"),
+        (lambda: codec.encode_into(pages, [0], torch.zeros(1, 9)), InvalidShape, r"expected uint8 \[page, byte\]"),
+        (lambda: PageCodec("raw", PageGeometry(1, 1, 1, 8, 8)).encode_into(pages, [0], room), InvalidShape, "the codec is for"),
+    ]
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()

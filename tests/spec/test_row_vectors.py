@@ -1,0 +1,84 @@
+"""The conformance vectors of rows: none changed, none unlisted, and both readers give what each expects."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy
+import pytest
+import torch
+
+from kvpack import PageBuffer, PageCodec, PageGeometry
+from kvpack.errors import KvpackError
+
+from numbered_rules import rules  # isort: skip
+from page_vectors import FOLDER, KEY, MANIFEST, NAMESPACE, SMALL, manifest, sealed, values_of, vectors  # isort: skip
+from second_decoder import decoder  # isort: skip
+
+LINES = manifest()
+DECODED = [file for file, line in LINES.items() if "rule" not in line]
+REFUSED = [file for file, line in LINES.items() if "rule" in line]
+
+
+def test_no_vector_was_changed_added_or_lost() -> None:
+    assert {f"{name}.row" for name in vectors()} == set(LINES)
+    listed = {MANIFEST.name: None}
+    for file, line in LINES.items():
+        listed[file] = line["sha256"]
+        listed |= {line["values"]: line["values_sha256"]} if "values" in line else {}
+    found = {path.name: path for path in FOLDER.iterdir()}
+    assert set(found) == set(listed)
+    for name, expected in listed.items():
+        assert expected is None or hashlib.sha256(found[name].read_bytes()).hexdigest() == expected, name
+    for name, vector in vectors().items():
+        assert (LINES[f"{name}.row"]["shows"], LINES[f"{name}.row"].get("rule")) == (vector.shows, vector.rule)
+    assert sum(path.stat().st_size for path in found.values()) <= 2**18
+
+
+@pytest.mark.parametrize("file", REFUSED)
+def test_both_readers_refuse_a_row_by_its_rule(file: str) -> None:
+    data = (FOLDER / file).read_bytes()
+    with pytest.raises(decoder.Refused) as refused:
+        decoder.read_row(data)
+    assert refused.value.rule == rules()[LINES[file]["rule"]].section
+    codec, values = PageCodec("raw", SMALL, namespace=NAMESPACE), [torch.zeros(1, 2, 1, 3, dim).bfloat16() for dim in (8, 4)]
+    (error,) = codec.decode_into([data], PageBuffer(SMALL, *values), [0])
+    assert isinstance(error, KvpackError)
+    assert not any(x.any() for x in values)
+
+
+@pytest.mark.parametrize("file", DECODED)
+def test_both_readers_decode_a_row_to_its_values(file: str) -> None:
+    data = (FOLDER / file).read_bytes()
+    read = decoder.read_row(data)
+    assert (read.namespace, read.key) == (NAMESPACE, hashlib.sha256(KEY).digest())
+    expected = numpy.fromfile(FOLDER / LINES[file]["values"], "<f4")
+    assert numpy.array(values_of(read.page), numpy.float32).tobytes() == expected.tobytes()
+    sides = [side for layer in read.page.layers for side in layer.values() if side]
+    first, last = read.page.layers[0]["k"], read.page.layers[0]["v"]
+    dtype = read.page.ignorable["page-dtype"].decode()
+    dims = first.codec.dim, None if last is None else last.codec.dim
+    geometry = PageGeometry(len(read.page.layers), first.heads, first.packed, *dims, dtype)
+    codec = PageCodec(read.page.recipe, geometry, namespace=NAMESPACE)
+    shape = (1, geometry.layers, geometry.heads, geometry.tokens)
+    made = [torch.zeros(*shape, dim).to(geometry.torch_dtype) for dim in geometry.dims.values()]
+    assert codec.decode_into([data], PageBuffer(geometry, *made), [0], keys=[KEY], values=True) == [None]
+    opaque = sides[0].codec.id == "opaque"
+    found = [x[0, layer] for layer in range(geometry.layers) for x in made]
+    flat = torch.cat([(x.view(torch.uint8) if opaque else x).flatten().float() for x in found]).numpy()
+    if dtype in ("bf16", "fp16", "fp32") and not opaque:
+        spread = {"bf16": 2**-8, "fp16": 2**-11, "fp32": 2**-23}[dtype]
+    else:
+        spread = 0.0 if opaque else 2**-3
+    tolerances = numpy.array([tolerance for side in sides for tolerance in side.tolerances])
+    assert (numpy.abs(flat - expected) <= tolerances + spread * numpy.abs(expected) + 2**-16).all()
+    again = data[: int.from_bytes(data[16:24], "little")]
+    assert sealed(again) == again
+
+
+def test_the_example_of_the_checksum() -> None:
+    text = (FOLDER.parent / "row.md").read_text(encoding="utf-8")
+    sum_ = 0
+    for word in (1, 2, 3):
+        sum_ = (sum_ * decoder.MULTIPLIER + word) % 2**64
+    assert f"`{sum_:#018x}`" in text

@@ -1,0 +1,233 @@
+"""PageStore: an engine's pages by its own keys, in every kind of location, and misses where anything is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import kvpack
+from kvpack import Identity, PageBuffer, PageGeometry, PageStore, Tier, cli
+from kvpack.errors import InvalidParameter, MissingFile
+from kvpack.pages.codec import key_digest
+from kvpack.store.page_keys import page_key
+
+GEOMETRY = PageGeometry(layers=2, heads=2, tokens=16, dim_k=32, dim_v=32)
+IDENTITY = Identity("model", "kv=group:b=4,g=32", weights="w")
+KEYS = [b"first", b"second \xff\x00", b"third" * 40, b""]
+SECRET = {"encryption": {"a": b"k" * 32}}
+
+
+def pages(slots: int = 4, seed: int = 0) -> tuple[PageBuffer, torch.Tensor]:
+    """Pages, and all their values ``[slot, side, layer, head, token, channel]``."""
+    made = torch.randn(slots, 2, 2, 2, 16, 32, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return PageBuffer(GEOMETRY, made[:, 0], made[:, 1]), made
+
+
+def cleared(slots: int = 4) -> tuple[PageBuffer, torch.Tensor]:
+    made = torch.zeros(slots, 2, 2, 2, 16, 32, dtype=torch.bfloat16)
+    return PageBuffer(GEOMETRY, made[:, 0], made[:, 1]), made
+
+
+def locations(folder: Path) -> dict[str, Any]:
+    memory = Tier("memory://", max_bytes=10**7)
+    return {"a folder": folder / "a", "memory": [memory], "tiers": [memory, folder / "b"]}
+
+
+@pytest.mark.parametrize("kind", ["a folder", "memory", "tiers"])
+@pytest.mark.parametrize("options", [{}, SECRET], ids=["plain", "encrypted"])
+def test_pages_come_back_by_their_keys(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    given, values = pages()
+    target, found = cleared()
+    with PageStore(locations(tmp_path)[kind], IDENTITY, GEOMETRY, **options) as store:
+        assert store.present(KEYS) == [False] * 4
+        assert store.put(KEYS[:3], given, [0, 1, 2]) == [True] * 3
+        assert store.put([KEYS[3]], given, [3], ancestors=KEYS[:3]) == [True]
+        assert store.present([KEYS[2], b"none", KEYS[0]]) == [True, False, True]
+        assert store.get_into([KEYS[3], b"none", KEYS[1]], target, [0, 1, 2]) == [True, False, True]
+        assert not found[1].any()
+        for slot, source in ((0, 3), (2, 1)):
+            error = (found[slot].float() - values[source].float()).norm() / values[source].float().norm()
+            assert error < 0.12
+        assert store.put(KEYS[:1], given, [0]) == [True]
+        assert store.delete([KEYS[0], b"none"]) == 1
+        assert store.present(KEYS) == [False, True, True, True]
+        store.touch(KEYS[1:], ancestors=KEYS[:1])
+        stats = store.stats()
+        assert (stats["loads"], stats["hit_tokens"], stats["deleted_entries"], stats["faults"]) == (1, 32, 1, {})
+        assert "kvpack_store_row_bytes" in store.prometheus()
+
+
+def test_other_processes_read_them_and_other_identities_do_not(tmp_path: Path) -> None:
+    given, _ = pages()
+    with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
+        store.put(KEYS, given, range(4))
+    (one, mine), (other, theirs) = cleared(), cleared()
+    with PageStore(tmp_path, IDENTITY, GEOMETRY, threads=2) as store:
+        assert store.get_into(KEYS, one, range(4)) == [True] * 4
+    for identity in (Identity("model", IDENTITY.recipe, weights="other"), Identity("model", IDENTITY.recipe, weights="w", tenant="t")):
+        with PageStore(tmp_path, identity, GEOMETRY) as store:
+            assert store.present(KEYS) == [False] * 4
+            assert store.get_into(KEYS, other, range(4)) == [False] * 4
+    assert mine.any()
+    assert not theirs.any()
+
+
+def entry(folder: Path, key: bytes) -> Path:
+    return next(folder.rglob(page_key(IDENTITY.digest, key_digest(key)).hex()))
+
+
+@pytest.mark.parametrize("options", [{}, SECRET], ids=["plain", "encrypted"])
+def test_a_damaged_entry_is_a_miss_alone_and_is_replaced(options: dict[str, Any], tmp_path: Path) -> None:
+    given, _ = pages()
+    target, found = cleared()
+    with PageStore(tmp_path, IDENTITY, GEOMETRY, **options) as store:
+        store.put(KEYS, given, range(4))
+        path = entry(tmp_path, KEYS[1])
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 16
+        path.write_bytes(data)
+        assert store.get_into(KEYS, target, range(4)) == [True, False, True, True]
+        assert [bool(found[slot].any()) for slot in range(4)] == [True, False, True, True]
+        assert store.counters()["damaged_entries"] == 1
+        assert not path.exists()
+        assert store.put(KEYS, given, range(4)) == [True] * 4
+        assert store.get_into(KEYS, target, range(4)) == [True] * 4
+
+
+def test_the_entry_of_another_page_is_a_miss(tmp_path: Path) -> None:
+    given, _ = pages()
+    target, found = cleared()
+    with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
+        store.put(KEYS[:2], given, [0, 1])
+        first, second = (entry(tmp_path, key) for key in KEYS[:2])
+        second.write_bytes(first.read_bytes())
+        assert store.get_into(KEYS[:2], target, [0, 1]) == [True, False]
+        assert not found[1].any()
+        first.write_bytes(b"no row")
+        assert store.get_into(KEYS[:1], target, [2]) == [False]
+
+
+def test_a_bad_entry_of_a_fast_tier_does_not_hide_that_of_a_slower_one(tmp_path: Path) -> None:
+    given, _ = pages()
+    target, found = cleared()
+    with PageStore([tmp_path / "fast", tmp_path / "slow"], IDENTITY, GEOMETRY) as store:
+        store.put(KEYS, given, range(4))
+        path = entry(tmp_path / "fast", KEYS[2])
+        data = bytearray(path.read_bytes())
+        data[300] ^= 1
+        path.write_bytes(data)
+        assert store.get_into(KEYS, target, range(4)) == [True] * 4
+        assert found.flatten(1).any(1).all()
+        assert store.counters()["damaged_entries"] == 1
+        assert entry(tmp_path / "fast", KEYS[2]).read_bytes() == entry(tmp_path / "slow", KEYS[2]).read_bytes()
+
+
+def test_a_page_that_cannot_be_encoded_is_left_out(tmp_path: Path) -> None:
+    given, values = pages()
+    values[1, 0, 0, 0, 0, 0] = float("inf")
+    with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
+        assert store.put(KEYS, given, range(4)) == [True, False, True, True]
+        assert store.counters()["faults"] == {"encode NonFinite": 1}
+
+
+def test_descendants_are_evicted_before_their_ancestors(tmp_path: Path) -> None:
+    given, _ = pages()
+    size = kvpack.PageCodec(IDENTITY.recipe, GEOMETRY).nbytes
+    with PageStore([Tier("memory://", max_bytes=3 * size + 100)], IDENTITY, GEOMETRY) as store:
+        store.put(KEYS[:3], given, [0, 1, 2])
+        store.put([b"another"], given, [3])
+        assert store.present([*KEYS[:3], b"another"]) == [True, True, False, True]
+        store.touch(KEYS[:2])
+        store.put([b"one more"], given, [3])
+        assert store.present([*KEYS[:2], b"another", b"one more"]) == [True, True, False, True]
+
+
+def test_jobs_are_polled(tmp_path: Path) -> None:
+    given, _ = pages()
+    target, found = cleared()
+    with PageStore(tmp_path, IDENTITY, GEOMETRY, jobs=2) as store:
+        puts = [store.submit_put([key], given, [slot]) for slot, key in enumerate(KEYS)]
+        store.drain()
+        done = store.finished()
+        assert {job.number for job in done} == {job.number for job in puts}
+        assert all(job.kind == "put" and job.results == [True] for job in done)
+        assert store.finished() == []
+        job = store.submit_get(
+            [*KEYS, b"none"], PageBuffer(GEOMETRY, *(x.repeat(2, 1, 1, 1, 1) for x in (found[:, 0], found[:, 1]))), range(5)
+        )
+        store.drain()
+        assert job.done
+        assert job.results == [True] * 4 + [False]
+        failed = store.submit_get(KEYS[:1], target, [9])
+        store.drain()
+        with pytest.raises(kvpack.OutOfBounds, match="slot 9 was given"):
+            _ = failed.results
+        with pytest.raises(InvalidParameter, match="1 keys were given for 2 slots"):
+            store.submit_get(KEYS[:1], target, [0, 1])
+
+
+def test_commands_know_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given, _ = pages()
+    with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
+        store.put(KEYS, given, range(4))
+        assert cli.main(["store", "verify", str(tmp_path)]) == 0
+        capsys.readouterr()
+        assert cli.main(["store", "stat", str(tmp_path), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["entries"], found["pages"], found["unreadable"]) == (4, 4, 0)
+        assert cli.main(["store", "ls", str(tmp_path)]) == 0
+        assert "4 pages of engines" in capsys.readouterr().out
+        assert cli.main(["store", "gc", str(tmp_path)]) == 0
+        assert store.present(KEYS) == [True] * 4
+        path = entry(tmp_path, KEYS[0])
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        assert cli.main(["store", "verify", str(tmp_path)]) == 1
+
+
+def model_folder(folder: Path, seed: int = 0, **settings: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"rope_theta": 10000.0, **settings}))
+    weights = {"w": torch.randn(300_000, generator=torch.Generator().manual_seed(seed))}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def test_an_engines_identity_needs_no_model_in_memory(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"kv_dtype": "bf16", "layout": "d1"}
+    path = model_folder(tmp_path / "m")
+    base = Identity.of_engine(path, "octopus-3", **options)
+    assert Identity.of_engine(path, "octopus-3", **options) == base
+    assert (base.model, base.dtype, base.rope) == ("m", "bf16", '{"rope_theta": 10000.0}')
+    other = model_folder(tmp_path / "other", 1)
+    (tmp_path / "y").mkdir()
+    scaled = model_folder(tmp_path / "y" / "m", rope_theta=5.0)
+    digests = {
+        base.digest,
+        Identity.of_engine(other, "octopus-3", **options).digest,
+        Identity.of_engine(scaled, "octopus-3", **options).digest,
+        Identity.of_engine(path, "octopus-4", **options).digest,
+        Identity.of_engine(path, "octopus-3", **options, tp=(1, 2)).digest,
+        Identity.of_engine(path, "octopus-3", **options, revision="abc").digest,
+        Identity.of_engine(path, "octopus-3", **options, adapter="lora").digest,
+        Identity.of_engine(path, "octopus-3", **options, tenant="t").digest,
+        Identity.of_engine(path, "octopus-3", kv_dtype="fp8_e4m3", layout="d1").digest,
+        Identity.of_engine(path, "octopus-3", kv_dtype="bf16", layout="d2").digest,
+    }
+    assert len(digests) == 10
+    with pytest.raises(MissingFile, match="is not a folder"):
+        Identity.of_engine(tmp_path / "none", "octopus-3", **options)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(InvalidParameter, match=r"holds no \*.safetensors: give revision"):
+        Identity.of_engine(path, "octopus-3", **options)
+    assert Identity.of_engine(path, "octopus-3", **options, revision="abc").weights == "abc"
+    with pytest.raises(InvalidParameter, match=r"tp is \(2, 2\)"):
+        Identity.of_engine(path, "octopus-3", **options, tp=(2, 2))
+    with pytest.raises(InvalidParameter, match="kv_dtype and layout name the engine's pages"):
+        Identity.of_engine(path, "octopus-3", kv_dtype="bf16", layout="")

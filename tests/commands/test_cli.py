@@ -320,6 +320,7 @@ PIPED = {
 }
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("words", PIPED.values(), ids=PIPED)
 def test_a_reader_that_leaves(words: list[str], file: Path, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
@@ -361,6 +362,7 @@ def _closed_streams() -> None:
     os.close(2)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("command", "more"), [("verify", []), ("inspect", []), ("convert", ["out", "kivi-4"])])
 def test_closed_streams(command: str, more: list[str], file: Path, tmp_path: Path) -> None:
     # Closed in the shell's way, before the interpreter starts.

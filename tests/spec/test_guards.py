@@ -51,6 +51,7 @@ def test_a_share_of_the_guards_is_shown_by_a_file_or_by_the_test_that_the_list_n
             assert caught_by_a_file(guard), f"no file shows what {guard.name} is for"
 
 
+@pytest.mark.scenario
 def test_a_guard_that_is_out_is_in_again_afterwards() -> None:
     guard = next(guard for guard in all_guards() if guard.text == "found != expected" and guard.where == "check_hash")
     assert caught_by_a_file(guard) == "invalid/digest-of-a-tensor.kvpack"

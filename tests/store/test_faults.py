@@ -290,6 +290,7 @@ def test_a_full_disk_is_a_miss(full_disks: Path) -> None:
     check_full_disk(*on_a_full_disk(full_disks))
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("variant", "seen"), [("leaves unfinished files", r"\.tmp'\] == \[\]"), ("raises", "No space left on device")])
 def test_a_store_that_minds_a_full_disk_is_seen(variant: str, seen: str, full_disks: Path) -> None:
     with pytest.raises(AssertionError, match=seen):

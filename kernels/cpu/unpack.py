@@ -37,7 +37,7 @@ def supports(side: Side, dtype: torch.dtype) -> bool:
 
 
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> None:
-    """Write all tokens of a side that ``supports`` takes to ``out``, contiguous ``[batch, kv_head, token, dim]``, in the original frame.
+    """Write all tokens of a side that ``supports`` takes to ``out`` ``[batch, kv_head, token, dim]``, whole rows, in the original frame.
 
     ``level`` is a place in ``library.levels()``. Raises MemoryError.
     """

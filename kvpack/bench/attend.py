@@ -17,6 +17,7 @@ from kvpack.coding.encoding import rounding_is_shown
 from kvpack.coding.modes import one_thread
 from kvpack.coding.recipes import parse_recipe
 
+from . import attend_load
 from .dense import by_products
 from .process_time import interleaved
 from .sizes import check_size
@@ -66,7 +67,13 @@ def run(
             tables.append({"tokens": count, "rows": _rows(count, recipes, repeats)})
             if progress:
                 progress(done, len(tokens))
-        return {"shape": [Q_HEADS, HEADS, DIM], "read_bytes_per_s": _read_speed(), "backend": kvpack.backends()["cpu"], "tables": tables}
+        return {
+            "shape": [Q_HEADS, HEADS, DIM],
+            "read_bytes_per_s": _read_speed(),
+            "backend": kvpack.backends()["cpu"],
+            "tables": tables,
+            "load": attend_load.run(repeats),
+        }
 
 
 def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, Any]]:
@@ -90,7 +97,7 @@ def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, A
         size = sum(stream.nbytes for stream in streams) + tails
         ways.append(_Way(recipe, size, partial(kvpack.attend, q, layer), cpu_kernels(q, layer) is not None))
         errors[recipe] = float((kvpack.attend(q, layer).double() - exact).norm() / exact.norm())
-    times = interleaved([way.call for way in ways], repeats, _CALLS)
+    times = [own.process for own in interleaved([way.call for way in ways], repeats, _CALLS)]
     rows: list[dict[str, Any]] = [
         {
             "name": way.name, "bytes": way.bytes, "kernels": way.kernels, "seconds": seconds, "gb_per_s": way.bytes / seconds / 1e9,
@@ -106,7 +113,7 @@ def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, A
 def _read_speed() -> float:
     """Bytes per second that one thread reads from memory, when it adds up integers."""
     source = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
-    return _READ_BYTES / interleaved([source.sum], 3, _CALLS)[0]
+    return _READ_BYTES / interleaved([source.sum], 3, _CALLS)[0].process
 
 
 def show(report: dict[str, Any]) -> None:
@@ -130,6 +137,7 @@ def show(report: dict[str, Any]) -> None:
             for row in table["rows"]
         ]
         print_table(f"{table['tokens']:,} tokens, one query, {q_heads}/{heads} heads x {dim}, one thread", columns, rows)
+    attend_load.show(report["load"])
     print(f"\nAttention by {report['backend']}. Times are of the process, below 1 is faster; every round calls each way.")
     print(f"Memory's speed is that of one thread adding up integers, {report['read_bytes_per_s'] / 1e9:.1f} GB/s.")
     print("The error is against attention in binary64 over the dense values: that of the recipe, on Gaussian values.")

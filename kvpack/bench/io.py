@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
 from dataclasses import dataclass
 from functools import partial
@@ -112,6 +113,8 @@ class _Timed(NamedTuple):
     name: str
     operation: str
     call: Callable[[], object]
+    writes: str | None = None
+    """The file that it makes: an older one is removed first, outside the timing."""
 
 
 def run(
@@ -151,8 +154,10 @@ def run(
         for number, recipe in enumerate(dict.fromkeys(recipes)):
             paths[recipe] = os.path.join(temporary, f"packed-{number}.kvpack")
             ways += _packed(cache, recipe, paths[recipe])
-        seconds = interleaved([way.call for way in ways], repeats, new_memory=True, progress=progress)
+        removals = [None if way.writes is None else partial(_remove, way.writes) for way in ways]
+        seconds = interleaved([way.call for way in ways], repeats, before=removals, new_memory=True, progress=progress)
         sizes = {name: dense.stored_bytes(path) for name, path in paths.items()}
+    copied = seconds[0].process
     by_safetensors = {way.operation: own for way, own in zip(ways, seconds, strict=True) if way.name == dense.WAYS[0].name}
     rows = []
     for way, own in zip(ways, seconds, strict=True):
@@ -163,10 +168,12 @@ def run(
                 "operation": way.operation,
                 "bytes": stored,
                 "bits_per_value": 16 * stored / cache.nbytes,
-                "seconds": own,
-                "gb_per_s": cache.nbytes / own / 1e9,
-                "of_copy": seconds[0] / own,
-                "of_safetensors": own / by_safetensors[way.operation] if way.operation in by_safetensors else None,
+                "seconds": own.process,
+                "wall_seconds": own.wall,
+                "gb_per_s": cache.nbytes / own.process / 1e9,
+                "of_copy": copied / own.process,
+                "of_safetensors": own.process / other.process if (other := by_safetensors.get(way.operation)) else None,
+                "wall_of_safetensors": own.wall / other.wall if other else None,
             }
         )
     return {"source": cache.label, "bf16_bytes": cache.nbytes, "repeats": repeats, "backend": kvpack.backends()["cpu"], "rows": rows}
@@ -175,7 +182,7 @@ def run(
 def _dense(cache: Source, way: dense.Way, path: str) -> list[_Timed]:
     tensors = cache.tensors
     queries = [_queries(k) for k, _ in cache.pairs]
-    ways = [_Timed(way.name, WRITE, partial(way.write, tensors, path)), _Timed(way.name, READ, partial(way.read, path))]
+    ways = [_Timed(way.name, WRITE, partial(way.write, tensors, path), path), _Timed(way.name, READ, partial(way.read, path))]
 
     def attend() -> list[torch.Tensor]:
         found = load_file(path)
@@ -191,18 +198,33 @@ def _packed(cache: Source, recipe: str, path: str) -> list[_Timed]:
     loaded = kvpack.load(path)
     queries = [_queries(k) for k, _ in cache.pairs]
 
+    in_use = [torch.zeros_like(x) for pair in cache.pairs for x in pair]
+
+    def unpack() -> None:
+        sides = [side for layer in loaded for side in (layer.k, layer.v) if side is not None]
+        for side, out in zip(sides, in_use, strict=True):
+            side.unpack_into(out)
+
     def attend() -> list[torch.Tensor]:
         return [kvpack.attend(q, layer) for q, layer in zip(queries, kvpack.load(path), strict=True)]
 
     return [
         _Timed(recipe, "encode", lambda: kvpack.pack(cache.pairs, recipe)),
-        _Timed(recipe, "save", lambda: kvpack.save(packed, path)),
+        _Timed(recipe, "save", lambda: kvpack.save(packed, path), path),
         _Timed(recipe, "load", lambda: kvpack.load(path)),
-        _Timed(recipe, "unpack", lambda: loaded.unpack(torch.bfloat16)),
-        _Timed(recipe, WRITE, lambda: kvpack.save(kvpack.pack(cache.pairs, recipe), path)),
+        _Timed(recipe, "unpack", unpack),
+        _Timed(recipe, WRITE, lambda: kvpack.save(kvpack.pack(cache.pairs, recipe), path), path),
         _Timed(recipe, READ, lambda: kvpack.load(path).unpack(torch.bfloat16)),
         _Timed(recipe, ATTEND, attend),
     ]
+
+
+def _remove(path: str) -> None:
+    """Remove a file, or a folder of files, if it is there."""
+    if os.path.isdir(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
 
 
 def _queries(k: torch.Tensor) -> torch.Tensor:
@@ -221,7 +243,7 @@ def show(report: dict[str, Any]) -> None:
     by_place = {(row["name"], row["operation"]): row for row in report["rows"]}
     names = list(dict.fromkeys(row["name"] for row in report["rows"]))
     columns = ["what", "bits per\nvalue"]
-    columns += [text for way in (WRITE, READ, ATTEND) for text in (f"{way},\nms", "x safe-\ntensors")]
+    columns += [text for way in (WRITE, READ, ATTEND) for text in (f"{way},\nms", "x safe-\ntensors", "on the\nclock")]
     rows = [[name, *_cells(by_place, name)] for name in names if (name, WRITE) in by_place]
     print_table(f"{report['source']}: {report['bf16_bytes']:,} bytes in bf16, median of {report['repeats']}", columns, rows)
     copy = by_place["memory", COPY]
@@ -233,8 +255,10 @@ def show(report: dict[str, Any]) -> None:
     ]
     print_table(f"The parts; a {COPY} has {copy['gb_per_s']:.1f} GB/s", ["what", *parts], rows)
     print(f"\nPacked rows by {report['backend']}. Times are of the process, in one thread; every round takes each way once.")
-    print("write: from values in memory to a file. read: from the file to bf16 values in new memory. Below 1 x safetensors is faster.")
+    print("On the clock: the ratio of the times that pass, which other load, and a disk that is written to meanwhile, disturb.")
+    print("write: from values in memory to a new file. read: from the file to bf16 values in new memory. Below 1 x safetensors is faster.")
     print(f"read, attend: from the file to the attention of one query of {Q_HEADS} heads per KV head, in every layer.")
+    print("encode: to new memory. unpack: into memory in use, as what it is compared with.")
     print(
         "GB/s count the bf16 cache's bytes; files are in the page cache, and nothing waits for the disk. kvpack's load checks every byte,"
     )
@@ -245,5 +269,6 @@ def _cells(by_place: dict[tuple[str, str], dict[str, Any]], name: str) -> list[s
     cells = [f"{by_place[name, WRITE]['bits_per_value']:.2f}"]
     for way in (WRITE, READ, ATTEND):
         row = by_place.get((name, way))
-        cells += ["", ""] if row is None else [f"{1000 * row['seconds']:.1f}", f"{row['of_safetensors']:.2f}"]
+        ratios = [] if row is None else [f"{row[key]:.2f}" for key in ("of_safetensors", "wall_of_safetensors")]
+        cells += ["", "", ""] if row is None else [f"{1000 * row['seconds']:.1f}", *ratios]
     return cells

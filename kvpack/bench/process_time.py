@@ -1,11 +1,11 @@
-"""Seconds that the process works: in one thread (``modes.one_thread``), other load on the machine disturbs them least."""
+"""Seconds that the process works, and that pass: in one thread (``modes.one_thread``), other load disturbs the former least."""
 
 from __future__ import annotations
 
 import ctypes
 import statistics
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -13,27 +13,43 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 
+class Seconds(NamedTuple):
+    """The medians of one call: of the process, in all its threads, and on the clock."""
+
+    process: float
+    wall: float
+
+
 def interleaved(
-    calls: Sequence[Callable[[], object]], repeats: int, at_once: int = 1, *, new_memory: bool = False, progress: Progress | None = None
-) -> list[float]:
+    calls: Sequence[Callable[[], object]],
+    repeats: int,
+    at_once: int = 1,
+    *,
+    before: Sequence[Callable[[], object] | None] = (),
+    new_memory: bool = False,
+    progress: Progress | None = None,
+) -> list[Seconds]:
     """The seconds of one call of each: the median over ``repeats`` rounds, after one to warm up, each of ``at_once`` calls of each in turn.
 
-    What the last call returns is freed outside the timing. With ``new_memory`` the allocator first gives what is free back to the
-    system: otherwise a call takes pages that the one before it left, or pays for new ones, by chance.
+    What ``before`` holds for a call is called before its timing, and what the last call returns is freed after it. With ``new_memory``
+    the allocator first gives what is free back to the system: otherwise a call takes pages that the one before it left, or pays for
+    new ones, by chance.
     """
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if new_memory else None
-    times: list[list[float]] = [[] for _ in calls]
+    times: list[list[Seconds]] = [[] for _ in calls]
     for number in range(repeats + 1):
-        for place, (call, own) in enumerate(zip(calls, times, strict=True), 1):
+        for place, (call, first, own) in enumerate(zip(calls, before or [None] * len(calls), times, strict=True), 1):
+            if first is not None:
+                first()
             if give_back is not None:
                 give_back(0)
-            started = time.process_time()
+            started = Seconds(time.process_time(), time.perf_counter())
             for _ in range(at_once):
                 result = call()
-            seconds = (time.process_time() - started) / at_once
+            seconds = Seconds((time.process_time() - started.process) / at_once, (time.perf_counter() - started.wall) / at_once)
             del result
             if number:
                 own.append(seconds)
             if progress:
                 progress(number * len(calls) + place, (repeats + 1) * len(calls))
-    return [statistics.median(own) for own in times]
+    return [Seconds(*(statistics.median(part) for part in zip(*own, strict=True))) for own in times]

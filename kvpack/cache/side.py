@@ -128,19 +128,40 @@ class Side:
         Raises InvalidDtype unless ``dtype`` is a floating-point one.
         """
         check_floating(dtype)
+        with own_modes(self.device):
+            result = empty((self.batch, self.heads, self.tokens, self.dim), dtype, self.device)
+            self._unpack_into(result)
+        return result
+
+    def unpack_into(self, out: torch.Tensor) -> None:
+        """Decode all tokens, as ``unpack``, into ``out`` ``[batch, kv_head, token, dim]`` of any floating-point dtype and strides.
+
+        Raises InvalidShape, InvalidDtype, and InvalidParameter for a tensor on another device.
+        """
+        if not isinstance(out, torch.Tensor):
+            raise InvalidDtype(f"unpack_into: a {type(out).__name__} where a tensor is expected")
+        check_floating(out.dtype)
+        expected = (self.batch, self.heads, self.tokens, self.dim)
+        if tuple(out.shape) != expected:
+            raise InvalidShape(f"unpack_into: shape {list(out.shape)}, and the side has {list(expected)}")
+        if out.device != self.device:
+            raise InvalidParameter(f"unpack_into: the tensor is on {out.device} and the cache is on {self.device}")
+        with own_modes(self.device):
+            # Kernels write whole rows.
+            rows = out.is_contiguous() or (out.device.type == "cpu" and out.stride(3) == 1)
+            self._unpack_into(out) if rows else out.copy_(self.unpack(out.dtype))
+
+    def _unpack_into(self, out: torch.Tensor) -> None:
         per_tile = tokens_at_once(self.batch * self.heads * self.dim, max(128, self.codec.token_group), self.codec.token_group, self.device)
 
         def unpack_tile(start: int, stop: int) -> None:
             page, first = self.place(start, stop)
             source = self.tail[:, :, start - first : stop - first] if page is None else page.decode(start - first, stop - first)
-            result[:, :, start:stop] = source
+            out[:, :, start:stop] = source
 
-        with own_modes(self.device):
-            result = empty((self.batch, self.heads, self.tokens, self.dim), dtype, self.device)
-            left = unpack_into(self, result)
-            tiles = [tile for tile in self.tiles(per_tile) if any(start <= tile[0] < stop for start, stop in left)] if left else []
-            for_each_block(unpack_tile, tiles, self.device)
-        return result
+        left = unpack_into(self, out)
+        tiles = [tile for tile in self.tiles(per_tile) if any(start <= tile[0] < stop for start, stop in left)] if left else []
+        for_each_block(unpack_tile, tiles, self.device)
 
     def prefix(self, tokens: int) -> Side:
         """The first ``tokens`` tokens; packed bytes are shared, nothing is decoded."""

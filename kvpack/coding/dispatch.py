@@ -83,7 +83,7 @@ def choice() -> tuple[str | None, str | None]:
 
 
 def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
-    """Decode ``side`` into new memory ``out`` ``[batch, kv_head, token, dim]`` in the original frame, where kernels do so in one pass.
+    """Decode ``side`` into ``out`` ``[batch, kv_head, token, dim]``, whole rows, in the original frame, where kernels do so in one pass.
 
     Returns the ranges of tokens that are left to be written: all of them where no kernels run, and none where C takes the side. Raises
     InvalidShape when a stream is not laid out as its codec says, and what ``uses_triton`` and ``uses_c`` raise.

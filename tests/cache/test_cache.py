@@ -372,3 +372,29 @@ def test_prefix_then_append_continues(tokens: int, cut: int) -> None:
     assert cache.tokens == tokens
     if tokens:
         assert relative_error(cache, pairs) <= 0.12
+
+
+@pytest.mark.parametrize("recipe", ["kivi-2;tail=32", "octopus-3-scaled", "ott-2", "lossless", "bf16", "int-4-med3"])
+def test_a_side_unpacks_into_given_memory(recipe: str) -> None:
+    cache = kvpack.pack(random_pairs(1, 100), recipe)
+    for side in cache[0].sides.values():
+        batch, heads, tokens, dim = side.batch, side.heads, side.tokens, side.dim
+        room = torch.full((batch, heads, tokens + 5, dim + 1), torch.nan, dtype=torch.bfloat16)
+        for out in (room[:, :, 2:-3, :dim], room.transpose(2, 3)[:, :, :dim, 2:-3].transpose(2, 3), torch.empty(batch, heads, tokens, dim)):
+            room.fill_(torch.nan)
+            side.unpack_into(out)
+            assert torch.equal(out, side.unpack(out.dtype))
+            assert int(room.isnan().sum()) in (room.numel(), room.numel() - out.numel())
+
+
+def test_memory_that_does_not_fit_is_refused() -> None:
+    side = kvpack.pack(random_pairs(1, 100), "kivi-2")[0].k
+    assert side is not None
+    for out, error, message in (
+        (numpy.zeros((1, 2, 100, 64)), InvalidDtype, "a ndarray where a tensor is expected"),
+        (torch.zeros(1, 2, 100, 64, dtype=torch.int8), InvalidDtype, "torch.int8 cannot hold decoded values"),
+        (torch.zeros(1, 2, 99, 64), InvalidShape, r"shape \[1, 2, 99, 64\], and the side has \[1, 2, 100, 64\]"),
+        (torch.zeros(1, 2, 100, 64, device="meta"), InvalidParameter, "the tensor is on meta and the cache is on cpu"),
+    ):
+        with pytest.raises(error, match=message):
+            side.unpack_into(out)  # type: ignore[arg-type]

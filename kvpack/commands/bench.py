@@ -47,6 +47,7 @@ def add(commands: Any) -> None:
     _add_quality(kinds)
     _add_fidelity(kinds)
     _add_attend(kinds)
+    _add_pages(kinds)
     _add_kernels(kinds)
     _add_overview(kinds)
     _add_store(kinds)
@@ -114,6 +115,19 @@ def _add_attend(kinds: Any) -> None:
     attend.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
     add_json(attend)
     attend.set_defaults(run=run_attend)
+
+
+def _add_pages(kinds: Any) -> None:
+    pages = kinds.add_parser(
+        "pages",
+        help="an engine's pages to rows and back on the CPU, compared with the kernels alone",
+        description="Time jobs of pages to rows and back on the CPU in one thread, compared with the kernels on one page and with a copy.",
+    )
+    pages.add_argument("--pages", type=int, default=16, metavar="N", help="pages of a job (default: 16)")
+    pages.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: eight)")
+    pages.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
+    add_json(pages)
+    pages.set_defaults(run=run_pages)
 
 
 def _add_kernels(kinds: Any) -> None:
@@ -288,6 +302,16 @@ def run_kernels(arguments: argparse.Namespace) -> int:
             progress=callback,
         )
     print_report(report, kernels.show, arguments)
+    return 0
+
+
+def run_pages(arguments: argparse.Namespace) -> int:
+    """Measure pages of an engine."""
+    from kvpack.bench import pages
+
+    with progress("bench pages", arguments) as callback:
+        report = pages.run(arguments.pages, arguments.recipe or pages.RECIPES, repeats=arguments.repeats, progress=callback)
+    print_report(report, pages.show, arguments)
     return 0
 
 

@@ -1,0 +1,137 @@
+"""kvpack bench pages: pages of an engine to rows and back, beside the kernels alone on one page and a copy, in one interleaved run.
+
+Times are of the process, in one thread: other load on the machine disturbs them least.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import kvpack
+from kvpack.cache.pages import Page
+from kvpack.cache.side import Side
+from kvpack.coding.encoding import encode, rounding_is_shown
+from kvpack.coding.modes import one_thread
+
+from .process_time import interleaved
+from .sizes import check_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvpack.coding.encoding import Progress
+
+RECIPES = ("raw", "kivi-4", "kv=group:b=4,g=32", "octopus-4", "octopus-3", "turboquant-4", "turboangle-k8v4", "hqmq-s24-r3")
+"""Engines' usual choices, and one preset per family that C encodes."""
+
+PAGES, LAYERS, HEADS, TOKENS, DIM = 16, 4, 8, 128, 128
+MOST_PAGES = 1024
+
+
+def run(pages: int = PAGES, recipes: Sequence[str] = RECIPES, *, repeats: int = 5, progress: Progress | None = None) -> dict[str, Any]:
+    """Measure jobs of ``pages`` pages of 4 layers x 8 heads x 128 tokens x 128, of bf16, and return JSON values.
+
+    ``encode`` and ``decode`` are bytes of bf16 per second of a job; ``kernels_encode`` and ``kernels_decode`` of the kernels called for
+    one layer and side after the other, without rows, checksums or an engine's strides. Medians over ``repeats`` rounds.
+    Raises InvalidParameter and InvalidRecipe.
+    """
+    check_size("repeats", repeats, 1, 1000, "timings")
+    check_size("pages", pages, 1, MOST_PAGES, "pages")
+    geometry = kvpack.PageGeometry(LAYERS, HEADS, TOKENS, DIM, DIM)
+    source = torch.Generator().manual_seed(0)
+    # K and V are next to each other in every head and token, as vLLM keeps them.
+    given = torch.randn(pages, LAYERS, HEADS, TOKENS, 2, DIM, generator=source).to(torch.bfloat16)
+    target = torch.zeros_like(given)
+    buffers = [kvpack.PageBuffer(geometry, *pool.unbind(4)) for pool in (given, target)]
+    with one_thread(), rounding_is_shown():
+        rows = []
+        for done, recipe in enumerate(recipes, 1):
+            rows.append(_row(recipe, geometry, buffers, given, repeats))
+            if progress:
+                progress(done, len(recipes))
+        (copied,) = interleaved([partial(target.copy_, given)], repeats, 1)
+    return {
+        "shape": [LAYERS, HEADS, TOKENS, DIM],
+        "pages": pages,
+        "page_bytes": geometry.raw_bytes,
+        "copy": pages * geometry.raw_bytes / copied,
+        "backend": kvpack.backends()["cpu"],
+        "rows": rows,
+    }
+
+
+def _row(recipe: str, geometry: kvpack.PageGeometry, buffers: list[kvpack.PageBuffer], given: torch.Tensor, repeats: int) -> dict[str, Any]:
+    codec = kvpack.PageCodec(recipe, geometry)
+    count = given.shape[0]
+    stored, slots = torch.zeros(count, codec.nbytes, dtype=torch.uint8), range(count)
+    by_kernels = [_Kernels(codec.contents.codecs[entry.codec], x) for entry, x in _sides(codec, given[0])]
+    calls: list[Callable[[], object]] = [
+        partial(codec.encode_into, buffers[0], slots, stored),
+        partial(codec.decode_into, stored, buffers[1], slots),
+        lambda: [side.encode() for side in by_kernels],
+        lambda: [side.decode() for side in by_kernels],
+    ]
+    calls[0]()
+    encoded, decoded, one_encoded, one_decoded = interleaved(calls, repeats, 1)
+    size = geometry.raw_bytes
+    row = {
+        "recipe": recipe,
+        "row_bytes": codec.nbytes,
+        "ratio": size / codec.nbytes,
+        "encode": count * size / encoded,
+        "decode": count * size / decoded,
+        "kernels_encode": size / one_encoded,
+        "kernels_decode": size / one_decoded,
+    }
+    row |= {f"{name}_of_kernels": row[name] / row[f"kernels_{name}"] for name in ("encode", "decode")}
+    return row
+
+
+def _sides(codec: kvpack.PageCodec, page: torch.Tensor) -> list[Any]:
+    """Each side's entry with its dense values ``[1, head, token, channel]``."""
+    return [
+        (entry, page[number, None, :, :, "kv".index(name)].contiguous())
+        for number, layer in enumerate(codec.contents.layers)
+        for name, entry in layer.sides()
+    ]
+
+
+class _Kernels:
+    """One side of one layer, encoded and decoded by what ``pack`` and ``unpack`` call."""
+
+    def __init__(self, codec: Any, x: torch.Tensor) -> None:
+        self._codec, self._x = codec, x
+        page = Page(codec, x.shape[2], encode(codec, x, "page"))
+        self._side = Side(codec, (page,), x[:, :, :0], 0)
+
+    def encode(self) -> None:
+        encode(self._codec, self._x, "page")
+
+    def decode(self) -> None:
+        self._side.unpack(self._x.dtype)
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the table and the meaning of its columns."""
+    from kvpack.output import bytes_text, print_table
+
+    columns = ["recipe", "row bytes", "smaller", "encode\nGB/s", "decode\nGB/s", "encode, of\nthe kernels", "decode, of\nthe kernels"]
+    rows = [
+        [
+            row["recipe"],
+            bytes_text(row["row_bytes"]),
+            f"{row['ratio']:.2f}",
+            f"{row['encode'] / 1e9:.2f}",
+            f"{row['decode'] / 1e9:.2f}",
+            f"{row['encode_of_kernels']:.2f}",
+            f"{row['decode_of_kernels']:.2f}",
+        ]
+        for row in report["rows"]
+    ]
+    layers, heads, tokens, dim = report["shape"]
+    print_table(f"{report['pages']:,} pages of {layers} layers x {heads} heads x {tokens} tokens x {dim}, one thread", columns, rows)
+    print(f"\nBytes are those of bf16 per second, by {report['backend']}; a copy of the pages takes {report['copy'] / 1e9:.1f} GB/s.")
+    print("The kernels are those of pack and unpack, called for each side of one page: above 1 is faster than they.")

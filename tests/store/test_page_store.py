@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from kvpack import Identity, PageBuffer, PageGeometry, PageStore, Tier, cli
 from kvpack.errors import InvalidParameter, MissingFile
 from kvpack.pages.codec import key_digest
 from kvpack.store.page_keys import page_key
+
+from redis_server import running  # isort: skip
 
 GEOMETRY = PageGeometry(layers=2, heads=2, tokens=16, dim_k=32, dim_v=32)
 IDENTITY = Identity("model", "kv=group:b=4,g=32", weights="w")
@@ -33,17 +36,29 @@ def cleared(slots: int = 4) -> tuple[PageBuffer, torch.Tensor]:
     return PageBuffer(GEOMETRY, made[:, 0], made[:, 1]), made
 
 
-def locations(folder: Path) -> dict[str, Any]:
+@pytest.fixture(params=["a folder", "memory", "tiers", "an object store", "Redis"])
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     memory = Tier("memory://", max_bytes=10**7)
-    return {"a folder": folder / "a", "memory": [memory], "tiers": [memory, folder / "b"]}
+    match request.param:
+        case "a folder":
+            yield tmp_path
+        case "memory":
+            yield [memory]
+        case "tiers":
+            yield [memory, tmp_path]
+        case "an object store":
+            yield pytest.importorskip("obstore").store.MemoryStore()
+        case _:
+            pytest.importorskip("redis")
+            with running(tmp_path) as server:
+                yield server.url
 
 
-@pytest.mark.parametrize("kind", ["a folder", "memory", "tiers"])
 @pytest.mark.parametrize("options", [{}, SECRET], ids=["plain", "encrypted"])
-def test_pages_come_back_by_their_keys(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_pages_come_back_by_their_keys(location: Any, options: dict[str, Any]) -> None:
     given, values = pages()
     target, found = cleared()
-    with PageStore(locations(tmp_path)[kind], IDENTITY, GEOMETRY, **options) as store:
+    with PageStore(location, IDENTITY, GEOMETRY, **options) as store:
         assert store.present(KEYS) == [False] * 4
         assert store.put(KEYS[:3], given, [0, 1, 2]) == [True] * 3
         assert store.put([KEYS[3]], given, [3], ancestors=KEYS[:3]) == [True]

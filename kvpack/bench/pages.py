@@ -52,7 +52,7 @@ def run(pages: int = PAGES, recipes: Sequence[str] = RECIPES, *, repeats: int = 
             rows.append(_row(recipe, geometry, buffers, given, repeats))
             if progress:
                 progress(done, len(recipes))
-        (copied,) = interleaved([partial(target.copy_, given)], repeats, 1)
+        copied = interleaved([partial(target.copy_, given)], repeats)[0].process
     return {
         "shape": [LAYERS, HEADS, TOKENS, DIM],
         "pages": pages,
@@ -71,13 +71,13 @@ def _row(recipe: str, geometry: kvpack.PageGeometry, buffers: list[kvpack.PageBu
     calls: list[Callable[[], object]] = [
         partial(codec.encode_into, buffers[0], slots, stored),
         partial(codec.decode_into, stored, buffers[1], slots),
-        lambda: [side.encode() for side in by_kernels],
-        lambda: [side.decode() for side in by_kernels],
+        partial(_each, [side.encode for side in by_kernels]),
+        partial(_each, [side.decode for side in by_kernels]),
     ]
     calls[0]()
-    encoded, decoded, one_encoded, one_decoded = interleaved(calls, repeats, 1)
+    encoded, decoded, one_encoded, one_decoded = (found.process for found in interleaved(calls, repeats))
     size = geometry.raw_bytes
-    row = {
+    return {
         "recipe": recipe,
         "row_bytes": codec.nbytes,
         "ratio": size / codec.nbytes,
@@ -85,9 +85,9 @@ def _row(recipe: str, geometry: kvpack.PageGeometry, buffers: list[kvpack.PageBu
         "decode": count * size / decoded,
         "kernels_encode": size / one_encoded,
         "kernels_decode": size / one_decoded,
+        "encode_of_kernels": count * one_encoded / encoded,
+        "decode_of_kernels": count * one_decoded / decoded,
     }
-    row |= {f"{name}_of_kernels": row[name] / row[f"kernels_{name}"] for name in ("encode", "decode")}
-    return row
 
 
 def _sides(codec: kvpack.PageCodec, page: torch.Tensor) -> list[Any]:
@@ -97,6 +97,11 @@ def _sides(codec: kvpack.PageCodec, page: torch.Tensor) -> list[Any]:
         for number, layer in enumerate(codec.contents.layers)
         for name, entry in layer.sides()
     ]
+
+
+def _each(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 class _Kernels:

@@ -11,6 +11,7 @@ from .channel_order import ChannelOrder
 from .channel_scale import ChannelScale
 from .errors import UnknownCodec
 from .group import Group
+from .klt import Klt
 from .lossless import Lossless
 from .minifloat import Minifloat
 from .norm_rule import SKETCHED
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from .side_car import SideCar
 
 CODECS: dict[str, type[CodecFamily]] = {
-    codec.id: codec for codec in (Raw, Lossless, Group, Minifloat, Scalar, Octahedral, Angle, Polar, Quaternion)
+    codec.id: codec for codec in (Raw, Lossless, Group, Minifloat, Scalar, Octahedral, Angle, Polar, Quaternion, Klt)
 }
 """Codec families by id."""
 

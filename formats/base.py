@@ -89,6 +89,8 @@ class Codec(ABC):
     """A codec with its parameters bound to one head dim: one of a family (``family.CodecFamily``), or one with side-cars."""
 
     id: ClassVar[str]
+    takes_side_cars: ClassVar[bool] = True
+    """Whether a codec that is lossy can have side-cars."""
     dim: int
 
     @property

@@ -61,6 +61,10 @@ class UnknownCodec(KvpackError):
     """The header names a codec that this kvpack does not know."""
 
 
+class MissingBasis(KvpackError):
+    """A side needs a basis that the reader was not given; the message names its digest."""
+
+
 class InvalidHeader(KvpackError):
     """The header breaks a rule of the format."""
 

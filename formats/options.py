@@ -9,6 +9,8 @@ from .errors import InvalidParameter
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from .basis import Calibrated
+
 
 class UnknownWord(InvalidParameter):
     """An option or value that a codec does not know; ``word`` is the part of the recipe to point at."""
@@ -21,12 +23,13 @@ class UnknownWord(InvalidParameter):
 class Options:
     """The ``name=value`` words given to ``codec``. Every reader names its default and its range.
 
-    ``sketched`` tells the codec that a side-car will describe its residual.
+    ``sketched`` tells the codec that a side-car will describe its residual; ``calibrated`` is what it takes from a basis, if it needs one.
     """
 
-    def __init__(self, codec: str, words: Mapping[str, str]) -> None:
+    def __init__(self, codec: str, words: Mapping[str, str], calibrated: Calibrated | None = None) -> None:
         self.codec = codec
         self.sketched = False
+        self.calibrated = calibrated
         self._words = dict(words)
         # The names that were read, in the order of their first reading.
         self._known: dict[str, None] = {}
@@ -71,6 +74,10 @@ class Options:
         if text not in known:
             raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected one of {', '.join(known)}", f"{name}={text}")
         return text
+
+    def text(self, name: str) -> str | None:
+        """Any word; None if it is not given."""
+        return self._read(name)
 
     def finish(self) -> None:
         """Refuse the words that were not read."""

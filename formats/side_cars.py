@@ -32,7 +32,7 @@ _LARGE = 2.0**100
 class WithSideCars(Codec):
     """``codec`` with at least one side-car; ``side_cars`` are in the order of the table ``formats.SIDE_CARS``.
 
-    Raises InvalidParameter for a codec that loses nothing that a side-car could keep.
+    Raises InvalidParameter for a codec that takes none: one that loses nothing that a side-car could keep, or one with a basis.
     """
 
     id: ClassVar[str] = ""
@@ -42,7 +42,7 @@ class WithSideCars(Codec):
     side_cars: tuple[SideCar, ...]
 
     def __post_init__(self) -> None:
-        if self.codec.exact_dtype is not None:
+        if self.codec.exact_dtype is not None or not self.codec.takes_side_cars:
             raise InvalidParameter(
                 f"codec {self.codec.id} takes no side-cars, found {', '.join(side_car.name for side_car in self.side_cars)}"
             )

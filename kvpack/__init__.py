@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .cache.packing import pack
     from .cache.pages import Page
     from .cache.side import Side
+    from .coding.bases import Basis
     from .coding.dispatch import backends
     from .coding.recipes import PRESETS, Recipe
     from .errors import (
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         KvpackError,
         KvpackWarning,
         LimitExceeded,
+        MissingBasis,
         MissingFile,
         NonFinite,
         NotConsecutive,
@@ -64,6 +66,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "attend": "attention",
     "backends": "coding.dispatch",
+    "Basis": "coding.bases",
     "Cache": "cache.cache",
     "Layer": "cache.layer",
     "LiveCache": "live.cache",
@@ -90,6 +93,7 @@ _HOMES = {
 
 __all__ = [
     "PRESETS",
+    "Basis",
     "Cache",
     "DigestMismatch",
     "Identity",
@@ -106,6 +110,7 @@ __all__ = [
     "LimitExceeded",
     "LiveCache",
     "Minifloats",
+    "MissingBasis",
     "MissingFile",
     "NonFinite",
     "NotConsecutive",

@@ -6,6 +6,7 @@ answer that runs. It is slow and keeps whole files in memory. ``python spec/deco
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import struct
@@ -723,6 +724,8 @@ class Codec:
     side_cars: Mapping[str, SideCar] = field(default_factory=dict)
     coded: Callable[[Any, str], dict[str, list[list[list[int]]]]] = lambda side, prefix: {}
     """The rows of digits that other streams of a side code together, as those of code streams."""
+    basis: tuple[bytes, int, str] | None = None
+    """The digest, the layer and the side of the basis that a reader must be given."""
 
     @property
     def streams(self) -> dict[str, Columns | NumberStream]:
@@ -779,6 +782,106 @@ def packings(
 
 def one_digit(base: int, alphabet: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (base,), (alphabet or base,)
+
+
+# codecs/klt.md, basis.md ---------------------------------------------------------------------------------------------
+
+KLT_PARAMETERS = "codecs/klt.md, Parameters and ranges"
+BASIS = "basis"
+RUN_COLUMNS = 16
+TABLE_VALUES = 510
+
+
+def basis_rows(dim: int) -> int:
+    """N(dim)."""
+    return 2 + dim + ceil_div(TABLE_VALUES * ceil_div(dim, RUN_COLUMNS), dim)
+
+
+def klt(entry: Mapping[str, Any]) -> Codec:
+    rule = KLT_PARAMETERS
+    dim, digest, layer, side, rows, widths, gain, fields = take_parameters(
+        entry,
+        {
+            "dim": range(1, MAX_DIM + 1),
+            "basis": bytes,
+            "layer": range(4096),
+            "side": ("k", "v"),
+            "rows": ("basis", *HALF_OR_SINGLE),
+            "widths": bytes,
+            "gain": ("none", "fp16"),
+            "fields": dict,
+        },
+    )
+    require(len(digest) == 32, rule, f"basis has {len(digest)} bytes")
+    require(len(widths) == ceil_div(dim, RUN_COLUMNS), rule, f"widths has {len(widths)} bytes")
+    require(max(widths) <= 8 and any(widths), rule, f"widths is {widths.hex()}")
+    columns: dict[str, list[int]] = {f"codes_{width}": [] for width in sorted({*widths} - {0})}
+    for j in range(dim):
+        if widths[j // RUN_COLUMNS]:
+            columns[f"codes_{widths[j // RUN_COLUMNS]}"].append(j)
+    require(list(fields) == list(columns), rule, f"fields names {list(fields)}, not {list(columns)}")
+    codes: dict[str, Columns] = {}
+    for name, own in columns.items():
+        codes |= packings("klt", {name: fields[name]}, len(own), {name: one_digit(2 ** int(name[-1]))})
+
+    def coded(digits: Digits, row: Numbers) -> tuple[list[float], list[float]]:
+        """m and v."""
+        mean = [256.0 * value for value in row["rows"][:dim]]
+        tables = row["rows"][dim * (2 + dim) :]
+        v = [0.0] * dim
+        for name, own in columns.items():
+            width = int(name[-1])
+            for j, s in zip(own, digits[name][0], strict=True):
+                v[j] = tables[TABLE_VALUES * (j // RUN_COLUMNS) + 2**width - 2 + s]
+                if gain == "fp16":
+                    v[j] *= row["gain"][0]
+        return mean, v
+
+    def decode(digits: Digits, row: Numbers) -> list[float]:
+        mean, v = coded(digits, row)
+        matrix = [row["rows"][dim * (1 + j) : dim * (2 + j)] for j in range(dim)]
+        return [f32(math.fsum((m + value) * d[c] for m, value, d in zip(mean, v, matrix, strict=True))) for c in range(dim)]
+
+    def tolerance(digits: Digits, row: Numbers) -> list[float]:
+        mean, v = coded(digits, row)
+        matrix = [row["rows"][dim * (1 + j) : dim * (2 + j)] for j in range(dim)]
+        sums = (sum((abs(m) + abs(value)) * abs(d[c]) for m, value, d in zip(mean, v, matrix, strict=True)) for c in range(dim))
+        return [2.0**-18 * one + 2.0**-126 for one in sums]
+
+    numbers_ = [NumberStream("gain", "F16", ())] if gain == "fp16" else []
+    if rows != "basis":
+        numbers_.append(NumberStream("rows", HALF_OR_SINGLE[rows], (basis_rows(dim), dim), per="run"))
+    return Codec("klt", dim, 1, codes, numbers_, decode, tolerance, basis=(digest, layer, side) if rows == "basis" else None)
+
+
+def check_basis(file: File) -> None:
+    """basis.md, File, but for the values."""
+    rule = "basis.md, File"
+    for number, layer in enumerate(file.layers):
+        for name, side in layer.items():
+            if side is not None:
+                what = f"{number}.{name}"
+                dtypes = [stream.dtype for stream in side.codec.streams.values() if isinstance(stream, NumberStream)]
+                require(side.codec.id == "raw" and dtypes[0] in ("F16", "F32"), rule, f"{what}: codec {side.codec.id} {dtypes}")
+                require(side.batch == 1 and side.tail == 0, rule, f"{what}: batch {side.batch}, tail {side.tail}")
+                require(side.packed >= basis_rows(side.codec.dim), rule, f"{what}: {side.packed} rows")
+
+
+def rows_for(side: Side, prefix: str, bases: Mapping[bytes, bytes]) -> list[list[float]]:
+    """For each head of a side that needs a basis, its rows, from ``bases``, files by digest."""
+    rule = KLT_PARAMETERS
+    assert side.codec.basis is not None
+    digest, layer, name = side.codec.basis
+    require(digest in bases, rule, f"{prefix}*: MissingBasis: the basis {digest.hex()} was not given")
+    assert hashlib.sha256(bases[digest]).digest() == digest
+    found = read(bases[digest])
+    require(layer < len(found.layers) and found.layers[layer][name] is not None, rule, f"{prefix}*: the basis has no {layer}.{name}")
+    basis = found.layers[layer][name]
+    assert basis is not None
+    same = (basis.heads, basis.codec.dim) == (side.heads, side.codec.dim)
+    require(same, rule, f"{prefix}*: the basis has {basis.heads} heads of {basis.codec.dim} channels")
+    size = basis.packed * basis.codec.dim
+    return [basis.values[h * size : (h + 1) * size] for h in range(basis.heads)]
 
 
 # codecs/raw.md -------------------------------------------------------------------------------------------------------
@@ -1429,6 +1532,7 @@ CODECS: dict[str, Callable[[Mapping[str, Any]], Codec]] = {
     "raw": raw,
     "group": group,
     "lossless": lossless,
+    "klt": klt,
     "minifloat": minifloat,
     "octahedral": octahedral,
     "quaternion": quaternion,
@@ -1462,6 +1566,7 @@ def take_side_cars(entry: Mapping[str, Any], codec: Codec) -> dict[str, SideCar]
     require(list(entry)[len(entry) - len(names) :] == names, SIDE_CARS, f"the keys of {codec.id} are in the order {list(entry)}")
     require(not names or codec.id != "raw", SIDE_CARS, f"raw has the side-cars {names}")
     require(not names or codec.id != "lossless", "codecs/lossless.md, Parameters and ranges", f"lossless has the side-cars {names}")
+    require(not names or codec.id != "klt", KLT_PARAMETERS, f"klt has the side-cars {names}")
     return {name: take_side_car(name, entry[name], codec) for name in names}
 
 
@@ -1597,6 +1702,7 @@ class Side:
 class File:
     """What a file holds."""
 
+    required: list[str]
     ignorable: dict[str, bytes]
     model: dict[str, str]
     recipe: str
@@ -1619,7 +1725,7 @@ LAYER_POSITIONS = "layer-positions"
 STATES = "container.md, Layer states"
 LAYER_STATE = "layer-state"
 RECORD = 96
-REQUIRED_FEATURES = {LAYER_POSITIONS.encode(), LAYER_STATE.encode()}
+REQUIRED_FEATURES = {LAYER_POSITIONS.encode(), LAYER_STATE.encode(), BASIS.encode()}
 LIMITS = "container.md, Limits"
 
 
@@ -1657,7 +1763,7 @@ def take_header(
     require(len(codecs) <= MAX_CODECS, LIMITS, f"{len(codecs)} codecs")
     require(len(layers) <= MAX_LAYERS, LIMITS, f"{len(layers)} layers")
     made = [take_codec(entry, f"codec {number}", CODECS if known is None else known) for number, entry in enumerate(codecs)]
-    file = File(ignorable, model, recipe, start, [], made, [], [])
+    file = File(required, ignorable, model, recipe, start, [], made, [], [])
     for number, layer in enumerate(layers):
         sides = take_keys(layer, ["k", "v"], f"layer {number}")
         k, v = (None if side is None else take_side(side, made, f"layer {number}") for side in sides)
@@ -1666,6 +1772,8 @@ def take_header(
         file.layers.append({"k": k, "v": v})
     require(required == sorted(set(required)), "container.md, Header tensor", f"required is {required}, not in order or not each once")
     file.starts = take_starts(file, LAYER_POSITIONS in required)
+    if BASIS in required:
+        check_basis(file)
     states = take_states(file, LAYER_STATE in required)
     if without_tensors:
         return file
@@ -1907,8 +2015,11 @@ Decompress = Callable[[bytes, int], bytes]
 """Takes a Zstandard frame and the size of its content, and gives the content."""
 
 
-def read(data: bytes, decompress: Decompress | None = None) -> File:
-    """Check a whole file and decode it, in the order of container.md, Reading; raises ``Refused``."""
+def read(data: bytes, decompress: Decompress | None = None, bases: Sequence[bytes] = ()) -> File:
+    """Check a whole file and decode it, in the order of container.md, Reading; raises ``Refused``.
+
+    ``bases`` are the files of bases that the caller has.
+    """
     rule = "container.md, JSON header"
     major = re.match(re.escape(JSON_START) + rb'([1-9][0-9]{0,8})[ "]', data[8 : 8 + len(JSON_START) + 10])
     if major is None:
@@ -1946,10 +2057,14 @@ def read(data: bytes, decompress: Decompress | None = None) -> File:
             require(not any(stored), "container.md, Tensors and alignment", f"the pad at {place.begin} is not zero")
         else:
             contents[place.tensor.name] = take_content(place.tensor, stored, decompress)
+    by_digest = {hashlib.sha256(basis).digest(): basis for basis in bases}
     for number_, layer in enumerate(file.layers):
         for name, side in layer.items():
             if side is not None:
-                decode_side(side, f"{number_}.{name}.", contents)
+                decode_side(side, f"{number_}.{name}.", contents, by_digest)
+                if BASIS in file.required:
+                    finite = all(map(math.isfinite, side.values))
+                    require(finite, "basis.md, File", f"{number_}.{name}: a value is not finite")
     file.states = {name: content for name, content in contents.items() if name.split(".")[1] == "state"}
     return file
 
@@ -1966,7 +2081,7 @@ def take_content(tensor: Tensor, stored: bytes, decompress: Decompress | None) -
     return content
 
 
-def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes]) -> None:
+def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: Mapping[bytes, bytes] | None = None) -> None:
     """Step 9 of Reading: the rules of the codec, then its values; all tokens of a head, the packed ones before the tail."""
     codec = side.codec
     for name, stream in codec.streams.items():
@@ -1975,6 +2090,7 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes]) -> None:
         else:
             side.numbers[name] = numbers(contents[prefix + name], stream.dtype)
             check_special_values(prefix + name, stream, side.numbers[name])
+    given = rows_for(side, prefix, bases or {}) if codec.basis else []
     places = {name: entry_places(flags) for name, flags in flags_of(side).items()}
     for name, found in places.items():
         rule = f"{SIDE_CARS}, Layout"
@@ -1997,6 +2113,8 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes]) -> None:
                     number = run if stream.per == "run" else first[run] + token // stream.tokens
                     rows = len(side.runs) if stream.per == "run" else first[-1]
                     row[stream.name] = number_row(side, stream, number + (head if stream.per_head else b) * rows)
+                if given:
+                    row["rows"] = given[h]
                 codec.check(f"{prefix}* batch {b}, head {h}, token {t}", digits, row)
                 x, tolerance = decode_token(side, places, (t, b, h), digits, row)
                 side.values += x

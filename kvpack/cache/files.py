@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvpack.coding.bases import located
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.coding.modes import own_modes
 from kvpack.file import container
 from kvpack.file.metadata import from_bytes, to_bytes
 from kvpack.file.user_files import path_text
-from kvpack.formats.errors import OutOfBounds
+from kvpack.formats.errors import InvalidParameter, OutOfBounds
 
 from .arguments import checked_device, integer
 from .bus import StreamBus
@@ -27,18 +28,21 @@ from .stored import cache_of, layer_of, side_of, stored_streams
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy
 
+    from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
-    from kvpack.file.header import Contents
+    from kvpack.file.header import Contents, Header
     from kvpack.file.metadata import Value
     from kvpack.formats.base import Layout
 
     from .bus import Bus
     from .cache import Cache
     from .parts import Layers, Tokens
+
+    Bases = Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]]
 
 
 def save(
@@ -77,6 +81,7 @@ def load(
     tokens: Tokens | None = None,
     max_bytes: int | None = None,
     copy: bool = False,
+    basis: Bases | None = None,
 ) -> Cache:
     """Open a file as a Cache whose buffers are views of the mapped file, or copies on ``device``.
 
@@ -88,27 +93,40 @@ def load(
     ``layers``, a number, a list of numbers or a slice, loads these alone; the others are there without sides, so that every layer
     keeps its number. ``tokens``, a number of tokens or a pair (start, stop), loads ``cache[:, start:stop]`` alone. A digest covers
     a tensor, so whole tensors of the chosen layers are read and checked, and the chosen tokens of them are kept.
-    ``max_bytes`` bounds the file and the memory that it takes (``kvpack.file.footprint``).
-    Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader, InvalidPayload or
-    LimitExceeded; OutOfBounds for layers and tokens that the file lacks, and for a start inside a token group.
+    ``max_bytes`` bounds the file and the memory that it takes (``kvpack.file.footprint``). ``basis`` is where the basis of a file of the
+    codec klt is found by its digest: a Basis, its path, a folder of bases, or a list of these.
+    Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader, InvalidPayload,
+    MissingBasis or LimitExceeded; InvalidParameter for a file that is a basis; OutOfBounds for layers and tokens that the file lacks,
+    and for a start inside a token group.
     """
     target = checked_device(device)
     if max_bytes is not None:
         max_bytes = integer(max_bytes, "max_bytes")
     if target.type == "cuda":
-        return read_to(StreamBus(target), container.open_file(path, max_bytes=max_bytes), layers, tokens)
+        return read_to(StreamBus(target), container.open_file(path, max_bytes=max_bytes), layers, tokens, basis)
     file = container.open_file(path, max_bytes=max_bytes, copy=copy)
     part = _part(file, layers, tokens)
-    cache = read(file, part.numbers)
+    cache = read(file, part.numbers, basis=basis)
     if not part.has_all_tokens:
         with _located(file.where):
             cache = cache.slice(part.start, part.stop)
     return cache if target.type == "cpu" else cache.to(target)
 
 
-def read_to(bus: Bus, file: container.File, layers: Layers | None = None, tokens: Tokens | None = None) -> Cache:
+def _with_basis(file: container.File, basis: Bases | None) -> Header:
+    """The header of an open file, which is a cache, with codecs that have their bases; it becomes the file's."""
+    if file.header.is_basis:
+        raise InvalidParameter(f"{file.where}: is a basis and not a cache; kvpack.Basis.load reads it")
+    file.header = located(file.where, file.header, basis)
+    return file.header
+
+
+def read_to(
+    bus: Bus, file: container.File, layers: Layers | None = None, tokens: Tokens | None = None, basis: Bases | None = None
+) -> Cache:
     """Read the cache, or a part, of an open file to the device of ``bus``, and close the file. Raises as ``load``."""
     with own_modes(bus.device), file:
+        _with_basis(file, basis)
         part = _part(file, layers, tokens)
         loaded = [Layer(None, None)] * len(file.header.layers)
         with _located(file.where):
@@ -134,12 +152,13 @@ def stored(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
     return cache.contents, arrays
 
 
-def read(file: container.File, numbers: Iterable[int] | None = None, *, check_values: bool = True) -> Cache:
+def read(file: container.File, numbers: Iterable[int] | None = None, *, check_values: bool = True, basis: Bases | None = None) -> Cache:
     """Read the cache of an open file as views of its bytes; every side is checked (``File.read_side``).
 
-    Only the layers ``numbers`` (default: all) have sides and states. Raises DigestMismatch and InvalidPayload.
+    Only the layers ``numbers`` (default: all) have sides and states. Raises DigestMismatch, InvalidPayload and, as ``load``, for
+    ``basis``.
     """
-    header = file.header
+    header = _with_basis(file, basis)
     layers, cpu = [Layer(None, None)] * len(header.layers), torch.device("cpu")
     with own_modes(cpu):
         for number in range(len(header.layers)) if numbers is None else numbers:

@@ -13,7 +13,7 @@ from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.checks import check_integer, check_names
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
-from kvpack.formats.errors import InvalidDtype, InvalidHeader, InvalidParameter, InvalidShape, LimitExceeded
+from kvpack.formats.errors import InvalidDtype, InvalidHeader, InvalidParameter, InvalidShape, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.kernels.cpu.memory import together
 
 from .arguments import integer
@@ -26,6 +26,7 @@ from .side import Side, check_tensor, packed_side
 if TYPE_CHECKING:
     import os
 
+    from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
 
 
@@ -36,6 +37,7 @@ def pack(
     model: Mapping[str, str] | None = None,
     start: int = 0,
     inputs: Inputs | None = None,
+    basis: Basis | str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Cache:
     """Encode a KV cache with ``recipe``: a preset's name, a recipe string, or ``"@path"`` or a Path of a recipe file.
@@ -46,10 +48,10 @@ def pack(
     (k, v, skipped), if a sliding window has dropped that many tokens before them. The states of recurrent and convolution layers of
     a transformers Cache are kept bit for bit. ``model`` is the model's
     identity, ``start`` the position of the first token; both are stored. ``inputs`` says what the tokens were
-    computed from, if known. ``progress`` counts layers.
-    Raises InvalidRecipe, MissingFile, InvalidShape, InvalidDtype, NonFinite, OutOfRange or InvalidParameter.
+    computed from, if known. ``basis``, a Basis or its path, is the one that a recipe such as "klt-2" needs. ``progress`` counts layers.
+    Raises InvalidRecipe, MissingFile, InvalidShape, InvalidDtype, NonFinite, OutOfRange, InvalidParameter or MissingBasis.
     """
-    recipe = parse_recipe(recipe)
+    recipe = parse_recipe(recipe, basis)
     if model is not None and not isinstance(model, Mapping):
         raise InvalidParameter(f"model is a {type(model).__name__}, expected a map of names to text, such as {{'name': 'llama'}}")
     if inputs is not None and not isinstance(inputs, Inputs):
@@ -61,6 +63,8 @@ def pack(
     except (InvalidHeader, LimitExceeded) as error:
         raise InvalidParameter(str(error)) from None
     recipe.check_length()
+    if recipe.basis is not None:
+        recipe.basis.check_model(model)
     states = dense_states(past_key_values)
     recipe.check_layers(len(states))
     layers = []
@@ -80,7 +84,7 @@ def _pack_side(x: torch.Tensor | Minifloats | None, recipe: Recipe, layer: int, 
     where = f"layers[{layer}].{side}"
     try:
         codec = recipe.codec(layer, layers, side, x.shape[3], "bf16" if isinstance(x, Minifloats) else RAW_NAMES[x.dtype])
-    except (InvalidParameter, InvalidDtype) as error:
+    except (InvalidParameter, InvalidDtype, MissingBasis, OutOfBounds) as error:
         raise type(error)(f"{where}: {error}") from None
     if isinstance(x, Minifloats):
         if codec != x.codec:

@@ -8,6 +8,7 @@
 
 Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1" stands for "layers=0,-1:k=raw".
 The codecs raw and lossless store the dtype of their input, or round to their option: "k=raw:dtype=bf16".
+The codec klt needs a basis (kvpack/coding/bases.py): "klt-1.75" stands for "kv=klt:bits=1.75", 1.75 bits per value on average.
 For example "octopus-3", "octopus-3;boundary-1;tail=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;tail=32".
 Where a recipe is asked for, "@path" names a file of clauses (kvpack/coding/recipe_files.py).
 """
@@ -17,25 +18,29 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
 from kvpack.file.checks import check_string
 from kvpack.formats import CODECS, create_codec
-from kvpack.formats.errors import InvalidDtype, InvalidHeader, InvalidParameter, InvalidRecipe, LimitExceeded, OutOfBounds
+from kvpack.formats.errors import InvalidDtype, InvalidHeader, InvalidParameter, InvalidRecipe, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.lossless import FORMS
 from kvpack.formats.options import Options, UnknownWord
 from kvpack.formats.raw import DTYPES, HOLDS
 
+from .bases import LEAST_BITS, MOST_BITS, basis_of
 from .presets import ADDITIONS, PUBLISHED
 from .recipe_files import read_clauses, split_path
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from kvpack.formats.base import Codec
+    from kvpack.formats.basis import Calibrated
+
+    from .bases import Basis
 
 PRESETS: dict[str, str] = {name: preset.recipe for name, preset in PUBLISHED.items()}
 """Recipes by name: the papers' published configurations, and recipes without compression."""
@@ -45,6 +50,12 @@ _DTYPES = {"raw": tuple(DTYPES), "lossless": tuple(FORMS)}
 """The dtypes of the codecs whose option ``dtype`` is that of their input if it is not given."""
 MAX_WINDOW = 1 << 20
 _CHECKED_DIM = 128
+
+CALIBRATED = "klt"
+"""The codec that needs a basis."""
+_DEFAULT_BITS = "2"
+_ALIAS = re.compile(r"klt-([0-9]+(?:\.[0-9]+)?)")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class InvalidClause(InvalidRecipe):
@@ -77,8 +88,8 @@ class Rule:
             return True
         return any(_position(first, layers) <= layer <= _position(last, layers) for first, last in self.items)
 
-    def codec(self, dim: int, side: str, dtype: str = "bf16") -> Codec:
-        """The rule's codec for one head dim; ``dtype`` is that of the values.
+    def codec(self, dim: int, side: str, dtype: str = "bf16", calibrated: Calibrated | None = None) -> Codec:
+        """The rule's codec for one head dim; ``dtype`` is that of the values, and ``calibrated`` comes from a basis, if there is one.
 
         Raises InvalidParameter when it cannot take the head dim, InvalidDtype when it cannot keep the dtype.
         """
@@ -88,7 +99,16 @@ class Rule:
                 kept = " and ".join(_DTYPES[self.codec_id])
                 raise InvalidDtype(f"the codec {self.codec_id} keeps {kept} values, found {dtype}; the recipe raw keeps every dtype")
             words["dtype"] = dtype
-        return create_codec(self.codec_id, dim, side, Options(self.codec_id, words))
+        return create_codec(self.codec_id, dim, side, Options(self.codec_id, words, calibrated))
+
+    @property
+    def bits(self) -> float:
+        """The bits per value that a calibrated codec aims at. Raises UnknownWord."""
+        text = dict(self.words).get("bits", _DEFAULT_BITS)
+        bits = float(text) if re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6})?", text) else 0.0
+        if not LEAST_BITS <= bits <= MOST_BITS:
+            raise UnknownWord(f"{CALIBRATED}:bits is {text!r}, expected {LEAST_BITS:g} to {MOST_BITS:g} bits per value", f"bits={text}")
+        return bits
 
 
 def _position(item: int, layers: int) -> int:
@@ -97,13 +117,20 @@ def _position(item: int, layers: int) -> int:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A parsed recipe. Raises InvalidRecipe, which points at the word and lists the known words."""
+    """A parsed recipe. Raises InvalidRecipe, which points at the word and lists the known words.
+
+    ``basis``, a Basis or its path, is the one of clauses with the codec klt; ``text`` then names its SHA-256.
+    """
 
     text: str
+    basis: Basis | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise InvalidRecipe(f"a recipe is text, such as 'octopus-3'; found a {type(self.text).__name__}")
+        if self.basis is not None:
+            object.__setattr__(self, "basis", basis_of(self.basis))
+            object.__setattr__(self, "text", self._named())
         for side in SIDES:
             if not any(side in rule.sides and rule.items is None for rule in self.rules):
                 raise InvalidRecipe(
@@ -146,10 +173,40 @@ class Recipe:
         cannot keep this dtype.
         """
         rule = next(rule for rule in reversed(self.rules) if side in rule.sides and rule.covers(layer, layers))
+        calibrated = None
+        if rule.codec_id == CALIBRATED:
+            calibrated = self._basis_of(rule, layers).calibrated(layer, side, rule.bits)
         try:
-            return rule.codec(dim, side, dtype)
+            return rule.codec(dim, side, dtype, calibrated)
         except InvalidParameter as error:
             raise InvalidParameter(f"{error}{_presets_for(dim, dtype)}") from None
+
+    def _basis_of(self, rule: Rule, layers: int) -> Basis:
+        """The basis for ``rule``. Raises MissingBasis, and InvalidParameter for one of another number of layers."""
+        if self.basis is None:
+            wanted = dict(rule.words).get("basis")
+            named = f"the basis {wanted}" if wanted else "a basis"
+            raise MissingBasis(f"recipe {self.text!r} needs {named}: give basis=, or make one by kvpack calibrate")
+        if self.basis.layers != layers:
+            raise InvalidParameter(f"{self.basis.where}: is the basis of a model of {self.basis.layers} layers, and the cache has {layers}")
+        return self.basis
+
+    def _named(self) -> str:
+        """The text with the SHA-256 of the basis in every clause that needs one. Raises InvalidRecipe where it names another."""
+        assert self.basis is not None
+        digest, clauses = self.basis.digest.hex(), []
+        for text in self.text.split(";"):
+            clause = _without_alias(text.strip())
+            match = re.fullmatch(rf"((?:layers=[^:]*:)?(?:k|v|kv)={CALIBRATED})(?::(.*))?", clause)
+            if match:
+                words = [word for word in (match[2] or "").split(",") if word]
+                named = next((word.partition("=")[2] for word in words if word.startswith("basis=")), digest)
+                if named != digest:
+                    raise InvalidRecipe(f"recipe {self.text!r} names the basis {named}, and {digest} was given")
+                words = [word for word in words if not word.startswith("basis=")]
+                clause = f"{match[1]}:{','.join([*words, f'basis={digest}'])}"
+            clauses.append(clause)
+        return ";".join(clauses)
 
     def lossless(self, layers: int, dim: int = _CHECKED_DIM) -> tuple[str, ...]:
         """The dtypes among "bf16", "fp16" and "fp32" whose values the recipe keeps exactly in each of ``layers`` layers."""
@@ -159,7 +216,7 @@ class Recipe:
     def _keeps(self, layer: int, layers: int, side: str, dim: int, dtype: str) -> bool:
         try:
             exact = self.codec(layer, layers, side, dim, dtype).exact_dtype
-        except InvalidDtype:
+        except (InvalidDtype, MissingBasis):
             return False
         return exact is not None and dtype in HOLDS[exact]
 
@@ -192,7 +249,7 @@ class Recipe:
         for text in self.text.split(";"):
             written = text.strip()
             named = PUBLISHED.get(written) or ADDITIONS.get(written)
-            for clause in named.recipe.split(";") if named else [written]:
+            for clause in named.recipe.split(";") if named else [_without_alias(written)]:
                 yield clause, written
 
     def _rule(self, clause: str, written: str) -> Rule | None:
@@ -224,6 +281,9 @@ class Recipe:
             words[name] = value
         rule = Rule(sides, codec_id, tuple(words.items()), items, written)
         try:
+            if codec_id == CALIBRATED:
+                _ = rule.bits
+                _check_digest(words)
             for side in sides:
                 rule.codec(_CHECKED_DIM, side)
         except UnknownWord as error:
@@ -247,6 +307,19 @@ class Recipe:
         raise InvalidClause(self.text, clause, word, f"{message}{hint}")
 
 
+def _without_alias(clause: str) -> str:
+    """A clause, and that which ``klt-<bits>`` stands for."""
+    match = _ALIAS.fullmatch(clause)
+    return f"kv={CALIBRATED}:bits={match[1]}" if match else clause
+
+
+def _check_digest(words: Mapping[str, str]) -> None:
+    """Raise UnknownWord for a basis that is no SHA-256."""
+    digest = words.get("basis")
+    if digest is not None and not _DIGEST.fullmatch(digest):
+        raise UnknownWord(f"{CALIBRATED}:basis is {digest!r}, expected the 64 hexadecimal digits of a SHA-256", f"basis={digest}")
+
+
 def _presets_for(dim: int, dtype: str) -> str:
     """The end of a message: presets for any model that take head dim ``dim`` and ``dtype``, the first of each codec."""
     found: dict[str, str] = {}
@@ -259,13 +332,15 @@ def _presets_for(dim: int, dtype: str) -> str:
     return f"; presets that take head dim {dim} are {', '.join(found.values())}" if found else ""
 
 
-def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
-    """A recipe from its text, a preset's name or a recipe file.
+def parse_recipe(recipe: str | os.PathLike[str] | Recipe, basis: Basis | str | os.PathLike[str] | None = None) -> Recipe:
+    """A recipe from its text, a preset's name or a recipe file; ``basis`` is that of its clauses with the codec klt.
 
-    Raises InvalidRecipe, which names the line of a file, and MissingFile.
+    Raises InvalidRecipe, which names the line of a file, MissingFile, and what reading a basis raises.
     """
     if isinstance(recipe, Recipe):
-        return recipe
+        return recipe if basis is None else Recipe(recipe.text, basis_of(basis))
+    if basis is not None:
+        return Recipe(parse_recipe(recipe).text, basis_of(basis))
     if not isinstance(recipe, str) and not hasattr(recipe, "__fspath__"):
         raise InvalidRecipe(f"a recipe is text, such as 'octopus-3'; found a {type(recipe).__name__}")
     named = split_path(recipe, PRESETS)

@@ -23,7 +23,11 @@ _CLAUSE = re.compile(r"(?:layers=([-0-9,]{1,4096}):)?(k|v|kv)=([a-z_]{1,32})(?::
 _ITEM = re.compile(r"(-?[0-9]{1,9})(?:-(-?[0-9]{1,9}))?")
 
 STEERING = {
-    codec_id: frozenset(field.name for field in fields(codec) if not field.metadata.get("stored", True))  # type: ignore[arg-type]
+    codec_id: frozenset(
+        field.name
+        for field in fields(codec)  # type: ignore[arg-type]
+        if not field.metadata.get("stored", True) and field.metadata.get("steers", True)
+    )
     for codec_id, codec in CODECS.items()
 }
 """The options of each codec that steer its encoder alone, which are fields of the same name."""

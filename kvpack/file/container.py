@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import xxhash
 
+from kvpack.formats.base import check_finite
 from kvpack.formats.errors import InvalidParameter, InvalidShape, KvpackError, OutOfBounds
 
 from .atomic import write_file
@@ -255,6 +256,9 @@ class File:
         codec = self.header.codecs[entry.codec]
         codec.check(arrays, where)
         codec.check_runs(arrays, entry.runs, where)
+        if self.header.is_basis:
+            for name, array in arrays.items():
+                check_finite(f"{where}.{name}", array, "the rows of a basis")
 
     def _side(self, layer: int, side: str) -> SideEntry:
         layers = self.header.layers

@@ -17,7 +17,7 @@ from kvpack.formats.base import DTYPE_BYTES, Codec, Layout
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnsupportedVersion
 from kvpack.formats.raw import DTYPES
 
-from . import layer_positions, layer_states
+from . import basis, layer_positions, layer_states
 from .checks import check_integer, check_names, check_sequence, check_string, check_type
 from .limits import MAX_BATCH, MAX_CODECS, MAX_ENTRIES, MAX_FILE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_NAMES, MAX_RATIO, MAX_TOKENS
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 """The major version of the format."""
 
-FEATURES = frozenset({layer_positions.FEATURE, layer_states.FEATURE})
+FEATURES = frozenset({basis.FEATURE, layer_positions.FEATURE, layer_states.FEATURE})
 """The required features that this kvpack knows."""
 
 FILTERS = ("none", "zstd")
@@ -176,6 +176,13 @@ class Contents:
             except InvalidHeader as error:
                 raise within(f"layers[{number}].{name}", error) from None
         _ = self.starts, self.states
+        if self.is_basis:
+            basis.check_basis(self.layers, self.codecs)
+
+    @property
+    def is_basis(self) -> bool:
+        """Whether the file is a basis and not a cache."""
+        return basis.FEATURE in self.required
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

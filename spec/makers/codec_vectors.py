@@ -62,6 +62,18 @@ def add_parameters() -> None:
             ("chunk", 512),
             ("fields", {"signed_fractions": "2"}),
         ],
+        "klt": [
+            ("dim", 0),
+            ("dim", 1025),
+            ("basis", bytes(31)),
+            ("layer", 4096),
+            ("side", "q"),
+            ("rows", "bf16"),
+            ("widths", bytes([9])),
+            ("widths", bytes([2, 2])),
+            ("widths", bytes([0])),
+            ("gain", "fp32"),
+        ],
         "polar": [("dim", 5), ("bits", "2.3.1.1"), ("bits", "2.9.1"), ("bits", "2.3."), ("bits", ""), ("angle_table", "")],
     }
     for codec_id, codec in CODECS.items():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvpack.formats.klt import Klt
+
 from file_parts import bits, edit, one_side  # isort: skip
 from strategies import create  # isort: skip
 
@@ -26,6 +28,8 @@ class Invalid:
     error: str
     make: Callable[[], bytes]
     either: bool = False
+    basis: str = ""
+    """The file of the basis that a reader is given."""
 
 
 INVALID: dict[str, Invalid] = {}
@@ -38,6 +42,7 @@ QUATERNION = create("quaternion", 9, s="5", r="4", arrangement="direct", rotatio
 ANGLE = create("angle", 6, n="100", norm="linear8", rotation="none")
 SCALAR = create("scalar", 10, b="2", high="3", rotation="none")
 POLAR = create("polar", 6, b="2.3.1", rotation="none")
+KLT = Klt.of(3, bytes(32), 0, "k", b"\2", "fp16", "fp16")
 LOSSLESS = create("lossless", 6, dtype="bf16", chunk="16")
 MINIFLOAT = create("minifloat", 6, element="e4m3", per="token", scales="fp16")
 MXFP8 = create("minifloat", 40, element="e5m2", scales="e8m0")
@@ -52,12 +57,13 @@ CODECS = {
     "polar": POLAR,
     "minifloat": MINIFLOAT,
     "lossless": LOSSLESS,
+    "klt": KLT,
 }
 
 
-def add(name: str, rule: str, error: str, shows: str, make: Callable[[], bytes], *, either: bool = False) -> None:
+def add(name: str, rule: str, error: str, shows: str, make: Callable[[], bytes], *, either: bool = False, basis: str = "") -> None:
     assert name not in INVALID
-    INVALID[name] = Invalid(shows, rule, error, make, either)
+    INVALID[name] = Invalid(shows, rule, error, make, either, basis)
 
 
 def add_header(name: str, rule: str, codec: Codec, path: str, value: Any, shows: str, error: str = "InvalidHeader") -> None:

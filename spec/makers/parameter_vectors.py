@@ -6,7 +6,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from file_parts import Parts, one_side, place  # isort: skip
-from invalid_vectors import ANGLE, EIGHT_BIT, GROUP, LOSSLESS, MINIFLOAT, MXFP8, NVFP4, OCTAHEDRAL, POLAR, QUATERNION, RAW, SCALAR, add  # isort: skip
+from invalid_vectors import ANGLE, EIGHT_BIT, GROUP, KLT, LOSSLESS, MINIFLOAT, MXFP8, NVFP4, OCTAHEDRAL, POLAR, QUATERNION, RAW, SCALAR, add  # isort: skip
 from strategies import create  # isort: skip
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def add_all() -> None:
     for element in ("e4m3", "e5m2"):
         shows = f"{element} elements in blocks with e4m3 scales"
         add_alone(f"minifloat-{element}-of-e4m3-scales", "minifloat-4", NVFP4, {"element": element}, shows)
-    for codec in (*CODED, MINIFLOAT, LOSSLESS):
+    for codec in (*CODED, MINIFLOAT, LOSSLESS, KLT):
         names = list(codec.params()["fields"])
         add_alone(f"{codec.id}-fields-array", f"{codec.id}-2", codec, {"fields": names}, "fields is an array")
     seeds = [(codec, "seed") for codec in CODED]
@@ -115,6 +115,14 @@ PARAMETERS: dict[str, list[Broken]] = {
         ("element-integer", MINIFLOAT, {"element": 8}, "element is an integer"),
         ("granularity-nil", MINIFLOAT, {"granularity": None}, "granularity is nil"),
         ("fields-string", MINIFLOAT, {"fields.codes": "2"}, "the F of a stream is a string"),
+    ],
+    "klt": [
+        ("dim-0", KLT, {"dim": 0, "widths": b"", "fields": {}}, "dim is 0, with widths for it"),
+        ("dim-1025", KLT, {"dim": 1025, "widths": bytes([2] * 65)}, "dim is 1025, with widths for it"),
+        ("widths-9", KLT, {"widths": b"\t", "fields": {"codes_9": 1}}, "widths is 9 for a run, and there is a stream for it"),
+        ("widths-0", KLT, {"widths": b"\0", "fields": {}}, "widths is 0 for every run, and there is no stream"),
+        ("basis-string", KLT, {"basis": "0" * 32}, "basis is a string"),
+        ("widths-string", KLT, {"widths": "\2"}, "widths is a string"),
     ],
     "lossless": [
         *ranges(LOSSLESS, ("dim", 0, 1025)),
@@ -203,6 +211,7 @@ def add_fields() -> None:
         ("0", GROUP, {"codes": 0}, "no field"),
         ("129", bits, {"codes": 129}, "129 fields of a bit"),
         ("of-minifloat", MINIFLOAT, {"codes": 17}, "a column of 17 fields of 8 bits"),
+        ("of-klt", KLT, {"codes_2": 65}, "a column of 65 fields of 2 bits"),
         ("of-lossless", LOSSLESS, {"signed_fractions": 17}, "a column of 17 fields of 8 bits"),
         ("of-octahedral", OCTAHEDRAL, {"symbol": 19}, "a column of 19 fields of 7 bits"),
         ("of-scalar", SCALAR, {"codes": 8, "codes_high": 43}, "a column of 129 bits of codes_high"),

@@ -22,14 +22,16 @@ class Valid:
     shows: str
     rules: tuple[str, ...]
     make: Callable[[], bytes]
+    basis: str = ""
+    """The file of the basis that a reader is given."""
 
 
 VALID: dict[str, Valid] = {}
 
 
-def add(name: str, shows: str, make: Callable[[], bytes], *rules: str) -> None:
+def add(name: str, shows: str, make: Callable[[], bytes], *rules: str, basis: str = "") -> None:
     assert name not in VALID
-    VALID[name] = Valid(shows, rules, make)
+    VALID[name] = Valid(shows, rules, make, basis)
 
 
 def add_all() -> None:

@@ -19,6 +19,7 @@ import container_vectors  # isort: skip
 import corner_vectors  # isort: skip
 import frame_vectors  # isort: skip
 import header_vectors  # isort: skip
+import klt_vectors  # isort: skip
 import limit_vectors  # isort: skip
 import lossless_vectors  # isort: skip
 import metadata_vectors  # isort: skip
@@ -53,6 +54,7 @@ MODULES = (
     metadata_vectors,
     lossless_vectors,
     state_vectors,
+    klt_vectors,
 )
 for module in MODULES:
     module.add_all()
@@ -73,9 +75,15 @@ def manifest() -> dict[str, dict[str, Any]]:
 
 def described(vector: Valid | Invalid) -> dict[str, Any]:
     """The fields of a vector in the manifest, without those computed from its bytes."""
+    basis = {"basis": vector.basis} if vector.basis else {}
     if isinstance(vector, Invalid):
-        return {"shows": vector.shows, "rules": [vector.rule], "error": vector.error} | ({"either": True} if vector.either else {})
-    return {"shows": vector.shows, "rules": list(vector.rules)}
+        return {"shows": vector.shows, "rules": [vector.rule], "error": vector.error} | ({"either": True} if vector.either else {}) | basis
+    return {"shows": vector.shows, "rules": list(vector.rules)} | basis
+
+
+def bases(line: dict[str, Any]) -> list[bytes]:
+    """The files of the bases that a reader of a vector is given, from its line of the manifest."""
+    return [(FOLDER / line["basis"]).read_bytes()] if "basis" in line else []
 
 
 def values_path(file: str) -> str:
@@ -103,7 +111,7 @@ def written(file: str, vector: Valid | Invalid) -> dict[str, Any]:
     (FOLDER / file).write_bytes(data)
     line = described(vector) | {"sha256": digest(data)}
     if isinstance(vector, Valid):
-        read = decoder.read(data, decompress)
+        read = decoder.read(data, decompress, bases(line))
         values = values_of(read)
         packed = struct.pack(f"<{len(values)}f", *values)
         (FOLDER / values_path(file)).write_bytes(packed)

@@ -11,6 +11,7 @@ import msgpack
 import pytest
 
 from kvpack.cache import files
+from kvpack.coding.bases import Basis
 from kvpack.file import container
 from kvpack.file.header import Contents
 from kvpack.file.header_tensor import parse_header
@@ -20,10 +21,10 @@ from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, 
 from file_parts import Parts, one_side  # isort: skip
 from guard_removal import all_guards, caught_by_a_file, listed, readings  # isort: skip
 from guards import LIBRARY, guards_of  # isort: skip
-from invalid_vectors import ANGLE, GROUP, LOSSLESS, MINIFLOAT, OCTAHEDRAL, POLAR, QUATERNION  # isort: skip
+from invalid_vectors import ANGLE, GROUP, KLT, LOSSLESS, MINIFLOAT, OCTAHEDRAL, POLAR, QUATERNION  # isort: skip
 from parameter_vectors import CODED, SIDE_CARS  # isort: skip
 from second_decoder import PATH, decoder  # isort: skip
-from vector_checks import LINES  # isort: skip
+from vector_checks import LINES, basis_of, verify  # isort: skip
 from vector_files import FOLDER  # isort: skip
 
 if TYPE_CHECKING:
@@ -70,8 +71,15 @@ def test_loading_makes_the_checks_of_verifying() -> None:
     for file, line in LINES.items():
         if "error" in line and "either" not in line:
             with pytest.raises(KvpackError) as raised:
-                files.read(container.open_bytes(bytearray((FOLDER / file).read_bytes())))
+                load((FOLDER / file).read_bytes(), file)
             assert type(raised.value).__name__ == line["error"], file
+
+
+def load(data: bytes, file: str) -> object:
+    """The cache, or the basis, that a file is."""
+    if LINES[file]["rules"][0].startswith("basis-"):
+        return Basis.of_bytes(data)
+    return files.read(container.open_bytes(bytearray(data)), basis=basis_of(file))
 
 
 def test_no_writer_names_a_required_feature() -> None:
@@ -87,14 +95,15 @@ def test_the_second_decoder_needs_a_decompressor() -> None:
 
 def test_no_file_that_is_refused_takes_more_memory_than_four_times_itself() -> None:
     """Beyond 8 MiB: what it claims to hold is not allocated before it is checked."""
-    refused = {file: (FOLDER / file).read_bytes() for file, line in LINES.items() if "error" in line and "either" not in line}
+    lines = {file: line for file, line in LINES.items() if "error" in line and "either" not in line}
+    refused = {file: ((FOLDER / file).read_bytes(), basis_of(file)) for file in lines}
     tracemalloc.start()
     try:
-        for name, data in refused.items():
+        for name, (data, given) in refused.items():
             tracemalloc.reset_peak()
             before, _ = tracemalloc.get_traced_memory()
             with pytest.raises(KvpackError):
-                container.open_bytes(data).verify()
+                verify(data, given)
             assert tracemalloc.get_traced_memory()[1] - before <= 4 * len(data) + 2**23, name
     finally:
         tracemalloc.stop()
@@ -111,6 +120,8 @@ def test_no_file_that_is_refused_takes_more_memory_than_four_times_itself() -> N
         (GROUP, {"rotation_kind": "other"}, "rotation_kind is 'other', expected one of none, hadamard, signed-hadamard"),
         (GROUP, {"scale_dtype": "fp16"}, "scale_dtype is 'fp16', the default: leave it out"),
         (GROUP, {"fields": {b"codes": 1}}, "fields is {.*}, expected a map from stream name to integer"),
+        (KLT, {"dim": 0}, "dim is 0, expected 1 to 1024"),
+        (KLT, {"layer": -1}, "layer is -1, expected 0 to 4095"),
         (LOSSLESS, {"dim": 0}, "dim is 0, expected 1 to 1024"),
         (MINIFLOAT, {"dim": 0}, "dim is 0, expected 1 to 1024"),
         (OCTAHEDRAL, {"b_norm": -1}, "b_norm is -1, expected 0 to 8"),

@@ -16,8 +16,8 @@ from kvpack.formats.errors import KvpackError
 from frame_vectors import BLOCKS_REFUSED  # isort: skip
 from numbered_rules import rules  # isort: skip
 from second_decoder import decoder, decompress  # isort: skip
-from vector_checks import DECODED, LINES, check_values, read, unpacked  # isort: skip
-from vector_files import DEFINED, FOLDER, MANIFEST, described, digest, profile_of, values_of, values_path  # isort: skip
+from vector_checks import DECODED, LINES, basis_of, check_values, read, unpacked, verify  # isort: skip
+from vector_files import DEFINED, FOLDER, MANIFEST, bases, described, digest, profile_of, values_of, values_path  # isort: skip
 
 REFUSED = [file for file, line in LINES.items() if "error" in line and "either" not in line]
 EITHER = [file for file, line in LINES.items() if "either" in line]
@@ -62,10 +62,10 @@ def test_both_readers_refuse_a_vector_by_its_rule(file: str) -> None:
     # The decoder refuses frames by itself, except those that only a decompressor can tell are wrong.
     alone = number == "container-24" or file in BLOCKS_REFUSED
     with pytest.raises(decoder.Refused) as refused:
-        decoder.read(data, decompress if alone else lambda frame, size: bytes(size))
+        decoder.read(data, decompress if alone else lambda frame, size: bytes(size), bases(LINES[file]))
     assert refused.value.rule == rule.section
     with pytest.raises(KvpackError) as raised:
-        container.open_bytes(data).verify()
+        verify(data, basis_of(file))
     assert type(raised.value).__name__ == error
 
 

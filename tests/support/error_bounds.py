@@ -11,7 +11,10 @@ from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
+
+from kvpack.formats.basis import run_slice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
     from kvpack.formats.base import Codec
     from kvpack.formats.group import Group
+    from kvpack.formats.klt import Klt
     from kvpack.formats.minifloat import Minifloat
     from kvpack.formats.polar import Polar
     from kvpack.formats.raw import Raw
@@ -202,6 +206,24 @@ def check_scalar(codec: Scalar, x: torch.Tensor, streams: Mapping[str, torch.Ten
     _check_errors(codec.decode_frame(streams) - u, allowed)
     whole = allowed.square().sum(-1).sqrt() + 3 * ROTATION_TOLERANCE * (norm[..., 0] + decoded.double().norm(dim=-1))
     _check_errors((decoded - x).double().norm(dim=-1), whole)
+
+
+def check_klt(codec: Klt, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
+    """No value of a table is nearer to a column than the one whose code is stored."""
+    rows = codec.parts(streams)
+    columns = x.double() @ torch.from_numpy(numpy.linalg.inv(rows.matrix.double().numpy())) - rows.mean.double()
+    # Rounding of the inverse, which the encoder has in binary32.
+    slack = 2.0**-16 * (x.double().norm(dim=-1) + 1)
+    plain = replace(codec, gain="none").decode_frame({name: stream for name, stream in streams.items() if name != "gain"})
+    chosen = plain.double() - rows.mean.double()
+    for run, width in enumerate(codec.widths):
+        part = run_slice(run, codec.dim)
+        if width and x.numel():
+            distance = (columns[..., part, None] - rows.table(run, width).double()[:, :, None, None]).abs().amin(-1)
+            _check_errors((columns[..., part] - chosen[..., part]).abs() - distance, slack[..., None] + 2.0**-20 * distance)
+        elif x.numel():
+            assert (chosen[..., part] == 0).all()
+    assert torch.isfinite(decoded).all()
 
 
 def _check_errors(error: torch.Tensor, allowed: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
 
+from klt_bases import with_random_basis  # isort: skip
 from lossless_streams import lossless_streams  # isort: skip
 from minifloat_digits import block_scales, finite  # isort: skip
 
@@ -69,6 +70,8 @@ FILES: dict[str, tuple[str, int, int, tuple[int, ...], int, str]] = {
     "minifloat-nvfp4-two-sequences": ("kv=minifloat:element=e2m1,scales=e4m3", 128, 40, (2, 3), 0, "bf16"),
     "lossless-bf16": ("kv=lossless", 64, 80, (33,), 1, "bf16"),
     "lossless-fp16-two-sequences": ("kv=lossless:dtype=fp16,chunk=16", 20, 33, (32, 5, 16), 2, "fp16"),
+    "klt": ("kv=klt:rows=fp16", 40, 17, (3, 2), 1, "bf16"),
+    "klt-no-gain-two-sequences": ("kv=klt:rows=fp32,gain=none", 16, 33, (4,), 0, "bf16"),
     "no-tokens": ("kivi-2", 64, 64, (), 0, "bf16"),
     "one-side": ("oscar-2", 128, 0, (32, 1), 0, "bf16"),
     "channel-scale-two-sequences": ("kv=scalar:b=2,channel_scale=fp16", 64, 80, (2, 3, 1), 0, "bf16"),
@@ -138,7 +141,11 @@ def expected_path(name: str) -> Path:
 def recipe_codecs(name: str) -> dict[str, Codec]:
     """The codec of each side, as the recipe gives it today."""
     recipe, k_dim, v_dim, *_ = FILES[name]
-    return {side: Recipe(recipe).codec(0, 1, side, dim) for side, dim in (("k", k_dim), ("v", v_dim)) if dim}
+    dims = [(side, dim) for side, dim in (("k", k_dim), ("v", v_dim)) if dim]
+    if "kv=klt" in recipe:
+        (rule,) = Recipe(recipe).rules
+        return {side: with_random_basis(rule.codec(dim, side)) for side, dim in dims}
+    return {side: Recipe(recipe).codec(0, 1, side, dim) for side, dim in dims}
 
 
 def golden_cache(name: str, codecs: dict[str, Codec]) -> Cache:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvpack.file import container
+from kvpack.coding.bases import Basis
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "spec" / "makers"))
 
@@ -29,7 +29,8 @@ from guards import LIBRARY, ROOT, Guard, guards_of, removed  # isort: skip
 from numbered_rules import rules  # isort: skip
 from second_decoder import PATH as DECODER  # isort: skip
 from second_decoder import decoder, decompress  # isort: skip
-from vector_files import FOLDER, manifest  # isort: skip
+from vector_checks import verify  # isort: skip
+from vector_files import FOLDER, bases, manifest  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,12 +120,14 @@ def readings(second: bool) -> list[Reading]:
     files = {file: ((FOLDER / file).read_bytes(), line["rules"][0]) for file, line in lines.items()}
     found = []
     for name, (data, number) in files.items():
+        given = bases(lines[name])
         if second:
             unzip = decompress if number == "container-24" or name in BLOCKS_REFUSED else lambda frame, size: bytes(size)
-            reading = Reading(name, lambda d=data, u=unzip: decoder.read(d, u))  # type: ignore[misc]
+            reading = Reading(name, lambda d=data, u=unzip, b=given: decoder.read(d, u, b))  # type: ignore[misc]
             expected = rules()[number].section
         else:
-            reading = Reading(name, lambda d=data: container.open_bytes(d).verify())  # type: ignore[misc]
+            known = [Basis.of_bytes(basis) for basis in given]
+            reading = Reading(name, lambda d=data, b=known: verify(d, b))  # type: ignore[misc]
             expected = manifest()[name]["error"]
         reading.refusal = reading.outcome()
         assert reading.refusal == expected, name

@@ -34,6 +34,7 @@ LIBRARY = [
     *(
         ROOT / "kvpack" / "file" / f"{name}.py"
         for name in (
+            "basis",
             "checks",
             "container",
             "footprint",
@@ -48,7 +49,7 @@ LIBRARY = [
     ),
 ]
 
-OTHER_CLASSES = {"Options"}
+OTHER_CLASSES = {"BasisRows", "Options"}
 OTHER_FUNCTIONS = {
     "create",
     "encode",
@@ -59,9 +60,10 @@ OTHER_FUNCTIONS = {
     "lloyd_max",
     "of_words",
     "pieces",
+    "source_for",
     "_flat",
 }
-"""Functions that encode, make codecs for recipes, and write files: no reader calls them."""
+"""Functions that encode, make codecs for recipes, write files, and take bases: no reader calls them."""
 OTHER_ERRORS = {"OutOfRange", "UnknownWord", "OutOfBounds"}
 """Errors of encoders, of recipes and of callers."""
 

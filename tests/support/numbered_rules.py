@@ -14,6 +14,7 @@ PAGES = {
     "container": "container.md",
     "side-cars": "side-cars.md",
     "rans": "rans.md",
+    "basis": "basis.md",
     "store": "store.md",
     "row": "row.md",
     **{path.stem: f"codecs/{path.name}" for path in sorted((SPEC / "codecs").glob("*.md"))},

@@ -23,7 +23,8 @@ from kvpack.formats.options import Options
 from kvpack.formats.rotation import KINDS
 from kvpack.formats.side_cars import WithSideCars
 
-from error_bounds import check_angle, check_direction, check_group, check_minifloat, check_polar, check_raw, check_scalar  # isort: skip
+from error_bounds import check_angle, check_direction, check_group, check_klt, check_minifloat, check_polar, check_raw, check_scalar  # isort: skip
+from klt_bases import with_random_basis  # isort: skip
 from side_car_bounds import check_side_cars  # isort: skip
 
 if TYPE_CHECKING:
@@ -163,6 +164,10 @@ CASES: dict[str, Case] = {
         ),
         check_direction,
     ),
+    "klt": Case(
+        st.fixed_dictionaries({"rows": st.sampled_from(("fp16", "fp32"))}, optional={"gain": st.sampled_from(("none", "fp16"))}),
+        check_klt,
+    ),
     "scalar": Case(
         st.one_of(
             st.fixed_dictionaries({"b": _integers(1, 8)}, optional=_SCALAR),
@@ -218,7 +223,8 @@ SIDE_CAR_DIMS = {
 
 def create(codec_id: str, dim: int, side: str = "k", **words: str) -> Codec:
     """The codec, with or without side-cars, that a recipe's words request."""
-    return create_codec(codec_id, dim, side, Options(codec_id, words))
+    codec = create_codec(codec_id, dim, side, Options(codec_id, words))
+    return with_random_basis(codec) if codec_id == "klt" else codec
 
 
 def with_side_car(codec: Codec, side_car: SideCar) -> WithSideCars:
@@ -234,7 +240,7 @@ def codecs(draw: DrawFn, codec_id: str | None = None) -> Codec:
     codec_id = codec_id or draw(st.sampled_from(sorted(CODECS)))
     words = draw(CASES[codec_id].options)
     dim, side = draw(st.sampled_from(DIMS)), draw(st.sampled_from("kv"))
-    if codec_id not in ("raw", "lossless"):
+    if codec_id not in ("raw", "lossless", "klt"):
         for name in sorted(draw(st.sets(st.sampled_from([name for name in SIDE_CARS if dim in SIDE_CAR_DIMS[name]])))):
             words = words | draw(SIDE_CARS[name].filter(lambda found: dim % int(found.get("block_rotation", 1)) == 0))
     try:

@@ -10,9 +10,12 @@ import numpy
 import torch
 
 import kvpack
+from kvpack.coding.bases import Basis, bound
+from kvpack.file import container
+from kvpack.formats.base import DTYPE_BYTES
 
 from second_decoder import decoder, decompress  # isort: skip
-from vector_files import FOLDER, manifest  # isort: skip
+from vector_files import FOLDER, bases, manifest  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,13 +27,36 @@ DECODED = [file for file, line in LINES.items() if "error" not in line]
 @cache
 def read(file: str) -> Any:
     """The file as the second decoder reads it; no test changes it."""
-    return decoder.read((FOLDER / file).read_bytes(), decompress)
+    return decoder.read((FOLDER / file).read_bytes(), decompress, bases(LINES[file]))
+
+
+def basis_of(file: str) -> list[Basis]:
+    """The bases that a reader of the file is given."""
+    return [Basis.of_bytes(data) for data in bases(LINES[file])]
+
+
+def verify(data: bytes, given: Sequence[Basis]) -> None:
+    """Check the bytes of a file, and whether the bases that its reader is given fit it."""
+    opened = container.open_bytes(data)
+    opened.verify()
+    bound(opened.header, given)
 
 
 def unpacked(file: str, device: str = "cpu") -> list[float]:
     """All values that the library decodes, layer by layer, K before V."""
-    layers = kvpack.load(FOLDER / file, device=device)
+    opened = container.open_file(FOLDER / file)
+    if opened.header.is_basis:
+        return [
+            value for number, layer in enumerate(opened.header.layers) for side, _ in layer.sides() for value in rows(opened, number, side)
+        ]
+    layers = kvpack.load(FOLDER / file, device=device, basis=basis_of(file))
     return [value for layer in layers for side in layer.sides.values() for value in side.unpack(torch.float32).flatten().tolist()]
+
+
+def rows(file: container.File, number: int, side: str) -> list[float]:
+    """All values of a side of a basis."""
+    data = numpy.frombuffer(file.read_side(number, side)["values"], f"<f{DTYPE_BYTES[file.tensors[f'{number}.{side}.values'].dtype]}")
+    return [float(value) for value in data]
 
 
 def check_values(file: str, found: Sequence[float]) -> None:

@@ -1,0 +1,136 @@
+"""The rows of a basis: what a model's keys or values of one layer are described in (spec/basis.md).
+
+For each head: the mean in the coded frame, the matrix that leads from the coded frame to the original one, the weights of its
+columns, and the tables of every run of columns at every width.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from .errors import InvalidParameter, InvalidShape
+from .lazy import numpy, torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+RUN_COLUMNS = 16
+"""Columns of the coded frame that share a width and a table."""
+
+MAX_WIDTH = 8
+"""The most bits of a column."""
+
+TABLE_VALUES = (2 << MAX_WIDTH) - 2
+"""Values of the tables of one run: 2 of one bit, then 4 of two bits, and so on."""
+
+MEAN_UNIT = 256.0
+"""What 1 stands for in the row of the mean: columns that hardly vary have a mean of many times their size."""
+
+DIGEST_BYTES = 32
+"""Bytes of the SHA-256 of a basis file, which names it."""
+
+
+def runs_of(dim: int) -> int:
+    """The runs of columns of a head; the last one may be partial."""
+    return -(-dim // RUN_COLUMNS)
+
+
+def rows_of(dim: int) -> int:
+    """The rows of ``dim`` values that a head's basis takes."""
+    return 2 + dim + -(-TABLE_VALUES * runs_of(dim) // dim)
+
+
+def run_slice(run: int, dim: int) -> slice:
+    """The columns of a run."""
+    return slice(RUN_COLUMNS * run, min(RUN_COLUMNS * (run + 1), dim))
+
+
+class BasisRows:
+    """The rows of one layer and side as float32 ``[batch or 1, kv_head, row, dim]``, and the parts of them.
+
+    Raises InvalidShape for fewer than ``rows_of(dim)`` rows.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        if rows.dim() != 4 or rows.shape[2] < rows_of(rows.shape[3]):
+            raise InvalidShape(f"a basis of shape {list(rows.shape)}, expected [batch, kv_head, at least {rows_of(rows.shape[-1])}, dim]")
+        self.rows = rows
+        self._elsewhere: dict[str, BasisRows] = {}
+
+    @property
+    def heads(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def dim(self) -> int:
+        return self.rows.shape[3]
+
+    def of_heads(self, heads: int) -> BasisRows:
+        """These rows, which are those of ``heads`` heads. Raises InvalidShape for any other number."""
+        if self.heads != heads:
+            raise InvalidShape(f"a basis of {self.heads} heads, and the values have {heads}")
+        return self
+
+    @cached_property
+    def mean(self) -> torch.Tensor:
+        """The mean in the coded frame, float32 ``[batch, kv_head, 1, column]``."""
+        return self.rows[:, :, :1].to(torch.float32) * MEAN_UNIT
+
+    @cached_property
+    def matrix(self) -> torch.Tensor:
+        """What each column of the coded frame is in the original one, float32 ``[batch, kv_head, column, channel]``."""
+        return self.rows[:, :, 1 : 1 + self.dim].to(torch.float32)
+
+    @cached_property
+    def weights(self) -> torch.Tensor:
+        """What an error of each column costs, the same unit for all columns of a basis: float32 ``[batch, kv_head, 1, column]``."""
+        return self.rows[:, :, 1 + self.dim, None].to(torch.float32)
+
+    @cached_property
+    def _tables(self) -> torch.Tensor:
+        runs = runs_of(self.dim)
+        values = self.rows[:, :, 2 + self.dim :].to(torch.float32).flatten(2)
+        return values[..., : TABLE_VALUES * runs].reshape(*values.shape[:2], runs, TABLE_VALUES)
+
+    def table(self, run: int, width: int) -> torch.Tensor:
+        """The values of the codes of a run at ``width`` bits, float32 ``[batch, kv_head, code]``."""
+        return self._tables[:, :, run, (1 << width) - 2 : (2 << width) - 2]
+
+    @cached_property
+    def inverse(self) -> torch.Tensor:
+        """The inverse of ``matrix``, float32 ``[batch, kv_head, channel, column]``, for encoders. Raises InvalidParameter."""
+        # torch 2.13 inverts batches of matrices wrongly, or never ends, where its threads are set to others than those of OpenMP.
+        matrix = self.matrix.to(torch.float64).cpu().numpy()
+        try:
+            found = numpy.linalg.inv(matrix).astype(numpy.float32)
+        except numpy.linalg.LinAlgError:
+            raise InvalidParameter("a matrix of the basis has no inverse: values can be decoded by it, but not encoded") from None
+        return torch.from_numpy(found).to(self.rows.device)
+
+    def on(self, device: torch.device) -> BasisRows:
+        """The same rows on ``device``; a copy is kept."""
+        if self.rows.device == device:
+            return self
+        key = str(device)
+        if key not in self._elsewhere:
+            self._elsewhere[key] = BasisRows(self.rows.to(device))
+        return self._elsewhere[key]
+
+
+class Calibrated(NamedTuple):
+    """What a recipe's codec takes from a basis: its ``rows`` for a layer and side, the basis' SHA-256, and the widths of the runs."""
+
+    rows: BasisRows
+    digest: bytes
+    layer: int
+    widths: bytes
+
+
+def flat_tables(tables: Sequence[Sequence[torch.Tensor]], dim: int) -> torch.Tensor:
+    """Rows ``[row, dim]`` of the tables of a head: for each run, its tables of 1 to ``MAX_WIDTH`` bits."""
+    values = torch.cat([table for run in tables for table in run])
+    rows = rows_of(dim) - 2 - dim
+    padded = torch.zeros(rows * dim, dtype=values.dtype)
+    padded[: len(values)] = values
+    return padded.view(rows, dim)

@@ -1,0 +1,264 @@
+"""Bases: the files that hold what a model's keys and values are described in, and how a cache gets the one that it needs.
+
+A cache names its basis by the SHA-256 of the file (spec/basis.md). Whoever reads it supplies the basis: as an object, a path, or a
+folder in which the digest is looked for. No file is opened because another file names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Self
+
+from kvpack.file import container
+from kvpack.file.basis import FEATURE, SUFFIX
+from kvpack.file.header import Contents, LayerEntry, SideEntry
+from kvpack.file.user_files import path_text, read_bytes
+from kvpack.formats.basis import RUN_COLUMNS, BasisRows, Calibrated, rows_of, runs_of
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingBasis, OutOfBounds
+from kvpack.formats.klt import Klt
+from kvpack.formats.lazy import functional, torch
+from kvpack.formats.raw import Raw
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kvpack.file.header import Header
+    from kvpack.formats.base import Codec
+
+
+MAX_FILE_BYTES = 1 << 32
+"""The most bytes of a basis file."""
+
+SIDES = ("k", "v")
+
+GAIN_BITS = 16
+"""Bits per token and head besides those of the columns."""
+
+LEAST_BITS, MOST_BITS = 0.25, 8.0
+
+_DISTORTIONS = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000642, 0.000163, 0.0000412)
+"""Mean squared error of a normal value of variance 1 by a table of 0 to 8 bits. Source: Max 1960, Table I; above 5 bits Panter-Dite."""
+
+_STEPS = 100
+
+
+class Basis:
+    """The basis of a model: the rows of every layer and side, and the ``digest`` that names it. Made by ``load`` and ``of_bytes``.
+
+    ``model`` is the identity of the model for which it was calibrated, ``layers`` the number of its layers.
+    """
+
+    def __init__(self, data: bytes, where: str) -> None:
+        self.where = where
+        self.digest = hashlib.sha256(data).digest()
+        # torch warns of memory that cannot be written.
+        with container.open_bytes(bytearray(data), where=where) as file:
+            if not file.header.is_basis:
+                raise InvalidParameter(f"{where}: is a cache, expected a basis: kvpack calibrate makes one")
+            self.model: Mapping[str, str] = dict(file.header.model)
+            self.layers = len(file.header.layers)
+            self._rows = {
+                (number, name): _rows(file, number, name) for number, layer in enumerate(file.header.layers) for name, _ in layer.sides()
+            }
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read and check the basis file ``path``. Raises what ``kvpack.load`` raises of a file, and InvalidParameter for a cache."""
+        return cls(read_bytes(path, MAX_FILE_BYTES, "a basis"), path_text(path))
+
+    @classmethod
+    def of_bytes(cls, data: bytes, *, where: str = "basis") -> Self:
+        """The basis whose file has the bytes ``data``. Raises as ``load``, naming ``where``."""
+        return cls(bytes(data), where)
+
+    def __repr__(self) -> str:
+        return f"Basis({self.digest.hex()[:16]}, {self.layers} layers, model {dict(self.model)})"
+
+    def __deepcopy__(self, memo: object) -> Basis:
+        return self
+
+    def sides(self) -> Iterator[tuple[int, str]]:
+        """The layers and sides that it has, in order."""
+        return iter(self._rows)
+
+    def rows(self, layer: int, side: str) -> BasisRows:
+        """The rows for ``side`` ("k" or "v") of ``layer``. Raises OutOfBounds."""
+        found = self._rows.get((layer, side))
+        if found is None:
+            raise OutOfBounds(f"{self.where}: the basis has no {'keys' if side == 'k' else 'values'} of layer {layer}")
+        return found
+
+    def calibrated(self, layer: int, side: str, bits: float) -> Calibrated:
+        """What a codec takes from the basis for ``bits`` bits per value on average over all layers and sides.
+
+        Raises OutOfBounds, and InvalidParameter for bits out of range.
+        """
+        return Calibrated(self.rows(layer, side), self.digest, layer, self.widths(bits)[layer, side])
+
+    @cached_property
+    def _run_weights(self) -> dict[tuple[int, str], list[float]]:
+        """The mean squared weight of the columns of each run, over the heads, which share its width."""
+        found = {}
+        for place, rows in self._rows.items():
+            squares = rows.weights.to(torch.float64).square().mean((0, 1, 2))
+            found[place] = [part.mean().item() for part in torch.split(squares, RUN_COLUMNS)]
+        return found
+
+    def widths(self, bits: float) -> dict[tuple[int, str], bytes]:
+        """The widths of every run, by layer and side, that cost the model least at ``bits`` bits per value, gains included.
+
+        A bit goes where it lowers the weighted error most (Shoham and Gersho 1988); each side has at least one. Raises
+        InvalidParameter for bits out of range.
+        """
+        if not LEAST_BITS <= bits <= MOST_BITS:
+            raise InvalidParameter(f"bits is {bits:g}, expected {LEAST_BITS:g} to {MOST_BITS:g} bits per value")
+        low, high = -60.0, 60.0
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._bits(self._at_slope(2.0**middle)) > bits else (low, middle)
+        return self._at_slope(2.0**high)
+
+    def _at_slope(self, slope: float) -> dict[tuple[int, str], bytes]:
+        """The widths at which a further bit of any column lowers the weighted error by at most ``slope``."""
+        found = {}
+        for place, weights in self._run_weights.items():
+            widths = []
+            for weight in weights:
+                gains = (before - after for before, after in pairwise(_DISTORTIONS))
+                widths.append(sum(1 for gain in gains if weight * gain > slope))
+            found[place] = bytes(widths) if any(widths) else bytes([1, *widths[1:]])
+        return found
+
+    def _bits(self, widths: Mapping[tuple[int, str], bytes]) -> float:
+        bits, values = 0, 0
+        for place, found in widths.items():
+            rows = self._rows[place]
+            counts = (min(RUN_COLUMNS, rows.dim - RUN_COLUMNS * run) for run in range(runs_of(rows.dim)))
+            bits += rows.heads * (sum(width * count for width, count in zip(found, counts, strict=True)) + GAIN_BITS)
+            values += rows.heads * rows.dim
+        return bits / values
+
+    def check_model(self, model: Mapping[str, str]) -> None:
+        """Raise InvalidParameter where ``model``, the identity of a cache's model, is another than that of the basis."""
+        for name in ("weights", "name"):
+            if name in model and name in self.model:
+                if model[name] != self.model[name]:
+                    ours = f"a model whose {name} is {self.model[name]!r}"
+                    raise InvalidParameter(f"{self.where}: is the basis of {ours}, and that of the cache is {model[name]!r}")
+                return
+
+
+def basis_bytes(rows: Mapping[tuple[int, str], torch.Tensor], layers: int, model: Mapping[str, str], dtype: str = "fp16") -> bytes:
+    """The basis file of a model of ``layers`` layers with ``rows``, float32 ``[kv_head, row, dim]`` by layer and side.
+
+    Raises OutOfRange where ``dtype`` ("fp16" or "fp32") does not hold a value, and LimitExceeded.
+    """
+    codecs: dict[Codec, int] = {}
+    entries, arrays = [], {}
+    for number in range(layers):
+        found = {side: rows[number, side] for side in SIDES if (number, side) in rows}
+        # Both sides of a layer have the same number of rows; those of the smaller head dim are filled up.
+        count = max((values.shape[1] for values in found.values()), default=0)
+        sides = {}
+        for side, values in found.items():
+            codec = Raw(values.shape[2], dtype)
+            filled = functional.pad(values.to(torch.float32), (0, 0, 0, count - values.shape[1]))
+            arrays[f"{number}.{side}.values"] = codec.encode(filled)["values"].contiguous().numpy()
+            sides[side] = SideEntry(codecs.setdefault(codec, len(codecs)), 1, values.shape[0], (count,), 0, dtype, 0)
+        entries.append(LayerEntry(sides.get("k"), sides.get("v")))
+    contents = Contents(codecs=tuple(codecs), layers=tuple(entries), model=dict(model), required=(FEATURE,))
+    return container.to_bytes(contents, arrays)
+
+
+def _rows(file: container.File, layer: int, side: str) -> BasisRows:
+    entry = dict(file.header.layers[layer].sides())[side]
+    (layout,) = file.header.streams[entry].values()
+    data = file.read_side(layer, side)["values"]
+    dtype = torch.float16 if layout.dtype == "F16" else torch.float32
+    return BasisRows(torch.frombuffer(data, dtype=dtype).view(layout.shape)[:, :, : rows_of(layout.shape[3])])
+
+
+def basis_of(source: Basis | str | os.PathLike[str]) -> Basis:
+    """The basis that a caller gives for packing: an object, or the path of one. Raises as ``Basis.load``."""
+    given: Any = source
+    if isinstance(given, Basis):
+        return given
+    if os.path.isdir(path_text(given)):
+        raise InvalidParameter(f"{path_text(given)}: is a folder; to pack a cache, name one basis in it")
+    return Basis.load(given)
+
+
+def find(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]], digest: bytes) -> Basis:
+    """The basis with SHA-256 ``digest`` among ``source``: bases, their paths, and folders of files named ``*.kvbasis``.
+
+    Raises MissingBasis, which names the digest, and what reading a file raises.
+    """
+    for one in source if isinstance(source, list | tuple) else [source]:
+        for candidate in _candidates(one, digest):
+            if candidate.digest == digest:
+                return candidate
+    raise MissingBasis(f"the basis {digest.hex()} is needed, and none of those given has this SHA-256")
+
+
+def _candidates(source: Any, digest: bytes) -> Iterator[Basis]:
+    if isinstance(source, Basis):
+        yield source
+        return
+    path = path_text(source)
+    if not os.path.isdir(path):
+        yield Basis.load(path)
+        return
+    for name in sorted(os.listdir(path)):
+        file = os.path.join(path, name)
+        if name.endswith(SUFFIX) and os.path.isfile(file):
+            data = read_bytes(file, MAX_FILE_BYTES, "a basis")
+            if hashlib.sha256(data).digest() == digest:
+                yield Basis.of_bytes(data, where=file)
+
+
+def bound(header: Header, source: Any = None) -> Header:
+    """``header`` with codecs that have the bases they need, from ``source`` as ``find`` takes it.
+
+    Raises MissingBasis, and InvalidHeader, naming the place, where a side does not fit the basis that it names.
+    """
+    needed = {codec.basis for codec in header.codecs if isinstance(codec, Klt) and _is_unbound(codec)}
+    if not needed:
+        return header
+    if source is None:
+        raise MissingBasis(f"the basis {min(needed).hex()} is needed: give basis=, its path, or the path of a folder that holds it")
+    bases = {digest: find(source, digest) for digest in needed}
+    codecs = tuple(_bound(number, codec, bases) for number, codec in enumerate(header.codecs))
+    for number, layer in enumerate(header.layers):
+        for name, side in layer.sides():
+            codec = codecs[side.codec]
+            if isinstance(codec, Klt) and codec.source is not None and codec.source.heads != side.heads:
+                raise InvalidHeader(f"layers[{number}].{name}.heads is {side.heads}, the {codec.place} have {codec.source.heads}")
+    return replace(header, codecs=codecs)
+
+
+def _is_unbound(codec: Klt) -> bool:
+    return codec.rows == "basis" and codec.source is None
+
+
+def _bound(number: int, codec: Codec, bases: Mapping[bytes, Basis]) -> Codec:
+    if not isinstance(codec, Klt) or not _is_unbound(codec):
+        return codec
+    try:
+        rows = bases[codec.basis].rows(codec.layer, codec.side)
+    except OutOfBounds as error:
+        raise InvalidHeader(f"codecs[{number}]: {error}") from None
+    if rows.dim != codec.dim:
+        raise InvalidHeader(f"codecs[{number}]: dim is {codec.dim}, the {codec.place} have {rows.dim} channels")
+    return replace(codec, source=rows)
+
+
+def located(where: str, header: Header, source: Any) -> Header:
+    """As ``bound``, with ``where`` in front of messages."""
+    try:
+        return bound(header, source)
+    except KvpackError as error:
+        raise type(error)(f"{where}: {error}") from None

@@ -1,0 +1,211 @@
+"""The codec klt: its worked example, its basis, what it refuses, and attention over it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvpack
+from kvpack.coding.bases import Basis
+from kvpack.formats.basis import BasisRows, rows_of
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidRecipe, InvalidShape, MissingBasis, OutOfBounds
+from kvpack.formats.klt import Klt, columns_of
+
+from klt_bases import random_basis, random_rows, with_random_basis  # isort: skip
+from side_car_recipes import attention  # isort: skip
+from spec_pages import SPEC, section  # isort: skip
+from strategies import check_round_trip, codecs, create, tensors  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SHAPES = {(0, "k"): (2, 32), (0, "v"): (2, 48), (1, "k"): (2, 32), (1, "v"): (2, 48)}
+
+
+@pytest.fixture(scope="module")
+def basis() -> Basis:
+    return Basis.of_bytes(random_basis(SHAPES, 2))
+
+
+def pairs(tokens: int, batch: int = 1, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(tokens + seed)
+    return [
+        (torch.randn(batch, 2, tokens, 32, generator=generator), torch.randn(batch, 2, tokens, 48, generator=generator)) for _ in range(2)
+    ]
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_round_trips(data: st.DataObject) -> None:
+    codec = data.draw(codecs("klt"))
+    check_round_trip(codec, data.draw(tensors(codec.dim)))
+
+
+def test_the_worked_example() -> None:
+    lines = re.search(r"```example\n(.*?)```", section(SPEC / "codecs" / "klt.md", "Worked example"), re.DOTALL)
+    assert lines is not None
+    found = dict(line.split(": ", 1) for line in lines[1].strip().split("\n"))
+    stated: dict[str, Any] = ast.literal_eval(found["parameters"])
+    stated |= {"basis": bytes.fromhex(found["basis"]), "widths": bytes.fromhex(found["widths"])}
+    names = ("dim", "basis", "layer", "side", "rows", "widths", "gain", "fields")
+    codec = Klt.from_params({name: stated[name] for name in names})
+    rows = torch.zeros(rows_of(2), 2)
+    rows[0] = torch.tensor(ast.literal_eval(found["m"])) / 256
+    rows[1:3] = torch.tensor(ast.literal_eval(found["D"]))
+    values = rows[4:].view(-1)
+    values[2:6] = torch.tensor(ast.literal_eval(found["table of run 0 at 2 bits"]))
+    streams = {
+        "codes_2.0": torch.frombuffer(bytearray.fromhex(found["codes_2.0"]), dtype=torch.uint16).view(1, 1, 1, -1),
+        "gain": torch.frombuffer(bytearray.fromhex(found["gain"]), dtype=torch.float16).view(1, 1, 1),
+        "rows": rows.to(torch.float16)[None, None, None],
+    }
+    assert codec.unpack("codes_2", streams)[0].flatten().tolist() == ast.literal_eval(found["codes_2"])
+    assert codec.decode(streams).flatten().tolist() == ast.literal_eval(found["decoded"])
+
+
+def test_sizes_on_the_page() -> None:
+    table = section(SPEC / "codecs" / "klt.md", "Layout")
+    for widths, size, bits in re.findall(r"^\| ((?:\d ){7}\d) \| (\d+) \| ([\d.]+) \|$", table, re.MULTILINE):
+        codec = Klt.of(128, bytes(32), 0, "k", bytes(map(int, widths.split())))
+        assert sum(packing.row_bytes for packing in codec.packings().values()) + 2 == int(size)
+        assert codec.nominal_bits == float(bits)
+    assert (rows_of(128), 2 * 128 * rows_of(128)) == (162, 41472)
+
+
+@pytest.mark.parametrize("rows", ["basis", "fp16"])
+def test_caches_keep_their_statedin_files_and_parts(basis: Basis, rows: str, tmp_path: Path) -> None:
+    cache = kvpack.pack(pairs(20, 2), f"kv=klt:bits=4,rows={rows}", basis=basis).append(pairs(13, 2))
+    path = tmp_path / "x.kvpack"
+    assert kvpack.save(cache, path) == cache.nbytes
+    loaded = kvpack.load(path, basis=basis)
+    expected = [side.unpack(torch.float32) for layer in cache for side in layer.sides.values()]
+    for found, values in zip([side for layer in loaded for side in layer.sides.values()], expected, strict=True):
+        assert torch.equal(found.unpack(torch.float32), values)
+        torch.testing.assert_close(found.prefix(7).unpack(torch.float32), values[:, :, :7])
+        torch.testing.assert_close(found.select([1, 1]).unpack(torch.float32), values[[1, 1]])
+    # The page goes on after it was loaded: with its own rows, or with those of the basis.
+    assert loaded.append(pairs(5, 2)).tokens == 38
+    assert (cache.layers[0].k.merged_runs() if cache.layers[0].k else ()) == (33,)
+    if rows == "fp16":
+        for layer, other in zip(kvpack.load(path).append(pairs(5, 2)), loaded.append(pairs(5, 2)), strict=True):
+            for name, side in layer.sides.items():
+                assert torch.equal(side.unpack(torch.float32), other.sides[name].unpack(torch.float32))
+
+
+def test_attention_multiplies_queries_and_sums_once(basis: Basis) -> None:
+    cache = kvpack.pack(pairs(70), "kv=klt:bits=3;tail=32", basis=basis).append(pairs(5))
+    q = torch.randn(1, 4, 3, 32, generator=torch.Generator().manual_seed(1))
+    k, v = cache[1].unpack(torch.float32)
+    assert k is not None
+    assert v is not None
+    torch.testing.assert_close(kvpack.attend(q, cache[1]), attention(q, k, v).float(), rtol=0, atol=1e-5)
+
+
+def test_gains_make_products_right_and_widths_lower_the_error() -> None:
+    x = torch.randn(1, 1, 2000, 32, generator=torch.Generator().manual_seed(3))
+    errors = []
+    for width in (1, 2, 4):
+        codec = with_random_basis(create("klt", 32, rows="fp16"), bytes([width, width]))
+        streams = codec.encode(x)
+        rows = codec.parts(streams)
+        values, found = (one @ rows.inverse - rows.mean for one in (x, codec.decode(streams)))
+        weights = rows.weights.square()
+        product, square = (weights * values * found).sum(-1), (weights * values.square()).sum(-1)
+        # The few tokens that are more than 45 degrees from their codes keep the factor of least error.
+        assert ((product - square).abs() <= 2e-3 * square).float().mean() > 0.99
+        errors.append((weights * (values - found).square()).sum().item())
+    assert errors[0] > errors[1] > errors[2]
+
+
+def test_a_basis_is_found_by_its_digest(basis: Basis, tmp_path: Path) -> None:
+    path, folder = tmp_path / "x.kvpack", tmp_path / "bases"
+    kvpack.save(kvpack.pack(pairs(9), "klt-2", basis=basis), path)
+    folder.mkdir()
+    other = random_basis(SHAPES, 2, seed="other")
+    (folder / "a.kvbasis").write_bytes(other)
+    for source in (folder, Basis.of_bytes(other), [folder, folder / "a.kvbasis"]):
+        with pytest.raises(MissingBasis, match=f"the basis {basis.digest.hex()} is needed, and none of those given"):
+            kvpack.load(path, basis=source)
+    with pytest.raises(MissingBasis, match=r"x\.kvpack: the basis [0-9a-f]{64} is needed: give basis="):
+        kvpack.load(path)
+    (folder / "b.kvbasis").write_bytes(random_basis(SHAPES, 2))
+    for source in (folder, folder / "b.kvbasis", basis, [Basis.of_bytes(other), folder]):
+        assert kvpack.load(path, basis=source).tokens == 9
+    with pytest.raises(InvalidParameter, match="is a basis and not a cache"):
+        kvpack.load(folder / "b.kvbasis")
+    with pytest.raises(InvalidParameter, match="is a cache, expected a basis"):
+        Basis.load(path)
+
+
+def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match="basis of a model of 2 layers, and the cache has 1"):
+        kvpack.pack(pairs(3)[:1], "klt-2", basis=basis)
+    with pytest.raises(InvalidParameter, match=r"layers\[0\].k: .*the head dim is 48, and that of the basis 32"):
+        kvpack.pack([(v, k) for k, v in pairs(3)], "klt-2", basis=basis)
+    with pytest.raises(InvalidShape, match="a basis of 2 heads, and the values have 1"):
+        kvpack.pack([(k[:, :1], v[:, :1]) for k, v in pairs(3)], "klt-2", basis=basis)
+    with pytest.raises(InvalidParameter, match="model whose name is 'x', and that of the cache is 'y'"):
+        kvpack.pack(pairs(3), "klt-2", basis=basis, model={"name": "y"})
+    with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: give basis="):
+        kvpack.pack(pairs(3), "klt-2")
+    with pytest.raises(OutOfBounds, match="the basis has no values of layer 7"):
+        basis.rows(7, "v")
+    codec = Klt.of(32, basis.digest, 0, "k", b"\2\2")
+    with pytest.raises(MissingBasis, match=r"keys of layer 0 of the basis [0-9a-f]{64} are needed, and were not given"):
+        codec.encode(torch.zeros(1, 2, 1, 32))
+    path = tmp_path / "x.kvpack"
+    kvpack.save(kvpack.pack(pairs(3), "klt-2", basis=basis), path)
+    smaller = Basis.of_bytes(random_basis({(0, "k"): (1, 32)}, 1))
+    smaller.digest = basis.digest
+    with pytest.raises(InvalidHeader, match="the basis has no"):
+        kvpack.load(path, basis=smaller)
+
+
+def test_a_matrix_without_an_inverse_decodes_and_does_not_encode() -> None:
+    rows = random_rows(1, 4, "singular")
+    rows[:, 1:5] = 0
+    codec = replace(with_random_basis(create("klt", 4, rows="fp32")), source=BasisRows(rows[None]))
+    with pytest.raises(InvalidParameter, match="no inverse"):
+        codec.encode(torch.zeros(1, 1, 1, 4))
+    with pytest.raises(InvalidShape, match="a basis of shape"):
+        BasisRows(rows[None, :, :100])
+
+
+def test_recipes_name_the_basis(basis: Basis) -> None:
+    digest = basis.digest.hex()
+    assert kvpack.Recipe("klt-1.5;tail=32", basis).text == f"kv=klt:bits=1.5,basis={digest};tail=32"
+    named = kvpack.Recipe(f"k=klt:basis={digest};v=group:b=4,g=32")
+    assert kvpack.Recipe(named.text, basis).text == named.text
+    assert kvpack.Recipe("kv=klt", basis).codec(0, 2, "k", 32) == kvpack.Recipe("klt-2", basis).codec(0, 2, "k", 32)
+    for text, message in (
+        ("klt-9", "klt:bits is '9', expected 0.25 to 8"),
+        ("kv=klt:bits=two", "klt:bits is 'two'"),
+        ("kv=klt:basis=12", "expected the 64 hexadecimal digits of a SHA-256"),
+        ("kv=klt:norm=fp16", "codec klt has no option 'norm'"),
+    ):
+        with pytest.raises(InvalidRecipe, match=message):
+            kvpack.Recipe(text)
+    with pytest.raises(InvalidRecipe, match=f"names the basis {'0' * 64}, and {digest} was given"):
+        kvpack.Recipe(f"kv=klt:basis={'0' * 64}", basis)
+
+
+@pytest.mark.parametrize("bits", [1.0, 1.75, 3.0])
+def test_widths_meet_the_bits_and_follow_the_weights(basis: Basis, bits: float) -> None:
+    found = basis.widths(bits)
+    codecs_ = [Klt.of(basis.rows(*place).dim, basis.digest, *place, widths) for place, widths in found.items()]
+    mean = sum(codec.nominal_bits * codec.dim for codec in codecs_) / sum(codec.dim for codec in codecs_)
+    assert bits - 1 < mean <= bits
+    assert all(any(widths) for widths in found.values())
+    with pytest.raises(InvalidParameter, match=r"bits is 0.1, expected 0.25 to 8"):
+        basis.widths(0.1)
+
+
+def test_columns_of_widths() -> None:
+    assert columns_of(bytes((2, 0, 1, 2)), 50) == {1: list(range(32, 48)), 2: [*range(16), 48, 49]}

@@ -99,7 +99,7 @@ def test_both_readers_decode_a_vector_to_its_values(file: str) -> None:
     header = container.open_file(FOLDER / file).header
     metadata = LINES[file].get("metadata", {})
     assert list(cache_of(header, []).metadata.items()) == list(read(file).metadata.items()) == list(metadata.items())
-    cache = kvpack.load(FOLDER / file)
+    cache = () if header.is_basis else kvpack.load(FOLDER / file, basis=basis_of(file))
     states = {f"{n}.state.{name}": _digest(state) for n, layer in enumerate(cache) for name, state in layer.states.items()}
     assert states == {name: digest(content) for name, content in read(file).states.items()} == LINES[file].get("states", {})
     starts = LINES[file].get("starts", [read(file).start] * len(read(file).layers))

@@ -18,13 +18,18 @@ from kvpack.formats.columns import is_power_of_two, next_power_of_two
 from kvpack.formats.group import Group
 from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.octahedral import Octahedral, norm_with_index, signed_directions
+from kvpack.formats.outliers import Outliers
 from kvpack.formats.polar import Polar, angle_directions, uniform_directions
+from kvpack.formats.qjl import NORM as QJL_NORM
+from kvpack.formats.qjl import SIGNS as QJL_SIGNS
+from kvpack.formats.qjl import Qjl
 from kvpack.formats.quaternion import Quaternion, codewords
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
 from kvpack.formats.scalar import Scalar, signed_values
+from kvpack.formats.side_cars import WithSideCars
 
-from . import library
+from . import library, rotations
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -51,7 +56,9 @@ class Described(NamedTuple):
 
 @lru_cache(_KEPT)
 def described(codec: Codec) -> Described | None:
-    """What C is told of ``codec``, a codec without side-cars; by its exact class, because a subclass may store more."""
+    """What C is told of ``codec``, value maps of side-cars aside; by its exact class, because a subclass may store more."""
+    if isinstance(codec, WithSideCars):
+        return _completed(codec)
     describe = FAMILIES.get(type(codec))
     if describe is None or codec.dim > MOST_DIM:
         return None
@@ -74,7 +81,7 @@ def _struct(codec: Codec, values: dict[str, tuple[int, str]]) -> library.Codec |
     for number, (count, dtype) in enumerate(values.values()):
         result.values[number] = library.Values(count, library.DTYPES.index(dtype))
     result.numbers = sum(count for count, _ in values.values())
-    result.scales_stream = result.table_stream = result.patch_stream = -1
+    result.scales_stream = result.table_stream = result.patch_stream = result.outlier_stream = -1
     return result
 
 
@@ -221,17 +228,46 @@ ENTRY, ENTRIES = "raw_entry", "raw_entries"
 """The streams, made when a page is described, of raw tokens: each token's entry, int32 ``[batch, 1, token]``, negative without one; and the
 entries, float32 ``[1, kv_head, entry, dim]`` in the coded frame."""
 
+FIRST, CHUNKS = "outlier_first", "outlier_chunks"
+"""The same of outliers: the first chunk of each token, int64 ``[batch, kv_head, token + 1]``; and the chunks, int16 ``[1, 1, chunk, 5]``,
+four values in binary16 and the chunk's number in its token."""
 
-@lru_cache(_KEPT)
-def with_raw_tokens(codec: Codec) -> Described | None:
-    """``described``, for a codec with raw tokens: their two streams come last."""
-    plain = described(codec)
-    if plain is None:
+
+def _completed(codec: WithSideCars) -> Described | None:
+    """``described``, for a codec with at most one side-car of each kind that stores something in the coded frame."""
+    plain = described(codec.codec)
+    if plain is None or any(len(kind) > 1 for kind in (codec.kept_tokens, codec.frame_parts, codec.sketches)):
         return None
-    struct = library.Codec.from_buffer_copy(plain.struct)
-    struct.patch_stream = len(plain.streams)
-    struct.streams = len(plain.streams) + 2
-    return Described(struct, (*plain.streams, ENTRY, ENTRIES), (plain,))
+    if any(type(one) not in (Outliers, Qjl) for one in (*codec.frame_parts, *codec.sketches)):
+        return None
+    struct, streams = library.Codec.from_buffer_copy(plain.struct), list(plain.streams)
+    kept: list[Any] = [plain]
+    for sketch in codec.sketches:
+        assert isinstance(sketch, Qjl)
+        if struct.packings == library.MOST_PACKINGS or struct.value_streams == library.MOST_VALUES:
+            return None
+        signs = _packing(sketch.packing)
+        struct.packing[struct.packings] = signs
+        struct.columns += signs.width * signs.planes
+        struct.values[struct.value_streams] = library.Values(1, library.DTYPES.index(NORMS[sketch.norm]))
+        places = sum(struct.packing[number].planes for number in range(struct.packings)), len(_planes(codec.codec)) + struct.value_streams
+        streams.insert(places[1], QJL_NORM)
+        streams[places[0] : places[0]] = [f"{QJL_SIGNS}.{plane}" for plane in range(signs.planes)]
+        for name in ("scales_stream", "table_stream"):
+            if getattr(struct, name) >= 0:
+                setattr(struct, name, getattr(struct, name) + signs.planes + 1)
+        struct.value_streams, struct.numbers, struct.sketches = struct.value_streams + 1, struct.numbers + 1, 1
+        rotation = rotations.described(sketch.rotation)
+        struct.sketch_rotation, struct.sketch_size = rotation.struct, math.sqrt(math.pi / (2 * sketch.dim))
+        kept.append(rotation)
+    if codec.frame_parts:
+        struct.outlier_stream = len(streams)
+        streams += [FIRST, CHUNKS]
+    if codec.kept_tokens:
+        struct.patch_stream = len(streams)
+        streams += [ENTRY, ENTRIES]
+    struct.streams = len(streams)
+    return Described(struct, tuple(streams), tuple(kept))
 
 
 FAMILIES: dict[type[Codec], Callable[[Any], Described | None]] = {

@@ -11,6 +11,5 @@ static void decode_tile(const Codec *codec, const Loaded *in, float *spare, floa
         case MINIFLOAT: minifloat_decode(codec, in, tile); break;
         case QUATERNION: quaternion_decode(codec, in, spare, tile); break;
     }
-    for (int64_t i = 0; i < in->patches; i++)
-        for (int64_t d = 0; d < codec->dim; d++) memcpy(tile + d * TILE + in->patch[i].at, in->patch[i].values + 4 * d, 4);
+    put_side_cars(codec, in, spare, tile);
 }

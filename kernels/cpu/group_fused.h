@@ -2,7 +2,7 @@
 
 /* Keys in groups of tokens, each of whole vectors in this tile. */
 static int has_fused_scores(const Codec *codec, const Loaded *in) {
-    if (codec->family != GROUP || codec->scales_stream < 0 || !is_fusable(&codec->packing[0]) || in->patches) return 0;
+    if (codec->family != GROUP || codec->scales_stream < 0 || !is_fusable(&codec->packing[0]) || in->patches || !is_plain(codec)) return 0;
     for (int64_t r = 0; r < in->runs; r++)
         if (in->run[r].at % LANES) return 0;
     return 1;
@@ -10,7 +10,7 @@ static int has_fused_scores(const Codec *codec, const Loaded *in) {
 
 /* Values in groups of channels, each of whole vectors of columns. */
 static int has_fused_values(const Codec *codec) {
-    if (codec->family != GROUP || codec->scales_stream >= 0 || !is_fusable(&codec->packing[0])) return 0;
+    if (codec->family != GROUP || codec->scales_stream >= 0 || !is_fusable(&codec->packing[0]) || !is_plain(codec)) return 0;
     int64_t width = codec->packing[0].width;
     return width % LANES == 0 && codec->size % LANES == 0 && codec->dim % codec->size == 0 && (width % codec->size == 0 || codec->size % width == 0);
 }

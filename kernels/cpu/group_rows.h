@@ -3,7 +3,7 @@
 /* Groups whose columns, and scales along channels, fill whole vectors, in the frame in which they are stored. */
 static int has_group_rows(const Unpack *call) {
     const Codec *codec = call->side.codec;
-    if (codec->family != GROUP || call->rotation.order || call->channel_scales.data || codec->token_scale) return 0;
+    if (codec->family != GROUP || call->rotation.order || call->channel_scales.data || codec->token_scale || !is_plain(codec)) return 0;
     if (!is_fusable(&codec->packing[0]) || codec->packing[0].width % LANES) return 0;
     return codec->scales_stream >= 0 || codec->size % LANES == 0;
 }

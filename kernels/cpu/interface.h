@@ -48,7 +48,15 @@ typedef struct {
     int64_t entries;
 } Table;
 
-/* A codec with its parameters. A segment's streams are the planes of all packings, then `values`, then those of group. */
+/* order: 0 without a rotation, 1 for Sylvester's, else that of Paley's factor, whose matrix [order, order] is `paley`; factors [dim]
+   multiply the channels of the original frame. */
+typedef struct {
+    int64_t order;
+    const float *paley, *factors;
+} Rotation;
+
+/* A codec with its parameters. A segment's streams are the planes of all packings, then `values`, then those of group and of
+   side-cars. */
 typedef struct {
     int64_t family, dim, streams;
     int64_t packings, columns; /* columns: the words per token of all packings, bytes counted as words */
@@ -61,6 +69,13 @@ typedef struct {
     /* raw tokens: the stream of each token's entry, int32, negative without one, then that of entries, float [kv_head, entry, dim] in the
        coded frame; -1 without them */
     int64_t patch_stream;
+    /* outliers: the stream of the first chunk of each token, int64, also of the token after the last, then that of chunks, four values in
+       binary16 and their number; -1 without them */
+    int64_t outlier_stream;
+    /* qjl: whether the packing after `packings` holds signs and the last number is a norm, which is multiplied by sketch_size */
+    int64_t sketches;
+    Rotation sketch_rotation;
+    float sketch_size;
     /* octahedral, angle, quaternion: whether one stream holds both digits of a symbol */
     int64_t direct;
     /* octahedral: the bits of a direction and of the index digit, and whether that holds the norm's bits or the sign digit does.
@@ -107,13 +122,6 @@ typedef struct {
     const Span *spans;
     int64_t span_count, threads, level;
 } Attend;
-
-/* order: 0 without a rotation, 1 for Sylvester's, else that of Paley's factor, whose matrix [order, order] is `paley`; factors [dim]
-   multiply the channels of the original frame. */
-typedef struct {
-    int64_t order;
-    const float *paley, *factors;
-} Rotation;
 
 /* unpack: tokens [start, stop) of one side to `out` [batch, kv_head, token - start, dim] of a dtype, in the original frame.
    channel_scales float [batch, kv_head, 1, dim] multiply what is rotated back; without data there are none. past_caches: whether `out` is

@@ -3,6 +3,7 @@
 #include "level.h"
 #include "vectors.h"
 
+#include "transpose.h"
 #include "words.h"
 
 #include "angle.h"
@@ -16,8 +17,10 @@
 #include "scalar.h"
 
 /* Up to here no product is contracted with a sum: values are those of formats/, bit for bit wherever no sum decides. */
-#include "decode.h"
 #include "rotation.h"
+#include "side_cars.h"
+
+#include "decode.h"
 #include "rows.h"
 
 #include "group_rows.h"

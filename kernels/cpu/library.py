@@ -44,6 +44,10 @@ class Table(Structure):
     _fields_ = (("data", c_void_p), ("entries", c_int64))
 
 
+class Rotation(Structure):
+    _fields_ = (("order", c_int64), ("paley", c_void_p), ("factors", c_void_p))
+
+
 class Codec(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("family", "dim", "streams", "packings", "columns")),
@@ -51,6 +55,9 @@ class Codec(Structure):
         *((name, c_int64) for name in ("value_streams", "numbers")),
         ("values", Values * MOST_VALUES),
         *((name, c_int64) for name in ("token_group", "size", "token_scale", "scales_stream", "table_stream", "patch_stream")),
+        *((name, c_int64) for name in ("outlier_stream", "sketches")),
+        ("sketch_rotation", Rotation),
+        ("sketch_size", c_float),
         *((name, c_int64) for name in ("direct", "index_bits", "digit_bits", "norm_with_index", "norm_levels", "factored", "norm_kind")),
         *((name, c_int64) for name in ("bins", "quarter_bits")),
         ("highest", c_float),
@@ -83,10 +90,6 @@ class Attend(Structure):
 
 class Stream(Structure):
     _fields_ = (("data", c_void_p), *((name, c_int64) for name in ("batch", "head", "row")))
-
-
-class Rotation(Structure):
-    _fields_ = (("order", c_int64), ("paley", c_void_p), ("factors", c_void_p))
 
 
 class Unpack(Structure):

@@ -12,19 +12,19 @@ import numpy
 import torch
 
 from kvpack.formats import scale_range
+from kvpack.formats.outliers import VALUES, Outliers
 from kvpack.formats.raw import Raw
 from kvpack.formats.side_cars import WithSideCars
 
 from . import codecs, library
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kvpack.formats.base import Codec
 
     from .codecs import Described
 
-    Describe = Callable[[Codec], Described | None]
     Integers = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -84,17 +84,16 @@ class Part(NamedTuple):
     start: int
     stop: int
     codec: Codec
-    describe: Describe
     segments: Integers
     frame: Frame | None
 
     def struct(self, described: Described) -> library.Side:
-        """The part for C; it refers to memory of this object and of ``described``, which ``describe(codec)`` returned."""
+        """The part for C; it refers to memory of this object and of ``described``."""
         return library.Side(codecs.pointer(described), self.segments.ctypes.data, len(self.segments))
 
     def described(self) -> Described:
         """What C is told of the codec: not kept here, because sides are many and tables large."""
-        found = self.describe(self.codec)
+        found = codecs.described(self.codec)
         assert found is not None
         return found
 
@@ -130,21 +129,14 @@ def _parts_of(side: Side) -> list[Part] | None:
             return None
         segments = numpy.array([[side.packed_tokens, side.tail.shape[2], *row]], numpy.int64)
         tail = Raw(side.codec.dim, RAW_DTYPES[side.tail.dtype])
-        parts.append(Part(side.packed_tokens, side.tokens, tail, codecs.described, segments, None))
+        parts.append(Part(side.packed_tokens, side.tokens, tail, segments, None))
     return parts
 
 
 def _packed(side: Side) -> list[Part] | None:
     codec = side.codec
-    framed = False
-    describe: Describe = codecs.described
-    if isinstance(codec, WithSideCars):
-        if len(codec.kept_tokens) > 1 or codec.frame_parts or codec.sketches:
-            return None
-        describe = codecs.with_raw_tokens if codec.kept_tokens else codecs.described
-        framed = bool(codec.value_maps)
-        codec = codec.codec
-    described = describe(codec)
+    framed = isinstance(codec, WithSideCars) and bool(codec.value_maps)
+    described = codecs.described(codec)
     if described is None or (framed and len(side.pages) > MOST_FRAMES):
         return None
     tables = []
@@ -162,11 +154,11 @@ def _packed(side: Side) -> list[Part] | None:
     segments = numpy.concatenate(tables)
     segments = segments[segments[:, 1] > 0]
     if not framed:
-        return [Part(0, side.packed_tokens, codec, describe, segments, side.pages[0])]
+        return [Part(0, side.packed_tokens, codec, segments, side.pages[0])]
     edges = [0, *numpy.cumsum(segments[:, 1]).tolist()]
     parts = []
     for number, page in enumerate(page for page in side.pages if page.tokens):
-        parts.append(Part(edges[number], edges[number + 1], codec, describe, segments[number : number + 1], page))
+        parts.append(Part(edges[number], edges[number + 1], codec, segments[number : number + 1], page))
     return parts
 
 
@@ -179,6 +171,11 @@ def _segments(stretch: Stretch, described: Described, batch: int, heads: int) ->
         if raw is None:
             return None
         streams |= raw
+    if codecs.FIRST in described.streams:
+        outliers = _outliers(stretch)
+        if outliers is None:
+            return None
+        streams |= outliers
     if codecs.TABLE in described.streams:
         streams[codecs.TABLE] = _scale_tables(streams["scale_range"])
     layouts = codec.layout(batch, heads, int(stretch.ends[-1]))
@@ -190,7 +187,9 @@ def _segments(stretch: Stretch, described: Described, batch: int, heads: int) ->
             rows, shape = numpy.arange(len(counts)), torch.Size((batch, heads, len(counts), 256, 2))
         elif name == codecs.ENTRY:
             rows, shape = stretch.ends - counts, torch.Size((batch, 1, int(stretch.ends[-1])))
-        elif name == codecs.ENTRIES:
+        elif name == codecs.FIRST:
+            rows, shape = stretch.ends - counts, torch.Size((batch, heads, int(stretch.ends[-1]) + 1))
+        elif name in (codecs.ENTRIES, codecs.CHUNKS):
             rows, shape = numpy.zeros_like(counts), stream.shape
         else:
             layout = layouts[name]
@@ -229,6 +228,27 @@ def _raw_tokens(stretch: Stretch) -> dict[str, torch.Tensor] | None:
     numbers = torch.where(flags.T, flags.T.flatten().cumsum(0).view(flags.T.shape) - 1, -1)
     coded = codec.coded(kept, flags, stretch.streams)
     return {codecs.ENTRY: numbers.T[:, None].to(torch.int32).contiguous(), codecs.ENTRIES: coded.transpose(0, 1)[None].contiguous()}
+
+
+def _outliers(stretch: Stretch) -> dict[str, torch.Tensor] | None:
+    """The streams ``codecs.FIRST`` and ``codecs.CHUNKS``; None where flags and outliers disagree."""
+    codec = stretch.codec
+    assert isinstance(codec, WithSideCars)
+    (outliers,) = codec.frame_parts
+    assert isinstance(outliers, Outliers)
+    flags, values = outliers.flags(stretch.streams), stretch.streams[VALUES][0, 0]
+    counts = flags.sum(3)
+    if int(counts.sum()) != len(values):
+        return None
+    batch, heads, tokens, chunks = flags.shape
+    # Outliers are stored by token, sequence, head and chunk; here those of a head follow each other.
+    places = flags.permute(2, 0, 1, 3).nonzero()
+    token, sequence, head, chunk = places.unbind(1)
+    order = torch.argsort(((sequence * heads + head) * tokens + token) * chunks + chunk)
+    numbered = torch.cat([values.view(torch.int16), chunk[:, None].to(torch.int16)], 1)[order]
+    ends = counts.flatten().cumsum(0).view(batch, heads, tokens)
+    first = torch.cat([ends[:, :, :1] - counts[:, :, :1], ends], 2)
+    return {codecs.FIRST: first.contiguous(), codecs.CHUNKS: numbered[None, None].contiguous()}
 
 
 def _strides(stream: torch.Tensor) -> tuple[int, int, int, int] | None:

@@ -1,7 +1,5 @@
 /* From segments to one tile: words and numbers are transposed to rows of TILE tokens, whatever their strides, and digits cut out. */
 
-enum { TILE = 128 };
-
 /* Tokens [at, at + count) of the tile lie in one segment, from its token `token` on. */
 typedef struct {
     int64_t at, count, token;
@@ -20,72 +18,22 @@ typedef struct {
     const char *values;
 } Patch;
 
+/* The chunks of a token that are stored as they are, of OUTLIER_BYTES: four values in binary16, and the chunk's number. */
+typedef struct {
+    const char *chunks;
+    int64_t count;
+} Outliers;
+
 /* The words and numbers of one tile. Those after the last token are zero. */
 typedef struct {
     int64_t tokens, pieces, runs, patches;
     Piece piece[TILE];
     Run run[TILE];
     Patch patch[TILE];
+    Outliers outliers[TILE];
     uint16_t *words; /* [column of all packings, plane by plane][TILE] */
     float *numbers;  /* [number][TILE] */
 } Loaded;
-
-typedef uint16_t v8 __attribute__((vector_size(16)));
-typedef int16_t v8_mask __attribute__((vector_size(16)));
-typedef uint16_t v8_any __attribute__((vector_size(16), aligned(1), may_alias));
-#define LOW8 0, 8, 1, 9, 2, 10, 3, 11
-#define HIGH8 4, 12, 5, 13, 6, 14, 7, 15
-
-INLINE uint16_t word_at(const char *p) {
-    uint16_t x;
-    memcpy(&x, p, 2);
-    return x;
-}
-
-/* rows of `words` words to out[word * TILE + row]. */
-static void transpose(const char *rows, int64_t stride, int64_t count, int64_t words, uint16_t *out) {
-    int64_t whole = count / 8 * 8, blocks = words / 8 * 8;
-    for (int64_t t = 0; t < whole; t += 8)
-        for (int64_t w = 0; w < blocks; w += 8) {
-            v8 a[8], b[8];
-            for (int i = 0; i < 8; i++) a[i] = *(const v8_any *)(rows + (t + i) * stride + 2 * w);
-            /* Three rounds of interleaving rows i and i + 4. */
-            for (int i = 0; i < 4; i++) {
-                b[2 * i] = SHUFFLE(v8, v8_mask, a[i], a[i + 4], LOW8);
-                b[2 * i + 1] = SHUFFLE(v8, v8_mask, a[i], a[i + 4], HIGH8);
-            }
-            for (int i = 0; i < 4; i++) {
-                a[2 * i] = SHUFFLE(v8, v8_mask, b[i], b[i + 4], LOW8);
-                a[2 * i + 1] = SHUFFLE(v8, v8_mask, b[i], b[i + 4], HIGH8);
-            }
-            for (int i = 0; i < 4; i++) {
-                *(v8_any *)(out + (w + 2 * i) * TILE + t) = SHUFFLE(v8, v8_mask, a[i], a[i + 4], LOW8);
-                *(v8_any *)(out + (w + 2 * i + 1) * TILE + t) = SHUFFLE(v8, v8_mask, a[i], a[i + 4], HIGH8);
-            }
-        }
-    for (int64_t t = 0; t < count; t++)
-        for (int64_t w = t < whole ? blocks : 0; w < words; w++) out[w * TILE + t] = word_at(rows + t * stride + 2 * w);
-}
-
-/* `words` rows of TILE words to `count` rows of words. */
-static void transpose_back(const uint16_t *rows, int64_t count, int64_t words, char *to, int64_t stride) {
-    int64_t whole = count / 8 * 8, blocks = words / 8 * 8;
-    for (int64_t t = 0; t < whole; t += 8)
-        for (int64_t w = 0; w < blocks; w += 8) {
-            v8 a[8], b[8];
-            for (int i = 0; i < 8; i++) a[i] = *(const v8_any *)(rows + (w + i) * TILE + t);
-            for (int round = 0; round < 3; round++) {
-                for (int i = 0; i < 4; i++) {
-                    b[2 * i] = SHUFFLE(v8, v8_mask, a[i], a[i + 4], LOW8);
-                    b[2 * i + 1] = SHUFFLE(v8, v8_mask, a[i], a[i + 4], HIGH8);
-                }
-                for (int i = 0; i < 8; i++) a[i] = b[i];
-            }
-            for (int i = 0; i < 8; i++) *(v8_any *)(to + (t + i) * stride + 2 * w) = a[i];
-        }
-    for (int64_t t = 0; t < count; t++)
-        for (int64_t w = t < whole ? blocks : 0; w < words; w++) memcpy(to + t * stride + 2 * w, rows + w * TILE + t, 2);
-}
 
 /* The words of one packing, of `count` tokens from column `at` of the tile on. Returns the words that it fills per token. */
 static int64_t load_packing(const Packing *packing, const Stream *streams, int64_t batch, int64_t head, const Piece *piece, uint16_t *out) {
@@ -171,6 +119,16 @@ static void load_patches(const Codec *codec, int64_t batch, int64_t head, const 
     }
 }
 
+static void load_outliers(const Codec *codec, int64_t batch, int64_t head, const Piece *piece, Loaded *tile) {
+    const Stream *first = piece->segment->streams + codec->outlier_stream, *chunks = first + 1;
+    const char *firsts = first->data + batch * first->batch + head * first->head + piece->token * first->row;
+    for (int64_t t = 0; t < piece->count; t++) {
+        int64_t ends[2];
+        memcpy(ends, firsts + t * first->row, sizeof ends);
+        tile->outliers[piece->at + t] = (Outliers){chunks->data + ends[0] * chunks->row, ends[1] - ends[0]};
+    }
+}
+
 INLINE const Segment *segment_of(const Side *side, int64_t number) {
     return (const Segment *)(side->segments + number * (2 + 4 * side->codec->streams));
 }
@@ -209,7 +167,7 @@ static void load_tile(const Codec *codec, int64_t batch, int64_t head, int with_
         const Piece *piece = &tile->piece[p];
         const Stream *streams = piece->segment->streams;
         uint16_t *words = tile->words;
-        for (int64_t i = 0; i < codec->packings; i++) {
+        for (int64_t i = 0; i < codec->packings + codec->sketches; i++) {
             if (with_words) words += TILE * load_packing(&codec->packing[i], streams, batch, head, piece, words);
             streams += codec->packing[i].planes;
         }
@@ -227,6 +185,7 @@ static void load_tile(const Codec *codec, int64_t batch, int64_t head, int with_
         }
         if (codec->scales_stream >= 0) load_runs(codec, batch, head, piece, tile);
         if (codec->patch_stream >= 0) load_patches(codec, batch, head, piece, tile);
+        if (codec->outlier_stream >= 0) load_outliers(codec, batch, head, piece, tile);
     }
     if (tile->tokens == TILE) return;
     for (int64_t i = 0; with_words && i < codec->columns; i++)

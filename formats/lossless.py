@@ -121,7 +121,7 @@ class Lossless(CodecFamily):
         alphabet = FORMS[self.dtype].exponents
         counts = numpy.zeros((batch * heads, alphabet), numpy.int64)
         for block in run.blocks():
-            exponents = self._split(block)[0].reshape(batch * heads, -1)
+            exponents = self._exponents(self._bits(block)).reshape(batch * heads, -1)
             for head, row in enumerate(exponents):
                 counts[head] += numpy.bincount(row, minlength=alphabet)
         tables = rans.frequencies(_with_room(counts))
@@ -145,10 +145,10 @@ class Lossless(CodecFamily):
     def coded(self, x: torch.Tensor, tables: Numbers) -> dict[str, torch.Tensor]:
         """The streams of ``x`` but ``frequencies``, by ``tables``, int64 ``[batch · kv_head, symbol]``: what occurs has a frequency."""
         batch, heads, tokens, dim = x.shape
-        exponents, fractions = self._split(x)
+        bits = self._bits(x)
         rows = -(-tokens // self.chunk)
         symbols = numpy.zeros((batch * heads, rows * self.chunk, dim), numpy.uint8)
-        symbols[:, :tokens] = exponents.reshape(batch * heads, tokens, dim)
+        symbols[:, :tokens] = self._exponents(bits).reshape(batch * heads, tokens, dim)
         symbols = symbols.reshape(batch * heads, rows, self.chunk * dim)
         # Words lie by chunk, then sequence, then head.
         in_order = symbols.transpose(1, 0, 2).reshape(-1, self.chunk * dim)
@@ -156,18 +156,24 @@ class Lossless(CodecFamily):
         chunks = rans.encode(in_order, lengths, tables, numpy.tile(numpy.arange(batch * heads), rows))
         states = chunks.states.astype("<u4").view("<u2").reshape(rows, batch, heads, 2 * rans.LANES).transpose(1, 2, 0, 3)
         counts = chunks.counts.reshape(rows, batch, heads).transpose(1, 2, 0)
-        return self.pack("signed_fractions", fractions) | {
+        return self.pack("signed_fractions", self._fractions(bits)) | {
             "states": _stream(states, x.device),
             "word_counts": _stream(counts, x.device),
             "words": _stream(chunks.words[None, None], x.device),
         }
 
-    def _split(self, x: torch.Tensor) -> tuple[Numbers, torch.Tensor]:
-        """The exponents of ``x``, and its signs and fractions as digits, int32; both ``[batch, kv_head, token, dim]``."""
-        bits = rounded(x, self.dtype).view(torch.int16).to(torch.int32)
+    def _bits(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` in the codec's dtype, its bits as int16."""
+        return rounded(x, self.dtype).view(torch.int16)
+
+    def _exponents(self, bits: torch.Tensor) -> Numbers:
         fraction, exponent = FORMS[self.dtype]
-        exponents = (bits >> fraction & (1 << exponent) - 1).to(torch.uint8)
-        return _numbers(exponents), bits >> exponent & 1 << fraction | bits & (1 << fraction) - 1
+        return _numbers((bits >> fraction & (1 << exponent) - 1).to(torch.uint8))
+
+    def _fractions(self, bits: torch.Tensor) -> torch.Tensor:
+        """Signs and fractions as digits, int32."""
+        fraction, exponent = FORMS[self.dtype]
+        return (bits >> exponent & 1 << fraction | bits & (1 << fraction) - 1).to(torch.int32)
 
     def _lengths(self, runs: Sequence[int]) -> Numbers:
         """The symbols of every chunk of a head, int64, for the tokens of each run."""

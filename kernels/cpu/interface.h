@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 14
+#define KVPACK_INTERFACE 15
 
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 3 };
 
@@ -170,6 +170,18 @@ typedef struct {
     int64_t chunks, word_count, stride, threads, level;
 } Rans;
 
+/* rans encode: `symbols` [chunk][stride] uint8 by the frequencies and first slots of `table` [table][256], of which those that occur are not
+   0. A chunk's words end its row of `words` [chunk][stride]; `written` is their number, `states` [chunk][32] the first of decoding. */
+typedef struct {
+    const uint8_t *symbols;
+    const int64_t *lengths, *table;
+    const uint32_t *frequencies, *starts;
+    uint16_t *words;
+    int64_t *written;
+    uint32_t *states;
+    int64_t chunks, stride, threads, level;
+} RansEncode;
+
 /* join: bf16 values of lossless. `exponents` [chunk of tokens][batch, kv_head][channels of its tokens], `longest` bytes per chunk and head;
    signs and fractions in one plane of words, channels c and c + dim / 2 in the bytes of word c. */
 typedef struct {
@@ -183,6 +195,7 @@ int64_t kvpack_encode(const Encode *call);
 int64_t kvpack_attend(const Attend *call);
 int64_t kvpack_unpack(const Unpack *call);
 int64_t kvpack_rans(const Rans *call);
+int64_t kvpack_rans_encode(const RansEncode *call);
 int64_t kvpack_join(const Join *call);
 
 int64_t kvpack_interface(void);

@@ -27,6 +27,7 @@ typedef struct {
     int (*encode)(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, char *memory);
     /* One chunk. */
     void (*rans)(const Rans *call, int64_t chunk);
+    void (*rans_encode)(const RansEncode *call, int64_t chunk);
     /* Tokens [start, stop) of one head of one sequence. */
     void (*join)(const Join *call, int64_t head, int64_t start, int64_t stop);
 } Level;

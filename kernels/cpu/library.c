@@ -43,6 +43,7 @@ EXPORTED int64_t kvpack_sizes(int64_t structure) {
         case 4: return sizeof(Encode);
         case 5: return sizeof(Rans);
         case 6: return sizeof(Join);
+        case 7: return sizeof(RansEncode);
         default: return 0;
     }
 }
@@ -203,6 +204,22 @@ static void rans_item(const void *context, int64_t number, char *memory) {
 EXPORTED int64_t kvpack_rans(const Rans *call) {
     Chunks work = {call, level_of(call->level)};
     return kvpack_for_each(rans_item, &work, call->chunks, call->threads, 1);
+}
+
+typedef struct {
+    const RansEncode *call;
+    const Level *level;
+} CodedChunks;
+
+static void rans_encode_item(const void *context, int64_t number, char *memory) {
+    const CodedChunks *work = context;
+    (void)memory;
+    work->level->rans_encode(work->call, number);
+}
+
+EXPORTED int64_t kvpack_rans_encode(const RansEncode *call) {
+    CodedChunks work = {call, level_of(call->level)};
+    return kvpack_for_each(rans_encode_item, &work, call->chunks, call->threads, 1);
 }
 
 typedef struct {

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvpack.formats.errors import InvalidParameter
 
-INTERFACE = 14
+INTERFACE = 15
 """The number of interface.h that the structures below mirror."""
 
 THREADS = "KVPACK_THREADS"
@@ -127,6 +127,13 @@ class Rans(Structure):
     )
 
 
+class RansEncode(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("symbols", "lengths", "table", "frequencies", "starts", "words", "written", "states")),
+        *((name, c_int64) for name in ("chunks", "stride", "threads", "level")),
+    )
+
+
 class Join(Structure):
     _fields_ = (
         ("exponents", c_void_p),
@@ -149,7 +156,7 @@ def library() -> ctypes.CDLL | None:
         if found.kvpack_interface() != INTERFACE:
             continue
         found.kvpack_sizes.restype, found.kvpack_sizes.argtypes = c_int64, (c_int64,)
-        structures = (Codec, Span, Attend, Unpack, Encode, Rans, Join)
+        structures = (Codec, Span, Attend, Unpack, Encode, Rans, Join, RansEncode)
         if any(found.kvpack_sizes(number) != ctypes.sizeof(structure) for number, structure in enumerate(structures)):
             continue
         found.kvpack_level_name.restype, found.kvpack_level_name.argtypes = c_char_p, (c_int64,)
@@ -159,6 +166,7 @@ def library() -> ctypes.CDLL | None:
         found.kvpack_join.restype, found.kvpack_join.argtypes = c_int64, (POINTER(Join),)
         found.kvpack_checksum.restype, found.kvpack_checksum.argtypes = c_uint64, (c_void_p, c_int64, c_uint64)
         found.kvpack_rans.restype, found.kvpack_rans.argtypes = c_int64, (POINTER(Rans),)
+        found.kvpack_rans_encode.restype, found.kvpack_rans_encode.argtypes = c_int64, (POINTER(RansEncode),)
         return found
     return None
 

@@ -64,6 +64,25 @@ static void rans_chunk(const Rans *call, int64_t chunk) {
     memcpy(call->last + chunk * RANS_LANES, states, sizeof(states));
 }
 
+/* From the last symbol to the first; lanes of a step, too, so that its words are in the order of lanes. */
+static void rans_encode_chunk(const RansEncode *call, int64_t chunk) {
+    const uint32_t *frequencies = call->frequencies + call->table[chunk] * 256, *starts = call->starts + call->table[chunk] * 256;
+    const uint8_t *symbols = call->symbols + chunk * call->stride;
+    uint16_t *end = call->words + (chunk + 1) * call->stride, *to = end;
+    uint32_t states[RANS_LANES];
+    for (int i = 0; i < RANS_LANES; i++) states[i] = RANS_LEAST;
+    for (int64_t i = call->lengths[chunk] - 1; i >= 0; i--) {
+        uint32_t x = states[i % RANS_LANES], frequency = frequencies[symbols[i]];
+        if (x >= (uint64_t)frequency << (32 - RANS_BITS)) {
+            *--to = (uint16_t)x;
+            x >>= 16;
+        }
+        states[i % RANS_LANES] = (x / frequency << RANS_BITS) + x % frequency + starts[symbols[i]];
+    }
+    call->written[chunk] = end - to;
+    memcpy(call->states + chunk * RANS_LANES, states, sizeof states);
+}
+
 /* Values of lossless, bit for bit (formats/lossless.py). */
 static void join_tokens(const Join *call, int64_t head, int64_t start, int64_t stop) {
     int64_t half = call->dim / 2, batch = head / call->heads, of_head = head % call->heads, heads = call->batch * call->heads;

@@ -1,4 +1,4 @@
-"""rANS on the CPU: chunks decoded in C, to what ``formats/rans.py`` decodes, bit for bit, whatever their words and states are."""
+"""rANS on the CPU: chunks coded and decoded in C, as by ``formats/rans.py`` bit for bit; decoded whatever their words and states are."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from . import library
 
 if TYPE_CHECKING:
     Numbers = numpy.ndarray[Any, Any]
+
+_SYMBOLS = 256
 
 FEWEST_SYMBOLS = 1 << 18
 """Symbols of a call for each of its threads: below it, starting one costs more than it saves."""
@@ -42,3 +44,24 @@ def decode(
     if compiled.kvpack_rans(ctypes.byref(call)):
         raise MemoryError("there is not enough memory for the threads of decoding")
     return rans.Decoded(symbols, read, last)
+
+
+def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0) -> rans.Chunks:
+    """``formats.rans.encode`` by the library, which is there; ``level`` is a place in ``library.levels()``."""
+    compiled = library.library()
+    assert compiled is not None
+    count, alphabet = len(lengths), tables.shape[1]
+    symbols = numpy.ascontiguousarray(symbols, numpy.uint8)
+    stride = symbols.shape[1]
+    lengths, table = numpy.ascontiguousarray(lengths, numpy.int64), numpy.ascontiguousarray(table, numpy.int64)
+    # Symbols without a frequency do not occur: none divides by zero.
+    frequencies, starts = numpy.ones((len(tables), _SYMBOLS), numpy.uint32), numpy.zeros((len(tables), _SYMBOLS), numpy.uint32)
+    frequencies[:, :alphabet], starts[:, :alphabet] = numpy.maximum(tables, 1), numpy.cumsum(tables, 1) - tables
+    words, written = numpy.empty((count, stride), numpy.uint16), numpy.empty(count, numpy.int64)
+    states = numpy.empty((count, rans.LANES), numpy.uint32)
+    threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + int(lengths.sum()) // FEWEST_SYMBOLS)
+    addresses = (array.ctypes.data for array in (symbols, lengths, table, frequencies, starts, words, written, states))
+    call = library.RansEncode(*addresses, count, stride, threads, level)
+    if compiled.kvpack_rans_encode(ctypes.byref(call)):
+        raise MemoryError("there is not enough memory for the threads of encoding")
+    return rans.Chunks(words[numpy.arange(stride) >= stride - written[:, None]], written, states)

@@ -116,7 +116,16 @@ def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numb
     return c_rans.decode(chunks, lengths, tables, table)
 
 
-rans.compiled = _decode_chunks
+def _encode_chunks(symbols: rans.Numbers, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Chunks | None:
+    """``rans.encoded`` in C, None where C does not run."""
+    if os.environ.get(VARIABLE, "") not in ("", "cpu") or not cpu_library.built():
+        return None
+    from kvpack.kernels.cpu import rans as c_rans
+
+    return c_rans.encode(symbols, lengths, tables, table)
+
+
+rans.compiled, rans.compiled_encoder = _decode_chunks, _encode_chunks
 
 
 def _add_words(data: memoryview, sum_: int) -> int | None:

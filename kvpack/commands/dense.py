@@ -9,15 +9,12 @@ tensors, ``{"range": position, "layers": [position of each]}``.
 from __future__ import annotations
 
 import json
-import math
-import os
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpack.file.limits import MAX_JSON_BYTES, MAX_TOKENS
-from kvpack.file.user_files import open_regular
-from kvpack.formats.errors import InvalidParameter, MissingFile
-from kvpack.output import add_json, print_json, printable, progress
+from kvpack.file.limits import MAX_TOKENS
+from kvpack.formats.errors import InvalidParameter
+from kvpack.output import add_json, print_json, progress
 
 from .convert import RECIPE_HELP, add_writing, save
 
@@ -56,6 +53,7 @@ def add(commands: Any) -> None:
 def unpack(arguments: argparse.Namespace) -> int:
     """Decode every layer and write the dense file."""
     import kvpack
+    from kvpack.cache import tensor_files
     from kvpack.file.atomic import write_file
 
     # Truncating a mapped file would end the process, so the command reads a copy.
@@ -63,7 +61,7 @@ def unpack(arguments: argparse.Namespace) -> int:
     with progress("decode", arguments) as callback:
         tensors = _dense(cache, arguments.dtype, callback)
     with progress("write", arguments) as callback:
-        size = write_file(arguments.output, _safetensors(tensors, cache), progress=callback)
+        size = write_file(arguments.output, tensor_files.pieces(tensors, _metadata(cache)), progress=callback)
     if arguments.json:
         print_json({"file": arguments.output, "bytes": size, "dtype": arguments.dtype, "layers": len(cache), "tokens": cache.tokens})
     else:
@@ -94,24 +92,12 @@ def _dense(cache: Cache, dtype: str, callback: Progress | None) -> dict[str, tor
     return tensors
 
 
-def _safetensors(tensors: dict[str, torch.Tensor], cache: Cache) -> list[memoryview]:
-    """The dense file as pieces that share the tensors' memory: safetensors' own writer would hold a second copy."""
-    import torch
-
-    from kvpack.coding.encoding import STATE_DTYPES
-
+def _metadata(cache: Cache) -> dict[str, str]:
+    """What the dense file says of the positions and the model."""
     starts = [cache.positions(number)[0] for number in range(len(cache))]
     whole = all(layer.sides and not layer.skipped for layer in cache)
     note = {"start": cache.start if whole else {"range": cache.start, "layers": starts}, "model": dict(cache.model)}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "kvpack.unpacked": json.dumps(note)}}
-    end, pieces = 0, []
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": STATE_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        pieces.append(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return [memoryview(len(text).to_bytes(8, "little") + text), *pieces]
+    return {"format": "pt", "kvpack.unpacked": json.dumps(note)}
 
 
 def _read_dense(path: str) -> tuple[list[DenseLayer], dict[str, str], int]:
@@ -119,25 +105,16 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], dict[str, str], int]:
 
     Raises MissingFile, or InvalidParameter when the file is no safetensors file or its names are not those of a dense cache.
     """
-    from safetensors import SafetensorError, safe_open
-
+    from kvpack.cache import tensor_files
     from kvpack.cache.dense_states import DenseLayer
     from kvpack.coding.encoding import STATE_DTYPES
     from kvpack.file.layer_states import check_state
 
-    _check_front(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            names, metadata = list(file.keys()), file.metadata() or {}
-            note = _note(path, metadata.get("kvpack.unpacked", '{"start": 0, "model": {}}'))
-            layers = _check_names(path, names, note)
-            for name in names:
-                _check_shape(path, name, file.get_slice(name).get_shape())
-            tensors = {name: file.get_tensor(name) for name in names}
-    except OSError as error:
-        raise MissingFile(f"{path}: could not be opened: {error.strerror or error}") from None
-    except SafetensorError as error:
-        raise InvalidParameter(f"{path}: is not a safetensors file: {printable(str(error))}") from None
+    def check(names: list[str], metadata: dict[str, str]) -> tuple[_Note, int]:
+        note = _note(path, metadata.get("kvpack.unpacked", '{"start": 0, "model": {}}'))
+        return note, _check_names(path, names, note)
+
+    tensors, (note, layers) = tensor_files.read(path, check)
     starts = [note.start] * layers if note.starts is None else note.starts
     states: list[dict[str, torch.Tensor]] = [{} for _ in starts]
     for name, tensor in tensors.items():
@@ -150,20 +127,6 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], dict[str, str], int]:
         note.model,
         note.start,
     )
-
-
-def _check_front(path: str) -> None:
-    """Refuse a file that is not regular, which could make safetensors wait, and a header larger than that of any cache."""
-    descriptor = open_regular(path)
-    try:
-        length = int.from_bytes(os.read(descriptor, 8), "little")
-        size = os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)
-    if 8 + length > size:
-        raise InvalidParameter(f"{path}: is not a safetensors file: it has {size} bytes, and its header would end at {8 + length}")
-    if length > MAX_JSON_BYTES:
-        raise InvalidParameter(f"{path}: its header has {length} bytes, the limit is {MAX_JSON_BYTES}")
 
 
 def _check_names(path: str, names: list[str], note: _Note) -> int:
@@ -184,20 +147,6 @@ def _check_names(path: str, names: list[str], note: _Note) -> int:
                 f"{path}: its metadata kvpack.unpacked starts layer {number} at position {start} and the range at {note.start}"
             )
     return count
-
-
-MAX_VALUES = 2**63 - 1
-"""The most values of a tensor, where sizes of 0 count as 1: torch's strides have 64 bits."""
-
-
-def _check_shape(path: str, name: str, shape: list[int]) -> None:
-    """Refuse a shape that no torch tensor can have, such as an empty one of 2^63 tokens."""
-    if shape and max(shape) > MAX_TOKENS:
-        raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, the largest size is {MAX_TOKENS}")
-    # An empty tensor has strides as well.
-    if (values := math.prod(max(1, size) for size in shape)) > MAX_VALUES:
-        what = f"whose nonzero sizes have the product {values}, the limit is {MAX_VALUES}"
-        raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, {what}")
 
 
 class _Note(NamedTuple):

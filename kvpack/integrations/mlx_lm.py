@@ -1,0 +1,215 @@
+"""mlx-lm's prompt cache files: read as caches, and written from caches where that loses nothing.
+
+A file is what ``mlx_lm.models.cache.save_prompt_cache`` writes: safetensors with an array for every part of every layer's state, and
+metadata that names the class of each layer. mlx-lm 0.32 stores counts as arrays; the form before it, as text in the metadata. Both
+are read, and the newer one is written. mlx itself is not needed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from kvpack.cache import tensor_files
+from kvpack.cache.packing import pack
+from kvpack.coding.encoding import RAW_DTYPES
+from kvpack.file.atomic import write_file
+from kvpack.file.limits import MAX_LAYERS, MAX_TOKENS
+from kvpack.file.metadata import from_bytes, to_bytes
+from kvpack.file.user_files import path_text
+from kvpack.formats.errors import InvalidParameter, OutOfRange
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvpack.cache.cache import Cache
+    from kvpack.cache.layer import Layer
+    from kvpack.cache.side import Side
+    from kvpack.coding.encoding import Progress
+    from kvpack.coding.recipes import Recipe
+
+_WHOLE, _ROTATING = ("KVCache", "ConcatenateKVCache"), "RotatingKVCache"
+"""Classes of all tokens, and of a sliding window."""
+_PART = re.compile(r"(0|[1-9][0-9]{0,4})\.([0-9])")
+_COUNT = re.compile(r"[0-9]{1,10}")
+
+
+class _File(NamedTuple):
+    """What the metadata says: the classes of all layers, the texts of each that hold its counts, and the caller's own texts."""
+
+    classes: list[str]
+    counts: list[dict[int, str]]
+    texts: dict[str, str]
+
+
+def import_prompt_cache(path: str | os.PathLike[str], recipe: str | Recipe = "raw", *, progress: Progress | None = None) -> Cache:
+    """The prompt cache in the file ``path``, packed with ``recipe``; ``raw`` keeps every bit. Its metadata is the cache's.
+
+    A ``RotatingKVCache`` becomes a layer that has skipped the tokens before its window. mlx-lm records no model: the caller knows it.
+    ``progress`` counts layers. Raises MissingFile; InvalidParameter for a file that mlx-lm does not write, and for a layer of which
+    keys and values of consecutive tokens are not all: quantized ones, those of a window that keeps tokens before it, and states; and
+    what ``kvpack.pack`` raises.
+    """
+    where = path_text(path)
+    arrays, file = tensor_files.read(where, lambda names, metadata: _checked(where, names, metadata))
+    states = []
+    for number, name in enumerate(file.classes):
+        parts = {part: arrays[f"{number}.{part}"] for part in range(10) if f"{number}.{part}" in arrays}
+        states.append(_layer(f"{where}: layer {number}", name, parts, file.counts[number]))
+    return replace(pack(states, recipe, progress=progress), metadata=MappingProxyType(from_bytes(to_bytes(file.texts))))
+
+
+def export_prompt_cache(
+    cache: Cache,
+    path: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    windows: Mapping[int, int] | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """Write ``cache`` as a prompt cache of mlx-lm and return the file's size in bytes; ``path`` ends in .safetensors.
+
+    Values are written in the dtype that they are stored in; where that is not one of bf16, fp16 and fp32, or another is wanted,
+    ``dtype`` names it, and values are rounded to it. ``windows`` has the sliding window of every layer that has one, in tokens, by the
+    layer's number: such a layer becomes a ``RotatingKVCache``, all others a ``KVCache``, which attends all tokens for ever. Texts and
+    numbers of ``cache.metadata`` are kept as texts. ``progress`` counts layers.
+    Raises InvalidParameter, naming the layer, for what mlx-lm's classes do not hold: a cache that begins behind position 0, layers
+    without keys or values, states, and a window that lacks tokens; OutOfRange where ``dtype`` makes a value infinite; WriteFailed.
+    """
+    where = path_text(path)
+    if not where.endswith(".safetensors"):
+        raise InvalidParameter(f"{where}: mlx-lm loads only files whose names end in .safetensors")
+    if dtype is not None and dtype not in RAW_DTYPES:
+        raise InvalidParameter(f"dtype is {dtype!r}, expected one of {', '.join(RAW_DTYPES)}")
+    windows = dict(windows or {})
+    for number, window in windows.items():
+        if number not in range(len(cache)) or not isinstance(window, int) or not 0 < window <= MAX_TOKENS:
+            raise InvalidParameter(f"windows[{number!r}] is {window!r}, expected tokens by the number of a layer, 0 to {len(cache) - 1}")
+    if cache.start:
+        raise InvalidParameter(f"the cache begins at position {cache.start}; one of mlx-lm begins at position 0")
+    tensors: dict[str, torch.Tensor] = {}
+    # The first element of the list of scalars is an empty text: mlx-lm drops empty lists.
+    metadata = {f"0.{name}": str(value) for name, value in cache.metadata.items()} | {"2.0": ""}
+    scalars = 0
+    for number, layer in enumerate(cache):
+        if layer.k is None or layer.v is None or layer.states:
+            what = "states" if layer.states else "no keys or no values"
+            raise InvalidParameter(f"layer {number} holds {what}; kvpack writes layers of keys and values for mlx-lm")
+        pair = [_values(f"layer {number}", side, dtype) for side in (layer.k, layer.v)]
+        metadata[f"1.{number}"], pair, counts = _as_held(number, layer, pair, windows.get(number))
+        for part, tensor in enumerate((*pair, *(torch.tensor(count, dtype=torch.int32) for count in counts))):
+            tensors[f"{number}.{part}"] = tensor
+        for part in range(2, 2 + len(counts)):
+            scalars += 1
+            metadata |= {f"2.{scalars}.0": f"{number}.{part}", f"2.{scalars}.1": "scalar"}
+        if progress:
+            progress(number + 1, len(cache))
+    return write_file(where, tensor_files.pieces(tensors, metadata))
+
+
+def _checked(where: str, names: list[str], metadata: dict[str, str]) -> _File:
+    """The metadata's meaning. Raises InvalidParameter unless it names a known class for every layer of the arrays."""
+    newer = metadata.get("2.0") == ""
+    of_texts, of_classes = ("0.", "1.") if newer else ("1.", "2.")
+    numbered = {name[2:]: text for name, text in metadata.items() if name.startswith(of_classes)}
+    if "2.0" not in metadata or sorted(numbered) != sorted(map(str, range(len(numbered)))) or len(numbered) > MAX_LAYERS:
+        raise InvalidParameter(f"{where}: its metadata names no classes of layers: it is not a prompt cache of mlx-lm")
+    classes = [numbered[str(number)] for number in range(len(numbered))]
+    for number, name in enumerate(classes):
+        if name not in (*_WHOLE, _ROTATING):
+            raise InvalidParameter(
+                f"{where}: layer {number} is a {name!r:.80}, and kvpack reads {', '.join((*_WHOLE, _ROTATING))}: others hold quantized "
+                "keys and values, states, or a batch that is padded"
+            )
+    for name in names:
+        part = _PART.fullmatch(name)
+        if part is None or int(part[1]) >= len(classes):
+            raise InvalidParameter(f"{where}: the array {name!r:.80} is no part of the {len(classes)} layers that the metadata names")
+    counts = [{} if newer else {part: metadata.get(f"0.{number}.{part}", "") for part in range(4)} for number in range(len(classes))]
+    return _File(classes, counts, {name[2:]: text for name, text in metadata.items() if name.startswith(of_texts)})
+
+
+def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[int, str]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Keys and values ``[batch, kv_head, token, dim]`` in the order of their tokens, and how many tokens were before them."""
+    if not {0, 1} <= parts.keys() or any(parts[part].dim() != 4 or not parts[part].shape[2] for part in (0, 1)):
+        raise InvalidParameter(f"{where}: holds no keys and values [batch, kv_head, token, dim]")
+    keys, values = parts[0], parts[1]
+    length = min(keys.shape[2], values.shape[2])
+    if name in _WHOLE:
+        seen = _count(where, parts, 2, length) if 2 in parts else length
+        if seen > length:
+            raise InvalidParameter(f"{where}: has seen {seen} tokens and holds {length}")
+        return keys[:, :, :seen], values[:, :, :seen], 0
+    if texts:
+        keep, _, seen, place = (_number(where, texts[part]) for part in range(4))
+    else:
+        seen, keep, _, place = (_count(where, parts, part, None) for part in range(2, 6))
+    if place == length:
+        order = torch.arange(length)
+    elif place < seen:
+        order = torch.cat([torch.arange(min(keep, place)), torch.arange(place, length), torch.arange(min(keep, place), place)])
+    else:
+        order = torch.arange(place)
+    if place > length or len(order) > seen:
+        raise InvalidParameter(f"{where}: the next place of its window is {place} after {seen} tokens, and it holds {length}")
+    skipped = seen - len(order)
+    if skipped and keep:
+        raise InvalidParameter(
+            f"{where}: keeps the first {keep} of {seen} tokens beside the newest {len(order) - keep}, "
+            "and kvpack's layers hold consecutive tokens"
+        )
+    keys, values = keys[:, :, order], values[:, :, order]
+    if skipped and not keys[:, :, 0].any() and not values[:, :, 0].any():
+        # A place that no token was written to: mlx-lm would write to it next.
+        return keys[:, :, 1:], values[:, :, 1:], skipped + 1
+    return keys, values, skipped
+
+
+def _count(where: str, parts: dict[int, torch.Tensor], part: int, default: int | None) -> int:
+    array = parts.get(part)
+    if array is None and default is not None:
+        return default
+    if array is None or array.numel() != 1 or array.dtype.is_floating_point or array.dtype.is_complex:
+        raise InvalidParameter(f"{where}: part {part} of its state is {'missing' if array is None else 'no integer'}")
+    return _number(where, str(int(array)))
+
+
+def _number(where: str, text: str) -> int:
+    if not _COUNT.fullmatch(text) or int(text) > MAX_TOKENS:
+        raise InvalidParameter(f"{where}: a count of its state is {text!r:.40}, expected an integer from 0 to {MAX_TOKENS}")
+    return int(text)
+
+
+def _values(where: str, side: Side, dtype: str | None) -> torch.Tensor:
+    exact = side.codec.exact_dtype
+    if dtype is None and exact is None:
+        raise InvalidParameter(
+            f"{where}: values of the codec {side.codec.id} are binary32, and mlx-lm's are those of the model: name the dtype to round "
+            "them to, such as dtype='bf16'"
+        )
+    wanted = dtype or exact
+    assert wanted is not None
+    values = side.unpack(RAW_DTYPES[wanted])
+    if wanted != exact and torch.isinf(values).any():
+        raise OutOfRange(f"{where}: a value is too large for {wanted}: use bf16 or fp32")
+    return values.cpu()
+
+
+def _as_held(number: int, layer: Layer, pair: list[torch.Tensor], window: int | None) -> tuple[str, list[torch.Tensor], tuple[int, ...]]:
+    """The class that holds a layer, its arrays, and its counts in the order of the class's state."""
+    held = f"layer {number} holds the newest {layer.tokens} of {layer.seen} tokens"
+    if window is None:
+        if layer.skipped:
+            raise InvalidParameter(f"{held}: give its sliding window, such as windows={{{number}: {layer.tokens + 1}}}")
+        return _WHOLE[0], pair, (layer.tokens,)
+    if layer.skipped and layer.tokens < window - 1:
+        raise InvalidParameter(f"{held}, and a window of {window} has {window - 1} before the next one")
+    if layer.skipped and layer.tokens == window - 1:
+        # mlx-lm keeps a place for the next token, and writes to the oldest one.
+        pair = [torch.nn.functional.pad(x, (0, 0, 1, 0)) for x in pair]
+    return _ROTATING, pair, (layer.seen, 0, window, pair[0].shape[2])

@@ -1,0 +1,184 @@
+"""Prompt caches of mlx-lm: both forms of its files are read, and what is written is in the newer one.
+
+tests/support/mlx_lm_round_trip.py does the same with mlx-lm itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import kvpack
+from kvpack.cli import main
+from kvpack.formats.errors import InvalidParameter, MissingFile, OutOfRange
+from kvpack.integrations.mlx_lm import export_prompt_cache, import_prompt_cache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+K = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+V = torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+
+
+def rotated(x: torch.Tensor, window: int, seen: int) -> torch.Tensor:
+    """A ring of ``window`` places after ``seen`` tokens, one at a time."""
+    ring = x[:, :, :window].clone()
+    for token in range(window, seen):
+        ring[:, :, token % window] = x[:, :, token]
+    return ring
+
+
+def newer(path: Path, layers: list[tuple[str, list[Any]]], **texts: str) -> Path:
+    """What mlx-lm 0.32 writes."""
+    tensors, scalars = {}, [""]
+    for number, (_, parts) in enumerate(layers):
+        for part, value in enumerate(parts):
+            tensors[f"{number}.{part}"] = value.clone().contiguous() if isinstance(value, torch.Tensor) else torch.tensor(value)
+            scalars += [] if isinstance(value, torch.Tensor) else [f"{number}.{part}"]
+    metadata = {f"0.{name}": text for name, text in texts.items()} | {f"1.{n}": name for n, (name, _) in enumerate(layers)}
+    for number, name in enumerate(scalars):
+        metadata |= {f"2.{number}.0": name, f"2.{number}.1": "scalar"} if number else {"2.0": ""}
+    save_file(tensors, path, metadata)
+    return path
+
+
+def older(path: Path, layers: list[tuple[str, list[torch.Tensor], list[int]]], **texts: str) -> Path:
+    """What mlx-lm wrote before."""
+    metadata = {f"1.{name}": text for name, text in texts.items()}
+    tensors = {}
+    for number, (name, arrays, counts) in enumerate(layers):
+        metadata[f"2.{number}"] = name
+        metadata |= {f"0.{number}.{part}": str(count) for part, count in enumerate(counts)} if counts else {f"0.{number}": ""}
+        tensors |= {f"{number}.{part}": array.clone().contiguous() for part, array in enumerate(arrays)}
+    save_file(tensors, path, metadata)
+    return path
+
+
+def values(layer: Any) -> list[torch.Tensor]:
+    return [x.view(torch.int16) for x in layer.unpack(torch.bfloat16)]
+
+
+def test_both_forms_are_read(tmp_path: Path) -> None:
+    spare = torch.zeros(1, 2, 24, 16, dtype=torch.bfloat16)
+    whole = [torch.cat([K, spare], 2), torch.cat([V, spare[..., :8]], 2)]
+    window = [rotated(x, 16, 37) for x in (K[:, :, :37], V[:, :, :37])]
+    new = newer(
+        tmp_path / "new.safetensors",
+        [("KVCache", [*whole, 37]), ("RotatingKVCache", [*window, 37, 0, 16, 5]), ("ConcatenateKVCache", [K[:, :, :37], V[:, :, :37]])],
+        model="org/model",
+    )
+    old = older(
+        tmp_path / "old.safetensors",
+        [
+            ("KVCache", [K[:, :, :37], V[:, :, :37]], []),
+            ("RotatingKVCache", window, [0, 16, 37, 5]),
+            ("ConcatenateKVCache", [K[:, :, :37], V[:, :, :37]], []),
+        ],
+        model="org/model",
+    )
+    for path in (new, old):
+        cache = import_prompt_cache(path)
+        assert [(layer.skipped, layer.seen) for layer in cache] == [(0, 37), (21, 37), (0, 37)]
+        assert dict(cache.metadata) == {"model": "org/model"}
+        for layer, first in zip(cache, (0, 21, 0), strict=True):
+            expected = [x[:, :, first:37].view(torch.int16) for x in (K, V)]
+            assert all(map(torch.equal, values(layer), expected))
+
+
+@pytest.mark.parametrize("held", [15, 16, 20])
+def test_what_is_written_is_read_again(held: int, tmp_path: Path) -> None:
+    cache = kvpack.pack([(K, V), (K[:, :, 40 - held :], V[:, :, 40 - held :], 40 - held)], "raw")
+    path = tmp_path / "out.safetensors"
+    assert export_prompt_cache(cache, path, windows={1: 16}) == path.stat().st_size
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        counts = [int(file.get_tensor(f"1.{part}")) for part in range(2, 6)]
+    assert [metadata["1.0"], metadata["1.1"], metadata["2.0"]] == ["KVCache", "RotatingKVCache", ""]
+    assert counts == [40, 0, 16, max(held, 16)]
+    assert [metadata[f"2.{number}.0"] for number in range(1, 6)] == ["0.2", "1.2", "1.3", "1.4", "1.5"]
+    again = import_prompt_cache(path)
+    for layer, other in zip(again, cache, strict=True):
+        assert layer.skipped == other.skipped
+        assert all(map(torch.equal, values(layer), values(other)))
+
+
+def test_a_window_that_is_not_full(tmp_path: Path) -> None:
+    path = tmp_path / "out.safetensors"
+    export_prompt_cache(kvpack.pack([(K[:, :, :7], V[:, :, :7])], "raw"), path, windows={0: 16})
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["1.0"] == "RotatingKVCache"
+        assert [int(file.get_tensor(f"0.{part}")) for part in range(2, 6)] == [7, 0, 16, 7]
+    assert import_prompt_cache(path)[0].seen == 7
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([("QuantizedKVCache", [K, V, 40])], r"layer 0 is a 'QuantizedKVCache', and kvpack reads KVCache"),
+        ([("KVCache", [K, V, 40]), ("ArraysCache", [K])], "layer 1 is a 'ArraysCache'"),
+        ([("RotatingKVCache", [rotated(K, 16, 37), V[:, :, :16], 37, 4, 16, 5])], "keeps the first 4 of 37 tokens beside the newest 12"),
+        ([("RotatingKVCache", [K, V, 37, 0, 16, 41])], "the next place of its window is 41 after 37 tokens, and it holds 40"),
+        ([("RotatingKVCache", [K, V])], "part 2 of its state is missing"),
+        ([("KVCache", [K, V, 41])], "has seen 41 tokens and holds 40"),
+        ([("KVCache", [K, V, -1])], "a count of its state is '-1'"),
+        ([("KVCache", [K])], "holds no keys and values"),
+        ([("KVCache", [K[0], V[0], 40])], "holds no keys and values"),
+    ],
+)
+def test_what_kvpack_cannot_hold_is_named(layers: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        import_prompt_cache(newer(tmp_path / "in.safetensors", layers))
+
+
+def test_files_of_others_are_refused(tmp_path: Path) -> None:
+    save_file({"0.k": K}, tmp_path / "dense.safetensors")
+    with pytest.raises(InvalidParameter, match="its metadata names no classes of layers"):
+        import_prompt_cache(tmp_path / "dense.safetensors")
+    (tmp_path / "text.safetensors").write_text("no file of tensors")
+    with pytest.raises(InvalidParameter, match="is not a safetensors file"):
+        import_prompt_cache(tmp_path / "text.safetensors")
+    with pytest.raises(MissingFile):
+        import_prompt_cache(tmp_path / "none.safetensors")
+    path = newer(tmp_path / "in.safetensors", [("KVCache", [K, V, 40])])
+    save_file({"0.0": K, "0.1": V, "7.0": K + 1}, path, {"2.0": "", "1.0": "KVCache"})
+    with pytest.raises(InvalidParameter, match=r"the array '7\.0' is no part of the 1 layers"):
+        import_prompt_cache(path)
+
+
+def test_what_mlx_lm_cannot_hold_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "out.safetensors"
+    with pytest.raises(InvalidParameter, match=r"names end in \.safetensors"):
+        export_prompt_cache(kvpack.pack([(K, V)], "raw"), tmp_path / "out")
+    with pytest.raises(InvalidParameter, match=r"layer 0: values of the codec octahedral are binary32.*dtype='bf16'"):
+        export_prompt_cache(kvpack.pack([(K, V)], "octopus-3"), path)
+    with pytest.raises(InvalidParameter, match=r"the newest 30 of 40 tokens: give its sliding window, such as windows=\{0: 31\}"):
+        export_prompt_cache(kvpack.pack([(K[:, :, 10:], V[:, :, 10:], 10)], "raw"), path)
+    with pytest.raises(InvalidParameter, match="holds the newest 30 of 40 tokens, and a window of 32 has 31 before the next one"):
+        export_prompt_cache(kvpack.pack([(K[:, :, 10:], V[:, :, 10:], 10)], "raw"), path, windows={0: 32})
+    with pytest.raises(InvalidParameter, match="the cache begins at position 5"):
+        export_prompt_cache(kvpack.pack([(K, V)], "raw", start=5), path)
+    with pytest.raises(InvalidParameter, match="layer 0 holds no keys or no values"):
+        export_prompt_cache(kvpack.pack([(K, None)], "raw"), path)
+    with pytest.raises(InvalidParameter, match=r"windows\[3\] is 16, expected tokens by the number of a layer, 0 to 0"):
+        export_prompt_cache(kvpack.pack([(K, V)], "raw"), path, windows={3: 16})
+    with pytest.raises(InvalidParameter, match="dtype is 'int8', expected one of bf16, fp16, fp32"):
+        export_prompt_cache(kvpack.pack([(K, V)], "raw"), path, dtype="int8")
+    with pytest.raises(OutOfRange, match="layer 0: a value is too large for fp16"):
+        export_prompt_cache(kvpack.pack([(K * 1e6, V)], "raw"), path, dtype="fp16")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = newer(tmp_path / "in.safetensors", [("KVCache", [K, V, 40])], model="m")
+    assert main(["import", str(source), str(tmp_path / "x.kvpack"), "--recipe", "octopus-4"]) == 0
+    assert kvpack.load(tmp_path / "x.kvpack").metadata == {"model": "m"}
+    assert main(["export", str(tmp_path / "x.kvpack"), str(tmp_path / "out.safetensors")]) == 2
+    assert "name the dtype to round them to" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "x.kvpack"), str(tmp_path / "out.safetensors"), "--dtype", "bf16", "--window", "0=64"]) == 0
+    assert (import_prompt_cache(tmp_path / "out.safetensors")[0].unpack(torch.float32)[0] - K).norm() < 0.1 * K.norm()
+    assert main(["export", str(tmp_path / "x.kvpack"), str(tmp_path / "out.safetensors"), "--window", "all=64"]) == 2
+    assert "expected numbers of layers and tokens, such as 0,2,4=512" in capsys.readouterr().err

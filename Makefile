@@ -4,7 +4,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 INSTALLED := .venv/installed
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo test check lint types unit scenarios docs fuzz roundtrip gpu-test gpu-sanitize damage guards cpu-sanitize store-matrix versions zoo
+.PHONY: demo test check lint types unit scenarios docs fuzz roundtrip gpu-test gpu-sanitize damage guards cpu-sanitize store-matrix versions zoo engines
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -77,6 +77,10 @@ versions: $(INSTALLED)
 # Every kind of store under every fault, half an hour; KILLS are those of all kinds together, OPTIONS those of `--help`.
 store-matrix: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m store_matrix --kills $(or $(KILLS),7000) $(OPTIONS)
+
+# kvpack in real engines on the CPU, each in a virtual environment of its own in build/engines: some GB, and some minutes.
+engines: $(INSTALLED)
+	$(BIN)/python tests/support/engines/run_vllm.py
 
 # The kernels compiled, on a machine with a CUDA device: most of the time goes to compiling, so in many processes.
 GPU_TESTS = $(KERNEL_TESTS) tests/bench/test_attention_kernels.py tests/bench/test_encode_kernels.py tests/kernels/test_cuda.py tests/cache/test_staged_cuda.py

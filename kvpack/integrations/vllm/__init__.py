@@ -1,0 +1,24 @@
+"""A compressed, checked and bounded tier below vLLM's memory of the host, in vLLM's own ``TieringOffloadingSpec``::
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
+        "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10000000000, "secondary_tiers": [{"type": "kvpack",
+        "location": "/var/cache/kvpack", "recipe": "octopus-4", "heads": 8, "head_dim": 128, "layout": "adjacent"}]}}'
+
+Importing this package needs no vLLM. ``register`` is the entry point of ``vllm.general_plugins`` that makes the tier's type known.
+vLLM calls this interface experimental: the versions that were run are ``VERSIONS``, and others are refused.
+"""
+
+from __future__ import annotations
+
+VERSIONS = ("0.32",)
+"""The versions of vLLM with which the tier was run."""
+
+
+def register() -> None:
+    """Make the tier type "kvpack" known to vLLM; a vLLM without tiers is left alone."""
+    try:
+        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+    except ImportError:
+        return
+    if "kvpack" not in SecondaryTierFactory._registry:
+        SecondaryTierFactory.register_tier("kvpack", "kvpack.integrations.vllm.tier", "KvpackTier")

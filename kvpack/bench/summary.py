@@ -104,7 +104,8 @@ def _row(
 
 def family(recipe: str) -> str:
     """The codec of the keys in most of the layers."""
-    return parse_recipe(recipe).codec(1, 3, "k", CHECKED_DIM).id
+    rule = next(rule for rule in reversed(parse_recipe(recipe).rules) if "k" in rule.sides and rule.covers(1, 3))
+    return rule.codec_id
 
 
 def _recall(answers: Sequence[bool], depths: Sequence[float]) -> dict[str, Any] | None:

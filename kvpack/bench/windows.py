@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 import kvpack
 from kvpack.attention import attend
+from kvpack.coding.recipes import Recipe
 from kvpack.integrations.transformers import KvpackCache, attention, mask
 
 if TYPE_CHECKING:
@@ -154,13 +155,17 @@ def read_forgotten(model: Any, exact: Exact, kept: int = KEPT) -> Forgotten:
     return Forgotten(loss, _divergence(exact.log_probabilities, log_probabilities))
 
 
-def packed_file(pairs: Pairs, recipe: str, path: str) -> Cache:
+def packed_file(pairs: Pairs, recipe: str | Recipe, path: str) -> Cache:
     """``pairs`` as models hold them, in bf16, packed, saved to ``path`` and loaded from it."""
     kvpack.save(_pack(pairs, recipe), path)
-    return kvpack.load(path)
+    return _load(path, recipe)
 
 
-def _pack(pairs: Pairs, recipe: str) -> Cache:
+def _load(path: str, recipe: str | Recipe) -> Cache:
+    return kvpack.load(path, basis=recipe.basis if isinstance(recipe, Recipe) else None)
+
+
+def _pack(pairs: Pairs, recipe: str | Recipe) -> Cache:
     return kvpack.pack([(k.to(torch.bfloat16), v.to(torch.bfloat16)) for k, v in pairs], recipe)
 
 
@@ -182,7 +187,7 @@ def read_packed(model: Any, exact: Exact, cache: Cache) -> Predicted:
     return Predicted(loss, _divergence(exact.log_probabilities, log_probabilities), over.packed)
 
 
-def measure(model: Any, exact: Exact, recipe: str, path: str) -> Measured:
+def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str) -> Measured:
     """Pack the window's first part, save it to ``path``, load it, and read the rest over it.
 
     The bytes are those of a file of the whole window, including the appended tokens.
@@ -192,7 +197,7 @@ def measure(model: Any, exact: Exact, recipe: str, path: str) -> Measured:
     encoded = time.perf_counter()
     kvpack.save(packed, path)
     saved = time.perf_counter()
-    cache = kvpack.load(path)
+    cache = _load(path, recipe)
     loaded = time.perf_counter()
     predicted = read_packed(model, exact, cache)
     whole = predicted.whole

@@ -63,6 +63,7 @@ def _add_quality(kinds: Any) -> None:
     quality.add_argument("--model", metavar="DIR", help=MODEL_HELP)
     quality.add_argument("--text", metavar="FILE", help=TEXT_HELP)
     quality.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: the papers')")
+    quality.add_argument("--basis", metavar="FILE", help="the basis of recipes such as klt-1.75 (kvpack calibrate makes one)")
     quality.add_argument("--tokens", type=int, metavar="N", help="tokens per window (default: 4096, or fewer if they do not fit)")
     quality.add_argument("--score", type=int, metavar="N", help="score the last N tokens of each window (default: 512)")
     quality.add_argument("--windows", type=int, metavar="N", help="windows of the text (default: 12, or as many as fit)")
@@ -271,8 +272,13 @@ def run_quality(arguments: argparse.Namespace) -> int:
 
     settings = quality.Settings(arguments.tokens, arguments.score, arguments.windows, arguments.needles, arguments.twin, arguments.seed)
     with progress("bench quality", arguments) as callback:
-        measure, default = (norm_rules.run, norm_rules.recipes()) if arguments.norm_rules else (quality.run, list(quality.RECIPES))
-        report = measure(arguments.model, arguments.text, arguments.recipe or default, settings, out=arguments.out, progress=callback)
+        if arguments.norm_rules:
+            recipes = arguments.recipe or norm_rules.recipes()
+            report = norm_rules.run(arguments.model, arguments.text, recipes, settings, out=arguments.out, progress=callback)
+        else:
+            recipes = arguments.recipe or list(quality.RECIPES)
+            given = (arguments.model, arguments.text, recipes, settings)
+            report = quality.run(*given, basis=arguments.basis, out=arguments.out, progress=callback)
     print_report(report, norm_rules.show if arguments.norm_rules else quality.show, arguments)
     return 0
 

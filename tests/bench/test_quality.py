@@ -163,7 +163,7 @@ def test_the_bytes_are_those_of_a_file_of_the_whole_window(exact: windows.Exact,
 def test_the_model_reads_what_the_file_holds(exact: windows.Exact, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = windows.measure(model, exact, "kivi-4", str(tmp_path / "a"))
     load = kvpack.load
-    monkeypatch.setattr(kvpack, "load", lambda path: load(path).convert("kv=group:b=1,g=32"))
+    monkeypatch.setattr(kvpack, "load", lambda path, **_: load(path).convert("kv=group:b=1,g=32"))
     coarse = windows.measure(model, exact, "kivi-4", str(tmp_path / "b"))
     assert coarse.log_perplexity > plain.log_perplexity + 0.1
     assert coarse.kl_divergence > 10 * plain.kl_divergence

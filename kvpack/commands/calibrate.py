@@ -1,0 +1,48 @@
+"""kvpack calibrate: the basis of a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvpack.output import add_json, print_report, progress
+
+from .bench import MODEL_HELP, TEXT_HELP
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add(commands: Any) -> None:
+    """Add ``calibrate`` to the command line."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="make the basis of a model, for recipes such as klt-1.75",
+        description="Read a text with a model, find what its keys and values are best described in, and write that as a basis file. "
+        "An interrupted calibration goes on where it was.",
+    )
+    parser.add_argument("--model", metavar="DIR", help=MODEL_HELP)
+    parser.add_argument("--text", metavar="FILE", help=TEXT_HELP)
+    parser.add_argument("--out", default="model.kvbasis", metavar="FILE", help="the basis file to write (default: model.kvbasis)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens per window (default: 4096, or fewer if they do not fit)")
+    parser.add_argument("--score", type=int, metavar="N", help="predict the last N tokens of each window (default: 256)")
+    parser.add_argument("--windows", type=int, metavar="N", help="windows of the text (default: 16, or as many as fit)")
+    parser.add_argument("--twin", type=float, metavar="C", help="calibrate the twin of the model that bench quality --twin C measures")
+    parser.add_argument("--rows", default="fp16", choices=("fp16", "fp32"), help="the dtype of the rows (default: fp16)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the windows (default: 0)")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Calibrate, write the basis and print its digest."""
+    from kvpack.models import transformers_library
+
+    # Refuses with a message where transformers is missing: the next line imports it.
+    transformers_library()
+    from kvpack.tuning import calibrate
+
+    settings = calibrate.Settings(arguments.tokens, arguments.score, arguments.windows, arguments.twin, arguments.seed)
+    with progress("calibrate", arguments) as callback:
+        found = calibrate.run(arguments.model, arguments.text, arguments.out, settings, dtype=arguments.rows, progress=callback)
+    print_report(found, calibrate.show, arguments)
+    return 0

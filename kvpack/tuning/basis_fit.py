@@ -1,0 +1,97 @@
+"""The rows of a basis from the statistics of a calibration: transform, scales and tables (spec/codecs/klt.md, Encoder notes)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from kvpack.formats.basis import MAX_WIDTH, MEAN_UNIT, flat_tables, run_slice, runs_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .statistics import Statistics
+
+    Array = numpy.ndarray[Any, Any]
+
+RIDGE = 1e-2
+"""What is added to the cost of every channel, as a part of the mean cost: a calibration sees only some of what errors do."""
+
+LARGEST_MEAN = 2.0**23
+"""Columns that vary less than this part of their mean have a larger scale, so that binary16 holds the mean."""
+LEAST_ROW = 2.0**-11
+"""The least norm of a row of the matrix, as a part of the largest."""
+
+TRAINED = 1 << 15
+"""The most values that a table is trained by."""
+_STEPS = 30
+_UNIFORM_FROM = 6
+_SPREAD = 1.05
+
+
+def rows_of_all(found: Statistics, step: Callable[[], None]) -> dict[tuple[int, str], torch.Tensor]:
+    """The rows ``[kv_head, row, dim]`` of every layer and side; ``step`` is called after each."""
+    # Every temperature has the same share, and layers and sides keep their proportions.
+    shares = 1 / torch.stack([costs.diagonal(dim1=-2, dim2=-1).sum((1, 2)) for costs in found.costs.values()]).sum(0)
+    fitted = {}
+    for name, sums in found.sums.items():
+        layer, side = name.split(".")
+        cost = (found.costs[name] * shares[:, None, None, None]).sum(0)
+        samples = torch.cat(found.samples[name], 1).to(torch.float64)
+        heads = []
+        for head in range(len(sums)):
+            mean = (sums[head] / found.tokens).numpy()
+            covariance = (found.products[name][head] / found.tokens).numpy() - numpy.outer(mean, mean)
+            heads.append(_of_head(mean, covariance, cost[head].numpy(), samples[head].numpy()))
+        fitted[int(layer), side] = heads
+        step()
+    largest = max(deviations.max() for heads in fitted.values() for _, deviations, _ in heads)
+    return {
+        place: torch.stack([torch.cat([rows, _row(deviations / largest), tables]) for rows, deviations, tables in heads])
+        for place, heads in fitted.items()
+    }
+
+
+def _of_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tuple[torch.Tensor, Array, torch.Tensor]:
+    """The rows of mean and matrix, the weighted standard deviations of the columns, and the rows of the tables."""
+    dim = len(mean)
+    ridged = cost + RIDGE * max(numpy.trace(cost) / dim, numpy.finfo(float).tiny) * numpy.eye(dim)
+    values, vectors = numpy.linalg.eigh(ridged)
+    root, inverse_root = (vectors * numpy.sqrt(values)) @ vectors.T, (vectors / numpy.sqrt(values)) @ vectors.T
+    variances, turned = numpy.linalg.eigh(root @ covariance @ root)
+    order = variances.argsort()[::-1]
+    deviations, turned = numpy.sqrt(numpy.maximum(variances[order], 0.0)), turned[:, order]
+    # Column j of the coded frame is what the rows of this matrix, and no others, are made of: orthogonal where the cost is 1.
+    matrix, back = turned.T @ inverse_root, root @ turned
+    norms = numpy.linalg.norm(matrix, axis=1)
+    coded_mean = mean @ back
+    scales = numpy.maximum(deviations, numpy.abs(coded_mean) / LARGEST_MEAN)
+    scales = numpy.maximum(scales, LEAST_ROW * (deviations * norms).max() / norms)
+    columns = (samples - mean) @ back / scales
+    tables = [[_table(columns[:, run_slice(run, dim)].ravel(), width) for width in range(1, MAX_WIDTH + 1)] for run in range(runs_of(dim))]
+    rows = torch.cat([_row(coded_mean / scales / MEAN_UNIT), torch.from_numpy(matrix * scales[:, None]).to(torch.float32)])
+    return rows, deviations, flat_tables([[torch.from_numpy(table).to(torch.float32) for table in run] for run in tables], dim)
+
+
+def _row(values: Array) -> torch.Tensor:
+    return torch.from_numpy(values).to(torch.float32)[None]
+
+
+def _table(values: Array, width: int) -> Array:
+    """The Lloyd-Max table of ``values`` with 2^``width`` entries, ascending; wide ones begin as steps over the whole range."""
+    table: Array
+    values = numpy.sort(values[:: max(1, len(values) // TRAINED)])
+    count, levels = len(values), 1 << width
+    if width >= _UNIFORM_FROM:
+        table = numpy.linspace(-1, 1, levels) * max(abs(values[0]), abs(values[-1])) * _SPREAD
+    else:
+        table = values[((numpy.arange(levels) + 0.5) / levels * (count - 1)).astype(int)] + numpy.linspace(-0.5, 0.5, levels) * values.std()
+    below = numpy.append(0.0, numpy.cumsum(values))
+    for _ in range(_STEPS):
+        ends = numpy.concatenate([[0], numpy.searchsorted(values, (table[1:] + table[:-1]) / 2), [count]])
+        counts = numpy.diff(ends)
+        means = numpy.diff(below[ends]) / numpy.maximum(counts, 1)
+        table = numpy.sort(numpy.where(counts > 0, means, table))
+    return table

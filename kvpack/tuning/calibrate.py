@@ -1,0 +1,151 @@
+"""kvpack calibrate: the basis of a model from a text, for the codec klt."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+import kvpack
+from kvpack.bench.models import Text, make_twin, read_text, vocabulary
+from kvpack.bench.sizes import check_size, positions, starts, window, window_ids, window_tokens
+from kvpack.bench.windows import prefill
+from kvpack.coding.bases import Basis, basis_bytes
+from kvpack.file.atomic import write_file
+from kvpack.file.basis import SUFFIX
+from kvpack.formats.errors import InvalidParameter, InvalidShape
+from kvpack.integrations.transformers.models import identity_of
+from kvpack.models import load_model, model_folder
+
+from .basis_fit import rows_of_all
+from .statistics import SKIPPED, Statistics
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvpack.coding.encoding import Progress
+
+DEFAULT_TOKENS = 4096
+DEFAULT_SCORE = 256
+DEFAULT_WINDOWS = 16
+SAMPLES = 8192
+"""Tokens whose keys and values are kept to train tables, over all windows."""
+PROGRESS_SUFFIX = ".progress"
+_TWIN_SAMPLE = 256
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of a calibration; None stands for the default, or for the limit of the model and the text if that is smaller.
+
+    ``tokens`` of a window, of which the last ``score`` are predicted over the cache of the others; ``twin`` is the factor of the
+    outlier-heavy twin, None for the model as it is.
+    """
+
+    tokens: int | None = None
+    score: int | None = None
+    windows: int | None = None
+    twin: float | None = None
+    seed: int = 0
+
+
+def run(
+    model: str | None, text: str | None, out: str, settings: Settings, *, dtype: str = "fp16", progress: Progress | None = None
+) -> dict[str, Any]:
+    """Calibrate the model in folder ``model`` on the file ``text``, write the basis to ``out``, and return JSON values.
+
+    What is done is kept in ``out`` + ".progress" after every window, so that an interrupted calibration goes on, and removed at the
+    end. Raises InvalidParameter for sizes that do not fit, and for a model with layers that have no keys and values of heads,
+    MissingFile, WriteFailed and OutOfRange.
+    """
+    if not out.endswith(SUFFIX):
+        raise InvalidParameter(f"{out}: the name of a basis ends in {SUFFIX}")
+    with model_folder(model) as folder:
+        identity = _identity(folder)
+        network = load_model(folder)
+        words = read_text(text, folder, vocabulary(network))
+    tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, words, positions(network))
+    score = min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
+    room = len(words.ids) // window_ids(tokens, words)
+    windows = min(DEFAULT_WINDOWS, room) if settings.windows is None else settings.windows
+    check_size("score", score, 1, tokens - 1 - SKIPPED, f"of a window of {tokens} tokens")
+    check_size("windows", windows, 1, room, f"of {tokens} tokens in {words.name}")
+    if settings.twin is not None:
+        make_twin(network, settings.twin, window(words, 0, _TWIN_SAMPLE), settings.seed)
+        identity |= {"name": f"{identity.get('name', '')} twin {settings.twin:g}"}
+        identity.pop("weights", None)
+    sizes = {"tokens": tokens, "score": score, "windows": windows, "seed": settings.seed, "twin": settings.twin}
+    found = _gathered(network, words, sizes, out + PROGRESS_SUFFIX, progress)
+    total = windows + len(found.sums)
+    done = windows
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        if progress:
+            progress(done, total)
+
+    layers = 1 + max(int(name.split(".")[0]) for name in found.sums)
+    data = basis_bytes(rows_of_all(found, step), layers, identity, dtype)
+    basis = Basis.of_bytes(data, where=out)
+    write_file(out, [memoryview(data)])
+    os.unlink(out + PROGRESS_SUFFIX)
+    return {
+        "basis": out,
+        "digest": basis.digest.hex(),
+        "bytes": len(data),
+        "layers": layers,
+        "model": identity,
+        "text": words.name,
+        **sizes,
+    }
+
+
+def _gathered(model: Any, text: Text, sizes: dict[str, Any], path: str, progress: Progress | None) -> Statistics:
+    """The statistics of all windows, going on with those in the file ``path``."""
+    size = sizes["tokens"] + 1 - len(text.start)
+    begun = starts(len(text.ids), size, sizes["windows"], sizes["seed"])
+    found = Statistics.read(path, _name_of(model, text, sizes))
+    for number, start in enumerate(begun):
+        if number >= found.windows:
+            ids = window(text, start, size)
+            # The last token is predicted, and not read.
+            read = ids[:, :-1]
+            pairs = prefill(model, read[:, : sizes["tokens"] - sizes["score"]])
+            if any(k is None or v is None for k, v in pairs):
+                raise InvalidShape("a calibration is of models whose layers all have keys and values")
+            model.set_attn_implementation("sdpa")
+            found.add(model, read, pairs, sizes["seed"] + number, -(-SAMPLES // sizes["windows"]))
+            found.write(path)
+        if progress:
+            progress(number + 1, sizes["windows"] + 2 * len(found.sums))
+    return found
+
+
+def _name_of(model: Any, text: Text, sizes: dict[str, Any]) -> str:
+    """Names the model, the text and the sizes, by what the model predicts after the text's first tokens."""
+    sample = window(text, 0, min(_TWIN_SAMPLE, len(text.ids)))
+    with torch.inference_mode():
+        logits = model(sample).logits[0]
+    digest = xxhash.xxh3_128(logits.float().contiguous().numpy().tobytes())
+    digest.update(bytes(text.ids) if text.of_bytes else str(list(text.ids)).encode())
+    digest.update(repr((kvpack.__version__, sizes)).encode())
+    return digest.hexdigest()
+
+
+def _identity(folder: Path) -> dict[str, str]:
+    """The identity of the model in the dtype that users load it in: a sample of its weights tells it from others."""
+    from kvpack.models import transformers_library
+
+    return identity_of(transformers_library().AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval())
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print where the basis is and what names it."""
+    print(
+        f"{report['basis']}: {report['bytes']:,} bytes, {report['layers']} layers, {report['windows']} windows of {report['tokens']} tokens"
+    )
+    print(f"SHA-256 {report['digest']}")

@@ -1,0 +1,129 @@
+"""What a calibration gathers from windows of text: means, covariances and samples of keys and values, and what errors in them cost.
+
+The cost is the Fisher information: of a next token that is drawn from the model's own prediction, the gradient of its
+log-probability by every key and value (Martens 2020, Sec. 5). Predictions at higher temperatures are drawn from, too: where the
+model is sure, the gradient of a likely token is next to nothing, whatever an error would do.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch.nn import functional
+
+from kvpack.file.atomic import write_file
+from kvpack.formats.errors import InvalidParameter, InvalidShape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+TEMPERATURES = (1.0, 3.0, 10.0)
+"""Temperatures of the predictions that next tokens are drawn from; each has the same share in the cost."""
+
+SKIPPED = 4
+"""The first tokens, which carry attention that needs no value: they are unlike all others, and not counted."""
+
+_FORMAT = "kvpack calibration"
+
+
+@dataclass
+class Statistics:
+    """Sums over tokens, by layer and side ("3.k"), of a model and a text that ``of`` names.
+
+    ``sums`` float64 ``[kv_head, dim]`` and ``products`` ``[kv_head, dim, dim]`` are of keys or values, ``costs``
+    ``[temperature, kv_head, dim, dim]`` of gradients; ``samples`` are float32 ``[kv_head, token, dim]`` per window.
+    """
+
+    of: str
+    windows: int = 0
+    tokens: int = 0
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    products: dict[str, torch.Tensor] = field(default_factory=dict)
+    costs: dict[str, torch.Tensor] = field(default_factory=dict)
+    samples: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    def add(self, model: Any, tokens: torch.Tensor, pairs: Pairs, seed: int, sampled: int) -> None:
+        """Count a window: ``tokens`` ``[1, token]``, the first of which have ``pairs`` (k, v) of every layer, ``sampled`` of them kept.
+
+        Raises InvalidShape for layers without keys and values of heads.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        gradients = list(_gradients(model, tokens, pairs, generator))
+        count = pairs[0][0].shape[2]
+        chosen = SKIPPED + torch.randperm(count - SKIPPED, generator=generator)[:sampled]
+        for number, pair in enumerate(pairs):
+            for side, values in zip("kv", pair, strict=True):
+                x, name = values[0].to(torch.float64)[:, SKIPPED:], f"{number}.{side}"
+                _add(self.sums, name, x.sum(1))
+                _add(self.products, name, x.transpose(1, 2) @ x)
+                _add(self.costs, name, torch.stack([_squares(found[number]["kv".index(side)]) for found in gradients]))
+                self.samples.setdefault(name, []).append(values[0][:, chosen].to(torch.float32))
+        self.windows += 1
+        self.tokens += count - SKIPPED
+
+    def write(self, path: str) -> None:
+        """Replace the file ``path`` by these statistics. Raises WriteFailed."""
+        tensors = {f"samples.{name}.{n}": one for name, parts in self.samples.items() for n, one in enumerate(parts)}
+        for kind in ("sums", "products", "costs"):
+            tensors |= {f"{kind}.{name}": values.contiguous() for name, values in getattr(self, kind).items()}
+        metadata = {"format": _FORMAT, "of": self.of, "windows": str(self.windows), "tokens": str(self.tokens)}
+        write_file(path, [memoryview(save(tensors, metadata))])
+
+    @classmethod
+    def read(cls, path: str, of: str) -> Statistics:
+        """Those of the file ``path``; none where there is no file. Raises InvalidParameter for a file of something else."""
+        found = cls(of)
+        if not os.path.lexists(path):
+            return found
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != _FORMAT or metadata.get("of") != of:
+                    raise InvalidParameter(f"{path}: is not of this calibration, but of another model, text or size: remove it")
+                found.windows, found.tokens = int(metadata["windows"]), int(metadata["tokens"])
+                for key in file.keys():  # noqa: SIM118
+                    kind, _, name = key.partition(".")
+                    if kind == "samples":
+                        found.samples.setdefault(name.rpartition(".")[0], []).append(file.get_tensor(key))
+                    else:
+                        getattr(found, kind)[name] = file.get_tensor(key)
+        except (SafetensorError, OSError) as error:
+            raise InvalidParameter(f"{path}: could not be read as the progress of a calibration: {error}") from None
+        return found
+
+
+def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
+    sums[name] = values if name not in sums else sums[name] + values
+
+
+def _squares(gradient: torch.Tensor) -> torch.Tensor:
+    """The sum over tokens of g gT, float64 ``[kv_head, dim, dim]``."""
+    g = gradient[0].to(torch.float64)[:, SKIPPED:]
+    return g.transpose(1, 2) @ g
+
+
+def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.Generator) -> Iterator[Pairs]:
+    """For each temperature, the gradients of drawn next tokens' log-probabilities by the keys and values of ``pairs``."""
+    from transformers import DynamicCache
+
+    for k, v in pairs:
+        if k.dim() != 4 or v.dim() != 4:
+            raise InvalidShape(
+                f"keys of shape {list(k.shape)}; a calibration is of layers with keys and values [batch, kv_head, token, dim]"
+            )
+    leaves = [(k.detach().clone().requires_grad_(), v.detach().clone().requires_grad_()) for k, v in pairs]
+    flat = [one for pair in leaves for one in pair]
+    with torch.enable_grad():
+        logits = model(tokens[:, pairs[0][0].shape[2] :], past_key_values=DynamicCache(leaves)).logits[0].float()
+        for temperature in TEMPERATURES:
+            log_probabilities = functional.log_softmax(logits / temperature, -1)
+            drawn = torch.multinomial(log_probabilities.detach().exp(), 1, generator=generator)
+            gradients = torch.autograd.grad(log_probabilities.gather(1, drawn).sum(), flat, retain_graph=True)
+            yield list(zip(gradients[::2], gradients[1::2], strict=True))

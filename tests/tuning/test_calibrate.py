@@ -1,0 +1,99 @@
+"""kvpack calibrate: bases of the demo's model, by whole and interrupted calibrations, and what they are worth."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import pytest
+import torch
+
+import kvpack
+from kvpack import cli
+from kvpack.bench import quality
+from kvpack.coding.bases import Basis
+from kvpack.errors import InvalidParameter
+from kvpack.tuning import basis_fit, calibrate
+from kvpack.tuning.statistics import Statistics
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SIZES = calibrate.Settings(tokens=64, score=16, windows=2)
+
+
+@pytest.fixture(scope="module")
+def basis(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("basis") / "tinylm.kvbasis"
+    steps: list[tuple[int, int]] = []
+    report = calibrate.run(None, None, str(path), SIZES, progress=lambda done, total: steps.append((done, total)))
+    assert [done for done, _ in steps] == list(range(1, steps[-1][1] + 1))
+    assert steps[-1][0] == steps[-1][1]
+    assert report["digest"] == Basis.load(path).digest.hex()
+    assert report["bytes"] == path.stat().st_size
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    return path
+
+
+def test_an_interrupted_calibration_goes_on_to_the_same_basis(basis: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, add, read = tmp_path / "x.kvbasis", Statistics.add, []
+
+    def interrupted(self: Statistics, *given: Any) -> None:
+        read.append(given)
+        if len(read) == 2:
+            raise KeyboardInterrupt
+        add(self, *given)
+
+    monkeypatch.setattr(Statistics, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate.run(None, None, str(path), SIZES)
+    assert [one.name for one in tmp_path.iterdir()] == ["x.kvbasis.progress"]
+    with pytest.raises(InvalidParameter, match="is not of this calibration, but of another model, text or size"):
+        calibrate.run(None, None, str(path), calibrate.Settings(tokens=64, score=16, windows=1))
+    calibrate.run(None, None, str(path), SIZES)
+    assert len(read) == 3
+    assert path.read_bytes() == basis.read_bytes()
+
+
+def test_more_bits_cost_the_model_less_than_the_past_is_worth(basis: Path) -> None:
+    settings = quality.Settings(tokens=96, score=24, windows=1, needles=0, seed=5)
+    report = quality.run(None, None, ["klt-4", "klt-1.5"], settings, basis=str(basis))
+    more, less = report["recipes"]
+    assert [more["recipe"], more["family"]] == ["klt-4", "klt"]
+    assert report["basis"]["digest"] == Basis.load(basis).digest.hex()
+    assert more["nominal_bits"] <= 4
+    assert less["nominal_bits"] <= 1.5
+    assert more["kl_divergence"] < less["kl_divergence"] < report["forgotten"]["kl_divergence"]
+
+
+def test_a_basis_knows_its_model(basis: Path) -> None:
+    found = Basis.load(basis)
+    assert found.model["weights"].startswith("sample-sha256:")
+    found.check_model({"name": "elsewhere/tinylm", "weights": found.model["weights"]})
+    found.check_model({"weights": "sha256:0"})
+    with pytest.raises(InvalidParameter, match="is the basis of a model whose weights is"):
+        found.check_model({"weights": "sample-sha256:0"})
+
+
+def test_tables_are_lloyd_max() -> None:
+    values = numpy.random.default_rng(0).standard_normal(40_000)
+    assert basis_fit._table(values, 1) == pytest.approx([-0.798, 0.798], abs=0.02)
+    assert basis_fit._table(values, 2) == pytest.approx([-1.510, -0.4528, 0.4528, 1.510], abs=0.03)
+    wide = basis_fit._table(values, 8)
+    nearest = wide[numpy.abs(values[:2000, None] - wide).argmin(1)]
+    assert ((nearest - values[:2000]) ** 2).mean() < 2e-4
+
+
+def test_what_the_command_takes(basis: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "twin.kvbasis"
+    arguments = ["calibrate", "--out", str(out), "--tokens", "32", "--score", "8", "--windows", "1", "--twin", "8", "--rows", "fp32"]
+    assert cli.main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["digest"] == Basis.load(out).digest.hex()
+    twin, plain = Basis.load(out), Basis.load(basis)
+    assert twin.rows(0, "k").rows.dtype == torch.float32
+    assert "weights" not in twin.model
+    assert list(twin.sides()) == list(plain.sides())
+    with pytest.raises(InvalidParameter, match=r"the name of a basis ends in \.kvbasis"):
+        calibrate.run(None, None, str(tmp_path / "x"), SIZES)
+    assert kvpack.Basis is Basis

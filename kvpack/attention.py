@@ -12,7 +12,7 @@ from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, 
 
 from .cache.arguments import check_number, integer
 from .cache.layer import Layer
-from .cache.side import tokens_at_once
+from .cache.tiled_attention import attend_chunk
 from .coding import dispatch
 from .coding.modes import without_autocast
 
@@ -83,7 +83,7 @@ def attend(
         for first in range(0, q.shape[2], QUERIES_AT_A_TIME):
             chunk = q[:, :, first : first + QUERIES_AT_A_TIME].to(torch.float32) * scale
             position = k.tokens - q.shape[2] + first
-            out[:, :, first : first + QUERIES_AT_A_TIME] = _attend_chunk(
+            out[:, :, first : first + QUERIES_AT_A_TIME] = attend_chunk(
                 chunk, k, v, position, causal, softcap, sliding_window, sink_logits, lengths
             )
     return out
@@ -143,99 +143,6 @@ def cpu_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
     from kvpack.kernels.cpu import attend as kernels
 
     return kernels if kernels.supports(q, layer) else None
-
-
-def _attend_chunk(
-    q: torch.Tensor,
-    k: Side,
-    v: Side,
-    position: int,
-    causal: bool,
-    softcap: float | None,
-    sliding_window: int | None,
-    sink_logits: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-) -> torch.Tensor:
-    batch, q_heads, q_len, _ = q.shape
-    rows = q_heads // k.heads * q_len
-    raw_q = q.reshape(batch, k.heads, rows, k.dim)
-    # The position of each row's query: rows are head-major inside a group, so positions repeat for each query head.
-    positions = (position + torch.arange(q_len, device=q.device)).repeat(q_heads // k.heads)
-    largest = torch.full((batch, k.heads, rows, 1), -torch.inf, dtype=torch.float32, device=q.device)
-    total = torch.zeros_like(largest)
-    if sink_logits is not None:
-        largest.copy_(sink_logits.to(q.device, torch.float32).reshape(k.heads, -1).repeat_interleave(q_len, 1)[None, :, :, None])
-        total.fill_(1).masked_fill_(largest == -torch.inf, 0)
-    # A page's values are summed in its coded frame, and only the sum is mapped to the original frame.
-    out = torch.zeros(batch, k.heads, rows, v.dim, dtype=torch.float32, device=q.device)
-    page_sum, summed_page = torch.zeros_like(out), None
-    page_q, queried_page = raw_q, None
-    begin, end = _visible(position, q_len, k.tokens, causal, sliding_window) if lengths is None else (0, k.tokens)
-    # For each sequence: its tokens, and how far its queries are before those of a full-length sequence.
-    lengths = None if lengths is None else lengths.to(q.device)[:, None, None, None]
-    token_group = max(k.codec.token_group, v.codec.token_group)
-    per_tile = tokens_at_once(batch * k.heads * max(k.dim, v.dim, rows), max(64, token_group), token_group, q.device)
-    for start, stop in k.tiles(per_tile, [*v.boundaries, begin, end]):
-        if stop <= begin or start >= end:
-            continue
-        keys, page = k.frame(start, stop)
-        if page is not queried_page:
-            page_q, queried_page = raw_q if page is None else page.query(raw_q), page
-        scores = page_q @ keys.transpose(-1, -2)
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        if lengths is None:
-            _mask(scores, positions, start, stop, causal, sliding_window)
-        else:
-            own = positions[:, None] - (k.tokens - lengths)
-            _mask_each(scores, own, lengths, torch.arange(start, stop, device=q.device), causal, sliding_window)
-        new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
-        # A row that has seen no token yet has the maximum -inf: shift it by 0 so that exp gives 0, not NaN.
-        shift = torch.where(torch.isinf(new_largest), 0.0, new_largest)
-        weights = torch.exp(scores - shift)
-        kept = torch.exp(largest - shift)
-        values, page = v.frame(start, stop)
-        if page is not summed_page:
-            out.add_(page_sum if summed_page is None else summed_page.original(page_sum))
-            page_sum, summed_page = torch.zeros_like(out), page
-        out.mul_(kept)
-        page_sum.mul_(kept).add_(weights @ values)
-        total = total * kept + weights.sum(-1, keepdim=True)
-        largest = new_largest
-    out.add_(page_sum if summed_page is None else summed_page.original(page_sum)).div_(torch.where(total > 0, total, 1))
-    return out.reshape(batch, q_heads, q_len, v.dim)
-
-
-def _visible(position: int, q_len: int, tokens: int, causal: bool, sliding_window: int | None) -> tuple[int, int]:
-    """The range of tokens seen by at least one query of the chunk."""
-    end = min(tokens, position + q_len) if causal else tokens
-    begin = max(0, position - sliding_window + 1) if sliding_window else 0
-    return begin, end
-
-
-def _mask(scores: torch.Tensor, positions: torch.Tensor, start: int, stop: int, causal: bool, sliding_window: int | None) -> None:
-    tokens = torch.arange(start, stop, device=scores.device)
-    if causal and stop > int(positions[0]) + 1:
-        scores.masked_fill_(tokens > positions[:, None], -torch.inf)
-    if sliding_window is not None:
-        scores.masked_fill_(tokens <= positions[:, None] - sliding_window, -torch.inf)
-
-
-def _mask_each(
-    scores: torch.Tensor,
-    positions: torch.Tensor,
-    lengths: torch.Tensor,
-    tokens: torch.Tensor,
-    causal: bool,
-    sliding_window: int | None,
-) -> None:
-    """Mask ``[batch, head, row, token]`` by each sequence's ``positions`` ``[batch, 1, row, 1]`` and ``lengths`` ``[batch, 1, 1, 1]``."""
-    hidden = tokens >= lengths
-    if causal:
-        hidden = hidden | (tokens > positions)
-    if sliding_window is not None:
-        hidden = hidden | (tokens <= positions - sliding_window)
-    scores.masked_fill_(hidden, -torch.inf)
 
 
 def _sides(layer: Any) -> tuple[Side, Side]:

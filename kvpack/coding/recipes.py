@@ -144,6 +144,11 @@ class Recipe:
         """The rules in the order given; the last rule that covers a layer and side applies."""
         return tuple(rule for clause, written in self._clauses() if (rule := self._rule(clause, written)) is not None)
 
+    @property
+    def needs_basis(self) -> bool:
+        """Whether a clause has a codec that needs a basis."""
+        return any(rule.codec_id == CALIBRATED for rule in self.rules)
+
     @cached_property
     def window(self) -> int:
         """The number of tokens at which the raw tail is encoded; 0: as soon as the codec has a whole group."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import argparse
 
     from kvpack import Cache
+    from kvpack.coding.recipes import Recipe
 
 
 RECIPE_HELP = "a preset such as octopus-3, a recipe string, or @FILE to read a recipe file"
@@ -21,6 +22,7 @@ def add(commands: Any) -> None:
     parser.add_argument("input", metavar="IN")
     parser.add_argument("output", metavar="OUT")
     parser.add_argument("recipe", metavar="RECIPE", help=RECIPE_HELP)
+    add_basis(parser)
     add_writing(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -32,14 +34,30 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--durable", action="store_true", help="return only when the file is on the disk")
 
 
+def add_basis(parser: argparse.ArgumentParser) -> None:
+    """The option of every command that reads or writes files of the codec klt."""
+    parser.add_argument(
+        "--basis", metavar="FILE", help="the basis of files and recipes of the codec klt; of files, a folder that holds it, too"
+    )
+
+
+def recipe_of(arguments: argparse.Namespace) -> Recipe:
+    """The recipe to write, with its basis if it needs one."""
+    from kvpack.coding.recipes import parse_recipe
+
+    recipe = parse_recipe(arguments.recipe)
+    return parse_recipe(recipe, arguments.basis) if recipe.needs_basis else recipe
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Load, convert and save."""
     import kvpack
 
     # Truncating a mapped file would end the process, so the command reads a copy.
-    cache = kvpack.load(arguments.input, copy=True)
+    recipe = recipe_of(arguments)
+    cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis)
     with progress("encode", arguments) as callback:
-        converted = cache.convert(arguments.recipe, progress=callback)
+        converted = cache.convert(recipe, progress=callback)
     save(converted, arguments)
     return 0
 

@@ -16,7 +16,7 @@ from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.errors import InvalidParameter
 from kvpack.output import add_json, print_json, progress
 
-from .convert import RECIPE_HELP, add_writing, save
+from .convert import RECIPE_HELP, add_basis, add_writing, recipe_of, save
 
 if TYPE_CHECKING:
     import argparse
@@ -40,6 +40,7 @@ def add(commands: Any) -> None:
     parser.add_argument("output", metavar="OUT.safetensors")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="dtype of the tensors written (default: bf16)")
     add_json(parser)
+    add_basis(parser)
     parser.set_defaults(run=unpack)
     parser = commands.add_parser("pack", help="encode a safetensors file", description="Encode the dense K and V of a safetensors file.")
     parser.add_argument("input", metavar="IN.safetensors")
@@ -47,6 +48,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--recipe", required=True, help=RECIPE_HELP)
     add_writing(parser)
     add_json(parser)
+    add_basis(parser)
     parser.set_defaults(run=pack)
 
 
@@ -57,7 +59,7 @@ def unpack(arguments: argparse.Namespace) -> int:
     from kvpack.file.atomic import write_file
 
     # Truncating a mapped file would end the process, so the command reads a copy.
-    cache = kvpack.load(arguments.input, copy=True)
+    cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis)
     with progress("decode", arguments) as callback:
         tensors = _dense(cache, arguments.dtype, callback)
     with progress("write", arguments) as callback:
@@ -75,7 +77,7 @@ def pack(arguments: argparse.Namespace) -> int:
 
     layers, model, start = _read_dense(arguments.input)
     with progress("encode", arguments) as callback:
-        cache = kvpack.pack(layers, arguments.recipe, model=model, start=start, progress=callback)
+        cache = kvpack.pack(layers, recipe_of(arguments), model=model, start=start, progress=callback)
     save(cache, arguments)
     return 0
 

@@ -45,6 +45,7 @@ def summarize(file: File) -> dict[str, Any]:
     from kvpack.file.header import FORMAT
     from kvpack.file.inputs import Inputs
     from kvpack.file.metadata import FEATURE, from_bytes
+    from kvpack.formats.klt import Klt
 
     header = file.header
     inputs = Inputs.from_features(header.ignorable)
@@ -80,6 +81,8 @@ def summarize(file: File) -> dict[str, Any]:
         "token_ids": 0 if inputs is None else inputs.tokens,
         "undetermined": [] if inputs is None else list(inputs.undetermined),
         "metadata": from_bytes(header.ignorable.get(FEATURE, b"")),
+        "is_basis": header.is_basis,
+        "bases": sorted({codec.basis for codec in header.codecs if isinstance(codec, Klt) and codec.rows == "basis"}),
         "codecs": [codec.params() for codec in header.codecs],
         "layers": layers,
         "states": states,
@@ -126,6 +129,10 @@ def _print(summary: dict[str, Any]) -> None:
         states = Counter(state["name"].partition(".")[0] for state in summary["states"])
         size = sum(state["stored_bytes"] for state in summary["states"])
         print(f"{len(summary['states']):,} states of {len(states):,} recurrent and convolution layers, {bytes_text(size)} bytes")
+    if summary["is_basis"]:
+        print("a basis, which caches of the codec klt name by its SHA-256")
+    for digest in summary["bases"]:
+        print(f"needs the basis {digest.hex()}")
     codecs = [_describe(params) for params in summary["codecs"]]
     whole = (summary["start"], summary["stop"])
     # The column appears only when some layer does not hold every token.

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvpack
+from kvpack import cli
 from kvpack.coding.bases import Basis
 from kvpack.formats.basis import BasisRows, rows_of
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidRecipe, InvalidShape, MissingBasis, OutOfBounds
@@ -209,3 +210,19 @@ def test_widths_meet_the_bits_and_follow_the_weights(basis: Basis, bits: float) 
 
 def test_columns_of_widths() -> None:
     assert columns_of(bytes((2, 0, 1, 2)), 50) == {1: list(range(32, 48)), 2: [*range(16), 48, 49]}
+
+
+def test_commands_take_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed, given = tmp_path / "x.kvpack", tmp_path / "b.kvbasis"
+    given.write_bytes(random_basis(SHAPES, 2))
+    kvpack.save(kvpack.pack(pairs(9), "raw"), packed)
+    assert cli.main(["convert", str(packed), str(tmp_path / "y.kvpack"), "klt-2", "--basis", str(given)]) == 0
+    assert cli.main(["inspect", str(tmp_path / "y.kvpack")]) == 0
+    assert f"needs the basis {basis.digest.hex()}" in capsys.readouterr().out
+    dense = str(tmp_path / "z.safetensors")
+    assert cli.main(["unpack", str(tmp_path / "y.kvpack"), dense]) == MissingBasis.exit_code
+    assert cli.main(["unpack", str(tmp_path / "y.kvpack"), dense, "--basis", str(tmp_path)]) == 0
+    assert cli.main(["pack", dense, str(tmp_path / "w.kvpack"), "--recipe", "klt-2", "--basis", str(given)]) == 0
+    capsys.readouterr()
+    assert cli.main(["inspect", str(given)]) == 0
+    assert "a basis, which caches of the codec klt name by its SHA-256" in capsys.readouterr().out

@@ -29,11 +29,12 @@ include_patterns = [
     "spec/codecs/*.md",
     "kernels/README.md",
     "kernels/cpu/README.md",
+    "kvpack/integrations/*/README.md",
 ]
 # Links such as container.md#json-header are to headings, and are checked.
 myst_heading_anchors = 4
 # Links to folders of the repository lead nowhere here.
-nitpick_ignore = [("myst", "codecs"), ("myst", "vectors")]
+nitpick_ignore = [("myst", "codecs"), ("myst", "vectors"), ("myst", "row-vectors")]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -125,6 +125,7 @@ class Config:
 def tier_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     modules = {
         "vllm": {"__version__": "0.32.0"},
+        "vllm.platforms": {"current_platform": types.SimpleNamespace(is_cpu=lambda: False)},
         "vllm.v1": {},
         "vllm.v1.kv_offload": {},
         "vllm.v1.kv_offload.base": {

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 import vllm
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
@@ -64,6 +65,10 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         config = offloading_spec.config
         check_version(vllm.__version__, any_version)
         rows = _rows(config, heads, head_dim, layout)
+        if current_platform.is_cpu():
+            from .cpu import check_layout
+
+            check_layout(rows, heads, config.groups[0].tokens_per_block, head_dim)
         identity = _identity(config, recipe, layout, revision, adapter, tenant)
         encryption = None
         if encryption_key_file is not None:

@@ -1,0 +1,112 @@
+"""The serde "kvpack" for LMCache: chunks ``[2, layer, token, head * dim]`` as rows, whose size is exact before encoding."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from lmcache.v1.distributed.serde import AsyncSerdeProcessor, Deserializer, Serializer, register_serde_factory
+
+from kvpack.formats.errors import InvalidParameter, InvalidShape
+from kvpack.pages.buffer import PageBuffer
+from kvpack.pages.codec import PageCodec
+from kvpack.pages.geometry import DTYPES, PageGeometry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Codecs:
+    """One codec for each shape and dtype of LMCache's objects."""
+
+    def __init__(self, recipe: str, head_dim: int, revision: str, threads: int) -> None:
+        self._recipe, self._head_dim, self._threads = recipe, head_dim, threads
+        self._namespace = hashlib.sha256(f"lmcache\0{revision}\0{head_dim}".encode()).digest()
+        self._made: dict[tuple[tuple[int, ...], torch.dtype], PageCodec] = {}
+
+    def of(self, shape: Sequence[int], dtype: torch.dtype) -> PageCodec:
+        """The codec of one object's layout. Raises InvalidShape for one that is not keys and values."""
+        made = self._made.get((tuple(shape), dtype))
+        if made is None:
+            if len(shape) != 4 or shape[0] != 2 or shape[3] % self._head_dim or dtype not in _NAMES:
+                raise InvalidShape(
+                    f"the object is {dtype} {list(shape)}, expected [2, layer, token, head * {self._head_dim}]: latents, recurrent states "
+                    "and other objects are not for this serde"
+                )
+            _, layers, tokens, width = shape
+            geometry = PageGeometry(layers, width // self._head_dim, tokens, self._head_dim, self._head_dim, _NAMES[dtype])
+            made = PageCodec(self._recipe, geometry, threads=self._threads, namespace=self._namespace)
+            self._made[tuple(shape), dtype] = made
+        return made
+
+    def pages(self, codec: PageCodec, x: torch.Tensor) -> PageBuffer:
+        """An object as a buffer of one slot."""
+        heads = x.view(*x.shape[:3], codec.geometry.heads, self._head_dim).transpose(2, 3)[:, None]
+        return PageBuffer(codec.geometry, heads[0], heads[1])
+
+
+class KvpackSerializer(Serializer):  # type: ignore[misc]
+    """Encodes an object to a row, which fills LMCache's estimate to the byte: its fs adapter reads no other size back."""
+
+    def __init__(self, codecs: Codecs) -> None:
+        self._codecs = codecs
+
+    def serialize(self, src: Any, dst: Any, key: Any) -> int:
+        codec = self._codecs.of(src.tensor.shape, src.tensor.dtype)
+        row = dst.tensor.flatten()[: codec.nbytes][None]
+        (refused,) = codec.encode_into(self._codecs.pages(codec, src.tensor), [0], row, keys=[key_bytes(key)])
+        if refused is not None:
+            raise refused
+        return codec.nbytes
+
+    def estimate_serialized_size(self, layout_desc: Any) -> int:
+        shapes = list(zip(layout_desc.shapes, layout_desc.dtypes, strict=True))
+        if len(shapes) != 1:
+            raise InvalidShape(f"an object has {len(shapes)} tensors, and the serde takes one of keys and values")
+        return self._codecs.of(*shapes[0]).nbytes
+
+
+class KvpackDeserializer(Deserializer):  # type: ignore[misc]
+    """Decodes a row into an object; a damaged one, and one of another key, raises before anything is written."""
+
+    def __init__(self, codecs: Codecs) -> None:
+        self._codecs = codecs
+
+    def deserialize(self, src: Any, dst: Any, key: Any) -> None:
+        codec = self._codecs.of(dst.tensor.shape, dst.tensor.dtype)
+        row = src.tensor.flatten()[None]
+        (refused,) = codec.decode_into(row, self._codecs.pages(codec, dst.tensor), [0], keys=[key_bytes(key)])
+        if refused is not None:
+            raise refused
+
+
+def key_bytes(key: Any) -> bytes:
+    """Everything that LMCache's key of an object names."""
+    fields = (
+        key.chunk_hash,
+        key.model_name.encode(),
+        str(key.kv_rank).encode(),
+        str(key.object_group_id).encode(),
+        key.cache_salt.encode(),
+    )
+    return b"".join(len(part).to_bytes(8, "little") + part for part in fields)
+
+
+def create(kwargs: Mapping[str, Any]) -> Any:
+    """LMCache's processor for the options of ``"serde": {"type": "kvpack", ...}``. Raises InvalidParameter."""
+    known = {"recipe", "head_dim", "revision", "threads", "max_workers"}
+    if set(kwargs) - known or not {"recipe", "head_dim", "revision"} <= set(kwargs):
+        raise InvalidParameter(
+            f"the serde kvpack got {', '.join(sorted(kwargs)) or 'no options'}, expected recipe, head_dim and revision (LMCache's keys "
+            "name a model, and not its weights), and may get threads and max_workers"
+        )
+    codecs = Codecs(str(kwargs["recipe"]), int(kwargs["head_dim"]), str(kwargs["revision"]), int(kwargs.get("threads", 1)))
+    workers = int(kwargs.get("max_workers", 1))
+    return AsyncSerdeProcessor(KvpackSerializer(codecs), KvpackDeserializer(codecs), max_workers=workers)
+
+
+register_serde_factory("kvpack", create)

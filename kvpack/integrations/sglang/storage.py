@@ -1,0 +1,170 @@
+"""KvpackHiCache: HiCache's storage over a PageStore; pages are packed from and to SGLang's host pool, where they lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+from kvpack.formats.errors import InvalidParameter
+from kvpack.pages.buffer import PageBuffer
+from kvpack.pages.geometry import DTYPES, PageGeometry
+from kvpack.store.identity import Identity
+from kvpack.store.page_store import PageStore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_OPTIONS = {"location", "recipe", "revision", "adapter", "tenant", "threads", "max_bytes", "encryption_key_file"}
+_SGLANG = {"backend_name", "module_path", "class_name", "interface_v1"}
+"""Settings in the same place that are SGLang's."""
+
+
+class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
+    """Pages of one host pool under SGLang's own hashes, which cover tokens and salt, and an identity that covers all else.
+
+    The pool's geometry is read when SGLang registers it. Options come in ``extra_config``: ``location``, ``recipe``, ``max_bytes``,
+    ``threads``, ``adapter``, ``tenant``, and ``revision``, which names the weights where the model is no folder.
+    Calls come from threads of SGLang's cache controller and may wait. Raises InvalidParameter, which fails the attach.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
+        self._config = storage_config
+        self._options = {name: value for name, value in (storage_config.extra_config or {}).items() if name not in _SGLANG}
+        unknown = set(self._options) - _OPTIONS
+        if unknown or not {"location", "recipe"} <= set(self._options):
+            raise InvalidParameter(
+                f"extra_config has {', '.join(sorted(self._options)) or 'nothing'} for kvpack, expected location, recipe and some of "
+                f"{', '.join(sorted(_OPTIONS - {'location', 'recipe'}))}"
+            )
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Open the store for the pages of this pool."""
+        super().register_mem_pool_host(mem_pool_host)
+        self._pages = buffer_of(mem_pool_host)
+        self._page_size = mem_pool_host.page_size
+        self.store = PageStore(
+            self._options["location"],
+            _identity(self._config, self._options, mem_pool_host),
+            self._pages.geometry,
+            threads=int(self._options.get("threads", 1)),
+            max_bytes=self._options.get("max_bytes"),
+            encryption=_keys(self._options),
+        )
+
+    def on_host_pools_registered(self) -> None:
+        """Refuse models with further pools, whose pages would be missing."""
+        others = [name for name, pool in getattr(self, "registered_pools", {}).items() if pool is not self.mem_pool_host]
+        if others:
+            raise InvalidParameter(
+                f"the model has the host pools {', '.join(map(str, others))} besides that of keys and values, as hybrid models do, "
+                "and kvpack's storage takes one pool"
+            )
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
+        """The number of leading keys that are stored."""
+        return sum(1 for _ in takewhile(lambda key: self.store.present([key.encode()])[0], keys))
+
+    def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        return self.store.get_into(_bytes(keys), self._pages, self._slots(keys, host_indices))
+
+    def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        ancestors = _bytes(getattr(extra_info, "prefix_keys", None) or ())
+        return self.store.put(_bytes(keys), self._pages, self._slots(keys, host_indices), ancestors=ancestors)
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> NoReturn:
+        _copying()
+
+    def batch_get(self, keys: Any, target_locations: Any = None, target_sizes: Any = None) -> NoReturn:
+        _copying()
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> NoReturn:
+        _copying()
+
+    def batch_set(self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> NoReturn:
+        _copying()
+
+    def get_stats(self) -> dict[str, Any]:
+        return self.store.counters()
+
+    def close(self) -> None:
+        self.store.close()
+
+    def _slots(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[int]:
+        starts = host_indices[:: self._page_size].tolist()
+        if len(starts) != len(keys) or any(start % self._page_size for start in starts):
+            raise InvalidParameter(f"{len(keys)} keys were given for indices of {len(starts)} pages, which begin at {starts[:8]}")
+        return [start // self._page_size for start in starts]
+
+
+def buffer_of(pool: Any) -> PageBuffer:
+    """The pages of SGLang's host pool as slots, in each of its layouts. Raises InvalidParameter for another."""
+    layers, tokens, pages = pool.layer_num, pool.page_size, pool.page_num
+    if pool.dtype not in _NAMES:
+        raise InvalidParameter(f"the host pool has the dtype {pool.dtype}, expected one of {', '.join(map(str, _NAMES))}")
+    if hasattr(pool, "kv_lora_rank"):
+        latent, rotary = pool.kv_lora_rank, pool.qk_rope_head_dim
+        geometry = PageGeometry(layers, 1, tokens, latent, rotary, _NAMES[pool.dtype])
+        cells = _views(pool.kv_buffer, pool.layout, layers, tokens, pages)
+        return PageBuffer(geometry, [x[..., :latent] for x in cells], [x[..., latent:] for x in cells])
+    geometry = PageGeometry(layers, pool.head_num, tokens, pool.head_dim, pool.head_dim, _NAMES[pool.dtype])
+    if getattr(pool, "v_head_dim", pool.head_dim) != pool.head_dim:
+        raise InvalidParameter(f"the host pool has keys of {pool.head_dim} and values of {pool.v_head_dim}, expected one head dim")
+    return PageBuffer(geometry, *(_views(x, pool.layout, layers, tokens, pages) for x in (pool.k_buffer, pool.v_buffer)))
+
+
+def _views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -> list[torch.Tensor]:
+    """``[page, head, token, channel]`` of each layer."""
+    match layout:
+        case "layer_first":
+            return [x[n].view(pages, tokens, *x.shape[2:]).transpose(1, 2) for n in range(layers)]
+        case "page_first":
+            return [x.view(pages, tokens, *x.shape[1:])[:, :, n].transpose(1, 2) for n in range(layers)]
+        case "page_first_direct":
+            return [x[:, n].transpose(1, 2) for n in range(layers)]
+        case "page_head":
+            return [x[:, :, :, n] for n in range(layers)]
+    raise InvalidParameter(f"the host pool has the layout {layout!r}, expected layer_first, page_first, page_first_direct or page_head")
+
+
+def _identity(config: Any, options: dict[str, Any], pool: Any) -> Identity:
+    """What pages depend on besides tokens and salt. Every arrangement of the pool has the same rows, so the layout is no part of it."""
+    model, revision = str(config.model_name or ""), options.get("revision")
+    names = ["tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size", "is_mla_model", "should_split_heads"]
+    # The ranks of a model with latents hold the same pages.
+    names += [] if config.is_mla_model else ["tp_rank", "dp_rank"]
+    parallel = {name: getattr(config, name, None) for name in names}
+    digest = hashlib.sha256(json.dumps([parallel, pool.page_size], sort_keys=True).encode()).hexdigest()
+    recipe, dtype = options["recipe"], _NAMES[pool.dtype]
+    adapter, tenant = options.get("adapter", ""), options.get("tenant", "")
+    if os.path.isdir(model):
+        return Identity.of_engine(
+            model, recipe, kv_dtype=dtype, layout=digest, revision=revision, adapter=adapter, tenant=tenant, extra="sglang"
+        )
+    if revision is None:
+        raise InvalidParameter(f"the model {model!r} is no folder: give revision in extra_config, such as the commit on the hub")
+    return Identity(model, recipe, weights=revision, adapter=adapter, dtype=dtype, tenant=tenant, extra=f"layout={digest}; sglang")
+
+
+def _keys(options: dict[str, Any]) -> dict[str, bytes] | None:
+    from kvpack.store.key_files import read_key_file
+
+    path = options.get("encryption_key_file")
+    return None if path is None else read_key_file(path)
+
+
+def _bytes(keys: Sequence[str]) -> list[bytes]:
+    return [key.encode() for key in keys]
+
+
+def _copying() -> NoReturn:
+    raise InvalidParameter('kvpack packs from and to the host pool, where pages lie: write "interface_v1": 1 in the extra config')

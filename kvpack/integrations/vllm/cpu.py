@@ -1,0 +1,37 @@
+"""vLLM's pages on the CPU: a named layout is compared with what vLLM's own writer does on this processor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from kvpack.pages.geometry import DTYPES, PageGeometry
+from kvpack.pages.layout import PageLayout
+
+if TYPE_CHECKING:
+    from .layouts import Rows
+
+
+def check_layout(rows: Rows, heads: int, tokens: int, dim: int) -> None:
+    """Raise InvalidParameter unless vLLM's attention on this CPU writes blocks as ``rows`` are arranged.
+
+    With AMX it keeps pairs of channels together, which no named arrangement does.
+    """
+    current_platform.import_kernels()
+    dtype = DTYPES[rows.geometry.dtype]
+    isa = _get_attn_isa(dtype, tokens, dim)
+    memory = torch.zeros(2, heads, tokens, 2 * dim, dtype=dtype)
+
+    def write(k: torch.Tensor, v: torch.Tensor | None) -> None:
+        assert v is not None
+        keys, values = memory.view(2, heads, 2 * tokens, dim).chunk(2, dim=2)
+        given = [x[0].transpose(0, 1).contiguous() for x in (k, v)]
+        # Block 1, so that a writer of another place is seen.
+        slots = torch.arange(tokens) + tokens
+        ops.cpu_attn_reshape_and_cache(*given, keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
+
+    rows.certify(PageLayout.certify(PageGeometry(1, heads, tokens, dim, dim, rows.geometry.dtype), write, memory[1]))

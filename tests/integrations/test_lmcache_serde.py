@@ -1,0 +1,107 @@
+"""The serde for LMCache over stubs of LMCache 0.5.6: its serializer, its processor and its registry."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from kvpack.errors import DigestMismatch, InvalidHeader, InvalidParameter, InvalidShape, NonFinite
+
+from engine_stubs import import_over  # isort: skip
+
+
+@dataclass(frozen=True)
+class ObjectKey:
+    chunk_hash: bytes
+    model_name: str = "model"
+    kv_rank: int = 0
+    object_group_id: int = 0
+    cache_salt: str = ""
+
+
+class Processor:
+    def __init__(self, serializer: Any, deserializer: Any, max_workers: int = 1) -> None:
+        self.serializer, self.deserializer, self.max_workers = serializer, deserializer, max_workers
+
+
+OPTIONS = {"recipe": "octopus-4", "head_dim": 64, "revision": "abc"}
+
+
+@pytest.fixture
+def create(monkeypatch: pytest.MonkeyPatch) -> Any:
+    registered: dict[str, Any] = {}
+    stubs = {
+        "lmcache.v1.distributed.serde": {
+            "AsyncSerdeProcessor": Processor,
+            "Deserializer": object,
+            "Serializer": object,
+            "register_serde_factory": registered.__setitem__,
+        }
+    }
+    import_over(monkeypatch, stubs, "kvpack.integrations.lmcache.serde")
+    return registered["kvpack"]
+
+
+def memory(tensor: torch.Tensor) -> Any:
+    return types.SimpleNamespace(tensor=tensor)
+
+
+def layout_of(*tensors: torch.Tensor) -> Any:
+    return types.SimpleNamespace(shapes=[x.shape for x in tensors], dtypes=[x.dtype for x in tensors])
+
+
+def test_an_object_takes_its_estimate_to_the_byte_and_comes_back(create: Any) -> None:
+    made = create(OPTIONS)
+    x = torch.randn(2, 3, 32, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    size = made.serializer.estimate_serialized_size(layout_of(x))
+    assert size < x.nbytes / 3
+    stored, key = torch.zeros(size, dtype=torch.uint8), ObjectKey(b"hash")
+    assert made.serializer.serialize(memory(x), memory(stored), key) == size
+    found = torch.zeros_like(x)
+    made.deserializer.deserialize(memory(stored), memory(found), key)
+    error = (found.float() - x.float()).norm() / x.float().norm()
+    assert 0.02 < error < 0.1
+    exact = create({**OPTIONS, "recipe": "raw", "max_workers": 3})
+    assert exact.max_workers == 3
+    stored = torch.zeros(exact.serializer.estimate_serialized_size(layout_of(x)), dtype=torch.uint8)
+    exact.serializer.serialize(memory(x), memory(stored), key)
+    exact.deserializer.deserialize(memory(stored), memory(found), key)
+    assert torch.equal(found, x)
+
+
+def test_damage_and_other_keys_raise_before_anything_is_written(create: Any) -> None:
+    made = create({**OPTIONS, "recipe": "raw"})
+    x = torch.randn(2, 1, 16, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    stored = torch.zeros(made.serializer.estimate_serialized_size(layout_of(x)), dtype=torch.uint8)
+    made.serializer.serialize(memory(x), memory(stored), ObjectKey(b"hash"))
+    found = torch.zeros_like(x)
+    others = [ObjectKey(b"hash2"), ObjectKey(b"hash", "m"), ObjectKey(b"hash", kv_rank=1), ObjectKey(b"hash", object_group_id=1)]
+    for other in [*others, ObjectKey(b"hash", cache_salt="s")]:
+        with pytest.raises(InvalidHeader):
+            made.deserializer.deserialize(memory(stored), memory(found), other)
+    with pytest.raises(InvalidHeader):
+        create({**OPTIONS, "recipe": "raw", "revision": "other"}).deserializer.deserialize(
+            memory(stored), memory(found), ObjectKey(b"hash")
+        )
+    stored[-1] ^= 128
+    with pytest.raises(DigestMismatch):
+        made.deserializer.deserialize(memory(stored), memory(found), ObjectKey(b"hash"))
+    assert not found.any()
+    x[0, 0, 0, 0] = float("nan")
+    with pytest.raises(NonFinite):
+        create(OPTIONS).serializer.serialize(memory(x), memory(torch.zeros(10**5, dtype=torch.uint8)), ObjectKey(b"hash"))
+
+
+def test_what_cannot_be_served_is_refused(create: Any) -> None:
+    with pytest.raises(InvalidParameter, match="the serde kvpack got recipe, expected recipe, head_dim and revision"):
+        create({"recipe": "raw"})
+    serializer = create(OPTIONS).serializer
+    for shape in ((2, 3, 32, 100), (1, 3, 32, 576), (3, 32, 576)):
+        with pytest.raises(InvalidShape, match=r"expected \[2, layer, token, head \* 64\]"):
+            serializer.estimate_serialized_size(layout_of(torch.zeros(shape).bfloat16()))
+    with pytest.raises(InvalidShape, match="an object has 2 tensors"):
+        serializer.estimate_serialized_size(layout_of(torch.zeros(1), torch.zeros(1)))

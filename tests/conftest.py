@@ -20,6 +20,8 @@ if INTERPRETED and triton_version.supported():
     import quick_interpreter
 
     quick_interpreter.wrap_once_per_launch()
+    quick_interpreter.unwrap_constants_alone()
+    quick_interpreter.call_builtins_directly()
     quick_interpreter.convert_dtypes_once()
     quick_interpreter.describe_blocks_once()
     quick_interpreter.shape_tensors_once()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import triton.language as tl
+from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
@@ -45,6 +46,32 @@ def wrap_once_per_launch() -> None:
     interpreter._patch_lang = wrap_new
 
 
+def unwrap_constants_alone() -> None:
+    """Return what cannot hold a constant of Triton as it is, by its class, without asking for four others first."""
+    unwrap = core._unwrap_if_constexpr
+    plain = frozenset({tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool, str, type(None)})
+
+    def unwrapped(value: Any) -> Any:
+        return value if type(value) in plain else unwrap(value)
+
+    core._unwrap_if_constexpr = unwrapped
+
+
+def call_builtins_directly() -> None:
+    """Give functions of ``triton.language`` the interpreter in place, without a dictionary and a check more for every call."""
+
+    def replace(owner: Any, name: str, member: Callable[..., Any], builder: object, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)
+
+        def called(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = interpreter.interpreter_semantic
+            return function(*arguments, **options)
+
+        scope.set_attr(owner, name, called)
+
+    interpreter._patch_attr = replace
+
+
 def convert_dtypes_once() -> None:
     """Remember the NumPy dtype of each Triton dtype by its name, which is what Triton compares dtypes by."""
     convert = interpreter._get_np_dtype
@@ -59,19 +86,22 @@ def convert_dtypes_once() -> None:
 
 
 def describe_blocks_once() -> None:
-    """Remember the checked shape, the size and the name of each block type: every result of an operation has one."""
+    """Make one block type for each element type and shape, checked and named once: every result of an operation has one."""
     describe = tl.block_type.__init__
-    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+    known: dict[tuple[Any, ...], tl.block_type] = {}
 
-    def described(block: tl.block_type, element_ty: tl.dtype, shape: Sequence[Any]) -> None:
+    def made(cls: type, element_ty: tl.dtype, shape: Sequence[Any]) -> tl.block_type:
         # Pointers of one name may differ in what their types do not name.
         key = (id(element_ty) if element_ty.is_ptr() else element_ty.name, *shape)
-        if key not in known:
-            describe(block, element_ty, shape)
-            known[key] = vars(block).copy()
-        vars(block).update(known[key])
+        found = known.get(key)
+        if found is None:
+            found = object.__new__(cls)
+            describe(found, element_ty, shape)
+            known[key] = found
+        return found
 
-    tl.block_type.__init__ = described
+    tl.block_type.__new__ = made
+    tl.block_type.__init__ = lambda *_: None
 
 
 def shape_tensors_once() -> None:

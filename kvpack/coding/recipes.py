@@ -337,6 +337,21 @@ def _presets_for(dim: int, dtype: str) -> str:
     return f"; presets that take head dim {dim} are {', '.join(found.values())}" if found else ""
 
 
+def basis_for(recipe: Recipe, basis: Basis | str | os.PathLike[str] | None) -> Basis | None:
+    """The basis that readers of caches of ``recipe`` need: ``basis``, if its SHA-256 is that in every clause; None if they need none.
+
+    Raises MissingBasis where it is not given, and InvalidRecipe where a clause names another, or none.
+    """
+    if not recipe.needs_basis:
+        return None
+    if basis is None:
+        raise MissingBasis(f"recipe {recipe.text!r} needs its basis: give basis=")
+    found = Recipe(recipe.text, basis_of(basis))
+    if found.text != recipe.text:
+        raise InvalidRecipe(f"recipe {recipe.text!r} does not name its basis; kvpack.Recipe(text, basis).text does: {found.text!r}")
+    return found.basis
+
+
 def parse_recipe(recipe: str | os.PathLike[str] | Recipe, basis: Basis | str | os.PathLike[str] | None = None) -> Recipe:
     """A recipe from its text, a preset's name or a recipe file; ``basis`` is that of its clauses with the codec klt.
 

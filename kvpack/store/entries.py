@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from kvpack.cache.cache import Cache
+    from kvpack.coding.bases import Basis
 
     from .backend import Data
     from .entry_template import EntryTemplate
@@ -82,6 +83,7 @@ class Reader:
     recipe: str
     chunk: int
     check_values: bool
+    basis: Basis | None = None
     _templates: dict[tuple[int, int], EntryTemplate] = field(default_factory=dict)
 
     def read(self, entries: Sequence[Data], keys: Sequence[bytes], *, first: int = 0) -> Iterator[Cache]:
@@ -129,7 +131,7 @@ class Reader:
         file = container.open_bytes(view, where=where)
         named = check_entry(file, start, self.model, self.recipe)
         self._check_key(named, key, where)
-        cache = files.read(file, check_values=self.check_values)
+        cache = files.read(file, check_values=self.check_values, basis=self.basis)
         begin = min((place.begin for place in file.front.places.values()), default=0)
         _check_payload(named, xxhash.xxh3_128_digest(view[len(file.front.text) + begin :]), where)
         if file.header.states:

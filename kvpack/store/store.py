@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Self
 
+from kvpack.coding.recipes import basis_for, parse_recipe
 from kvpack.file.parallel import in_parallel
 from kvpack.formats.errors import InvalidParameter
 
@@ -26,11 +27,13 @@ from .rope import longest_sequence
 from .tiers import Tiers
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping, Sequence
 
     import torch
 
     from kvpack.cache.cache import Cache
+    from kvpack.coding.bases import Basis
 
     from .backend import Backend
 
@@ -65,6 +68,9 @@ class Store:
     ``max_entry_bytes`` is the most bytes of one entry (default: 512 MiB, Redis' own limit): a larger entry is not saved, and a
     larger one from another writer is not read.
 
+    ``basis`` is the basis of a recipe of the codec klt: the recipe, and so the identity, names it by its digest. Such a recipe is that
+    of a ``Recipe("klt-2", basis)``; a store of it without the basis raises MissingBasis.
+
     Full disks, dead servers, damaged entries and similar faults are misses, which ``stats`` counts; they raise nothing. Raises
     InvalidParameter for arguments that can never work, such as a chunk that is not a multiple of the recipe's token groups.
     """
@@ -85,11 +91,13 @@ class Store:
         encryption: Mapping[str, bytes] | None = None,
         check_values: bool | None = None,
         max_entry_bytes: int = MAX_ENTRY_BYTES,
+        basis: Basis | str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(identity, Identity):
             raise InvalidParameter(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")
         check_count("chunk", chunk, 1)
         check_groups(identity, chunk)
+        given = basis_for(parse_recipe(identity.recipe), basis)
         self.location, self.identity, self.chunk = location, identity, chunk
         self._max_entry_bytes = max_entry_bytes
         check_count("max_entry_bytes", max_entry_bytes, 1)
@@ -111,7 +119,8 @@ class Store:
         self._root = identity.digest
         self._model = identity.header_model
         self._longest = longest_sequence(identity.rope)
-        self._reader = Reader(self._model, identity.recipe, chunk, check_values=not trusted if check_values is None else check_values)
+        checked = not trusted if check_values is None else check_values
+        self._reader = Reader(self._model, identity.recipe, chunk, check_values=checked, basis=given)
         self._loader = Loader(self._backend, self._reader, self._cipher, self._counters)
 
     def __enter__(self) -> Self:

@@ -152,3 +152,8 @@ def __getattr__(name: str) -> Any:
     value = home if name == "errors" else getattr(home, name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    """The names of the module, with the public ones that are not imported yet."""
+    return sorted({*globals(), *__all__, "errors"})

@@ -157,6 +157,10 @@ def test_no_bytes_become_code(path: Path) -> None:
     assert dynamic_imports(source) == (1 if path == PACKAGE / "__init__.py" else 0)
 
 
+def test_public_names_are_listed_before_they_are_imported() -> None:
+    assert {*kvpack.__all__, "errors", "__version__"} <= set(dir(kvpack))
+
+
 def test_public_names_come_from_a_constant_table() -> None:
     module = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     homes = next(node.value for node in module.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES")

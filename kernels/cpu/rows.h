@@ -89,7 +89,7 @@ INLINE void write_rows_of(const float *tile, int64_t dim, int64_t count, char *s
             for (int64_t i = 0; i < LANES; i++) {
                 char *to = spare + i * bytes + size * d;
                 if (left == each * LANES)
-                    store((float *)to, a[i]);
+                    store_int((int32_t *)to, (vi)a[i]);
                 else
                     memcpy(to, &a[i], size * left);
             }

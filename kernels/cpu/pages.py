@@ -90,7 +90,7 @@ class Decoder:
         self._kept = rotation
         side = library.Side(codecs.pointer(described), None, 1)
         self._call = library.Unpack(
-            layers, heads, 0, tokens, side, DTYPES.index(dtype), rotation.struct, library.Stream(), library.Stream(), 1, 0
+            batch=layers, heads=heads, stop=tokens, side=side, dtype=DTYPES.index(dtype), rotation=rotation.struct, threads=1
         )
 
     def run(self, row: int, values: Values, threads: int) -> None:

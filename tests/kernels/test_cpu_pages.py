@@ -1,0 +1,45 @@
+"""Pages of engines in C: any shape and strides, nothing written beside a slot or a row, and checksums of any length."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kvpack import PageBuffer, PageCodec, PageGeometry
+from kvpack.file import row as rows_of
+from kvpack.kernels.cpu import checksum, library
+
+pytestmark = pytest.mark.skipif(library.library() is None, reason="the C kernels were not built")
+
+RECIPES = ["kv=group:b=4,g=16,axis=channel", "kivi-2", "octopus-3", "kv=scalar:b=3", "turboangle-k8v4", "hqmq-s24-r3"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_any_call_writes_its_slot_and_its_row_alone(recipe: str) -> None:
+    source = random.Random(recipe)
+    for _ in range(4):
+        layers, heads, tokens = source.randint(1, 3), source.randint(1, 3), source.randint(1, 70)
+        geometry = PageGeometry(layers, heads, tokens, 64, 64, source.choice(["bf16", "fp16", "fp32"]))
+        codec = PageCodec(recipe, geometry)
+        # Memory that ends where the last value does: what a checker of accesses watches.
+        shape = (3, layers, tokens, heads, 2, 64)
+        given = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(geometry.torch_dtype)
+        target = torch.zeros_like(given)
+        pages, found = (PageBuffer(geometry, *(x.transpose(2, 3)[..., side, :] for side in range(2))) for x in (given, target))
+        row = bytearray(b"\xaa" * (codec.nbytes + 64))
+        assert codec.encode_into(pages, [2], [row]) == codec.decode_into([row[: codec.nbytes]], found, [1]) == [None]
+        assert row[codec.nbytes :] == b"\xaa" * 64
+        assert target[1].any()
+        assert not target[[0, 2]].any()
+
+
+def test_any_call_of_the_checksum_reads_its_words_alone() -> None:
+    source = random.Random(0)
+    for words in (0, 1, 15, 16, 17, 33, 1000):
+        data, start = memoryview(bytearray(source.randbytes(4 * words))), source.getrandbits(64)
+        expected = start
+        for at in range(0, len(data), 4):
+            expected = (expected * rows_of.MULTIPLIER + int.from_bytes(data[at : at + 4], "little")) % 2**64
+        assert checksum.added(data, start) == expected

@@ -79,6 +79,7 @@ store-matrix: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m store_matrix --kills $(or $(KILLS),7000) $(OPTIONS)
 
 # kvpack in real engines on the CPU, each in a virtual environment of its own in build/engines: some GB, and some minutes.
+# A process is tests/support/engines/vllm_process.py, whose vLLM loads tests/support/engines/vllm_cpu_spec.py.
 engines: $(INSTALLED)
 	$(BIN)/python tests/support/engines/run_vllm.py
 

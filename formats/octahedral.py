@@ -40,6 +40,8 @@ _DIRECT_FIELDS = 3
 _DIRECT_MULTIPLE = 24
 _ONE_DIGIT_BITS = 8
 _SIGNS = 4
+_MOST_SCALED = 1 << 14
+"""Up to this number of pairs of direction and norm, a table has their products."""
 _SMALLEST_NORMAL = 2.0**-126
 _SQUARES_FIT = (2.0**-40, 2.0**40)
 _CHUNK_ROWS = 4096
@@ -154,10 +156,15 @@ class Octahedral(CodecFamily):
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         index, sign = digits
         carrier, place = (index, self._directions) if norm_with_index(self.b_dir, self.b_norm) else (sign, _SIGNS)
-        norm_index = carrier // place
-        symbol = index % self._directions + sign % _SIGNS * self._directions
-        triplet = functional.embedding(symbol, signed_directions(self.direction_table, symbol.device))
-        triplet *= functional.embedding(norm_index, _column(self.norm_table, symbol.device))
+        # Every base is a power of two.
+        norm_index = carrier >> place.bit_length() - 1
+        symbol = (index & self._directions - 1) + (sign & _SIGNS - 1) * self._directions
+        if _SIGNS * self._directions << self.b_norm <= _MOST_SCALED:
+            scaled = _scaled_directions(self.direction_table, self.norm_table, symbol.device)
+            triplet = functional.embedding(symbol + norm_index * (_SIGNS * self._directions), scaled)
+        else:
+            triplet = functional.embedding(symbol, signed_directions(self.direction_table, symbol.device))
+            triplet *= functional.embedding(norm_index, _column(self.norm_table, symbol.device))
         return triplet.flatten(-2)[..., : self.dim] * streams["norm"].to(torch.float32)[..., None]
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
@@ -283,6 +290,12 @@ def signed_directions(table: bytes) -> torch.Tensor:
     quarter = codebook_directions(table).T
     signs = torch.tensor([[1.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [1.0, -1.0, 1.0], [-1.0, -1.0, 1.0]], dtype=torch.float32)
     return (signs[:, None] * quarter).flatten(0, 1)
+
+
+@kept_on_device
+def _scaled_directions(directions: bytes, norms: bytes) -> torch.Tensor:
+    """Every direction times every norm, float32 ``[norm * direction, 3]``, as decoding multiplies them."""
+    return (_column(norms, "cpu")[:, None] * signed_directions(directions, "cpu")).flatten(0, 1)
 
 
 @kept_on_device

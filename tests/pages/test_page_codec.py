@@ -15,6 +15,7 @@ from kvpack.errors import (
     InvalidDtype,
     InvalidHeader,
     InvalidParameter,
+    InvalidPayload,
     InvalidShape,
     KvpackError,
     NonFinite,
@@ -273,6 +274,27 @@ def test_the_hosts_settings_stay() -> None:
                 assert found[0].any()
     finally:
         torch.set_default_dtype(before_dtype)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "kv=scalar:b=3,channel_scale=fp16"])
+def test_any_bytes_with_a_right_checksum_are_refused_or_decoded(recipe: str) -> None:
+    """What someone who can write rows can make of them: the rules of the codecs are checked with ``values``, and no call goes astray."""
+    codec = PageCodec(recipe, SMALL)
+    pages, _ = filled(SMALL, 1)
+    source, row = random.Random(recipe), bytearray(codec.nbytes)
+    codec.encode_into(pages, [0], [row])
+    target, found = empty(SMALL, 1)
+    pads = {at for begin, end in codec.layout.pads for at in range(begin, end)}
+    for share in (1.0, 0.01, 0.0):
+        planted = bytearray(row)
+        for at in range(codec.layout.payload, codec.nbytes):
+            if at not in pads and source.random() < share:
+                planted[at] = source.randrange(256)
+        rows_of.write_checksum(memoryview(planted))
+        (checked,) = codec.decode_into([planted], target, [0], values=True)
+        assert checked is None or isinstance(checked, InvalidPayload)
+        assert codec.decode_into([planted], target, [0]) == [None]
+        assert share or (checked is None and found[0].any())
 
 
 def test_no_call_sets_the_hosts_threads(monkeypatch: pytest.MonkeyPatch) -> None:

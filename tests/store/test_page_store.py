@@ -186,6 +186,32 @@ def test_jobs_are_polled(tmp_path: Path) -> None:
             store.submit_get(KEYS[:1], target, [0, 1])
 
 
+def test_the_hosts_settings_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise AssertionError("the host's threads are not ours")
+
+    monkeypatch.setattr(torch, "set_num_threads", forbidden)
+    given, _ = pages()
+    target, _ = cleared()
+    torch.manual_seed(3)
+    state, dtype = torch.get_rng_state(), torch.get_default_dtype()
+    with torch.inference_mode(), PageStore(tmp_path, IDENTITY, GEOMETRY, threads=2) as store:
+        for call in (
+            lambda: store.put(KEYS, given, range(4)),
+            lambda: store.get_into(KEYS, target, range(4)),
+            lambda: store.present(KEYS),
+            lambda: store.touch(KEYS),
+            lambda: store.submit_get(KEYS, target, range(4)),
+            store.drain,
+            lambda: store.delete(KEYS),
+            store.stats,
+        ):
+            call()
+            assert torch.equal(torch.get_rng_state(), state)
+            assert torch.get_default_dtype() == dtype
+            assert torch.is_inference_mode_enabled()
+
+
 def test_commands_know_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given, _ = pages()
     with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,10 +11,11 @@ import torch
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, encode, is_rounded
 from kvpack.coding.modes import own_modes
 from kvpack.coding.recipes import parse_recipe
+from kvpack.formats.errors import OutOfRange
 from kvpack.formats.raw import HOLDS
 
 from .pages import Page
-from .side import packed_side
+from .side import Side, packed_side
 
 if TYPE_CHECKING:
     import os
@@ -21,9 +23,12 @@ if TYPE_CHECKING:
 
     from kvpack.coding.encoding import Progress
     from kvpack.coding.recipes import Recipe
+    from kvpack.formats.base import Codec
 
     from .layer import Layer
-    from .side import Side
+
+VALUES_AT_ONCE = 1 << 24
+"""Values of a side that are in memory decoded at once, if they need not be all."""
 
 
 def converted(layers: Sequence[Layer], recipe: str | os.PathLike[str] | Recipe, progress: Progress | None) -> tuple[tuple[Layer, ...], str]:
@@ -46,14 +51,37 @@ def converted(layers: Sequence[Layer], recipe: str | os.PathLike[str] | Recipe, 
                     repacked = side.repacked(codec)
                 sides.append(_with_window(repacked, recipe.window, f"layers[{number}].{name}"))
             else:
-                # Another dtype would not keep what NaN holds.
-                values = side.unpack(RAW_DTYPES[_exact_dtype(side)])
-                packed = packed_side(values, codec, recipe.window, f"layers[{number}].{name}")
+                packed = _encoded(side, codec, recipe.window, f"layers[{number}].{name}")
                 sides.append(replace(packed, tail=_narrowed(packed.tail, side.tail.dtype)))
         found.append(replace(layer, k=sides[0], v=sides[1]))
         if progress:
             progress(number + 1, len(layers))
     return tuple(found), recipe.text
+
+
+def _encoded(side: Side, codec: Codec, window: int, where: str) -> Side:
+    """The values of ``side`` encoded by ``codec``, some tokens at a time where no stream depends on all of them."""
+    # Another dtype would not keep what NaN holds.
+    dtype, tokens = RAW_DTYPES[_exact_dtype(side)], side.tokens
+    multiple = math.lcm(128, codec.token_group, side.codec.token_group)
+    step = max(1, VALUES_AT_ONCE // (side.batch * side.heads * side.dim) // multiple) * multiple
+    per_token = all(entry.per == "token" for entry in codec.layout(side.batch, side.heads, tokens).values())
+    packed = tokens - tokens % window if window else tokens
+    aligned = all(boundary % multiple == 0 for boundary in side.boundaries if boundary < packed) and packed % side.codec.token_group == 0
+    # Values of raw sides may be refused, and are then named by their places in the whole.
+    lossy = codec.exact_dtype is None and side.codec.exact_dtype is None
+    if not (lossy and per_token and aligned and packed > step):
+        return packed_side(side.unpack(dtype), codec, window, where)
+    parts = []
+    with own_modes(side.device):
+        try:
+            for start in range(0, packed, step):
+                parts.append(encode(codec, side.slice(start, min(start + step, packed)).unpack(dtype), where))
+        except OutOfRange:
+            return packed_side(side.unpack(dtype), codec, window, where)
+        streams = {name: torch.cat([part[name] for part in parts], 2) for name in parts[0]}
+        tail = side.slice(packed, tokens).unpack(dtype)
+    return Side(codec, (Page(codec, packed, streams),), tail, window)
 
 
 def _exact_dtype(side: Side) -> str:

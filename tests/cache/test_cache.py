@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvpack
+from kvpack.cache import conversion
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite, NotConsecutive, OutOfBounds, OutOfRange
 
 from caches import BOUNDS, RECIPES, dense, random_pairs, relative_error  # isort: skip
@@ -159,6 +160,22 @@ def test_a_tail_holds_no_value_beyond_its_dtype() -> None:
     found = grown.unpack(torch.float32)
     assert torch.equal(found[0], torch.cat([k.float(), wider], 2))
     assert torch.equal(found[1], torch.cat([v, v[:, :, :1]], 2).float())
+
+
+@pytest.mark.parametrize("recipe", ["kivi-4", "octopus-3;tail=32", "kivi-2-u8", "octopus-3-scaled", "int-4-med3", "fp32"])
+@pytest.mark.parametrize("before", ["kv=group:b=3,g=32;tail=128", "kv=octahedral:b=2"])
+def test_convert_in_parts_makes_the_same_streams(before: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = kvpack.pack(random_pairs(1, 300), before).append(random_pairs(1, 40))
+    whole = cache.convert(recipe)
+    monkeypatch.setattr(conversion, "VALUES_AT_ONCE", 1)
+    parts = cache.convert(recipe)
+    for side, other in zip(parts[0].sides.values(), whole[0].sides.values(), strict=True):
+        assert torch.equal(side.tail, other.tail)
+        assert [page.tokens for page in side.pages] == [page.tokens for page in other.pages]
+        for page, expected in zip(side.pages, other.pages, strict=True):
+            assert list(page.streams) == list(expected.streams)
+            for name, stream in expected.streams.items():
+                assert page.streams[name].numpy().tobytes() == stream.numpy().tobytes(), name
 
 
 @pytest.mark.parametrize("codec", ["group:b=4", "octahedral:b=3", "raw"])

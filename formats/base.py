@@ -117,6 +117,11 @@ class Codec(ABC):
         """The number of tokens encoded together: new tokens are encoded in multiples of it."""
         return 1
 
+    @property
+    def run_values(self) -> int:
+        """The values per head in rows of runs that decoding converts as a whole: readers with a limit of memory count them."""
+        return 0
+
     @abstractmethod
     def packings(self) -> dict[str, Columns]:
         """The packing of each code stream, in stored order."""

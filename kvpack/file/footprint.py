@@ -62,7 +62,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
     runs = sum(len(side.runs) for side in sides)
     objects = len(header.tensors) * TENSOR_BYTES + len(sides) * SIDE_BYTES + len(header.layers) * LAYER_BYTES
     objects += len(header.codecs) * CODEC_BYTES
-    values = max((side.batch * side.heads * header.codecs[side.codec].dim * _tokens_at_once(header, side) for side in sides), default=0)
+    values = max((side.batch * side.heads * _values_at_once(header, side) for side in sides), default=0)
     parts = {
         f"the {size} bytes of the file": size,
         # A frame being decoded exists twice.
@@ -75,8 +75,10 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
     _check(parts, max_bytes)
 
 
-def _tokens_at_once(header: Header, side: SideEntry) -> int:
-    return min(header.codecs[side.codec].token_group, max(side.runs, default=0))
+def _values_at_once(header: Header, side: SideEntry) -> int:
+    """Values of a head that are decoded together: those of a token group, and of a row of its run."""
+    codec, longest = header.codecs[side.codec], max(side.runs, default=0)
+    return codec.dim * min(codec.token_group, longest) + (codec.run_values if longest else 0)
 
 
 def _front_bytes(json_bytes: int, header_bytes: int) -> int:

@@ -14,9 +14,14 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack import cli
+from kvpack.cache import files
+from kvpack.cache.cache import Cache
+from kvpack.cache.layer import Layer
+from kvpack.cache.side import packed_side
 from kvpack.coding.bases import Basis
+from kvpack.file import container
 from kvpack.formats.basis import BasisRows, rows_of
-from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidRecipe, InvalidShape, MissingBasis, OutOfBounds
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidRecipe, InvalidShape, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.klt import Klt, columns_of
 
 from klt_bases import random_basis, random_rows, with_random_basis  # isort: skip
@@ -226,3 +231,13 @@ def test_commands_take_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.Capt
     capsys.readouterr()
     assert cli.main(["inspect", str(given)]) == 0
     assert "a basis, which caches of the codec klt name by its SHA-256" in capsys.readouterr().out
+
+
+def test_memory_for_own_rows_is_counted() -> None:
+    """Rows in binary16 are converted as a whole where they are used: a file of 24 heads takes megabytes more than it has."""
+    codec = with_random_basis(create("klt", 128, rows="fp16"), bytes([1, 0, 0, 0, 0, 0, 0, 0]))
+    side = packed_side(torch.zeros(1, 24, 1, 128), codec, 0, "k")
+    data = container.to_bytes(*files.stored(Cache((Layer(side, None),), "")))
+    with pytest.raises(LimitExceeded, match=r"for [0-9]+ values that are decoded together"):
+        container.open_bytes(data, max_bytes=len(data))
+    container.open_bytes(data, max_bytes=2**25).verify()

@@ -18,6 +18,7 @@ import xxhash
 
 import kvpack
 from kvpack.cache import files, side
+from kvpack.cache.dense_states import DenseLayer
 from kvpack.coding import recipes
 from kvpack.file import container, header_tensor, payload
 from kvpack.formats import CODECS, columns
@@ -27,6 +28,7 @@ from kvpack.store import entries
 
 ROOT = Path(__file__).resolve().parents[2]
 
+import cache_oracles  # noqa: E402
 import line_coverage  # noqa: E402
 import oracles  # noqa: E402
 import seeds  # noqa: E402
@@ -291,3 +293,11 @@ def test_a_large_power_of_two_explains_an_infinity() -> None:
     assert loaded is not None
     assert any(not values.isfinite().all() for pair in loaded.unpack(torch.float32) for values in pair if values is not None)
     value_oracles.compare_values(data)
+
+
+def test_the_oracle_knows_that_states_are_of_one_token() -> None:
+    x = torch.randn(1, 1, 3, 16).bfloat16()
+    cache = kvpack.pack([DenseLayer(x, x, 0, {"conv.0": torch.zeros(1, 2)})], "raw")
+    data = container.to_bytes(*files.stored(cache))
+    value_oracles.compare_values(data)
+    assert cache_oracles.check_append(data)

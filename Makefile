@@ -78,10 +78,12 @@ versions: $(INSTALLED)
 store-matrix: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m store_matrix --kills $(or $(KILLS),7000) $(OPTIONS)
 
-# kvpack in real engines on the CPU, each in a virtual environment of its own in build/engines: some GB, and some minutes.
+# kvpack in real engines on the CPU, which build/engines holds: some GB, and some minutes.
 # A process is tests/support/engines/vllm_process.py, whose vLLM loads tests/support/engines/vllm_cpu_spec.py.
 engines: $(INSTALLED)
 	$(BIN)/python tests/support/engines/run_vllm.py
+	test -d build/engines/mlx || $(PIP) install --quiet --no-deps --target build/engines/mlx mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2
+	PYTHONPATH=build/engines/mlx $(BIN)/python tests/support/engines/mlx_lm_round_trip.py
 
 # The kernels compiled, on a machine with a CUDA device: most of the time goes to compiling, so in many processes.
 GPU_TESTS = $(KERNEL_TESTS) tests/bench/test_attention_kernels.py tests/bench/test_encode_kernels.py tests/kernels/test_cuda.py tests/cache/test_staged_cuda.py

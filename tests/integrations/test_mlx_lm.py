@@ -1,6 +1,6 @@
 """Prompt caches of mlx-lm: both forms of its files are read, and what is written is in the newer one.
 
-tests/support/mlx_lm_round_trip.py does the same with mlx-lm itself.
+tests/support/engines/mlx_lm_round_trip.py does the same with mlx-lm itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prompt caches between mlx-lm and kvpack, both installed: ``pip install "mlx[cpu]" mlx-lm .``, then run this file.
+"""Prompt caches between mlx-lm and kvpack, both installed: ``make engines``.
 
 Caches that mlx-lm saved are imported, compared and exported; mlx-lm loads both and goes on alike.
 """

@@ -17,6 +17,7 @@ from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidShape, MissingBasis
 from .family import CodecFamily
 from .lazy import torch
+from .rotation import FEWEST_ROWS
 from .tables import TABLES_KEPT
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ class Klt(CodecFamily):
         return {**run.encode(x, 0), **run.streams}
 
     def _encode(self, x: torch.Tensor, rows: BasisRows) -> dict[str, torch.Tensor]:
-        centred = x @ rows.inverse - rows.mean
+        centred = _products(x, rows.inverse) - rows.mean
         codes: dict[int, list[torch.Tensor]] = {width: [] for width in used_widths(self.widths)}
         own, found = x.new_zeros(x.shape[:3]), x.new_zeros(x.shape[:3])
         length = x.new_zeros(x.shape[:3])
@@ -197,10 +198,18 @@ class Klt(CodecFamily):
         return values.add_(rows.mean)
 
     def original(self, u: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return u @ self.parts(streams).matrix
+        return _products(u, self.parts(streams).matrix)
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return q @ self.parts(streams).matrix.transpose(-1, -2)
+
+
+def _products(values: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """``values @ matrix`` of every head; on the CPU a token's result does not depend on how many others there are."""
+    tokens = values.shape[2]
+    if values.device.type != "cpu" or tokens >= FEWEST_ROWS:
+        return values @ matrix
+    return (torch.nn.functional.pad(values, (0, 0, 0, FEWEST_ROWS - tokens)) @ matrix)[:, :, :tokens]
 
 
 def used_widths(widths: bytes) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from klt_bases import random_basis
 from side_car_recipes import RECIPES as SIDE_CARS
 from side_car_recipes import attention, relative_error
 
@@ -26,7 +27,16 @@ RECIPES = {
     **{name: re.sub(r"layers=[-0-9,]+:", "layers=0:", preset.recipe) for name, preset in PUBLISHED.items()},
     **SIDE_CARS,
     "a window": "k=raw:dtype=fp32;v=group:b=2,g=32,sinks=2;tail=64",
+    "klt": "kv=klt:bits=4,rows=fp16",
 }
+
+
+@cache
+def recipe_of(name: str) -> str | kvpack.Recipe:
+    """The recipe, with a basis if it needs one."""
+    if name != "klt":
+        return RECIPES[name]
+    return kvpack.Recipe(RECIPES[name], kvpack.Basis.of_bytes(random_basis({(0, side): (2, 64) for side in "kv"}, 1)))
 
 
 def shape_of(name: str) -> tuple[int, int]:
@@ -52,7 +62,7 @@ def pairs(name: str, tokens: int, seed: int) -> list[tuple[torch.Tensor, torch.T
 @cache
 def packed(name: str) -> kvpack.Cache:
     """Pages of several sizes and, where the recipe has a window, a tail."""
-    recipe = RECIPES[name]
+    recipe = recipe_of(name)
     whole = kvpack.pack(pairs(name, 96, 1), recipe)
     for tokens, seed in ((37, 2), (1, 3)):
         whole = whole.append(pairs(name, tokens, seed))

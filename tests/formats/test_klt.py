@@ -86,7 +86,7 @@ def test_sizes_on_the_page() -> None:
 
 
 @pytest.mark.parametrize("rows", ["basis", "fp16"])
-def test_caches_keep_their_statedin_files_and_parts(basis: Basis, rows: str, tmp_path: Path) -> None:
+def test_caches_keep_their_values_in_files_and_parts(basis: Basis, rows: str, tmp_path: Path) -> None:
     cache = kvpack.pack(pairs(20, 2), f"kv=klt:bits=4,rows={rows}", basis=basis).append(pairs(13, 2))
     path = tmp_path / "x.kvpack"
     assert kvpack.save(cache, path) == cache.nbytes

@@ -31,7 +31,9 @@ def test_every_folder_of_sources_has_a_folder_of_tests() -> None:
         parts = Path(file).parts
         if parts[0] == "kvpack" and len(parts) > 2:
             assert f"tests/{parts[1]}" in needed_by(file), file
-        elif parts[0] in {"formats", "kernels", "spec", "fuzz"}:
+        elif parts[0] == "kernels":
+            assert {Path(needed).parent.as_posix() for needed in needed_by(file)} == {"tests/kernels"}, file
+        elif parts[0] in {"formats", "spec", "fuzz"}:
             assert needed_by(file) == {f"tests/{parts[0]}"}, file
 
 
@@ -56,6 +58,13 @@ def test_every_test_runs_for_some_source() -> None:
 )
 def test_paths(file: str, expected: set[str]) -> None:
     assert needed_by(file) == expected
+
+
+def test_kernels_need_the_tests_of_their_language() -> None:
+    of_c, of_triton = needed_by("kernels/cpu/group.h"), needed_by("kernels/loaders/group.py")
+    assert "tests/kernels/test_cpu_attend.py" in of_c
+    assert "tests/kernels/test_attention.py" in of_triton
+    assert not of_c & of_triton
 
 
 def test_a_module_of_support_needs_all_that_import_it() -> None:

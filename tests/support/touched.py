@@ -1,7 +1,7 @@
 """The tests that a change needs: ``python tests/support/touched.py`` prints their paths, for ``make check``.
 
 A change is everything since the branch left main, including uncommitted files. A file of a folder needs the tests of that
-folder, a test file itself alone, and a module of ``tests/support`` the test files that import it.
+folder, a C kernel those of C kernels, a test file itself alone, and a module of ``tests/support`` the test files that import it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).parents[2]
 TREES = {
     "formats": "formats",
-    "kernels": "kernels",
     "kvpack/guides": "test_guides.py",
     "spec": "spec",
     "fuzz": "fuzz",
@@ -49,6 +48,8 @@ def needed_by(file: str) -> set[str]:
         return {path.parent.as_posix()}
     if path.parts[:2] == ("tests", "support"):
         return _importers(path.parts[2].removesuffix(".py"))
+    if path.parts[0] == "kernels":
+        return _of_kernels(path.parts[1] == "cpu")
     for tree, folder in TREES.items():
         if path.is_relative_to(tree):
             return {f"tests/{folder}"}
@@ -56,6 +57,12 @@ def needed_by(file: str) -> set[str]:
         folder = path.parts[1].removesuffix(".py")
         return _existing(f"tests/{folder}") | _existing(f"tests/test_{folder}.py") | {"tests/test_imports.py"}
     return {"tests/test_packaging.py"} if path.parts[0] == "kvpack" else set()
+
+
+def _of_kernels(in_c: bool) -> set[str]:
+    """The tests of the C kernels, or of those of Triton: neither knows the others."""
+    found = (ROOT / "tests/kernels").glob("test_*.py")
+    return {path.relative_to(ROOT).as_posix() for path in found if path.name.startswith("test_cpu_") == in_c}
 
 
 def _importers(module: str) -> set[str]:

@@ -14,6 +14,7 @@ from kvpack.cli import main
 from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackError
 from kvpack.file.inputs import Inputs
 from kvpack.integrations.transformers import KvpackCache
+from kvpack.integrations.transformers.models import identity_of
 from kvpack.store.fingerprint import weights_sample
 
 if TYPE_CHECKING:
@@ -174,3 +175,12 @@ def test_a_file_names_its_model_and_keeps_its_metadata(tmp_path: Path, capsys: A
     assert "token ids of the first 120 tokens\n" in printed
     assert "title: one" in printed
     assert "name one" in printed
+
+
+def test_a_model_whose_weights_are_elsewhere_is_named_without_them() -> None:
+    model = model_of("Llama")
+    model.config._name_or_path = "one"
+    whole = identity_of(model)
+    model.model.layers[1].mlp.down_proj.to("meta")
+    assert identity_of(model) == {name: text for name, text in whole.items() if name != "weights"}
+    assert whole["weights"].startswith("sample-sha256:")

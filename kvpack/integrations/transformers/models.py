@@ -153,12 +153,16 @@ def check_identity(cache: Cache, model: Any) -> None:
 
 
 def identity_of(model: Any) -> dict[str, str]:
-    """What a cache says of ``model``, with a sample of its weights; empty where the model cannot be named.
+    """What a cache says of ``model``, with a sample of its weights where they can be read; empty where the model cannot be named.
 
-    It cannot in training mode, or with values that are not in memory.
+    It cannot in training mode, or with buffers that are not in memory.
     """
     try:
-        return Identity.of(model, "raw", weights=weights_sample(model)).header_model
+        weights = weights_sample(model)
+    except InvalidParameter:
+        weights = ""
+    try:
+        return Identity.of(model, "raw", weights=weights).header_model
     except InvalidParameter:
         return {}
 

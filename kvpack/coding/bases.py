@@ -145,14 +145,13 @@ class Basis:
     def check_model(self, model: Mapping[str, str]) -> None:
         """Raise InvalidParameter where ``model``, the identity of a cache's model, is another than that of the basis.
 
-        Where both know their weights, these are compared and the name is not: the same model may lie in another folder.
+        Where both know their weights in the same way, these are compared and the name is not: the same model may lie in another folder.
         """
-        name = "weights" if "weights" in model and "weights" in self.model else "name"
+        # A digest of all weights and one of a sample tell nothing of each other.
+        kinds = [one["weights"].partition(":")[0] for one in (model, self.model) if "weights" in one]
+        name = "weights" if len(kinds) == 2 and kinds[0] == kinds[1] else "name"
         found, expected = model.get(name), self.model.get(name)
         if found is None or expected is None or found == expected:
-            return
-        if name == "weights" and found.partition(":")[0] != expected.partition(":")[0]:
-            # A digest of all weights and one of a sample tell nothing of each other.
             return
         if name == "name" and os.path.basename(found) == os.path.basename(expected):
             return

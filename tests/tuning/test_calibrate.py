@@ -72,6 +72,8 @@ def test_a_basis_knows_its_model(basis: Path) -> None:
     assert found.model["weights"].startswith("sample-sha256:")
     found.check_model({"name": "elsewhere/tinylm", "weights": found.model["weights"]})
     found.check_model({"weights": "sha256:0"})
+    with pytest.raises(InvalidParameter, match=r"model whose name is .*tinylm', and that of the cache is 'another'"):
+        found.check_model({"name": "another", "weights": "sha256:0"})
     with pytest.raises(InvalidParameter, match="is the basis of a model whose weights is"):
         found.check_model({"weights": "sample-sha256:0"})
 

@@ -267,6 +267,8 @@ class Codec(ABC):
 
 def check_finite(where: str, array: Array, what: str) -> None:
     """Raise InvalidPayload, naming the place, unless all values, binary16 or binary32, are finite. ``what`` names them."""
+    if isinstance(array, numpy.ndarray) and _all_finite(array):
+        return
     for first, block in value_blocks(array):
         if not _all_finite(block):
             odd = ~numpy.isfinite(block)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import functional, numpy, torch
-from .value_blocks import row_blocks
+from .value_blocks import in_memory, row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,8 @@ MAX_FIELDS = 8 * MAX_COLUMN_BYTES
 """The most fields of a column: one-bit symbols fill the widest column."""
 
 _EXACT_IN_FLOAT32 = 1 << 24
-_ROWS_SIDE_BY_SIDE = 64
+_WORDS_SIDE_BY_SIDE = 1 << 13
+"""Words that are combined over rows at once: 16 KiB, half of a core's first-level cache."""
 
 
 def is_power_of_two(value: int) -> bool:
@@ -237,16 +238,24 @@ class Columns:
         if self.binary and self.alphabets == self.bases and not self._spare_bits:
             # Every bit of every word belongs to a symbol that may have any value.
             return
+        arrays = in_memory(planes)
+        if arrays is not None and self._are_valid(arrays):
+            return
         for first, blocks in row_blocks(*planes):
-            self._check_rows(blocks, _Place(where, first, planes[0].shape[:-1]))
+            if not self._are_valid(blocks):
+                self._check_rows(blocks, _Place(where, first, planes[0].shape[:-1]))
+
+    def _are_valid(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> bool:
+        """Whether reductions alone find these rows valid; where some need a look at each value, False."""
+        if self.binary:
+            return self.alphabets == self.bases and not self._wrong_planes(planes)
+        return self._column_limits is not None and bool((over_rows(planes[0], numpy.maximum) <= self._column_limits).all())
 
     def _check_rows(self, planes: Sequence[numpy.ndarray[Any, Any]], where: _Place) -> None:
         if self.binary:
-            self._check_spare_bits(planes, where)
-            if self.alphabets == self.bases:
-                return
-        elif self._column_limits is not None and (_over_rows(planes[0], numpy.maximum) <= self._column_limits).all():
-            return
+            for number in self._wrong_planes(planes):
+                spare = planes[number] & self._spare_bits[number]
+                _refuse(where._replace(where=f"{where.where}, plane {number}"), "spare bits of word", spare, 0)
         words = [plane.astype(numpy.uint64) for plane in planes]
         if self.column_bytes % 2:
             tail = numpy.concatenate([words[-1] & numpy.uint64(0xFF), words[-1] >> numpy.uint64(8)], -1)
@@ -267,10 +276,9 @@ class Columns:
                 _refuse(where, f"symbol of field {k}", value[..., :used], alphabet - 1)
                 _refuse(where, f"unused field {k}", value[..., used:], 0, used)
 
-    def _check_spare_bits(self, planes: Sequence[numpy.ndarray[Any, Any]], where: _Place) -> None:
-        for number, spare in self._spare_bits.items():
-            if (_over_rows(planes[number], numpy.bitwise_or) & spare).any():
-                _refuse(where._replace(where=f"{where.where}, plane {number}"), "spare bits of word", planes[number] & spare, 0)
+    def _wrong_planes(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> list[int]:
+        """The numbers of the planes that set spare bits."""
+        return [number for number, spare in self._spare_bits.items() if (over_rows(planes[number], numpy.bitwise_or) & spare).any()]
 
     @cached_property
     def _spare_bits(self) -> dict[int, numpy.ndarray[Any, Any]]:
@@ -328,11 +336,12 @@ def _bits_at(words: Sequence[numpy.ndarray[Any, Any]], position: int) -> numpy.n
     return both >> numpy.uint64(shift)
 
 
-def _over_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.ndarray[Any, Any]:
+def over_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.ndarray[Any, Any]:
     """Each word of a row combined over all rows; taking many rows at once reduces along contiguous memory."""
     rows = plane.reshape(-1, plane.shape[-1])
-    whole = len(rows) // _ROWS_SIDE_BY_SIDE * _ROWS_SIDE_BY_SIDE
-    wide = combine.reduce(rows[:whole].reshape(-1, _ROWS_SIDE_BY_SIDE * rows.shape[1]), axis=0, initial=0)
+    at_once = max(1, _WORDS_SIDE_BY_SIDE // max(1, rows.shape[1]))
+    whole = len(rows) // at_once * at_once
+    wide = combine.reduce(rows[:whole].reshape(-1, at_once * rows.shape[1]), axis=0, initial=0)
     result: numpy.ndarray[Any, Any] = combine.reduce(numpy.concatenate([wide.reshape(-1, rows.shape[1]), rows[whole:]]), axis=0, initial=0)
     return result
 

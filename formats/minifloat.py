@@ -234,6 +234,12 @@ class Minifloat(CodecFamily):
             self._check_block_scales(arrays["block_scales"], f"{where}.block_scales")
 
     def _check_elements(self, plane: Array, where: str) -> None:
+        limit = self.format.finite
+        if isinstance(plane, numpy.ndarray) and plane.size:
+            # Codes without a sign are the largest signed integers, and those with one the largest unsigned.
+            codes = numpy.ascontiguousarray(plane).view(numpy.uint8)
+            if codes.view(numpy.int8).max() < limit and codes.max() < limit + 0x80:
+                return
         for first, block in value_blocks(plane):
             for shift in (0, 8):
                 odd = (block >> numpy.uint16(shift) & numpy.uint16(0x7F)) >= self.format.finite
@@ -248,6 +254,8 @@ class Minifloat(CodecFamily):
 
     def _check_block_scales(self, scales: Array, where: str) -> None:
         nan = E8M0_NAN if self.scale_dtype == "e8m0" else ELEMENTS["e4m3"].finite
+        if isinstance(scales, numpy.ndarray) and scales.size and scales.max() < nan:
+            return
         for first, block in value_blocks(scales):
             odd = block >= nan
             if odd.any():

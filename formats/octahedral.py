@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from .base import MAX_DIM, NORMS, Fields, Layout, check_choice, check_fields, check_range, encoded_by_rows, stored_norm
-from .columns import Columns, default_fields
+from .columns import Columns, default_fields, over_rows
 from .errors import InvalidParameter, InvalidPayload
 from .family import CodecFamily
 from .lazy import functional, numpy, torch
@@ -21,7 +21,7 @@ from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .octahedral_search import ROUNDINGS, codebook, codebook_directions, midpoints, nearest_level
 from .rotation import KINDS, Rotation
 from .tables import TABLES_KEPT, kept_on_device
-from .value_blocks import first_place, row_blocks
+from .value_blocks import first_place, in_memory, row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -171,6 +171,9 @@ class Octahedral(CodecFamily):
         super().check(arrays, where)
         if self.arrangement == "direct":
             for name, bits in _padding_bits(self.packings()["symbol"], self.triplets).items():
+                whole = in_memory([arrays[name]])
+                if whole is not None and not (over_rows(whole[0], numpy.bitwise_or) & bits).any():
+                    continue
                 for first, (rows,) in row_blocks(arrays[name]):
                     padding = rows & bits
                     if not padding.any():

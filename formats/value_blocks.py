@@ -29,6 +29,12 @@ BLOCK_VALUES = 1 << 17
 """The number of values checked at once."""
 
 
+def in_memory(arrays: Sequence[Array]) -> list[numpy.ndarray[Any, Any]] | None:
+    """The arrays, if none is read on demand: a few reductions then take them whole, in which other threads run."""
+    found = [array for array in arrays if isinstance(array, numpy.ndarray)]
+    return found if len(found) == len(arrays) else None
+
+
 def value_blocks(array: Array) -> Iterator[tuple[int, numpy.ndarray[Any, Any]]]:
     """Blocks of consecutive values, each with the flat index of its first value."""
     for start, (block,) in _blocks([array], [1]):

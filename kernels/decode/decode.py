@@ -9,7 +9,7 @@ import torch
 from kvpack.kernels import codecs
 from kvpack.kernels.words import columns
 
-from .rows import Packed
+from .rows import Packed, Pages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,14 +37,14 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
     return codec.decode_digits(codec.digits(streams, columns.unpack), streams)
 
 
-def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool) -> bool:
+def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
     """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]`` in one launch, in its dtype and strides; whether that was done.
 
-    ``rotated``: into the original frame, else in the coded one. Not taken are codecs without a decoder of their own, rotated values of
-    other dtypes than ``FUSED_DTYPES``, and outputs whose channels are not dense. Raises InvalidShape when a stream is not as
-    ``codec.layout`` says.
+    ``rotated``: into the original frame, else in the coded one. ``pages`` lie like the one that is given. Not taken are codecs without a
+    decoder of their own, rotated values of other dtypes than ``FUSED_DTYPES``, and outputs whose channels are not dense. Raises
+    InvalidShape when a stream is not as ``codec.layout`` says.
     """
     rotated = rotated and codec.rotation.kind != "none"
     if out.stride(3) != 1 or out.stride(2) >= MOST_TOKEN_STRIDE or (rotated and out.dtype not in FUSED_DTYPES):
         return False
-    return codecs.of_codec(codec).decode_into(codec, packed, out, rotated)
+    return codecs.of_codec(codec).decode_into(codec, packed, out, rotated, pages)

@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 
     from kvpack.formats.group import Group
 
-    from .rows import Packed
+    from .rows import Packed, Pages
 
 
-def decode_into(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotated: bool) -> bool:
+def decode_into(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
     """Decode ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
 
     ``rotated``: into the original frame, else in the coded one. In float32 the values are those of ``Group.decode_frame``, bit for bit;
     narrower ones may differ from them, rounded, where they are about halfway between two. Raises InvalidShape when a stream is not as
     ``codec.layout`` says.
     """
+    if pages is not None and codec.scale_dtype != "fp16":
+        return False
     rows.check(codec, packed, *out.shape[:2])
     # There are few scales of 8 bits: they become binary16 before the kernel reads them.
     if codec.scale_dtype != "fp16":
@@ -48,7 +50,7 @@ def decode_into(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotat
     ]
     batch, heads = out.shape[:2]
     # Blocks begin at a group of tokens.
-    work = rows.work_of(streams, per_row, batch * heads, max(tile, codec.token_group), out.device)
+    work = rows.work_of(streams, per_row, batch * heads, max(tile, codec.token_group), out.device, pages)
     matrix = signs_of(codec.rotation, channels, out.device) if rotated else work.table
     rows.launch(
         _decode, work, out, matrix,
@@ -80,12 +82,14 @@ def _decode(
     head_stride: tl.tensor,
     token_stride: tl.tensor,
     table: tl.tensor,
+    status: tl.tensor,
     matrix: tl.tensor,
     blocks: tl.tensor,
     heads: tl.tensor,
     block_tokens: tl.tensor,
     STREAMS: tl.constexpr,
     INTEGERS: tl.constexpr,
+    OUT_ALIGNED: tl.constexpr,
     CODE: tl.constexpr,
     SCALES: tl.constexpr,
     TOKEN_SCALE: tl.constexpr,
@@ -99,7 +103,7 @@ def _decode(
     CHANNELS: tl.constexpr,
 ) -> None:
     """Decode the block of one program, tile by tile: ``[token, channel]`` of codes, and scales that are broadcast to it."""
-    block = load_block(out, batch_stride, head_stride, token_stride, table, blocks, heads, STREAMS, INTEGERS)
+    block = load_block(out, batch_stride, head_stride, token_stride, table, status, blocks, heads, STREAMS, INTEGERS, OUT_ALIGNED)
     if ROTATED:
         signs = load_signs(matrix, CHANNELS)
     token = tl.arange(0, TILE)[:, None]

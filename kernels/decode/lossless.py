@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvpack.formats.lossless import Lossless
 
-    from .rows import Packed
+    from .rows import Packed, Pages
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,12 +37,14 @@ _MOST_TABLES = 1 << 8
 """Tables whose slots are found at once: the numbers on the way to a slot take some 100 bytes."""
 
 
-def decode_into(codec: Lossless, packed: Sequence[Packed], out: torch.Tensor, rotated: bool) -> bool:
+def decode_into(codec: Lossless, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
     """Decode ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
 
     In the codec's dtype the bits of the values are kept, and in another they are rounded to it; ``rotated`` says nothing, for there is
     no rotation. Any words give some values. Raises InvalidShape when a stream is not as ``codec.layout`` says.
     """
+    if pages is not None:
+        return False
     batch, heads = out.shape[:2]
     packed = [part for part in packed if part.tokens]
     if not packed or not out.numel():

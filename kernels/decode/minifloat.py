@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from kvpack.formats.minifloat import Minifloat
 
-    from .rows import Packed
+    from .rows import Packed, Pages
 
 
-def decode_into(codec: Minifloat, packed: Sequence[Packed], out: torch.Tensor, rotated: bool) -> bool:
+def decode_into(codec: Minifloat, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
     """Decode ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
 
     In float32 the values are those of ``Minifloat.decode_frame``, bit for bit; ``rotated`` says nothing, for there is no rotation.
@@ -40,7 +40,7 @@ def decode_into(codec: Minifloat, packed: Sequence[Packed], out: torch.Tensor, r
     per_row = [1 if layout[name].per == "token" else rows.ONE_ROW for name in names]
     streams = [([part.streams[name] for name in names], part.tokens, part.first) for part in packed]
     batch, heads = out.shape[:2]
-    work = rows.work_of(streams, per_row, batch * heads, tile, out.device)
+    work = rows.work_of(streams, per_row, batch * heads, tile, out.device, pages)
     in_blocks = codec.granularity == "block"
     rows.launch(
         _decode, work, out,
@@ -64,11 +64,13 @@ def _decode(
     head_stride: tl.tensor,
     token_stride: tl.tensor,
     table: tl.tensor,
+    status: tl.tensor,
     blocks: tl.tensor,
     heads: tl.tensor,
     block_tokens: tl.tensor,
     STREAMS: tl.constexpr,
     INTEGERS: tl.constexpr,
+    OUT_ALIGNED: tl.constexpr,
     CODE: tl.constexpr,
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
@@ -84,7 +86,7 @@ def _decode(
 
     ``GLOBAL_SCALE`` is the number of its stream, -1 for none; ``SIZE`` the channels of a block, 0 where scales are not of blocks.
     """
-    block = load_block(out, batch_stride, head_stride, token_stride, table, blocks, heads, STREAMS, INTEGERS)
+    block = load_block(out, batch_stride, head_stride, token_stride, table, status, blocks, heads, STREAMS, INTEGERS, OUT_ALIGNED)
     token = tl.arange(0, TILE)[:, None]
     channel = tl.arange(0, CHANNELS)[None, :]
     for begin in range(0, block_tokens, TILE):

@@ -55,6 +55,17 @@ class Packed(NamedTuple):
     first: int
 
 
+class Pages(NamedTuple):
+    """Pages of an engine, which lie anywhere, and all have the layout of one.
+
+    ``moves`` is int64 ``[page, 3]``: bytes from that one's streams, elements from its values in the output, and the place in ``status``,
+    int32, of what is not 0 for a page that is to be left as it is.
+    """
+
+    moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+    status: torch.Tensor
+
+
 class Stream(NamedTuple):
     """A stream as kernels read it: elements of ``bits``, ``row`` of them a row, which is of ``tokens`` tokens (``ONE_ROW``: of all).
 
@@ -75,6 +86,9 @@ class Work(NamedTuple):
     block_tokens: int
     held: tuple[torch.Tensor, ...]
     """The tensors that the addresses refer to."""
+    status: torch.Tensor | None
+    out_aligned: int
+    """Of ``Pages``, and what divides their places in the output."""
 
 
 def check(codec: Codec, packed: Sequence[Packed], batch: int, heads: int) -> None:
@@ -98,13 +112,16 @@ def work_of(
     sequences: int,
     tile: int,
     device: torch.device,
+    pages: Pages | None = None,
 ) -> Work:
     """The work of decoding ``packed``, each (streams, tokens, first token of the output), in tiles of ``tile`` tokens.
+
+    With ``pages`` it is the one page that all are like.
 
     A stream is ``[batch, kv_head, row, ...]`` of elements of 8, 16 or 32 bits. One whose rows are not dense and aligned is copied; the
     first axes may be 1 for any number.
     """
-    tiles = sum(-(-tokens // tile) for _, tokens, _ in packed) * sequences
+    tiles = sum(-(-tokens // tile) for _, tokens, _ in packed) * sequences * (1 if pages is None else len(pages.moves))
     block = tile * max(1, min(MOST_TILES, tiles // PROGRAMS))
     held: list[torch.Tensor] = []
     places, blocks = [], []
@@ -120,12 +137,29 @@ def work_of(
     rows[:, 0] = starts
     rows[:, 1] = numpy.minimum(rows[:, 1] - starts, block)
     rows[:, 2] += starts
+    out_aligned = 1
+    if pages is not None:
+        rows = _of_pages(rows, pages.moves)
+        out_aligned = math.gcd(16, int(numpy.gcd.reduce(pages.moves[:, 1])))
     kinds = []
     for number, (stream, tokens) in enumerate(zip(packed[0][0], tokens_per_row, strict=True)):
         at = _HEAD.value + _STREAM_INTEGERS.value * number
-        aligned = math.gcd(16, *(value for row in places for value in row[at : at + _STREAM_INTEGERS.value]))
+        aligned = math.gcd(16, int(numpy.gcd.reduce(rows[:, at : at + _STREAM_INTEGERS.value], axis=None)))
         kinds.append(Stream(8 * stream.element_size(), math.prod(stream.shape[3:]), tokens, aligned))
-    return Work(torch.from_numpy(rows).to(device, non_blocking=True), tuple(kinds), block, tuple(held))
+    table = torch.from_numpy(rows).to(device, non_blocking=True)
+    return Work(table, tuple(kinds), block, tuple(held), None if pages is None else pages.status, out_aligned)
+
+
+def _of_pages(
+    rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
+    """``rows`` of a work table for every page, each with two integers more: its place in the output and its status'."""
+    blocks, integers = rows.shape
+    found = numpy.empty((len(moves), blocks, integers + 2), numpy.int64)
+    found[:, :, :integers] = rows
+    found[:, :, _HEAD.value : integers : _STREAM_INTEGERS.value] += moves[:, None, :1]
+    found[:, :, integers:] = moves[:, None, 1:]
+    return found.reshape(-1, integers + 2)
 
 
 def _place(tensor: torch.Tensor, held: list[torch.Tensor]) -> list[int]:
@@ -161,8 +195,8 @@ def launch(kernel: Any, work: Work, out: torch.Tensor, *arguments: Any, threads:
         return
     with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
         kernel[(blocks * batch * heads,)](
-            out, *out.stride()[:3], work.table, *arguments, blocks, heads, work.block_tokens,
-            STREAMS=work.streams, INTEGERS=work.table.shape[1], **constants,
+            out, *out.stride()[:3], work.table, work.status, *arguments, blocks, heads, work.block_tokens,
+            STREAMS=work.streams, INTEGERS=work.table.shape[1], OUT_ALIGNED=work.out_aligned, **constants,
             num_warps=threads * (ROTATED_WARPS if constants["ROTATED"] else WARPS), num_stages=1,
             maxnreg=MOST_REGISTERS if threads > 1 else None,
             enable_fp_fusion=out.dtype != torch.float32,
@@ -189,12 +223,14 @@ def load_block(
     head_stride: tl.tensor,
     token_stride: tl.tensor,
     table: tl.tensor,
+    status: tl.tensor,
     blocks: tl.tensor,
     heads: tl.tensor,
     STREAMS: tl.constexpr,
     INTEGERS: tl.constexpr,
+    OUT_ALIGNED: tl.constexpr,
 ) -> tl.tuple:
-    """The ``Block`` of this program. Blocks begin at a row of every stream."""
+    """The ``Block`` of this program. Blocks begin at a row of every stream; those of pages that are left out have no tokens."""
     sequence = (tl.program_id(0) // blocks).to(tl.int64)
     batch = sequence // heads
     head = sequence % heads
@@ -202,6 +238,9 @@ def load_block(
     begin = tl.load(row)
     count = tl.load(row + 1).to(tl.int32)
     target = out + batch * batch_stride + head * head_stride + tl.load(row + 2) * token_stride
+    if status is not None:
+        target += tl.multiple_of(tl.load(row + INTEGERS - 2), OUT_ALIGNED)
+        count = tl.where(tl.load(status + tl.load(row + INTEGERS - 1)) == 0, count, 0)
     pointers = ()
     for number in tl.static_range(len(STREAMS)):
         pointers = pointers + (_first_row(row + _HEAD + _STREAM_INTEGERS * number, batch, head, begin, constant_at(STREAMS, number)),)

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
     from kvpack.formats.base import Codec
 
-    from .rows import Packed
+    from .rows import Packed, Pages
 
 
 TRIPLET_THREADS = 2
 """Times as many threads as usual for triplets: lookups of one thread's values would fill its registers, and leave room for few warps."""
 
 
-def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool) -> bool:
+def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
     """Decode ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
 
     ``rotated``: into the original frame, else in the coded one. In float32 the values are those of the codec's ``decode_frame``, but for
@@ -57,7 +57,7 @@ def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotat
     channels = max(channels, joined)
     tile = rows.tile_tokens(channels, rotated)
     streams = [([part.streams[name] for name in names], part.tokens, part.first) for part in packed]
-    work = rows.work_of(streams, [1] * len(names), batch * heads, tile, out.device)
+    work = rows.work_of(streams, [1] * len(names), batch * heads, tile, out.device, pages)
     matrix = signs_of(codec.rotation, channels, out.device) if rotated else work.table
     rows.launch(
         _decode, work, out, matrix, table, norm_table,
@@ -95,6 +95,7 @@ def _decode(
     head_stride: tl.tensor,
     token_stride: tl.tensor,
     work: tl.tensor,
+    status: tl.tensor,
     matrix: tl.tensor,
     table: tl.tensor,
     norm_table: tl.tensor,
@@ -103,6 +104,7 @@ def _decode(
     block_tokens: tl.tensor,
     STREAMS: tl.constexpr,
     INTEGERS: tl.constexpr,
+    OUT_ALIGNED: tl.constexpr,
     CODES: tl.constexpr,
     FORM: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -118,7 +120,7 @@ def _decode(
     VALUES: tl.constexpr = FORM.values
     DIGITS: tl.constexpr = FORM.digits
     REPEATED: tl.constexpr = VALUES // JOINED
-    block = load_block(out, batch_stride, head_stride, token_stride, work, blocks, heads, STREAMS, INTEGERS)
+    block = load_block(out, batch_stride, head_stride, token_stride, work, status, blocks, heads, STREAMS, INTEGERS, OUT_ALIGNED)
     if ROTATED:
         signs = load_signs(matrix, CHANNELS)
     token = tl.arange(0, TILE)[:, None]

@@ -17,10 +17,26 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.words.columns import launch, tile_origin
 
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
-from .rows import component, components, flag_unless, input_of, limit_of, load_rows, nearest_integer, rule_of, scale_of, unbiased_factor
+from .rows import (
+    all_moved,
+    component,
+    components,
+    flag_unless,
+    input_of,
+    limit_of,
+    load_rows,
+    moved,
+    nearest_integer,
+    origin_of,
+    rule_of,
+    scale_of,
+    unbiased_factor,
+)
 
 if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
+
+    from .rows import Origins
 
 TILE_PAIRS = 1 << 11
 """Pairs of one program, over all its tokens."""
@@ -34,14 +50,21 @@ OCTAVES = 8.0
 """The logarithm of a norm of zero, and how far below the largest logarithms reach; both as in formats/angle.py."""
 
 
-def encode(codec: Angle, x: torch.Tensor, streams: dict[str, torch.Tensor], planes: tuple[torch.Tensor, ...], flag: torch.Tensor) -> bool:
+def encode(
+    codec: Angle,
+    x: torch.Tensor,
+    streams: dict[str, torch.Tensor],
+    planes: tuple[torch.Tensor, ...],
+    flag: torch.Tensor,
+    origins: Origins | None = None,
+) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take."""
     plan = _plan(codec, x.device)
     if plan is None:
         return False
     symbols = _symbols(codec)
     tokens = TILE_PAIRS // symbols
-    arguments, constants = input_of(x)
+    arguments, constants = input_of(x, origins)
     ((name, layout),) = codec.scales(1, 1, 1).items()
     launch(
         _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // tokens), x.device,
@@ -116,6 +139,7 @@ def _encode(
     channel_stride: tl.tensor,
     heads: tl.tensor,
     tokens: tl.tensor,
+    origins: tl.tensor,
     matrix: tl.tensor,
     places: tl.tensor,
     planes: tl.tuple,
@@ -138,6 +162,7 @@ def _encode(
     NO_LOGARITHM: tl.constexpr,
     RANGE: tl.constexpr,
     PI: tl.constexpr,
+    ALIGNED: tl.constexpr,
     STREAMS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
@@ -148,6 +173,13 @@ def _encode(
     ``norms`` is ``[batch, kv_head, token, pair]`` for fp32 norms, else the ranges ``[batch, kv_head, token, 2]``: (step, minimum).
     """
     batch, head, begin = tile_origin(heads, tokens, BLOCK_TOKENS)
+    if origins is not None:
+        origin = origin_of(origins, batch, ALIGNED)
+        x += origin.input
+        planes = all_moved(planes, origin.streams)
+        norms = moved(norms, origin.streams)
+        flag += origin.flag
+        batch = batch * 0
     token = (begin + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens
     row = (batch * heads + head) * tokens + token

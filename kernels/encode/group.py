@@ -18,10 +18,26 @@ from kvpack.formats.group import SMALLEST_HALF
 from kvpack.kernels.words.columns import launch, tile_origin
 
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
-from .rows import component, components, flag_unless, input_of, limit_of, load_rows, nearest_integer, rule_of, scale_of, unbiased_factor
+from .rows import (
+    all_moved,
+    component,
+    components,
+    flag_unless,
+    input_of,
+    limit_of,
+    load_rows,
+    moved,
+    nearest_integer,
+    origin_of,
+    rule_of,
+    scale_of,
+    unbiased_factor,
+)
 
 if TYPE_CHECKING:
     from kvpack.formats.group import Group
+
+    from .rows import Origins
 
 BLOCK_TOKENS = 32
 ROTATED_CHANNELS = 32
@@ -35,14 +51,21 @@ SCALE_WARPS = 4
 """Tokens of a program that computes token scales, heads that it loads at once, and its warps."""
 
 
-def encode(codec: Group, x: torch.Tensor, streams: dict[str, torch.Tensor], planes: tuple[torch.Tensor, ...], flag: torch.Tensor) -> bool:
+def encode(
+    codec: Group,
+    x: torch.Tensor,
+    streams: dict[str, torch.Tensor],
+    planes: tuple[torch.Tensor, ...],
+    flag: torch.Tensor,
+    origins: Origins | None = None,
+) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take."""
     plan = _plan(codec, x.device)
     # Scales of 8 bits depend on the whole run, before its first code.
     if plan is None or codec.scale_dtype != "fp16":
         return False
     batch, heads, tokens, dim = x.shape
-    arguments, constants = input_of(x)
+    arguments, constants = input_of(x, origins)
     token_scale = streams.get("token_scale")
     products = None
     if token_scale is not None:
@@ -52,7 +75,8 @@ def encode(codec: Group, x: torch.Tensor, streams: dict[str, torch.Tensor], plan
             products = torch.empty(batch, heads, tokens, 3, dtype=torch.float32, device=x.device)
         launch(
             _token_scales, batch * -(-tokens // SCALE_TOKENS), x.device, *arguments, token_scale, flag,
-            DIM=dim, PADDED_DIM=constants["PADDED_DIM"], LIMIT=limit, AT_ONCE=SCALE_HEADS, BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
+            DIM=dim, PADDED_DIM=constants["PADDED_DIM"], ALIGNED=constants["ALIGNED"], LIMIT=limit, AT_ONCE=SCALE_HEADS,
+            BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
         )  # fmt: skip
     symbols = _symbols(codec)
     along_tokens = codec.axis == "token"
@@ -72,7 +96,7 @@ def encode(codec: Group, x: torch.Tensor, streams: dict[str, torch.Tensor], plan
     )  # fmt: skip
     if products is not None:
         launch(
-            _unbiased_token_scales, batch * -(-tokens // SCALE_TOKENS), x.device, products, token_scale, heads, tokens,
+            _unbiased_token_scales, batch * -(-tokens // SCALE_TOKENS), x.device, products, token_scale, heads, tokens, arguments[-1],
             LIMIT=limit, RULE=rule, BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
         )  # fmt: skip
     return True
@@ -97,10 +121,12 @@ def _token_scales(
     channel_stride: tl.tensor,
     heads: tl.tensor,
     tokens: tl.tensor,
+    origins: tl.tensor,
     scales: tl.tensor,
     flag: tl.tensor,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    ALIGNED: tl.constexpr,
     LIMIT: tl.constexpr,
     AT_ONCE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -110,6 +136,12 @@ def _token_scales(
     Tiles are ``[token, channel]``.
     """
     batch, _, first = tile_origin(1, tokens, BLOCK_TOKENS)
+    if origins is not None:
+        origin = origin_of(origins, batch, ALIGNED)
+        x += origin.input
+        scales = moved(scales, origin.streams)
+        flag += origin.flag
+        batch = batch * 0
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens
     squares = tl.zeros((BLOCK_TOKENS, PADDED_DIM), tl.float32)
@@ -134,6 +166,7 @@ def _unbiased_token_scales(
     scales: tl.tensor,
     heads: tl.tensor,
     tokens: tl.tensor,
+    origins: tl.tensor,
     LIMIT: tl.constexpr,
     RULE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -153,6 +186,9 @@ def _unbiased_token_scales(
         squares += tl.load(place, valid, 0.0)
         product += tl.load(place + 1, valid, 0.0)
         decoded += tl.load(place + 2, valid, 0.0)
+    if origins is not None:
+        scales = moved(scales, origin_of(origins, batch, 1).streams)
+        batch = batch * 0
     place = scales + batch * tokens + token
     factor = unbiased_factor(tl.load(place, valid, 0.0).to(tl.float32), squares, product, decoded, LIMIT, RULE)
     tl.store(place, factor.to(scales.dtype.element_ty), valid)
@@ -175,6 +211,7 @@ def _encode(
     channel_stride: tl.tensor,
     heads: tl.tensor,
     tokens: tl.tensor,
+    origins: tl.tensor,
     matrix: tl.tensor,
     places: tl.tensor,
     planes: tl.tuple,
@@ -195,6 +232,7 @@ def _encode(
     SCALE: tl.constexpr,
     LIMIT: tl.constexpr,
     SMALLEST: tl.constexpr,
+    ALIGNED: tl.constexpr,
     STREAMS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
@@ -207,6 +245,17 @@ def _encode(
     ``[token, channel group]``.
     """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
+    if origins is not None:
+        origin = origin_of(origins, batch, ALIGNED)
+        x += origin.input
+        planes = all_moved(planes, origin.streams)
+        scales = moved(scales, origin.streams)
+        if token_scales is not None:
+            token_scales = moved(token_scales, origin.streams)
+        if products is not None:
+            products += batch * heads * tokens * 3
+        flag += origin.flag
+        batch = batch * 0
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens
     row = (batch * heads + head) * tokens + token

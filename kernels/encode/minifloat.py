@@ -19,10 +19,12 @@ from kvpack.kernels.words.columns import launch, tile_origin
 from kvpack.kernels.words.minifloats import e4m3_as_f16
 
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
-from .rows import flag_unless, input_of, load_rows, nearest_integer
+from .rows import all_moved, flag_unless, input_of, load_rows, moved, nearest_integer, origin_of
 
 if TYPE_CHECKING:
     from kvpack.formats.minifloat import Minifloat
+
+    from .rows import Origins
 
 TILE_VALUES = 1 << 12
 """Values of a program's tile: whole tokens, whose largest value is needed before the first code."""
@@ -32,20 +34,28 @@ PER_RUN, PER_TOKEN, POWERS, NESTED = (tl.constexpr(number) for number in range(4
 
 
 def encode(
-    codec: Minifloat, x: torch.Tensor, streams: dict[str, torch.Tensor], planes: tuple[torch.Tensor, ...], flag: torch.Tensor
+    codec: Minifloat,
+    x: torch.Tensor,
+    streams: dict[str, torch.Tensor],
+    planes: tuple[torch.Tensor, ...],
+    flag: torch.Tensor,
+    origins: Origins | None = None,
 ) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take.
 
-    A scale per run is at first that of the run before, 0 where there is none.
+    A scale per run is at first that of the run before, 0 where there is none; with ``origins`` it is one that was chosen before.
     """
     plan = _plan(codec, x.device)
     if plan is None:
         return False
     batch, heads, tokens, _ = x.shape
-    if codec.run_scale is not None:
-        _choose_run_scale(codec, x, streams[codec.run_scale], flag)
+    if codec.run_scale is not None and origins is None:
+        scale = streams[codec.run_scale]
+        found, finite = chosen_scales(codec, x, scale.clone())
+        flag |= (~finite).any()
+        scale.copy_(found)
     symbols = _symbols(codec)
-    arguments, constants = input_of(x)
+    arguments, constants = input_of(x, origins)
     block_tokens = TILE_VALUES // symbols
     in_blocks = codec.granularity == "block"
     kind = (NESTED if codec.run_scale else POWERS) if in_blocks else PER_TOKEN if codec.granularity == "token" else PER_RUN
@@ -54,7 +64,7 @@ def encode(
         _encode, batch * heads * -(-tokens // block_tokens), x.device,
         *arguments, plan.places, planes, streams["block_scales" if in_blocks else "scale"],
         streams.get("global_scale"), flag,
-        DIM=constants["DIM"], PADDED_DIM=symbols, KIND=kind.value, PER_HEAD=codec.granularity == "head",
+        DIM=constants["DIM"], PADDED_DIM=symbols, ALIGNED=constants["ALIGNED"], KIND=kind.value, PER_HEAD=codec.granularity == "head",
         SIZE=codec.block if in_blocks else symbols, BLOCKS=codec.blocks if in_blocks else 1,
         HALF=codec.scale_dtype == "fp16", HALF_LIMIT=HALF_LIMIT, LARGEST=form.largest, EMAX=floor_log2(form.largest),
         FRACTION=form.fraction_bits, BIAS=form.bias, FINITE=form.finite, BITS=form.bits,
@@ -63,15 +73,17 @@ def encode(
     return True
 
 
-def _choose_run_scale(codec: Minifloat, x: torch.Tensor, scale: torch.Tensor, flag: torch.Tensor) -> None:
-    """Put the scales of the run that ``x`` is in ``scale``, by torch: one pass over the input, and no wait for the device."""
+def chosen_scales(codec: Minifloat, x: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of the run that ``x`` is in, like those of the run ``before``, and whether each is a number.
+
+    Computed by torch: one pass over the input, and no wait for the device.
+    """
     largest = x.abs().amax((2, 3))[..., None].to(torch.float32)
     if codec.granularity != "head":
         largest = largest.amax(1, keepdim=True)
-    found = run_scales(codec, largest, scale.clone())
+    found = run_scales(codec, largest, before)
     # NaN and what does not fit are infinite or NaN here, and the codec names them.
-    flag |= (~torch.isfinite(found)).any()
-    scale.copy_(found)
+    return found, torch.isfinite(found)
 
 
 def _symbols(codec: Minifloat) -> int:
@@ -113,6 +125,7 @@ def _encode(
     channel_stride: tl.tensor,
     heads: tl.tensor,
     tokens: tl.tensor,
+    origins: tl.tensor,
     places: tl.tensor,
     planes: tl.tuple,
     scales: tl.tensor,
@@ -132,6 +145,7 @@ def _encode(
     BIAS: tl.constexpr,
     FINITE: tl.constexpr,
     BITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     STREAMS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
@@ -142,6 +156,15 @@ def _encode(
     ``[batch, kv_head, token]``, or uint8 ``[batch, kv_head, token, block]``; ``global_scale`` is ``[batch]``.
     """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
+    if origins is not None:
+        origin = origin_of(origins, batch, ALIGNED)
+        x += origin.input
+        planes = all_moved(planes, origin.streams)
+        scales = moved(scales, origin.streams)
+        if global_scale is not None:
+            global_scale = moved(global_scale, origin.streams)
+        flag += origin.flag
+        batch = batch * 0
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens
     row = (batch * heads + head) * tokens + token

@@ -22,6 +22,7 @@ from .columns import WARPS, Plan, Term, add_digits, empty_columns, plan_of, stor
 from .rows import (
     LARGEST_SQUARE,
     SMALLEST_SQUARE,
+    all_moved,
     bounds_of,
     component,
     components,
@@ -31,7 +32,9 @@ from .rows import (
     level_of,
     limit_of,
     load_rows,
+    moved,
     norms_of,
+    origin_of,
     rule_of,
     scale_of,
     store_norms,
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 
     from kvpack.formats.octahedral import Octahedral
 
+    from .rows import Origins
+
 BLOCK_TOKENS = 32
 BLOCK_TRIPLETS = 16
 
@@ -52,7 +57,12 @@ _MOST_LEVELS = 64
 
 
 def encode(
-    codec: Octahedral, x: torch.Tensor, streams: dict[str, torch.Tensor], planes: tuple[torch.Tensor, ...], flag: torch.Tensor
+    codec: Octahedral,
+    x: torch.Tensor,
+    streams: dict[str, torch.Tensor],
+    planes: tuple[torch.Tensor, ...],
+    flag: torch.Tensor,
+    origins: Origins | None = None,
 ) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take."""
     levels = 1 << codec.b_dir - 1
@@ -62,7 +72,7 @@ def encode(
     if plan is None:
         return False
     nearest = codec.rounding == "scalar" or levels == 1
-    arguments, constants = input_of(x)
+    arguments, constants = input_of(x, origins)
     dtype = codec.scales(1, 1, 1)["norm"].dtype
     launch(
         _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // BLOCK_TOKENS), x.device,
@@ -122,6 +132,7 @@ def _encode(
     channel_stride: tl.tensor,
     heads: tl.tensor,
     tokens: tl.tensor,
+    origins: tl.tensor,
     matrix: tl.tensor,
     places: tl.tensor,
     planes: tl.tuple,
@@ -147,6 +158,7 @@ def _encode(
     RULE: tl.constexpr,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
+    ALIGNED: tl.constexpr,
     STREAMS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
@@ -158,6 +170,13 @@ def _encode(
     the tables between them.
     """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
+    if origins is not None:
+        origin = origin_of(origins, batch, ALIGNED)
+        x += origin.input
+        planes = all_moved(planes, origin.streams)
+        norms = moved(norms, origin.streams)
+        flag += origin.flag
+        batch = batch * 0
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens
     row = (batch * heads + head) * tokens + token

@@ -22,16 +22,39 @@ from kvpack.kernels.words.columns import launch, tile_origin
 
 from .angle import LARGEST_SUM, SMALLEST_SUM, TILE_PAIRS, turns
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
-from .rows import component, components, flag_unless, input_of, level_of, limit_of, load_rows, rule_of, scale_of, unbiased_factor
+from .rows import (
+    all_moved,
+    component,
+    components,
+    flag_unless,
+    input_of,
+    level_of,
+    limit_of,
+    load_rows,
+    moved,
+    origin_of,
+    rule_of,
+    scale_of,
+    unbiased_factor,
+)
 
 if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
+
+    from .rows import Origins
 
 MOST_ANGLES = 1 << 8
 """Angles in the table of a level above the first, at most."""
 
 
-def encode(codec: Polar, x: torch.Tensor, streams: dict[str, torch.Tensor], planes: tuple[torch.Tensor, ...], flag: torch.Tensor) -> bool:
+def encode(
+    codec: Polar,
+    x: torch.Tensor,
+    streams: dict[str, torch.Tensor],
+    planes: tuple[torch.Tensor, ...],
+    flag: torch.Tensor,
+    origins: Origins | None = None,
+) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take.
 
     It does not take a level with an odd number of radii, the last of which has no partner.
@@ -41,7 +64,7 @@ def encode(codec: Polar, x: torch.Tensor, streams: dict[str, torch.Tensor], plan
         return False
     pairs = _first_tile(codec)
     tokens = TILE_PAIRS // pairs
-    arguments, constants = input_of(x)
+    arguments, constants = input_of(x, origins)
     ((name, layout),) = codec.scales(1, 1, 1).items()
     launch(
         _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // tokens), x.device,
@@ -144,6 +167,7 @@ def _encode(
     channel_stride: tl.tensor,
     heads: tl.tensor,
     tokens: tl.tensor,
+    origins: tl.tensor,
     matrix: tl.tensor,
     bounds: tl.tensor,
     directions: tl.tensor,
@@ -165,6 +189,7 @@ def _encode(
     RULE: tl.constexpr,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
+    ALIGNED: tl.constexpr,
     STREAMS: tl.constexpr,
     COMPILED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -177,6 +202,13 @@ def _encode(
     ``[level, MOST]``, ``directions`` ``[level, MOST, 2]`` and ``radii`` ``[batch, kv_head, token, RADII]``.
     """
     batch, head, begin = tile_origin(heads, tokens, BLOCK_TOKENS)
+    if origins is not None:
+        origin = origin_of(origins, batch, ALIGNED)
+        x += origin.input
+        planes = all_moved(planes, origin.streams)
+        radii = moved(radii, origin.streams)
+        flag += origin.flag
+        batch = batch * 0
     token = (begin + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens
     row = (batch * heads + head) * tokens + token

@@ -20,12 +20,28 @@ from kvpack.formats.quaternion_search import UNITS
 from kvpack.kernels.words.columns import launch, tile_origin
 
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
-from .rows import component, components, flag_unless, input_of, limit_of, load_rows, nearest_integer, rule_of, scale_of, unbiased_factor
+from .rows import (
+    all_moved,
+    component,
+    components,
+    flag_unless,
+    input_of,
+    limit_of,
+    load_rows,
+    moved,
+    nearest_integer,
+    origin_of,
+    rule_of,
+    scale_of,
+    unbiased_factor,
+)
 
 if TYPE_CHECKING:
     import torch
 
     from kvpack.formats.quaternion import Quaternion
+
+    from .rows import Origins
 
 TILE_CHUNKS = 1 << 10
 """Chunks of one program, over all its tokens."""
@@ -36,7 +52,12 @@ LARGEST_RADIUS = 2.0**60
 
 
 def encode(
-    codec: Quaternion, x: torch.Tensor, streams: dict[str, torch.Tensor], planes: tuple[torch.Tensor, ...], flag: torch.Tensor
+    codec: Quaternion,
+    x: torch.Tensor,
+    streams: dict[str, torch.Tensor],
+    planes: tuple[torch.Tensor, ...],
+    flag: torch.Tensor,
+    origins: Origins | None = None,
 ) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take."""
     plan = _plan(codec, x.device)
@@ -44,7 +65,7 @@ def encode(
         return False
     symbols = _symbols(codec)
     tokens = TILE_CHUNKS // symbols
-    arguments, constants = input_of(x)
+    arguments, constants = input_of(x, origins)
     dtype = codec.scales(1, 1, 1)["scale"].dtype
     launch(
         _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // tokens), x.device,
@@ -122,6 +143,7 @@ def _encode(
     channel_stride: tl.tensor,
     heads: tl.tensor,
     tokens: tl.tensor,
+    origins: tl.tensor,
     matrix: tl.tensor,
     places: tl.tensor,
     planes: tl.tuple,
@@ -141,6 +163,7 @@ def _encode(
     RULE: tl.constexpr,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
+    ALIGNED: tl.constexpr,
     STREAMS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
@@ -151,6 +174,13 @@ def _encode(
     ``scales`` is ``[batch, kv_head, token]``, ``secondary`` ``[count, 4]``.
     """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
+    if origins is not None:
+        origin = origin_of(origins, batch, ALIGNED)
+        x += origin.input
+        planes = all_moved(planes, origin.streams)
+        scales = moved(scales, origin.streams)
+        flag += origin.flag
+        batch = batch * 0
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens
     row = (batch * heads + head) * tokens + token

@@ -36,6 +36,11 @@ SMALLEST_SQUARE = 2.0**-80
 LARGEST_SQUARE = 2.0**80
 """Bounds between which squares of norms lose nothing in binary32."""
 
+STREAMS_ALIGNED = 16
+"""Bytes that divide the places of streams from one of ``Origins`` to another."""
+
+_STREAMS_ALIGNED = tl.constexpr(STREAMS_ALIGNED)
+
 _PARTS = 3
 """bfloat16 numbers whose sum is a binary32."""
 
@@ -47,15 +52,32 @@ class Input(NamedTuple):
     constants: dict[str, Any]
 
 
-def input_of(x: torch.Tensor) -> Input:
-    """What a kernel is told of ``x``, ``[batch, kv_head, token, dim]`` of any strides."""
+class Origins(NamedTuple):
+    """Where the values and the streams of each of the batch begin, where they do not lie one after another, as in pages of engines.
+
+    ``table`` is int64 ``[batch, 3]``: values from the first of the input, bytes from the streams of the first, and the number of the flag.
+    ``aligned`` is a power of two, at most 16, that divides the place of every input in bytes; streams are ``STREAMS_ALIGNED`` bytes apart.
+    """
+
+    table: torch.Tensor
+    aligned: int
+
+
+def input_of(x: torch.Tensor, origins: Origins | None = None) -> Input:
+    """What a kernel is told of ``x``, ``[batch, kv_head, token, dim]`` of any strides, whose batch may lie as ``origins`` says."""
     # Triton's interpreter has no products of bfloat16.
     operand = {torch.float16: tl.float16}.get(x.dtype, tl.bfloat16) if x.device.type == "cuda" else tl.float32
     padded = max(SMALLEST_AXIS, next_power_of_two(x.shape[3]))
     parts = _PARTS if x.dtype == torch.float32 else 1
     return Input(
-        (x, *x.stride(), x.shape[1], x.shape[2]),
-        {"DIM": x.shape[3], "PADDED_DIM": padded, "PARTS": parts, "OPERAND": operand},
+        (x, *x.stride(), x.shape[1], x.shape[2], None if origins is None else origins.table),
+        {
+            "DIM": x.shape[3],
+            "PADDED_DIM": padded,
+            "PARTS": parts,
+            "OPERAND": operand,
+            "ALIGNED": 1 if origins is None else max(1, origins.aligned // x.element_size()),
+        },
     )
 
 
@@ -104,6 +126,38 @@ def limit_of(dtype: str) -> float:
 def rule_of(norm_rule: str, dtype: str) -> float:
     """What an encoder's ``RULE`` is: 0 for norm_rule=norm, otherwise the largest factor of the stored ``dtype``."""
     return 0.0 if norm_rule == "norm" else LARGEST_STORED[dtype]
+
+
+class Origin(NamedTuple):
+    """What is added to the pointer of the input, in values, of streams, in bytes, and of flags."""
+
+    input: Any
+    streams: Any
+    flag: Any
+
+
+@triton.jit
+def origin_of(origins: tl.tensor, batch: tl.tensor, ALIGNED: tl.constexpr) -> tl.tuple:
+    """The ``Origin`` of one of the batch. ``ALIGNED`` values divide that of the input."""
+    row = origins + batch * 3
+    return Origin(tl.multiple_of(tl.load(row), ALIGNED), tl.load(row + 1), tl.load(row + 2))
+
+
+@triton.jit
+def moved(pointer: tl.tensor, shift: tl.tensor) -> tl.tensor:
+    """``pointer`` to a stream, ``shift`` bytes further."""
+    SIZE: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 8
+    ALIGNED: tl.constexpr = _STREAMS_ALIGNED // SIZE
+    return pointer + tl.multiple_of(shift // SIZE, ALIGNED)
+
+
+@triton.jit
+def all_moved(pointers: tl.tuple, shift: tl.tensor) -> tl.tuple:
+    """Each of ``pointers`` to streams, ``shift`` bytes further."""
+    found = ()
+    for number in tl.static_range(len(pointers)):
+        found = found + (moved(pointers[number], shift),)  # noqa: RUF005
+    return found
 
 
 @triton.jit

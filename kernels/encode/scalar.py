@@ -20,6 +20,7 @@ from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns
 from .rows import (
     LARGEST_SQUARE,
     SMALLEST_SQUARE,
+    all_moved,
     bounds_of,
     component,
     components,
@@ -28,7 +29,9 @@ from .rows import (
     level_of,
     limit_of,
     load_rows,
+    moved,
     norms_of,
+    origin_of,
     rule_of,
     scale_of,
     store_norms,
@@ -39,18 +42,27 @@ from .rows import (
 if TYPE_CHECKING:
     from kvpack.formats.scalar import Part, Scalar
 
+    from .rows import Origins
+
 BLOCK_TOKENS = 64
 BLOCK_SYMBOLS = 32
 
 
-def encode(codec: Scalar, x: torch.Tensor, streams: dict[str, torch.Tensor], planes: tuple[torch.Tensor, ...], flag: torch.Tensor) -> bool:
+def encode(
+    codec: Scalar,
+    x: torch.Tensor,
+    streams: dict[str, torch.Tensor],
+    planes: tuple[torch.Tensor, ...],
+    flag: torch.Tensor,
+    origins: Origins | None = None,
+) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take."""
     plan = _plan(codec, x.device)
     if plan is None:
         return False
     symbols = max(SMALLEST_AXIS, next_power_of_two(codec.dim))
     block = min(symbols, BLOCK_SYMBOLS)
-    arguments, constants = input_of(x)
+    arguments, constants = input_of(x, origins)
     dtype = codec.scales(1, 1, 1)["norm"].dtype
     tables = [codec.magnitude_table, *([codec.high_magnitude_table] if codec.bits_high else [])]
     launch(
@@ -90,6 +102,7 @@ def _encode(
     channel_stride: tl.tensor,
     heads: tl.tensor,
     tokens: tl.tensor,
+    origins: tl.tensor,
     matrix: tl.tensor,
     places: tl.tensor,
     planes: tl.tuple,
@@ -111,6 +124,7 @@ def _encode(
     RULE: tl.constexpr,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
+    ALIGNED: tl.constexpr,
     STREAMS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
@@ -122,6 +136,13 @@ def _encode(
     the tables, and ``high`` marks the channels of the second width.
     """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
+    if origins is not None:
+        origin = origin_of(origins, batch, ALIGNED)
+        x += origin.input
+        planes = all_moved(planes, origin.streams)
+        norms = moved(norms, origin.streams)
+        flag += origin.flag
+        batch = batch * 0
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens
     row = (batch * heads + head) * tokens + token

@@ -23,6 +23,8 @@ FRAME_BYTES = 128
 ALIGNMENT = 64
 """The description, every stream and the end of a row are at multiples of it."""
 NAMESPACE_BYTES = KEY_BYTES = 32
+KEY_AT = 64
+"""Where the key begins in a frame."""
 MULTIPLIER = 0x9E3779B97F4A7C15
 """Of the checksum: 5 modulo 8, so that its powers repeat after 2^62 words."""
 MAX_ROW_BYTES = 2**32 - ALIGNMENT
@@ -84,12 +86,12 @@ def begins_row(beginning: bytes) -> bool:
     return beginning.startswith(MAGIC)
 
 
-def write_front(row: memoryview, layout: RowLayout, namespace: bytes, key: bytes) -> None:
-    """Write the frame without its checksum, the description and the zeros after it. Raises InvalidParameter for other sizes."""
+def front_of(layout: RowLayout, namespace: bytes, key: bytes) -> bytes:
+    """The frame without its checksum, the description and the zeros after it. Raises InvalidParameter for other sizes."""
     if len(namespace) != NAMESPACE_BYTES or len(key) != KEY_BYTES:
         raise InvalidParameter(f"namespace has {len(namespace)} bytes and key {len(key)}, expected {NAMESPACE_BYTES} and {KEY_BYTES}")
     front = _FRAME.pack(MAGIC, layout.nbytes, 0, namespace, key, len(layout.description)) + layout.description
-    row[: layout.payload] = front + bytes(layout.payload - len(front))
+    return front + bytes(layout.payload - len(front))
 
 
 def write_checksum(row: memoryview) -> None:

@@ -4,48 +4,34 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from kvpack.coding.blocks import in_this_thread
-from kvpack.coding.modes import own_modes
+from kvpack.coding import dispatch
 from kvpack.coding.recipes import parse_recipe
-from kvpack.file.row import (
-    KEY_BYTES,
-    NAMESPACE_BYTES,
-    check_row,
-    check_same,
-    row_layout,
-    write_checksum,
-    write_front,
-)
-from kvpack.formats.errors import InvalidParameter, InvalidShape, KvpackError, Truncated
+from kvpack.file.row import NAMESPACE_BYTES, row_layout
+from kvpack.formats.errors import InvalidParameter, InvalidShape, Truncated
 
 from .buffer import PageBuffer
+from .device import DevicePages, PageJob, Rows
 from .geometry import PageGeometry
-from .lanes import check_values, lanes_of
+from .host import CPU, HostPages, Outcome, RowPlan
+from .lanes import lanes_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
 
     from kvpack.coding.recipes import Recipe
-
-Rows = Sequence[Any] | torch.Tensor
-Outcome = KvpackError | None
-"""What became of a page: None, or the error for which it was left out."""
-
-CPU = torch.device("cpu")
 
 
 class PageCodec:
     """Encodes an engine's pages of ``geometry`` with ``recipe`` to rows of exactly ``nbytes`` bytes each, and decodes them (spec/row.md).
 
     ``namespace`` is 32 bytes that all rows name, such as ``Identity.digest``. ``threads`` are the codec's own: the host's threads, random
-    state and default dtype stay as they are. Buffers are read and written where they lie, in host memory.
+    state and default dtype stay as they are. Buffers are read and written where they lie: in host memory by C, on a CUDA device by its
+    kernels, on the current stream, from and to rows in its memory. There a job is one launch for each side and one for the checksums;
+    recipes and geometries that the kernels do not take, and rows in the host's memory, are copied through that.
     Raises InvalidRecipe, InvalidDtype, LimitExceeded, and InvalidParameter for a recipe whose sizes depend on the values
     (lossless, outliers, raw tokens) and for one that keeps a raw tail.
     """
@@ -68,8 +54,9 @@ class PageCodec:
         self.contents = geometry.contents(self.recipe)
         self.layout = row_layout(self.contents)
         self.nbytes = self.layout.nbytes
-        self._lanes = lanes_of(self.contents, self.layout, geometry)
-        self._pool: ThreadPoolExecutor | None = None
+        self._plan = RowPlan(geometry, self.contents, self.layout, namespace, lanes_of(self.contents, self.layout, geometry))
+        self._host = HostPages(self._plan, threads)
+        self._devices: dict[torch.device, DevicePages] = {}
 
     def __repr__(self) -> str:
         return f"PageCodec({self.recipe.text!r}, {self.geometry}, {self.nbytes} bytes of {self.geometry.raw_bytes})"
@@ -82,9 +69,7 @@ class PageCodec:
 
     def close(self) -> None:
         """End the codec's threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self._host.close()
 
     def encode_into(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> list[Outcome]:
         """Encode the pages in ``slots`` to ``rows``, and return for each page None or the error for which it has no row.
@@ -94,25 +79,15 @@ class PageCodec:
         begin as a row.
         Raises InvalidShape, InvalidParameter and OutOfBounds for arguments that fit no page.
         """
-        targets = self._views(rows, len(slots), writable=True)
+        return self.start_encode(pages, slots, rows, keys=keys).outcomes()
+
+    def start_encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> PageJob:
+        """``encode_into`` without waiting for the device: in host memory the job is done at once."""
         digests = self._check(pages, slots, keys)
-        lanes = [lane.of(pages) for lane in self._lanes]
-
-        def encode(number: int, threads: int) -> Outcome:
-            row = targets[number][: self.nbytes]
-            write_front(row, self.layout, self.namespace, digests[number] or bytes(KEY_BYTES))
-            try:
-                for lane in lanes:
-                    lane.encode(slots[number], row, threads)
-            except KvpackError as error:
-                row[:8] = bytes(8)
-                return type(error)(f"slot {slots[number]}: {error}")
-            for begin, end in self.layout.pads:
-                row[begin:end] = bytes(end - begin)
-            write_checksum(row)
-            return None
-
-        return self._each(encode, len(slots))
+        if (device := self._device_of(pages)) is not None:
+            self._check_rows(rows, len(slots), writable=True)
+            return device.encode(pages, slots, rows, digests) if slots else PageJob.of([])
+        return PageJob.of(self._host.encode(pages, slots, self._views(rows, len(slots), writable=True), digests))
 
     def decode_into(
         self, rows: Rows, pages: PageBuffer, slots: Sequence[int], *, keys: Sequence[bytes] | None = None, values: bool = False
@@ -123,35 +98,25 @@ class PageCodec:
         ``values`` also the rules of its codecs, for rows that others may have written. ``rows`` may be longer than a row.
         Raises InvalidShape, InvalidParameter and OutOfBounds for arguments that fit no page.
         """
-        sources = self._views(rows, len(slots), writable=False)
+        return self.start_decode(rows, pages, slots, keys=keys, values=values).outcomes()
+
+    def start_decode(
+        self, rows: Rows, pages: PageBuffer, slots: Sequence[int], *, keys: Sequence[bytes] | None = None, values: bool = False
+    ) -> PageJob:
+        """``decode_into`` without waiting for the device: in host memory the job is done at once."""
         digests = self._check(pages, slots, keys)
-        lanes = [lane.of(pages) for lane in self._lanes]
+        if (device := self._device_of(pages)) is not None:
+            self._check_rows(rows, len(slots), writable=False)
+            return device.decode(rows, pages, slots, digests, values) if slots else PageJob.of([])
+        return PageJob.of(self._host.decode(self._views(rows, len(slots), writable=False), pages, slots, digests, values))
 
-        def decode(number: int, threads: int) -> Outcome:
-            row, where = sources[number], f"row {number}"
-            try:
-                frame = check_row(row, where)
-                row = row[: frame.length]
-                check_same(row, frame, self.layout, self.namespace, digests[number], where)
-                if values:
-                    check_values(row, self.contents, self.layout, where)
-            except KvpackError as error:
-                return error
-            for lane in lanes:
-                lane.decode(row, slots[number], threads)
+    def _device_of(self, pages: PageBuffer) -> DevicePages | None:
+        """What works on the device of ``pages``; None for the host's C kernels and torch."""
+        if pages.device == CPU and not dispatch.uses_triton(CPU):
             return None
-
-        return self._each(decode, len(slots))
-
-    def _each(self, work: Callable[[int, int], Outcome], count: int) -> list[Outcome]:
-        workers = min(self.threads, count)
-        # One page has all threads; many pages have one each.
-        run = partial(_isolated, work, self.threads if count == 1 else 1)
-        if workers < 2:
-            return [run(number) for number in range(count)]
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="kvpack-pages")
-        return list(self._pool.map(run, range(count)))
+        if pages.device not in self._devices:
+            self._devices[pages.device] = DevicePages(self._plan, self._host, pages.device)
+        return self._devices[pages.device]
 
     def _check(self, pages: Any, slots: Sequence[int], keys: Sequence[bytes] | None) -> list[bytes | None]:
         """The digests of ``keys``. Raises InvalidParameter, InvalidShape and OutOfBounds."""
@@ -159,8 +124,6 @@ class PageCodec:
             raise InvalidParameter(f"pages are a {type(pages).__name__}, expected a kvpack.PageBuffer of an engine's memory")
         if pages.geometry != self.geometry:
             raise InvalidShape(f"the pages are {pages.geometry}, the codec is for {self.geometry}")
-        if pages.device != CPU:
-            raise InvalidParameter(f"the pages are on {pages.device}, and PageCodec reads and writes host memory: copy them there first")
         pages.check_slots(slots)
         if keys is None:
             return [None] * len(slots)
@@ -168,10 +131,20 @@ class PageCodec:
             raise InvalidParameter(f"{len(keys)} keys were given for {len(slots)} slots")
         return [key_digest(key) for key in keys]
 
+    def _check_rows(self, rows: Rows, count: int, *, writable: bool) -> None:
+        """What ``_views`` checks, of rows that may be in a device's memory."""
+        if not isinstance(rows, torch.Tensor) or rows.device == CPU:
+            self._views(rows, count, writable=writable)
+        elif rows.dim() != 2 or rows.dtype != torch.uint8 or rows.shape[0] != count:
+            raise InvalidShape(f"rows are {rows.dtype} {list(rows.shape)}, expected uint8 [{count}, byte]")
+        elif writable and rows.shape[1] < self.nbytes:
+            raise Truncated(f"rows have room for {rows.shape[1]} bytes each, a page takes {self.nbytes}")
+
     def _views(self, rows: Rows, count: int, *, writable: bool) -> list[memoryview]:
         if isinstance(rows, torch.Tensor):
             if rows.dim() != 2 or rows.dtype != torch.uint8 or rows.device != CPU or (rows.numel() and rows.stride(1) != 1):
-                raise InvalidShape(f"rows are {rows.dtype} {list(rows.shape)} on {rows.device}, expected uint8 [page, byte] in host memory")
+                found = f"{rows.dtype} {list(rows.shape)} on {rows.device}"
+                raise InvalidShape(f"rows are {found}, expected uint8 [page, byte] in the memory of the pages or of the host")
             # The GIL is all that a view of memory needs, whatever mode the tensor was made in.
             rows = [row.numpy().data for row in rows.detach().unbind()]
         views = [memoryview(row).cast("B") for row in rows]
@@ -190,8 +163,3 @@ def key_digest(key: bytes) -> bytes:
     if not isinstance(key, bytes | bytearray | memoryview):
         raise InvalidParameter(f"a key is a {type(key).__name__}, expected bytes, such as those of an engine's block hash")
     return hashlib.sha256(key).digest()
-
-
-def _isolated(work: Callable[[int, int], Outcome], threads: int, number: int) -> Outcome:
-    with own_modes(CPU), in_this_thread():
-        return work(number, threads)

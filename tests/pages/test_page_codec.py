@@ -25,6 +25,8 @@ from kvpack.errors import (
 )
 from kvpack.file import row as rows_of
 
+from engine_pages import ENGINES, bits, empty, filled  # isort: skip
+
 SMALL = PageGeometry(layers=3, heads=2, tokens=16, dim_k=64, dim_v=64)
 RECIPES = [
     "raw",
@@ -41,29 +43,6 @@ RECIPES = [
 ]
 
 
-def values(geometry: PageGeometry, slots: int, seed: int = 0) -> list[torch.Tensor]:
-    """For each side ``[slot, layer, head, token, channel]``."""
-    source = torch.Generator().manual_seed(seed)
-    shape = (slots, geometry.layers, geometry.heads, geometry.tokens)
-    if geometry.dtype == "u8":
-        return [torch.randint(256, (*shape, dim), dtype=torch.uint8, generator=source) for dim in geometry.dims.values()]
-    return [torch.randn(*shape, dim, generator=source).to(geometry.torch_dtype) for dim in geometry.dims.values()]
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8)
-
-
-def filled(geometry: PageGeometry, slots: int) -> tuple[PageBuffer, list[torch.Tensor]]:
-    made = values(geometry, slots)
-    return PageBuffer(geometry, *made), made
-
-
-def empty(geometry: PageGeometry, slots: int) -> tuple[PageBuffer, list[torch.Tensor]]:
-    made = [torch.zeros_like(x) for x in values(geometry, slots)]
-    return PageBuffer(geometry, *made), made
-
-
 @pytest.mark.parametrize("recipe", [*RECIPES, "octopus-3;boundary-1", "kv=scalar:b=3,channel_scale=fp16"])
 def test_a_page_decodes_to_what_its_cache_does(recipe: str) -> None:
     codec = PageCodec(recipe, SMALL)
@@ -78,15 +57,6 @@ def test_a_page_decodes_to_what_its_cache_does(recipe: str) -> None:
             for mine, theirs in zip((found[0][slot, n], found[1][slot, n]), layer.unpack(), strict=True):
                 assert torch.equal(mine, theirs[0])
     assert not any(x[[0, 2]].any() for x in found)
-
-
-ENGINES = {
-    "vLLM, K and V adjacent per head and token": lambda s, n, h, t, d: torch.zeros(s, n, h, t, 2, d).bfloat16().unbind(4),
-    "tokens before heads": lambda s, n, h, t, d: [x.transpose(2, 3) for x in torch.zeros(s, n, t, h, 2, d).bfloat16().unbind(4)],
-    "layers first": lambda s, n, h, t, d: [x.transpose(0, 1) for x in torch.zeros(2, n, s, h, t, d).bfloat16()],
-    "a tensor for each layer": lambda s, n, h, t, d: [[torch.zeros(s, h, t, d).bfloat16() for _ in range(n)] for _ in range(2)],
-    "channels first": lambda s, n, h, t, d: [x.transpose(3, 4) for x in torch.zeros(2, s, n, h, d, t).bfloat16()],
-}
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -1,0 +1,160 @@
+"""The checksums of rows on their device (spec/row.md, Checksum): written into rows, or compared before anything of a row is decoded.
+
+A program sums a part of a row, in lanes of Horner's rule, and the last program of a row has the whole sum: one launch.
+"""
+
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.kernels.words.columns import launch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LANES = 1 << 10
+"""Words that a program takes at once."""
+STEPS = 16
+"""Times that a program does so: 64 KiB of a row."""
+WARPS = 4
+
+CHECKSUM_WORD = tl.constexpr(6)
+"""The first of the two words of the checksum."""
+KEY_WORD, KEY_WORDS = tl.constexpr(16), tl.constexpr(8)
+
+DAMAGED, OTHER = 1, 2
+"""What ``check`` finds in a row: another checksum, or another frame, description or padding than expected; both may be set."""
+
+
+def write(rows: torch.Tensor, nbytes: int, multiplier: int, status: torch.Tensor) -> None:
+    """Write the checksums of ``rows``, uint8 ``[page, byte]`` in multiples of 16 bytes, of which ``nbytes`` are a row.
+
+    Where ``status``, int32 ``[page]``, is not 0 the first 8 bytes become zeros instead, and nothing reads the row as one.
+    """
+    _launch(rows, nbytes, multiplier, status, None, None, None)
+
+
+def check(
+    rows: torch.Tensor, nbytes: int, multiplier: int, front: torch.Tensor, keys: torch.Tensor | None, pads: torch.Tensor | None
+) -> torch.Tensor:
+    """What is wrong with each of ``rows``, int32 ``[page]``: 0, or ``DAMAGED`` and ``OTHER``.
+
+    ``front``, int32, is how every row begins, but for the checksum and the key; ``keys`` are uint8 ``[page, 32]``, None where any will
+    do; ``pads`` are the places of bytes that are 0, int32, None for none.
+    """
+    status = torch.empty(rows.shape[0], dtype=torch.int32, device=rows.device)
+    _launch(rows, nbytes, multiplier, status, front, None if keys is None else keys.view(torch.int32), pads)
+    return status
+
+
+def _launch(
+    rows: torch.Tensor,
+    nbytes: int,
+    multiplier: int,
+    status: torch.Tensor,
+    front: torch.Tensor | None,
+    keys: torch.Tensor | None,
+    pads: torch.Tensor | None,
+) -> None:
+    words = nbytes // 4
+    parts = -(-words // (LANES * STEPS))
+    # Of each row: the sum, and how many programs have added to it.
+    sums = torch.zeros(rows.shape[0], 2, dtype=torch.int64, device=rows.device)
+    launch(
+        _sum, rows.shape[0] * parts, rows.device, rows.view(torch.int32), rows.stride(0) // 4, words, parts,
+        powers(multiplier, parts, str(rows.device)), sums, status, front, 0 if front is None else front.numel(), keys, pads,
+        0 if pads is None else pads.numel(), LANES=LANES, STEPS=STEPS, warps=WARPS,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def powers(multiplier: int, parts: int, device: str) -> torch.Tensor:
+    """Powers of the multiplier, int64: for each lane, then for each part of a row, then for a step."""
+    lanes = _descending(multiplier, LANES)
+    found = [*lanes, *_descending(pow(multiplier, LANES * STEPS, 2**64), parts), pow(multiplier, LANES, 2**64)]
+    with torch.inference_mode(False):
+        return torch.tensor([value - 2**64 if value >> 63 else value for value in found], dtype=torch.int64, device=device)
+
+
+def _descending(base: int, count: int) -> Sequence[int]:
+    values = [1]
+    for _ in range(count - 1):
+        values.append(values[-1] * base % 2**64)
+    return values[::-1]
+
+
+@triton.jit
+def _unsigned(words: tl.tensor) -> tl.tensor:
+    return words.to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def _differs(found: tl.tensor, expected: tl.tensor) -> tl.tensor:
+    return tl.max((found != expected).to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["parts", "front_words", "pad_bytes"])
+def _sum(
+    rows: tl.tensor,
+    row_stride: tl.tensor,
+    words: tl.tensor,
+    parts: tl.tensor,
+    powers: tl.tensor,
+    sums: tl.tensor,
+    status: tl.tensor,
+    front: tl.tensor,
+    front_words: tl.tensor,
+    keys: tl.tensor,
+    pads: tl.tensor,
+    pad_bytes: tl.tensor,
+    LANES: tl.constexpr,
+    STEPS: tl.constexpr,
+) -> None:
+    """Add one part of a row to its sum; the last program writes the checksum, or compares the row where ``front`` is given.
+
+    ``rows`` are int32 words, ``row_stride`` of them apart; ``words`` is a multiple of 16. Words before the first of a row count as 0, so
+    that all parts are whole.
+    """
+    page = (tl.program_id(0) // parts).to(tl.int64)
+    part = tl.program_id(0) % parts
+    row = rows + page * row_stride
+    lane = tl.arange(0, LANES)
+    first = part * (LANES * STEPS) - tl.multiple_of(parts * (LANES * STEPS) - words, 16)
+    factor = tl.load(powers + LANES + parts)
+    total = tl.zeros((LANES,), tl.int64)
+    for step in range(STEPS):
+        at = first + step * LANES + lane
+        value = tl.load(row + at, at >= 0, 0)
+        total = total * factor + _unsigned(tl.where(at // 2 != CHECKSUM_WORD // 2, value, 0))
+    added = tl.sum(total * tl.load(powers + lane), 0) * tl.load(powers + LANES + part)
+    tl.atomic_add(sums + 2 * page, added)
+    if tl.atomic_add(sums + 2 * page + 1, 1) == parts - 1:
+        whole = tl.atomic_add(sums + 2 * page, 0)
+        begin = row.to(tl.pointer_type(tl.int64))
+        if front is None:
+            tl.store(begin + CHECKSUM_WORD // 2, whole)
+            if tl.load(status + page) != 0:
+                tl.store(begin, 0)
+        else:
+            found = tl.where(tl.load(begin + CHECKSUM_WORD // 2) != whole, 1, 0)
+            other = tl.zeros((), tl.int32)
+            for start in range(0, front_words, LANES):
+                at = start + lane
+                compared = (at < front_words) & (at // 2 != CHECKSUM_WORD // 2) & ((at < KEY_WORD) | (at >= KEY_WORD + KEY_WORDS))
+                other |= _differs(tl.load(row + at, compared, 0), tl.load(front + at, compared, 0))
+            if keys is not None:
+                word = tl.arange(0, KEY_WORDS)
+                other |= _differs(tl.load(row + KEY_WORD + word), tl.load(keys + page * KEY_WORDS + word))
+            if pads is not None:
+                for start in range(0, pad_bytes, LANES):
+                    at = start + lane
+                    byte = row.to(tl.pointer_type(tl.int8)) + tl.load(pads + at, at < pad_bytes, 0)
+                    other |= _differs(tl.load(byte, at < pad_bytes, 0), tl.zeros((LANES,), tl.int8))
+            tl.store(status + page, found + 2 * other)

@@ -1,0 +1,67 @@
+"""Values as they are, between slots of an engine and rows."""
+
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.columns import next_power_of_two
+from kvpack.kernels.encode.rows import moved, origin_of
+from kvpack.kernels.words.columns import launch, tile_origin
+
+if TYPE_CHECKING:
+    from kvpack.kernels.encode.rows import Origins
+
+TILE_VALUES = 1 << 12
+WARPS = 4
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""Integers of the bytes of a value: bits are kept, those of NaN too."""
+
+
+def copy(x: torch.Tensor, stream: torch.Tensor, origins: Origins, status: torch.Tensor | None) -> None:
+    """Copy values ``x`` ``[batch, kv_head, token, dim]`` to the stream of each of the batch; with ``status``, from it where that is 0."""
+    words = _WORDS[x.element_size()]
+    x, stream = x.view(words), stream.view(words)
+    batch, heads, tokens, dim = x.shape
+    channels = next_power_of_two(dim)
+    block = max(1, min(TILE_VALUES // channels, next_power_of_two(tokens)))
+    launch(
+        _copy, batch * heads * -(-tokens // block), x.device, x, *x.stride()[1:], heads, tokens, origins.table, stream, status,
+        DIM=dim, CHANNELS=channels, ALIGNED=max(1, origins.aligned // x.element_size()), BLOCK_TOKENS=block, warps=WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _copy(
+    x: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    heads: tl.tensor,
+    tokens: tl.tensor,
+    origins: tl.tensor,
+    stream: tl.tensor,
+    status: tl.tensor,
+    DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+) -> None:
+    batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
+    origin = origin_of(origins, batch, ALIGNED)
+    token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
+    channel = tl.arange(0, CHANNELS)[None, :]
+    inside = (token < tokens) & (channel < DIM)
+    place = x + origin.input + head * head_stride + token * token_stride + channel.to(tl.int64) * channel_stride
+    row = moved(stream, origin.streams) + (head * tokens + token) * DIM + channel
+    if status is None:
+        tl.store(row, tl.load(place, inside, 0), inside)
+    else:
+        inside = inside & (tl.load(status + origin.flag) == 0)
+        tl.store(place, tl.load(row, inside, 0), inside)

@@ -1,0 +1,155 @@
+"""One side of consecutive layers of an engine's pages, to rows and back, on their device: one launch for all pages of a job.
+
+The encoders and decoders are those of caches: where the pages and their rows lie is a table.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy
+import torch
+
+from kvpack.formats.minifloat import Minifloat
+from kvpack.formats.opaque import Opaque
+from kvpack.formats.raw import DTYPES as RAW_DTYPES
+from kvpack.formats.raw import Raw
+from kvpack.kernels import codecs
+from kvpack.kernels.decode import decode as decoding
+from kvpack.kernels.decode.rows import Packed, Pages
+from kvpack.kernels.encode.encode import has_products
+from kvpack.kernels.encode.minifloat import chosen_scales
+from kvpack.kernels.encode.rows import LARGEST_DIM, STREAMS_ALIGNED, Origins
+
+from .copy import copy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvpack.formats.base import Codec
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_STREAMS = {**DTYPES, "U8": torch.uint8, "U16": torch.uint16}
+
+
+class Lane(NamedTuple):
+    """A side of an engine's pages: a tensor ``[slot, kv_head, token, dim]`` of any strides for each layer, all of ``codec``.
+
+    ``places`` are those of the first layer's streams in a row, ``stride`` the bytes from one layer's streams to the next one's.
+    """
+
+    codec: Codec
+    layers: Sequence[torch.Tensor]
+    places: Mapping[str, int]
+    stride: int
+
+
+class Job(NamedTuple):
+    """Pages in ``slots``, ``rows`` uint8 ``[page, byte]`` on their device, and ``status`` int32 ``[page]``.
+
+    An encoder sets the status of a page that it does not encode, and a decoder leaves out pages whose status is not 0.
+    """
+
+    slots: Sequence[int]
+    rows: torch.Tensor
+    status: torch.Tensor
+
+
+def takes_rows(rows: torch.Tensor) -> bool:
+    """Whether the kernels read and write ``rows``, uint8 ``[page, byte]``, where they lie."""
+    return not (rows.data_ptr() % STREAMS_ALIGNED or (rows.shape[0] > 1 and rows.stride(0) % STREAMS_ALIGNED) or rows.stride(1) != 1)
+
+
+def encode(lane: Lane, job: Job) -> bool:
+    """Fill the streams of ``lane`` in all rows; False for what the kernels do not take."""
+    codec, first = lane.codec, lane.layers[0]
+    streams = _streams(lane, job)
+    moves = _moves(lane, job)
+    if moves is None:
+        return False
+    x = first[:1].expand(len(moves), *first.shape[1:])
+    origins = _origins(moves, first)
+    if _copied(codec, first.dtype):
+        copy(x, next(iter(streams.values())), origins, None)
+        return True
+    encoder = codecs.of_codec(codec).encode
+    if encoder is None or first.shape[3] > LARGEST_DIM or first.dtype not in DTYPES.values() or not has_products(first.device):
+        return False
+    if isinstance(codec, Minifloat) and codec.run_scale is not None:
+        _choose_scales(codec, lane, job, streams[codec.run_scale])
+    planes: list[torch.Tensor] = []
+    for name, packing in codec.packings().items():
+        words = [streams[f"{name}.{plane}"] for plane in range(len(packing.planes))]
+        planes += words if packing.column_bytes % 2 == 0 else [*words[:-1], words[-1].view(torch.uint8)]
+    return encoder(codec, x, streams, tuple(planes), job.status, origins)
+
+
+def decode(lane: Lane, job: Job) -> bool:
+    """Decode the streams of ``lane`` in all rows whose status is 0; False for what the kernels do not take."""
+    codec, first = lane.codec, lane.layers[0]
+    streams = _streams(lane, job)
+    moves = _moves(lane, job)
+    if moves is None:
+        return False
+    if _copied(codec, first.dtype):
+        x = first[:1].expand(len(moves), *first.shape[1:])
+        copy(x, next(iter(streams.values())), _origins(moves, first), job.status)
+        return True
+    if first.dtype not in DTYPES.values():
+        return False
+    pages = Pages(moves[:, [1, 0, 2]], job.status)
+    return decoding.decode_into(codec, [Packed(streams, first.shape[2], 0)], first[:1], True, pages)
+
+
+def _copied(codec: Codec, dtype: torch.dtype) -> bool:
+    """Whether a row has the bytes of the values."""
+    return isinstance(codec, Opaque) or (type(codec) is Raw and DTYPES[RAW_DTYPES[codec.dtype]] == dtype)
+
+
+def _moves(lane: Lane, job: Job) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]] | None:
+    """For each page and layer: values from the first layer's first slot, bytes from the first row, and the page, int64.
+
+    None for tensors whose places are no whole numbers of values apart, or whose strides differ.
+    """
+    first, count = lane.layers[0], len(lane.layers)
+    size = first.element_size()
+    apart = [layer.data_ptr() - first.data_ptr() for layer in lane.layers]
+    if any(distance % size for distance in apart) or any(layer.stride()[1:] != first.stride()[1:] for layer in lane.layers):
+        return None
+    found = numpy.empty((len(job.slots), count, 3), numpy.int64)
+    strides = numpy.array([layer.stride(0) for layer in lane.layers], numpy.int64)
+    found[:, :, 0] = numpy.array(job.slots, numpy.int64)[:, None] * strides + numpy.array(apart, numpy.int64) // size
+    pages = numpy.arange(len(job.slots), dtype=numpy.int64)[:, None]
+    found[:, :, 1] = pages * job.rows.stride(0) + numpy.arange(count, dtype=numpy.int64) * lane.stride
+    found[:, :, 2] = pages
+    return found.reshape(-1, 3)
+
+
+def _origins(moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]], x: torch.Tensor) -> Origins:
+    aligned = math.gcd(16, int(numpy.gcd.reduce(moves[:, 0])) * x.element_size())
+    return Origins(torch.from_numpy(moves).to(x.device, non_blocking=True), aligned)
+
+
+def _streams(lane: Lane, job: Job) -> dict[str, torch.Tensor]:
+    """The streams of the first layer in the first row."""
+    _, heads, tokens, _ = lane.layers[0].shape
+    found = {}
+    for name, layout in lane.codec.layout(1, heads, tokens).items():
+        dtype, begin = _STREAMS[layout.dtype], lane.places[name]
+        found[name] = job.rows[0, begin : begin + math.prod(layout.shape) * dtype.itemsize].view(dtype).view(layout.shape)
+    return found
+
+
+def _choose_scales(codec: Minifloat, lane: Lane, job: Job, stream: torch.Tensor) -> None:
+    """Write the scales that a page has one of for each side, from one pass over its values."""
+    slots = torch.tensor(job.slots, dtype=torch.int64).to(stream.device, non_blocking=True)
+    count, size = len(lane.layers), stream.element_size()
+    rows = stream.as_strided(
+        (len(job.slots), count, *stream.shape[1:]), (job.rows.stride(0) // size, lane.stride // size, *stream.stride()[1:])
+    )
+    for number, layer in enumerate(lane.layers):
+        before = torch.zeros((len(job.slots), *stream.shape[1:]), dtype=stream.dtype, device=stream.device)
+        found, finite = chosen_scales(codec, layer.index_select(0, slots), before)
+        rows[:, number] = found
+        job.status.logical_or_((~finite).flatten(1).any(1))

@@ -1,0 +1,237 @@
+"""Pages in the memory of a device, to rows and back by kernels: what the host adds are tables, and outcomes afterwards.
+
+What the kernels do not take passes through the host's memory: recipes that they do not know, and pages that they refuse, whose errors
+are then the host's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.coding import dispatch
+from kvpack.coding.modes import own_modes
+from kvpack.file.row import KEY_AT, KEY_BYTES, MULTIPLIER, front_of
+from kvpack.formats.errors import DigestMismatch
+
+from .buffer import PageBuffer
+from .host import CPU, HostPages, Outcome, RowPlan
+
+if TYPE_CHECKING:
+    from kvpack.kernels.pages.lanes import Lane
+
+Rows = Sequence[Any] | torch.Tensor
+
+
+class PageJob:
+    """A job of pages that may still run on its device: slots and rows must stay as they are until ``outcomes`` has returned."""
+
+    def __init__(self, status: torch.Tensor, finish: Callable[[list[int]], list[Outcome]]) -> None:
+        self._finish: Callable[[list[int]], list[Outcome]] | None = finish
+        self._outcomes: list[Outcome] = []
+        self._event: Any = None
+        self._status = status
+        if status.device.type == "cuda":
+            self._status = torch.empty(status.shape, dtype=status.dtype, pin_memory=True)
+            self._status.copy_(status, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(status.device))
+
+    @classmethod
+    def of(cls, outcomes: list[Outcome]) -> PageJob:
+        """A job that is done."""
+        return cls(torch.zeros(0, dtype=torch.int32, device="cpu"), lambda _: outcomes)
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has done its part: ``outcomes`` then waits for nothing but pages that it refused."""
+        return self._event is None or bool(self._event.query())
+
+    def outcomes(self) -> list[Outcome]:
+        """For each page None, or the error for which it was left out, once the device is done."""
+        if self._finish is not None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._outcomes, self._finish = self._finish(self._status.tolist()), None
+        return self._outcomes
+
+
+class DevicePages:
+    """Encodes and decodes pages on ``device``, on its current stream."""
+
+    def __init__(self, plan: RowPlan, host: HostPages, device: torch.device) -> None:
+        self._plan, self._host, self._device, self._nbytes = plan, host, device, plan.layout.nbytes
+        with torch.inference_mode(False):
+            self._front = _bytes(front_of(plan.layout, plan.namespace, bytes(KEY_BYTES))).to(device)
+            pads = [at for begin, end in plan.layout.pads for at in range(begin, end)]
+            self._pads = torch.tensor(pads, dtype=torch.int32).to(device) if pads else None
+
+    def encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None]) -> PageJob:
+        """Begin to encode to ``rows`` of any memory, those of the device best."""
+        target = rows if self._holds(rows) else torch.empty(len(slots), self._nbytes, dtype=torch.uint8, device=self._device)
+        assert isinstance(target, torch.Tensor)
+        with own_modes(self._device):
+            status = self._begin_encoding(pages, slots, target, digests)
+            if status is None:
+                return PageJob.of(self._encode_by_host(pages, slots, rows, digests, range(len(slots))))
+            if target is not rows and isinstance(rows, torch.Tensor):
+                with torch.inference_mode():
+                    rows[:, : self._nbytes].copy_(target, non_blocking=True)
+
+        def finish(found: list[int]) -> list[Outcome]:
+            if not isinstance(rows, torch.Tensor):
+                for number, row in enumerate(target.to(CPU)):
+                    _store(rows, number, row)
+            outcomes: list[Outcome] = [None] * len(slots)
+            # What a kernel does not encode is encoded, or refused by name, by the codec itself.
+            refused = [number for number, value in enumerate(found) if value]
+            for number, outcome in zip(refused, self._encode_by_host(pages, slots, rows, digests, refused), strict=True):
+                outcomes[number] = outcome
+            return outcomes
+
+        return PageJob(status, finish)
+
+    def decode(self, rows: Rows, pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool) -> PageJob:
+        """Begin to decode ``rows`` of any memory; those of the device are checked there, but for ``values``."""
+        errors: list[Outcome] = []
+        with own_modes(self._device):
+            if not values and self._holds(rows):
+                assert isinstance(rows, torch.Tensor)
+                on_device, status = rows, self._check(rows, digests)
+            else:
+                sources = _views(rows)
+                errors = self._host.check(sources, digests, values)
+                good = [bytes(self._nbytes) if error else row[: self._nbytes] for row, error in zip(sources, errors, strict=True)]
+                on_device = torch.stack([_bytes(row) for row in good]).to(self._device)
+                status = torch.tensor([error is not None for error in errors], dtype=torch.int32).to(self._device)
+            if not self._begin_decoding(on_device, pages, slots, status):
+                return PageJob.of(self._decode_by_host(rows, pages, slots, digests, values))
+
+        def finish(found: list[int]) -> list[Outcome]:
+            if errors:
+                return errors
+            assert isinstance(rows, torch.Tensor)
+            return [self._error_of(rows, number, digests[number]) if value else None for number, value in enumerate(found)]
+
+        return PageJob(status, finish)
+
+    def _begin_encoding(
+        self, pages: PageBuffer, slots: Sequence[int], rows: torch.Tensor, digests: Sequence[bytes | None]
+    ) -> torch.Tensor | None:
+        """The status of every page, None where the kernels do not take all of the recipe."""
+        if not dispatch.uses_triton(self._device):
+            return None
+        from kvpack.kernels.pages import checksum, lanes
+
+        status = torch.zeros(len(slots), dtype=torch.int32, device=self._device)
+        job = lanes.Job(slots, rows, status)
+        # An engine may have made its memory in inference mode, and nothing else may write there.
+        with torch.inference_mode():
+            rows[:, : self._front.numel()] = self._front
+            if any(digests):
+                rows[:, KEY_AT : KEY_AT + KEY_BYTES] = self._keys(digests)
+            if self._pads is not None:
+                rows.index_fill_(1, self._pads.to(torch.int64), 0)
+            if not all(lanes.encode(lane, job) for lane in self._lanes(pages)):
+                return None
+        checksum.write(rows, self._nbytes, MULTIPLIER, status)
+        return status
+
+    def _begin_decoding(self, rows: torch.Tensor, pages: PageBuffer, slots: Sequence[int], status: torch.Tensor) -> bool:
+        if not dispatch.uses_triton(self._device):
+            return False
+        from kvpack.kernels.pages import lanes
+
+        return all(lanes.decode(lane, lanes.Job(slots, rows, status)) for lane in self._lanes(pages))
+
+    def _check(self, rows: torch.Tensor, digests: Sequence[bytes | None]) -> torch.Tensor:
+        from kvpack.kernels.pages import checksum
+
+        keys = self._keys(digests) if any(digests) else None
+        return checksum.check(rows, self._nbytes, MULTIPLIER, self._front.view(torch.int32), keys, self._pads)
+
+    def _keys(self, digests: Sequence[bytes | None]) -> torch.Tensor:
+        return _bytes(b"".join(digest or bytes(KEY_BYTES) for digest in digests)).view(-1, KEY_BYTES).to(self._device, non_blocking=True)
+
+    def _holds(self, rows: Rows) -> bool:
+        """Whether kernels work on ``rows`` where they lie."""
+        if not isinstance(rows, torch.Tensor) or rows.device != self._device or not dispatch.uses_triton(self._device):
+            return False
+        from kvpack.kernels.pages import lanes
+
+        return rows.shape[1] >= self._nbytes and lanes.takes_rows(rows)
+
+    def _lanes(self, pages: PageBuffer) -> list[Lane]:
+        from kvpack.kernels.pages.lanes import Lane
+
+        return [
+            Lane(
+                lane.codec,
+                pages.sides[lane.side][lane.first : lane.first + lane.count],
+                {name: begin for name, (begin, _) in lane.places.items()},
+                lane.stride,
+            )
+            for lane in self._plan.lanes
+        ]
+
+    def _error_of(self, rows: torch.Tensor, number: int, digest: bytes | None) -> Outcome:
+        where = f"row {number}"
+        found = self._plan.error_of(_view(rows[number].to(CPU)), digest, False, where)
+        return found or DigestMismatch(f"{where}: its bytes changed while it was decoded")
+
+    def _encode_by_host(
+        self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None], numbers: Sequence[int]
+    ) -> list[Outcome]:
+        if not numbers:
+            return []
+        chosen = [slots[number] for number in numbers]
+        staged = [[layer[chosen].to(CPU) for layer in pages.sides[side]] for side in pages.sides]
+        made = torch.zeros(len(chosen), self._nbytes, dtype=torch.uint8, device=CPU)
+        outcomes = self._host.encode(
+            PageBuffer(pages.geometry, *staged),
+            range(len(chosen)),
+            [_view(row) for row in made],
+            [digests[number] for number in numbers],
+            chosen,
+        )
+        for number, row in zip(numbers, made, strict=True):
+            _store(rows, number, row)
+        return outcomes
+
+    def _decode_by_host(
+        self, rows: Rows, pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool
+    ) -> list[Outcome]:
+        count = len(slots)
+        staged = [[torch.empty(count, *x.shape[1:], dtype=x.dtype, device=CPU) for x in pages.sides[side]] for side in pages.sides]
+        outcomes = self._host.decode(_views(rows), PageBuffer(pages.geometry, *staged), range(count), digests, values)
+        with torch.inference_mode():
+            for found, layers in zip(staged, pages.sides.values(), strict=True):
+                for source, target in zip(found, layers, strict=True):
+                    for number, slot in enumerate(slots):
+                        if outcomes[number] is None:
+                            target[slot].copy_(source[number])
+        return outcomes
+
+
+def _bytes(data: bytes | bytearray | memoryview) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _view(row: torch.Tensor) -> memoryview:
+    return row.numpy().data.cast("B")
+
+
+def _views(rows: Rows) -> list[memoryview]:
+    if isinstance(rows, torch.Tensor):
+        return [_view(row) for row in rows.detach().to(CPU).contiguous()]
+    return [memoryview(row).cast("B") for row in rows]
+
+
+def _store(rows: Rows, number: int, row: torch.Tensor) -> None:
+    if isinstance(rows, torch.Tensor):
+        with torch.inference_mode():
+            rows[number, : row.numel()].copy_(row)
+    else:
+        memoryview(rows[number]).cast("B")[: row.numel()] = _view(row)

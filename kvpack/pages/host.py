@@ -1,0 +1,128 @@
+"""Pages in the memory of the host, to rows and back, by threads of a codec's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from kvpack.coding.blocks import in_this_thread
+from kvpack.coding.modes import own_modes
+from kvpack.file.row import KEY_BYTES, RowLayout, check_row, check_same, front_of, write_checksum
+from kvpack.formats.errors import KvpackError
+
+from .lanes import Lane, check_values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvpack.file.header import Contents
+
+    from .buffer import PageBuffer
+    from .geometry import PageGeometry
+
+Outcome = KvpackError | None
+"""What became of a page: None, or the error for which it was left out."""
+
+CPU = torch.device("cpu")
+
+
+class RowPlan(NamedTuple):
+    """What all rows of a codec share."""
+
+    geometry: PageGeometry
+    contents: Contents
+    layout: RowLayout
+    namespace: bytes
+    lanes: Sequence[Lane]
+
+    def error_of(self, row: memoryview, digest: bytes | None, values: bool, where: str) -> Outcome:
+        """Why a row is not one of this plan; with ``values`` also by the rules of its codecs."""
+        try:
+            frame = check_row(row, where)
+            check_same(row[: frame.length], frame, self.layout, self.namespace, digest, where)
+            if values:
+                check_values(row[: frame.length], self.contents, self.layout, where)
+        except KvpackError as error:
+            return error
+        return None
+
+
+class HostPages:
+    """Encodes and decodes pages in the host's memory with ``threads`` threads."""
+
+    def __init__(self, plan: RowPlan, threads: int) -> None:
+        self._plan, self._threads = plan, threads
+        self._pool: ThreadPoolExecutor | None = None
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def encode(
+        self,
+        pages: PageBuffer,
+        slots: Sequence[int],
+        targets: Sequence[memoryview],
+        digests: Sequence[bytes | None],
+        names: Sequence[int] | None = None,
+    ) -> list[Outcome]:
+        """Encode to ``targets``; errors name the slots ``names``, None for their own."""
+        plan = self._plan
+        lanes = [lane.of(pages) for lane in plan.lanes]
+
+        def encode(number: int, threads: int) -> Outcome:
+            row = targets[number][: plan.layout.nbytes]
+            row[: plan.layout.payload] = front_of(plan.layout, plan.namespace, digests[number] or bytes(KEY_BYTES))
+            try:
+                for lane in lanes:
+                    lane.encode(slots[number], row, threads)
+            except KvpackError as error:
+                row[:8] = bytes(8)
+                return type(error)(f"slot {(slots if names is None else names)[number]}: {error}")
+            for begin, end in plan.layout.pads:
+                row[begin:end] = bytes(end - begin)
+            write_checksum(row)
+            return None
+
+        return self._each(encode, len(slots))
+
+    def check(self, sources: Sequence[memoryview], digests: Sequence[bytes | None], values: bool) -> list[Outcome]:
+        """What is wrong with each row."""
+        return self._each(lambda number, _: self._plan.error_of(sources[number], digests[number], values, f"row {number}"), len(sources))
+
+    def decode(
+        self, sources: Sequence[memoryview], pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool
+    ) -> list[Outcome]:
+        """Decode rows that are as they must be."""
+        plan = self._plan
+        lanes = [lane.of(pages) for lane in plan.lanes]
+
+        def decode(number: int, threads: int) -> Outcome:
+            row = sources[number]
+            error = plan.error_of(row, digests[number], values, f"row {number}")
+            if error is None:
+                for lane in lanes:
+                    lane.decode(row[: plan.layout.nbytes], slots[number], threads)
+            return error
+
+        return self._each(decode, len(slots))
+
+    def _each(self, work: Callable[[int, int], Outcome], count: int) -> list[Outcome]:
+        workers = min(self._threads, count)
+        # One page has all threads; many pages have one each.
+        run = partial(_isolated, work, self._threads if count == 1 else 1)
+        if workers < 2:
+            return [run(number) for number in range(count)]
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kvpack-pages")
+        return list(self._pool.map(run, range(count)))
+
+
+def _isolated(work: Callable[[int, int], Outcome], threads: int, number: int) -> Outcome:
+    with own_modes(CPU), in_this_thread():
+        return work(number, threads)

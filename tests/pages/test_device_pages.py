@@ -1,0 +1,289 @@
+"""Pages in a device's memory: encoded, checked and decoded there as on the host, in the interpreter anywhere, and on CUDA.
+
+interpreter.py says which process runs which of these tests.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from kvpack import PageBuffer, PageCodec, PageGeometry
+from kvpack.errors import DigestMismatch, InvalidHeader, InvalidShape, KvpackError, NonFinite, NotKvpack, Truncated
+from kvpack.file import row as rows_of
+
+from interpreter import DEVICE, INTERPRETED  # isort: skip
+from engine_pages import ENGINES, bits, filled, values  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.kernels
+
+SMALL = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=32)
+WIDE = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=32, dtype="fp32")
+EXACT = ["raw", "kivi-4", "kv=group:b=4,g=32,axis=channel", "fp8", "mxfp4", "nvfp4"]
+"""Recipes whose codes and values the kernels give bit for bit; in narrower dtypes rounding may differ."""
+CLOSE = ["octopus-3", "octopus-4", "turboquant-4", "oscar-2", "turboangle-k8v4", "hqmq-s24-r3", "octopus-3;boundary-1"]
+BY_HOST = ["kivi-2-u8", "kv=scalar:b=3,channel_scale=fp16", "polarquant-4"]
+"""Recipes that pass through the host's memory, at least to be decoded."""
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """On the CPU the interpreter runs where it is asked for, and the host's path where it is not."""
+    if INTERPRETED:
+        monkeypatch.setenv("KVPACK_KERNELS", "triton")
+    return lambda: monkeypatch.setenv("KVPACK_KERNELS", "")
+
+
+def on_device(geometry: PageGeometry, slots: int, seed: int = 0) -> tuple[PageBuffer, list[torch.Tensor]]:
+    made = [x.to(DEVICE) for x in values(geometry, slots, seed)]
+    return PageBuffer(geometry, *made), made
+
+
+def by_host(codec: PageCodec, pages: list[torch.Tensor], slots: list[int], keys: list[bytes] | None = None) -> torch.Tensor:
+    """The rows that the host's path makes of pages."""
+    rows = torch.zeros(len(slots), codec.nbytes, dtype=torch.uint8)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("KVPACK_KERNELS", "")
+        outcomes = codec.encode_into(PageBuffer(codec.geometry, *[x.cpu() for x in pages]), slots, rows, keys=keys)
+    assert outcomes == [None] * len(slots)
+    return rows
+
+
+def host_decoded(codec: PageCodec, rows: torch.Tensor) -> list[torch.Tensor]:
+    target, found = filled(codec.geometry, rows.shape[0], seed=9)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("KVPACK_KERNELS", "")
+        assert codec.decode_into(rows.cpu(), target, range(rows.shape[0])) == [None] * rows.shape[0]
+    return found
+
+
+@pytest.mark.parametrize("recipe", [*EXACT, *CLOSE, *BY_HOST])
+def test_rows_and_pages_are_those_of_the_host(recipe: str) -> None:
+    geometry = WIDE if recipe in EXACT else SMALL
+    codec = PageCodec(recipe, geometry)
+    pages, given = on_device(geometry, 4)
+    rows = torch.full((2, codec.nbytes + 32), 7, dtype=torch.uint8, device=DEVICE)
+    assert codec.encode_into(pages, [3, 1], rows) == [None, None]
+    assert (rows[:, codec.nbytes :] == 7).all()
+    found = rows[:, : codec.nbytes].cpu()
+    expected = by_host(codec, given, [3, 1])
+    share = (found != expected).float().mean()
+    assert share == 0 if recipe in EXACT else share < 0.02
+    theirs = host_decoded(codec, found)
+    target, mine = on_device(geometry, 3, seed=5)
+    before = [x.clone() for x in mine]
+    assert codec.decode_into(rows, target, [2, 0]) == [None, None]
+    for x, y, old in zip(mine, theirs, before, strict=True):
+        assert torch.equal(bits(x[1]), bits(old[1]))
+        for slot, number in ((2, 0), (0, 1)):
+            if recipe in EXACT:
+                assert torch.equal(bits(x[slot].cpu()), bits(y[number]))
+            else:
+                torch.testing.assert_close(x[slot].cpu(), y[number], rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("recipe", ["kivi-4", "raw"])
+def test_any_strides(name: str, recipe: str) -> None:
+    geometry = PageGeometry(2, 2, 32, 64, 64, "fp32")
+    _, given = on_device(geometry, 3)
+    sizes = (3, geometry.layers, geometry.heads, geometry.tokens, geometry.dim_k)
+    made, other = (PageBuffer(geometry, *to_device(ENGINES[name](*sizes))) for _ in range(2))
+    for side, x in zip("kv", given, strict=True):
+        for layer, target in enumerate(made.sides[side]):
+            target.copy_(x[:, layer])
+    codec = PageCodec(recipe, geometry)
+    rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8, device=DEVICE)
+    assert codec.encode_into(made, [1, 2], rows) == [None, None]
+    assert torch.equal(rows.cpu(), by_host(codec, given, [1, 2]))
+    assert codec.decode_into(rows, other, [2, 0]) == [None, None]
+    dense = host_decoded(codec, rows)
+    for side, x in zip("kv", dense, strict=True):
+        for layer, found in enumerate(other.sides[side]):
+            assert torch.equal(found[[2, 0]].cpu(), x[:, layer])
+            assert not found[1].any()
+
+
+def to_device(sides: Any) -> list[Any]:
+    """Tensors with the strides that they have."""
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        size = max(1, 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)))
+        return torch.zeros(size, dtype=torch.float32, device=DEVICE).as_strided(x.shape, x.stride())
+
+    return [[moved(layer) for layer in side] if isinstance(side, list) else moved(side) for side in sides]
+
+
+def test_a_job_fails_page_by_page_and_writes_nothing_of_a_bad_one() -> None:
+    codec = PageCodec("kivi-4", SMALL, namespace=bytes(range(32)))
+    pages, given = on_device(SMALL, 6)
+    keys = [b"%d" % number for number in range(6)]
+    rows = torch.zeros(6, codec.nbytes, dtype=torch.uint8, device=DEVICE)
+    assert codec.encode_into(pages, range(6), rows, keys=keys) == [None] * 6
+    assert torch.equal(rows.cpu(), by_host(codec, given, [*range(6)], keys))
+    rows[1, codec.nbytes - 70] ^= 16
+    rows[2, 0] ^= 1
+    rows[3] = 0
+    other = PageCodec("kivi-4", SMALL)
+    assert other.encode_into(pages, [4], rows[4:5], keys=[b"4"]) == [None]
+    target, found = on_device(SMALL, 6, seed=5)
+    before = [x.clone() for x in found]
+    outcomes = codec.decode_into(rows, target, range(6), keys=[*keys[:5], b"another"])
+    assert [type(outcome) for outcome in outcomes] == [type(None), DigestMismatch, NotKvpack, NotKvpack, InvalidHeader, InvalidHeader]
+    assert str(outcomes[1]).startswith("row 1: its ")
+    assert "is of the namespace 0000" in str(outcomes[4])
+    assert "is the row of the key" in str(outcomes[5])
+    for x, old in zip(found, before, strict=True):
+        assert [bool((x[slot] != old[slot]).any()) for slot in range(6)] == [True, False, False, False, False, False]
+    assert codec.decode_into(rows[5:], target, [5]) == [None]
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+def test_a_page_that_no_codec_takes_is_named() -> None:
+    codec = PageCodec("octopus-3", SMALL)
+    pages, given = on_device(SMALL, 3)
+    given[1][1, 1, 1, 3, 7] = float("nan")
+    given[0][2, 0, 0, 5, 1] = float("inf")
+    rows = torch.full((3, codec.nbytes), 7, dtype=torch.uint8, device=DEVICE)
+    outcomes = codec.encode_into(pages, range(3), rows)
+    assert [type(outcome) for outcome in outcomes] == [type(None), NonFinite, NonFinite]
+    assert "slot 1: layers[1].v: the value at batch 0, head 1, token 3, channel 7 is nan" in str(outcomes[1])
+    assert not rows[1:, :8].any()
+
+
+def test_every_flipped_bit_is_found() -> None:
+    geometry = PageGeometry(layers=1, heads=1, tokens=3, dim_k=16, dim_v=8)
+    codec = PageCodec("kv=group:b=4,g=8", geometry)
+    pages, _ = on_device(geometry, 1)
+    row = torch.zeros(1, codec.nbytes, dtype=torch.uint8, device=DEVICE)
+    assert codec.encode_into(pages, [0], row) == [None]
+    source = random.Random(0)
+    chosen = range(8 * codec.nbytes) if not INTERPRETED else source.sample(range(8 * codec.nbytes), 60)
+    damaged = row.repeat(len(chosen), 1)
+    for number, bit in enumerate(chosen):
+        damaged[number, bit // 8] ^= 1 << bit % 8
+    target, found = on_device(geometry, 1, seed=3)
+    before = [x.clone() for x in found]
+    outcomes = codec.decode_into(damaged, target, [0] * len(chosen))
+    assert all(isinstance(outcome, KvpackError) for outcome in outcomes)
+    assert all(torch.equal(x, y) for x, y in zip(found, before, strict=True))
+
+
+def test_padding_is_zero_and_checked() -> None:
+    geometry = PageGeometry(layers=1, heads=1, tokens=3, dim_k=16, dim_v=8)
+    codec = PageCodec("kv=group:b=4,g=8", geometry)
+    pages, given = on_device(geometry, 1)
+    row = torch.full((1, codec.nbytes), 255, dtype=torch.uint8, device=DEVICE)
+    assert codec.encode_into(pages, [0], row) == [None]
+    assert torch.equal(row.cpu(), by_host(codec, given, [0]))
+    planted = bytearray(row[0].cpu().numpy().tobytes())
+    planted[codec.layout.pads[-1][0]] = 1
+    rows_of.write_checksum(memoryview(planted))
+    target, _ = on_device(geometry, 1)
+    (outcome,) = codec.decode_into(torch.frombuffer(planted, dtype=torch.uint8)[None].to(DEVICE), target, [0])
+    assert isinstance(outcome, InvalidHeader)
+    assert "its padding is not zero" in str(outcome)
+
+
+@pytest.mark.parametrize("size", [128, 4096, 1 << 16, (1 << 16) + 64, 3 * (1 << 16) - 64])
+def test_the_checksum_of_rows_of_any_size(size: int) -> None:
+    from kvpack.kernels.pages import checksum
+
+    source = random.Random(size)
+    given = [source.randbytes(size) for _ in range(3)]
+    rows = torch.stack([torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in given]).to(DEVICE)
+    checksum.write(rows, size, rows_of.MULTIPLIER, torch.tensor([0, 0, 1], dtype=torch.int32, device=DEVICE))
+    for number, data in enumerate(given):
+        expected = bytearray(data)
+        rows_of.write_checksum(memoryview(expected))
+        if number == 2:
+            expected[:8] = bytes(8)
+        assert rows[number].cpu().numpy().tobytes() == bytes(expected)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32", "fp8_e4m3", "u8"])
+def test_other_dtypes(dtype: str) -> None:
+    geometry = PageGeometry(2, 1, 32, 64, None, dtype)
+    for recipe in ["raw"] if dtype == "u8" else ["raw", "kv=group:b=4,g=32", "octopus-4"]:
+        codec = PageCodec(recipe, geometry)
+        pages, given = on_device(geometry, 2)
+        rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8, device=DEVICE)
+        assert codec.encode_into(pages, [1, 0], rows) == [None, None]
+        target, found = on_device(geometry, 2, seed=5)
+        assert codec.decode_into(rows, target, [1, 0]) == [None, None]
+        theirs = host_decoded(codec, rows)
+        for x, y, source in zip(found, theirs, given, strict=True):
+            if recipe == "raw":
+                assert torch.equal(bits(x), bits(source))
+            torch.testing.assert_close(x.cpu().float().flip(0), y.float(), rtol=2**-2, atol=2**-6)
+
+
+def test_rows_in_the_hosts_memory() -> None:
+    codec = PageCodec("kivi-4", WIDE)
+    pages, given = on_device(WIDE, 2)
+    buffers = [bytearray(b"\xaa" * (codec.nbytes + 9)) for _ in range(2)]
+    assert codec.encode_into(pages, [0, 1], buffers) == [None, None]
+    tensor = torch.zeros(2, codec.nbytes, dtype=torch.uint8)
+    assert codec.encode_into(pages, [0, 1], tensor) == [None, None]
+    expected = by_host(codec, given, [0, 1])
+    assert torch.equal(tensor, expected)
+    assert [bytes(row) for row in buffers] == [row.numpy().tobytes() + b"\xaa" * 9 for row in expected]
+    buffers[1][codec.nbytes // 2] ^= 1
+    for rows in (buffers, [bytes(row) for row in buffers]):
+        target, found = on_device(WIDE, 2, seed=5)
+        before = [x.clone() for x in found]
+        outcomes = codec.decode_into(rows, target, [0, 1], values=True)
+        assert [type(outcome) for outcome in outcomes] == [type(None), DigestMismatch]
+        for x, y, old in zip(found, host_decoded(codec, expected), before, strict=True):
+            assert torch.equal(x[0].cpu(), y[0])
+            assert torch.equal(x[1], old[1])
+
+
+def test_memory_of_inference_mode() -> None:
+    with torch.inference_mode():
+        pages, _ = on_device(SMALL, 2)
+        target, found = on_device(SMALL, 2, seed=5)
+        rows = torch.zeros(2, PageCodec("nvfp4", SMALL).nbytes, dtype=torch.uint8, device=DEVICE)
+    for recipe in ("nvfp4", "kivi-2-u8"):
+        codec = PageCodec(recipe, SMALL)
+        room = rows if recipe == "nvfp4" else torch.zeros(2, codec.nbytes, dtype=torch.uint8, device=DEVICE)
+        before = [x.clone() for x in found]
+        assert codec.encode_into(pages, [0, 1], room) == codec.decode_into(room, target, [0, 1]) == [None, None]
+        assert all((x != y).any() for x, y in zip(found, before, strict=True))
+
+
+def test_arguments_are_checked() -> None:
+    codec = PageCodec("raw", SMALL)
+    pages, _ = on_device(SMALL, 2)
+    assert codec.encode_into(pages, [], torch.zeros(0, codec.nbytes, dtype=torch.uint8, device=DEVICE)) == []
+    with pytest.raises(InvalidShape, match="expected uint8"):
+        codec.encode_into(pages, [0], torch.zeros(1, codec.nbytes, device=DEVICE))
+    with pytest.raises(Truncated, match=f"a page takes {codec.nbytes}"):
+        codec.encode_into(pages, [0], torch.zeros(1, 64, dtype=torch.uint8, device=DEVICE))
+    (outcome,) = codec.decode_into(torch.zeros(1, 64, dtype=torch.uint8, device=DEVICE), pages, [0])
+    assert isinstance(outcome, Truncated)
+
+
+@pytest.mark.cuda
+def test_a_job_runs_on_the_current_stream() -> None:
+    codec = PageCodec("octopus-3", SMALL)
+    pages, given = on_device(SMALL, 2)
+    side = torch.cuda.Stream()
+    rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8, device=DEVICE)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        job = codec.start_encode(pages, [0, 1], rows)
+        assert torch.cuda.current_stream() == side
+        assert not job.done
+    assert job.outcomes() == [None, None]
+    assert job.done
+    assert codec.encode_into(pages, [0, 1], again := torch.zeros_like(rows)) == [None, None]
+    assert torch.equal(rows, again)
+    assert given[0].isfinite().all()

@@ -86,7 +86,7 @@ engines: $(INSTALLED)
 	PYTHONPATH=build/engines/mlx $(BIN)/python tests/support/engines/mlx_lm_round_trip.py
 
 # The kernels compiled, on a machine with a CUDA device: most of the time goes to compiling, so in many processes.
-GPU_TESTS = $(KERNEL_TESTS) tests/bench/test_attention_kernels.py tests/bench/test_encode_kernels.py tests/kernels/test_cuda.py tests/cache/test_staged_cuda.py
+GPU_TESTS = $(KERNEL_TESTS) tests/bench/test_attention_kernels.py tests/bench/test_encode_kernels.py tests/bench/test_pages.py tests/kernels/test_cuda.py tests/cache/test_staged_cuda.py
 
 gpu-test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses auto --dist worksteal $(GPU_TESTS)

@@ -121,12 +121,14 @@ def _add_attend(kinds: Any) -> None:
 def _add_pages(kinds: Any) -> None:
     pages = kinds.add_parser(
         "pages",
-        help="an engine's pages to rows and back on the CPU, compared with the kernels alone",
-        description="Time jobs of pages to rows and back on the CPU in one thread, compared with the kernels on one page and with a copy.",
+        help="an engine's pages to rows and back, compared with the kernels alone on the CPU, and with a copy",
+        description="Time jobs of pages to rows and back on the CPU in one thread, compared with the kernels on one page and with a copy; "
+        "with --device cuda in the memory of a CUDA device, compared with a copy.",
     )
-    pages.add_argument("--pages", type=int, default=16, metavar="N", help="pages of a job (default: 16)")
-    pages.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: eight)")
-    pages.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
+    pages.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the pages are (default: cpu)")
+    pages.add_argument("--pages", type=int, metavar="N", help="pages of a job (default: 16 on the CPU, 64 on a CUDA device)")
+    pages.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: eight or ten)")
+    pages.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings on the CPU (default: 5)")
     add_json(pages)
     pages.set_defaults(run=run_pages)
 
@@ -313,11 +315,16 @@ def run_kernels(arguments: argparse.Namespace) -> int:
 
 def run_pages(arguments: argparse.Namespace) -> int:
     """Measure pages of an engine."""
-    from kvpack.bench import pages
+    from kvpack.bench import device_pages, pages
 
+    count, recipes = arguments.pages, arguments.recipe
     with progress("bench pages", arguments) as callback:
-        report = pages.run(arguments.pages, arguments.recipe or pages.RECIPES, repeats=arguments.repeats, progress=callback)
-    print_report(report, pages.show, arguments)
+        if arguments.device == "cuda":
+            report = device_pages.run(device_pages.PAGES if count is None else count, recipes or device_pages.RECIPES, progress=callback)
+        else:
+            count = pages.PAGES if count is None else count
+            report = pages.run(count, recipes or pages.RECIPES, repeats=arguments.repeats, progress=callback)
+    print_report(report, device_pages.show if arguments.device == "cuda" else pages.show, arguments)
     return 0
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpack import cli
-from kvpack.bench import pages
+from kvpack.bench import device_pages, pages
 from kvpack.errors import InvalidParameter
 
 
@@ -25,3 +25,20 @@ def test_the_report_compares_jobs_with_the_kernels(capsys: pytest.CaptureFixture
     assert "2 pages of 4 layers x 1 heads x 128 tokens x 128, one thread" in capsys.readouterr().out
     with pytest.raises(InvalidParameter, match="--pages is 0"):
         pages.run(0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(InvalidParameter, match="--device is cuda, and PyTorch sees no CUDA device"):
+        device_pages.run(1)
+
+
+@pytest.mark.cuda
+def test_the_report_of_a_device_compares_jobs_with_a_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    report = device_pages.run(2, ["kivi-4"])
+    (row,) = report["rows"]
+    names = ("encode", "decode", "encode_in_a_row", "decode_in_a_row")
+    assert row["error"] < 0.1
+    assert all(row[name] > 0 for name in names)
+    device_pages.show(report)
+    assert "2 pages of 4 layers" in capsys.readouterr().out

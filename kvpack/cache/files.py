@@ -130,7 +130,7 @@ def read_to(
         part = _part(file, layers, tokens)
         loaded = [Layer(None, None)] * len(file.header.layers)
         with _located(file.where):
-            for number, layer in load_layers(file, part, bus):
+            for number, layer in load_layers(file, part, bus).items():
                 loaded[number] = layer
     cache = cache_of(file.header, loaded)
     if part.has_all_tokens:

@@ -36,38 +36,43 @@ _COPYING = 2
 _MAX_THREADS = 16
 
 
-def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGING_BYTES) -> Generator[tuple[int, Layer], None, None]:
-    """Each layer of ``part``, with its number, on the device of ``bus``.
+def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGING_BYTES) -> dict[int, Layer]:
+    """The layers of ``part`` by number, on the device of ``bus``; the caller's stream waits for their copies, the host does not.
 
-    A layer is yielded when its bytes are checked and its copy has begun; the caller's stream waits for that copy. Meanwhile the
-    next layers are read. With all tokens, a layer's streams are views of one buffer, and each side is one copy.
-    Raises as ``File.read_side``, the first error in the order of the file, and OutOfBounds as ``Cache.slice``.
+    A side is copied as soon as its bytes are checked, while those that follow are read. With all tokens, a layer's streams are views
+    of one buffer, and each side is one copy. Raises as ``File.read_side``, the first error in the order of the file, and OutOfBounds
+    as ``Cache.slice``.
     """
     places = {number: [file.side_places(number, name) for name, _ in file.header.layers[number].sides()] for number in part.numbers}
+    found: dict[int, dict[str, Side]] = {number: {} for number in places}
     staged = _staged([side for sides in places.values() for side in sides], file, bus, staging_bytes)
     with contextlib.closing(bus), contextlib.closing(staged):
         # All are allocated before the first copy, which waits for the work under way in the memory that they reuse.
-        buffers = {number: _buffer(sides, bus) for number, sides in places.items() if part.has_all_tokens}
+        targets = {number: _targets(sides, bus) for number, sides in places.items() if part.has_all_tokens}
         bus.follow()
         for number, sides in places.items():
-            found, begin = {}, 0
-            for side in sides:
+            for at, side in enumerate(sides):
                 memory = next(staged)
                 if part.has_all_tokens:
-                    target = buffers[number][begin : begin + side.nbytes]
-                    bus.copy(target, memory[: side.nbytes])
-                    found[side.side] = _side(file, side, target)
-                    begin += side.nbytes
+                    bus.copy(targets[number][at], memory[: side.nbytes])
                 else:
-                    found[side.side] = _rows(file, side, memory, part, bus)
-            bus.order(bus.mark())
-            skipped = file.header.starts[number] - file.header.start if part.has_all_tokens else 0
-            layer = Layer(found.get("k"), found.get("v"), skipped=skipped)
-            yield number, replace(layer, states=MappingProxyType(_states(file, number, part, bus)))
+                    found[number][side.side] = _rows(file, side, memory, part, bus)
+        states = {number: _states(file, number, part, bus) for number in places}
+    # Made when nothing is read any more: threads that read wait for each operation of this one.
+    layers = {}
+    for number, sides in places.items():
+        if part.has_all_tokens:
+            found[number] = {side.side: _side(file, side, target) for side, target in zip(sides, targets[number], strict=True)}
+        skipped = file.header.starts[number] - file.header.start if part.has_all_tokens else 0
+        layer = Layer(found[number].get("k"), found[number].get("v"), skipped=skipped)
+        layers[number] = replace(layer, states=MappingProxyType(states[number]))
+    return layers
 
 
-def _buffer(sides: Sequence[SidePlaces], bus: Bus) -> torch.Tensor:
-    return torch.empty(sum(side.nbytes for side in sides), dtype=torch.uint8, device=bus.device)
+def _targets(sides: Sequence[SidePlaces], bus: Bus) -> list[torch.Tensor]:
+    """Memory for each side, in one buffer."""
+    buffer = torch.empty(sum(side.nbytes for side in sides), dtype=torch.uint8, device=bus.device)
+    return list(buffer.split([side.nbytes for side in sides]))
 
 
 def _side(file: File, places: SidePlaces, memory: torch.Tensor) -> Side:
@@ -117,23 +122,28 @@ def _staged(sides: Sequence[SidePlaces], file: File, bus: Bus, staging_bytes: in
     if not sides:
         return
     largest = max(1, *(side.nbytes for side in sides))
-    count = min(max(staging_bytes // largest, _COPYING + 1), min(usable_cores(), _MAX_THREADS) + _COPYING, len(sides) + _COPYING)
+    threads = min(usable_cores(), _MAX_THREADS)
+    # Each thread finds another side to read when it has read one.
+    count = min(max(staging_bytes // largest, _COPYING + 1), 2 * threads + _COPYING, len(sides) + _COPYING)
+    threads = min(threads, count - _COPYING)
     memory = bus.staging(count * largest)
-    free = deque((memory[at * largest : (at + 1) * largest], bus.mark()) for at in range(count))
+    slots = [memory[at * largest : (at + 1) * largest] for at in range(count)]
+    # As buffers, too, before threads read: each operation of torch's lets them go first.
+    free = deque((slot, slot.numpy().data, bus.mark()) for slot in slots)
 
-    def with_memory() -> Iterator[tuple[SidePlaces, torch.Tensor]]:
+    def with_memory() -> Iterator[tuple[SidePlaces, torch.Tensor, memoryview]]:
         for side in sides:
-            slot, copied = free.popleft()
+            slot, data, copied = free.popleft()
             bus.wait(copied)
-            yield side, slot
+            yield side, slot, data
 
-    def read(item: tuple[SidePlaces, torch.Tensor]) -> torch.Tensor:
-        side, slot = item
-        file.read_side_into(side, slot.numpy().data)
-        return slot
+    def read(item: tuple[SidePlaces, torch.Tensor, memoryview]) -> tuple[torch.Tensor, memoryview]:
+        side, slot, data = item
+        file.read_side_into(side, data)
+        return slot, data
 
-    with contextlib.closing(in_parallel(read, with_memory(), count - _COPYING)) as slots:
-        for slot in slots:
+    with contextlib.closing(in_parallel(read, with_memory(), threads, count - _COPYING - threads)) as done:
+        for slot, data in done:
             yield slot
             # The caller has begun to copy it.
-            free.append((slot, bus.mark()))
+            free.append((slot, data, bus.mark()))

@@ -18,7 +18,7 @@ from .atomic import write_file
 from .footprint import check_size
 from .header import Contents, Header, TensorEntry, layout_bytes
 from .json_header import aligned, check_digest, make_front, read_front, undigested_front
-from .payload import as_array, check_pad, checked_array, read_checked
+from .payload import as_array, check_pad, checked_array, read_checked, read_together
 from .sources import InMemory, OnDisk
 from .user_files import open_regular, path_text
 from .zstd import compressed, decompressed
@@ -216,10 +216,13 @@ class File:
         Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
         """
         entry, arrays, prefix = self._side(places.layer, places.side), {}, f"{places.layer}.{places.side}"
+        layouts = self.header.streams[entry]
+        tensors = [(self.tensors[f"{prefix}.{stream}"], *places.streams[stream]) for stream in layouts]
         with _located(self.where):
-            for stream, layout in self.header.streams[entry].items():
-                begin, end = places.streams[stream]
-                read_checked(self._source, self.front, self.tensors[f"{prefix}.{stream}"], layout, memory[begin:end])
+            if not read_together(self._source, self.front, tensors, memory):
+                for (tensor, begin, end), layout in zip(tensors, layouts.values(), strict=True):
+                    read_checked(self._source, self.front, tensor, layout, memory[begin:end])
+            for (stream, layout), (_, begin, end) in zip(layouts.items(), tensors, strict=True):
                 if stream != "tail":
                     arrays[stream] = as_array(memory[begin:end], layout)
             if check_values:

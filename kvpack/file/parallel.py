@@ -21,17 +21,18 @@ if TYPE_CHECKING:
     Result = TypeVar("Result")
 
 
-def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: int) -> Generator[Result, None, None]:
-    """``call(item)`` for every item, in order, with up to ``at_once`` calls at a time.
+def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: int, waiting: int = 0) -> Generator[Result, None, None]:
+    """``call(item)`` for every item, in order, with up to ``at_once`` calls at a time, and ``waiting`` more items taken.
 
-    When the iterator closes, it waits for running calls and drops those not begun.
+    With none waiting, threads that are done wait until the first result is asked for. When the iterator closes, it waits for running
+    calls and drops those not begun.
     """
     rest = iter(items)
-    jobs = deque(map(_Job, islice(rest, at_once)))
+    jobs = deque(map(_Job, islice(rest, at_once + waiting)))
     queue: SimpleQueue[_Job | None] = SimpleQueue()
     for job in jobs:
         queue.put(job)
-    helpers = _start(call, queue, len(jobs) if len(jobs) > 1 else 0)
+    helpers = _start(call, queue, min(len(jobs), at_once) if len(jobs) > 1 else 0)
     try:
         while jobs:
             job = jobs.popleft()

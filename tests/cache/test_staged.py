@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from dataclasses import replace
@@ -158,9 +157,9 @@ def test_staging_memory_is_bounded_and_reused(tmp_path: Path) -> None:
 
     file = container.open_file(tmp_path / "a")
     largest = max(file.side_places(number, side).nbytes for number in range(12) for side in "kv")
-    found = list(staged_load.load_layers(file, Part.of(file.header, None, None), Counting(), staging_bytes=4 * largest))
+    found = staged_load.load_layers(file, Part.of(file.header, None, None), Counting(), staging_bytes=4 * largest)
     assert asked == [4 * largest]
-    assert [number for number, _ in found] == list(range(12))
+    assert list(found) == list(range(12))
     asked.clear()
     same(files.read_to(Counting(), file), kvpack.load(tmp_path / "a"))
     assert asked[0] <= min(staged_load.STAGING_BYTES, 26 * largest)
@@ -243,13 +242,17 @@ def test_later_changes_of_the_file_change_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(dense(loaded), dense(cache), strict=True))
 
 
-def test_loading_may_end_early(tmp_path: Path) -> None:
+def test_no_thread_is_left_when_loading_fails(tmp_path: Path) -> None:
     kvpack.save(cache_of(layers=12), tmp_path / "a")
     bus, threads = LateBus(), threading.active_count()
     file = container.open_file(tmp_path / "a")
-    with contextlib.closing(staged_load.load_layers(file, Part.of(file.header, None, None), bus)) as layers:
-        number, _ = next(layers)
-    assert (number, bus.closed, threading.active_count()) == (0, True, threads)
+    start, place = len(file.front.text), next(place for name, place in file.front.places.items() if name.startswith("3.k."))
+    with (tmp_path / "a").open("r+b") as damaged:
+        damaged.seek(start + place.begin)
+        damaged.write(bytes([damaged.read(1)[0] ^ 1]))
+    with pytest.raises(KvpackError, match=r"a: 3\.k\."):
+        files.read_to(bus, file)
+    assert (bus.closed, threading.active_count()) == (True, threads)
 
 
 def test_a_device_that_does_not_exist_is_refused(tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ def _codecs(parts: Parts) -> set[tuple[str, bool]]:
     return {(str(codec.get("id")), bool(set(codec) & set(SIDE_CARS))) for codec in found if isinstance(codec, dict)}
 
 
+def rows() -> list[bytes]:
+    """All vectors of rows, including the refused ones."""
+    return [path.read_bytes() for path in sorted((ROOT / "spec" / "row-vectors").glob("*.row"))]
+
+
 def headers() -> list[bytes]:
     """The header tensors of all files."""
     import msgpack

@@ -119,6 +119,16 @@ def encrypted_entry() -> Target:
     return Target(tuple(SEALED), lambda data, source: mutated_sealed(data, source, 1 << 10), check_sealed, most_bytes=1 << 10)
 
 
+def row() -> Target:
+    """Rows of engines' pages: frame, description, and the rules of codecs."""
+    from row_oracles import RowOracle
+
+    oracle = RowOracle()
+    vocabulary = Vocabulary.of(seeds.kvpack_files())
+    found = (*oracle.rows, *seeds.rows())
+    return Target(found, lambda data, source: oracle.mutated(data, vocabulary, source, Target.most_bytes), oracle.check, oracle.compare)
+
+
 def recipe() -> Target:
     """Recipes as text."""
     from oracles import check_recipe
@@ -202,6 +212,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "safetensors": safetensors,
     "entry": entry,
     "encrypted-entry": encrypted_entry,
+    "row": row,
     "recipe": recipe,
     "recipe-file": recipe_file,
     "command": command,

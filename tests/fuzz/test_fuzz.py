@@ -20,10 +20,11 @@ import kvpack
 from kvpack.cache import files, side
 from kvpack.cache.dense_states import DenseLayer
 from kvpack.coding import recipes
-from kvpack.file import container, header_tensor, payload
+from kvpack.file import container, header_tensor, payload, row
 from kvpack.formats import CODECS, columns
 from kvpack.formats.errors import DigestMismatch, KvpackError
 from kvpack.formats.scalar import Scalar
+from kvpack.pages import host
 from kvpack.store import entries
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,6 +162,8 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "values are wrong": ("codec-scalar", wrong_value),
     "another reading": ("safetensors", another_shape),
     "added values are rounded": ("append", leave_out(side, "is_rounded", False)),
+    "checksums are not checked": ("row", lambda patch: patch.setattr(row, "checksum", lambda data: int.from_bytes(data[24:32], "little"))),
+    "padding is not checked": ("row", leave_out(host, "check_same")),
     "payloads are not checked": ("entry", leave_out(entries, "_check_payload")),
     "a word crashes": ("recipe", crash(recipes, "create_codec")),
     "a clause crashes": ("recipe-file", crash(recipes, "read_clauses")),

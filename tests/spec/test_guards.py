@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 import msgpack
 import pytest
 
+from kvpack import PageCodec, PageGeometry
 from kvpack.cache import files
 from kvpack.coding.bases import Basis
 from kvpack.file import container
 from kvpack.file.header import Contents
 from kvpack.file.header_tensor import parse_header
+from kvpack.file.row import frame_of, front_of
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, LimitExceeded, UnsupportedVersion
 
@@ -160,6 +162,22 @@ def test_entries_are_named(entries: dict[object, int], message: str) -> None:
     parts.header["layers"][0]["k"]["entries"] = entries
     with pytest.raises(InvalidHeader, match=message):
         parse_header(msgpack.packb(parts.header))
+
+
+def test_the_parts_of_a_frame_have_their_sizes() -> None:
+    codec = PageCodec("raw", PageGeometry(1, 1, 1, 8, None))
+    for namespace, key in ((b"x", bytes(32)), (bytes(32), b"x")):
+        with pytest.raises(InvalidParameter, match=f"namespace has {len(namespace)} bytes and key {len(key)}, expected 32 and 32"):
+            front_of(codec.layout, namespace, key)
+    row = bytearray(front_of(codec.layout, bytes(32), bytes(32)) + bytes(codec.nbytes - codec.layout.payload))
+    row[16] += 1
+    with pytest.raises(InvalidHeader, match=f"its length is {codec.nbytes + 1}, expected a multiple of 64"):
+        frame_of(memoryview(row), "a row")
+
+
+def test_no_row_is_longer_than_its_checksum_takes() -> None:
+    with pytest.raises(LimitExceeded, match="the limit is 4294967232: use pages of fewer tokens or layers"):
+        PageCodec("raw", PageGeometry(64, 64, 4096, 128, 128))
 
 
 @pytest.mark.parametrize("codec", [*CODED, SIDE_CARS], ids=lambda codec: f"{codec.id}-{len(codec.params())}")

@@ -44,6 +44,7 @@ LIBRARY = [
             "layer_positions",
             "layer_states",
             "payload",
+            "row",
             "zstd",
         )
     ),

@@ -72,7 +72,7 @@ def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGIN
 def _targets(sides: Sequence[SidePlaces], bus: Bus) -> list[torch.Tensor]:
     """Memory for each side, in one buffer."""
     buffer = torch.empty(sum(side.nbytes for side in sides), dtype=torch.uint8, device=bus.device)
-    return list(buffer.split([side.nbytes for side in sides]))
+    return list(torch.split(buffer, [side.nbytes for side in sides]))
 
 
 def _side(file: File, places: SidePlaces, memory: torch.Tensor) -> Side:

@@ -9,6 +9,7 @@ Source: FlashAttention (Dao et al. 2022), and its log-sum-exp merge of parts of 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.kernels.triton_insides import CachedLaunch
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -78,17 +80,21 @@ def attend(
     return out, lse
 
 
-def merge(sums: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, splits: int = 1) -> None:
+def merge(sums: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, splits: int = 1, first: bool = False) -> None:
     """Merge the partial results of ``splits`` parts of the tokens into ``sums`` ``[batch, head, row, dim]`` float32 and ``lse``.
 
     ``part`` ``[batch * splits, head, row, dim]`` and ``part_lse`` ``[batch * splits, head, row]`` are those of ``attend``. Channels are
-    dense; all else may have any strides.
+    dense; all else may have any strides. With ``first``, ``sums`` and ``lse`` hold nothing yet.
     """
-    batch, heads, rows, dim = sums.shape
-    _merge[(triton.cdiv(rows, MERGED_ROWS), heads, batch)](
-        sums, lse, part, part_lse, *sums.stride()[:3], *lse.stride(), *part.stride()[:3], *part_lse.stride(), rows,
-        SPLITS=splits, DIM=dim, PAD=next_power_of_two(dim), ROWS=MERGED_ROWS,
-    )  # fmt: skip
+    strides = (*sums.stride()[:3], *lse.stride(), *part.stride()[:3], *part_lse.stride())
+    _merge_launch(tuple(sums.shape), strides, splits, first)((sums, 0), (lse, 0), (part, 0), (part_lse, 0))
+
+
+@lru_cache(maxsize=256)
+def _merge_launch(shape: tuple[int, ...], strides: tuple[int, ...], splits: int, first: bool) -> CachedLaunch:
+    batch, heads, rows, dim = shape
+    constants = {"SPLITS": splits, "DIM": dim, "PAD": next_power_of_two(dim), "ROWS": MERGED_ROWS, "FIRST": first}
+    return CachedLaunch(_merge, (triton.cdiv(rows, MERGED_ROWS), heads, batch), (*strides, rows), constants, {})
 
 
 @triton.jit
@@ -223,6 +229,7 @@ def _merge(
     DIM: tl.constexpr,
     PAD: tl.constexpr,
     ROWS: tl.constexpr,
+    FIRST: tl.constexpr,
 ) -> None:
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -232,8 +239,12 @@ def _merge(
     mask = real[:, None] & (channel < DIM)
     own = sums + batch * sums_batch + head * sums_head + row[:, None] * sums_row + channel
     own_lse = lse + batch * lse_batch + head * lse_head + row * lse_row
-    value = tl.load(own, mask, 0.0)
-    largest = tl.load(own_lse, real, float("-inf"))
+    if FIRST:
+        value = tl.zeros((ROWS, PAD), tl.float32)
+        largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    else:
+        value = tl.load(own, mask, 0.0)
+        largest = tl.load(own_lse, real, float("-inf"))
     total = tl.where(largest == float("-inf"), 0.0, 1.0)
     for split in tl.static_range(SPLITS):
         source = batch * SPLITS + split

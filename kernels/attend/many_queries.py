@@ -7,6 +7,7 @@ merged by their log-sum-exp. What no fused kernel decodes, torch decodes.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +39,14 @@ MOST_QUERIES = 1 << 13
 ROWS_OF_A_PROGRAM = 128
 """Rows of a query that a program of cuDNN's or FlashAttention's takes."""
 
+MOST_PEERS = 256
+"""Shapes for which it is kept which library attends them: asking takes longer than attending a few queries."""
+
 FEWEST_SPLIT_TOKENS, MOST_SPLITS = 1024, 16
 """Tokens of a part of a block, and parts, of which there are several where there are fewer programs than multiprocessors."""
+
+
+_peers: dict[Any, str | None] = {}
 
 
 def supports(q: torch.Tensor, layer: Layer) -> bool:
@@ -66,18 +73,14 @@ def attend(
     unpacked layer. Memory beyond the output is bounded: ``SCRATCH_BYTES``, and sums of ``MOST_QUERIES`` queries.
     """
     with torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext():
-        out = torch.empty(*q.shape[:3], _held(layer.v).dim, dtype=q.dtype, device=q.device)
         if lengths is not None:
             lengths = lengths.to(q.device, torch.int32)
         call = _Call(layer, q.shape[2], scale, causal, softcap, sliding_window, lengths)
+        if q.shape[2] <= MOST_QUERIES:
+            return call.attended(q, 0, sink_logits)
+        out = torch.empty(*q.shape[:3], call.v.dim, dtype=q.dtype, device=q.device)
         for first in range(0, q.shape[2], MOST_QUERIES):
-            block = q[:, :, first : first + MOST_QUERIES]
-            sums, lse = call.sums(block, first)
-            if sink_logits is not None:
-                # A sink is one more weight, without a value.
-                sink = sink_logits.to(q.device, torch.float32)[None, :, None]
-                sums *= torch.where(lse > -torch.inf, torch.sigmoid(lse - sink), 0.0)[..., None]
-            out[:, :, first : first + MOST_QUERIES] = call.v_frame.original(sums, call.v.heads)
+            out[:, :, first : first + MOST_QUERIES] = call.attended(q[:, :, first : first + MOST_QUERIES], first, sink_logits)
         return out
 
 
@@ -106,81 +109,114 @@ class _Call:
         token_bytes = 2 * self.k.batch * self.k.heads * (self.k.dim + self.v.dim)
         self.block_tokens = max(FEWEST_TOKENS, SCRATCH_BYTES // token_bytes // FEWEST_TOKENS * FEWEST_TOKENS)
 
-    def sums(self, q: torch.Tensor, first_query: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums of values, float32 ``[batch, q_head, query, dim]`` in the frame of values, and log-sum-exps of scores.
+    def attended(self, q: torch.Tensor, first_query: int, sink_logits: torch.Tensor | None) -> torch.Tensor:
+        """The result for queries ``[batch, q_head, query, dim]`` from query ``first_query`` of the call on."""
+        sums, lse = self._sums(q, first_query)
+        if sink_logits is not None:
+            # A sink is one more weight, without a value.
+            sink = sink_logits.to(q.device, torch.float32)[None, :, None]
+            sums *= torch.where(lse > -torch.inf, torch.sigmoid(lse - sink), 0.0)[..., None]
+        return self.v_frame.original(sums, self.v.heads, q.dtype)
 
-        ``q`` are queries ``[batch, q_head, query, dim]`` from query ``first_query`` of the call on.
-        """
-        q = self.k_frame.queries(q, self.k.heads)
-        sums = torch.zeros(*q.shape[:3], self.v.dim, dtype=torch.float32, device=q.device)
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+    def _sums(self, q: torch.Tensor, first_query: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sums of values, float32 ``[batch, q_head, query, column]`` in the frame of values, and log-sum-exps of scores."""
+        turned, factor = self.k_frame.queries(q, self.k.heads)
+        scale = self.scale * factor
+        columns = self.v.dim if self.v_frame.codec is None else self.v_frame.columns
+        sums = torch.empty(*q.shape[:3], columns, dtype=torch.float32, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         position = self.k.tokens - self.q_len + first_query
+        empty = True
+        plain = self.softcap is None and self.sliding_window is None and self.lengths is None
+        if plain and self.causal and position <= 0:
+            # No part has all queries.
+            sums.zero_()
+            lse.fill_(-torch.inf)
+            empty = False
         for start, stop in self._blocks(position, q.shape[2]):
             keys = scratch.decoded(self.k, self.k_frame, start, stop, q.dtype)
             values = scratch.decoded(self.v, self.v_frame, start, stop, q.dtype)
-            if self.softcap is None and self.sliding_window is None and self.lengths is None:
-                self._add_plain(sums, lse, q, keys, values, start - position)
+            if not plain:
+                self._add(sums, lse, turned, keys, values, scale, start, self.q_len - first_query, empty)
             else:
-                self._add(sums, lse, q, keys, values, start, self.q_len - first_query)
+                seen = max(0, min(stop, position) - start) if self.causal else stop - start
+                if seen:
+                    _add_seen(sums, lse, turned, keys[:, :, :seen], values[:, :, :seen], scale, empty)
+                if start + seen < stop:
+                    _add_own(sums, lse, turned, keys[:, :, seen:], values[:, :, seen:], scale, start + seen - position)
+            empty = False
         return sums, lse
 
     def _blocks(self, position: int, queries: int) -> Iterator[tuple[int, int]]:
-        """The blocks of tokens that some query sees, cut where the first query is."""
+        """The blocks of tokens that some query sees; those of several sequences are cut where the first query is."""
         end = min(self.k.tokens, position + queries) if self.causal else self.k.tokens
         begin = max(0, position - self.sliding_window + 1) if self.sliding_window else 0
         if self.lengths is not None:
             # Each sequence has its own place for the queries.
             begin, end = 0, self.k.tokens
-        edges = sorted({begin, end, *([position] if self.causal and begin < position < end else [])})
+        cut = self.causal and begin < position < end and (self.k.batch > 1 or end - begin > self.block_tokens)
+        edges = sorted({begin, end, *([position] if cut else [])})
         for first, last in pairwise(edges):
             for start in range(first, last, self.block_tokens):
                 yield start, min(start + self.block_tokens, last)
 
     def _add(
-        self, sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, behind: int
+        self,
+        sums: torch.Tensor,
+        lse: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        start: int,
+        behind: int,
+        empty: bool,
     ) -> None:
         part, part_lse = flash.attend(
-            q, k, v, scale=self.scale, first=start, tokens=self.k.tokens, behind=behind, causal=self.causal, softcap=self.softcap,
+            q, k, v, scale=scale, first=start, tokens=self.k.tokens, behind=behind, causal=self.causal, softcap=self.softcap,
             sliding_window=self.sliding_window, lengths=self.lengths,
         )  # fmt: skip
+        flash.merge(sums, lse, part, part_lse, first=empty)
+
+
+def _add_own(sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ahead: int) -> None:
+    """Add a block of tokens, the first of which is ``ahead`` of the first query: each query sees those up to its own."""
+    tokens, queries = k.shape[2], q.shape[2]
+    # Queries from the block's first token on: as many as tokens see a triangle, and those after them see all.
+    own, after = slice(ahead, ahead + tokens), slice(ahead + tokens, queries)
+    part, part_lse = dense(q[:, :, own], k, v, scale, True)
+    flash.merge(sums[:, :, own], lse[:, :, own], part, part_lse)
+    if ahead + tokens < queries:
+        part, part_lse = dense(q[:, :, after], k, v, scale, False)
+        flash.merge(sums[:, :, after], lse[:, :, after], part, part_lse)
+
+
+def _add_seen(sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, empty: bool) -> None:
+    """Add a block of tokens that every query sees: the query heads of a KV head are rows of one, and the block is split in parts."""
+    batch, heads, tokens, _ = k.shape
+    rows = q.shape[1] // heads * q.shape[2]
+    q, sums, lse = q.reshape(batch, heads, rows, -1), sums.view(batch, heads, rows, -1), lse.view(batch, heads, rows)
+    splits = _splits(batch * heads * -(-rows // ROWS_OF_A_PROGRAM), tokens, q.device)
+    whole = tokens // splits * splits
+    part, part_lse = dense(
+        q.repeat_interleave(splits, 0) if splits > 1 else q,
+        _split(k[:, :, :whole], splits), _split(v[:, :, :whole], splits), scale, False,
+    )  # fmt: skip
+    flash.merge(sums, lse, part, part_lse, splits, empty)
+    if whole < tokens:
+        part, part_lse = dense(q, k[:, :, whole:], v[:, :, whole:], scale, False)
         flash.merge(sums, lse, part, part_lse)
 
-    def _add_plain(self, sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ahead: int) -> None:
-        """Add a block of tokens, the first of them ``ahead`` of the first query; it is cut there."""
-        tokens, queries = k.shape[2], q.shape[2]
-        if not self.causal or ahead < 0:
-            return self._add_seen(sums, lse, q, k, v)
-        # Queries from the block's first token on: as many as tokens see a triangle, and those after them see all.
-        own, after = slice(ahead, ahead + tokens), slice(ahead + tokens, queries)
-        part, part_lse = dense(q[:, :, own], k, v, self.scale, True)
-        flash.merge(sums[:, :, own], lse[:, :, own], part, part_lse)
-        if ahead + tokens < queries:
-            part, part_lse = dense(q[:, :, after], k, v, self.scale, False)
-            flash.merge(sums[:, :, after], lse[:, :, after], part, part_lse)
-        return None
 
-    def _add_seen(self, sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Add a block of tokens that every query sees: the query heads of a KV head are rows of one, and the block is split in parts."""
-        batch, heads, tokens, _ = k.shape
-        rows = q.shape[1] // heads * q.shape[2]
-        q, sums, lse = q.reshape(batch, heads, rows, -1), sums.view(batch, heads, rows, -1), lse.view(batch, heads, rows)
-        splits = _splits(batch * heads * -(-rows // ROWS_OF_A_PROGRAM), tokens, q.device)
-        whole = tokens // splits * splits
-        part, part_lse = dense(
-            q.repeat_interleave(splits, 0) if splits > 1 else q, _split(k[:, :, :whole], splits), _split(v[:, :, :whole], splits),
-            self.scale, False,
-        )  # fmt: skip
-        flash.merge(sums, lse, part, part_lse, splits)
-        if whole < tokens:
-            part, part_lse = dense(q, k[:, :, whole:], v[:, :, whole:], self.scale, False)
-            flash.merge(sums, lse, part, part_lse)
+@lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def _splits(programs: int, tokens: int, device: torch.device) -> int:
     """The parts of a block of tokens, a power of two, so that there are about as many programs as multiprocessors."""
-    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     most = max(1, tokens // FEWEST_SPLIT_TOKENS)
-    return min(next_power_of_two(max(1, count // programs)), 1 << (most.bit_length() - 1), MOST_SPLITS)
+    return min(next_power_of_two(max(1, _multiprocessors(device) // programs)), 1 << (most.bit_length() - 1), MOST_SPLITS)
 
 
 def _split(x: torch.Tensor, splits: int) -> torch.Tensor:
@@ -213,6 +249,16 @@ def _peer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> st
     """The library that attends these: cuDNN was the fastest on an H200."""
     if q.device.type != "cuda" or k.shape[3] != v.shape[3] or k.shape[3] % 8 or k.shape[2] < q.shape[2] * causal:
         return None
+    allowed = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
+    asked = (*((x.shape, x.stride()) for x in (q, k, v)), q.dtype, q.device, causal, allowed)
+    if asked not in _peers:
+        if len(_peers) >= MOST_PEERS:
+            _peers.clear()
+        _peers[asked] = _found_peer(q, k, v, causal)
+    return _peers[asked]
+
+
+def _found_peer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> str | None:
     parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
     if torch.cuda.get_device_capability(q.device) >= (9, 0) and torch.backends.cuda.can_use_cudnn_attention(parameters):
         return "cudnn"

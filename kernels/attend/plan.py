@@ -24,6 +24,8 @@ from .shapes import Shape, in_patches, shape_of, table_budget
 from .work import FIRST_ADDRESS, STREAM_INTEGERS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvpack.formats.base import Codec
     from kvpack.kernels.loaders.tiles import Tiles
 
@@ -125,7 +127,7 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
     ``dual``: query rows are few enough for tiles of two tokens per row.
     """
     kept = _plans.setdefault(layer, {})
-    asked = (begin, end, whole, row_blocks, dual, _fast(k.device))
+    asked = (begin, end, whole, row_blocks, dual, uses_assembly(k.device))
     if asked not in kept:
         kept[asked] = planned(k, v, begin, end, whole, row_blocks, dual)
     return kept[asked]
@@ -135,7 +137,7 @@ def planned(
     k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool, growing: bool = False
 ) -> list[Launch]:
     """``launches``, made anew; of a layer that is ``growing``, work is left on the host."""
-    fast = _fast(k.device)
+    fast = uses_assembly(k.device)
     by_kernel: dict[Kernel, list[Segment]] = {}
     for segment in segments.of_layer(segments.of_side(k).segments, segments.of_side(v).segments, begin, end):
         # Where one side is decoded so is the other, if it is packed: one kernel then attends all such segments.
@@ -157,7 +159,7 @@ def planned(
     return launches
 
 
-def _fast(device: torch.device) -> bool:
+def uses_assembly(device: torch.device) -> bool:
     """Whether kernels on ``device`` use inline PTX."""
     return device.type == "cuda" and os.environ.get(VARIABLE, "") != "0"
 
@@ -222,7 +224,7 @@ def work_rows(
     held: list[torch.Tensor] = []
     for segment in found:
         cut_words = any(_cuts_words(own, tiles) for own, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
-        addresses = [*_addresses(segment.k, k_tiles, held), *_addresses(segment.v, v_tiles, held)]
+        addresses = [*addresses_of(segment.k.streams, k_tiles, held), *addresses_of(segment.v.streams, v_tiles, held)]
         # As many programs as its share of the tokens, of as many tiles each, give or take one and what a masked last one costs.
         tiles = -(-segment.tokens // tile)
         pieces = max(1, min(tiles, segment.tokens * programs // tokens))
@@ -246,11 +248,11 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_MULTIPROCESSORS
 
 
-def _addresses(segment: SideSegment, tiles: Tiles, held: list[torch.Tensor]) -> list[int]:
+def addresses_of(streams: Mapping[str, torch.Tensor], tiles: Tiles, held: list[torch.Tensor]) -> list[int]:
     """Address, batch stride and head stride in bytes of each stream; a stream whose rows are not dense and aligned is copied."""
     found: list[int] = []
     for stream in tiles.streams:
-        tensor = segment.streams[stream.name]
+        tensor = streams[stream.name]
         dense = tensor.stride()[2:] == torch.empty(tensor.shape[2:], device="meta").stride()
         steps = [step * tensor.element_size() for step in tensor.stride()[:2]]
         if not dense or any(place % (stream.bits // 8) for place in (tensor.data_ptr(), *steps)):

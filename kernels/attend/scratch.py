@@ -1,82 +1,173 @@
-"""Tokens of a side decoded to a scratch, in the frame in which many queries attend them."""
+"""Tokens of a side decoded to a scratch, in the frame in which many queries attend them.
+
+Where all packed tokens have one tile loader, that is the coded frame in the order of the loader's columns: queries and sums of values
+go through a kept matrix once, and the tokens through none (OCTOPUS Eq. 13).
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from kvpack.formats.side_cars import WithSideCars
-from kvpack.kernels.decode import sides
+from kvpack.kernels.decode import sides, tiles
+from kvpack.kernels.decode.rows import Packed
+
+from . import plan, segments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvpack.formats.rotation import Rotation
+    from kvpack.formats.base import Codec
 
     from .layers import Page, Side
 
 DECODED_BYTES = 64 << 20
 """Bytes of binary32 values that torch decodes at once where no fused kernel decodes."""
 
+_works: WeakKeyDictionary[Side, dict[tuple[int, int], tiles.Work]] = WeakKeyDictionary()
+
 
 class Frame(NamedTuple):
-    """What a side is decoded to: the original frame, or its pages' coded one: that of a ``rotation``, after the maps of a ``page``."""
+    """What a side is decoded to: the original frame, or the coded one of ``codec`` after the maps of values of ``page``, if it has any."""
 
-    rotation: Rotation | None = None
+    codec: Codec | None = None
     page: Page | None = None
 
-    @property
-    def coded(self) -> bool:
-        return self.rotation is not None
-
-    def queries(self, q: torch.Tensor, heads: int) -> torch.Tensor:
-        """Queries ``[batch, q_head, query, dim]`` of 16 bits in the frame of keys of ``heads`` heads."""
+    def queries(self, q: torch.Tensor, heads: int) -> tuple[torch.Tensor, float]:
+        """Queries ``[batch, q_head, query, dim]`` of 16 bits in the frame of keys of ``heads`` heads, and what scores are to be times."""
+        if self.codec is None:
+            return q if q.stride(3) == 1 else q.contiguous(), 1.0
         if self.page is not None:
             grouped = q.reshape(q.shape[0], heads, -1, q.shape[3]).to(torch.float32)
-            return self.page.codec.query(grouped, self.page.streams).to(q.dtype).view(q.shape)
-        if self.rotation is not None:
-            return self.rotation.forward(q.to(torch.float32)).to(q.dtype)
-        return q if q.stride(3) == 1 else q.contiguous()
+            turned = torch.nn.functional.pad(self.page.codec.query(grouped, self.page.streams), (0, 1))
+            columns = _column_channels(self.codec, str(q.device))
+            return turned.index_select(3, columns).to(q.dtype).view(*q.shape[:3], -1), 1.0
+        matrix, factor = _matrix(self.codec, q.dtype, str(q.device))
+        if matrix is None:
+            return q if q.stride(3) == 1 else q.contiguous(), factor
+        return torch.matmul(q, matrix), factor
 
-    def original(self, sums: torch.Tensor, heads: int) -> torch.Tensor:
-        """Sums of values, float32 ``[batch, q_head, query, dim]``, in the original frame."""
+    def original(self, sums: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor:
+        """Sums of values, float32 ``[batch, q_head, query, column]``, in the original frame and in ``dtype``."""
+        if self.codec is None:
+            return sums.to(dtype)
         if self.page is not None:
-            return self.page.original(sums.view(sums.shape[0], heads, -1, sums.shape[3])).view(sums.shape)
-        return sums if self.rotation is None else self.rotation.inverse(sums)
+            columns = _column_channels(self.codec, str(sums.device))
+            coded = sums.new_zeros(*sums.shape[:3], self.codec.dim + 1).index_copy_(3, columns, sums)[..., : self.codec.dim]
+            grouped = coded.reshape(sums.shape[0], heads, -1, self.codec.dim)
+            return self.page.original(grouped).view(*sums.shape[:3], -1).to(dtype)
+        matrix = _value_matrix(self.codec, str(sums.device))
+        return (sums if matrix is None else torch.matmul(sums, matrix)).to(dtype)
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
-        """Values ``[batch, kv_head, token, dim]`` of the original frame in this one."""
-        if self.rotation is None:
+        """Values ``[batch, kv_head, token, dim]`` of 16 bits of the original frame in this one."""
+        if self.codec is None:
             return x
-        x = x.to(torch.float32)
         if self.page is not None:
             assert isinstance(self.page.codec, WithSideCars)
+            mapped = x.to(torch.float32)
             for value_map in self.page.codec.value_maps:
-                x = value_map.forward(x, self.page.streams)
-        return self.rotation.forward(x)
+                mapped = value_map.forward(mapped, self.page.streams)
+            turned = torch.nn.functional.pad(self.codec.rotation.forward(mapped), (0, 1))
+            return turned.index_select(3, _column_channels(self.codec, str(x.device))).to(x.dtype)
+        matrix, factor = _matrix(self.codec, x.dtype, str(x.device))
+        if matrix is None:
+            return x
+        # The factor joins the product before that is rounded.
+        return torch.addmm(matrix[0], x.reshape(-1, x.shape[3]), matrix, beta=0, alpha=factor).view(*x.shape[:3], -1)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the coded frame."""
+        assert self.codec is not None
+        return len(plan.columns(self.codec, False))
+
+
+@lru_cache(maxsize=256)
+def _channels(codec: Codec) -> torch.Tensor:
+    """The channel of each column, int64; the head dim for none, and for every column of a channel but its first."""
+    found: set[int] = set()
+    channels = []
+    for channel in plan.columns(codec, False):
+        channels.append(codec.dim if channel < 0 or channel in found else channel)
+        found.add(channel)
+    return torch.tensor(channels)
+
+
+@lru_cache(maxsize=256)
+def _column_channels(codec: Codec, device: str) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return _channels(codec).to(device)
+
+
+def _turned(codec: Codec) -> torch.Tensor:
+    """What each channel adds to each column, float32 ``[dim, column]``."""
+    return torch.nn.functional.pad(codec.rotation.forward(torch.eye(codec.dim)), (0, 1))[:, _channels(codec)]
+
+
+@lru_cache(maxsize=256)
+def _matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor | None, float]:
+    """The signs of ``_turned``, which are exact in ``dtype``, and the size of its elements; None where it changes nothing."""
+    with torch.inference_mode(False):
+        turned = _turned(codec)
+        if torch.equal(turned, torch.eye(codec.dim)):
+            return None, 1.0
+        return turned.sign().to(dtype).to(device), float(turned.abs().max())
+
+
+@lru_cache(maxsize=256)
+def _value_matrix(codec: Codec, device: str) -> torch.Tensor | None:
+    """What each column adds to each channel, float32 ``[column, dim]``; None where it changes nothing."""
+    with torch.inference_mode(False):
+        turned = _turned(codec)
+        return None if torch.equal(turned, torch.eye(codec.dim)) else turned.T.contiguous().to(device)
 
 
 def frame_of(side: Side) -> Frame:
-    """The coded frame if all tokens of the side have the same one, and it is another than the original frame."""
-    page = side.pages[0] if side.pages else None
-    if page is None:
+    """The coded frame if all packed tokens of the side have the same one and a loader that decodes them; else the original one."""
+    found = [segment for segment in segments.of_side(side).segments if segment.page is not None]
+    if not found or any(
+        segment.frame != found[0].frame or segment.raw or not segment.exact or tiles.loader_of(segment.codec) is None for segment in found
+    ):
         return Frame()
-    codec = page.codec
-    if isinstance(codec, WithSideCars):
-        # Each page has maps of its own; what else side-cars hold is for each token.
-        return Frame(codec.rotation, page) if codec.value_maps and len(side.pages) == 1 and sides.only_maps(codec) else Frame()
-    return Frame() if codec.rotation.kind == "none" else Frame(codec.rotation)
+    return Frame(found[0].codec, found[0].framed_by)
 
 
 def decoded(side: Side, frame: Frame, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Tokens ``[start, stop)`` in ``frame``, ``[batch, kv_head, token, dim]``; heads are outermost in memory."""
+    """Tokens ``[start, stop)`` in ``frame``, ``[batch, kv_head, token, channel or column]``; heads are outermost in memory."""
     aligned = _group_start(side, start)
-    scratch = torch.empty(side.heads, side.batch, stop - aligned, side.dim, dtype=dtype, device=side.device).transpose(0, 1)
-    for first, last in sides.unpack_into(side, aligned, stop, scratch, not frame.coded):
-        for begin, end, source in _left(side, frame, first, last):
-            scratch[:, :, begin - aligned : end - aligned] = source
+    width = side.dim if frame.codec is None else frame.columns
+    scratch = torch.empty(side.heads, side.batch, stop - aligned, width, dtype=dtype, device=side.device).transpose(0, 1)
+    if frame.codec is None:
+        for first, last in sides.unpack_into(side, aligned, stop, scratch):
+            for begin, end, source in _left(side, first, last):
+                scratch[:, :, begin - aligned : end - aligned] = source
+        return scratch[:, :, start - aligned :]
+    packed = side.tokens - side.tail.shape[2]
+    if aligned < packed:
+        kept = _works.setdefault(side, {})
+        asked = aligned, min(stop, packed)
+        if asked not in kept:
+            kept[asked] = _work(side, frame.codec, *asked)
+        tiles.decode(frame.codec, kept[asked], scratch)
+    if stop > packed:
+        begin = max(aligned, packed)
+        scratch[:, :, begin - aligned :] = frame.values(side.tail[:, :, begin - packed : stop - packed].to(dtype))
     return scratch[:, :, start - aligned :]
+
+
+def _work(side: Side, codec: Codec, start: int, stop: int) -> tiles.Work:
+    parts = []
+    for segment in segments.of_side(side).segments:
+        begin, end = max(start, segment.first), min(stop, segment.first + segment.tokens)
+        if begin < end:
+            own = segments.part_of(segment, begin - segment.first, end - segment.first)
+            parts.append(Packed(own.streams, end - begin, begin - start))
+    return tiles.work_of(codec, parts, side.batch, side.heads, side.device)
 
 
 def _group_start(side: Side, token: int) -> int:
@@ -89,8 +180,8 @@ def _group_start(side: Side, token: int) -> int:
     return token
 
 
-def _left(side: Side, frame: Frame, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Tokens ``[start, stop)`` that no fused kernel decodes, part by part: first, end, and values in ``frame``."""
+def _left(side: Side, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Tokens ``[start, stop)`` that no fused kernel decodes, part by part: first, end, and values."""
     first = 0
     most = max(1, DECODED_BYTES // (4 * side.batch * side.heads * side.dim))
     for page in side.pages:
@@ -99,8 +190,8 @@ def _left(side: Side, frame: Frame, start: int, stop: int) -> Iterator[tuple[int
         last = min(stop, first + page.tokens)
         for begin in range(max(start, first), last, step):
             end = min(begin + step, last)
-            yield begin, end, (page.frame if frame.coded else page.decode)(begin - first, end - first)
+            yield begin, end, page.decode(begin - first, end - first)
         first += page.tokens
     if stop > max(start, first):
         begin = max(start, first)
-        yield begin, stop, frame.values(side.tail[:, :, begin - first : stop - first])
+        yield begin, stop, side.tail[:, :, begin - first : stop - first]

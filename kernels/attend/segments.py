@@ -148,6 +148,16 @@ def _part(page: Page, first: int, start: int, stop: int, frame: Page | None) -> 
     return segment._replace(codec=codec, streams={**segment.streams, **outliers})
 
 
+def part_of(segment: SideSegment, start: int, stop: int) -> SideSegment:
+    """Tokens ``[start, stop)`` of a segment of a page, whose rows have a loader; ``start`` is a multiple of the codec's token group."""
+    page = segment.page
+    if page is None or stop - start == segment.tokens:
+        return segment
+    if isinstance(page.codec, WithSideCars):
+        return _part(page, segment.first - segment.start, segment.start + start, segment.start + stop, segment.framed_by)
+    return _whole_page(page.codec, segment.first + start, page.slice(start, stop), None)
+
+
 def _whole_page(codec: Codec, first: int, page: Page, frame: Page | None) -> SideSegment:
     streams = page.streams
     if type(codec) is Group:

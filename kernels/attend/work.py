@@ -50,13 +50,13 @@ def load_work(row: tl.tensor, batch: tl.tensor, head: tl.tensor, K: tl.constexpr
     whole = tl.load(row + 2).to(tl.int32)
     k_first = tl.load(row + 3)
     v_first = tl.load(row + 4)
-    k_streams = _stream_pointers(row + FIRST_ADDRESS, batch, head, K)
-    v_streams = _stream_pointers(row + FIRST_ADDRESS + STREAM_INTEGERS * len(K.streams), batch, head, V)
+    k_streams = stream_pointers(row + FIRST_ADDRESS, batch, head, K)
+    v_streams = stream_pointers(row + FIRST_ADDRESS + STREAM_INTEGERS * len(K.streams), batch, head, V)
     return Work(begin, count, whole, Rows(k_streams, k_first), Rows(v_streams, v_first))
 
 
 @triton.jit
-def _stream_pointers(row: tl.tensor, batch: tl.tensor, head: tl.tensor, SIDE: tl.constexpr) -> tl.tuple:
+def stream_pointers(row: tl.tensor, batch: tl.tensor, head: tl.tensor, SIDE: tl.constexpr) -> tl.tuple:
     pointers = ()
     for number in tl.static_range(len(SIDE.streams)):
         at = row + STREAM_INTEGERS * number

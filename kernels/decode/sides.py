@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpack.formats.raw import Raw
-from kvpack.formats.side_cars import WithSideCars
 
 from . import decode
 from .rows import Packed
@@ -32,32 +31,25 @@ class Part(NamedTuple):
         return Packed(streams, self.stop - self.start, self.first + self.start - start)
 
 
-def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor, rotated: bool) -> list[tuple[int, int]]:
+def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tuple[int, int]]:
     """Decode tokens ``[start, stop)`` of the pages of ``side`` into ``out`` ``[batch, kv_head, token, dim]``, token ``start`` first.
 
-    ``rotated``: into the original frame, else in the coded one. Returns the ranges of tokens, counted from the first of the side, that
+    Returns the ranges of tokens, counted from the first of the side, that
     are left to be written: of a codec that no kernel takes, or if they begin within a group of tokens, and of the raw tail.
     """
     left: list[tuple[int, int]] = []
     if parts := _parts(side, start, stop):
         codec = parts[0].page.codec
-        if not rotated and isinstance(codec, WithSideCars) and only_maps(codec):
-            codec = codec.codec
         if type(codec) is Raw:
             for part in parts:
                 begin = part.first + part.start - start
                 out[:, :, begin : begin + part.stop - part.start] = part.page.streams["values"][:, :, part.start : part.stop]
-        elif parts[0].start % codec.token_group or not decode.decode_into(codec, [part.packed(start) for part in parts], out, rotated):
+        elif parts[0].start % codec.token_group or not decode.decode_into(codec, [part.packed(start) for part in parts], out, True):
             left.append((parts[0].first + parts[0].start, parts[-1].first + parts[-1].stop))
     tail = side.tokens - side.tail.shape[2]
     if stop > max(start, tail):
         left.append((max(start, tail), stop))
     return left
-
-
-def only_maps(codec: WithSideCars) -> bool:
-    """Whether the coded frame is that of the codec without side-cars: they map values, and hold none."""
-    return not (codec.kept_tokens or codec.frame_parts or codec.sketches)
 
 
 def _parts(side: Side, start: int, stop: int) -> list[Part]:

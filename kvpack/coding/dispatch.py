@@ -104,7 +104,7 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
         return [(0, side.tokens)]
     from kvpack.kernels.decode import sides
 
-    return sides.unpack_into(side, 0, side.tokens, out, True)
+    return sides.unpack_into(side, 0, side.tokens, out)
 
 
 def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Decoded | None:

@@ -38,7 +38,7 @@ def unpacked(side: Side, dtype: torch.dtype) -> torch.Tensor:
     from kvpack.kernels.decode import sides
 
     out = torch.zeros(side.batch, side.packed_tokens, side.heads, side.dim, dtype=dtype, device=DEVICE).transpose(1, 2)
-    assert sides.unpack_into(side.to(DEVICE), 0, side.packed_tokens, out, True) == []
+    assert sides.unpack_into(side.to(DEVICE), 0, side.packed_tokens, out) == []
     return out.cpu()
 
 

@@ -1,0 +1,252 @@
+"""Decode packed rows by the tile loaders of attention, in the coded frame and in the order of their columns, to values of 16 bits.
+
+That is what many queries attend: a scratch needs neither the order of channels nor the original frame, for queries and sums of values
+go through both once. Values are as exact as the tiles, which are of binary16, and rounded to the dtype of the output.
+"""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.raw import Raw
+from kvpack.kernels.attend import device_tables, loaders, plan
+from kvpack.kernels.attend.bound_loader import RowStream, bind
+from kvpack.kernels.attend.shapes import table_budget
+from kvpack.kernels.attend.work import STREAM_INTEGERS, load_tiles, stream_pointers
+from kvpack.kernels.tables import shared_table
+from kvpack.kernels.tables.shared_table import declare, fetch, fill
+from kvpack.kernels.triton_insides import CachedLaunch
+from kvpack.kernels.words.bitfields import load_column_fields
+from kvpack.kernels.words.columns import constant_at
+
+from .rows import check
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpack.formats.base import Codec
+    from kvpack.kernels.loaders.tiles import Tiles
+
+    from .rows import Packed
+
+WARPS = 4
+"""Warps of a program: with one to eight, and loads of one to three tiles ahead, an H200 took as long."""
+
+TOKENS = 32
+"""Tokens of a warp's tile, but for loaders of which a thread holds rows."""
+
+PROGRAMS = 1 << 10
+"""Programs that fill a device: with fewer tokens, each takes fewer."""
+
+MOST_TILES = 4
+"""Tiles per warp of a program, at most."""
+
+FIRST_ADDRESS = tl.constexpr(3)
+"""Integers of a work row before the addresses: the first block of a page, its tokens, and the token of the output they begin at."""
+
+
+class Work(NamedTuple):
+    """The pages of a launch: int64 ``[page, FIRST_ADDRESS + STREAM_INTEGERS * streams]`` on the device, ``blocks`` in all.
+
+    ``streams`` are the streams of all pages, and ``held`` the tensors that the addresses refer to.
+    """
+
+    table: torch.Tensor
+    blocks: int
+    block_tokens: int
+    streams: tuple[RowStream, ...]
+    held: tuple[torch.Tensor, ...]
+
+
+@lru_cache(maxsize=256)
+def loader_of(codec: Codec) -> Tiles | None:
+    """The loader by which rows of ``codec`` are decoded here: None without one, for raw values, and for one that adds signs or outliers."""
+    tiles = loaders.tiles_of(codec)
+    return None if tiles is None or type(codec) is Raw or tiles.signs or tiles.outliers or tiles.dtype != "fp16" else tiles
+
+
+def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, device: torch.device) -> Work:
+    """The work of decoding ``packed``, of a codec that has a loader. Raises InvalidShape unless all streams are as it lays them out."""
+    tiles = loader_of(codec)
+    assert tiles is not None
+    check(codec, packed, batch, heads)
+    span = WARPS * _tile_tokens(tiles)
+    spans = sum(-(-part.tokens // span) for part in packed) * batch * heads
+    block = span * max(1, min(MOST_TILES, spans // PROGRAMS))
+    held: list[torch.Tensor] = []
+    rows, blocks = [], 0
+    for part in packed:
+        rows.append([blocks, part.tokens, part.first, *plan.addresses_of(part.streams, tiles, held)])
+        blocks += -(-part.tokens // block)
+    streams = []
+    for number, stream in enumerate(tiles.streams):
+        at = FIRST_ADDRESS.value + STREAM_INTEGERS.value * number
+        aligned = math.gcd(16, *(value for row in rows for value in row[at : at + STREAM_INTEGERS.value]))
+        streams.append(RowStream(stream.bits, aligned, stream.row * stream.bits // 8, stream.tokens))
+    table = torch.from_numpy(numpy.array(rows, dtype=numpy.int64)).to(device, non_blocking=True)
+    return Work(table, blocks, block, tuple(streams), tuple(held))
+
+
+def decode(codec: Codec, work: Work, out: torch.Tensor) -> None:
+    """Decode ``work`` into ``out`` ``[batch, kv_head, token, column]`` of binary16 or bfloat16, with dense columns: ``plan.columns``."""
+    batch, heads = out.shape[:2]
+    if not work.blocks * batch * heads:
+        return
+    launch, table = _launch(
+        codec,
+        work.streams,
+        work.table.shape[0],
+        work.blocks,
+        work.block_tokens,
+        batch,
+        heads,
+        out.stride()[:3],
+        str(out.device),
+        plan.uses_assembly(out.device),
+    )
+    with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
+        launch((out, 0), (work.table, 0), (device_tables.numbers(str(out.device)), 0), (table, 0))
+
+
+def _tile_tokens(tiles: Tiles) -> int:
+    return max(TOKENS, tiles.tokens)
+
+
+@lru_cache(maxsize=256)
+def _launch(
+    codec: Codec,
+    streams: tuple[RowStream, ...],
+    pages: int,
+    blocks: int,
+    block_tokens: int,
+    batch: int,
+    heads: int,
+    strides: tuple[int, ...],
+    device: str,
+    fast: bool,
+) -> tuple[CachedLaunch, torch.Tensor]:
+    """The launch, the same for all layers of a model, and the loader's table."""
+    tiles = loader_of(codec)
+    assert tiles is not None
+    tokens = _tile_tokens(tiles)
+    shared, tables, places = device_tables.of_sides(tiles, tiles, torch.device(device), fast, table_budget(tiles, tiles))
+    # Blocks begin at whole tiles, and pages at a group of tokens.
+    whole = tiles.whole_groups % tokens == 0
+    launch = CachedLaunch(
+        decode_tiles,
+        (blocks * batch * heads, 1, 1),
+        (*strides, pages, blocks, heads, block_tokens),
+        {
+            "SIDE": bind(tiles, places[0], None, streams, whole, fast), "TABLES": shared, "WARPS": WARPS, "TOKENS": tokens,
+            "WORK_ROW": FIRST_ADDRESS.value + STREAM_INTEGERS.value * len(streams), "FAST": fast,
+        },
+        {"num_warps": WARPS},
+        partial(shared_table.allow, table_bytes=shared.nbytes) if shared.nbytes else None,
+    )  # fmt: skip
+    return launch, tables[0]
+
+
+@triton.jit(do_not_specialize=["pages", "blocks", "heads", "block_tokens"])
+def decode_tiles(
+    out: tl.tensor,
+    work_table: tl.tensor,
+    numbers: tl.tensor,
+    table: tl.tensor,
+    batch_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    pages: tl.tensor,
+    blocks: tl.tensor,
+    heads: tl.tensor,
+    block_tokens: tl.tensor,
+    SIDE: tl.constexpr,
+    TABLES: tl.constexpr,
+    WARPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WORK_ROW: tl.constexpr,
+    FAST: tl.constexpr,
+) -> None:
+    """Decode a block of ``block_tokens`` tokens of one page, sequence and head."""
+    FILLS: tl.constexpr = TABLES.fills
+    FIELDS: tl.constexpr = SIDE.stream_widths
+    STEPS: tl.constexpr = SIDE.steps
+    CONSTANTS: tl.constexpr = SIDE.constants
+    SHARED: tl.constexpr = SIDE.shared
+    SPAN: tl.constexpr = WARPS * TOKENS
+    block = tl.program_id(0) % blocks
+    sequence = tl.program_id(0) // blocks
+    batch = (sequence // heads).to(tl.int64)
+    head = (sequence % heads).to(tl.int64)
+    entries = ()
+    if TABLES.nbytes:
+        declare(TABLES.nbytes, WARPS)
+        for number in tl.static_range(len(FILLS)):
+            entries = entries + (_fetched(table, constant_at(FILLS, number)),)
+    row = work_table + _page_of(block, work_table, pages, WORK_ROW) * WORK_ROW
+    begin = (block - tl.load(row).to(tl.int32)) * block_tokens
+    count = tl.minimum(tl.load(row + 1).to(tl.int32) - begin, block_tokens)
+    target = out + batch * batch_stride + head * head_stride + (tl.load(row + 2) + begin) * token_stride
+    streams = stream_pointers(row + FIRST_ADDRESS, batch, head, SIDE)
+    fields = load_column_fields(numbers, FIELDS)
+    for number in tl.static_range(len(FILLS)):
+        _fill(entries[number], constant_at(FILLS, number))
+    if TABLES.nbytes:
+        tl.debug_barrier()
+    token = tl.arange(0, WARPS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]  # [warp, token]
+    for offset in tl.range(0, count, SPAN, num_stages=1):
+        first = (begin + offset).to(tl.int64)
+        loaded = load_tiles(streams, first, token, count - offset, SIDE, 1, TOKENS, True, False, FAST)
+        factor = token
+        if SIDE.factor is not None:
+            factor = SIDE.factor(loaded[0][0], CONSTANTS, FAST)
+        rows = target + (offset + token) * token_stride
+        for step in tl.static_range(STEPS):
+            tiles = SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SHARED, False, FAST)
+            for number in tl.static_range(len(tiles)):
+                _store(tiles[number], factor, rows, token < count - offset, step * len(tiles) + number, SIDE)
+
+
+@triton.jit
+def _page_of(block: tl.tensor, work_table: tl.tensor, pages: tl.tensor, WORK_ROW: tl.constexpr) -> tl.tensor:
+    """The page that holds ``block``: the last one whose first block is not behind it."""
+    page = block * 0
+    end = page + pages
+    while end - page > 1:
+        middle = (page + end) // 2
+        behind = tl.load(work_table + middle * WORK_ROW) > block
+        page = tl.where(behind, page, middle)
+        end = tl.where(behind, middle, end)
+    return page
+
+
+@triton.jit
+def _fetched(table: tl.tensor, FILL: tl.constexpr) -> tl.tensor:
+    return fetch(table, FILL.entries, FILL.values)
+
+
+@triton.jit
+def _fill(entries: tl.tensor, FILL: tl.constexpr) -> None:
+    fill(entries, FILL.offset, FILL.entries, FILL.values, FILL.copies)
+
+
+@triton.jit
+def _store(value: tl.tensor, factor: tl.tensor, rows: tl.tensor, real: tl.tensor, NUMBER: tl.constexpr, SIDE: tl.constexpr) -> None:
+    """Store tile ``NUMBER`` of a token's, ``[warp, token, column]``, times ``factor`` ``[warp, token]`` if the side has factors."""
+    WIDTH: tl.constexpr = SIDE.widths[NUMBER]
+    if SIDE.factor is not None:
+        value = value.to(tl.float32) * factor[:, :, None]
+    place = rows[:, :, None] + (NUMBER * WIDTH + tl.arange(0, WIDTH)[None, None, :])
+    tl.store(place, value.to(rows.dtype.element_ty), real[:, :, None])

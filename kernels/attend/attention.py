@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 MOST_DUAL_ROWS = 8
 """Up to which two tokens may share a row of a tile: each has query rows of its own."""
 
-MOST_ROW_BLOCKS = 32
-"""Most blocks of query rows: each block decodes the layer again. With more, tokens are decoded to a scratch first (``many_queries``).
+FEW_ROW_BLOCKS, MOST_ROW_BLOCKS, MOST_BLOCK_TOKENS = 6, 32, 6 << 16
+"""Blocks of query rows, of which each decodes the layer again, that are always few; most blocks; and most of them times tokens, where
+they are more than few. With more, tokens are decoded to a scratch first (``many_queries``).
 
-On an H200, 65,536 tokens of 4-bit groups took 28 us for each block of rows, and 1,380 us decoded first."""
+On an H200, 65,536 tokens took 28 us (4-bit groups) to 45 us (octahedral) for each block of rows, and 250 us decoded first, for which
+the host takes as long however few tokens there are."""
 
 _prepared: WeakKeyDictionary[Layer, dict[Any, Prepared]] = WeakKeyDictionary()
 
@@ -34,7 +36,9 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
     k, v = layer.k, layer.v
     assert k is not None
     assert v is not None
-    if not q.device == k.device == v.device or q.shape[1] // k.heads * q.shape[2] > MOST_ROWS * MOST_ROW_BLOCKS:
+    blocks = -(-q.shape[1] // k.heads * q.shape[2] // MOST_ROWS)
+    few = blocks <= FEW_ROW_BLOCKS or (blocks <= MOST_ROW_BLOCKS and blocks * k.tokens <= MOST_BLOCK_TOKENS)
+    if not few or not q.device == k.device == v.device:
         return False
     return segments.of_side(k).supported and segments.of_side(v).supported
 

@@ -17,6 +17,7 @@ import numpy
 import torch
 
 from kvpack.kernels.loaders.tiles import NEIGHBOURS
+from kvpack.kernels.words.streams import dense_rows
 
 from . import device_tables, loaders, segments
 from .bound_loader import RowStream, bind
@@ -253,7 +254,7 @@ def addresses_of(streams: Mapping[str, torch.Tensor], tiles: Tiles, held: list[t
     found: list[int] = []
     for stream in tiles.streams:
         tensor = streams[stream.name]
-        dense = tensor.stride()[2:] == torch.empty(tensor.shape[2:], device="meta").stride()
+        dense = dense_rows(tensor)
         steps = [step * tensor.element_size() for step in tensor.stride()[:2]]
         if not dense or any(place % (stream.bits // 8) for place in (tensor.data_ptr(), *steps)):
             tensor = tensor.clone(memory_format=torch.contiguous_format)

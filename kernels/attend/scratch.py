@@ -130,11 +130,12 @@ def _value_matrix(codec: Codec, device: str) -> torch.Tensor | None:
 def frame_of(side: Side) -> Frame:
     """The coded frame if all packed tokens of the side have the same one and a loader that decodes them; else the original one."""
     found = [segment for segment in segments.of_side(side).segments if segment.page is not None]
-    if not found or any(
-        segment.frame != found[0].frame or segment.raw or not segment.exact or tiles.loader_of(segment.codec) is None for segment in found
-    ):
+    if not found or tiles.loader_of(found[0].codec) is None:
         return Frame()
-    return Frame(found[0].codec, found[0].framed_by)
+    first = found[0].frame
+    if any(segment.raw or not segment.exact or (segment is not found[0] and segment.frame != first) for segment in found):
+        return Frame()
+    return Frame(*first)
 
 
 def decoded(side: Side, frame: Frame, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:

@@ -18,6 +18,7 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.words.columns import check_shape, constant_at
+from kvpack.kernels.words.streams import dense_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -165,21 +166,11 @@ def _of_pages(
 def _place(tensor: torch.Tensor, held: list[torch.Tensor]) -> list[int]:
     """Address, batch stride and head stride in bytes."""
     size = tensor.element_size()
-    if tensor.data_ptr() % size or not (tensor.is_contiguous() or _dense_rows(tensor)):
+    if tensor.data_ptr() % size or not (tensor.is_contiguous() or dense_rows(tensor)):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     held.append(tensor)
     batch, head = (stride * size if length > 1 else 0 for stride, length in zip(tensor.stride(), tensor.shape[:2], strict=False))
     return [tensor.data_ptr(), batch, head]
-
-
-def _dense_rows(tensor: torch.Tensor) -> bool:
-    """Whether all rows of a head lie one after another."""
-    step = 1
-    for length, stride in zip(reversed(tensor.shape[2:]), reversed(tensor.stride()[2:]), strict=True):
-        if length != 1 and stride != step:
-            return False
-        step *= length
-    return True
 
 
 def launch(kernel: Any, work: Work, out: torch.Tensor, *arguments: Any, threads: int = 1, **constants: Any) -> None:

@@ -12,6 +12,7 @@ go through both once. Values are as exact as the tiles, which are of binary16, a
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,8 +32,6 @@ from kvpack.kernels.tables.shared_table import declare, fetch, fill
 from kvpack.kernels.triton_insides import CachedLaunch
 from kvpack.kernels.words.bitfields import load_column_fields
 from kvpack.kernels.words.columns import constant_at
-
-from .rows import check
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,14 +60,21 @@ FIRST_ADDRESS = tl.constexpr(3)
 class Work(NamedTuple):
     """The pages of a launch: int64 ``[page, FIRST_ADDRESS + STREAM_INTEGERS * streams]`` on the device, ``blocks`` in all.
 
-    ``streams`` are the streams of all pages, and ``held`` the tensors that the addresses refer to.
+    ``firsts`` are the first block of each page and the token of the output that it begins at, ``streams`` the streams of all pages, and
+    ``held`` the tensors that the addresses refer to.
     """
 
     table: torch.Tensor
     blocks: int
     block_tokens: int
+    firsts: tuple[tuple[int, int], ...]
     streams: tuple[RowStream, ...]
     held: tuple[torch.Tensor, ...]
+
+    def token_of(self, block: int) -> int:
+        """The first token of ``block``."""
+        first, token = self.firsts[bisect_right(self.firsts, block, key=lambda page: page[0]) - 1]
+        return token + (block - first) * self.block_tokens
 
 
 @lru_cache(maxsize=256)
@@ -79,10 +85,9 @@ def loader_of(codec: Codec) -> Tiles | None:
 
 
 def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, device: torch.device) -> Work:
-    """The work of decoding ``packed``, of a codec that has a loader. Raises InvalidShape unless all streams are as it lays them out."""
+    """The work of decoding ``packed``, of a codec that has a loader, whose streams are as it lays them out."""
     tiles = loader_of(codec)
     assert tiles is not None
-    check(codec, packed, batch, heads)
     span = WARPS * _tile_tokens(tiles)
     spans = sum(-(-part.tokens // span) for part in packed) * batch * heads
     block = span * max(1, min(MOST_TILES, spans // PROGRAMS))
@@ -97,61 +102,66 @@ def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, devi
         aligned = math.gcd(16, *(value for row in rows for value in row[at : at + STREAM_INTEGERS.value]))
         streams.append(RowStream(stream.bits, aligned, stream.row * stream.bits // 8, stream.tokens))
     table = torch.from_numpy(numpy.array(rows, dtype=numpy.int64)).to(device, non_blocking=True)
-    return Work(table, blocks, block, tuple(streams), tuple(held))
+    firsts = tuple((row[0], row[2]) for row in rows)
+    return Work(table, blocks, block, firsts, tuple(streams), tuple(held))
 
 
-def decode(codec: Codec, work: Work, out: torch.Tensor) -> None:
-    """Decode ``work`` into ``out`` ``[batch, kv_head, token, column]`` of binary16 or bfloat16, with dense columns: ``plan.columns``."""
+def decode(codec: Codec, work: Work, out: torch.Tensor, blocks: range | None = None, factors: torch.Tensor | None = None) -> None:
+    """Decode ``work``, or these ``blocks`` of it, into ``out`` ``[batch, kv_head, token, column]`` of 16 bits with dense columns.
+
+    Columns are those of ``plan.columns``; token 0 of the output is the first of the first block. With ``factors``, float32
+    ``[batch, kv_head, token]`` of which one sequence follows the other, values are left without those of their tokens, which go there.
+    """
     batch, heads = out.shape[:2]
-    if not work.blocks * batch * heads:
+    blocks = range(work.blocks) if blocks is None else blocks
+    if not len(blocks) * batch * heads:
         return
+    pages, device = work.table.shape[0], str(out.device)
+    factor_stride = 0 if factors is None else factors.stride(1)
     launch, table = _launch(
         codec,
         work.streams,
-        work.table.shape[0],
-        work.blocks,
-        work.block_tokens,
+        (*out.stride()[:3], pages, blocks.start, len(blocks), work.token_of(blocks.start), heads, work.block_tokens, factor_stride),
         batch,
-        heads,
-        out.stride()[:3],
-        str(out.device),
+        out.dtype,
+        factors is not None,
+        device,
         plan.uses_assembly(out.device),
     )
     with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
-        launch((out, 0), (work.table, 0), (device_tables.numbers(str(out.device)), 0), (table, 0))
+        launch((out, 0), (work.table if factors is None else factors, 0), (work.table, 0), (device_tables.numbers(device), 0), (table, 0))
 
 
 def _tile_tokens(tiles: Tiles) -> int:
     return max(TOKENS, tiles.tokens)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _launch(
     codec: Codec,
     streams: tuple[RowStream, ...],
-    pages: int,
-    blocks: int,
-    block_tokens: int,
+    arguments: tuple[int, ...],
     batch: int,
-    heads: int,
-    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    factors: bool,
     device: str,
     fast: bool,
 ) -> tuple[CachedLaunch, torch.Tensor]:
-    """The launch, the same for all layers of a model, and the loader's table."""
+    """The launch for an output of ``dtype``, the same for all layers of a model, and the loader's table."""
     tiles = loader_of(codec)
     assert tiles is not None
     tokens = _tile_tokens(tiles)
+    blocks, heads = arguments[5], arguments[7]
     shared, tables, places = device_tables.of_sides(tiles, tiles, torch.device(device), fast, table_budget(tiles, tiles))
     # Blocks begin at whole tiles, and pages at a group of tokens.
     whole = tiles.whole_groups % tokens == 0
     launch = CachedLaunch(
         decode_tiles,
         (blocks * batch * heads, 1, 1),
-        (*strides, pages, blocks, heads, block_tokens),
+        arguments,
         {
             "SIDE": bind(tiles, places[0], None, streams, whole, fast), "TABLES": shared, "WARPS": WARPS, "TOKENS": tokens,
-            "WORK_ROW": FIRST_ADDRESS.value + STREAM_INTEGERS.value * len(streams), "FAST": fast,
+            "WORK_ROW": FIRST_ADDRESS.value + STREAM_INTEGERS.value * len(streams), "FACTORS": factors, "FAST": fast,
         },
         {"num_warps": WARPS},
         partial(shared_table.allow, table_bytes=shared.nbytes) if shared.nbytes else None,
@@ -159,9 +169,10 @@ def _launch(
     return launch, tables[0]
 
 
-@triton.jit(do_not_specialize=["pages", "blocks", "heads", "block_tokens"])
+@triton.jit(do_not_specialize=["pages", "first_block", "blocks", "first_token", "heads", "block_tokens", "factor_stride"])
 def decode_tiles(
     out: tl.tensor,
+    factors: tl.tensor,
     work_table: tl.tensor,
     numbers: tl.tensor,
     table: tl.tensor,
@@ -169,24 +180,32 @@ def decode_tiles(
     head_stride: tl.tensor,
     token_stride: tl.tensor,
     pages: tl.tensor,
+    first_block: tl.tensor,
     blocks: tl.tensor,
+    first_token: tl.tensor,
     heads: tl.tensor,
     block_tokens: tl.tensor,
+    factor_stride: tl.tensor,
     SIDE: tl.constexpr,
     TABLES: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
     WORK_ROW: tl.constexpr,
+    FACTORS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """Decode a block of ``block_tokens`` tokens of one page, sequence and head."""
+    """Decode a block of ``block_tokens`` tokens of one page, sequence and head: the ``blocks`` from ``first_block`` on.
+
+    The first of them begins at token ``first_token``, which is token 0 of the output. ``FACTORS``: factors of tokens are stored beside
+    their values, float32 ``[sequence, token]``, and not multiplied.
+    """
     FILLS: tl.constexpr = TABLES.fills
     FIELDS: tl.constexpr = SIDE.stream_widths
     STEPS: tl.constexpr = SIDE.steps
     CONSTANTS: tl.constexpr = SIDE.constants
     SHARED: tl.constexpr = SIDE.shared
     SPAN: tl.constexpr = WARPS * TOKENS
-    block = tl.program_id(0) % blocks
+    block = first_block + tl.program_id(0) % blocks
     sequence = tl.program_id(0) // blocks
     batch = (sequence // heads).to(tl.int64)
     head = (sequence % heads).to(tl.int64)
@@ -198,7 +217,8 @@ def decode_tiles(
     row = work_table + _page_of(block, work_table, pages, WORK_ROW) * WORK_ROW
     begin = (block - tl.load(row).to(tl.int32)) * block_tokens
     count = tl.minimum(tl.load(row + 1).to(tl.int32) - begin, block_tokens)
-    target = out + batch * batch_stride + head * head_stride + (tl.load(row + 2) + begin) * token_stride
+    place = tl.load(row + 2) + begin - first_token
+    target = out + batch * batch_stride + head * head_stride + place * token_stride
     streams = stream_pointers(row + FIRST_ADDRESS, batch, head, SIDE)
     fields = load_column_fields(numbers, FIELDS)
     for number in tl.static_range(len(FILLS)):
@@ -212,11 +232,13 @@ def decode_tiles(
         factor = token
         if SIDE.factor is not None:
             factor = SIDE.factor(loaded[0][0], CONSTANTS, FAST)
+            if FACTORS:
+                tl.store(factors + sequence.to(tl.int64) * factor_stride + place + offset + token, factor, token < count - offset)
         rows = target + (offset + token) * token_stride
         for step in tl.static_range(STEPS):
             tiles = SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SHARED, False, FAST)
             for number in tl.static_range(len(tiles)):
-                _store(tiles[number], factor, rows, token < count - offset, step * len(tiles) + number, SIDE)
+                _store(tiles[number], factor, rows, token < count - offset, step * len(tiles) + number, SIDE, FACTORS)
 
 
 @triton.jit
@@ -243,10 +265,18 @@ def _fill(entries: tl.tensor, FILL: tl.constexpr) -> None:
 
 
 @triton.jit
-def _store(value: tl.tensor, factor: tl.tensor, rows: tl.tensor, real: tl.tensor, NUMBER: tl.constexpr, SIDE: tl.constexpr) -> None:
-    """Store tile ``NUMBER`` of a token's, ``[warp, token, column]``, times ``factor`` ``[warp, token]`` if the side has factors."""
+def _store(
+    value: tl.tensor,
+    factor: tl.tensor,
+    rows: tl.tensor,
+    real: tl.tensor,
+    NUMBER: tl.constexpr,
+    SIDE: tl.constexpr,
+    FACTORS: tl.constexpr,
+) -> None:
+    """Store tile ``NUMBER`` of a token's, ``[warp, token, column]``, times ``factor`` ``[warp, token]`` if it is not kept apart."""
     WIDTH: tl.constexpr = SIDE.widths[NUMBER]
-    if SIDE.factor is not None:
+    if SIDE.factor is not None and not FACTORS:
         value = value.to(tl.float32) * factor[:, :, None]
     place = rows[:, :, None] + (NUMBER * WIDTH + tl.arange(0, WIDTH)[None, None, :])
     tl.store(place, value.to(rows.dtype.element_ty), real[:, :, None])

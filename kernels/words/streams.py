@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from kvpack.formats.columns import Columns
 
 WORD_BITS = 16
@@ -31,3 +33,13 @@ class Stream:
 def plane_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
     """The planes of one code stream."""
     return tuple(Stream(f"{name}.{plane}", 16, words) for plane, words in enumerate(packing.planes))
+
+
+def dense_rows(tensor: torch.Tensor) -> bool:
+    """Whether all rows of a head, of ``[batch, kv_head, row, ...]``, lie one after another."""
+    step = 1
+    for length, stride in zip(reversed(tensor.shape[2:]), reversed(tensor.stride()[2:]), strict=True):
+        if length != 1 and stride != step:
+            return False
+        step *= length
+    return True

@@ -61,12 +61,13 @@ def fused(side: Side, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.kernels
 @pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (80, torch.float16)])
 @pytest.mark.parametrize("codec", CODECS)
-def test_pages_of_a_codec_are_one_launch(codec: str, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpack.kernels.decode import rows
+def test_pages_of_a_codec_are_decoded_together(codec: str, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.decode import rows, unpack
 
     launched = []
-    own = rows.launch
-    monkeypatch.setattr(rows, "launch", lambda *given, **constants: launched.append(given[0]) or own(*given, **constants))
+    for module, name in ((rows, "launch"), (unpack, "_rotate")):
+        own = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, own=own, **constants: launched.append(given[0]) or own(*given, **constants))
     made, _ = codecs(CODECS[codec], CODECS[codec], (dim, dim))
     side = random_side(made, 2, (128, 256, 70), 0, 1, batch=2)
     found = fused(side, dtype)
@@ -90,6 +91,27 @@ def test_the_coded_frame(codec: str) -> None:
 
 
 @pytest.mark.kernels
+def test_polar_of_equal_pairs() -> None:
+    made, _ = codecs("polar:b=3", "polar:b=3", (64, 64))
+    side = random_side(made, 2, (128, 70), 0, 1, batch=2)
+    assert relative_error(fused(side, torch.float16), side.unpack(torch.float32)) < EXACT[torch.float16]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize("codec", ["octahedral:b=3", "octahedral:b=3,arrangement=direct", "angle:n=128"])
+def test_parts_of_a_side_are_rotated_one_after_the_other(codec: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.decode import tiles, unpack
+
+    made, _ = codecs(codec, codec, (dim, dim))
+    side = random_side(made, 2, (700, 33, 300), 0, 1, batch=2)
+    expected = fused(side, torch.float16)
+    monkeypatch.setattr(unpack, "PART_BYTES", 0)
+    monkeypatch.setattr(tiles, "MOST_TILES", 1)
+    assert torch.equal(fused(side, torch.float16), expected)
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("size", [2.0**-60, 2.0**30])
 def test_values_beyond_binary16_are_rotated(size: float) -> None:
     made, _ = codecs("scalar:b=3,norm=fp32", "raw", (64, 64))
@@ -103,7 +125,7 @@ def test_values_beyond_binary16_are_rotated(size: float) -> None:
 def test_a_range_of_tokens_and_what_no_kernel_takes() -> None:
     from kvpack.kernels.decode import sides
 
-    group, polar = codecs("group:b=4,g=32", "polar:b=3", (64, 64))
+    group, wide = codecs("group:b=4,g=32", "scalar:b=3,qjl=fp16", (64, 64))
     side = random_side(group, 2, (96, 96, 96), 5, 4).to(DEVICE)
     expected = side.unpack(torch.float32)
     out = torch.zeros(1, 2, 229, 64, dtype=torch.float16, device=DEVICE)
@@ -112,7 +134,7 @@ def test_a_range_of_tokens_and_what_no_kernel_takes() -> None:
     assert (out[:, :, 224:] == 0).all()
     # Token 48 lies within a group of tokens.
     assert sides.unpack_into(side, 48, 96, out) == [(48, 96)]
-    assert sides.unpack_into(random_side(polar, 2, (40, 40), 0, 4).to(DEVICE), 10, 50, out) == [(10, 50)]
+    assert sides.unpack_into(random_side(wide, 2, (40, 40), 0, 4).to(DEVICE), 10, 50, out) == [(10, 50)]
     raw, _ = codecs("raw:dtype=fp16", "raw:dtype=fp16", (64, 64))
     side = random_side(raw, 2, (40, 40), 0, 4).to(DEVICE)
     assert sides.unpack_into(side, 10, 50, out) == []

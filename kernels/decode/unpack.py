@@ -39,26 +39,32 @@ BOUNDED = (Angle, Octahedral, Polar, Quaternion, Scalar)
 PART_BYTES = 32 << 20
 """Bytes of tiles at once: an H200's second-level cache holds 50 MiB."""
 
+MOST_COLUMNS = 256
+"""Columns and channels whose matrix, with a tile beside it, fits the shared memory of a multiprocessor."""
+
 ROWS, WARPS = 128, 8
 """Tokens of a program that rotates, and its warps."""
 
 
 def takes(codec: Codec, out: torch.Tensor) -> bool:
-    """Whether ``unpack`` takes a codec and an output."""
+    """Whether ``unpack`` takes a codec and an output: polar, whose tiles are products, only to bfloat16, which rounds more."""
     return (
         type(codec) in BOUNDED
+        and (type(codec) is not Polar or out.dtype == torch.bfloat16)
         and codec.rotation.kind != "none"
         and out.dtype in (torch.bfloat16, torch.float16)
         and out.stride(3) == 1
         and (loader := tiles.loader_of(codec)) is not None
         and loader.factor is not None
+        and max(len(plan.columns(codec, False)), codec.dim) <= MOST_COLUMNS
     )
 
 
 def unpack(codec: Codec, packed: Sequence[Packed], out: torch.Tensor) -> None:
     """Decode ``packed``, whose pages follow one another, into ``out`` ``[batch, kv_head, token, dim]``, in the original frame.
 
-    The error is that of tiles of binary16, below 2^-11 of a row's values in the 2-norm, and of rounding to the output's dtype.
+    The error is that of tiles of binary16, below 2^-11 of a row's values in the 2-norm (2^-10 for polar), and of rounding to the output's
+    dtype.
     """
     batch, heads, tokens = out.shape[:3]
     work = tiles.work_of(codec, packed, batch, heads, out.device)
@@ -156,6 +162,8 @@ def rotate_tiles(
     tile = tl.load(read, real & (column < WIDTH)[None, :], 0.0)
     signs = tl.load(matrix + column[:, None] * PAD + channel[None, :])
     factor = tl.load(factors + batch * factor_batch + head * factor_head + token, token < tokens, 0.0)
+    # Every warp has read its part of the rows before one writes.
+    tl.debug_barrier()
     found = tl.dot(tile, signs) * (factor * SIZE)[:, None]
     place = out + batch * out_batch + head * out_head + token[:, None] * out_token + channel[None, :]
     tl.store(place, found.to(out.dtype.element_ty), real & (channel < DIM)[None, :])

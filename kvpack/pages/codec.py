@@ -110,6 +110,11 @@ class PageCodec:
             return device.decode(rows, pages, slots, digests, values) if slots else PageJob.of([])
         return PageJob.of(self._host.decode(self._views(rows, len(slots), writable=False), pages, slots, digests, values))
 
+    def check(self, rows: Rows, *, values: bool = False) -> list[Outcome]:
+        """What ``decode_into`` would find wrong with ``rows``, in host memory, of any names. Raises InvalidShape."""
+        views = self._views(rows, len(rows), writable=False)
+        return self._host.check(views, [None] * len(views), values)
+
     def _device_of(self, pages: PageBuffer) -> DevicePages | None:
         """What works on the device of ``pages``; None for the host's C kernels and torch."""
         if pages.device == CPU and not dispatch.uses_triton(CPU):

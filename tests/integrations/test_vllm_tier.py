@@ -92,6 +92,14 @@ class Factory:
         cls._registry[tier_type] = (module_path, class_name)
 
 
+class ConnectorFactory:
+    _registry: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
+        cls._registry[name] = (module_path, class_name)
+
+
 @dataclass
 class Config:
     """The fields of OffloadingConfig that the tier reads."""
@@ -126,6 +134,10 @@ def tier_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     modules = {
         "vllm": {"__version__": "0.32.0"},
         "vllm.platforms": {"current_platform": types.SimpleNamespace(is_cpu=lambda: False)},
+        "vllm.distributed": {},
+        "vllm.distributed.kv_transfer": {},
+        "vllm.distributed.kv_transfer.kv_connector": {},
+        "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": ConnectorFactory},
         "vllm.v1": {},
         "vllm.v1.kv_offload": {},
         "vllm.v1.kv_offload.base": {
@@ -254,11 +266,13 @@ def test_other_versions_are_refused(tier_class: Callable[..., Any], tmp_path: Pa
     opened(tier_class, config, rows_of(config, 2), tmp_path, any_version=True).shutdown()
 
 
-def test_the_entry_point_names_the_tier(tier_class: Callable[..., Any]) -> None:
+def test_the_entry_point_names_the_tier_and_the_connector(tier_class: Callable[..., Any]) -> None:
     Factory._registry.clear()
+    ConnectorFactory._registry.clear()
     integration.register()
     integration.register()
     assert Factory._registry == {"kvpack": ("kvpack.integrations.vllm.tier", "KvpackTier")}
+    assert ConnectorFactory._registry == {"KvpackConnector": ("kvpack.integrations.vllm.connector", "KvpackConnector")}
 
 
 def test_without_vllm_the_entry_point_does_nothing() -> None:

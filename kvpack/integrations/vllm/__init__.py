@@ -1,11 +1,15 @@
-"""A compressed, checked and bounded tier below vLLM's memory of the host, in vLLM's own ``TieringOffloadingSpec``::
+"""kvpack in vLLM: in the worker, so that its memory of the host holds packed rows, or as a tier below that memory::
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvpackConnector", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"recipe": "octopus-4", "layout": "adjacent",
+        "cpu_bytes_to_use": 10000000000, "secondary_tiers": [{"type": "fs", "root_dir": "/var/cache/vllm"}]}}'
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
         "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10000000000, "secondary_tiers": [{"type": "kvpack",
         "location": "/var/cache/kvpack", "recipe": "octopus-4", "heads": 8, "head_dim": 128, "layout": "adjacent"}]}}'
 
-Importing this package needs no vLLM. ``register`` is the entry point of ``vllm.general_plugins`` that makes the tier's type known.
-vLLM calls this interface experimental: the versions that were run are ``VERSIONS``, and others are refused.
+Importing this package needs no vLLM. ``register`` is the entry point of ``vllm.general_plugins`` that makes both known.
+vLLM calls these interfaces experimental: the versions that were run are ``VERSIONS``, and others are refused.
 """
 
 from __future__ import annotations
@@ -15,10 +19,13 @@ VERSIONS = ("0.32",)
 
 
 def register() -> None:
-    """Make the tier type "kvpack" known to vLLM; a vLLM without tiers is left alone."""
+    """Make the tier type "kvpack" and the connector "KvpackConnector" known to vLLM; a vLLM without tiers is left alone."""
     try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
     except ImportError:
         return
+    if "KvpackConnector" not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector("KvpackConnector", "kvpack.integrations.vllm.connector", "KvpackConnector")
     if "kvpack" not in SecondaryTierFactory._registry:
         SecondaryTierFactory.register_tier("kvpack", "kvpack.integrations.vllm.tier", "KvpackTier")

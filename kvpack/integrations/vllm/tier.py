@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -16,12 +13,12 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvpack.formats.errors import InvalidParameter
-from kvpack.store.identity import Identity
 from kvpack.store.key_files import read_key_file
 from kvpack.store.page_store import PageStore
 
-from . import VERSIONS
+from .identities import identity_of
 from .layouts import DTYPES, Rows
+from .versions import check_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -69,7 +66,8 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
             from .cpu import check_layout
 
             check_layout(rows, heads, config.groups[0].tokens_per_block, head_dim)
-        identity = _identity(config, recipe, layout, revision, adapter, tenant)
+        shape = {"layout": layout, "layers": config.groups[0].layer_names}
+        identity = identity_of(config, recipe, shape, revision, adapter, tenant)
         encryption = None
         if encryption_key_file is not None:
             encryption = read_key_file(encryption_key_file)
@@ -145,15 +143,6 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         return self._store.present([bytes(key) for key in keys])
 
 
-def check_version(version: str, any_version: bool) -> None:
-    """Raise InvalidParameter for a version of vLLM with which the tier was not run."""
-    if not any_version and not version.startswith(VERSIONS):
-        raise InvalidParameter(
-            f"vLLM is {version}, and kvpack's tier was run with {', '.join(VERSIONS)}: its interface is experimental. "
-            'Write "any_version": true to try it'
-        )
-
-
 def _results(job: Job) -> list[bool]:
     """Whether each chunk was stored or loaded; none of them where the job failed."""
     try:
@@ -185,26 +174,3 @@ def _rows(config: Any, heads: int, head_dim: int, layout: str) -> Rows:
             f"{rows.nbytes} bytes, and vLLM's has {expected}: heads are the KV heads of one worker, and head_dim is that of the cache"
         )
     return rows
-
-
-def _identity(config: Any, recipe: str, layout: str, revision: str | None, adapter: str, tenant: str) -> Identity:
-    """Everything that a chunk's values depend on but its tokens, which vLLM's key covers with LoRA names and images."""
-    (group,) = config.groups
-    shape = {
-        "layout": layout, "layers": group.layer_names, "tokens_per_hash": config.cache.tokens_per_hash,
-        "blocks_per_chunk": config.cache.blocks_per_chunk, "world_size": config.parallel.world_size, "pp_size": config.parallel.pp_size,
-    }  # fmt: skip
-    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
-    dtype = DTYPES[config.model.dtype]
-    if os.path.isdir(config.model.name):
-        return Identity.of_engine(
-            config.model.name, recipe, kv_dtype=dtype, layout=digest, revision=revision, adapter=adapter, tenant=tenant, extra="vllm"
-        )
-    if revision is None:
-        raise InvalidParameter(
-            f"the model {config.model.name!r} is no folder, so nothing tells its weights from those of another revision: give revision, "
-            "such as the commit on the hub"
-        )
-    return Identity(
-        config.model.name, recipe, weights=revision, adapter=adapter, dtype=dtype, tenant=tenant, extra=f"layout={digest}; vllm"
-    )

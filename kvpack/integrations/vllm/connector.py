@@ -1,0 +1,40 @@
+"""KvpackConnector: vLLM's OffloadingConnector with KvpackSpec, which it tells of the model's cache layers.
+
+A block whose row cannot be decoded is reported to vLLM, which computes it again with ``"kv_load_failure_policy": "recompute"``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from .groups import groups_of
+from .spec import GROUPS
+
+
+class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
+    """The connector for ``"kv_connector": "KvpackConnector"``; ``kv_connector_extra_config`` is that of ``KvpackSpec``."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        _choose_spec(vllm_config)[GROUPS] = groups_of(vllm_config, kv_cache_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The blocks that were not loaded."""
+        if self.connector_worker is None or self.connector_worker.worker is None:
+            return set()
+        failed: set[int] = self.connector_worker.worker.failed_blocks()
+        return failed
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
+        _choose_spec(vllm_config)
+        return super().build_prom_metrics(vllm_config, *arguments)
+
+
+def _choose_spec(vllm_config: Any) -> Any:
+    """The configuration of the spec, which is kvpack's."""
+    options = vllm_config.kv_transfer_config.kv_connector_extra_config
+    options["spec_name"], options["spec_module_path"] = "KvpackSpec", "kvpack.integrations.vllm.spec"
+    return options

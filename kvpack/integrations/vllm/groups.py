@@ -1,0 +1,125 @@
+"""The groups of vLLM's cache layers as pages: plain attention and MLA are packed, and all else is kept byte for byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.formats.errors import InvalidParameter
+from kvpack.pages.buffer import PageBuffer
+from kvpack.pages.geometry import DTYPES, PageGeometry
+
+from .layouts import arrangement
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MOST_DIM = 1024
+FLOATS = {DTYPES[name]: name for name in ("bf16", "fp16", "fp32")}
+"""kvpack's names of the dtypes that are packed; those of 8 bits depend on scales outside of the pages."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """``layers`` layers, whose blocks have ``page_bytes`` bytes each, without padding.
+
+    ``kind`` is "attention" (``heads`` heads of ``dim`` keys and values), "latents" (MLA: ``dim`` of latents and ``rotary`` of rotary
+    values) or "bytes", which are kept as they are.
+    """
+
+    layers: int
+    tokens: int
+    page_bytes: int
+    kind: str = "bytes"
+    heads: int = 1
+    dim: int = 0
+    rotary: int = 0
+    dtype: str = "u8"
+
+    @property
+    def geometry(self) -> PageGeometry:
+        """A page: one block of every layer."""
+        if self.kind == "attention":
+            return PageGeometry(self.layers, self.heads, self.tokens, self.dim, self.dim, self.dtype)
+        if self.kind == "latents":
+            return PageGeometry(self.layers, 1, self.tokens, self.dim, self.rotary, self.dtype)
+        dim = max(size for size in range(1, MOST_DIM + 1) if self.page_bytes % size == 0)
+        return PageGeometry(self.layers, 1, self.page_bytes // dim, dim, None, "u8")
+
+    def recipe(self, given: str) -> str:
+        """What pages are packed with, of the recipe that was ``given``: rotary values stay as they are."""
+        return {"attention": given, "latents": f"{given};v=raw"}.get(self.kind, "raw")
+
+    def buffer(self, layout: str, layers: Sequence[torch.Tensor]) -> PageBuffer:
+        """The blocks of ``layers``, int8 ``[block, byte]`` each, as slots. Raises InvalidParameter and InvalidShape."""
+        geometry = self.geometry
+        views = [layer[:, : self.page_bytes].view(geometry.torch_dtype) for layer in layers]
+        if self.kind == "attention":
+            places = tuple(arrangement(layout, self.heads, self.tokens, self.dim))
+        elif self.kind == "latents":
+            row = self.dim + self.rotary
+            places = (0, (row, row, 1)), (self.dim, (row, row, 1))
+        else:
+            places = ((0, (self.page_bytes, geometry.dim_k, 1)),)
+        sides = [
+            [
+                view.as_strided(
+                    (view.shape[0], geometry.heads, geometry.tokens, dim), (view.stride(0), *strides), view.storage_offset() + first
+                )
+                for view in views
+            ]
+            for (first, strides), dim in zip(places, geometry.dims.values(), strict=True)
+        ]
+        return PageBuffer(geometry, *sides)
+
+
+def groups_of(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
+    """The groups that vLLM offloads, in its order. Raises InvalidParameter for layers of several sizes in one group."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+
+    chosen = [kv_cache_config.kv_cache_groups[number] for number in get_offloading_group_ids(kv_cache_config)]
+    return [_group(vllm_config, group) for group in chosen]
+
+
+def _group(vllm_config: Any, group: Any) -> Group:
+    from vllm.v1.kv_cache_interface import (
+        AttentionSpec,
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowMLASpec,
+        SlidingWindowSpec,
+        UniformTypeKVCacheSpecs,
+    )
+
+    spec, layers = group.kv_cache_spec, len(group.layer_names)
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        found = {(one.page_size_bytes, type(one)): one for one in spec.kv_cache_specs.values()}
+        if len(found) != 1:
+            raise InvalidParameter(
+                f"the layers {', '.join(group.layer_names)} are one group of {len(found)} sizes of blocks, and rows have one: "
+                "use vLLM's TieringOffloadingSpec"
+            )
+        (spec,) = found.values()
+    if isinstance(spec, MambaSpec):
+        return Group(layers, spec.block_size, spec.real_page_size_bytes)
+    if not isinstance(spec, AttentionSpec):
+        raise InvalidParameter(f"the layers {', '.join(group.layer_names)} keep a {type(spec).__name__}, which kvpack does not know")
+    raw = Group(layers, spec.block_size, spec.unpadded_page_size_bytes)
+    dtype = FLOATS.get(spec.dtype)
+    latents = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
+    plain = isinstance(spec, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec)
+    if dtype is None or not plain or spec.tokens_per_state != 1:
+        return raw
+    size, cells = spec.dtype.itemsize, spec.block_size * spec.num_kv_heads
+    if latents:
+        rotary = getattr(vllm_config.model_config.hf_text_config, "qk_rope_head_dim", 0)
+        if not 0 < rotary < spec.head_size or raw.page_bytes != cells * spec.head_size * size or spec.num_kv_heads != 1:
+            return raw
+        return Group(layers, spec.block_size, raw.page_bytes, "latents", 1, spec.head_size - rotary, rotary, dtype)
+    if spec.head_size_v != spec.head_size or raw.page_bytes != 2 * cells * spec.head_size * size:
+        return raw
+    return Group(layers, spec.block_size, raw.page_bytes, "attention", spec.num_kv_heads, spec.head_size, 0, dtype)

@@ -1,0 +1,60 @@
+"""What a secondary tier of vLLM brings back is checked in the scheduler: a chunk with a damaged row is a miss, and no worker reads it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_offload.base import get_offload_group_idx
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvpack.pages.codec import PageCodec
+
+
+def check_promotions(tier: Any, view: memoryview, codecs: Sequence[Sequence[PageCodec]], cell: int, blocks: int) -> None:
+    """Have ``tier`` report as failed what it brought to the chunks of ``view`` and is no row of ``codecs``.
+
+    ``codecs`` has for each group one for each cell of ``cell`` bytes in a chunk, which holds ``blocks`` rows.
+    """
+    submit, finished = tier.submit_load, tier.get_finished_jobs
+    running: dict[int, Any] = {}
+    tier.damaged_chunks = 0
+
+    def submit_load(metadata: Any) -> None:
+        running[metadata.job_id] = metadata
+        submit(metadata)
+
+    def good(key: bytes, chunk: int) -> bool:
+        group = codecs[get_offload_group_idx(key)]
+        memory = view[chunk : chunk + 1].cast("B")
+        rows = [
+            (codec, memory[begin : begin + codec.nbytes])
+            for number, codec in enumerate(group)
+            for begin in range(number * cell, number * cell + blocks * codec.nbytes, codec.nbytes)
+        ]
+        return all(codec.check([row]) == [None] for codec, row in rows)
+
+    def checked(result: Any) -> Any:
+        metadata = running.pop(result.job_id, None)
+        if metadata is None:
+            return result
+        loaded = set(metadata.keys if result.success else result.successful_keys or ())
+        places = dict(zip(metadata.keys, metadata.chunk_ids, strict=True))
+        bad = [key for key in loaded if not good(bytes(key), int(places[key]))]
+        if not bad:
+            return result
+        tier.damaged_chunks += len(bad)
+        # Otherwise vLLM would ask for what the lookup said, again and again.
+        for value in vars(tier).values():
+            if isinstance(value, AsyncLookupManager):
+                value.mark_miss(bad)
+        kept = [key for key in metadata.keys if key in loaded.difference(bad)]
+        return replace(result, success=False, successful_keys=kept or None)
+
+    def get_finished_jobs() -> Iterable[Any]:
+        return [checked(result) for result in finished()]
+
+    tier.submit_load, tier.get_finished_jobs = submit_load, get_finished_jobs

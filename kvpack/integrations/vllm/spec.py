@@ -1,0 +1,144 @@
+"""KvpackSpec: vLLM's TieringOffloadingSpec whose primary tier holds rows: pages are packed in the worker, where they are.
+
+vLLM's own secondary tiers store packed chunks as they are; what they bring back is checked before a worker sees it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.cpu.gpu_worker import pin_mmap_region
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvpack.formats.errors import InvalidParameter
+from kvpack.pages.codec import PageCodec
+
+from .identities import identity_of
+from .layouts import Rows
+from .promotions import check_promotions
+from .versions import check_version
+from .worker import PackedWorker
+
+if TYPE_CHECKING:
+    from .groups import Group
+
+GROUPS = "kvpack_groups"
+"""Where the connector puts what it knows of the model's cache layers in the configuration of the spec."""
+
+
+class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
+    """The options of ``kv_connector_extra_config`` are vLLM's, and ``recipe``, ``layout``, ``threads``, ``revision``, ``adapter``,
+    ``tenant`` and ``any_version``, as for the tier. Raises InvalidParameter, before vLLM serves, for what cannot be right.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        options = self.extra_config
+        check_version(vllm.__version__, bool(options.get("any_version", False)))
+        groups: list[Group] | None = options.get(GROUPS)
+        if groups is None:
+            raise InvalidParameter('KvpackSpec is made by kvpack\'s connector: write "kv_connector": "KvpackConnector"')
+        self._groups = groups
+        self._recipe, self._layout = _text(options, "recipe"), str(options.get("layout", ""))
+        _check(config, groups, self._layout, self.secondary_tier_configs)
+        identity = identity_of(
+            config,
+            self._recipe,
+            {"groups": [repr(group) for group in groups], "layers": [g.layer_names for g in config.groups], "layout": self._layout},
+            options.get("revision"),
+            str(options.get("adapter", "")),
+            str(options.get("tenant", "")),
+        )
+        self._packed: PackedWorker | None = None
+        copies = 1 if self.replicated_layout else config.parallel.world_size
+        self._namespace, threads = identity.digest, int(options.get("threads", 1))
+        self.codecs = [
+            [
+                PageCodec(group.recipe(self._recipe), group.geometry, threads=threads, namespace=self._namespace_of(number, rank))
+                for rank in range(copies)
+            ]
+            for number, group in enumerate(groups)
+        ]
+        self.cpu_page_size_per_worker = max(codecs[0].nbytes for codecs in self.codecs) * self.blocks_per_chunk
+        page_bytes = sum(group.page_bytes * group.layers for group in groups)
+        self.kv_bytes_per_chunk = -(-self.cpu_page_size_per_worker * copies // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.num_chunks = int(options["cpu_bytes_to_use"]) // self.kv_bytes_per_chunk
+        self.ratio = page_bytes * self.blocks_per_chunk * copies / self.kv_bytes_per_chunk
+        if not self.num_chunks:
+            raise InvalidParameter(f"cpu_bytes_to_use is {options['cpu_bytes_to_use']}, and one chunk takes {self.kv_bytes_per_chunk}")
+
+    def get_manager(self) -> Any:
+        """vLLM's manager, whose secondary tiers bring back checked rows alone."""
+        made = self._manager is None
+        manager = super().get_manager()
+        if made:
+            view = manager.primary_tier.get_kv_memoryview()
+            for tier in manager.secondary_tiers:
+                check_promotions(tier, view, self.codecs, self.cpu_page_size_per_worker, self.blocks_per_chunk)
+        return manager
+
+    def get_worker(self, kv_caches: Any) -> PackedWorker:
+        if self._packed is None:
+            self._packed = self._made_worker(kv_caches)
+        return self._packed
+
+    def _made_worker(self, kv_caches: Any) -> PackedWorker:
+        rank = 0 if self.replicated_layout else self.config.parallel.rank
+        pages = []
+        for group, refs in zip(self._groups, kv_caches.group_data_refs, strict=True):
+            for ref in refs:
+                if ref.page_size_bytes != group.page_bytes:
+                    raise InvalidParameter(
+                        f"a block of a layer has {ref.page_size_bytes} bytes, and by the model's configuration it has {group.page_bytes}: "
+                        "layers that are packed together in a block are not known to kvpack; use vLLM's TieringOffloadingSpec"
+                    )
+            pages.append(group.buffer(self._layout, [kv_caches.tensors[ref.tensor_idx].tensor for ref in refs]))
+            if current_platform.is_cpu() and group.kind == "attention":
+                from .cpu import check_layout
+
+                named = Rows(self._layout, 1, group.heads, group.tokens, group.dim, group.dtype)
+                check_layout(named, group.heads, group.tokens, group.dim)
+        region = SharedOffloadRegion(
+            engine_id=self._engine_id,
+            num_chunks=self.num_chunks,
+            rank=rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        if pages[0].device.type == "cuda":
+            pin_mmap_region(region)
+        memory = region.create_next_worker_view(self.cpu_page_size_per_worker)
+        return PackedWorker([codecs[rank] for codecs in self.codecs], pages, memory, self.blocks_per_chunk, region.cleanup)
+
+    def _namespace_of(self, group: int, rank: int) -> bytes:
+        return hashlib.sha256(self._namespace + f"group {group} of rank {rank}".encode()).digest()
+
+
+def _text(options: Any, name: str) -> str:
+    value = options.get(name)
+    if not isinstance(value, str) or not value:
+        raise InvalidParameter(f'{name} is {value!r}, expected text in kv_connector_extra_config, such as "octopus-4"')
+    return value
+
+
+def _check(config: Any, groups: list[Group], layout: str, tiers: list[Any]) -> None:
+    """Raise InvalidParameter for what the spec does not take."""
+    parallel = config.parallel
+    if len(groups) != len(config.groups):
+        raise InvalidParameter(f"vLLM offloads {len(config.groups)} groups of cache layers, and the connector found {len(groups)}")
+    if config.canonical_layout:
+        raise InvalidParameter("kvpack packs pages as a worker keeps them, and canonical_layout is set: leave it out")
+    for name in ("pp_size", "pcp_size", "dcp_size"):
+        if getattr(parallel, name) != 1:
+            raise InvalidParameter(f"{name} is {getattr(parallel, name)}, and kvpack's spec takes tensor parallelism alone")
+    if any(tier.get("type") in ("kvpack", "KvpackTier") for tier in tiers):
+        raise InvalidParameter(
+            "the primary tier holds rows already, and kvpack's tier packs pages: use vLLM's fs, obj or p2p tier below it"
+        )
+    if not layout and any(group.kind == "attention" for group in groups):
+        raise InvalidParameter("layout is missing in kv_connector_extra_config: adjacent, adjacent-tokens-first, split or cpu-vec")

@@ -1,0 +1,172 @@
+"""PackedWorker: between vLLM's device pages and rows in its memory of the host, encoded and decoded where the pages are."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy
+import torch
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from kvpack.pages.buffer import PageBuffer
+    from kvpack.pages.codec import PageCodec
+    from kvpack.pages.device import PageJob
+
+
+class Part(NamedTuple):
+    """Blocks of one group, and the rows of each in the memory of the host, uint8 ``[byte]``."""
+
+    group: int
+    blocks: list[int]
+    rows: list[torch.Tensor]
+
+
+class _Transfer:
+    """Jobs of one transfer with their rows on the device; ``land`` is what is to be done when the device has done them."""
+
+    def __init__(
+        self, number: int, parts: list[tuple[Part, torch.Tensor, PageJob]], land: Callable[[Part, torch.Tensor, PageJob], None], stream: Any
+    ) -> None:
+        self.number, self._parts, self._land, self._stream = number, parts, land, stream
+        self._begun, self._landed = time.perf_counter(), False
+        self._event: Any = None
+
+    def done(self, wait: bool = False) -> bool:
+        """Whether it is over; ``wait`` until it is."""
+        if not self._landed:
+            if not wait and not all(job.done for _, _, job in self._parts):
+                return False
+            self._landed = True
+            for part, rows, job in self._parts:
+                self._land(part, rows, job)
+            if self._stream is not None:
+                self._event = self._stream.record_event()
+        if self._event is None:
+            return True
+        if wait:
+            self._event.synchronize()
+        return bool(self._event.query())
+
+    @property
+    def result(self) -> Any:
+        size = sum(rows.numel() for _, rows, _ in self._parts)
+        return TransferResult(self.number, True, size, time.perf_counter() - self._begun)
+
+
+class PackedWorker(OffloadingWorker):  # type: ignore[misc]
+    """Encodes blocks to chunks of ``memory``, int8 ``[chunk, byte]``, and decodes them: a chunk has a row for each of its blocks.
+
+    ``codecs`` and ``pages`` have one for each group. On a CUDA device it works on a stream of its own, after what the current one has
+    begun. ``release`` frees the memory. A block whose row cannot be decoded is left as it is, and in ``failed_blocks``.
+    """
+
+    def __init__(
+        self,
+        codecs: Sequence[PageCodec],
+        pages: Sequence[PageBuffer],
+        memory: torch.Tensor,
+        blocks_per_chunk: int,
+        release: Callable[[], None],
+    ) -> None:
+        self._codecs, self._pages, self._release = codecs, pages, release
+        self._memory, self._blocks = memory.view(torch.uint8), blocks_per_chunk
+        self._device = pages[0].device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._running: deque[_Transfer] = deque()
+        self._failed: set[int] = set()
+        self.encoded = self.decoded = self.refused = self.damaged = 0
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Begin to encode device blocks to chunks."""
+        parts = []
+        with self._on_stream():
+            for part in self._parts(src_spec, dst_spec):
+                codec = self._codecs[part.group]
+                rows = torch.empty(len(part.blocks), codec.nbytes, dtype=torch.uint8, device=self._device)
+                parts.append((part, rows, codec.start_encode(self._pages[part.group], part.blocks, rows)))
+        self._running.append(_Transfer(job_id, parts, self._stored, self._stream))
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
+        """Begin to decode chunks to device blocks."""
+        parts = []
+        with self._on_stream():
+            for part in self._parts(dst_spec, src_spec):
+                codec = self._codecs[part.group]
+                rows = torch.empty(len(part.blocks), codec.nbytes, dtype=torch.uint8, device=self._device)
+                for row, source in zip(rows, part.rows, strict=True):
+                    row.copy_(source, non_blocking=True)
+                parts.append((part, rows, codec.start_decode(rows, self._pages[part.group], part.blocks)))
+        self._running.append(_Transfer(job_id, parts, self._loaded, self._stream))
+        return True
+
+    def get_finished(self) -> list[Any]:
+        found = []
+        while self._running and self._running[0].done():
+            found.append(self._running.popleft().result)
+        return found
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait for transfers; vLLM asks for their results by ``get_finished``."""
+        for transfer in self._running:
+            if transfer.number in job_ids:
+                transfer.done(wait=True)
+
+    def failed_blocks(self) -> set[int]:
+        """The blocks that were not loaded since the last call."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def shutdown(self) -> None:
+        self.wait({transfer.number for transfer in self._running})
+        self._running.clear()
+        for codec in self._codecs:
+            codec.close()
+        self._pages = ()
+        del self._memory
+        self._release()
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        if self._stream is None:
+            return nullcontext()
+        # Stores read what the model has begun to write, and blocks for loads may still be zeroed.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
+    def _stored(self, part: Part, rows: torch.Tensor, job: PageJob) -> None:
+        """Copy rows to the memory of the host: the row of a page that was refused is no row, and a later load of it fails."""
+        outcomes = job.outcomes()
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for row, target in zip(rows, part.rows, strict=True):
+                target.copy_(row, non_blocking=True)
+        self.encoded += outcomes.count(None)
+        self.refused += len(outcomes) - outcomes.count(None)
+
+    def _loaded(self, part: Part, rows: torch.Tensor, job: PageJob) -> None:
+        outcomes = job.outcomes()
+        self.decoded += outcomes.count(None)
+        self.damaged += len(outcomes) - outcomes.count(None)
+        self._failed |= {block for block, outcome in zip(part.blocks, outcomes, strict=True) if outcome is not None}
+
+    def _parts(self, on_device: Any, on_host: Any) -> list[Part]:
+        """The blocks of each group with their rows: the first chunk of a group may be used from its middle on, the last in part."""
+        chunks = numpy.asarray(on_host.chunk_ids if hasattr(on_host, "chunk_ids") else on_host.block_ids).tolist()
+        blocks = on_device.block_ids.tolist()
+        found, chunk, block = [], 0, 0
+        for group, (count, index) in enumerate(zip(on_device.group_sizes, on_device.block_indices, strict=True)):
+            if not count:
+                continue
+            skipped, size = index % self._blocks, self._codecs[group].nbytes
+            used = -(-(count + skipped) // self._blocks)
+            places = [(number, at * size) for number in chunks[chunk : chunk + used] for at in range(self._blocks)]
+            rows = [self._memory[number, begin : begin + size] for number, begin in places[skipped : skipped + count]]
+            found.append(Part(group, blocks[block : block + count], rows))
+            chunk, block = chunk + used, block + count
+        return found

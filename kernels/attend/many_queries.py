@@ -249,7 +249,8 @@ def _peer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> st
     """The library that attends these: cuDNN was the fastest on an H200."""
     if q.device.type != "cuda" or k.shape[3] != v.shape[3] or k.shape[3] % 8 or k.shape[2] < q.shape[2] * causal:
         return None
-    allowed = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
+    switches: Any = torch.backends.cuda
+    allowed = switches.cudnn_sdp_enabled(), switches.flash_sdp_enabled()
     asked = (*((x.shape, x.stride()) for x in (q, k, v)), q.dtype, q.device, causal, allowed)
     if asked not in _peers:
         if len(_peers) >= MOST_PEERS:

@@ -7,7 +7,8 @@ Hsu et al. 2022 (arXiv 2207.00112).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -130,6 +131,18 @@ class Klt(CodecFamily):
             return BasisRows(streams["rows"][:, :, 0])
         some = next(iter(streams.values()))
         return self.source_for(some.shape[1]).on(some.device)
+
+    def given(self, streams: Mapping[str, torch.Tensor]) -> Klt:
+        """The same codec with its rows as ``source``, named by their own digest where they are in ``streams`` and not in the basis.
+
+        Raises MissingBasis, and InvalidShape for another number of heads.
+        """
+        parts = self.parts(streams)
+        if "rows" not in streams:
+            return self
+        stored = parts.rows[:, :, : rows_of(self.dim)].cpu().contiguous()
+        digest = hashlib.sha256(f"{list(stored.shape)} {stored.dtype} ".encode() + stored.numpy().tobytes()).digest()
+        return replace(self, rows="basis", basis=digest, source=BasisRows(stored))
 
     def source_for(self, heads: int) -> BasisRows:
         """The rows that the codec was given. Raises MissingBasis, and InvalidShape for another number of heads."""

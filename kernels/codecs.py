@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack.formats.angle import Angle
 from kvpack.formats.group import Group
+from kvpack.formats.klt import Klt
 from kvpack.formats.lossless import Lossless
 from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.octahedral import Octahedral
@@ -38,6 +39,7 @@ from .loaders import angle_dense as angle_dense_tiles
 from .loaders import angle_dual as angle_dual_tiles
 from .loaders import angle_thread as angle_thread_tiles
 from .loaders import group as group_tiles
+from .loaders import klt as klt_tiles
 from .loaders import minifloat as minifloat_tiles
 from .loaders import octahedral as octahedral_tiles
 from .loaders import octahedral_dense as octahedral_dense_tiles
@@ -126,5 +128,6 @@ CODECS: dict[type[Codec], CodecKernels] = {
         decode_table.decode_into,
     ),
     Polar: CodecKernels(polar_tiles.tiles, encode=encode_polar.encode),
+    Klt: CodecKernels(klt_tiles.tiles),
     Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, decode_into=decode_table.decode_into),
 }

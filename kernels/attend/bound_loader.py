@@ -27,7 +27,8 @@ class BoundLoader(NamedTuple):
     """A codec's loader (``tiles.Tiles``) over the streams of one launch.
 
     ``widths`` are the columns of each tile, ``stream_widths`` what ``bitfields.load_column_fields`` takes.
-    ``whole``: the tokens of a warp's tile always lie in one token group.
+    ``whole``: the tokens of a warp's tile always lie in one token group. There are ``tables`` of ``table_values`` each, one per sequence
+    and head in turn. ``columns`` are those of all tiles, and of the ``offset`` (``tiles.Tiles``) if there is one.
     """
 
     load: Any
@@ -45,6 +46,11 @@ class BoundLoader(NamedTuple):
     dual: int
     interleave: int
     whole: bool
+    load_columns: Any
+    offset: bool
+    tables: int
+    table_values: int
+    columns: int
 
     @property
     def cache_key(self) -> str:
@@ -56,6 +62,7 @@ def bind(
     tiles: Tiles, shared: SharedTable, outliers: Outliers | None, streams: tuple[RowStream, ...], whole: bool, fast: bool
 ) -> BoundLoader:
     """The loader ``tiles`` over ``streams``. Without inline PTX (not ``fast``) tiles of bf16 are widened."""
+    tables = tiles.table if tiles.table is not None and tiles.table.dim() == 3 else None
     return BoundLoader(
         load=tiles.load,
         decode=tiles.decode,
@@ -72,4 +79,9 @@ def bind(
         dual=tiles.dual,
         interleave=tiles.interleave,
         whole=whole,
+        load_columns=tiles.load_columns,
+        offset=tiles.offset,
+        tables=1 if tables is None else tables.shape[0],
+        table_values=0 if tables is None else tables[0].numel(),
+        columns=sum(map(len, tiles.channels)) + tiles.offset,
     )

@@ -33,7 +33,7 @@ def of_sides(
         elif same and side == 1:
             places.append(places[0])
         else:
-            entries, values = tiles.entries or table.shape[0], table.shape[1]
+            entries, values = tiles.entries or table.shape[-2], table.shape[-1]
             copies = shared_table.copies_of(entries, 2 * values, budget // distinct)
             places.append(SharedTable(offset, copies, entries))
             if copies:

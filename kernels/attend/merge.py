@@ -73,7 +73,7 @@ def merge(
     tl.store(out + program.to(tl.int64) * DIM + channel, mean, channel < DIM)
 
 
-@triton.jit(do_not_specialize=["parts", "second_part", "rows", "padded", "heads", "q_len"])
+@triton.jit(do_not_specialize=["parts", "second_part", "rows", "padded", "heads", "q_len", "matrices", "matrix_columns"])
 def merge_originals(
     out: tl.tensor,
     sums: tl.tensor,
@@ -87,6 +87,8 @@ def merge_originals(
     padded: tl.tensor,
     heads: tl.tensor,
     q_len: tl.tensor,
+    matrices: tl.tensor,
+    matrix_columns: tl.tensor,
     SINK_LOGITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WIDTHS: tl.constexpr,
@@ -99,14 +101,15 @@ def merge_originals(
     """``merge`` of one row in every frame, and the sums' rotation to the original frame: ``out`` is ``[batch, head, row, DIM]``.
 
     There are one or two frames of values: parts ``[0, second_part)`` have the ``WIDTHS[0]`` columns of the first, and all others
-    ``WIDTHS[1]``. ``matrix`` is float32 ``[column, DIM]``, each frame padded to whole ``BLOCK_COLUMNS`` (``rotation.value_matrix``).
-    A program writes ``BLOCK_DIM`` channels.
+    ``WIDTHS[1]``. ``matrix`` is float32 ``[matrices, matrix_columns, DIM]``, each frame padded to whole ``BLOCK_COLUMNS``
+    (``rotation.value_matrix``). A program writes ``BLOCK_DIM`` channels.
     """
     FRAME_WIDTHS: tl.constexpr = WIDTHS
     program = tl.program_id(0)
     row = (program // rows * padded + program % rows).to(tl.int64) * parts
     channel = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)  # [channel]
     part = tl.arange(0, BLOCK_PARTS)  # [part]
+    matrix += (program // rows % matrices).to(tl.int64) * matrix_columns * DIM
     if DEPENDENT:
         gdc_wait()
     most = tl.full((BLOCK_PARTS,), UNSEEN, tl.float32)

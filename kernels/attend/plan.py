@@ -95,7 +95,8 @@ def loader(codec: Codec, dual: bool) -> Tiles:
 
 def _loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
     """The loaders of both sides: where they and their groups of tokens allow it, of neighbours, whose words are one run of memory."""
-    found = loader(k, dual), loader(v, dual)
+    values = loader(v, dual)
+    found = loader(k, dual), values.values or values
     if all(tiles.dual and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in found):
         k_tiles, v_tiles = (loaders.dual_tiles_of(codec, NEIGHBOURS) for codec in (k, v))
         assert k_tiles is not None
@@ -106,14 +107,16 @@ def _loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
 
 @lru_cache(maxsize=256)
 def columns(codec: Codec, dual: bool) -> tuple[int, ...]:
-    """The channel of each column of all tiles of ``loader``, -1 for none."""
-    return tuple(channel for part in loader(codec, dual).channels for channel in part)
+    """The channel of each column of all tiles of ``loader``, -1 for none; then that of its offset, if it has one."""
+    tiles = loader(codec, dual)
+    return tuple(channel for part in tiles.channels for channel in part) + ((codec.dim,) if tiles.offset else ())
 
 
 @lru_cache(maxsize=256)
 def frame_dim(codec: Codec) -> int:
-    """Channels that columns have: the head dim, and as many again for the signs of qjl."""
-    return (1 if loader(codec, False).signs is None else 2) * codec.dim
+    """Channels that columns have: the head dim, and as many again for the signs of qjl, or one for an offset."""
+    tiles = loader(codec, False)
+    return (1 if tiles.signs is None else 2) * codec.dim + tiles.offset
 
 
 @lru_cache(maxsize=16)

@@ -112,7 +112,7 @@ class Prepared:
         self._dual, self._device, self._dependent = dual, device, plan.overlaps(device)
         self._overlap = {"launch_pdl": True} if self._dependent else {}
         parts = sum(launch.parts for launch in launches)
-        self._parts, self._columns = parts, max(sum(launch.constants["V"].widths) for launch in launches)
+        self._parts, self._columns = parts, max(launch.constants["V"].columns for launch in launches)
         rows = shape.sequences * shape.padded
         places = _Places()
         self._scales = places.take(rows)
@@ -204,10 +204,12 @@ class Prepared:
         return out.to(self.dtype)
 
     def _rotated_back(self, sums: torch.Tensor, codec: Codec, before: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        count, frame_dim, dim = math.prod(sums.shape[:3]), sums.shape[3], codec.dim
+        frame_dim, dim, matrices = sums.shape[3], codec.dim, rotation.frame_matrix(codec, str(sums.device))
+        sequences = 1 if matrices.shape[0] == 1 else sums.shape[0] * sums.shape[1]
+        count = math.prod(sums.shape[:3]) // sequences
         out = torch.empty(*sums.shape[:3], dim, dtype=dtype, device=sums.device)
-        rotation.rotate_sums[(-(-count // 16), -(-dim // rotation.BLOCK_COLUMNS))](
-            out, sums, rotation.frame_matrix(codec, str(sums.device)), sums if before is None else before, count,
+        rotation.rotate_sums[(sequences * -(-count // 16), -(-dim // rotation.BLOCK_COLUMNS))](
+            out, sums, matrices, sums if before is None else before, count, -(-count // 16), matrices.shape[0],
             DIM=dim, FRAME_DIM=frame_dim, BLOCK_DIM=rotation.query_block(frame_dim), ROWS=16,
             BLOCK_COLUMNS=rotation.BLOCK_COLUMNS, ADD=before is not None, DEPENDENT=self._dependent, **self._overlap,
         )  # fmt: skip
@@ -236,7 +238,7 @@ class Prepared:
             launch = CachedLaunch(
                 rotation.rotate_queries,
                 (shape.sequences * row_blocks, blocks.shape[0], 1),
-                (per_score, shape.rows, row_blocks, matrix.shape[1]),
+                (per_score, shape.rows, row_blocks, matrix.shape[2], matrix.shape[0]),
                 {
                     "DIM": shape.dim, "BLOCK_DIM": rotation.query_block(shape.dim), "ROWS": shape.block,
                     "BLOCK_COLUMNS": rotation.BLOCK_COLUMNS, "DEPENDENT": self._dependent,
@@ -281,7 +283,7 @@ class Prepared:
         launch = CachedLaunch(
             merge.merge_originals,
             (shape.sequences * shape.rows, -(-self.dim_v // ROW_CHANNELS), 1),
-            (self._parts, second, shape.rows, shape.padded, shape.heads, shape.q_len),
+            (self._parts, second, shape.rows, shape.padded, shape.heads, shape.q_len, matrix.shape[0], matrix.shape[1]),
             {
                 "SINK_LOGITS": self.options.sink_logits, "COLUMNS": self._columns, "WIDTHS": tuple(len(columns) for _, columns in codecs),
                 "DIM": self.dim_v, "BLOCK_PARTS": ROW_PARTS, "BLOCK_COLUMNS": ROW_COLUMNS, "BLOCK_DIM": ROW_CHANNELS,

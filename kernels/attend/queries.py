@@ -18,13 +18,15 @@ from kvpack.kernels.loaders.qjl import half_sum, queries_of_bits
 class Queries(NamedTuple):
     """The query rows of a program.
 
-    ``tiles`` are ``[warp, column, row]``, beside the key tiles that they are multiplied with (``_query_tiles``), ``half_sum``
-    ``[1, 1, row]`` or 0 is what signs take of them (``qjl.half_sum``). Of each row, ``[1, 1, row]``: ``scale`` is what its scores are
-    multiplied by, ``position`` its token, and ``second`` whether its scores are of the second of two tokens in a tile's row.
+    ``tiles`` are ``[warp, column, row]``, beside the key tiles that they are multiplied with (``_query_tiles``). Of each row, all
+    ``[1, 1, row]``: ``half_sum`` is what signs take of it (``qjl.half_sum``) and ``offset`` what all of its scores have, or 0;
+    ``scale`` is what its scores are multiplied by, ``position`` its token, and ``second`` whether its scores are of the second of two
+    tokens in a tile's row.
     """
 
     tiles: Any
     half_sum: Any
+    offset: Any
     scale: Any
     position: Any
     second: Any
@@ -62,26 +64,28 @@ def load_queries(
     SIGNS: tl.constexpr = K.signs
     SETS: tl.constexpr = 2 if DUAL and not K.dual else 1
     padded = row_blocks * BLOCK
-    columns: tl.constexpr = sum_of(WIDTHS)
     row = tl.arange(0, ROWS)  # [row]
     second = (row >= ROWS // 2)[None, None, :]  # [1, 1, row]
     if DUAL:
         row = row % (ROWS // 2)
     row += block * BLOCK
-    begin = q + sequence.to(tl.int64) * columns * padded
+    begin = q + sequence.to(tl.int64) * K.columns * padded
     tiles = _query_tiles(begin, row, second, padded, K, DUAL, WARPS)  # [warp, column, row] each
     of_signs = 0.0
     if SIGNS is not None:
         tiles = queries_of_bits(tiles, SIGNS, SETS)
         of_signs = half_sum(tiles, SIGNS, SETS)
+    offset = 0.0
+    if K.offset:
+        offset = tl.load(begin + sum_of(WIDTHS) * padded + row)[None, None, :]
     scale = tl.load(scales + sequence * padded + row)[None, None, :]  # [1, 1, row]
-    return Queries(tiles, of_signs, scale, position + (row % q_len)[None, None, :], second)
+    return Queries(tiles, of_signs, offset, scale, position + (row % q_len)[None, None, :], second)
 
 
 @triton.jit
 def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
     """The queries with positions int32, counted from ``token``."""
-    return Queries(queries.tiles, queries.half_sum, queries.scale, (queries.position - token).to(tl.int32), queries.second)
+    return Queries(queries.tiles, queries.half_sum, queries.offset, queries.scale, (queries.position - token).to(tl.int32), queries.second)
 
 
 @triton.jit

@@ -1,12 +1,14 @@
 """Queries into the coded frames and sums of values out of them: products with kept matrices.
 
-A matrix holds the rotation and the order of columns of a tile loader (OCTOPUS Eq. 13: the query is rotated, not the keys).
+A matrix holds the rotation and the order of columns of a tile loader (OCTOPUS Eq. 13: the query is rotated, not the keys). There is one for
+all sequences and heads, or as many as the basis of a codec has.
 """
 
 # mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,9 @@ from triton import language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.formats.klt import Klt
 from kvpack.formats.qjl import Qjl
+from kvpack.kernels.loaders import klt
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -29,49 +33,72 @@ BLOCK_COLUMNS = 32
 def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """What ``rotate_queries`` reads for ``frames``: codecs and, of each, the channel of every column, -1 for none.
 
-    Returns float32 ``[dim, column]``, what each channel of a query adds to each column of all frames, each frame padded to whole blocks
-    of columns; and int64 ``[block, 4]``: a block's first column in its frame, its frame's columns, and those of the frames before, with and
-    without padding. Channels from the head dim on are those of qjl's rotation.
+    Returns float32 ``[matrix, dim, column]``, what each channel of a query adds to each column of all frames, each frame padded to whole
+    blocks of columns; and int64 ``[block, 4]``: a block's first column in its frame, its frame's columns, and those of the frames before,
+    with and without padding. Channels from the head dim on are those of qjl's rotation, or of the offset of klt.
     """
     parts, blocks = [], []
     padded = before = 0
     with torch.inference_mode(False):
         for codec, channels in frames:
-            turned = codec.rotation.forward(torch.eye(codec.dim))
-            if qjl := codec.side_car(Qjl):
-                turned = torch.cat([turned, qjl.rotation.forward(turned)], 1)
             # Column -1 is that of no channel.
-            turned = torch.nn.functional.pad(turned, (0, 1))[:, list(channels)]
+            turned = torch.nn.functional.pad(_coded_of(codec), (0, 1))[..., list(channels)]
             own = -(-len(channels) // BLOCK_COLUMNS) * BLOCK_COLUMNS
             parts.append(torch.nn.functional.pad(turned, (0, own - len(channels))))
             blocks += [[first, len(channels), padded, before] for first in range(0, own, BLOCK_COLUMNS)]
             padded, before = padded + own, before + len(channels)
-        return torch.cat(parts, 1).contiguous().to(device), torch.tensor(blocks, dtype=torch.int64).to(device)
+        return torch.cat(_as_many(parts), 2).contiguous().to(device), torch.tensor(blocks, dtype=torch.int64).to(device)
 
 
 @lru_cache(maxsize=256)
 def value_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], block: int, device: str) -> torch.Tensor:
-    """float32 ``[column, dim]``: what each column of the sums in ``frames`` adds to each channel; each frame padded to whole ``block``s."""
+    """float32 ``[matrix, column, dim]``: what each column of the sums in ``frames`` adds to each channel.
+
+    Each frame is padded to whole ``block``s.
+    """
     parts = []
     with torch.inference_mode(False):
         for codec, channels in frames:
-            back = torch.nn.functional.pad(_originals_of(codec), (0, 0, 0, 1))[list(channels)]
+            back = torch.nn.functional.pad(_originals_of(codec), (0, 0, 0, 1))[:, list(channels)]
             parts.append(torch.nn.functional.pad(back, (0, 0, 0, -len(channels) % block)))
-        return torch.cat(parts).contiguous().to(device)
+        return torch.cat(_as_many(parts), 1).contiguous().to(device)
 
 
 @lru_cache(maxsize=256)
 def frame_matrix(codec: Codec, device: str) -> torch.Tensor:
-    """float32 ``[frame dim, dim]``: what each channel of sums in ``codec``'s frame adds to each channel of the original frame."""
+    """float32 ``[matrix, frame dim, dim]``: what each channel of sums in ``codec``'s frame adds to each channel of the original frame."""
     with torch.inference_mode(False):
         return _originals_of(codec).contiguous().to(device)
 
 
+def _as_many(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``parts`` ``[matrix, ...]``, repeated so that all have as many: sequences and heads take them in turn."""
+    most = math.lcm(*(part.shape[0] for part in parts))
+    return [part.repeat(most // part.shape[0], 1, 1) for part in parts]
+
+
+def _coded_of(codec: Codec) -> torch.Tensor:
+    """What each channel of a query adds to each channel of ``codec``'s frame, float32 ``[matrix, dim, frame dim]``."""
+    if isinstance(codec, Klt):
+        return _originals_of(codec).transpose(1, 2)
+    turned = codec.rotation.forward(torch.eye(codec.dim))
+    if qjl := codec.side_car(Qjl):
+        turned = torch.cat([turned, qjl.rotation.forward(turned)], 1)
+    return turned[None]
+
+
 def _originals_of(codec: Codec) -> torch.Tensor:
+    """The rows of the coded frame, float32 ``[matrix, frame dim, dim]``; of klt, in units of its tables, then the mean token."""
+    if isinstance(codec, Klt):
+        assert codec.source is not None
+        source = codec.source.on(torch.device("cpu"))
+        matrix = source.matrix.to(torch.float64)
+        found = torch.cat([matrix / klt.unit_of(codec), source.mean.to(torch.float64) @ matrix], 2)
+        return found.flatten(0, 1).to(torch.float32)
     frame = torch.eye(codec.dim)
     if qjl := codec.side_car(Qjl):
         frame = torch.cat([frame, qjl.rotation.inverse(frame)])
-    return codec.rotation.inverse(frame)
+    return codec.rotation.inverse(frame)[None]
 
 
 @triton.jit
@@ -85,7 +112,7 @@ def products(
     return tl.dot(weights, rows, input_precision="tf32x3")
 
 
-@triton.jit(do_not_specialize=["rows", "row_blocks", "matrix_columns"])
+@triton.jit(do_not_specialize=["rows", "row_blocks", "matrix_columns", "matrices"])
 def rotate_queries(
     turned: tl.tensor,
     scales: tl.tensor,
@@ -96,6 +123,7 @@ def rotate_queries(
     rows: tl.tensor,
     row_blocks: tl.tensor,
     matrix_columns: tl.tensor,
+    matrices: tl.tensor,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -127,6 +155,7 @@ def rotate_queries(
     length = tl.maximum(tl.sqrt(tl.sum(values * values, 0)), 1.0)
     values = values / length[None, :]
     column = first + tl.arange(0, BLOCK_COLUMNS)
+    matrix += sequence % matrices * DIM * matrix_columns
     found = products(values, matrix, padded_before + column, matrix_columns, DIM, BLOCK_DIM)
     padded = row_blocks * ROWS
     at = (before * sequences + sequence * columns + column[:, None]) * padded + row[None, :]
@@ -135,13 +164,15 @@ def rotate_queries(
         tl.store(scales + sequence * padded + row, length * largest * per_score)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "row_blocks", "matrices"])
 def rotate_sums(
     out: tl.tensor,
     sums: tl.tensor,
     matrix: tl.tensor,
     before: tl.tensor,
     count: tl.tensor,
+    row_blocks: tl.tensor,
+    matrices: tl.tensor,
     DIM: tl.constexpr,
     FRAME_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -150,17 +181,24 @@ def rotate_sums(
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Sums ``[row, FRAME_DIM]`` float32 in a coded frame, as ``out`` ``[row, DIM]`` in the original one, plus ``before`` with ``ADD``."""
+    """Sums ``[sequence, row, FRAME_DIM]`` float32 in a coded frame, as ``out`` ``[sequence, row, DIM]`` in the original one.
+
+    ``before`` is added with ``ADD``. A sequence has ``count`` rows in ``row_blocks`` blocks, and takes one of the ``matrices``
+    (``frame_matrix``); where there is but one, all rows may be given as those of one sequence.
+    """
     if DEPENDENT:
         gdc_wait()
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    sequence = (tl.program_id(0) // row_blocks).to(tl.int64)
+    own = tl.program_id(0) % row_blocks * ROWS + tl.arange(0, ROWS)
+    row = sequence * count + own
     channel = tl.arange(0, BLOCK_DIM)
-    mask = (channel < FRAME_DIM)[:, None] & (row < count)[None, :]
+    mask = (channel < FRAME_DIM)[:, None] & (own < count)[None, :]
     values = tl.load(sums + row[None, :] * FRAME_DIM + channel[:, None], mask, 0.0)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    matrix += sequence % matrices * FRAME_DIM * DIM
     found = products(values, matrix, column, DIM, FRAME_DIM, BLOCK_DIM)
     at = row[None, :] * DIM + column[:, None]
-    real = (column < DIM)[:, None] & (row < count)[None, :]
+    real = (column < DIM)[:, None] & (own < count)[None, :]
     if ADD:
         found += tl.load(before + at, real, 0.0)
     tl.store(out + at, found, real)

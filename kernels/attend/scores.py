@@ -111,6 +111,8 @@ def _score(
         scores += products * of_rows(factor_of(loaded, 1, queries.second, factor_of_bits, SIGNS, False, FAST))
     if K.outliers is not None:
         scores = add_outlier_scores(scores, entries, queries.tiles, TILE, OUTLIERS, FAST)
+    if K.offset:
+        scores += queries.offset
     scores = scores * queries.scale
     if SOFTCAP:
         # cap * tanh(s / cap): 1 / cap is in scale, and the logarithm's base in cap.

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvpack.formats.group import Group
+from kvpack.formats.klt import Klt
 from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.outliers import VALUES as OUTLIERS
 from kvpack.formats.outliers import Outliers
@@ -164,6 +165,8 @@ def _whole_page(codec: Codec, first: int, page: Page, frame: Page | None) -> Sid
         # Scales of 8 bits are few: they are looked up once.
         codec, streams = codec.with_pairs(streams)
     exact = True
+    if type(codec) is Klt:
+        codec = codec.given(streams)
     if type(codec) is Minifloat:
         codec, streams = codec.with_wide_run_scale(streams)
         exact = minifloat.is_exact(codec, streams)

@@ -12,7 +12,7 @@ Sources: split-K flash decoding with a log-sum-exp merge; OCTOPUS Eq. 13 for que
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005
+# ruff: noqa: RUF005, SIM108
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -85,7 +85,7 @@ def attend_split(
     """Attend one work item for one head and one block of rows; write a partial result per warp.
 
     ``work_table`` is int64 ``[item, WORK_ROW]`` (``work.load_work``), ``numbers`` int16 0, 1, 2, ... for ``load_column_fields``, and
-    ``k_table`` and ``v_table`` binary16 ``[entry, value]``. ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32
+    ``k_table`` and ``v_table`` binary16 ``[table, entry, value]``. ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32
     ``[batch, head, row]`` are padded to whole row blocks. Written are ``sums_out`` float32 ``[batch, head, row, part, column]``,
     ``largest_out`` and ``total_out`` ``[batch, head, row, part]``. ``lengths`` int32 ``[batch]``, read if ``LENGTHS``, are the tokens
     that each sequence has; ``position`` is that of the first query of a sequence of all tokens.
@@ -94,8 +94,6 @@ def attend_split(
     second-level cache; with ``LOADS_AHEAD`` they are loaded, into registers.
     """
     # Triton 3.6 takes tuples and text as arguments of functions only where they have a name.
-    K_FIELDS: tl.constexpr = K.stream_widths
-    V_FIELDS: tl.constexpr = V.stream_widths
     DUAL: tl.constexpr = K.dual or V.dual
     ROW_TOKENS: tl.constexpr = 2 if DUAL else 1
     ADJACENT: tl.constexpr = DUAL and second_token_offset(DUAL, TOKENS) == 1
@@ -113,6 +111,8 @@ def attend_split(
         gdc_launch_dependents()
 
     # Load: what the program attends, its tables on their way to shared memory, and its queries.
+    k_table += sequence % K.tables * K.table_values
+    v_table += sequence % V.tables * V.table_values
     table_entries = _begin_tables(k_table, v_table, TABLES, WARPS)
     if PATCHES:
         declare_patches(PATCHES, WARPS)
@@ -121,8 +121,8 @@ def attend_split(
     PREFETCHED: tl.constexpr = STEP if PREFETCH else 0
     if PREFETCHED:
         prefetch(work, 0, K, V, 0, PREFETCHED)
-    k_lookup = Lookup(load_column_fields(numbers, K_FIELDS), k_table)
-    v_lookup = Lookup(load_column_fields(numbers, V_FIELDS), v_table)
+    k_lookup = _lookup(numbers, k_table, work.k, K, TOKENS)
+    v_lookup = _lookup(numbers, v_table, work.v, V, TOKENS)
     if LENGTHS:
         length = tl.minimum(tl.load(lengths + batch), position + q_len)
         position = length - q_len
@@ -201,6 +201,18 @@ def attend_split(
 
 
 @triton.jit
+def _lookup(numbers: tl.tensor, table: tl.tensor, rows: tl.tuple, SIDE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
+    """What decoding the tiles of a side takes, besides what is loaded of its rows."""
+    FIELDS: tl.constexpr = SIDE.stream_widths
+    CONSTANTS: tl.constexpr = SIDE.constants
+    if SIDE.load_columns is None:
+        columns = load_column_fields(numbers, FIELDS)
+    else:
+        columns = SIDE.load_columns(table, rows, CONSTANTS, TOKENS)
+    return Lookup(columns, table)
+
+
+@triton.jit
 def _begin_tables(k_table: tl.tensor, v_table: tl.tensor, TABLES: tl.constexpr, WARPS: tl.constexpr) -> tl.tuple:
     """Declare the shared memory of ``TABLES`` and fetch their entries, on their way to registers."""
     FILLS: tl.constexpr = TABLES.fills
@@ -267,3 +279,5 @@ def _finish(
         # [warp, column, row]
         tl.store(sums_out + part * COLUMNS + done + tl.arange(0, V_WIDTHS[number])[None, :, None], softmax.sums[number], real)
         done += V_WIDTHS[number]
+    if V.offset:
+        tl.store(sums_out + part * COLUMNS + done, softmax.total, real)

@@ -79,9 +79,11 @@ class Work(NamedTuple):
 
 @lru_cache(maxsize=256)
 def loader_of(codec: Codec) -> Tiles | None:
-    """The loader by which rows of ``codec`` are decoded here: None without one, for raw values, and for one that adds signs or outliers."""
+    """The loader by which rows of ``codec`` are decoded here: None without one, for raw values, and where tiles do not hold all."""
     tiles = loaders.tiles_of(codec)
-    return None if tiles is None or type(codec) is Raw or tiles.signs or tiles.outliers or tiles.dtype != "fp16" else tiles
+    if tiles is None or type(codec) is Raw or tiles.signs or tiles.outliers or tiles.offset or tiles.dtype != "fp16":
+        return None
+    return tiles
 
 
 def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, device: torch.device) -> Work:

@@ -46,7 +46,8 @@ class Tiles:
 
     Channels from the head dim on are those of another rotation (``qjl``).
 
-    ``table``, binary16 ``[entries, 2 or 4]``, is what ``decode`` looks values up in.
+    ``table``, binary16 ``[entries, 2 or 4]``, is what ``decode`` looks values up in; with an axis of tables before these, each head has
+    one of its own, or each sequence and head.
     """
 
     load: Any
@@ -77,6 +78,14 @@ class Tiles:
     """How the two tokens lie in tiles whose rows are the words of two tokens; ``channels`` are then those of one token. 0: one token."""
     interleave: int = DUAL_WIDTH
     """Columns of one token that lie side by side in such tiles, before as many columns of the other token."""
+    values: Tiles | None = None
+    """The loader of values, where it differs from this one of keys in what ``decode`` takes; ``channels`` are the same."""
+    load_columns: Any = None
+    """What loads the constants that ``decode`` takes besides rows, ``load_columns(table, rows, constants, tokens)`` with a head's table and
+    its ``work.Rows``; None for ``bitfields.load_column_fields``."""
+    offset: bool = False
+    """Whether all of a head's tokens have something in common, which no tile holds: scores have a term of the query alone, and sums one of
+    the weights alone. It is one more column, behind those of the tiles, whose channel is the one after the last."""
     dtype: str = "fp16"
     """Dtype of the tiles: fp16, or that of raw values; without inline PTX, bf16 values are widened to fp32."""
     signs: tuple[Any, ...] | None = None

@@ -9,6 +9,7 @@ What each text does, ``shared_table``, ``thread_lookups`` and ``field_lookups`` 
 from __future__ import annotations
 
 import triton
+from triton import language as tl
 
 from kvpack.kernels.triton_insides import COMPILERS_BYTES, SHARED_MEMORY
 
@@ -82,6 +83,57 @@ def lookup_of_tiles(position: int, bits: int, values: int, offset: int, copies: 
         {place("low", position)} {place("high", 16 + position)}
         {table} {loads} {joined}
     }}"""
+
+
+@triton.constexpr_function
+def lookup_of_columns(bits: int, offset: int, copies: int) -> str:
+    """Two 32-bit words, each with a code of its own: entries of two equal halves.
+
+    Inputs are the words, how far each is rotated right, so that its code begins at the bit of the size of an entry's copies, and the byte
+    of each table's first entry, a multiple of the table's size.
+    """
+    mask = ((1 << bits) - 1) * 4 * copies
+
+    def place(name: str, word: int, rotation: int, first: int) -> str:
+        return f"""or.b32 first, lane, ${first}; shf.r.wrap.b32 {name}, ${word}, ${word}, ${rotation};
+            lop3.b32 {name}, {name}, {mask}, first, 0xEA; add.u32 {name}, {name}, base; ld.shared.b32 {name}, [{name} + {offset}];"""
+
+    return f"""{{
+        .reg .b32 lane, first, base, low, high;
+        mov.u32 lane, %laneid; and.b32 lane, lane, {copies - 1}; shl.b32 lane, lane, 2; mov.u32 base, kvpack_tables;
+        {place("low", 1, 3, 5)} {place("high", 2, 4, 6)} prmt.b32 $0, low, high, 0x5410;
+    }}"""
+
+
+@triton.constexpr_function
+def lookup_of_pairs(bits: int, joint: bool, offset: int, copies: int) -> str:
+    """Two entries of 16 bits by neighbouring codes of a word: one entry of both (``joint``), or the low halves of two entries.
+
+    Inputs are those of ``lookup_of_columns``, of one word.
+    """
+    unit = 4 * copies
+    load = f"add.u32 {{0}}, {{0}}, base; ld.shared.b32 {{0}}, [{{0}} + {offset}];"
+    start = f"""{{
+        .reg .b32 lane, base, low, high;
+        mov.u32 lane, %laneid; and.b32 lane, lane, {copies - 1}; shl.b32 lane, lane, 2; mov.u32 base, kvpack_tables; or.b32 lane, lane, $3;
+        shf.r.wrap.b32 low, $1, $1, $2;"""
+    if joint:
+        return f"""{start} lop3.b32 low, low, {((1 << 2 * bits) - 1) * unit}, lane, 0xEA; {load.format("low")} mov.b32 $0, low; }}"""
+    mask = ((1 << bits) - 1) * unit
+    return f"""{start} shf.r.wrap.b32 high, low, low, {bits};
+        lop3.b32 low, low, {mask}, lane, 0xEA; lop3.b32 high, high, {mask}, lane, 0xEA;
+        {load.format("low")} {load.format("high")} prmt.b32 $0, low, high, 0x5410; }}"""
+
+
+SELECT_BY_BIT = tl.constexpr(
+    """{ .reg .b32 low, high;
+        shf.r.wrap.b32 low, $1, $1, $3; shf.r.wrap.b32 high, $2, $2, $4;
+        prmt.b32 low, low, high, 0xFFBB; lop3.b32 $0, low, $6, $5, 0x6A; }"""
+)
+"""Two values of 16 bits, each by a bit of a word of its own: one of its inputs, with the bits of the other flipped if it is 1.
+
+Inputs are the words, how far each is rotated right, so that its bit is the highest, and those of both values in one register.
+"""
 
 
 @triton.constexpr_function

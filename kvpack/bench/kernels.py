@@ -18,10 +18,9 @@ import torch
 
 import kvpack
 from kvpack.attention import attention_kernels
-from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 
-from . import encode_kernels, kernels_picture, picture, query_kernels, unpack_kernels
+from . import encode_kernels, kernels_picture, picture, query_kernels, synthetic_basis, unpack_kernels
 from .query_kernels import Shape
 from .timing import eager_seconds, graph_seconds, median_seconds
 
@@ -66,6 +65,7 @@ RECIPES = (
     "kv=polar:b=3",
     "polarquant-3",
     "octopus-qjl-3",
+    "klt=63211000:53100000",
 )
 SWEEP = Shape(1, 32, 8, 128, 0)
 SWEEP_TOKENS = tuple(1 << power for power in range(10, 19))
@@ -110,7 +110,7 @@ def run(
     """
     named = [(text, parse_shape(text)) for text in shapes]
     for recipe in recipes or ():
-        parse_recipe(recipe)
+        synthetic_basis.check(recipe)
     if out is not None:
         picture.library()
     if not torch.cuda.is_available():
@@ -123,7 +123,9 @@ def run(
         tables.append({"name": name, **shape._asdict(), "rows": _rows(shape, recipes or RECIPES, bandwidth)})
         if progress:
             progress(done, len(every) + 1)
-    encode = encode_kernels.run(recipes or encode_kernels.RECIPES) if "encode" in parts else None
+    # Writers of klt have no kernel of their own.
+    encoded = [recipe for recipe in recipes or encode_kernels.RECIPES if not recipe.startswith(synthetic_basis.NAME)]
+    encode = encode_kernels.run(encoded) if "encode" in parts and encoded else None
     unpack = unpack_kernels.run(recipes or unpack_kernels.RECIPES) if "unpack" in parts else None
     shapes_of_queries = [shape for _, shape in named] if parts == ("queries",) and set(shapes) != set(SHAPES) else [QUERIES_SHAPE]
     queries = [query_kernels.run(recipes or query_kernels.RECIPES, shape) for shape in shapes_of_queries if "queries" in parts]
@@ -190,7 +192,7 @@ def _peers(q: torch.Tensor, kv: list[torch.Tensor]) -> list[dict[str, Any]]:
 
 
 def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]:
-    layer: Layer = kvpack.pack([(kv[0], kv[1])], recipe)[0]
+    layer = synthetic_basis.pack(kv[0], kv[1], recipe)
     kernels = attention_kernels(q, layer)
     size = sum(stream.nbytes for side in layer.sides.values() for page in side.pages for stream in page.streams.values())
     if kernels is None:
@@ -291,6 +293,10 @@ def show(report: dict[str, Any]) -> None:
         print("Eager is the whole call as a program makes it, beside the faster SDPA called so.")
         print(
             "A recipe without a kernel is decoded first, and attended by torch: the time is of the whole call. The error is against fp64."
+        )
+    if any(row["recipe"].startswith(synthetic_basis.NAME) for table in [*report["shapes"], *report["sweep"]] for row in table["rows"]):
+        print(
+            f"{synthetic_basis.NAME}... is klt with these widths of runs, by a basis of random numbers: its time says nothing of quality."
         )
     if report["encode"] is not None:
         encode_kernels.show(report["encode"], report["device"])

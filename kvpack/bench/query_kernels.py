@@ -13,6 +13,7 @@ import torch
 import kvpack
 from kvpack.attention import attention_kernels
 
+from . import synthetic_basis
 from .timing import repeated_seconds
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def run(recipes: Sequence[str], shape: Shape, queries: Sequence[int] = QUERIES) 
     peers = {count: _peers(q, k, v) for count, q in asked.items()}
     rows = []
     for recipe in recipes:
-        layer = kvpack.pack([(k, v)], recipe)[0]
+        layer = synthetic_basis.pack(k, v, recipe)
         q = normal(shape.q_heads, min(CHECKED_QUERIES, shape.tokens))
         exact = kvpack.attend(q.to(torch.float32), layer)
         error = float((kvpack.attend(q, layer).to(torch.float32) - exact).norm() / exact.norm())

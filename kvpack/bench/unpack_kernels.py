@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import kvpack
-
+from . import synthetic_basis
 from .encode_kernels import Shape
 from .timing import graph_seconds, repeated_seconds
 
@@ -56,7 +55,7 @@ def run(recipes: Sequence[str], shape: Shape = SHAPE) -> dict[str, Any]:
 
 
 def _row(pair: list[torch.Tensor], recipe: str) -> dict[str, Any]:
-    layer = kvpack.pack([(pair[0], pair[1])], recipe)[0]
+    layer = synthetic_basis.pack(pair[0], pair[1], recipe)
     row: dict[str, Any] = {"recipe": recipe}
     for name, side in layer.sides.items():
         row[f"{name}_seconds"] = repeated_seconds(partial(side.unpack, torch.bfloat16))

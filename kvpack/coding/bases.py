@@ -40,7 +40,7 @@ GAIN_BITS = 16
 
 LEAST_BITS, MOST_BITS = 0.25, 8.0
 
-_DISTORTIONS = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000642, 0.000163, 0.0000412)
+DISTORTIONS = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000642, 0.000163, 0.0000412)
 """Mean squared error of a normal value of variance 1 by a table of 0 to 8 bits. Source: Max 1960, Table I; above 5 bits Panter-Dite."""
 
 _STEPS = 100
@@ -128,7 +128,7 @@ class Basis:
         for place, weights in self._run_weights.items():
             widths = []
             for weight in weights:
-                gains = (before - after for before, after in pairwise(_DISTORTIONS))
+                gains = (before - after for before, after in pairwise(DISTORTIONS))
                 widths.append(sum(1 for gain in gains if weight * gain > slope))
             found[place] = bytes(widths) if any(widths) else bytes([1, *widths[1:]])
         return found

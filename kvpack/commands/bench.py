@@ -142,7 +142,11 @@ def _add_kernels(kinds: Any) -> None:
     )
     kernels.add_argument("--shape", action="append", metavar="SHAPE", help="A, B, C, D or BxHqxHkvxDxT; may be repeated (default: all)")
     kernels.add_argument(
-        "--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: one per codec)"
+        "--recipe",
+        action="append",
+        metavar="RECIPE",
+        help="a recipe to measure, or klt=63211000:53100000 for klt with these widths of runs, keys and values, by a basis of random "
+        "numbers; may be repeated (default: one per codec)",
     )
     kernels.add_argument("--only", choices=("attention", "encode", "unpack", "queries"), help="measure only this part")
     kernels.add_argument("--sweep", action="store_true", help="measure contexts of 1,024 to 262,144 tokens as well")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvpack.bench import kernels, kernels_picture
+from kvpack.bench import kernels, kernels_picture, synthetic_basis
 from kvpack.cli import main
 from kvpack.formats.errors import InvalidParameter
 
@@ -32,6 +32,17 @@ def test_shapes_by_letter_and_by_number() -> None:
 def test_unknown_shapes_are_refused(text: str, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         kernels.parse_shape(text)
+
+
+def test_a_synthetic_basis_has_the_widths_that_its_name_gives() -> None:
+    k, v = (torch.randn(1, 2, 32, dim) for dim in (128, 40))
+    layer = synthetic_basis.pack(k, v, "klt=83211000:5710")
+    assert layer.k is not None
+    assert layer.v is not None
+    assert (layer.k.codec.widths, layer.v.codec.widths) == (bytes([8, 3, 2, 1, 1, 0, 0, 0]), bytes([5, 7, 1]))
+    for recipe in ("klt=12", "klt=9:1", "klt=000:1", "klt=1:2:3"):
+        with pytest.raises(InvalidParameter, match="expected klt=63211000:53100000"):
+            synthetic_basis.check(recipe)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -1,0 +1,485 @@
+"""klt as tiles (spec/codecs/klt.md): columns of a calibrated basis, each by the table of its run and head.
+
+Rows are short and their codes have many widths, so a row is loaded as 32-bit registers per token (``row_registers``). The columns of a
+tile differ in which bytes hold their code and at which bit it begins: constants of each column say so, loaded once per program. A code
+of one bit selects one of two entries; the others are looked up in shared memory.
+"""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.basis import RUN_COLUMNS
+from kvpack.formats.errors import MissingBasis
+from kvpack.formats.klt import columns_of
+from kvpack.kernels.tables.table_assembly import SELECT_BY_BIT, lookup_of_columns, lookup_of_pairs
+from kvpack.kernels.words.columns import constant_at
+from kvpack.kernels.words.row_registers import (
+    Place,
+    Register,
+    Row,
+    RowLoad,
+    Words,
+    load_parities,
+    load_registers,
+    permuted,
+    read_register,
+    selectors,
+)
+from kvpack.kernels.words.streams import Stream
+from kvpack.kernels.words.tile_layout import of_columns, of_tokens
+from kvpack.kernels.words.token_factors import load_factor, read_factor
+
+from .tiles import Tiles
+
+if TYPE_CHECKING:
+    from kvpack.formats.basis import BasisRows
+    from kvpack.formats.klt import Klt
+    from kvpack.kernels.tables.shared_tables import SharedTable
+
+COLUMNS = tl.constexpr(16)
+"""Columns of a tile: the step of the matrix units."""
+
+LARGEST = 2.0**15
+"""The largest entry of a table, and the longest row of the matrix in its unit, that binary16 is trusted with."""
+
+LARGEST_POWER = 8
+"""Tables are multiplied by a power of two of at most this size, and queries divided by it."""
+
+MOST_TOKENS = tl.constexpr(64)
+"""Tokens of a warp's tile, at most."""
+
+
+LOOKED_UP, SELECTED, PAIRS, TWO_BY_TWO = (tl.constexpr(number) for number in range(4))
+"""How a tile is decoded: each column looks its entry up; or selects one of two; or two columns at once look up a pair of entries, or
+one entry each. Only neighbouring columns of keys lie in one register of values; those of values are two tokens."""
+
+WIDEST_PAIR = 3
+"""Bits of codes up to which there is a table of pairs of entries."""
+
+
+class Tile(NamedTuple):
+    """One tile: its ``kind``, the numbers of the ``registers`` that hold its codes of ``bits``, and those of constants of its columns.
+
+    The code of a column begins at bit ``position`` of the register that ``selectors`` make of several; where ``merged``, the position is
+    the low byte of the last selector. The table of a column begins at ``first_entry``, or at the constant ``own_entry`` where that is not
+    -1. Of codes that select one of two entries, ``entries`` are the constants of entry 0 and of what turns it into entry 1. Constants are
+    those of every second column where two are decoded at once.
+    """
+
+    kind: int
+    registers: tuple[int, ...]
+    bits: int
+    position: int
+    selectors: tuple[int, ...] = ()
+    merged: bool = False
+    first_entry: int = 0
+    own_entry: int = -1
+    entries: tuple[int, ...] = ()
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec: the ``loads`` of a row, the ``registers`` that these fill, and its tiles.
+
+    The table of a head has ``entries``, and behind them ``columns`` constants of the columns of tiles, and 0 and 16 in turn for
+    ``row_registers.load_parities``. The gain is stream ``gain_stream``, -1 for none.
+    """
+
+    loads: tuple[RowLoad, ...]
+    registers: tuple[Register, ...]
+    tiles: tuple[Tile, ...]
+    entries: int
+    columns: int
+    gain_stream: int
+
+
+def unit_of(codec: Klt) -> float:
+    """The power of two that the matrix is divided by and tables are multiplied by, so that queries in the coded frame are at most about 1.
+
+    Raises MissingBasis.
+    """
+    matrix = _source(codec).matrix[:, :, _kept(codec)]
+    exponent = int(torch.frexp(matrix.norm(dim=-1).max()).exponent)
+    return float(2.0 ** min(max(exponent, -LARGEST_POWER), LARGEST_POWER))
+
+
+def tiles(codec: Klt) -> Tiles | None:
+    """The loader of ``codec``, which has its basis; None where binary16 does not hold its tables, or queries in its frame.
+
+    Raises MissingBasis.
+    """
+    source, unit = _source(codec), unit_of(codec)
+    tables = {run: source.table(run, width).flatten(0, 1) * unit for run, width in enumerate(codec.widths) if width}
+    longest = source.matrix[:, :, _kept(codec)].norm(dim=-1).max() / unit
+    if not (longest <= LARGEST and all(table.abs().max() <= LARGEST for table in tables.values())):
+        return None
+    return replace(_tiles(codec, tables, True), values=_tiles(codec, tables, False))
+
+
+def _tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
+    """The loader of keys, or of values, with ``tables`` ``[head, code]`` by run."""
+    row, plan = Row(), _Plan(tables, keys)
+    for (name, packing), columns in zip(codec.packings().items(), columns_of(codec.widths, codec.dim).values(), strict=True):
+        plan.add(row.add(name, packing), columns)
+    plan.place_tables()
+    streams, gain = row.streams, codec.gain != "none"
+    constants = Constants(
+        loads=tuple(row.loads),
+        registers=tuple(row.registers),
+        tiles=tuple(plan.tiles),
+        entries=plan.count,
+        columns=len(plan.constants),
+        gain_stream=len(streams) if gain else -1,
+    )
+    return Tiles(
+        load,
+        decode,
+        factor if gain else None,
+        constants,
+        len(plan.tiles),
+        tuple(plan.channels),
+        (*streams, Stream("gain", 16, 1)) if gain else tuple(streams),
+        plan.table(),
+        entries=max(plan.count, 1),
+        load_columns=load_columns,
+        offset=True,
+    )
+
+
+def _source(codec: Klt) -> BasisRows:
+    if codec.source is None:
+        raise MissingBasis(f"the {codec.place} are needed, and were not given")
+    return codec.source.on(torch.device("cpu"))
+
+
+def _kept(codec: Klt) -> list[int]:
+    """The columns that have codes."""
+    return [column for column in range(codec.dim) if codec.widths[column // RUN_COLUMNS]]
+
+
+class _Plan:
+    """The tiles of a codec, the tables of all heads, and the constants of columns behind these, as they are found."""
+
+    def __init__(self, tables: dict[int, torch.Tensor], keys: bool) -> None:
+        """``tables`` ``[head, code]`` by run; two columns of ``keys`` are decoded at once where they can be."""
+        self.tiles: list[Tile] = []
+        self.channels: list[tuple[int, ...]] = []
+        self.constants: list[torch.Tensor] = []
+        self.count = 0
+        self._keys = keys
+        self._bits = {run: _bits(table) for run, table in tables.items()}
+        self._used: dict[tuple[int, bool], int] = {}
+        """The first entry of each table in use, by run and whether it is of pairs."""
+        self._runs: list[tuple[int, ...]] = []
+        self._tables = torch.empty(0)
+
+    def add(self, words: Words, columns: list[int]) -> None:
+        """The tiles of a code stream, whose symbols are codes of ``columns`` of the coded frame."""
+        packing, bits = words.packing, words.packing.bases[0].bit_length() - 1
+        symbols = sorted((symbol % packing.width, symbol // packing.width) for symbol in range(packing.symbols))
+        for first in range(0, len(symbols), COLUMNS.value):
+            own = symbols[first : first + COLUMNS.value]
+            channels = [columns[field * packing.width + word] for word, field in own]
+            spare = COLUMNS.value - len(own)
+            self.channels.append((*channels, *[-1] * spare))
+            # Columns without a channel decode that of the first, and nothing is made of them.
+            own += own[:1] * spare
+            self._add_tile(words, bits, own, [channel // RUN_COLUMNS for channel in channels + channels[:1] * spare])
+
+    def _add_tile(self, words: Words, bits: int, symbols: list[tuple[int, int]], runs: list[int]) -> None:
+        """The tile of ``symbols``, (word, field) each, of columns of ``runs``."""
+        firsts, seconds = symbols[::2], symbols[1::2]
+        neighbours = all(second == (word, field + 1) for (word, field), second in zip(firsts, seconds, strict=True))
+        kind, length = LOOKED_UP.value, bits
+        if self._keys and neighbours and runs[::2] == runs[1::2]:
+            kind, length = (PAIRS if bits <= WIDEST_PAIR else TWO_BY_TWO).value, 2 * bits
+            symbols, runs = firsts, runs[::2]
+        places = [_places(words, word, field * bits, length) for word, field in symbols]
+        registers = tuple(sorted({place.register for own in places for place in own}))
+        merged = len(registers) > 1 and max(map(len, places)) <= 2
+        begin = 2 if merged else 1
+        steps = selectors(places, registers, begin)
+        begins = [begin if steps else own[0].byte for own in places]
+        at = [8 * byte + field * bits % 8 for byte, (_, field) in zip(begins, symbols, strict=True)]
+        if merged:
+            # One register of constants is one less to keep.
+            steps[-1] = [selector | bit for selector, bit in zip(steps[-1], at, strict=True)]
+        numbers = tuple(self._number(_row(step)) for step in steps)
+        position = numbers[-1] if merged else self._number(_row(at))
+        entries: tuple[int, ...] = ()
+        if not self._keys and bits == 1 and not steps:
+            kind = SELECTED.value
+            zero, one = (torch.cat([self._bits[run][:, code : code + 1] for run in runs], 1) for code in (0, 1))
+            entries = self._number(zero), self._number(zero ^ one)
+        self.tiles.append(Tile(kind, registers, bits, position, numbers, merged, entries=entries))
+        self._runs.append(() if entries else tuple(runs))
+        for run in {*self._runs[-1]}:
+            self._used[run, kind == PAIRS.value] = 0
+
+    def place_tables(self) -> None:
+        """Give each table its place, and each tile the first entries of its columns."""
+        tables = {}
+        for run, pairs in self._used:
+            own = self._bits[run]
+            # The first column's code is in the low bits.
+            tables[run, pairs] = (own[:, None, :] | own[:, :, None] << 16).flatten(1) if pairs else own | own << 16
+        # Large tables first: each then begins at a multiple of its size.
+        for key, table in sorted(tables.items(), key=lambda item: -item[1].shape[1]):
+            self._used[key], self.count = self.count, self.count + table.shape[1]
+        self._tables = torch.cat([tables[key] for key in sorted(self._used, key=self._used.__getitem__)], 1) if tables else self._tables
+        for number, (tile, runs) in enumerate(zip(self.tiles, self._runs, strict=True)):
+            if runs:
+                first = [self._used[run, tile.kind == PAIRS.value] for run in runs]
+                same = len({*first}) == 1
+                self.tiles[number] = tile._replace(first_entry=first[0], own_entry=-1 if same else self._number(_row(first)))
+
+    def _number(self, values: torch.Tensor) -> int:
+        """The number of a constant, int32 ``[head or 1, column]``; those of every second column are each there twice."""
+        values = values.repeat(1, COLUMNS.value // values.shape[1])
+        for number, known in enumerate(self.constants):
+            if torch.equal(known, values):
+                return number
+        self.constants.append(values)
+        return len(self.constants) - 1
+
+    def table(self) -> torch.Tensor:
+        """binary16 ``[head, entry, 2]``: the entries of a head, and the constants of columns as integers of 32 bits."""
+        heads = next(iter(self._bits.values())).shape[0]
+        entries = [self._tables] if self.count else []
+        constants = [values.expand(heads, COLUMNS.value) for values in self.constants]
+        halves = torch.tensor([0, 16] * (MOST_TOKENS.value // 2 + 1), dtype=torch.int32).expand(heads, -1)
+        return torch.cat([*entries, *constants, halves], 1).contiguous().view(torch.float16).view(heads, -1, 2)
+
+
+def _places(words: Words, word: int, first: int, bits: int) -> list[Place]:
+    """The bytes of ``bits`` bits of a column from bit ``first`` up."""
+    return [words.place(word, byte) for byte in range(first // 8, (first + bits - 1) // 8 + 1)]
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The bits of values rounded to binary16, int32."""
+    return values.to(torch.float16).view(torch.int16).to(torch.int32) & 0xFFFF
+
+
+def _row(values: list[int]) -> torch.Tensor:
+    return torch.tensor([values], dtype=torch.int32)
+
+
+@triton.jit
+def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
+    """The constants behind a head's entries, int32 ``[1, column]`` each: of all columns, of every second one, and of ``load_parities``."""
+    LOADS: tl.constexpr = CONSTANTS.loads
+    COUNT: tl.constexpr = CONSTANTS.columns
+    begin = table.to(tl.pointer_type(tl.int32)) + CONSTANTS.entries
+    columns = ()
+    seconds = ()
+    for number in tl.static_range(COUNT):
+        columns = columns + (tl.load(begin + number * COLUMNS + tl.arange(0, COLUMNS))[None, :],)
+        seconds = seconds + (tl.load(begin + number * COLUMNS + tl.arange(0, COLUMNS // 2))[None, :],)
+    return columns, seconds, load_parities(rows.streams, rows.first, begin + COUNT * COLUMNS, LOADS, TOKENS)
+
+
+@triton.jit
+def load(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    CONSTANTS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The rows of all code streams (``row_registers.load_registers``), then the gains (``token_factors``)."""
+    LOADS: tl.constexpr = CONSTANTS.loads
+    loaded = load_registers(pointers, first, token, valid, LOADS, MASKED, FAST)
+    if CONSTANTS.gain_stream >= 0:
+        loaded = loaded + load_factor(pointers[CONSTANTS.gain_stream], first, token, valid, 16, MASKED, FAST)
+    return loaded
+
+
+@triton.jit
+def decode(
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The entries of the codes of ``STEP``: one binary16 tile ``[warp, token, column]`` or transposed."""
+    TILES: tl.constexpr = CONSTANTS.tiles
+    TILE: tl.constexpr = constant_at(TILES, STEP)
+    REGISTERS: tl.constexpr = CONSTANTS.registers
+    if TILE.kind == SELECTED:
+        value = _selected(loaded, column_fields, TILE, REGISTERS, TRANSPOSED, FAST)
+    elif TILE.kind == LOOKED_UP:
+        value = _looked_up(loaded, column_fields, table, TILE, REGISTERS, SHARED, TRANSPOSED, FAST)
+    else:
+        value = _pairs(loaded, column_fields, table, TILE, REGISTERS, SHARED, FAST)
+    return (value,)
+
+
+@triton.jit
+def _register(
+    loaded: tl.tuple, constants: tl.tuple, REGISTERS: tl.constexpr, NUMBERS: tl.constexpr, AT: tl.constexpr, TRANSPOSED: tl.constexpr
+) -> tl.tensor:
+    """Register ``NUMBERS[AT]``, uint32 that broadcasts to a tile."""
+    REGISTER: tl.constexpr = constant_at(REGISTERS, NUMBERS[AT])
+    return of_tokens(read_register(loaded, constants[2], REGISTER), TRANSPOSED)
+
+
+@triton.jit
+def _selected(
+    loaded: tl.tuple,
+    constants: tl.tuple,
+    TILE: tl.constexpr,
+    REGISTERS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tensor:
+    """Entry 0 or 1 of each column, by one bit of the register."""
+    NUMBERS: tl.constexpr = TILE.registers
+    word = _register(loaded, constants, REGISTERS, NUMBERS, 0, TRANSPOSED)
+    ENTRIES: tl.constexpr = TILE.entries
+    position = _constant(constants, TILE.position, COLUMNS, TRANSPOSED)
+    zero = _constant(constants, ENTRIES[0], COLUMNS, TRANSPOSED).to(tl.int16)
+    change = _constant(constants, ENTRIES[1], COLUMNS, TRANSPOSED).to(tl.int16)
+    if FAST:
+        value = tl.inline_asm_elementwise(
+            SELECT_BY_BIT, "=r,r,r,r,r,r,r", [word, position + 1, zero, change], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        bit = (word >> position.to(tl.uint32)) & 1
+        value = (zero ^ tl.where(bit == 1, change, 0)).to(tl.float16, bitcast=True)
+    return value
+
+
+@triton.jit
+def _looked_up(
+    loaded: tl.tuple,
+    constants: tl.tuple,
+    table: tl.tensor,
+    TILE: tl.constexpr,
+    REGISTERS: tl.constexpr,
+    SHARED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tensor:
+    """The entry of each column, by a code that lies anywhere in the registers."""
+    STRIDE: tl.constexpr = stride_of(SHARED, FAST)
+    word, position, first = _code(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS, TRANSPOSED, FAST)
+    if STRIDE:
+        value = tl.inline_asm_elementwise(
+            lookup_of_columns(TILE.bits, SHARED.offset, SHARED.copies),
+            "=r,r,r,r,r,r,r",
+            [word, position, first << STRIDE],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        code = (word >> position.to(tl.uint32)) & ((1 << TILE.bits) - 1)
+        value = tl.load(table + 2 * (first + code.to(tl.int32)))
+    return value
+
+
+@triton.jit
+def _pairs(
+    loaded: tl.tuple,
+    constants: tl.tuple,
+    table: tl.tensor,
+    TILE: tl.constexpr,
+    REGISTERS: tl.constexpr,
+    SHARED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tensor:
+    """The entries of two columns at a time, whose codes are neighbouring fields of a word: ``[warp, token, column]``."""
+    STRIDE: tl.constexpr = stride_of(SHARED, FAST)
+    word, position, first = _code(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS // 2, False, FAST)
+    if STRIDE:
+        pair = tl.inline_asm_elementwise(
+            lookup_of_pairs(TILE.bits, TILE.kind == PAIRS, SHARED.offset, SHARED.copies),
+            "=r,r,r,r",
+            [word, position, first << STRIDE],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        entries = table.to(tl.pointer_type(tl.uint32))
+        low = (word >> position.to(tl.uint32)).to(tl.int32)
+        if TILE.kind == PAIRS:
+            pair = tl.load(entries + (first + (low & ((1 << 2 * TILE.bits) - 1))))
+        else:
+            MASK: tl.constexpr = (1 << TILE.bits) - 1
+            pair = tl.load(entries + (first + (low & MASK))) & 0xFFFF
+            pair = pair | (tl.load(entries + (first + ((low >> TILE.bits) & MASK))) << 16)
+    even = pair.to(tl.uint16).to(tl.float16, bitcast=True)
+    odd = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    return tl.reshape(tl.join(even, odd), (pair.shape[0], pair.shape[1], COLUMNS))
+
+
+@triton.constexpr_function
+def stride_of(shared: SharedTable, fast: bool) -> int:
+    """The binary logarithm of the bytes that an entry takes in shared memory with its copies; 0 where tables are not there."""
+    return (4 * shared.copies).bit_length() - 1 if fast and shared.copies else 0
+
+
+@triton.jit
+def _code(
+    loaded: tl.tuple,
+    constants: tl.tuple,
+    TILE: tl.constexpr,
+    REGISTERS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    COUNT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The word that holds the code of each of ``COUNT`` columns, the bit at which it begins there, and the first entry of its table.
+
+    With a ``STRIDE`` the bit is how far the word is to be rotated right.
+    """
+    NUMBERS: tl.constexpr = TILE.registers
+    SELECTORS: tl.constexpr = TILE.selectors
+    position = _constant(constants, TILE.position, COUNT, TRANSPOSED) - STRIDE
+    word = _register(loaded, constants, REGISTERS, NUMBERS, 0, TRANSPOSED)
+    for number in tl.static_range(1, len(NUMBERS)):
+        other = _register(loaded, constants, REGISTERS, NUMBERS, number, TRANSPOSED)
+        if TILE.merged and number == len(NUMBERS) - 1:
+            selector = position
+        else:
+            selector = _constant(constants, SELECTORS[number - 1], COUNT, TRANSPOSED)
+        word = permuted(word, other, selector, FAST)
+    first = tl.full((1, 1, 1), TILE.first_entry, tl.int32)
+    if TILE.own_entry >= 0:
+        first = _constant(constants, TILE.own_entry, COUNT, TRANSPOSED)
+    if STRIDE == 0:
+        position = position & 31
+    return word, position, first
+
+
+@triton.jit
+def _constant(constants: tl.tuple, NUMBER: tl.constexpr, COUNT: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
+    """A constant of ``COUNT`` columns, int32 that broadcasts to a tile."""
+    return of_columns(constants[0 if COUNT == COLUMNS else 1][NUMBER], TRANSPOSED)
+
+
+@triton.jit
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The gain, float32 ``[warp, token]``."""
+    return read_factor(loaded, len(CONSTANTS.loads), 16, FAST)

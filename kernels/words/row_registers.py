@@ -1,0 +1,197 @@
+"""Rows of short code streams as 32-bit registers per token, and the bytes of these that hold a column's code.
+
+A tile of words of such rows would hold each word many times. Here a row is loaded once per token, whatever its streams, and
+permutations of bytes bring the code of every column to the same place of a register.
+"""
+
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+from triton import language as tl
+
+from .bitfields import load_per_token
+from .columns import constant_at
+from .streams import Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpack.formats.columns import Columns
+
+
+class RowLoad(NamedTuple):
+    """One load per token: element ``at`` of the ``row`` elements of ``bits`` (16, 32 or 64) that stream number ``stream`` has per token."""
+
+    stream: int
+    bits: int
+    row: int
+    at: int
+
+
+class Register(NamedTuple):
+    """32 bits of a row: what load number ``load`` gave, of 64 bits the half ``half`` (0 low, 1 high).
+
+    Of a load of 16 bits, number ``parity`` of ``load_parities`` says in which half of each token's word it is; of others it is -1.
+    """
+
+    load: int
+    half: int
+    parity: int
+
+
+class Place(NamedTuple):
+    """Byte ``byte`` (0 lowest) of register number ``register``."""
+
+    register: int
+    byte: int
+
+
+class Row:
+    """The loads of a row, their registers, and the streams that they read, of one code stream after another."""
+
+    def __init__(self) -> None:
+        self.loads: list[RowLoad] = []
+        self.registers: list[Register] = []
+        self.streams: list[Stream] = []
+        self.halves = 0
+
+    def add(self, name: str, packing: Columns) -> Words:
+        """Load the planes of a code stream, in elements as wide as its rows allow; an element of 16 bits takes a register of its own."""
+        first = []
+        for plane, words in enumerate(packing.planes):
+            bits = 64 if words % 4 == 0 else 32 if words % 2 == 0 else 16
+            row = 16 * words // bits
+            first.append(len(self.registers))
+            for at in range(row):
+                parity = self.halves if bits == 16 else -1
+                self.halves += bits == 16
+                self.registers += [Register(len(self.loads), half, parity) for half in range(2 if bits == 64 else 1)]
+                self.loads.append(RowLoad(len(self.streams), bits, row, at))
+            self.streams.append(Stream(f"{name}.{plane}", bits, row))
+        return Words(packing, tuple(first))
+
+
+class Words(NamedTuple):
+    """Where the columns of a code stream are: the number of the ``first`` register of each of its planes."""
+
+    packing: Columns
+    first: tuple[int, ...]
+
+    def place(self, column: int, byte: int) -> Place:
+        """The place of a byte of a column."""
+        plane, high = divmod(byte, 2)
+        word = column
+        if plane == self.packing.column_bytes // 2:
+            # The last bytes of an odd number: two columns per word.
+            high, word = divmod(column, (self.packing.width + 1) // 2)
+        if self.packing.planes[plane] % 2:
+            return Place(self.first[plane] + word, high)
+        return Place(self.first[plane] + word // 2, 2 * (word % 2) + high)
+
+
+def selectors(places: Sequence[Sequence[Place]], registers: Sequence[int], begin: int) -> list[list[int]]:
+    """The selectors of ``permuted`` that join ``registers``, one after another: for each after the first, one per column.
+
+    ``places`` are the bytes of each column, which come to byte ``begin`` of the result and those after it; the others are free.
+    """
+    found = []
+    for number in range(1, len(registers)):
+        step = []
+        for own in places:
+            selector = 0
+            for kept, place in enumerate(own, begin):
+                at = registers.index(place.register)
+                nibble = 4 + place.byte if at == number else place.byte if number == 1 and at == 0 else kept
+                selector |= nibble << 4 * kept
+            step.append(selector)
+        found.append(step)
+    return found
+
+
+@triton.jit
+def load_registers(
+    pointers: tl.tuple, first: tl.tensor, token: tl.tensor, valid: tl.tensor, LOADS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
+    """What ``read_register`` takes of the rows of ``token`` ``[warp, token]``, from row ``first`` on: one ``[warp, token]`` per load."""
+    loaded = ()
+    for number in tl.static_range(len(LOADS)):
+        loaded = loaded + _load(pointers, first, token, valid, constant_at(LOADS, number), MASKED, FAST)
+    return loaded
+
+
+@triton.jit
+def _load(
+    pointers: tl.tuple, first: tl.tensor, token: tl.tensor, valid: tl.tensor, LOAD: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
+    """A half is loaded as the aligned word that holds it, because only loads of 32 bits are fetched ahead of time, or in both halves."""
+    pointer = pointers[LOAD.stream]
+    if LOAD.bits == 64:
+        loaded = load_per_token(pointer.to(tl.pointer_type(tl.int64)), first, token, valid, LOAD.row, LOAD.at, MASKED)
+    elif LOAD.bits == 32:
+        loaded = load_per_token(pointer, first, token, valid, LOAD.row, LOAD.at, MASKED)
+    elif MASKED or not FAST:
+        # The word of the last half may end beyond the stream.
+        half = load_per_token(pointer, first, token, valid, LOAD.row, LOAD.at, MASKED).to(tl.int32)
+        loaded = (half & 0xFFFF) | (half << 16)
+    else:
+        address = pointer.to(tl.int64)
+        half = (first * (2 * LOAD.row) + (address & 2)).to(tl.int64) // 2 + (token * LOAD.row + LOAD.at)
+        loaded = tl.load((address - (address & 2)).to(tl.pointer_type(tl.int32)) + half // 2)
+    return (loaded,)
+
+
+@triton.jit
+def load_parities(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOADS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
+    """For each load of 16 bits, the bit at which a token's half begins in its word: int32 ``[1, token]``, the same for every tile.
+
+    ``halves`` points at 0, 16, 0, 16, ... Tiles begin an even number of rows after row ``first``, and rows have an odd number of halves.
+    """
+    found = ()
+    for number in tl.static_range(len(LOADS)):
+        found = found + _load_parity(pointers, first, halves, constant_at(LOADS, number), TOKENS)
+    return found
+
+
+@triton.jit
+def _load_parity(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOAD: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
+    found = ()
+    if LOAD.bits == 16:
+        odd = (pointers[LOAD.stream].to(tl.int64) // 2 + first + LOAD.at) & 1
+        found = (tl.load(halves + odd + tl.arange(0, TOKENS))[None, :],)
+    return found
+
+
+@triton.jit
+def read_register(loaded: tl.tuple, parities: tl.tuple, REGISTER: tl.constexpr) -> tl.tensor:
+    """A register of ``load_registers``, uint32 ``[warp, token]``; of one of 16 bits the upper half is unspecified."""
+    value = loaded[REGISTER.load]
+    if REGISTER.half == 1:
+        value = value >> 32
+    value = value.to(tl.uint32)
+    if REGISTER.parity >= 0:
+        value = value >> parities[REGISTER.parity].to(tl.uint32, bitcast=True)
+    return value
+
+
+@triton.jit
+def permuted(low: tl.tensor, high: tl.tensor, selector: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """Each byte of the result is that of ``low`` (0 to 3) or ``high`` (4 to 7) which 4 bits of ``selector`` number, from the lowest up.
+
+    All are 32-bit integers that broadcast to a tile; the result is uint32.
+    """
+    if FAST:
+        value = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selector], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        value = tl.zeros((1, 1, 1), tl.uint32)
+        for byte in tl.static_range(4):
+            number = ((selector >> (4 * byte)) & 7).to(tl.uint32)
+            found = tl.where(number < 4, low >> (8 * (number & 3)), high >> (8 * (number & 3)))
+            value = value | ((found & 0xFF) << (8 * byte))
+    return value

@@ -1,0 +1,139 @@
+"""Attention over rows of klt by Triton: every width, each head by a basis of its own, and what tiles do not hold."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from kvpack.cache.layer import Layer
+from kvpack.formats.basis import BasisRows, rows_of
+from kvpack.formats.errors import MissingBasis
+from kvpack.formats.klt import Klt
+
+from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
+from klt_bases import random_rows  # isort: skip
+from random_sides import check, codecs, exact, random_side  # isort: skip
+
+if TYPE_CHECKING:
+    from kvpack.cache.side import Side
+
+pytestmark = [pytest.mark.kernels, needs_loaded_bounds, pytest.mark.usefixtures("uninitialized_is_poisoned")]
+
+
+def klt(dim: int, widths: bytes, side: str = "k", heads: int = 2, gain: str = "fp16", rows: str = "basis", scale: float = 1.0) -> Klt:
+    """A codec with a random basis for each head, whose digest names it."""
+    found = random_rows(heads, dim, side).clone()
+    found[:, 1 : 1 + dim] *= scale
+    digest = hashlib.sha256(f"{dim} {heads} {side} {scale}".encode()).digest()
+    return Klt.of(dim, digest, 0, side, widths, gain, rows, BasisRows(found[None]))
+
+
+def sides(k: Klt, v: Klt, runs: tuple[int, ...] = (40,), tail: int = 0, batch: int = 1) -> tuple[Side, Side]:
+    return random_side(k, 2, runs, tail, 1, batch), random_side(v, 2, runs, tail, 2, batch)
+
+
+WIDTHS = {
+    "every width": (128, bytes([1, 2, 3, 4, 5, 6, 7, 8]), bytes([8, 7, 6, 5, 4, 3, 2, 1])),
+    "widths that calibrations find": (128, bytes([6, 3, 2, 1, 1, 0, 0, 0]), bytes([5, 3, 1, 0, 0, 0, 0, 0])),
+    "three runs of one width": (96, bytes([1, 3, 1, 3, 1, 3]), bytes([2, 4, 2, 4, 2, 4])),
+    "three wide runs": (96, bytes([5, 7, 5, 7, 5, 7]), bytes([6, 8, 6, 8, 6, 8])),
+    "all runs alike": (64, bytes([3, 3, 3, 3]), bytes([1, 1, 1, 1])),
+    "partial runs": (40, bytes([1, 2, 3]), bytes([4, 1, 1])),
+    "one run": (64, bytes([0, 0, 0, 1]), bytes([0, 2, 0, 0])),
+    "few channels": (5, bytes([3]), bytes([1])),
+}
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_widths(name: str) -> None:
+    dim, k, v = WIDTHS[name]
+    check(Layer(*sides(klt(dim, k), klt(dim, v, "v", gain="none"))), 4)
+
+
+@pytest.mark.parametrize("fields", [1, 3, 16, 40])
+def test_other_numbers_of_fields(fields: int) -> None:
+    """Columns of other sizes than writers choose: codes of one bit are then looked up, too."""
+    k, v = klt(64, bytes([1, 3, 1, 1])), klt(64, bytes([1, 2, 0, 1]), "v")
+    k, v = (replace(codec, fields=tuple((name, fields) for name, _ in codec.fields)) for codec in (k, v))
+    check(Layer(*sides(k, v)), 2)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "queries of a chunk": {"q_len": 5},
+    "more rows than the merge rotates": {"q_len": 80},
+    "softcap": {"softcap": 3.0, "q_len": 2},
+    "a window": {"sliding_window": 20, "q_len": 2},
+    "half precision": {"dtype": torch.bfloat16},
+    "sink logits": {"sink_logits": [2.0, -torch.inf, 0.5, 1.0]},
+    "lengths": {"lengths": [30, 77]},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_over_pages_and_a_tail(mode: str) -> None:
+    k, v = klt(32, bytes([4, 1])), klt(32, bytes([1, 3]), "v")
+    check(Layer(*sides(k, v, (50, 33), 9, 2)), 4, **MODES[mode])
+
+
+def test_beside_another_codec() -> None:
+    """Tiles of the other side may hold two tokens per row; frames of other codecs have one matrix for all heads."""
+    k, v = klt(64, bytes([3, 1, 0, 2])), klt(64, bytes([2, 1, 1, 0]), "v")
+    groups, scalars = codecs("group:b=2,g=32", "scalar:b=2", (64, 64))
+    check(Layer(sides(k, v)[0], random_side(scalars, 2, (40,), 0, 3)), 4)
+    check(Layer(random_side(groups, 2, (40,), 0, 3), sides(k, v)[1]), 4)
+
+
+@pytest.mark.parametrize("rows", ["fp16", "fp32"])
+def test_rows_in_the_cache(rows: str) -> None:
+    """Each sequence and each page has rows of its own, all of which name the same basis."""
+    layer = []
+    for name in "kv":
+        codec = klt(32, bytes([2, 3]), name, rows=rows)
+        side = random_side(replace(codec, source=None), 2, (40, 35), 5, 4, 2)
+        for number, page in enumerate(side.pages):
+            stored = torch.stack([random_rows(2, 32, f"{name} {number} {sequence}") for sequence in range(2)])[:, :, None]
+            assert stored.shape[3] == rows_of(32)
+            page.streams["rows"].copy_(stored)  # type: ignore[union-attr]
+        layer.append(side)
+    check(Layer(*layer), 4)
+
+
+@pytest.mark.parametrize("scale", [2.0**-12, 2.0**12])
+def test_scales_of_a_basis(scale: float) -> None:
+    """Values far from 1: their unit goes into the tables as far as binary16 allows."""
+    k, v = klt(32, bytes([4, 1]), scale=2.0**5), klt(32, bytes([1, 3]), "v", scale=scale)
+    check(Layer(*sides(k, v)), 4)
+
+
+def test_what_tiles_do_not_hold_is_left_to_torch() -> None:
+    from kvpack.kernels.attend import attention
+    from kvpack.kernels.attend.loaders import tiles_of
+
+    k, v = klt(32, bytes([4, 1]), scale=2.0**30), klt(32, bytes([1, 3]), "v")
+    layer = Layer(*(side.to(DEVICE) for side in sides(k, v)))
+    assert not attention.supports(torch.zeros(1, 4, 1, 32, device=DEVICE), layer)
+    with pytest.raises(MissingBasis, match="keys of layer 0 of the basis"):
+        tiles_of(replace(klt(32, bytes([2, 2])), source=None))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="what compiled kernels read is the same for any number of tokens")
+def test_many_tokens() -> None:
+    k, v = klt(128, bytes([6, 3, 2, 1, 1, 0, 0, 0])), klt(128, bytes([5, 3, 2, 2, 1, 0, 0, 0]), "v")
+    for tokens in (4096, 10007):
+        check(Layer(*sides(k, v, (tokens,), 3)), 8)
+
+
+def test_many_queries() -> None:
+    """They attend decoded tokens, whose frame has no loader that decodes them without queries."""
+    from kvpack.kernels.attend import many_queries
+
+    k, v = klt(32, bytes([4, 1])), klt(32, bytes([1, 3]), "v")
+    layer = Layer(*(side.to(DEVICE) for side in sides(k, v, (50, 33), 9)))
+    q = torch.randn(1, 4, 40, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float16)
+    found = many_queries.attend(q, layer, 32**-0.5)
+    expected = exact(q.cpu().to(torch.float32), Layer(*(side.to("cpu") for side in layer.sides.values())))
+    assert (found.cpu().to(torch.float64) - expected).norm() <= 6e-3 * expected.norm()

@@ -41,6 +41,7 @@ def attend(
     sliding_window: int | None = None,
     sink_logits: torch.Tensor | None = None,
     lengths: torch.Tensor | Sequence[int] | None = None,
+    starts: torch.Tensor | Sequence[int] | None = None,
 ) -> torch.Tensor:
     """softmax(scale q k^T) v over a packed layer, without unpacking it.
 
@@ -49,9 +50,11 @@ def attend(
     tokens - q_len + i. ``scale`` defaults to 1 / sqrt(dim_k); ``softcap`` c squashes scores to c tanh(s / c);
     ``sliding_window`` w lets a query see its w newest tokens. ``sink_logits``, floating point ``[q_head]``, are logits of attention
     sinks, which get softmax weight without a value; the soft cap does not apply to them. ``lengths``, one integer per sequence,
-    limits each sequence to its first tokens, and the queries are the last of these; a query that sees no token gives zeros.
-    Lengths in a tensor on the device are not read here, so they may change between replays of a CUDA graph; values outside
-    0 to tokens are clamped.
+    limits each sequence to its first tokens, and the queries are the last of these. ``starts``, one integer per sequence, is the
+    first token that a sequence's queries see, counted from the first of the cache: the tokens before are padding of a left-padded
+    batch, and are not read. A query that sees no token gives zeros.
+    Lengths and starts in a tensor on the device are not read here, so they may change between replays of a CUDA graph; values
+    outside 0 to tokens are clamped.
     Returns ``[batch, q_head, q_len, dim_v]`` in q's dtype.
     Where Triton kernels run (``kvpack.coding.dispatch``), short queries are attended directly on the packed bytes, with binary16 products
     and within 2e-3 of the exact result. Longer queries of 16 bits, and codecs without kernels, are attended over blocks of tokens
@@ -62,29 +65,31 @@ def attend(
     """
     # What the checks have let through once is launched without them: they take longer than the kernels.
     call = (scale, causal, softcap, sliding_window)
-    known = lengths is None and sink_logits is None and isinstance(q, torch.Tensor) and isinstance(layer, Layer) and _launched.get(layer)
+    known = lengths is starts is sink_logits is None and isinstance(q, torch.Tensor) and isinstance(layer, Layer) and _launched.get(layer)
     if known and not q.requires_grad and (prepared := known.get((q.shape, q.dtype, q.device, call, dispatch.choice()))) is not None:
         return prepared(q)
     k, v = check_call(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths)
-    lengths = _checked_lengths(lengths, k)
+    lengths, starts = _checked_tokens("lengths", lengths, layer), _checked_tokens("starts", starts, layer)
     scale = k.dim**-0.5 if scale is None else scale
     with without_autocast(q.device):
         if (kernels := attention_kernels(q, layer)) is not None:
-            options = kernels.Options(scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None)
+            options = kernels.Options(
+                scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None
+            )
             prepared = kernels.prepare(q, layer, options)
-            if prepared.plain and lengths is None and sink_logits is None:
+            if prepared.plain and lengths is starts is sink_logits is None:
                 _launched.setdefault(layer, {})[q.shape, q.dtype, q.device, call, dispatch.choice()] = prepared
-            return prepared(q, sink_logits, lengths)  # type: ignore[no-any-return]
+            return prepared(q, sink_logits, lengths, starts)  # type: ignore[no-any-return]
         if (many := many_queries_kernels(q, layer)) is not None:
-            return many.attend(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths)  # type: ignore[no-any-return]
+            return many.attend(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths, starts)  # type: ignore[no-any-return]
         if (cpu := cpu_kernels(q, layer)) is not None:
-            return cpu.attend(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths)  # type: ignore[no-any-return]
+            return cpu.attend(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths, starts)  # type: ignore[no-any-return]
         out = torch.empty(*q.shape[:3], v.dim, dtype=q.dtype, device=q.device)
         for first in range(0, q.shape[2], QUERIES_AT_A_TIME):
             chunk = q[:, :, first : first + QUERIES_AT_A_TIME].to(torch.float32) * scale
             position = k.tokens - q.shape[2] + first
             out[:, :, first : first + QUERIES_AT_A_TIME] = attend_chunk(
-                chunk, k, v, position, causal, softcap, sliding_window, sink_logits, lengths
+                chunk, k, v, position, causal, softcap, sliding_window, sink_logits, lengths, starts
             )
     return out
 
@@ -208,30 +213,35 @@ def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> Non
         raise InvalidShape(f"sink_logits: shape {list(sink_logits.shape)}; there is one for each query head, [{q.shape[1]}]")
 
 
-def _checked_lengths(lengths: torch.Tensor | Sequence[int] | None, k: Side) -> torch.Tensor | None:
-    """``lengths`` as a tensor within 0 to tokens; one on a device is clamped there."""
-    if lengths is None:
+def _checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, layer: Layer) -> torch.Tensor | None:
+    """``lengths`` or ``starts`` as a tensor of numbers within the tokens that the layer holds; one on a device is clamped there.
+
+    Those of a layer that skipped tokens count these.
+    """
+    if numbers is None:
         return None
-    given: Any = lengths
+    given: Any = numbers
     if not isinstance(given, torch.Tensor):
         if isinstance(given, str | bytes) or not hasattr(given, "__len__"):
-            raise InvalidDtype(f"lengths is {given!r:.80}; it is a list of integers, one for each sequence of the batch")
-        for number, length in enumerate(given):
-            if not isinstance(length, int) or isinstance(length, bool):
-                raise InvalidDtype(f"lengths[{number}] is {length!r}; lengths are integers")
-            _check_length(number, length, k.tokens)
+            raise InvalidDtype(f"{name} is {given!r:.80}; it is a list of integers, one for each sequence of the batch")
+        for number, token in enumerate(given):
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise InvalidDtype(f"{name}[{number}] is {token!r}; {name} are integers")
+            _check_token(name, number, token, layer.seen)
         given = torch.tensor(given, dtype=torch.int64)
     if given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool:
-        raise InvalidDtype(f"lengths: dtype {given.dtype}; lengths are integers")
-    if list(given.shape) != [k.batch]:
-        raise InvalidShape(f"lengths: shape {list(given.shape)}; there is one for each sequence of the batch, [{k.batch}]")
+        raise InvalidDtype(f"{name}: dtype {given.dtype}; {name} are integers")
+    batch = next(iter(layer.sides.values())).batch
+    if list(given.shape) != [batch]:
+        raise InvalidShape(f"{name}: shape {list(given.shape)}; there is one for each sequence of the batch, [{batch}]")
     if given.device.type == "cpu":
-        for number, length in enumerate(given.tolist()):
-            _check_length(number, length, k.tokens)
-    clamped: torch.Tensor = given.clamp(0, k.tokens)
-    return clamped
+        for number, token in enumerate(given.tolist()):
+            _check_token(name, number, token, layer.seen)
+    # Where nothing was skipped, a tensor of small integers need not be widened.
+    held: torch.Tensor = given.to(torch.int64) - layer.skipped if layer.skipped else given
+    return held.clamp(0, layer.tokens)
 
 
-def _check_length(number: int, length: int, tokens: int) -> None:
-    if not 0 <= length <= tokens:
-        raise OutOfBounds(f"lengths[{number}] is {length}, expected 0 to {tokens}, the tokens of the layer")
+def _check_token(name: str, number: int, token: int, tokens: int) -> None:
+    if not 0 <= token <= tokens:
+        raise OutOfBounds(f"{name}[{number}] is {token}, expected 0 to {tokens}, the tokens of the layer")

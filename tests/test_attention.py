@@ -154,16 +154,24 @@ def test_an_empty_or_one_sided_layer_is_refused() -> None:
 
 
 def plain_each(
-    q: torch.Tensor, layer: Layer, lengths: list[int], sink_logits: torch.Tensor, causal: bool, window: int | None
+    q: torch.Tensor,
+    layer: Layer,
+    lengths: list[int],
+    sink_logits: torch.Tensor,
+    causal: bool,
+    window: int | None,
+    starts: list[int] | None = None,
 ) -> torch.Tensor:
     """A query, a head and a sequence at a time."""
+    starts = [0] * len(lengths) if starts is None else starts
     k, v = (x.to(torch.float64) for x in layer.unpack(torch.float32) if x is not None)
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
     for b, length in enumerate(lengths):
         for head in range(q.shape[1]):
             for i in range(q.shape[2]):
                 position = length - q.shape[2] + i
-                seen = slice(0 if window is None else max(0, position - window + 1), max(0, position + 1 if causal else length))
+                end = max(0, position + 1 if causal else length)
+                seen = slice(min(end, max(starts[b], 0 if window is None else position - window + 1)), end)
                 of = head // (q.shape[1] // k.shape[1])
                 scores = k[b, of, seen] @ q[b, head, i].to(torch.float64) * q.shape[-1] ** -0.5
                 weights = torch.softmax(torch.cat([scores, sink_logits[head : head + 1].to(torch.float64)]), 0)[:-1]
@@ -182,6 +190,43 @@ def test_sink_logits_and_sequences_of_unequal_lengths(causal: bool, window: int 
     torch.testing.assert_close(out.to(torch.float64), expected, rtol=TOLERANCE, atol=TOLERANCE)
     assert not out[2].any()
     assert out[1, :, 0].any() != causal
+
+
+@pytest.mark.parametrize("kernels", ["", "torch"], ids=["C kernels, if built", "torch"])
+@pytest.mark.parametrize("q_len", [1, 5, 300])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 20), (False, None)])
+@pytest.mark.parametrize("recipe", ["kivi-4;tail=32", "octopus-3"])
+def test_padding_before_sequences_is_not_seen(
+    recipe: str, causal: bool, window: int | None, q_len: int, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPACK_KERNELS", kernels)
+    tokens = q_len + 150
+    cache = kvpack.pack(random_pairs(1, tokens, batch=4), recipe)
+    q = torch.randn(4, 4, q_len, 64, generator=torch.Generator().manual_seed(2))
+    starts, lengths, sink_logits = (
+        [0, 65, tokens, tokens - 1],
+        [tokens, tokens - 20, tokens, tokens],
+        torch.tensor([0.5, -torch.inf, 3.0, 0.0]),
+    )
+    for given in (list, torch.tensor):
+        out = kvpack.attend(
+            q, cache[0], causal=causal, sliding_window=window, sink_logits=sink_logits, lengths=given(lengths), starts=given(starts)
+        )
+    expected = plain_each(q, cache[0], lengths, sink_logits, causal, window, starts)
+    torch.testing.assert_close(out.to(torch.float64), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    assert not out[2].any()
+    alone = kvpack.attend(q, cache[0], causal=causal, sliding_window=window, starts=starts)
+    plain = plain_each(q, cache[0], [tokens] * 4, torch.full((4,), -torch.inf), causal, window, starts)
+    torch.testing.assert_close(alone.to(torch.float64), plain.nan_to_num(0), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_starts_count_the_tokens_that_a_layer_has_skipped() -> None:
+    cache = kvpack.pack(random_pairs(1, 150, batch=2), "raw")
+    layer = Layer(*(side.slice(40, 150) for side in cache[0].sides.values()), skipped=40)
+    q = torch.randn(2, 4, 3, 64)
+    found = kvpack.attend(q, layer, sliding_window=60, starts=[100, 7])
+    torch.testing.assert_close(found, kvpack.attend(q, cache[0], sliding_window=60, starts=[100, 7]))
+    torch.testing.assert_close(found, kvpack.attend(q, layer, sliding_window=60, starts=torch.tensor([100, 7], dtype=torch.int32)))
 
 
 def test_lengths_of_all_tokens_change_nothing() -> None:
@@ -203,6 +248,9 @@ def test_lengths_of_all_tokens_change_nothing() -> None:
         pytest.param({"lengths": torch.tensor([-1, 50])}, OutOfBounds, r"lengths\[0\] is -1, expected 0 to 50", id="a negative length"),
         pytest.param({"lengths": [50, 10**30]}, OutOfBounds, r"lengths\[1\] is 10+, expected 0 to 50", id="a length beyond integers"),
         pytest.param({"lengths": [50, 2.0]}, InvalidDtype, "lengths", id="a length of no integer"),
+        pytest.param({"starts": [50]}, InvalidShape, r"starts: shape \[1\]; .* of the batch, \[2\]", id="too few starts"),
+        pytest.param({"starts": [0, 51]}, OutOfBounds, r"starts\[1\] is 51, expected 0 to 50", id="a start behind the tokens"),
+        pytest.param({"starts": 3}, InvalidDtype, "starts is 3; it is a list of integers", id="a start for all"),
         pytest.param({"lengths": torch.ones(2)}, InvalidDtype, "lengths: dtype torch.float32", id="lengths of no integers"),
     ],
 )

@@ -52,10 +52,11 @@ def attend(
     sliding_window: int | None = None,
     sink_logits: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``kvpack.attend`` on checked input, with its arguments, over a layer that ``supports`` takes."""
-    options = Options(scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None)
-    return prepare(q, layer, options)(q, sink_logits, lengths)
+    options = Options(scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None)
+    return prepare(q, layer, options)(q, sink_logits, lengths, starts)
 
 
 def prepare(q: torch.Tensor, layer: Layer, options: Options) -> Prepared:
@@ -84,7 +85,7 @@ def _prepare(q: torch.Tensor, layer: Layer, options: Options) -> Prepared:
     window = options.sliding_window
     if window and not options.lengths:
         begin, whole = max(0, position - window + 1), (max(0, k.tokens - window), whole[1])
-    elif window:
+    elif window and not options.starts:
         # Each sequence has a window of its own: its tokens are masked.
         whole = end, end
     dual = shape.rows <= MOST_DUAL_ROWS and not (segments.of_side(k).outliers or segments.of_side(v).outliers)

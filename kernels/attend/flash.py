@@ -54,11 +54,13 @@ def attend(
     softcap: float | None,
     sliding_window: int | None,
     lengths: torch.Tensor | None,
+    starts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention of ``q`` ``[batch, q_head, query, dim]`` over ``k`` and ``v`` ``[batch, kv_head, token, dim]``, of 16 bits.
 
     The tokens are those from token ``first`` of a layer of ``tokens`` tokens; its last query but ``behind - 1`` is the first of ``q``.
-    ``lengths``, int32 ``[batch]`` on the device, are each sequence's own tokens. Channels are dense.
+    ``lengths``, int32 ``[batch]`` on the device, are each sequence's own tokens, of which queries see those from ``starts`` on, as many
+    integers. Channels are dense.
     Returns float32 ``[batch, q_head, query, dim]`` and the natural log-sum-exp of the scores ``[batch, q_head, query]``; a query that
     sees none of the tokens has zeros and minus infinity.
     """
@@ -70,7 +72,7 @@ def attend(
     block = block_of(max(pads))
     rows = min(block.rows, max(16, next_power_of_two(queries)))
     _attend[(triton.cdiv(queries, rows), heads, batch)](
-        out, lse, q, k, v, lse if lengths is None else lengths,
+        out, lse, q, k, v, lse if lengths is None else lengths, starts,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         scale, softcap or 1.0, queries, heads, heads // k.shape[1], first, k.shape[2], tokens, behind, sliding_window or 0,
         CAUSAL=causal, WINDOW=sliding_window is not None, SOFTCAP=softcap is not None, LENGTHS=lengths is not None,
@@ -113,6 +115,7 @@ def _attend(
     k: tl.tensor,
     v: tl.tensor,
     lengths: tl.tensor,
+    starts: tl.tensor | None,
     q_batch: tl.tensor,
     q_head: tl.tensor,
     q_row: tl.tensor,
@@ -166,6 +169,9 @@ def _attend(
         end = tl.minimum(end, position + ROWS - first)
     if WINDOW:
         begin = tl.maximum(0, position - window + 1 - first) // TOKENS * TOKENS
+    if starts is not None:
+        first_seen = tl.load(starts + batch)
+        begin = tl.maximum(begin, (first_seen - first) // TOKENS * TOKENS)
     q_address = q + batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + row.to(tl.int64)[:, None] * q_row + channel[None, :]
     real = (row < queries)[:, None]
     query = _tile(tl.load(q_address, real & (channel < DIM)[None, :], 0.0), WIDE)
@@ -189,6 +195,8 @@ def _attend(
             seen = seen & (at <= own[:, None])
         if WINDOW:
             seen = seen & (at > own[:, None] - window)
+        if starts is not None:
+            seen = seen & (at >= first_seen)
         scores = tl.where(seen, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         # A row that has seen no token yet has the maximum -inf: shift it by 0 so that exp2 gives 0, not NaN.

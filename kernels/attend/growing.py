@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class GrowingCall:
     """A call of attention for queries ``q`` like a first one, over ``layer``, whose tails are whole buffers.
 
-    ``layer`` is what ``takes`` let through. The tokens that each sequence holds are ``lengths`` of a call, int32 ``[batch]``.
+    ``layer`` is what ``takes`` let through. The tokens that each sequence holds are ``lengths`` of a call, int32 ``[batch]``, and
+    ``starts``, if the options say that calls give them, the first that its queries see.
     """
 
     def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
@@ -63,9 +64,11 @@ class GrowingCall:
         self._held = [launch.held for launch in launches]
         return False
 
-    def __call__(self, q: torch.Tensor, lengths: torch.Tensor, sink_logits: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, q: torch.Tensor, lengths: torch.Tensor, sink_logits: torch.Tensor | None = None, starts: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attend with ``q`` ``[batch, q_head, q_len, dim]``, the last tokens of each sequence."""
-        return self._prepared(q, sink_logits, lengths)
+        return self._prepared(q, sink_logits, lengths, starts)
 
     def _planned(self, layer: Layer) -> list[Launch]:
         k, v = layer.k, layer.v

@@ -66,6 +66,7 @@ def attend(
     sliding_window: int | None = None,
     sink_logits: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``kvpack.attend`` on checked input, with its arguments, over a layer that ``supports`` takes.
 
@@ -73,9 +74,8 @@ def attend(
     unpacked layer. Memory beyond the output is bounded: ``SCRATCH_BYTES``, and sums of ``MOST_QUERIES`` queries.
     """
     with torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext():
-        if lengths is not None:
-            lengths = lengths.to(q.device, torch.int32)
-        call = _Call(layer, q.shape[2], scale, causal, softcap, sliding_window, lengths)
+        lengths, starts = (None if given is None else given.to(q.device, torch.int32) for given in (lengths, starts))
+        call = _Call(layer, q.shape[2], scale, causal, softcap, sliding_window, lengths, starts)
         if q.shape[2] <= MOST_QUERIES:
             return call.attended(q, 0, sink_logits)
         out = torch.empty(*q.shape[:3], call.v.dim, dtype=q.dtype, device=q.device)
@@ -101,11 +101,13 @@ class _Call:
         softcap: float | None,
         sliding_window: int | None,
         lengths: torch.Tensor | None,
+        starts: torch.Tensor | None,
     ) -> None:
         self.k, self.v = _held(layer.k), _held(layer.v)
         self.k_frame, self.v_frame = scratch.frame_of(self.k), scratch.frame_of(self.v)
         self.q_len = q_len
-        self.scale, self.causal, self.softcap, self.sliding_window, self.lengths = scale, causal, softcap, sliding_window, lengths
+        self.scale, self.causal, self.softcap, self.sliding_window = scale, causal, softcap, sliding_window
+        self.lengths, self.starts = lengths, starts
         token_bytes = 2 * self.k.batch * self.k.heads * (self.k.dim + self.v.dim)
         self.block_tokens = max(FEWEST_TOKENS, SCRATCH_BYTES // token_bytes // FEWEST_TOKENS * FEWEST_TOKENS)
 
@@ -127,7 +129,7 @@ class _Call:
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         position = self.k.tokens - self.q_len + first_query
         empty = True
-        plain = self.softcap is None and self.sliding_window is None and self.lengths is None
+        plain = all(given is None for given in (self.softcap, self.sliding_window, self.lengths, self.starts))
         if plain and self.causal and position <= 0:
             # No part has all queries.
             sums.zero_()
@@ -174,7 +176,7 @@ class _Call:
     ) -> None:
         part, part_lse = flash.attend(
             q, k, v, scale=scale, first=start, tokens=self.k.tokens, behind=behind, causal=self.causal, softcap=self.softcap,
-            sliding_window=self.sliding_window, lengths=self.lengths,
+            sliding_window=self.sliding_window, lengths=self.lengths, starts=self.starts,
         )  # fmt: skip
         flash.merge(sums, lse, part, part_lse, first=empty)
 

@@ -79,7 +79,7 @@ class Shape(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What ``kvpack.attend`` is asked for. ``lengths`` and ``sink_logits``: whether calls give them."""
+    """What ``kvpack.attend`` is asked for. ``lengths``, ``starts`` and ``sink_logits``: whether calls give them."""
 
     scale: float
     causal: bool = True
@@ -87,13 +87,15 @@ class Options(NamedTuple):
     sliding_window: int | None = None
     lengths: bool = False
     sink_logits: bool = False
+    starts: bool = False
 
 
 class Prepared:
     """``launches`` over one layer for queries of ``shape`` and ``dtype``; the value frames of ``launches`` lie side by side.
 
     ``position`` is that of the first query in a sequence of all tokens. ``masked`` tells for each launch whether it reads the lengths
-    of sequences. ``dual``: launches may hold two tokens per row.
+    of sequences, ``cut`` whether tokens before a sequence's windows are skipped on the device, as they are where it has a start.
+    ``dual``: launches may hold two tokens per row.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Prepared:
         dual: bool,
         dim_v: int,
         masked: Sequence[bool],
+        cut: bool = False,
     ) -> None:
         device = launches[0].work.device
         self.launches, self.shape, self.dtype, self.options, self.dim_v = launches, shape, dtype, options, dim_v
@@ -131,19 +134,27 @@ class Prepared:
         self._merges_originals = own_channels and len(self._v_frames) <= 2 and shape.sequences * shape.rows <= FEW_ROWS
         self._scratch = places.taken
         self._rotations = self._prepared_rotations()
-        self._splits = self._prepared_splits(position, masked)
+        self._splits = self._prepared_splits(position, masked, cut or options.starts)
         self._merge = self._prepared_merge() if self._merges_originals else None
         self._merges = {} if self._merges_originals else {frame: self._frame_merge(frame) for frame in self._v_frames}
 
-    def __call__(self, q: torch.Tensor, sink_logits: torch.Tensor | None = None, lengths: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        q: torch.Tensor,
+        sink_logits: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attend with ``q`` ``[batch, q_head, q_len, dim]``: ``[batch, q_head, q_len, dim_v]`` of the same dtype.
 
-        ``sink_logits`` are floating point ``[q_head]``, ``lengths`` integers ``[batch]``.
+        ``sink_logits`` are floating point ``[q_head]``, ``lengths`` and ``starts`` integers ``[batch]``.
         """
         if lengths is not None:
             lengths = lengths.to(self._device, torch.int32)
+        if starts is not None:
+            starts = starts.to(self._device, torch.int32)
         scratch = self.rotated(q)
-        self.attended(scratch, lengths)
+        self.attended(scratch, lengths, starts)
         return self.merged(scratch, sink_logits)
 
     @property
@@ -161,14 +172,15 @@ class Prepared:
             launch((scratch, first), (scratch, self._scales), (own, 0), (matrix, 0), (blocks, 0))
         return scratch
 
-    def attended(self, scratch: torch.Tensor, lengths: torch.Tensor | None = None) -> None:
+    def attended(self, scratch: torch.Tensor, lengths: torch.Tensor | None = None, starts: torch.Tensor | None = None) -> None:
         """Run the split kernels over what ``rotated`` gave: partial results of every launch."""
         numbers = device_tables.numbers(str(self._device))
+        given = () if starts is None else ((starts, 0),)
         for launch, run in zip(self.launches, self._splits, strict=True):
             run(
                 (scratch, self._sums), (scratch, self._largest), (scratch, self._total), (scratch, self._turned[launch.k]),
                 (scratch, self._scales), (launch.work, 0), (numbers, 0), (launch.tables[0], 0), (launch.tables[1], 0),
-                (launch.work if lengths is None else lengths, 0),
+                (launch.work if lengths is None else lengths, 0), *given,
             )  # fmt: skip
 
     def merged(self, scratch: torch.Tensor, sink_logits: torch.Tensor | None = None) -> torch.Tensor:
@@ -248,8 +260,10 @@ class Prepared:
             found.append((own, launch, matrix, blocks))
         return found
 
-    def _prepared_splits(self, position: int, masked: Sequence[bool]) -> list[CachedLaunch]:
+    def _prepared_splits(self, position: int, masked: Sequence[bool], cut: bool) -> list[CachedLaunch]:
         shape, options = self.shape, self.options
+        # Without starts, the place of their pointer is a constant.
+        no_starts = () if options.starts else (None,)
         row_blocks = shape.padded // shape.block
         found, start = [], 0
         for launch, lengths in zip(self.launches, masked, strict=True):
@@ -261,12 +275,12 @@ class Prepared:
                     split.attend_split,
                     (items * row_blocks * shape.sequences, 1, 1),
                     (
-                        (options.softcap or 1.0) * LOG2_E, items, shape.heads, row_blocks, shape.rows, start, self._parts, position,
-                        shape.q_len, 0 if options.causal else EVERYTHING, options.sliding_window or EVERYTHING,
+                        *no_starts, (options.softcap or 1.0) * LOG2_E, items, shape.heads, row_blocks, shape.rows, start, self._parts,
+                        position, shape.q_len, 0 if options.causal else EVERYTHING, options.sliding_window or EVERYTHING,
                     ),
                     {
                         **launch.constants, "SOFTCAP": options.softcap is not None, "ROWS": rows, "BLOCK": shape.block,
-                        "COLUMNS": self._columns, "LENGTHS": lengths, "DEPENDENT": self._dependent, "FIRST": start == 0,
+                        "COLUMNS": self._columns, "LENGTHS": lengths, "CUT": cut, "DEPENDENT": self._dependent, "FIRST": start == 0,
                     },
                     {"num_warps": launch.shape.warps, **self._overlap},
                     partial(shared_table.allow, table_bytes=tables) if tables or launch.constants["PATCHES"] else None,

@@ -27,11 +27,15 @@ class Lookup(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """The tokens that a query sees: those before ``end``, up to ``ahead`` after its own, and the newest ``window`` of these."""
+    """The tokens that a query sees: those before ``end``, up to ``ahead`` after its own, and the newest ``window`` of these.
+
+    ``first`` is the first of them, or None where the window alone decides it.
+    """
 
     end: Any
     ahead: Any
     window: Any
+    first: Any
 
 
 @triton.jit
@@ -64,6 +68,8 @@ def score(
             if DUAL:
                 at = at + queries.second.to(tl.int32) * second_token_offset(DUAL, TOKENS)
             seen = (at < visible.end) & (at <= queries.position + visible.ahead) & (at > queries.position - visible.window)
+            if visible.first is not None:
+                seen = seen & (at >= visible.first)
             found = tl.where(seen, found, float("-inf"))
         scores = scores + (found,)
     return scores

@@ -32,13 +32,13 @@ from .patches import begin_patches, next_patches, own_patches
 from .queries import load_queries, relative_to
 from .scores import Lookup, Visible, score
 from .softmax import Softmax, add, empty, merge_tokens
-from .work import load_tiles, load_work, prefetch, within_length
+from .work import from_first_seen, load_tiles, load_work, prefetch, within_length
 
 COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window"]
 """Arguments that change from call to call, and for whose values nothing is compiled anew."""
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["lengths"])
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["lengths", "starts"])
 def attend_split(
     sums_out: tl.tensor,
     largest_out: tl.tensor,
@@ -50,6 +50,7 @@ def attend_split(
     k_table: tl.tensor,
     v_table: tl.tensor,
     lengths: tl.tensor,
+    starts: tl.tensor | None,
     cap: tl.tensor,
     items: tl.tensor,
     heads: tl.tensor,
@@ -79,6 +80,7 @@ def attend_split(
     PREFETCH: tl.constexpr,
     FAST: tl.constexpr,
     LENGTHS: tl.constexpr,
+    CUT: tl.constexpr,
     DEPENDENT: tl.constexpr,
     FIRST: tl.constexpr,
 ) -> None:
@@ -88,7 +90,8 @@ def attend_split(
     ``k_table`` and ``v_table`` binary16 ``[table, entry, value]``. ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32
     ``[batch, head, row]`` are padded to whole row blocks. Written are ``sums_out`` float32 ``[batch, head, row, part, column]``,
     ``largest_out`` and ``total_out`` ``[batch, head, row, part]``. ``lengths`` int32 ``[batch]``, read if ``LENGTHS``, are the tokens
-    that each sequence has; ``position`` is that of the first query of a sequence of all tokens.
+    that each sequence has; ``position`` is that of the first query of a sequence of all tokens. ``CUT``: tokens before the
+    windows of a sequence are skipped, and so are those before its own of ``starts``, int32 ``[batch]``, if these are given.
 
     ``LATE``: values are loaded after the scores of their tokens. ``PREFETCH``: the rows of the tokens that follow are brought to the
     second-level cache; with ``LOADS_AHEAD`` they are loaded, into registers.
@@ -119,7 +122,7 @@ def attend_split(
     work = load_work(work_table + item * WORK_ROW, batch, head, K, V)
     # Where tiles are not loaded ahead of time, barriers keep the loads of one from being under way together.
     PREFETCHED: tl.constexpr = STEP if PREFETCH else 0
-    if PREFETCHED:
+    if PREFETCHED and not CUT:
         prefetch(work, 0, K, V, 0, PREFETCHED)
     k_lookup = _lookup(numbers, k_table, work.k, K, TOKENS)
     v_lookup = _lookup(numbers, v_table, work.v, V, TOKENS)
@@ -127,6 +130,18 @@ def attend_split(
         length = tl.minimum(tl.load(lengths + batch), position + q_len)
         position = length - q_len
         work, skipped = within_length(work, length, position, ahead, window, SPAN, TILES)
+    start = None
+    if CUT:
+        first = position - window + 1
+        if starts is not None:
+            start = tl.load(starts + batch)
+            first = tl.maximum(first, start)
+        # The window of the last query begins ``q_len - 1`` tokens behind that of the first.
+        work, before = from_first_seen(work, first, tl.maximum(first, position + q_len - window), SPAN, TILES)
+        if starts is not None:
+            start = (start - work.begin).to(tl.int32)
+        if PREFETCHED:
+            prefetch(work, 0, K, V, 0, PREFETCHED)
     if DEPENDENT and FIRST:
         # The rows were there before the kernel that writes the queries began.
         gdc_wait()
@@ -152,7 +167,7 @@ def attend_split(
     entries = ((), ())
     if OUTLIERS:
         ready, entries_ahead = begin_patches(work, numbers, K, V, WARPS, TILES, TOKENS, ENTRIES_AHEAD, FAST)
-    visible = Visible(work.count, ahead, window)
+    visible = Visible(work.count, ahead, window, start)
     for offset in tl.range(0, work.whole, STEP, num_stages=STAGES):
         if PREFETCHED:
             prefetch(work, offset, K, V, PREFETCHED, PREFETCHED)
@@ -180,7 +195,15 @@ def attend_split(
     masked = work.whole
     if LENGTHS:
         masked = tl.maximum(work.whole, skipped)
-    for offset in tl.range(masked, work.count, SPAN, num_stages=1):
+    stop = work.count
+    if CUT:
+        masked = -before
+        stop = work.count - work.whole
+    for tile in tl.range(masked, stop, SPAN, num_stages=1):
+        offset = tile
+        if CUT:
+            # First those before the whole tiles, then those behind them.
+            offset = tile + tl.where(tile < 0, 0, work.whole)
         k_loaded = load_tiles(k.streams, k.first + offset, near, work.count - offset, K, ROW_TOKENS, TOKENS, True, False, FAST)
         if not LATE:
             v_loaded = load_tiles(v.streams, v.first + offset, near, work.count - offset, V, ROW_TOKENS, TOKENS, True, True, FAST)

@@ -98,6 +98,25 @@ def within_length(
 
 
 @triton.jit
+def from_first_seen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.constexpr, TILES: tl.constexpr) -> tl.tuple:
+    """The work counted from the first tile that every query sees, and the number of tokens before it that only some queries see.
+
+    Some query sees token ``first`` of the layer and none sees an earlier one; those of ``whole`` from token ``last`` on are seen by every
+    query. The tokens before are at negative places, in whole tiles of ``SPAN`` tokens; whole ones are attended ``TILES`` at once.
+    """
+    begin = tl.maximum(0, first - work.begin) // SPAN * SPAN
+    shift = (tl.maximum(0, last - work.begin) + TILES * SPAN - 1) // (TILES * SPAN) * (TILES * SPAN)
+    count = tl.where(begin < work.count, work.count, 0)
+    begin = tl.where(begin < work.count, begin, 0).to(tl.int32)
+    # Without a tile that all see, the work begins with what some see.
+    whole = tl.maximum(0, tl.minimum(work.whole, count) - shift).to(tl.int32)
+    shift = tl.where(whole > 0, shift, begin).to(tl.int32)
+    k = Rows(work.k.streams, work.k.first + shift)
+    v = Rows(work.v.streams, work.v.first + shift)
+    return Work(work.begin + shift, count - shift, whole, k, v), shift - begin
+
+
+@triton.jit
 def prefetch(work: tl.tuple, offset: tl.tensor, K: tl.constexpr, V: tl.constexpr, BEYOND: tl.constexpr, TOKENS: tl.constexpr) -> None:
     """Bring rows to the second-level cache: of ``TOKENS`` tokens, or as many as there are, ``BEYOND`` the work's token ``offset``."""
     _prefetch_side(work.k, offset, work.count, K, BEYOND, TOKENS)

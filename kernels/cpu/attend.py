@@ -52,6 +52,7 @@ def attend(
     sliding_window: int | None,
     sink_logits: torch.Tensor | None,
     lengths: torch.Tensor | None,
+    starts: torch.Tensor | None = None,
     threads: int | None = None,
     level: int = 0,
 ) -> torch.Tensor:
@@ -69,7 +70,7 @@ def attend(
     rows = q_heads // k.heads * q_len
     v_dim = v.codec.dim
     scaled = (q.detach().to(torch.float32) * scale).reshape(batch, k.heads, rows, k.codec.dim)
-    visible = _visible(batch, q_len, k.tokens, causal, sliding_window, lengths)
+    visible = _visible(batch, q_len, k.tokens, causal, sliding_window, lengths, starts)
     begin, end = int(visible[..., 0].min()), int(visible[..., 1].max())
     found = _spans(k_parts, v_parts, begin, end)
     queries: dict[Frame | None, torch.Tensor] = {}
@@ -108,12 +109,22 @@ def _framed(q: torch.Tensor, frame: Frame | None) -> torch.Tensor:
     return q.contiguous() if frame is None else frame.query(q).contiguous()
 
 
-def _visible(batch: int, q_len: int, tokens: int, causal: bool, sliding_window: int | None, lengths: torch.Tensor | None) -> torch.Tensor:
+def _visible(
+    batch: int,
+    q_len: int,
+    tokens: int,
+    causal: bool,
+    sliding_window: int | None,
+    lengths: torch.Tensor | None,
+    starts: torch.Tensor | None,
+) -> torch.Tensor:
     """The tokens [begin, end) that each query sees, int64 ``[batch, q_len, 2]`` within 0 to tokens."""
     held = torch.full((batch, 1), tokens, dtype=torch.int64, device="cpu") if lengths is None else lengths.to("cpu", torch.int64)[:, None]
     after = held - q_len + torch.arange(1, q_len + 1, device="cpu")
     end = torch.minimum(after, held) if causal else held.expand(batch, q_len)
     begin = torch.zeros_like(after) if sliding_window is None else after - sliding_window
+    if starts is not None:
+        begin = torch.maximum(begin, starts.to("cpu", torch.int64)[:, None])
     return torch.stack([begin.clamp(0, tokens), end.clamp(0, tokens)], -1).contiguous()
 
 

@@ -31,6 +31,7 @@ def attend_chunk(
     sliding_window: int | None,
     sink_logits: torch.Tensor | None,
     lengths: torch.Tensor | None,
+    starts: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of scaled queries ``[batch, q_head, q_len, dim]``, float32, of which the first is at ``position``.
 
@@ -39,6 +40,8 @@ def attend_chunk(
     batch, q_heads, q_len, _ = q.shape
     rows = q_heads // k.heads * q_len
     begin, end = _visible(position, q_len, k.tokens, causal, sliding_window) if lengths is None else (0, k.tokens)
+    if starts is not None and starts.device.type == "cpu":
+        begin = max(begin, int(starts.min()))
     token_group = max(k.codec.token_group, v.codec.token_group)
     per_tile = tokens_at_once(batch * k.heads * max(k.dim, v.dim, rows), max(64, token_group), token_group, q.device)
     k, v = _in_few_pages(k, per_tile), _in_few_pages(v, per_tile)
@@ -46,8 +49,10 @@ def attend_chunk(
     # The position of each row's query: rows are head-major inside a group, so positions repeat for each query head.
     positions = (position + torch.arange(q_len, device=q.device)).repeat(q_heads // k.heads)
     # For each sequence: its tokens, and how far its queries are before those of a full-length sequence.
-    lengths = None if lengths is None else lengths.to(q.device)[:, None, None, None]
-    mask = partial(_hide, positions=positions, tokens=k.tokens, causal=causal, sliding_window=sliding_window, lengths=lengths)
+    lengths, starts = (None if given is None else given.to(q.device)[:, None, None, None] for given in (lengths, starts))
+    mask = partial(
+        _hide, positions=positions, tokens=k.tokens, causal=causal, sliding_window=sliding_window, lengths=lengths, starts=starts
+    )
     parts: dict[int, _Part] = {}
 
     def attend_part(first: int, last: int) -> None:
@@ -147,8 +152,11 @@ def _hide(
     causal: bool,
     sliding_window: int | None,
     lengths: torch.Tensor | None,
+    starts: torch.Tensor | None,
 ) -> None:
     """Mask the scores of tokens ``[start, stop)`` that queries at ``positions`` do not see."""
+    if starts is not None:
+        scores.masked_fill_(torch.arange(start, stop, device=scores.device) < starts, -torch.inf)
     if lengths is None:
         _mask(scores, positions, start, stop, causal, sliding_window)
         return

@@ -172,14 +172,17 @@ class LiveCache:
         softcap: float | None = None,
         sliding_window: int | None = None,
         sink_logits: torch.Tensor | None = None,
+        starts: torch.Tensor | Sequence[int] | None = None,
     ) -> torch.Tensor:
         """``kvpack.attend`` over all tokens of ``layer``, of which ``q`` ``[batch, q_head, q_len, dim]`` are the last.
 
+        ``starts`` count from the first token that the layer has seen; on a CUDA device, those in a tensor of its own are read there.
         The tokens of an update that the tail has no room for are attended as they were given, then encoded. Raises what ``kvpack.attend``
         raises, and OutOfBounds for a layer without tokens.
         """
         options: dict[str, Any] = {
             "scale": scale, "causal": causal, "softcap": softcap, "sliding_window": sliding_window, "sink_logits": sink_logits,
+            "starts": starts,
         }  # fmt: skip
         if torch.compiler.is_dynamo_compiling():
             return self._compiled_attend(layer, q, **options)
@@ -290,9 +293,13 @@ class LiveCache:
             self._value_dims[layer] = v.shape[3]
         self._tickets[layer] = operators.live_update(self._tickets[layer], k, v, layer)
 
-    def _compiled_attend(self, layer: int, q: torch.Tensor, sink_logits: torch.Tensor | None, **options: Any) -> torch.Tensor:
+    def _compiled_attend(self, layer: int, q: torch.Tensor, sink_logits: torch.Tensor | None, starts: Any, **options: Any) -> torch.Tensor:
+        if starts is not None:
+            starts = torch.as_tensor(starts)
         out: torch.Tensor
-        out, self._tickets[layer] = operators.live_attend(self._tickets[layer], q, sink_logits, layer, self._value_dims[layer], **options)
+        out, self._tickets[layer] = operators.live_attend(
+            self._tickets[layer], q, sink_logits, starts, layer, self._value_dims[layer], **options
+        )
         return out
 
     def _chosen(self, layer: int | None) -> list[LiveLayer]:

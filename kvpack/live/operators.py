@@ -30,6 +30,7 @@ class Live(Protocol):
         softcap: float | None,
         sliding_window: int | None,
         sink_logits: torch.Tensor | None,
+        starts: torch.Tensor | None,
     ) -> torch.Tensor: ...
 
 
@@ -68,14 +69,15 @@ def _(ticket: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, laye
     "kvpack::live_attend",
     mutates_args=(),
     schema=(
-        "(Tensor ticket, Tensor q, Tensor? sink_logits, SymInt layer, SymInt dim, float? scale, bool causal, float? softcap, "
-        "SymInt? sliding_window) -> (Tensor, Tensor)"
+        "(Tensor ticket, Tensor q, Tensor? sink_logits, Tensor? starts, SymInt layer, SymInt dim, float? scale, bool causal, "
+        "float? softcap, SymInt? sliding_window) -> (Tensor, Tensor)"
     ),
 )
 def live_attend(
     ticket: torch.Tensor,
     q: torch.Tensor,
     sink_logits: torch.Tensor | None,
+    starts: torch.Tensor | None,
     layer: int,
     dim: int,
     scale: float | None,
@@ -85,13 +87,13 @@ def live_attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``LiveCache.attend``, and the next ticket; ``dim`` is that of the values."""
     out = _cache(ticket).attend(
-        layer, q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits
+        layer, q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
     )
     return out.contiguous(), ticket.clone()
 
 
 @live_attend.register_fake
 def _(
-    ticket: torch.Tensor, q: torch.Tensor, sink_logits: torch.Tensor | None, layer: int, dim: int, *_: object
+    ticket: torch.Tensor, q: torch.Tensor, sink_logits: torch.Tensor | None, starts: torch.Tensor | None, layer: int, dim: int, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty((*q.shape[:3], dim)), ticket.clone()

@@ -63,15 +63,15 @@ class Steps:
         self._captured |= self._capturing
         return True
 
-    def attend(self, q: torch.Tensor, sink_logits: torch.Tensor | None, **options: Any) -> torch.Tensor | None:
+    def attend(self, q: torch.Tensor, sink_logits: torch.Tensor | None, starts: Any, **options: Any) -> torch.Tensor | None:
         """Attend as ``LiveCache.attend``; None where ``kvpack.attend`` is to do it."""
-        if q.dim() != 4 or q.shape[2] > self._layer.raw_tokens or q.requires_grad:
+        if q.dim() != 4 or q.shape[2] > self._layer.raw_tokens or q.requires_grad or not self._takes_starts(starts):
             return None
-        asked = (q.shape, q.dtype, q.device, tuple(options.items()), sink_logits is None, dispatch.choice())
+        asked = (q.shape, q.dtype, q.device, tuple(options.items()), sink_logits is None, starts is None, dispatch.choice())
         if asked not in self._calls:
-            self._calls[asked] = self._call(q, sink_logits, options)
+            self._calls[asked] = self._call(q, sink_logits, starts, options)
         call = self._calls[asked]
-        return None if call is None else call(q, self._lengths, sink_logits)
+        return None if call is None else call(q, self._lengths, sink_logits, starts)
 
     def changed(self) -> bool:
         """Take the layer as it is now; whether launches changed."""
@@ -119,7 +119,15 @@ class Steps:
         sides = {name: side.with_tail(side.tail) for name, side in self._layer.sides.items()}
         return Layer(sides["k"], sides["v"])
 
-    def _call(self, q: torch.Tensor, sink_logits: torch.Tensor | None, options: dict[str, Any]) -> GrowingCall | None:
+    def _takes_starts(self, starts: Any) -> bool:
+        """Whether ``starts`` is left out, or a tensor that kernels read where it is."""
+        if starts is None:
+            return True
+        if not isinstance(starts, torch.Tensor) or starts.device != self._lengths.device:
+            return False
+        return starts.shape == self._lengths.shape and starts.dtype in (torch.int32, torch.int64)
+
+    def _call(self, q: torch.Tensor, sink_logits: torch.Tensor | None, starts: Any, options: dict[str, Any]) -> GrowingCall | None:
         from kvpack.attention import check_call
         from kvpack.kernels.attend.growing import GrowingCall
         from kvpack.kernels.attend.prepared import Options
@@ -130,6 +138,14 @@ class Steps:
         if options["sliding_window"] is not None or not options["causal"] or not GrowingCall.takes(q, view):
             return None
         scale = options["scale"]
-        asked = Options(q.shape[3] ** -0.5 if scale is None else scale, True, options["softcap"], None, True, sink_logits is not None)
+        asked = Options(
+            q.shape[3] ** -0.5 if scale is None else scale,
+            True,
+            options["softcap"],
+            None,
+            True,
+            sink_logits is not None,
+            starts is not None,
+        )
         with own_modes(self._layer.device):
             return GrowingCall(q, view, asked)

@@ -62,7 +62,7 @@ def token_ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
 
 def dense_attention(q: torch.Tensor, layer: Layer, *, scale: float, **options: Any) -> torch.Tensor:
     """Ordinary attention over the unpacked layer."""
-    assert options == {"causal": True, "softcap": None, "sliding_window": None, "sink_logits": None}
+    assert options == {"causal": True, "softcap": None, "sliding_window": None, "sink_logits": None, "starts": None}
     k, v = layer.unpack(torch.float32)
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
     return functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
@@ -219,11 +219,11 @@ def test_a_layer_is_decoded_for_a_mask_that_hides_tokens() -> None:
     packed = pack(prefill(model, token_ids(2, 6)), "raw")
     hidden = torch.ones(2, 9, dtype=torch.long)
     model(token_ids(2, 3), past_key_values=KvpackCache(packed), attention_mask=hidden)
-    hidden[1, :2] = 0
+    hidden[1, 1:3] = 0
     shifted = torch.zeros(2, 1, 3, 9).masked_fill(hidden[:, None, None] == 0, float("-inf"))
     for given in (hidden, shifted):
         expected = model(token_ids(2, 3), past_key_values=unpacked(packed), attention_mask=given).logits
-        with pytest.warns(KvpackWarning, match="the attention mask hides tokens, as padding does") as told:
+        with pytest.warns(KvpackWarning, match="the attention mask hides tokens other than padding on the left") as told:
             found = model(token_ids(2, 3), past_key_values=KvpackCache(packed), attention_mask=given).logits
         assert len(told) == 1
         assert torch.equal(found, expected)

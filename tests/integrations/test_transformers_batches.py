@@ -47,8 +47,10 @@ def padded(where: str) -> tuple[torch.Tensor, torch.Tensor]:
 KINDS = ["Gemma-2", "Gemma-3", "GPT-OSS", "Llama-4", "DeepSeek-V3", "Bloom", "GPT-2"]
 
 
-@pytest.mark.parametrize("where", ["left", "right"])
-@pytest.mark.parametrize("name", KINDS)
+DECODED = ["Llama-4", "DeepSeek-V3", "Bloom"]
+
+
+@pytest.mark.parametrize(("name", "where"), [*((name, "right") for name in KINDS), *((name, "left") for name in DECODED)])
 def test_rows_of_unequal_lengths(name: str, where: str) -> None:
     model = model_of(name)
     ids, mask = padded(where)
@@ -58,7 +60,50 @@ def test_rows_of_unequal_lengths(name: str, where: str) -> None:
     assert len(told) == 1
 
 
-@pytest.mark.filterwarnings("ignore:the attention mask hides tokens")
+@pytest.mark.parametrize("name", ["Llama", *(name for name in KINDS if name not in DECODED)])
+def test_rows_padded_on_the_left_are_attended_as_they_are_packed(name: str) -> None:
+    """Without a warning, and so without decoding, for more tokens than windows and chunks have."""
+    model = model_of(name)
+    ids, mask = padded("left")
+    expected = generated(model, ids, attention_mask=mask, max_new_tokens=20)
+    with KvpackCache(model, "raw") as cache:
+        assert generated(model, ids, cache, attention_mask=mask, max_new_tokens=20) == expected
+
+
+@pytest.mark.parametrize("recipe", ["raw", "octopus-4"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma-3"])
+def test_padded_rows_are_generated_as_each_row_is_by_itself(name: str, recipe: str) -> None:
+    """Up to the first window of tokens that is packed."""
+    model = model_of(name)
+    ids, mask = padded("left")
+    with KvpackCache(model, recipe) as cache:
+        together = torch.tensor(generated(model, ids, cache, attention_mask=mask))
+    for row, own in zip(ids, mask, strict=True):
+        with KvpackCache(model, recipe) as cache:
+            alone = generated(model, row[own.bool()][None], cache)
+        assert together[(ids == row).all(1).nonzero()[0, 0]][32 - int(own.sum()) :].tolist() == alone[0]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma-3"])
+def test_beams_of_padded_rows(name: str) -> None:
+    """Rows are reordered, and each keeps its own padding; beams of short rows do not end before others."""
+    model = model_of(name)
+    ids, mask = padded("left")
+    options = {"attention_mask": mask, "num_beams": 3, "max_new_tokens": 12}
+    expected = generated(model, ids, **options)
+    with KvpackCache(model, "raw") as cache:
+        assert generated(model, ids, cache, **options) == expected
+
+
+def test_a_mask_that_hides_tokens_in_the_middle_is_decoded_for() -> None:
+    model = model_of("Llama")
+    ids, mask = padded("left")
+    mask[0, 7] = 0
+    expected = generated(model, ids, attention_mask=mask)
+    with pytest.warns(kvpack.KvpackWarning, match="hides tokens other than padding on the left"), KvpackCache(model, "raw") as cache:
+        assert generated(model, ids, cache, attention_mask=mask) == expected
+
+
 @pytest.mark.parametrize("name", ["Llama", "Gemma-3"])
 def test_padded_rows_go_on_from_a_file(name: str, tmp_path: Path) -> None:
     model = model_of(name)

@@ -213,6 +213,70 @@ def test_sequences_of_unequal_lengths(mode: str) -> None:
     check(layer, 2, lengths=[106, 0, 1, 97, 64], **LENGTHS[mode])
 
 
+STARTS: dict[str, dict[str, Any]] = {
+    "one query": {},
+    "queries of a chunk": {"q_len": 5},
+    "more rows than a block": {"q_len": 9, "softcap": 3.0},
+    "a window": {"sliding_window": 40, "q_len": 2},
+    "a short window": {"sliding_window": 3, "q_len": 5},
+    "not causal": {"causal": False, "q_len": 3},
+    "sink logits": {"sink_logits": [1.0, -2.0]},
+    "unequal lengths": {"lengths": [310, 10, 0, 251, 130], "q_len": 3},
+    "unequal lengths and a window": {"lengths": [310, 10, 0, 251, 130], "sliding_window": 100},
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("mode", STARTS)
+@pytest.mark.parametrize("dual", [False, True], ids=["a token a row", "two tokens a row"])
+def test_sequences_with_padding_before_them(mode: str, dual: bool) -> None:
+    """Starts between tiles, inside them, in the tail, and behind all tokens."""
+    if dual:
+        k_codec, v_codec = codecs(NARROW["scalar 3"], NARROW["group 3, groups of channels"], (64, 64))
+    else:
+        k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))
+    layer = Layer(random_side(k_codec, 1, (300, 1), 9, 1, batch=5), random_side(v_codec, 1, (50, 251), 9, 2, batch=5))
+    for starts in ([0, 1, 310, 308, 64], [130, 0, 3, 250, 129]):
+        check(layer, 2, starts=starts, **STARTS[mode])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("family", ["group 4", "dense quaternion", "scalar 3, outliers"])
+def test_programs_of_many_tiles_with_padding_before_them(
+    family: str, tiles: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each program has tiles that nothing sees, some that are masked, and whole ones."""
+    from kvpack.kernels.attend import plan, shapes
+
+    if INTERPRETED:
+        monkeypatch.setattr(plan, "shape_of", lambda *_: shapes.Shape(2, tiles, 16, 2, 1))
+    tokens = 900 if INTERPRETED else 60_000
+    k_codec, v_codec = codecs(KEYS[family], KEYS[family], (32, 32))
+    layer = Layer(random_side(k_codec, 1, (tokens,), 5, 1, batch=4), random_side(v_codec, 1, (tokens,), 5, 2, batch=4))
+    for q_len in (1, 4):
+        check(layer, 2, q_len, starts=[33, 500, tokens - 60, tokens + 4], sliding_window=window)
+
+
+@pytest.mark.cuda
+def test_starts_change_between_replays_of_a_cuda_graph() -> None:
+    layer = kvpack.pack(random_pairs(1, 3000, batch=2, dims=(64, 64)), "k=scalar:b=4;v=group:b=4;tail=128").to(DEVICE)[0]
+    q = torch.randn(2, 4, 1, 64, device=DEVICE)
+    starts = torch.tensor([0, 100], device=DEVICE)
+    kvpack.attend(q, layer, starts=starts)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kvpack.attend(q, layer, starts=starts)
+    for given in ([0, 100], [2990, 17], [2999, 3000], [1024, 1500]):
+        starts.copy_(torch.tensor(given))
+        graph.replay()
+        assert torch.equal(captured, kvpack.attend(q, layer, starts=given))
+        expected = exact(q.cpu(), Layer(*(side.to("cpu") for side in layer.sides.values())), starts=given)
+        assert (captured.cpu() - expected).norm() < TOLERANCE * expected.norm()
+
+
 NARROW = {
     "group 2, groups of tokens": "group:b=2,g=32,axis=token,rotation=hadamard,token_scale=fp16",
     "group 2, short groups of tokens": "group:b=2,g=16,axis=token",

@@ -78,6 +78,8 @@ def calls(draw: DrawFn, family: str, plain: bool = False) -> tuple[torch.Tensor,
     if draw(st.booleans()):
         options["lengths"] = draw(st.lists(st.integers(0, tokens), min_size=batch, max_size=batch))
     if draw(st.booleans()):
+        options["starts"] = draw(st.lists(st.integers(0, tokens), min_size=batch, max_size=batch))
+    if draw(st.booleans()):
         options["sink_logits"] = torch.tensor([0.5, -torch.inf, 3.0, 0.0, 1.0, -2.0, 9.0] * 2)[:q_heads]
     return q, layer, options
 

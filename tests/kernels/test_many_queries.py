@@ -34,11 +34,12 @@ def check(layer: Layer, q_heads: int, q_len: int, dtype: torch.dtype = torch.flo
     expected = exact(q, layer, **mode)
     there = Layer(*(side.to(DEVICE) for side in layer.sides.values()))
     assert many_queries.supports(q.to(DEVICE), there)
-    logits, lengths = mode.get("sink_logits"), mode.get("lengths")
+    logits, lengths, starts = mode.get("sink_logits"), mode.get("lengths"), mode.get("starts")
     found = many_queries.attend(
         q.to(DEVICE), there, mode.get("scale", layer.k.dim**-0.5), mode.get("causal", True), mode.get("softcap"),
         mode.get("sliding_window"), None if logits is None else torch.tensor(logits),
         None if lengths is None else torch.tensor(lengths, device=DEVICE),
+        None if starts is None else torch.tensor(starts, device=DEVICE),
     )  # fmt: skip
     assert found.dtype == dtype
     error = (found.cpu().to(torch.float64) - expected).norm() / expected.norm()
@@ -60,6 +61,10 @@ MODES: list[dict[str, Any]] = [
     {"lengths": [100, 37]},
     {"lengths": [3, 150], "sliding_window": 9, "softcap": 8.0, "sink_logits": [0.5, 1.0, 2.0, 0.0]},
     {"lengths": [0, 150], "causal": False},
+    {"starts": [140, 37]},
+    {"starts": [0, 149], "sliding_window": 9, "softcap": 8.0, "sink_logits": [0.5, 1.0, 2.0, 0.0]},
+    {"starts": [64, 150], "causal": False},
+    {"starts": [63, 100], "lengths": [100, 64], "sliding_window": 45},
     {"scale": 0.3},
 ]
 
@@ -71,7 +76,9 @@ def test_modes(mode: dict[str, Any]) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("mode", [{}, {"causal": False}, {"softcap": 5.0}, {"sliding_window": 70}, {"lengths": [150]}], ids=str)
+@pytest.mark.parametrize(
+    "mode", [{}, {"causal": False}, {"softcap": 5.0}, {"sliding_window": 70}, {"lengths": [150]}, {"starts": [70]}], ids=str
+)
 @pytest.mark.parametrize("queries", [1 << 13, 50])
 def test_blocks_of_tokens_and_of_queries(mode: dict[str, Any], queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.attend import many_queries

@@ -83,6 +83,20 @@ def test_a_layer_that_eager_code_filled_is_attended() -> None:
     torch._dynamo.reset()
 
 
+def test_padding_on_the_left_is_skipped_in_compiled_code() -> None:
+    def step(live: kvpack.LiveCache, k: torch.Tensor, q: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        live.update(0, k, k)
+        return live.attend(0, q, starts=starts) * 2
+
+    torch._dynamo.reset()
+    k, q = torch.randn(2, 2, 9, 64), torch.randn(2, 4, 9, 64)
+    for starts in (torch.tensor([4, 0]), torch.tensor([0, 9])):
+        run = torch.compile(step, backend="aot_eager", fullgraph=True)
+        found = run(kvpack.LiveCache("fp32", layers=1), k, q, starts)
+        torch.testing.assert_close(found, step(kvpack.LiveCache("fp32", layers=1), k, q, starts))
+    torch._dynamo.reset()
+
+
 def test_what_eager_code_refuses_is_refused(compiled: Callable[..., Any]) -> None:
     live = kvpack.LiveCache("fp32", layers=2)
     x = torch.zeros(1, 2, 3, 64)
@@ -106,4 +120,4 @@ def test_the_shapes_that_compilers_are_told_are_true() -> None:
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(operators.live_update, (live._tickets[0], k, k[..., :32], 0), test_utils=checks)
     q = torch.zeros(2, 4, 3, 64, dtype=torch.bfloat16)
-    torch.library.opcheck(operators.live_attend, (live._tickets[0], q, None, 0, 32, None, True, None, None), test_utils=checks)
+    torch.library.opcheck(operators.live_attend, (live._tickets[0], q, None, None, 0, 32, None, True, None, None), test_utils=checks)

@@ -244,6 +244,61 @@ def test_steps_run_kernels_alone(recipe: str, batch: int, monkeypatch: pytest.Mo
         live.roll()
 
 
+@pytest.mark.kernels
+def test_steps_begin_where_each_sequence_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding in pages, up to the raw tail, and of all tokens, for one query and for several."""
+    from kvpack.coding import dispatch
+    from kvpack.live.steps import Steps
+
+    from interpreter import DEVICE, INTERPRETED  # isort: skip
+
+    if INTERPRETED:
+        monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    found_by_steps = []
+    attend = Steps.attend
+    monkeypatch.setattr(Steps, "attend", lambda *given, **options: found_by_steps.append(attend(*given, **options)) or found_by_steps[-1])
+    live = LiveCache("k=octahedral:b=2;v=scalar:b=4;tail=8", layers=1)
+    live.update(0, *(torch.randn(4, 2, 20, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE) for _ in "kv"))
+    live.roll()
+    for count in (1, 1, 3, 1, 1):
+        starts = torch.tensor([3, 0, min(21, live.tokens + count), live.tokens + count], dtype=torch.int32, device=DEVICE)
+        live.update(0, *(torch.randn(4, 2, count, 16, generator=torch.Generator().manual_seed(count)).to(DEVICE) for _ in "kv"))
+        q = torch.randn(4, 4, count, 16, generator=torch.Generator().manual_seed(100 + count))
+        found = live.attend(0, q.to(DEVICE), starts=starts).cpu()
+        layer = kvpack.Cache((live.layer(0),), "").to("cpu")[0]
+        expected = exact(q, layer, starts=starts.tolist())
+        assert (found - expected).norm() < 2e-3 * expected.norm()
+        assert not found[3].any()
+        listed = live.attend(0, q.to(DEVICE), starts=starts.tolist()).cpu()
+        torch.testing.assert_close(listed, found, rtol=2e-3, atol=2e-3)
+    # Those of a list are not read on the device.
+    assert [one is not None for one in found_by_steps] == [True, False] * 5
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("kernels", ["", "torch"], ids=["C kernels, if built", "torch"])
+def test_rows_with_padding_before_them_are_attended_alike(kernels: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a sliding layer that has dropped some of it, and after rows were reordered."""
+    monkeypatch.setenv("KVPACK_KERNELS", kernels)
+    live, parts = LiveCache("raw", layers=1, sliding_windows=[window]), []
+    starts = torch.tensor([0, 120, 349])
+    for seed, count in enumerate([300, *[1] * 400]):
+        parts.append(tokens(count, seed, batch=3, dtype=torch.float32))
+        live.update(0, *parts[-1])
+        if count > 1 or seed % 49 == 0:
+            given = starts.clamp(max=live.tokens)
+            found = live.attend(0, queries(count, 3), sliding_window=window, starts=given)
+            k, v = joined(parts)
+            held = kvpack.pack([(k, v)], "raw")[0]
+            expected = exact(queries(count, 3), held, starts=given.tolist(), **({"sliding_window": window} if window else {}))
+            torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    assert (live.held(0) < live.seen(0)) == (window is not None)
+    live.select([2, 0])
+    once_more = live.attend(0, queries(1, 3)[[2, 0]], sliding_window=window, starts=starts[[2, 0]])
+    before = exact(queries(1, 3), kvpack.pack([tuple(joined(parts))], "raw")[0], starts=starts.tolist(), sliding_window=window)
+    torch.testing.assert_close(once_more.double(), before[[2, 0]], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.cuda
 def test_a_graph_of_steps_is_replayed_across_windows() -> None:
     live = LiveCache.of(kvpack.pack(random_pairs(1, 4096, dims=(128, 128)), "octopus-3").to("cuda"))

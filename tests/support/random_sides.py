@@ -109,6 +109,8 @@ def exact(q: torch.Tensor, layer: Layer, *, scale: float | None = None, causal: 
     if (lengths := mode.get("lengths")) is not None:
         position = position - k.shape[2] + torch.tensor(lengths)[:, None, None, None]
         hidden = (tokens >= torch.tensor(lengths)[:, None, None, None]) | ((tokens > position) & causal)
+    if (starts := mode.get("starts")) is not None:
+        hidden = hidden | (tokens < torch.tensor(starts)[:, None, None, None])
     if window := mode.get("sliding_window"):
         hidden = hidden | (tokens <= position - window)
     scores = scores.masked_fill(hidden, -torch.inf)
@@ -127,7 +129,7 @@ def check(layer: Layer, q_heads: int, q_len: int = 1, dtype: torch.dtype = torch
     there = Layer(*(side.to(DEVICE) for side in layer.sides.values()))
     assert attention.supports(q.to(DEVICE), there)
     scale = mode.get("scale", layer.k.dim**-0.5)
-    logits, lengths = mode.get("sink_logits"), mode.get("lengths")
+    logits, lengths, starts = mode.get("sink_logits"), mode.get("lengths"), mode.get("starts")
     found = attention.attend(
         q.to(DEVICE),
         there,
@@ -137,6 +139,7 @@ def check(layer: Layer, q_heads: int, q_len: int = 1, dtype: torch.dtype = torch
         mode.get("sliding_window"),
         None if logits is None else torch.tensor(logits),
         None if lengths is None else torch.tensor(lengths),
+        None if starts is None else torch.tensor(starts),
     )
     assert found.dtype == dtype
     error = (found.cpu().to(torch.float64) - expected).norm() / expected.norm()

@@ -35,21 +35,28 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention function over a packed layer (``key``), or over tensors, which go to the model's own attention.
 
-    ``query`` is ``[batch, q_head, q_len, dim]``; returns ``[batch, q_len, q_head, dim]``. With a mask, the layer of a KvpackCache is
-    decoded for the call. Raises InvalidParameter for options that ``attend`` does not support: a mask over any other layer, dropout,
-    a position bias; InvalidShape for a layer without tokens that the model attends to, and for a mask of other tokens.
+    ``query`` is ``[batch, q_head, q_len, dim]``; returns ``[batch, q_len, q_head, dim]``. A mask ``[batch]`` of integers holds the first
+    token that each sequence sees (``masks.mask``); with any other, the layer of a KvpackCache is decoded for the call.
+    Raises InvalidParameter for options that ``attend`` does not support: a mask over any other layer, dropout, a position bias;
+    InvalidShape for a layer without tokens that the model attends to, and for a mask of other tokens.
     """
+    starts = attention_mask if attention_mask is not None and attention_mask.dim() == 1 else None
     if isinstance(key, PackedStates):
         key.check_attention(module)
-        if attention_mask is not None:
+        if attention_mask is not None and starts is None:
             k, v = _masked(key, attention_mask, query.shape[2])
             return plain_attention(module, options)(module, query, k, v, attention_mask, **options)
     elif not isinstance(key, Layer):
         if isinstance(value, (Layer, PackedStates)):
             raise InvalidShape("the value states are a packed layer and the key states are a tensor")
+        if starts is not None:
+            raise InvalidParameter(
+                f"{type(module).__name__} was given tensors beside the mask for the packed layers of a KvpackCache, which holds where "
+                "padding ends: KvpackCache(cache, model, dense=True) gives all layers tensors and masks"
+            )
         return plain_attention(module, options)(module, query, key, value, attention_mask, **options)
     given = [what for name, what in _WITHOUT_COUNTERPART.items() if options.get(name) is not None]
-    if attention_mask is not None:
+    if attention_mask is not None and not isinstance(key, PackedStates):
         given.append("a mask")
     if options.get("dropout"):
         given.append("dropout")
@@ -70,7 +77,7 @@ def attention(
     if isinstance(key, PackedStates):
         held = key.live.held(key.number)
         _check_window(key.live.seen(key.number) - held, held - query.shape[2], window)
-        out = key.live.attend(key.number, query, **given_options)
+        out = key.live.attend(key.number, query, starts=starts, **given_options)
     else:
         _check_window(key.skipped, key.tokens - query.shape[2], window)
         out = attend(query, key, **given_options)

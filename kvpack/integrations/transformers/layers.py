@@ -28,7 +28,7 @@ class Decoding:
     def tell_masked(self) -> None:
         """Issue a KvpackWarning about masks, unless one was issued."""
         self._warn(
-            "the attention mask hides tokens, as padding does, and packed attention is causal, within a window or not: "
+            "the attention mask hides tokens other than padding on the left, and packed attention is causal, within a window or not: "
             "each call with such a mask decodes the keys and values of its layer"
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import AttentionMaskInterface
@@ -21,20 +21,44 @@ QUERIES_AT_A_TIME = 128
 def mask(*, kv_length: int, config: Any, **options: Any) -> Any:
     """The mask for ``kv_length`` keys, as transformers' mask functions take their arguments.
 
-    None for packed keys where attention applies the mask by itself; else the mask of the model's own attention, for which the keys are
-    decoded: for padding, and for any pattern but causal and sliding-window.
+    Of packed keys, None where attention applies the mask by itself, and with padding on the left the first token that each sequence
+    sees, int32 ``[batch]``. Else the mask of the model's own attention, for which the keys are decoded: for any other padding, and
+    for any pattern but causal and sliding-window.
     """
     if isinstance(kv_length, PackedLength):
         packed, kv_length = kv_length, int(kv_length)
-        if _applied_by_attention(packed, config, **options):
-            return None
+        padding = _padding(packed, options.get("kv_offset", 0), options.get("attention_mask"))
+        if padding.on_the_left and _applied_by_attention(kv_length, config, **options):
+            return padding.starts
         # Without a mask, packed attention would be called.
         options["allow_is_causal_skip"] = False
     return AttentionMaskInterface()[plain_name(config)](kv_length=kv_length, config=config, **options)
 
 
+class _Padding(NamedTuple):
+    """Whether a mask hides only the first tokens of sequences; ``starts`` int32 ``[batch]`` are those after, None if it hides none."""
+
+    on_the_left: bool
+    starts: torch.Tensor | None = None
+
+
+def _padding(kv_length: PackedLength, kv_offset: int, attention_mask: torch.Tensor | None) -> _Padding:
+    if attention_mask is None:
+        return _Padding(True)
+    end = kv_offset + kv_length
+    if attention_mask.shape[-1] < end:
+        # Tokens that it has no column for are hidden.
+        return _Padding(False)
+    first = kv_length.first_visible()
+    seen = attention_mask[:, first:end] != 0
+    ends_hidden = seen[:, :-1] & ~seen[:, 1:]
+    # Read together: the device is waited for once.
+    every, on_the_left = torch.stack([seen.all(), ~ends_hidden.any()]).tolist()
+    return _Padding(on_the_left, None if every else first + (~seen).sum(1, dtype=torch.int32))
+
+
 def _applied_by_attention(
-    kv_length: PackedLength,
+    kv_length: int,
     config: Any,
     *,
     batch_size: int,
@@ -42,18 +66,11 @@ def _applied_by_attention(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> bool:
-    """Whether the mask is causal, within the model's sliding window if it has one, and hides nothing else."""
-    if attention_mask is not None:
-        # Tokens that it has no column for are hidden.
-        if attention_mask.shape[-1] < kv_offset + kv_length:
-            return False
-        if not bool(attention_mask.all()) and not bool(attention_mask[:, kv_length.first_visible() : kv_offset + kv_length].all()):
-            return False
+    """Whether the mask, but for padding, is causal, within the model's sliding window if it has one, and hides nothing else."""
     if use_vmap:
         return False
     if mask_function is causal_mask_function:

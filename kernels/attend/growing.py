@@ -22,11 +22,16 @@ if TYPE_CHECKING:
     from .plan import Launch
 
 
+ROOM_FOR_PAGES = 8
+"""Rows of work that are added together where pages need more of them than the device runs programs."""
+
+
 class GrowingCall:
     """A call of attention for queries ``q`` like a first one, over ``layer``, whose tails are whole buffers.
 
     ``layer`` is what ``takes`` let through. The tokens that each sequence holds are ``lengths`` of a call, int32 ``[batch]``, and
-    ``starts``, if the options say that calls give them, the first that its queries see.
+    ``starts``, if the options say that calls give them, the first that its queries see. The window of the options, if any, is found on
+    the device: it begins elsewhere in each call.
     """
 
     def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
@@ -81,14 +86,23 @@ class GrowingCall:
         device = launches[0].tables[0].device
         self._launches = [replace(launch, work=_padded(launch.work, _items(launch)).to(device)) for launch in launches]
         self._held = [launch.held for launch in launches]
-        masked = [launch.has_tail for launch in launches]
+        slides = self._options.sliding_window is not None
+        masked = [launch.has_tail or slides for launch in launches]
         position = EVERYTHING - self._shape.q_len
-        self._prepared = Prepared(self._launches, self._shape, self._dtype, self._options, position, self._dual, self._dim_v, masked)
+        self._prepared = Prepared(
+            self._launches, self._shape, self._dtype, self._options, position, self._dual, self._dim_v, masked, cut=slides
+        )
 
 
 def _items(launch: Launch) -> int:
-    """Rows of the table of work: a tail alone has always the same, and pages as many as the device runs at once."""
-    return launch.work.shape[0] if launch.tail_alone else max(launch.programs, launch.work.shape[0])
+    """Rows of the table of work: a tail alone has always the same, and pages as many as the device runs at once.
+
+    Where pages are more, there is room for some that later tokens bring.
+    """
+    rows: int = launch.work.shape[0]
+    if launch.tail_alone or rows <= launch.programs:
+        return rows if launch.tail_alone else launch.programs
+    return -(-rows // ROOM_FOR_PAGES) * ROOM_FOR_PAGES
 
 
 def _padded(work: torch.Tensor, items: int) -> torch.Tensor:

@@ -192,14 +192,27 @@ class LiveLayer:
         first = min(self._unseen(self.raw_tokens), self.packed_tokens)
         if first < self.window:
             return
-        # Both sides begin where groups of either begin.
-        while (aligned := min(_aligned_start(side, first) for side in self.sides.values())) != first:
-            first = aligned
+        first = self._aligned(first)
         packed = self.packed_tokens
         for side in self.sides.values():
             side.keep(first, packed)
         self.skipped += first
         self.version += 1
+
+    def _aligned(self, token: int) -> int:
+        """The last token up to ``token`` at which both sides can begin.
+
+        Whole windows behind the beginning of a page, rows are as aligned as before, so that kernels stay the same; pages of both
+        sides may have no such token in common.
+        """
+        first = token
+        for group in (self.window, 0):
+            first = token
+            while (aligned := min(_aligned_start(side, first, group or side.codec.token_group) for side in self.sides.values())) != first:
+                first = aligned
+            if token - first < self.window:
+                break
+        return first
 
     def _layer(self, tails: dict[str, torch.Tensor]) -> Layer:
         sides: dict[str, Side] = {name: side.with_tail(tails[name]) for name, side in self.sides.items()}
@@ -241,11 +254,11 @@ class LiveLayer:
         return {name: x.to(self.sides[name].tail.dtype) for name, x in given.items()}
 
 
-def _aligned_start(side: LiveSide, start: int) -> int:
-    """The last token up to ``start`` at which a token group of ``side`` begins."""
+def _aligned_start(side: LiveSide, start: int, group: int) -> int:
+    """The last token up to ``start`` that is whole groups of ``group`` tokens behind the beginning of a page of ``side``."""
     first = 0
     for end in side.side(0).boundaries[1:-1]:
         if end > start:
             break
         first = end
-    return first + (start - first) // side.codec.token_group * side.codec.token_group
+    return first + (start - first) // group * group

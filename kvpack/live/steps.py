@@ -29,14 +29,16 @@ class Steps:
         self._checks = all(side.codec.exact_dtype is None for side in layer.sides.values())
         with own_modes(device):
             self._lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-            self._packed, self._unchecked, self.not_finite = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(3))
+            self._packed, self._skipped, self._unchecked, self.not_finite = (
+                torch.zeros(1, dtype=torch.int32, device=device) for _ in range(4)
+            )
         self._version = layer.version
         self._write()
 
     @staticmethod
     def takes(layer: LiveLayer, q: torch.Tensor) -> bool:
         """Whether queries like ``q`` may be attended by steps: over all tokens of both sides, by kernels."""
-        if set(layer.sides) != {"k", "v"} or layer.sliding_window is not None or layer.skipped or q.requires_grad:
+        if set(layer.sides) != {"k", "v"} or q.requires_grad:
             return False
         return dispatch.uses_triton(q.device) and q.device == layer.device
 
@@ -65,13 +67,21 @@ class Steps:
 
     def attend(self, q: torch.Tensor, sink_logits: torch.Tensor | None, starts: Any, **options: Any) -> torch.Tensor | None:
         """Attend as ``LiveCache.attend``; None where ``kvpack.attend`` is to do it."""
-        if q.dim() != 4 or q.shape[2] > self._layer.raw_tokens or q.requires_grad or not self._takes_starts(starts):
+        layer, window = self._layer, options["sliding_window"]
+        if q.dim() != 4 or q.shape[2] > layer.raw_tokens or q.requires_grad or not self._takes_starts(starts):
+            return None
+        if layer.skipped and (window is None or self._packed_tokens + layer.raw_tokens - q.shape[2] < window - 1):
             return None
         asked = (q.shape, q.dtype, q.device, tuple(options.items()), sink_logits is None, starts is None, dispatch.choice())
         if asked not in self._calls:
             self._calls[asked] = self._call(q, sink_logits, starts, options)
         call = self._calls[asked]
-        return None if call is None else call(q, self._lengths, sink_logits, starts)
+        if call is None:
+            return None
+        if starts is not None and (layer.skipped or layer.sliding_window is not None):
+            # Kernels count from the first token that is held, which changes between replays of a graph.
+            starts = starts - self._skipped
+        return call(q, self._lengths, sink_logits, starts)
 
     def changed(self) -> bool:
         """Take the layer as it is now; whether launches changed."""
@@ -110,9 +120,11 @@ class Steps:
 
     def _write(self) -> None:
         layer = self._layer
+        self._packed_tokens = layer.packed_tokens
         with own_modes(layer.device):
-            self._packed.fill_(layer.packed_tokens)
-            self._lengths.fill_(layer.packed_tokens + layer.raw_tokens)
+            self._packed.fill_(self._packed_tokens)
+            self._skipped.fill_(layer.skipped)
+            self._lengths.fill_(self._packed_tokens + layer.raw_tokens)
 
     def _view(self) -> Layer:
         """The layer with the whole buffers as its tails."""
@@ -135,17 +147,13 @@ class Steps:
         view = self._view()
         own = self._layer.layer()
         check_call(q, own, sink_logits=sink_logits, **options)
-        if options["sliding_window"] is not None or not options["causal"] or not GrowingCall.takes(q, view):
+        window = options["sliding_window"]
+        if not options["causal"] or not GrowingCall.takes(q, view):
             return None
-        scale = options["scale"]
-        asked = Options(
-            q.shape[3] ** -0.5 if scale is None else scale,
-            True,
-            options["softcap"],
-            None,
-            True,
-            sink_logits is not None,
-            starts is not None,
-        )
+        if self._layer.sliding_window is not None and (window is None or window > self._layer.sliding_window):
+            # Some of its tokens will be gone when a graph is replayed.
+            return None
+        scale = q.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
+        asked = Options(scale, True, options["softcap"], window, True, sink_logits is not None, starts is not None)
         with own_modes(self._layer.device):
             return GrowingCall(q, view, asked)

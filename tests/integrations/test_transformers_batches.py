@@ -181,6 +181,36 @@ def test_sliding_layers_hold_their_window_and_what_is_encoded_with_it(name: str)
     assert min(cache.live.held(number) for number in slides) < 279
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["Gemma-3", "Mistral"])
+def test_decoding_steps_of_sliding_layers_run_kernels_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every layer, for rows with padding: CUDA graphs may hold them."""
+    from kvpack.coding import dispatch
+    from kvpack.live.steps import Steps
+
+    from interpreter import DEVICE, INTERPRETED  # isort: skip
+
+    if INTERPRETED:
+        monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    model = model_of(name).to(DEVICE)
+    ids, mask = (x.to(DEVICE) for x in padded("left"))
+    expected = generated(model, ids, attention_mask=mask, max_new_tokens=4)
+    by_steps: list[bool] = []
+    attend = Steps.attend
+
+    def watched(*given: Any, **options: Any) -> Any:
+        found = attend(*given, **options)
+        by_steps.append(found is not None)
+        return found
+
+    monkeypatch.setattr(Steps, "attend", watched)
+    with KvpackCache(model, "fp32;tail=8") as cache:
+        assert generated(model, ids, cache, attention_mask=mask, max_new_tokens=4) == expected
+        assert any(window is not None for window in cache.live.sliding_windows)
+        layers = len(cache.layers)
+    assert by_steps == [True] * 3 * layers
+
+
 def test_a_loaded_layer_slides_as_well(tmp_path: Path) -> None:
     model = model_of("Gemma-3")
     ids = torch.randint(1, 60, (1, 300), generator=torch.Generator().manual_seed(0))

@@ -11,6 +11,7 @@ import torch
 
 import kvpack
 from kvpack import LiveCache
+from kvpack.cache.layer import Layer
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite, NotConsecutive, OutOfBounds
 
 from caches import random_pairs  # isort: skip
@@ -244,6 +245,69 @@ def test_steps_run_kernels_alone(recipe: str, batch: int, monkeypatch: pytest.Mo
         live.roll()
 
 
+def sliding(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> tuple[LiveCache, list[bool], list[bool]]:
+    """A live cache with a window of 40 after steps by kernels; whether each that attends ran no more, and what ``roll`` said."""
+    from kvpack.coding import dispatch
+    from kvpack.live.steps import Steps
+
+    from interpreter import DEVICE, INTERPRETED  # isort: skip
+
+    if INTERPRETED:
+        monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    by_steps: list[bool] = []
+    attend = Steps.attend
+
+    def watched(*given: Any, **options: Any) -> Any:
+        found = attend(*given, **options)
+        by_steps.append(found is not None)
+        return found
+
+    monkeypatch.setattr(Steps, "attend", watched)
+    live, generator, changed = LiveCache(recipe, layers=1, sliding_windows=[40]), torch.Generator().manual_seed(1), []
+    parts = []
+    starts = torch.tensor([0, 60, 120][:batch], dtype=torch.int32)
+    for step, count in enumerate([90, *[1] * 18, 2, 1, 3, *[1] * 24]):
+        parts.append([torch.randn(batch, 2, count, 16, generator=generator) for _ in "kv"])
+        live.update(0, *(x.to(DEVICE) for x in parts[-1]))
+        if step % 9 == 4:
+            changed.append(live.roll())
+        if count == 1 and step % 4:
+            continue
+        q = torch.randn(batch, 4, count, 16, generator=generator)
+        given = starts.clamp(max=live.tokens) if batch > 1 else None
+        found = live.attend(0, q.to(DEVICE), sliding_window=40, starts=None if given is None else given.to(DEVICE)).cpu()
+        mode = {} if given is None else {"starts": given.tolist()}
+        if recipe.startswith("fp32"):
+            expected = exact(q, kvpack.pack([tuple(joined(parts))], "raw")[0], sliding_window=40, **mode)
+            assert (found - expected).norm() <= 2e-3 * expected.norm()
+        elif count == 1:
+            layer = live.layer(0)
+            held = kvpack.Cache((Layer(layer.k, layer.v),), "").to("cpu")[0]
+            if given is not None:
+                mode["starts"] = (given - layer.skipped).clamp(min=0).tolist()
+            with monkeypatch.context() as patch:
+                # Threads decode it, and the interpreter takes one.
+                patch.setenv(dispatch.VARIABLE, "torch")
+                expected = exact(q, held, sliding_window=40, **mode)
+            assert (found - expected).norm() <= 2e-3 * expected.norm()
+        assert 40 <= live.held(0) <= 40 + 3 * 16 or step < 1
+    assert live.seen(0) == 138
+    return live, by_steps, changed
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("recipe", "batch"),
+    [("fp32;tail=16", 1), ("fp32;tail=16", 3), ("k=octahedral:b=2;v=scalar:b=4;tail=16", 3), ("kv=group:b=4,g=8,axis=token;tail=16", 1)],
+)
+def test_steps_of_a_sliding_layer_run_kernels_alone(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages come and go, and launches stay: only the tables of work are written anew."""
+    _, by_steps, changed = sliding(recipe, batch, monkeypatch)
+    assert by_steps == [True] * 13
+    # Only those of the first pages, and of tables with room for more of them, are new.
+    assert not any(changed[3:])
+
+
 @pytest.mark.kernels
 def test_steps_begin_where_each_sequence_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding in pages, up to the raw tail, and of all tokens, for one query and for several."""
@@ -336,6 +400,60 @@ def test_a_graph_of_steps_is_replayed_across_windows() -> None:
     assert tail is not None
     count = tail.tail.shape[2]
     assert torch.equal(tail.tail, torch.cat([pair[0] for pair in given[-count:]], 2))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("starts", [None, [100, 4200]], ids=["without padding", "with padding"])
+@pytest.mark.parametrize("recipe", ["octopus-3", "kivi-2", "oscar-2", "bf16"])
+def test_a_graph_of_steps_of_a_sliding_layer_is_replayed_across_windows(recipe: str, starts: list[int] | None) -> None:
+    """What a graph attends is what is held: tokens leave the window within it, and pages leave the layer between replays."""
+    window = 1024
+    live = LiveCache(recipe, layers=1, sliding_windows=[window])
+    given = [[x.to("cuda", torch.bfloat16) for x in random_pairs(1, 4096, dims=(128, 128), batch=2)[0]]]
+    live.update(0, *given[0])
+    from_token = None if starts is None else torch.tensor(starts, dtype=torch.int32, device="cuda")
+    live.attend(0, torch.randn(2, 4, 4096, 128, device="cuda", dtype=torch.bfloat16), sliding_window=window, starts=from_token)
+    live.roll()
+    k, v = (torch.zeros(2, 2, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    q = torch.randn(2, 4, 1, 128, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            live.update(0, k, v)
+            live.attend(0, q, sliding_window=window, starts=from_token)
+            given.append([k.clone(), v.clone()])
+    torch.cuda.current_stream().wait_stream(stream)
+
+    def captured() -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            live.update(0, k, v)
+            out = live.attend(0, q, sliding_window=window, starts=from_token)
+        return graph, out
+
+    graph, out = captured()
+    captures = 0
+    for step in range(2000):
+        k.copy_(torch.randn(k.shape, generator=torch.Generator().manual_seed(step)))
+        v.copy_(torch.randn(v.shape, generator=torch.Generator().manual_seed(5000 + step)))
+        given.append([k.clone(), v.clone()])
+        graph.replay()
+        if step % 100 == 99:
+            layer = live.layer(0)
+            expected = kvpack.attend(q, layer, sliding_window=window, starts=starts)
+            assert (out - expected).norm() <= 2e-3 * expected.norm()
+            if recipe == "bf16":
+                whole = kvpack.pack([tuple(torch.cat([pair[side] for pair in given], 2).cpu() for side in range(2))], "bf16")[0]
+                plain = exact(q.cpu(), whole, sliding_window=window, **({} if starts is None else {"starts": starts}))
+                assert (out.cpu() - plain).norm() <= 2e-3 * plain.norm()
+            assert window <= live.held(0) <= window + 3 * 128
+            if live.roll():
+                graph, out = captured()
+                captures += 1
+    assert live.seen(0) == 4096 + 3 + 2000
+    # Launches stay once the pages of the prompt are gone.
+    assert captures <= 4
 
 
 @pytest.mark.parametrize("recipe", ["octopus-3", "kivi-2;tail=64", "raw"])

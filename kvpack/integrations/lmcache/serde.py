@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any
 from lmcache.v1.distributed.serde import AsyncSerdeProcessor, Deserializer, Serializer, register_serde_factory
 
 from kvpack.formats.errors import InvalidParameter, InvalidShape
-from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.codec import PageCodec
-from kvpack.pages.geometry import DTYPES, PageGeometry
+
+from .layouts import geometry_of, key_bytes, pages_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Codecs:
@@ -32,21 +30,10 @@ class Codecs:
         """The codec of one object's layout. Raises InvalidShape for one that is not keys and values."""
         made = self._made.get((tuple(shape), dtype))
         if made is None:
-            if len(shape) != 4 or shape[0] != 2 or shape[3] % self._head_dim or dtype not in _NAMES:
-                raise InvalidShape(
-                    f"the object is {dtype} {list(shape)}, expected [2, layer, token, head * {self._head_dim}]: latents, recurrent states "
-                    "and other objects are not for this serde"
-                )
-            _, layers, tokens, width = shape
-            geometry = PageGeometry(layers, width // self._head_dim, tokens, self._head_dim, self._head_dim, _NAMES[dtype])
+            geometry = geometry_of(shape, dtype, self._head_dim)
             made = PageCodec(self._recipe, geometry, threads=self._threads, namespace=self._namespace)
             self._made[tuple(shape), dtype] = made
         return made
-
-    def pages(self, codec: PageCodec, x: torch.Tensor) -> PageBuffer:
-        """An object as a buffer of one slot."""
-        heads = x.view(*x.shape[:3], codec.geometry.heads, self._head_dim).transpose(2, 3)[:, None]
-        return PageBuffer(codec.geometry, heads[0], heads[1])
 
 
 class KvpackSerializer(Serializer):  # type: ignore[misc]
@@ -58,7 +45,7 @@ class KvpackSerializer(Serializer):  # type: ignore[misc]
     def serialize(self, src: Any, dst: Any, key: Any) -> int:
         codec = self._codecs.of(src.tensor.shape, src.tensor.dtype)
         row = dst.tensor.flatten()[: codec.nbytes][None]
-        (refused,) = codec.encode_into(self._codecs.pages(codec, src.tensor), [0], row, keys=[key_bytes(key)])
+        (refused,) = codec.encode_into(pages_of(codec.geometry, src.tensor), [0], row, keys=[key_bytes(key)])
         if refused is not None:
             raise refused
         return codec.nbytes
@@ -79,21 +66,9 @@ class KvpackDeserializer(Deserializer):  # type: ignore[misc]
     def deserialize(self, src: Any, dst: Any, key: Any) -> None:
         codec = self._codecs.of(dst.tensor.shape, dst.tensor.dtype)
         row = src.tensor.flatten()[None]
-        (refused,) = codec.decode_into(row, self._codecs.pages(codec, dst.tensor), [0], keys=[key_bytes(key)])
+        (refused,) = codec.decode_into(row, pages_of(codec.geometry, dst.tensor), [0], keys=[key_bytes(key)])
         if refused is not None:
             raise refused
-
-
-def key_bytes(key: Any) -> bytes:
-    """Everything that LMCache's key of an object names."""
-    fields = (
-        key.chunk_hash,
-        key.model_name.encode(),
-        str(key.kv_rank).encode(),
-        str(key.object_group_id).encode(),
-        key.cache_salt.encode(),
-    )
-    return b"".join(len(part).to_bytes(8, "little") + part for part in fields)
 
 
 def create(kwargs: Mapping[str, Any]) -> Any:

@@ -1,0 +1,45 @@
+"""LMCache's objects ``[2, layer, token, head * dim]`` as pages, and its keys as bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvpack.formats.errors import InvalidShape
+from kvpack.pages.buffer import PageBuffer
+from kvpack.pages.geometry import DTYPES, PageGeometry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int) -> PageGeometry:
+    """The geometry of one object. Raises InvalidShape for one that is not keys and values."""
+    if len(shape) != 4 or shape[0] != 2 or shape[3] % head_dim or dtype not in _NAMES:
+        raise InvalidShape(
+            f"the object is {dtype} {list(shape)}, expected [2, layer, token, head * {head_dim}]: latents, recurrent states and other "
+            "objects are not packed"
+        )
+    _, layers, tokens, width = shape
+    return PageGeometry(layers, width // head_dim, tokens, head_dim, head_dim, _NAMES[dtype])
+
+
+def pages_of(geometry: PageGeometry, x: torch.Tensor) -> PageBuffer:
+    """An object as a buffer of one slot."""
+    heads = x.view(*x.shape[:3], geometry.heads, geometry.dim_k).transpose(2, 3)[:, None]
+    return PageBuffer(geometry, heads[0], heads[1])
+
+
+def key_bytes(key: Any) -> bytes:
+    """Everything that LMCache's key of an object names."""
+    fields = (
+        key.chunk_hash,
+        key.model_name.encode(),
+        str(key.kv_rank).encode(),
+        str(key.object_group_id).encode(),
+        key.cache_salt.encode(),
+    )
+    return b"".join(len(part).to_bytes(8, "little") + part for part in fields)

@@ -1,0 +1,167 @@
+"""The L2 adapter for LMCache over stubs of LMCache 0.5.6; ``make engines`` runs it under LMCache's own storage manager."""
+
+from __future__ import annotations
+
+import threading
+import time
+import types
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from kvpack.errors import InvalidParameter
+
+from engine_stubs import import_over  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ObjectKey:
+    chunk_hash: bytes
+    model_name: str = "model"
+    kv_rank: int = 0
+    object_group_id: int = 0
+    cache_salt: str = ""
+
+
+class Bitmap:
+    def __init__(self, size: int) -> None:
+        self.bits = [False] * size
+
+    def set(self, index: int) -> None:
+        self.bits[index] = True
+
+
+class StoreResult(int):
+    def __new__(cls, success: bool, size: int) -> StoreResult:
+        return super().__new__(cls, size if success else -1)
+
+
+class Interface:
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def _notify_keys_stored(self, keys: list[Any], sizes: list[int]) -> None:
+        self.told.append(("stored", len(keys)))
+
+    def _notify_keys_accessed(self, keys: list[Any]) -> None:
+        self.told.append(("accessed", len(keys)))
+
+    def _notify_keys_deleted(self, keys: list[Any], sizes: list[int]) -> None:
+        self.told.append(("deleted", len(keys)))
+
+
+class Event:
+    numbers = iter(range(3, 1000))
+
+    def __init__(self) -> None:
+        self.number, self.flag = next(Event.numbers), threading.Event()
+
+    def fileno(self) -> int:
+        return self.number
+
+    def notify(self) -> None:
+        self.flag.set()
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    stubs = {
+        "lmcache.lmcache_native": {"Bitmap": Bitmap},
+        "lmcache.v1.distributed.internal_api": {"L2StoreResult": StoreResult},
+        "lmcache.v1.distributed.l2_adapters.base": {"L2AdapterInterface": Interface},
+        "lmcache.v1.platform": {"create_event_notifier": Event},
+    }
+    adapter = import_over(monkeypatch, stubs, "kvpack.integrations.lmcache.adapter").KvpackL2Adapter
+    options = {"location": str(tmp_path), "recipe": "raw", "head_dim": 32, "revision": "abc"}
+
+    def make(**changes: Any) -> Any:
+        return adapter({name: value for name, value in (options | changes).items() if value is not None}, l1_memory_desc=None)
+
+    return make
+
+
+def waited(call: Callable[[], Any]) -> Any:
+    end = time.monotonic() + 20
+    while not (found := call()):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    return found
+
+
+def objects(count: int, seed: int = 0) -> list[Any]:
+    source = torch.Generator().manual_seed(seed)
+    return [types.SimpleNamespace(tensor=torch.randn(2, 2, 16, 64, generator=source).bfloat16()) for _ in range(count)]
+
+
+KEYS = [ObjectKey(bytes([number])) for number in range(4)]
+LAYOUTS = {0: types.SimpleNamespace(shapes=[torch.Size([2, 2, 16, 64])], dtypes=[torch.bfloat16])}
+
+
+def test_objects_come_back_and_one_that_is_damaged_is_missing_alone(opened: Callable[..., Any], tmp_path: Path) -> None:
+    adapter = opened(recipe="octopus-4")
+    assert len({adapter.get_store_event_fd(), adapter.get_lookup_and_lock_event_fd(), adapter.get_load_event_fd()}) == 3
+    given = objects(3)
+    number = adapter.submit_store_task(KEYS[:3], given)
+    done = waited(adapter.pop_completed_store_tasks)
+    assert set(done) == {number}
+    assert done[number] > 0
+    assert adapter._events["store"].flag.is_set()
+    assert adapter.pop_completed_store_tasks() == {}
+    number = adapter.submit_lookup_and_lock_task(KEYS, LAYOUTS)
+    assert waited(lambda: adapter.query_lookup_and_lock_result(number)).bits == [True, True, True, False]
+    assert adapter.query_lookup_and_lock_result(number) is None
+    adapter.submit_unlock(KEYS)
+    adapter.close()
+
+    entries = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes()[:10] == b"kvpack-row")
+    data = bytearray(entries[0].read_bytes())
+    data[len(data) // 2] ^= 8
+    entries[0].write_bytes(data)
+    adapter = opened(recipe="octopus-4")
+    found = objects(3, seed=9)
+    before = [one.tensor.clone() for one in found]
+    number = adapter.submit_load_task(KEYS[:3], found)
+    bits = waited(lambda: adapter.query_load_result(number)).bits
+    assert sorted(bits) == [False, True, True]
+    for good, one, old, source in zip(bits, found, before, given, strict=True):
+        error = (one.tensor.float() - source.tensor.float()).norm() / source.tensor.float().norm()
+        assert error < 0.1 if good else torch.equal(one.tensor, old)
+    assert adapter.told == [("accessed", 2)]
+    assert adapter.report_status()["stores"][0]["damaged_entries"] == 1
+    adapter.delete(KEYS[:3])
+    number = adapter.submit_lookup_and_lock_task(KEYS[:3], LAYOUTS)
+    assert waited(lambda: adapter.query_lookup_and_lock_result(number)).bits == [False] * 3
+    adapter.close()
+
+
+def test_other_weights_and_shapes_are_missing(opened: Callable[..., Any]) -> None:
+    adapter = opened()
+    given = objects(1)
+    adapter.submit_store_task(KEYS[:1], given)
+    waited(adapter.pop_completed_store_tasks)
+    latents = [types.SimpleNamespace(tensor=torch.zeros(2, 16, 576).bfloat16())]
+    number = adapter.submit_store_task(KEYS[1:2], latents)
+    assert waited(adapter.pop_completed_store_tasks)[number] == -1
+    number = adapter.submit_load_task(KEYS[1:2], latents)
+    assert waited(lambda: adapter.query_load_result(number)).bits == [False]
+    adapter.close()
+    other = opened(revision="abd")
+    number = other.submit_load_task(KEYS[:1], objects(1))
+    assert waited(lambda: other.query_load_result(number)).bits == [False]
+    other.close()
+
+
+def test_options_are_checked(opened: Callable[..., Any]) -> None:
+    with pytest.raises(InvalidParameter, match=r"expected head_dim, location, recipe, revision \(LMCache's keys name a model"):
+        opened(revision=None)
+    with pytest.raises(InvalidParameter, match=r"the adapter got .*other"):
+        opened(other=1)

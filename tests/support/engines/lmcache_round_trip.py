@@ -1,0 +1,121 @@
+"""Objects through LMCache's own storage manager, with kvpack's L2 adapter and with its serde: ``make engines``.
+
+Each run stores three objects, empties LMCache's memory, loads them, and loads them again after one flipped bit in the second.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
+from lmcache.v1.distributed.config import EvictionConfig, L1ManagerConfig, L1MemoryManagerConfig, StorageManagerConfig
+from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
+from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
+from lmcache.v1.distributed.serde import SerdeConfig
+from lmcache.v1.distributed.storage_manager import StorageManager
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SHAPE = torch.Size([2, 4, 256, 128])
+LAYOUT = MemoryLayoutDesc(shapes=[SHAPE], dtypes=[torch.bfloat16])
+KEYS = [ObjectKey(chunk_hash=bytes(31) + bytes([number]), model_name="a-model", kv_rank=0) for number in range(3)]
+
+
+def config(kind: str, recipe: str, folder: Path) -> Any:
+    packed = {"recipe": recipe, "head_dim": 64, "revision": "abc"}
+    if kind == "adapter":
+        given = {"location": str(folder), **packed}
+        return PluginL2AdapterConfig("kvpack.integrations.lmcache.adapter", "KvpackL2Adapter", given)
+    found = PluginL2AdapterConfig("kvpack.integrations.lmcache.fs", "FSL2Adapter", {"base_path": str(folder)}, "FSL2AdapterConfig")
+    found.serde_config = SerdeConfig(type="kvpack", kwargs=packed)
+    return found
+
+
+def waited(done: Callable[[], bool], seconds: float = 30) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if done():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def manager_of(adapter: Any) -> StorageManager:
+    memory = L1MemoryManagerConfig(size_in_bytes=256 << 20, use_lazy=False)
+    return StorageManager(
+        StorageManagerConfig(
+            l1_manager_config=L1ManagerConfig(memory_config=memory),
+            eviction_config=EvictionConfig(eviction_policy="LRU"),
+            l2_adapter_config=L2AdaptersConfig(adapters=[adapter]),
+        )
+    )
+
+
+def loaded(manager: StorageManager) -> list[torch.Tensor]:
+    """The objects from the first on that come back, after LMCache's own memory was emptied."""
+    manager.clear(force=True)
+    handle = manager.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(KEYS, 0, LAYOUT)]))
+    status: list[Any] = [None]
+
+    def known() -> bool:
+        status[0] = manager.query_prefetch_status(handle)
+        return status[0] is not None
+
+    assert waited(known)
+    hits = status[0].hit_cells[0].count_leading_ones()
+    found = []
+    if hits:
+        with manager.read_prefetched_results(KEYS[:hits]) as objects:
+            found = [one.tensor.view(SHAPE).clone() for one in objects]
+        manager.finish_read_prefetched(KEYS[:hits])
+    return found
+
+
+def files(folder: Path, data: bytes = b"kvpack-row 1") -> list[Path]:
+    """The entries of a folder, in the order in which they were written."""
+    found = [path for path in folder.rglob("*") if path.is_file() and path.read_bytes()[:12] == data]
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+
+
+def run(kind: str, recipe: str) -> bool:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        manager = manager_of(config(kind, recipe, folder))
+        source = torch.Generator().manual_seed(0)
+        given = [torch.randn(SHAPE, generator=source).to(torch.bfloat16) for _ in KEYS]
+        for key, values in zip(KEYS, given, strict=True):
+            reserved = manager.reserve_write([key], LAYOUT)
+            reserved[key].tensor.view(SHAPE).copy_(values)
+            manager.finish_write([key])
+            assert waited(lambda: manager.report_status()["store_controller"]["in_flight_task_count"] == 0)
+        assert waited(lambda: len(files(folder)) == len(KEYS)), files(folder)
+        size = files(folder)[0].stat().st_size
+        whole = loaded(manager)
+        victim = files(folder)[1]
+        data = bytearray(victim.read_bytes())
+        data[len(data) // 2] ^= 1
+        victim.write_bytes(data)
+        damaged = loaded(manager)
+        released = waited(lambda: manager.report_status()["l1_manager"]["memory_used_bytes"] == 0)
+        manager.close()
+    errors = [((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in zip(whole, given, strict=False)]
+    # LMCache takes a task through a serde all or nothing.
+    good = (
+        len(whole) == 3 and len(damaged) == (1 if kind == "adapter" else 0) and released and max(errors) <= (0 if recipe == "raw" else 0.1)
+    )
+    print(
+        f"LMCache, {kind}, {recipe}: {given[0].nbytes / size:.2f} times smaller; {len(whole)} of 3 objects come back, errors at most "
+        f"{max(errors):.4f}; after one flipped bit {len(damaged)} before the damaged one {'good' if good else 'WRONG'}",
+        flush=True,
+    )
+    return good
+
+
+if __name__ == "__main__":
+    sys.exit(sum(not run(kind, recipe) for kind in ("adapter", "serde") for recipe in ("raw", "octopus-4")))

@@ -15,7 +15,9 @@ from kvpack.formats.angle import NORMS as ANGLE_NORMS
 from kvpack.formats.angle import Angle, bin_directions
 from kvpack.formats.base import NORMS
 from kvpack.formats.columns import is_power_of_two, next_power_of_two
+from kvpack.formats.basis import RUN_COLUMNS
 from kvpack.formats.group import Group
+from kvpack.formats.klt import GAINS, Klt, columns_of
 from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.octahedral import Octahedral, norm_with_index, signed_directions
 from kvpack.formats.outliers import Outliers
@@ -33,6 +35,7 @@ from . import library, rotations
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
+    from kvpack.formats.basis import BasisRows
     from kvpack.formats.columns import Columns
 
 LEAST_ENTRIES = 16
@@ -224,6 +227,48 @@ def _minifloat(codec: Minifloat) -> Described | None:
     return _finished(result, codec, [*names, *([] if scale is None else [scale])], [])
 
 
+BASIS = "basis"
+"""The stream, made when a page is described, of what C reads of a basis: float32 ``[batch, kv_head, run, number]`` (``basis_numbers``)."""
+
+_WHOLE_RUN = 1 << 62
+
+
+def _klt(codec: Klt) -> Described | None:
+    gain = GAINS[codec.gain]
+    result = _struct(codec, {} if gain is None else {"gain": (1, gain)})
+    if result is None:
+        return None
+    channels, places = [], []
+    at, matrix = _basis_places(codec)
+    for columns in columns_of(codec.widths, codec.dim).values():
+        channels += columns
+        places += [at[column // RUN_COLUMNS] for column in columns]
+    both = torch.tensor([*channels, *places], dtype=torch.int32)
+    streams = [] if gain is None else ["gain"]
+    result.channels = ctypes.cast(both.data_ptr(), ctypes.POINTER(ctypes.c_int32))
+    result.size, result.scales_stream, result.matrix_place = _WHOLE_RUN, len(_planes(codec)) + len(streams), matrix
+    return _finished(result, codec, [*streams, BASIS], [], both)
+
+
+def _basis_places(codec: Klt) -> tuple[dict[int, int], int]:
+    """Where the table of each run with codes begins among a head's numbers, which begin with the mean, and where the matrix does."""
+    places, at = {}, codec.dim
+    for run, width in enumerate(codec.widths):
+        if width:
+            places[run], at = at, at + max(LEAST_ENTRIES, 1 << width)
+    return places, at
+
+
+def basis_numbers(codec: Klt, rows: BasisRows) -> torch.Tensor:
+    """The mean, the tables and the matrix of each head, float32 ``[batch or 1, kv_head, number]``."""
+    places, _ = _basis_places(codec)
+    parts = [rows.mean[:, :, 0]]
+    for run in places:
+        table = rows.table(run, codec.widths[run])
+        parts.append(torch.nn.functional.pad(table, (0, max(0, LEAST_ENTRIES - table.shape[2]))))
+    return torch.cat([*parts, rows.matrix.flatten(2)], 2).contiguous()
+
+
 ENTRY, ENTRIES = "raw_entry", "raw_entries"
 """The streams, made when a page is described, of raw tokens: each token's entry, int32 ``[batch, 1, token]``, negative without one; and the
 entries, float32 ``[1, kv_head, entry, dim]`` in the coded frame."""
@@ -279,6 +324,7 @@ FAMILIES: dict[type[Codec], Callable[[Any], Described | None]] = {
     Polar: _polar,
     Quaternion: _quaternion,
     Minifloat: _minifloat,
+    Klt: _klt,
 }
 """How each family is described; a new codec is one row."""
 

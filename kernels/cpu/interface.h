@@ -5,12 +5,12 @@
 #include <stdint.h>
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 15
+#define KVPACK_INTERFACE 16
 
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 3 };
 
 /* Codec families, and the dtypes of numbers that are stored per token. */
-enum { RAW, GROUP, SCALAR, OCTAHEDRAL, ANGLE, POLAR, QUATERNION, MINIFLOAT };
+enum { RAW, GROUP, SCALAR, OCTAHEDRAL, ANGLE, POLAR, QUATERNION, MINIFLOAT, KLT };
 enum { F16, BF16, F32, U8 };
 
 /* One array [batch, kv_head, row, ...] whose rows are contiguous; strides are in bytes. A segment holds one per stored stream. */
@@ -88,8 +88,10 @@ typedef struct {
     float highest;
     /* minifloat: the format of elements, codes of magnitude from `finite` on being none, and the kind of scales */
     int64_t fraction_bits, bias, finite, scale_kind;
-    /* scalar: the channels of all parts in turn */
+    /* scalar: the channels of all parts in turn. klt: those of all packings, and then the places of their tables in the rows of a basis,
+       whose stream is that of scales; and the place of the matrix there */
     const int32_t *channels;
+    int64_t matrix_place;
     /* polar: for each level the stream and the first symbol of its angles, their number, and those of the first kind of pair */
     int64_t levels, radii;
     int64_t level_stream[MOST_PACKINGS], level_first[MOST_PACKINGS], level_angles[MOST_PACKINGS], level_equal[MOST_PACKINGS];

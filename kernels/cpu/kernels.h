@@ -8,6 +8,7 @@
 
 #include "angle.h"
 #include "group.h"
+#include "klt.h"
 #include "minifloat.h"
 #include "octahedral.h"
 #include "polar.h"
@@ -24,7 +25,6 @@
 #include "rows.h"
 
 #include "group_rows.h"
-#include "unpack.h"
 
 #include "columns.h"
 #include "encode_group.h"
@@ -36,7 +36,9 @@
 #pragma GCC optimize("fp-contract=fast")
 #endif
 #include "group_fused.h"
+#include "klt_rows.h"
 #include "loops.h"
+#include "unpack.h"
 
 #include "attend.h"
 

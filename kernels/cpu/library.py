@@ -14,14 +14,14 @@ from pathlib import Path
 
 from kvpack.formats.errors import InvalidParameter
 
-INTERFACE = 15
+INTERFACE = 16
 """The number of interface.h that the structures below mirror."""
 
 THREADS = "KVPACK_THREADS"
 """The environment variable with the number of threads of a call."""
 
 MOST_PACKINGS, MOST_DIGITS, MOST_VALUES, MOST_TABLES, MOST_BOUNDS = 12, 2, 3, 48, 3
-FAMILIES = ("raw", "group", "scalar", "octahedral", "angle", "polar", "quaternion", "minifloat")
+FAMILIES = ("raw", "group", "scalar", "octahedral", "angle", "polar", "quaternion", "minifloat", "klt")
 DTYPES = ("F16", "BF16", "F32", "U8")
 
 
@@ -63,7 +63,7 @@ class Codec(Structure):
         ("highest", c_float),
         *((name, c_int64) for name in ("fraction_bits", "bias", "finite", "scale_kind")),
         ("channels", POINTER(c_int32)),
-        *((name, c_int64) for name in ("levels", "radii")),
+        *((name, c_int64) for name in ("matrix_place", "levels", "radii")),
         *((name, c_int64 * MOST_PACKINGS) for name in ("level_stream", "level_first", "level_angles", "level_equal")),
         ("table", Table * MOST_TABLES),
     )

@@ -12,6 +12,8 @@ import numpy
 import torch
 
 from kvpack.formats import scale_range
+from kvpack.formats.basis import BasisRows
+from kvpack.formats.klt import Klt
 from kvpack.formats.outliers import VALUES, Outliers
 from kvpack.formats.raw import Raw
 from kvpack.formats.side_cars import WithSideCars
@@ -135,7 +137,9 @@ def _parts_of(side: Side) -> list[Part] | None:
 
 def _packed(side: Side) -> list[Part] | None:
     codec = side.codec
-    framed = isinstance(codec, WithSideCars) and bool(codec.value_maps)
+    # Rows of a basis that the cache holds may be others for each page.
+    own_rows = isinstance(codec, Klt) and codec.rows != "basis"
+    framed = own_rows or (isinstance(codec, WithSideCars) and bool(codec.value_maps))
     described = codecs.described(codec)
     if described is None or (framed and len(side.pages) > MOST_FRAMES):
         return None
@@ -178,6 +182,8 @@ def _segments(stretch: Stretch, described: Described, batch: int, heads: int) ->
         streams |= outliers
     if codecs.TABLE in described.streams:
         streams[codecs.TABLE] = _scale_tables(streams["scale_range"])
+    if codecs.BASIS in described.streams:
+        streams[codecs.BASIS] = _basis_numbers(codec, streams, batch, heads, len(counts))
     layouts = codec.layout(batch, heads, int(stretch.ends[-1]))
     table = numpy.empty((len(counts), 2 + 4 * len(described.streams)), numpy.int64)
     table[:, 0], table[:, 1] = stretch.ends - counts, counts
@@ -185,6 +191,8 @@ def _segments(stretch: Stretch, described: Described, batch: int, heads: int) ->
         stream = streams[name]
         if name == codecs.TABLE:
             rows, shape = numpy.arange(len(counts)), torch.Size((batch, heads, len(counts), 256, 2))
+        elif name == codecs.BASIS:
+            rows, shape = numpy.arange(len(counts)), stream.shape
         elif name == codecs.ENTRY:
             rows, shape = stretch.ends - counts, torch.Size((batch, 1, int(stretch.ends[-1])))
         elif name == codecs.FIRST:
@@ -207,10 +215,19 @@ def _segments(stretch: Stretch, described: Described, batch: int, heads: int) ->
         table[:, column + 1 : column + 4] = steps
         if shape[1] == 1:
             table[:, column + 2] = 0
-        if name in layouts and layouts[name].per == "run":
+        if name == codecs.BASIS or (name in layouts and layouts[name].per == "run"):
             # Every token has the row of its run.
             table[:, column + 3] = 0
     return table, streams
+
+
+def _basis_numbers(codec: Codec, streams: Mapping[str, torch.Tensor], batch: int, heads: int, runs: int) -> torch.Tensor:
+    """The stream ``codecs.BASIS``: of each run, or the same for all."""
+    assert isinstance(codec, Klt)
+    if "rows" not in streams:
+        return codecs.basis_numbers(codec, codec.source_for(heads))[:, :, None].expand(batch, heads, runs, -1)
+    found = [codecs.basis_numbers(codec, BasisRows(streams["rows"][:, :, run])) for run in range(runs)]
+    return torch.stack(found, 2).contiguous()
 
 
 def _raw_tokens(stretch: Stretch) -> dict[str, torch.Tensor] | None:

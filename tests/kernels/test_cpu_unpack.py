@@ -13,6 +13,7 @@ import kvpack
 from kvpack.coding import cpu_library, dispatch
 from kvpack.formats.angle import Angle
 from kvpack.formats.channel_scale import STREAM, ChannelScale
+from kvpack.formats.klt import Klt
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_car import KeptTokens
@@ -50,6 +51,18 @@ def by_torch(side: Side, dtype: torch.dtype) -> torch.Tensor:
         return side.unpack(dtype)
 
 
+def _klt_bound(side: Side) -> torch.Tensor:
+    """Twice the error that the spec allows (klt-8), for each of both: ``[batch, kv_head, token, dim]``."""
+    bounds = []
+    for page in side.pages:
+        assert isinstance(page.codec, Klt)
+        rows = page.codec.parts(page.streams)
+        coded = page.codec.decode_frame(page.streams).double()
+        sizes = rows.mean.double().abs() + (coded - rows.mean.double()).abs()
+        bounds.append(2.0**-17 * sizes @ rows.matrix.double().abs())
+    return torch.cat([*bounds, torch.zeros(side.tail.shape, dtype=torch.float64)], 2)
+
+
 def assert_alike(found: torch.Tensor, side: Side, dtype: torch.dtype) -> None:
     expected = by_torch(side, dtype)
     assert found.dtype == dtype
@@ -57,11 +70,14 @@ def assert_alike(found: torch.Tensor, side: Side, dtype: torch.dtype) -> None:
     codec = side.codec.codec if isinstance(side.codec, WithSideCars) else side.codec
     summed = isinstance(codec, Angle) and (codec.norm == "log" or codec.range == "fp32")
     summed |= isinstance(side.codec, WithSideCars) and bool(side.codec.sketches)
-    if side.codec.rotation.kind == "none" and not summed:
+    if side.codec.rotation.kind == "none" and not summed and not isinstance(codec, Klt):
         assert torch.equal(found, expected)
         return
     # The rounding of a dtype may turn a difference in the last bit of binary32 into one of its own.
     step = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
+    if isinstance(codec, Klt):
+        assert ((found.double() - expected.double()).abs() <= _klt_bound(side) + step * expected.double().abs() + 2.0**-24).all()
+        return
     norm = by_torch(side, torch.float32).double().norm(dim=-1, keepdim=True)
     # Scales multiply what a rotation rounded.
     norm *= max([1.0, *(float(page.streams[STREAM].max()) for page in side.pages if STREAM in page.streams and page.tokens)])

@@ -14,8 +14,8 @@ import torch
 from kvpack.formats.angle import NORMS as ANGLE_NORMS
 from kvpack.formats.angle import Angle, bin_directions
 from kvpack.formats.base import NORMS
-from kvpack.formats.columns import is_power_of_two, next_power_of_two
 from kvpack.formats.basis import RUN_COLUMNS
+from kvpack.formats.columns import is_power_of_two, next_power_of_two
 from kvpack.formats.group import Group
 from kvpack.formats.klt import GAINS, Klt, columns_of
 from kvpack.formats.minifloat import Minifloat

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvpack.coding.recipes import parse_recipe
+from kvpack.formats.klt import Klt
 
-from . import picture
+from . import picture, synthetic_basis
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,4 +69,6 @@ def _styles(rows: list[dict[str, Any]], dim: int) -> list[dict[str, Any]]:
 def _family(row: dict[str, Any], dim: int) -> str:
     if row["error"] is None or row["recipe"] == OWN_BF16:
         return "raw"
+    if row["recipe"].startswith(synthetic_basis.NAME):
+        return Klt.id
     return parse_recipe(row["recipe"]).codec(0, 1, "k", dim).id

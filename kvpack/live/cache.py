@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
+    from kvpack.coding.bases import Basis
+
 WINDOW = 128
 """Tokens that are encoded together where the recipe does not say how many."""
 
@@ -42,11 +44,13 @@ class LiveCache:
     Made empty, ``LiveCache("octopus-3", layers=32)`` (each layer takes its heads, dims, dtype and device from its first tokens),
     or by ``LiveCache.of(cache)``, which shares the pages of the cache. ``sliding_windows`` is the model's window for each layer, whose
     tokens are dropped once no later query sees them, None for a layer that attends to all. ``model`` is the identity for ``freeze``.
+    ``basis``, a Basis or its path, is the one that a recipe such as "klt-2" needs.
 
     On a CUDA device ``update`` and ``attend`` of a few tokens run only kernels that read positions on the device. A CUDA graph may
     hold them until ``roll``, which must be called at least once in a window of tokens, says that launches changed.
     In code that ``torch.compile`` compiles, both are operators of kvpack's own (``operators``), which it does not look into.
-    Raises InvalidRecipe, MissingFile or InvalidParameter.
+    Raises InvalidRecipe, MissingFile or InvalidParameter, also for the basis of another model; the first tokens of a layer raise
+    MissingBasis without the one that they need.
     """
 
     def __init__(
@@ -56,13 +60,16 @@ class LiveCache:
         layers: int,
         sliding_windows: Sequence[int | None] | None = None,
         model: Mapping[str, str] | None = None,
+        basis: Basis | str | os.PathLike[str] | None = None,
     ) -> None:
-        self._recipe = parse_recipe(recipe)
+        self._recipe = parse_recipe(recipe, basis)
         self._count = integer(layers, "layers")
         if self._count < 1:
             raise InvalidParameter(f"layers is {layers}, expected an integer of at least 1")
         self._recipe.check_layers(self._count)
         self._text, self.model, self.start = self._recipe.text, MappingProxyType(dict(model or {})), 0
+        if self._recipe.basis is not None:
+            self._recipe.basis.check_model(self.model)
         self.sliding_windows = _checked_windows(sliding_windows, self._count)
         self._layers: list[LiveLayer | None] = [None] * self._count
         self._kept: set[int] = set()

@@ -32,12 +32,16 @@ from .tracking import Tracking
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvpack.cache.files import Bases
+    from kvpack.coding.bases import Basis
+
 
 class KvpackCache(TransformersCache):  # type: ignore[misc]
     """A transformers cache whose keys and values are packed as they come, and are never unpacked.
 
     ``KvpackCache(model, recipe)`` is empty; ``KvpackCache(model, cache)`` and ``KvpackCache(cache, model)`` continue a packed cache.
-    Give the model the token ids that follow the cache, or give ``generate`` all token ids.
+    Give the model the token ids that follow the cache, or give ``generate`` all token ids. ``basis``, a Basis or its path, is the one that
+    a recipe such as "klt-2" needs.
 
     With ``model``, a transformers model or a PEFT wrapper of one, its attention is switched to "kvpack" until ``release`` or the end of
     a ``with`` block (plain tensors go to the attention that was set before), the cache is checked against it, forward passes are
@@ -65,8 +69,11 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         dense: bool | None = None,
         rope_deltas: torch.Tensor | int | None = None,
         prompt: torch.Tensor | Sequence[int] | None = None,
+        basis: Basis | str | os.PathLike[str] | None = None,
     ) -> None:
         model, contents = _arguments(first, second)
+        if basis is not None and isinstance(contents, Cache):
+            raise InvalidParameter("basis= is for recipes: a packed cache has its basis, which kvpack.load(path, basis=...) gives it")
         known = None if model is None else Model(model)
         inputs: Inputs | None = None
         if isinstance(contents, Cache):
@@ -86,7 +93,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             assert known is not None
             present = known.layers_with_tokens()
             windows = known.windows(len(present))
-            self.live = LiveCache(contents, layers=len(present), sliding_windows=windows, model=identity_of(model))
+            self.live = LiveCache(contents, layers=len(present), sliding_windows=windows, model=identity_of(model), basis=basis)
             inputs = Inputs()
         decoding = Decoding(bool(dense))
         states = [0] * len(present) if known is None else known.states(len(present))
@@ -122,14 +129,21 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], model: torch.nn.Module, *, device: torch.device | str | None = None, **options: Any
+        cls,
+        path: str | os.PathLike[str],
+        model: torch.nn.Module,
+        *,
+        device: torch.device | str | None = None,
+        basis: Bases | None = None,
+        **options: Any,
     ) -> KvpackCache:
         """The cache in the file at ``path``, on ``device`` (the model's, if it is None), to be continued by ``model``.
 
-        Layers, shapes and identity are checked as by the constructor, which takes ``options``. Raises what ``kvpack.load`` raises, too.
+        ``basis`` is that of ``kvpack.load``. Layers, shapes and identity are checked as by the constructor, which takes ``options``.
+        Raises what ``kvpack.load`` raises, too.
         """
         place = next(model.parameters()).device if device is None else device
-        return cls(model, load(path, device=place), **options)
+        return cls(model, load(path, device=place, basis=basis), **options)
 
     def __enter__(self) -> Self:
         return self

@@ -92,7 +92,8 @@ def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) 
 def encoded(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
     """Code the first ``lengths`` ``[chunk]`` of ``symbols`` ``[chunk, symbol]`` by ``tables`` ``[table, symbol]``.
 
-    ``table``, ``[chunk]``, is the number of each chunk's table. Every symbol has a frequency above 0.
+    ``table`` is the number of each chunk's table, ``[chunk]``, or of every symbol's, ``[chunk, symbol]``. Every symbol has a frequency
+    above 0.
     """
     chunks, longest = len(symbols), int(lengths.max(initial=0))
     steps = -(-longest // LANES)
@@ -102,9 +103,8 @@ def encoded(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers)
     written = numpy.zeros((chunks, steps, LANES), bool)
     padded = numpy.zeros((chunks, steps * LANES), symbols.dtype)
     padded[:, :longest] = symbols[:, :longest]
-    rows = table[:, None]
     for step in reversed(range(steps)):
-        part = padded[:, step * LANES : (step + 1) * LANES]
+        part, rows = padded[:, step * LANES : (step + 1) * LANES], _rows_of(table, step)
         frequency, start = tables[rows, part].astype(numpy.uint64), starts[rows, part].astype(numpy.uint64)
         active = numpy.arange(step * LANES, (step + 1) * LANES) < lengths[:, None]
         full = active & (states >= frequency << numpy.uint64(32 - PRECISION))
@@ -128,20 +128,20 @@ def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) ->
 def decoded(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> Decoded:
     """Decode the first ``lengths`` ``[chunk]`` symbols of each chunk to uint8; symbols behind the last of a chunk are of no meaning.
 
-    ``tables`` ``[table, symbol]`` sum to ``TOTAL``, and ``table`` ``[chunk]`` is the number of each chunk's. Any words, counts and states
-    are safe, and ``Decoded.faulty`` tells those that no encoder makes.
+    ``tables`` ``[table, symbol]`` sum to ``TOTAL``, and ``table`` is the number of each chunk's, ``[chunk]``, or of every symbol's,
+    ``[chunk, symbol]``. Any words, counts and states are safe, and ``Decoded.faulty`` tells those that no encoder makes.
     """
     count, longest = len(lengths), int(lengths.max(initial=0))
     steps, shortest = -(-longest // LANES), int(lengths.min(initial=longest))
     slots = slots_of(tables)
     symbols = numpy.empty((steps, count, LANES), numpy.uint8)
-    first = numpy.repeat(table.astype(numpy.int64) * TOTAL, LANES)
     begins = numpy.cumsum(chunks.counts) - chunks.counts
     # A chunk that lacks words reads others, and then has read too many.
     words = chunks.words.astype(numpy.uint32) if len(chunks.words) else numpy.zeros(1, numpy.uint32)
     at, states = begins.copy(), chunks.states.astype(numpy.uint32).reshape(-1)
     for step in range(steps):
         slot = states & numpy.uint32(TOTAL - 1)
+        first = numpy.broadcast_to(_rows_of(table, step) * TOTAL, (count, LANES)).reshape(-1)
         found = slots.take(first + slot, mode="clip")
         symbols[step] = (found & numpy.uint32(0xFF)).reshape(count, LANES)
         following = ((found >> numpy.uint32(8) & numpy.uint32(TOTAL - 1)) + numpy.uint32(1)) * (states >> numpy.uint32(PRECISION))
@@ -159,6 +159,16 @@ def decoded(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -
         states = following
     in_order = symbols.transpose(1, 0, 2).reshape(count, steps * LANES)[:, :longest]
     return Decoded(in_order, at - begins, states.reshape(count, LANES))
+
+
+def _rows_of(table: Numbers, step: int) -> Numbers:
+    """The numbers of the tables of a step's symbols, int64 ``[chunk, LANES]``, or ``[chunk, 1]`` where those of a chunk have one."""
+    if table.ndim == 1:
+        return table[:, None].astype(numpy.int64)
+    found = numpy.zeros((len(table), LANES), numpy.int64)
+    part = table[:, step * LANES : (step + 1) * LANES]
+    found[:, : part.shape[1]] = part
+    return found
 
 
 def slots_of(tables: Numbers) -> Numbers:

@@ -157,8 +157,9 @@ typedef struct {
     int64_t threads, level;
 } Encode;
 
-/* rans: `chunks` of formats/rans.py, each with 32 states and a table of 4096 slots, to symbols [chunk][stride]; `read` and `last` are the
-   words that each has read, and its last states. */
+/* rans: `chunks` of formats/rans.py, each with 32 states, to symbols [chunk][stride] by tables of 4096 slots: `table` [chunk], or where
+   `tables` [chunk][stride] is there, one of these for every symbol. `read` and `last` are the words that each has read, and its last
+   states. */
 typedef struct {
     const uint16_t *words;
     const int64_t *first_word;
@@ -166,17 +167,19 @@ typedef struct {
     const int64_t *lengths;
     const uint32_t *slots;
     const int64_t *table;
+    const uint8_t *tables;
     uint8_t *symbols;
     int64_t *read;
     uint32_t *last;
     int64_t chunks, word_count, stride, threads, level;
 } Rans;
 
-/* rans encode: `symbols` [chunk][stride] uint8 by the frequencies and first slots of `table` [table][256], of which those that occur are not
-   0. A chunk's words end its row of `words` [chunk][stride]; `written` is their number, `states` [chunk][32] the first of decoding. */
+/* rans encode: `symbols` [chunk][stride] uint8 by frequencies and first slots [table][256], of which those that occur are not 0; `table` and
+   `tables` as for rans. A chunk's words end its row of `words` [chunk][stride]; `written` is their number, `states` [chunk][32] the first of decoding. */
 typedef struct {
     const uint8_t *symbols;
     const int64_t *lengths, *table;
+    const uint8_t *tables;
     const uint32_t *frequencies, *starts;
     uint16_t *words;
     int64_t *written;

@@ -122,14 +122,14 @@ class Encode(Structure):
 
 class Rans(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("words", "first_word", "states", "lengths", "slots", "table", "symbols", "read", "last")),
+        *((name, c_void_p) for name in ("words", "first_word", "states", "lengths", "slots", "table", "tables", "symbols", "read", "last")),
         *((name, c_int64) for name in ("chunks", "word_count", "stride", "threads", "level")),
     )
 
 
 class RansEncode(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("symbols", "lengths", "table", "frequencies", "starts", "words", "written", "states")),
+        *((name, c_void_p) for name in ("symbols", "lengths", "table", "tables", "frequencies", "starts", "words", "written", "states")),
         *((name, c_int64) for name in ("chunks", "stride", "threads", "level")),
     )
 

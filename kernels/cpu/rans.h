@@ -25,12 +25,17 @@ INLINE uint8_t rans_symbol(const Rans *call, const uint32_t *slots, uint32_t *st
 static const uint8_t rans_places[256][8] = {PLACES_64(0), PLACES_64(64), PLACES_64(128), PLACES_64(192)};
 
 /* One symbol of every lane. Loads 8 words where it may take fewer: they are in the array, if not of the chunk. */
-INLINE void rans_step(const uint16_t *words, const uint32_t *slots, uint32_t *states, int64_t *at, uint8_t *symbols) {
+INLINE void rans_step(const uint16_t *words, const uint32_t *slots, const uint8_t *tables, uint32_t *states, int64_t *at, uint8_t *symbols) {
     const __m256i bytes = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
                                            0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
     for (int part = 0; part < RANS_LANES; part += 8) {
         __m256i x = _mm256_loadu_si256((const __m256i *)(states + part)), slot = _mm256_and_si256(x, _mm256_set1_epi32(RANS_SLOTS - 1));
-        __m256i found = _mm256_i32gather_epi32((const int *)slots, slot, 4);
+        __m256i place = slot;
+        if (tables) {
+            __m256i own = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(tables + part)));
+            place = _mm256_or_si256(slot, _mm256_slli_epi32(own, RANS_BITS));
+        }
+        __m256i found = _mm256_i32gather_epi32((const int *)slots, place, 4);
         __m256i frequency = _mm256_and_si256(_mm256_srli_epi32(found, 8), _mm256_set1_epi32(RANS_SLOTS - 1));
         x = _mm256_mullo_epi32(_mm256_add_epi32(frequency, _mm256_set1_epi32(1)), _mm256_srli_epi32(x, RANS_BITS));
         x = _mm256_add_epi32(x, _mm256_sub_epi32(slot, _mm256_srli_epi32(found, 20)));
@@ -50,34 +55,44 @@ INLINE void rans_step(const uint16_t *words, const uint32_t *slots, uint32_t *st
 #endif
 
 static void rans_chunk(const Rans *call, int64_t chunk) {
-    const uint32_t *slots = call->slots + call->table[chunk] * RANS_SLOTS;
+    const uint8_t *tables = call->tables ? call->tables + chunk * call->stride : NULL;
+    const uint32_t *slots = tables ? call->slots : call->slots + call->table[chunk] * RANS_SLOTS;
     int64_t length = call->lengths[chunk], at = call->first_word[chunk], i = 0;
     uint32_t states[RANS_LANES];
     uint8_t *symbols = call->symbols + chunk * call->stride;
     memcpy(states, call->states + chunk * RANS_LANES, sizeof(states));
 #if LEVEL >= 3
-    for (; i + RANS_LANES <= length && at + RANS_LANES <= call->word_count; i += RANS_LANES)
-        rans_step(call->words, slots, states, &at, symbols + i);
+    if (tables) {
+        for (; i + RANS_LANES <= length && at + RANS_LANES <= call->word_count; i += RANS_LANES)
+            rans_step(call->words, slots, tables + i, states, &at, symbols + i);
+    } else {
+        for (; i + RANS_LANES <= length && at + RANS_LANES <= call->word_count; i += RANS_LANES)
+            rans_step(call->words, slots, NULL, states, &at, symbols + i);
+    }
 #endif
-    for (; i < length; i++) symbols[i] = rans_symbol(call, slots, &states[i % RANS_LANES], &at);
+    for (; i < length; i++) {
+        const uint32_t *own = tables ? slots + tables[i] * RANS_SLOTS : slots;
+        symbols[i] = rans_symbol(call, own, &states[i % RANS_LANES], &at);
+    }
     call->read[chunk] = at - call->first_word[chunk];
     memcpy(call->last + chunk * RANS_LANES, states, sizeof(states));
 }
 
 /* From the last symbol to the first; lanes of a step, too, so that its words are in the order of lanes. */
 static void rans_encode_chunk(const RansEncode *call, int64_t chunk) {
-    const uint32_t *frequencies = call->frequencies + call->table[chunk] * 256, *starts = call->starts + call->table[chunk] * 256;
+    const uint8_t *tables = call->tables ? call->tables + chunk * call->stride : NULL;
     const uint8_t *symbols = call->symbols + chunk * call->stride;
     uint16_t *end = call->words + (chunk + 1) * call->stride, *to = end;
     uint32_t states[RANS_LANES];
     for (int i = 0; i < RANS_LANES; i++) states[i] = RANS_LEAST;
     for (int64_t i = call->lengths[chunk] - 1; i >= 0; i--) {
-        uint32_t x = states[i % RANS_LANES], frequency = frequencies[symbols[i]];
+        int64_t place = (tables ? tables[i] : call->table[chunk]) * 256 + symbols[i];
+        uint32_t x = states[i % RANS_LANES], frequency = call->frequencies[place];
         if (x >= (uint64_t)frequency << (32 - RANS_BITS)) {
             *--to = (uint16_t)x;
             x >>= 16;
         }
-        states[i % RANS_LANES] = (x / frequency << RANS_BITS) + x % frequency + starts[symbols[i]];
+        states[i % RANS_LANES] = (x / frequency << RANS_BITS) + x % frequency + call->starts[place];
     }
     call->written[chunk] = end - to;
     memcpy(call->states + chunk * RANS_LANES, states, sizeof states);

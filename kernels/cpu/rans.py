@@ -34,13 +34,18 @@ def decode(
     if len(slots) != len(tables) * rans.TOTAL:
         # Unchecked tables that do not sum: not every slot would be in memory.
         return rans.decoded(chunks, lengths, tables, table)
-    lengths, table = numpy.ascontiguousarray(lengths, numpy.int64), numpy.ascontiguousarray(table, numpy.int64)
-    symbols, read = numpy.empty((count, longest), numpy.uint8), numpy.empty(count, numpy.int64)
+    lengths, symbols, read = (
+        numpy.ascontiguousarray(lengths, numpy.int64),
+        numpy.empty((count, longest), numpy.uint8),
+        numpy.empty(count, numpy.int64),
+    )
+    of_chunks, of_symbols = _tables(table, len(tables), (count, longest))
     last = numpy.empty((count, rans.LANES), numpy.uint32)
     threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + int(lengths.sum()) // FEWEST_SYMBOLS)
     # Chunks of one call share no output, and a word beyond the last reads as 0.
-    addresses = (array.ctypes.data for array in (words, first, states, lengths, slots, table, symbols, read, last))
-    call = library.Rans(*addresses, count, len(words), longest, threads, level)
+    addresses = (array.ctypes.data for array in (words, first, states, lengths, slots))
+    more = (array.ctypes.data for array in (symbols, read, last))
+    call = library.Rans(*addresses, _address(of_chunks), _address(of_symbols), *more, count, len(words), longest, threads, level)
     if compiled.kvpack_rans(ctypes.byref(call)):
         raise MemoryError("there is not enough memory for the threads of decoding")
     return rans.Decoded(symbols, read, last)
@@ -53,15 +58,33 @@ def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, 
     count, alphabet = len(lengths), tables.shape[1]
     symbols = numpy.ascontiguousarray(symbols, numpy.uint8)
     stride = symbols.shape[1]
-    lengths, table = numpy.ascontiguousarray(lengths, numpy.int64), numpy.ascontiguousarray(table, numpy.int64)
+    lengths = numpy.ascontiguousarray(lengths, numpy.int64)
+    of_chunks, of_symbols = _tables(table, len(tables), symbols.shape)
     # Symbols without a frequency do not occur: none divides by zero.
     frequencies, starts = numpy.ones((len(tables), _SYMBOLS), numpy.uint32), numpy.zeros((len(tables), _SYMBOLS), numpy.uint32)
     frequencies[:, :alphabet], starts[:, :alphabet] = numpy.maximum(tables, 1), numpy.cumsum(tables, 1) - tables
     words, written = numpy.empty((count, stride), numpy.uint16), numpy.empty(count, numpy.int64)
     states = numpy.empty((count, rans.LANES), numpy.uint32)
     threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + int(lengths.sum()) // FEWEST_SYMBOLS)
-    addresses = (array.ctypes.data for array in (symbols, lengths, table, frequencies, starts, words, written, states))
-    call = library.RansEncode(*addresses, count, stride, threads, level)
+    addresses = (array.ctypes.data for array in (frequencies, starts, words, written, states))
+    call = library.RansEncode(
+        symbols.ctypes.data, lengths.ctypes.data, _address(of_chunks), _address(of_symbols), *addresses, count, stride, threads, level
+    )
     if compiled.kvpack_rans_encode(ctypes.byref(call)):
         raise MemoryError("there is not enough memory for the threads of encoding")
     return rans.Chunks(words[numpy.arange(stride) >= stride - written[:, None]], written, states)
+
+
+def _tables(table: Numbers, count: int, shape: tuple[int, ...]) -> tuple[Numbers | None, Numbers | None]:
+    """The numbers of tables, below ``count``, of chunks, int64, or of their symbols, uint8 of ``shape``: the other is None."""
+    if table.ndim == 1:
+        return numpy.ascontiguousarray(table, numpy.int64), None
+    found = numpy.ascontiguousarray(table, numpy.uint8)
+    # C reads where they say.
+    assert found.shape == shape
+    assert int(found.max(initial=0)) < count
+    return None, found
+
+
+def _address(array: Numbers | None) -> int | None:
+    return None if array is None else array.ctypes.data

@@ -40,6 +40,23 @@ def test_any_symbols_come_back(chunks: int, longest: int, alphabet: int, seed: i
         assert found[:length].tolist() == row[:length].tolist()
 
 
+@given(st.integers(1, 4), st.integers(0, 300), st.integers(0, 999))
+def test_symbols_may_have_tables_of_their_own(chunks: int, longest: int, seed: int) -> None:
+    source = numpy.random.default_rng(seed)
+    tables = rans.frequencies(source.integers(1, 100, (5, 8)))
+    symbols, table = (
+        source.integers(0, 8, (chunks, longest)).astype(numpy.uint8),
+        source.integers(0, 5, (chunks, longest)).astype(numpy.uint8),
+    )
+    lengths = source.integers(0, longest + 1, chunks)
+    lengths[0] = longest
+    made = rans.encoded(symbols, lengths, tables, table)
+    decoded = rans.decoded(made, lengths, tables, table)
+    assert not decoded.faulty(made.counts).any()
+    for row, found, length in zip(symbols, decoded.symbols, lengths, strict=True):
+        assert found[:length].tolist() == row[:length].tolist()
+
+
 @given(st.integers(1, 200), st.sampled_from((2, 32, 256)), st.integers(0, 999))
 def test_the_second_decoder_agrees(length: int, alphabet: int, seed: int) -> None:
     symbols = skewed(1, length, alphabet, seed)

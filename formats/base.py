@@ -66,12 +66,14 @@ class Layout:
 class Run:
     """The tokens to be encoded as one run, for a codec that must see all of them before it encodes the first.
 
-    Each call of ``blocks()`` iterates over the values, finite float32 ``[batch, kv_head, token, dim]`` in token order.
+    Each call of ``blocks()`` iterates over the values, finite float32 ``[batch, kv_head, token, dim]`` in token order. ``position`` is
+    that of the first token, None if it is not known.
     """
 
     shape: tuple[int, int, int, int]
     device: torch.device
     blocks: Callable[[], Iterator[torch.Tensor]]
+    position: int | None = None
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,9 @@ class Cache:
         if len(pairs) != len(self):
             raise InvalidShape(f"{len(pairs)} layers were appended to a cache of {len(self)}")
         self.check_ends()
-        layers = tuple(layer.append(k, v, f"layers[{i}]") for i, (layer, (k, v)) in enumerate(zip(self.layers, pairs, strict=True)))
+        layers = tuple(
+            layer.append(k, v, f"layers[{i}]", self.start) for i, (layer, (k, v)) in enumerate(zip(self.layers, pairs, strict=True))
+        )
         added = {layer.seen - self.tokens: number for number, layer in reversed([*enumerate(layers)]) if layer.sides}
         if len(added) > 1:
             counts = " and ".join(f"layers[{number}] {count}" for count, number in sorted(added.items(), key=operator.itemgetter(1)))
@@ -200,7 +202,7 @@ class Cache:
         Raises InvalidRecipe, MissingFile for a missing recipe file, or InvalidParameter when a codec cannot take a
         layer's head dim.
         """
-        layers, text = converted(self.layers, recipe, progress)
+        layers, text = converted(self.layers, recipe, self.start, progress)
         return replace(self, layers=layers, recipe=text)
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> list[Pair]:

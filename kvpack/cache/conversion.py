@@ -31,27 +31,33 @@ VALUES_AT_ONCE = 1 << 24
 """Values of a side that are in memory decoded at once, if they need not be all."""
 
 
-def converted(layers: Sequence[Layer], recipe: str | os.PathLike[str] | Recipe, progress: Progress | None) -> tuple[tuple[Layer, ...], str]:
-    """``layers`` in another recipe, and its text; a side of the same codec is kept, or repacked if only its packing differs."""
+def converted(
+    layers: Sequence[Layer], recipe: str | os.PathLike[str] | Recipe, start: int, progress: Progress | None
+) -> tuple[tuple[Layer, ...], str]:
+    """``layers``, of tokens from position ``start`` on, in another recipe, and its text.
+
+    A side of the same codec is kept, or repacked if only its packing differs.
+    """
     recipe = parse_recipe(recipe)
     recipe.check_length()
     recipe.check_layers(len(layers))
     found = []
     for number, layer in enumerate(layers):
         sides: list[Side | None] = []
+        first = start + layer.skipped
         for name, side in (("k", layer.k), ("v", layer.v)):
             if side is None:
                 sides.append(None)
                 continue
             codec = recipe.codec(number, len(layers), name, side.dim, _exact_dtype(side))
             if codec == side.codec:
-                sides.append(_with_window(side, recipe.window, f"layers[{number}].{name}"))
+                sides.append(_with_window(side, recipe.window, f"layers[{number}].{name}", first))
             elif codec.same_codes(side.codec):
                 with own_modes(side.device):
                     repacked = side.repacked(codec)
-                sides.append(_with_window(repacked, recipe.window, f"layers[{number}].{name}"))
+                sides.append(_with_window(repacked, recipe.window, f"layers[{number}].{name}", first))
             else:
-                packed = _encoded(side, codec, recipe.window, f"layers[{number}].{name}")
+                packed = _encoded(side, codec, recipe.window, f"layers[{number}].{name}", first)
                 sides.append(replace(packed, tail=_narrowed(packed.tail, side.tail.dtype)))
         found.append(replace(layer, k=sides[0], v=sides[1]))
         if progress:
@@ -59,8 +65,8 @@ def converted(layers: Sequence[Layer], recipe: str | os.PathLike[str] | Recipe, 
     return tuple(found), recipe.text
 
 
-def _encoded(side: Side, codec: Codec, window: int, where: str) -> Side:
-    """The values of ``side`` encoded by ``codec``, some tokens at a time where no stream depends on all of them."""
+def _encoded(side: Side, codec: Codec, window: int, where: str, first: int) -> Side:
+    """The values of ``side``, from position ``first`` on, encoded by ``codec``, some at a time where no stream depends on all of them."""
     # Another dtype would not keep what NaN holds.
     dtype, tokens = RAW_DTYPES[_exact_dtype(side)], side.tokens
     multiple = math.lcm(128, codec.token_group, side.codec.token_group)
@@ -71,14 +77,15 @@ def _encoded(side: Side, codec: Codec, window: int, where: str) -> Side:
     # Values of raw sides may be refused, and are then named by their places in the whole.
     lossy = codec.exact_dtype is None and side.codec.exact_dtype is None
     if not (lossy and per_token and aligned and packed > step):
-        return packed_side(side.unpack(dtype), codec, window, where)
+        return packed_side(side.unpack(dtype), codec, window, where, first)
     parts = []
     with own_modes(side.device):
         try:
             for start in range(0, packed, step):
-                parts.append(encode(codec, side.slice(start, min(start + step, packed)).unpack(dtype), where))
+                part = side.slice(start, min(start + step, packed)).unpack(dtype)
+                parts.append(encode(codec, part, where, position=first + start))
         except OutOfRange:
-            return packed_side(side.unpack(dtype), codec, window, where)
+            return packed_side(side.unpack(dtype), codec, window, where, first)
         streams = {name: torch.cat([part[name] for part in parts], 2) for name in parts[0]}
         tail = side.slice(packed, tokens).unpack(dtype)
     return Side(codec, (Page(codec, packed, streams),), tail, window)
@@ -98,7 +105,7 @@ def _narrowed(tail: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tail if is_rounded(tail, narrow) else narrow
 
 
-def _with_window(side: Side, window: int, where: str) -> Side:
+def _with_window(side: Side, window: int, where: str, first: int) -> Side:
     """The side with another window: tokens that no longer fit its tail are encoded, as by ``pack``."""
     if window == side.window:
         return side
@@ -108,5 +115,5 @@ def _with_window(side: Side, window: int, where: str) -> Side:
         return replace(side, window=window)
     with own_modes(side.device):
         before = side.pages[-1].streams if side.pages else None
-        page = Page(side.codec, ready, encode(side.codec, side.tail[:, :, :ready], where, before))
+        page = Page(side.codec, ready, encode(side.codec, side.tail[:, :, :ready], where, before, first + side.packed_tokens))
         return replace(side.followed_by(page, side.tail[:, :, ready:].clone()), window=window)

@@ -100,16 +100,19 @@ class Layer:
         k, v = self.k.select(rows) if self.k else None, self.v.select(rows) if self.v else None
         return replace(self, k=k, v=v, states=MappingProxyType({name: state[list(rows)] for name, state in self.states.items()}))
 
-    def append(self, k: torch.Tensor | None, v: torch.Tensor | None, where: str = "append") -> Layer:
-        """Add tokens to both sides. Raises InvalidShape when a side is missing, K and V differ in tokens, or the layer has states."""
+    def append(self, k: torch.Tensor | None, v: torch.Tensor | None, where: str = "append", start: int | None = None) -> Layer:
+        """Add tokens to both sides, of a layer of a cache whose range begins at position ``start``, if that is known.
+
+        Raises InvalidShape when a side is missing, K and V differ in tokens, or the layer has states.
+        """
         if self.states:
             raise InvalidShape(_one_moment(self, f"{where}: tokens were to be added to it"))
-        sides = []
+        sides, first = [], None if start is None else start + self.skipped
         for name, side, x in (("k", self.k, k), ("v", self.v, v)):
             if (side is None) != (x is None):
                 held, given = ("no", "some") if side is None else ("a", "none")
                 raise InvalidShape(f"{where}.{name}: the layer has {held} {name} side, and {given} was appended")
-            sides.append(None if side is None or x is None else side.append(x, f"{where}.{name}"))
+            sides.append(None if side is None or x is None else side.append(x, f"{where}.{name}", first))
         if k is not None and v is not None and k.shape[2] != v.shape[2]:
             raise InvalidShape(f"{where}: k has {k.shape[2]} tokens and v has {v.shape[2]}; a layer's sides hold the same tokens")
         return replace(self, k=sides[0], v=sides[1])

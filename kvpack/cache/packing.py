@@ -71,14 +71,14 @@ def pack(
     with together(sum(x.numel() for state in states for x in state[:2] if isinstance(x, torch.Tensor))):
         for number, (k, v, skipped, kept) in enumerate(states):
             _check_pair((k, v), f"layers[{number}]")
-            sides = (_pack_side(x, recipe, number, len(states), side) for x, side in ((k, "k"), (v, "v")))
+            sides = (_pack_side(x, recipe, number, len(states), side, start + skipped) for x, side in ((k, "k"), (v, "v")))
             layers.append(Layer(*sides, skipped=skipped, states=MappingProxyType(dict(kept))))
             if progress:
                 progress(number + 1, len(states))
     return Cache(tuple(layers), recipe.text, MappingProxyType(model), start, inputs)
 
 
-def _pack_side(x: torch.Tensor | Minifloats | None, recipe: Recipe, layer: int, layers: int, side: str) -> Side | None:
+def _pack_side(x: torch.Tensor | Minifloats | None, recipe: Recipe, layer: int, layers: int, side: str, first: int) -> Side | None:
     if x is None:
         return None
     where = f"layers[{layer}].{side}"
@@ -92,7 +92,7 @@ def _pack_side(x: torch.Tensor | Minifloats | None, recipe: Recipe, layer: int, 
                 f"{where}: the recipe stores {codec.params()}, and the engine's values are {x.codec.params()}: name that format"
             )
         return x.side(recipe.window)
-    return packed_side(x, codec, recipe.window, where)
+    return packed_side(x, codec, recipe.window, where, first)
 
 
 def _check_pair(pair: tuple[torch.Tensor | Minifloats | None, torch.Tensor | Minifloats | None], where: str) -> None:

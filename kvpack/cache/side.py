@@ -196,9 +196,10 @@ class Side:
             pages = self._pages.mapped(self.codec, lambda streams: select(self.codec, streams, chosen))
             return replace(self, pages=pages, tail=self.tail.index_select(0, chosen))
 
-    def append(self, x: torch.Tensor, where: str = "append") -> Side:
+    def append(self, x: torch.Tensor, where: str = "append", first: int | None = None) -> Side:
         """Add tokens ``[batch, kv_head, token, dim]`` to the tail; at ``window`` tokens it is encoded in whole groups.
 
+        ``first`` is the position of the side's first token, if it is known: some codecs take fewer bits by it.
         Raises InvalidShape or InvalidDtype when ``x`` does not continue this side, NonFinite, OutOfRange.
         """
         check_tensor(x, where)
@@ -219,7 +220,8 @@ class Side:
             if not ready:
                 return replace(self, tail=tail)
             before = self.pages[-1].streams if self.pages else None
-            streams = encode(self.codec, tail[:, :, :ready], where, before)
+            position = None if first is None else first + self.packed_tokens
+            streams = encode(self.codec, tail[:, :, :ready], where, before, position)
             return replace(self, pages=self._pages.added(Page(self.codec, ready, streams)), tail=tail[:, :, ready:].clone())
 
     def _tail_with(self, x: torch.Tensor, where: str) -> torch.Tensor:
@@ -309,13 +311,13 @@ def check_tensor(x: Any, where: str) -> None:
         raise InvalidDtype(f"{where}: dtype {x.dtype}; keys and values are bfloat16, float16 or float32")
 
 
-def packed_side(x: torch.Tensor, codec: Codec, window: int, where: str) -> Side:
-    """A side of ``x``, encoded by ``codec`` except for the tail that ``window`` leaves."""
+def packed_side(x: torch.Tensor, codec: Codec, window: int, where: str, first: int | None = None) -> Side:
+    """A side of ``x``, whose tokens begin at position ``first``, encoded by ``codec`` except for the tail that ``window`` leaves."""
     tokens = x.shape[2]
     # With a residual window the newest tokens stay raw; without one everything is packed, including a partial last group.
     packed = tokens - tokens % window if window else tokens
     with own_modes(x.device):
         if codec.exact_dtype is None and packed < tokens:
             check_finite(x[:, :, packed:], packed, where)
-        pages = (Page(codec, packed, encode(codec, x[:, :, :packed], where)),) if packed else ()
+        pages = (Page(codec, packed, encode(codec, x[:, :, :packed], where, position=first)),) if packed else ()
         return Side(codec, pages, x[:, :, packed:].clone(), window)

@@ -47,17 +47,20 @@ class Progress(Protocol):
     def __call__(self, done: int, total: int) -> None: ...
 
 
-def encode(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+def encode(
+    codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None = None, position: int | None = None
+) -> dict[str, torch.Tensor]:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` of any float dtype, as one run, to the streams of ``codec.layout``.
 
-    ``before`` holds the streams of the run that it continues. Raises NonFinite for NaN or infinity (raw and lossless keep them),
+    ``before`` holds the streams of the run that it continues, and ``position`` is that of the first token, as far as these are known.
+    Raises NonFinite for NaN or infinity (raw and lossless keep them),
     and OutOfRange for a norm that its width cannot hold; both name ``where``. Raises InvalidParameter where ``uses_triton`` does.
     Issues a RoundedWarning if a codec that loses nothing of its own dtype rounds values to it.
     """
     with own_modes(x.device):
         streams = dispatch.encode(codec, x, before)
     if streams is None:
-        streams = _encode_in_blocks(codec, x, where, before)
+        streams = _encode_in_blocks(codec, x, where, before, position)
     kept = codec.exact_dtype
     if kept is not None and RAW_NAMES[x.dtype] not in HOLDS[kept] and is_rounded(x, x.to(RAW_DTYPES[kept])):
         names = f"{RAW_NAMES[x.dtype]} values as {kept}"
@@ -65,7 +68,9 @@ def encode(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch
     return streams
 
 
-def _encode_in_blocks(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+def _encode_in_blocks(
+    codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None, position: int | None
+) -> dict[str, torch.Tensor]:
     batch, heads, tokens, dim = x.shape
     layout = codec.layout(batch, heads, tokens)
     row = max(1, batch * heads * codec.dim)
@@ -96,7 +101,7 @@ def _encode_in_blocks(codec: Codec, x: torch.Tensor, where: str, before: Mapping
     with own_modes(x.device):
         streams = {name: empty(entry.shape, TORCH_DTYPES[entry.dtype], x.device) for name, entry in layout.items() if entry.per == "token"}
         with _placed(where):
-            run = codec.begin(Run((batch, heads, tokens, dim), x.device, lambda: (values(*block) for block in blocks)), before)
+            run = codec.begin(Run((batch, heads, tokens, dim), x.device, lambda: (values(*block) for block in blocks), position), before)
         for_each_block(encode_block, blocks, x.device)
         for name, entry in layout.items():
             if entry.per == "entry":

@@ -25,6 +25,7 @@ from .raw_tokens import RawTokens
 from .scalar import Scalar
 from .side_car import ResidualSketch
 from .side_cars import WithSideCars
+from .transform import Transform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from .side_car import SideCar
 
 CODECS: dict[str, type[CodecFamily]] = {
-    codec.id: codec for codec in (Raw, Lossless, Group, Minifloat, Scalar, Octahedral, Angle, Polar, Quaternion, Klt)
+    codec.id: codec for codec in (Raw, Lossless, Group, Minifloat, Scalar, Octahedral, Angle, Polar, Quaternion, Klt, Transform)
 }
 """Codec families by id."""
 

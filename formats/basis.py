@@ -15,6 +15,8 @@ from .lazy import numpy, torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .frames import Frames
+
 RUN_COLUMNS = 16
 """Columns of the coded frame that share a width and a table."""
 
@@ -119,12 +121,17 @@ class BasisRows:
 
 
 class Calibrated(NamedTuple):
-    """What a recipe's codec takes from a basis: its ``rows`` for a layer and side, the basis' SHA-256, and the widths of the runs."""
+    """What a recipe's codec takes from a basis: its ``rows`` for a layer and side, the basis' SHA-256, and what the bits ask for.
+
+    That is the ``widths`` of the runs for the codec klt, and for transform the ``frames`` and the ``step``.
+    """
 
     rows: BasisRows
     digest: bytes
     layer: int
-    widths: bytes
+    widths: bytes = b""
+    frames: Frames | None = None
+    step: int = 0
 
 
 def flat_tables(tables: Sequence[Sequence[torch.Tensor]], dim: int) -> torch.Tensor:

@@ -21,10 +21,13 @@ from kvpack.file.limits import MAX_FILE_BYTES, MAX_JSON_BYTES
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import InvalidParameter, KvpackError
 from kvpack.formats.klt import Klt
+from kvpack.formats.transform import Transform
 
 from second_decoder import decoder, decompress  # isort: skip
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvpack.file.container import File
 
 MAX_DECODED_BYTES = 1 << 20
@@ -73,16 +76,16 @@ def compare_container(data: bytes) -> None:
 
 
 def needs_basis(file: File) -> bool:
-    """Whether a file is of a basis that is not in it: no reader is given any here."""
+    """Whether a file is of a basis that is not in it: no reader is given any here, but for the targets of values."""
     used = {side.codec for layer in file.header.layers for _, side in layer.sides()}
     codecs = [file.header.codecs[number] for number in used]
-    return any(isinstance(codec, Klt) and codec.rows == "basis" for codec in codecs)
+    return any(isinstance(codec, Transform) or (isinstance(codec, Klt) and codec.rows == "basis") for codec in codecs)
 
 
-def refused_by_decoder(data: bytes) -> str | None:
-    """The rule by which the second decoder refuses a file; None if it accepts the file."""
+def refused_by_decoder(data: bytes, bases: Sequence[bytes] = ()) -> str | None:
+    """The rule by which the second decoder, given ``bases``, refuses a file; None if it accepts the file."""
     try:
-        decoder.read(data, decompress)
+        decoder.read(data, decompress, bases)
     except decoder.Refused as refused:
         return str(refused)
     return None

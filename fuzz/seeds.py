@@ -30,6 +30,19 @@ def files_of(codec_id: str) -> list[bytes]:
     return [data for data in kvpack_files() if (parts := taken_apart(data)) and _codecs(parts) == {(codec_id, False)}]
 
 
+@cache
+def bases() -> tuple[bytes, ...]:
+    """The vectors that are bases."""
+    return tuple(
+        data for path in sorted((ROOT / "spec" / "vectors" / "valid").glob("*basis-*.kvpack")) if _is_basis(data := path.read_bytes())
+    )
+
+
+def _is_basis(data: bytes) -> bool:
+    parts = taken_apart(data)
+    return parts is not None and "basis" in parts.header["required"]
+
+
 def files_with_side_cars() -> list[bytes]:
     """The files in which a codec has side-cars."""
     return [data for data in kvpack_files() if (parts := taken_apart(data)) and any(has for _, has in _codecs(parts))]

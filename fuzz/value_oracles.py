@@ -8,18 +8,25 @@ import torch
 
 from kvpack.cache import files
 from kvpack.cache.cache import Cache
+from kvpack.coding.bases import Basis
 from kvpack.file import container
+from kvpack.file.header import layout_bytes
 from kvpack.formats.errors import KvpackError
 from kvpack.formats.minifloat import E8M0_BIAS
 
 from decoded_alike import assert_same_cache  # isort: skip
-from oracles import MAX_DECODED_BYTES, MOST_COMPARED_BYTES, compare_container  # isort: skip
+from oracles import MAX_DECODED_BYTES, MOST_COMPARED_BYTES, compare_container, needs_basis, opened, refused_by_decoder  # isort: skip
+from seeds import bases  # isort: skip
 from second_decoder import decoder, decompress  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvpack.cache.pages import Page
+
+BASES = bases()
+_LOADED = [Basis.of_bytes(data) for data in BASES]
+"""The bases of the vectors, which every reader is given."""
 
 MOST_VALUES = 1 << 16
 _MODERATE = 2.0**40
@@ -32,7 +39,7 @@ def loaded(data: bytes) -> Cache | None:
     """The cache of a file with the rules of every value checked, or None for a refusal."""
     try:
         # Writable memory, like a private mapping, because torch makes no tensors of read-only memory.
-        return files.read(container.open_bytes(bytearray(data), max_bytes=MAX_DECODED_BYTES))
+        return files.read(container.open_bytes(bytearray(data), max_bytes=MAX_DECODED_BYTES), basis=_LOADED)
     except KvpackError:
         return None
 
@@ -55,9 +62,13 @@ def compare_values(data: bytes) -> None:
     """The second decoder accepts the same files and gives the same values, and so does the cache, when cut and when saved and loaded."""
     compare_container(data)
     cache = loaded(data)
+    file = opened(data)
+    if file is not None and needs_basis(file) and sum(map(layout_bytes, file.header.layouts.values())) <= MOST_COMPARED_BYTES:
+        rule = refused_by_decoder(data, BASES)
+        assert (cache is not None) == (rule is None), f"the library {'accepts' if cache else 'refuses'} it, the second decoder: {rule}"
     if cache is None or cache.values > MOST_VALUES or _stored_bytes(cache) > MOST_COMPARED_BYTES:
         return
-    assert_same_cache(decoder.read(data, decompress), cache)
+    assert_same_cache(decoder.read(data, decompress, BASES), cache)
     _check_finite(cache)
     again = loaded(container.to_bytes(*files.stored(cache)))
     assert again is not None, "what was saved again is refused"

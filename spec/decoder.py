@@ -726,6 +726,8 @@ class Codec:
     """The rows of digits that other streams of a side code together, as those of code streams."""
     basis: tuple[bytes, int, str] | None = None
     """The digest, the layer and the side of the basis that a reader must be given."""
+    scope: str = ""
+    """That of the frames of the basis, for a codec that needs these and not its rows."""
 
     @property
     def streams(self) -> dict[str, Columns | NumberStream]:
@@ -867,9 +869,9 @@ def check_basis(file: File) -> None:
                 require(side.packed >= basis_rows(side.codec.dim), rule, f"{what}: {side.packed} rows")
 
 
-def rows_for(side: Side, prefix: str, bases: Mapping[bytes, bytes]) -> list[list[float]]:
-    """For each head of a side that needs a basis, its rows, from ``bases``, files by digest."""
-    rule = KLT_PARAMETERS
+def given_for(side: Side, prefix: str, bases: Mapping[bytes, bytes]) -> list[dict[str, list[float]]]:
+    """For each head of a side that needs a basis, what it takes from ``bases``, files by digest: its rows, or its frame."""
+    rule = f"codecs/{side.codec.id}.md, Parameters and ranges"
     assert side.codec.basis is not None
     digest, layer, name = side.codec.basis
     require(digest in bases, rule, f"{prefix}*: MissingBasis: the basis {digest.hex()} was not given")
@@ -880,8 +882,218 @@ def rows_for(side: Side, prefix: str, bases: Mapping[bytes, bytes]) -> list[list
     assert basis is not None
     same = (basis.heads, basis.codec.dim) == (side.heads, side.codec.dim)
     require(same, rule, f"{prefix}*: the basis has {basis.heads} heads of {basis.codec.dim} channels")
+    if side.codec.scope:
+        return frames_for(side, prefix, found)
     size = basis.packed * basis.codec.dim
-    return [basis.values[h * size : (h + 1) * size] for h in range(basis.heads)]
+    return [{"rows": basis.values[h * size : (h + 1) * size]} for h in range(basis.heads)]
+
+
+# codecs/transform.md; basis.md, Frames and Rotary positions -----------------------------------------------------------
+
+FRAMES = "basis.md, Frames"
+ROPE = ("rope.halves", "rope.neighbours")
+TABLES = ("table.frequencies", "table.values")
+
+
+def check_frames(file: File, states: Mapping[str, Tensor]) -> None:
+    """basis.md, Frames, but for the values; ``states`` by the names of their tensors."""
+    framed = False
+    for number, layer in enumerate(file.layers):
+        for name, side in layer.items():
+            frames, scales = (states.get(f"{number}.state.{name}.{what}") for what in ("frames", "scales"))
+            if frames is None and scales is None:
+                continue
+            if frames is None or scales is None or side is None:
+                refuse(FRAMES, f"{number}.{name} has not all of rows, frames and scales")
+            framed, dim = True, side.codec.dim
+            shapes: dict[tuple[int, ...], tuple[int, ...]] = {
+                (1, f, 1 + n, n): (1, f, n) for f, n in ((side.heads, dim), (1, side.heads * dim))
+            }
+            require(frames.dtype in ("F16", "F32") and frames.shape in shapes, FRAMES, f"{frames.name} is {frames.dtype} {frames.shape}")
+            require((scales.dtype, scales.shape) == ("U8", shapes[frames.shape]), FRAMES, f"{scales.name} is {scales.dtype} {scales.shape}")
+        turned = [states[f"{number}.state.{name}"] for name in ROPE if f"{number}.state.{name}" in states]
+        require(len(turned) <= 1, FRAMES, f"layer {number} pairs channels in two ways")
+        for rope in turned:
+            dim = layer["k"].codec.dim if layer["k"] else 0
+            right = rope.dtype == "F32" and len(rope.shape) == 2 and 2 * rope.shape[1] <= dim
+            require(right, FRAMES, f"{rope.name} is {rope.dtype} {rope.shape}, for a head dim of {dim}")
+    frequencies, values = (states.get(f"0.state.{name}") for name in TABLES)
+    if not framed and frequencies is None and values is None:
+        return
+    if frequencies is None or values is None:
+        refuse(FRAMES, "layer 0 has not both table.frequencies and table.values")
+    shape = frequencies.shape
+    right = frequencies.dtype == "U16" and len(shape) == 3 and shape[1] <= 64 and shape[2] in range(4, 257, 2)
+    require(right, FRAMES, f"{frequencies.name} is {frequencies.dtype} {shape}")
+    right = (values.dtype, values.shape) == ("F16", (1, shape[1], shape[2] - 1))
+    require(right, FRAMES, f"{values.name} is {values.dtype} {values.shape}")
+
+
+def check_frame_values(file: File) -> None:
+    tensors = {tensor.name: tensor for tensor in file.tensors}
+    for name, content in file.states.items():
+        kind = name.split(".", 2)[2]
+        if kind not in ("k.frames", "v.frames", *ROPE) and name not in [f"0.state.{table}" for table in TABLES]:
+            continue
+        found = numbers(content, tensors[name].dtype)
+        if kind == TABLES[0]:
+            alphabet = tensors[name].shape[2]
+            for first in range(0, len(found), alphabet):
+                check_frequencies(f"{name}, table {first // alphabet}", found[first : first + alphabet])
+        else:
+            require(all(map(math.isfinite, found)), FRAMES, f"{name} has a value that is not finite")
+            require(kind not in ROPE or all(0 <= one <= 2 for one in found), FRAMES, f"{name} has a frequency outside of 0 to 2")
+
+
+def frames_for(side: Side, prefix: str, basis: File) -> list[dict[str, list[float]]]:
+    """For each head its rows of the frame, one value for each channel, then the scales of the frame's columns, the tables and RoPE."""
+    rule = "codecs/transform.md, Parameters and ranges"
+    assert side.codec.basis is not None
+    _, layer, name = side.codec.basis
+    tensors = {tensor.name: tensor for tensor in basis.tensors}
+
+    def state(number: int, kind: str) -> list[float]:
+        return numbers(basis.states[f"{number}.state.{kind}"], tensors[f"{number}.state.{kind}"].dtype)
+
+    require(f"{layer}.state.{name}.frames" in tensors, rule, f"{prefix}*: the basis has no frames of {layer}.{name}")
+    _, count, _, n = tensors[f"{layer}.state.{name}.frames"].shape
+    heads, dim = side.heads, side.codec.dim
+    fits = (count, n) == ((heads, dim) if side.codec.scope == "head" else (1, heads * dim))
+    require(fits, rule, f"{prefix}*: the basis has {count} frames of {n} columns, and the scope is {side.codec.scope}")
+    _, _, alphabet = tensors[f"0.state.{TABLES[0]}"].shape
+    shared = {TABLES[0]: state(0, TABLES[0]), TABLES[1]: state(0, TABLES[1]), "alphabet": [float(alphabet)]}
+    if name == "k":
+        shared |= {kind: state(layer, kind) for kind in ROPE if f"{layer}.state.{kind}" in tensors}
+    all_rows, scales = state(layer, f"{name}.frames"), state(layer, f"{name}.scales")
+    given = []
+    for h in range(heads):
+        frame, first = (h, 0) if count == heads else (0, h * dim)
+        rows = all_rows[frame * (1 + n) * n : (frame + 1) * (1 + n) * n]
+        own = [value for row in range(1 + n) for value in rows[row * n + first : row * n + first + dim]]
+        given.append({"frame": own, "scales": scales[frame * n : (frame + 1) * n], **shared})
+    return given
+
+
+def transform(entry: Mapping[str, Any]) -> Codec:
+    page = "codecs/transform.md"
+    dim, digest, layer, of_side, scope, step, chunk = take_parameters(
+        entry,
+        {
+            "dim": range(1, MAX_DIM + 1),
+            "basis": bytes,
+            "layer": range(4096),
+            "side": ("k", "v"),
+            "scope": ("head", "layer"),
+            "step": range(256),
+            "chunk": (16, 32, 64, 128, 256),
+        },
+    )
+    require(len(digest) == 32, f"{page}, Parameters and ranges", f"basis has {len(digest)} bytes")
+    require(chunk * dim <= 65536, f"{page}, Parameters and ranges", f"{chunk} tokens of {dim} channels make {chunk * dim} symbols")
+    positions = [NumberStream("positions", "U16", (2,), chunk, per_head=False)] if of_side == "k" else []
+    streams = [
+        *positions,
+        NumberStream("tokens", "U16", (), chunk, per_head=False),
+        NumberStream("columns", "U16", (), chunk),
+        NumberStream("states", "U16", (2 * RANS_LANES,), chunk),
+        NumberStream("word_counts", "U16", (2,), chunk),
+        NumberStream("words", "U16", (), per="entry"),
+    ]
+
+    def coded(side: Side, prefix: str) -> dict[str, list[list[list[int]]]]:
+        """Decode, steps 1 and 2: for each token of a head its number in its group, and table, symbol and level of each column."""
+        of: dict[str, list[Any]] = side.numbers
+        counts = [low + 65536 * high for low, high in zip(of["word_counts"][::2], of["word_counts"][1::2], strict=True)]
+        total, rule = sum(counts), f"{page}, Layout"
+        require(total == side.entries["words"], rule, f"{prefix}word_counts sum to {total}, not {side.entries['words']}")
+        groups = [min(chunk, run - first) for run in side.runs for first in range(0, run, chunk)]
+        for row, found in enumerate(of["tokens"]):
+            require(found == groups[row % len(groups)], rule, f"{prefix}tokens are {found}, not {groups[row % len(groups)]}")
+        for found in of["columns"]:
+            require(found <= dim, rule, f"{prefix}columns are {found} of {dim}")
+        heads, taken, token = side.heads, 0, 0
+        rows: list[list[list[int]]] = [[] for _ in range(side.batch * heads * side.packed)]
+        for group, tokens in enumerate(groups):
+            for b in range(side.batch):
+                # For each token, by column of block h.
+                blocks: list[list[list[list[int]]]] = []
+                for h in range(heads):
+                    row = (b * heads + h) * len(groups) + group
+                    own = side.given[h]
+                    scales = own["scales"] if scope == "head" else own["scales"][h::heads]
+                    alphabet = int(own["alphabet"][0])
+                    last = len(own[TABLES[0]]) // alphabet - 1
+                    numbers_ = [min(max((step - int(s)) // 4, 0), last) for s in scales]
+                    tables = [[int(f) for f in own[TABLES[0]][number * alphabet :][:alphabet]] for number in numbers_]
+                    own_words = of["words"][taken : taken + counts[row]]
+                    taken += len(own_words)
+                    first_states = of["states"][row * 64 : row * 64 + 64]
+                    where = f"{prefix}chunk {group} of head {b * heads + h}"
+                    by_column = block_levels(where, tables[: of["columns"][row]], first_states, own_words, tokens)
+                    by_column += [[(-1, 0)] * tokens] * (dim - len(by_column))
+                    blocks.append([[[n, *by_column[c][t]] for c, n in enumerate(numbers_)] for t in range(tokens)])
+                for h in range(heads):
+                    for t in range(tokens):
+                        columns = blocks[h][t] if scope == "head" else [blocks[j % heads][t][j // heads] for j in range(heads * dim)]
+                        rows[(b * heads + h) * side.packed + token + t] = [[t], *columns]
+            token += tokens
+        return {"columns": rows}
+
+    def parts(digits: Digits, row: Numbers) -> tuple[list[float], list[float]]:
+        """u, and the tolerance of each of its channels."""
+        alphabet, values, frame = int(row["alphabet"][0]), row[TABLES[1]], row["frame"]
+        delta = 2.0 ** (-step / 16)
+        u, tau = [[frame[c]] for c in range(dim)], [abs(frame[c]) for c in range(dim)]
+        for j, (table, symbol, level) in enumerate(digits["columns"][1:]):
+            if symbol >= 0:
+                v = delta * (level if symbol == 0 else values[table * (alphabet - 1) + symbol - 1])
+                for c in range(dim):
+                    product = v * frame[(1 + j) * dim + c]
+                    u[c].append(product)
+                    tau[c] += abs(product)
+        return [math.fsum(terms) for terms in u], [2.0**-18 * one + 2.0**-126 for one in tau]
+
+    def pairs(digits: Digits, row: Numbers) -> list[tuple[int, int, float]]:
+        """The channels that are turned together, and by which angle."""
+        halves, neighbours = (row.get(name, []) for name in ROPE)
+        if not halves and not neighbours:
+            return []
+        low, high = row["positions"]
+        position = low + 65536 * high + digits["columns"][0][0]
+        if halves:
+            return [(i, i + len(halves), position * f) for i, f in enumerate(halves)]
+        return [(2 * i, 2 * i + 1, position * f) for i, f in enumerate(neighbours)]
+
+    def decode(digits: Digits, row: Numbers) -> list[float]:
+        x, _ = parts(digits, row)
+        for a, b, theta in pairs(digits, row):
+            x[a], x[b] = x[a] * math.cos(theta) - x[b] * math.sin(theta), x[b] * math.cos(theta) + x[a] * math.sin(theta)
+        return [f32(one) for one in x]
+
+    def tolerance(digits: Digits, row: Numbers) -> list[float]:
+        u, tau = parts(digits, row)
+        for a, b, _ in pairs(digits, row):
+            tau[a] = tau[b] = tau[a] + tau[b] + 2.0**-18 * (abs(u[a]) + abs(u[b]))
+        return tau
+
+    basis = digest, layer, of_side
+    return Codec("transform", dim, chunk, {}, streams, decode, tolerance, coded=coded, basis=basis, scope=scope)
+
+
+def block_levels(
+    where: str, tables: Sequence[Sequence[int]], first_states: Sequence[int], chunk_words: Sequence[int], tokens: int
+) -> list[list[tuple[int, int]]]:
+    """For each column that has symbols, and each token, the symbol and, after an escape, the level."""
+    symbols, taken = any_symbols(where, [table for table in tables for _ in range(tokens)], first_states, chunk_words)
+    escapes = iter(range(taken, len(chunk_words), 2))
+    needed = taken + 2 * symbols.count(0)
+    require(needed == len(chunk_words), "codecs/transform.md, Decode", f"{where} takes {needed} of its {len(chunk_words)} words")
+    found = []
+    for symbol in symbols:
+        at = next(escapes) if symbol == 0 else 0
+        level = chunk_words[at] + 65536 * chunk_words[at + 1] if symbol == 0 else 0
+        found.append((symbol, level - 2**32 if level >= 2**31 else level))
+    return [found[first : first + tokens] for first in range(0, len(found), tokens)]
 
 
 # codecs/raw.md -------------------------------------------------------------------------------------------------------
@@ -906,12 +1118,26 @@ def check_frequencies(where: str, table: Sequence[int]) -> None:
 
 def chunk_symbols(where: str, table: Sequence[int], first_states: Sequence[int], chunk_words: Sequence[int], n: int) -> list[int]:
     """Decode: the ``n`` symbols of a chunk whose symbols all have one table."""
+    symbols, taken = any_symbols(where, [table] * n, first_states, chunk_words)
+    require(taken == len(chunk_words), "rans.md, Decode", f"{where} takes {taken} of its {len(chunk_words)} words")
+    return symbols
+
+
+@cache
+def slots(table: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """The sums below every symbol of a table, and the symbol of every slot."""
+    return list(accumulate(table, initial=0)), [s for s, frequency in enumerate(table) for _ in range(frequency)]
+
+
+def any_symbols(
+    where: str, tables: Sequence[Sequence[int]], first_states: Sequence[int], chunk_words: Sequence[int]
+) -> tuple[list[int], int]:
+    """Decode: the symbols of a chunk, each by its own table, and the number of words that they take."""
     states = [low + 65536 * high for low, high in zip(first_states[::2], first_states[1::2], strict=True)]
     require(min(states) >= LEAST_STATE, "rans.md, Chunks", f"{where}: a first state is {min(states)}")
-    below = list(accumulate(table, initial=0))
-    symbol_of = [s for s, frequency in enumerate(table) for _ in range(frequency)]
     symbols, taken = [], 0
-    for i in range(n):
+    for i, table in enumerate(tables):
+        below, symbol_of = slots(tuple(table))
         x = states[i % RANS_LANES]
         slot = x % RANS_TOTAL
         s = symbol_of[slot]
@@ -922,9 +1148,8 @@ def chunk_symbols(where: str, table: Sequence[int], first_states: Sequence[int],
             taken += 1
         states[i % RANS_LANES] = x
         symbols.append(s)
-    require(taken == len(chunk_words), "rans.md, Decode", f"{where} takes {taken} of its {len(chunk_words)} words")
     require(max(states) == LEAST_STATE, "rans.md, Decode", f"{where} ends in the state {max(states)}")
-    return symbols
+    return symbols, taken
 
 
 # codecs/lossless.md --------------------------------------------------------------------------------------------------
@@ -1539,6 +1764,7 @@ CODECS: dict[str, Callable[[Mapping[str, Any]], Codec]] = {
     "angle": angle,
     "scalar": scalar,
     "polar": polar,
+    "transform": transform,
 }
 
 
@@ -1566,7 +1792,8 @@ def take_side_cars(entry: Mapping[str, Any], codec: Codec) -> dict[str, SideCar]
     require(list(entry)[len(entry) - len(names) :] == names, SIDE_CARS, f"the keys of {codec.id} are in the order {list(entry)}")
     require(not names or codec.id != "raw", SIDE_CARS, f"raw has the side-cars {names}")
     require(not names or codec.id != "lossless", "codecs/lossless.md, Parameters and ranges", f"lossless has the side-cars {names}")
-    require(not names or codec.id != "klt", KLT_PARAMETERS, f"klt has the side-cars {names}")
+    for codec_id in ("klt", "transform"):
+        require(not names or codec.id != codec_id, f"codecs/{codec_id}.md, Parameters and ranges", f"{codec_id} has the side-cars {names}")
     return {name: take_side_car(name, entry[name], codec) for name in names}
 
 
@@ -1664,6 +1891,8 @@ class Side:
     numbers: dict[str, list[float]] = field(default_factory=dict)
     values: list[float] = field(default_factory=list)
     tolerances: list[float] = field(default_factory=list)
+    given: list[dict[str, list[float]]] = field(default_factory=list)
+    """Of a side that needs a basis: what each head takes from it."""
 
     @property
     def packed(self) -> int:
@@ -1775,6 +2004,8 @@ def take_header(
     if BASIS in required:
         check_basis(file)
     states = take_states(file, LAYER_STATE in required)
+    if BASIS in required:
+        check_frames(file, {tensor.name: tensor for _, tensor in states})
     if without_tensors:
         return file
     expected = []
@@ -2066,6 +2297,8 @@ def read(data: bytes, decompress: Decompress | None = None, bases: Sequence[byte
                     finite = all(map(math.isfinite, side.values))
                     require(finite, "basis.md, File", f"{number_}.{name}: a value is not finite")
     file.states = {name: content for name, content in contents.items() if name.split(".")[1] == "state"}
+    if BASIS in file.required:
+        check_frame_values(file)
     return file
 
 
@@ -2090,7 +2323,7 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: M
         else:
             side.numbers[name] = numbers(contents[prefix + name], stream.dtype)
             check_special_values(prefix + name, stream, side.numbers[name])
-    given = rows_for(side, prefix, bases or {}) if codec.basis else []
+    side.given = given_for(side, prefix, bases or {}) if codec.basis else []
     places = {name: entry_places(flags) for name, flags in flags_of(side).items()}
     for name, found in places.items():
         rule = f"{SIDE_CARS}, Layout"
@@ -2113,8 +2346,8 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: M
                     number = run if stream.per == "run" else first[run] + token // stream.tokens
                     rows = len(side.runs) if stream.per == "run" else first[-1]
                     row[stream.name] = number_row(side, stream, number + (head if stream.per_head else b) * rows)
-                if given:
-                    row["rows"] = given[h]
+                if side.given:
+                    row |= side.given[h]
                 codec.check(f"{prefix}* batch {b}, head {h}, token {t}", digits, row)
                 x, tolerance = decode_token(side, places, (t, b, h), digits, row)
                 side.values += x

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.coding.bases import located
+from kvpack.coding.bases import find, located
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.coding.modes import own_modes
+from kvpack.coding.recipes import parse_recipe
 from kvpack.file import container
 from kvpack.file.metadata import from_bytes, to_bytes
 from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
+from kvpack.formats.klt import Klt
+from kvpack.formats.transform import Transform
 
 from .arguments import checked_device, integer
 from .bus import StreamBus
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
     from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
+    from kvpack.coding.recipes import Recipe
     from kvpack.file.header import Contents, Header
     from kvpack.file.metadata import Value
     from kvpack.formats.base import Layout
@@ -82,6 +86,7 @@ def load(
     max_bytes: int | None = None,
     copy: bool = False,
     basis: Bases | None = None,
+    recipe: str | os.PathLike[str] | Recipe | None = None,
 ) -> Cache:
     """Open a file as a Cache whose buffers are views of the mapped file, or copies on ``device``.
 
@@ -94,7 +99,9 @@ def load(
     keeps its number. ``tokens``, a number of tokens or a pair (start, stop), loads ``cache[:, start:stop]`` alone. A digest covers
     a tensor, so whole tensors of the chosen layers are read and checked, and the chosen tokens of them are kept.
     ``max_bytes`` bounds the file and the memory that it takes (``kvpack.file.footprint``). ``basis`` is where the basis of a file of the
-    codec klt is found by its digest: a Basis, its path, a folder of bases, or a list of these.
+    codecs klt and transform is found by its digest: a Basis, its path, a folder of bases, or a list of these. ``recipe`` converts what
+    was loaded, layer by layer, as ``Cache.convert``: files that are small but slow to attend, of the codec transform, become such as
+    attention reads packed. If it needs a basis, that is the one of the file, or else the one that is given.
     Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader, InvalidPayload,
     MissingBasis or LimitExceeded; InvalidParameter for a file that is a basis; OutOfBounds for layers and tokens that the file lacks,
     and for a start inside a token group.
@@ -103,14 +110,27 @@ def load(
     if max_bytes is not None:
         max_bytes = integer(max_bytes, "max_bytes")
     if target.type == "cuda":
-        return read_to(StreamBus(target), container.open_file(path, max_bytes=max_bytes), layers, tokens, basis)
+        return _in_recipe(read_to(StreamBus(target), container.open_file(path, max_bytes=max_bytes), layers, tokens, basis), recipe, basis)
     file = container.open_file(path, max_bytes=max_bytes, copy=copy)
     part = _part(file, layers, tokens)
     cache = read(file, part.numbers, basis=basis)
     if not part.has_all_tokens:
         with _located(file.where):
             cache = cache.slice(part.start, part.stop)
-    return cache if target.type == "cpu" else cache.to(target)
+    return _in_recipe(cache if target.type == "cpu" else cache.to(target), recipe, basis)
+
+
+def _in_recipe(cache: Cache, recipe: str | os.PathLike[str] | Recipe | None, bases: Bases | None) -> Cache:
+    """``cache``, converted to ``recipe`` if there is one. Raises as ``Cache.convert`` and ``find``."""
+    if recipe is None:
+        return cache
+    parsed = parse_recipe(recipe)
+    if parsed.needs_basis and parsed.basis is None and bases is not None:
+        codecs = [side.codec for layer in cache for side in layer.sides.values()]
+        own = {codec.basis for codec in codecs if isinstance(codec, Klt | Transform)}
+        given: Any = bases
+        parsed = parse_recipe(parsed, find(given, own.pop()) if len(own) == 1 else given)
+    return cache.convert(parsed)
 
 
 def _with_basis(file: container.File, basis: Bases | None) -> Header:

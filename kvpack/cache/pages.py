@@ -184,7 +184,8 @@ class Page:
     def frame(self, start: int, stop: int) -> torch.Tensor:
         """Tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
         aligned = start - start % self.codec.token_group
-        return decode_frame(self.codec, self.rows(aligned, stop))[:, :, start - aligned :]
+        # Of a group that is coded together, more tokens than those of the rows may be decoded.
+        return decode_frame(self.codec, self.rows(aligned, stop))[:, :, start - aligned : stop - aligned]
 
     def slice(self, start: int, stop: int) -> Page:
         """Tokens ``[start, stop)``, at least one; ``start`` is a multiple of the codec's token group."""
@@ -194,7 +195,7 @@ class Page:
         """Tokens ``[start, stop)`` decoded to the original frame: ``[batch, kv_head, token, dim]`` in the exact dtype, or float32."""
         aligned = start - start % self.codec.token_group
         rows = self.rows(aligned, stop)
-        return decode(self.codec, rows)[:, :, start - aligned :]
+        return decode(self.codec, rows)[:, :, start - aligned : stop - aligned]
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
         """Queries ``[batch, kv_head, row, dim]`` in the coded frame, for products with the keys of ``frame``."""

@@ -14,14 +14,18 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
 from kvpack.file import container
-from kvpack.file.basis import FEATURE, SUFFIX
+from kvpack.file.basis import FEATURE, FREQUENCIES, ROPE, SUFFIX, VALUES
 from kvpack.file.header import Contents, LayerEntry, SideEntry
+from kvpack.file.layer_states import StateEntry, features_of
+from kvpack.file.payload import as_array
 from kvpack.file.user_files import path_text, read_bytes
 from kvpack.formats.basis import RUN_COLUMNS, BasisRows, Calibrated, rows_of, runs_of
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingBasis, OutOfBounds
+from kvpack.formats.frames import Frames, Rope, Tables
 from kvpack.formats.klt import Klt
-from kvpack.formats.lazy import functional, torch
+from kvpack.formats.lazy import functional, numpy, torch
 from kvpack.formats.raw import Raw
+from kvpack.formats.transform import MAX_STEP, Transform, default_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +43,11 @@ GAIN_BITS = 16
 """Bits per token and head besides those of the columns."""
 
 LEAST_BITS, MOST_BITS = 0.25, 8.0
+
+LEAST_TRANSFORM_BITS = 0.05
+
+CHUNK_BITS = 1024
+"""Bits of the states of a chunk of the codec transform, besides those of its symbols."""
 
 DISTORTIONS = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000642, 0.000163, 0.0000412)
 """Mean squared error of a normal value of variance 1 by a table of 0 to 8 bits. Source: Max 1960, Table I; above 5 bits Panter-Dite."""
@@ -64,6 +73,7 @@ class Basis:
             self._rows = {
                 (number, name): _rows(file, number, name) for number, layer in enumerate(file.header.layers) for name, _ in layer.sides()
             }
+            self._frames = _frames(file)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -91,6 +101,49 @@ class Basis:
         if found is None:
             raise OutOfBounds(f"{self.where}: the basis has no {'keys' if side == 'k' else 'values'} of layer {layer}")
         return found
+
+    def frames(self, layer: int, side: str) -> Frames:
+        """The frames of ``side`` ("k" or "v") of ``layer``, for the codec transform. Raises OutOfBounds."""
+        found = self._frames.get((layer, side))
+        if found is None:
+            raise OutOfBounds(f"{self.where}: the basis has no frames of {'keys' if side == 'k' else 'values'} of layer {layer}")
+        return found
+
+    def framed(self) -> list[tuple[int, str]]:
+        """The layers and sides that have frames, in order."""
+        return sorted(self._frames)
+
+    def transformed(self, layer: int, side: str, bits: float) -> Calibrated:
+        """What the codec transform takes from the basis for ``bits`` bits per value on average over all layers and sides.
+
+        Raises OutOfBounds, and InvalidParameter for bits out of range.
+        """
+        return Calibrated(self.rows(layer, side), self.digest, layer, frames=self.frames(layer, side), step=self.step(bits))
+
+    def step(self, bits: float) -> int:
+        """The step of the codec transform that takes at most ``bits`` bits per value on average, as far as the basis foresees.
+
+        Errors of all layers and sides are in one unit, so that one step is the best for all. Raises InvalidParameter for bits out of range.
+        """
+        if not LEAST_TRANSFORM_BITS <= bits <= MOST_BITS:
+            raise InvalidParameter(f"bits is {bits:g}, expected {LEAST_TRANSFORM_BITS:g} to {MOST_BITS:g} bits per value")
+        if bits not in self._steps:
+            self._steps[bits] = max((step for step in range(MAX_STEP + 1) if self.transform_bits(step) <= bits), default=0)
+        return self._steps[bits]
+
+    @cached_property
+    def _steps(self) -> dict[float, int]:
+        return {}
+
+    def transform_bits(self, step: int) -> float:
+        """Bits per value that the codec transform is expected to take at ``step`` over all layers and sides, with the states of chunks."""
+        bits, values = 0.0, 0
+        for place, frames in self._frames.items():
+            channels = frames.count * frames.columns
+            chunk = default_chunk(self._rows[place].dim)
+            bits += channels * frames.expected_bits(step) + CHUNK_BITS * frames.heads(self._rows[place].dim) / chunk
+            values += channels
+        return bits / values if values else 0.0
 
     def calibrated(self, layer: int, side: str, bits: float) -> Calibrated:
         """What a codec takes from the basis for ``bits`` bits per value on average over all layers and sides.
@@ -159,10 +212,16 @@ class Basis:
         raise InvalidParameter(f"{self.where}: is the basis of {ours}, and that of the cache is {found!r}")
 
 
-def basis_bytes(rows: Mapping[tuple[int, str], torch.Tensor], layers: int, model: Mapping[str, str], dtype: str = "fp16") -> bytes:
-    """The basis file of a model of ``layers`` layers with ``rows``, float32 ``[kv_head, row, dim]`` by layer and side.
+def basis_bytes(
+    rows: Mapping[tuple[int, str], torch.Tensor],
+    layers: int,
+    model: Mapping[str, str],
+    dtype: str = "fp16",
+    frames: Mapping[tuple[int, str], Frames] | None = None,
+) -> bytes:
+    """The basis file of a model of ``layers`` layers with ``rows``, float32 ``[kv_head, row, dim]``, and ``frames`` by layer and side.
 
-    Raises OutOfRange where ``dtype`` ("fp16" or "fp32") does not hold a value, and LimitExceeded.
+    All frames have the same tables. Raises OutOfRange where ``dtype`` ("fp16" or "fp32") does not hold a value, and LimitExceeded.
     """
     codecs: dict[Codec, int] = {}
     entries, arrays = [], {}
@@ -177,8 +236,55 @@ def basis_bytes(rows: Mapping[tuple[int, str], torch.Tensor], layers: int, model
             arrays[f"{number}.{side}.values"] = codec.encode(filled)["values"].contiguous().numpy()
             sides[side] = SideEntry(codecs.setdefault(codec, len(codecs)), 1, values.shape[0], (count,), 0, dtype, 0)
         entries.append(LayerEntry(sides.get("k"), sides.get("v")))
-    contents = Contents(codecs=tuple(codecs), layers=tuple(entries), model=dict(model), required=(FEATURE,))
+    states = _states(frames or {}, dtype)
+    arrays |= {state.where: array for state, array in states.items()}
+    required, ignorable = features_of(states)
+    contents = Contents(
+        codecs=tuple(codecs), layers=tuple(entries), model=dict(model), required=tuple(sorted((FEATURE, *required))), ignorable=ignorable
+    )
     return container.to_bytes(contents, arrays)
+
+
+def _states(frames: Mapping[tuple[int, str], Frames], dtype: str) -> dict[StateEntry, Any]:
+    """The states that describe ``frames``, and their arrays."""
+    found: dict[StateEntry, Any] = {}
+
+    def add(layer: int, name: str, stored: str, array: Any) -> None:
+        found[StateEntry(layer, name, stored, (1, *array.shape))] = numpy.ascontiguousarray(array)
+
+    for (layer, side), one in sorted(frames.items()):
+        stored = Raw(one.columns, dtype).encode(one.rows[None])["values"][0].contiguous().numpy()
+        add(layer, f"{side}.frames", {"fp16": "F16", "fp32": "F32"}[dtype], stored)
+        add(layer, f"{side}.scales", "U8", one.scales.astype(numpy.uint8))
+        if one.rope is not None:
+            add(layer, f"rope.{one.rope.pairing}", "F32", numpy.array(one.rope.frequencies, numpy.float32))
+    if frames:
+        tables = next(iter(frames.values())).tables
+        add(0, FREQUENCIES, "U16", tables.frequencies.astype(numpy.uint16))
+        add(0, VALUES, "F16", tables.values.numpy().astype(numpy.float16))
+    return found
+
+
+def _frames(file: container.File) -> dict[tuple[int, str], Frames]:
+    """The frames of all layers and sides of a basis that has any."""
+    places = {(state.layer, state.name): state for state in file.header.states}
+
+    def array(layer: int, name: str) -> Any:
+        state = places[layer, name]
+        return as_array(file.read_state(state), state.layout)[0]
+
+    if (0, FREQUENCIES) not in places:
+        return {}
+    tables = Tables(array(0, FREQUENCIES), torch.from_numpy(array(0, VALUES).astype(numpy.float32)))
+    found = {}
+    for layer, name in places:
+        side, _, what = name.partition(".")
+        if what == "frames" and side in SIDES:
+            rows = torch.from_numpy(array(layer, name).astype(numpy.float32))
+            turned = [(pairing, array(layer, state)) for state, pairing in ROPE.items() if side == "k" and (layer, state) in places]
+            rope = next((Rope(tuple(map(float, frequencies)), pairing) for pairing, frequencies in turned), None)
+            found[layer, side] = Frames(rows, array(layer, f"{side}.scales"), tables, rope)
+    return found
 
 
 def _rows(file: container.File, layer: int, side: str) -> BasisRows:
@@ -232,7 +338,7 @@ def bound(header: Header, source: Any = None) -> Header:
 
     Raises MissingBasis, and InvalidHeader, naming the place, where a side does not fit the basis that it names.
     """
-    needed = {codec.basis for codec in header.codecs if isinstance(codec, Klt) and _is_unbound(codec)}
+    needed = {codec.basis for codec in header.codecs if isinstance(codec, Klt | Transform) and _is_unbound(codec)}
     if not needed:
         return header
     if source is None:
@@ -242,25 +348,36 @@ def bound(header: Header, source: Any = None) -> Header:
     for number, layer in enumerate(header.layers):
         for name, side in layer.sides():
             codec = codecs[side.codec]
-            if isinstance(codec, Klt) and codec.source is not None and codec.source.heads != side.heads:
-                raise InvalidHeader(f"layers[{number}].{name}.heads is {side.heads}, the {codec.place} have {codec.source.heads}")
+            if isinstance(codec, Klt | Transform) and codec.source is not None:
+                heads = codec.source.heads if isinstance(codec, Klt) else codec.source.heads(codec.dim)
+                if heads != side.heads:
+                    raise InvalidHeader(f"layers[{number}].{name}.heads is {side.heads}, the {codec.place} have {heads}")
     return replace(header, codecs=codecs)
 
 
-def _is_unbound(codec: Klt) -> bool:
-    return codec.rows == "basis" and codec.source is None
+def _is_unbound(codec: Klt | Transform) -> bool:
+    return codec.source is None and (isinstance(codec, Transform) or codec.rows == "basis")
 
 
 def _bound(number: int, codec: Codec, bases: Mapping[bytes, Basis]) -> Codec:
-    if not isinstance(codec, Klt) or not _is_unbound(codec):
+    if not isinstance(codec, Klt | Transform) or not _is_unbound(codec):
         return codec
+    basis = bases[codec.basis]
     try:
-        rows = bases[codec.basis].rows(codec.layer, codec.side)
+        rows = basis.rows(codec.layer, codec.side)
+        frames = basis.frames(codec.layer, codec.side) if isinstance(codec, Transform) else None
     except OutOfBounds as error:
         raise InvalidHeader(f"codecs[{number}]: {error}") from None
     if rows.dim != codec.dim:
         raise InvalidHeader(f"codecs[{number}]: dim is {codec.dim}, the {codec.place} have {rows.dim} channels")
-    return replace(codec, source=rows)
+    if not isinstance(codec, Transform):
+        return replace(codec, source=rows)
+    assert frames is not None
+    if frames.count != (rows.heads if codec.scope == "head" else 1):
+        raise InvalidHeader(
+            f"codecs[{number}]: scope is {codec.scope}, the {codec.place} have {frames.count} frames for {rows.heads} heads"
+        )
+    return replace(codec, source=frames)
 
 
 def located(where: str, header: Header, source: Any) -> Header:

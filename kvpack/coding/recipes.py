@@ -8,7 +8,8 @@
 
 Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1" stands for "layers=0,-1:k=raw".
 The codecs raw and lossless store the dtype of their input, or round to their option: "k=raw:dtype=bf16".
-The codec klt needs a basis (kvpack/coding/bases.py): "klt-1.75" stands for "kv=klt:bits=1.75", 1.75 bits per value on average.
+The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" stands for "kv=klt:bits=1.75", 1.75 bits per value on
+average, and "transform-0.6" for "kv=transform:bits=0.6".
 For example "octopus-3", "octopus-3;boundary-1;tail=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;tail=32".
 Where a recipe is asked for, "@path" names a file of clauses (kvpack/coding/recipe_files.py).
 """
@@ -29,7 +30,7 @@ from kvpack.formats.lossless import FORMS
 from kvpack.formats.options import Options, UnknownWord
 from kvpack.formats.raw import DTYPES, HOLDS
 
-from .bases import LEAST_BITS, MOST_BITS, basis_of
+from .bases import LEAST_BITS, LEAST_TRANSFORM_BITS, MOST_BITS, basis_of
 from .presets import ADDITIONS, PUBLISHED
 from .recipe_files import read_clauses, split_path
 
@@ -51,10 +52,9 @@ _DTYPES = {"raw": tuple(DTYPES), "lossless": tuple(FORMS)}
 MAX_WINDOW = 1 << 20
 _CHECKED_DIM = 128
 
-CALIBRATED = "klt"
-"""The codec that needs a basis."""
-_DEFAULT_BITS = "2"
-_ALIAS = re.compile(r"klt-([0-9]+(?:\.[0-9]+)?)")
+CALIBRATED = {"klt": ("2", LEAST_BITS), "transform": ("0.6", LEAST_TRANSFORM_BITS)}
+"""The codecs that need a basis, and their default and fewest bits per value."""
+_ALIAS = re.compile(rf"({'|'.join(CALIBRATED)})-([0-9]+(?:\.[0-9]+)?)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -104,10 +104,11 @@ class Rule:
     @property
     def bits(self) -> float:
         """The bits per value that a calibrated codec aims at. Raises UnknownWord."""
-        text = dict(self.words).get("bits", _DEFAULT_BITS)
+        default, least = CALIBRATED[self.codec_id]
+        text = dict(self.words).get("bits", default)
         bits = float(text) if re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6})?", text) else 0.0
-        if not LEAST_BITS <= bits <= MOST_BITS:
-            raise UnknownWord(f"{CALIBRATED}:bits is {text!r}, expected {LEAST_BITS:g} to {MOST_BITS:g} bits per value", f"bits={text}")
+        if not least <= bits <= MOST_BITS:
+            raise UnknownWord(f"{self.codec_id}:bits is {text!r}, expected {least:g} to {MOST_BITS:g} bits per value", f"bits={text}")
         return bits
 
 
@@ -119,7 +120,7 @@ def _position(item: int, layers: int) -> int:
 class Recipe:
     """A parsed recipe. Raises InvalidRecipe, which points at the word and lists the known words.
 
-    ``basis``, a Basis or its path, is the one of clauses with the codec klt; ``text`` then names its SHA-256.
+    ``basis``, a Basis or its path, is the one of clauses with the codecs klt and transform; ``text`` then names its SHA-256.
     """
 
     text: str
@@ -147,7 +148,7 @@ class Recipe:
     @property
     def needs_basis(self) -> bool:
         """Whether a clause has a codec that needs a basis."""
-        return any(rule.codec_id == CALIBRATED for rule in self.rules)
+        return any(rule.codec_id in CALIBRATED for rule in self.rules)
 
     @cached_property
     def window(self) -> int:
@@ -179,8 +180,9 @@ class Recipe:
         """
         rule = next(rule for rule in reversed(self.rules) if side in rule.sides and rule.covers(layer, layers))
         calibrated = None
-        if rule.codec_id == CALIBRATED:
-            calibrated = self._basis_of(rule, layers).calibrated(layer, side, rule.bits)
+        if rule.codec_id in CALIBRATED:
+            basis = self._basis_of(rule, layers)
+            calibrated = (basis.transformed if rule.codec_id == "transform" else basis.calibrated)(layer, side, rule.bits)
         try:
             return rule.codec(dim, side, dtype, calibrated)
         except InvalidParameter as error:
@@ -202,7 +204,7 @@ class Recipe:
         digest, clauses = self.basis.digest.hex(), []
         for text in self.text.split(";"):
             clause = _without_alias(text.strip())
-            match = re.fullmatch(rf"((?:layers=[^:]*:)?(?:k|v|kv)={CALIBRATED})(?::(.*))?", clause)
+            match = re.fullmatch(rf"((?:layers=[^:]*:)?(?:k|v|kv)=(?:{'|'.join(CALIBRATED)}))(?::(.*))?", clause)
             if match:
                 words = [word for word in (match[2] or "").split(",") if word]
                 named = next((word.partition("=")[2] for word in words if word.startswith("basis=")), digest)
@@ -286,9 +288,9 @@ class Recipe:
             words[name] = value
         rule = Rule(sides, codec_id, tuple(words.items()), items, written)
         try:
-            if codec_id == CALIBRATED:
+            if codec_id in CALIBRATED:
                 _ = rule.bits
-                _check_digest(words)
+                _check_digest(codec_id, words)
             for side in sides:
                 rule.codec(_CHECKED_DIM, side)
         except UnknownWord as error:
@@ -313,16 +315,16 @@ class Recipe:
 
 
 def _without_alias(clause: str) -> str:
-    """A clause, and that which ``klt-<bits>`` stands for."""
+    """A clause, and that which ``klt-<bits>`` and ``transform-<bits>`` stand for."""
     match = _ALIAS.fullmatch(clause)
-    return f"kv={CALIBRATED}:bits={match[1]}" if match else clause
+    return f"kv={match[1]}:bits={match[2]}" if match else clause
 
 
-def _check_digest(words: Mapping[str, str]) -> None:
+def _check_digest(codec_id: str, words: Mapping[str, str]) -> None:
     """Raise UnknownWord for a basis that is no SHA-256."""
     digest = words.get("basis")
     if digest is not None and not _DIGEST.fullmatch(digest):
-        raise UnknownWord(f"{CALIBRATED}:basis is {digest!r}, expected the 64 hexadecimal digits of a SHA-256", f"basis={digest}")
+        raise UnknownWord(f"{codec_id}:basis is {digest!r}, expected the 64 hexadecimal digits of a SHA-256", f"basis={digest}")
 
 
 def _presets_for(dim: int, dtype: str) -> str:

@@ -35,9 +35,11 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
 
 
 def add_basis(parser: argparse.ArgumentParser) -> None:
-    """The option of every command that reads or writes files of the codec klt."""
+    """The option of every command that reads or writes files of the codecs klt and transform."""
     parser.add_argument(
-        "--basis", metavar="FILE", help="the basis of files and recipes of the codec klt; of files, a folder that holds it, too"
+        "--basis",
+        metavar="FILE",
+        help="the basis of files and recipes of the codecs klt and transform; of files, a folder that holds it, too",
     )
 
 

@@ -46,6 +46,7 @@ def summarize(file: File) -> dict[str, Any]:
     from kvpack.file.inputs import Inputs
     from kvpack.file.metadata import FEATURE, from_bytes
     from kvpack.formats.klt import Klt
+    from kvpack.formats.transform import Transform
 
     header = file.header
     inputs = Inputs.from_features(header.ignorable)
@@ -82,7 +83,9 @@ def summarize(file: File) -> dict[str, Any]:
         "undetermined": [] if inputs is None else list(inputs.undetermined),
         "metadata": from_bytes(header.ignorable.get(FEATURE, b"")),
         "is_basis": header.is_basis,
-        "bases": sorted({codec.basis for codec in header.codecs if isinstance(codec, Klt) and codec.rows == "basis"}),
+        "bases": sorted(
+            {codec.basis for codec in header.codecs if (isinstance(codec, Klt) and codec.rows == "basis") or isinstance(codec, Transform)}
+        ),
         "codecs": [codec.params() for codec in header.codecs],
         "layers": layers,
         "states": states,
@@ -130,7 +133,7 @@ def _print(summary: dict[str, Any]) -> None:
         size = sum(state["stored_bytes"] for state in summary["states"])
         print(f"{len(summary['states']):,} states of {len(states):,} recurrent and convolution layers, {bytes_text(size)} bytes")
     if summary["is_basis"]:
-        print("a basis, which caches of the codec klt name by its SHA-256")
+        print("a basis, which caches of the codecs klt and transform name by its SHA-256")
     for digest in summary["bases"]:
         print(f"needs the basis {digest.hex()}")
     codecs = [_describe(params) for params in summary["codecs"]]

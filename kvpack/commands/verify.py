@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from kvpack.errors import KvpackError, worst_exit_code
 from kvpack.output import add_json, print_json, progress
 
+from .convert import add_basis
+
 if TYPE_CHECKING:
     import argparse
 
@@ -16,6 +18,7 @@ def add(commands: Any) -> None:
     """Add ``verify`` to the command line."""
     parser = commands.add_parser("verify", help="check every byte of files", description="Check every byte of kvpack files.")
     parser.add_argument("files", nargs="+", metavar="FILE")
+    add_basis(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -23,14 +26,22 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Verify all files, and return the worst exit code of those that are refused (``kvpack.errors``)."""
     from kvpack.file.container import open_file
+    from kvpack.formats.transform import Transform
 
     codes, results = [], []
     for path in arguments.files:
         try:
             with progress(path, arguments) as callback, open_file(path) as file:
+                if arguments.basis is not None:
+                    # Needs torch.
+                    from kvpack.coding.bases import located
+
+                    file.header = located(file.where, file.header, arguments.basis)
                 file.verify(callback)
-                results.append({"file": path, "ok": True, "bytes": file.size})
-                line = f"{path}: {file.size:,} bytes, {len(file.header.layers)} layers, all checked"
+                unchecked = any(isinstance(codec, Transform) and codec.source is None for codec in file.header.codecs)
+                results.append({"file": path, "ok": True, "bytes": file.size, "needs_basis": unchecked})
+                checked = "all checked but what needs the basis" if unchecked else "all checked"
+                line = f"{path}: {file.size:,} bytes, {len(file.header.layers)} layers, {checked}"
         except KvpackError as error:
             codes.append(error.exit_code)
             results.append({"file": path, "ok": False, "error": type(error).__name__, "message": str(error)})

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Protocol
 
+from kvpack.formats import rans
+from kvpack.formats.base import check_finite
 from kvpack.formats.basis import rows_of
-from kvpack.formats.errors import InvalidHeader
+from kvpack.formats.errors import InvalidHeader, InvalidPayload
+from kvpack.formats.frames import LARGEST_FREQUENCY, MAX_ALPHABET, MAX_TABLES, PAIRINGS
 from kvpack.formats.raw import Raw
+from kvpack.formats.value_blocks import values_between
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvpack.formats.base import Codec
+    from kvpack.formats.value_blocks import Array
+
+    from .layer_states import StateEntry
 
 FEATURE = "basis"
 """The name of the feature in ``required``."""
 SUFFIX = ".kvbasis"
 DTYPES = ("fp16", "fp32")
 """The dtypes of rows."""
+FREQUENCIES, VALUES = "table.frequencies", "table.values"
+"""States of the first layer: the tables of the frames of all layers."""
+ROPE = {f"rope.{pairing}": pairing for pairing in PAIRINGS}
+"""The states that say how RoPE turns the keys of a layer, and which channels they pair."""
 
 
 class Side(Protocol):
@@ -28,6 +40,9 @@ class Side(Protocol):
 
     @property
     def batch(self) -> int: ...
+
+    @property
+    def heads(self) -> int: ...
 
     @property
     def tail(self) -> int: ...
@@ -55,3 +70,73 @@ def check_basis(layers: Sequence[HasSides], codecs: Sequence[Codec]) -> None:
                 raise InvalidHeader(f"{where}: batch is {side.batch} and tail {side.tail}, a basis has batch 1 and no tail")
             if side.tokens < rows_of(codec.dim):
                 raise InvalidHeader(f"{where}: has {side.tokens} rows, a basis of {codec.dim} channels has at least {rows_of(codec.dim)}")
+
+
+def check_frames(layers: Sequence[HasSides], codecs: Sequence[Codec], states: Sequence[StateEntry]) -> None:
+    """Raise InvalidHeader, which names the state, unless the states of a basis that describe frames fit each other and the sides."""
+    found = {(state.layer, state.name): state for state in states}
+    framed = False
+    for number, layer in enumerate(layers):
+        sides = dict(layer.sides())
+        for name in ("k", "v"):
+            frames, scales = found.get((number, f"{name}.frames")), found.get((number, f"{name}.scales"))
+            if frames is not None or scales is not None:
+                side = sides.get(name)
+                _check_frames_of(f"{number}.{name}", side, codecs[side.codec].dim if side else 0, frames, scales)
+                framed = True
+        turned = [found[number, name] for name in ROPE if (number, name) in found]
+        if turned:
+            _check_rope(turned, codecs[sides["k"].codec].dim if "k" in sides else 0)
+    if framed or (0, FREQUENCIES) in found or (0, VALUES) in found:
+        _check_tables(found.get((0, FREQUENCIES)), found.get((0, VALUES)))
+
+
+def _check_frames_of(where: str, side: Side | None, dim: int, frames: StateEntry | None, scales: StateEntry | None) -> None:
+    if side is None or frames is None or scales is None:
+        missing = "rows" if side is None else "frames" if frames is None else "scales"
+        raise InvalidHeader(f"{where}: has no {missing}, expected rows, frames and scales")
+    count, columns = (side.heads, dim) if frames.shape[1:2] == (side.heads,) else (1, side.heads * dim)
+    if frames.dtype not in ("F16", "F32") or frames.shape != (1, count, 1 + columns, columns):
+        shapes = f"[1, {side.heads}, {1 + dim}, {dim}] or [1, 1, {1 + side.heads * dim}, {side.heads * dim}]"
+        raise InvalidHeader(f"{frames.where} is {frames.dtype} {list(frames.shape)}, expected F16 or F32 {shapes}")
+    if scales.dtype != "U8" or scales.shape != (1, count, columns):
+        raise InvalidHeader(f"{scales.where} is {scales.dtype} {list(scales.shape)}, expected U8 {[1, count, columns]}")
+
+
+def _check_rope(turned: Sequence[StateEntry], dim: int) -> None:
+    if len(turned) > 1:
+        raise InvalidHeader(f"{turned[0].where} and {turned[1].where} are both there, expected one of them")
+    (rope,) = turned
+    if rope.dtype != "F32" or len(rope.shape) != 2 or 2 * rope.shape[1] > dim:
+        raise InvalidHeader(f"{rope.where} is {rope.dtype} {list(rope.shape)}, expected F32 [1, pairs] of at most {dim // 2} pairs")
+
+
+def _check_tables(frequencies: StateEntry | None, values: StateEntry | None) -> None:
+    if frequencies is None or values is None:
+        raise InvalidHeader(f"layer 0 has no {FREQUENCIES if frequencies is None else VALUES}, expected both for a basis with frames")
+    shape = frequencies.shape
+    right = frequencies.dtype == "U16" and len(shape) == 3 and shape[1] <= MAX_TABLES and shape[2] in range(4, MAX_ALPHABET + 1, 2)
+    if not right:
+        raise InvalidHeader(
+            f"{frequencies.where} is {frequencies.dtype} {list(shape)}, expected U16 [1, tables, symbols] of at most {MAX_TABLES} tables "
+            f"and an even number of 4 to {MAX_ALPHABET} symbols"
+        )
+    if values.dtype != "F16" or values.shape != (1, shape[1], shape[2] - 1):
+        raise InvalidHeader(f"{values.where} is {values.dtype} {list(values.shape)}, expected F16 {[1, shape[1], shape[2] - 1]}")
+
+
+def check_frame_values(state: StateEntry, array: Array) -> None:
+    """Raise InvalidPayload, which names the place, where the values of a state that describes frames break a rule."""
+    name = state.name
+    if name in ("k.frames", "v.frames", VALUES) and state.dtype in ("F16", "F32"):
+        check_finite(state.where, array, "the frames of a basis")
+    elif name == FREQUENCIES and state.layer == 0:
+        sums = values_between(array, 0, math.prod(array.shape)).reshape(-1, state.shape[2]).sum(1)
+        if (sums != rans.TOTAL).any():
+            wrong = int((sums != rans.TOTAL).argmax())
+            raise InvalidPayload(f"{state.where}: the frequencies of table {wrong} sum to {sums[wrong]}, expected {rans.TOTAL}")
+    elif name in ROPE:
+        values = values_between(array, 0, math.prod(array.shape))
+        odd = ~((values >= 0) & (values <= LARGEST_FREQUENCY))
+        if odd.any():
+            raise InvalidPayload(f"{state.where}: a frequency is {values[odd.argmax()]}, expected 0 to {LARGEST_FREQUENCY:g}")

@@ -14,6 +14,7 @@ import xxhash
 from kvpack.formats.base import check_finite
 from kvpack.formats.errors import InvalidParameter, InvalidShape, KvpackError, OutOfBounds
 
+from . import basis
 from .atomic import write_file
 from .footprint import check_size
 from .header import Contents, Header, TensorEntry, layout_bytes
@@ -190,7 +191,11 @@ class File:
 
     def read_state(self, state: StateEntry) -> memoryview:
         """The decoded bytes of a state; digest and pad are checked on first use. Raises DigestMismatch and InvalidPayload."""
-        return self.tensor(state.where)
+        data = self.tensor(state.where)
+        if self.header.is_basis:
+            with _located(self.where):
+                basis.check_frame_values(state, as_array(data, state.layout))
+        return data
 
     def read_state_into(self, state: StateEntry, memory: memoryview) -> None:
         """Copy the decoded bytes of a state into ``memory``, of its size, and check the copy.
@@ -249,7 +254,9 @@ class File:
             for state in self.header.states_of(number):
                 tensor = self.tensors[state.where]
                 with _located(self.where):
-                    checked_array(self._source, self.front, tensor, state.layout)
+                    array = checked_array(self._source, self.front, tensor, state.layout)
+                    if self.header.is_basis:
+                        basis.check_frame_values(state, array)
                 done += tensor.stored_bytes
                 if progress is not None:
                     progress(done, total)

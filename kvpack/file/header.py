@@ -178,6 +178,7 @@ class Contents:
         _ = self.starts, self.states
         if self.is_basis:
             basis.check_basis(self.layers, self.codecs)
+            basis.check_frames(self.layers, self.codecs, self.states)
 
     @property
     def is_basis(self) -> bool:

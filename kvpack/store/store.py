@@ -68,8 +68,8 @@ class Store:
     ``max_entry_bytes`` is the most bytes of one entry (default: 512 MiB, Redis' own limit): a larger entry is not saved, and a
     larger one from another writer is not read.
 
-    ``basis`` is the basis of a recipe of the codec klt: the recipe, and so the identity, names it by its digest. Such a recipe is that
-    of a ``Recipe("klt-2", basis)``; a store of it without the basis raises MissingBasis.
+    ``basis`` is the basis of a recipe of the codecs klt and transform: the recipe, and so the identity, names it by its digest. Such a
+    recipe is that of a ``Recipe("klt-2", basis)``; a store of it without the basis raises MissingBasis.
 
     Full disks, dead servers, damaged entries and similar faults are misses, which ``stats`` counts; they raise nothing. Raises
     InvalidParameter for arguments that can never work, such as a chunk that is not a multiple of the recipe's token groups.

@@ -74,6 +74,10 @@ def add_parameters() -> None:
             ("widths", bytes([0])),
             ("gain", "fp32"),
         ],
+        "transform": [
+            ("dim", "3"),
+            ("chunk", 48),
+        ],
         "polar": [("dim", 5), ("bits", "2.3.1.1"), ("bits", "2.9.1"), ("bits", "2.3."), ("bits", ""), ("angle_table", "")],
     }
     for codec_id, codec in CODECS.items():
@@ -105,7 +109,7 @@ def add_parameters() -> None:
             add_header(
                 f"{codec_id}-parameter-{number + 1}", f"{codec_id}-2", codec, f"codecs.0.{parameter}", value, f"{parameter} is {shown}"
             )
-        if codec_id != "raw":
+        if codec_id not in ("raw", "transform"):
             fields = dict(codec.fields)  # type: ignore[attr-defined]
             other = {f"{name}s": count for name, count in fields.items()}
             add_header(f"{codec_id}-fields-of-others", f"{codec_id}-3", codec, "codecs.0.fields", other, "fields names other streams")

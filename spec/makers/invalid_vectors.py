@@ -43,6 +43,7 @@ ANGLE = create("angle", 6, n="100", norm="linear8", rotation="none")
 SCALAR = create("scalar", 10, b="2", high="3", rotation="none")
 POLAR = create("polar", 6, b="2.3.1", rotation="none")
 KLT = Klt.of(3, bytes(32), 0, "k", b"\2", "fp16", "fp16")
+TRANSFORM = create("transform", 3, chunk="16")
 LOSSLESS = create("lossless", 6, dtype="bf16", chunk="16")
 MINIFLOAT = create("minifloat", 6, element="e4m3", per="token", scales="fp16")
 MXFP8 = create("minifloat", 40, element="e5m2", scales="e8m0")
@@ -58,6 +59,7 @@ CODECS = {
     "minifloat": MINIFLOAT,
     "lossless": LOSSLESS,
     "klt": KLT,
+    "transform": TRANSFORM,
 }
 
 

@@ -6,7 +6,24 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from file_parts import Parts, one_side, place  # isort: skip
-from invalid_vectors import ANGLE, EIGHT_BIT, GROUP, KLT, LOSSLESS, MINIFLOAT, MXFP8, NVFP4, OCTAHEDRAL, POLAR, QUATERNION, RAW, SCALAR, add  # isort: skip
+from invalid_vectors import (
+    ANGLE,
+    EIGHT_BIT,
+    GROUP,
+    KLT,
+    LOSSLESS,
+    MINIFLOAT,
+    MXFP8,
+    NVFP4,
+    OCTAHEDRAL,
+    POLAR,
+    QUATERNION,
+    RAW,
+    SCALAR,
+    TRANSFORM,
+    add,
+)  # isort: skip
+
 from strategies import create  # isort: skip
 
 if TYPE_CHECKING:
@@ -123,6 +140,14 @@ PARAMETERS: dict[str, list[Broken]] = {
         ("widths-0", KLT, {"widths": b"\0", "fields": {}}, "widths is 0 for every run, and there is no stream"),
         ("basis-string", KLT, {"basis": "0" * 32}, "basis is a string"),
         ("widths-string", KLT, {"widths": "\2"}, "widths is a string"),
+    ],
+    "transform": [
+        *ranges(TRANSFORM, ("dim", 0, 1025), ("layer", -1, 4096), ("step", -1, 256)),
+        *words(TRANSFORM, "side", "scope"),
+        ("basis-short", TRANSFORM, {"basis": bytes(31)}, "basis has 31 bytes"),
+        ("basis-string", TRANSFORM, {"basis": "0" * 32}, "basis is a string"),
+        ("chunk-0", TRANSFORM, {"chunk": 0}, "chunk is 0"),
+        ("chunk-512", TRANSFORM, {"chunk": 512}, "chunk is 512"),
     ],
     "lossless": [
         *ranges(LOSSLESS, ("dim", 0, 1025)),

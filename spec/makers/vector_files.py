@@ -22,6 +22,7 @@ import header_vectors  # isort: skip
 import klt_vectors  # isort: skip
 import limit_vectors  # isort: skip
 import lossless_vectors  # isort: skip
+import transform_vectors  # isort: skip
 import metadata_vectors  # isort: skip
 import parameter_vectors  # isort: skip
 import position_vectors  # isort: skip
@@ -53,6 +54,7 @@ MODULES = (
     position_vectors,
     metadata_vectors,
     lossless_vectors,
+    transform_vectors,
     state_vectors,
     klt_vectors,
 )

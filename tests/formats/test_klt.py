@@ -230,7 +230,7 @@ def test_commands_take_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["pack", dense, str(tmp_path / "w.kvpack"), "--recipe", "klt-2", "--basis", str(given)]) == 0
     capsys.readouterr()
     assert cli.main(["inspect", str(given)]) == 0
-    assert "a basis, which caches of the codec klt name by its SHA-256" in capsys.readouterr().out
+    assert "a basis, which caches of the codecs klt and transform name by its SHA-256" in capsys.readouterr().out
 
 
 def test_memory_for_own_rows_is_counted() -> None:

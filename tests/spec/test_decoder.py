@@ -22,6 +22,7 @@ import kvpack
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
 from kvpack.cache.side import Side
+from kvpack.coding.bases import Basis
 from kvpack.file import container
 from kvpack.formats import CODECS
 from kvpack.formats.columns import Columns
@@ -31,6 +32,7 @@ from caches import RECIPES, random_pairs  # isort: skip
 from decoded_alike import assert_same_cache, assert_within  # isort: skip
 from file_parts import Parts, bits, compressed, drop, edit, frame, move_to_end, random_digits, random_page  # isort: skip
 from golden_files import FOLDER, expected_path, side_car_packings  # isort: skip
+from klt_bases import random_basis, transform_of  # isort: skip
 from second_decoder import PATH, decoder, decompress  # isort: skip
 from small_files import KINDS, small_file  # isort: skip
 from strategies import codecs, create, packings  # isort: skip
@@ -133,7 +135,8 @@ def test_logarithmic_norms_whose_terms_cancel_stay_within_the_tolerance() -> Non
 @given(data=st.data(), seed=st.integers(0, 2**32))
 @settings(max_examples=60)
 def test_any_valid_digits_of_any_codec(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int) -> None:
-    codec = data.draw(codecs())
+    # What transform needs of a basis is not in its files.
+    codec = data.draw(codecs().filter(lambda codec: codec.id != "transform"))
     source = random.Random(seed)
     batch, heads = source.randint(1, 2), source.randint(1, 2)
     several = codec.token_group > 1 or any(layout.per == "run" for layout in codec.layout(1, 1, 0).values())
@@ -150,6 +153,31 @@ def test_any_valid_digits_of_any_codec(tmp_path_factory: pytest.TempPathFactory,
         for number in range(len(all_packings[name].alphabets)):
             expected = torch.cat([digits[name][number] for _, digits in made], 2).flatten(0, 2).tolist() if made else []
             assert [row[number] for row in rows] == expected
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.sampled_from(("head", "layer")),
+    st.sampled_from("kv"),
+    st.integers(0, 255),
+    st.integers(0, 999),
+)
+@settings(max_examples=40)
+def test_any_levels_of_transform(
+    tmp_path_factory: pytest.TempPathFactory, heads: int, dim: int, scope: str, side: str, step: int, seed: int
+) -> None:
+    source = random.Random(seed)
+    file = random_basis({(0, side): (heads, dim)}, 1, source.choice(("fp16", "fp32")), str(seed), {(0, side): scope})
+    codec = transform_of(Basis.of_bytes(file), 0, side, step, source.choice((16, 64)), given=True)
+    batch, runs = source.randint(1, 2), [source.randint(1, 40) for _ in range(source.randint(0, 2))]
+    pages = tuple(random_page(codec, batch, heads, run, source)[0] for run in runs)
+    tail = torch.randn(batch, heads, source.randint(0, 2), dim).to(torch.bfloat16)
+    sides = {side: Side(codec, pages, tail, 0)}
+    folder = tmp_path_factory.mktemp("levels")
+    data = saved(Cache((Layer(sides.get("k"), sides.get("v")),), "test", {}, start=0), folder)
+    loaded = kvpack.load(folder / "saved.kvpack", basis=Basis.of_bytes(file))
+    assert_same_cache(decoder.read(data, decompress, [file]), loaded)
 
 
 @given(packing=packings(), seed=st.integers(0, 2**32))

@@ -79,9 +79,8 @@ def test_loading_makes_the_checks_of_verifying() -> None:
 
 def load(data: bytes, file: str) -> object:
     """The cache, or the basis, that a file is."""
-    if LINES[file]["rules"][0].startswith("basis-"):
-        return Basis.of_bytes(data)
-    return files.read(container.open_bytes(bytearray(data)), basis=basis_of(file))
+    opened = container.open_bytes(bytearray(data))
+    return Basis.of_bytes(data) if opened.header.is_basis else files.read(opened, basis=basis_of(file))
 
 
 def test_no_writer_names_a_required_feature() -> None:

@@ -15,6 +15,7 @@ import numpy
 import torch
 
 from kvpack.formats.basis import run_slice
+from kvpack.formats.transform import DEAD_ZONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
     from kvpack.formats.raw import Raw
     from kvpack.formats.scalar import Scalar
+    from kvpack.formats.transform import Transform
 
 ROTATION_TOLERANCE = 2.0**-18
 """The largest error of a rotation in binary32, relative to the norm (spec/README.md, Rotation)."""
@@ -206,6 +208,25 @@ def check_scalar(codec: Scalar, x: torch.Tensor, streams: Mapping[str, torch.Ten
     _check_errors(codec.decode_frame(streams) - u, allowed)
     whole = allowed.square().sum(-1).sqrt() + 3 * ROTATION_TOLERANCE * (norm[..., 0] + decoded.double().norm(dim=-1))
     _check_errors((decoded - x).double().norm(dim=-1), whole)
+
+
+def check_transform(codec: Transform, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
+    """A column is at most as far from its level as an encoder rounds, and as the level's value is from the level."""
+    batch, heads, tokens, dim = x.shape
+    if not tokens:
+        return
+    source = codec.source_for(heads)
+    values = source.tables.values
+    shift = (values - torch.arange(values.shape[1]) + source.tables.reach).abs().max().item()
+    difference = (x.double() - decoded.double())[:, :, :tokens]
+    if source.rope is not None:
+        difference = source.rope.turned(difference.float(), 0, back=True).double()
+    wide = difference if codec.scope == "head" else difference.transpose(1, 2).reshape(batch, 1, tokens, heads * dim)
+    matrix = source.rows[:, 1:].double().numpy()
+    columns = (wide @ torch.from_numpy(numpy.linalg.inv(matrix))).abs() * 2.0 ** (codec.step / 16)
+    # Levels are of binary32, and their inverse, too.
+    large = 1 + columns.amax() + 2.0 ** (codec.step / 16) * x.double().abs().amax()
+    assert (columns <= 0.5 + DEAD_ZONE + shift + 2.0**-14 * large).all()
 
 
 def check_klt(codec: Klt, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:

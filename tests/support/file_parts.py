@@ -22,6 +22,7 @@ from golden_files import side_car_packings  # isort: skip
 from lossless_streams import lossless_streams  # isort: skip
 from minifloat_digits import block_scales, finite  # isort: skip
 from parts import Parts  # isort: skip
+from transform_streams import transform_streams  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -124,6 +125,8 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, source: rando
     """A run of any valid digits, with numbers of either sign and any entries, and the digits."""
     if (coded := lossless_streams(codec, batch, heads, tokens, lambda: source.randrange(1 << 16))) is not None:
         return Page(codec, tokens, coded), {name: codec.unpack(name, coded) for name in codec.packings()}
+    if (coded := transform_streams(codec, batch, heads, tokens, lambda: source.randrange(1 << 16))) is not None:
+        return Page(codec, tokens, coded), {}
     streams, digits = {}, {}
     for name, packing in codec.packings().items():
         used = -(-codec.dim // 3) if (codec.id, name) == ("octahedral", "symbol") else packing.symbols

@@ -1,4 +1,4 @@
-"""Bases of random numbers for the codec klt: rows for any number of heads, basis files, and codecs that have their basis."""
+"""Bases of random numbers for klt and transform: rows and frames for any number of heads, basis files, codecs that have their basis."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy
 import torch
 
 from kvpack.coding.bases import Basis, basis_bytes
+from kvpack.formats import rans
 from kvpack.formats.basis import BasisRows, rows_of, runs_of
+from kvpack.formats.frames import PAIRINGS, Frames, Rope, Tables
 from kvpack.formats.klt import Klt
+from kvpack.formats.transform import Transform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,10 +65,71 @@ def with_random_basis(codec: Codec, widths: bytes | None = None) -> Klt:
     return Klt.of(codec.dim, codec.basis, codec.layer, codec.side, chosen, codec.gain, codec.rows, source)
 
 
-def random_basis(shapes: Mapping[tuple[int, str], tuple[int, int]], layers: int, dtype: str = "fp16", seed: str = "") -> bytes:
-    """A basis file with random rows of (heads, dim) for each layer and side."""
+def random_basis(
+    shapes: Mapping[tuple[int, str], tuple[int, int]],
+    layers: int,
+    dtype: str = "fp16",
+    seed: str = "",
+    scopes: Mapping[tuple[int, str], str] | None = None,
+) -> bytes:
+    """A basis file with random rows of (heads, dim) for each layer and side, and frames for those of ``scopes``."""
     rows = {place: random_rows(heads, dim, f"{seed} {place}") for place, (heads, dim) in shapes.items()}
-    return basis_bytes(rows, layers, {"name": "x"}, dtype)
+    tables = random_tables(f"{seed} tables")
+    frames = {place: random_frames(*shapes[place], scope, f"{seed} {place}", tables, place[1]) for place, scope in (scopes or {}).items()}
+    return basis_bytes(rows, layers, {"name": "x"}, dtype, frames)
+
+
+@cache
+def random_tables(seed: str, count: int = 5, reach: int = 3) -> Tables:
+    """Tables of levels up to ``reach``; some symbols but the escape and the level 0 have no frequency."""
+    source = random.Random(seed)
+    counts = numpy.array([[source.choice((0, 1, 5, 40)) for _ in range(2 * reach + 2)] for _ in range(count)], numpy.int64)
+    counts[:, 0] += 1
+    counts[:, 1 + reach] += 100
+    values = torch.tensor([[level - level * source.randrange(9) / 64 for level in range(-reach, reach + 1)] for _ in range(count)])
+    return Tables(rans.frequencies(counts), values)
+
+
+@cache
+def random_frames(heads: int, dim: int, scope: str, seed: str, tables: Tables, side: str) -> Frames:
+    """Frames of multiples of 1/128, which have an inverse; keys turn, and not in all channels if there are more than two."""
+    source = random.Random(f"{heads} {dim} {scope} {seed}")
+    count, n = (heads, dim) if scope == "head" else (1, heads * dim)
+    draws = [(source.randrange(255) - 127) / 128 for _ in range(count * (1 + n) * n)]
+    rows = torch.tensor(draws, dtype=torch.float32).view(count, 1 + n, n)
+    rows[:, 1:] = torch.eye(n) * (1 + 2 * (torch.arange(n) % 3 == 0)) + rows[:, 1:] / (2 * n)
+    rows = (128 * rows).round() / 128
+    scales = numpy.array([[source.randrange(40) for _ in range(n)] for _ in range(count)], numpy.int64)
+    pairs = dim // 2 - (dim > 2)
+    turned = side == "k" and pairs > 0
+    rope = Rope(tuple(2.0 ** (1 - i) for i in range(pairs)), PAIRINGS[dim % 2]) if turned else None
+    return Frames(rows, scales, tables, rope)
+
+
+class AnyFrames(Frames):
+    """Random frames of one head, or of as many as there are."""
+
+    def __init__(self, dim: int, scope: str, side: str) -> None:
+        one = random_frames(1, dim, scope, "any", random_tables("any"), side)
+        super().__init__(one.rows, one.scales, one.tables, one.rope)
+        self.scope, self.side = scope, side
+
+    def of_heads(self, heads: int, dim: int) -> Frames:
+        return random_frames(heads, dim, self.scope, "any", self.tables, self.side)
+
+
+def with_random_frames(codec: Codec, step: int = 20) -> Transform:
+    """The codec transform of a recipe's words, with random frames and a step, which a calibration would have given it."""
+    assert isinstance(codec, Transform)
+    scope = "layer" if codec.dim % 3 == 1 else "head"
+    return replace(codec, scope=scope, step=step, source=AnyFrames(codec.dim, scope, codec.side))
+
+
+def transform_of(basis: Basis, layer: int, side: str, step: int, chunk: int = 16, *, given: bool = False) -> Transform:
+    """The codec of a side of ``basis`` by its frames, which it has if it is ``given``."""
+    rows, frames = basis.rows(layer, side), basis.frames(layer, side)
+    scope = "head" if frames.count == rows.heads else "layer"
+    return Transform(rows.dim, basis.digest, layer, side, scope, step, chunk, frames if given else None)
 
 
 def codec_of(basis: Basis, layer: int, side: str, widths: bytes, gain: str = "fp16", *, given: bool = False) -> Klt:

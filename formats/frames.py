@@ -1,0 +1,166 @@
+"""The frames of a basis: what the codec transform describes keys or values of one layer in (spec/basis.md, Frames).
+
+A frame is a mean, and for each of its columns a row of channels, a scale that stands for how far the column spreads, and by it a table
+of the frequencies of its symbols. Keys are described as they are before RoPE turns them.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import rans
+from .errors import InvalidParameter, InvalidShape
+from .lazy import numpy, torch
+from .tables import TABLES_KEPT
+
+if TYPE_CHECKING:
+    Numbers = numpy.ndarray[Any, Any]
+
+PAIRINGS = ("halves", "neighbours")
+"""Which channels a frequency of RoPE turns: i and i + pairs, or 2i and 2i + 1."""
+
+MAX_TABLES = 64
+MAX_ALPHABET = 256
+LARGEST_FREQUENCY = 2.0
+"""Radians per position, at most: angles of all positions are then exact enough in binary64."""
+
+SCALES_PER_TABLE = 4
+"""Scales that share a table; 16 are an octave."""
+
+SCALES_PER_OCTAVE = 16
+
+
+class Rope(NamedTuple):
+    """How RoPE turns keys: ``frequencies`` in radians per position, binary32, of pairs of channels that ``pairing`` names."""
+
+    frequencies: tuple[float, ...]
+    pairing: str
+
+    def turned(self, x: torch.Tensor, first: int, *, back: bool = False) -> torch.Tensor:
+        """``x``, float32 ``[..., token, dim]``, turned by the positions from ``first`` on, or turned ``back``."""
+        pairs = len(self.frequencies)
+        cos, sin = (one.to(x.device) for one in _cos_sin(self.frequencies, first, x.shape[-2]))
+        if back:
+            sin = -sin
+        out = x.clone()
+        ones, others = (
+            (slice(0, pairs), slice(pairs, 2 * pairs)) if self.pairing == "halves" else (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
+        )
+        out[..., ones] = x[..., ones] * cos - x[..., others] * sin
+        out[..., others] = x[..., others] * cos + x[..., ones] * sin
+        return out
+
+
+def _cos_sin(frequencies: tuple[float, ...], first: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the angles of ``tokens`` positions from ``first`` on, float32 ``[token, pair]``."""
+    cos, sin = _first_cos_sin(frequencies, 1 << max(8, (tokens - 1).bit_length()))
+    at = numpy.array(frequencies) * first
+    shift_cos, shift_sin = torch.from_numpy(numpy.cos(at)), torch.from_numpy(numpy.sin(at))
+    cos, sin = cos[:tokens], sin[:tokens]
+    return (cos * shift_cos - sin * shift_sin).to(torch.float32), (sin * shift_cos + cos * shift_sin).to(torch.float32)
+
+
+@lru_cache(TABLES_KEPT)
+def _first_cos_sin(frequencies: tuple[float, ...], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = numpy.arange(tokens)[:, None] * numpy.array(frequencies)
+    return torch.from_numpy(numpy.cos(angles)), torch.from_numpy(numpy.sin(angles))
+
+
+class Tables:
+    """Tables of symbols: ``frequencies`` int64 ``[table, symbol]``, and what symbols but the first, the escape, decode to in steps.
+
+    Frequencies of a table sum to 2^12. ``values`` is float32 ``[table, symbol - 1]``, of the levels from -``reach`` to ``reach``.
+    """
+
+    def __init__(self, frequencies: Numbers, values: torch.Tensor) -> None:
+        self.frequencies = frequencies.astype(numpy.int64)
+        self.values = values.to(torch.float32)
+
+    @property
+    def count(self) -> int:
+        return len(self.frequencies)
+
+    @property
+    def alphabet(self) -> int:
+        return int(self.frequencies.shape[1])
+
+    @property
+    def reach(self) -> int:
+        """The largest level of a symbol."""
+        return (self.alphabet - 2) // 2
+
+    @cached_property
+    def by_symbol(self) -> torch.Tensor:
+        """What every symbol decodes to in steps, the escape to 0: float32 ``[table · symbol]``."""
+        return torch.nn.functional.pad(self.values, (1, 0)).flatten()
+
+    @cached_property
+    def bits(self) -> Numbers:
+        """The bits that a symbol of each table takes on average, float64 ``[table]``, with those of escapes."""
+        counts = self.frequencies.astype(numpy.float64)
+        return (rans.cost(counts, self.frequencies) + counts[:, 0] * ESCAPE_BITS) / rans.TOTAL
+
+
+ESCAPE_BITS = 32
+"""Bits of a level that has no symbol, after the escape."""
+
+
+class Frames:
+    """The frames of one layer and side: ``rows`` float32 ``[frame, 1 + column, channel]``, the mean first, and ``scales``.
+
+    Scales are ``[frame, column]``. Frames are those of the heads, or there is one of all channels of all heads.
+    """
+
+    def __init__(self, rows: torch.Tensor, scales: Numbers, tables: Tables, rope: Rope | None = None) -> None:
+        self.rows = rows.to(torch.float32)
+        self.scales = scales.astype(numpy.int64)
+        self.tables = tables
+        self.rope = rope
+        self._elsewhere: dict[str, torch.Tensor] = {}
+
+    @property
+    def count(self) -> int:
+        return int(self.rows.shape[0])
+
+    @property
+    def columns(self) -> int:
+        """Columns of a frame, which has as many channels."""
+        return int(self.rows.shape[2])
+
+    def heads(self, dim: int) -> int:
+        return self.count * self.columns // dim
+
+    def of_heads(self, heads: int, dim: int) -> Frames:
+        """These frames, which are those of ``heads`` heads. Raises InvalidShape for any other number."""
+        if self.heads(dim) != heads:
+            raise InvalidShape(f"frames of {self.heads(dim)} heads, and the values have {heads}")
+        return self
+
+    def rows_on(self, device: torch.device) -> torch.Tensor:
+        """``rows`` on ``device``; a copy is kept."""
+        if self.rows.device == device:
+            return self.rows
+        if str(device) not in self._elsewhere:
+            self._elsewhere[str(device)] = self.rows.to(device)
+        return self._elsewhere[str(device)]
+
+    @cached_property
+    def inverse(self) -> torch.Tensor:
+        """The inverse of the rows of the columns, float32 ``[frame, channel, column]``, for encoders. Raises InvalidParameter."""
+        # torch 2.13 inverts batches of matrices wrongly, or never ends, where its threads are set to others than those of OpenMP.
+        matrix = self.rows[:, 1:].to(torch.float64).cpu().numpy()
+        try:
+            found = numpy.linalg.inv(matrix).astype(numpy.float32)
+        except numpy.linalg.LinAlgError:
+            raise InvalidParameter("a frame of the basis has no inverse: values can be decoded by it, but not encoded") from None
+        return torch.from_numpy(found)
+
+    def tables_at(self, step: int) -> Numbers:
+        """The number of the table of every column at ``step``, int64 ``[frame, column]``."""
+        found: Numbers = numpy.clip((step - self.scales) // SCALES_PER_TABLE, 0, self.tables.count - 1)
+        return found
+
+    def expected_bits(self, step: int) -> float:
+        """Bits per value that symbols at ``step`` take on average, by the tables."""
+        return float(self.tables.bits[self.tables_at(step)].mean())

@@ -1,0 +1,422 @@
+"""transform: columns of a calibrated frame in whole steps, entropy-coded by static tables (spec/codecs/transform.md).
+
+Transform coding, as for pictures: a decorrelating transform, a uniform quantizer, an entropy coder. Keys are coded as they are before
+RoPE turns them. Sources: V. Goyal, Theoretical foundations of transform coding (2001); KVTC (arXiv 2511.01815) for KV caches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+from . import rans
+from .base import MAX_DIM, Layout, Run, RunEncoder, check_choice, check_range
+from .basis import DIGEST_BYTES
+from .errors import InvalidParameter, InvalidPayload, InvalidShape, MissingBasis, OutOfRange
+from .family import CodecFamily
+from .lazy import numpy, torch
+from .value_blocks import first_place, row_blocks, rows_at, value_blocks, values_between
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .columns import Columns
+    from .frames import Frames
+    from .options import Options
+    from .value_blocks import Array
+
+    Numbers = numpy.ndarray[Any, Any]
+
+SIDES = ("k", "v")
+SCOPES = ("head", "layer")
+"""Whether a frame is of the channels of one head, or of those of all heads of a layer."""
+CHUNKS = (16, 32, 64, 128, 256)
+MAX_LAYER = 4095
+MAX_STEP = 255
+STEPS_PER_OCTAVE = 16
+
+DEAD_ZONE = 0.06
+"""What an encoder adds to the half of a step by which a column must be nearer to the next level: fewer bits for a little error."""
+
+_COUNTS = ("columns", "word_counts")
+_LARGEST_LEVEL = 2**31 - 1
+_ESCAPE_WORDS = 2
+_USUAL_BITS = 0.5
+_CHECKED_SYMBOLS = 1 << 22
+"""Symbols that are decoded at once when a side is checked, if one token group has no more."""
+
+
+class Symbols(NamedTuple):
+    """The symbols of chunks: uint8 ``[chunk, symbol]`` in the order of columns, and for each chunk its ``columns`` and ``tokens``.
+
+    ``table`` is the number of every symbol's table, uint8 ``[chunk, symbol]``, and ``escaped`` the levels that escapes stand for, in the
+    order of the symbols of all chunks. ``read`` are the words that each chunk took, ``[chunk]``, and ``states`` its last ones.
+    """
+
+    symbols: Numbers
+    columns: Numbers
+    tokens: Numbers
+    table: Numbers
+    escaped: Numbers
+    read: Numbers
+    states: Numbers
+
+
+@dataclass(frozen=True)
+class Transform(CodecFamily):
+    """Levels at 2^(-``step`` / 16) of the columns of the frames of ``side`` of ``layer`` in the basis with SHA-256 ``basis``.
+
+    ``chunk`` tokens are coded together. ``source`` holds the frames for a codec that has been given its basis; it is not stored.
+    """
+
+    id: ClassVar[str] = "transform"
+    takes_side_cars: ClassVar[bool] = False
+
+    dim: int
+    basis: bytes
+    layer: int
+    side: str
+    scope: str
+    step: int
+    chunk: int
+    source: Frames | None = field(default=None, compare=False, repr=False, metadata={"stored": False, "steers": False})
+
+    def __post_init__(self) -> None:
+        check_range(self.id, "dim", self.dim, 1, MAX_DIM)
+        if len(self.basis) != DIGEST_BYTES:
+            raise InvalidParameter(f"codec {self.id}: basis has {len(self.basis)} bytes, a SHA-256 has {DIGEST_BYTES}")
+        check_range(self.id, "layer", self.layer, 0, MAX_LAYER)
+        check_choice(self.id, "side", self.side, SIDES)
+        check_choice(self.id, "scope", self.scope, SCOPES)
+        check_range(self.id, "step", self.step, 0, MAX_STEP)
+        if self.chunk not in CHUNKS:
+            raise InvalidParameter(f"codec {self.id}: chunk is {self.chunk}, expected one of {', '.join(map(str, CHUNKS))}")
+        if self.chunk * self.dim > rans.MOST_SYMBOLS:
+            raise InvalidParameter(
+                f"codec {self.id}: chunk is {self.chunk} at head dim {self.dim}, {self.chunk * self.dim} symbols; "
+                f"the most are {rans.MOST_SYMBOLS}"
+            )
+
+    @classmethod
+    def create(cls, dim: int, side: str, options: Options) -> Self:
+        check_range(cls.id, "dim", dim, 1, MAX_DIM)
+        chunk = int(options.choice("chunk", str(default_chunk(dim)), tuple(map(str, CHUNKS))))
+        for name in ("bits", "basis"):
+            options.text(name)
+        options.finish()
+        found = options.calibrated
+        if found is None or found.frames is None:
+            return cls(dim, bytes(DIGEST_BYTES), 0, side, "head", 0, chunk)
+        if found.rows.dim != dim:
+            raise InvalidParameter(f"codec {cls.id}: the head dim is {dim}, and that of the basis {found.rows.dim}")
+        scope = "head" if found.frames.count == found.rows.heads else "layer"
+        return cls(dim, found.digest, found.layer, side, scope, found.step, chunk, found.frames)
+
+    @property
+    def nominal_bits(self) -> float:
+        """Those that the basis expects; without it, those of an ordinary recipe."""
+        return _USUAL_BITS if self.source is None else self.source.expected_bits(self.step)
+
+    @property
+    def token_group(self) -> int:
+        return self.chunk
+
+    @property
+    def place(self) -> str:
+        """The part of the basis that the codec needs, in words."""
+        return f"{'keys' if self.side == 'k' else 'values'} of layer {self.layer} of the basis {self.basis.hex()}"
+
+    def packings(self) -> dict[str, Columns]:
+        return {}
+
+    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        rows = -(-tokens // self.chunk)
+        positions = {"positions": Layout("U16", (batch, 1, rows, 2), self.chunk)} if self.side == "k" else {}
+        return positions | {
+            "tokens": Layout("U16", (batch, 1, rows), self.chunk),
+            "columns": Layout("U16", (batch, heads, rows), self.chunk),
+            "states": Layout("U16", (batch, heads, rows, 2 * rans.LANES), self.chunk),
+            "word_counts": Layout("U16", (batch, heads, rows, 2), self.chunk),
+            "words": Layout("U16", (1, 1, 0), self.chunk, per="entry", batch_axis=None),
+        }
+
+    def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+        return {"words": int(batch * heads * tokens * self.dim * self.nominal_bits) // 16}
+
+    def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        halves = streams["word_counts"].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
+        return {"words": (halves[..., 0] + (halves[..., 1] << 16)).sum(1).T}
+
+    def source_for(self, heads: int) -> Frames:
+        """The frames that the codec was given. Raises MissingBasis, and InvalidShape for another number of heads."""
+        if self.source is None:
+            raise MissingBasis(f"the {self.place} are needed, and were not given")
+        try:
+            return self.source.of_heads(heads, self.dim)
+        except InvalidShape as error:
+            raise InvalidShape(f"the {self.place}: {error}") from None
+
+    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+        first = run.position
+        if first is None:
+            first = 0 if before is None or self.side == "v" else _following(before)
+        return RunEncoder({}, lambda block, start: self._encode(block, first + start))
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As if the first token had position 0. Raises OutOfRange for values of more than 2^31 steps."""
+        return self._encode(x, 0)
+
+    def _encode(self, x: torch.Tensor, position: int) -> dict[str, torch.Tensor]:
+        # Any position decodes to the same values; only the right one makes keys of like tokens alike.
+        position %= 1 << 32
+        batch, heads, tokens, _ = x.shape
+        source = self.source_for(heads)
+        if source.rope is not None:
+            x = source.rope.turned(x.to(torch.float32), position, back=True)
+        wide = (
+            x.to(torch.float32) if self.scope == "head" else x.to(torch.float32).transpose(1, 2).reshape(batch, 1, tokens, heads * self.dim)
+        )
+        rows = source.rows_on(x.device)
+        columns = (wide - rows[:, :1]) @ source.inverse.to(x.device) * 2.0 ** (self.step / STEPS_PER_OCTAVE)
+        levels = torch.sign(columns) * torch.floor(columns.abs() + (0.5 - DEAD_ZONE))
+        if levels.numel() and not float(levels.abs().amax()) <= _LARGEST_LEVEL:
+            raise OutOfRange(f"a value is {float(levels.abs().amax()):.6g} steps from the mean, the most are {_LARGEST_LEVEL}")
+        # Column c of a layer's frame belongs to block c mod heads, so that all blocks have a part of the first columns.
+        blocks = levels if self.scope == "head" else levels.view(batch, tokens, self.dim, heads).permute(0, 3, 1, 2)
+        found = [
+            blocks[:, :, start : start + self.chunk].transpose(2, 3).to(torch.int64).cpu().numpy() for start in range(0, tokens, self.chunk)
+        ]
+        streams = self.coded(found, source, (batch, heads))
+        if self.side == "k":
+            first = (position + self.chunk * numpy.arange(len(found))) % (1 << 32)
+            streams["positions"] = numpy.broadcast_to(_halves(first), (batch, 1, len(found), 2))
+        return {name: _stream(streams[name], x.device) for name in self.layout(1, 1, 0)}
+
+    def _tables(self, source: Frames, heads: int) -> Numbers:
+        """The number of the table of every column of every block, uint8 ``[kv_head, column]``."""
+        found = source.tables_at(self.step).astype(numpy.uint8)
+        return found if self.scope == "head" else found.reshape(self.dim, heads).T
+
+    def coded(self, groups: Sequence[Numbers], source: Frames, shape: tuple[int, int]) -> dict[str, Numbers]:
+        """The streams but ``positions`` of levels, int64 ``[batch, kv_head, column of the block, token]`` of each token group.
+
+        ``source`` are the frames of all heads; ``shape`` is batch and kv_head.
+        """
+        batch, heads = shape
+        tables, numbers = source.tables, self._tables(source, heads)
+        chunks = [(levels[b, h], numbers[h]) for levels in groups for b in range(batch) for h in range(heads)]
+        columns = numpy.array([_used_columns(levels) for levels, _ in chunks], numpy.int64)
+        sizes = numpy.array([levels.shape[1] for levels, _ in chunks], numpy.int64)
+        longest = int((columns * sizes).max(initial=0))
+        symbols, table = numpy.zeros((len(chunks), longest), numpy.uint8), numpy.zeros((len(chunks), longest), numpy.uint8)
+        escapes = []
+        for number, (levels, of_columns) in enumerate(chunks):
+            used, size = int(columns[number]), int(columns[number] * sizes[number])
+            own = levels[:used].reshape(-1)
+            table[number, :size] = numpy.repeat(of_columns[:used], sizes[number])
+            near = numpy.abs(own) <= tables.reach
+            coded = numpy.where(near, own + (tables.reach + 1), 0)
+            coded[tables.frequencies[table[number, :size], coded] == 0] = 0
+            if not tables.frequencies[table[number, :size], coded].all():
+                raise InvalidParameter("a table of the basis has no escape: values can be decoded by it, but not encoded")
+            symbols[number, :size] = coded
+            escapes.append(own[coded == 0].astype("<i4").view("<u2"))
+        made = rans.encode(symbols, columns * sizes, tables.frequencies, table)
+        ends = numpy.cumsum(made.counts)
+        words = [part for end, count, own in zip(ends, made.counts, escapes, strict=True) for part in (made.words[end - count : end], own)]
+        counts = made.counts + numpy.array([len(own) for own in escapes], numpy.int64)
+
+        def arranged(values: Numbers) -> Numbers:
+            """Rows of chunks, which are in the order of groups, sequences and heads, as ``[batch, kv_head, row, ...]``."""
+            return numpy.moveaxis(values.reshape(len(groups), batch, heads, *values.shape[1:]), 0, 2)
+
+        return {
+            "tokens": arranged(sizes)[:, :1],
+            "columns": arranged(columns),
+            "states": arranged(made.states.astype("<u4").view("<u2").reshape(-1, 2 * rans.LANES)),
+            "word_counts": arranged(_halves(counts)),
+            "words": numpy.concatenate([*words, numpy.empty(0, numpy.uint16)])[None, None],
+        }
+
+    def symbols(self, streams: Mapping[str, torch.Tensor]) -> Symbols:
+        """The symbols of all chunks of ``streams``, in the order of token groups, sequences and heads. Raises as ``source_for``."""
+        batch, heads, rows = streams["columns"].shape
+        source = self.source_for(heads)
+        flat = {name: _in_order(streams[name]) for name in ("columns", "word_counts", "states")}
+        columns, counts = numpy.minimum(flat["columns"], self.dim), _joined(flat["word_counts"])
+        tokens = numpy.minimum(_in_order(streams["tokens"].expand(batch, heads, rows)), self.chunk)
+        lengths, numbers = columns * tokens, self._tables(source, heads)
+        table = numpy.zeros((len(columns), int(lengths.max(initial=0))), numpy.uint8)
+        for number, size in enumerate(lengths):
+            table[number, :size] = numpy.repeat(numbers[number % heads, : columns[number]], tokens[number])
+        words = streams["words"].cpu().numpy().reshape(-1)
+        states = numpy.ascontiguousarray(flat["states"].reshape(-1, 2 * rans.LANES), "<u2").view("<u4")
+        decoded = rans.decode(rans.Chunks(words, counts, states), lengths, source.tables.frequencies, table)
+        symbols = decoded.symbols
+        symbols[numpy.arange(symbols.shape[1]) >= lengths[:, None]] = 1
+        escapes = (symbols == 0).sum(1)
+        begins = numpy.cumsum(counts) - counts + decoded.read
+        # Escapes that lack words read others, and then the chunk has read too many.
+        at = numpy.repeat(begins - _ESCAPE_WORDS * (numpy.cumsum(escapes) - escapes), escapes) + _ESCAPE_WORDS * numpy.arange(escapes.sum())
+        pairs = words.astype(numpy.int64) if len(words) else numpy.zeros(1, numpy.int64)
+        escaped = (pairs.take(at, mode="clip") | pairs.take(at + 1, mode="clip") << 16).astype(numpy.uint32).view(numpy.int32)
+        return Symbols(symbols, columns, tokens, table, escaped, decoded.read + _ESCAPE_WORDS * escapes, decoded.states)
+
+    def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """All tokens of the chunks of ``streams``: the first of them, where only these are wanted."""
+        batch, heads, _ = streams["columns"].shape
+        device, source, found = streams["columns"].device, self.source_for(heads), self.symbols(streams)
+        tokens = [int(count) for count in found.tokens[:: batch * heads]]
+        out = torch.empty(batch, heads, sum(tokens), self.dim, dtype=torch.float32, device=device)
+        values = self._values(found, source)
+        positions = _positions(streams["positions"]) if self.side == "k" and source.rope is not None else None
+        first = 0
+        for row, count in enumerate(tokens):
+            for b in range(batch):
+                own = slice((row * batch + b) * heads, (row * batch + b + 1) * heads)
+                x = self._token_group(values[own], found.columns[own], count, source, device)
+                if positions is not None and source.rope is not None:
+                    x = source.rope.turned(x, int(positions[b, row]))
+                out[b, :, first : first + count] = x
+            first += count
+        return out
+
+    def _values(self, found: Symbols, source: Frames) -> list[torch.Tensor]:
+        """What the symbols of every chunk stand for, float32 ``[column, token]``."""
+        tables = source.tables
+        step = 2.0 ** (-self.step / STEPS_PER_OCTAVE)
+        by_symbol = (tables.by_symbol * step).numpy()
+        values = by_symbol.take(found.table.astype(numpy.int32) * tables.alphabet + found.symbols)
+        values[found.symbols == 0] = found.escaped * numpy.float64(step)
+        parts = zip(values, found.columns, found.tokens, strict=True)
+        return [torch.from_numpy(row[: columns * tokens].reshape(columns, tokens)) for row, columns, tokens in parts]
+
+    def _token_group(
+        self, values: Sequence[torch.Tensor], columns: Numbers, tokens: int, source: Frames, device: torch.device
+    ) -> torch.Tensor:
+        """The ``tokens`` of one group of a sequence, before RoPE: float32 ``[kv_head, token, dim]``."""
+        heads, rows = len(values), source.rows_on(device)
+        if self.scope == "head":
+            return torch.stack([rows[h, 0] + one.to(device).T @ rows[h, 1 : 1 + len(one)] for h, one in enumerate(values)])
+        # Column c of the layer's frame is column c div heads of block c mod heads.
+        joined = torch.zeros(int(columns.max()), heads, tokens)
+        for h, one in enumerate(values):
+            joined[: len(one), h] = one
+        wide = joined.flatten(0, 1).to(device)
+        x = rows[0, 0] + wide.T @ rows[0, 1 : 1 + len(wide)]
+        return x.view(tokens, heads, self.dim).transpose(0, 1)
+
+    def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
+        """``streams`` whose last chunk has only its first ``tokens`` tokens left: its symbols are coded again, by the same tables."""
+        batch, heads, _ = streams["columns"].shape
+        last = {name: stream[:, :, -1:] for name, stream in streams.items() if name != "words"}
+        words, count = streams["words"], int(self.entries(last)["words"].sum())
+        last["words"] = words[:, :, words.shape[2] - count :]
+        found, source = self.symbols(last), self.source_for(heads)
+        levels = found.symbols.astype(numpy.int64) - (source.tables.reach + 1)
+        levels[found.symbols == 0] = found.escaped
+        group = numpy.zeros((batch * heads, self.dim, tokens), numpy.int64)
+        for number, (columns, size) in enumerate(zip(found.columns, found.tokens, strict=True)):
+            group[number, :columns] = levels[number, : columns * size].reshape(columns, size)[:, :tokens]
+        again = self.coded([group.reshape(batch, heads, self.dim, tokens)], source, (batch, heads))
+        device = words.device
+        result = {name: stream for name, stream in streams.items() if name in ("positions", "words")}
+        result["words"] = torch.cat([words[:, :, : words.shape[2] - count], _stream(again["words"], device)], 2)
+        for name in ("tokens", "columns", "states", "word_counts"):
+            result[name] = torch.cat([streams[name][:, :, :-1], _stream(again[name], device)], 2)
+        return {name: result[name] for name in streams}
+
+    def check(self, arrays: Mapping[str, Array], where: str) -> None:
+        """Refuse columns that there are not, states below 2^16, and counts of other words."""
+        for first, block in value_blocks(arrays["columns"]):
+            if (block > self.dim).any():
+                at = first_place(block > self.dim, first, arrays["columns"].shape)
+                raise InvalidPayload(f"{where}.columns: at {at} are {block[(block > self.dim).argmax()]}, a head has {self.dim}")
+        states = arrays["states"]
+        for first, (block,) in row_blocks(states):
+            low = block[:, 1::2] == 0
+            if low.any():
+                at = first_place(low, first * rans.LANES, (*states.shape[:-1], rans.LANES))
+                raise InvalidPayload(f"{where}.states: the state at {at} is {block[:, ::2][low][0]}, expected at least {rans.LEAST_STATE}")
+        counted = sum(int(_joined(block.astype(numpy.int64)).sum()) for _, (block,) in row_blocks(arrays["word_counts"]))
+        if counted != arrays["words"].shape[2]:
+            raise InvalidPayload(f"{where}.word_counts: they sum to {counted}, {where}.words holds {arrays['words'].shape[2]}")
+
+    def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
+        """Refuse other counts of tokens than those of the runs; with the basis, chunks that an encoder cannot have made."""
+        batch, heads, rows = arrays["columns"].shape
+        expected = [min(self.chunk, run - first) for run in runs for first in range(0, run, self.chunk)]
+        tokens = values_between(arrays["tokens"], 0, batch * rows).reshape(batch, rows).copy()
+        if (tokens != expected).any():
+            b, row = (int(one) for one in numpy.argwhere(tokens != expected)[0])
+            raise InvalidPayload(f"{where}.tokens: at {[b, 0, row]} are {tokens[b, row]}, the run gives {expected[row]}")
+        if self.source is None or not rows:
+            return
+        cpu = torch.device("cpu")
+        small = {
+            name: values_between(arrays[name], 0, math.prod(arrays[name].shape)).reshape(arrays[name].shape).copy() for name in _COUNTS
+        }
+        at_once, begin = max(1, _CHECKED_SYMBOLS // (batch * heads * self.chunk * self.dim)), 0
+        for first in range(0, rows, at_once):
+            last = min(first + at_once, rows)
+            part = {name: _stream(array[:, :, first:last], cpu) for name, array in small.items()}
+            part["tokens"] = _stream(tokens[:, None, first:last], cpu)
+            numbers = (numpy.arange(batch * heads)[:, None] * rows + numpy.arange(first, last)).reshape(-1)
+            states = rows_at(arrays["states"], 2 * rans.LANES, numbers)
+            part["states"] = _stream(states.reshape(batch, heads, last - first, 2 * rans.LANES), cpu)
+            counts = _joined(_in_order(part["word_counts"]))
+            end = begin + int(counts.sum())
+            part["words"] = _stream(values_between(arrays["words"], begin, end).copy()[None, None], cpu)
+            begin, found = end, self.symbols(part)
+            faulty = (found.read != counts) | (found.states != rans.LEAST_STATE).any(1)
+            if faulty.any():
+                one = int(faulty.argmax())
+                row, head = divmod(one, batch * heads)
+                raise InvalidPayload(
+                    f"{where}.words: the chunk at {[*divmod(head, heads), first + row]} reads {found.read[one]} of its {counts[one]} words "
+                    f"and ends in the states {sorted({int(state) for state in found.states[one]})[:4]}, "
+                    f"expected all words and {rans.LEAST_STATE}"
+                )
+
+
+def default_chunk(dim: int) -> int:
+    """The most tokens of a chunk at head dim ``dim``."""
+    return max(chunk for chunk in CHUNKS if chunk * dim <= rans.MOST_SYMBOLS)
+
+
+def _used_columns(levels: Numbers) -> int:
+    """The columns ``[column, token]`` up to the last that has another level than 0."""
+    used = numpy.flatnonzero(levels.any(1))
+    return int(used[-1]) + 1 if len(used) else 0
+
+
+def _in_order(stream: torch.Tensor) -> Numbers:
+    """Rows ``[batch, kv_head, row, ...]`` of 16-bit numbers by row, then sequence, then head: int64."""
+    found: Numbers = numpy.moveaxis(stream.cpu().numpy().astype(numpy.int64), 2, 0)
+    return found.reshape(-1, *found.shape[3:])
+
+
+def _positions(stream: torch.Tensor) -> Numbers:
+    """The positions int64 ``[batch, row]`` of a stream ``[batch, 1, row, 2]``."""
+    return _joined(stream.cpu().numpy().astype(numpy.int64)[:, 0])
+
+
+def _joined(halves: Numbers) -> Numbers:
+    """Numbers of 32 bits from their low and high halves ``[..., 2]``, int64."""
+    found: Numbers = halves[..., 0] | halves[..., 1] << 16
+    return found
+
+
+def _halves(values: Numbers) -> Numbers:
+    """The low and the high 16 bits of ``values``, uint16 ``[..., 2]``."""
+    return numpy.stack([values & 0xFFFF, values >> 16], -1).astype(numpy.uint16)
+
+
+def _following(before: Mapping[str, torch.Tensor]) -> int:
+    """The position after the last token of a run."""
+    return int(_positions(before["positions"])[0, -1]) + int(before["tokens"][0, 0, -1].to(torch.int64))
+
+
+def _stream(numbers: Numbers, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(numpy.array(numbers, numpy.uint16, order="C")).to(device)

@@ -1,0 +1,260 @@
+"""The codec transform: its worked example, its basis, what it refuses, parts of caches, and attention over it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvpack
+from kvpack import cli
+from kvpack.coding.bases import Basis
+from kvpack.formats.errors import (
+    InvalidHeader,
+    InvalidParameter,
+    InvalidPayload,
+    InvalidRecipe,
+    InvalidShape,
+    MissingBasis,
+    OutOfBounds,
+    OutOfRange,
+)
+from kvpack.formats.frames import Frames, Rope, Tables
+from kvpack.formats.transform import Transform
+
+from klt_bases import random_basis, random_tables, transform_of, with_random_frames  # isort: skip
+from side_car_recipes import attention  # isort: skip
+from spec_pages import SPEC, section  # isort: skip
+from strategies import check_round_trip, codecs, create, tensors  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SHAPES = {(0, "k"): (2, 32), (0, "v"): (2, 48), (1, "k"): (2, 32), (1, "v"): (2, 48)}
+SCOPES = {(0, "k"): "layer", (0, "v"): "head", (1, "k"): "head", (1, "v"): "layer"}
+RECIPE = "kv=transform:bits=4,chunk=16"
+
+
+@pytest.fixture(scope="module")
+def basis() -> Basis:
+    return Basis.of_bytes(random_basis(SHAPES, 2, scopes=SCOPES))
+
+
+def pairs(tokens: int, batch: int = 1, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(tokens + seed)
+    return [
+        (torch.randn(batch, 2, tokens, 32, generator=generator), torch.randn(batch, 2, tokens, 48, generator=generator)) for _ in range(2)
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_round_trips(data: st.DataObject) -> None:
+    codec = data.draw(codecs("transform"))
+    check_round_trip(codec, data.draw(tensors(codec.dim)))
+
+
+def example() -> dict[str, str]:
+    lines = re.search(r"```example\n(.*?)```", section(SPEC / "codecs" / "transform.md", "Worked example"), re.DOTALL)
+    assert lines is not None
+    return dict(line.split(": ", 1) for line in lines[1].strip().split("\n"))
+
+
+def words_of(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint16)
+
+
+def test_the_worked_example() -> None:
+    found = example()
+    stated: dict[str, Any] = ast.literal_eval(found["parameters"]) | {"basis": bytes.fromhex(found["basis"])}
+    names = ("dim", "basis", "layer", "side", "scope", "step", "chunk")
+    tables = Tables(numpy.array(ast.literal_eval(found["frequencies"])), torch.tensor(ast.literal_eval(found["values"])))
+    rope = Rope(tuple(ast.literal_eval(found["rope.halves"])), "halves")
+    frames = Frames(torch.tensor([ast.literal_eval(found["rows"])]), numpy.array([ast.literal_eval(found["scales"])]), tables, rope)
+    codec = replace(Transform.from_params({name: stated[name] for name in names}), source=frames)
+    first, count, others = re.fullmatch(r"([0-9a-f ]+), then (\d+) times ([0-9a-f ]+)", found["states"]).groups()  # type: ignore[union-attr]
+    streams = {name: words_of(found[name]) for name in ("positions", "tokens", "columns", "word_counts", "words")}
+    streams["states"] = words_of(first + int(count) * f" {others}")
+    shapes = {"positions": (1, 1, 1, 2), "states": (1, 1, 1, 64), "word_counts": (1, 1, 1, 2), "words": (1, 1, 2)}
+    streams = {name: stream.view(shapes.get(name, (1, 1, 1))) for name, stream in streams.items()}
+    arrays = {name: stream.numpy() for name, stream in streams.items()}
+    codec.check(arrays, "x")
+    codec.check_runs(arrays, (2,), "x")
+    assert codec.symbols(streams).symbols[0].tolist() == ast.literal_eval(found["symbols"])
+    assert replace(codec, source=Frames(frames.rows, frames.scales, tables)).decode(streams)[0, 0].tolist() == ast.literal_eval(
+        found["before RoPE"]
+    )
+    torch.testing.assert_close(codec.decode(streams)[0, 0, 0], torch.tensor([0.51713, 0.59573]), rtol=0, atol=1e-5)
+
+
+def test_caches_keep_their_values_in_files_and_parts(basis: Basis, tmp_path: Path) -> None:
+    cache = kvpack.pack(pairs(40, 2), RECIPE, basis=basis, start=1000).append(pairs(13, 2))
+    path = tmp_path / "x.kvpack"
+    assert kvpack.save(cache, path) == cache.nbytes
+    loaded = kvpack.load(path, basis=basis)
+    expected = [side.unpack(torch.float32) for layer in cache for side in layer.sides.values()]
+    for found, values in zip([side for layer in loaded for side in layer.sides.values()], expected, strict=True):
+        assert torch.equal(found.unpack(torch.float32), values)
+        # The part of a chunk is coded again.
+        torch.testing.assert_close(found.prefix(23).unpack(torch.float32), values[:, :, :23])
+        torch.testing.assert_close(found.slice(16, 40).unpack(torch.float32), values[:, :, 16:40])
+        torch.testing.assert_close(found.select([1, 1]).unpack(torch.float32), values[[1, 1]])
+    again = tmp_path / "y.kvpack"
+    kvpack.save(loaded.prefix(23), again)
+    for layer, whole in zip(kvpack.load(again, basis=basis), loaded, strict=True):
+        for name, side in layer.sides.items():
+            torch.testing.assert_close(side.unpack(torch.float32), whole.sides[name].unpack(torch.float32)[:, :, :23])
+    assert loaded.append(pairs(5, 2)).tokens == 58
+    assert [side.tail.shape[2] for layer in loaded for side in layer.sides.values()] == [13] * 4
+    with pytest.raises(OutOfBounds, match="begins 5 tokens into a page"):
+        loaded.slice(5, 20)
+
+
+def test_positions_are_those_of_the_tokens(basis: Basis) -> None:
+    def first(cache: kvpack.Cache) -> list[int]:
+        assert cache[0].k is not None
+        return [int(row) for page in cache[0].k.pages for row in page.streams["positions"][0, 0, :, 0].to(torch.int64)]
+
+    cache = kvpack.pack(pairs(32), RECIPE, basis=basis, start=1000)
+    assert first(cache) == [1000, 1016]
+    assert first(cache.append(pairs(16))) == [1000, 1016, 1032]
+    assert first(kvpack.pack(pairs(40), "raw", start=7).convert(kvpack.Recipe(RECIPE, basis))) == [7, 23, 39]
+    skipped = [(k, v, 100) for k, v in pairs(32)]
+    assert first(kvpack.pack(skipped, RECIPE, basis=basis, start=7)) == [107, 123]
+    assert first(kvpack.pack(pairs(16), f"{RECIPE};tail=32", basis=basis, start=7).append(pairs(16))) == [7, 23]
+    # Without the position of the cache, tokens follow those that are there.
+    layer = cache[0].append(*pairs(16)[0])
+    assert layer.k is not None
+    assert layer.k.pages[-1].streams["positions"].flatten().tolist() == [1032, 0]
+
+
+def test_any_position_decodes_to_the_same_values(basis: Basis) -> None:
+    for start in (0, 70000, 2**31, 2**40 - 100):
+        cache = kvpack.pack(pairs(20), RECIPE, basis=basis, start=start)
+        for (k, v), (found_k, found_v) in zip(pairs(20), cache.unpack(torch.float32), strict=True):
+            for x, found in ((k, found_k), (v, found_v)):
+                assert found is not None
+                assert (x - found).norm() < 0.2 * x.norm()
+
+
+def test_attention_is_over_the_decoded_values(basis: Basis) -> None:
+    cache = kvpack.pack(pairs(70), f"{RECIPE};tail=32", basis=basis).append(pairs(5))
+    q = torch.randn(1, 4, 3, 32, generator=torch.Generator().manual_seed(1))
+    k, v = cache[1].unpack(torch.float32)
+    assert k is not None
+    assert v is not None
+    torch.testing.assert_close(kvpack.attend(q, cache[1]), attention(q, k, v).float(), rtol=0, atol=1e-5)
+
+
+def test_a_file_becomes_one_that_is_attended_packed(basis: Basis, tmp_path: Path) -> None:
+    path = tmp_path / "x.kvpack"
+    kvpack.save(kvpack.pack(pairs(40), RECIPE, basis=basis), path)
+    loaded = kvpack.load(path, basis=basis, recipe=kvpack.Recipe("klt-4", basis))
+    assert {side.codec.id for layer in loaded for side in layer.sides.values()} == {"klt"}
+    assert kvpack.load(path, basis=basis, recipe="klt-4").recipe == loaded.recipe
+    whole = kvpack.load(path, basis=basis).convert(kvpack.Recipe("klt-4", basis))
+    for layer, other in zip(loaded, whole, strict=True):
+        for name, side in layer.sides.items():
+            assert torch.equal(side.unpack(torch.float32), other.sides[name].unpack(torch.float32))
+
+
+def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> None:
+    path = tmp_path / "x.kvpack"
+    kvpack.save(kvpack.pack(pairs(20), RECIPE, basis=basis), path)
+    with pytest.raises(MissingBasis, match=f"the basis {basis.digest.hex()} is needed"):
+        kvpack.load(path)
+    with pytest.raises(InvalidShape, match="frames of 2 heads, and the values have 1"):
+        kvpack.pack([(k[:, :1], v[:, :1]) for k, v in pairs(3)], RECIPE, basis=basis)
+    with pytest.raises(MissingBasis, match=f"recipe '{RECIPE}' needs a basis"):
+        kvpack.pack(pairs(3), RECIPE)
+    for scopes, message in (({}, "has no frames of keys of layer 0"), (dict.fromkeys(SHAPES, "head"), "scope is layer")):
+        other = Basis.of_bytes(random_basis(SHAPES, 2, scopes=scopes))
+        other.digest = basis.digest
+        with pytest.raises(InvalidHeader, match=message):
+            kvpack.load(path, basis=other)
+    with pytest.raises(OutOfBounds, match="no frames of keys of layer 0"):
+        kvpack.pack(pairs(3), "transform-4", basis=Basis.of_bytes(random_basis(SHAPES, 2)))
+    codec = transform_of(basis, 0, "k", 20)
+    with pytest.raises(MissingBasis, match=r"keys of layer 0 of the basis [0-9a-f]{64} are needed, and were not given"):
+        codec.encode(torch.zeros(1, 2, 1, 32))
+
+
+def test_what_no_encoder_makes_is_refused_where_the_basis_is_there(basis: Basis, tmp_path: Path) -> None:
+    cache = kvpack.pack(pairs(20), RECIPE, basis=basis)
+    side = cache[0].k
+    assert side is not None
+    streams = {name: stream.numpy().copy() for name, stream in side.pages[0].streams.items()}
+    streams["words"][0, 0, 3] ^= 1
+    unbound = replace(side.codec, source=None)
+    unbound.check(streams, "x")
+    unbound.check_runs(streams, (20,), "x")
+    with pytest.raises(InvalidPayload, match=r"x.words: the chunk at \[0, 0, 0\]"):
+        side.codec.check_runs(streams, (20,), "x")
+    with pytest.raises(InvalidPayload, match=r"x.tokens: at \[0, 0, 1\] are 4, the run gives 5"):
+        side.codec.check_runs(streams, (21,), "x")
+
+
+def test_values_beyond_the_table_are_kept_and_those_beyond_32_bits_refused() -> None:
+    codec = with_random_frames(create("transform", 32), 0)
+    x = torch.zeros(1, 1, 20, 32)
+    x[0, 0, 3, 5], x[0, 0, 7, 0] = 1e6, -3e4
+    assert (codec.decode(codec.encode(x)) - x).abs().max() < 4
+    with pytest.raises(OutOfRange, match=r"steps from the mean, the most are 2147483647"):
+        codec.encode(x * 1e5)
+    frames = codec.source_for(1)
+    tables = Tables(frames.tables.frequencies.copy(), frames.tables.values)
+    tables.frequencies[:, 4] += tables.frequencies[:, 0]
+    tables.frequencies[:, 0] = 0
+    with pytest.raises(InvalidParameter, match="has no escape"):
+        replace(codec, source=Frames(frames.rows, frames.scales, tables)).encode(x)
+    singular = Frames(torch.zeros_like(frames.rows), frames.scales, frames.tables)
+    with pytest.raises(InvalidParameter, match="no inverse"):
+        replace(codec, source=singular).encode(x)
+
+
+def test_recipes_ask_for_bits_and_get_a_step(basis: Basis) -> None:
+    digest = basis.digest.hex()
+    assert kvpack.Recipe("transform-0.6", basis).text == f"kv=transform:bits=0.6,basis={digest}"
+    assert [basis.step(bits) for bits in (8, 4)] == sorted((basis.step(bits) for bits in (8, 4)), reverse=True)
+    assert basis.transform_bits(basis.step(4)) <= 4
+    mixed = kvpack.Recipe("k=transform:bits=4;v=klt:bits=4", basis)
+    assert [mixed.codec(0, 2, side, dim).id for side, dim in (("k", 32), ("v", 48))] == ["transform", "klt"]
+    for text, message in (
+        ("transform-9", "transform:bits is '9', expected 0.05 to 8"),
+        ("kv=transform:chunk=17", "chunk"),
+        ("kv=transform:norm=fp16", "codec transform has no option 'norm'"),
+    ):
+        with pytest.raises(InvalidRecipe, match=message):
+            kvpack.Recipe(text)
+    with pytest.raises(InvalidParameter, match=r"bits is 0.01, expected 0.05 to 8"):
+        basis.step(0.01)
+
+
+def test_commands_take_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed, given = tmp_path / "x.kvpack", tmp_path / "b.kvbasis"
+    given.write_bytes(random_basis(SHAPES, 2, scopes=SCOPES))
+    kvpack.save(kvpack.pack(pairs(20), "raw"), packed)
+    assert cli.main(["convert", str(packed), str(tmp_path / "y.kvpack"), RECIPE, "--basis", str(given)]) == 0
+    assert cli.main(["inspect", str(tmp_path / "y.kvpack")]) == 0
+    assert f"needs the basis {basis.digest.hex()}" in capsys.readouterr().out
+    assert cli.main(["verify", str(tmp_path / "y.kvpack"), str(given)]) == 0
+    out = capsys.readouterr().out
+    assert "all checked but what needs the basis" in out
+    assert cli.main(["verify", "--basis", str(given), str(tmp_path / "y.kvpack")]) == 0
+    assert "all checked\n" in capsys.readouterr().out
+    dense = str(tmp_path / "z.safetensors")
+    assert cli.main(["unpack", str(tmp_path / "y.kvpack"), dense, "--basis", str(tmp_path)]) == 0
+
+
+def test_sizes_on_the_page() -> None:
+    codec = Transform(128, bytes(32), 0, "v", "head", 0, 256)
+    layout = codec.layout(1, 1, 256)
+    assert sum(2 * numpy.prod(entry.shape) for name, entry in layout.items() if name != "words") == 134 + 2
+    assert random_tables("x").bits.shape == (5,)

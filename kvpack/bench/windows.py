@@ -117,12 +117,15 @@ class Measured:
     load_seconds: float
 
 
-def prefill(model: Any, tokens: torch.Tensor) -> Pairs:
-    """The (k, v) of every layer ``[1, kv_head, token, dim]`` float32 after ``tokens`` ``[1, token]``."""
-    cache = DynamicCache()
+def prefill(model: Any, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> Pairs:
+    """The (k, v) of every layer ``[batch, kv_head, token, dim]`` float32 after ``tokens`` ``[batch, token]``.
+
+    ``positions``, of the same shape, are those of the tokens (default: from 0 on).
+    """
+    cache, options = DynamicCache(), {} if positions is None else {"position_ids": positions}
     model.set_attn_implementation("kvpack")
     with torch.inference_mode():
-        model.base_model(tokens, past_key_values=cache)
+        model.base_model(tokens, past_key_values=cache, **options)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 

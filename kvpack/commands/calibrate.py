@@ -16,7 +16,7 @@ def add(commands: Any) -> None:
     """Add ``calibrate`` to the command line."""
     parser = commands.add_parser(
         "calibrate",
-        help="make the basis of a model, for recipes such as klt-1.75",
+        help="make the basis of a model, for recipes such as klt-1.75 and transform-0.6",
         description="Read a text with a model, find what its keys and values are best described in, and write that as a basis file. "
         "An interrupted calibration goes on where it was.",
     )
@@ -28,6 +28,12 @@ def add(commands: Any) -> None:
     parser.add_argument("--windows", type=int, metavar="N", help="windows of the text (default: 16, or as many as fit)")
     parser.add_argument("--twin", type=float, metavar="C", help="calibrate the twin of the model that bench quality --twin C measures")
     parser.add_argument("--rows", default="fp16", choices=("fp16", "fp32"), help="the dtype of the rows (default: fp16)")
+    parser.add_argument(
+        "--scope",
+        choices=("head", "layer", "none"),
+        help="what a frame of the codec transform is of: a head, or all heads of a layer, which takes fewer bits and more products to "
+        "decode (default: layer up to 512 channels, else head); none leaves frames out",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the windows (default: 0)")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -41,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     transformers_library()
     from kvpack.tuning import calibrate
 
-    settings = calibrate.Settings(arguments.tokens, arguments.score, arguments.windows, arguments.twin, arguments.seed)
+    settings = calibrate.Settings(arguments.tokens, arguments.score, arguments.windows, arguments.twin, arguments.seed, arguments.scope)
     with progress("calibrate", arguments) as callback:
         found = calibrate.run(arguments.model, arguments.text, arguments.out, settings, dtype=arguments.rows, progress=callback)
     print_report(found, calibrate.show, arguments)

@@ -34,9 +34,11 @@ _SPREAD = 1.05
 def rows_of_all(found: Statistics, step: Callable[[], None]) -> dict[tuple[int, str], torch.Tensor]:
     """The rows ``[kv_head, row, dim]`` of every layer and side; ``step`` is called after each."""
     # Every temperature has the same share, and layers and sides keep their proportions.
-    shares = 1 / torch.stack([costs.diagonal(dim1=-2, dim2=-1).sum((1, 2)) for costs in found.costs.values()]).sum(0)
+    names = [name for name in found.sums if name.count(".") == 1]
+    shares = 1 / torch.stack([found.costs[name].diagonal(dim1=-2, dim2=-1).sum((1, 2)) for name in names]).sum(0)
     fitted = {}
-    for name, sums in found.sums.items():
+    for name in names:
+        sums = found.sums[name]
         layer, side = name.split(".")
         cost = (found.costs[name] * shares[:, None, None, None]).sum(0)
         samples = torch.cat(found.samples[name], 1).to(torch.float64)
@@ -57,14 +59,7 @@ def rows_of_all(found: Statistics, step: Callable[[], None]) -> dict[tuple[int, 
 def _of_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tuple[torch.Tensor, Array, torch.Tensor]:
     """The rows of mean and matrix, the weighted standard deviations of the columns, and the rows of the tables."""
     dim = len(mean)
-    ridged = cost + RIDGE * max(numpy.trace(cost) / dim, numpy.finfo(float).tiny) * numpy.eye(dim)
-    values, vectors = numpy.linalg.eigh(ridged)
-    root, inverse_root = (vectors * numpy.sqrt(values)) @ vectors.T, (vectors / numpy.sqrt(values)) @ vectors.T
-    variances, turned = numpy.linalg.eigh(root @ covariance @ root)
-    order = variances.argsort()[::-1]
-    deviations, turned = numpy.sqrt(numpy.maximum(variances[order], 0.0)), turned[:, order]
-    # Column j of the coded frame is what the rows of this matrix, and no others, are made of: orthogonal where the cost is 1.
-    matrix, back = turned.T @ inverse_root, root @ turned
+    matrix, back, deviations = transform_of(covariance, cost)
     norms = numpy.linalg.norm(matrix, axis=1)
     coded_mean = mean @ back
     scales = numpy.maximum(deviations, numpy.abs(coded_mean) / LARGEST_MEAN)
@@ -73,6 +68,22 @@ def _of_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tup
     tables = [[_table(columns[:, run_slice(run, dim)].ravel(), width) for width in range(1, MAX_WIDTH + 1)] for run in range(runs_of(dim))]
     rows = torch.cat([_row(coded_mean / scales / MEAN_UNIT), torch.from_numpy(matrix * scales[:, None]).to(torch.float32)])
     return rows, deviations, flat_tables([[torch.from_numpy(table).to(torch.float32) for table in run] for run in tables], dim)
+
+
+def transform_of(covariance: Array, cost: Array) -> tuple[Array, Array, Array]:
+    """The matrix whose rows the columns are factors of, the matrix that finds the columns, and their standard deviations, descending.
+
+    Errors of columns cost what their squares are.
+    """
+    dim = len(cost)
+    ridged = cost + RIDGE * max(numpy.trace(cost) / dim, numpy.finfo(float).tiny) * numpy.eye(dim)
+    values, vectors = numpy.linalg.eigh(ridged)
+    root, inverse_root = (vectors * numpy.sqrt(values)) @ vectors.T, (vectors / numpy.sqrt(values)) @ vectors.T
+    variances, turned = numpy.linalg.eigh(root @ covariance @ root)
+    order = variances.argsort()[::-1]
+    deviations, turned = numpy.sqrt(numpy.maximum(variances[order], 0.0)), turned[:, order]
+    # Column j of the coded frame is what the rows of this matrix, and no others, are made of: orthogonal where the cost is 1.
+    return turned.T @ inverse_root, root @ turned, deviations
 
 
 def _row(values: Array) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""kvpack calibrate: the basis of a model from a text, for the codec klt."""
+"""kvpack calibrate: the basis of a model from a text, for the codecs klt and transform."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from kvpack.coding.bases import Basis, basis_bytes
 from kvpack.file.atomic import write_file
 from kvpack.file.basis import SUFFIX
 from kvpack.formats.errors import InvalidParameter, InvalidShape
+from kvpack.formats.transform import SCOPES
 from kvpack.integrations.transformers.models import identity_of
 from kvpack.models import load_model, model_folder
 
 from .basis_fit import rows_of_all
-from .statistics import SKIPPED, Statistics
+from .frames_fit import frames_of_all
+from .rope import ropes
+from .statistics import SKIPPED, Framing, Statistics
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvpack.coding.encoding import Progress
@@ -34,6 +38,9 @@ DEFAULT_WINDOWS = 16
 SAMPLES = 8192
 """Tokens whose keys and values are kept to train tables, over all windows."""
 PROGRESS_SUFFIX = ".progress"
+WIDEST_LAYER = 512
+"""The most channels of a layer that have one frame if nothing else is asked for: decoding takes up to as many products per value."""
+SHOWN_BITS = (0.3, 0.6, 1.0)
 _TWIN_SAMPLE = 256
 
 
@@ -42,7 +49,7 @@ class Settings:
     """Sizes of a calibration; None stands for the default, or for the limit of the model and the text if that is smaller.
 
     ``tokens`` of a window, of which the last ``score`` are predicted over the cache of the others; ``twin`` is the factor of the
-    outlier-heavy twin, None for the model as it is.
+    outlier-heavy twin, None for the model as it is. ``scope`` of frames is "head", "layer" or, for a basis without them, "none".
     """
 
     tokens: int | None = None
@@ -50,6 +57,7 @@ class Settings:
     windows: int | None = None
     twin: float | None = None
     seed: int = 0
+    scope: str | None = None
 
 
 def run(
@@ -77,8 +85,10 @@ def run(
         make_twin(network, settings.twin, window(words, 0, _TWIN_SAMPLE), settings.seed)
         identity |= {"name": f"{identity.get('name', '')} twin {settings.twin:g}"}
         identity.pop("weights", None)
-    sizes = {"tokens": tokens, "score": score, "windows": windows, "seed": settings.seed, "twin": settings.twin}
-    found = _gathered(network, words, sizes, out + PROGRESS_SUFFIX, progress)
+    sizes: dict[str, Any] = {"tokens": tokens, "score": score, "windows": windows, "seed": settings.seed, "twin": settings.twin}
+    framing, reason = _framing(network, words, settings.scope)
+    sizes["scope"] = "none" if framing is None else framing.scope
+    found = _gathered(network, words, sizes, out + PROGRESS_SUFFIX, framing, progress)
     total = windows + len(found.sums)
     done = windows
 
@@ -89,7 +99,8 @@ def run(
             progress(done, total)
 
     layers = 1 + max(int(name.split(".")[0]) for name in found.sums)
-    data = basis_bytes(rows_of_all(found, step), layers, identity, dtype)
+    frames = None if framing is None else frames_of_all(found, framing, step)
+    data = basis_bytes(rows_of_all(found, step), layers, identity, dtype, frames)
     basis = Basis.of_bytes(data, where=out)
     write_file(out, [memoryview(data)])
     os.unlink(out + PROGRESS_SUFFIX)
@@ -101,10 +112,51 @@ def run(
         "model": identity,
         "text": words.name,
         **sizes,
+        "transform": [] if frames is None else [_rate(basis, bits) for bits in SHOWN_BITS],
+        "without_frames": reason,
     }
 
 
-def _gathered(model: Any, text: Text, sizes: dict[str, Any], path: str, progress: Progress | None) -> Statistics:
+def _framing(model: Any, text: Text, scope: str | None) -> tuple[Framing | None, str | None]:
+    """What frames are to be of, or None and why there are none.
+
+    Raises InvalidParameter for keys that turn in an unknown way, if ``scope`` asks for frames, and InvalidShape for layers without keys.
+    """
+    if scope not in (None, "none", *SCOPES):
+        raise InvalidParameter(f"--scope is {scope!r}, expected one of none, {', '.join(SCOPES)}")
+    if scope == "none":
+        return None, None
+    sample = window(text, 0, min(_TWIN_SAMPLE, len(text.ids)))
+    (k, _), *_ = pairs = prefill(model, sample)
+    _check_pairs(pairs)
+    try:
+        found = ropes(model, sample)
+    except InvalidParameter as error:
+        if scope is not None:
+            raise
+        return None, str(error)
+    return Framing(scope or ("layer" if k.shape[1] * k.shape[3] <= WIDEST_LAYER else "head"), found), None
+
+
+def _check_pairs(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Raise InvalidShape unless every layer has keys and values of heads."""
+    if any(k is None or v is None for k, v in pairs):
+        raise InvalidShape("a calibration is of models whose layers all have keys and values")
+    for x in (x for pair in pairs for x in pair):
+        if x.dim() != 4:
+            raise InvalidShape(
+                f"keys of shape {list(x.shape)}; a calibration is of layers with keys and values [batch, kv_head, token, dim]"
+            )
+
+
+def _rate(basis: Basis, bits: float) -> dict[str, float]:
+    """What the codec transform takes at ``bits`` bits per value, as far as the basis foresees: bits, and products per decoded value."""
+    step = basis.step(bits)
+    coded = [(frames.tables_at(step) > 0).sum() / frames.count for frames in map(basis.frames, *zip(*basis.framed(), strict=True))]
+    return {"bits": bits, "expected_bits": basis.transform_bits(step), "products": float(sum(coded) / len(coded))}
+
+
+def _gathered(model: Any, text: Text, sizes: dict[str, Any], path: str, framing: Framing | None, progress: Progress | None) -> Statistics:
     """The statistics of all windows, going on with those in the file ``path``."""
     size = sizes["tokens"] + 1 - len(text.start)
     begun = starts(len(text.ids), size, sizes["windows"], sizes["seed"])
@@ -115,13 +167,12 @@ def _gathered(model: Any, text: Text, sizes: dict[str, Any], path: str, progress
             # The last token is predicted, and not read.
             read = ids[:, :-1]
             pairs = prefill(model, read[:, : sizes["tokens"] - sizes["score"]])
-            if any(k is None or v is None for k, v in pairs):
-                raise InvalidShape("a calibration is of models whose layers all have keys and values")
+            _check_pairs(pairs)
             model.set_attn_implementation("sdpa")
-            found.add(model, read, pairs, sizes["seed"] + number, -(-SAMPLES // sizes["windows"]))
+            found.add(model, read, pairs, sizes["seed"] + number, -(-SAMPLES // sizes["windows"]), framing)
             found.write(path)
         if progress:
-            progress(number + 1, sizes["windows"] + 2 * len(found.sums))
+            progress(number + 1, sizes["windows"] + len(found.sums))
     return found
 
 
@@ -149,3 +200,10 @@ def show(report: dict[str, Any]) -> None:
         f"{report['basis']}: {report['bytes']:,} bytes, {report['layers']} layers, {report['windows']} windows of {report['tokens']} tokens"
     )
     print(f"SHA-256 {report['digest']}")
+    if report["without_frames"]:
+        print(f"no frames for the codec transform: {report['without_frames']}")
+    for rate in report["transform"]:
+        print(
+            f"transform-{rate['bits']:g}: {rate['expected_bits']:.2f} bits per value expected, "
+            f"{rate['products']:.0f} products per decoded value (frames of a {report['scope']})"
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +18,12 @@ from safetensors.torch import save
 from torch.nn import functional
 
 from kvpack.file.atomic import write_file
-from kvpack.formats.errors import InvalidParameter, InvalidShape
+from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from kvpack.formats.frames import Rope
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -30,12 +33,29 @@ TEMPERATURES = (1.0, 3.0, 10.0)
 SKIPPED = 4
 """The first tokens, which carry attention that needs no value: they are unlike all others, and not counted."""
 
+SAMPLED_OF_FRAMES = 8
+"""One of so many tokens that are kept for the tables of a side is kept for those of all frames together."""
+
 _FORMAT = "kvpack calibration"
+
+
+@dataclass(frozen=True)
+class Framing:
+    """What frames are of: the channels of a ``scope``, "head" or "layer", and keys before the RoPE of their layer."""
+
+    scope: str
+    ropes: Sequence[Rope | None]
+
+    def view(self, layer: int, side: str, x: torch.Tensor) -> torch.Tensor:
+        """``x`` ``[1, kv_head, token, dim]`` from position 0 on, or its gradient, as ``[1, frame, token, channel]``."""
+        rope = self.ropes[layer] if side == "k" else None
+        x = x if rope is None else rope.turned(x.to(torch.float32), 0, back=True)
+        return x if self.scope == "head" else x.transpose(1, 2).flatten(2)[:, None]
 
 
 @dataclass
 class Statistics:
-    """Sums over tokens, by layer and side ("3.k"), of a model and a text that ``of`` names.
+    """Sums over tokens, by layer and side ("3.k"), of a model and a text that ``of`` names; those of frames are named like "3.k.frames".
 
     ``sums`` float64 ``[kv_head, dim]`` and ``products`` ``[kv_head, dim, dim]`` are of keys or values, ``costs``
     ``[temperature, kv_head, dim, dim]`` of gradients; ``samples`` are float32 ``[kv_head, token, dim]`` per window.
@@ -49,10 +69,10 @@ class Statistics:
     costs: dict[str, torch.Tensor] = field(default_factory=dict)
     samples: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
-    def add(self, model: Any, tokens: torch.Tensor, pairs: Pairs, seed: int, sampled: int) -> None:
+    def add(self, model: Any, tokens: torch.Tensor, pairs: Pairs, seed: int, sampled: int, framing: Framing | None = None) -> None:
         """Count a window: ``tokens`` ``[1, token]``, the first of which have ``pairs`` (k, v) of every layer, ``sampled`` of them kept.
 
-        Raises InvalidShape for layers without keys and values of heads.
+        With ``framing``, its frames are counted too.
         """
         generator = torch.Generator().manual_seed(seed)
         gradients = list(_gradients(model, tokens, pairs, generator))
@@ -60,13 +80,21 @@ class Statistics:
         chosen = SKIPPED + torch.randperm(count - SKIPPED, generator=generator)[:sampled]
         for number, pair in enumerate(pairs):
             for side, values in zip("kv", pair, strict=True):
-                x, name = values[0].to(torch.float64)[:, SKIPPED:], f"{number}.{side}"
-                _add(self.sums, name, x.sum(1))
-                _add(self.products, name, x.transpose(1, 2) @ x)
-                _add(self.costs, name, torch.stack([_squares(found[number]["kv".index(side)]) for found in gradients]))
-                self.samples.setdefault(name, []).append(values[0][:, chosen].to(torch.float32))
+                own = [found[number]["kv".index(side)] for found in gradients]
+                self._count(f"{number}.{side}", values, own, chosen)
+                if framing is not None:
+                    view = partial(framing.view, number, side)
+                    few = chosen[: -(-sampled // SAMPLED_OF_FRAMES)]
+                    self._count(f"{number}.{side}.frames", view(values), [view(one) for one in own], few)
         self.windows += 1
         self.tokens += count - SKIPPED
+
+    def _count(self, name: str, values: torch.Tensor, gradients: Sequence[torch.Tensor], chosen: torch.Tensor) -> None:
+        x = values[0].to(torch.float64)[:, SKIPPED:]
+        _add(self.sums, name, x.sum(1))
+        _add(self.products, name, x.transpose(1, 2) @ x)
+        _add(self.costs, name, torch.stack([_squares(gradient) for gradient in gradients]))
+        self.samples.setdefault(name, []).append(values[0][:, chosen].to(torch.float32))
 
     def write(self, path: str) -> None:
         """Replace the file ``path`` by these statistics. Raises WriteFailed."""
@@ -113,11 +141,6 @@ def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.
     """For each temperature, the gradients of drawn next tokens' log-probabilities by the keys and values of ``pairs``."""
     from transformers import DynamicCache
 
-    for k, v in pairs:
-        if k.dim() != 4 or v.dim() != 4:
-            raise InvalidShape(
-                f"keys of shape {list(k.shape)}; a calibration is of layers with keys and values [batch, kv_head, token, dim]"
-            )
     leaves = [(k.detach().clone().requires_grad_(), v.detach().clone().requires_grad_()) for k, v in pairs]
     flat = [one for pair in leaves for one in pair]
     with torch.enable_grad():

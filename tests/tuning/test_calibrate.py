@@ -67,6 +67,43 @@ def test_more_bits_cost_the_model_less_than_the_past_is_worth(basis: Path) -> No
     assert more["kl_divergence"] < less["kl_divergence"] < report["forgotten"]["kl_divergence"]
 
 
+def test_frames_take_the_bits_that_they_foresee(basis: Path) -> None:
+    settings = quality.Settings(tokens=96, score=24, windows=1, needles=0, seed=5)
+    report = quality.run(None, None, ["kv=transform:bits=4,chunk=16", "kv=transform:bits=1,chunk=16"], settings, basis=str(basis))
+    more, less = report["recipes"]
+    assert more["family"] == "transform"
+    assert 3 < more["nominal_bits"] < 4.5
+    assert 0.5 < less["nominal_bits"] < 1.2
+    assert more["kl_divergence"] < less["kl_divergence"] < report["forgotten"]["kl_divergence"]
+
+
+def test_frames_describe_keys_before_rope(basis: Path) -> None:
+    found = Basis.load(basis)
+    assert found.framed() == [(layer, side) for layer in range(found.layers) for side in "kv"]
+    for place in found.framed():
+        frames, rows = found.frames(*place), found.rows(*place)
+        assert (frames.rope is not None) == (place[1] == "k")
+        # One step is the best for all: scales follow what errors cost.
+        assert (numpy.diff(frames.scales, axis=1) >= 0).all()
+        assert frames.heads(rows.dim) == rows.heads
+        assert frames.tables.frequencies[:, 0].min() >= 1
+    steps = [found.step(bits) for bits in (0.5, 1.0, 2.0)]
+    assert steps == sorted(set(steps))
+
+
+@pytest.mark.parametrize("scope", ["head", "none"])
+def test_the_scope_of_frames_is_a_choice(scope: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "x.kvbasis"
+    sizes = ["--tokens", "32", "--score", "8", "--windows", "1"]
+    assert cli.main(["calibrate", "--out", str(out), *sizes, "--scope", scope]) == 0
+    found = Basis.load(out)
+    assert found.framed() == ([] if scope == "none" else list(found.sides()))
+    assert all(found.frames(*place).count == found.rows(*place).heads for place in found.framed())
+    assert ("products per decoded value (frames of a head)" in capsys.readouterr().out) == (scope == "head")
+    with pytest.raises(InvalidParameter, match="--scope is 'model', expected one of none, head, layer"):
+        calibrate.run(None, None, str(out), calibrate.Settings(tokens=32, score=8, windows=1, scope="model"))
+
+
 def test_a_basis_knows_its_model(basis: Path) -> None:
     found = Basis.load(basis)
     assert found.model["weights"].startswith("sample-sha256:")

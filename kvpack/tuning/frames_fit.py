@@ -1,0 +1,134 @@
+"""The frames of a basis from the statistics of a calibration: transform, scales and tables (spec/codecs/transform.md, Encoder notes)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from kvpack.formats import rans
+from kvpack.formats.frames import SCALES_PER_OCTAVE, SCALES_PER_TABLE, Frames, Tables
+from kvpack.formats.transform import DEAD_ZONE
+
+from .basis_fit import transform_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .statistics import Framing, Statistics
+
+    Array = numpy.ndarray[Any, Any]
+
+SUFFIX = "frames"
+"""What names the statistics of frames: layer, side and this."""
+
+LARGEST_DEVIATION = 2.0**-4
+"""The unit: the largest standard deviation of a column, over all layers and sides."""
+LEAST_OCTAVES, MOST_OCTAVES = -4, 6
+"""Standard deviations of columns, in steps, that tables are for: 2^-4 to 2^6."""
+REACH = 63
+"""The largest level that has a symbol."""
+_TABLES = (MOST_OCTAVES - LEAST_OCTAVES) * SCALES_PER_OCTAVE // SCALES_PER_TABLE + 1
+_LEAST_BITS, _MOST_BITS = 0.1, 3.0
+"""Average bits per value of a side, between which a step counts for the tables."""
+_SMOOTHED = 8.0
+"""Levels of a Laplace distribution that are added to those of a table."""
+_LEAST_PART = 1e-5
+"""Levels that are rarer have no symbol: the room of one costs more than the escapes."""
+
+
+def frames_of_all(found: Statistics, framing: Framing, step: Callable[[], None]) -> dict[tuple[int, str], Frames]:
+    """The frames of every layer and side of ``found``; ``step`` is called after each."""
+    names = [name for name in found.sums if name.endswith(f".{SUFFIX}")]
+    # Every temperature has the same share, and layers and sides keep their proportions.
+    shares = 1 / torch.stack([found.costs[name].diagonal(dim1=-2, dim2=-1).sum((1, 2)) for name in names]).sum(0)
+    fitted: dict[tuple[int, str], list[tuple[Array, Array, Array, Array]]] = {}
+    for name in names:
+        layer, side, _ = name.split(".")
+        cost = (found.costs[name] * shares[:, None, None, None]).sum(0)
+        frames = []
+        for number in range(len(found.sums[name])):
+            mean = (found.sums[name][number] / found.tokens).numpy()
+            covariance = (found.products[name][number] / found.tokens).numpy() - numpy.outer(mean, mean)
+            frames.append((mean, *transform_of(covariance, cost[number].numpy())))
+        fitted[int(layer), side] = frames
+        step()
+    unit = LARGEST_DEVIATION / max(deviations.max() for frames in fitted.values() for _, _, _, deviations in frames)
+    scales = {place: numpy.stack([_scales(deviations * unit) for *_, deviations in frames]) for place, frames in fitted.items()}
+    tables = _tables(_columns(found, fitted, unit), scales)
+    return {
+        place: Frames(
+            torch.from_numpy(numpy.stack([numpy.concatenate([mean[None], matrix / unit]) for mean, matrix, _, _ in frames])).float(),
+            scales[place],
+            tables,
+            framing.ropes[place[0]] if place[1] == "k" else None,
+        )
+        for place, frames in fitted.items()
+    }
+
+
+def _scales(deviations: Array) -> Array:
+    """The scales of columns with these standard deviations: a table is in the middle of the four that share it."""
+    octaves = numpy.log2(numpy.maximum(deviations, numpy.finfo(float).tiny))
+    middle = SCALES_PER_OCTAVE * LEAST_OCTAVES - SCALES_PER_TABLE / 2
+    found: Array = numpy.clip(numpy.round(middle - SCALES_PER_OCTAVE * octaves), 0, 255).astype(numpy.int64)
+    return found
+
+
+def _columns(
+    found: Statistics, fitted: dict[tuple[int, str], list[tuple[Array, Array, Array, Array]]], unit: float
+) -> dict[tuple[int, str], Array]:
+    """The columns ``[frame, token, column]`` of the samples of every layer and side."""
+    columns = {}
+    for (layer, side), frames in fitted.items():
+        samples = torch.cat(found.samples[f"{layer}.{side}.{SUFFIX}"], 1).to(torch.float64).numpy()
+        columns[layer, side] = numpy.stack([(samples[number] - mean) @ back * unit for number, (mean, _, back, _) in enumerate(frames)])
+    return columns
+
+
+def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str], Array]) -> Tables:
+    """Tables for columns by their standard deviation in steps: the levels of all columns at all steps that ordinary recipes have."""
+    levels = 2 * REACH + 1
+    # The last place stands for levels that have no symbol.
+    counts, sums = numpy.zeros((_TABLES, levels + 1)), numpy.zeros((_TABLES, levels + 1))
+    grid = numpy.arange(-REACH, REACH + 1)
+    for place, found in columns.items():
+        for step in range(0, 256, SCALES_PER_TABLE):
+            steps = found * 2.0 ** (step / SCALES_PER_OCTAVE)
+            coded = numpy.sign(steps) * numpy.floor(numpy.abs(steps) + (0.5 - DEAD_ZONE))
+            bits = _entropy(coded)
+            if bits > _MOST_BITS:
+                break
+            if bits >= _LEAST_BITS:
+                table = numpy.clip((step - scales[place]) // SCALES_PER_TABLE, 0, _TABLES - 1)[:, None, :]
+                at = table * (levels + 1) + numpy.where(numpy.abs(coded) <= REACH, coded + REACH, levels).astype(numpy.int64)
+                counts += numpy.bincount(at.ravel(), minlength=counts.size).reshape(counts.shape)
+                sums += numpy.bincount(at.ravel(), weights=steps.ravel(), minlength=counts.size).reshape(counts.shape)
+    seen, within = counts[:, :levels], sums[:, :levels]
+    deviations = 2.0 ** (LEAST_OCTAVES + SCALES_PER_TABLE / SCALES_PER_OCTAVE * numpy.arange(_TABLES))
+    usual = numpy.exp(-math.sqrt(2) * numpy.abs(grid) / deviations[:, None])
+    parts = seen + _SMOOTHED * usual / usual.sum(1, keepdims=True)
+    total = parts.sum(1, keepdims=True) + counts[:, levels:]
+    rare = parts < _LEAST_PART * total
+    rare[:, REACH] = False
+    # A count of 1 in 2^20 keeps a symbol in a table; escapes always have one.
+    kept = numpy.where(rare, 0, numpy.ceil(parts / total * 2**20)).astype(numpy.int64)
+    escapes = numpy.maximum(1, 2**20 - kept.sum(1))
+    # Towards the middle of a step where there are few.
+    values = (within + 4.0 * grid) / (seen + 4.0)
+    values[:, REACH] = 0.0
+    frequencies = rans.frequencies(numpy.concatenate([escapes[:, None], kept], 1))
+    return Tables(frequencies, torch.from_numpy(values).to(torch.float16).to(torch.float32))
+
+
+def _entropy(levels: Array) -> float:
+    """Bits per value of ``levels`` ``[frame, token, column]`` by tables of every column of its own."""
+    tokens = levels.shape[1]
+    ordered = numpy.sort(levels, 1)
+    # Where runs of equal levels begin: their lengths are the counts.
+    begins = numpy.concatenate([numpy.ones_like(ordered[:, :1], bool), ordered[:, 1:] != ordered[:, :-1]], 1)
+    at = numpy.flatnonzero(begins.transpose(0, 2, 1).ravel())
+    runs = numpy.diff(numpy.append(at, begins.size)) / tokens
+    return float(-(runs * numpy.log2(runs)).sum() / (levels.shape[0] * levels.shape[2]))

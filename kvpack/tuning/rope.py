@@ -1,0 +1,72 @@
+"""How RoPE turns the keys of each layer of a model: found by reading single tokens at several positions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.bench.sizes import positions
+from kvpack.bench.windows import prefill
+from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.frames import LARGEST_FREQUENCY, PAIRINGS, Rope
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_TOKENS = 8
+_PLACES = (1, 5, 331)
+"""Positions at which tokens are read, besides 0."""
+
+TOLERANCE = 1e-3
+"""The largest error of a key that is turned from position 0 to another, relative to the key."""
+
+
+def ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
+    """The RoPE of every layer, None for keys that do not depend on their position; ``tokens`` ``[1, token]`` are some of a text.
+
+    A sequence of one token attends to itself alone, so that its keys at two positions differ by RoPE and nothing else. Whatever its type
+    (default, linear, llama3, yarn, ...), RoPE is what its frequencies are; those of types that change with the length of a sequence are
+    the ones of short sequences. Raises InvalidParameter, naming the layer, for keys that turn in another way.
+    """
+    alone = tokens[0, :_TOKENS, None]
+    limit = positions(model)
+    places = [place for place in _PLACES if limit is None or place < limit]
+    first = _keys(model, alone, 0)
+    others = {place: _keys(model, alone, place) for place in places}
+    candidates = _candidates(model)
+    return [
+        _matching(number, keys, {place: found[number] for place, found in others.items()}, candidates) for number, keys in enumerate(first)
+    ]
+
+
+def _keys(model: Any, tokens: torch.Tensor, position: int) -> list[torch.Tensor]:
+    """The keys of every layer, ``[sequence, kv_head, 1, dim]``, of sequences of one token at ``position``."""
+    return [k for k, _ in prefill(model, tokens, torch.full_like(tokens, position))]
+
+
+def _candidates(model: Any) -> list[Rope]:
+    """What the rotary modules of ``model`` may do, each once."""
+    found = [buffer.float() for name, buffer in model.named_buffers() if name.endswith("inv_freq") and buffer.dim() == 1]
+    # Older modules hold sines of positions in place of frequencies.
+    if dims := getattr(model.config.get_text_config(), "rotary_dim", None):
+        found.append(10000.0 ** -(torch.arange(0, int(dims), 2) / int(dims)))
+    candidates = {tuple(float(one) for one in frequencies): None for frequencies in found}
+    allowed = [one for one in candidates if all(0 <= frequency <= LARGEST_FREQUENCY for frequency in one)]
+    return [Rope(frequencies, pairing) for frequencies in allowed for pairing in PAIRINGS]
+
+
+def _matching(number: int, first: torch.Tensor, others: dict[int, torch.Tensor], candidates: Sequence[Rope]) -> Rope | None:
+    if all(_near(first, keys) for keys in others.values()):
+        return None
+    for rope in candidates:
+        fits = 2 * len(rope.frequencies) <= first.shape[3]
+        if fits and all(_near(rope.turned(first, place), keys) for place, keys in others.items()):
+            return rope
+    raise InvalidParameter(
+        f"layer {number}: its keys depend on positions, and not by RoPE of the model's frequencies: calibrate without frames, --scope none"
+    )
+
+
+def _near(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return bool((x - y).norm() <= TOLERANCE * y.norm())

@@ -78,13 +78,15 @@ versions: $(INSTALLED)
 store-matrix: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m store_matrix --kills $(or $(KILLS),7000) $(OPTIONS)
 
-# kvpack in real engines on the CPU, which build/engines holds: some GB, and some minutes. LMCache takes what vLLM has installed.
+# kvpack in real engines on the CPU, which build/engines holds: some GB, and some minutes. LMCache and SGLang take what vLLM has installed.
 # A process is tests/support/engines/vllm_process.py, whose vLLM loads tests/support/engines/vllm_cpu_spec.py, or
 # tests/support/engines/vllm_packed.py.
 engines: $(INSTALLED)
 	$(BIN)/python tests/support/engines/run_vllm.py
 	test -d build/engines/lmcache || $(PIP) install --quiet --no-deps --target build/engines/lmcache lmcache==0.5.6 sortedcontainers aiofiles
 	PYTHONPATH=build/engines/lmcache build/engines/vllm/bin/python tests/support/engines/lmcache_round_trip.py
+	test -d build/engines/sglang || $(PIP) install --quiet --no-deps --target build/engines/sglang sglang==0.5.23 orjson IPython traitlets gguf
+	PYTHONPATH=build/engines/sglang build/engines/vllm/bin/python tests/support/engines/sglang_round_trip.py
 	test -d build/engines/mlx || $(PIP) install --quiet --no-deps --target build/engines/mlx mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2
 	PYTHONPATH=build/engines/mlx $(BIN)/python tests/support/engines/mlx_lm_round_trip.py
 

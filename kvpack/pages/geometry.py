@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -48,6 +48,12 @@ class PageGeometry:
     dim_k: int
     dim_v: int | None
     dtype: str = "bf16"
+
+    @classmethod
+    def of_bytes(cls, count: int, layers: int = 1) -> Self:
+        """Pages of ``count`` bytes for each layer, whose meaning is their engine's. Raises InvalidParameter."""
+        dim = max((size for size in range(1, 1025) if count % size == 0), default=1)
+        return cls(layers, 1, count // dim, dim, None, "u8")
 
     def __post_init__(self) -> None:
         limits = {"layers": MAX_LAYERS, "heads": MAX_HEADS, "tokens": MAX_TOKENS, "dim_k": 1024}

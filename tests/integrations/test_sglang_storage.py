@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import types
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,46 @@ class HiCacheStorage:
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         self.registered_pools = {**getattr(self, "registered_pools", {}), host_pool_name: host_pool}
 
+    def on_host_pools_registered(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class PoolTransferResult:
+    kv_hit_pages: int
+    extra_pool_hit_pages: dict[str, int]
+    restorable_prefix_pages: list[int] | None = None
+
+
+class Policy(Enum):
+    ALL = "all_pages"
+    TRAILING = "trailing_pages"
+    GROUPS = "block_groups"
+
+
+class StatePool:
+    """SGLang's pool of recurrent states: pages of bytes, one for each index."""
+
+    page_size = 1
+
+    def __init__(self, seed: int | None = None) -> None:
+        source = torch.Generator().manual_seed(seed or 0)
+        self.dtype = torch.float32
+        self.state = torch.randn(PAGES, 3, 50, generator=source) if seed is not None else torch.zeros(PAGES, 3, 50)
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        return self.state[index].flatten()
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        return torch.zeros(150)
+
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+        self.state[index] = data_page.view(3, 50)
+
 
 @pytest.fixture
 def storage(monkeypatch: pytest.MonkeyPatch) -> Any:
-    stubs = {"sglang.srt.mem_cache.hicache_storage": {"HiCacheStorage": HiCacheStorage}}
+    stubs = {"sglang.srt.mem_cache.hicache_storage": {"HiCacheStorage": HiCacheStorage, "PoolTransferResult": PoolTransferResult}}
     return import_over(monkeypatch, stubs, "kvpack.integrations.sglang.storage")
 
 
@@ -128,7 +166,48 @@ def test_what_cannot_be_served_is_refused(storage: Any, tmp_path: Path) -> None:
             call()
     with pytest.raises(InvalidParameter, match="1 keys were given for indices of 2 pages"):
         backend.batch_get_v1(["key"], indices(0, 1))
-    backend.register_mem_host_pool_v2(object(), "mamba")
-    with pytest.raises(InvalidParameter, match="the model has the host pools mamba besides"):
+    transfer = types.SimpleNamespace(name="kv", keys=["key"], hit_policy=Policy.GROUPS)
+    backend.register_mem_host_pool_v2(backend.mem_pool_host, "kv")
+    with pytest.raises(InvalidParameter, match="the pool kv has the hit policy 'block_groups', expected all_pages"):
+        backend.batch_exists_v2(["key"], [transfer])
+    backend.close()
+
+
+def test_models_of_several_pools(storage: Any, tmp_path: Path) -> None:
+    def attached(seed: int | None) -> tuple[Any, Any, Any, StatePool]:
+        made, windows, states = pool("page_first", seed), pool("layer_first", seed and seed + 1), StatePool(seed)
+        backend = opened(storage, made, tmp_path, recipe="octopus-4")
+        for name, other in (("kv", made), ("swa", windows), ("mamba", states)):
+            backend.register_mem_host_pool_v2(other, name)
         backend.on_host_pools_registered()
+        return backend, made, windows, states
+
+    def transfers(*keys: str, pages: tuple[int, ...]) -> list[Any]:
+        return [
+            types.SimpleNamespace(name="kv", keys=list(keys), host_indices=indices(*pages)),
+            types.SimpleNamespace(name="swa", keys=list(keys[-2:]), host_indices=indices(*pages[-2:]), hit_policy=Policy.TRAILING),
+            types.SimpleNamespace(name="mamba", keys=list(keys[-1:]), host_indices=torch.tensor(pages[-1:]), hit_policy=Policy.TRAILING),
+        ]
+
+    keys = ["a", "b", "c", "d"]
+    backend, _, windows, states = attached(3)
+    stored = backend.batch_set_v2(transfers(*keys[:3], pages=(4, 0, 2)))
+    assert stored == {"kv": [True] * 3, "swa": [True] * 2, "mamba": [True]}
+    stored = backend.batch_set_v2(transfers(keys[3], pages=(1,))[:1])
+    assert stored == {"kv": [True]}
+    backend.close()
+    backend, _, found, target = attached(None)
+    asked = transfers(*keys[:3], pages=(5, 1, 3))
+    result = backend.batch_exists_v2(keys, asked[1:])
+    assert (result.kv_hit_pages, result.extra_pool_hit_pages, result.restorable_prefix_pages) == (3, {"kv": 4, "swa": 3, "mamba": 3}, [3])
+    every = types.SimpleNamespace(name="mamba", keys=keys, hit_policy=Policy.ALL)
+    assert backend.batch_exists_v2(keys, [every]).kv_hit_pages == 0
+    assert backend.batch_exists_v2(keys).kv_hit_pages == 4
+    assert backend.batch_get_v2(asked) == {"kv": [True] * 3, "swa": [True] * 2, "mamba": [True]}
+    assert torch.equal(target.state[3], states.state[2])
+    assert not target.state[[0, 1, 2, 4, 5]].any()
+    for x, y in zip(plain(found, 3), plain(windows, 2), strict=True):
+        assert 0 < (x.float() - y.float()).norm() / y.float().norm() < 0.1
+    missing = transfers("x", pages=(0,))[2:]
+    assert backend.batch_get_v2(missing) == {"mamba": [False]}
     backend.close()

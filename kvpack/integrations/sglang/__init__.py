@@ -4,6 +4,6 @@
         --hicache-storage-backend-extra-config '{"backend_name": "kvpack", "module_path": "kvpack.integrations.sglang.storage",
         "class_name": "KvpackHiCache", "interface_v1": 1, "location": "/var/cache/kvpack", "recipe": "octopus-4", "revision": "COMMIT"}'
 
-Experimental: tests run it over stubs of the classes of SGLang 0.5.23, and nobody has run it in a server. Importing this package needs
+Experimental: it was run with the factory and the host pools of SGLang 0.5.23 on the CPU, and in no server. Importing this package needs
 no SGLang.
 """

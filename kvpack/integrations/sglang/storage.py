@@ -24,10 +24,12 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OPTIONS = {"location", "recipe", "revision", "adapter", "tenant", "threads", "max_bytes", "encryption_key_file"}
 _SGLANG = {"backend_name", "module_path", "class_name", "interface_v1"}
 """Settings in the same place that are SGLang's."""
+_PACKED = {"swa", "auxiliary_swa"}
+"""The further pools of keys and values; of all others kvpack knows the bytes alone."""
 
 
 class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
-    """Pages of one host pool under SGLang's own hashes, which cover tokens and salt, and an identity that covers all else.
+    """Pages of host pools under SGLang's own hashes, which cover tokens and salt, and an identity that covers all else.
 
     The pool's geometry is read when SGLang registers it. Options come in ``extra_config``: ``location``, ``recipe``, ``max_bytes``,
     ``threads``, ``adapter``, ``tenant``, and ``revision``, which names the weights where the model is no folder.
@@ -47,25 +49,57 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the store for the pages of this pool."""
         super().register_mem_pool_host(mem_pool_host)
-        self._pages = buffer_of(mem_pool_host)
-        self._page_size = mem_pool_host.page_size
-        self.store = PageStore(
-            self._options["location"],
-            _identity(self._config, self._options, mem_pool_host),
-            self._pages.geometry,
-            threads=int(self._options.get("threads", 1)),
-            max_bytes=self._options.get("max_bytes"),
-            encryption=_keys(self._options),
-        )
+        self._pools: dict[str, Pool] = {}
+        self._kv = Pool(self._store_of(mem_pool_host, buffer_of(mem_pool_host).geometry, ""), mem_pool_host, buffer_of(mem_pool_host))
+        self.store = self._kv.store
 
-    def on_host_pools_registered(self) -> None:
-        """Refuse models with further pools, whose pages would be missing."""
-        others = [name for name, pool in getattr(self, "registered_pools", {}).items() if pool is not self.mem_pool_host]
-        if others:
-            raise InvalidParameter(
-                f"the model has the host pools {', '.join(map(str, others))} besides that of keys and values, as hybrid models do, "
-                "and kvpack's storage takes one pool"
-            )
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Open the store for the pages of a further pool: sliding windows are packed, and all others are kept byte for byte."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = _name(host_pool_name)
+        if host_pool is self.mem_pool_host:
+            self._pools[name] = self._kv
+            return
+        pages = buffer_of(host_pool) if name in _PACKED and hasattr(host_pool, "k_buffer") else None
+        geometry = PageGeometry.of_bytes(host_pool.get_dummy_flat_data_page().nbytes) if pages is None else pages.geometry
+        recipe = "raw" if pages is None else None
+        self._pools[name] = Pool(self._store_of(host_pool, geometry, name, recipe), host_pool, pages)
+
+    def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        """The longest prefix whose pages every pool has as far as it needs them. Raises InvalidParameter for an unknown policy."""
+        from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
+
+        pages = self.batch_exists(keys)
+        hits: dict[Any, int] = {"kv": pages} if pages else {}
+        usable = list(range(1, pages + 1))
+        for transfer in pool_transfers or ():
+            there = self._pools[_name(transfer.name)].store.present(_bytes(keys[:pages]))
+            match _name(transfer.hit_policy):
+                case "all_pages":
+                    most = sum(1 for _ in takewhile(bool, there))
+                    possible = set(range(1, most + 1))
+                case "trailing_pages":
+                    last = max(1, len(transfer.keys or ()))
+                    possible = {count for count in range(1, pages + 1) if all(there[max(0, count - last) : count])}
+                    most = max(possible, default=0)
+                case policy:
+                    raise InvalidParameter(f"the pool {transfer.name} has the hit policy {policy!r}, expected all_pages or trailing_pages")
+            if most:
+                hits[transfer.name] = most
+            usable = [count for count in usable if count in possible]
+        return PoolTransferResult(usable[-1] if usable else 0, hits, usable)
+
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Load pages of several pools: for each its keys' success."""
+        return {transfer.name: self._pools[_name(transfer.name)].get(transfer.keys or (), transfer.host_indices) for transfer in transfers}
+
+    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Store pages of several pools."""
+        ancestors = _bytes(getattr(extra_info, "prefix_keys", None) or ())
+        return {
+            transfer.name: self._pools[_name(transfer.name)].set(transfer.keys or (), transfer.host_indices, ancestors)
+            for transfer in transfers
+        }
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -75,11 +109,10 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return sum(1 for _ in takewhile(lambda key: self.store.present([key.encode()])[0], keys))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        return self.store.get_into(_bytes(keys), self._pages, self._slots(keys, host_indices))
+        return self._kv.get(keys, host_indices)
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        ancestors = _bytes(getattr(extra_info, "prefix_keys", None) or ())
-        return self.store.put(_bytes(keys), self._pages, self._slots(keys, host_indices), ancestors=ancestors)
+        return self._kv.set(keys, host_indices, _bytes(getattr(extra_info, "prefix_keys", None) or ()))
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> NoReturn:
         _copying()
@@ -97,13 +130,55 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return self.store.counters()
 
     def close(self) -> None:
-        self.store.close()
+        for store in {id(pool.store): pool.store for pool in (self._kv, *self._pools.values())}.values():
+            store.close()
 
-    def _slots(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[int]:
-        starts = host_indices[:: self._page_size].tolist()
-        if len(starts) != len(keys) or any(start % self._page_size for start in starts):
+    def _store_of(self, pool: Any, geometry: PageGeometry, name: str, recipe: str | None = None) -> PageStore:
+        options = self._options if recipe is None else {**self._options, "recipe": recipe}
+        return PageStore(
+            options["location"],
+            _identity(self._config, options, pool, name),
+            geometry,
+            threads=int(options.get("threads", 1)),
+            max_bytes=options.get("max_bytes"),
+            encryption=_keys(options),
+        )
+
+
+class Pool:
+    """One host pool over its store: ``pages`` are its memory, None where its own flat pages are kept byte for byte."""
+
+    def __init__(self, store: PageStore, pool: Any, pages: PageBuffer | None) -> None:
+        self.store, self._pool, self._pages = store, pool, pages
+        self._size = getattr(pool, "page_size", 1) or 1
+
+    def get(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
+        starts = self._starts(keys, host_indices)
+        if self._pages is not None:
+            return self.store.get_into(_bytes(keys), self._pages, [start // self._size for start in starts])
+        flat = [self._pool.get_dummy_flat_data_page() for _ in keys]
+        loaded = [self.store.get_into([key], self._slot(page), [0])[0] for key, page in zip(_bytes(keys), flat, strict=True)]
+        for good, start, page in zip(loaded, starts, flat, strict=True):
+            if good:
+                self._pool.set_from_flat_data_page(start, page)
+        return loaded
+
+    def set(self, keys: Sequence[str], host_indices: torch.Tensor, ancestors: Sequence[bytes]) -> list[bool]:
+        starts = self._starts(keys, host_indices)
+        if self._pages is not None:
+            return self.store.put(_bytes(keys), self._pages, [start // self._size for start in starts], ancestors=ancestors)
+        flat = [self._pool.get_data_page(start, flat=True).contiguous() for start in starts]
+        return [self.store.put([key], self._slot(page), [0])[0] for key, page in zip(_bytes(keys), flat, strict=True)]
+
+    def _slot(self, page: torch.Tensor) -> PageBuffer:
+        geometry = self.store.codec.geometry
+        return PageBuffer(geometry, page.view(torch.uint8).view(1, 1, 1, geometry.tokens, geometry.dim_k))
+
+    def _starts(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[int]:
+        starts: list[int] = host_indices[:: self._size].tolist()
+        if len(starts) != len(keys) or (self._pages is not None and any(start % self._size for start in starts)):
             raise InvalidParameter(f"{len(keys)} keys were given for indices of {len(starts)} pages, which begin at {starts[:8]}")
-        return [start // self._page_size for start in starts]
+        return starts
 
 
 def buffer_of(pool: Any) -> PageBuffer:
@@ -136,15 +211,17 @@ def _views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -
     raise InvalidParameter(f"the host pool has the layout {layout!r}, expected layer_first, page_first, page_first_direct or page_head")
 
 
-def _identity(config: Any, options: dict[str, Any], pool: Any) -> Identity:
+def _identity(config: Any, options: dict[str, Any], pool: Any, name: str) -> Identity:
     """What pages depend on besides tokens and salt. Every arrangement of the pool has the same rows, so the layout is no part of it."""
     model, revision = str(config.model_name or ""), options.get("revision")
     names = ["tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size", "is_mla_model", "should_split_heads"]
     # The ranks of a model with latents hold the same pages.
     names += [] if config.is_mla_model else ["tp_rank", "dp_rank"]
     parallel = {name: getattr(config, name, None) for name in names}
-    digest = hashlib.sha256(json.dumps([parallel, pool.page_size], sort_keys=True).encode()).hexdigest()
-    recipe, dtype = options["recipe"], _NAMES[pool.dtype]
+    shape = [parallel, pool.page_size, *([name] if name else [])]
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
+    kept: Any = getattr(pool, "dtype", None)
+    recipe, dtype = options["recipe"], _NAMES.get(kept, "u8")
     adapter, tenant = options.get("adapter", ""), options.get("tenant", "")
     if os.path.isdir(model):
         return Identity.of_engine(
@@ -160,6 +237,11 @@ def _keys(options: dict[str, Any]) -> dict[str, bytes] | None:
 
     path = options.get("encryption_key_file")
     return None if path is None else read_key_file(path)
+
+
+def _name(value: Any) -> str:
+    """The text of a name of SGLang's, which may be an enumeration's."""
+    return str(getattr(value, "value", value))
 
 
 def _bytes(keys: Sequence[str]) -> list[bytes]:

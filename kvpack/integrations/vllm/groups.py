@@ -16,7 +16,6 @@ from .layouts import arrangement
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MOST_DIM = 1024
 FLOATS = {DTYPES[name]: name for name in ("bf16", "fp16", "fp32")}
 """kvpack's names of the dtypes that are packed; those of 8 bits depend on scales outside of the pages."""
 
@@ -45,8 +44,7 @@ class Group:
             return PageGeometry(self.layers, self.heads, self.tokens, self.dim, self.dim, self.dtype)
         if self.kind == "latents":
             return PageGeometry(self.layers, 1, self.tokens, self.dim, self.rotary, self.dtype)
-        dim = max(size for size in range(1, MOST_DIM + 1) if self.page_bytes % size == 0)
-        return PageGeometry(self.layers, 1, self.page_bytes // dim, dim, None, "u8")
+        return PageGeometry.of_bytes(self.page_bytes, self.layers)
 
     def recipe(self, given: str) -> str:
         """What pages are packed with, of the recipe that was ``given``: rotary values stay as they are."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.formats.errors import InvalidParameter
 from kvpack.output import add_json, print_json, progress
 
-from .convert import RECIPE_HELP, add_writing, save
+from .convert import RECIPE_HELP, add_basis, add_writing, recipe_of, save
 from .dense import DTYPES
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def add(commands: Any) -> None:
     parser.add_argument("input", metavar="IN.safetensors")
     parser.add_argument("output", metavar="OUT")
     parser.add_argument("--recipe", default="raw", help=f"{RECIPE_HELP} (default: raw, which keeps every bit)")
+    add_basis(parser)
     add_writing(parser)
     add_json(parser)
     parser.set_defaults(run=import_)
@@ -33,6 +34,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("input", metavar="FILE")
     parser.add_argument("output", metavar="OUT.safetensors")
+    add_basis(parser)
     parser.add_argument("--dtype", choices=list(DTYPES), help="round values to this dtype (default: the one that they are stored in)")
     parser.add_argument(
         "--window", metavar="LAYERS=TOKENS", action="append", default=[], help="the sliding window of some layers, such as 0,2,4=512"
@@ -46,7 +48,7 @@ def import_(arguments: argparse.Namespace) -> int:
     from kvpack.integrations.mlx_lm import import_prompt_cache
 
     with progress("encode", arguments) as callback:
-        cache = import_prompt_cache(arguments.input, arguments.recipe, progress=callback)
+        cache = import_prompt_cache(arguments.input, recipe_of(arguments), progress=callback)
     save(cache, arguments)
     return 0
 
@@ -62,7 +64,7 @@ def export(arguments: argparse.Namespace) -> int:
             raise InvalidParameter(f"--window is {text!r:.80}, expected numbers of layers and tokens, such as 0,2,4=512")
         windows |= dict.fromkeys(map(int, found["layers"].split(",")), int(found["tokens"]))
     # Truncating a mapped file would end the process, so the command reads a copy.
-    cache = kvpack.load(arguments.input, copy=True)
+    cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis)
     with progress("decode", arguments) as callback:
         size = export_prompt_cache(cache, arguments.output, dtype=arguments.dtype, windows=windows, progress=callback)
     if arguments.json:

@@ -31,6 +31,9 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--candidate", action="append", metavar="CODEC", help="a codec to choose from, such as k=scalar:b=3; may be repeated"
     )
+    parser.add_argument(
+        "--basis", metavar="FILE", help="the model's basis (kvpack calibrate makes one): adds the codec klt to what there is to choose from"
+    )
     parser.add_argument("--out", default="recipe.txt", metavar="FILE", help="the recipe file to write (default: recipe.txt)")
     parser.add_argument("--measurements", metavar="FILE", help="keep the measurements in this file, and reuse those that it holds")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens per window (default: 1024, or fewer if they do not fit)")
@@ -62,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             candidates=arguments.candidate,
             out=arguments.out,
             measurements=arguments.measurements,
+            basis=arguments.basis,
             progress=callback,
         )
     print_report(found, report.show, arguments)

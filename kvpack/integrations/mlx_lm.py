@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvpack.cache.cache import Cache
     from kvpack.cache.layer import Layer
     from kvpack.cache.side import Side
+    from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
     from kvpack.coding.recipes import Recipe
 
@@ -47,13 +48,19 @@ class _File(NamedTuple):
     texts: dict[str, str]
 
 
-def import_prompt_cache(path: str | os.PathLike[str], recipe: str | Recipe = "raw", *, progress: Progress | None = None) -> Cache:
+def import_prompt_cache(
+    path: str | os.PathLike[str],
+    recipe: str | Recipe = "raw",
+    *,
+    basis: Basis | str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Cache:
     """The prompt cache in the file ``path``, packed with ``recipe``; ``raw`` keeps every bit. Its metadata is the cache's.
 
     A ``RotatingKVCache`` becomes a layer that has skipped the tokens before its window. mlx-lm records no model: the caller knows it.
-    ``progress`` counts layers. Raises MissingFile; InvalidParameter for a file that mlx-lm does not write, and for a layer of which
-    keys and values of consecutive tokens are not all: quantized ones, those of a window that keeps tokens before it, and states; and
-    what ``kvpack.pack`` raises.
+    ``basis`` is that of ``kvpack.pack``, and ``progress`` counts layers. Raises MissingFile; InvalidParameter for a file that mlx-lm
+    does not write, and for a layer of which keys and values of consecutive tokens are not all: quantized ones, those of a window that
+    keeps tokens before it, and states; and what ``kvpack.pack`` raises.
     """
     where = path_text(path)
     arrays, file = tensor_files.read(where, lambda names, metadata: _checked(where, names, metadata))
@@ -61,7 +68,7 @@ def import_prompt_cache(path: str | os.PathLike[str], recipe: str | Recipe = "ra
     for number, name in enumerate(file.classes):
         parts = {part: arrays[f"{number}.{part}"] for part in range(10) if f"{number}.{part}" in arrays}
         states.append(_layer(f"{where}: layer {number}", name, parts, file.counts[number]))
-    return replace(pack(states, recipe, progress=progress), metadata=MappingProxyType(from_bytes(to_bytes(file.texts))))
+    return replace(pack(states, recipe, basis=basis, progress=progress), metadata=MappingProxyType(from_bytes(to_bytes(file.texts))))
 
 
 def export_prompt_cache(

@@ -72,7 +72,7 @@ def run(
     if not out.endswith(SUFFIX):
         raise InvalidParameter(f"{out}: the name of a basis ends in {SUFFIX}")
     with model_folder(model) as folder:
-        identity = _identity(folder)
+        identity = folder_identity(folder)
         network = load_model(folder)
         words = read_text(text, folder, vocabulary(network))
     tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, words, positions(network))
@@ -187,7 +187,7 @@ def _name_of(model: Any, text: Text, sizes: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _identity(folder: Path) -> dict[str, str]:
+def folder_identity(folder: Path) -> dict[str, str]:
     """The identity of the model in the dtype that users load it in: a sample of its weights tells it from others."""
     from kvpack.models import transformers_library
 

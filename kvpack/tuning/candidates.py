@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-import kvpack
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
-from kvpack.coding.recipes import Recipe
+from kvpack.cache.side import packed_side
+from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 
 from .allocation import Allocation, Place, recipe_text
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from kvpack.bench.windows import Exact
     from kvpack.cache.side import Side
+    from kvpack.coding.bases import Basis
 
 _SCALED = ("", ",channel_scale=fp16")
 """Keys without and with channel scales: with outlier channels a rotation needs them, elsewhere they may do harm."""
@@ -44,6 +45,9 @@ RUNGS = (
 
 Groups of tokens have one scale per channel, so that keys with outlier channels lose nothing.
 """
+
+CALIBRATED = tuple(f"klt:bits={bits:g}" for bits in (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4))
+"""The candidates that a basis adds, of both sides: each place then has what so many bits per value on average would give it."""
 
 SIDES = ("k", "v")
 
@@ -99,10 +103,11 @@ class Priced:
         return sum(side.batch * side.heads * side.tokens * side.dim for sides in self.packed.values() for side in list(sides.values())[:1])
 
 
-def price(exact: Exact, candidates: dict[str, list[str]]) -> Priced:
+def price(exact: Exact, candidates: dict[str, list[str]], basis: Basis | None = None) -> Priced:
     """Pack the whole window with every candidate, as a measurement does: its prefix, then the scored tokens appended.
 
-    Raises InvalidParameter when a place can have none of the candidates.
+    ``basis`` is that of candidates with the codec klt. Raises InvalidParameter when a place can have none of the candidates, and
+    MissingBasis.
     """
     packed: dict[Place, dict[str, Side]] = {}
     left_out: dict[Place, dict[str, str]] = {}
@@ -112,20 +117,24 @@ def price(exact: Exact, candidates: dict[str, list[str]]) -> Priced:
             packed[place], left_out[place] = {}, {}
             for codec in candidates[side]:
                 try:
-                    packed[place][codec] = _pack(x.to(torch.bfloat16), exact.prefix, side, codec)
+                    own = _recipe(side, codec, basis)
+                    packed[place][codec] = _pack(x.to(torch.bfloat16), exact.prefix, own, place, len(exact.pairs))
                 except (InvalidParameter, OutOfRange) as error:
-                    left_out[place][codec] = str(error).removeprefix(f"layers[0].{side}: ")
+                    left_out[place][codec] = str(error).removeprefix(f"layers[{layer}].{side}: ")
             if not packed[place]:
                 reason = next(iter(left_out[place].values()))
                 raise InvalidParameter(f"no candidate can hold layers[{layer}].{side}: {reason}")
     return Priced(packed, left_out)
 
 
-def _pack(x: torch.Tensor, prefix: int, side: str, codec: str) -> Side:
-    def pair(values: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return (values, None) if side == "k" else (None, values)
+def _recipe(side: str, codec: str, basis: Basis | None) -> Recipe:
+    return parse_recipe(";".join(f"{other}={codec if other == side else 'raw'}" for other in SIDES), basis)
 
-    recipe = ";".join(f"{other}={codec if other == side else 'raw'}" for other in SIDES)
-    layer = kvpack.pack([pair(x[:, :, :prefix])], recipe)[0].append(*pair(x[:, :, prefix:]))
-    found: Side = layer.sides[side]
-    return found
+
+def _pack(x: torch.Tensor, prefix: int, recipe: Recipe, place: Place, layers: int) -> Side:
+    number, side = place
+    codec = recipe.codec(number, layers, side, x.shape[3])
+    first = packed_side(x[:, :, :prefix], codec, recipe.window, f"layers[{number}].{side}")
+    rest = x[:, :, prefix:]
+    layer = Layer(first, None).append(rest, None) if side == "k" else Layer(None, first).append(None, rest)
+    return layer.sides[side]

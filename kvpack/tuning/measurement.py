@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.bench.windows import packed_file, read_exactly, read_packed
+from kvpack.coding.recipes import parse_recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvpack.bench.windows import Exact
+    from kvpack.coding.bases import Basis
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Loss:
 class Windows:
     """Windows of one text that are read again and again; ``step`` is told of every window read, ``measured`` of every new loss.
 
-    ``exact`` holds the uncompressed model's results, but only the prefix of the pairs, in the precision that is packed.
+    ``losses`` are by the text of the recipe, which names the ``basis`` where it needs one. ``exact`` holds the uncompressed model's
+    results, but only the prefix of the pairs, in the precision that is packed.
     """
 
     model: Any
@@ -62,6 +65,7 @@ class Windows:
     exact: list[Exact] = field(default_factory=list)
     losses: dict[str, Loss] = field(default_factory=dict)
     measured: Callable[[str, Loss], None] | None = None
+    basis: Basis | None = None
 
     def read(self, windows: Sequence[torch.Tensor], score: int) -> Exact:
         """Read windows ``[1, token]`` without packing, and return all of the first one."""
@@ -77,6 +81,7 @@ class Windows:
 
     def loss(self, recipe: str) -> Loss:
         """The cost of the recipe, measured once per recipe text. Raises OutOfRange where a codec cannot hold the values."""
+        recipe = parse_recipe(recipe, self.basis).text
         if recipe in self.losses:
             for _ in self.exact:
                 self.step()
@@ -87,7 +92,8 @@ class Windows:
         return self.losses[recipe]
 
     def _measure(self, exact: Exact, recipe: str) -> Loss:
-        predicted = read_packed(self.model, exact, packed_file(exact.first, recipe, os.path.join(self.folder, "window.kvpack")))
+        packed = packed_file(exact.first, parse_recipe(recipe, self.basis), os.path.join(self.folder, "window.kvpack"))
+        predicted = read_packed(self.model, exact, packed)
         self.step()
         return Loss([predicted.kl_divergence], [predicted.log_perplexity], predicted.whole.nbytes, predicted.whole.values)
 
@@ -99,7 +105,7 @@ def read_once(
     exact: list[float] = []
     losses: dict[str, list[Loss]] = {recipe: [] for recipe in recipes}
     for tokens in windows:
-        window = Windows(searched.model, searched.folder, searched.step)
+        window = Windows(searched.model, searched.folder, searched.step, basis=searched.basis)
         exact.append(window.read([tokens], score).loss)
         for recipe, found in losses.items():
             found.append(window.loss(recipe))

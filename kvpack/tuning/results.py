@@ -102,6 +102,8 @@ def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
         f"{found['bits_per_value']:.3f} bits per value in files of {report['settings']['tokens']:,} tokens; "
         f"KL divergence {found['held_out']['kl_divergence']:.3g} nats per token on held-out text",
     ]
+    if report["basis"] is not None:
+        comments.append(f"basis {report['basis']['digest']}")
     if uniform is not None:
         loss = uniform["held_out"]["kl_divergence"]
         comments.append(f"{uniform_name(report)}: {uniform['recipe']}, {uniform['bits_per_value']:.3f} bits, {loss:.3g} nats")

@@ -16,12 +16,14 @@ import torch
 
 from kvpack.bench.models import Text, read_text, vocabulary
 from kvpack.bench.sizes import check_size, positions, starts, window, window_ids, window_tokens
+from kvpack.coding.bases import Basis
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.models import load_model, model_folder
 
 from .allocation import recipe_clauses, recipe_text
-from .candidates import LADDER, RUNGS, parse_candidates, price
+from .calibrate import folder_identity
+from .candidates import CALIBRATED, LADDER, RUNGS, parse_candidates, price
 from .early_boost import RUNS, fast
 from .journal import open_journal
 from .measurement import Windows, read_once
@@ -96,18 +98,21 @@ def run(
     candidates: Sequence[str] | None = None,
     out: str | None = None,
     measurements: str | None = None,
+    basis: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Search for a recipe of at most ``bits`` bits per value, counted as all bytes of a window's file, and return JSON values.
 
     ``quick`` is the search of three to five recipes; ``candidates`` are codecs such as ``k=scalar:b=3``; ``out`` is the recipe
-    file to write; ``measurements`` is a file that keeps the losses for later searches. Two runs with one seed find the
+    file to write; ``measurements`` is a file that keeps the losses for later searches; ``basis`` is the model's basis file, for
+    candidates with the codec klt, which it adds to the usual ones. Two runs with one seed find the
     same recipe if torch has the same number of threads. Raises InvalidRecipe, InvalidParameter for sizes that do not fit and
     for an impossible budget, MissingFile and WriteFailed.
     """
     if not 0 < bits <= MAX_BITS:
         raise InvalidParameter(f"--bits is {bits}, expected a number above 0 and at most {MAX_BITS}")
-    codecs = parse_candidates(candidates or (RUNGS if quick else LADDER))
+    given = None if basis is None else Basis.load(basis)
+    codecs = parse_candidates(candidates or _candidates(quick, given))
     for path in (out, measurements):
         if path is not None:
             _check_folder(path)
@@ -115,14 +120,16 @@ def run(
         network = load_model(folder)
         words = read_text(text, folder, vocabulary(network))
         name = folder.resolve().name
+        if given is not None:
+            given.check_model(folder_identity(folder))
     sizes = _sizes(settings, words, positions(network))
     counter = _Counter(progress)
     with tempfile.TemporaryDirectory(prefix="kvpack-tune-") as folder_name:
-        searched = Windows(network, folder_name, counter)
+        searched = Windows(network, folder_name, counter, basis=given)
         chosen, kept = _windows(words, sizes, settings.seed)
         layers = network.config.get_text_config().num_hidden_layers
         counter.total = sizes.windows * (1 + (RUNS if quick else steps(layers, codecs))) + 3 * sizes.held_out
-        priced = price(searched.read(chosen, sizes.score), codecs)
+        priced = price(searched.read(chosen, sizes.score), codecs, given)
         search = Search(priced, searched, math.floor(bits * priced.values() / 8))
         journal = open_journal(measurements, searched.exact)
         searched.losses, searched.measured = dict(journal.losses), journal.keep
@@ -139,12 +146,20 @@ def run(
             "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
             "recipe": recipe_text(tuned.allocation),
             "file": out,
+            "basis": None if given is None else {"file": given.where, "digest": given.digest.hex()},
             **results(search, held_out, tuned, uniform),
         }
     counter.finish()
     if out is not None:
         write_file(out, [memoryview(recipe_file(report, recipe_clauses(tuned.allocation)).encode())])
     return report
+
+
+def _candidates(quick: bool, basis: Basis | None) -> Sequence[str]:
+    """The usual candidates: the fast search has one family, in which more bytes mean smaller errors."""
+    if basis is None:
+        return RUNGS if quick else LADDER
+    return CALIBRATED if quick else (*LADDER, *CALIBRATED)
 
 
 def _check_folder(path: str) -> None:

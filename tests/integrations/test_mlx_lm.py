@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 
 import kvpack
 from kvpack.cli import main
-from kvpack.formats.errors import InvalidParameter, MissingFile, OutOfRange
+from kvpack.formats.errors import InvalidParameter, MissingBasis, MissingFile, OutOfRange
 from kvpack.integrations.mlx_lm import export_prompt_cache, import_prompt_cache
+
+from klt_bases import random_basis  # isort: skip
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -182,3 +184,20 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (import_prompt_cache(tmp_path / "out.safetensors")[0].unpack(torch.float32)[0] - K).norm() < 0.1 * K.norm()
     assert main(["export", str(tmp_path / "x.kvpack"), str(tmp_path / "out.safetensors"), "--window", "all=64"]) == 2
     assert "expected numbers of layers and tokens, such as 0,2,4=512" in capsys.readouterr().err
+
+
+def test_caches_of_a_basis_come_and_go(tmp_path: Path) -> None:
+    basis = tmp_path / "x.kvbasis"
+    basis.write_bytes(random_basis({(0, side): (2, 32) for side in "kv"}, 1))
+    x, y = (torch.randn(1, 2, 40, 32, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    plain, packed, back = (str(tmp_path / name) for name in ("x.safetensors", "x.kvpack", "y.safetensors"))
+    export_prompt_cache(kvpack.pack([(x, y)], "raw"), plain)
+    words = ["--recipe", "klt-6", "--basis", str(basis)]
+    assert main(["import", plain, packed, *words]) == 0
+    assert main(["export", packed, back]) == MissingBasis.exit_code
+    assert main(["export", packed, back, "--basis", str(tmp_path), "--dtype", "fp32"]) == 0
+    found = import_prompt_cache(back)[0].unpack(torch.float32)
+    expected = kvpack.load(packed, basis=basis)[0].unpack(torch.float32)
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None
+        assert torch.allclose(one, other)

@@ -18,10 +18,11 @@ import kvpack
 from kvpack import cli
 from kvpack.bench import models, windows
 from kvpack.bench.sizes import starts, window
+from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.formats.errors import InvalidParameter, MissingBasis, OutOfRange
 from kvpack.models import load_model, model_folder
-from kvpack.tuning import candidates, early_boost, greedy, journal, measurement, results, search, tune
+from kvpack.tuning import calibrate, candidates, early_boost, greedy, journal, measurement, results, search, tune
 from kvpack.tuning.allocation import ranges, recipe_clauses, recipe_text, uniform
 from kvpack.tuning.measurement import Loss
 from kvpack.tuning.report import show
@@ -477,3 +478,21 @@ def test_a_head_dim_that_a_candidate_cannot_take() -> None:
     whole = packed.append([(k[:, :, 16:], v[:, :, 16:]) for k, v in pairs])
     assert priced.file_bytes(allocation) == whole.nbytes
     assert priced.values() == whole.values
+
+
+def test_a_basis_adds_candidates_and_is_named_with_what_was_measured(tmp_path: Path) -> None:
+    basis, measurements, out = (tmp_path / name for name in ("tinylm.kvbasis", "losses.json", "recipe.txt"))
+    calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, score=16, windows=2))
+    settings = tune.Settings(tokens=128, score=32, windows=1, held_out=1)
+    few = ["kv=klt:bits=1.5", "kv=klt:bits=3", "kv=scalar:b=2"]
+    found = tune.run(None, None, 3.0, settings, candidates=few, out=str(out), measurements=str(measurements), basis=str(basis))
+    digest = Basis.load(basis).digest.hex()
+    assert found["basis"] == {"file": str(basis), "digest": digest}
+    assert "klt:bits=" in found["recipe"]
+    assert found["tuned"]["bits_per_value"] <= 3.0
+    assert f"# basis {digest}" in out.read_text()
+    assert f"basis={digest}" in measurements.read_text()
+    with pytest.raises(MissingBasis, match="needs a basis: give basis="):
+        tune.run(None, None, 3.0, settings, candidates=few)
+    quick = tune.run(None, None, 3.0, settings, quick=True, basis=str(basis))
+    assert set(re.findall(r"=([a-z]+)", quick["recipe"])) <= {"klt", "kv"}

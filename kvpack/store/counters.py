@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
+from bisect import bisect_left
 from collections import Counter
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from .locks import Lock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 log = logging.getLogger("kvpack.store")
 
@@ -40,6 +43,10 @@ NAMES = {
 """Every counter and its meaning; ``faults`` has the labels operation and reason."""
 
 
+SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""The upper bounds of the classes of a latency histogram."""
+
+
 class Counters:
     """Counts from 0 since the store was opened; safe to use from any thread, and after a fork.
 
@@ -51,12 +58,24 @@ class Counters:
         self._whole, self._tell = whole, tell or _warn
         self._counts: Counter[str] = Counter()
         self._faults: Counter[tuple[str, str]] = Counter()
+        self._latencies: dict[str, Latency] = {}
         self._lock = Lock()
 
     def add(self, name: str, amount: int = 1) -> None:
         """Add ``amount`` to the counter ``name`` of ``NAMES``."""
         with self._lock:
             self._counts[name] += amount
+
+    @contextmanager
+    def timed(self, operation: str) -> Iterator[None]:
+        """Add the time of a ``with`` block, on the clock, to the histogram of ``operation``."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - begun
+            with self._lock:
+                self._latencies.setdefault(operation, Latency()).add(seconds)
 
     def fault(self, operation: str, error: BaseException) -> None:
         """Count a fault, and report the first of its kind."""
@@ -89,9 +108,36 @@ class Counters:
         for both, count in faults.items():
             operation, _, reason = both.partition(" ")
             lines.append(f'kvpack_store_faults_total{{operation="{operation}",reason="{reason}"}} {count}')
+        with self._lock:
+            latencies = [line for operation, latency in sorted(self._latencies.items()) for line in latency.lines(operation)]
+        lines += ["# HELP kvpack_store_seconds Seconds of a call, by operation.", "# TYPE kvpack_store_seconds histogram", *latencies]
         for name, (meaning, value) in gauges.items():
             lines += [f"# HELP kvpack_store_{name} {meaning}", f"# TYPE kvpack_store_{name} gauge", f"kvpack_store_{name} {value}"]
         return "\n".join(lines) + "\n"
+
+
+class Latency:
+    """A histogram of seconds: how many were at most each of ``SECONDS``."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(SECONDS) + 1)
+        self._sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect_left(SECONDS, seconds)] += 1
+        self._sum += seconds
+
+    def lines(self, operation: str) -> list[str]:
+        """The histogram in Prometheus' text format."""
+        found, below = [], 0
+        for bound, count in zip((*SECONDS, "+Inf"), self._counts, strict=True):
+            below += count
+            found.append(f'kvpack_store_seconds_bucket{{operation="{operation}",le="{bound}"}} {below}')
+        return [
+            *found,
+            f'kvpack_store_seconds_sum{{operation="{operation}"}} {self._sum}',
+            f'kvpack_store_seconds_count{{operation="{operation}"}} {below}',
+        ]
 
 
 def _warn(operation: str, error: BaseException) -> None:

@@ -15,12 +15,13 @@ from kvpack.pages.codec import PageCodec, key_digest
 
 from .backend import MAX_ENTRY_BYTES
 from .counters import Counters
-from .encryption import Cipher, in_clear
+from .encryption import in_clear
 from .faults import is_damage
-from .forms import Form, check_size
+from .forms import check_size
 from .identity import Identity
 from .loading import FAULTS
-from .locations import check_count, open_backend
+from .locations import check_count
+from .opening import opened
 from .page_keys import page_key
 from .tiers import Tiers
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from kvpack.pages.buffer import PageBuffer
     from kvpack.pages.geometry import PageGeometry
 
-    from .backend import Backend, Found
+    from .backend import Found
 
 _PAGES_AT_ONCE = 16
 """Pages of a call that are encoded or read before their entries are written, or decoded."""
@@ -91,11 +92,13 @@ class PageStore:
         self.codec = PageCodec(identity.recipe, geometry, threads=threads, namespace=identity.digest)
         self._max_entry_bytes = max_entry_bytes
         self._counters = Counters()
-        self._cipher = None if encryption is None else Cipher(encryption, identity.tenant)
-        self._backend: Backend = open_backend(
+        self._backend, self._cipher, self._values = opened(
             location,
+            identity,
             self._counters,
-            Form(max_entry_bytes, None if self._cipher is None else self._cipher.key_ids),
+            max_entry_bytes,
+            encryption,
+            check_values,
             max_bytes=max_bytes,
             min_free=min_free,
             durable=durable,
@@ -104,8 +107,6 @@ class PageStore:
             storage_options=storage_options,
             write_back=write_back,
         )
-        trusted = self._backend.private or self._cipher is not None
-        self._values = not trusted if check_values is None else check_values
         self._jobs, self._workers = count(), jobs
         self._pool: ThreadPoolExecutor | None = None
         self._running: dict[int, Job] = {}
@@ -137,6 +138,10 @@ class PageStore:
         Raises what ``PageCodec.encode_into`` raises.
         """
         self._check(keys, slots)
+        with self._counters.timed("save"):
+            return self._put_all(keys, pages, slots, ancestors)
+
+    def _put_all(self, keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int], ancestors: Sequence[bytes]) -> list[bool]:
         chain = self._names([*ancestors, *keys])
         first = len(chain) - len(keys)
         stored = [self._backend.present([name]) == 1 for name in chain[first:]]
@@ -167,8 +172,9 @@ class PageStore:
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.codec.geometry.tokens)
         loaded = [False] * len(keys)
-        for begin in range(0, len(keys), _PAGES_AT_ONCE):
-            self._get(range(begin, min(begin + _PAGES_AT_ONCE, len(keys))), names, keys, pages, slots, loaded)
+        with self._counters.timed("load"):
+            for begin in range(0, len(keys), _PAGES_AT_ONCE):
+                self._get(range(begin, min(begin + _PAGES_AT_ONCE, len(keys))), names, keys, pages, slots, loaded)
         hits = sum(loaded)
         self._counters.add("hit_tokens", hits * self.codec.geometry.tokens)
         return loaded

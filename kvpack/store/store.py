@@ -14,14 +14,14 @@ from kvpack.formats.errors import InvalidParameter
 
 from .backend import MAX_ENTRY_BYTES
 from .counters import Counters
-from .encryption import Cipher
 from .entries import Reader, to_pieces
 from .fitting import check_cache, check_groups, check_ids, check_inputs_given, check_length, inputs_found
-from .forms import Form, check_size
+from .forms import check_size
 from .identity import Identity
 from .keys import ID_BYTES, chained, check_inputs, chunk_keys, token_bytes
 from .loading import FAULTS, Loader
-from .locations import check_count, open_backend
+from .locations import check_count
+from .opening import opened
 from .reclaim import reclaim
 from .rope import longest_sequence
 from .tiers import Tiers
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from kvpack.cache.cache import Cache
     from kvpack.coding.bases import Basis
 
-    from .backend import Backend
 
 CHUNK_TOKENS = 256
 
@@ -102,11 +101,13 @@ class Store:
         self._max_entry_bytes = max_entry_bytes
         check_count("max_entry_bytes", max_entry_bytes, 1)
         self._counters = Counters()
-        self._cipher = None if encryption is None else Cipher(encryption, identity.tenant)
-        self._backend: Backend = open_backend(
+        self._backend, self._cipher, checked = opened(
             location,
+            identity,
             self._counters,
-            Form(max_entry_bytes, None if self._cipher is None else self._cipher.key_ids),
+            max_entry_bytes,
+            encryption,
+            check_values,
             max_bytes=max_bytes,
             min_free=min_free,
             durable=durable,
@@ -115,11 +116,9 @@ class Store:
             storage_options=storage_options,
             write_back=write_back,
         )
-        trusted = self._backend.private or self._cipher is not None
         self._root = identity.digest
         self._model = identity.header_model
         self._longest = longest_sequence(identity.rope)
-        checked = not trusted if check_values is None else check_values
         self._reader = Reader(self._model, identity.recipe, chunk, check_values=checked, basis=given)
         self._loader = Loader(self._backend, self._reader, self._cipher, self._counters)
 
@@ -163,7 +162,8 @@ class Store:
         keys = chunk_keys(self._root, ids, self.chunk, digests)
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.chunk)
-        cache = self._loader.load(keys) if self._determined(ids) else None
+        with self._counters.timed("load"):
+            cache = self._loader.load(keys) if self._determined(ids) else None
         if cache is not None and str(device) != "cpu":
             cache = self._moved(cache, device)
         if cache is None:
@@ -194,6 +194,11 @@ class Store:
         digests = digests[: len(ids) // ID_BYTES // self.chunk]
         check_inputs_given(cache, digests, self.chunk)
         self._counters.add("saves")
+        with self._counters.timed("save"):
+            return self._save(cache, ids, digests)
+
+    def _save(self, cache: Cache, ids: bytes, digests: Sequence[bytes]) -> int:
+        """Store the chunks of ``ids``, whole ones, and return the number of tokens now stored."""
         links = list(chained(self._root, ids, self.chunk, digests))
         keys = [link[0] for link in links]
         there = self._backend.present(keys)

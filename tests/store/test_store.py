@@ -10,6 +10,7 @@ import stat
 import struct
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ import kvpack
 from kvpack.formats.errors import InvalidParameter, InvalidRecipe
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.store import entries as entries_module
-from kvpack.store.counters import NAMES
+from kvpack.store.counters import NAMES, Latency
+from kvpack.store.metrics import register_metrics
 
 from caches import dense, random_pairs  # isort: skip
 from store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save  # isort: skip
@@ -356,7 +358,40 @@ def test_counters_as_prometheus_text(tmp_path: Path) -> None:
     lines = text.splitlines()
     for name in NAMES:
         assert f"# TYPE kvpack_store_{name}_total counter" in lines
-    assert all(re.fullmatch(r'# (HELP|TYPE) \w+ .+|\w+(\{(\w+="[^"\\]*",?)+\})? \d+', line) for line in lines)
+    assert all(re.fullmatch(r'# (HELP|TYPE) \w+ .+|\w+(\{(\w+="[^"\\]*",?)+\})? [\d.e-]+', line) for line in lines)
+    assert (
+        values['kvpack_store_seconds_count{operation="load"}'] == values['kvpack_store_seconds_bucket{operation="load",le="+Inf"}'] == "3"
+    )
+    assert values['kvpack_store_seconds_count{operation="save"}'] == "1"
+
+
+def test_latencies_are_counted_below_their_bounds() -> None:
+    latency = Latency()
+    for seconds in (0.0001, 0.0002, 0.5, 100.0):
+        latency.add(seconds)
+    found = dict(line.split("} ") for line in latency.lines("load"))
+    bounds = {name.partition('le="')[2].rstrip('"'): int(count) for name, count in found.items() if "bucket" in name}
+    assert (bounds["0.0001"], bounds["0.0003"], bounds["0.3"], bounds["1.0"], bounds["10.0"], bounds["+Inf"]) == (1, 2, 2, 3, 3, 4)
+    assert float(found['kvpack_store_seconds_sum{operation="load"']) == 0.0001 + 0.0002 + 0.5 + 100.0
+
+
+def test_metrics_are_registered_with_prometheus_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "prometheus_client", None)
+        with pytest.raises(InvalidParameter, match="prometheus_client, which is not installed"):
+            register_metrics(store)
+    registered: list[Any] = []
+    client: Any = types.ModuleType("prometheus_client")
+    parser: Any = types.ModuleType("prometheus_client.parser")
+    client.REGISTRY = types.SimpleNamespace(register=registered.append)
+    parser.text_string_to_metric_families = str.splitlines
+    monkeypatch.setitem(sys.modules, "prometheus_client", client)
+    monkeypatch.setitem(sys.modules, "prometheus_client.parser", parser)
+    collector = register_metrics(store)
+    assert registered == [collector]
+    store.load(prompt(1))
+    assert "kvpack_store_loads_total 1" in list(collector.collect())
 
 
 def test_opening_a_store_imports_no_torch(tmp_path: Path) -> None:

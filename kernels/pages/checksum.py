@@ -68,7 +68,7 @@ def _launch(
     # Of each row: the sum, and how many programs have added to it.
     sums = torch.zeros(rows.shape[0], 2, dtype=torch.int64, device=rows.device)
     launch(
-        _sum, rows.shape[0] * parts, rows.device, rows.view(torch.int32), rows.stride(0) // 4, words, parts,
+        _sum, rows.shape[0] * parts, rows.device, rows[:, :nbytes].view(torch.int32), rows.stride(0) // 4, words, parts,
         powers(multiplier, parts, str(rows.device)), sums, status, front, 0 if front is None else front.numel(), keys, pads,
         0 if pads is None else pads.numel(), LANES=LANES, STEPS=STEPS, warps=WARPS,
     )  # fmt: skip

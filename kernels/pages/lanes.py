@@ -58,7 +58,7 @@ class Job(NamedTuple):
 
 def takes_rows(rows: torch.Tensor) -> bool:
     """Whether the kernels read and write ``rows``, uint8 ``[page, byte]``, where they lie."""
-    return not (rows.data_ptr() % STREAMS_ALIGNED or (rows.shape[0] > 1 and rows.stride(0) % STREAMS_ALIGNED) or rows.stride(1) != 1)
+    return not (rows.data_ptr() % STREAMS_ALIGNED or rows.stride(0) % STREAMS_ALIGNED or rows.stride(1) != 1)
 
 
 def encode(lane: Lane, job: Job) -> bool:
@@ -151,5 +151,7 @@ def _choose_scales(codec: Minifloat, lane: Lane, job: Job, stream: torch.Tensor)
     for number, layer in enumerate(lane.layers):
         before = torch.zeros((len(job.slots), *stream.shape[1:]), dtype=stream.dtype, device=stream.device)
         found, finite = chosen_scales(codec, layer.index_select(0, slots), before)
-        rows[:, number] = found
+        # Rows may be of inference mode, where nothing else may write.
+        with torch.inference_mode():
+            rows[:, number].copy_(found)
         job.status.logical_or_((~finite).flatten(1).any(1))

@@ -134,8 +134,8 @@ class DevicePages:
                 rows[:, KEY_AT : KEY_AT + KEY_BYTES] = self._keys(digests)
             if self._pads is not None:
                 rows.index_fill_(1, self._pads.to(torch.int64), 0)
-            if not all(lanes.encode(lane, job) for lane in self._lanes(pages)):
-                return None
+        if not all(lanes.encode(lane, job) for lane in self._lanes(pages)):
+            return None
         checksum.write(rows, self._nbytes, MULTIPLIER, status)
         return status
 

@@ -258,6 +258,21 @@ def test_memory_of_inference_mode() -> None:
         assert all((x != y).any() for x, y in zip(found, before, strict=True))
 
 
+@pytest.mark.parametrize("spare", [9, 48])
+def test_rows_of_any_width(spare: int) -> None:
+    codec = PageCodec("kivi-4", WIDE)
+    pages, given = on_device(WIDE, 2)
+    wide = torch.full((3, codec.nbytes + spare), 7, dtype=torch.uint8, device=DEVICE)
+    for rows, slots in ((wide[1:], [1, 0]), (wide[:1], [0])):
+        assert codec.encode_into(pages, slots, rows) == [None] * len(slots)
+        assert torch.equal(rows[:, : codec.nbytes].cpu(), by_host(codec, given, slots))
+        target, found = on_device(WIDE, 2, seed=5)
+        assert codec.decode_into(rows, target, slots) == [None] * len(slots)
+        expected = host_decoded(codec, rows[:, : codec.nbytes].contiguous())
+        assert all(torch.equal(x[slots].cpu(), y) for x, y in zip(found, expected, strict=True))
+    assert (wide[:, codec.nbytes :] == 7).all()
+
+
 def test_arguments_are_checked() -> None:
     codec = PageCodec("raw", SMALL)
     pages, _ = on_device(SMALL, 2)

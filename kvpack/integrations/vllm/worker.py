@@ -142,8 +142,8 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _stored(self, part: Part, rows: torch.Tensor, job: PageJob) -> None:
         """Copy rows to the memory of the host: the row of a page that was refused is no row, and a later load of it fails."""
-        outcomes = job.outcomes()
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            outcomes = job.outcomes()
             for row, target in zip(rows, part.rows, strict=True):
                 target.copy_(row, non_blocking=True)
         self.encoded += outcomes.count(None)

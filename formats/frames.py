@@ -37,34 +37,34 @@ class Rope(NamedTuple):
     frequencies: tuple[float, ...]
     pairing: str
 
-    def turned(self, x: torch.Tensor, first: int, *, back: bool = False) -> torch.Tensor:
-        """``x``, float32 ``[..., token, dim]``, turned by the positions from ``first`` on, or turned ``back``."""
+    def turned(self, x: torch.Tensor, first: int, *, back: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+        """``x``, float32 ``[..., token, dim]``, turned by the positions from ``first`` on, or turned ``back``, into ``out`` if given."""
         pairs = len(self.frequencies)
         cos, sin = (one.to(x.device) for one in _cos_sin(self.frequencies, first, x.shape[-2]))
-        if back:
-            sin = -sin
-        out = x.clone()
-        ones, others = (
-            (slice(0, pairs), slice(pairs, 2 * pairs)) if self.pairing == "halves" else (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
-        )
-        out[..., ones] = x[..., ones] * cos - x[..., others] * sin
-        out[..., others] = x[..., others] * cos + x[..., ones] * sin
+        sign = -1 if back else 1
+        halves = slice(0, pairs), slice(pairs, 2 * pairs)
+        ones, others = halves if self.pairing == "halves" else (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
+        out = torch.empty_like(x) if out is None else out
+        out[..., 2 * pairs :] = x[..., 2 * pairs :]
+        torch.mul(x[..., ones], cos, out=out[..., ones]).addcmul_(x[..., others], sin, value=-sign)
+        torch.mul(x[..., others], cos, out=out[..., others]).addcmul_(x[..., ones], sin, value=sign)
         return out
 
 
 def _cos_sin(frequencies: tuple[float, ...], first: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of the angles of ``tokens`` positions from ``first`` on, float32 ``[token, pair]``."""
-    cos, sin = _first_cos_sin(frequencies, 1 << max(8, (tokens - 1).bit_length()))
-    at = numpy.array(frequencies) * first
-    shift_cos, shift_sin = torch.from_numpy(numpy.cos(at)), torch.from_numpy(numpy.sin(at))
-    cos, sin = cos[:tokens], sin[:tokens]
-    return (cos * shift_cos - sin * shift_sin).to(torch.float32), (sin * shift_cos + cos * shift_sin).to(torch.float32)
+    cos, sin = (one[:tokens] for one in _first_cos_sin(frequencies, 1 << max(8, (tokens - 1).bit_length())))
+    # Angles of far positions need binary64, and sums and products of their cosines and sines do not.
+    at = torch.tensor(frequencies, dtype=torch.float64, device="cpu") * first
+    shift_cos, shift_sin = at.cos().to(torch.float32), at.sin().to(torch.float32)
+    return (cos * shift_cos).addcmul_(sin, shift_sin, value=-1), (sin * shift_cos).addcmul_(cos, shift_sin)
 
 
 @lru_cache(TABLES_KEPT)
 def _first_cos_sin(frequencies: tuple[float, ...], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = numpy.arange(tokens)[:, None] * numpy.array(frequencies)
-    return torch.from_numpy(numpy.cos(angles)), torch.from_numpy(numpy.sin(angles))
+    angles = torch.arange(tokens, dtype=torch.float64, device="cpu")[:, None]
+    angles = angles * torch.tensor(frequencies, dtype=torch.float64, device="cpu")
+    return angles.cos().to(torch.float32), angles.sin().to(torch.float32)
 
 
 class Tables:

@@ -201,7 +201,7 @@ class Transform(CodecFamily):
     def coded(self, groups: Sequence[Numbers], source: Frames, shape: tuple[int, int]) -> dict[str, Numbers]:
         """The streams but ``positions`` of levels, int64 ``[batch, kv_head, column of the block, token]`` of each token group.
 
-        ``source`` are the frames of all heads; ``shape`` is batch and kv_head.
+        ``source`` are the frames of all heads; ``shape`` is batch and kv_head. Raises OutOfRange for levels that a table cannot code.
         """
         batch, heads = shape
         tables, numbers = source.tables, self._tables(source, heads)
@@ -219,7 +219,7 @@ class Transform(CodecFamily):
             coded = numpy.where(near, own + (tables.reach + 1), 0)
             coded[tables.frequencies[table[number, :size], coded] == 0] = 0
             if not tables.frequencies[table[number, :size], coded].all():
-                raise InvalidParameter("a table of the basis has no escape: values can be decoded by it, but not encoded")
+                raise OutOfRange("a table of the basis has neither a symbol for a level nor an escape: choose another step")
             symbols[number, :size] = coded
             escapes.append(own[coded == 0].astype("<i4").view("<u2"))
         made = rans.encode(symbols, columns * sizes, tables.frequencies, table)
@@ -275,10 +275,11 @@ class Transform(CodecFamily):
         for row, count in enumerate(tokens):
             for b in range(batch):
                 own = slice((row * batch + b) * heads, (row * batch + b + 1) * heads)
-                x = self._token_group(values[own], found.columns[own], count, source, device)
+                x, to = self._token_group(values[own], found.columns[own], count, source, device), out[b, :, first : first + count]
                 if positions is not None and source.rope is not None:
-                    x = source.rope.turned(x, int(positions[b, row]))
-                out[b, :, first : first + count] = x
+                    source.rope.turned(x, int(positions[b, row]), out=to)
+                else:
+                    to.copy_(x)
             first += count
         return out
 
@@ -287,8 +288,11 @@ class Transform(CodecFamily):
         tables = source.tables
         step = 2.0 ** (-self.step / STEPS_PER_OCTAVE)
         by_symbol = (tables.by_symbol * step).numpy()
-        values = by_symbol.take(found.table.astype(numpy.int32) * tables.alphabet + found.symbols)
-        values[found.symbols == 0] = found.escaped * numpy.float64(step)
+        places = numpy.multiply(found.table, tables.alphabet, dtype=numpy.intp)
+        places += found.symbols
+        values = by_symbol.take(places)
+        if len(found.escaped):
+            values[found.symbols == 0] = found.escaped * numpy.float64(step)
         parts = zip(values, found.columns, found.tokens, strict=True)
         return [torch.from_numpy(row[: columns * tokens].reshape(columns, tokens)) for row, columns, tokens in parts]
 
@@ -298,13 +302,14 @@ class Transform(CodecFamily):
         """The ``tokens`` of one group of a sequence, before RoPE: float32 ``[kv_head, token, dim]``."""
         heads, rows = len(values), source.rows_on(device)
         if self.scope == "head":
-            return torch.stack([rows[h, 0] + one.to(device).T @ rows[h, 1 : 1 + len(one)] for h, one in enumerate(values)])
+            return torch.stack([torch.addmm(rows[h, 0], one.to(device).T, rows[h, 1 : 1 + len(one)]) for h, one in enumerate(values)])
         # Column c of the layer's frame is column c div heads of block c mod heads.
-        joined = torch.zeros(int(columns.max()), heads, tokens)
+        joined = torch.empty(int(columns.max()), heads, tokens, dtype=torch.float32, device="cpu")
         for h, one in enumerate(values):
             joined[: len(one), h] = one
+            joined[len(one) :, h] = 0.0
         wide = joined.flatten(0, 1).to(device)
-        x = rows[0, 0] + wide.T @ rows[0, 1 : 1 + len(wide)]
+        x = torch.addmm(rows[0, 0], wide.T, rows[0, 1 : 1 + len(wide)])
         return x.view(tokens, heads, self.dim).transpose(0, 1)
 
     def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:

@@ -728,6 +728,8 @@ class Codec:
     """The digest, the layer and the side of the basis that a reader must be given."""
     scope: str = ""
     """That of the frames of the basis, for a codec that needs these and not its rows."""
+    check_sizes: Callable[[Any, str], None] = lambda side, prefix: None
+    """Refuses of a side, before anything is decoded, what needs no basis."""
 
     @property
     def streams(self) -> dict[str, Columns | NumberStream]:
@@ -1000,17 +1002,25 @@ def transform(entry: Mapping[str, Any]) -> Codec:
         NumberStream("words", "U16", (), per="entry"),
     ]
 
+    def words_of_chunks(side: Side) -> list[int]:
+        halves: list[Any] = side.numbers["word_counts"]
+        return [low + 65536 * high for low, high in zip(halves[::2], halves[1::2], strict=True)]
+
+    def groups_of(side: Side) -> list[int]:
+        return [min(chunk, run - first) for run in side.runs for first in range(0, run, chunk)]
+
+    def check_sizes(side: Side, prefix: str) -> None:
+        total, rule, groups = sum(words_of_chunks(side)), f"{page}, Layout", groups_of(side)
+        require(total == side.entries["words"], rule, f"{prefix}word_counts sum to {total}, not {side.entries['words']}")
+        for row, found in enumerate(side.numbers["tokens"]):
+            require(found == groups[row % len(groups)], rule, f"{prefix}tokens are {found}, not {groups[row % len(groups)]}")
+        for found in side.numbers["columns"]:
+            require(found <= dim, rule, f"{prefix}columns are {found} of {dim}")
+
     def coded(side: Side, prefix: str) -> dict[str, list[list[list[int]]]]:
         """Decode, steps 1 and 2: for each token of a head its number in its group, and table, symbol and level of each column."""
         of: dict[str, list[Any]] = side.numbers
-        counts = [low + 65536 * high for low, high in zip(of["word_counts"][::2], of["word_counts"][1::2], strict=True)]
-        total, rule = sum(counts), f"{page}, Layout"
-        require(total == side.entries["words"], rule, f"{prefix}word_counts sum to {total}, not {side.entries['words']}")
-        groups = [min(chunk, run - first) for run in side.runs for first in range(0, run, chunk)]
-        for row, found in enumerate(of["tokens"]):
-            require(found == groups[row % len(groups)], rule, f"{prefix}tokens are {found}, not {groups[row % len(groups)]}")
-        for found in of["columns"]:
-            require(found <= dim, rule, f"{prefix}columns are {found} of {dim}")
+        counts, groups = words_of_chunks(side), groups_of(side)
         heads, taken, token = side.heads, 0, 0
         rows: list[list[list[int]]] = [[] for _ in range(side.batch * heads * side.packed)]
         for group, tokens in enumerate(groups):
@@ -1077,7 +1087,7 @@ def transform(entry: Mapping[str, Any]) -> Codec:
         return tau
 
     basis = digest, layer, of_side
-    return Codec("transform", dim, chunk, {}, streams, decode, tolerance, coded=coded, basis=basis, scope=scope)
+    return Codec("transform", dim, chunk, {}, streams, decode, tolerance, coded=coded, basis=basis, scope=scope, check_sizes=check_sizes)
 
 
 def block_levels(
@@ -2323,6 +2333,7 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: M
         else:
             side.numbers[name] = numbers(contents[prefix + name], stream.dtype)
             check_special_values(prefix + name, stream, side.numbers[name])
+    codec.check_sizes(side, prefix)
     side.given = given_for(side, prefix, bases or {}) if codec.basis else []
     places = {name: entry_places(flags) for name, flags in flags_of(side).items()}
     for name, found in places.items():

@@ -145,6 +145,13 @@ def add_payload() -> None:
     refused("tokens-zero", "transform-8", "a group of 4 tokens that claims none", bits("0.k.tokens", 0, "0000"))
     refused("columns-above", "transform-9", "4 columns of a head of 3", bits("0.k.columns", 2, "0400"))
     refused("columns-largest", "transform-9", "65535 columns", bits("0.k.columns", 0, "ffff"))
+    for name, rule, shows, change in (
+        ("tokens", "transform-8", "a group of 4 tokens that claims 3", bits("0.k.tokens", 0, "0300")),
+        ("word-counts", "transform-10", "word_counts that sum to one less than the words", bits("0.k.word_counts", 0, "00")),
+    ):
+        shows = f"{shows}, and the reader is given no basis"
+        make = lambda c=change: changed(one_value(), c)  # noqa: E731
+        add(f"transform-{name}-without-the-basis", rule, "InvalidPayload", shows, make)
     refused("state-low", "rans-2", "a first state below 2^16", bits("0.k.states", 2, "0000"))
     refused("state-of-an-idle-lane", "rans-4", "a lane without a symbol whose state is 2^16 + 1", bits("0.k.states", 124, "0100"))
     refused("word-counts-above", "transform-10", "word_counts that sum to one more than the words", bits("0.k.word_counts", 4, "ff"))

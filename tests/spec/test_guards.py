@@ -23,9 +23,10 @@ from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, 
 from file_parts import Parts, one_side  # isort: skip
 from guard_removal import all_guards, caught_by_a_file, listed, readings  # isort: skip
 from guards import LIBRARY, guards_of  # isort: skip
-from invalid_vectors import ANGLE, GROUP, KLT, LOSSLESS, MINIFLOAT, OCTAHEDRAL, POLAR, QUATERNION  # isort: skip
+from invalid_vectors import ANGLE, GROUP, KLT, LOSSLESS, MINIFLOAT, OCTAHEDRAL, POLAR, QUATERNION, TRANSFORM  # isort: skip
 from parameter_vectors import CODED, SIDE_CARS  # isort: skip
 from second_decoder import PATH, decoder  # isort: skip
+from transform_vectors import BASIS  # isort: skip
 from vector_checks import LINES, basis_of, verify  # isort: skip
 from vector_files import FOLDER  # isort: skip
 
@@ -80,7 +81,9 @@ def test_loading_makes_the_checks_of_verifying() -> None:
 def load(data: bytes, file: str) -> object:
     """The cache, or the basis, that a file is."""
     opened = container.open_bytes(bytearray(data))
-    return Basis.of_bytes(data) if opened.header.is_basis else files.read(opened, basis=basis_of(file))
+    # What is refused without the basis is refused with it, but for its being missing.
+    given = [*basis_of(file), *([] if LINES[file]["error"] == "MissingBasis" else [Basis.load(FOLDER / BASIS)])]
+    return Basis.of_bytes(data) if opened.header.is_basis else files.read(opened, basis=given)
 
 
 def test_no_writer_names_a_required_feature() -> None:
@@ -132,6 +135,8 @@ def test_no_file_that_is_refused_takes_more_memory_than_four_times_itself() -> N
         (QUATERNION, {"secondary": 0}, "secondary is 0, expected 1 to 4096"),
         (QUATERNION, {"secondary": 2731}, "secondary is 2731, direct expects 1 to 2730"),
         (QUATERNION, {"radius_bits": 0}, "radius_bits is 0, expected 1 to 8"),
+        (TRANSFORM, {"layer": -1}, "layer is -1, expected 0 to 4095"),
+        (TRANSFORM, {"step": -1}, "step is -1, expected 0 to 255"),
     ],
     ids=str,
 )

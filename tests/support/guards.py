@@ -62,6 +62,8 @@ OTHER_FUNCTIONS = {
     "of_words",
     "pieces",
     "source_for",
+    "of_heads",
+    "inverse",
     "_flat",
 }
 """Functions that encode, make codecs for recipes, write files, and take bases: no reader calls them."""

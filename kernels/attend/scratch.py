@@ -130,7 +130,9 @@ def _value_matrix(codec: Codec, device: str) -> torch.Tensor | None:
 def frame_of(side: Side) -> Frame:
     """The coded frame if all packed tokens of the side have the same one and a loader that decodes them; else the original one."""
     found = [segment for segment in segments.of_side(side).segments if segment.page is not None]
-    if not found or tiles.loader_of(found[0].codec) is None:
+    loader = tiles.loader_of(found[0].codec) if found else None
+    # What all tokens have in common is in no column of theirs.
+    if loader is None or loader.offset:
         return Frame()
     first = found[0].frame
     if any(segment.raw or not segment.exact or (segment is not found[0] and segment.frame != first) for segment in found):

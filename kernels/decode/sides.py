@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvpack.formats.raw import Raw
 
-from . import decode, unpack
+from . import decode, klt, unpack
 from .rows import Packed
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tu
                 out[:, :, begin : begin + part.stop - part.start] = part.page.streams["values"][:, :, part.start : part.stop]
         elif unpack.takes(codec, out):
             unpack.unpack(codec, [part.packed(start) for part in parts], out)
+        elif klt.takes(codec, out):
+            klt.unpack(codec, [part.packed(start) for part in parts], out)
         elif parts[0].start % codec.token_group or not decode.decode_into(codec, [part.packed(start) for part in parts], out, True):
             left.append((parts[0].first + parts[0].start, parts[-1].first + parts[-1].stop))
     tail = side.tokens - side.tail.shape[2]

@@ -26,7 +26,7 @@ from kvpack.formats.raw import Raw
 from kvpack.kernels.attend import device_tables, loaders, plan
 from kvpack.kernels.attend.bound_loader import RowStream, bind
 from kvpack.kernels.attend.shapes import table_budget
-from kvpack.kernels.attend.work import STREAM_INTEGERS, load_tiles, stream_pointers
+from kvpack.kernels.attend.work import STREAM_INTEGERS, Rows, load_tiles, stream_pointers
 from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tables.shared_table import declare, fetch, fill
 from kvpack.kernels.triton_insides import CachedLaunch
@@ -79,9 +79,9 @@ class Work(NamedTuple):
 
 @lru_cache(maxsize=256)
 def loader_of(codec: Codec) -> Tiles | None:
-    """The loader by which rows of ``codec`` are decoded here: None without one, for raw values, and where tiles do not hold all."""
+    """The loader by which rows of ``codec`` are decoded here: None without one, for raw values, and for one that adds signs or outliers."""
     tiles = loaders.tiles_of(codec)
-    if tiles is None or type(codec) is Raw or tiles.signs or tiles.outliers or tiles.offset or tiles.dtype != "fp16":
+    if tiles is None or type(codec) is Raw or tiles.signs or tiles.outliers or tiles.dtype != "fp16":
         return None
     return tiles
 
@@ -211,6 +211,7 @@ def decode_tiles(
     sequence = tl.program_id(0) // blocks
     batch = (sequence // heads).to(tl.int64)
     head = (sequence % heads).to(tl.int64)
+    table += sequence % SIDE.tables * SIDE.table_values
     entries = ()
     if TABLES.nbytes:
         declare(TABLES.nbytes, WARPS)
@@ -222,7 +223,10 @@ def decode_tiles(
     place = tl.load(row + 2) + begin - first_token
     target = out + batch * batch_stride + head * head_stride + place * token_stride
     streams = stream_pointers(row + FIRST_ADDRESS, batch, head, SIDE)
-    fields = load_column_fields(numbers, FIELDS)
+    if SIDE.load_columns is None:
+        fields = load_column_fields(numbers, FIELDS)
+    else:
+        fields = SIDE.load_columns(table, Rows(streams, begin * 0), CONSTANTS, TOKENS)
     for number in tl.static_range(len(FILLS)):
         _fill(entries[number], constant_at(FILLS, number))
     if TABLES.nbytes:

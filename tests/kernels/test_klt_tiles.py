@@ -137,3 +137,24 @@ def test_many_queries() -> None:
     found = many_queries.attend(q, layer, 32**-0.5)
     expected = exact(q.cpu().to(torch.float32), Layer(*(side.to("cpu") for side in layer.sides.values())))
     assert (found.cpu().to(torch.float64) - expected).norm() <= 6e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["every width", "partial runs", "few channels"])
+def test_unpacking(name: str, dtype: torch.dtype) -> None:
+    from kvpack.kernels.decode import klt as decode_klt
+    from kvpack.kernels.decode import sides as decode_sides
+
+    dim, k, v = WIDTHS[name]
+    for codec in (klt(dim, k), klt(dim, v, "v", gain="none")):
+        side = random_side(codec, 2, (150, 33), 9, 1, 2)
+        there = side.to(DEVICE)
+        out = torch.full((2, 2, 192, dim), torch.nan, dtype=dtype, device=DEVICE)
+        assert decode_klt.takes(codec, out)
+        assert decode_sides.unpack_into(there, 0, 192, out) == [(183, 192)]
+        part = torch.full((2, 2, 100, dim), torch.nan, dtype=dtype, device=DEVICE)
+        assert decode_sides.unpack_into(there, 70, 170, part) == []
+        assert torch.equal(part[:, :, :100], out[:, :, 70:170])
+        expected = side.unpack(torch.float32)[:, :, :183].double()
+        step = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-9
+        assert ((out[:, :, :183].cpu().double() - expected).norm(dim=-1) <= step * expected.norm(dim=-1)).all()

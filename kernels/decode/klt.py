@@ -1,0 +1,56 @@
+"""Unpack klt: tiles by the loader of attention, then the matrix of each head, a part of the tokens at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+
+from kvpack.formats.klt import Klt
+from kvpack.kernels.attend import plan, rotation
+
+from . import tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpack.formats.base import Codec
+
+    from .rows import Packed
+
+PART_BYTES = 64 << 20
+"""Bytes of binary32 values at once."""
+
+
+def takes(codec: Codec, out: torch.Tensor) -> TypeGuard[Klt]:
+    """Whether ``unpack`` takes a codec and an output; rows that the cache holds are left to torch."""
+    return (
+        isinstance(codec, Klt)
+        and codec.rows == "basis"
+        and out.dtype in (torch.bfloat16, torch.float16)
+        and tiles.loader_of(codec) is not None
+    )
+
+
+def unpack(codec: Klt, packed: Sequence[Packed], out: torch.Tensor) -> None:
+    """Decode ``packed``, whose pages follow one another, into ``out`` ``[batch, kv_head, token, dim]``, in the original frame.
+
+    Entries of tables are rounded to binary16, and sums to the output's dtype.
+    """
+    batch, heads, _, dim = out.shape
+    work = tiles.work_of(codec, packed, batch, heads, out.device)
+    if not work.blocks * batch * heads:
+        return
+    matrix = rotation.value_matrix(((codec, plan.columns(codec, False)),), 1, str(out.device))
+    # The last row is the mean token.
+    columns, mean = matrix[:, :-1], matrix[:, -1:]
+    at_once = max(1, PART_BYTES // (4 * (columns.shape[1] + dim) * batch * heads * work.block_tokens))
+    end = packed[-1].first + packed[-1].tokens
+    with torch.autocast(out.device.type, enabled=False):
+        for first in range(0, work.blocks, at_once):
+            blocks = range(first, min(first + at_once, work.blocks))
+            start, stop = work.token_of(first), work.token_of(blocks.stop) if blocks.stop < work.blocks else end
+            values = torch.empty(batch, heads, stop - start, columns.shape[1], dtype=torch.float16, device=out.device)
+            factors = torch.ones(batch, heads, stop - start, dtype=torch.float32, device=out.device)
+            tiles.decode(codec, work, values, blocks, None if codec.gain == "none" else factors)
+            out[:, :, start:stop] = (values.to(torch.float32) * factors[..., None]) @ columns + mean

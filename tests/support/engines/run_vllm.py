@@ -38,9 +38,9 @@ def environment(folder: Path) -> Path:
     return python
 
 
-def process(python: Path, script: str, model: Path, store: Path, recipe: str, seconds: float | None = None) -> dict[str, Any]:
+def process(python: Path, script: str, model: Path, store: Path, recipe: str, *more: str, seconds: float | None = None) -> dict[str, Any]:
     """What one process printed; nothing if it was killed after ``seconds``."""
-    command = [python, HERE / script, model, store, recipe]
+    command = [python, HERE / script, model, store, recipe, *more]
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         if seconds is not None:
@@ -71,7 +71,17 @@ def main() -> int:
     for script, kind in (("vllm_process.py", "the tier"), ("vllm_packed.py", "packed by the worker, vLLM's fs tier")):
         for recipe in ("bf16", "octopus-4"):
             failed += not runs(python, script, kind, options.model, recipe)
-    return failed
+    return failed + (not fp8_is_kept(python, options.model))
+
+
+def fp8_is_kept(python: Path, model: Path) -> bool:
+    """Run two processes whose cache is fp8, which rows hold byte for byte."""
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = (process(python, "vllm_packed.py", model, Path(folder), "octopus-4", "fp8") for _ in range(2))
+    tokens = [second["tokens"], first["memory"]["tokens"], first["flipped"]["tokens"]]
+    good = second["cached"] == LOADED and all(found == first["tokens"] for found in tokens)
+    print(f"packed by the worker, a cache of fp8: the second process loads {second['cached']} of 900 tokens {'good' if good else 'WRONG'}")
+    return good
 
 
 def runs(python: Path, script: str, kind: str, model: Path, recipe: str) -> bool:

@@ -16,7 +16,7 @@ os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": 
 TOKENS, GENERATED = 900, 48
 
 
-def main(model: str, folder: str, recipe: str) -> None:
+def main(model: str, folder: str, recipe: str, cache_dtype: str = "auto") -> None:
     import torch
 
     # With AMX, vLLM's attention keeps pages in an arrangement that kvpack refuses.
@@ -44,6 +44,7 @@ def main(model: str, folder: str, recipe: str) -> None:
         enforce_eager=True,
         max_model_len=1024,
         dtype="bfloat16",
+        kv_cache_dtype=cache_dtype,
         max_num_seqs=2,
         kv_transfer_config={
             "kv_connector": "KvpackConnector",

@@ -48,6 +48,7 @@ def add(commands: Any) -> None:
     _add_fidelity(kinds)
     _add_attend(kinds)
     _add_pages(kinds)
+    _add_decode(kinds)
     _add_kernels(kinds)
     _add_overview(kinds)
     _add_store(kinds)
@@ -131,6 +132,31 @@ def _add_pages(kinds: Any) -> None:
     pages.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings on the CPU (default: 5)")
     add_json(pages)
     pages.set_defaults(run=run_pages)
+
+
+def _add_decode(kinds: Any) -> None:
+    decode = kinds.add_parser(
+        "decode",
+        help="decoding files of the codec transform on one core, compared with its products alone",
+        description="Time the decoding of caches of the codec transform, of random values as the basis describes them, on one core, "
+        "compared with the products and the symbols that it cannot do without.",
+    )
+    decode.add_argument("--basis", required=True, metavar="FILE", help="a basis with frames (kvpack calibrate makes one)")
+    decode.add_argument("--bits", action="append", type=float, metavar="N", help="bits per value; may be repeated (default: 0.3, 0.6, 1)")
+    decode.add_argument("--tokens", type=int, default=3840, metavar="N", help="tokens of the caches (default: 3840)")
+    decode.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
+    add_json(decode)
+    decode.set_defaults(run=run_decode)
+
+
+def run_decode(arguments: argparse.Namespace) -> int:
+    """Measure and print the table."""
+    from kvpack.bench import decode
+
+    with progress("bench decode", arguments) as callback:
+        report = decode.run(arguments.basis, arguments.bits or decode.BITS, arguments.tokens, repeats=arguments.repeats, progress=callback)
+    print_report(report, decode.show, arguments)
+    return 0
 
 
 def _add_kernels(kinds: Any) -> None:

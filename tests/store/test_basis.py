@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 SHAPES = {(0, "k"): (2, 16), (0, "v"): (2, 16)}
 
 
-def test_entries_are_read_with_the_basis_that_their_identity_names(tmp_path: Path) -> None:
-    basis, other = (Basis.of_bytes(random_basis(SHAPES, 1, seed=seed)) for seed in ("", "other"))
-    recipe = kvpack.Recipe("klt-2", basis)
+@pytest.mark.parametrize("text", ["klt-2", "kv=transform:bits=4,chunk=16"])
+def test_entries_are_read_with_the_basis_that_their_identity_names(text: str, tmp_path: Path) -> None:
+    scopes = {(0, "k"): "layer", (0, "v"): "head"}
+    basis, other = (Basis.of_bytes(random_basis(SHAPES, 1, seed=seed, scopes=scopes)) for seed in ("", "other"))
+    recipe = kvpack.Recipe(text, basis)
     k, v = torch.randn(2, 1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
     cache, ids = kvpack.pack([(k, v)], recipe), list(range(40))
     identity = kvpack.Identity("x", recipe.text)
@@ -40,7 +42,7 @@ def test_entries_are_read_with_the_basis_that_their_identity_names(tmp_path: Pat
     with pytest.raises(InvalidRecipe, match=f"names the basis {basis.digest.hex()}, and {other.digest.hex()} was given"):
         kvpack.Store(tmp_path, identity, chunk=16, basis=other)
     with pytest.raises(InvalidRecipe, match="does not name its basis"):
-        kvpack.Store(tmp_path, kvpack.Identity("x", "klt-2"), chunk=16, basis=basis)
-    elsewhere = kvpack.Identity("x", kvpack.Recipe("klt-2", other).text)
+        kvpack.Store(tmp_path, kvpack.Identity("x", text), chunk=16, basis=basis)
+    elsewhere = kvpack.Identity("x", kvpack.Recipe(text, other).text)
     with kvpack.Store(tmp_path, elsewhere, chunk=16, basis=other) as store:
         assert store.load(ids) == (0, None)

@@ -18,14 +18,15 @@ from kvpack.file.inputs import Inputs
 from kvpack.formats.errors import InvalidParameter, InvalidShape, KvpackWarning, OutOfBounds
 from kvpack.live.cache import LiveCache
 
+from .compiled import CompiledCalls
 from .hooks import Hooks
-from .layers import AbsentLayer, Decoding, PackedLayer
+from .layers import AbsentLayer, Decoding, PackedLayer, check_window
 from .models import Model, check_identity, check_layers, has_multidimensional_positions, identity_of
 from .positions import RotaryPositions
 from .prompts import common_tokens
 from .record import Record
 from .state_layers import PackedStateLayer, StateLayer, check_kept, keep_states, with_states, without_states
-from .states import PackedLength, PackedStates
+from .states import CompiledLength, PackedLength, PackedStates
 from .switch import Switch
 from .tracking import Tracking
 
@@ -118,6 +119,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self._hooks = None if model is None else Hooks.on(model)
         self._switch = None if known is None or self._dense else Switch.of(model)
         self._seen: set[type] = set()
+        self.compiled = CompiledCalls(self, len(self.layers))
         self._metadata = dict(contents.metadata) if isinstance(contents, Cache) else {}
         if prompt is not None:
             self._keep(common_tokens(contents, prompt) if isinstance(contents, Cache) else 0)
@@ -176,32 +178,70 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         """
         if layer_idx >= len(self.layers):
             raise OutOfBounds(f"the model asks for layer {layer_idx}, the packed cache has {len(self.layers)} layers")
-        self._check_states(key_states, value_states, layer_idx)
-        self.passes.check_update()
-        before = self.live.seen(layer_idx)
-        if before:
-            check_kept(self.layers)
-        self.live.update(layer_idx, key_states, value_states)
-        layer: PackedLayer = self.layers[layer_idx]
         if self._dense:
-            try:
-                dense = layer.decoded(key_states.shape[2], key_states.dtype)
-            except BaseException:
-                self.live.crop(self.live.seen(layer_idx) - before, layer_idx)
-                raise
-        self.passes.appended(self.live.seen(layer_idx))
-        if self._dense:
-            return dense
-
-        def decoded() -> tuple[torch.Tensor | None, torch.Tensor | None]:
-            self._decoding.tell_masked()
-            return layer.decoded(key_states.shape[2], key_states.dtype)
-
-        states = PackedStates(self.check_attention, self.live, layer_idx, decoded)
+            return self._update_decoded(key_states, value_states, layer_idx)  # type: ignore[no-any-return]
+        if torch.compiler.is_dynamo_compiling():
+            self.compiled.compiled_update(layer_idx, key_states, value_states)
+        else:
+            self.append(key_states, value_states, layer_idx)
+        states = PackedStates(self, layer_idx, key_states, value_states)
         return states, states
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """The number of keys for a mask, marked if attention "kvpack" needs no mask."""
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _update_decoded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[Any, Any]:
+        """``append``, and dense keys and values of the layer; where they cannot be had, nothing is appended."""
+        before = self.live.seen(layer_idx)
+        self._append(key_states, value_states, layer_idx)
+        layer: PackedLayer = self.layers[layer_idx]
+        try:
+            dense = layer.decoded(key_states.shape[2], key_states.dtype)
+        except BaseException:
+            self.live.crop(self.live.seen(layer_idx) - before, layer_idx)
+            raise
+        self.passes.appended(self.live.seen(layer_idx))
+        return dense
+
+    def append(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
+        """Append to one layer as ``update``, which returns what attention takes."""
+        self._append(key_states, value_states, layer_idx)
+        self.passes.appended(self.live.seen(layer_idx))
+
+    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
+        self._check_states(key_states, value_states, layer_idx)
+        self.passes.check_update()
+        if self.live.seen(layer_idx):
+            check_kept(self.layers)
+        self.live.update(layer_idx, key_states, value_states)
+
+    def attend(self, layer: int, q: torch.Tensor, *, sliding_window: int | None = None, **options: Any) -> torch.Tensor:
+        """``LiveCache.attend`` over one layer. Raises InvalidShape, too, for a window with tokens that the layer has dropped."""
+        held = self.live.held(layer)
+        check_window(self.live.seen(layer) - held, held - q.shape[2], sliding_window)
+        return self.live.attend(layer, q, sliding_window=sliding_window, **options)
+
+    def decoded(self, layer: int, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Dense keys and values of one layer for a mask over those that a pass of ``queries`` tokens sees, with a KvpackWarning."""
+        self._decoding.tell_masked()
+        own: PackedLayer = self.layers[layer]
+        return own.decoded(queries, dtype)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The number of tokens that a layer has seen."""
+        return int(super().get_seq_length(layer_idx))
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[Any, int]:
+        """The number of keys for a mask, marked if attention "kvpack" needs no mask, and the first of them."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._compiled_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
+        return self._mask_sizes(query_length, layer_idx)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _compiled_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[Any, int]:
+        length, offset = self._mask_sizes(query_length, layer_idx)
+        return CompiledLength(length) if isinstance(length, PackedLength) else length, offset
+
+    def _mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         if self._dense:
             return length, offset

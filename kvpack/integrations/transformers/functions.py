@@ -8,6 +8,7 @@ from kvpack.attention import attend
 from kvpack.cache.layer import Layer
 from kvpack.formats.errors import InvalidParameter, InvalidShape
 
+from .layers import check_window
 from .plain import plain_attention
 from .states import PackedStates
 
@@ -42,7 +43,7 @@ def attention(
     """
     starts = attention_mask if attention_mask is not None and attention_mask.dim() == 1 else None
     if isinstance(key, PackedStates):
-        key.check_attention(module)
+        key.cache.check_attention(module)
         if attention_mask is not None and starts is None:
             k, v = _masked(key, attention_mask, query.shape[2])
             return plain_attention(module, options)(module, query, k, v, attention_mask, **options)
@@ -75,11 +76,9 @@ def attention(
         "sink_logits": options.get("s_aux"),
     }
     if isinstance(key, PackedStates):
-        held = key.live.held(key.number)
-        _check_window(key.live.seen(key.number) - held, held - query.shape[2], window)
-        out = key.live.attend(key.number, query, starts=starts, **given_options)
+        out = key.attend(query, starts=starts, **given_options)
     else:
-        _check_window(key.skipped, key.tokens - query.shape[2], window)
+        check_window(key.skipped, key.tokens - query.shape[2], window)
         out = attend(query, key, **given_options)
     return out.transpose(1, 2).contiguous(), None
 
@@ -95,10 +94,3 @@ def _masked(states: PackedStates, mask: torch.Tensor, queries: int) -> tuple[Any
             "a mask has a column for each"
         )
     return k, v
-
-
-def _check_window(skipped: int, older: int, window: int | None) -> None:
-    """Raise InvalidShape when a query attends to tokens that the layer skipped, and it holds ``older`` ones before the queries."""
-    if skipped and (window is None or older < window - 1):
-        attended = "all of them" if window is None else f"a window of {window}"
-        raise InvalidShape(f"the layer holds only the newest {older} of its earlier tokens, and the model attends to {attended}")

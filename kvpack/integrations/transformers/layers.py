@@ -67,6 +67,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.live, self.number, self.window = live, number, window
         self.is_initialized = True
         self._decoding = decoding
+        # Whether the oldest tokens are gone, or will be. Without a window, none go.
+        self.is_sliding = window is not None or self.skipped > 0
 
     @property
     def packed(self) -> Layer:
@@ -91,11 +93,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def skipped(self) -> int:
         """The number of the oldest tokens that are gone."""
         return self.live.seen(self.number) - self.live.held(self.number)
-
-    @property
-    def is_sliding(self) -> bool:
-        """Whether the oldest tokens are gone, or will be."""
-        return self.skipped > 0 or self.window is not None
 
     @property
     def batch_size(self) -> int:
@@ -162,6 +159,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Drop all tokens."""
         self.live.reset(self.number)
+        self.is_sliding = self.window is not None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -172,3 +170,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of the batch, in that order; codes are copied, never decoded."""
         self.live.select(indices, self.number)
+
+
+def check_window(skipped: int, older: int, window: int | None) -> None:
+    """Raise InvalidShape when a query attends to tokens that the layer skipped, and it holds ``older`` ones before the queries."""
+    if skipped and (window is None or older < window - 1):
+        attended = "all of them" if window is None else f"a window of {window}"
+        raise InvalidShape(f"the layer holds only the newest {older} of its earlier tokens, and the model attends to {attended}")

@@ -9,7 +9,7 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from .plain import plain_name
-from .states import PackedLength
+from .states import CompiledLength, PackedLength
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,13 +18,17 @@ QUERIES_AT_A_TIME = 128
 """The rows of a mask that are compared at once with the mask that attention applies by itself."""
 
 
-def mask(*, kv_length: int, config: Any, **options: Any) -> Any:
+# Whether it hides anything but padding is read.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any:
     """The mask for ``kv_length`` keys, as transformers' mask functions take their arguments.
 
     Of packed keys, None where attention applies the mask by itself, and with padding on the left the first token that each sequence
     sees, int32 ``[batch]``. Else the mask of the model's own attention, for which the keys are decoded: for any other padding, and
     for any pattern but causal and sliding-window.
     """
+    if isinstance(kv_length, CompiledLength):
+        kv_length = kv_length.length
     if isinstance(kv_length, PackedLength):
         packed, kv_length = kv_length, int(kv_length)
         padding = _padding(packed, options.get("kv_offset", 0), options.get("attention_mask"))

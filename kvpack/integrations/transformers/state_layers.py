@@ -99,8 +99,6 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 class PackedStateLayer(StateLayer, PackedLayer):
     """A layer that keeps states beside its packed keys and values."""
 
-    is_sliding = PackedLayer.is_sliding
-
     def __init__(self, live: LiveCache, number: int, window: int | None, decoding: Decoding, count: int) -> None:
         PackedLayer.__init__(self, live, number, window, decoding)
         StateLayer.__init__(self, number, count)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
-
-    from kvpack.live.cache import LiveCache
 
 
 class PackedLength(int):
@@ -23,21 +21,37 @@ class PackedLength(int):
     first_visible: Callable[[], int] = staticmethod(lambda: 0)
 
 
-class PackedStates:
-    """Layer ``number`` of a live cache as attention "kvpack" takes it, which calls ``check_attention`` with its module.
+class CompiledLength:
+    """A ``length`` in compiled code, which is not compiled anew for each one, as it would be for an integer of a class of its own."""
 
-    ``decoded`` gives the tensors, dense, for a call whose mask hides tokens. Anything else that touches it raises InvalidParameter,
-    which says what to do.
+    def __init__(self, length: PackedLength) -> None:
+        self.length = length
+
+
+class PackedStates:
+    """Layer ``number`` of a KvpackCache as attention "kvpack" takes it, after a pass that appended the keys ``k`` and the values ``v``.
+
+    Anything else that touches it raises InvalidParameter, which says what to do.
     """
 
-    def __init__(
-        self,
-        check_attention: Callable[[Any], None],
-        live: LiveCache,
-        number: int,
-        decoded: Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]],
-    ) -> None:
-        self.check_attention, self.live, self.number, self.decoded = check_attention, live, number, decoded
+    def __init__(self, cache: Any, number: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.cache, self.number = cache, number
+        self._queries, self._dtype, self._dim = k.shape[2], k.dtype, v.shape[3]
+
+    def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
+        """``KvpackCache.attend`` over this layer; in compiled code one operator."""
+        out: torch.Tensor
+        if torch.compiler.is_dynamo_compiling():
+            out = self.cache.compiled.compiled_attend(self.number, q, self._dim, **options)
+        else:
+            out = self.cache.attend(self.number, q, **options)
+        return out
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def decoded(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The tensors, dense, for a call whose mask hides tokens."""
+        k, v = self.cache.decoded(self.number, self._queries, self._dtype)
+        return k, v
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+
 from kvpack.formats.errors import InvalidParameter
 
 from .hooks import Passes
 
 if TYPE_CHECKING:
-    import torch
-
     from .models import Model
     from .positions import RotaryPositions
     from .record import Record
@@ -31,6 +31,8 @@ class Tracking:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)(copy.deepcopy(self.record, memo), copy.deepcopy(self._positions, memo), self._model, self._packed)
 
+    # Compilers do not look into the record: it changes with every pass.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
         """Check the beginning of a call. Raises InvalidParameter before anything is appended."""
         self._passes.enter(module, arguments, self.record.tokens)
@@ -49,6 +51,7 @@ class Tracking:
                 self._positions.begin()
             self._positions.check(arguments, self.record.tokens)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, module: torch.nn.Module, arguments: dict[str, Any], output: Any) -> None:
         """Note the end of a call, with or without a result."""
         self._passes.leave(module)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 RIDGE = 1e-2
 """What is added to the cost of every channel, as a part of the mean cost: a calibration sees only some of what errors do."""
 
+LEAST_COST = 0.3
+"""What an error of any layer costs at least, as a part of what one as large beside the keys (or the values) costs on average over layers:
+few tokens of a calibration, or none, tell of a layer that the model needs for a single token afar."""
+
 LARGEST_MEAN = 2.0**23
 """Columns that vary less than this part of their mean have a larger scale, so that binary16 holds the mean."""
 LEAST_ROW = 2.0**-11
@@ -36,11 +40,13 @@ def rows_of_all(found: Statistics, step: Callable[[], None]) -> dict[tuple[int, 
     # Every temperature has the same share, and layers and sides keep their proportions.
     names = [name for name in found.sums if name.count(".") == 1]
     shares = 1 / torch.stack([found.costs[name].diagonal(dim1=-2, dim2=-1).sum((1, 2)) for name in names]).sum(0)
+    costs = {name: (found.costs[name] * shares[:, None, None, None]).sum(0) for name in names}
+    floors = _floors(found, costs)
     fitted = {}
     for name in names:
         sums = found.sums[name]
         layer, side = name.split(".")
-        cost = (found.costs[name] * shares[:, None, None, None]).sum(0)
+        cost = costs[name] + floors[name] * torch.eye(costs[name].shape[-1], dtype=torch.float64)
         samples = torch.cat(found.samples[name], 1).to(torch.float64)
         heads = []
         for head in range(len(sums)):
@@ -54,6 +60,21 @@ def rows_of_all(found: Statistics, step: Callable[[], None]) -> dict[tuple[int, 
         place: torch.stack([torch.cat([rows, _row(deviations / largest), tables]) for rows, deviations, tables in heads])
         for place, heads in fitted.items()
     }
+
+
+def _floors(found: Statistics, costs: dict[str, torch.Tensor]) -> dict[str, float]:
+    """What is added to the cost of every channel, by layer and side (``LEAST_COST``); ``costs`` are float64 ``[kv_head, dim, dim]``."""
+    sizes, losses = {}, {}
+    for name, cost in costs.items():
+        mean = found.sums[name] / found.tokens
+        covariance = found.products[name] / found.tokens - mean[:, :, None] * mean[:, None, :]
+        sizes[name] = float(covariance.diagonal(dim1=-2, dim2=-1).sum())
+        losses[name] = float((cost * covariance).sum())
+    floors = {}
+    for name, size in sizes.items():
+        own = [loss for other, loss in losses.items() if other[-1] == name[-1]]
+        floors[name] = LEAST_COST * sum(own) / len(own) / size if size > 0 else 0.0
+    return floors
 
 
 def _of_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tuple[torch.Tensor, Array, torch.Tensor]:

@@ -164,7 +164,6 @@ def attend_split(
     softmax = empty(V, WARPS, TOKENS, ROWS)
     # Where registers do not hold a tile ahead of time, they do not hold its entries either.
     ENTRIES_AHEAD: tl.constexpr = STAGES > 1
-    entries = ((), ())
     if OUTLIERS:
         ready, entries_ahead = begin_patches(work, numbers, K, V, WARPS, TILES, TOKENS, ENTRIES_AHEAD, FAST)
     visible = Visible(work.count, ahead, window, start)
@@ -185,6 +184,8 @@ def attend_split(
             k_loaded = k_next
         if OUTLIERS:
             entries, entries_ahead = next_patches(work, offset, ready, entries_ahead, K, V, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
+        else:
+            entries = ((), ())
         scores = score(k_loaded, entries[0], queries, cap, token, visible, k_lookup, K, DUAL, SOFTCAP, False, FAST)
         if LATE:
             v_loaded = load_tiles(v.streams, v.first + offset, token, work.count, V, TILES * ROW_TOKENS, TOKENS, False, True, FAST)
@@ -209,6 +210,8 @@ def attend_split(
             v_loaded = load_tiles(v.streams, v.first + offset, near, work.count - offset, V, ROW_TOKENS, TOKENS, True, True, FAST)
         if OUTLIERS:
             entries = own_patches(work, offset, ready, K, V, WARPS, TOKENS)
+        else:
+            entries = ((), ())
         scores = score(k_loaded, entries[0], queries, cap, near + offset, visible, k_lookup, K, DUAL, SOFTCAP, True, FAST)
         if LATE:
             v_loaded = load_tiles(v.streams, v.first + offset, near, work.count - offset, V, ROW_TOKENS, TOKENS, True, True, FAST)

@@ -1,0 +1,39 @@
+"""The kernels that operations launch on a CUDA device compile for one, also on a machine without: what the interpreter does not try."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpack.coding import triton_version
+
+SCRIPT = Path(__file__).resolve().parents[1] / "support" / "compile_kernels.py"
+
+KERNELS = {
+    "octopus-3": {"attend_split", "decode_tiles", "rotate_tiles", "_encode"},
+    "oscar-2": {"attend_split", "merge_originals", "_decode", "_encode"},
+    "nvfp4": {"attend_split", "decode_tiles", "_encode"},
+    "octopus-qjl-2": {"attend_split"},
+    "int-4-med3": {"attend_split"},
+    "klt=63211000:53100000": {"attend_split", "decode_tiles"},
+    "kv=quaternion:s=24,r=3": {"attend_split", "decode_tiles", "_encode"},
+}
+"""Recipes whose loaders, side-cars, tables and launches differ, and some kernels of each."""
+
+
+@pytest.mark.scenario
+@pytest.mark.skipif(not triton_version.supported(), reason="no version of Triton that the kernels were tested with")
+@pytest.mark.parametrize("recipe", KERNELS)
+def test_kernels_compile_for_a_device_that_is_not_there(recipe: str, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(SCRIPT), recipe], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["failed"] == {}
+    assert KERNELS[recipe] <= set(found["kernels"])

@@ -13,7 +13,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 import kvpack
 from kvpack.attention import attend
 from kvpack.coding.recipes import Recipe
+from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache, attention, mask
+from kvpack.integrations.transformers.models import Model
 
 if TYPE_CHECKING:
     from kvpack.cache.cache import Cache
@@ -120,8 +122,15 @@ class Measured:
 def prefill(model: Any, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> Pairs:
     """The (k, v) of every layer ``[batch, kv_head, token, dim]`` float32 after ``tokens`` ``[batch, token]``.
 
-    ``positions``, of the same shape, are those of the tokens (default: from 0 on).
+    ``positions``, of the same shape, are those of the tokens (default: from 0 on). Raises InvalidParameter for a model with layers that
+    keep other states.
     """
+    known = Model(model)
+    if any(known.states(known.config.num_hidden_layers)):
+        raise InvalidParameter(
+            f"{known.name} has layers that keep recurrent or convolution states: windows are read over keys and values alone; give a model "
+            "whose layers all have them"
+        )
     cache, options = DynamicCache(), {} if positions is None else {"position_ids": positions}
     model.set_attn_implementation("kvpack")
     with torch.inference_mode():

@@ -13,6 +13,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.tuning import rope
 
 from small_models import small_llama  # isort: skip
+from zoo_models import ZOO  # isort: skip
 
 TOKENS = torch.arange(2, 22)[None]
 TYPES: dict[str, dict[str, Any]] = {
@@ -59,3 +60,10 @@ def test_keys_without_positions_and_with_others() -> None:
     learned = small("GPT2Config", n_embd=32, n_layer=2, n_head=2, n_positions=64)
     with pytest.raises(InvalidParameter, match="layer 0: its keys depend on positions, and not by RoPE"):
         rope.ropes(learned, TOKENS)
+
+
+@pytest.mark.parametrize("name", ["Jamba", "Bamba", "Falcon-H1", "Qwen3-Next"])
+def test_models_with_states_are_refused(name: str) -> None:
+    model = next(architecture for architecture in ZOO if architecture.name == name).model()
+    with pytest.raises(InvalidParameter, match="has layers that keep recurrent or convolution states"):
+        rope.ropes(model, TOKENS)

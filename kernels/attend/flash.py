@@ -89,12 +89,14 @@ def merge(sums: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: t
     dense; all else may have any strides. With ``first``, ``sums`` and ``lse`` hold nothing yet.
     """
     strides = (*sums.stride()[:3], *lse.stride(), *part.stride()[:3], *part_lse.stride())
-    _merge_launch(tuple(sums.shape), strides, part.dtype, splits, first)((sums, 0), (lse, 0), (part, 0), (part_lse, 0))
+    _merge_launch(tuple(sums.shape), strides, part.dtype, str(part.device), splits, first)((sums, 0), (lse, 0), (part, 0), (part_lse, 0))
 
 
 @lru_cache(maxsize=256)
-def _merge_launch(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, splits: int, first: bool) -> CachedLaunch:
-    """The launch for parts of ``dtype``: what is compiled for one is not for another."""
+def _merge_launch(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: str, splits: int, first: bool
+) -> CachedLaunch:
+    """The launch for parts of ``dtype`` on ``device``: what is compiled for one is not for another."""
     batch, heads, rows, dim = shape
     constants = {"SPLITS": splits, "DIM": dim, "PAD": next_power_of_two(dim), "ROWS": MERGED_ROWS, "FIRST": first}
     return CachedLaunch(_merge, (triton.cdiv(rows, MERGED_ROWS), heads, batch), (*strides, rows), constants, {})

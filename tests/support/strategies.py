@@ -306,7 +306,9 @@ def _check_prefix(codec: Codec, streams: Mapping[str, torch.Tensor], tokens: int
     whole = codec.decode_frame(streams)[:, :, :kept]
     # A rotation rounds every value of a head by a fraction of its norm.
     rounded = 2.0**-18 * whole.double().norm(dim=-1, keepdim=True) if isinstance(codec, WithSideCars) else 0.0
-    assert ((found.double() - whole).abs() <= 2.0**-18 * whole.abs() + 2.0**-140 + rounded).all()
+    near = (found.double() - whole).abs() <= 2.0**-18 * whole.abs() + 2.0**-140 + rounded
+    # Beyond binary32, where a block rotation of the largest values is, no tolerance holds (spec/README.md).
+    assert (near | ~torch.isfinite(whole)).all()
 
 
 def poisoned(x: torch.Tensor) -> torch.Tensor:

@@ -197,8 +197,8 @@ def _launch(
     late = fast and shape.stages == 1 and v_tiles.tokens < k_tiles.tokens
     k_outliers, v_outliers, patches = in_patches(k_tiles, v_tiles, shape, shared.nbytes)
     constants = {
-        "K": bind(k_tiles, places[0], k_outliers, _aligned(rows, k_tiles, k_address), _whole(rows, 3, k_tiles, shape), fast),
-        "V": bind(v_tiles, places[1], v_outliers, _aligned(rows, v_tiles, v_address), _whole(rows, 4, v_tiles, shape), fast),
+        "K": bind(k_tiles, places[0], k_outliers, aligned_streams(rows, k_tiles, k_address), _whole(rows, 3, k_tiles, shape), fast),
+        "V": bind(v_tiles, places[1], v_outliers, aligned_streams(rows, v_tiles, v_address), _whole(rows, 4, v_tiles, shape), fast),
         "TABLES": shared,
         "PATCHES": patches if fast else 0,
         "WORK_ROW": rows.shape[1],
@@ -279,7 +279,7 @@ def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
     return False
 
 
-def _aligned(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], tiles: Tiles, first: int) -> tuple[RowStream, ...]:
+def aligned_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], tiles: Tiles, first: int) -> tuple[RowStream, ...]:
     """The streams of ``tiles``, whose addresses and strides in ``rows`` begin at number ``first``."""
     found = []
     for number, stream in enumerate(tiles.streams):

@@ -22,6 +22,8 @@ from kvpack.formats.klt import Klt
 from kvpack.formats.qjl import Qjl
 from kvpack.kernels.loaders import klt
 
+from . import plan
+
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
@@ -62,6 +64,15 @@ def value_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], block: int, 
             back = torch.nn.functional.pad(_originals_of(codec), (0, 0, 0, 1))[:, list(channels)]
             parts.append(torch.nn.functional.pad(back, (0, 0, 0, -len(channels) % block)))
         return torch.cat(_as_many(parts), 1).contiguous().to(device)
+
+
+def column_signs(codec: Codec) -> tuple[torch.Tensor, float]:
+    """The signs of what each column of ``codec``'s loader adds to each channel, float32 ``[column, dim]``, and their size.
+
+    What is not 0 has one size in a Hadamard rotation, and in an order of channels.
+    """
+    back = value_matrix(((codec, plan.columns(codec, False)),), 1, "cpu")[0]
+    return back.sign(), float(back.abs().max())
 
 
 @lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.decode import sides, tiles
 from kvpack.kernels.decode.rows import Packed
 
-from . import plan, segments
+from . import plan, rotation, segments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,13 +89,8 @@ class Frame(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _channels(codec: Codec) -> torch.Tensor:
-    """The channel of each column, int64; the head dim for none, and for every column of a channel but its first."""
-    found: set[int] = set()
-    channels = []
-    for channel in plan.columns(codec, False):
-        channels.append(codec.dim if channel < 0 or channel in found else channel)
-        found.add(channel)
-    return torch.tensor(channels)
+    """The channel of each column, int64; the head dim for none."""
+    return torch.tensor([channel if channel >= 0 else codec.dim for channel in plan.columns(codec, False)])
 
 
 @lru_cache(maxsize=256)
@@ -104,27 +99,22 @@ def _column_channels(codec: Codec, device: str) -> torch.Tensor:
         return _channels(codec).to(device)
 
 
-def _turned(codec: Codec) -> torch.Tensor:
-    """What each channel adds to each column, float32 ``[dim, column]``."""
-    return torch.nn.functional.pad(codec.rotation.forward(torch.eye(codec.dim)), (0, 1))[:, _channels(codec)]
-
-
 @lru_cache(maxsize=256)
 def _matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor | None, float]:
-    """The signs of ``_turned``, which are exact in ``dtype``, and the size of its elements; None where it changes nothing."""
+    """What channels add to columns ``[dim, column]``, as signs, which are exact in ``dtype``, and their size; None if that is nothing."""
     with torch.inference_mode(False):
-        turned = _turned(codec)
-        if torch.equal(turned, torch.eye(codec.dim)):
-            return None, 1.0
-        return turned.sign().to(dtype).to(device), float(turned.abs().max())
+        signs, size = rotation.column_signs(codec)
+        return (None, 1.0) if _is_in_order(codec) else (signs.T.contiguous().to(dtype).to(device), size)
 
 
 @lru_cache(maxsize=256)
 def _value_matrix(codec: Codec, device: str) -> torch.Tensor | None:
-    """What each column adds to each channel, float32 ``[column, dim]``; None where it changes nothing."""
-    with torch.inference_mode(False):
-        turned = _turned(codec)
-        return None if torch.equal(turned, torch.eye(codec.dim)) else turned.T.contiguous().to(device)
+    """What each column adds to each channel, float32 ``[column, dim]``; None where columns are the channels."""
+    return None if _is_in_order(codec) else rotation.value_matrix(((codec, plan.columns(codec, False)),), 1, device)[0]
+
+
+def _is_in_order(codec: Codec) -> bool:
+    return codec.rotation.kind == "none" and plan.columns(codec, False) == tuple(range(codec.dim))
 
 
 def frame_of(side: Side) -> Frame:

@@ -116,7 +116,7 @@ def attend_split(
     # Load: what the program attends, its tables on their way to shared memory, and its queries.
     k_table += sequence % K.tables * K.table_values
     v_table += sequence % V.tables * V.table_values
-    table_entries = _begin_tables(k_table, v_table, TABLES, WARPS)
+    table_entries = begin_tables(k_table, v_table, TABLES, WARPS)
     if PATCHES:
         declare_patches(PATCHES, WARPS)
     work = load_work(work_table + item * WORK_ROW, batch, head, K, V)
@@ -156,7 +156,7 @@ def attend_split(
         # A program without whole tiles has nothing to load.
         k_next = load_tiles(k.streams, k.first, token, work.whole, K, TILES * ROW_TOKENS, TOKENS, True, False, FAST)
         v_next = load_tiles(v.streams, v.first, token, work.whole, V, TILES * ROW_TOKENS, TOKENS, True, True, FAST)
-    _fill_tables(table_entries, TABLES)
+    fill_tables(table_entries, TABLES)
     if TABLES.nbytes or PATCHES:
         tl.debug_barrier()
 
@@ -239,7 +239,7 @@ def _lookup(numbers: tl.tensor, table: tl.tensor, rows: tl.tuple, SIDE: tl.const
 
 
 @triton.jit
-def _begin_tables(k_table: tl.tensor, v_table: tl.tensor, TABLES: tl.constexpr, WARPS: tl.constexpr) -> tl.tuple:
+def begin_tables(k_table: tl.tensor, v_table: tl.tensor, TABLES: tl.constexpr, WARPS: tl.constexpr) -> tl.tuple:
     """Declare the shared memory of ``TABLES`` and fetch their entries, on their way to registers."""
     FILLS: tl.constexpr = TABLES.fills
     entries = ()
@@ -256,8 +256,8 @@ def _fetched(k_table: tl.tensor, v_table: tl.tensor, FILL: tl.constexpr) -> tl.t
 
 
 @triton.jit
-def _fill_tables(entries: tl.tuple, TABLES: tl.constexpr) -> None:
-    """Put what ``_begin_tables`` fetched into shared memory; ``tl.debug_barrier`` waits for it."""
+def fill_tables(entries: tl.tuple, TABLES: tl.constexpr) -> None:
+    """Put what ``begin_tables`` fetched into shared memory; ``tl.debug_barrier`` waits for it."""
     FILLS: tl.constexpr = TABLES.fills
     for number in tl.static_range(len(FILLS)):
         _fill(entries[number], constant_at(FILLS, number))

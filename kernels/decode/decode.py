@@ -45,6 +45,11 @@ def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotat
     InvalidShape when a stream is not as ``codec.layout`` says.
     """
     rotated = rotated and codec.rotation.kind != "none"
-    if out.stride(3) != 1 or out.stride(2) >= MOST_TOKEN_STRIDE or (rotated and out.dtype not in FUSED_DTYPES):
+    if not fits(out) or (rotated and out.dtype not in FUSED_DTYPES):
         return False
     return codecs.of_codec(codec).decode_into(codec, packed, out, rotated, pages)
+
+
+def fits(out: torch.Tensor) -> bool:
+    """Whether the kernels' offsets reach all of an output: its channels are dense, and its tokens not too far apart."""
+    return out.stride(3) == 1 and out.stride(2) < MOST_TOKEN_STRIDE

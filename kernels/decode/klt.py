@@ -10,6 +10,7 @@ from kvpack.formats.klt import Klt
 from kvpack.kernels.attend import plan, rotation
 
 from . import tiles
+from .decode import FUSED_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,12 +25,7 @@ PART_BYTES = 64 << 20
 
 def takes(codec: Codec, out: torch.Tensor) -> TypeGuard[Klt]:
     """Whether ``unpack`` takes a codec and an output; rows that the cache holds are left to torch."""
-    return (
-        isinstance(codec, Klt)
-        and codec.rows == "basis"
-        and out.dtype in (torch.bfloat16, torch.float16)
-        and tiles.loader_of(codec) is not None
-    )
+    return isinstance(codec, Klt) and codec.rows == "basis" and out.dtype in FUSED_DTYPES and tiles.loader_of(codec) is not None
 
 
 def unpack(codec: Klt, packed: Sequence[Packed], out: torch.Tensor) -> None:
@@ -44,12 +40,9 @@ def unpack(codec: Klt, packed: Sequence[Packed], out: torch.Tensor) -> None:
     matrix = rotation.value_matrix(((codec, plan.columns(codec, False)),), 1, str(out.device))
     # The last row is the mean token.
     columns, mean = matrix[:, :-1], matrix[:, -1:]
-    at_once = max(1, PART_BYTES // (4 * (columns.shape[1] + dim) * batch * heads * work.block_tokens))
-    end = packed[-1].first + packed[-1].tokens
+    at_once = PART_BYTES // (4 * (columns.shape[1] + dim) * batch * heads)
     with torch.autocast(out.device.type, enabled=False):
-        for first in range(0, work.blocks, at_once):
-            blocks = range(first, min(first + at_once, work.blocks))
-            start, stop = work.token_of(first), work.token_of(blocks.stop) if blocks.stop < work.blocks else end
+        for blocks, start, stop in work.parts(at_once):
             values = torch.empty(batch, heads, stop - start, columns.shape[1], dtype=torch.float16, device=out.device)
             factors = torch.ones(batch, heads, stop - start, dtype=torch.float32, device=out.device)
             tiles.decode(codec, work, values, blocks, None if codec.gain == "none" else factors)

@@ -34,8 +34,8 @@ class Part(NamedTuple):
 def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tuple[int, int]]:
     """Decode tokens ``[start, stop)`` of the pages of ``side`` into ``out`` ``[batch, kv_head, token, dim]``, token ``start`` first.
 
-    Returns the ranges of tokens, counted from the first of the side, that
-    are left to be written: of a codec that no kernel takes, or if they begin within a group of tokens, and of the raw tail.
+    Returns the ranges of tokens, counted from the first of the side, that are left to be written: of a codec that no kernel takes, or if
+    they begin within a group of tokens, and of the raw tail. Raises InvalidShape unless streams are as their codec lays them out.
     """
     left: list[tuple[int, int]] = []
     if parts := _parts(side, start, stop):

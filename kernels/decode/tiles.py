@@ -5,13 +5,11 @@ go through both once. Values are as exact as the tiles, which are of binary16, a
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from contextlib import nullcontext
 from functools import lru_cache, partial
@@ -26,15 +24,16 @@ from kvpack.formats.raw import Raw
 from kvpack.kernels.attend import device_tables, loaders, plan
 from kvpack.kernels.attend.bound_loader import RowStream, bind
 from kvpack.kernels.attend.shapes import table_budget
+from kvpack.kernels.attend.split import begin_tables, fill_tables
 from kvpack.kernels.attend.work import STREAM_INTEGERS, Rows, load_tiles, stream_pointers
 from kvpack.kernels.tables import shared_table
-from kvpack.kernels.tables.shared_table import declare, fetch, fill
 from kvpack.kernels.triton_insides import CachedLaunch
 from kvpack.kernels.words.bitfields import load_column_fields
-from kvpack.kernels.words.columns import constant_at
+
+from .rows import check
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvpack.formats.base import Codec
     from kvpack.kernels.loaders.tiles import Tiles
@@ -60,21 +59,31 @@ FIRST_ADDRESS = tl.constexpr(3)
 class Work(NamedTuple):
     """The pages of a launch: int64 ``[page, FIRST_ADDRESS + STREAM_INTEGERS * streams]`` on the device, ``blocks`` in all.
 
-    ``firsts`` are the first block of each page and the token of the output that it begins at, ``streams`` the streams of all pages, and
-    ``held`` the tensors that the addresses refer to.
+    ``firsts`` are the first block of each page and the token of the output that it begins at, ``end`` the one behind the last page,
+    ``streams`` the streams of all pages, and ``held`` the tensors that the addresses refer to.
     """
 
     table: torch.Tensor
     blocks: int
     block_tokens: int
     firsts: tuple[tuple[int, int], ...]
+    end: int
     streams: tuple[RowStream, ...]
     held: tuple[torch.Tensor, ...]
 
     def token_of(self, block: int) -> int:
-        """The first token of ``block``."""
+        """The first token of ``block``; ``end`` behind the last."""
+        if block == self.blocks:
+            return self.end
         first, token = self.firsts[bisect_right(self.firsts, block, key=lambda page: page[0]) - 1]
         return token + (block - first) * self.block_tokens
+
+    def parts(self, tokens: int) -> Iterator[tuple[range, int, int]]:
+        """Blocks of about ``tokens`` tokens at once, at least one, their first token and the one behind them."""
+        at_once = max(1, tokens // self.block_tokens)
+        for first in range(0, self.blocks, at_once):
+            blocks = range(first, min(first + at_once, self.blocks))
+            yield blocks, self.token_of(blocks.start), self.token_of(blocks.stop)
 
 
 @lru_cache(maxsize=256)
@@ -87,25 +96,26 @@ def loader_of(codec: Codec) -> Tiles | None:
 
 
 def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, device: torch.device) -> Work:
-    """The work of decoding ``packed``, of a codec that has a loader, whose streams are as it lays them out."""
+    """The work of decoding ``packed``, pages of a codec that has a loader; where all are decoded, each follows the one before.
+
+    Raises InvalidShape unless all streams are as the codec lays them out.
+    """
     tiles = loader_of(codec)
     assert tiles is not None
+    check(codec, packed, batch, heads)
     span = WARPS * _tile_tokens(tiles)
     spans = sum(-(-part.tokens // span) for part in packed) * batch * heads
     block = span * max(1, min(MOST_TILES, spans // PROGRAMS))
     held: list[torch.Tensor] = []
-    rows, blocks = [], 0
+    found, blocks = [], 0
     for part in packed:
-        rows.append([blocks, part.tokens, part.first, *plan.addresses_of(part.streams, tiles, held)])
+        found.append([blocks, part.tokens, part.first, *plan.addresses_of(part.streams, tiles, held)])
         blocks += -(-part.tokens // block)
-    streams = []
-    for number, stream in enumerate(tiles.streams):
-        at = FIRST_ADDRESS.value + STREAM_INTEGERS.value * number
-        aligned = math.gcd(16, *(value for row in rows for value in row[at : at + STREAM_INTEGERS.value]))
-        streams.append(RowStream(stream.bits, aligned, stream.row * stream.bits // 8, stream.tokens))
-    table = torch.from_numpy(numpy.array(rows, dtype=numpy.int64)).to(device, non_blocking=True)
-    firsts = tuple((row[0], row[2]) for row in rows)
-    return Work(table, blocks, block, firsts, tuple(streams), tuple(held))
+    rows = numpy.array(found, dtype=numpy.int64)
+    table = torch.from_numpy(rows).to(device, non_blocking=True)
+    firsts = tuple((row[0], row[2]) for row in found)
+    end = packed[-1].first + packed[-1].tokens
+    return Work(table, blocks, block, firsts, end, plan.aligned_streams(rows, tiles, FIRST_ADDRESS.value), tuple(held))
 
 
 def decode(codec: Codec, work: Work, out: torch.Tensor, blocks: range | None = None, factors: torch.Tensor | None = None) -> None:
@@ -201,7 +211,6 @@ def decode_tiles(
     The first of them begins at token ``first_token``, which is token 0 of the output. ``FACTORS``: factors of tokens are stored beside
     their values, float32 ``[sequence, token]``, and not multiplied.
     """
-    FILLS: tl.constexpr = TABLES.fills
     FIELDS: tl.constexpr = SIDE.stream_widths
     STEPS: tl.constexpr = SIDE.steps
     CONSTANTS: tl.constexpr = SIDE.constants
@@ -212,11 +221,7 @@ def decode_tiles(
     batch = (sequence // heads).to(tl.int64)
     head = (sequence % heads).to(tl.int64)
     table += sequence % SIDE.tables * SIDE.table_values
-    entries = ()
-    if TABLES.nbytes:
-        declare(TABLES.nbytes, WARPS)
-        for number in tl.static_range(len(FILLS)):
-            entries = entries + (_fetched(table, constant_at(FILLS, number)),)
+    entries = begin_tables(table, table, TABLES, WARPS)
     row = work_table + _page_of(block, work_table, pages, WORK_ROW) * WORK_ROW
     begin = (block - tl.load(row).to(tl.int32)) * block_tokens
     count = tl.minimum(tl.load(row + 1).to(tl.int32) - begin, block_tokens)
@@ -227,8 +232,7 @@ def decode_tiles(
         fields = load_column_fields(numbers, FIELDS)
     else:
         fields = SIDE.load_columns(table, Rows(streams, begin * 0), CONSTANTS, TOKENS)
-    for number in tl.static_range(len(FILLS)):
-        _fill(entries[number], constant_at(FILLS, number))
+    fill_tables(entries, TABLES)
     if TABLES.nbytes:
         tl.debug_barrier()
     token = tl.arange(0, WARPS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]  # [warp, token]
@@ -258,16 +262,6 @@ def _page_of(block: tl.tensor, work_table: tl.tensor, pages: tl.tensor, WORK_ROW
         page = tl.where(behind, page, middle)
         end = tl.where(behind, middle, end)
     return page
-
-
-@triton.jit
-def _fetched(table: tl.tensor, FILL: tl.constexpr) -> tl.tensor:
-    return fetch(table, FILL.entries, FILL.values)
-
-
-@triton.jit
-def _fill(entries: tl.tensor, FILL: tl.constexpr) -> None:
-    fill(entries, FILL.offset, FILL.entries, FILL.values, FILL.copies)
 
 
 @triton.jit

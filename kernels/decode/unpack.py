@@ -21,10 +21,11 @@ from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.polar import Polar
 from kvpack.formats.quaternion import Quaternion
 from kvpack.formats.scalar import Scalar
-from kvpack.kernels.attend import plan
+from kvpack.kernels.attend import plan, rotation
 from kvpack.kernels.triton_insides import CachedLaunch
 
 from . import tiles
+from .decode import FUSED_DTYPES, fits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,8 +53,8 @@ def takes(codec: Codec, out: torch.Tensor) -> bool:
         type(codec) in BOUNDED
         and (type(codec) is not Polar or out.dtype == torch.bfloat16)
         and codec.rotation.kind != "none"
-        and out.dtype in (torch.bfloat16, torch.float16)
-        and out.stride(3) == 1
+        and out.dtype in FUSED_DTYPES
+        and fits(out)
         and (loader := tiles.loader_of(codec)) is not None
         and loader.factor is not None
         and max(len(plan.columns(codec, False)), codec.dim) <= MOST_COLUMNS
@@ -71,14 +72,11 @@ def unpack(codec: Codec, packed: Sequence[Packed], out: torch.Tensor) -> None:
     if not work.blocks * batch * heads:
         return
     columns = len(plan.columns(codec, False))
-    at_once = max(1, PART_BYTES // (2 * columns * batch * heads * work.block_tokens))
+    at_once = max(work.block_tokens, PART_BYTES // (2 * columns * batch * heads))
     factors = torch.empty(batch, heads, tokens, dtype=torch.float32, device=out.device)
     in_place = columns == codec.dim
-    scratch = None if in_place else torch.empty(batch, heads, at_once * work.block_tokens, columns, dtype=torch.float16, device=out.device)
-    end = packed[-1].first + packed[-1].tokens
-    for first in range(0, work.blocks, at_once):
-        blocks = range(first, min(first + at_once, work.blocks))
-        start, stop = work.token_of(first), work.token_of(blocks.stop) if blocks.stop < work.blocks else end
+    scratch = None if in_place else torch.empty(batch, heads, at_once, columns, dtype=torch.float16, device=out.device)
+    for blocks, start, stop in work.parts(at_once):
         target = out[:, :, start:stop]
         values = target.view(torch.float16) if scratch is None else scratch[:, :, : stop - start]
         tiles.decode(codec, work, values, blocks, factors[:, :, start:stop])
@@ -113,15 +111,9 @@ def _padded(dim: int) -> int:
 def _matrix(codec: Codec, device: str) -> tuple[torch.Tensor, float]:
     """The signs of what each column adds to each channel, float16 ``[column, channel]`` with zeros to powers of two, and their size."""
     with torch.inference_mode(False):
-        rotation = codec.rotation.matrix("cpu")
-        found: set[int] = set()
-        rows = []
-        for channel in plan.columns(codec, False):
-            rows.append(codec.dim if channel < 0 or channel in found else channel)
-            found.add(channel)
-        signs = torch.nn.functional.pad(rotation, (0, 0, 0, 1))[rows].sign().to(torch.float16)
-        padded = torch.nn.functional.pad(signs, (0, _padded(codec.dim) - codec.dim, 0, _padded(len(rows)) - len(rows)))
-        return padded.to(device), float(rotation.abs().max())
+        signs, size = rotation.column_signs(codec)
+        padded = torch.nn.functional.pad(signs, (0, _padded(codec.dim) - codec.dim, 0, _padded(len(signs)) - len(signs)))
+        return padded.to(torch.float16).to(device), size
 
 
 @triton.jit(do_not_specialize=["heads", "tokens"])

@@ -14,6 +14,7 @@ import kvpack
 from kvpack.cache.layer import Layer
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
+from kvpack.formats.errors import InvalidShape
 
 from caches import random_pairs  # isort: skip
 from interpreter import DEVICE, INTERPRETED  # isort: skip
@@ -160,3 +161,25 @@ def test_unpacking_nothing() -> None:
     made, _ = codecs("group:b=4,g=32", "raw", (64, 64))
     side = Side(made, (), torch.zeros(1, 2, 0, 64))
     assert fused(side, torch.bfloat16).shape == (1, 2, 0, 64)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("codec", ["octahedral:b=3", "group:b=4,g=32,rotation=hadamard"])
+def test_tokens_beyond_the_reach_of_offsets_are_left(codec: str) -> None:
+    from kvpack.kernels.decode import decode, sides
+
+    made, _ = codecs(codec, codec, (64, 64))
+    far = torch.empty_strided((1, 1, 2, 64), (0, 0, decode.MOST_TOKEN_STRIDE, 1), dtype=torch.float16, device=DEVICE)
+    assert sides.unpack_into(random_side(made, 1, (2,), 0, 4).to(DEVICE), 0, 2, far) == [(0, 2)]
+
+
+@pytest.mark.kernels
+def test_streams_that_are_not_laid_out_as_the_codec_says_are_refused() -> None:
+    from kvpack.kernels.decode import rows, unpack
+
+    made, _ = codecs("octahedral:b=3", "raw", (64, 64))
+    page = random_page(made, 1, 1, 40, 3)
+    out = torch.empty(1, 1, 41, 64, dtype=torch.float16, device=DEVICE)
+    streams = {name: stream.to(DEVICE) for name, stream in page.streams.items()}
+    with pytest.raises(InvalidShape):
+        unpack.unpack(made, [rows.Packed(streams, 41, 0)], out)

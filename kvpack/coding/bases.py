@@ -58,14 +58,16 @@ _STEPS = 100
 class Basis:
     """The basis of a model: the rows of every layer and side, and the ``digest`` that names it. Made by ``load`` and ``of_bytes``.
 
-    ``model`` is the identity of the model for which it was calibrated, ``layers`` the number of its layers.
+    ``model`` is the identity of the model for which it was calibrated, ``layers`` the number of its layers, ``data`` the file's bytes.
     """
 
     def __init__(self, data: bytes, where: str) -> None:
         self.where = where
         self.digest = hashlib.sha256(data).digest()
         # torch warns of memory that cannot be written.
-        with container.open_bytes(bytearray(data), where=where) as file:
+        held = bytearray(data)
+        self.data = memoryview(held).toreadonly()
+        with container.open_bytes(held, where=where) as file:
             if not file.header.is_basis:
                 raise InvalidParameter(f"{where}: is a cache, expected a basis: kvpack calibrate makes one")
             self.model: Mapping[str, str] = dict(file.header.model)

@@ -339,19 +339,30 @@ def _presets_for(dim: int, dtype: str) -> str:
     return f"; presets that take head dim {dim} are {', '.join(found.values())}" if found else ""
 
 
-def basis_for(recipe: Recipe, basis: Basis | str | os.PathLike[str] | None) -> Basis | None:
-    """The basis that readers of caches of ``recipe`` need: ``basis``, if its SHA-256 is that in every clause; None if they need none.
+def basis_named(recipe: Recipe) -> bytes | None:
+    """The SHA-256 of the basis that readers of caches of ``recipe`` need; None if they need none.
 
-    Raises MissingBasis where it is not given, and InvalidRecipe where a clause names another, or none.
+    Raises InvalidRecipe unless all clauses that need a basis name the same one.
     """
     if not recipe.needs_basis:
         return None
-    if basis is None:
-        raise MissingBasis(f"recipe {recipe.text!r} needs its basis: give basis=")
-    found = Recipe(recipe.text, basis_of(basis))
-    if found.text != recipe.text:
-        raise InvalidRecipe(f"recipe {recipe.text!r} does not name its basis; kvpack.Recipe(text, basis).text does: {found.text!r}")
-    return found.basis
+    named = {dict(rule.words).get("basis", "") for rule in recipe.rules if rule.codec_id in CALIBRATED}
+    if "" in named:
+        raise InvalidRecipe(f"recipe {recipe.text!r} does not name its basis; kvpack.Recipe(text, basis).text does")
+    if len(named) > 1:
+        raise InvalidRecipe(f"recipe {recipe.text!r} names the bases {', '.join(sorted(named))}, expected one")
+    return bytes.fromhex(*named)
+
+
+def basis_for(recipe: Recipe, basis: Basis | str | os.PathLike[str] | None) -> Basis | None:
+    """``basis``, if it is the one that ``recipe`` names; None if it is not given, or ``recipe`` needs none. Raises InvalidRecipe."""
+    named = basis_named(recipe)
+    if named is None or basis is None:
+        return None
+    found = basis_of(basis)
+    if found.digest != named:
+        raise InvalidRecipe(f"recipe {recipe.text!r} names the basis {named.hex()}, and {found.digest.hex()} was given")
+    return found
 
 
 def parse_recipe(recipe: str | os.PathLike[str] | Recipe, basis: Basis | str | os.PathLike[str] | None = None) -> Recipe:

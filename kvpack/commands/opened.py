@@ -19,6 +19,9 @@ from kvpack.store.locations import open_existing
 if TYPE_CHECKING:
     import argparse
 
+    from kvpack.coding.bases import Basis
+    from kvpack.store.catalog import Entry
+
 SYSTEM_REFUSED = 3
 _SECRETS = re.compile(r"//[^/@]*@")
 
@@ -49,6 +52,16 @@ class Opened:
         """The contents of the entries' headers."""
         with progress("read", self.arguments) as callback:
             return read_catalog(self.backend, callback, self.cipher, max_entry_bytes=self.max_entry_bytes)
+
+    def basis(self, entry: Entry) -> Basis | None:
+        """The basis of an entry's recipe, from the store; None where the recipe needs none, or the store does not hold it."""
+        from kvpack.coding.recipes import basis_named, parse_recipe
+        from kvpack.store.bases import StoredBasis
+
+        digest = basis_named(parse_recipe(entry.recipe))
+        if digest is None:
+            return None
+        return StoredBasis(digest, entry.model, self.backend, self.cipher, self.counters, self.max_entry_bytes).get()
 
     def exit_code(self, *codes: int) -> int:
         """The worst of ``codes`` and the code of the store's faults; prints the first fault."""

@@ -27,7 +27,9 @@ def add(commands: Any) -> None:
     _action(kinds, "stat", run_stat, "count entries, bytes and tokens by model and recipe")
     verify = _action(kinds, "verify", run_verify, "check every byte of every entry, and its key")
     verify.add_argument("--delete", action="store_true", help="delete damaged entries; with keys, unencrypted entries too")
-    collect = _action(kinds, "gc", run_gc, "remove the files of dead writers and older versions, and evict what exceeds a limit")
+    collect = _action(
+        kinds, "gc", run_gc, "remove files of dead writers and older versions, and bases out of use, and evict what exceeds a limit"
+    )
     collect.add_argument("--max-bytes", type=int, metavar="N", help="evict until the entries take at most N bytes (default: no limit)")
     collect.add_argument("--min-free", type=int, metavar="N", help="evict until N bytes of the disk are free, for a folder (default: 0)")
     export = _action(kinds, "export", run_export, "write one prefix as a single kvpack file")
@@ -37,6 +39,7 @@ def add(commands: Any) -> None:
     add = _action(kinds, "import", run_import, "store a kvpack file's prefix")
     add.add_argument("input", metavar="FILE", help="an exported prefix, or any kvpack file with --tokens")
     add.add_argument("--tokens", metavar="JSON", help="a file with the token ids as a JSON array (default: those in FILE)")
+    add.add_argument("--basis", metavar="PATH", help="the basis that FILE needs, or a folder that holds it")
     add.add_argument("--chunk", type=int, metavar="N", help="tokens per chunk (default: the number in FILE, or 256)")
     add.add_argument(
         "--trust-names",
@@ -88,7 +91,8 @@ def run_ls(arguments: argparse.Namespace) -> int:
     rows = [_described(prefix, prefix.key in pinned) for prefix in catalog.prefixes()]
     if arguments.json:
         unreadable = {key.hex(): str(error) for key, error in catalog.unreadable.items()}
-        print_json({"prefixes": rows, "unreadable": unreadable, "undecryptable": [key.hex() for key in catalog.undecryptable]})
+        undecryptable = [key.hex() for key in catalog.undecryptable]
+        print_json({"prefixes": rows, "unreadable": unreadable, "undecryptable": undecryptable, "bases": _bases(catalog)})
         return store.exit_code()
     print_table(
         f"{store.name}: {len(rows):,} prefixes in {len(catalog.entries):,} entries",
@@ -121,6 +125,11 @@ def _unread(catalog: Catalog, *, keys: bool) -> list[str]:
     lines = []
     if catalog.pages:
         lines.append(f"{len(catalog.pages):,} pages of engines, {bytes_text(sum(page.size for page in catalog.pages.values()))} bytes")
+    for basis in _bases(catalog):
+        needed = f"needed by {counted(basis['entries'], 'chunk')}"
+        lines.append(
+            f"basis {basis['digest'][:16]} of {printable(basis['model'].get('name', ''))}, {bytes_text(basis['bytes'])} bytes, {needed}"
+        )
     if closed:
         lines.append(f"{closed:,} encrypted entries not readable {'with the given keys' if keys else 'without keys: give --key-file'}")
     if refused:
@@ -128,6 +137,21 @@ def _unread(catalog: Catalog, *, keys: bool) -> list[str]:
     if closed and catalog.entries and not keys:
         lines.append("the prefixes above are not encrypted: anyone with write access may have planted them; stores with keys refuse them")
     return lines
+
+
+def _bases(catalog: Catalog) -> list[dict[str, Any]]:
+    """The bases, and how many entries need each."""
+    return [
+        {
+            "key": key.hex(),
+            "digest": basis.digest.hex(),
+            "model": dict(basis.model),
+            "bytes": basis.stored.size,
+            "used": basis.stored.used_ns / 1e9,
+            "entries": catalog.needing(basis.digest),
+        }
+        for key, basis in catalog.bases.items()
+    ]
 
 
 def _described(prefix: Prefix, pinned: bool) -> dict[str, Any]:
@@ -158,12 +182,14 @@ def run_stat(arguments: argparse.Namespace) -> int:
     identities: list[dict[str, Any]] = [{"model": model, "recipe": recipe, **counts} for model, recipe, counts in catalog.identities()]
     if arguments.json:
         total = {"entries": entries, "bytes": size, "pinned": pinned, "unreadable": unreadable, "undecryptable": closed}
-        total["pages"] = len(catalog.pages)
+        total |= {"pages": len(catalog.pages), "bases": len(catalog.bases)}
         print_json({**total, "identities": identities})
         return store.exit_code()
     print(f"{store.name}: {entries:,} entries, {size:,} bytes, {pinned:,} pinned, {unreadable:,} unreadable ({closed:,} without a key)")
     if catalog.pages:
         print(f"{len(catalog.pages):,} of them are pages of engines")
+    if catalog.bases:
+        print(f"{len(catalog.bases):,} of them are bases, {bytes_text(sum(basis.stored.size for basis in catalog.bases.values()))} bytes")
     print_table(
         "by model and recipe",
         ["model", "weights", "recipe", "entries", "tokens", "bytes", "bytes per token"],
@@ -236,7 +262,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
         print_json({**counts, "entries": entries, "bytes": size})
     else:
         gone = f"{counts['evicted_entries']:,} entries ({counts['evicted_bytes']:,} bytes) and {counts['swept_files']:,} unfinished files"
-        old = f" and {counts['reclaimed_entries']:,} entries of older layouts" if counts["reclaimed_entries"] else ""
+        old = f" and {counts['reclaimed_entries']:,} bases or entries of older layouts" if counts["reclaimed_entries"] else ""
         print(f"{store.name}: removed {gone}{old}; {entries:,} entries ({size:,} bytes) remain")
     return store.exit_code()
 
@@ -252,7 +278,8 @@ def run_export(arguments: argparse.Namespace) -> int:
     if store.silent(catalog.count):
         return store.exit_code()
     prefix = catalog.find(arguments.key)
-    size = export_prefix(store.backend, prefix, arguments.output, store.cipher, durable=arguments.durable)
+    basis = store.basis(prefix.entries[-1])
+    size = export_prefix(store.backend, prefix, arguments.output, store.cipher, durable=arguments.durable, basis=basis)
     if arguments.json:
         print_json({"file": arguments.output, "bytes": size, "key": prefix.key.hex(), "tokens": prefix.tokens})
     else:
@@ -268,7 +295,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     from kvpack.store.key_files import read_key_file
     from kvpack.store.transfer import read_exported
 
-    exported = read_exported(arguments.input, arguments.tokens, arguments.tenant)
+    exported = read_exported(arguments.input, arguments.tokens, arguments.tenant, arguments.basis)
     if not arguments.trust_names:
         named = exported.identity
         whose = f"of the model {named.model!r}, weights {named.weights!r}, adapter {named.adapter!r}"
@@ -281,7 +308,8 @@ def run_import(arguments: argparse.Namespace) -> int:
         raise InvalidParameter(f"{arguments.input}: has input digests for chunks of {exported.chunk} tokens, and --chunk is {chunk}")
     keys = read_key_file(arguments.key_file) if arguments.key_file else None
     largest = arguments.max_entry_bytes or MAX_ENTRY_BYTES
-    with Store(arguments.store, exported.identity, chunk=chunk, encryption=keys, max_entry_bytes=largest) as store:
+    options: dict[str, Any] = {"chunk": chunk, "encryption": keys, "max_entry_bytes": largest, "basis": exported.basis}
+    with Store(arguments.store, exported.identity, **options) as store:
         stored = store.save(exported.ids, exported.cache, inputs=exported.inputs)
         counts = store.counters()
     if arguments.json:

@@ -46,6 +46,10 @@ class Backend(Protocol):
     def puts_at_once(self) -> int:
         """The best number of concurrent puts: 1 if a put waits for no server."""
 
+    @property
+    def parts(self) -> Sequence[Backend]:
+        """The backends of the tiers, the fastest first."""
+
     def present(self, keys: Sequence[bytes]) -> int:
         """The number of leading ``keys`` that are present as entries of the store's form."""
 
@@ -56,7 +60,7 @@ class Backend(Protocol):
         """As ``get``, with the tier of each entry; the first of ``keys`` from a tier slower than ``beyond``."""
 
     def accept(self, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
-        """Note the use of a whole chain that was found and then checked, and copy it to tiers faster than its own."""
+        """Note the use of a chain whose last entries were found and then checked, and copy these to tiers faster than their own."""
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         """The bytes of one entry for inspection, or None; its use is not noted.
@@ -102,7 +106,12 @@ class Backend(Protocol):
 
 
 class OneTier:
-    """``find`` and ``accept`` for a backend with a single tier."""
+    """``parts``, ``find`` and ``accept`` for a backend with a single tier."""
+
+    @property
+    def parts(self: Backend) -> Sequence[Backend]:
+        """The backend itself."""
+        return [self]
 
     def find(self: Backend, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
         """``Backend.find`` for a backend without a slower tier."""

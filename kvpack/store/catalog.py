@@ -1,4 +1,4 @@
-"""The contents of a location from its entries' headers: prefixes, identities, and errors of entries. Does not need torch."""
+"""The contents of a location from its entries' headers: prefixes, identities, bases, and errors of entries. Does not need torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvpack.file.row import begins_row
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingFile, Undecryptable
 
 from .backend import MAX_ENTRY_BYTES
+from .basis_keys import check_basis
 from .encryption import in_clear
 from .entries import Named, check_entry
 from .forms import FRONT_BYTES, check_size
@@ -42,6 +43,15 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class BasisEntry:
+    """A basis in a store: its listing, its SHA-256, and the model that it is of."""
+
+    stored: Stored
+    digest: bytes
+    model: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Prefix:
     """A stored prefix: the entries of its chain, first chunk first. ``whole`` unless ancestors are missing."""
 
@@ -67,16 +77,24 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All readable entries by key, the error of each unreadable one (Undecryptable if only its key is missing), and pages of engines."""
+    """All readable entries of chunks by key, the error of each unreadable one (Undecryptable if only its key is missing), and the rest.
+
+    The rest are pages of engines, and bases.
+    """
 
     entries: Mapping[bytes, Entry]
     unreadable: Mapping[bytes, KvpackError]
     pages: Mapping[bytes, Stored] = field(default_factory=dict)
+    bases: Mapping[bytes, BasisEntry] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         """The number of entries listed, readable or not."""
-        return len(self.entries) + len(self.unreadable) + len(self.pages)
+        return len(self.entries) + len(self.unreadable) + len(self.pages) + len(self.bases)
+
+    def needing(self, digest: bytes) -> int:
+        """The number of entries whose recipe names the basis with SHA-256 ``digest``."""
+        return sum(digest.hex() in entry.recipe for entry in self.entries.values())
 
     @property
     def undecryptable(self) -> list[bytes]:
@@ -131,6 +149,7 @@ def read_catalog(
     entries: dict[bytes, Entry] = {}
     unreadable: dict[bytes, KvpackError] = {}
     pages: dict[bytes, Stored] = {}
+    bases: dict[bytes, BasisEntry] = {}
     listed = list(backend.list())
     for number, stored in enumerate(listed):
         try:
@@ -139,6 +158,10 @@ def read_catalog(
                 pages[stored.key] = stored
                 continue
             with container.open_bytes(data, where=f"entry {stored.key.hex()}") as file:
+                if file.header.is_basis:
+                    whole = _read(backend, stored, cipher, max_entry_bytes)
+                    bases[stored.key] = BasisEntry(stored, check_basis(stored.key, whole, cipher), dict(file.header.model))
+                    continue
                 named = check_entry(file, None, None, None)
                 if named.key != stored.key:
                     raise InvalidHeader(f"{file.where}: the entry's key is {named.key.hex()}")
@@ -152,7 +175,7 @@ def read_catalog(
             unreadable[stored.key] = _without_memory(stored)
         if progress:
             progress(number + 1, len(listed))
-    return Catalog(entries, unreadable, pages)
+    return Catalog(entries, unreadable, pages, bases)
 
 
 def verify(
@@ -173,10 +196,13 @@ def verify(
                 yield stored, None
                 continue
             with container.open_bytes(data, where=f"entry {stored.key.hex()}") as file:
-                named = check_entry(file, None, None, None)
-                key = chunk_key(named.parent, named.ids, named.inputs)
-                if not named.key == key == stored.key:
-                    raise InvalidHeader(f"{file.where}: names the key {named.key.hex()}, its parent, ids and inputs give {key.hex()}")
+                if file.header.is_basis:
+                    check_basis(stored.key, data, cipher)
+                else:
+                    named = check_entry(file, None, None, None)
+                    key = chunk_key(named.parent, named.ids, named.inputs)
+                    if not named.key == key == stored.key:
+                        raise InvalidHeader(f"{file.where}: names the key {named.key.hex()}, its parent, ids and inputs give {key.hex()}")
                 file.verify()
         except _Gone:
             continue

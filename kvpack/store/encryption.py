@@ -77,12 +77,17 @@ class Cipher:
                 found = f"has {len(key)} bytes" if isinstance(key, bytes) else f"is of type {type(key).__name__}"
                 raise InvalidParameter(f"the encryption key {name!r} {found}, expected 16, 24 or 32 bytes")
             self._keys[_id_bytes(name)] = key
-        self._tenant = tenant.encode("utf-8", "surrogatepass")
+        self.tenant = tenant.encode("utf-8", "surrogatepass")
 
     @property
     def key_ids(self) -> frozenset[bytes]:
         """The ids of the available keys, as entries name them."""
         return frozenset(self._keys)
+
+    @property
+    def ids(self) -> tuple[bytes, ...]:
+        """The same in their order, that of the key that encrypts first."""
+        return tuple(self._keys)
 
     def encrypt(self, key: bytes, pieces: Sequence[memoryview]) -> list[memoryview]:
         """The entry ``key`` encrypted with the first key. Raises LimitExceeded for 2 GiB or more, and MemoryError."""
@@ -134,7 +139,7 @@ class Cipher:
         return plain
 
     def _associated(self, head: bytes, key: bytes) -> bytes:
-        return b"".join(map(length_prefixed, (head, key, self._tenant)))
+        return b"".join(map(length_prefixed, (head, key, self.tenant)))
 
 
 def _checked_head(where: str, view: memoryview) -> tuple[bytes, int]:

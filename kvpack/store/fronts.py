@@ -8,6 +8,7 @@ from kvpack.file import container
 from kvpack.file.row import begins_row
 from kvpack.formats.errors import InvalidHeader, KvpackError, Undecryptable
 
+from .basis_keys import check_basis
 from .encryption import in_clear
 from .entries import check_entry
 from .faults import is_damage
@@ -34,6 +35,9 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None) -> None:
         check_page(key, clear)
         return
     with container.open_bytes(clear, where=f"entry {key.hex()}") as file:
+        if file.header.is_basis:
+            check_basis(key, clear, cipher)
+            return
         named = check_entry(file, None, None, None)
         if named.key != key:
             raise InvalidHeader(f"{file.where}: the entry's key is {named.key.hex()}")

@@ -29,10 +29,10 @@ FAULTS = (KvpackError, OSError, MemoryError, RuntimeError)
 
 
 class Loader:
-    """Loads chains of one identity's keys."""
+    """Loads chains of one identity's keys; ``before`` are keys that are used with the first of every chain."""
 
-    def __init__(self, backend: Backend, reader: Reader, cipher: Cipher | None, counters: Counters) -> None:
-        self._backend, self._reader, self._cipher, self._counters = backend, reader, cipher, counters
+    def __init__(self, backend: Backend, reader: Reader, cipher: Cipher | None, counters: Counters, before: Sequence[bytes] = ()) -> None:
+        self._backend, self._reader, self._cipher, self._counters, self._before = backend, reader, cipher, counters, before
         self._known, self._doubted = Known(), Known()
 
     def load(self, keys: Sequence[bytes]) -> Cache | None:
@@ -54,7 +54,7 @@ class Loader:
         cache = self._joined(chunks, keys, found)
         if cache is not None:
             self._know(keys[: len(chunks)])
-            self._backend.accept(keys[: len(chunks)], found[: len(chunks)], time.time_ns())
+            self._backend.accept([*self._before, *keys[: len(chunks)]], found[: len(chunks)], time.time_ns())
         return cache
 
     def opens(self, key: bytes, number: int) -> bool:
@@ -124,16 +124,24 @@ class Loader:
         return cache
 
     def _refuse(self, key: bytes, found: Found, error: Exception) -> None:
-        """Count a bad entry as a miss. A damaged entry is removed to make way for a good one; others may be able to read the rest."""
-        self._counters.fault("load", error)
         self._known.remove([key])
-        if isinstance(error, Undecryptable):
-            self._counters.add("undecryptable_entries")
-        elif is_damage(error):
-            self._counters.add("damaged_entries")
-            self._backend.discard(key, found)
-            if self._backend.present([key]):
-                # An entry that cannot be removed cannot be replaced either.
-                self._doubted.add([key])
-        else:
-            self._counters.add("unreadable_entries")
+        if refuse(self._backend, self._counters, key, found, error) and self._backend.present([key]):
+            # An entry that cannot be removed cannot be replaced either.
+            self._doubted.add([key])
+
+
+def refuse(backend: Backend, counters: Counters, key: bytes, found: Found, error: Exception) -> bool:
+    """Count a bad entry as a miss, and return whether it is damaged.
+
+    A damaged entry is removed to make way for a good one; others may be able to read the rest.
+    """
+    counters.fault("load", error)
+    if isinstance(error, Undecryptable):
+        counters.add("undecryptable_entries")
+        return False
+    if not is_damage(error):
+        counters.add("unreadable_entries")
+        return False
+    counters.add("damaged_entries")
+    backend.discard(key, found)
+    return True

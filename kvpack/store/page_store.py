@@ -10,16 +10,15 @@ from itertools import count
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from kvpack.formats.errors import InvalidParameter, Truncated, Undecryptable
+from kvpack.formats.errors import InvalidParameter, Truncated
 from kvpack.pages.codec import PageCodec, key_digest
 
 from .backend import MAX_ENTRY_BYTES
 from .counters import Counters
 from .encryption import in_clear
-from .faults import is_damage
 from .forms import check_size
 from .identity import Identity
-from .loading import FAULTS
+from .loading import FAULTS, refuse
 from .locations import check_count
 from .opening import opened
 from .page_keys import page_key
@@ -268,7 +267,7 @@ class PageStore:
                     loaded[number] = True
                     self._backend.accept([names[number]], [found[number]], time.time_ns())
                 else:
-                    self._refuse(names[number], found[number], refused)
+                    refuse(self._backend, self._counters, names[number], found[number], refused)
             beyond = {number: entry.tier for number, entry in found.items() if not loaded[number]}
 
     def _open(self, number: int, names: list[bytes], entry: Found, rows: dict[int, Any]) -> None:
@@ -279,18 +278,7 @@ class PageStore:
                 raise Truncated(f"entry {names[number].hex()}: has {len(row)} bytes, a row has {self.codec.nbytes}")
             rows[number] = row
         except FAULTS as error:
-            self._refuse(names[number], entry, error)
-
-    def _refuse(self, name: bytes, found: Found, error: Exception) -> None:
-        """Count a bad entry as a miss, and remove one that is damaged."""
-        self._counters.fault("load", error)
-        if isinstance(error, Undecryptable):
-            self._counters.add("undecryptable_entries")
-        elif is_damage(error):
-            self._counters.add("damaged_entries")
-            self._backend.discard(name, found)
-        else:
-            self._counters.add("unreadable_entries")
+            refuse(self._backend, self._counters, names[number], entry, error)
 
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
         return [page_key(self.codec.namespace, key_digest(key)) for key in keys]

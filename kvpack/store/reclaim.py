@@ -1,34 +1,49 @@
-"""Remove entries of older layouts: their keys cover less of the identity, so no store looks for them any more."""
+"""Remove entries of older layouts, whose keys cover less of the identity, so that no store looks for them, and bases out of use."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from kvpack.file import container
-from kvpack.formats.errors import KvpackError
+from kvpack.formats.errors import KvpackError, Undecryptable
 
 from .backend import MAX_ENTRY_BYTES
+from .basis_keys import check_basis
 from .encryption import in_clear
 from .entries import FEATURE, is_old
+from .faults import is_damage
+from .forms import check_size
 
 if TYPE_CHECKING:
-    from .backend import Backend, Stored
+    from collections.abc import Sequence
+
+    from .backend import Backend, Data, Stored
     from .counters import Counters
     from .encryption import Cipher
 
 _FRONT_BYTES = 2**16
 """The first bytes of an entry are searched for the name of its feature, which is nearly always there, without parsing its header."""
 
+GRACE_NS = 3600 * 10**9
+"""How long a basis that no entry needs stays after its last use: its writer may be about to put the first chunk."""
+
 
 def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
-    """Remove the entries with an intact header of an older layout, and their pins.
+    """Remove the entries with an intact header of an older layout, and their pins, and bases that no entry has needed for an hour.
 
     All other entries stay: those of a newer layout, unreadable ones, those larger than ``max_entry_bytes``, and encrypted ones that
     ``cipher`` does not decrypt.
     """
-    old = [stored for stored in backend.list() if 0 < stored.size <= max_entry_bytes and _is_old(backend, stored, cipher)]
-    pinned = backend.pinned() if old else set()
-    for stored in old:
+    going, bases = [], []
+    for stored in backend.list():
+        if 0 < stored.size <= max_entry_bytes:
+            kind = _kind(backend, stored, cipher)
+            going += [stored] if kind == "old" else []
+            bases += [stored] if kind == "basis" else []
+    going += _unused(backend, bases, cipher, max_entry_bytes)
+    pinned = backend.pinned() if going else set()
+    for stored in going:
         if stored.key in pinned:
             backend.unpin([stored.key])
         if backend.delete([stored.key]):
@@ -36,15 +51,65 @@ def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, 
             counters.add("reclaimed_bytes", stored.size)
 
 
-def _is_old(backend: Backend, stored: Stored, cipher: Cipher | None) -> bool:
+def _kind(backend: Backend, stored: Stored, cipher: Cipher | None) -> str:
+    """What an entry is, if it is one to look at: "old" or "basis"."""
     try:
-        data = backend.peek(stored.key, front=True)
-        if data is None:
-            return False
-        data = in_clear(stored.key, data, cipher)
-        if FEATURE.encode() in bytes(memoryview(data)[:_FRONT_BYTES]):
-            return False
+        data = _clear(backend, stored, cipher, front=True)
+        if data is None or FEATURE.encode() in bytes(memoryview(data)[:_FRONT_BYTES]):
+            return ""
         with container.open_bytes(data, where=f"entry {stored.key.hex()}") as file:
-            return is_old(file)
+            return "basis" if file.header.is_basis else "old" if is_old(file) else ""
     except (KvpackError, OSError, MemoryError):
-        return False
+        return ""
+
+
+def _unused(backend: Backend, bases: Sequence[Stored], cipher: Cipher | None, max_entry_bytes: int) -> list[Stored]:
+    """Those of ``bases`` that no entry needs and nobody has used for an hour; none if an entry is there that cannot be told."""
+    limit = time.time_ns() - GRACE_NS
+    idle = {
+        stored.key: digest for stored in bases if 0 < stored.used_ns < limit and (digest := _digest(backend, stored, cipher)) is not None
+    }
+    known = {stored.key for stored in bases}
+    for stored in backend.list() if idle else ():
+        if stored.key in known or not stored.size:
+            continue
+        recipe = _recipe(backend, stored, cipher, max_entry_bytes)
+        idle = {} if recipe is None else {key: digest for key, digest in idle.items() if digest not in recipe}
+        if not idle:
+            return []
+    # As it is now: the entries took their time to look at.
+    used = {stored.key: stored.used_ns for stored in backend.list()} if idle else {}
+    return [stored for stored in bases if stored.key in idle and 0 < used.get(stored.key, 0) < limit]
+
+
+def _digest(backend: Backend, stored: Stored, cipher: Cipher | None) -> str | None:
+    """The SHA-256 of a basis as recipes name it; None for one that is damaged or cannot be read."""
+    try:
+        data = _clear(backend, stored, cipher)
+        return None if data is None else check_basis(stored.key, data, cipher).hex()
+    except (KvpackError, OSError, MemoryError):
+        return None
+
+
+def _recipe(backend: Backend, stored: Stored, cipher: Cipher | None, max_entry_bytes: int) -> str | None:
+    """The recipe of an entry: "" where nobody with these keys can read it, None where that cannot be told."""
+    try:
+        check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
+        data = _clear(backend, stored, cipher, front=True)
+        if data is None:
+            return None
+        with container.open_bytes(data, where=f"entry {stored.key.hex()}") as file:
+            return file.header.recipe
+    except Undecryptable:
+        # It needs the basis that is encrypted with its own key.
+        return ""
+    except KvpackError as error:
+        return "" if is_damage(error) else None
+    except (OSError, MemoryError):
+        return None
+
+
+def _clear(backend: Backend, stored: Stored, cipher: Cipher | None, *, front: bool = False) -> Data | None:
+    """An entry in the clear; with ``front`` its payload may be missing. Raises as decrypting does."""
+    data = backend.peek(stored.key, front=front)
+    return None if data is None else in_clear(stored.key, data, cipher)

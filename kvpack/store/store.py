@@ -8,11 +8,12 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Self
 
-from kvpack.coding.recipes import basis_for, parse_recipe
+from kvpack.coding.recipes import basis_for, basis_named, parse_recipe
 from kvpack.file.parallel import in_parallel
 from kvpack.formats.errors import InvalidParameter
 
 from .backend import MAX_ENTRY_BYTES
+from .bases import StoredBasis
 from .counters import Counters
 from .entries import Reader, to_pieces
 from .fitting import check_cache, check_groups, check_ids, check_inputs_given, check_length, inputs_found
@@ -68,7 +69,8 @@ class Store:
     larger one from another writer is not read.
 
     ``basis`` is the basis of a recipe of the codecs klt and transform: the recipe, and so the identity, names it by its digest. Such a
-    recipe is that of a ``Recipe("klt-2", basis)``; a store of it without the basis raises MissingBasis.
+    recipe is that of a ``Recipe("klt-2", basis)``. ``save`` puts the basis into the store before the first chunk, so that a store without
+    ``basis`` takes it from there; nothing is loaded or saved where neither has it.
 
     Full disks, dead servers, damaged entries and similar faults are misses, which ``stats`` counts; they raise nothing. Raises
     InvalidParameter for arguments that can never work, such as a chunk that is not a multiple of the recipe's token groups.
@@ -96,7 +98,8 @@ class Store:
             raise InvalidParameter(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")
         check_count("chunk", chunk, 1)
         check_groups(identity, chunk)
-        given = basis_for(parse_recipe(identity.recipe), basis)
+        recipe = parse_recipe(identity.recipe)
+        named, given = basis_named(recipe), basis_for(recipe, basis)
         self.location, self.identity, self.chunk = location, identity, chunk
         self._max_entry_bytes = max_entry_bytes
         check_count("max_entry_bytes", max_entry_bytes, 1)
@@ -119,8 +122,12 @@ class Store:
         self._root = identity.digest
         self._model = identity.header_model
         self._longest = longest_sequence(identity.rope)
+        self._stored = None
+        if named is not None:
+            self._stored = StoredBasis(named, self._model, self._backend, self._cipher, self._counters, max_entry_bytes, given)
+        self._before = [] if self._stored is None else self._stored.keys
         self._reader = Reader(self._model, identity.recipe, chunk, check_values=checked, basis=given)
-        self._loader = Loader(self._backend, self._reader, self._cipher, self._counters)
+        self._loader = Loader(self._backend, self._reader, self._cipher, self._counters, self._before)
 
     def __enter__(self) -> Self:
         return self
@@ -147,7 +154,8 @@ class Store:
         """
         ids = token_bytes(token_ids)
         keys = chunk_keys(self._root, ids, self.chunk, inputs)
-        return self.chunk * self._backend.present(keys) if self._determined(ids) else 0
+        readable = self._determined(ids) and (self._stored is None or self._stored.present())
+        return self.chunk * self._backend.present(keys) if readable else 0
 
     def load(
         self, token_ids: Any, *, device: torch.device | str = "cpu", inputs: Sequence[bytes] | None = None
@@ -163,7 +171,7 @@ class Store:
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.chunk)
         with self._counters.timed("load"):
-            cache = self._loader.load(keys) if self._determined(ids) else None
+            cache = self._loader.load(keys) if self._determined(ids) and self._readable(keys) else None
         if cache is not None and str(device) != "cpu":
             cache = self._moved(cache, device)
         if cache is None:
@@ -195,7 +203,14 @@ class Store:
         check_inputs_given(cache, digests, self.chunk)
         self._counters.add("saves")
         with self._counters.timed("save"):
-            return self._save(cache, ids, digests)
+            if self._stored is None:
+                return self._save(cache, ids, digests)
+            # Before the chunks, and after them in case another writer has evicted it meanwhile.
+            if not self._stored.put(time.time_ns()):
+                return 0
+            self._reader.basis = self._stored.get()
+            stored = self._save(cache, ids, digests)
+            return stored if self._stored.put(time.time_ns()) else 0
 
     def _save(self, cache: Cache, ids: bytes, digests: Sequence[bytes]) -> int:
         """Store the chunks of ``ids``, whole ones, and return the number of tokens now stored."""
@@ -211,7 +226,9 @@ class Store:
         end = next((n for n in range(stored, there) if not opens[n] and self._backend.present(keys[n : n + 1])), len(links))
         # Ancestors must be evicted last, so they are in use from now on.
         now = time.time_ns()
-        self._backend.touch(keys[:stored], now)
+        chain = [*self._before, *keys]
+        first = len(self._before)
+        self._backend.touch(chain[: first + stored], now)
 
         def put(number: int) -> bool:
             key, parent, part, digest = links[number]
@@ -233,7 +250,7 @@ class Store:
                 # For example, the chunk begins inside a token group of a cache that was packed in parts.
                 self._counters.fault("encode", error)
                 return False
-            return self._backend.put(keys[: number + 1], pieces, now)
+            return self._backend.put(chain[: first + number + 1], pieces, now)
 
         with contextlib.closing(in_parallel(put, range(stored, end), self._backend.puts_at_once)) as puts:
             stored += sum(takewhile(bool, puts))
@@ -243,7 +260,8 @@ class Store:
         """Keep the longest stored prefix from eviction, in every process, until ``unpin`` or ``delete``; return its length in tokens."""
         keys = self.keys(token_ids, inputs=inputs)
         found = keys[: self._backend.present(keys)]
-        return len(found) * self.chunk if found and self._backend.pin(found) else 0
+        before = [key for key in self._before if self._backend.present([key])]
+        return len(found) * self.chunk if found and self._backend.pin([*before, *found]) else 0
 
     def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> bool:
         """Undo ``pin`` of the same prefix, and return whether it was pinned."""
@@ -263,8 +281,15 @@ class Store:
         self._counters.add("deleted_entries", count)
         return count
 
+    def basis(self) -> Basis | None:
+        """The basis of the recipe: the one given, else the store's; None if the recipe needs none or neither has it."""
+        return None if self._stored is None else self._stored.get()
+
     def collect(self) -> None:
-        """Remove files of dead writers and entries of older layouts, count the rest again, and evict entries above the budget."""
+        """Remove files of dead writers, entries of older layouts, and bases that no entry has needed for an hour.
+
+        Then count the rest again, and evict entries above the budget.
+        """
         reclaim(self._backend, self._counters, self._cipher, max_entry_bytes=self._max_entry_bytes)
         self._backend.collect()
 
@@ -286,6 +311,17 @@ class Store:
         """``stats`` in Prometheus' text format."""
         entries, size = self._backend.size()
         return self._counters.prometheus({"entries": ("Entries at the location.", entries), "bytes": ("Bytes of those entries.", size)})
+
+    def _readable(self, keys: Sequence[bytes]) -> bool:
+        """Whether there is an entry to begin with, and the basis to decode it, which is read from the store if need be."""
+        if self._stored is None or self._reader.basis is not None:
+            return True
+        if not self._backend.present(keys[:1]):
+            return False
+        self._reader.basis = self._stored.get()
+        if self._reader.basis is None:
+            self._stored.missing("load")
+        return self._reader.basis is not None
 
     def _determined(self, ids: bytes) -> bool:
         """Whether ``ids`` and one more token have the same frequencies as every shorter sequence."""

@@ -48,6 +48,10 @@ class Tiers:
         waited_for = self._backends[:1] if self._write_back else self._backends
         return max(backend.puts_at_once for backend in waited_for)
 
+    @property
+    def parts(self) -> Sequence[Backend]:
+        return self._backends
+
     def present(self, keys: Sequence[bytes]) -> int:
         found = 0
         for _, more in self._in_turn(keys, lambda backend, rest: backend.present(rest), int):
@@ -65,7 +69,7 @@ class Tiers:
         ]
 
     def accept(self, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
-        for number, entry in enumerate(found):
+        for number, entry in enumerate(found, len(keys) - len(found)):
             self._tier_counters[entry.tier].add("hit_chunks")
             self._counters.add("promoted_chunks", self._put_in(self._backends[: entry.tier], keys[: number + 1], entry.data, now_ns))
         # Noting parts of a chain one by one would leave an ancestor older than its descendants.

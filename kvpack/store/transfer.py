@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import os
 
     from kvpack.cache.cache import Cache
+    from kvpack.coding.bases import Basis
 
     from .backend import Backend
     from .catalog import Prefix
@@ -35,21 +36,29 @@ _CHUNK_BYTES = 4
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported prefix: every ``chunk`` tokens have one of the digests ``inputs``, if there are any."""
+    """An exported prefix: every ``chunk`` tokens have one of the digests ``inputs``, if there are any; ``basis`` is what they need."""
 
     identity: Identity
     ids: list[int]
     cache: Cache
     inputs: list[bytes] | None = None
     chunk: int | None = None
+    basis: Basis | None = None
 
 
 def export_prefix(
-    backend: Backend, prefix: Prefix, path: str | os.PathLike[str], cipher: Cipher | None = None, *, durable: bool = False
+    backend: Backend,
+    prefix: Prefix,
+    path: str | os.PathLike[str],
+    cipher: Cipher | None = None,
+    *,
+    durable: bool = False,
+    basis: Basis | None = None,
 ) -> int:
     """Write a prefix to ``path`` as one kvpack file with its token ids, in the clear, and return the file's bytes.
 
-    Raises InvalidParameter for a prefix whose beginning is missing, WriteFailed, and the errors of reading its entries.
+    The file names the ``basis`` that its entries need, and does not hold it. Raises InvalidParameter for a prefix whose beginning is
+    missing, WriteFailed, and the errors of reading its entries.
     """
     from kvpack.cache import files
     from kvpack.cache.cache import concat
@@ -66,7 +75,7 @@ def export_prefix(
         # A listed entry may have been replaced since.
         if check_entry(file, entry.start, entry.model, entry.recipe) != entry.named:
             raise InvalidHeader(f"{file.where}: is not the entry that was listed")
-        chunks.append(files.read(file))
+        chunks.append(files.read(file, basis=basis))
     contents, arrays = files.stored(concat(chunks))
     return container.write(path, replace(contents, ignorable={**contents.ignorable, **_features(prefix)}), arrays, durable=durable)
 
@@ -81,25 +90,30 @@ def _features(prefix: Prefix) -> dict[str, bytes]:
     return split(name, data)
 
 
-def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str) -> Exported:
+def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str, source: str | None = None) -> Exported:
     """The prefix in a kvpack file; ``tokens`` is a JSON file of its token ids if the file has none itself.
 
-    Raises InvalidParameter without ids, MissingFile, and the errors of loading a file.
+    ``source`` is the path of the basis that the file needs, or of a folder that holds it. Raises InvalidParameter without ids,
+    MissingFile, MissingBasis, and the errors of loading a file.
     """
     from kvpack.cache import files
+    from kvpack.coding.bases import find
+    from kvpack.coding.recipes import basis_named, parse_recipe
 
     file = container.open_file(path)
     header = file.header
     identity = Identity.of_header(header.model, header.recipe, tenant)
+    named = basis_named(parse_recipe(header.recipe))
+    basis = find(source, named) if source is not None and named is not None else None
     if data := joined(header.ignorable, CHUNKS_FEATURE):
         if tokens is not None:
             raise InvalidParameter(f"{file.where}: holds its token ids, and digests of other inputs with them: import it without --tokens")
         chunk, digests, ids = _chunks(data, file.where)
-        return Exported(identity, _listed(ids), files.read(file), digests, chunk)
+        return Exported(identity, _listed(ids), files.read(file, basis=basis), digests, chunk, basis)
     data = joined(header.ignorable, IDS_FEATURE) if tokens is None else _ids_of(tokens)
     if not data or len(data) % ID_BYTES:
         raise InvalidParameter(f"{file.where}: holds no token ids; give them as a JSON array with --tokens")
-    return Exported(identity, _listed(data), files.read(file))
+    return Exported(identity, _listed(data), files.read(file, basis=basis), basis=basis)
 
 
 def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:

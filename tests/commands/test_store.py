@@ -13,6 +13,7 @@ import pytest
 import kvpack
 from kvpack import cli
 
+import basis_caches  # isort: skip
 import redis_server  # isort: skip
 import s3_server  # isort: skip
 from store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save  # isort: skip
@@ -344,3 +345,50 @@ def test_the_actions_work_on_servers(
         assert (tmp_path / "two.kvpack").read_bytes() == (tmp_path / "one.kvpack").read_bytes()
         found = printed(capsys, "gc", server.url, "--max-bytes", 0)
         assert (found["evicted_entries"], found["entries"], found["faults"]) == (3, 0, {})
+
+
+@pytest.fixture
+def based(tmp_path: Path) -> Path:
+    """A store with one prefix of a recipe that needs a basis, and the file of the basis beside it."""
+    (tmp_path / "x.kvbasis").write_bytes(basis_caches.BASIS.data)
+    with basis_caches.with_basis(tmp_path / "based") as store:
+        basis_caches.save(store, prompt(3))
+    return tmp_path / "based"
+
+
+def test_bases_are_listed_counted_and_checked(based: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    digest, size = basis_caches.BASIS.digest.hex(), len(basis_caches.BASIS.data)
+    (row,) = printed(capsys, "ls", based)["bases"]
+    assert (row["key"], row["digest"], row["model"], row["bytes"], row["entries"]) == (digest, digest, {"name": "x"}, size, 3)
+    run("ls", based)
+    text = capsys.readouterr().out
+    assert "1 prefixes in 3 entries" in text
+    assert f"basis {digest[:16]} of x, {size:,} bytes, needed by 3 chunks" in text
+    found = printed(capsys, "stat", based)
+    assert (found["entries"], found["bases"], found["unreadable"]) == (4, 1, 0)
+    run("stat", based)
+    assert "1 of them are bases" in capsys.readouterr().out
+    assert printed(capsys, "verify", based) == {"entries": 4, "refused": [], "undecryptable": []}
+    assert printed(capsys, "gc", based)["entries"] == 4
+    path = based / digest[0] / digest[1] / digest
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    (refused,) = printed(capsys, "verify", based, code=1)["refused"]
+    assert refused["key"] == digest
+    assert "damaged: holds a basis with the SHA-256" in refused["message"]
+    assert printed(capsys, "ls", based)["bases"] == []
+    run("verify", based, "--delete", code=1)
+    assert not path.exists()
+
+
+def test_a_prefix_with_a_basis_is_exported_by_the_store_and_imported_with_the_file(
+    based: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (row,) = printed(capsys, "ls", based)["prefixes"]
+    out = tmp_path / "one.kvpack"
+    assert printed(capsys, "export", based, row["key"][:12], out)["tokens"] == 3 * CHUNK
+    run("import", tmp_path / "new", out, "--trust-names", "--tenant", "tenant", code=1)
+    assert f"the basis {basis_caches.BASIS.digest.hex()} is needed" in capsys.readouterr().err
+    words = ["import", tmp_path / "new", out, "--trust-names", "--tenant", "tenant", "--chunk", CHUNK, "--basis", tmp_path]
+    assert printed(capsys, *words)["tokens"] == 3 * CHUNK
+    with basis_caches.without_basis(tmp_path / "new") as store:
+        assert same(store.load(prompt(3))[1], basis_caches.cache(len(prompt(3))))

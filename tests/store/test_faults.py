@@ -19,23 +19,18 @@ import kvpack
 from kvpack.file import atomic
 from kvpack.store import directory
 
-from faulty_os import CHANGES, OPERATIONS, FaultyOs  # isort: skip
+from faulty_os import CHANGES, ERRORS, OPERATIONS, STRIDE, FaultyOs, open_files  # isort: skip
 from store_caches import CHUNK, cache, entries, open_store, prompt, same  # isort: skip
 from store_stress import FORK  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-STRIDE = int(os.environ.get("KVPACK_KILL_STRIDE", "7"))
-"""Of the steps at which a process is killed, one in so many; 1 tries all."""
-
 ENTRY_BYTES = 8320
 BUDGET = 4 * ENTRY_BYTES
 PROMPTS = {seed: prompt(3, first=1, seed=seed) for seed in (1, 2)}
 WHOLE = {seed: cache(len(ids), seed=0) for seed, ids in PROMPTS.items()}
 """Both prompts share a chunk, so they are saved with the same values."""
-
-ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EMFILE, errno.EINTR, errno.ESTALE)
 
 
 def use(store: kvpack.Store) -> None:
@@ -74,16 +69,6 @@ def folder() -> Iterator[Path]:
     """A store's folder, in memory where that is possible: each of many steps waits for the disk."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as parent:
         yield Path(parent) / "store"
-
-
-def open_files() -> set[str]:
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
-        except FileNotFoundError:
-            continue
-    return found
 
 
 def run_with_fault(folder: Path, fault: FaultyOs, monkeypatch: pytest.MonkeyPatch) -> bool:

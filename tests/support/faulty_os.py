@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -26,6 +27,9 @@ OPERATIONS = (*CHANGES, "pread", "stat", "fstat", "scandir", "statvfs")
 BESIDE_OS = ("flock", "mmap")
 """Operations that the store calls in modules other than ``os``; the built-in ``open`` counts as "open"."""
 SOCKET_OPERATIONS = ("connect", "sendall", "recv")
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EMFILE, errno.EINTR, errno.ESTALE)
+STRIDE = int(os.environ.get("KVPACK_KILL_STRIDE", "7"))
+"""Of the steps at which a process is killed, one in so many; 1 tries all."""
 
 
 @dataclass
@@ -98,6 +102,17 @@ class _Fcntl:
 
     def __getattr__(self, name: str) -> Any:
         return self.system.faulty(name, getattr(fcntl, name)) if name == "flock" else getattr(fcntl, name)
+
+
+def open_files() -> set[str]:
+    """The descriptors of this process, each with what it is of."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+        except FileNotFoundError:
+            continue
+    return found
 
 
 def store_modules() -> list[ModuleType]:

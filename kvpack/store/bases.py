@@ -1,0 +1,125 @@
+"""The basis of a recipe as an entry of its store: put before the chunks that need it, and used like the first of every chain.
+
+So it is evicted after all of them, and the byte limit counts it (spec/store.md, Bases).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvpack.coding.bases import Basis
+from kvpack.formats.errors import DigestMismatch, MissingBasis
+
+from .basis_keys import basis_keys, check_basis
+from .encryption import in_clear
+from .forms import check_size
+from .loading import FAULTS, refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .backend import Backend, Found
+    from .counters import Counters
+    from .encryption import Cipher
+
+
+class StoredBasis:
+    """The basis with SHA-256 ``digest``, of the model ``model``, in a store; ``given`` is the caller's.
+
+    ``keys`` begin every chain of chunks that need it. No method raises for a fault: it is counted, and a miss.
+    """
+
+    def __init__(
+        self,
+        digest: bytes,
+        model: Mapping[str, str],
+        backend: Backend,
+        cipher: Cipher | None,
+        counters: Counters,
+        max_entry_bytes: int,
+        given: Basis | None = None,
+    ) -> None:
+        if given is not None:
+            given.check_model(model)
+        self.keys: Sequence[bytes] = basis_keys(digest, cipher)
+        self._digest, self._model, self._backend, self._cipher = digest, model, backend, cipher
+        self._counters, self._max_entry_bytes = counters, max_entry_bytes
+        self._basis = given
+        self._whole: set[int] = set()
+
+    def present(self) -> bool:
+        """Whether it is at hand or, as far as its first bytes tell, in the store."""
+        return self._basis is not None or any(self._backend.present([key]) for key in self.keys)
+
+    def get(self) -> Basis | None:
+        """The basis, read from the store once; None when it is neither given nor there."""
+        if self._basis is None:
+            self._basis = next((found for key in self.keys if (found := self._found(key)) is not None), None)
+        return self._basis
+
+    def missing(self, operation: str) -> None:
+        """Count that the basis is missing."""
+        self._counters.fault(operation, MissingBasis(f"the basis {self._digest.hex()} is needed, and is not in the store: give basis="))
+
+    def put(self, now_ns: int) -> bool:
+        """Store the basis in every tier that lacks it, and return whether one has it now. A damaged one is replaced."""
+        basis = self.get()
+        if basis is None:
+            self.missing("save")
+            return False
+        # In every tier at once: a chunk must not reach a tier before its basis.
+        return True in [self._put_in(number, backend, basis, now_ns) for number, backend in enumerate(self._backend.parts)]
+
+    def _put_in(self, number: int, backend: Backend, basis: Basis, now_ns: int) -> bool:
+        key = self.keys[0]
+        if backend.present([key]) and (number in self._whole or self._reads(key, backend)):
+            self._whole.add(number)
+            return True
+        # Once it was removed as damaged; one that others may be able to read stays.
+        if backend.present([key]):
+            return False
+        try:
+            pieces = [basis.data] if self._cipher is None else self._cipher.encrypt(key, [basis.data])
+            check_size(f"the basis {self._digest.hex()}", sum(map(len, pieces)), self._max_entry_bytes)
+        except FAULTS as error:
+            self._counters.fault("encode", error)
+            return False
+        if not backend.put([key], pieces, now_ns):
+            return False
+        self._whole.add(number)
+        return True
+
+    def _reads(self, key: bytes, backend: Backend) -> bool:
+        """Whether the entry in one tier is the basis, byte for byte; a damaged one is removed."""
+        for found in backend.find([key]):
+            try:
+                check_basis(key, in_clear(key, found.data, self._cipher), self._cipher)
+            except FAULTS as error:
+                refuse(backend, self._counters, key, found, error)
+                return False
+            return True
+        return False
+
+    def _found(self, key: bytes) -> Basis | None:
+        beyond = -1
+        while entries := self._backend.find([key], beyond=beyond):
+            try:
+                basis = self._opened(key, entries[0])
+            except FAULTS as error:
+                refuse(self._backend, self._counters, key, entries[0], error)
+                beyond = entries[0].tier
+                continue
+            self._backend.accept([key], entries[:1], time.time_ns())
+            return basis
+        return None
+
+    def _opened(self, key: bytes, found: Found) -> Basis:
+        data = in_clear(key, found.data, self._cipher)
+        # Compared with what the recipe names, not with the entry's key alone.
+        digest = check_basis(key, data, self._cipher)
+        if digest != self._digest:
+            raise DigestMismatch(f"entry {key.hex()}: damaged: holds the basis {digest.hex()}, expected {self._digest.hex()}")
+        basis = Basis.of_bytes(bytes(data), where=f"entry {key.hex()}")
+        basis.check_model(self._model)
+        return basis

@@ -1,0 +1,64 @@
+"""Small caches of a recipe that needs a basis, their identity, and what a store must hold for them."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import kvpack
+from kvpack.coding.bases import Basis
+from kvpack.errors import KvpackError
+from kvpack.file import container
+
+from caches import random_pairs  # isort: skip
+from klt_bases import random_basis  # isort: skip
+from store_caches import CHUNK, entries  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SHAPES = {(layer, side): (2, 16) for layer in range(2) for side in "kv"}
+
+
+def basis_of(seed: str = "") -> Basis:
+    """A basis for the caches of ``cache``."""
+    return Basis.of_bytes(random_basis(SHAPES, 2, seed=seed))
+
+
+BASIS = basis_of()
+RECIPE = kvpack.Recipe("klt-2", BASIS)
+IDENTITY = kvpack.Identity("x", RECIPE.text, tenant="tenant")
+
+
+@lru_cache(16)
+def cache(tokens: int, seed: int = 0) -> kvpack.Cache:
+    return kvpack.pack(random_pairs(2, tokens, heads=2, dims=(16, 16), seed=seed), RECIPE)
+
+
+def with_basis(location: Any, **options: Any) -> kvpack.Store:
+    return kvpack.Store(location, IDENTITY, **{"chunk": CHUNK, "basis": BASIS, **options})
+
+
+def without_basis(location: Any, **options: Any) -> kvpack.Store:
+    return kvpack.Store(location, IDENTITY, **{"chunk": CHUNK, **options})
+
+
+def save(store: kvpack.Store, ids: list[int], seed: int = 0) -> kvpack.Cache:
+    """Save a cache of ``ids`` whole and return it."""
+    whole = cache(len(ids), seed)
+    assert store.save(ids, whole) == len(ids) // CHUNK * CHUNK
+    return whole
+
+
+def held(folder: Path | str) -> tuple[int, int]:
+    """(whole bases, entries that need one) in a folder without encryption."""
+    bases = needing = 0
+    for path in entries(folder):
+        try:
+            with container.open_file(path) as file:
+                bases += file.header.is_basis and Basis.load(path).digest.hex() == os.path.basename(path)
+                needing += BASIS.digest.hex() in file.header.recipe
+        except KvpackError:
+            continue
+    return bases, needing

@@ -52,28 +52,35 @@ INLINE vi codes_of(vf x, vf factor, vf offset, float largest) {
     return nearest_int(smaller(larger(splat(0), x * factor + offset), splat(largest)));
 }
 
-/* Words from the columns of one token. */
-static void store_columns(const Packing *packing, const int32_t *column, char *low, char *high) {
-    uint16_t *words = (uint16_t *)low, *upper = (uint16_t *)high;
-    int64_t width = packing->width, half_width = (width + 1) / 2, c = 0;
-    int shift = packing->planes == 2 ? 16 : 0;
-    if (packing->planes == 2 || !packing->odd) {
-        for (; c + LANES <= width; c += LANES) store_words(words + c, load_int(column + c) & 0xffff);
-        for (; c < width; c++) words[c] = (uint16_t)column[c];
+/* The words of the last plane where each holds the bytes of two columns, c and c + half the width; zeros follow the columns. */
+INLINE void store_bytes(const Packing *packing, const int32_t *column, char *to) {
+    int64_t half_width = (packing->width + 1) / 2;
+    uint32_t shift = packing->planes == 2 ? 16 : 0;
+    for (int64_t c = 0; c < half_width; c += LANES) {
+        vu low = (vu)load_int(column + c) >> shift & 255, high = (vu)load_int(column + half_width + c) >> shift & 255;
+        uint16_t words[LANES];
+        store_words(words, (vi)(low | high << 8));
+        memcpy(to + 2 * c, words, 2 * (half_width - c < LANES ? half_width - c : LANES));
     }
-    if (packing->odd)
-        for (c = 0; c < half_width; c++) {
-            uint32_t second = c + half_width < width ? (uint32_t)column[c + half_width] >> shift & 255 : 0;
-            upper[c] = (uint16_t)(((uint32_t)column[c] >> shift & 255) | second << 8);
-        }
-    else if (packing->planes == 2)
-        for (c = 0; c < width; c++) upper[c] = (uint16_t)((uint32_t)column[c] >> 16);
+}
+
+/* Words from the columns of one token, which zeros follow. */
+static void store_columns(const Packing *packing, const int32_t *column, char *low, char *high) {
+    int64_t width = packing->width, planes = packing->planes - packing->odd;
+    char *to[] = {low, high};
+    for (int64_t p = 0; p < planes; p++) {
+        uint16_t *words = (uint16_t *)to[p];
+        int64_t c = 0;
+        for (; c + LANES <= width; c += LANES) store_words(words + c, (vi)((vu)load_int(column + c) >> (uint32_t)(16 * p) & 0xffff));
+        for (; c < width; c++) words[c] = (uint16_t)((uint32_t)column[c] >> 16 * p);
+    }
+    if (packing->odd) store_bytes(packing, column, high);
 }
 
 /* The words of one token: field k of column c is the code of channel k * width + c. */
 static void pack_row(const Packing *packing, const int32_t *codes, char *low, char *high) {
     int64_t width = packing->width, fields = packing->symbols / width, bits = packing->digit[0].bits, c = 0;
-    int32_t column[1024 + LANES];
+    int32_t column[1024 + 2 * LANES];
     for (; c + LANES <= width; c += LANES) {
         vi all = load_int(codes + c);
         for (int64_t k = 1; k < fields; k++) all |= load_int(codes + k * width + c) << (int32_t)(k * bits);
@@ -84,6 +91,7 @@ static void pack_row(const Packing *packing, const int32_t *codes, char *low, ch
         for (int64_t k = 0; k < fields; k++) all |= (uint32_t)codes[k * width + c] << (k * bits);
         column[c] = (int32_t)all;
     }
+    store_int(column + width, splat_int(0));
     store_columns(packing, column, low, high);
 }
 

@@ -1,6 +1,8 @@
 /* Encoding of group where channels, columns and groups are whole vectors: values are read from where they are, twice, and their codes
    go to words at once. */
 
+enum { CACHE_LINE = 64 };
+
 static int has_rows_to_encode(const Encode *call) {
     const Codec *codec = call->codec;
     return codec->dim % LANES == 0 && codec->packing[0].width % LANES == 0 && (codec->scales_stream >= 0 || codec->size % LANES == 0);
@@ -8,8 +10,8 @@ static int has_rows_to_encode(const Encode *call) {
 
 INLINE vf widened(const char *row, int64_t d, int64_t dtype) {
     if (dtype == F32) return load((const float *)row + d);
-    vi x = load_words((const uint16_t *)row + d);
-    return dtype == F16 ? from_half(x) : (vf)(x << 16);
+    if (dtype == F16) return load_half((const uint16_t *)row + d);
+    return (vf)(load_words((const uint16_t *)row + d) << 16);
 }
 
 /* Whether the codes of `count` groups are all in range. Codes grow with the values: those of the extremes are enough. */
@@ -28,29 +30,40 @@ INLINE void encode_row(const Encode *call, const char *x, const float *factor, c
                        int64_t dtype) {
     const Codec *codec = call->codec;
     const Packing *packing = &codec->packing[0];
-    int64_t width = packing->width, bits = packing->digit[0].bits;
-    int of_channels = codec->scales_stream >= 0, size = __builtin_ctzll((uint64_t)codec->size);
+    int64_t width = packing->width, dim = codec->dim;
+    int of_channels = codec->scales_stream >= 0, size = __builtin_ctzll((uint64_t)codec->size), one_plane = packing->planes == 1 && !packing->odd;
     float largest = (float)(packing->digit[0].base - 1);
-    int32_t column[1024];
+    vi bits = splat_int((int32_t)packing->digit[0].bits);
+    int32_t column[1024 + 2 * LANES];
     for (int64_t c = 0; c < width; c += LANES) {
+        /* From the last field down, so that every shift is of all codes that are there. */
         vi all = splat_int(0);
-        for (int64_t d = c, shift = 0; d < codec->dim; d += width, shift += bits) {
+        for (int64_t d = dim - width + c; d >= 0; d -= width) {
             vf own = of_channels ? load(factor + d) : splat(factor[d >> size]), more = of_channels ? load(offset + d) : splat(offset[d >> size]);
             vf value = widened(x, d, dtype);
-            all |= (in_range ? nearest_int(value * own + more) : codes_of(value, own, more, largest)) << (int32_t)shift;
+            all = (all << bits) | (in_range ? nearest_int(value * own + more) : codes_of(value, own, more, largest));
         }
-        store_int(column + c, all);
+        if (one_plane)
+            store_words((uint16_t *)low + c, all);
+        else
+            store_int(column + c, all);
     }
+    if (one_plane) return;
+    store_int(column + width, splat_int(0));
     store_columns(packing, column, low, high);
 }
 
+/* The rows after those that are encoded are on their way from memory meanwhile. */
 INLINE void encode_rows(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, const float *factor,
                         const float *offset, int64_t groups, int in_range, int64_t dtype) {
     const Packing *packing = &call->codec->packing[0];
     const Stream *lower = call->streams, *upper = call->streams + packing->planes - 1;
+    int64_t bytes = call->codec->dim * (dtype == F32 ? 4 : 2);
     for (int64_t t = start; t < start + count; t++, factor += groups, offset += groups) {
         const char *x = row_of(&call->x, batch, head, t);
         char *low = row_of(lower, batch, head, t), *high = row_of(upper, batch, head, t);
+        if (t + count < call->tokens)
+            for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(x + count * call->x.row + i);
         if (in_range)
             encode_row(call, x, factor, offset, 1, low, high, dtype);
         else
@@ -58,35 +71,116 @@ INLINE void encode_rows(const Encode *call, int64_t batch, int64_t head, int64_t
     }
 }
 
-/* The extremes of `vectors` vectors of channels from `d` on, over `count` tokens; adds the values to `sum`. */
-INLINE void token_extremes(const char *x, int64_t stride, int64_t count, int64_t d, int vectors, int64_t dtype, float *low, float *high, vf *sum) {
-    vf least[4], most[4];
-    for (int i = 0; i < vectors; i++) least[i] = most[i] = widened(x, d + i * LANES, dtype);
-    for (int64_t t = 0; t < count; t++, x += stride)
+/* Words whose order is that of the numbers that they hold, in bf16 or binary16; and back. */
+INLINE vw ordered(vw x) { return x ^ ((x >> 15) & 0x7fff); }
+
+INLINE vw ordered_words(const char *row, int64_t d) { return ordered(*(const vw_any *)(row + 2 * d)); }
+
+/* Whether all numbers are finite, of which these are extremes. */
+INLINE int extremes_are_finite(const float *low, const float *high, int64_t count) {
+    vf none = splat(0);
+    for (int64_t n = 0; n < count; n += LANES) none += (load(low + n) + load(high + n)) * 0.f;
+    return is_finite(none);
+}
+
+/* The extremes of LANES channels from `d` on, over `count` tokens; false where one is infinite or NaN. */
+INLINE int token_extremes(const char *x, int64_t stride, int64_t count, int64_t d, int64_t dtype, float *low, float *high) {
+    vf least = widened(x, d, dtype), most = least, sum = splat(0);
+    for (int64_t t = 0; t < count; t++, x += stride) {
+        vf value = widened(x, d, dtype);
+        least = smaller(value, least);
+        most = larger(value, most);
+        sum += value * 0.f;
+    }
+    store(low + d, least);
+    store(high + d, most);
+    return is_finite(sum);
+}
+
+/* The same of `vectors` vectors of words, which are compared before they are widened; numbers that are none are extremes, too. */
+INLINE void token_word_extremes(const char *x, int64_t stride, int64_t count, int64_t d, int vectors, int64_t dtype, float *low, float *high) {
+    vw least[4], most[4];
+    for (int i = 0; i < vectors; i++) least[i] = most[i] = ordered_words(x, d + 2 * i * LANES);
+    for (int64_t t = 1; t < count; t++)
         for (int i = 0; i < vectors; i++) {
-            vf value = widened(x, d + i * LANES, dtype);
-            least[i] = smaller(value, least[i]);
-            most[i] = larger(value, most[i]);
-            *sum += value;
+            vw value = ordered_words(x + t * stride, d + 2 * i * LANES);
+            least[i] = smaller_word(value, least[i]);
+            most[i] = larger_word(value, most[i]);
         }
     for (int i = 0; i < vectors; i++) {
-        store(low + d + i * LANES, least[i]);
-        store(high + d + i * LANES, most[i]);
+        vw words[2] = {ordered(least[i]), ordered(most[i])};
+        for (int half = 0; half < 2; half++) {
+            store(low + d + (2 * i + half) * LANES, widened((const char *)&words[0], half * LANES, dtype));
+            store(high + d + (2 * i + half) * LANES, widened((const char *)&words[1], half * LANES, dtype));
+        }
     }
 }
 
 /* Keys: `count` tokens share the scales of each channel. `spare` holds 4 * dim floats. */
 INLINE int encode_token_rows(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, float *spare, int64_t dtype) {
-    int64_t dim = call->codec->dim, d = 0;
+    int64_t dim = call->codec->dim, stride = call->x.row, d = 0;
     float *low = spare, *high = low + dim, *factor = high + dim, *offset = factor + dim;
     const char *x = row_of(&call->x, batch, head, start);
     char *pairs = row_of(&call->streams[call->codec->packing[0].planes], batch, head, start / call->codec->size);
-    vf sum = splat(0);
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) token_extremes(x, call->x.row, count, d, 4, dtype, low, high, &sum);
-    for (; d < dim; d += LANES) token_extremes(x, call->x.row, count, d, 1, dtype, low, high, &sum);
-    if (!is_finite(sum) || !make_scales(call, low, high, dim, factor, offset, (int32_t *)pairs)) return 0;
+    if (dtype != F32) {
+        for (; d + 8 * LANES <= dim; d += 8 * LANES) token_word_extremes(x, stride, count, d, 4, dtype, low, high);
+        for (; d + 2 * LANES <= dim; d += 2 * LANES) token_word_extremes(x, stride, count, d, 1, dtype, low, high);
+        if (!extremes_are_finite(low, high, d)) return 0;
+    }
+    for (; d < dim; d += LANES)
+        if (!token_extremes(x, stride, count, d, dtype, low, high)) return 0;
+    if (!make_scales(call, low, high, dim, factor, offset, (int32_t *)pairs)) return 0;
     encode_rows(call, batch, head, start, count, factor, offset, 0, are_in_range(call, low, high, dim, factor, offset), dtype);
     return 1;
+}
+
+/* low and high of LANES groups of `size` channels from token `t`, channel `first` on, of `all`; after the last, of it again. */
+INLINE int channel_extremes(const Encode *call, int64_t batch, int64_t head, int64_t t, int64_t first, int64_t size, int64_t all, int64_t dtype,
+                            float *low, float *high) {
+    int64_t dim = call->codec->dim;
+    const char *x = row_of(&call->x, batch, head, t);
+    vf least[LANES], most[LANES], sum = splat(0);
+    for (int64_t i = 0; i < LANES; i++) {
+        int64_t end = first + size < dim ? first + size : dim;
+        least[i] = most[i] = widened(x, first, dtype);
+        sum += least[i] * 0.f;
+        for (int64_t d = first + LANES; d < end; d += LANES) {
+            vf value = widened(x, d, dtype);
+            least[i] = smaller(value, least[i]);
+            most[i] = larger(value, most[i]);
+            sum += value * 0.f;
+        }
+        if (i + 1 < all && (first += size) >= dim) first = 0, x += call->x.row;
+    }
+    store(low, minima_of(least));
+    store(high, maxima_of(most));
+    return is_finite(sum);
+}
+
+/* The same of whole vectors of words, of infinities and NaN, too: maxima are minima of what is left when all bits are turned, so that both are found in one go. */
+INLINE void channel_word_extremes(const Encode *call, int64_t batch, int64_t head, int64_t t, int64_t first, int64_t size, int64_t all,
+                                 int64_t dtype, float *low, float *high) {
+    int64_t dim = call->codec->dim;
+    const char *x = row_of(&call->x, batch, head, t);
+    vi both[LANES];
+    for (int64_t i = 0; i < LANES; i++) {
+        vw least = ordered_words(x, first), most = least;
+        for (int64_t d = first + 2 * LANES; d < first + size; d += 2 * LANES) {
+            vw value = ordered_words(x, d);
+            least = smaller_word(value, least);
+            most = larger_word(value, most);
+        }
+        vu turned = ~(vu)most;
+        vw even = (vw)(((vu)least & 0xffff) | turned << 16), odd = (vw)((vu)least >> 16 | (turned & 0xffff0000));
+        both[i] = (vi)smaller_word(even, odd);
+        if (i + 1 < all && (first += size) >= dim) first = 0, x += call->x.row;
+    }
+    vw found = ordered((vw)(word_minima_of(both) ^ (int32_t)0xffff0000));
+    uint16_t words[2 * LANES];
+    store_words(words, (vi)found & 0xffff);
+    store_words(words + LANES, (vi)((vu)found >> 16));
+    store(low, widened((const char *)words, 0, dtype));
+    store(high, widened((const char *)words, LANES, dtype));
 }
 
 /* Values: every group of channels of a token has a scale. `spare` holds 5 * TOKENS_OF_GROUPS * (dim / LANES + 1) numbers. */
@@ -96,27 +190,15 @@ INLINE int encode_channel_rows(const Encode *call, int64_t batch, int64_t head, 
     int64_t room = (all + LANES - 1) / LANES * LANES;
     float *low = spare, *high = low + room, *factor = high + room, *offset = factor + room;
     int32_t *pairs = (int32_t *)(offset + room);
-    vf sum = splat(0);
+    int of_words = dtype != F32 && size % (2 * LANES) == 0 && codec->dim % size == 0;
     for (int64_t n = 0; n < all; n += LANES) {
-        vf least[LANES], most[LANES];
-        for (int64_t i = 0, t = n / groups, g = n % groups; i < LANES; i++) {
-            const char *x = row_of(&call->x, batch, head, start + t);
-            int64_t first = g * size, end = first + size < codec->dim ? first + size : codec->dim;
-            least[i] = most[i] = widened(x, first, dtype);
-            sum += least[i];
-            for (int64_t d = first + LANES; d < end; d += LANES) {
-                vf value = widened(x, d, dtype);
-                least[i] = smaller(value, least[i]);
-                most[i] = larger(value, most[i]);
-                sum += value;
-            }
-            /* The last group again, where there are no more. */
-            if (n + i + 1 < all && ++g == groups) g = 0, t++;
-        }
-        store(low + n, minima_of(least));
-        store(high + n, maxima_of(most));
+        int64_t t = start + n / groups, first = n % groups * size;
+        if (of_words)
+            channel_word_extremes(call, batch, head, t, first, size, all - n, dtype, low + n, high + n);
+        else if (!channel_extremes(call, batch, head, t, first, size, all - n, dtype, low + n, high + n))
+            return 0;
     }
-    if (!is_finite(sum) || !make_scales(call, low, high, all, factor, offset, pairs)) return 0;
+    if (!extremes_are_finite(low, high, all) || !make_scales(call, low, high, all, factor, offset, pairs)) return 0;
     for (int64_t t = 0; t < count; t++)
         memcpy(row_of(&call->streams[codec->packing[0].planes], batch, head, start + t), pairs + t * groups, 4 * groups);
     encode_rows(call, batch, head, start, count, factor, offset, groups, are_in_range(call, low, high, all, factor, offset), dtype);

@@ -1,4 +1,7 @@
 /* The functions that Python calls: the choice of the instruction set, the items of a call, and the merge of their results. */
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -13,11 +16,20 @@
 /* Items are made for at least this many threads, of tokens and rows that do not depend on their number: nor does the result. */
 enum { FEWEST_ITEMS = 128, FEWEST_TOKENS = 4096 };
 
+#if defined(__x86_64__)
+/* F16C, which Clang's __builtin_cpu_supports does not know by its name. */
+static int converts_halves(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
+}
+#endif
+
 static const Level *level_of(int64_t number) {
 #if defined(__x86_64__)
     static const Level *const levels[] = {&kvpack_v4, &kvpack_v3, &kvpack_portable};
     __builtin_cpu_init();
-    int v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+    int v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+             converts_halves();
     int v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
     number += v4 ? 0 : v3 ? 1 : 2;

@@ -18,6 +18,13 @@ INLINE vi to_bfloat(vf x) {
 }
 
 INLINE vi to_half(vf x) {
+#if LEVEL == 4
+    vi rounded = (vi)_mm512_cvtepu16_epi32(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    return choose_int(x != x, (rounded & 0x8000) | 0x7e00, rounded);
+#elif LEVEL == 3
+    vi rounded = __builtin_convertvector((vh)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT), vi);
+    return choose_int(x != x, (rounded & 0x8000) | 0x7e00, rounded);
+#else
     vi bits = (vi)x, sign = (vi)((vu)bits >> 16) & 0x8000, size = bits & 0x7fffffff;
     vi normal = (vi)((vu)size + 0xfff + ((vu)size >> 13 & 1) - (112u << 23)) >> 13;
     /* Below 2^-14 an addition rounds to multiples of 2^-24. */
@@ -26,6 +33,7 @@ INLINE vi to_half(vf x) {
     vi found = (small & is_small) | (normal & ~is_small);
     found = (found & ~is_large) | (0x7c00 & is_large);
     return sign | (found & ~is_nan) | (0x7e00 & is_nan);
+#endif
 }
 
 /* Two values in the halves of each lane. */

@@ -20,10 +20,12 @@ typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef int16_t vw __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vb __attribute__((vector_size(LANES)));
 typedef int8_t vb_mask __attribute__((vector_size(LANES)));
 typedef float vf_any __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t vi_any __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+typedef int16_t vw_any __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef uint16_t vh_any __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
 
 INLINE vf load(const float *p) { return *(const vf_any *)p; }
@@ -75,6 +77,29 @@ INLINE vf smaller(vf a, vf b) {
     return (vf)_mm256_min_ps((__m256)a, (__m256)b);
 #else
     return choose(a < b, a, b);
+#endif
+}
+
+/* The larger of two words, and the smaller. */
+INLINE vw larger_word(vw a, vw b) {
+#if LEVEL == 4
+    return (vw)_mm512_max_epi16((__m512i)a, (__m512i)b);
+#elif LEVEL == 3
+    return (vw)_mm256_max_epi16((__m256i)a, (__m256i)b);
+#else
+    vw mask = a > b;
+    return (mask & a) | (~mask & b);
+#endif
+}
+
+INLINE vw smaller_word(vw a, vw b) {
+#if LEVEL == 4
+    return (vw)_mm512_min_epi16((__m512i)a, (__m512i)b);
+#elif LEVEL == 3
+    return (vw)_mm256_min_epi16((__m256i)a, (__m256i)b);
+#else
+    vw mask = a < b;
+    return (mask & a) | (~mask & b);
 #endif
 }
 
@@ -158,6 +183,14 @@ INLINE vf minima_of(vf *x) {
     return x[0];
 }
 
+/* The same for the minima of both halves' words. */
+INLINE vi word_minima_of(vi *x) {
+    for (int n = LANES; n > 1; n /= 2)
+        for (int i = 0; i < n / 2; i++)
+            x[i] = (vi)smaller_word((vw)SHUFFLE(vi, vi, x[2 * i], x[2 * i + 1], EVEN), (vw)SHUFFLE(vi, vi, x[2 * i], x[2 * i + 1], ODD));
+    return x[0];
+}
+
 INLINE float sum_of(vf x) {
     float sum = 0;
     for (int i = 0; i < LANES; i++) sum += x[i];
@@ -172,10 +205,28 @@ INLINE float largest_of(vf x) {
     return found;
 }
 
-/* binary16 in the low bits of each lane, exactly; infinities and NaN stay what they are. */
+/* binary16 in the low bits of each lane, exactly; infinities stay what they are, and NaN stay NaN. */
 INLINE vf from_half(vi x) {
+#if LEVEL == 4
+    return (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)x));
+#elif LEVEL == 3
+    vh words = __builtin_convertvector(x, vh);
+    return (vf)_mm256_cvtph_ps((__m128i)words);
+#else
     vf magnitude = (vf)((x & 0x7fff) << 13) * 0x1p112f;
     return (vf)((vi)magnitude | (((x & 0x7c00) == 0x7c00) & 0x7f800000) | (x & 0x8000) << 16);
+#endif
+}
+
+/* The same of words in memory. */
+INLINE vf load_half(const uint16_t *p) {
+#if LEVEL == 4
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif LEVEL == 3
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+    return from_half(load_words(p));
+#endif
 }
 
 INLINE float half(uint16_t x) {

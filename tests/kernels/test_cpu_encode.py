@@ -216,6 +216,20 @@ def test_values_that_are_refused_are_named(axis: str, value: float, error: type[
         kvpack.pack([(x, x)], f"kv=group:b=4,g=32,axis={axis}")
 
 
+@LEVELS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("axis", ["token", "channel"])
+def test_a_value_of_a_group_that_is_no_number_is_found_wherever_it_is(axis: str, dtype: torch.dtype, level: int) -> None:
+    codec = create("group", 96, b="2", axis=axis)
+    x = contents("gaussian", (1, 1, 40, 96), 0).to(dtype)
+    assert cpu_encode.encode(codec, x, level=level) is not None
+    for place in range(0, x.numel(), 7):
+        for value in (torch.nan, -torch.nan, torch.inf, -torch.inf):
+            worse = x.flatten().clone()
+            worse[place] = value
+            assert cpu_encode.encode(codec, worse.view(x.shape), level=level) is None
+
+
 @pytest.mark.parametrize("recipe", ["kivi-2", "kivi-4;tail=64", "int-3"])
 def test_packed_caches_are_those_of_torch(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [tuple(torch.randn(2, 3, 333, 128).to(torch.bfloat16).transpose(1, 2).contiguous().transpose(1, 2) for _ in range(2))]

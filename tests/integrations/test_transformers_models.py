@@ -156,6 +156,19 @@ def test_a_pass_that_failed_between_layers_is_not_continued() -> None:
         model(FOLLOWING, past_key_values=cache)
 
 
+def test_a_first_pass_that_failed_between_layers_is_not_continued() -> None:
+    model = model_of("Llama")
+    cache = KvpackCache(model, "raw")
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(FOLLOWING, past_key_values=cache)
+    hook.remove()
+    with pytest.raises(InvalidShape, match=r"layers\[0\] has seen 5 tokens and layers\[1\] 0: a forward pass ended between them"):
+        model(FOLLOWING, past_key_values=cache)
+    cache.reset()
+    assert torch.equal(model(FOLLOWING, past_key_values=cache).logits, model(FOLLOWING, past_key_values=KvpackCache(model, "raw")).logits)
+
+
 def test_caches_of_other_models_are_refused() -> None:
     model, larger = model_of("Llama", "kvpack"), model_of("Llama", "kvpack", num_hidden_layers=5)
     packed = recorded(larger)

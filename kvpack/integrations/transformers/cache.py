@@ -103,6 +103,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             for number, (held, window) in enumerate(zip(present, windows, strict=True))
         ]
         super().__init__(layers=layers)
+        self._following = _following(layers)
         if isinstance(contents, Cache):
             keep_states(self.layers, contents)
         self._model, self._dense, self._decoding = known, bool(dense), decoding
@@ -116,6 +117,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             self._dense = True
             decoding.tell(known.name)
         self.passes = Tracking(Record(inputs, tokens), positions, known, not self._dense)
+        self.passes.states = any(states)
         self._hooks = None if model is None else Hooks.on(model)
         self._switch = None if known is None or self._dense else Switch.of(model)
         self._seen: set[type] = set()
@@ -161,6 +163,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         """
         if self.live.tokens:
             check_kept(self.layers)
+        self.passes.check_states()
         packed = self.live.frozen_as_it_is(packed=True)
         layers = tuple(with_states(layer, own) for layer, own in zip(packed.layers, self.layers, strict=True))
         return replace(packed, layers=layers, inputs=self.passes.record.inputs, metadata=self._metadata)
@@ -276,7 +279,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     def reset(self) -> None:
         super().reset()
-        self.passes.record.crop(0)
+        self.passes.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -326,9 +329,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
                     f"layers[{number}]: the model's {name} have batch, heads and dim {list(found)}, the cache's {list(shapes[side])}: "
                     f"{list(states.shape)} does not continue it"
                 )
-        seen = self.live.seen(number)
-        following = number + 1 if number + 1 < len(self.layers) else number
-        if self.live.shapes(following) and self.live.seen(following) < seen:
+        seen, following = self.live.seen(number), self._following[number]
+        if self.live.seen(following) < seen:
             raise InvalidShape(
                 f"layers[{number}] has seen {seen} tokens and layers[{following}] {self.live.seen(following)}: "
                 "a forward pass ended between them; continue with a new KvpackCache"
@@ -345,3 +347,9 @@ def _arguments(first: Any, second: Any) -> tuple[torch.nn.Module | None, Any]:
         return first, second
     check_packed(first, "KvpackCache({})")
     return second, first
+
+
+def _following(layers: Sequence[Any]) -> list[int]:
+    """For each layer the next one that gets tokens in the same pass; itself for the last."""
+    packed = [number for number, layer in enumerate(layers) if isinstance(layer, PackedLayer)]
+    return [next((after for after in packed if after > number), number) for number in range(len(layers))]

@@ -20,16 +20,20 @@ if TYPE_CHECKING:
 class Tracking:
     """Checks passes as they begin, and adds to ``record`` what each appended. With ``packed``, the model's attention must be "kvpack".
 
-    ``assisted`` says whether the next passes are of assisted decoding, whose first pass is given all token ids.
+    ``assisted`` says whether the next passes are of assisted decoding, whose first pass is given all token ids. ``states`` says whether
+    the cache keeps states, which are of no use once a pass has failed.
     """
 
     def __init__(self, record: Record, positions: RotaryPositions | None, model: Model | None, packed: bool) -> None:
         self.record, self._positions, self._model, self._packed = record, positions, model, packed
         self._passes = Passes()
-        self.assisted = False
+        self.assisted = self.states = False
+        self._running = self._failed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(copy.deepcopy(self.record, memo), copy.deepcopy(self._positions, memo), self._model, self._packed)
+        made = type(self)(copy.deepcopy(self.record, memo), copy.deepcopy(self._positions, memo), self._model, self._packed)
+        made.states, made._failed = self.states, self._failed
+        return made
 
     # Compilers do not look into the record: it changes with every pass.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -50,11 +54,27 @@ class Tracking:
             if self._passes.outermost:
                 self._positions.begin()
             self._positions.check(arguments, self.record.tokens)
+        self.check_states()
+        self._running = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, module: torch.nn.Module, arguments: dict[str, Any], output: Any) -> None:
         """Note the end of a call, with or without a result."""
-        self._passes.leave(module)
+        if self._passes.leave(module) is not None:
+            self._failed |= self._running and output is None
+            self._running = False
+
+    def check_states(self) -> None:
+        """Raise InvalidParameter where a pass failed that may have changed states."""
+        if self.states and self._failed:
+            raise InvalidParameter(
+                "a forward pass over the cache failed, and states cannot go back before it: call reset(), or continue with a new KvpackCache"
+            )
+
+    def reset(self) -> None:
+        """Note that the cache dropped all tokens."""
+        self.record.crop(0)
+        self._failed = False
 
     def check_update(self) -> None:
         """Raise InvalidParameter when tokens are about to be appended with other positions than those that follow."""

@@ -6,6 +6,7 @@ Documented are Triton's language and its launches; a compiled kernel's handles a
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from triton import knobs
 from kvpack.formats.errors import KvpackError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 COMPILERS_BYTES = 16 << 10
 """Shared memory of a launch in front of what kvpack keeps behind it: there the compiler puts what it moves from lane to lane."""
@@ -119,13 +120,23 @@ class CachedLaunch:
     def __call__(self, *pointers: tuple[torch.Tensor, int]) -> None:
         """Launch on the current stream; a pointer is a tensor and the number of elements to skip."""
         if self._kernel is not None and not _hooks():
-            addresses = [tensor.data_ptr() + skipped * tensor.element_size() for tensor, skipped in pointers]
-            if all(address % 16 == 0 for address in addresses):
+            addresses, low = [], 0
+            for tensor, skipped in pointers:
+                address = tensor.data_ptr() + skipped * tensor.element_size()
+                addresses.append(address)
+                low |= address
+            if low % 16 == 0:
                 kernel = self._kernel
                 stream = torch._C._cuda_getCurrentRawStream(pointers[0][0].device.index)
                 kernel.run(*self.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *addresses, *self._fixed)
                 return
-        tensors = [tensor.view(-1)[skipped:] if skipped else tensor for tensor, skipped in pointers]
+        device = pointers[0][0].device
+        # Triton compiles for the current device.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self._run([tensor.view(-1)[skipped:] if skipped else tensor for tensor, skipped in pointers])
+
+    def _run(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Launch as Triton does, and keep the compiled kernel."""
         if self.allow is not None:
             self.allow(self.function.warmup(*tensors, *self.arguments, grid=self.grid, **self.constants, **self.options))
             self.allow = None

@@ -72,7 +72,7 @@ def attend(
     lengths, starts = _checked_tokens("lengths", lengths, layer), _checked_tokens("starts", starts, layer)
     scale = k.dim**-0.5 if scale is None else scale
     with without_autocast(q.device):
-        if (kernels := attention_kernels(q, layer)) is not None:
+        if (kernels := attention_kernels(q, layer) or many_queries_kernels(q, layer)) is not None:
             options = kernels.Options(
                 scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None
             )
@@ -80,8 +80,6 @@ def attend(
             if prepared.plain and lengths is starts is sink_logits is None:
                 _launched.setdefault(layer, {})[q.shape, q.dtype, q.device, call, dispatch.choice()] = prepared
             return prepared(q, sink_logits, lengths, starts)  # type: ignore[no-any-return]
-        if (many := many_queries_kernels(q, layer)) is not None:
-            return many.attend(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths, starts)  # type: ignore[no-any-return]
         if (cpu := cpu_kernels(q, layer)) is not None:
             return cpu.attend(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths, starts)  # type: ignore[no-any-return]
         out = torch.empty(*q.shape[:3], v.dim, dtype=q.dtype, device=q.device)

@@ -55,6 +55,7 @@ def attend(
     sliding_window: int | None,
     lengths: torch.Tensor | None,
     starts: torch.Tensor | None = None,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention of ``q`` ``[batch, q_head, query, dim]`` over ``k`` and ``v`` ``[batch, kv_head, token, dim]``, of 16 bits.
 
@@ -62,39 +63,80 @@ def attend(
     ``lengths``, int32 ``[batch]`` on the device, are each sequence's own tokens, of which queries see those from ``starts`` on, as many
     integers. Channels are dense.
     Returns float32 ``[batch, q_head, query, dim]`` and the natural log-sum-exp of the scores ``[batch, q_head, query]``; a query that
-    sees none of the tokens has zeros and minus infinity.
+    sees none of the tokens has zeros and minus infinity. With ``into``, both are stored there.
     """
-    batch, heads, queries, dim = q.shape
-    v_dim = v.shape[3]
-    out = torch.empty(batch, heads, queries, v_dim, dtype=torch.float32, device=q.device)
-    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
+    if into is None:
+        sums = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
+        into = sums, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    out, lse = into
+    launch = _attend_launch(
+        q.shape, (k.shape[1], k.shape[2], v.shape[3]), (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), scale, first, tokens, behind,
+        causal, softcap, sliding_window, None if lengths is None else lengths.dtype, None if starts is None else starts.dtype,
+        q.dtype, q.device,
+    )  # fmt: skip
+    given = () if starts is None else ((starts, 0),)
+    launch((out, 0), (lse, 0), (q, 0), (k, 0), (v, 0), (lse if lengths is None else lengths, 0), *given)
+    return out, lse
+
+
+@lru_cache(maxsize=256)
+def _attend_launch(
+    shape: tuple[int, ...],
+    held: tuple[int, int, int],
+    strides: tuple[int, ...],
+    scale: float,
+    first: int,
+    tokens: int,
+    behind: int,
+    causal: bool,
+    softcap: float | None,
+    sliding_window: int | None,
+    lengths: torch.dtype | None,
+    starts: torch.dtype | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> CachedLaunch:
+    """The launch for queries of ``shape`` and ``held`` KV heads, tokens and channels of values; what is compiled depends on dtypes, too."""
+    batch, heads, queries, dim = shape
+    kv_heads, count, v_dim = held
     pads = max(16, next_power_of_two(dim)), max(16, next_power_of_two(v_dim))
     block = block_of(max(pads))
     rows = min(block.rows, max(16, next_power_of_two(queries)))
-    _attend[(triton.cdiv(queries, rows), heads, batch)](
-        out, lse, q, k, v, lse if lengths is None else lengths, starts,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        scale, softcap or 1.0, queries, heads, heads // k.shape[1], first, k.shape[2], tokens, behind, sliding_window or 0,
-        CAUSAL=causal, WINDOW=sliding_window is not None, SOFTCAP=softcap is not None, LENGTHS=lengths is not None,
-        DIM=dim, V_DIM=v_dim, PAD=pads[0], V_PAD=pads[1], ROWS=rows, TOKENS=block.tokens, WIDE=q.device.type == "cpu",
-        num_warps=block.warps, num_stages=block.stages,
+    return CachedLaunch(
+        _attend,
+        (triton.cdiv(queries, rows), heads, batch),
+        (
+            *(() if starts is not None else (None,)), *strides, scale, softcap or 1.0, queries, heads, heads // kv_heads, first, count,
+            tokens, behind, sliding_window or 0,
+        ),
+        {
+            "CAUSAL": causal, "WINDOW": sliding_window is not None, "SOFTCAP": softcap is not None, "LENGTHS": lengths is not None,
+            "DIM": dim, "V_DIM": v_dim, "PAD": pads[0], "V_PAD": pads[1], "ROWS": rows, "TOKENS": block.tokens,
+            "WIDE": device.type == "cpu",
+        },
+        {"num_warps": block.warps, "num_stages": block.stages},
     )  # fmt: skip
-    return out, lse
 
 
 def merge(sums: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, splits: int = 1, first: bool = False) -> None:
     """Merge the partial results of ``splits`` parts of the tokens into ``sums`` ``[batch, head, row, dim]`` float32 and ``lse``.
 
     ``part`` ``[batch * splits, head, row, dim]`` and ``part_lse`` ``[batch * splits, head, row]`` are those of ``attend``. Channels are
-    dense; all else may have any strides. With ``first``, ``sums`` and ``lse`` hold nothing yet.
+    dense; all else may have any strides. Where ``sums`` and ``lse`` are contiguous, several of their heads may be the rows of one of
+    ``part``. With ``first``, they hold nothing yet.
     """
-    strides = (*sums.stride()[:3], *lse.stride(), *part.stride()[:3], *part_lse.stride())
-    _merge_launch(tuple(sums.shape), strides, part.dtype, str(part.device), splits, first)((sums, 0), (lse, 0), (part, 0), (part_lse, 0))
+    batch, heads, rows, dim = part.shape[0] // splits, *part.shape[1:]
+    own: tuple[int, ...] = (heads * rows * dim, rows * dim, dim, heads * rows, rows, 1)
+    if sums.shape[1] == heads:
+        own = (*sums.stride()[:3], *lse.stride())
+    strides = (*own, *part.stride()[:3], *part_lse.stride())
+    launch = _merge_launch((batch, heads, rows, dim), strides, part.dtype, part.device, splits, first)
+    launch((sums, 0), (lse, 0), (part, 0), (part_lse, 0))
 
 
 @lru_cache(maxsize=256)
 def _merge_launch(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: str, splits: int, first: bool
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, splits: int, first: bool
 ) -> CachedLaunch:
     """The launch for parts of ``dtype`` on ``device``: what is compiled for one is not for another."""
     batch, heads, rows, dim = shape

@@ -6,16 +6,19 @@ merged by their log-sum-exp. What no fused kernel decodes, torch decodes.
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from kvpack.formats.columns import next_power_of_two
 
-from . import flash, scratch
+from . import flash, plan, scratch
+from .prepared import Options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +49,14 @@ FEWEST_SPLIT_TOKENS, MOST_SPLITS = 1024, 16
 """Tokens of a part of a block, and parts, of which there are several where there are fewer programs than multiprocessors."""
 
 
+FEW_QUERIES = 128
+"""Queries up to which ``flash`` attends their own tokens: as many as one of its programs takes."""
+
+MOST_CALLS = 64
+"""Calls that are kept with a layer."""
+
 _peers: dict[Any, str | None] = {}
+_calls: WeakKeyDictionary[Layer, dict[Any, Call]] = WeakKeyDictionary()
 
 
 def supports(q: torch.Tensor, layer: Layer) -> bool:
@@ -68,146 +78,190 @@ def attend(
     lengths: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``kvpack.attend`` on checked input, with its arguments, over a layer that ``supports`` takes.
+    """``kvpack.attend`` on checked input, with its arguments, over a layer that ``supports`` takes."""
+    options = Options(scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None)
+    return prepare(q, layer, options)(q, sink_logits, lengths, starts)
+
+
+def prepare(q: torch.Tensor, layer: Layer, options: Options) -> Call:
+    """The call for queries like ``q``: kept with the layer, and then called.
 
     Decoded keys and values, and rotated queries, are rounded to the queries' dtype: the result is as exact as attention over an
     unpacked layer. Memory beyond the output is bounded: ``SCRATCH_BYTES``, and sums of ``MOST_QUERIES`` queries.
     """
-    with torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext():
-        lengths, starts = (None if given is None else given.to(q.device, torch.int32) for given in (lengths, starts))
-        call = _Call(layer, q.shape[2], scale, causal, softcap, sliding_window, lengths, starts)
-        if q.shape[2] <= MOST_QUERIES:
-            return call.attended(q, 0, sink_logits)
-        out = torch.empty(*q.shape[:3], call.v.dim, dtype=q.dtype, device=q.device)
-        for first in range(0, q.shape[2], MOST_QUERIES):
-            out[:, :, first : first + MOST_QUERIES] = call.attended(q[:, :, first : first + MOST_QUERIES], first, sink_logits)
-        return out
+    kept = _calls.setdefault(layer, {})
+    asked = (q.shape, q.dtype, options, os.environ.get(plan.VARIABLE))
+    if asked not in kept:
+        if len(kept) >= MOST_CALLS:
+            kept.clear()
+        kept[asked] = Call(q, layer, options)
+    return kept[asked]
 
 
-def _held(side: Side | None) -> Side:
-    assert side is not None
-    return side
+class _Part(NamedTuple):
+    """A block of tokens ``[start, stop)`` for some queries, of which every query sees the first ``seen``.
+
+    The library attends those, a multiple of ``splits``, and the tokens from ``own`` on, of which each query sees those up to its own.
+    ``flash`` attends the ones between.
+    """
+
+    start: int
+    stop: int
+    keys: scratch.Block
+    values: scratch.Block
+    seen: int
+    splits: int
+    own: int
 
 
-class _Call:
-    """One call of ``attend``, for each of its blocks of queries."""
+class _Pass(NamedTuple):
+    """``queries`` queries from query ``first`` of the call on, the first of which is token ``position``, and what they attend."""
 
-    def __init__(
+    first: int
+    queries: int
+    position: int
+    parts: list[_Part]
+
+
+class Call:
+    """``attend`` for queries like ``q``: all that does not depend on their values is found once."""
+
+    def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
+        assert layer.k is not None
+        assert layer.v is not None
+        k, v = layer.k, layer.v
+        self._frames = scratch.frame_of(k), scratch.frame_of(v)
+        self._shape, self._dtype, self._device, self._options = q.shape, q.dtype, q.device, options
+        self._tokens, self._batch, self._heads, self._dim_v = k.tokens, k.batch, k.heads, v.dim
+        self._queries, factor = self._frames[0].queries(k.heads, q.dtype, q.device)
+        self._originals = self._frames[1].originals(v.heads, q.dtype, q.device)
+        self._scale, self._columns = options.scale * factor, self._frames[1].columns(v.dim)
+        self._uncut = all(given is None for given in (options.softcap, options.sliding_window)) and not (options.lengths or options.starts)
+        token_bytes = 2 * k.batch * k.heads * (k.dim + v.dim)
+        self._block_tokens = max(FEWEST_TOKENS, SCRATCH_BYTES // token_bytes // FEWEST_TOKENS * FEWEST_TOKENS)
+        self._passes = [self._pass(first, k, v) for first in range(0, q.shape[2], MOST_QUERIES)]
+        self._elements = max(part.keys.elements + part.values.elements for one in self._passes for part in one.parts)
+
+    @property
+    def plain(self) -> bool:
+        """Whether no page maps its values by torch operations, which depend on the caller's modes."""
+        return all(frame.page is None and frame.codec is not None for frame in self._frames)
+
+    def __call__(
         self,
-        layer: Layer,
-        q_len: int,
-        scale: float,
-        causal: bool,
-        softcap: float | None,
-        sliding_window: int | None,
-        lengths: torch.Tensor | None,
-        starts: torch.Tensor | None,
-    ) -> None:
-        self.k, self.v = _held(layer.k), _held(layer.v)
-        self.k_frame, self.v_frame = scratch.frame_of(self.k), scratch.frame_of(self.v)
-        self.q_len = q_len
-        self.scale, self.causal, self.softcap, self.sliding_window = scale, causal, softcap, sliding_window
-        self.lengths, self.starts = lengths, starts
-        token_bytes = 2 * self.k.batch * self.k.heads * (self.k.dim + self.v.dim)
-        self.block_tokens = max(FEWEST_TOKENS, SCRATCH_BYTES // token_bytes // FEWEST_TOKENS * FEWEST_TOKENS)
+        q: torch.Tensor,
+        sink_logits: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend with ``q`` ``[batch, q_head, q_len, dim]``: ``[batch, q_head, q_len, dim_v]`` of the same dtype.
 
-    def attended(self, q: torch.Tensor, first_query: int, sink_logits: torch.Tensor | None) -> torch.Tensor:
-        """The result for queries ``[batch, q_head, query, dim]`` from query ``first_query`` of the call on."""
-        sums, lse = self._sums(q, first_query)
-        if sink_logits is not None:
-            # A sink is one more weight, without a value.
-            sink = sink_logits.to(q.device, torch.float32)[None, :, None]
-            sums *= torch.where(lse > -torch.inf, torch.sigmoid(lse - sink), 0.0)[..., None]
-        return self.v_frame.original(sums, self.v.heads, q.dtype)
+        ``sink_logits`` are floating point ``[q_head]``, ``lengths`` and ``starts`` integers ``[batch]``.
+        """
+        given = tuple(None if tokens is None else tokens.to(self._device, torch.int32) for tokens in (lengths, starts))
+        kind = self._device.type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+            if len(self._passes) == 1:
+                return self._attended(q, self._passes[0], sink_logits, *given)
+            out = torch.empty(*q.shape[:3], self._dim_v, dtype=q.dtype, device=q.device)
+            for one in self._passes:
+                own = slice(one.first, one.first + one.queries)
+                out[:, :, own] = self._attended(q[:, :, own], one, sink_logits, *given)
+            return out
 
-    def _sums(self, q: torch.Tensor, first_query: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums of values, float32 ``[batch, q_head, query, column]`` in the frame of values, and log-sum-exps of scores."""
-        turned, factor = self.k_frame.queries(q, self.k.heads)
-        scale = self.scale * factor
-        columns = self.v.dim if self.v_frame.codec is None else self.v_frame.columns
-        sums = torch.empty(*q.shape[:3], columns, dtype=torch.float32, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        position = self.k.tokens - self.q_len + first_query
-        empty = True
-        plain = all(given is None for given in (self.softcap, self.sliding_window, self.lengths, self.starts))
-        if plain and self.causal and position <= 0:
-            # No part has all queries.
-            sums.zero_()
-            lse.fill_(-torch.inf)
-            empty = False
-        for start, stop in self._blocks(position, q.shape[2]):
-            keys = scratch.decoded(self.k, self.k_frame, start, stop, q.dtype)
-            values = scratch.decoded(self.v, self.v_frame, start, stop, q.dtype)
-            if not plain:
-                self._add(sums, lse, turned, keys, values, scale, start, self.q_len - first_query, empty)
-            else:
-                seen = max(0, min(stop, position) - start) if self.causal else stop - start
-                if seen:
-                    _add_seen(sums, lse, turned, keys[:, :, :seen], values[:, :, :seen], scale, empty)
-                if start + seen < stop:
-                    _add_own(sums, lse, turned, keys[:, :, seen:], values[:, :, seen:], scale, start + seen - position)
-            empty = False
-        return sums, lse
+    def _pass(self, first: int, k: Side, v: Side) -> _Pass:
+        count = min(MOST_QUERIES, self._shape[2] - first)
+        position = k.tokens - self._shape[2] + first
+        parts = []
+        for start, stop in self._blocks(position, count):
+            sides = zip((k, v), self._frames, strict=True)
+            keys, values = (scratch.Block(side, frame, start, stop, self._dtype) for side, frame in sides)
+            seen = stop - start if not self._options.causal else max(0, min(stop, position) - start)
+            rows = self._shape[1] // self._heads * count
+            splits = _splits(self._batch * self._heads * -(-rows // ROWS_OF_A_PROGRAM), seen, self._device)
+            # Few queries of their own tokens are not worth the library's call.
+            own = start + seen if self._options.causal and count > FEW_QUERIES else stop
+            if not self._uncut:
+                seen, own = 0, stop
+            parts.append(_Part(start, stop, keys, values, seen // splits * splits, splits, own))
+        return _Pass(first, count, position, parts)
 
     def _blocks(self, position: int, queries: int) -> Iterator[tuple[int, int]]:
         """The blocks of tokens that some query sees; those of several sequences are cut where the first query is."""
-        end = min(self.k.tokens, position + queries) if self.causal else self.k.tokens
-        begin = max(0, position - self.sliding_window + 1) if self.sliding_window else 0
-        if self.lengths is not None:
+        options = self._options
+        end = min(self._tokens, position + queries) if options.causal else self._tokens
+        begin = max(0, position - options.sliding_window + 1) if options.sliding_window else 0
+        if options.lengths:
             # Each sequence has its own place for the queries.
-            begin, end = 0, self.k.tokens
-        cut = self.causal and begin < position < end and (self.k.batch > 1 or end - begin > self.block_tokens)
+            begin, end = 0, self._tokens
+        cut = options.causal and begin < position < end and (self._batch > 1 or end - begin > self._block_tokens)
         edges = sorted({begin, end, *([position] if cut else [])})
         for first, last in pairwise(edges):
-            for start in range(first, last, self.block_tokens):
-                yield start, min(start + self.block_tokens, last)
+            for start in range(first, last, self._block_tokens):
+                yield start, min(start + self._block_tokens, last)
 
-    def _add(
-        self,
-        sums: torch.Tensor,
-        lse: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        start: int,
-        behind: int,
-        empty: bool,
+    def _attended(
+        self, q: torch.Tensor, one: _Pass, sink_logits: torch.Tensor | None, lengths: torch.Tensor | None, starts: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The result for the queries of one pass."""
+        turned = self._queries(q)
+        memory = torch.empty(self._elements, dtype=self._dtype, device=self._device)
+        sums = torch.empty(*q.shape[:3], self._columns, dtype=torch.float32, device=self._device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=self._device)
+        empty = True
+        for part in one.parts:
+            part.keys.decode(memory, 0)
+            part.values.decode(memory, part.keys.elements)
+            if part.start + part.seen < part.own:
+                k, v = _held(part, memory, part.seen, part.own - part.start)
+                found = flash.attend(
+                    turned, k, v, scale=self._scale, first=part.start + part.seen, tokens=self._tokens,
+                    behind=self._shape[2] - one.first, causal=self._options.causal, softcap=self._options.softcap,
+                    sliding_window=self._options.sliding_window, lengths=lengths, starts=starts, into=(sums, lse) if empty else None,
+                )  # fmt: skip
+                if not empty:
+                    flash.merge(sums, lse, *found)
+                empty = False
+            if part.own < part.stop:
+                self._add_own(
+                    sums, lse, turned, *_held(part, memory, part.own - part.start, part.stop - part.start), part.own - one.position, empty
+                )
+                empty = False
+            if part.seen:
+                self._add_seen(sums, lse, turned, part, memory, empty)
+                empty = False
+        if sink_logits is not None:
+            # A sink is one more weight, without a value.
+            sink = sink_logits.to(self._device, torch.float32)[None, :, None]
+            sums *= torch.where(lse > -torch.inf, torch.sigmoid(lse - sink), 0.0)[..., None]
+        return self._originals(sums)
+
+    def _add_own(
+        self, sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ahead: int, empty: bool
     ) -> None:
-        part, part_lse = flash.attend(
-            q, k, v, scale=scale, first=start, tokens=self.k.tokens, behind=behind, causal=self.causal, softcap=self.softcap,
-            sliding_window=self.sliding_window, lengths=self.lengths, starts=self.starts,
-        )  # fmt: skip
-        flash.merge(sums, lse, part, part_lse, first=empty)
+        """Add tokens, the first of which is ``ahead`` of the first query: each query sees those up to its own."""
+        tokens, queries = k.shape[2], q.shape[2]
+        if ahead == 0 and tokens == queries:
+            flash.merge(sums, lse, *dense(q, k, v, self._scale, True), first=empty)
+            return
+        # Queries from the first of the tokens on: as many as tokens see a triangle, and those after them see all.
+        own, after = slice(ahead, ahead + tokens), slice(ahead + tokens, queries)
+        flash.merge(sums[:, :, own], lse[:, :, own], *dense(q[:, :, own], k, v, self._scale, True), first=empty)
+        if ahead + tokens < queries:
+            flash.merge(sums[:, :, after], lse[:, :, after], *dense(q[:, :, after], k, v, self._scale, False), first=empty)
+
+    def _add_seen(self, sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, part: _Part, memory: torch.Tensor, empty: bool) -> None:
+        """Add tokens that every query sees: the query heads of a KV head are rows of one, and the tokens are split in parts."""
+        q = q.reshape(self._batch, self._heads, -1, q.shape[3])
+        if part.splits > 1:
+            q = q.repeat_interleave(part.splits, 0)
+        found = dense(q, *_held(part, memory, 0, part.seen, part.splits), self._scale, False)
+        flash.merge(sums, lse, *found, part.splits, empty)
 
 
-def _add_own(sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ahead: int) -> None:
-    """Add a block of tokens, the first of which is ``ahead`` of the first query: each query sees those up to its own."""
-    tokens, queries = k.shape[2], q.shape[2]
-    # Queries from the block's first token on: as many as tokens see a triangle, and those after them see all.
-    own, after = slice(ahead, ahead + tokens), slice(ahead + tokens, queries)
-    part, part_lse = dense(q[:, :, own], k, v, scale, True)
-    flash.merge(sums[:, :, own], lse[:, :, own], part, part_lse)
-    if ahead + tokens < queries:
-        part, part_lse = dense(q[:, :, after], k, v, scale, False)
-        flash.merge(sums[:, :, after], lse[:, :, after], part, part_lse)
-
-
-def _add_seen(sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, empty: bool) -> None:
-    """Add a block of tokens that every query sees: the query heads of a KV head are rows of one, and the block is split in parts."""
-    batch, heads, tokens, _ = k.shape
-    rows = q.shape[1] // heads * q.shape[2]
-    q, sums, lse = q.reshape(batch, heads, rows, -1), sums.view(batch, heads, rows, -1), lse.view(batch, heads, rows)
-    splits = _splits(batch * heads * -(-rows // ROWS_OF_A_PROGRAM), tokens, q.device)
-    whole = tokens // splits * splits
-    part, part_lse = dense(
-        q.repeat_interleave(splits, 0) if splits > 1 else q,
-        _split(k[:, :, :whole], splits), _split(v[:, :, :whole], splits), scale, False,
-    )  # fmt: skip
-    flash.merge(sums, lse, part, part_lse, splits, empty)
-    if whole < tokens:
-        part, part_lse = dense(q, k[:, :, whole:], v[:, :, whole:], scale, False)
-        flash.merge(sums, lse, part, part_lse)
+def _held(part: _Part, memory: torch.Tensor, start: int, stop: int, splits: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens ``[start, stop)`` of keys and of values, which are decoded in ``memory``."""
+    return part.keys.tokens(memory, 0, start, stop, splits), part.values.tokens(memory, part.keys.elements, start, stop, splits)
 
 
 @lru_cache(maxsize=16)
@@ -221,14 +275,6 @@ def _splits(programs: int, tokens: int, device: torch.device) -> int:
     return min(next_power_of_two(max(1, _multiprocessors(device) // programs)), 1 << (most.bit_length() - 1), MOST_SPLITS)
 
 
-def _split(x: torch.Tensor, splits: int) -> torch.Tensor:
-    """``[batch, head, token, dim]`` with each sequence as ``splits`` sequences, a view where the head is the outermost axis in memory."""
-    batch, heads, tokens, dim = x.shape
-    # An axis of which every block of a side has one stride is cut without a copy.
-    parts = x.view(batch, heads, splits, tokens // splits, dim)
-    return parts.transpose(1, 2).reshape(batch * splits, heads, tokens // splits, dim)
-
-
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over dense keys and values and its natural log-sum-exp, by cuDNN or FlashAttention where they take it.
 
@@ -236,9 +282,9 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causa
     """
     peer = _peer(q, k, v, causal)
     if peer == "cudnn":
-        found: Any = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        found: Any = torch.ops.aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, causal, False, scale=scale)
     elif peer == "flash":
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        found = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)
     else:
         return flash.attend(
             q, k, v, scale=scale, first=0, tokens=k.shape[2], behind=q.shape[2], causal=causal, softcap=None, sliding_window=None,

@@ -284,7 +284,7 @@ def aligned_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], tiles: T
     found = []
     for number, stream in enumerate(tiles.streams):
         at = first + STREAM_INTEGERS.value * number
-        aligned = math.gcd(16, *numpy.unique(rows[:, at : at + STREAM_INTEGERS.value]).tolist())
+        aligned = int(numpy.gcd.reduce(rows[:, at : at + STREAM_INTEGERS.value], axis=None, initial=16))
         found.append(RowStream(stream.bits, aligned, stream.row * stream.bits // 8, stream.tokens))
     return tuple(found)
 

@@ -6,9 +6,8 @@ go through a kept matrix once, and the tokens through none (OCTOPUS Eq. 13).
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,16 +18,19 @@ from kvpack.kernels.decode.rows import Packed
 from . import plan, rotation, segments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvpack.formats.base import Codec
 
     from .layers import Page, Side
 
+    Change = Callable[[torch.Tensor], torch.Tensor]
+
 DECODED_BYTES = 64 << 20
 """Bytes of binary32 values that torch decodes at once where no fused kernel decodes."""
 
-_works: WeakKeyDictionary[Side, dict[tuple[int, int], tiles.Work]] = WeakKeyDictionary()
+ALIGNED = 64
+"""Elements of which a block takes whole multiples."""
 
 
 class Frame(NamedTuple):
@@ -37,31 +39,23 @@ class Frame(NamedTuple):
     codec: Codec | None = None
     page: Page | None = None
 
-    def queries(self, q: torch.Tensor, heads: int) -> tuple[torch.Tensor, float]:
-        """Queries ``[batch, q_head, query, dim]`` of 16 bits in the frame of keys of ``heads`` heads, and what scores are to be times."""
-        if self.codec is None:
-            return q if q.stride(3) == 1 else q.contiguous(), 1.0
-        if self.page is not None:
-            grouped = q.reshape(q.shape[0], heads, -1, q.shape[3]).to(torch.float32)
-            turned = torch.nn.functional.pad(self.page.codec.query(grouped, self.page.streams), (0, 1))
-            columns = _column_channels(self.codec, str(q.device))
-            return turned.index_select(3, columns).to(q.dtype).view(*q.shape[:3], -1), 1.0
-        matrix, factor = _matrix(self.codec, q.dtype, str(q.device))
-        if matrix is None:
-            return q if q.stride(3) == 1 else q.contiguous(), factor
-        return torch.matmul(q, matrix), factor
+    def columns(self, dim: int) -> int:
+        """Columns of values of ``dim`` channels."""
+        return dim if self.codec is None else len(plan.columns(self.codec, False))
 
-    def original(self, sums: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor:
-        """Sums of values, float32 ``[batch, q_head, query, column]``, in the original frame and in ``dtype``."""
-        if self.codec is None:
-            return sums.to(dtype)
-        if self.page is not None:
-            columns = _column_channels(self.codec, str(sums.device))
-            coded = sums.new_zeros(*sums.shape[:3], self.codec.dim + 1).index_copy_(3, columns, sums)[..., : self.codec.dim]
-            grouped = coded.reshape(sums.shape[0], heads, -1, self.codec.dim)
-            return self.page.original(grouped).view(*sums.shape[:3], -1).to(dtype)
-        matrix = _value_matrix(self.codec, str(sums.device))
-        return (sums if matrix is None else torch.matmul(sums, matrix)).to(dtype)
+    def queries(self, heads: int, dtype: torch.dtype, device: torch.device) -> tuple[Change, float]:
+        """What brings queries ``[batch, q_head, query, dim]`` of 16 bits to the frame of keys of ``heads`` heads, and a score's factor."""
+        if self.codec is not None and self.page is not None:
+            return partial(_page_queries, self.codec, self.page, heads), 1.0
+        matrix, factor = (None, 1.0) if self.codec is None else _matrix(self.codec, dtype, str(device))
+        return _dense_channels if matrix is None else lambda q: torch.matmul(q, matrix), factor
+
+    def originals(self, heads: int, dtype: torch.dtype, device: torch.device) -> Change:
+        """What brings sums of values, float32 ``[batch, q_head, query, column]``, to the original frame and to ``dtype``."""
+        if self.codec is not None and self.page is not None:
+            return partial(_page_originals, self.codec, self.page, heads, dtype)
+        matrix = None if self.codec is None else _value_matrix(self.codec, str(device))
+        return lambda sums: (sums if matrix is None else torch.matmul(sums, matrix)).to(dtype)
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
         """Values ``[batch, kv_head, token, dim]`` of 16 bits of the original frame in this one."""
@@ -80,11 +74,22 @@ class Frame(NamedTuple):
         # The factor joins the product before that is rounded.
         return torch.addmm(matrix[0], x.reshape(-1, x.shape[3]), matrix, beta=0, alpha=factor).view(*x.shape[:3], -1)
 
-    @property
-    def columns(self) -> int:
-        """Columns of the coded frame."""
-        assert self.codec is not None
-        return len(plan.columns(self.codec, False))
+
+def _dense_channels(q: torch.Tensor) -> torch.Tensor:
+    return q if q.stride(3) == 1 else q.contiguous()
+
+
+def _page_queries(codec: Codec, page: Page, heads: int, q: torch.Tensor) -> torch.Tensor:
+    grouped = q.reshape(q.shape[0], heads, -1, q.shape[3]).to(torch.float32)
+    turned = torch.nn.functional.pad(page.codec.query(grouped, page.streams), (0, 1))
+    return turned.index_select(3, _column_channels(codec, str(q.device))).to(q.dtype).view(*q.shape[:3], -1)
+
+
+def _page_originals(codec: Codec, page: Page, heads: int, dtype: torch.dtype, sums: torch.Tensor) -> torch.Tensor:
+    columns = _column_channels(codec, str(sums.device))
+    coded = sums.new_zeros(*sums.shape[:3], codec.dim + 1).index_copy_(3, columns, sums)[..., : codec.dim]
+    grouped = coded.reshape(sums.shape[0], heads, -1, codec.dim)
+    return page.original(grouped).view(*sums.shape[:3], -1).to(dtype)
 
 
 @lru_cache(maxsize=256)
@@ -130,27 +135,55 @@ def frame_of(side: Side) -> Frame:
     return Frame(*first)
 
 
-def decoded(side: Side, frame: Frame, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Tokens ``[start, stop)`` in ``frame``, ``[batch, kv_head, token, channel or column]``; heads are outermost in memory."""
-    aligned = _group_start(side, start)
-    width = side.dim if frame.codec is None else frame.columns
-    scratch = torch.empty(side.heads, side.batch, stop - aligned, width, dtype=dtype, device=side.device).transpose(0, 1)
-    if frame.codec is None:
-        for first, last in sides.unpack_into(side, aligned, stop, scratch):
-            for begin, end, source in _left(side, first, last):
-                scratch[:, :, begin - aligned : end - aligned] = source
-        return scratch[:, :, start - aligned :]
-    packed = side.tokens - side.tail.shape[2]
-    if aligned < packed:
-        kept = _works.setdefault(side, {})
-        asked = aligned, min(stop, packed)
-        if asked not in kept:
-            kept[asked] = _work(side, frame.codec, *asked)
-        tiles.decode(frame.codec, kept[asked], scratch)
-    if stop > packed:
-        begin = max(aligned, packed)
-        scratch[:, :, begin - aligned :] = frame.values(side.tail[:, :, begin - packed : stop - packed].to(dtype))
-    return scratch[:, :, start - aligned :]
+class Block:
+    """Tokens ``[start, stop)`` of a side, which each call decodes anew to ``frame`` and ``dtype``, by launches that are found once.
+
+    Of a scratch they take ``elements``: values ``[kv_head, batch, token, channel or column]``, whole groups of tokens.
+    """
+
+    def __init__(self, side: Side, frame: Frame, start: int, stop: int, dtype: torch.dtype) -> None:
+        self._side, self._frame, self._dtype, self._stop = side, frame, dtype, stop
+        self._first = _group_start(side, start)
+        self._skipped, tokens, width = start - self._first, stop - self._first, frame.columns(side.dim)
+        self._packed = side.tokens - side.tail.shape[2]
+        self._shape = side.batch, side.heads, tokens, width
+        self._strides = tokens * width, side.batch * tokens * width, width, 1
+        # What lies behind it in a scratch is aligned as it is.
+        self.elements = -(-side.heads * self._strides[1] // ALIGNED) * ALIGNED
+        self._decoding = None
+        if frame.codec is not None and self._first < self._packed:
+            work = _work(side, frame.codec, self._first, min(stop, self._packed))
+            self._decoding = tiles.prepare(frame.codec, work, self._shape, self._strides, dtype)
+
+    def decode(self, scratch: torch.Tensor, at: int) -> None:
+        """Decode to ``scratch`` ``[element]`` from element ``at`` on."""
+        if self._decoding is not None:
+            self._decoding(scratch, at)
+            if self._stop <= self._packed:
+                return
+        out = scratch.as_strided(self._shape, self._strides, at)
+        if self._frame.codec is None:
+            for first, last in sides.unpack_into(self._side, self._first, self._stop, out):
+                for begin, end, source in _left(self._side, first, last):
+                    out[:, :, begin - self._first : end - self._first] = source
+        else:
+            begin = max(self._first, self._packed)
+            tail = self._side.tail[:, :, begin - self._packed : self._stop - self._packed]
+            out[:, :, begin - self._first :] = self._frame.values(tail.to(self._dtype))
+
+    def tokens(self, scratch: torch.Tensor, at: int, start: int, stop: int, splits: int = 1) -> torch.Tensor:
+        """Tokens ``[start, stop)`` of the block in ``scratch``: ``[batch * splits, kv_head, token / splits, channel or column]``.
+
+        A view, unless splits of several sequences are those of a part of the tokens.
+        """
+        batch, heads, tokens, width = self._shape
+        by_batch, by_head, by_token, _ = self._strides
+        first, count = at + (self._skipped + start) * by_token, (stop - start) // splits
+        if batch == 1 or splits * count == tokens:
+            by_split = count * by_token if splits > 1 else by_batch
+            return scratch.as_strided((batch * splits, heads, count, width), (by_split, by_head, by_token, 1), first)
+        shape, strides = (batch, splits, heads, count, width), (by_batch, count * by_token, by_head, by_token, 1)
+        return scratch.as_strided(shape, strides, first).reshape(batch * splits, heads, count, width)
 
 
 def _work(side: Side, codec: Codec, start: int, stop: int) -> tiles.Work:

@@ -11,7 +11,6 @@ go through both once. Values are as exact as the tiles, which are of binary16, a
 from __future__ import annotations
 
 from bisect import bisect_right
-from contextlib import nullcontext
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -124,24 +123,52 @@ def decode(codec: Codec, work: Work, out: torch.Tensor, blocks: range | None = N
     Columns are those of ``plan.columns``; token 0 of the output is the first of the first block. With ``factors``, float32
     ``[batch, kv_head, token]`` of which one sequence follows the other, values are left without those of their tokens, which go there.
     """
-    batch, heads = out.shape[:2]
+    factor_stride = None if factors is None else factors.stride(1)
+    prepare(codec, work, out.shape, out.stride(), out.dtype, blocks, factor_stride)(out, 0, factors)
+
+
+class Decoding(NamedTuple):
+    """A launch that decodes ``work``; None for no tokens."""
+
+    launch: CachedLaunch | None
+    work: Work
+    numbers: torch.Tensor
+    table: torch.Tensor
+
+    def __call__(self, out: torch.Tensor, first: int, factors: torch.Tensor | None = None) -> None:
+        """Decode to memory from element ``first`` of ``out`` on."""
+        if self.launch is not None:
+            work = self.work.table
+            self.launch((out, first), (work if factors is None else factors, 0), (work, 0), (self.numbers, 0), (self.table, 0))
+
+
+def prepare(
+    codec: Codec,
+    work: Work,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dtype: torch.dtype,
+    blocks: range | None = None,
+    factor_stride: int | None = None,
+) -> Decoding:
+    """What decodes ``work``, or these ``blocks``, to an output of ``shape`` and ``strides``, as ``decode``.
+
+    With ``factor_stride``, calls give the factors, whose sequences are so many values apart.
+    """
+    batch, heads = shape[:2]
     blocks = range(work.blocks) if blocks is None else blocks
-    if not len(blocks) * batch * heads:
-        return
-    pages, device = work.table.shape[0], str(out.device)
-    factor_stride = 0 if factors is None else factors.stride(1)
+    pages, device = work.table.shape[0], str(work.table.device)
     launch, table = _launch(
         codec,
         work.streams,
-        (*out.stride()[:3], pages, blocks.start, len(blocks), work.token_of(blocks.start), heads, work.block_tokens, factor_stride),
+        (*strides[:3], pages, blocks.start, len(blocks), work.token_of(blocks.start), heads, work.block_tokens, factor_stride or 0),
         batch,
-        out.dtype,
-        factors is not None,
+        dtype,
+        factor_stride is not None,
         device,
-        plan.uses_assembly(out.device),
+        plan.uses_assembly(work.table.device),
     )
-    with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
-        launch((out, 0), (work.table if factors is None else factors, 0), (work.table, 0), (device_tables.numbers(device), 0), (table, 0))
+    return Decoding(launch if len(blocks) * batch * heads else None, work, device_tables.numbers(device), table)
 
 
 def _tile_tokens(tiles: Tiles) -> int:

@@ -5,11 +5,17 @@ interpreter.py says which process runs which of these tests.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
 from random_sides import codecs, random_side  # isort: skip
+
+if TYPE_CHECKING:
+    from kvpack.cache.side import Side
+    from kvpack.kernels.attend.scratch import Frame
 
 CODECS = [
     "group:b=4,g=32",
@@ -29,6 +35,16 @@ ERRORS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7 if INTERPRETED else 2
 pytestmark = [needs_loaded_bounds, pytest.mark.usefixtures("uninitialized_is_poisoned")]
 
 
+def decoded(side: Side, frame: Frame, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+    """Tokens ``[start, stop)`` of ``side`` in ``frame``."""
+    from kvpack.kernels.attend import scratch
+
+    block = scratch.Block(side, frame, start, stop, dtype)
+    memory = torch.empty(block.elements, dtype=dtype, device=DEVICE)
+    block.decode(memory, 0)
+    return block.tokens(memory, 0, 0, stop - start)
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 @pytest.mark.parametrize("codec", CODECS)
@@ -41,7 +57,7 @@ def test_every_loader_decodes(codec: str, dtype: torch.dtype) -> None:
     there = side.to(DEVICE)
     frame = scratch.frame_of(there)
     assert frame.codec is not None
-    found = scratch.decoded(there, frame, 0, side.tokens, dtype).cpu().float()
+    found = decoded(there, frame, 0, side.tokens, dtype).cpu().float()
     channels = scratch._channels(frame.codec)
     coded = torch.cat([*(page.frame(0, page.tokens) for page in side.pages), made.rotation.forward(side.tail.float())], 2)
     real = channels < made.dim
@@ -57,9 +73,9 @@ def test_parts_of_a_side() -> None:
     made, _ = codecs("group:b=4,g=32", "raw", (64, 64))
     side = random_side(made, 2, (128, 96), 9, 3).to(DEVICE)
     frame = scratch.frame_of(side)
-    whole = scratch.decoded(side, frame, 0, side.tokens, torch.float16)
+    whole = decoded(side, frame, 0, side.tokens, torch.float16)
     for start, stop in ((0, 40), (37, 150), (128, 224), (200, 233), (226, 230)):
-        assert torch.equal(scratch.decoded(side, frame, start, stop, torch.float16), whole[:, :, start:stop])
+        assert torch.equal(decoded(side, frame, start, stop, torch.float16), whole[:, :, start:stop])
 
 
 @pytest.mark.kernels
@@ -71,7 +87,7 @@ def test_layers_share_a_launch() -> None:
     tiles._launch.cache_clear()
     for seed in range(3):
         side = random_side(made, 2, (128,), 0, seed).to(DEVICE)
-        scratch.decoded(side, scratch.frame_of(side), 0, 128, torch.float16)
+        decoded(side, scratch.frame_of(side), 0, 128, torch.float16)
     assert tiles._launch.cache_info().misses == 1
 
 

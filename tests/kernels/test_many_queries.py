@@ -153,11 +153,25 @@ def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert [many_queries._splits(programs, 8192, cpu) for programs in (1, 2, 3, 8)] == [4, 2, 1, 1]
     assert [many_queries._splits(1, tokens, cpu) for tokens in (1, 2047, 2048, 5000)] == [1, 1, 2, 4]
-    x = torch.randn(3, 2, 8, 4).transpose(0, 1)
-    split = many_queries._split(x, 4)
-    assert split.shape == (8, 3, 2, 4)
-    assert split.data_ptr() == x.data_ptr()
-    assert torch.equal(split[5], x[1, :, 2:4])
+
+
+@pytest.mark.kernels
+def test_tokens_of_a_block_and_their_splits() -> None:
+    from kvpack.kernels.attend import scratch
+
+    side = layer_of("group:b=4,g=32", "group:b=4,g=32", (32,), 13, batch=2, heads=3).k
+    assert side is not None
+    block = scratch.Block(side.to(DEVICE), scratch.frame_of(side), 5, 45, torch.float16)
+    memory = torch.zeros(64 + block.elements, dtype=torch.float16, device=DEVICE)
+    block.decode(memory, 64)
+    assert not memory[:64].any()
+    whole = block.tokens(memory, 64, 0, 40)
+    torch.testing.assert_close(whole, side.unpack(torch.float16)[:, :, 5:].to(DEVICE), rtol=2e-3, atol=2e-3)
+    assert whole.data_ptr() == block.tokens(memory, 64, 0, 39).data_ptr()
+    for start, stop, splits in ((0, 40, 4), (3, 23, 5), (3, 23, 1)):
+        split = block.tokens(memory, 64, start, stop, splits)
+        parts = whole[:, :, start:stop].unflatten(2, (splits, -1)).transpose(1, 2).flatten(0, 1)
+        assert torch.equal(split, parts)
 
 
 @pytest.mark.cuda

@@ -17,10 +17,17 @@
 enum { FEWEST_ITEMS = 128, FEWEST_TOKENS = 4096 };
 
 #if defined(__x86_64__)
-/* F16C, which Clang's __builtin_cpu_supports does not know by its name. */
+/* F16C, which Clang's __builtin_cpu_supports does not know by its name. Asked once: cpuid takes microseconds in a virtual machine. */
 static int converts_halves(void) {
+    enum { UNKNOWN, NO, YES };
+    static atomic_int known;
     unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
+    int found = atomic_load_explicit(&known, memory_order_relaxed);
+    if (found == UNKNOWN) {
+        found = __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C ? YES : NO;
+        atomic_store_explicit(&known, found, memory_order_relaxed);
+    }
+    return found == YES;
 }
 #endif
 

@@ -34,6 +34,7 @@ class BoundLoader(NamedTuple):
     load: Any
     decode: Any
     factor: Any
+    run_product: Any
     constants: Any
     steps: int
     signs: Any
@@ -63,10 +64,12 @@ def bind(
 ) -> BoundLoader:
     """The loader ``tiles`` over ``streams``. Without inline PTX (not ``fast``) tiles of bf16 are widened."""
     tables = tiles.table if tiles.table is not None and tiles.table.dim() == 3 else None
+    run_product = tiles.run_product if tiles.signs is tiles.outliers is None else None
     return BoundLoader(
         load=tiles.load,
         decode=tiles.decode,
-        factor=tiles.factor,
+        factor=tiles.factor if run_product is None else None,
+        run_product=run_product,
         constants=tiles.constants,
         steps=tiles.steps,
         signs=tiles.signs,

@@ -13,6 +13,7 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.loaders.qjl import half_sum, queries_of_bits
+from kvpack.kernels.words.token_factors import finite_factor
 
 
 class Queries(NamedTuple):
@@ -86,6 +87,12 @@ def load_queries(
 def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
     """The queries with positions int32, counted from ``token``."""
     return Queries(queries.tiles, queries.half_sum, queries.offset, queries.scale, (queries.position - token).to(tl.int32), queries.second)
+
+
+@triton.jit
+def scaled(queries: tl.tuple, scale: tl.tensor) -> tl.tuple:
+    """The queries with another ``scale``, which is made finite."""
+    return Queries(queries.tiles, queries.half_sum, queries.offset, finite_factor(scale), queries.position, queries.second)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from kvpack.kernels.words.columns import constant_at
 from kvpack.kernels.words.tile_layout import second_token_offset
 
 from .patches import begin_patches, next_patches, own_patches
-from .queries import load_queries, relative_to
+from .queries import load_queries, relative_to, scaled
 from .scores import Lookup, Visible, score
 from .softmax import Softmax, add, empty, merge_tokens
 from .work import from_first_seen, load_tiles, load_work, prefetch, within_length
@@ -101,6 +101,7 @@ def attend_split(
     ROW_TOKENS: tl.constexpr = 2 if DUAL else 1
     ADJACENT: tl.constexpr = DUAL and second_token_offset(DUAL, TOKENS) == 1
     OUTLIERS: tl.constexpr = K.outliers is not None or V.outliers is not None
+    K_CONSTANTS: tl.constexpr = K.constants
     # Tokens of one tile of every warp, and of all tiles that they attend at once.
     SPAN: tl.constexpr = WARPS * ROW_TOKENS * TOKENS
     STEP: tl.constexpr = TILES * SPAN
@@ -148,6 +149,8 @@ def attend_split(
         gdc_launch_dependents()
     k, v = work.k, work.v
     queries = load_queries(q, scales, sequence, block, row_blocks, position, q_len, K, DUAL, WARPS, ROWS, BLOCK)
+    if K.run_product is not None:
+        queries = scaled(queries, K.run_product(queries.scale, k.streams, K_CONSTANTS))
     # Tokens of a warp lie side by side, whatever tiles they are cut into.
     token_of_row = tl.arange(0, TOKENS)[None, :] * (2 if ADJACENT else 1)  # [1, token]
     token = tl.arange(0, WARPS)[:, None] * (TILES * ROW_TOKENS * TOKENS) + token_of_row  # [warp, token], of STEP tokens
@@ -218,8 +221,8 @@ def attend_split(
         softmax = add(softmax, scores, v_loaded, entries[1], queries.second, v_lookup, V, FAST)
 
     _finish(
-        softmax, queries.second, sums_out, largest_out, total_out, sequence, block, row_blocks * BLOCK, rows, parts, first_part, item,
-        V, DUAL, WARPS, ROWS, BLOCK, COLUMNS,
+        softmax, v.streams, queries.second, sums_out, largest_out, total_out, sequence, block, row_blocks * BLOCK, rows, parts, first_part,
+        item, V, DUAL, WARPS, ROWS, BLOCK, COLUMNS,
     )  # fmt: skip
     if DEPENDENT and not FIRST:
         # The launch before runs beside this one, and the merge waits for the last of them.
@@ -271,6 +274,7 @@ def _fill(entries: tl.tensor, FILL: tl.constexpr) -> None:
 @triton.jit
 def _finish(
     softmax: tl.tuple,
+    streams: tl.tuple,
     second: tl.tensor,
     sums_out: tl.tensor,
     largest_out: tl.tensor,
@@ -291,6 +295,7 @@ def _finish(
 ) -> None:
     """Write one partial result per warp of a work item: see ``attend_split``."""
     V_WIDTHS: tl.constexpr = V.widths
+    CONSTANTS: tl.constexpr = V.constants
     softmax = Softmax(softmax.largest, tl.sum(softmax.total, 1)[:, None, :], softmax.sums)
     if DUAL:
         softmax = merge_tokens(softmax, second, V)
@@ -303,7 +308,10 @@ def _finish(
     done = 0
     for number in tl.static_range(len(V_WIDTHS)):
         # [warp, column, row]
-        tl.store(sums_out + part * COLUMNS + done + tl.arange(0, V_WIDTHS[number])[None, :, None], softmax.sums[number], real)
+        value = softmax.sums[number]
+        if V.run_product is not None:
+            value = V.run_product(value, streams, CONSTANTS)
+        tl.store(sums_out + part * COLUMNS + done + tl.arange(0, V_WIDTHS[number])[None, :, None], value, real)
         done += V_WIDTHS[number]
     if V.offset:
         tl.store(sums_out + part * COLUMNS + done, softmax.total, real)

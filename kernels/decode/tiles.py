@@ -275,7 +275,7 @@ def decode_tiles(
         for step in tl.static_range(STEPS):
             tiles = SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SHARED, False, FAST)
             for number in tl.static_range(len(tiles)):
-                _store(tiles[number], factor, rows, token < count - offset, step * len(tiles) + number, SIDE, FACTORS)
+                _store(tiles[number], factor, streams, rows, token < count - offset, step * len(tiles) + number, SIDE, FACTORS)
 
 
 @triton.jit
@@ -295,15 +295,21 @@ def _page_of(block: tl.tensor, work_table: tl.tensor, pages: tl.tensor, WORK_ROW
 def _store(
     value: tl.tensor,
     factor: tl.tensor,
+    streams: tl.tuple,
     rows: tl.tensor,
     real: tl.tensor,
     NUMBER: tl.constexpr,
     SIDE: tl.constexpr,
     FACTORS: tl.constexpr,
 ) -> None:
-    """Store tile ``NUMBER`` of a token's, ``[warp, token, column]``, times ``factor`` ``[warp, token]`` if it is not kept apart."""
+    """Store tile ``NUMBER`` of a token's, ``[warp, token, column]``, times the run's factor, or ``factor`` ``[warp, token]`` if that is
+    not kept apart.
+    """
     WIDTH: tl.constexpr = SIDE.widths[NUMBER]
-    if SIDE.factor is not None and not FACTORS:
+    CONSTANTS: tl.constexpr = SIDE.constants
+    if SIDE.run_product is not None:
+        value = SIDE.run_product(value.to(tl.float32), streams, CONSTANTS)
+    elif SIDE.factor is not None and not FACTORS:
         value = value.to(tl.float32) * factor[:, :, None]
     place = rows[:, :, None] + (NUMBER * WIDTH + tl.arange(0, WIDTH)[None, None, :])
     tl.store(place, value.to(rows.dtype.element_ty), real[:, :, None])

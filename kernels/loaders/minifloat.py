@@ -1,6 +1,7 @@
 """minifloat as tiles (spec/codecs/minifloat.md): elements become binary16 exactly, and are multiplied by the scales of their blocks.
 
-What all values of a token share is its factor: the scale of the token or the run, or of blocks with e8m0 their largest power of two.
+What all values of a token share is its factor: the scale of the token, or of blocks with e8m0 their largest power of two. What all values
+of a run share multiplies queries and sums.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -18,13 +19,13 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.minifloat import ELEMENTS
-from kvpack.kernels.words.bitfields import load_per_token, load_planes, load_words, position_of_step, whole_planes, words_of_step
+from kvpack.kernels.words.bitfields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
 from kvpack.kernels.words.f16_tiles import product
 from kvpack.kernels.words.minifloats import E2M1_EXPONENT, e4m3_as_f16, elements_as_f16, four_e4m3_as_f16, power_as_f16, power_as_f32
 from kvpack.kernels.words.streams import RUN_TOKENS, Stream, plane_streams
-from kvpack.kernels.words.tile_layout import of_columns, of_tokens, parts_of
+from kvpack.kernels.words.tile_layout import of_columns, of_tokens, parts_of, repeated
 from kvpack.kernels.words.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
-from kvpack.kernels.words.token_factors import load_factors, read_factors
+from kvpack.kernels.words.token_factors import finite_factor, load_factors, read_factors
 
 from .tiles import Tiles, step_symbols
 
@@ -44,7 +45,7 @@ class Constants(NamedTuple):
     """What the functions below know of a codec and its tiles when they are compiled.
 
     A token has ``blocks`` of ``size`` channels with scales of 8 bits, which are loaded as ``words`` of four, or one by one if that is 0.
-    ``in_order``: rows of words are loaded as ``parts`` tiles, each of whose fields lies in one block; else each value loads its scale.
+    ``in_order``: a tile is a field of all columns, and of ``parts`` whole blocks or within one; else each value loads its scale.
     ``global_scale``: scales are e4m3 and there is one for all; else they are e8m0. ``scale_bits`` are those of a scale per token.
     """
 
@@ -78,10 +79,7 @@ def tiles(codec: Minifloat) -> Tiles | None:
     fields_per_tile = tile_fields(packing)
     whole = fields_per_tile == 1 and packing.width == len(symbols[0]) and len(symbols) * packing.width == codec.dim
     in_order = bool(size) and whole and packing.column_bytes % 2 == 0 and (packing.width % size == 0 or size % packing.width == 0)
-    # Tiles of the channels of one block: scales of tokens are then all that they need, in the layout that they need them in.
     parts = max(1, packing.width // size) if in_order else 1
-    if parts > 1:
-        symbols = tuple(symbol[part * size : (part + 1) * size] for symbol in symbols for part in range(parts))
     streams: tuple[Stream, ...] = planes
     if in_blocks:
         streams = (*streams, Stream("block_scales", 32, words) if words else Stream("block_scales", 8, blocks))
@@ -92,7 +90,7 @@ def tiles(codec: Minifloat) -> Tiles | None:
         streams = (*streams, Stream("scale", scale_bits, 1))
     kind = PER_BLOCK if in_blocks else PER_TOKEN if codec.granularity == "token" else PER_RUN
     constants = Constants(
-        packing=tile_packing(0, packing)._replace(tile_width=len(symbols[0])),
+        packing=tile_packing(0, packing),
         element=codec.element,
         bits=codec.format.bits,
         fields_per_tile=fields_per_tile,
@@ -108,7 +106,8 @@ def tiles(codec: Minifloat) -> Tiles | None:
         steps=len(symbols),
         planes=len(planes),
     )
-    return Tiles(load, decode, factor, constants, len(symbols), symbols, streams, packings=(packing,))
+    run_product = None if codec.run_scale is None else by_run
+    return Tiles(load, decode, factor, constants, len(symbols), symbols, streams, packings=(packing,), run_product=run_product)
 
 
 def is_exact(codec: Minifloat, streams: Mapping[str, torch.Tensor]) -> bool:
@@ -142,21 +141,14 @@ def load(
 ) -> tl.tuple:
     """What rows hold of the tokens ``token``, ``[warp, token]``, from row ``first`` on.
 
-    - One int16 tile per plane, or per plane and part, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
+    - One int16 tile per plane, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
     - The scale of the token (``token_factors``) or of the run, float32 ``[warp, 1]``, if there is one.
     - The scales of blocks, int32 ``[warp, token]``: words of four, or one each; then one tile per step where values load their own.
     """
     PACKING: tl.constexpr = CONSTANTS.packing
     PLANES: tl.constexpr = CONSTANTS.planes
     KIND: tl.constexpr = CONSTANTS.kind
-    PARTS: tl.constexpr = CONSTANTS.parts
-    if PARTS == 1:
-        loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
-    else:
-        loaded = ()
-        for number in tl.static_range(PLANES * PARTS):
-            begin = pointers[number // PARTS] + number % PARTS * PACKING.tile_width
-            loaded = loaded + (load_words(begin, first, token, valid, PACKING.width, PACKING.tile_width, MASKED, TRANSPOSED),)
+    loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     if KIND == PER_TOKEN:
         loaded = loaded + load_factors(pointers[PLANES], first, token, valid, CONSTANTS.scale_bits, 0, MASKED, FAST)
     elif KIND == PER_RUN:
@@ -249,34 +241,51 @@ def _largest_scale(loaded: tl.tuple, AT: tl.constexpr, CONSTANTS: tl.constexpr) 
 
 
 @triton.jit
-def _factors_of_tile(
-    loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
-) -> tl.tensor:
-    """What elements of ``STEP`` are multiplied by, binary16 that broadcasts to a tile.
+def _factor_of_block(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """What elements of a block are multiplied by, binary16 ``[warp, token]``.
 
     e4m3 are their scales. e8m0 are theirs over the largest of the token; elements that are smaller by 2^E2M1_EXPONENT then become what
     they are.
     """
-    AT: tl.constexpr = CONSTANTS.planes * CONSTANTS.parts + CONSTANTS.global_scale
-    PACKING: tl.constexpr = CONSTANTS.packing
+    AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
     ELEMENT: tl.constexpr = CONSTANTS.element
-    WIDTH: tl.constexpr = PACKING.width // CONSTANTS.parts
-    BLOCK: tl.constexpr = STEP * WIDTH // CONSTANTS.size
-    if not CONSTANTS.in_order:
-        scales = loaded[AT + (CONSTANTS.words if CONSTANTS.words > 0 else CONSTANTS.blocks) + STEP]
-    elif not (CONSTANTS.global_scale and CONSTANTS.words > 0):
-        scales = _scale_of_block(loaded, AT, BLOCK, CONSTANTS)
-    if CONSTANTS.global_scale and CONSTANTS.in_order and CONSTANTS.words > 0:
+    if CONSTANTS.global_scale and CONSTANTS.words > 0:
         found = four_e4m3_as_f16(loaded[AT + BLOCK // 4], FAST)[BLOCK % 4]
     elif CONSTANTS.global_scale:
-        found = e4m3_as_f16(scales)
+        found = e4m3_as_f16(loaded[AT + BLOCK])
     else:
-        largest = _largest_scale(loaded, AT, CONSTANTS)
-        if not CONSTANTS.in_order:
-            largest = of_tokens(largest, TRANSPOSED)
-        found = power_as_f16(scales - largest + _lowered(ELEMENT))
-    if CONSTANTS.in_order:
-        found = of_tokens(found, TRANSPOSED)
+        found = power_as_f16(_scale_of_block(loaded, AT, BLOCK, CONSTANTS) - _largest_scale(loaded, AT, CONSTANTS) + _lowered(ELEMENT))
+    return found
+
+
+@triton.jit
+def _factors_of_tile(
+    loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tensor:
+    """``_factor_of_block`` of the values of ``STEP``, binary16 that broadcasts to a tile."""
+    AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
+    PACKING: tl.constexpr = CONSTANTS.packing
+    ELEMENT: tl.constexpr = CONSTANTS.element
+    PARTS: tl.constexpr = CONSTANTS.parts
+    BLOCK: tl.constexpr = STEP * PACKING.width // CONSTANTS.size
+    if not CONSTANTS.in_order:
+        scales = loaded[AT + (CONSTANTS.words if CONSTANTS.words > 0 else CONSTANTS.blocks) + STEP]
+        if CONSTANTS.global_scale:
+            found = e4m3_as_f16(scales)
+        else:
+            found = power_as_f16(scales - of_tokens(_largest_scale(loaded, AT, CONSTANTS), TRANSPOSED) + _lowered(ELEMENT))
+    elif PARTS == 1:
+        found = of_tokens(_factor_of_block(loaded, BLOCK, CONSTANTS, FAST), TRANSPOSED)
+    else:
+        # Rows are loaded whole, and a tile takes the factors of several blocks. They are chosen along the middle axis for keys, too:
+        # Triton then has them where the matrix units take the tile, and words go there from shared memory without a detour.
+        part = tl.arange(0, PARTS)[None, :, None]
+        found = _factor_of_block(loaded, BLOCK, CONSTANTS, FAST)[:, None, :]
+        for number in tl.static_range(1, PARTS):
+            found = tl.where(part == number, _factor_of_block(loaded, BLOCK + number, CONSTANTS, FAST)[:, None, :], found)
+        if not TRANSPOSED:
+            found = tl.trans(found, 0, 2, 1)
+        found = repeated(found, CONSTANTS.size, TRANSPOSED)
     return found
 
 
@@ -300,13 +309,9 @@ def decode(
     """The elements of ``STEP`` times what ``factor`` leaves of their scales: one binary16 tile, ``[warp, token, column]`` or transposed."""
     PACKING: tl.constexpr = CONSTANTS.packing
     BITS: tl.constexpr = CONSTANTS.bits
-    PARTS: tl.constexpr = CONSTANTS.parts
     ELEMENT: tl.constexpr = CONSTANTS.element
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
-    if PARTS > 1:
-        BIT: tl.constexpr = STEP // PARTS * BITS
-        value = elements_as_f16(loaded[BIT // 16 * PARTS + STEP % PARTS], BIT % 16, ELEMENT, FAST)
-    elif FIELDS_PER_TILE == 1:
+    if FIELDS_PER_TILE == 1:
         planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
         value = elements_as_f16(planes[STEP * BITS // 16], STEP * BITS % 16, ELEMENT, FAST)
     else:
@@ -321,13 +326,22 @@ def decode(
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """What values of a token are multiplied by: float32 ``[warp, token]``, or ``[warp, 1]`` where all tokens share it."""
-    AT: tl.constexpr = CONSTANTS.planes * CONSTANTS.parts
+    AT: tl.constexpr = CONSTANTS.planes
     ELEMENT: tl.constexpr = CONSTANTS.element
     LOWERED: tl.constexpr = _lowered(ELEMENT)
-    if CONSTANTS.kind == PER_TOKEN:
-        found = read_factors(loaded, AT, CONSTANTS.scale_bits, 0, FAST) * 2.0**LOWERED
-    elif CONSTANTS.kind == PER_RUN or CONSTANTS.global_scale:
-        found = loaded[AT] * 2.0**LOWERED
-    else:
+    if CONSTANTS.kind == PER_BLOCK and not CONSTANTS.global_scale:
         found = power_as_f32(_largest_scale(loaded, AT, CONSTANTS))
+    elif CONSTANTS.kind == PER_TOKEN:
+        found = finite_factor(read_factors(loaded, AT, CONSTANTS.scale_bits, 0, FAST) * 2.0**LOWERED)
+    else:
+        found = finite_factor(loaded[AT] * 2.0**LOWERED)
     return found
+
+
+@triton.jit
+def by_run(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
+    """float32 ``x`` times what all values of the run are multiplied by: the element's power of two first, for a scale may be large."""
+    ELEMENT: tl.constexpr = CONSTANTS.element
+    LOWERED: tl.constexpr = _lowered(ELEMENT)
+    scale = tl.load(pointers[CONSTANTS.planes + CONSTANTS.global_scale]).to(tl.float32, bitcast=True)
+    return x * 2.0**LOWERED * scale

@@ -83,6 +83,9 @@ class Tiles:
     load_columns: Any = None
     """What loads the constants that ``decode`` takes besides rows, ``load_columns(table, rows, constants, tokens)`` with a head's table and
     its ``work.Rows``; None for ``bitfields.load_column_fields``."""
+    run_product: Any = None
+    """For values that share a factor in a run, ``run_product(x, pointers, constants)``: ``x`` times it. Without signs and outliers it is
+    called once for all tokens of a program, in place of ``factor``."""
     offset: bool = False
     """Whether all of a head's tokens have something in common, which no tile holds: scores have a term of the query alone, and sums one of
     the weights alone. It is one more column, behind those of the tiles, whose channel is the one after the last."""

@@ -14,40 +14,32 @@ import triton
 from triton import language as tl
 from triton.language.target_info import cuda_capability_geq
 
-E2M1_EXPONENT = tl.constexpr(6)
-"""An e2m1 whose bits are those of an e4m3 is smaller by 2 to this power."""
+E2M1_EXPONENT = tl.constexpr(14)
+"""The bits of an e2m1 where a binary16 has its own, fraction below exponent, are smaller by 2 to this power."""
 
 
 @triton.constexpr_function
 def _two_elements(element: str, position: int, converts: bool) -> str:
     """The f16x2 of the elements from bit ``position`` up of two words; e2m1 smaller by 2^E2M1_EXPONENT.
 
-    ``converts``: the device converts two e4m3 at once; e2m1 are made of these, every other field of both words together. What several
-    fields share is written out for each, and done once.
+    ``converts``: the device converts two e4m3 at once. What several fields share is written out for each, and done once: of e2m1 the
+    upper bytes of binary16, for every other field of both words together.
     """
-    upper = "prmt.b32 a, $1, 0, 0x2404;" if position == 0 else "mov.b32 a, $1;"
-    half = "high" if position >= 8 else "low"
-    converted = f"prmt.b32 a, a, 0, 0x3120; mov.b32 {{low, high}}, a; cvt.rn.f16x2.e4m3x2 $0, {half};"
+    byte = "and.b32 $0, {0}, 0xFF00FF00;" if position >= 8 else "prmt.b32 $0, {0}, 0, 0x2404;"
     if element == "e5m2":
-        return "prmt.b32 $0, $1, 0, 0x2404;" if position == 0 else "and.b32 $0, $1, 0xFF00FF00;"
-    if element == "e4m3" and converts:
-        return f"{{ .reg .b32 a; .reg .b16 low, high; mov.b32 a, $1; {converted} }}"
-    if element == "e4m3":
-        return f"""{{ .reg .b32 a, b, c;
-            {upper} and.b32 b, a, 0x80008000; shr.b32 a, a, 1; lop3.b32 a, a, 0x3F803F80, b, 0xEA;
-            mov.b32 c, 0x5C005C00; mul.rn.f16x2 $0, a, c; }}"""
+        return byte.format("$1")
+    if element == "e2m1":
+        sign, magnitude = ("mov.b32 a, $1;", "shr.b32 b, $1, 3;") if position % 8 else ("shl.b32 a, $1, 4;", "shl.b32 b, $1, 1;")
+        return f"""{{ .reg .b32 a, b; {sign} {magnitude} and.b32 b, b, 0x0E0E0E0E;
+            lop3.b32 a, a, 0x80808080, b, 0xEA; {byte.format("a")} }}"""
     if converts:
-        moved = (
-            "and.b32 a, $1, 0x80808080; shr.b32 b, $1, 2;"
-            if position % 8
-            else "shl.b32 a, $1, 4; and.b32 a, a, 0x80808080; shl.b32 b, $1, 2;"
-        )
-        return f"{{ .reg .b32 a, b; .reg .b16 low, high; {moved} lop3.b32 a, b, 0x1C1C1C1C, a, 0xEA; {converted} }}"
-    shift = 9 - position
-    magnitude = f"shl.b32 b, $1, {shift};" if shift > 0 else f"shr.b32 b, $1, {-shift};"
-    sign = f"shl.b32 a, $1, {12 - position}; and.b32 a, a, 0x80008000;" if position < 12 else "and.b32 a, $1, 0x80008000;"
-    return f"""{{ .reg .b32 a, b; {sign} {magnitude} lop3.b32 a, b, 0x0E000E00, a, 0xEA;
-        mov.b32 b, 0x5C005C00; mul.rn.f16x2 $0, a, b; }}"""
+        half = "high" if position >= 8 else "low"
+        return f"""{{ .reg .b32 a; .reg .b16 low, high; prmt.b32 a, $1, 0, 0x3120;
+            mov.b32 {{low, high}}, a; cvt.rn.f16x2.e4m3x2 $0, {half}; }}"""
+    upper = "prmt.b32 a, $1, 0, 0x2404;" if position == 0 else "mov.b32 a, $1;"
+    return f"""{{ .reg .b32 a, b, c;
+        {upper} and.b32 b, a, 0x80008000; shr.b32 a, a, 1; lop3.b32 a, a, 0x3F803F80, b, 0xEA;
+        mov.b32 c, 0x5C005C00; mul.rn.f16x2 $0, a, c; }}"""
 
 
 @triton.jit
@@ -67,7 +59,7 @@ def elements_as_f16(word: tl.tensor, POSITION: tl.constexpr, ELEMENT: tl.constex
             value = bits.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
         else:
             bits = ((code & 8) << 12) | ((code & 7) << 9)
-            value = bits.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+            value = bits.to(tl.int16).to(tl.float16, bitcast=True)
     return value
 
 

@@ -12,6 +12,15 @@ from triton import language as tl
 from .bitfields import load_per_token
 from .tile_layout import second_token_offset
 
+LARGEST_FACTOR = tl.constexpr(2.0**127)
+"""Factors are at most this in size."""
+
+
+@triton.jit
+def finite_factor(factor: tl.tensor) -> tl.tensor:
+    """``factor``, float32, within ``LARGEST_FACTOR``: an infinite one would make NaN of zeros."""
+    return tl.minimum(tl.maximum(factor, -LARGEST_FACTOR), LARGEST_FACTOR)
+
 
 @triton.jit
 def load_factor(

@@ -1,0 +1,155 @@
+"""Elements of minifloat as tiles: every code and scale exactly, by the functions that the interpreter runs and by their inline PTX."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kvpack
+from kvpack import Layer, Page, Side
+from kvpack.coding import triton_version
+from kvpack.formats.minifloat import ELEMENTS
+
+from interpreter import DEVICE, needs_loaded_bounds  # isort: skip
+from random_sides import check, codecs, random_side  # isort: skip
+
+
+def half(bits: int) -> float:
+    return float(struct.unpack("<e", struct.pack("<H", bits))[0])
+
+
+def bits_of(value: float) -> int:
+    return int(struct.unpack("<H", struct.pack("<e", value))[0])
+
+
+def permuted(first: int, second: int, select: int) -> int:
+    """PTX's prmt in its default mode."""
+    pool = first.to_bytes(4, "little") + second.to_bytes(4, "little")
+    found = bytearray()
+    for number in range(4):
+        chosen = select >> 4 * number & 15
+        byte = pool[chosen & 7]
+        found.append((255 if byte & 128 else 0) if chosen & 8 else byte)
+    return int.from_bytes(found, "little")
+
+
+def halves(word: int) -> tuple[float, float]:
+    return half(word & 0xFFFF), half(word >> 16)
+
+
+def executed(ptx: str, word: int) -> int:
+    """What PTX of the instructions below makes of register ``$1``."""
+    registers = {"$1": word}
+
+    def value(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    for text in re.sub(r"^\{|\}$", "", ptx.strip()).split(";"):
+        instruction, *operands = re.split(r"[\s,]+", text.strip())
+        if instruction in ("", ".reg"):
+            continue
+        if operands[0].startswith("{"):
+            low, high = (name.strip("{}") for name in operands[:2])
+            registers[low], registers[high] = value(operands[2]) & 0xFFFF, value(operands[2]) >> 16
+            continue
+        target, *given = operands[0], *map(value, operands[1:])
+        if instruction == "lop3.b32":
+            assert given[3] == 0xEA, "only (a & b) | c is known here"
+        registers[target] = {
+            "mov.b32": lambda a: a,
+            "and.b32": lambda a, b: a & b,
+            "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+            "shr.b32": lambda a, b: a >> b,
+            "lop3.b32": lambda a, b, c, _: a & b | c,
+            "prmt.b32": permuted,
+            "mul.rn.f16x2": lambda a, b: sum(bits_of(x * y) << 16 * at for at, (x, y) in enumerate(zip(halves(a), halves(b), strict=True))),
+            "cvt.rn.f16x2.e4m3x2": lambda a: bits_of(ELEMENTS["e4m3"].value(a & 255)) | bits_of(ELEMENTS["e4m3"].value(a >> 8)) << 16,
+        }[instruction](*given)
+    return registers["$0"]
+
+
+@pytest.mark.skipif(not triton_version.supported(), reason="no version of Triton that the kernels were tested with")
+@pytest.mark.parametrize("converts", [False, True], ids=["by integers", "by conversions"])
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_inline_assembly_is_exact(element: str, converts: bool) -> None:
+    """Of every element at every place of a word, among bits of others."""
+    from kvpack.kernels.triton_insides import plain
+    from kvpack.kernels.words import minifloats
+
+    form = ELEMENTS[element]
+    power = minifloats.E2M1_EXPONENT.value if element == "e2m1" else 0
+    for position in range(0, 16, form.bits):
+        ptx = plain(minifloats._two_elements)(element, position, converts)
+        for code in range(1 << form.bits):
+            if code & (1 << form.bits - 1) - 1 >= form.finite:
+                continue
+            expected = form.value(code) / 2.0**power
+            for others in (0x0000, 0xFFFF, 0x5A5A, 0x1234, 0x8421):
+                # What is no NaN: conversions here are of elements that readers accept.
+                word = others & 0xB6B6 & ~((1 << form.bits) - 1 << position) | code << position
+                for both in (word | 0x3456 << 16, 0x3456 | word << 16):
+                    found = halves(executed(ptx, both))[0 if both & 0xFFFF == word else 1]
+                    assert (found, math.copysign(1, found)) == (expected, math.copysign(1, expected)), (position, hex(both))
+
+
+def every_product(dim: int, run_scale: float) -> Side:
+    """A side of nvfp4 whose blocks hold every code, with every scale."""
+    codec, _ = codecs("minifloat:element=e2m1,scales=e4m3", "raw:dtype=bf16", (dim, dim))
+    token = torch.arange(127)[:, None]
+    codes = (torch.arange(dim) + token) % 16
+    scales = (31 * torch.arange(dim // 16) + token) % 127
+    streams = {**codec.pack("codes", codes[None, None]), "block_scales": scales.to(torch.uint8)[None, None]}
+    page = Page(codec, 127, {**streams, "global_scale": torch.full((1, 1, 1), run_scale)})
+    return Side(codec, [page], torch.zeros(1, 1, 0, dim, dtype=torch.bfloat16))
+
+
+@pytest.mark.kernels
+@needs_loaded_bounds
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(("dtype", "run_scale"), [(torch.float16, 1.0), (torch.bfloat16, -(2.0**115))], ids=str)
+def test_every_product_of_nvfp4_is_exact(dim: int, dtype: torch.dtype, run_scale: float) -> None:
+    """With one block per tile, two and four; and a scale that no power of two may be joined with."""
+    from kvpack.kernels.attend import scratch
+
+    side = every_product(dim, run_scale)
+    frame = scratch.frame_of(side.to(DEVICE))
+    found = scratch.decoded(side.to(DEVICE), frame, 0, side.tokens, dtype).cpu().float()
+    assert frame.codec is not None
+    expected = side.pages[0].frame(0, side.tokens)[..., scratch._channels(frame.codec)]
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.kernels
+@needs_loaded_bounds
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("words", ["scales=e4m3", "per=token,scales=fp32", "qjl=fp16", "scales=e4m3,qjl=fp16"])
+def test_zeros_of_the_largest_scale_are_zeros(words: str) -> None:
+    """Powers of two that elements lack join the scale, and do not make it infinite."""
+    codec, _ = codecs(f"minifloat:element=e2m1,{words}", "raw:dtype=bf16", (64, 64))
+    side = random_side(codec, 1, (20,), 0, 1)
+    (page,) = side.pages
+    given = {name: torch.zeros_like(page.streams[name]) for name in page.streams if name.startswith(("codes", "qjl_norm"))}
+    name = "global_scale" if "e4m3" in words else "scale"
+    given[name] = torch.full_like(page.streams[name], 3e38)
+    zeros = replace(side, pages=(replace(page, streams={**page.streams, **given}),))
+    # Scores of zero: the values' mean.
+    check(Layer(zeros, random_side(codec, 1, (20,), 0, 2)), 1)
+    attended = kvpack.attend(torch.ones(1, 1, 1, 64, device=DEVICE), Layer(random_side(codec, 1, (20,), 0, 2), zeros).to(DEVICE))
+    assert torch.equal(attended.cpu(), torch.zeros(1, 1, 1, 64))
+
+
+@pytest.mark.kernels
+@needs_loaded_bounds
+@pytest.mark.parametrize("run_scale", [2.0**100, -(2.0**-100), 0.0])
+def test_scales_of_runs_of_any_size(run_scale: float) -> None:
+    """Values of two runs, one of them far larger."""
+    codec, raw = codecs("minifloat:element=e2m1,scales=e4m3", "raw:dtype=bf16", (64, 64))
+    side = random_side(codec, 1, (40, 33), 0, 1)
+    last = side.pages[-1]
+    scaled = replace(last, streams={**last.streams, "global_scale": last.streams["global_scale"] * run_scale})
+    check(Layer(random_side(raw, 1, (40, 33), 0, 2), replace(side, pages=(*side.pages[:-1], scaled))), 1)

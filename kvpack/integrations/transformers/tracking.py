@@ -68,7 +68,8 @@ class Tracking:
         """Raise InvalidParameter where a pass failed that may have changed states."""
         if self.states and self._failed:
             raise InvalidParameter(
-                "a forward pass over the cache failed, and states cannot go back before it: call reset(), or continue with a new KvpackCache"
+                "a forward pass over the cache failed, and states cannot go back before it: call reset(), or continue with "
+                "a new KvpackCache"
             )
 
     def reset(self) -> None:

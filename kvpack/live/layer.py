@@ -84,7 +84,9 @@ class LiveLayer:
         self.commit()
         tokens = next((x.shape[2] for x in given.values()), 0)
         if self.raw_tokens + tokens > self.room:
-            self._pending = given
+            with own_modes(self.device):
+                # They wait for the next update, and the caller's memory is the caller's.
+                self._pending = {name: x.clone() for name, x in given.items()}
             return
         with own_modes(self.device):
             for name, x in given.items():
@@ -130,9 +132,15 @@ class LiveLayer:
 
     def crop(self, count: int) -> None:
         """Drop the newest ``count`` tokens. Raises OutOfBounds for more than the layer holds."""
-        self.commit()
         if not 0 <= count <= self.tokens:
             raise OutOfBounds(f"{self.name}: cannot drop {count} tokens of a layer that holds {self.tokens}")
+        pending = min(count, self.pending_tokens)
+        if pending:
+            # Before they are encoded, which drops what no query after them sees.
+            kept = self.pending_tokens - pending
+            self._pending = {name: x[:, :, :kept] for name, x in self._pending.items()} if kept else {}
+            count -= pending
+        self.commit()
         raw = min(count, self.raw_tokens)
         self.raw_tokens -= raw
         if count > raw:

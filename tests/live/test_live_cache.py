@@ -118,6 +118,35 @@ def test_crop_keeps_the_first_tokens(count: int) -> None:
         assert torch.equal(found, torch.cat([first[:, :, : 300 - count], second], 2))
 
 
+@pytest.mark.parametrize("count", [1, 100, 300, 700])
+def test_what_was_given_may_be_written_over(count: int) -> None:
+    live, given = LiveCache("raw", layers=1), tokens(count)
+    buffers = [x.clone().requires_grad_() for x in given]
+    live.update(0, buffers[0], buffers[1])
+    for buffer in buffers:
+        buffer.detach().fill_(float("nan"))
+    live.attend(0, queries(1))
+    for buffer, x in zip(buffers, given, strict=True):
+        buffer.detach().copy_(x.flip(2))
+    for found, x in zip(live.freeze()[0].unpack(torch.bfloat16), given, strict=True):
+        assert torch.equal(found, x)
+
+
+@pytest.mark.parametrize("count", [1, 29, 290])
+def test_crop_after_a_long_update_leaves_a_sliding_layer_its_window(count: int) -> None:
+    live = LiveCache("raw", layers=1, sliding_windows=[20])
+    parts = [tokens(seen, seed) for seed, seen in enumerate((10, 400, 1))]
+    live.update(0, *parts[0])
+    live.update(0, *parts[1])
+    live.attend(0, queries(400), sliding_window=20)
+    live.crop(count)
+    live.update(0, *parts[2])
+    assert live.seen(0) == 411 - count
+    first = [x[:, :, : 410 - count] for x in joined(parts)]
+    expected = exact(queries(1), kvpack.pack([tuple(joined([first, parts[2]]))], "raw")[0], sliding_window=20)
+    torch.testing.assert_close(live.attend(0, queries(1), sliding_window=20).double(), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_rows_of_the_batch_are_selected_and_repeated() -> None:
     live = LiveCache("raw", layers=1)
     given = tokens(200, batch=3)

@@ -1,9 +1,10 @@
-"""kvpack import and kvpack export: prompt caches of mlx-lm to and from kvpack files."""
+"""kvpack import and kvpack export: prompt caches of mlx-lm and slot files of llama.cpp, to and from kvpack files."""
 
 from __future__ import annotations
 
+import argparse
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpack.formats.errors import InvalidParameter
 from kvpack.output import add_json, print_json, progress
@@ -11,64 +12,105 @@ from kvpack.output import add_json, print_json, progress
 from .convert import RECIPE_HELP, add_basis, add_writing, recipe_of, save
 from .dense import DTYPES
 
-if TYPE_CHECKING:
-    import argparse
-
 _WINDOW = re.compile(r"(?P<layers>[0-9]{1,4}(,[0-9]{1,4})*)=(?P<tokens>[0-9]{1,9})", re.ASCII)
+_HEADS = re.compile(r"[0-9]{1,5}(,[0-9]{1,5})*", re.ASCII)
 
 
 def add(commands: Any) -> None:
     """Add ``import`` and ``export`` to the command line."""
     parser = commands.add_parser(
-        "import", help="read a prompt cache of mlx-lm", description="Read a prompt cache of mlx-lm into a kvpack file."
+        "import",
+        help="read a prompt cache of mlx-lm or a slot of llama.cpp",
+        description="Read a prompt cache of mlx-lm, or a slot that llama-server saved, into a kvpack file.",
     )
-    parser.add_argument("input", metavar="IN.safetensors")
+    parser.add_argument("input", metavar="IN")
     parser.add_argument("output", metavar="OUT")
     parser.add_argument("--recipe", default="raw", help=f"{RECIPE_HELP} (default: raw, which keeps every bit)")
     add_basis(parser)
+    parser.add_argument("--kv-heads", metavar="N[,N...]", help="of slots: the heads of keys and values, of all layers or of each")
+    _add_window(parser, "of slots: ")
     add_writing(parser)
     add_json(parser)
     parser.set_defaults(run=import_)
     parser = commands.add_parser(
-        "export", help="write a prompt cache for mlx-lm", description="Write the cache of a kvpack file as a prompt cache of mlx-lm."
+        "export",
+        help="write a prompt cache for mlx-lm or a slot for llama.cpp",
+        description="Write the cache of a kvpack file as a prompt cache of mlx-lm, or one that came from llama.cpp as a slot.",
     )
     parser.add_argument("input", metavar="FILE")
-    parser.add_argument("output", metavar="OUT.safetensors")
+    parser.add_argument("output", metavar="OUT")
+    parser.add_argument("--to", choices=["mlx-lm", "llama.cpp"], default="mlx-lm", help="who reads the file (default: mlx-lm)")
     add_basis(parser)
     parser.add_argument("--dtype", choices=list(DTYPES), help="round values to this dtype (default: the one that they are stored in)")
+    _add_window(parser, "")
     parser.add_argument(
-        "--window", metavar="LAYERS=TOKENS", action="append", default=[], help="the sliding window of some layers, such as 0,2,4=512"
+        "--transposed",
+        action=argparse.BooleanOptionalAction,
+        help="of slots: whether values are transposed, as without flash attention (default: as in the imported slot)",
     )
+    parser.add_argument("--streams", type=int, metavar="N", help="of slots: streams of the context (default: those of the imported slot)")
     add_json(parser)
     parser.set_defaults(run=export)
 
 
 def import_(arguments: argparse.Namespace) -> int:
-    """Read the prompt cache, pack it and save it."""
+    """Read the prompt cache or the slot, pack it and save it."""
+    from kvpack.integrations.llama_cpp import import_slot, is_state_file
     from kvpack.integrations.mlx_lm import import_prompt_cache
 
+    recipe, windows = recipe_of(arguments), _windows(arguments)
+    slot = is_state_file(arguments.input)
+    if slot and not _HEADS.fullmatch(arguments.kv_heads or ""):
+        found = "missing" if arguments.kv_heads is None else f"{arguments.kv_heads!r:.80}"
+        raise InvalidParameter(f"--kv-heads is {found}: a slot of llama.cpp does not say how many heads its keys have, such as 8")
+    if not slot and (arguments.kv_heads or windows):
+        raise InvalidParameter(f"{arguments.input}: is no sequence state of llama.cpp, and --kv-heads and --window are for those")
     with progress("encode", arguments) as callback:
-        cache = import_prompt_cache(arguments.input, recipe_of(arguments), progress=callback)
+        if slot:
+            heads = [int(count) for count in arguments.kv_heads.split(",")]
+            cache = import_slot(
+                arguments.input, recipe, kv_heads=heads[0] if len(heads) == 1 else heads, windows=windows, progress=callback
+            )
+        else:
+            cache = import_prompt_cache(arguments.input, recipe, progress=callback)
     save(cache, arguments)
     return 0
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Decode the file and write the prompt cache."""
+    """Decode the file and write the prompt cache or the slot."""
     import kvpack
+    from kvpack.integrations.llama_cpp import export_slot
     from kvpack.integrations.mlx_lm import export_prompt_cache
 
-    windows: dict[int, int] = {}
-    for text in arguments.window:
-        if (found := _WINDOW.fullmatch(text)) is None:
-            raise InvalidParameter(f"--window is {text!r:.80}, expected numbers of layers and tokens, such as 0,2,4=512")
-        windows |= dict.fromkeys(map(int, found["layers"].split(",")), int(found["tokens"]))
+    windows, slot = _windows(arguments), arguments.to == "llama.cpp"
+    if not slot and (arguments.transposed is not None or arguments.streams is not None):
+        raise InvalidParameter("--transposed and --streams are for --to llama.cpp")
     # Truncating a mapped file would end the process, so the command reads a copy.
     cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis)
     with progress("decode", arguments) as callback:
-        size = export_prompt_cache(cache, arguments.output, dtype=arguments.dtype, windows=windows, progress=callback)
+        if slot:
+            layout = {"transposed": arguments.transposed, "streams": arguments.streams}
+            size = export_slot(cache, arguments.output, dtype=arguments.dtype, windows=windows, progress=callback, **layout)
+        else:
+            size = export_prompt_cache(cache, arguments.output, dtype=arguments.dtype, windows=windows, progress=callback)
     if arguments.json:
         print_json({"file": arguments.output, "bytes": size, "layers": len(cache), "tokens": cache.tokens})
     else:
         print(f"{arguments.output}: {size:,} bytes")
     return 0
+
+
+def _add_window(parser: argparse.ArgumentParser, of: str) -> None:
+    parser.add_argument(
+        "--window", metavar="LAYERS=TOKENS", action="append", default=[], help=f"{of}the sliding window of some layers, such as 0,2,4=512"
+    )
+
+
+def _windows(arguments: argparse.Namespace) -> dict[int, int]:
+    windows: dict[int, int] = {}
+    for text in arguments.window:
+        if (found := _WINDOW.fullmatch(text)) is None:
+            raise InvalidParameter(f"--window is {text!r:.80}, expected numbers of layers and tokens, such as 0,2,4=512")
+        windows |= dict.fromkeys(map(int, found["layers"].split(",")), int(found["tokens"]))
+    return windows

@@ -17,19 +17,20 @@ import torch
 
 from kvpack.cache import tensor_files
 from kvpack.cache.packing import pack
-from kvpack.coding.encoding import RAW_DTYPES
 from kvpack.file.atomic import write_file
 from kvpack.file.limits import MAX_LAYERS, MAX_TOKENS
 from kvpack.file.metadata import from_bytes, to_bytes
 from kvpack.file.user_files import path_text
-from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.formats.errors import InvalidParameter
+
+from .exported import exported, windows_of
+from .llama_cpp.state_file import CONFIG
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvpack.cache.cache import Cache
     from kvpack.cache.layer import Layer
-    from kvpack.cache.side import Side
     from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
     from kvpack.coding.recipes import Recipe
@@ -91,12 +92,9 @@ def export_prompt_cache(
     where = path_text(path)
     if not where.endswith(".safetensors"):
         raise InvalidParameter(f"{where}: mlx-lm loads only files whose names end in .safetensors")
-    if dtype is not None and dtype not in RAW_DTYPES:
-        raise InvalidParameter(f"dtype is {dtype!r}, expected one of {', '.join(RAW_DTYPES)}")
-    windows = dict(windows or {})
-    for number, window in windows.items():
-        if number not in range(len(cache)) or not isinstance(window, int) or not 0 < window <= MAX_TOKENS:
-            raise InvalidParameter(f"windows[{number!r}] is {window!r}, expected tokens by the number of a layer, 0 to {len(cache) - 1}")
+    windows = windows_of(windows, len(cache))
+    if cache.model.get("config") == CONFIG:
+        raise InvalidParameter("the cache came from llama.cpp, which may have the channels of keys in another order than mlx-lm")
     if cache.start:
         raise InvalidParameter(f"the cache begins at position {cache.start}; one of mlx-lm begins at position 0")
     tensors: dict[str, torch.Tensor] = {}
@@ -107,7 +105,7 @@ def export_prompt_cache(
         if layer.k is None or layer.v is None or layer.states:
             what = "states" if layer.states else "no keys or no values"
             raise InvalidParameter(f"layer {number} holds {what}; kvpack writes layers of keys and values for mlx-lm")
-        pair = [_values(f"layer {number}", side, dtype) for side in (layer.k, layer.v)]
+        pair = [exported(f"layer {number}", side, dtype, "mlx-lm") for side in (layer.k, layer.v)]
         metadata[f"1.{number}"], pair, counts = _as_held(number, layer, pair, windows.get(number))
         for part, tensor in enumerate((*pair, *(torch.tensor(count, dtype=torch.int32) for count in counts))):
             tensors[f"{number}.{part}"] = tensor
@@ -190,21 +188,6 @@ def _number(where: str, text: str) -> int:
     if not _COUNT.fullmatch(text) or int(text) > MAX_TOKENS:
         raise InvalidParameter(f"{where}: a count of its state is {text!r:.40}, expected an integer from 0 to {MAX_TOKENS}")
     return int(text)
-
-
-def _values(where: str, side: Side, dtype: str | None) -> torch.Tensor:
-    exact = side.codec.exact_dtype
-    if dtype is None and exact is None:
-        raise InvalidParameter(
-            f"{where}: values of the codec {side.codec.id} are binary32, and mlx-lm's are those of the model: name the dtype to round "
-            "them to, such as dtype='bf16'"
-        )
-    wanted = dtype or exact
-    assert wanted is not None
-    values = side.unpack(RAW_DTYPES[wanted])
-    if wanted != exact and torch.isinf(values).any():
-        raise OutOfRange(f"{where}: a value is too large for {wanted}: use bf16 or fp32")
-    return values.cpu()
 
 
 def _as_held(number: int, layer: Layer, pair: list[torch.Tensor], window: int | None) -> tuple[str, list[torch.Tensor], tuple[int, ...]]:

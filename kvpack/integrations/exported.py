@@ -1,0 +1,46 @@
+"""What all writers of other libraries' caches ask of a cache: its values in a dtype, and the sliding windows of its layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.coding.encoding import RAW_DTYPES
+from kvpack.file.limits import MAX_TOKENS
+from kvpack.formats.errors import InvalidParameter, OutOfRange
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvpack.cache.side import Side
+
+
+def exported(where: str, side: Side, dtype: str | None, library: str) -> torch.Tensor:
+    """Values ``[batch, kv_head, token, dim]`` on the CPU, in the dtype that they are stored in, or rounded to ``dtype``.
+
+    Raises InvalidParameter where a dtype is needed and where there is no such dtype, and OutOfRange where it makes a value infinite.
+    """
+    if dtype is not None and dtype not in RAW_DTYPES:
+        raise InvalidParameter(f"dtype is {dtype!r}, expected one of {', '.join(RAW_DTYPES)}")
+    exact = side.codec.exact_dtype
+    if dtype is None and exact is None:
+        raise InvalidParameter(
+            f"{where}: values of the codec {side.codec.id} are binary32, and {library}'s are those of the model: name the dtype to round "
+            "them to, such as dtype='bf16'"
+        )
+    wanted = dtype or exact
+    assert wanted is not None
+    values = side.unpack(RAW_DTYPES[wanted])
+    if wanted != exact and torch.isinf(values).any():
+        raise OutOfRange(f"{where}: a value is too large for {wanted}: use bf16 or fp32")
+    return values.cpu()
+
+
+def windows_of(windows: Mapping[int, int] | None, layers: int) -> dict[int, int]:
+    """The sliding windows, in tokens, by the numbers of layers. Raises InvalidParameter."""
+    found = dict(windows or {})
+    for number, window in found.items():
+        if number not in range(layers) or not isinstance(window, int) or not 0 < window <= MAX_TOKENS:
+            raise InvalidParameter(f"windows[{number!r}] is {window!r}, expected tokens by the number of a layer, 0 to {layers - 1}")
+    return found

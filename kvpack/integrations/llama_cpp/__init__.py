@@ -1,0 +1,13 @@
+"""llama.cpp's sequence state files, which llama-server saves slots in: read as caches, and written from those caches::
+
+    cache = import_slot("slot.bin", "octopus-4", kv_heads=8)
+    export_slot(cache, "again.bin", dtype="fp16")
+
+Read and written is version 3 of the files, as llama.cpp 0c1e57098 (vendored in llama-cpp-python 0.3.36) has it. llama.cpp itself is not
+needed. README.md beside this file says what is refused.
+"""
+
+from .caches import export_slot, import_slot
+from .state_file import CONFIG, is_state_file
+
+__all__ = ["CONFIG", "export_slot", "import_slot", "is_state_file"]

@@ -1,0 +1,248 @@
+"""Caches from llama.cpp's sequence state files, and the files from those caches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvpack.cache.packing import pack
+from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
+from kvpack.file.atomic import write_file
+from kvpack.file.inputs import ID_BYTES, Inputs
+from kvpack.file.limits import MAX_LAYERS
+from kvpack.file.user_files import path_text
+from kvpack.formats.errors import InvalidParameter
+from kvpack.integrations.exported import exported, windows_of
+
+from .state_file import CONFIG, LIST, SERVER, Block, Reader, Section, StateFile, parsed, pieces
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    from kvpack.cache.cache import Cache
+    from kvpack.cache.layer import Layer
+    from kvpack.coding.bases import Basis
+    from kvpack.coding.encoding import Progress
+    from kvpack.coding.recipes import Recipe
+
+_SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS = (
+    f"llama.cpp {name}" for name in ("sequence", "streams", "transposed", "sliding-window layers", "token ids")
+)
+"""Names in a cache's metadata of what its file said besides tokens, keys and values."""
+_MAX_POSITION = 2**31 - 1
+_Stored = tuple[Block, memoryview]
+
+
+def import_slot(
+    path: str | os.PathLike[str],
+    recipe: str | Recipe = "raw",
+    *,
+    kv_heads: int | Sequence[int],
+    windows: Mapping[int, int] | None = None,
+    model: Mapping[str, str] | None = None,
+    basis: Basis | str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Cache:
+    """The sequence state in the file ``path``, packed with ``recipe``; ``raw`` keeps every bit. Its token ids are the cache's inputs.
+
+    ``kv_heads`` are the heads of keys and values, of all layers or of each: the file has only their channels together. ``windows`` has
+    the sliding window of every layer that has one, in tokens, by the layer's number among those with a cache of their own. Keys stay as
+    llama.cpp has them, after its rotary embedding and in its order of channels, so the cache's ``model`` says that it is llama.cpp's;
+    ``model`` adds the name of the model, for example. Metadata keeps what else ``export_slot`` needs.
+
+    Raises MissingFile; InvalidParameter for other files and versions, and for what kvpack does not hold exactly: quantized keys and
+    values, positions that are not consecutive, several sequences, images, recurrent states; and what ``kvpack.pack`` raises.
+    """
+    where = path_text(path)
+    with Reader(where) as reader:
+        file = parsed(reader, 2 if windows else 1)
+        layers = sum(len(section.keys) for section in file.sections)
+        windows = windows_of(windows, layers)
+        tokens = _check_counts(where, file, windows)
+        heads = _heads_of_layers(kv_heads, layers)
+        orders = [_order(where, section.positions, tokens - len(section.positions)) for section in file.sections]
+        left = [zip(section.keys, section.values, strict=True) for section in file.sections]
+        states: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        for number in range(layers):
+            of = int(number in windows)
+            section = file.sections[of]
+            keys, values = next(left[of])
+            k, v = (
+                _values(reader, f"{where}: layer {number}", block, len(section.positions), heads[number], orders[of], turned)
+                for block, turned in ((keys, False), (values, section.transposed))
+            )
+            states.append((k, v, tokens - len(section.positions)))
+    dtypes = dict.fromkeys(RAW_NAMES[x.dtype] for state in states for x in state[:2])
+    named = {**(model or {}), "dtype": f"{' and '.join(dtypes)} of llama.cpp", "config": CONFIG}
+    inputs = Inputs(file.ids) if file.ids else None
+    cache = pack(states, recipe, model=named, inputs=inputs, basis=basis, progress=progress)
+    whole = file.sections[0]
+    said = {_SEQUENCE: whole.sequence, _STREAMS: whole.streams, _TRANSPOSED: int(whole.transposed)}
+    return replace(cache, metadata=MappingProxyType({**said, _WINDOWED: len(windows), _IDS: file.ids_form}))
+
+
+def export_slot(
+    cache: Cache,
+    path: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    windows: Mapping[int, int] | None = None,
+    transposed: bool | None = None,
+    streams: int | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """Write ``cache``, which came from llama.cpp, as a sequence state and return the file's size in bytes.
+
+    ``dtype`` and ``windows`` are as in ``export_prompt_cache`` and ``import_slot``. llama.cpp loads the file in a context of the same
+    model whose cache has the same types, ``transposed`` (values lie so without flash attention) and ``streams`` (one, or as many as
+    sequences where the cache is not unified); without them, those of the imported file are written. ``progress`` counts layers.
+    Raises InvalidParameter for a cache that did not come from llama.cpp, and, naming the layer, for what such a file does not hold:
+    layers without keys or values, states, batches, windows that lack tokens, and token ids that are not all known; OutOfRange where
+    ``dtype`` makes a value infinite; WriteFailed.
+    """
+    where = path_text(path)
+    if cache.model.get("config") != CONFIG:
+        raise InvalidParameter(
+            f"the cache did not come from llama.cpp: its model has the config {cache.model.get('config', '')!r:.80}, expected {CONFIG!r}; "
+            "llama.cpp orders the channels of keys as its GGUF has them. If the cache does as well, write "
+            f"dataclasses.replace(cache, model={{'config': {CONFIG!r}}})"
+        )
+    windows = windows_of(windows, len(cache))
+    said = {name: cache.metadata.get(name) for name in (_SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS)}
+    if said[_WINDOWED] not in (None, len(windows)):
+        raise InvalidParameter(f"windows names {len(windows)} layers, and the file that the cache came from had {said[_WINDOWED]} of them")
+    transposed = _setting("transposed", said[_TRANSPOSED] if transposed is None else int(bool(transposed)), 0, 1) == 1
+    streams = _setting("streams", said[_STREAMS] if streams is None else streams, 1, 256)
+    sequence = _setting("sequence", said[_SEQUENCE] or 0, 0, 255)
+    tokens, ids = cache.tokens, _ids(cache)
+    if cache.start or not 0 < tokens <= _MAX_POSITION:
+        raise InvalidParameter(
+            f"the cache has {tokens} tokens from position {cache.start} on; a sequence of llama.cpp begins at position 0"
+        )
+    if streams > 1 and sequence >= streams:
+        raise InvalidParameter(f"sequence {sequence} has no stream of its own among {streams}: give more streams, or 1")
+    sides: list[tuple[list[_Stored], list[_Stored]]] = [([], []) for _ in range(1 + bool(windows))]
+    held: list[int | None] = [tokens, None]
+    for number, layer in enumerate(cache):
+        of, kept = int(number in windows), _kept(number, layer, tokens, windows.get(number))
+        if held[of] not in (None, kept):
+            raise InvalidParameter(f"layer {number} would write {kept} tokens, and layers before it {held[of]}: they share their cells")
+        held[of] = kept
+        for stored, side, turned in zip(sides[of], (layer.k, layer.v), (False, transposed), strict=True):
+            assert side is not None
+            stored.append(_stored(exported(f"layer {number}", side, dtype, "llama.cpp")[0, :, -kept:], turned))
+        if progress:
+            progress(number + 1, len(cache))
+    sections = []
+    for (keys, values), count in zip(sides, held, strict=False):
+        positions = np.arange(tokens - (count or 0), tokens, dtype=np.int32)
+        blocks = (tuple(block for block, _ in side) for side in (keys, values))
+        sections.append(Section(streams, sequence, positions, transposed, *blocks))
+    data = [[values for _, values in (*keys, *values)] for keys, values in sides]
+    form = SERVER if said[_IDS] == SERVER else LIST
+    return write_file(where, pieces(StateFile(ids, form, tuple(sections)), data))
+
+
+def _check_counts(where: str, file: StateFile, windows: dict[int, int]) -> int:
+    """The file's tokens. Raises InvalidParameter unless its layers are those that ``windows`` says, and hold the tokens of its ids."""
+    counts = [len(section.keys) for section in file.sections]
+    if not 0 < sum(counts) <= MAX_LAYERS or len(windows) != sum(counts[1:]):
+        held = f"{counts[0]} whole layers" + (f" and {counts[1]} of sliding windows" if counts[1:] else "")
+        raise InvalidParameter(f"{where}: holds {held}, and windows names {len(windows)}: expected 1 to {MAX_LAYERS} layers")
+    tokens, held_tokens = len(file.sections[0].positions), len(file.sections[-1].positions)
+    if file.ids and len(file.ids) != ID_BYTES * tokens:
+        raise InvalidParameter(f"{where}: holds {len(file.ids) // ID_BYTES} token ids and {tokens} cells, expected as many, or no ids")
+    for number, window in windows.items():
+        if not min(tokens, window - 1) <= held_tokens <= min(tokens, window):
+            raise InvalidParameter(
+                f"{where}: layers of sliding windows hold {held_tokens} of {tokens} tokens, and layer {number} has a window of {window}"
+            )
+    one, other = file.sections[0], file.sections[-1]
+    if (one.streams, one.sequence, one.transposed) != (other.streams, other.sequence, other.transposed):
+        raise InvalidParameter(f"{where}: its whole layers and its sliding-window layers have other streams, sequences or layouts")
+    return tokens
+
+
+def _heads_of_layers(kv_heads: int | Sequence[int], layers: int) -> list[int]:
+    found = [kv_heads] * layers if isinstance(kv_heads, int) else list(kv_heads)
+    if len(found) != layers or not all(type(heads) is int and heads > 0 for heads in found):
+        raise InvalidParameter(f"kv_heads is {kv_heads!r:.80}, expected a positive integer, or one for each of {layers} layers")
+    return found
+
+
+def _order(where: str, positions: np.ndarray, first: int) -> torch.Tensor | None:
+    """The cells in the order of their positions, None if they are in it. Raises InvalidParameter unless those are consecutive."""
+    expected = np.arange(first, first + len(positions))
+    if np.array_equal(positions, expected):
+        return None
+    order = np.argsort(positions, kind="stable")
+    if (wrong := np.flatnonzero(positions[order] != expected)).size:
+        at = wrong[0]
+        raise InvalidParameter(
+            f"{where}: its {len(positions)} cells have positions from {positions.min()} to {positions.max()}, in their order "
+            f"{positions[order][at]} where {expected[at]} is expected: kvpack's layers hold consecutive tokens"
+        )
+    return torch.from_numpy(order)
+
+
+def _values(reader: Reader, where: str, block: Block, cells: int, heads: int, order: torch.Tensor | None, transposed: bool) -> torch.Tensor:
+    """``[1, kv_head, token, dim]``."""
+    if block.channels % heads:
+        raise InvalidParameter(f"{where}: has {block.channels} channels, which {heads} heads do not divide: give its number of KV heads")
+    values = torch.empty(cells * block.channels, dtype=RAW_DTYPES[block.dtype])
+    reader.read_into(values.view(torch.uint8).numpy().data, block.offset)
+    values = values.view(heads, -1, cells).transpose(1, 2) if transposed else values.view(cells, heads, -1).transpose(0, 1)
+    return values[None] if order is None else values[None][:, :, order]
+
+
+def _stored(values: torch.Tensor, transposed: bool) -> _Stored:
+    """Values ``[kv_head, token, dim]`` as llama.cpp has them."""
+    rows = values.transpose(1, 2) if transposed else values.transpose(0, 1)
+    block = Block(RAW_NAMES[values.dtype], values.shape[0] * values.shape[2], 0)
+    return block, rows.contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _setting(name: str, value: object, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        what = f"the metadata has {value!r:.40}" if value is not None else f"the cache's metadata does not have it: give {name}="
+        raise InvalidParameter(f"{name} of llama.cpp's cache: {what}, expected an integer from {least} to {most}")
+    return value
+
+
+def _ids(cache: Cache) -> bytes:
+    """The token ids of all tokens, or none."""
+    inputs = cache.inputs
+    if inputs is None:
+        return b""
+    if inputs.undetermined:
+        raise InvalidParameter(f"{inputs.undetermined[0]}: the token ids of a sequence state determine it")
+    if inputs.tokens not in (0, cache.tokens):
+        raise InvalidParameter(
+            f"the cache knows the ids of {inputs.tokens} of {cache.tokens} tokens: for a file without any, write "
+            "dataclasses.replace(cache, inputs=None)"
+        )
+    ids = np.frombuffer(inputs.token_ids, "<u4")
+    if len(ids) and ids.max() >= 2**31:
+        raise InvalidParameter(f"token {int(ids.argmax())} has the id {ids.max()}, and llama.cpp's are below 2^31")
+    return inputs.token_ids
+
+
+def _kept(number: int, layer: Layer, tokens: int, window: int | None) -> int:
+    """How many of a layer's newest tokens llama.cpp saves."""
+    if layer.k is None or layer.v is None or layer.states:
+        what = "states" if layer.states else "no keys or no values"
+        raise InvalidParameter(f"layer {number} holds {what}; kvpack writes layers of keys and values for llama.cpp")
+    if layer.k.batch != 1:
+        raise InvalidParameter(f"layer {number} holds {layer.k.batch} sequences; a sequence state is of one")
+    if layer.seen != tokens:
+        raise InvalidParameter(f"layer {number} ends after token {layer.seen}, and the cache after token {tokens}")
+    least, most = (tokens, tokens) if window is None else (min(tokens, window - 1), min(tokens, window))
+    if layer.tokens < least:
+        needed = f"and a window of {window} has {window - 1} before the next one" if window else "give its sliding window"
+        raise InvalidParameter(f"layer {number} holds the newest {layer.tokens} of {tokens} tokens, {needed}")
+    return min(layer.tokens, most)

@@ -1,0 +1,265 @@
+"""The layout of llama.cpp's sequence state files: where everything lies, checked against the file's length before anything is read.
+
+All numbers are little-endian::
+
+    magic "ggsq" as u32, version u32
+    token ids: u32 count, count x i32
+    a section for each of the context's caches: that of whole layers, then that of sliding-window layers if the model has any
+        u32 streams; for each stream:
+            u32 cells; no more if there are none
+            for each cell: i32 position, u32 1, i32 sequence
+            u32 transposed, u32 layers
+            for each layer, its keys: i32 type, u64 bytes per cell, cells
+            for each layer, its values: the same, or, transposed: i32 type, u32 bytes per value, u32 channels, channels
+
+Source: llama.cpp 0c1e57098, ``llama_context::state_seq_save_file`` and ``llama_kv_cache::state_write``; llama-server's form of token
+ids is ``server_tokens::serialize``.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpack.file.limits import MAX_LAYERS
+from kvpack.file.user_files import could_not_open, open_regular
+from kvpack.formats.errors import InvalidParameter
+
+CONFIG = "llama.cpp sequence state 3"
+"""What the map ``model`` of a cache says of its configuration when the cache came from such a file."""
+LIST, SERVER = "list", "server"
+"""Forms of the token ids: a plain list, and llama-server's, which could hold media as well."""
+TYPES = {"fp32": (0, 4), "fp16": (1, 2), "bf16": (30, 2)}
+"""ggml's number of each dtype that kvpack holds bit for bit, and the bytes of a value."""
+
+_MAGIC, _VERSION = 0x67677371, 3
+_OTHER_MAGICS = {0x6767736E: "the state of a whole context ('ggsn')", 0x67676C61: "an adapter ('ggla')"}
+_QUANTIZED = {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 20: "iq4_nl"}
+"""The other types that a cache of llama.cpp may have."""
+_MAX_STREAMS = 256
+"""LLAMA_MAX_SEQ."""
+_SERVER_VERSION = 1
+_CELL = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
+_OTHER_CELLS = (
+    "recurrent models have no such cells, and models with positions of several dimensions (M-RoPE) or n-gram embeddings longer ones, "
+    "which kvpack does not read"
+)
+
+
+class Block(NamedTuple):
+    """Keys or values of a layer at ``offset``: ``channels`` values per cell, one cell after another, or transposed."""
+
+    dtype: str
+    channels: int
+    offset: int
+
+
+class Section(NamedTuple):
+    """One cache: ``positions`` has the position of each cell, int32; ``values`` may be transposed."""
+
+    streams: int
+    sequence: int
+    positions: np.ndarray
+    transposed: bool
+    keys: tuple[Block, ...]
+    values: tuple[Block, ...]
+
+
+class StateFile(NamedTuple):
+    """``ids`` are 4 bytes each, in the form ``ids_form``."""
+
+    ids: bytes
+    ids_form: str
+    sections: tuple[Section, ...]
+
+
+class Reader:
+    """A file open for reading, whose parts are taken one after another. Raises MissingFile."""
+
+    def __init__(self, where: str) -> None:
+        self.where, self.at = where, 0
+        self._descriptor = open_regular(where)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    @property
+    def left(self) -> int:
+        """Bytes that nothing was taken from."""
+        return self.size - self.at
+
+    def skip(self, count: int, what: str) -> int:
+        """Where the next ``count`` bytes begin. Raises InvalidParameter if the file does not have them."""
+        if count > self.left:
+            raise InvalidParameter(f"{self.where}: is cut off: {what} have {count} bytes from byte {self.at} on, and {self.left} are left")
+        begin, self.at = self.at, self.at + count
+        return begin
+
+    def take(self, count: int, what: str) -> bytearray:
+        """The next ``count`` bytes. Raises as ``skip``."""
+        begin = self.skip(count, what)
+        data = bytearray(count)
+        self.read_into(memoryview(data), begin)
+        return data
+
+    def numbers(self, layout: str, what: str) -> tuple[int, ...]:
+        """The next numbers of a struct layout. Raises as ``skip``."""
+        return struct.unpack(f"<{layout}", self.take(struct.calcsize(f"<{layout}"), what))
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill ``buffer`` from ``offset`` on. Raises InvalidParameter if the file has become shorter, and MissingFile."""
+        while buffer:
+            try:
+                count = os.preadv(self._descriptor, [buffer], offset)
+            except OSError as error:
+                raise could_not_open(self.where, error) from None
+            if not count:
+                raise InvalidParameter(f"{self.where}: became shorter while it was read: it had {self.size} bytes, and ends at {offset}")
+            buffer, offset = buffer[count:], offset + count
+
+
+def is_state_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins like any state that llama.cpp writes. Raises MissingFile."""
+    with Reader(os.fsdecode(path)) as reader:
+        return reader.size >= 4 and reader.numbers("I", "its magic")[0] in (_MAGIC, *_OTHER_MAGICS)
+
+
+def parsed(reader: Reader, sections: int) -> StateFile:
+    """What the file holds, and where. Raises InvalidParameter for anything but so many sections of keys and values to its end."""
+    _check_front(reader)
+    ids, form = _ids(reader)
+    found = tuple(_section(reader, kind) for kind in ("whole", "sliding-window")[:sections])
+    if reader.left:
+        more = "recurrent states, an indexer's keys or other caches, which kvpack does not read"
+        more = more if sections > 1 else f"sliding-window layers (say which with windows=, or --window), {more}"
+        raise InvalidParameter(
+            f"{reader.where}: {reader.left} bytes follow its {sum(len(section.keys) for section in found)} layers: those of {more}"
+        )
+    return StateFile(ids, form, found)
+
+
+def _check_front(reader: Reader) -> None:
+    if reader.size < 8:
+        raise InvalidParameter(f"{reader.where}: is no sequence state of llama.cpp: it has {reader.size} bytes")
+    magic, version = reader.numbers("II", "its magic and version")
+    if magic != _MAGIC:
+        what = f"is {_OTHER_MAGICS[magic]}" if magic in _OTHER_MAGICS else f"begins with {magic:#010x}"
+        raise InvalidParameter(
+            f"{reader.where}: {what}, and a sequence state of llama.cpp with {_MAGIC:#010x} ('ggsq'): "
+            "save it with llama_state_seq_save_file, or a slot with llama-server"
+        )
+    if version != _VERSION:
+        raise InvalidParameter(f"{reader.where}: is a sequence state of version {version}, and kvpack reads version {_VERSION}")
+
+
+def _ids(reader: Reader) -> tuple[bytes, str]:
+    """Token ids, and their form."""
+    (count,) = reader.numbers("I", "the number of its token ids")
+    ids = np.frombuffer(reader.take(4 * count, f"its {count} token ids"), "<i4")
+    form = LIST
+    if count and ids[0] == -1:
+        # server_tokens::serialize: -1, a version, the number of ids, the ids, the number of media, the media.
+        form, words = SERVER, ids.view("<u4")
+        after = 3 + int(words[2]) if count >= 4 and words[1] == _SERVER_VERSION else count
+        if after < count and words[after]:
+            raise InvalidParameter(
+                f"{reader.where}: its tokens hold {words[after]} media, such as images, and token ids do not determine its cache"
+            )
+        if after != count - 1:
+            raise InvalidParameter(
+                f"{reader.where}: its {count} words of token ids begin like llama-server's, and are not version {_SERVER_VERSION} of them"
+            )
+        ids = ids[3:after]
+    if len(ids) and ids.min() < 0:
+        raise InvalidParameter(f"{reader.where}: token {int(ids.argmin())} has the id {int(ids.min())}, expected one of at least 0")
+    return ids.tobytes(), form
+
+
+def _section(reader: Reader, kind: str) -> Section:
+    (streams,) = reader.numbers("I", f"the streams of its {kind} layers")
+    if not 0 < streams <= _MAX_STREAMS:
+        raise InvalidParameter(f"{reader.where}: its {kind} layers have {streams} streams, expected 1 to {_MAX_STREAMS}")
+    found = None
+    for stream in range(streams):
+        (cells,) = reader.numbers("I", f"the cells of stream {stream}")
+        if cells:
+            if found is not None:
+                raise InvalidParameter(f"{reader.where}: two of its streams hold cells, and kvpack reads one sequence")
+            found = _cells(reader, kind, streams, cells)
+    if found is None:
+        raise InvalidParameter(f"{reader.where}: its {kind} layers hold no tokens")
+    return found
+
+
+def _cells(reader: Reader, kind: str, streams: int, count: int) -> Section:
+    cells = np.frombuffer(reader.take(count * _CELL.itemsize, f"the {count} cells of its {kind} layers"), _CELL)
+    strange = np.flatnonzero((cells["sequences"] != 1) | (cells["sequence"] != cells["sequence"][0]) | (cells["sequence"] < 0))
+    if len(strange):
+        sequences, sequence = (int(cells[field][strange[0]]) for field in ("sequences", "sequence"))
+        raise InvalidParameter(
+            f"{reader.where}: cell {strange[0]} of its {kind} layers has {sequences} sequences and is of {sequence}; expected 1 "
+            f"sequence, that of cell 0, {int(cells['sequence'][0])}; {_OTHER_CELLS}"
+        )
+    transposed, layers = reader.numbers("II", f"the counts of its {kind} layers")
+    if transposed > 1 or layers > MAX_LAYERS:
+        raise InvalidParameter(
+            f"{reader.where}: its {kind} layers are {layers}, transposed {transposed}: expected at most {MAX_LAYERS}, and 0 or 1; "
+            f"{_OTHER_CELLS}"
+        )
+    keys = tuple(_block(reader, f"the keys of {kind} layer {number}", count, False) for number in range(layers))
+    if layers and not reader.left:
+        raise InvalidParameter(
+            f"{reader.where}: ends after its keys, as in models with multi-head latent attention (MLA): it has no values"
+        )
+    values = tuple(_block(reader, f"the values of {kind} layer {number}", count, bool(transposed)) for number in range(layers))
+    return Section(streams, int(cells["sequence"][0]), cells["position"].copy(), bool(transposed), keys, values)
+
+
+def _block(reader: Reader, what: str, cells: int, transposed: bool) -> Block:
+    ggml_type, size, *channels = reader.numbers("iII" if transposed else "iQ", f"the type and size of {what}")
+    dtype = next((dtype for dtype, (known, _) in TYPES.items() if known == ggml_type), None)
+    if dtype is None:
+        if ggml_type not in _QUANTIZED:
+            raise InvalidParameter(f"{reader.where}: {what} have ggml's type {ggml_type}, expected one of a cache; {_OTHER_CELLS}")
+        raise InvalidParameter(
+            f"{reader.where}: {what} are quantized ({_QUANTIZED[ggml_type]}): llama.cpp may have rotated them, and the file does not say "
+            "whether: save the slot of a context whose cache types are f16, bf16 or f32 (--cache-type-k, --cache-type-v)"
+        )
+    of_one = TYPES[dtype][1]
+    if (transposed and size != of_one) or not size or size % of_one:
+        raise InvalidParameter(f"{reader.where}: {what} have {size} bytes per {'value' if transposed else 'cell'} of {dtype}")
+    row = size * channels[0] if transposed else size
+    if not row:
+        raise InvalidParameter(f"{reader.where}: {what} have no channels")
+    return Block(dtype, row // of_one, reader.skip(cells * row, what))
+
+
+def pieces(file: StateFile, data: list[list[memoryview]]) -> list[memoryview]:
+    """A file of ``file``, whose offsets are ignored; ``data`` has the bytes of all keys, then of all values, for each section."""
+    ids = np.frombuffer(file.ids, "<u4")
+    if file.ids_form == SERVER:
+        ids = np.concatenate([np.array([2**32 - 1, _SERVER_VERSION, len(ids)], "<u4"), ids, np.zeros(1, "<u4")])
+    found: list[bytes | memoryview] = [struct.pack("<III", _MAGIC, _VERSION, len(ids)), ids.astype("<u4").tobytes()]
+    for section, blocks in zip(file.sections, data, strict=True):
+        # A context with several streams has each sequence in the stream of its own number.
+        stream = section.sequence if section.streams > 1 else 0
+        cells = np.zeros(len(section.positions), _CELL)
+        cells["position"], cells["sequences"], cells["sequence"] = section.positions, 1, section.sequence
+        found += [struct.pack(f"<{stream + 2}I", section.streams, *[0] * stream, len(cells)), cells.tobytes()]
+        found.append(struct.pack("<II", section.transposed, len(section.keys)))
+        for number, (block, values) in enumerate(zip((*section.keys, *section.values), blocks, strict=True)):
+            kind, size = TYPES[block.dtype]
+            if section.transposed and number >= len(section.keys):
+                found.append(struct.pack("<iII", kind, size, block.channels))
+            else:
+                found.append(struct.pack("<iQ", kind, size * block.channels))
+            found.append(values)
+        found.append(bytes(4 * (section.streams - 1 - stream)))
+    return [memoryview(piece).cast("B") for piece in found if len(piece)]

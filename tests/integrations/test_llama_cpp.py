@@ -1,0 +1,340 @@
+"""Sequence states of llama.cpp: what is read, what is written again byte for byte, and what is refused by name.
+
+The files in ``llama_cpp/`` are llama.cpp's own (0c1e57098, by ``llama_cpp_round_trip.py --fixtures``), of tiny models.
+tests/support/engines/llama_cpp_round_trip.py compares with llama.cpp itself.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvpack
+from kvpack.cli import main
+from kvpack.formats.errors import InvalidParameter, KvpackError, MissingFile, OutOfRange
+from kvpack.integrations.llama_cpp import CONFIG, export_slot, import_slot, is_state_file
+from kvpack.integrations.mlx_lm import export_prompt_cache
+
+from llama_state import Caches, of_server, state  # isort: skip
+
+FILES = Path(__file__).parent / "llama_cpp"
+IDS = [1, 40, 90, 7, 200]
+WINDOWS = {0: 4, 2: 4}
+LAYERS = [
+    tuple(torch.randn(7, 16, generator=torch.Generator().manual_seed(2 * number + side)).half() for side in (0, 1)) for number in range(2)
+]
+SEVEN = [1, 5, 6, 7, 8, 9, 300]
+
+
+def ids_of(cache: kvpack.Cache) -> list[int]:
+    return [] if cache.inputs is None else np.frombuffer(cache.inputs.token_ids, "<u4").tolist()
+
+
+def written(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+def whole(positions: Any = range(7), **options: Any) -> Caches:
+    return Caches(LAYERS, list(positions), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "windows", "dtypes", "ids"),
+    [
+        ("rows", None, ("fp16", "fp16"), IDS),
+        ("transposed", None, ("bf16", "fp32"), IDS),
+        ("streams", None, ("fp16", "fp16"), IDS),
+        ("server", None, ("fp16", "fp16"), IDS),
+        ("windows", WINDOWS, ("fp16", "fp16"), [*IDS, *IDS[1:]]),
+    ],
+)
+def test_llama_cpps_own_files_go_both_ways(name: str, windows: Any, dtypes: Any, ids: list[int], tmp_path: Path) -> None:
+    own = FILES / f"{name}.bin"
+    cache = import_slot(own, kv_heads=1, windows=windows)
+    assert len(cache) == 3
+    assert ids_of(cache) == ids
+    assert cache.model == {"dtype": " and ".join(dict.fromkeys(dtypes)) + " of llama.cpp", "config": CONFIG}
+    for number, layer in enumerate(cache):
+        assert layer.k is not None
+        assert layer.v is not None
+        assert (layer.k.codec.exact_dtype, layer.v.codec.exact_dtype) == dtypes
+        assert (layer.k.heads, layer.k.dim, layer.seen) == (1, 8, len(ids))
+        assert layer.skipped == (len(ids) - 4 if number in (windows or {}) else 0)
+    kvpack.save(cache, tmp_path / "x.kvpack")
+    size = export_slot(kvpack.load(tmp_path / "x.kvpack"), tmp_path / "out.bin", windows=windows)
+    assert size == own.stat().st_size
+    assert (tmp_path / "out.bin").read_bytes() == own.read_bytes()
+
+
+def test_layouts_hold_the_same_keys_and_values() -> None:
+    """The files are of one model and the same tokens; those without flash attention lie transposed. Layer 0 depends on neither."""
+    rows, streams = (import_slot(FILES / f"{name}.bin", kv_heads=1)[0].unpack(torch.float32) for name in ("rows", "streams"))
+    assert all(map(torch.equal, rows, streams))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("quantized", r"the keys of whole layer 0 are quantized \(q8_0\): .*--cache-type-k"),
+        ("m-rope", r"cell 2 of its whole layers has .* sequences .*M-RoPE"),
+        ("recurrent", r"cell 0 of its whole layers has 0 sequences .*recurrent models"),
+        ("windows", r"bytes follow its 1 layers: those of sliding-window layers \(say which with windows="),
+    ],
+)
+def test_what_kvpack_cannot_hold_is_named(name: str, message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        import_slot(FILES / f"{name}.bin", kv_heads=1)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_heads_and_channels(transposed: bool, tmp_path: Path) -> None:
+    path = written(tmp_path / "in.bin", state(SEVEN, whole(transposed=transposed)))
+    for heads in (4, [4, 2]):
+        cache = import_slot(path, kv_heads=heads)
+        for layer, sides, count in zip(cache, LAYERS, (4, 4 if heads == 4 else 2), strict=True):
+            for found, values in zip(layer.unpack(torch.float16), sides, strict=True):
+                assert found is not None
+                assert torch.equal(found, values.view(1, 7, count, -1).transpose(1, 2))
+    for other in (True, False):
+        export_slot(import_slot(path, kv_heads=8), tmp_path / "out.bin", transposed=other)
+        assert (tmp_path / "out.bin").read_bytes() == state(SEVEN, whole(transposed=other))
+
+
+def test_cells_in_any_order_are_sorted(tmp_path: Path) -> None:
+    order = [3, 0, 6, 5, 1, 2, 4]
+    moved = Caches([(k[order], v[order]) for k, v in LAYERS], order, transposed=True)
+    export_slot(import_slot(written(tmp_path / "in.bin", state(SEVEN, moved)), kv_heads=2), tmp_path / "out.bin")
+    assert (tmp_path / "out.bin").read_bytes() == state(SEVEN, whole(transposed=True))
+
+
+def test_streams_and_sequences(tmp_path: Path) -> None:
+    path = written(tmp_path / "in.bin", state(SEVEN, whole(streams=4, sequence=2, stream=2)))
+    cache = import_slot(path, kv_heads=2)
+    export_slot(cache, tmp_path / "out.bin")
+    assert (tmp_path / "out.bin").read_bytes() == path.read_bytes()
+    export_slot(cache, tmp_path / "out.bin", streams=1)
+    assert (tmp_path / "out.bin").read_bytes() == state(SEVEN, whole(sequence=2))
+    with pytest.raises(InvalidParameter, match="sequence 2 has no stream of its own among 2: give more streams, or 1"):
+        export_slot(cache, tmp_path / "out.bin", streams=2)
+
+
+def test_token_ids_may_be_unknown(tmp_path: Path) -> None:
+    path = written(tmp_path / "in.bin", state([], whole()))
+    cache = import_slot(path, kv_heads=2)
+    assert cache.inputs is None
+    export_slot(cache, tmp_path / "out.bin")
+    assert (tmp_path / "out.bin").read_bytes() == path.read_bytes()
+
+
+def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
+    return Caches([(k[:tokens], v[:tokens]) for k, v in LAYERS[:1]], list(range(first, first + tokens)), **options)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (b"ggsq", {}, "is no sequence state of llama.cpp: it has 4 bytes"),
+        (state([], magic=0x12345678), {}, r"begins with 0x12345678, and a sequence state of llama.cpp with 0x67677371 \('ggsq'\)"),
+        (state([], magic=0x6767736E), {}, r"is the state of a whole context \('ggsn'\).*save it with llama_state_seq_save_file"),
+        (state([], magic=0x67676C61), {}, r"is an adapter \('ggla'\)"),
+        (state(SEVEN, whole(), version=2), {}, "is a sequence state of version 2, and kvpack reads version 3"),
+        (state(SEVEN, whole(), version=4), {}, "is a sequence state of version 4, and kvpack reads version 3"),
+        (state(SEVEN), {}, "is cut off: the streams of its whole layers have 4 bytes from byte 40 on, and 0 are left"),
+        (struct.pack("<III", 0x67677371, 3, 2**32 - 1), {}, "its 4294967295 token ids have 17179869180 bytes from byte 12 on, and 0 are"),
+        (state(SEVEN, whole())[:-1], {}, "is cut off: the values of whole layer 1 have 224 bytes"),
+        (state(SEVEN, whole()) + b"x", {}, "1 bytes follow its 2 layers: those of sliding-window layers"),
+        (state(SEVEN, whole(), windowed()) + b"x", {"windows": {0: 4}}, "1 bytes follow its 3 layers: those of recurrent states"),
+        (state(SEVEN, whole(streams=0)), {}, "its whole layers have 0 streams, expected 1 to 256"),
+        (state(SEVEN, whole(streams=257)), {}, "have 257 streams, expected 1 to 256"),
+        (state(SEVEN, whole(streams=3, stream=7)), {}, "its whole layers hold no tokens"),
+        (state(SEVEN, whole(sequences_of_a_cell=2)), {}, "cell 0 of its whole layers has 2 sequences and is of 0; expected 1 sequence"),
+        (state(SEVEN, whole(sequence=-1)), {}, "cell 0 of its whole layers has 1 sequences and is of -1"),
+        (state(SEVEN, whole([0, 1, 2, 4, 5, 6, 7])), {}, "positions from 0 to 7, in their order 4 where 3 is expected"),
+        (state(SEVEN, whole([0, 1, 2, 2, 3, 4, 5])), {}, "positions from 0 to 5, in their order 2 where 3 is expected"),
+        (state(SEVEN, whole(range(1, 8))), {}, "positions from 1 to 7, in their order 1 where 0 is expected"),
+        (state(SEVEN, whole([-(2**31), *range(1, 7)])), {}, "positions from -2147483648 to 6"),
+        (state(SEVEN[:-1], whole()), {}, "holds 6 token ids and 7 cells, expected as many, or no ids"),
+        (state([*SEVEN[:-1], -7], whole()), {}, "token 6 has the id -7, expected one of at least 0"),
+        (state(of_server(SEVEN[:-1]), whole()), {}, "holds 6 token ids and 7 cells"),
+        (state([-1, 2, *of_server(SEVEN)[2:]], whole()), {}, "its 11 words of token ids begin like llama-server's, and are not version 1"),
+        (state([-1, 1, 12, *SEVEN, 0], whole()), {}, "its 11 words of token ids begin like llama-server's"),
+        (state([*of_server(SEVEN), 0], whole()), {}, "its 12 words of token ids begin like llama-server's"),
+        (state([-1], whole()), {}, "its 1 words of token ids begin like llama-server's"),
+        (state(of_server(SEVEN, 3), whole()), {}, "its tokens hold 1 media, such as images"),
+        (state(SEVEN, Caches([], list(range(7)))), {}, "holds 0 whole layers, and windows names 0: expected 1 to 4096 layers"),
+        (state(SEVEN, whole(kinds={1: 30, 0: 99})), {}, "the keys of whole layer 0 have ggml's type 99, expected one of a cache"),
+        (state(SEVEN, whole(kinds={1: 20})), {}, r"the keys of whole layer 1 are quantized \(iq4_nl\)"),
+        (state(SEVEN, Caches([(k[:, :0], v) for k, v in LAYERS], list(range(7)))), {}, "0 have 0 bytes per cell of fp16"),
+        (
+            state(SEVEN, Caches([(k, v[:, :0]) for k, v in LAYERS], list(range(7)), True)),
+            {},
+            "the values of whole layer 0 have no channels",
+        ),
+        (state(SEVEN, whole(transposed=True, kinds={0: 0, 1: 0})), {}, "the values of whole layer 0 have 2 bytes per value of fp32"),
+        (state(SEVEN, whole(transposed=2)), {}, "its whole layers are 2, transposed 2: expected at most 4096, and 0 or 1"),
+        (state(SEVEN, whole()), {"kv_heads": 3}, "layer 0: has 16 channels, which 3 heads do not divide"),
+        (state(SEVEN, whole()), {"kv_heads": 0}, "kv_heads is 0, expected a positive integer, or one for each of 2 layers"),
+        (state(SEVEN, whole()), {"kv_heads": [2]}, r"kv_heads is \[2\], expected a positive integer, or one for each of 2 layers"),
+        (state(SEVEN, whole()), {"windows": {1: 4}}, "is cut off: the streams of its sliding-window layers have 4 bytes"),
+        (state(SEVEN, whole(), windowed()), {"windows": {3: 4}}, r"windows\[3\] is 4, expected tokens by the number of a layer, 0 to 2"),
+        (
+            state(SEVEN, whole(), windowed()),
+            {"windows": {0: 4, 1: 4}},
+            "holds 2 whole layers and 1 of sliding windows, and windows names 2",
+        ),
+        (state(SEVEN, whole(), windowed()), {"windows": {0: 8}}, "hold 4 of 7 tokens, and layer 0 has a window of 8"),
+        (state(SEVEN, whole(), windowed()), {"windows": {0: 3}}, "hold 4 of 7 tokens, and layer 0 has a window of 3"),
+        (state(SEVEN, whole(), windowed(4, 2)), {"windows": {0: 4}}, "positions from 2 to 5, in their order 2 where 3 is expected"),
+        (state(SEVEN, whole(), windowed(sequence=1)), {"windows": {0: 4}}, "have other streams, sequences or layouts"),
+    ],
+)
+def test_other_files_are_refused(data: bytes, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        import_slot(written(tmp_path / "in.bin", data), **{"kv_heads": 2, **options})
+
+
+def test_two_sequences_and_keys_alone_are_refused(tmp_path: Path) -> None:
+    data = whole(streams=2).pieces()
+    twice = state(SEVEN) + data[:-4] + data[4:-4]
+    with pytest.raises(InvalidParameter, match="two of its streams hold cells, and kvpack reads one sequence"):
+        import_slot(written(tmp_path / "in.bin", twice), kv_heads=2)
+    alone = state(SEVEN, whole())[: -2 * (12 + 7 * 32)]
+    with pytest.raises(InvalidParameter, match=r"ends after its keys, as in models with multi-head latent attention \(MLA\)"):
+        import_slot(written(tmp_path / "in.bin", alone), kv_heads=2)
+    with pytest.raises(MissingFile):
+        import_slot(tmp_path / "none.bin", kv_heads=2)
+
+
+def test_a_large_size_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
+    data = bytearray(state(SEVEN, whole()))
+    at = data.index(struct.pack("<iQ", 1, 32))
+    for size in (2**63, 2**40, 34):
+        data[at + 4 : at + 12] = struct.pack("<Q", size)
+        message = (
+            f"the keys of whole layer 0 have {7 * size} bytes from byte" if size > 34 else "the keys of whole layer 1 have ggml's type"
+        )
+        with pytest.raises(InvalidParameter, match=message):
+            import_slot(written(tmp_path / "in.bin", bytes(data)), kv_heads=2)
+
+
+def test_no_damage_is_a_crash(tmp_path: Path) -> None:
+    """Every cut and random changes of every file are refused by name, or read as what another file would hold."""
+    source = random.Random(0)
+    path = tmp_path / "in.bin"
+    for file in sorted(FILES.glob("*.bin")):
+        data = file.read_bytes()
+        options = {"kv_heads": 1, "windows": WINDOWS if file.stem == "windows" else None}
+        for end in range(0, len(data), 31):
+            with pytest.raises(KvpackError):
+                import_slot(written(path, data[:end]), **options)
+        for _ in range(60):
+            changed = bytearray(data)
+            for _ in range(source.randrange(1, 4)):
+                changed[source.randrange(min(len(data), source.choice((32, 120, len(data)))))] = source.choice((0, 1, 2, 127, 255, 64))
+            try:
+                cache = import_slot(written(path, bytes(changed)), **options)
+                export_slot(cache, tmp_path / "out.bin", windows=options["windows"])
+            except KvpackError:
+                continue
+            assert (tmp_path / "out.bin").stat().st_size == len(data)
+
+
+def test_what_llama_cpp_cannot_hold_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "out.bin"
+    made = import_slot(written(tmp_path / "in.bin", state(SEVEN, whole())), kv_heads=2)
+    k, v = made[0].unpack(torch.float16)
+
+    def cache(*layers: Any, **fields: Any) -> kvpack.Cache:
+        packed = kvpack.pack(list(layers), fields.pop("recipe", "raw"), model={"config": CONFIG}, start=fields.pop("start", 0))
+        return replace(packed, **{"metadata": made.metadata, **fields})
+
+    def refused(found: kvpack.Cache, message: str, error: type[KvpackError] = InvalidParameter, **options: Any) -> None:
+        with pytest.raises(error, match=message):
+            export_slot(found, path, **options)
+
+    refused(replace(made, model={"config": "a digest"}), "did not come from llama.cpp: its model has the config 'a digest', expected")
+    refused(kvpack.pack([(k, v)], "raw"), r"did not come from llama.cpp.*write dataclasses.replace\(cache, model=")
+    refused(replace(made, metadata={}), "transposed of llama.cpp's cache: the cache's metadata does not have it: give transposed=")
+    refused(replace(made, metadata={}), "streams of llama.cpp's cache: the cache's metadata does not have it", transposed=True)
+    refused(made, "streams of llama.cpp's cache: the metadata has 0|expected an integer from 1 to 256", streams=0)
+    refused(made, "windows names 1 layers, and the file that the cache came from had 0 of them", windows={0: 8})
+    refused(made, r"windows\[7\] is 8, expected tokens by the number of a layer, 0 to 1", windows={7: 8})
+    refused(made, "dtype is 'q8_0', expected one of bf16, fp16, fp32", dtype="q8_0")
+    refused(cache((k, v), recipe="octopus-3"), r"layer 0: values of the codec octahedral are binary32, and llama.cpp's.*dtype='bf16'")
+    refused(cache((k.float() * 1e6, v)), "layer 0: a value is too large for fp16", OutOfRange, dtype="fp16")
+    refused(cache((k, v), start=5), "has 7 tokens from position 5 on; a sequence of llama.cpp begins at position 0")
+    refused(cache((k, None)), "layer 0 holds no keys or no values")
+    refused(cache((torch.cat([k, k]), torch.cat([v, v]))), "layer 0 holds 2 sequences; a sequence state is of one")
+    refused(cache((k, v), (k[:, :, 2:], v[:, :, 2:], 2)), "layer 1 holds the newest 5 of 7 tokens, give its sliding window")
+    windows = dict(made.metadata) | {"llama.cpp sliding-window layers": 1}
+    short = cache((k, v), (k[:, :, 2:], v[:, :, 2:], 2), metadata=windows)
+    refused(short, "layer 1 holds the newest 5 of 7 tokens, and a window of 7 has 6 before the next one", windows={1: 7})
+    known = kvpack.Inputs(np.array(SEVEN[:3], "<u4").tobytes())
+    refused(replace(made, inputs=known), "knows the ids of 3 of 7 tokens: for a file without any, write")
+    refused(replace(made, inputs=kvpack.Inputs(b"", ("an image",))), "an image: the token ids of a sequence state determine it")
+    refused(replace(made, inputs=kvpack.Inputs(np.full(7, 2**31, "<u4").tobytes())), r"token 0 has the id 2147483648, .*below 2\^31")
+    assert not path.exists()
+
+
+def test_windows_that_differ_share_no_cells(tmp_path: Path) -> None:
+    k, v = (torch.randn(1, 2, 7, 8, generator=torch.Generator().manual_seed(side)).half() for side in (0, 1))
+    layers = [(k, v), (k[:, :, 3:], v[:, :, 3:], 3), (k[:, :, 1:], v[:, :, 1:], 1)]
+    cache = kvpack.pack(layers, "raw", model={"config": CONFIG})
+    with pytest.raises(InvalidParameter, match="layer 2 would write 6 tokens, and layers before it 4: they share their cells"):
+        export_slot(cache, tmp_path / "out.bin", windows={1: 4, 2: 6}, transposed=False, streams=1)
+    export_slot(cache, tmp_path / "out.bin", windows={1: 4, 2: 4}, transposed=False, streams=1)
+    again = import_slot(tmp_path / "out.bin", kv_heads=2, windows={1: 4, 2: 4})
+    assert [layer.skipped for layer in again] == [0, 3, 3]
+    for found, expected in zip(again[2].unpack(torch.float16), (k, v), strict=True):
+        assert found is not None
+        assert torch.equal(found, expected[:, :, 3:])
+
+
+def test_a_cache_of_llama_cpp_is_no_other_librarys(tmp_path: Path) -> None:
+    cache = import_slot(FILES / "rows.bin", kv_heads=1, model={"name": "tiny", "config": "another"})
+    assert cache.model == {"name": "tiny", "dtype": "fp16 of llama.cpp", "config": CONFIG}
+    with pytest.raises(InvalidParameter, match=r"came from llama\.cpp, which may have the channels of keys in another order than mlx-lm"):
+        export_prompt_cache(cache, tmp_path / "out.safetensors")
+    transformers = pytest.importorskip("transformers")
+    from kvpack.integrations.transformers import KvpackCache
+
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=260, hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1
+        )
+    ).eval()
+    for cut in (cache, cache.convert("octopus-4").prefix(4)):
+        with pytest.raises(InvalidParameter, match=r"computed by a model whose dtype is 'fp16 of llama\.cpp', and this one's is 'float32'"):
+            KvpackCache(cut, model)
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own, packed, out = str(FILES / "windows.bin"), str(tmp_path / "x.kvpack"), str(tmp_path / "out.bin")
+    assert is_state_file(own)
+    assert main(["import", own, packed, "--window", "0,2=4"]) == 2
+    assert "--kv-heads is missing: a slot of llama.cpp does not say how many heads its keys have" in capsys.readouterr().err
+    assert main(["import", own, packed, "--kv-heads", "one"]) == 2
+    assert "--kv-heads is 'one'" in capsys.readouterr().err
+    assert main(["import", own, packed, "--kv-heads", "1", "--window", "0,2=4"]) == 0
+    assert main(["export", packed, out]) == 2
+    assert "mlx-lm loads only files whose names end in .safetensors" in capsys.readouterr().err
+    assert main(["export", packed, str(tmp_path / "out.safetensors")]) == 2
+    assert "the cache came from llama.cpp" in capsys.readouterr().err
+    assert main(["export", packed, out, "--streams", "1"]) == 2
+    assert "--transposed and --streams are for --to llama.cpp" in capsys.readouterr().err
+    assert main(["export", packed, out, "--to", "llama.cpp", "--window", "0,2=4"]) == 0
+    assert Path(out).read_bytes() == Path(own).read_bytes()
+    assert main(["import", str(FILES / "rows.bin"), packed, "--kv-heads", "1,1,1", "--recipe", "octopus-4"]) == 0
+    assert main(["export", packed, out, "--to", "llama.cpp", "--dtype", "fp16", "--transposed", "--streams", "2"]) == 0
+    assert Path(out).stat().st_size > (FILES / "rows.bin").stat().st_size
+    (tmp_path / "other").write_bytes(b"no state")
+    assert main(["import", str(tmp_path / "other"), packed, "--kv-heads", "1"]) == 2
+    assert "is no sequence state of llama.cpp, and --kv-heads and --window are for those" in capsys.readouterr().err

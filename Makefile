@@ -80,7 +80,10 @@ store-matrix: $(INSTALLED)
 
 # kvpack in real engines on the CPU, which build/engines holds: some GB, and some minutes. LMCache and SGLang take what vLLM has installed.
 # A process is tests/support/engines/vllm_process.py, whose vLLM loads tests/support/engines/vllm_cpu_spec.py, or
-# tests/support/engines/vllm_packed.py.
+# tests/support/engines/vllm_packed.py. tests/support/engines/llama_cpp_model.py makes the models for llama.cpp, which is built from source,
+# without what its library does not need.
+LLAMA_CPP = -DLLAVA_BUILD=OFF -DGGML_OPENMP=OFF -DGGML_LLAMAFILE=OFF -DGGML_CPU_REPACK=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O1
+
 engines: $(INSTALLED)
 	$(BIN)/python tests/support/engines/run_vllm.py
 	test -d build/engines/lmcache || $(PIP) install --quiet --no-deps --target build/engines/lmcache lmcache==0.5.6 sortedcontainers aiofiles
@@ -89,6 +92,9 @@ engines: $(INSTALLED)
 	PYTHONPATH=build/engines/sglang build/engines/vllm/bin/python tests/support/engines/sglang_round_trip.py
 	test -d build/engines/mlx || $(PIP) install --quiet --no-deps --target build/engines/mlx mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2
 	PYTHONPATH=build/engines/mlx $(BIN)/python tests/support/engines/mlx_lm_round_trip.py
+	test -d build/engines/llama_cpp || CMAKE_ARGS="$(LLAMA_CPP)" $(PIP) install --quiet --no-deps --target build/engines/llama_cpp \
+		llama-cpp-python==0.3.36 gguf==0.19.0 diskcache==5.6.3
+	PYTHONPATH=build/engines/llama_cpp $(BIN)/python tests/support/engines/llama_cpp_round_trip.py
 
 # The kernels compiled, on a machine with a CUDA device: most of the time goes to compiling, so in many processes.
 GPU_TESTS = $(KERNEL_TESTS) tests/bench/test_attention_kernels.py tests/bench/test_encode_kernels.py tests/bench/test_pages.py tests/kernels/test_cuda.py tests/cache/test_staged_cuda.py

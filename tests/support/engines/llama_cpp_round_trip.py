@@ -1,0 +1,306 @@
+"""Sequence states between llama.cpp and kvpack, both installed: ``make engines``.
+
+States that llama.cpp saved are imported, saved, exported and compared byte for byte; llama.cpp loads both and goes on alike. Imported
+keys are those of the model's weights, computed by NumPy. ``--server PATH`` does the same with slots of that llama-server, and
+``--fixtures FOLDER`` writes the files of ``tests/integrations/test_llama_cpp.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import torch
+from gguf import GGUFReader
+from llama_cpp import llama_cpp as library
+from llama_cpp_model import LAYERS, WINDOW, Context, write_model
+
+import kvpack
+from kvpack.integrations.llama_cpp import export_slot, import_slot
+
+TOKENS = 100
+IDS = [1, *np.random.default_rng(0).integers(3, 259, TOKENS - 1).tolist()]
+NEXT = [17, 40, 5]
+WINDOWS = {"gemma3": {0: WINDOW, 2: WINDOW}}
+PAIRS = (("fp16", "fp16"), ("bf16", "bf16"), ("fp32", "fp32"), ("fp16", "fp32"))
+
+
+def filled(model: Path, types: tuple[str, str], flash: bool, sequence: int, sequences: int) -> Context:
+    context = Context(model, types, flash=flash, sequences=sequences)
+    context.decode(IDS, 0, sequence)
+    return context
+
+
+def after(context: Context, path: Path, sequence: int, ids: list[int] = IDS) -> list[np.ndarray]:
+    """The logits of some tokens after a context has loaded a file of ``ids``."""
+    assert context.load(path, sequence) == ids
+    return [context.decode([token], len(ids) + number, sequence) for number, token in enumerate(NEXT)]
+
+
+def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    """The largest error of logits, relative to the largest of them."""
+    return max(float(np.abs(one - two).max() / np.abs(two).max()) for one, two in zip(found, expected, strict=True))
+
+
+def check_bytes(folder: Path, model: Path, arch: str) -> Iterator[str]:
+    """Raw caches go both ways byte for byte, also through a kvpack file, and llama.cpp decodes the same logits after both."""
+    windows = WINDOWS.get(arch)
+    for types in PAIRS:
+        for flash in (True, False):
+            for sequence, sequences in ((0, 1), (2, 3)):
+                own, exported = folder / "own.bin", folder / "exported.bin"
+                with filled(model, types, flash, sequence, sequences) as context:
+                    data = context.save(own, IDS, sequence)
+                    expected = after(context, own, sequence)
+                kvpack.save(import_slot(own, kv_heads=2, windows=windows), folder / "x.kvpack")
+                export_slot(kvpack.load(folder / "x.kvpack"), exported, windows=windows)
+                assert exported.read_bytes() == data
+                with Context(model, types, flash=flash, sequences=sequences) as context:
+                    assert all(map(np.array_equal, after(context, exported, sequence), expected))
+    yield f"{len(PAIRS) * 4} files byte for byte, and the same logits"
+
+
+def check_other_layout(folder: Path, model: Path, arch: str) -> Iterator[str]:
+    """A state without flash attention is loaded with it, and one of several streams by a context of one, which llama.cpp cannot do."""
+    own, other, windows = folder / "own.bin", folder / "other.bin", WINDOWS.get(arch)
+    with filled(model, ("fp16", "fp16"), False, 1, 2) as context:
+        context.save(own, IDS, 1)
+    with filled(model, ("fp16", "fp16"), True, 0, 1) as context:
+        context.save(other, IDS)
+        expected = after(context, other, 0)
+        assert context.load(own) is None
+        export_slot(import_slot(own, kv_heads=2, windows=windows), other, windows=windows, transposed=False, streams=1)
+        found = after(context, other, 0)
+    # Layers after the first were computed by another attention.
+    error = difference(found, expected)
+    assert error < 2e-3
+    yield f"into another layout, logits within {error:.1e}"
+
+
+def check_values(folder: Path, model: Path, arch: str) -> Iterator[str]:
+    """Keys and values of layer 0 are the model's, head by head; rotary pairs lie as ``arch`` has them."""
+    weights = {tensor.name: np.asarray(tensor.data, np.float64) for tensor in GGUFReader(model).tensors}
+    own = folder / "own.bin"
+    with filled(model, ("fp32", "fp32"), False, 0, 1) as context:
+        context.save(own, IDS)
+    embedded = weights["token_embd.weight"][IDS]
+    normed = embedded / np.sqrt((embedded**2).mean(1, keepdims=True) + 1e-5)
+    keys, values = (normed @ weights[f"blk.0.attn_{side}.weight"].T for side in "kv")
+    dim = keys.shape[1] // 2
+    angles = np.arange(TOKENS)[:, None, None] * 10000.0 ** (-np.arange(0, dim, 2) / dim)
+    keys = keys.reshape(TOKENS, 2, dim)
+    # llama's converter orders channels for neighbours that are rotated together; others are rotated half a head apart.
+    first, second = (slice(0, None, 2), slice(1, None, 2)) if arch == "llama" else (slice(0, dim // 2), slice(dim // 2, None))
+    turned = np.empty_like(keys)
+    turned[..., first] = keys[..., first] * np.cos(angles) - keys[..., second] * np.sin(angles)
+    turned[..., second] = keys[..., first] * np.sin(angles) + keys[..., second] * np.cos(angles)
+    found = import_slot(own, kv_heads=2)[0].unpack(torch.float32)
+    for x, expected in zip(found, (turned, values.reshape(TOKENS, 2, dim)), strict=True):
+        assert x is not None
+        assert np.allclose(x[0].transpose(0, 1).numpy(), expected, atol=1e-4)
+    yield f"layer 0 is the weights', pairs {'next to each other' if arch == 'llama' else 'half a head apart'}"
+
+
+def check_lossy(folder: Path, model: Path, arch: str) -> Iterator[str]:
+    """llama.cpp goes on from a lossy cache."""
+    own, exported, windows = folder / "own.bin", folder / "exported.bin", WINDOWS.get(arch)
+    with filled(model, ("fp16", "fp16"), True, 0, 1) as context:
+        context.save(own, IDS)
+        expected = after(context, own, 0)
+        cache = import_slot(own, "kv=group:b=8,g=32", kv_heads=2, windows=windows)
+        export_slot(cache, exported, dtype="fp16", windows=windows)
+        found = after(context, exported, 0)
+    error = difference(found, expected)
+    assert 0 < error < 0.1
+    yield f"after 8 bits per value, logits within {error:.1e}"
+
+
+def check_moved(folder: Path, model: Path, arch: str) -> Iterator[str]:
+    """After a shift of the context, and in a window's ring, cells lie in another order than positions; with a gap, a state is refused."""
+    own, exported, windows = folder / "own.bin", folder / "exported.bin", WINDOWS.get(arch)
+    # The result of flash attention depends on the order of cells by some 1e-3.
+    with filled(model, ("fp32", "fp32"), False, 0, 1) as context:
+        if windows:
+            # The ring has 256 places, and single tokens go from its end to its beginning.
+            ids = (IDS * 3)[:270]
+            for position in range(TOKENS, len(ids)):
+                context.decode([ids[position]], position)
+        else:
+            assert context.remove(20, 40)
+            context.save(own, [])
+            refused(own, "in their order 40 where 20 is expected", kv_heads=2)
+            context.shift(40, TOKENS, -20)
+            context.decode(IDS[:20], TOKENS - 20)
+            ids = IDS
+        data = context.save(own, ids)
+        expected = after(context, own, 0, ids)
+        export_slot(import_slot(own, kv_heads=2, windows=windows), exported, windows=windows)
+        assert sorted(exported.read_bytes()) == sorted(data)
+        assert exported.read_bytes() != data
+        found = after(context, exported, 0, ids)
+    error = difference(found, expected)
+    assert error < 1e-4
+    yield f"cells in another order, logits within {error:.1e}"
+
+
+def refused(path: Path, message: str, **options: Any) -> None:
+    found = "accepted"
+    try:
+        import_slot(path, **options)
+    except kvpack.KvpackError as error:
+        found = str(error)
+    assert message in found, found
+
+
+def check_refusals(folder: Path) -> Iterator[str]:
+    """What kvpack does not read, as llama.cpp writes it."""
+    path, llama = folder / "own.bin", write_model(folder / "llama.gguf", "llama", 64)
+    for kind in ("q8_0", "q4_0", "q5_1"):
+        with filled(llama, (kind, kind), True, 0, 1) as context:
+            context.save(path, IDS)
+        refused(path, f"are quantized ({kind})", kv_heads=2)
+    with filled(llama, ("fp16", "fp16"), True, 0, 1) as context:
+        array = (ctypes.c_int32 * TOKENS)(*IDS)
+        assert library.llama_state_save_file(context.pointer, str(path).encode(), array, TOKENS)
+        refused(path, "is the state of a whole context ('ggsn')", kv_heads=2)
+        context.save(path, IDS[:-1])
+        refused(path, "holds 99 token ids and 100 cells", kv_heads=2)
+        context.save(path, IDS)
+        refused(path, "has 128 channels, which 3 heads do not divide", kv_heads=3)
+    for arch, message in (("gemma3", "sliding-window layers"), ("qwen2vl", "(M-RoPE)"), ("mamba", "recurrent models")):
+        with filled(write_model(folder / f"{arch}.gguf", arch, 64), ("fp16", "fp16"), True, 0, 1) as context:
+            context.save(path, IDS)
+        refused(path, message, kv_heads=2)
+        if arch == "gemma3":
+            refused(path, "holds 1 whole layers and 2 of sliding windows, and windows names 1", kv_heads=2, windows={0: WINDOW})
+            refused(path, "layer 0 has a window of 64", kv_heads=2, windows={0: 64, 2: 64})
+    yield "quantized, recurrent, M-RoPE, a whole context, windows and heads that are not: refused"
+
+
+def check_server(folder: Path, program: Path) -> Iterator[str]:
+    """Slots that llama-server saved, of llama and gemma3, and restored from what kvpack wrote."""
+    for arch in ("llama", "gemma3"):
+        windows = WINDOWS.get(arch)
+        model = write_model(folder / f"{arch}.gguf", arch, 64)
+        with served(program, model, folder) as ask:
+            first = {"prompt": IDS, "n_predict": 16, "temperature": 0, "id_slot": 0, "cache_prompt": True, "return_tokens": True}
+            ids = [*IDS, *ask("/completion", first)["tokens"]]
+            ask("/slots/0?action=save", {"filename": "own.bin"})
+            cache = import_slot(folder / "own.bin", kv_heads=2, windows=windows)
+            assert cache.inputs is not None
+            assert np.array_equal(np.frombuffer(cache.inputs.token_ids, "<u4"), ids[: cache.tokens])
+            export_slot(cache, folder / "exported.bin", windows=windows)
+            assert (folder / "exported.bin").read_bytes() == (folder / "own.bin").read_bytes()
+            again = {**first, "prompt": [*ids[: cache.tokens], *NEXT], "n_probs": 5}
+            found = []
+            for name in ("own.bin", "exported.bin"):
+                ask("/slots/0?action=erase", {})
+                assert ask("/slots/0?action=restore", {"filename": name})["n_restored"] == cache.tokens
+                answer = ask("/completion", again)
+                found.append((answer["tokens"], answer["completion_probabilities"], answer["timings"]["prompt_n"]))
+            assert found[0] == found[1]
+            # llama-server computes the prompts of models with sliding windows again, also after its own files.
+            assert windows or found[0][2] == len(NEXT), "the slot's tokens are reused"
+        yield f"{arch} in llama-server: a slot of {cache.tokens} tokens byte for byte, and the same answer"
+
+
+@contextlib.contextmanager
+def served(program: Path, model: Path, folder: Path) -> Iterator[Callable[[str, Any], Any]]:
+    """A llama-server over ``model`` whose slots are saved in ``folder``, as a function of a path and a JSON body."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    options = [
+        "--port",
+        address.rpartition(":")[2],
+        "--slot-save-path",
+        str(folder),
+        "--parallel",
+        "1",
+        "--ctx-size",
+        "512",
+        "--threads",
+        "1",
+    ]
+    process = subprocess.Popen([program, "--model", model, *options, "--no-warmup", "--log-disable"], stdout=subprocess.DEVNULL)
+
+    def ask(path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://{address}{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    try:
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                ask("/health")
+                break
+            time.sleep(0.1)
+        yield ask
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def write_fixtures(folder: Path, program: Path | None) -> None:
+    """The files of the tests: a model of one KV head of 8 channels, 5 tokens or a window of 4 among 9."""
+    folder.mkdir(exist_ok=True)
+    model = folder / "model.gguf"
+    ids = [1, 40, 90, 7, 200]
+    for name, arch, types, flash, sequence, sequences in (
+        ("rows", "llama", ("fp16", "fp16"), True, 0, 1),
+        ("transposed", "llama", ("bf16", "fp32"), False, 0, 1),
+        ("streams", "llama", ("fp16", "fp16"), False, 1, 3),
+        ("windows", "gemma3", ("fp16", "fp16"), True, 0, 1),
+        ("m-rope", "qwen2vl", ("fp16", "fp16"), True, 0, 1),
+        ("recurrent", "mamba", ("fp16", "fp16"), True, 0, 1),
+    ):
+        written = [*ids, *ids[1:]] if arch == "gemma3" else ids
+        with Context(write_model(model, arch, 8, heads=1, kv_heads=1, window=4), types, flash=flash, sequences=sequences) as context:
+            context.decode(written, 0, sequence)
+            context.save(folder / f"{name}.bin", written, sequence)
+    with Context(write_model(model, "llama", 32, heads=1, kv_heads=1), ("q8_0", "q8_0")) as context:
+        context.decode(ids, 0)
+        context.save(folder / "quantized.bin", ids)
+    if program:
+        with served(program, write_model(model, "llama", 8, heads=1, kv_heads=1), folder) as ask:
+            ask("/completion", {"prompt": ids, "n_predict": 1, "temperature": 0, "id_slot": 0, "cache_prompt": True})
+            ask("/slots/0?action=save", {"filename": "server.bin"})
+    model.unlink()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--server", type=Path, help="a llama-server of the same version")
+    parser.add_argument("--fixtures", type=Path)
+    arguments = parser.parse_args()
+    library.llama_log_set(log := library.llama_log_callback(lambda *_: None), None)
+    if arguments.fixtures:
+        write_fixtures(arguments.fixtures, arguments.server)
+        raise SystemExit
+    print(f"llama-cpp-python {llama_cpp.__version__}, {LAYERS} layers, {TOKENS} tokens")
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        for arch, dim in (("llama", 64), ("llama", 128), ("qwen2", 64), ("gemma3", 64)):
+            model = write_model(root / f"{arch}-{dim}.gguf", arch, dim)
+            checks = [check_bytes, check_other_layout, check_lossy, check_moved, *([check_values] if arch != "gemma3" else [])]
+            for check in checks:
+                for line in check(root, model, arch):
+                    print(f"{arch}, head dim {dim}: {line}")
+        for line in check_refusals(root):
+            print(line)
+        if arguments.server:
+            for line in check_server(root, arguments.server):
+                print(line)

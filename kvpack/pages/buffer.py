@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvpack.cache.arguments import integer
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
 
 if TYPE_CHECKING:
@@ -46,11 +47,20 @@ class PageBuffer:
                     f"on {tensor.device}"
                 )
 
-    def check_slots(self, slots: Sequence[int]) -> None:
-        """Raise OutOfBounds for a slot that is not there."""
-        for slot in slots:
+    def checked_slots(self, slots: Sequence[int], written: bool = False) -> list[int]:
+        """``slots`` as Python's integers: sums of an engine's narrow ones with addresses would wrap around.
+
+        Raises OutOfBounds for a slot that is not there, and InvalidParameter for what is no integer and, where slots are ``written``,
+        for one that is given twice.
+        """
+        found = [integer(slot, "a slot") for slot in slots]
+        for slot in found:
             if not 0 <= slot < self.slots:
                 raise OutOfBounds(f"slot {slot} was given, and the buffer has {self.slots}")
+        if written and len(set(found)) < len(found):
+            twice = next(slot for slot in found if found.count(slot) > 1)
+            raise InvalidParameter(f"slot {twice} was given {found.count(twice)} times, and a slot takes one page: give each once")
+        return found
 
     def _check(self, where: str, x: Any, dim: int) -> None:
         geometry = self.geometry

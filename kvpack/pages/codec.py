@@ -83,7 +83,7 @@ class PageCodec:
 
     def start_encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> PageJob:
         """``encode_into`` without waiting for the device: in host memory the job is done at once."""
-        digests = self._check(pages, slots, keys)
+        slots, digests = self.checked(pages, slots, keys)
         if (device := self._device_of(pages)) is not None:
             self._check_rows(rows, len(slots), writable=True)
             return device.encode(pages, slots, rows, digests) if slots else PageJob.of([])
@@ -104,7 +104,7 @@ class PageCodec:
         self, rows: Rows, pages: PageBuffer, slots: Sequence[int], *, keys: Sequence[bytes] | None = None, values: bool = False
     ) -> PageJob:
         """``decode_into`` without waiting for the device: in host memory the job is done at once."""
-        digests = self._check(pages, slots, keys)
+        slots, digests = self.checked(pages, slots, keys, written=True)
         if (device := self._device_of(pages)) is not None:
             self._check_rows(rows, len(slots), writable=False)
             return device.decode(rows, pages, slots, digests, values) if slots else PageJob.of([])
@@ -123,18 +123,20 @@ class PageCodec:
             self._devices[pages.device] = DevicePages(self._plan, self._host, pages.device)
         return self._devices[pages.device]
 
-    def _check(self, pages: Any, slots: Sequence[int], keys: Sequence[bytes] | None) -> list[bytes | None]:
-        """The digests of ``keys``. Raises InvalidParameter, InvalidShape and OutOfBounds."""
+    def checked(
+        self, pages: Any, slots: Sequence[int], keys: Sequence[bytes] | None, *, written: bool = False
+    ) -> tuple[list[int], list[bytes | None]]:
+        """``slots`` as integers, and the digests of ``keys``. Raises InvalidParameter, InvalidShape and OutOfBounds."""
         if not isinstance(pages, PageBuffer):
             raise InvalidParameter(f"pages are a {type(pages).__name__}, expected a kvpack.PageBuffer of an engine's memory")
         if pages.geometry != self.geometry:
             raise InvalidShape(f"the pages are {pages.geometry}, the codec is for {self.geometry}")
-        pages.check_slots(slots)
+        slots = pages.checked_slots(slots, written)
         if keys is None:
-            return [None] * len(slots)
+            return slots, [None] * len(slots)
         if len(keys) != len(slots):
             raise InvalidParameter(f"{len(keys)} keys were given for {len(slots)} slots")
-        return [key_digest(key) for key in keys]
+        return slots, [key_digest(key) for key in keys]
 
     def _check_rows(self, rows: Rows, count: int, *, writable: bool) -> None:
         """What ``_views`` checks, of rows that may be in a device's memory."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 
 from kvpack.coding.blocks import in_this_thread
 from kvpack.coding.modes import own_modes
+from kvpack.coding.pools import OwnThreads
 from kvpack.file.row import KEY_BYTES, RowLayout, check_row, check_same, front_of, write_checksum
 from kvpack.formats.errors import KvpackError
 
@@ -56,12 +56,10 @@ class HostPages:
 
     def __init__(self, plan: RowPlan, threads: int) -> None:
         self._plan, self._threads = plan, threads
-        self._pool: ThreadPoolExecutor | None = None
+        self._own = OwnThreads(threads, "kvpack-pages")
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self._own.close()
 
     def encode(
         self,
@@ -118,9 +116,7 @@ class HostPages:
         run = partial(_isolated, work, self._threads if count == 1 else 1)
         if workers < 2:
             return [run(number) for number in range(count)]
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kvpack-pages")
-        return list(self._pool.map(run, range(count)))
+        return list(self._own.pool.map(run, range(count)))
 
 
 def _isolated(work: Callable[[int, int], Outcome], threads: int, number: int) -> Outcome:

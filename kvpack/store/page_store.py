@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
-from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from kvpack.coding.pools import OwnThreads
 from kvpack.formats.errors import InvalidParameter, Truncated
 from kvpack.pages.codec import PageCodec, key_digest
 
@@ -20,6 +21,7 @@ from .forms import check_size
 from .identity import Identity
 from .loading import FAULTS, refuse
 from .locations import check_count
+from .locks import Lock
 from .opening import opened
 from .page_keys import page_key
 from .tiers import Tiers
@@ -106,9 +108,8 @@ class PageStore:
             storage_options=storage_options,
             write_back=write_back,
         )
-        self._jobs, self._workers = count(), jobs
-        self._pool: ThreadPoolExecutor | None = None
-        self._running: dict[int, Job] = {}
+        self._jobs, self._threads = count(), OwnThreads(jobs, "kvpack-page-store")
+        self._submitted: dict[int, dict[int, Job]] = {}
         self._lock = Lock()
 
     def __enter__(self) -> Self:
@@ -120,8 +121,7 @@ class PageStore:
     def close(self) -> None:
         """Wait for the submitted jobs, end the threads, and release connections; the entries stay."""
         self.drain()
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._threads.close()
         self.codec.close()
         self._backend.close()
 
@@ -137,6 +137,7 @@ class PageStore:
         Raises what ``PageCodec.encode_into`` raises.
         """
         self._check(keys, slots)
+        slots, _ = self.codec.checked(pages, slots, None)
         with self._counters.timed("save"):
             return self._put_all(keys, pages, slots, ancestors)
 
@@ -167,6 +168,7 @@ class PageStore:
         Raises what ``PageCodec.decode_into`` raises.
         """
         self._check(keys, slots)
+        slots, _ = self.codec.checked(pages, slots, None, written=True)
         names = self._names(keys)
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.codec.geometry.tokens)
@@ -193,11 +195,12 @@ class PageStore:
 
     def submit_put(self, keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> Job:
         """Begin ``put`` in a thread of the store: the slots must not change until the job is done. Raises InvalidParameter."""
-        return self._submit("put", keys, slots, lambda: self.put(keys, pages, slots, ancestors=ancestors))
+        older = tuple(ancestors)
+        return self._submit("put", keys, slots, lambda keys, slots: self.put(keys, pages, slots, ancestors=older))
 
     def submit_get(self, keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int]) -> Job:
         """Begin ``get_into`` in a thread of the store. Raises InvalidParameter."""
-        return self._submit("get", keys, slots, lambda: self.get_into(keys, pages, slots))
+        return self._submit("get", keys, slots, lambda keys, slots: self.get_into(keys, pages, slots))
 
     def finished(self) -> list[Job]:
         """The submitted jobs that are done and were not returned before. Waits for nothing."""
@@ -283,14 +286,26 @@ class PageStore:
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
         return [page_key(self.codec.namespace, key_digest(key)) for key in keys]
 
-    def _submit(self, kind: Literal["put", "get"], keys: Sequence[bytes], slots: Sequence[int], work: Callable[[], list[bool]]) -> Job:
+    def _submit(
+        self,
+        kind: Literal["put", "get"],
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        work: Callable[[Sequence[bytes], Sequence[int]], list[bool]],
+    ) -> Job:
         self._check(keys, slots)
+        self._names(keys)
+        # The caller may go on to change its lists.
+        given, places = tuple(bytes(key) for key in keys), tuple(slots)
         with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="kvpack-page-store")
-            job = Job(next(self._jobs), kind, tuple(bytes(key) for key in keys), self._pool.submit(work))
+            job = Job(next(self._jobs), kind, given, self._threads.pool.submit(work, given, places))
             self._running[job.number] = job
         return job
+
+    @property
+    def _running(self) -> dict[int, Job]:
+        """The jobs of this process: no thread of a forked child ends those of its parent."""
+        return self._submitted.setdefault(os.getpid(), {})
 
     def _check(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         if len(keys) != len(slots):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -334,6 +336,8 @@ def test_arguments_that_fit_no_page_are_refused() -> None:
         (lambda: PageBuffer(SMALL, given[0][:1], given[1]), InvalidShape, "have 1 slots on cpu, and one has 2"),
         (lambda: codec.encode_into(pages, [2], room), OutOfBounds, "slot 2 was given, and the buffer has 2"),
         (lambda: codec.encode_into(pages, [0, 1], room), InvalidShape, "1 rows were given for 2 slots"),
+        (lambda: codec.encode_into(pages, [0.0], room), InvalidParameter, "a slot is 0.0, expected an integer"),  # type: ignore[list-item]
+        (lambda: codec.decode_into(room * 2, pages, [1, 1]), InvalidParameter, "slot 1 was given 2 times, and a slot takes one page"),
         (lambda: codec.encode_into(pages, [0], [bytes(codec.nbytes)]), InvalidParameter, "row 0 is a read-only buffer"),
         (lambda: codec.encode_into(pages, [0], [bytearray(9)]), Truncated, f"has room for 9 bytes, a page takes {codec.nbytes}"),
         (lambda: codec.encode_into(pages, [0], room, keys=[]), InvalidParameter, "0 keys were given for 1 slots"),
@@ -345,3 +349,33 @@ def test_arguments_that_fit_no_page_are_refused() -> None:
     for call, error, message in cases:
         with pytest.raises(error, match=message):
             call()
+
+
+@pytest.mark.parametrize("slots", [numpy.array([1, 0], numpy.int32), numpy.array([1, 0], numpy.uint8), torch.tensor([1, 0]).int()])
+@pytest.mark.parametrize("recipe", ["kivi-2", "raw"])
+def test_slots_of_an_engines_integers(recipe: str, slots: Any) -> None:
+    pages, given = filled(SMALL, 2)
+    codec = PageCodec(recipe, SMALL)
+    rows, expected = ([bytearray(codec.nbytes) for _ in range(2)] for _ in range(2))
+    assert codec.encode_into(pages, slots, rows) == codec.encode_into(pages, [1, 0], expected) == [None] * 2
+    assert rows == expected
+    assert codec.decode_into(rows, pages, slots) == [None] * 2
+    if recipe == "raw":
+        assert all(torch.equal(torch.stack(pages.sides[side], 1), x) for side, x in zip("kv", given, strict=True))
+
+
+def _encoded_in_a_child(codec: PageCodec, pages: PageBuffer, rows: list[bytearray], results: Any) -> None:
+    results.put((codec.encode_into(pages, [0, 1], rows), rows))
+
+
+def test_a_codec_goes_on_in_a_fork() -> None:
+    pages, _ = filled(SMALL, 2)
+    with PageCodec("kivi-2", SMALL, threads=2) as codec:
+        rows, others = ([bytearray(codec.nbytes) for _ in range(2)] for _ in range(2))
+        assert codec.encode_into(pages, [0, 1], rows) == [None] * 2
+        fork = multiprocessing.get_context("fork")
+        results = fork.Queue()
+        child = fork.Process(target=_encoded_in_a_child, args=(codec, pages, others, results), daemon=True)
+        child.start()
+        assert results.get(timeout=60) == ([None] * 2, rows)
+        child.join()

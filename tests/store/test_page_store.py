@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +186,54 @@ def test_jobs_are_polled(tmp_path: Path) -> None:
             _ = failed.results
         with pytest.raises(InvalidParameter, match="1 keys were given for 2 slots"):
             store.submit_get(KEYS[:1], target, [0, 1])
+
+
+def test_a_job_is_that_of_the_lists_when_it_was_submitted(tmp_path: Path) -> None:
+    given, _ = pages()
+    target, found = cleared()
+    with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
+        store.put(KEYS, given, range(4))
+        begin = threading.Event()
+        store._threads.pool.submit(begin.wait, 60)
+        keys, slots = [bytearray(KEYS[0])], [0]
+        job = store.submit_get(keys, target, slots)
+        keys[0][:], slots[0] = KEYS[1], 3
+        begin.set()
+        store.drain()
+        assert job.results == [True]
+        assert found[0].any()
+        assert not found[1:].any()
+        with pytest.raises(InvalidParameter, match="a key is a int, expected bytes"):
+            store.submit_get([5], target, [0])  # type: ignore[list-item]
+        with pytest.raises(InvalidParameter, match="slot 2 was given 2 times"):
+            store.get_into(KEYS[:2], target, [2, 2])
+
+
+def _in_child(store: PageStore, target: PageBuffer, results: Any) -> None:
+    job = store.submit_get(KEYS, target, range(4))
+    store.drain()
+    results.put((job.results, len(store.finished())))
+
+
+def test_jobs_go_on_in_a_fork(tmp_path: Path) -> None:
+    given, _ = pages()
+    target, _ = cleared()
+    with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
+        begin = threading.Event()
+        store._threads.pool.submit(begin.wait, 60)
+        # No thread of the child ends this one.
+        job = store.submit_put(KEYS, given, range(4))
+        with PageStore(tmp_path, IDENTITY, GEOMETRY) as other:
+            other.put(KEYS, given, range(4))
+        fork = multiprocessing.get_context("fork")
+        results = fork.Queue()
+        child = fork.Process(target=_in_child, args=(store, target, results), daemon=True)
+        child.start()
+        assert results.get(timeout=60) == ([True] * 4, 1)
+        child.join()
+        begin.set()
+        store.drain()
+        assert job.results == [True] * 4
 
 
 def test_the_hosts_settings_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,12 @@ def add(commands: Any) -> None:
         "--candidate", action="append", metavar="CODEC", help="a codec to choose from, such as k=scalar:b=3; may be repeated"
     )
     parser.add_argument(
-        "--basis", metavar="FILE", help="the model's basis (kvpack calibrate makes one): adds the codec klt to what there is to choose from"
+        "--basis",
+        metavar="FILE",
+        help="the model's basis (kvpack calibrate makes one): adds the codecs klt and transform to the candidates",
+    )
+    parser.add_argument(
+        "--attendable", action="store_true", help="leave out codecs that attention decodes tile by tile: transform, for files that are kept"
     )
     parser.add_argument("--out", default="recipe.txt", metavar="FILE", help="the recipe file to write (default: recipe.txt)")
     parser.add_argument("--measurements", metavar="FILE", help="keep the measurements in this file, and reuse those that it holds")
@@ -66,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             out=arguments.out,
             measurements=arguments.measurements,
             basis=arguments.basis,
+            only_attendable=arguments.attendable,
             progress=callback,
         )
     print_report(found, report.show, arguments)

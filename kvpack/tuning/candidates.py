@@ -11,7 +11,7 @@ from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
 from kvpack.cache.side import packed_side
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.formats.errors import InvalidParameter, OutOfBounds, OutOfRange
 
 from .allocation import Allocation, Place, recipe_text
 
@@ -49,6 +49,12 @@ Groups of tokens have one scale per channel, so that keys with outlier channels 
 CALIBRATED = tuple(f"klt:bits={bits:g}" for bits in (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4))
 """The candidates that a basis adds, of both sides: each place then has what so many bits per value on average would give it."""
 
+FRAMED = tuple(f"transform:bits={bits:g}" for bits in (0.15, 0.25, 0.4, 0.6, 0.8, 1.1, 1.5))
+"""The candidates that a basis with frames adds besides."""
+
+DECODED = ("transform", "lossless")
+"""Codecs that attention decodes tile by tile: there is no attention over what they pack."""
+
 SIDES = ("k", "v")
 
 
@@ -72,6 +78,11 @@ def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
         if not codecs:
             raise InvalidParameter(f"--candidate names no codec for {side}: add {side}=<codec>")
     return found
+
+
+def attendable(codec: str) -> bool:
+    """Whether attention runs on what ``codec``, in the words of a recipe, packs."""
+    return codec.partition(":")[0] not in DECODED
 
 
 @dataclass(frozen=True)
@@ -106,8 +117,8 @@ class Priced:
 def price(exact: Exact, candidates: dict[str, list[str]], basis: Basis | None = None) -> Priced:
     """Pack the whole window with every candidate, as a measurement does: its prefix, then the scored tokens appended.
 
-    ``basis`` is that of candidates with the codec klt. Raises InvalidParameter when a place can have none of the candidates, and
-    MissingBasis.
+    ``basis`` is that of candidates with the codecs klt and transform. Raises MissingBasis, and InvalidParameter when a place can have
+    none of the candidates.
     """
     packed: dict[Place, dict[str, Side]] = {}
     left_out: dict[Place, dict[str, str]] = {}
@@ -119,7 +130,7 @@ def price(exact: Exact, candidates: dict[str, list[str]], basis: Basis | None = 
                 try:
                     own = _recipe(side, codec, basis)
                     packed[place][codec] = _pack(x.to(torch.bfloat16), exact.prefix, own, place, len(exact.pairs))
-                except (InvalidParameter, OutOfRange) as error:
+                except (InvalidParameter, OutOfRange, OutOfBounds) as error:
                     left_out[place][codec] = str(error).removeprefix(f"layers[{layer}].{side}: ")
             if not packed[place]:
                 reason = next(iter(left_out[place].values()))

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvpack.output import counted, print_table, printable
 
+from .candidates import attendable
 from .results import uniform_name
 
 
@@ -29,7 +30,8 @@ def show(report: dict[str, Any]) -> None:
     rows = [["uncompressed", "32.00", "", "", f"{report['tuned']['held_out']['uncompressed_perplexity']:.4f}", "", ""]]
     rows += [_row(name, report[key]) for name, key in ((uniform_name(report), "uniform"), ("tuned", "tuned")) if report[key] is not None]
     print_table(title, columns, rows)
-    print_table("codecs", ["layers", "keys", "values"], _layers(report["layers"]), left=3)
+    decoded = [] if report["attendable"] else ["attended"]
+    print_table("codecs", ["layers", "keys", "values", *decoded], _layers(report["layers"], attended=bool(decoded)), left=3 + len(decoded))
     print("Bits per value count every byte of a window's file. KL is KL(uncompressed || packed) of the next token, in nats.")
     print("Perplexity is per token; the change in its log is against the uncompressed cache.")
     print(_verdict(report))
@@ -51,15 +53,20 @@ def _row(name: str, found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _layers(layers: list[dict[str, str]]) -> list[list[str]]:
-    """One row for every run of layers with the same codecs."""
+def _layers(layers: list[dict[str, str]], *, attended: bool) -> list[list[str]]:
+    """One row for every run of layers with the same codecs; with ``attended`` it says whether attention runs on what they pack."""
     rows: list[tuple[int, int, dict[str, str]]] = []
     for number, codecs in enumerate(layers):
         if rows and rows[-1][2] == codecs:
             rows[-1] = (rows[-1][0], number, codecs)
         else:
             rows.append((number, number, codecs))
-    return [[str(first) if first == last else f"{first}-{last}", codecs["k"], codecs["v"]] for first, last, codecs in rows]
+    found = []
+    for first, last, codecs in rows:
+        how = "packed" if all(map(attendable, codecs.values())) else "decoded tile by tile"
+        numbers = str(first) if first == last else f"{first}-{last}"
+        found.append([numbers, codecs["k"], codecs["v"], *([how] if attended else [])])
+    return found
 
 
 def _verdict(report: dict[str, Any]) -> str:

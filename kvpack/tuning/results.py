@@ -10,6 +10,7 @@ from kvpack.bench.intervals import student_t
 from kvpack.output import printable
 
 from .allocation import recipe_text
+from .candidates import attendable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,10 +34,12 @@ def results(
         "uniform": None if uniform is None else _row(uniform, search, exact, losses),
         "comparison": None if found is None or plain is None else comparison(found, plain),
         "layers": [{side: tuned.allocation[layer, side] for side in "kv"} for layer in range(layers)],
+        "attendable": all(map(attendable, tuned.allocation.values())),
         "measured": [
             {
                 "what": it.what,
                 "recipe": recipe_text(it.allocation),
+                "attendable": all(map(attendable, it.allocation.values())),
                 "bits_per_value": it.loss.bits_per_value,
                 "kl_divergence": it.loss.kl_divergence,
             }

@@ -23,7 +23,7 @@ from kvpack.models import load_model, model_folder
 
 from .allocation import recipe_clauses, recipe_text
 from .calibrate import folder_identity
-from .candidates import CALIBRATED, LADDER, RUNGS, parse_candidates, price
+from .candidates import CALIBRATED, FRAMED, LADDER, RUNGS, attendable, parse_candidates, price
 from .early_boost import RUNS, fast
 from .journal import open_journal
 from .measurement import Windows, read_once
@@ -99,20 +99,23 @@ def run(
     out: str | None = None,
     measurements: str | None = None,
     basis: str | None = None,
+    only_attendable: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Search for a recipe of at most ``bits`` bits per value, counted as all bytes of a window's file, and return JSON values.
 
     ``quick`` is the search of three to five recipes; ``candidates`` are codecs such as ``k=scalar:b=3``; ``out`` is the recipe
     file to write; ``measurements`` is a file that keeps the losses for later searches; ``basis`` is the model's basis file, for
-    candidates with the codec klt, which it adds to the usual ones. Two runs with one seed find the
-    same recipe if torch has the same number of threads. Raises InvalidRecipe, InvalidParameter for sizes that do not fit and
-    for an impossible budget, MissingFile and WriteFailed.
+    candidates with the codecs klt and transform, which it adds to the usual ones. ``only_attendable`` leaves out codecs that attention
+    decodes tile by tile. Two runs with one seed find the same recipe if torch has the same number of threads. Raises InvalidRecipe,
+    InvalidParameter for sizes that do not fit and for an impossible budget, MissingFile and WriteFailed.
     """
     if not 0 < bits <= MAX_BITS:
         raise InvalidParameter(f"--bits is {bits}, expected a number above 0 and at most {MAX_BITS}")
     given = None if basis is None else Basis.load(basis)
-    codecs = parse_candidates(candidates or _candidates(quick, given))
+    codecs = parse_candidates(candidates or _candidates(quick, given, only_attendable=only_attendable))
+    if only_attendable and (decoded := next((codec for found in codecs.values() for codec in found if not attendable(codec)), None)):
+        raise InvalidParameter(f"--candidate is {decoded!r}, whose tiles attention decodes: leave it, or --attendable, out")
     for path in (out, measurements):
         if path is not None:
             _check_folder(path)
@@ -155,11 +158,12 @@ def run(
     return report
 
 
-def _candidates(quick: bool, basis: Basis | None) -> Sequence[str]:
+def _candidates(quick: bool, basis: Basis | None, *, only_attendable: bool) -> Sequence[str]:
     """The usual candidates: the fast search has one family, in which more bytes mean smaller errors."""
     if basis is None:
         return RUNGS if quick else LADDER
-    return CALIBRATED if quick else (*LADDER, *CALIBRATED)
+    framed = FRAMED if basis.framed() and not only_attendable else ()
+    return CALIBRATED if quick else (*LADDER, *CALIBRATED, *framed)
 
 
 def _check_folder(path: str) -> None:

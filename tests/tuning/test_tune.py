@@ -496,3 +496,35 @@ def test_a_basis_adds_candidates_and_is_named_with_what_was_measured(tmp_path: P
         tune.run(None, None, 3.0, settings, candidates=few)
     quick = tune.run(None, None, 3.0, settings, quick=True, basis=str(basis))
     assert set(re.findall(r"=([a-z]+)", quick["recipe"])) <= {"klt", "kv"}
+
+
+def test_frames_add_candidates_that_are_decoded_and_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    basis = tmp_path / "tinylm.kvbasis"
+    calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, score=16, windows=2))
+    settings = tune.Settings(tokens=96, score=24, windows=1, held_out=2)
+    few = ["kv=klt:bits=2", "kv=klt:bits=4", "kv=transform:bits=1,chunk=16", "kv=transform:bits=3,chunk=16"]
+    found = tune.run(None, None, 4.0, settings, candidates=few, basis=str(basis))
+    codecs = [row[side] for row in found["layers"] for side in "kv"]
+    assert found["attendable"] == (not any("transform" in codec for codec in codecs))
+    assert any("transform" in codec for codec in codecs)
+    # A mix may be better than either codec alone, and is never worse than what was measured of them.
+    alone = [row for row in found["measured"] if row["what"] == "uniform"]
+    assert alone
+    assert {row["attendable"] for row in found["measured"]} == {True, False}
+    assert all(found["tuned"]["searched"]["kl_divergence"] <= row["kl_divergence"] for row in alone)
+    show(found)
+    text = capsys.readouterr().out
+    assert "attended" in text
+    assert "decoded tile by tile" in text
+    with pytest.raises(InvalidParameter, match="--candidate is 'transform:bits=1,chunk=16', whose tiles attention decodes"):
+        tune.run(None, None, 4.0, settings, candidates=few, basis=str(basis), only_attendable=True)
+    packed = tune.run(None, None, 4.0, settings, candidates=few[:2], basis=str(basis), only_attendable=True)
+    assert packed["attendable"]
+    show(packed)
+    assert "attended" not in capsys.readouterr().out
+    given = Basis.load(basis)
+    assert any("transform" in text for text in tune._candidates(False, given, only_attendable=False))
+    assert not any("transform" in text for text in tune._candidates(False, given, only_attendable=True))
+    assert not any("transform" in text for text in tune._candidates(True, given, only_attendable=False))
+    calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, score=16, windows=2, scope="none"))
+    assert not any("transform" in text for text in tune._candidates(False, Basis.load(basis), only_attendable=False))

@@ -129,6 +129,14 @@ def row() -> Target:
     return Target(found, lambda data, source: oracle.mutated(data, vocabulary, source, Target.most_bytes), oracle.check, oracle.compare)
 
 
+def slot() -> Target:
+    """Sequence states of llama.cpp."""
+    from slot_oracle import SEEDS, SlotOracle, mutated_slot
+
+    most = 1 << 12
+    return Target(SEEDS, lambda data, source: mutated_slot(data, source, most), SlotOracle(_folder()).check, most_bytes=most)
+
+
 def recipe() -> Target:
     """Recipes as text."""
     from oracles import check_recipe
@@ -213,6 +221,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "entry": entry,
     "encrypted-entry": encrypted_entry,
     "row": row,
+    "slot": slot,
     "recipe": recipe,
     "recipe-file": recipe_file,
     "command": command,

@@ -1,0 +1,77 @@
+"""The properties of sequence states of llama.cpp, which ``kvpack import`` reads. Loads torch."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvpack.formats.errors import KvpackError
+from kvpack.integrations.llama_cpp import export_slot, import_slot
+from kvpack.integrations.llama_cpp.state_file import Reader, parsed
+
+from byte_mutator import mutated_bytes  # isort: skip
+from value_oracles import assert_equal  # isort: skip
+
+if TYPE_CHECKING:
+    import random
+
+SEEDS = tuple(
+    path.read_bytes() for path in sorted((Path(__file__).resolve().parents[1] / "tests" / "integrations" / "llama_cpp").glob("*.bin"))
+)
+"""Files of llama.cpp, those that kvpack refuses among them."""
+_WORDS = tuple(struct.pack("<I", word) for word in (0, 1, 2, 3, 8, 30, 256, 4096, 2**16, 2**31 - 1, 2**31, 2**32 - 1))
+
+
+def mutated_slot(data: bytes, source: random.Random, most: int) -> bytes:
+    """``data`` after one or two edits: of a word, most often of a count, a type or a size, or of any byte."""
+    for _ in range(source.randrange(1, 3)):
+        if source.random() < 0.2 or len(data) < 8:
+            data = mutated_bytes(data, source, most)
+            continue
+        at = source.randrange(0, len(data) - 3, 4)
+        if source.random() < 0.7:
+            # Values of keys have no meaning that could be wrong: what lies before them has.
+            at = min(at % 160, len(data) - 4) // 4 * 4
+        word = source.choice(_WORDS) if source.random() < 0.7 else data[(other := source.randrange(0, len(data) - 3, 4)) : other + 4]
+        data = data[:at] + word + data[at + 4 :]
+    return data[:most]
+
+
+class SlotOracle:
+    """Reads files with and without sliding windows, and writes those that are accepted again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file, self._out = folder / "slot", folder / "again"
+
+    def check(self, data: bytes) -> bool:
+        """Whether the file is accepted; fails unless it is then written with the same layers, and read again as the same cache."""
+        self._file.write_bytes(data)
+        return any([self._accepted(None, data), self._accepted({0: 4, 2: 4}, data)])
+
+    def _accepted(self, windows: dict[int, int] | None, data: bytes) -> bool:
+        try:
+            cache = import_slot(self._file, kv_heads=1, windows=windows)
+        except KvpackError:
+            return False
+        refusal, size = "", 0
+        try:
+            size = export_slot(cache, self._out, windows=windows)
+        except KvpackError as error:
+            refusal = str(error)
+        assert not refusal or "sequence" in refusal, f"what was imported is not exported: {refusal}"
+        if refusal:
+            # No context of llama.cpp has a sequence of that number.
+            return True
+        assert size == len(data)
+        again = self._out.read_bytes()
+        with Reader(str(self._file)) as reader:
+            in_order = all(
+                (section.positions[1:] >= section.positions[:-1]).all() for section in parsed(reader, 1 + bool(windows)).sections
+            )
+        assert again == data or not in_order or cache.metadata["llama.cpp streams"] != 1, "a file in order is written otherwise"
+        found = import_slot(self._out, kv_heads=1, windows=windows)
+        assert (found.metadata, found.inputs) == (cache.metadata, cache.inputs)
+        assert [layer.skipped for layer in found] == [layer.skipped for layer in cache]
+        assert_equal(found, cache, cache.tokens)
+        return True

@@ -165,3 +165,16 @@ def test_options_are_checked(opened: Callable[..., Any]) -> None:
         opened(revision=None)
     with pytest.raises(InvalidParameter, match=r"the adapter got .*other"):
         opened(other=1)
+
+
+def test_a_task_that_fails_is_answered(opened: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    adapter = opened()
+    strange = [types.SimpleNamespace(tensor=None)]
+    number = adapter.submit_store_task(KEYS[:1], strange)
+    assert waited(adapter.pop_completed_store_tasks)[number] == -1
+    number = adapter.submit_load_task(KEYS[:1], strange)
+    assert waited(lambda: adapter.query_load_result(number)).bits == [False]
+    number = adapter.submit_lookup_and_lock_task(KEYS[:1], None)
+    assert waited(lambda: adapter.query_lookup_and_lock_result(number)).bits == [False]
+    assert "(load) failed: AttributeError" in caplog.text
+    adapter.close()

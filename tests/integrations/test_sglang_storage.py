@@ -52,7 +52,7 @@ class Policy(Enum):
 class StatePool:
     """SGLang's pool of recurrent states: pages of bytes, one for each index."""
 
-    page_size = 1
+    page_size, layout = 1, "layer_first"
 
     def __init__(self, seed: int | None = None) -> None:
         source = torch.Generator().manual_seed(seed or 0)
@@ -211,3 +211,21 @@ def test_models_of_several_pools(storage: Any, tmp_path: Path) -> None:
     missing = transfers("x", pages=(0,))[2:]
     assert backend.batch_get_v2(missing) == {"mamba": [False]}
     backend.close()
+
+
+def test_bytes_of_another_layout_are_missing(storage: Any, tmp_path: Path) -> None:
+    """Flat pages have the order of the pool's layout, which nothing in their bytes tells."""
+
+    def attached(layout: str) -> tuple[Any, StatePool]:
+        backend, states = opened(storage, pool("page_first", 3), tmp_path), StatePool(3)
+        states.layout = layout
+        backend.register_mem_host_pool_v2(states, "mamba")
+        return backend, states
+
+    one = [types.SimpleNamespace(name="mamba", keys=["a"], host_indices=torch.tensor([2]))]
+    for layout, found in (("layer_first", True), ("page_first", False), ("layer_first", True)):
+        backend, _ = attached(layout)
+        if layout == "layer_first":
+            backend.batch_set_v2(one)
+        assert backend.batch_get_v2(one) == {"mamba": [found]}
+        backend.close()

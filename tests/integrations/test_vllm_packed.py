@@ -274,7 +274,6 @@ def test_groups_are_read_from_vllms_own_description(monkeypatch: pytest.MonkeyPa
     vars(mamba).update(block_size=TOKENS, real_page_size_bytes=3000)
     latents = classes["MLAAttentionSpec"](heads=1, size=576, v=0)
     several = classes["UniformTypeKVCacheSpecs"]()
-    several.kv_cache_specs = {"a": classes["FullAttentionSpec"](), "b": classes["FullAttentionSpec"](heads=4)}
     given = [
         (classes["FullAttentionSpec"](), ATTENTION),
         (classes["SlidingWindowSpec"](), ATTENTION),
@@ -286,10 +285,14 @@ def test_groups_are_read_from_vllms_own_description(monkeypatch: pytest.MonkeyPa
     vllm_config = types.SimpleNamespace(model_config=types.SimpleNamespace(hf_text_config=types.SimpleNamespace(qk_rope_head_dim=64)))
     groups = [types.SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"]) for spec, _ in given]
     assert groups_of(vllm_config, types.SimpleNamespace(kv_cache_groups=groups)) == [expected for _, expected in given]
-    with pytest.raises(InvalidParameter, match="are one group of 2 sizes of blocks"):
-        groups_of(
-            vllm_config, types.SimpleNamespace(kv_cache_groups=[types.SimpleNamespace(kv_cache_spec=several, layer_names=["a", "b"])])
-        )
+    for other in (classes["FullAttentionSpec"](heads=4), classes["FullAttentionSpec"](heads=2 * HEADS, size=DIM // 2)):
+        several.kv_cache_specs = {"a": classes["FullAttentionSpec"](), "b": other}
+        one = types.SimpleNamespace(kv_cache_spec=several, layer_names=["a", "b"])
+        with pytest.raises(InvalidParameter, match="are one group of 2 shapes of blocks"):
+            groups_of(vllm_config, types.SimpleNamespace(kv_cache_groups=[one]))
+    several.kv_cache_specs = {"a": classes["FullAttentionSpec"](), "b": classes["FullAttentionSpec"]()}
+    one = types.SimpleNamespace(kv_cache_spec=several, layer_names=["a", "b"])
+    assert groups_of(vllm_config, types.SimpleNamespace(kv_cache_groups=[one])) == [ATTENTION]
 
 
 def test_latents_are_two_sides_of_a_block() -> None:

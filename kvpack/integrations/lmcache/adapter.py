@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from threading import Lock
@@ -12,7 +13,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from kvpack.formats.errors import InvalidParameter, KvpackError
+from kvpack.formats.errors import InvalidParameter
 from kvpack.store.identity import Identity
 from kvpack.store.key_files import read_key_file
 from kvpack.store.page_store import PageStore
@@ -113,7 +114,9 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         def run() -> None:
             try:
                 result = work()
-            except (KvpackError, OSError):
+            except Exception as error:
+                # Whatever it was, LMCache waits for an answer.
+                logging.getLogger("kvpack").warning("LMCache's task %d (%s) failed: %s: %s", number, kind, type(error).__name__, error)
                 result = failed
             with self._lock:
                 self._done[kind][number] = result

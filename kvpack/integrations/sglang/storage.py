@@ -137,7 +137,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         options = self._options if recipe is None else {**self._options, "recipe": recipe}
         return PageStore(
             options["location"],
-            _identity(self._config, options, pool, name),
+            _identity(self._config, options, pool, name, arranged=recipe is not None),
             geometry,
             threads=int(options.get("threads", 1)),
             max_bytes=options.get("max_bytes"),
@@ -211,14 +211,16 @@ def _views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -
     raise InvalidParameter(f"the host pool has the layout {layout!r}, expected layer_first, page_first, page_first_direct or page_head")
 
 
-def _identity(config: Any, options: dict[str, Any], pool: Any, name: str) -> Identity:
-    """What pages depend on besides tokens and salt. Every arrangement of the pool has the same rows, so the layout is no part of it."""
+def _identity(config: Any, options: dict[str, Any], pool: Any, name: str, arranged: bool) -> Identity:
+    """What pages depend on besides tokens and salt. Every arrangement of a pool of values has the same rows, so that its layout is no part
+    of it; ``arranged`` pages are the bytes of flat ones, whose order is the layout's.
+    """
     model, revision = str(config.model_name or ""), options.get("revision")
     names = ["tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size", "is_mla_model", "should_split_heads"]
     # The ranks of a model with latents hold the same pages.
     names += [] if config.is_mla_model else ["tp_rank", "dp_rank"]
     parallel = {name: getattr(config, name, None) for name in names}
-    shape = [parallel, pool.page_size, *([name] if name else [])]
+    shape = [parallel, pool.page_size, *([name] if name else []), *([str(getattr(pool, "layout", ""))] if arranged else [])]
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
     kept: Any = getattr(pool, "dtype", None)
     recipe, dtype = options["recipe"], _NAMES.get(kept, "u8")

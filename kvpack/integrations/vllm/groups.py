@@ -95,10 +95,12 @@ def _group(vllm_config: Any, group: Any) -> Group:
 
     spec, layers = group.kv_cache_spec, len(group.layer_names)
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        found = {(one.page_size_bytes, type(one)): one for one in spec.kv_cache_specs.values()}
+        # Blocks of as many bytes may hold other heads: of all layers the values are packed as those of one.
+        shape = ("page_size_bytes", "num_kv_heads", "head_size", "head_size_v", "dtype")
+        found = {(type(one), *(getattr(one, name, None) for name in shape)): one for one in spec.kv_cache_specs.values()}
         if len(found) != 1:
             raise InvalidParameter(
-                f"the layers {', '.join(group.layer_names)} are one group of {len(found)} sizes of blocks, and rows have one: "
+                f"the layers {', '.join(group.layer_names)} are one group of {len(found)} shapes of blocks, and rows have one: "
                 "use vLLM's TieringOffloadingSpec"
             )
         (spec,) = found.values()

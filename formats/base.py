@@ -158,6 +158,12 @@ class Codec(ABC):
         """Decode to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
         return self.original(self.decode_frame(streams), streams)
 
+    def tokens_of(self, streams: Mapping[str, torch.Tensor]) -> int:
+        """The tokens that are decoded of ``streams``."""
+        layouts = self.layout(1, 1, 1)
+        name = next((name for name, layout in layouts.items() if layout.per == "token" and layout.tokens_per_row == 1), next(iter(streams)))
+        return streams[name].shape[2]
+
     def stored_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The values ``[batch, kv_head, token, dim]`` in ``exact_dtype``, bit for bit; for codecs that have one."""
         raise NotImplementedError
@@ -260,6 +266,10 @@ class Codec(ABC):
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
         """Refuse what only the tokens of each run tell: called with what ``check`` has accepted. Raises InvalidPayload."""
+        return
+
+    def check_chunks(self, arrays: Mapping[str, Array], where: str) -> None:
+        """Refuse what only decoding all symbols tells, of what the other checks have accepted. Raises InvalidPayload."""
         return
 
     @abstractmethod

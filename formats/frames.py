@@ -29,6 +29,10 @@ SCALES_PER_TABLE = 4
 """Scales that share a table; 16 are an octave."""
 
 SCALES_PER_OCTAVE = 16
+"""Scales, and steps of the codec, by which a size changes by a factor of 2."""
+
+_TURNED_TOKENS = 1 << 12
+"""Tokens that are turned at once: angles of all others follow from those of the first."""
 
 
 class Rope(NamedTuple):
@@ -40,31 +44,37 @@ class Rope(NamedTuple):
     def turned(self, x: torch.Tensor, first: int, *, back: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
         """``x``, float32 ``[..., token, dim]``, turned by the positions from ``first`` on, or turned ``back``, into ``out`` if given."""
         pairs = len(self.frequencies)
-        cos, sin = (one.to(x.device) for one in _cos_sin(self.frequencies, first, x.shape[-2]))
         sign = -1 if back else 1
         halves = slice(0, pairs), slice(pairs, 2 * pairs)
         ones, others = halves if self.pairing == "halves" else (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
         out = torch.empty_like(x) if out is None else out
         out[..., 2 * pairs :] = x[..., 2 * pairs :]
-        torch.mul(x[..., ones], cos, out=out[..., ones]).addcmul_(x[..., others], sin, value=-sign)
-        torch.mul(x[..., others], cos, out=out[..., others]).addcmul_(x[..., ones], sin, value=sign)
+        for start in range(0, x.shape[-2], _TURNED_TOKENS):
+            own, to = x[..., start : start + _TURNED_TOKENS, :], out[..., start : start + _TURNED_TOKENS, :]
+            cos, sin = (one.to(x.device) for one in self._cos_sin(first + start, own.shape[-2]))
+            torch.mul(own[..., ones], cos, out=to[..., ones]).addcmul_(own[..., others], sin, value=-sign)
+            torch.mul(own[..., others], cos, out=to[..., others]).addcmul_(own[..., ones], sin, value=sign)
         return out
 
-
-def _cos_sin(frequencies: tuple[float, ...], first: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the angles of ``tokens`` positions from ``first`` on, float32 ``[token, pair]``."""
-    cos, sin = (one[:tokens] for one in _first_cos_sin(frequencies, 1 << max(8, (tokens - 1).bit_length())))
-    # Angles of far positions need binary64, and sums and products of their cosines and sines do not.
-    at = torch.tensor(frequencies, dtype=torch.float64, device="cpu") * first
-    shift_cos, shift_sin = at.cos().to(torch.float32), at.sin().to(torch.float32)
-    return (cos * shift_cos).addcmul_(sin, shift_sin, value=-1), (sin * shift_cos).addcmul_(cos, shift_sin)
+    def _cos_sin(self, first: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of the angles of at most ``_TURNED_TOKENS`` positions from ``first`` on, float32 ``[token, pair]``."""
+        cos, sin = (one[:tokens] for one in first_cos_sin(self.frequencies))
+        # Angles of far positions need binary64, and sums and products of their cosines and sines do not.
+        at = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu") * first
+        shift_cos, shift_sin = at.cos().to(torch.float32), at.sin().to(torch.float32)
+        return (cos * shift_cos).addcmul_(sin, shift_sin, value=-1), (sin * shift_cos).addcmul_(cos, shift_sin)
 
 
 @lru_cache(TABLES_KEPT)
-def _first_cos_sin(frequencies: tuple[float, ...], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = torch.arange(tokens, dtype=torch.float64, device="cpu")[:, None]
+def first_cos_sin(frequencies: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the angles of the first ``_TURNED_TOKENS`` positions, float32 ``[token, pair]``."""
+    angles = torch.arange(_TURNED_TOKENS, dtype=torch.float64, device="cpu")[:, None]
     angles = angles * torch.tensor(frequencies, dtype=torch.float64, device="cpu")
     return angles.cos().to(torch.float32), angles.sin().to(torch.float32)
+
+
+_INVERSE_ERROR = 2.0**-8
+"""The most that values may change by a frame's inverse and the frame, relative to the largest of a token's."""
 
 
 class Tables:
@@ -147,13 +157,22 @@ class Frames:
 
     @cached_property
     def inverse(self) -> torch.Tensor:
-        """The inverse of the rows of the columns, float32 ``[frame, channel, column]``, for encoders. Raises InvalidParameter."""
+        """The inverse of the rows of the columns, float32 ``[frame, channel, column]``, for encoders.
+
+        Raises InvalidParameter where there is none, or none by which values are encoded to within 2^-8 of them.
+        """
         # torch 2.13 inverts batches of matrices wrongly, or never ends, where its threads are set to others than those of OpenMP.
         matrix = self.rows[:, 1:].to(torch.float64).cpu().numpy()
         try:
-            found = numpy.linalg.inv(matrix).astype(numpy.float32)
+            with numpy.errstate(all="ignore"):
+                found = numpy.linalg.inv(matrix).astype(numpy.float32)
+                error = numpy.abs(found.astype(numpy.float64) @ matrix - numpy.eye(self.columns)).sum(1).max()
         except numpy.linalg.LinAlgError:
-            raise InvalidParameter("a frame of the basis has no inverse: values can be decoded by it, but not encoded") from None
+            error = numpy.inf
+        if not error <= _INVERSE_ERROR:
+            raise InvalidParameter(
+                "a frame of the basis has no inverse, or only one that is too inexact: values can be decoded by it, but not encoded"
+            )
         return torch.from_numpy(found)
 
     def tables_at(self, step: int) -> Numbers:

@@ -16,6 +16,7 @@ from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload
 from .family import CodecFamily
 from .lazy import numpy, torch
+from .rans_checks import check_ends, check_states
 from .raw import rounded
 from .tables import TABLES_KEPT
 from .value_blocks import first_place, row_blocks, rows_at, value_blocks, values_between
@@ -240,12 +241,7 @@ class Lossless(CodecFamily):
                 raise InvalidPayload(
                     f"{where}.frequencies: those at {at} sum to {sums[(sums != rans.TOTAL).argmax()]}, expected {rans.TOTAL}"
                 )
-        states = arrays["states"]
-        for first, (block,) in row_blocks(states):
-            low = block[:, 1::2] == 0
-            if low.any():
-                at = first_place(low, first * rans.LANES, (*states.shape[:-1], rans.LANES))
-                raise InvalidPayload(f"{where}.states: the state at {at} is {block[:, ::2][low][0]}, expected at least {rans.LEAST_STATE}")
+        check_states(arrays["states"], where)
         counted = sum(int(block.sum(dtype=numpy.int64)) for _, block in value_blocks(arrays["word_counts"]))
         if counted != arrays["words"].shape[2]:
             raise InvalidPayload(f"{where}.word_counts: they sum to {counted}, {where}.words holds {arrays['words'].shape[2]}")
@@ -270,14 +266,11 @@ class Lossless(CodecFamily):
             )
             tables = rows_at(arrays["frequencies"], FORMS[self.dtype].exponents, used)
             decoded = rans.decode(chunks, lengths[row], tables, table_of)
-            if (faulty := decoded.faulty(own)).any():
-                one = int(faulty.argmax())
-                sequence, place = divmod(int(head[one]), heads)
-                raise InvalidPayload(
-                    f"{where}.words: the chunk at {[sequence, place, int(row[one])]} reads {decoded.read[one]} of its {own[one]} words "
-                    f"and ends in the states {sorted({int(state) for state in decoded.states[one]})[:4]}, "
-                    f"expected all words and {rans.LEAST_STATE}"
-                )
+
+            def place(one: int, row: Numbers = row, head: Numbers = head) -> list[int]:
+                return [*divmod(int(head[one]), heads), int(row[one])]
+
+            check_ends(decoded, own, place, where)
 
 
 def _batches(ends: Numbers) -> Iterator[tuple[int, int]]:

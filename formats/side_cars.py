@@ -228,6 +228,9 @@ class WithSideCars(Codec):
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
         self.codec.check_runs(arrays, runs, where)
 
+    def check_chunks(self, arrays: Mapping[str, Array], where: str) -> None:
+        self.codec.check_chunks(arrays, where)
+
 
 class _Steps:
     """The steps that the blocks of ``run`` take to the codec."""

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from . import rans
 from .base import MAX_DIM, Layout, Run, RunEncoder, check_choice, check_range
 from .basis import DIGEST_BYTES
 from .errors import InvalidParameter, InvalidPayload, InvalidShape, MissingBasis, OutOfRange
 from .family import CodecFamily
+from .frames import SCALES_PER_OCTAVE
 from .lazy import numpy, torch
+from .rans_checks import check_ends, check_states
+from .transform_chunks import Symbols, coded, halves, in_order, joined, levels_of, stream_of, symbols_of
 from .value_blocks import first_place, row_blocks, rows_at, value_blocks, values_between
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from .columns import Columns
-    from .frames import Frames
+    from .frames import Frames, Rope
     from .options import Options
     from .value_blocks import Array
 
@@ -34,33 +37,16 @@ SCOPES = ("head", "layer")
 CHUNKS = (16, 32, 64, 128, 256)
 MAX_LAYER = 4095
 MAX_STEP = 255
-STEPS_PER_OCTAVE = 16
 
 DEAD_ZONE = 0.06
 """What an encoder adds to the half of a step by which a column must be nearer to the next level: fewer bits for a little error."""
 
-_COUNTS = ("columns", "word_counts")
+_COUNTS = ("tokens", "columns", "word_counts")
 _LARGEST_LEVEL = 2**31 - 1
-_ESCAPE_WORDS = 2
+_POSITIONS = 1 << 32
 _USUAL_BITS = 0.5
 _CHECKED_SYMBOLS = 1 << 22
 """Symbols that are decoded at once when a side is checked, if one token group has no more."""
-
-
-class Symbols(NamedTuple):
-    """The symbols of chunks: uint8 ``[chunk, symbol]`` in the order of columns, and for each chunk its ``columns`` and ``tokens``.
-
-    ``table`` is the number of every symbol's table, uint8 ``[chunk, symbol]``, and ``escaped`` the levels that escapes stand for, in the
-    order of the symbols of all chunks. ``read`` are the words that each chunk took, ``[chunk]``, and ``states`` its last ones.
-    """
-
-    symbols: Numbers
-    columns: Numbers
-    tokens: Numbers
-    table: Numbers
-    escaped: Numbers
-    read: Numbers
-    states: Numbers
 
 
 @dataclass(frozen=True)
@@ -123,6 +109,11 @@ class Transform(CodecFamily):
         return self.chunk
 
     @property
+    def step_size(self) -> float:
+        """What a level of 1 stands for."""
+        return float(2.0 ** (-self.step / SCALES_PER_OCTAVE))
+
+    @property
     def place(self) -> str:
         """The part of the basis that the codec needs, in words."""
         return f"{'keys' if self.side == 'k' else 'values'} of layer {self.layer} of the basis {self.basis.hex()}"
@@ -141,6 +132,10 @@ class Transform(CodecFamily):
             "words": Layout("U16", (1, 1, 0), self.chunk, per="entry", batch_axis=None),
         }
 
+    def tokens_of(self, streams: Mapping[str, torch.Tensor]) -> int:
+        counts = streams["tokens"][0, 0].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
+        return int(counts.clamp_max(self.chunk).sum())
+
     def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         return {"words": int(batch * heads * tokens * self.dim * self.nominal_bits) // 16}
 
@@ -157,6 +152,10 @@ class Transform(CodecFamily):
         except InvalidShape as error:
             raise InvalidShape(f"the {self.place}: {error}") from None
 
+    def rope_of(self, source: Frames) -> Rope | None:
+        """How the side turns by its positions."""
+        return source.rope if self.side == "k" else None
+
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
         first = run.position
         if first is None:
@@ -168,17 +167,19 @@ class Transform(CodecFamily):
         return self._encode(x, 0)
 
     def _encode(self, x: torch.Tensor, position: int) -> dict[str, torch.Tensor]:
-        # Any position decodes to the same values; only the right one makes keys of like tokens alike.
-        position %= 1 << 32
+        # Any position decodes to the same values; only the right one makes keys of like tokens alike. Those of groups do not wrap around.
+        position %= _POSITIONS
         batch, heads, tokens, _ = x.shape
+        if position + tokens > _POSITIONS:
+            position = 0
         source = self.source_for(heads)
-        if source.rope is not None:
-            x = source.rope.turned(x.to(torch.float32), position, back=True)
+        if (rope := self.rope_of(source)) is not None:
+            x = rope.turned(x.to(torch.float32), position, back=True)
         wide = (
             x.to(torch.float32) if self.scope == "head" else x.to(torch.float32).transpose(1, 2).reshape(batch, 1, tokens, heads * self.dim)
         )
         rows = source.rows_on(x.device)
-        columns = (wide - rows[:, :1]) @ source.inverse.to(x.device) * 2.0 ** (self.step / STEPS_PER_OCTAVE)
+        columns = (wide - rows[:, :1]) @ source.inverse.to(x.device) / self.step_size
         levels = torch.sign(columns) * torch.floor(columns.abs() + (0.5 - DEAD_ZONE))
         if levels.numel() and not float(levels.abs().amax()) <= _LARGEST_LEVEL:
             raise OutOfRange(f"a value is {float(levels.abs().amax()):.6g} steps from the mean, the most are {_LARGEST_LEVEL}")
@@ -189,11 +190,11 @@ class Transform(CodecFamily):
         ]
         streams = self.coded(found, source, (batch, heads))
         if self.side == "k":
-            first = (position + self.chunk * numpy.arange(len(found))) % (1 << 32)
-            streams["positions"] = numpy.broadcast_to(_halves(first), (batch, 1, len(found), 2))
-        return {name: _stream(streams[name], x.device) for name in self.layout(1, 1, 0)}
+            first = position + self.chunk * numpy.arange(len(found))
+            streams["positions"] = numpy.broadcast_to(halves(first), (batch, 1, len(found), 2))
+        return {name: stream_of(streams[name], x.device) for name in self.layout(1, 1, 0)}
 
-    def _tables(self, source: Frames, heads: int) -> Numbers:
+    def tables_of(self, source: Frames, heads: int) -> Numbers:
         """The number of the table of every column of every block, uint8 ``[kv_head, column]``."""
         found = source.tables_at(self.step).astype(numpy.uint8)
         return found if self.scope == "head" else found.reshape(self.dim, heads).T
@@ -203,65 +204,13 @@ class Transform(CodecFamily):
 
         ``source`` are the frames of all heads; ``shape`` is batch and kv_head. Raises OutOfRange for levels that a table cannot code.
         """
-        batch, heads = shape
-        tables, numbers = source.tables, self._tables(source, heads)
-        chunks = [(levels[b, h], numbers[h]) for levels in groups for b in range(batch) for h in range(heads)]
-        columns = numpy.array([_used_columns(levels) for levels, _ in chunks], numpy.int64)
-        sizes = numpy.array([levels.shape[1] for levels, _ in chunks], numpy.int64)
-        longest = int((columns * sizes).max(initial=0))
-        symbols, table = numpy.zeros((len(chunks), longest), numpy.uint8), numpy.zeros((len(chunks), longest), numpy.uint8)
-        escapes = []
-        for number, (levels, of_columns) in enumerate(chunks):
-            used, size = int(columns[number]), int(columns[number] * sizes[number])
-            own = levels[:used].reshape(-1)
-            table[number, :size] = numpy.repeat(of_columns[:used], sizes[number])
-            near = numpy.abs(own) <= tables.reach
-            coded = numpy.where(near, own + (tables.reach + 1), 0)
-            coded[tables.frequencies[table[number, :size], coded] == 0] = 0
-            if not tables.frequencies[table[number, :size], coded].all():
-                raise OutOfRange("a table of the basis has neither a symbol for a level nor an escape: choose another step")
-            symbols[number, :size] = coded
-            escapes.append(own[coded == 0].astype("<i4").view("<u2"))
-        made = rans.encode(symbols, columns * sizes, tables.frequencies, table)
-        ends = numpy.cumsum(made.counts)
-        words = [part for end, count, own in zip(ends, made.counts, escapes, strict=True) for part in (made.words[end - count : end], own)]
-        counts = made.counts + numpy.array([len(own) for own in escapes], numpy.int64)
-
-        def arranged(values: Numbers) -> Numbers:
-            """Rows of chunks, which are in the order of groups, sequences and heads, as ``[batch, kv_head, row, ...]``."""
-            return numpy.moveaxis(values.reshape(len(groups), batch, heads, *values.shape[1:]), 0, 2)
-
-        return {
-            "tokens": arranged(sizes)[:, :1],
-            "columns": arranged(columns),
-            "states": arranged(made.states.astype("<u4").view("<u2").reshape(-1, 2 * rans.LANES)),
-            "word_counts": arranged(_halves(counts)),
-            "words": numpy.concatenate([*words, numpy.empty(0, numpy.uint16)])[None, None],
-        }
+        return coded(groups, source.tables, self.tables_of(source, shape[1]), shape)
 
     def symbols(self, streams: Mapping[str, torch.Tensor]) -> Symbols:
         """The symbols of all chunks of ``streams``, in the order of token groups, sequences and heads. Raises as ``source_for``."""
-        batch, heads, rows = streams["columns"].shape
+        heads = streams["columns"].shape[1]
         source = self.source_for(heads)
-        flat = {name: _in_order(streams[name]) for name in ("columns", "word_counts", "states")}
-        columns, counts = numpy.minimum(flat["columns"], self.dim), _joined(flat["word_counts"])
-        tokens = numpy.minimum(_in_order(streams["tokens"].expand(batch, heads, rows)), self.chunk)
-        lengths, numbers = columns * tokens, self._tables(source, heads)
-        table = numpy.zeros((len(columns), int(lengths.max(initial=0))), numpy.uint8)
-        for number, size in enumerate(lengths):
-            table[number, :size] = numpy.repeat(numbers[number % heads, : columns[number]], tokens[number])
-        words = streams["words"].cpu().numpy().reshape(-1)
-        states = numpy.ascontiguousarray(flat["states"].reshape(-1, 2 * rans.LANES), "<u2").view("<u4")
-        decoded = rans.decode(rans.Chunks(words, counts, states), lengths, source.tables.frequencies, table)
-        symbols = decoded.symbols
-        symbols[numpy.arange(symbols.shape[1]) >= lengths[:, None]] = 1
-        escapes = (symbols == 0).sum(1)
-        begins = numpy.cumsum(counts) - counts + decoded.read
-        # Escapes that lack words read others, and then the chunk has read too many.
-        at = numpy.repeat(begins - _ESCAPE_WORDS * (numpy.cumsum(escapes) - escapes), escapes) + _ESCAPE_WORDS * numpy.arange(escapes.sum())
-        pairs = words.astype(numpy.int64) if len(words) else numpy.zeros(1, numpy.int64)
-        escaped = (pairs.take(at, mode="clip") | pairs.take(at + 1, mode="clip") << 16).astype(numpy.uint32).view(numpy.int32)
-        return Symbols(symbols, columns, tokens, table, escaped, decoded.read + _ESCAPE_WORDS * escapes, decoded.states)
+        return symbols_of(streams, source.tables, self.tables_of(source, heads), self.chunk)
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """All tokens of the chunks of ``streams``: the first of them, where only these are wanted."""
@@ -269,15 +218,15 @@ class Transform(CodecFamily):
         device, source, found = streams["columns"].device, self.source_for(heads), self.symbols(streams)
         tokens = [int(count) for count in found.tokens[:: batch * heads]]
         out = torch.empty(batch, heads, sum(tokens), self.dim, dtype=torch.float32, device=device)
-        values = self._values(found, source)
-        positions = _positions(streams["positions"]) if self.side == "k" and source.rope is not None else None
+        values, rope = self._values(found, source), self.rope_of(source)
+        positions = None if rope is None else _positions(streams["positions"])
         first = 0
         for row, count in enumerate(tokens):
             for b in range(batch):
                 own = slice((row * batch + b) * heads, (row * batch + b + 1) * heads)
                 x, to = self._token_group(values[own], found.columns[own], count, source, device), out[b, :, first : first + count]
-                if positions is not None and source.rope is not None:
-                    source.rope.turned(x, int(positions[b, row]), out=to)
+                if positions is not None and rope is not None:
+                    rope.turned(x, int(positions[b, row]), out=to)
                 else:
                     to.copy_(x)
             first += count
@@ -286,13 +235,12 @@ class Transform(CodecFamily):
     def _values(self, found: Symbols, source: Frames) -> list[torch.Tensor]:
         """What the symbols of every chunk stand for, float32 ``[column, token]``."""
         tables = source.tables
-        step = 2.0 ** (-self.step / STEPS_PER_OCTAVE)
-        by_symbol = (tables.by_symbol * step).numpy()
+        by_symbol = (tables.by_symbol * self.step_size).numpy()
         places = numpy.multiply(found.table, tables.alphabet, dtype=numpy.intp)
         places += found.symbols
         values = by_symbol.take(places)
         if len(found.escaped):
-            values[found.symbols == 0] = found.escaped * numpy.float64(step)
+            values[found.symbols == 0] = found.escaped * numpy.float64(self.step_size)
         parts = zip(values, found.columns, found.tokens, strict=True)
         return [torch.from_numpy(row[: columns * tokens].reshape(columns, tokens)) for row, columns, tokens in parts]
 
@@ -319,17 +267,13 @@ class Transform(CodecFamily):
         words, count = streams["words"], int(self.entries(last)["words"].sum())
         last["words"] = words[:, :, words.shape[2] - count :]
         found, source = self.symbols(last), self.source_for(heads)
-        levels = found.symbols.astype(numpy.int64) - (source.tables.reach + 1)
-        levels[found.symbols == 0] = found.escaped
-        group = numpy.zeros((batch * heads, self.dim, tokens), numpy.int64)
-        for number, (columns, size) in enumerate(zip(found.columns, found.tokens, strict=True)):
-            group[number, :columns] = levels[number, : columns * size].reshape(columns, size)[:, :tokens]
+        group = numpy.stack([levels[:, :tokens] for levels in levels_of(found, source.tables, self.dim)])
         again = self.coded([group.reshape(batch, heads, self.dim, tokens)], source, (batch, heads))
         device = words.device
         result = {name: stream for name, stream in streams.items() if name in ("positions", "words")}
-        result["words"] = torch.cat([words[:, :, : words.shape[2] - count], _stream(again["words"], device)], 2)
+        result["words"] = torch.cat([words[:, :, : words.shape[2] - count], stream_of(again["words"], device)], 2)
         for name in ("tokens", "columns", "states", "word_counts"):
-            result[name] = torch.cat([streams[name][:, :, :-1], _stream(again[name], device)], 2)
+            result[name] = torch.cat([streams[name][:, :, :-1], stream_of(again[name], device)], 2)
         return {name: result[name] for name in streams}
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
@@ -338,24 +282,23 @@ class Transform(CodecFamily):
             if (block > self.dim).any():
                 at = first_place(block > self.dim, first, arrays["columns"].shape)
                 raise InvalidPayload(f"{where}.columns: at {at} are {block[(block > self.dim).argmax()]}, a head has {self.dim}")
-        states = arrays["states"]
-        for first, (block,) in row_blocks(states):
-            low = block[:, 1::2] == 0
-            if low.any():
-                at = first_place(low, first * rans.LANES, (*states.shape[:-1], rans.LANES))
-                raise InvalidPayload(f"{where}.states: the state at {at} is {block[:, ::2][low][0]}, expected at least {rans.LEAST_STATE}")
-        counted = sum(int(_joined(block.astype(numpy.int64)).sum()) for _, (block,) in row_blocks(arrays["word_counts"]))
+        check_states(arrays["states"], where)
+        counted = sum(int(joined(block.astype(numpy.int64)).sum()) for _, (block,) in row_blocks(arrays["word_counts"]))
         if counted != arrays["words"].shape[2]:
             raise InvalidPayload(f"{where}.word_counts: they sum to {counted}, {where}.words holds {arrays['words'].shape[2]}")
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
-        """Refuse other counts of tokens than those of the runs; with the basis, chunks that an encoder cannot have made."""
-        batch, heads, rows = arrays["columns"].shape
+        """Refuse other counts of tokens than those of the runs."""
+        batch, _, rows = arrays["columns"].shape
         expected = [min(self.chunk, run - first) for run in runs for first in range(0, run, self.chunk)]
-        tokens = values_between(arrays["tokens"], 0, batch * rows).reshape(batch, rows).copy()
+        tokens = values_between(arrays["tokens"], 0, batch * rows).reshape(batch, rows)
         if (tokens != expected).any():
             b, row = (int(one) for one in numpy.argwhere(tokens != expected)[0])
             raise InvalidPayload(f"{where}.tokens: at {[b, 0, row]} are {tokens[b, row]}, the run gives {expected[row]}")
+
+    def check_chunks(self, arrays: Mapping[str, Array], where: str) -> None:
+        """With the basis, refuse chunks that an encoder cannot have made."""
+        batch, heads, rows = arrays["columns"].shape
         if self.source is None or not rows:
             return
         cpu = torch.device("cpu")
@@ -365,24 +308,27 @@ class Transform(CodecFamily):
         at_once, begin = max(1, _CHECKED_SYMBOLS // (batch * heads * self.chunk * self.dim)), 0
         for first in range(0, rows, at_once):
             last = min(first + at_once, rows)
-            part = {name: _stream(array[:, :, first:last], cpu) for name, array in small.items()}
-            part["tokens"] = _stream(tokens[:, None, first:last], cpu)
+            part = {name: stream_of(array[:, :, first:last], cpu) for name, array in small.items()}
             numbers = (numpy.arange(batch * heads)[:, None] * rows + numpy.arange(first, last)).reshape(-1)
             states = rows_at(arrays["states"], 2 * rans.LANES, numbers)
-            part["states"] = _stream(states.reshape(batch, heads, last - first, 2 * rans.LANES), cpu)
-            counts = _joined(_in_order(part["word_counts"]))
-            end = begin + int(counts.sum())
-            part["words"] = _stream(values_between(arrays["words"], begin, end).copy()[None, None], cpu)
+            part["states"] = stream_of(states.reshape(batch, heads, last - first, 2 * rans.LANES), cpu)
+            end = begin + int(joined(in_order(part["word_counts"])).sum())
+            part["words"] = stream_of(values_between(arrays["words"], begin, end).copy()[None, None], cpu)
             begin, found = end, self.symbols(part)
-            faulty = (found.read != counts) | (found.states != rans.LEAST_STATE).any(1)
-            if faulty.any():
-                one = int(faulty.argmax())
-                row, head = divmod(one, batch * heads)
-                raise InvalidPayload(
-                    f"{where}.words: the chunk at {[*divmod(head, heads), first + row]} reads {found.read[one]} of its {counts[one]} words "
-                    f"and ends in the states {sorted({int(state) for state in found.states[one]})[:4]}, "
-                    f"expected all words and {rans.LEAST_STATE}"
-                )
+            self.check_ends(rans.Decoded(found.symbols, found.read, found.states), found.counts, (batch, heads), where, first)
+
+    def check_ends(self, found: rans.Decoded, counts: Numbers, shape: tuple[int, int], where: str, first: int = 0) -> None:
+        """Refuse what ``rans_checks.check_ends`` refuses of chunks in the order of token groups, from ``first`` on, sequences and heads.
+
+        The words of escapes count as read; ``shape`` is batch and kv_head.
+        """
+        batch, heads = shape
+
+        def place(number: int) -> list[int]:
+            row, sequence = divmod(number, batch * heads)
+            return [*divmod(sequence, heads), first + row]
+
+        check_ends(found, counts, place, where)
 
 
 def default_chunk(dim: int) -> int:
@@ -390,38 +336,11 @@ def default_chunk(dim: int) -> int:
     return max(chunk for chunk in CHUNKS if chunk * dim <= rans.MOST_SYMBOLS)
 
 
-def _used_columns(levels: Numbers) -> int:
-    """The columns ``[column, token]`` up to the last that has another level than 0."""
-    used = numpy.flatnonzero(levels.any(1))
-    return int(used[-1]) + 1 if len(used) else 0
-
-
-def _in_order(stream: torch.Tensor) -> Numbers:
-    """Rows ``[batch, kv_head, row, ...]`` of 16-bit numbers by row, then sequence, then head: int64."""
-    found: Numbers = numpy.moveaxis(stream.cpu().numpy().astype(numpy.int64), 2, 0)
-    return found.reshape(-1, *found.shape[3:])
-
-
 def _positions(stream: torch.Tensor) -> Numbers:
     """The positions int64 ``[batch, row]`` of a stream ``[batch, 1, row, 2]``."""
-    return _joined(stream.cpu().numpy().astype(numpy.int64)[:, 0])
-
-
-def _joined(halves: Numbers) -> Numbers:
-    """Numbers of 32 bits from their low and high halves ``[..., 2]``, int64."""
-    found: Numbers = halves[..., 0] | halves[..., 1] << 16
-    return found
-
-
-def _halves(values: Numbers) -> Numbers:
-    """The low and the high 16 bits of ``values``, uint16 ``[..., 2]``."""
-    return numpy.stack([values & 0xFFFF, values >> 16], -1).astype(numpy.uint16)
+    return joined(stream.cpu().numpy().astype(numpy.int64)[:, 0])
 
 
 def _following(before: Mapping[str, torch.Tensor]) -> int:
     """The position after the last token of a run."""
     return int(_positions(before["positions"])[0, -1]) + int(before["tokens"][0, 0, -1].to(torch.int64))
-
-
-def _stream(numbers: Numbers, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(numpy.array(numbers, numpy.uint16, order="C")).to(device)

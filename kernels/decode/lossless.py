@@ -1,7 +1,6 @@
 """Decode packed rows of lossless to values, bit for bit (spec/codecs/lossless.md, spec/rans.md); ``formats/lossless.py`` is the oracle.
 
-A program is one warp, whose threads are the lanes of one chunk: they find their symbols in a table of slots, and those whose states run
-low take the next words of the chunk in their order.
+A program is one warp, which decodes one chunk.
 """
 
 # Triton has no types.
@@ -18,8 +17,10 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.lossless import FORMS
-from kvpack.formats.rans import LANES, LEAST_STATE, PRECISION, TOTAL
+from kvpack.formats.rans import LANES, PRECISION, TOTAL
 from kvpack.kernels.words import columns
+
+from . import rans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,7 +64,7 @@ def decode_into(codec: Lossless, packed: Sequence[Packed], out: torch.Tensor, ro
         _decode[(len(rows) * batch * heads,)](
             out, *out.stride()[:3], torch.from_numpy(rows).to(out.device, non_blocking=True), ends, _slots(tables), heads, batch * heads,
             DIM=codec.dim, CHUNK_LANES=LANES, FRACTION=FORMS[codec.dtype].fraction_bits, EXPONENT=FORMS[codec.dtype].exponent_bits,
-            BITS=PRECISION, LEAST=LEAST_STATE, IN_PLANE=in_plane, EXACT=out.dtype == _DTYPES[codec.dtype], num_warps=1, num_stages=1,
+            BITS=PRECISION, IN_PLANE=in_plane, EXACT=out.dtype == _DTYPES[codec.dtype], num_warps=1, num_stages=1,
         )  # fmt: skip
     del held
     return True
@@ -157,7 +158,6 @@ def _decode(
     FRACTION: tl.constexpr,
     EXPONENT: tl.constexpr,
     BITS: tl.constexpr,
-    LEAST: tl.constexpr,
     IN_PLANE: tl.constexpr,
     EXACT: tl.constexpr,
 ) -> None:
@@ -174,22 +174,13 @@ def _decode(
     slots += (number * sequences + sequence) << BITS
     target = out + batch * batch_stride + head * head_stride + first * token_stride
     lane = tl.arange(0, CHUNK_LANES)  # [lane], as all tensors below
-    low_half = tl.load(states + 2 * lane).to(tl.uint32) & 0xFFFF
-    state = tl.load(states + 2 * lane + 1).to(tl.uint32) << 16 | low_half
+    state = rans.first_states(states, lane)
     count = tokens * DIM
     for begin in range(0, count, CHUNK_LANES):
         place = begin + lane
         active = place < count
-        slot = state & ((1 << BITS) - 1)
-        entry = tl.load(slots + slot.to(tl.int32)).to(tl.uint32, bitcast=True)
-        after = ((entry >> 8 & ((1 << BITS) - 1)) + 1) * (state >> BITS) + slot - (entry >> 20)
-        low = active & (after < LEAST)
-        taken = low.to(tl.int32)
-        source = at + tl.cumsum(taken, 0) - taken
-        word = tl.load(words + source, low & (source < word_count), 0).to(tl.uint32) & 0xFFFF
-        after = tl.where(low, after << 16 | word, after)
-        state = tl.where(active, after, state)
-        at += tl.sum(taken, 0)
+        entry = rans.entry_of(slots, state)
+        state, at = rans.advance(state, entry, active, lane, words, at, word_count)
         token = place // DIM
         channel = place % DIM
         exponent = (entry & 0xFF).to(tl.int32)

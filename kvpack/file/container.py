@@ -266,6 +266,7 @@ class File:
         codec = self.header.codecs[entry.codec]
         codec.check(arrays, where)
         codec.check_runs(arrays, entry.runs, where)
+        codec.check_chunks(arrays, where)
         if self.header.is_basis:
             for name, array in arrays.items():
                 check_finite(f"{where}.{name}", array, "the rows of a basis")

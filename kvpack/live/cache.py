@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from kvpack.cache.layer import Layer
 from kvpack.cache.rows import check_rows, row_numbers
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
+from kvpack.coding.modes import own_modes
 from kvpack.coding.recipes import SIDES, Recipe, parse_recipe
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite, OutOfBounds
 
@@ -95,7 +97,11 @@ class LiveCache:
         live._count, live.model, live.start = len(cache), MappingProxyType(dict(cache.model)), cache.start
         live._kept = set()
         live.sliding_windows = _checked_windows(sliding_windows, len(cache))
-        live._layers = [live._made(number, layer) for number, layer in enumerate(cache)]
+        # Set once: each side would set them again.
+        with contextlib.ExitStack() as modes:
+            for device in {side.device for layer in cache for side in layer.sides.values()}:
+                modes.enter_context(own_modes(device))
+            live._layers = [live._made(number, layer) for number, layer in enumerate(cache)]
         live._prepare()
         return live
 

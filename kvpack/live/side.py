@@ -71,7 +71,8 @@ class LiveSide:
         # Tensors made in inference mode could not be written outside it.
         with own_modes(side.device):
             self.tail = torch.zeros(side.batch, side.heads, room, side.dim, dtype=side.tail.dtype, device=side.device)
-            self.tail[:, :, :raw_tokens] = side.tail[:, :, older:]
+            if raw_tokens:
+                self.tail[:, :, :raw_tokens] = side.tail[:, :, older:]
         # Rows of entries, and of runs, are as many as the tokens' values ask for: such pages are joined, not filled.
         self._in_place = in_place and all(entry.per == "token" for entry in side.codec.layout(1, 1, 0).values())
         self._open: list[OpenPage] = []

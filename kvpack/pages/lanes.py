@@ -185,6 +185,7 @@ def check_values(row: memoryview, contents: Contents, layout: RowLayout, where: 
                 arrays[stream] = as_array(row[begin:end], entry)
             codec.check(arrays, f"{where}: {prefix}")
             codec.check_runs(arrays, side.runs, f"{where}: {prefix}")
+            codec.check_chunks(arrays, f"{where}: {prefix}")
 
 
 def _tensor(data: memoryview, layout: Layout) -> torch.Tensor:

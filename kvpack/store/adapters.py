@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from kvpack.formats.errors import InvalidParameter
 
 from .described import BY_HAND, class_name, plain, tensor_digest, text_digest
-from .modules import Part, check_determined, own_children, parts
+from .modules import Part, check_determined, own_children
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
-    import torch
 
 _STATE = {"_active_adapter", "_disable_adapters", "merged_adapters"}
 """Attributes of a layer that say which adapters are in effect; they are described separately."""
@@ -23,13 +22,12 @@ _INCIDENTAL = {"_adapters", "_caches", "_tied_adapter", "kwargs", "quantization_
 _HOME_MADE = re.compile(r"lora|adapter", re.IGNORECASE)
 
 
-def adapters_text(model: torch.nn.Module, named: str | None) -> str:
-    """The field ``adapter`` of an identity: ``named``, or the names of the adapters in effect, and their digest.
+def adapters_text(layers: Sequence[Part], named: str | None) -> str:
+    """The field ``adapter`` of the identity of a model's parts: ``named``, or the names of the adapters in effect, and their digest.
 
     Empty without adapters. Adapters that are loaded but not in effect are ignored. Raises InvalidParameter, naming the
     module, for an adapter that kvpack cannot describe.
     """
-    layers = list(parts(model))
     states: list[Any] = []
     names: set[str] = set()
     for part in layers:

@@ -6,6 +6,7 @@ import enum
 import hashlib
 import json
 import types
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -13,8 +14,12 @@ import xxhash
 from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
+SCALARS = frozenset({type(None), bool, int, float, str})
+"""The classes of values that are JSON values as they are."""
 BY_HAND = "build the kvpack.Identity by hand, and name in it what the keys and values depend on"
 """The advice for a caller whose model cannot be digested."""
 
@@ -26,7 +31,10 @@ def text_digest(value: Any) -> str:
 
 def json_text(value: Any) -> str:
     """``value``, as ``plain`` returns it, as JSON without spaces, its keys sorted."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return _JSON.encode(value)
+
+
+_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 def class_name(kind: type) -> str:
@@ -39,9 +47,11 @@ def plain(where: str, value: Any, most: int | None = None) -> Any:
 
     Raises InvalidParameter, naming ``where``, if it has no such form.
     """
+    if type(value) in SCALARS:
+        return value
     import torch
 
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, (bool, int, float, str)):
         return value.value if isinstance(value, enum.Enum) else value
     if isinstance(value, enum.Enum):
         return plain(where, value.value, most)
@@ -89,10 +99,7 @@ def tensor_digest(where: str, tensor: torch.Tensor, most: int | None = None) -> 
         parts = [[name, tensor_digest(f"{where}.{name}", getattr(tensor, name), most)] for name in names]
         return f"{kind} {described} {text_digest([parts, plain(where, context)])}"
     try:
-        values = tensor.detach()
-        if most is not None and values.numel() > most:
-            places = torch.arange(most, device=values.device) * (values.numel() // most)
-            values = values.flatten()[places] if values.is_contiguous() else values[torch.unravel_index(places, values.shape)]
+        values = _spaced(tensor.detach(), most)
         data = values.cpu().contiguous().flatten().view(torch.uint8).numpy()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
@@ -101,3 +108,53 @@ def tensor_digest(where: str, tensor: torch.Tensor, most: int | None = None) -> 
             f"give weights= (a revision) where it is a weight, or {BY_HAND}"
         ) from None
     return f"{described} {xxhash.xxh3_128_hexdigest(data.data)}"
+
+
+def sampled(named: Sequence[tuple[str, Any]], most: int) -> list[Any]:
+    """``plain(name, value, most)`` of each of ``named``. Tensors are read together: each read from a device waits for it.
+
+    Raises InvalidParameter.
+    """
+    import torch
+
+    alike: dict[tuple[torch.device, int], list[tuple[int, torch.Tensor]]] = {}
+    for number, (_, value) in enumerate(named):
+        if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized and value.device.type != "meta":
+            alike.setdefault((value.device, value.element_size()), []).append((number, value))
+    found: dict[int, str] = {}
+    for (_, size), tensors in alike.items():
+        # Where they cannot be read together, one that cannot be read alone is named below.
+        if size in _INTEGERS:
+            with suppress(RuntimeError, TypeError, NotImplementedError):
+                found |= _together(tensors, getattr(torch, _INTEGERS[size]), most)
+    return [found[number] if number in found else plain(name, value, most) for number, (name, value) in enumerate(named)]
+
+
+_INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+"""The dtypes as which samples of any dtype of as many bytes are joined."""
+
+
+def _together(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, most: int) -> dict[int, str]:
+    """``tensor_digest`` of tensors of one device and size of values, by their numbers."""
+    import torch
+
+    samples = [_spaced(tensor.detach().view(dtype), most).flatten() for _, tensor in tensors]
+    data = torch.cat(samples).cpu().numpy()
+    found, start = {}, 0
+    for (number, tensor), sample in zip(tensors, samples, strict=True):
+        stop = start + sample.numel()
+        found[number] = f"{tensor.dtype} {list(tensor.shape)} {xxhash.xxh3_128_hexdigest(data[start:stop].data)}"
+        start = stop
+    return found
+
+
+def _spaced(values: torch.Tensor, most: int | None) -> torch.Tensor:
+    """``most`` of the values, evenly spaced; all where they are fewer."""
+    import torch
+
+    if most is None or values.numel() <= most:
+        return values
+    step = values.numel() // most
+    if values.is_contiguous():
+        return values.as_strided((most,), (step,))
+    return values[torch.unravel_index(torch.arange(most, device=values.device) * step, values.shape)]

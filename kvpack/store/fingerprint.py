@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
 
-from .described import class_name, json_text, plain, tensor_digest, text_digest
-from .modules import parts
+from .described import SCALARS, class_name, json_text, plain, sampled, tensor_digest, text_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
 
@@ -39,34 +38,34 @@ _NOTED_LENGTH = "max_seq_len_cached"
 """The ending of attributes in which a rotary embedding notes the longest sequence so far: its effects are in a buffer."""
 
 
-def weights_digest(model: torch.nn.Module) -> str:
+def weights_digest(found: Iterable[Part]) -> str:
     """A digest of every parameter and persistent buffer by name, dtype and shape, without adapters. Raises InvalidParameter."""
     total = hashlib.sha256()
-    for part in _of_the_model(model):
+    for part in _of_the_model(found):
         for name, value in sorted(_own_state(part).items()):
             total.update(f"{json_text([name, plain(name, value)])}\n".encode())
     return f"sha256:{total.hexdigest()}"
 
 
-def weights_sample(model: torch.nn.Module) -> str:
+def weights_sample(found: Iterable[Part]) -> str:
     """What tells models of the same modules apart without reading all weights: ``SAMPLE`` and a digest of some values of each.
 
     They are those of ``weights_digest``, ``SAMPLED_VALUES`` evenly spaced in each. Raises InvalidParameter.
     """
+    named = [item for part in _of_the_model(found) for item in sorted(_own_state(part).items())]
     total = hashlib.sha256()
-    for part in _of_the_model(model):
-        for name, value in sorted(_own_state(part).items()):
-            total.update(f"{json_text([name, plain(name, value, SAMPLED_VALUES)])}\n".encode())
+    for (name, _), value in zip(named, sampled(named, SAMPLED_VALUES), strict=True):
+        total.update(f"{json_text([name, value])}\n".encode())
     return f"{SAMPLE}{total.hexdigest()}"
 
 
-def config_digest(model: Any) -> str:
+def config_digest(config: Any, found: Iterable[Part]) -> str:
     """A digest of everything that keys and values depend on besides the weights' values and adapters.
 
-    It covers the configuration, and for every module its class, its plain attributes, the types, dtypes and shapes of its
+    It covers the configuration of a model, and for every module its class, its plain attributes, the types, dtypes and shapes of its
     parameters, and its buffers, which may have changed since it was made. Raises InvalidParameter.
     """
-    return text_digest([_settings(model.config), [_module(part) for part in _of_the_model(model)]])
+    return text_digest([_settings(config), [_module(part) for part in _of_the_model(found)]])
 
 
 def dtype_text(model: Any) -> str:
@@ -79,23 +78,25 @@ def dtype_text(model: Any) -> str:
     return " autocast ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def check_deterministic(model: torch.nn.Module) -> None:
+def check_deterministic(found: Iterable[Part]) -> None:
     """Raise InvalidParameter for a model that drops values at random, as a model in training does."""
-    for part in parts(model):
+    for part in found:
         for name, module in part.module.named_modules() if part.adapter == "layer" else [("", part.module)]:
+            if not module.training:
+                continue
             rates = {key: value for key, value in vars(module).items() if "dropout" in key and isinstance(value, float)}
             if type(module).__name__.endswith(("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")):
                 rates["p"] = getattr(module, "p", 0)
             for key, rate in rates.items():
-                if module.training and rate > 0:
+                if rate > 0:
                     where = ".".join(filter(None, (part.name, name, key)))
                     raise InvalidParameter(
                         f"the model is in training mode and drops values at random ({where} is {rate}): call model.eval() first"
                     )
 
 
-def _of_the_model(model: torch.nn.Module) -> Iterator[Part]:
-    return (part for part in parts(model) if not part.adapter)
+def _of_the_model(found: Iterable[Part]) -> Sequence[Part]:
+    return [part for part in found if not part.adapter]
 
 
 def _own_state(part: Part) -> dict[str, Any]:
@@ -123,18 +124,25 @@ def _settings(config: Any) -> Any:
 def _module(part: Part) -> list[Any]:
     module = part.module
     where = part.name or "the model"
-    attributes = sorted([name, value] for name, value in vars(module).items() if _is_setting(name, value))
+    attributes = _attributes(where, vars(module))
     parameters = [[name, _kind(f"{where}.{name}", tensor)] for name, tensor in sorted(module._parameters.items()) if tensor is not None]
     buffers = [[name, tensor_digest(f"{where}.{name}", tensor)] for name, tensor in sorted(module._buffers.items()) if tensor is not None]
-    return [part.name, class_name(type(module)), plain(where, attributes), parameters, buffers]
+    return [part.name, class_name(type(module)), attributes, parameters, buffers]
+
+
+def _attributes(where: str, found: Mapping[str, Any]) -> Any:
+    """The plain attributes that are settings, by name."""
+    own = [[name, value] for name, value in found.items() if not name.startswith("_") and _is_setting(name, value)]
+    return plain(where, sorted(own))
 
 
 def _is_setting(name: str, value: Any) -> bool:
-    incidental = name.startswith("_") or name == "training" or name in _INCIDENTAL_ATTRIBUTES or name.endswith(_NOTED_LENGTH)
-    return not incidental and _is_plain(value)
+    return name != "training" and name not in _INCIDENTAL_ATTRIBUTES and not name.endswith(_NOTED_LENGTH) and _is_plain(value)
 
 
 def _is_plain(value: Any) -> bool:
+    if type(value) in SCALARS:
+        return True
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
@@ -144,8 +152,8 @@ def _is_plain(value: Any) -> bool:
 
 def _kind(where: str, tensor: torch.Tensor) -> list[Any]:
     """The class, attributes and dtype of a parameter, which describe its quantization."""
-    attributes = sorted([name, value] for name, value in getattr(tensor, "__dict__", {}).items() if _is_setting(name, value))
-    kinds = [class_name(type(tensor)), str(tensor.dtype), list(tensor.shape), plain(where, attributes)]
+    attributes = _attributes(where, getattr(tensor, "__dict__", {}))
+    kinds = [class_name(type(tensor)), str(tensor.dtype), list(tensor.shape), attributes]
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         kinds.append([[name, _kind(f"{where}.{name}", getattr(tensor, name))] for name in names])

@@ -14,9 +14,11 @@ from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from kvpack.coding.recipes import Recipe
+
+    from .modules import Part
 
 _HEADER_NAMES = {"model": "name"}
 """Fields with another name in an entry's header."""
@@ -76,22 +78,40 @@ class Identity:
         Raises InvalidParameter for an adapter whose effect kvpack cannot determine, for values that are not in memory
         (offloaded, or on the meta device) or whose bytes cannot be read, and for a model that drops values at random.
         """
+        from .modules import parts
+
+        found = list(parts(model))
+        return cls.of_parts(found, recipe, name=name, weights=weights, adapter=adapter, tenant=tenant, extra=extra)
+
+    @classmethod
+    def of_parts(
+        cls,
+        found: Sequence[Part],
+        recipe: str | Recipe,
+        *,
+        name: str | None = None,
+        weights: str | None = None,
+        adapter: str | None = None,
+        tenant: str = "",
+        extra: str = "",
+    ) -> Self:
+        """``of`` for the model whose ``modules.parts`` are ``found``: they are walked once for all digests."""
         from .adapters import adapters_text
         from .fingerprint import check_deterministic, config_digest, dtype_text, weights_digest
         from .modules import base_model
         from .rope import rope_text
 
-        base = base_model(model)
-        check_deterministic(model)
+        base = base_model(found)
+        check_deterministic(found)
         return cls(
             model=getattr(base.config, "name_or_path", "") if name is None else name,
             recipe=parse_recipe(recipe).text,
-            weights=weights_digest(model) if weights is None else weights,
-            adapter=adapters_text(model, adapter),
+            weights=weights_digest(found) if weights is None else weights,
+            adapter=adapters_text(found, adapter),
             rope=rope_text(getattr(base.config, "text_config", None) or base.config),
             dtype=dtype_text(base),
             tenant=tenant,
-            config=config_digest(base),
+            config=config_digest(base.config, found),
             extra=extra,
         )
 

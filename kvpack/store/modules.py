@@ -14,7 +14,7 @@ from kvpack.formats.errors import InvalidParameter
 from .described import BY_HAND, class_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import torch
 
@@ -45,12 +45,16 @@ def parts(model: torch.nn.Module) -> Iterator[Part]:
     Raises InvalidParameter for an adapter whose effect kvpack cannot determine.
     """
     seen: set[int] = set()
+    known: dict[type, str] = {}
 
     def walk(name: str, module: torch.nn.Module) -> Iterator[Part]:
         if id(module) in seen:
             return
         seen.add(id(module))
-        adapter = _adapter(name, module)
+        kind = type(module)
+        if kind not in known:
+            known[kind] = _adapter(name, kind)
+        adapter = known[kind]
         yield Part(name, module, adapter)
         if adapter == "around":
             yield from walk(name, _held(module))
@@ -68,9 +72,9 @@ def parts(model: torch.nn.Module) -> Iterator[Part]:
     yield from walk("", model)
 
 
-def base_model(model: Any) -> Any:
+def base_model(found: Iterable[Part]) -> Any:
     """The transformers model inside its adapters' wrappers."""
-    return next(part.module for part in parts(model) if not part.adapter)
+    return next(part.module for part in found if not part.adapter)
 
 
 def own_children(layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -90,8 +94,7 @@ def check_determined(where: str, kind: type) -> None:
         )
 
 
-def _adapter(name: str, module: torch.nn.Module) -> str:
-    kind = type(module)
+def _adapter(name: str, kind: type) -> str:
     library = kind.__module__.partition(".")[0]
     check_determined(name, kind)
     names = _names(kind)

@@ -16,6 +16,7 @@ from kvpack.file.inputs import Inputs
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.integrations.transformers.models import identity_of
 from kvpack.store.fingerprint import weights_sample
+from kvpack.store.modules import parts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -147,7 +148,7 @@ def test_a_file_names_its_model_and_keeps_its_metadata(tmp_path: Path, capsys: A
     model.config._name_or_path = "one"
     path = file_of(model, tmp_path / "file")
     named = kvpack.load(path).model
-    assert named == kvpack.Identity.of(model, "raw", weights=weights_sample(model)).header_model
+    assert named == kvpack.Identity.of(model, "raw", weights=weights_sample(parts(model))).header_model
     with KvpackCache.load(path, model) as cache, KvpackCache(model, "raw") as other:
         assert other.packed.model == named
         model(IDS, past_key_values=cache)

@@ -265,6 +265,7 @@ def test_worked_examples(page: Path) -> None:
         arrays = {name: stream.numpy() for name, stream in streams.items()}
         codec.check(arrays, page.stem)
         codec.check_runs(arrays, (2,), page.stem)
+        codec.check_chunks(arrays, page.stem)
         codes = [list(map(int, row["codes"].split())) for row in table(text, "token", "codes")]
         (stream,) = codec.packings()
         assert codec.unpack(stream, streams)[0][0, 0].tolist() == codes

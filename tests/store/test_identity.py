@@ -12,6 +12,7 @@ from torch import nn
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter
+from kvpack.store.described import plain, sampled
 from kvpack.store.rope import longest_sequence
 
 transformers = pytest.importorskip("transformers")
@@ -287,3 +288,15 @@ def test_the_callers_own_words_are_in_the_key(tmp_path: Any) -> None:
     model = small_llama()
     plain, hooked = (kvpack.Store(tmp_path, identity(model, extra=extra), chunk=32) for extra in ("", "a hook on layer 3"))
     assert not set(plain.keys(range(64))) & set(hooked.keys(range(64)))
+
+
+def test_samples_are_read_together_as_each_alone() -> None:
+    values = torch.randn(7, 300, generator=torch.Generator().manual_seed(0))
+    named: list[tuple[str, Any]] = [
+        ("long", values), ("not contiguous", values.T), ("half", values.to(torch.bfloat16)), ("byte", values.to(torch.float8_e4m3fn)),
+        ("flags", values > 0), ("integers", values.to(torch.int64)), ("few", values[0, :3]), ("part", values[2:5, 10:90]),
+        ("none", values[:0]), ("scalar", values[0, 0]), ("text", "x"),
+    ]  # fmt: skip
+    assert sampled(named, 64) == [plain(name, value, 64) for name, value in named]
+    with pytest.raises(InvalidParameter, match="lost is on the meta device"):
+        sampled([*named, ("lost", torch.empty(3, device="meta"))], 64)

@@ -283,6 +283,7 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
         arrays = {name: stream.numpy() for name, stream in bits.items()}
         codec.check(arrays, "x")
         codec.check_runs(arrays, (tokens,) if tokens else (), "x")
+        codec.check_chunks(arrays, "x")
     params = codec.params()
     assert params["id"] == codec.id
     assert codec_from_params(params) == codec

@@ -19,7 +19,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidShape, KvpackWarning,
 from kvpack.live.cache import LiveCache
 
 from .compiled import CompiledCalls
-from .hooks import Hooks
+from .hooks import Hooks, models_in
 from .layers import AbsentLayer, Decoding, PackedLayer, check_window
 from .models import Model, check_identity, check_layers, has_multidimensional_positions, identity_of
 from .positions import RotaryPositions
@@ -75,7 +75,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         model, contents = _arguments(first, second)
         if basis is not None and isinstance(contents, Cache):
             raise InvalidParameter("basis= is for recipes: a packed cache has its basis, which kvpack.load(path, basis=...) gives it")
-        known = None if model is None else Model(model)
+        inside = [] if model is None else models_in(model)
+        known = None if model is None else Model(model, inside)
         inputs: Inputs | None = None
         if isinstance(contents, Cache):
             if contents.start:
@@ -118,7 +119,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             decoding.tell(known.name)
         self.passes = Tracking(Record(inputs, tokens), positions, known, not self._dense)
         self.passes.states = any(states)
-        self._hooks = None if model is None else Hooks.on(model)
+        self._hooks = None if model is None else Hooks.on(model, inside)
         self._switch = None if known is None or self._dense else Switch.of(model)
         self._seen: set[type] = set()
         self.compiled = CompiledCalls(self, len(self.layers))

@@ -16,7 +16,7 @@ from .passes import Pass, arguments_of
 from .record import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kvpack.file.inputs import Inputs
 
@@ -27,7 +27,7 @@ _HOOKS: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
 class Hooks:
     """The hooks of one model: they reference no cache, and are removed with the last reference to this object."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, inside: Sequence[PreTrainedModel]) -> None:
         self.model = weakref.ref(model)
         self.recordings: list[Recording] = []
         mine = weakref.ref(self)
@@ -46,21 +46,21 @@ class Hooks:
 
         # A wrapper, such as PEFT's, may call the forward of a model and not the model; the models inside that one are called.
         handles: list[Any] = []
-        for module in models_in(model):
+        for module in inside:
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
-        watched = [weakref.ref(module) for module in models_in(model) if _watch_generate(module)]
+        watched = [weakref.ref(module) for module in inside if _watch_generate(module)]
         weakref.finalize(self, _remove, handles, watched)
 
     def __deepcopy__(self, memo: object) -> Hooks:
         return self
 
     @staticmethod
-    def on(model: torch.nn.Module) -> Hooks:
-        """The hooks of ``model``, created if there are none."""
+    def on(model: torch.nn.Module, inside: Sequence[PreTrainedModel] | None = None) -> Hooks:
+        """The hooks of ``model``, created if there are none; ``inside`` is ``models_in(model)``, where the caller has walked it."""
         hooks = _HOOKS.get(id(model))
         if hooks is None or hooks.model() is not model:
-            hooks = Hooks(model)
+            hooks = Hooks(model, models_in(model) if inside is None else inside)
             _HOOKS[id(model)] = hooks
         return hooks
 
@@ -159,7 +159,16 @@ def recording(model: torch.nn.Module) -> Iterator[Recording]:
 
 def models_in(model: torch.nn.Module) -> list[PreTrainedModel]:
     """The transformers models among the modules of ``model``, the outermost first: PEFT's wrappers are none."""
-    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return list(_models_in(model))
+
+
+def outermost(model: torch.nn.Module) -> PreTrainedModel:
+    """The first of ``models_in``."""
+    return next(_models_in(model))
+
+
+def _models_in(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
+    return (module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def passes_over(past: Any) -> list[Any]:

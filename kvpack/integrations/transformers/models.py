@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from transformers import DynamicCache, PreTrainedModel
@@ -20,11 +21,14 @@ from transformers.cache_utils import (
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.fingerprint import SAMPLE, weights_sample
 from kvpack.store.identity import Identity
+from kvpack.store.modules import parts
 
 from .hooks import models_in
 from .plain import NAMES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from kvpack.cache.cache import Cache
@@ -42,12 +46,14 @@ _CACHES = {"past_key_values", "layer_past"}
 class Model:
     """What is known of a transformers model, or of a wrapper of one, as far as its caches are concerned; it refers to no weights.
 
-    ``takes_packed_layers`` says whether its attention is given keys and values as the cache hands them out.
+    ``takes_packed_layers`` says whether its attention is given keys and values as the cache hands them out. ``inside`` is
+    ``models_in(model)``, where the caller has walked it.
     Raises InvalidParameter for anything but a model.
     """
 
-    def __init__(self, model: Any) -> None:
-        inside = models_in(model) if hasattr(model, "modules") else []
+    def __init__(self, model: Any, inside: Sequence[PreTrainedModel] | None = None) -> None:
+        if inside is None:
+            inside = models_in(model) if hasattr(model, "modules") else []
         if not inside:
             raise InvalidParameter(f"model is a {type(model).__name__}, expected a transformers model or a wrapper of one")
         outer = inside[0]
@@ -76,7 +82,7 @@ class Model:
 
     def windows(self, layers: int) -> list[int | None]:
         """The sliding window of each of the first ``layers`` layers."""
-        known = [getattr(layer, "sliding_window", None) for layer in self._layers()]
+        known = [getattr(layer, "sliding_window", None) for layer in self._layers]
         return [*known, *[None] * layers][:layers]
 
     def layers_with_tokens(self) -> list[bool]:
@@ -84,10 +90,10 @@ class Model:
 
         Raises InvalidParameter for a layer that keeps anything else, and for a model that takes no cache of layers.
         """
-        for number, layer in enumerate(self._layers()):
+        for number, layer in enumerate(self._layers):
             self._check_layer(number, layer)
         self._check_takes_cache()
-        held = [isinstance(layer, CacheLayerMixin) for layer in self._layers()]
+        held = [isinstance(layer, CacheLayerMixin) for layer in self._layers]
         if not any(held):
             raise InvalidParameter(
                 f"{self.name} has no layer with keys and values: only its states grow with no token, and nothing is packed"
@@ -96,12 +102,12 @@ class Model:
 
     def states(self, layers: int) -> list[int]:
         """For each of the first ``layers`` layers the states that it keeps of each kind, 0 for a layer without any."""
-        known = [layer.number_of_states if type(layer) in _WITH_STATES else 0 for layer in self._layers()]
+        known = [layer.number_of_states if type(layer) in _WITH_STATES else 0 for layer in self._layers]
         return [*known, *[0] * layers][:layers]
 
     def check(self, cache: Cache) -> None:
         """Raise InvalidParameter, naming what differs, for a cache that is not of this model as far as both tell."""
-        expected = [] if self.has_encoder else self._layers()
+        expected = [] if self.has_encoder else self._layers
         for number, layer in enumerate(expected):
             self._check_layer(number, layer)
         self._check_takes_cache()
@@ -121,7 +127,9 @@ class Model:
                 "states of recurrent and convolution layers"
             )
 
+    @cached_property
     def _layers(self) -> list[Any]:
+        """Those of the cache that transformers makes for the model."""
         layers: list[Any] = DynamicCache(config=self.config).layers
         return layers
 
@@ -158,11 +166,12 @@ def identity_of(model: Any) -> dict[str, str]:
     It cannot in training mode, or with buffers that are not in memory.
     """
     try:
-        weights = weights_sample(model)
-    except InvalidParameter:
-        weights = ""
-    try:
-        return Identity.of(model, "raw", weights=weights).header_model
+        found = list(parts(model))
+        try:
+            weights = weights_sample(found)
+        except InvalidParameter:
+            weights = ""
+        return Identity.of_parts(found, "raw", weights=weights).header_model
     except InvalidParameter:
         return {}
 

@@ -6,7 +6,7 @@ import logging
 import weakref
 from typing import Any
 
-from .hooks import models_in
+from .hooks import outermost
 from .plain import NAMES, forget_attention, remember_attention
 
 _SWITCHES: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionary()
@@ -19,7 +19,7 @@ class Switch:
     """Attention "kvpack" of one model; the attention that was set before comes back with the last reference to this object."""
 
     def __init__(self, model: Any) -> None:
-        outer = models_in(model)[0]
+        outer = outermost(model)
         self._model = weakref.ref(outer)
         before = {name: str(config._attn_implementation) for name, config in _configs(outer).items()}
         outer.set_attn_implementation("kvpack")
@@ -41,7 +41,7 @@ class Switch:
     @staticmethod
     def of(model: Any) -> Switch | None:
         """The switch of ``model``, made if there is none; None for a model whose attention was set to "kvpack" by its owner."""
-        outer = models_in(model)[0]
+        outer = outermost(model)
         switch = _SWITCHES.get(id(outer))
         # A cache may keep the switch of a model that is gone, whose id is then another's.
         if switch is None or switch._model() is not outer:

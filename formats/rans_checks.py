@@ -1,0 +1,37 @@
+"""What readers of codecs refuse of chunks of rANS (spec/rans.md): first states, and how chunks end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import rans
+from .errors import InvalidPayload
+from .lazy import numpy
+from .value_blocks import first_place, row_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .value_blocks import Array
+
+    Numbers = numpy.ndarray[Any, Any]
+
+
+def check_states(states: Array, where: str) -> None:
+    """Raise InvalidPayload for a first state below 2^16; ``states`` are uint16 ``[..., 2 · LANES]``, the low half of each first."""
+    for first, (block,) in row_blocks(states):
+        low = block[:, 1::2] == 0
+        if low.any():
+            at = first_place(low, first * rans.LANES, (*states.shape[:-1], rans.LANES))
+            raise InvalidPayload(f"{where}.states: the state at {at} is {block[:, ::2][low][0]}, expected at least {rans.LEAST_STATE}")
+
+
+def check_ends(found: rans.Decoded, counts: Numbers, place: Callable[[int], Sequence[int]], where: str) -> None:
+    """Raise InvalidPayload for the first chunk of ``counts`` words that no encoder makes; ``place`` gives the indices of a chunk."""
+    faulty = found.faulty(counts)
+    if faulty.any():
+        one = int(faulty.argmax())
+        raise InvalidPayload(
+            f"{where}.words: the chunk at {list(place(one))} reads {found.read[one]} of its {counts[one]} words "
+            f"and ends in the states {sorted({int(state) for state in found.states[one]})[:4]}, expected all words and {rans.LEAST_STATE}"
+        )

@@ -1,0 +1,145 @@
+"""The chunks of the codec transform: levels of columns to the streams that hold them, and back to symbols (spec/codecs/transform.md).
+
+Everything here is of integers and exact; what the symbols stand for is in ``transform.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import rans
+from .errors import OutOfRange
+from .lazy import numpy, torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .frames import Tables
+
+    Numbers = numpy.ndarray[Any, Any]
+
+ESCAPE_WORDS = 2
+
+
+class Symbols(NamedTuple):
+    """The symbols of chunks: uint8 ``[chunk, symbol]`` in the order of columns, and for each chunk its ``columns`` and ``tokens``.
+
+    ``table`` is the number of every symbol's table, uint8 ``[chunk, symbol]``, and ``escaped`` the levels that escapes stand for, in the
+    order of the symbols of all chunks. ``read`` are the words that each chunk took, ``[chunk]``, ``counts`` those that it has, and
+    ``states`` its last ones.
+    """
+
+    symbols: Numbers
+    columns: Numbers
+    tokens: Numbers
+    table: Numbers
+    escaped: Numbers
+    read: Numbers
+    counts: Numbers
+    states: Numbers
+
+
+def coded(groups: Sequence[Numbers], tables: Tables, numbers: Numbers, shape: tuple[int, int]) -> dict[str, Numbers]:
+    """The streams but ``positions`` of levels, int64 ``[batch, kv_head, column of the block, token]`` of each token group.
+
+    ``numbers`` ``[kv_head, column]`` are those of the columns' tables; ``shape`` is batch and kv_head. Raises OutOfRange for levels that a
+    table cannot code.
+    """
+    batch, heads = shape
+    chunks = [(levels[b, h], numbers[h]) for levels in groups for b in range(batch) for h in range(heads)]
+    columns = numpy.array([_used_columns(levels) for levels, _ in chunks], numpy.int64)
+    sizes = numpy.array([levels.shape[1] for levels, _ in chunks], numpy.int64)
+    longest = int((columns * sizes).max(initial=0))
+    symbols, table = numpy.zeros((len(chunks), longest), numpy.uint8), numpy.zeros((len(chunks), longest), numpy.uint8)
+    escapes = []
+    for number, (levels, of_columns) in enumerate(chunks):
+        used, size = int(columns[number]), int(columns[number] * sizes[number])
+        own = levels[:used].reshape(-1)
+        table[number, :size] = numpy.repeat(of_columns[:used], sizes[number])
+        found = numpy.where(numpy.abs(own) <= tables.reach, own + (tables.reach + 1), 0)
+        found[tables.frequencies[table[number, :size], found] == 0] = 0
+        if not tables.frequencies[table[number, :size], found].all():
+            raise OutOfRange("a table of the basis has neither a symbol for a level nor an escape: choose another step")
+        symbols[number, :size] = found
+        escapes.append(own[found == 0].astype("<i4").view("<u2"))
+    made = rans.encode(symbols, columns * sizes, tables.frequencies, table)
+    ends = numpy.cumsum(made.counts)
+    words = [part for end, count, own in zip(ends, made.counts, escapes, strict=True) for part in (made.words[end - count : end], own)]
+    counts = made.counts + numpy.array([len(own) for own in escapes], numpy.int64)
+
+    def arranged(values: Numbers) -> Numbers:
+        """Rows of chunks, which are in the order of groups, sequences and heads, as ``[batch, kv_head, row, ...]``."""
+        return numpy.moveaxis(values.reshape(len(groups), batch, heads, *values.shape[1:]), 0, 2)
+
+    return {
+        "tokens": arranged(sizes)[:, :1],
+        "columns": arranged(columns),
+        "states": arranged(made.states.astype("<u4").view("<u2").reshape(-1, 2 * rans.LANES)),
+        "word_counts": arranged(halves(counts)),
+        "words": numpy.concatenate([*words, numpy.empty(0, numpy.uint16)])[None, None],
+    }
+
+
+def symbols_of(streams: Mapping[str, torch.Tensor], tables: Tables, numbers: Numbers, chunk: int) -> Symbols:
+    """The symbols of all chunks of ``streams``, of at most ``chunk`` tokens, in the order of token groups, sequences and heads.
+
+    ``numbers`` ``[kv_head, column]`` are those of the columns' tables.
+    """
+    batch, heads, rows = streams["columns"].shape
+    columns, counts = numpy.minimum(in_order(streams["columns"]), numbers.shape[1]), joined(in_order(streams["word_counts"]))
+    tokens = numpy.minimum(in_order(streams["tokens"].expand(batch, heads, rows)), chunk)
+    lengths = columns * tokens
+    table = numpy.zeros((len(columns), int(lengths.max(initial=0))), numpy.uint8)
+    for number, size in enumerate(lengths):
+        table[number, :size] = numpy.repeat(numbers[number % heads, : columns[number]], tokens[number])
+    words = streams["words"].cpu().numpy().reshape(-1)
+    states = numpy.ascontiguousarray(in_order(streams["states"]).reshape(-1, 2 * rans.LANES), "<u2").view("<u4")
+    decoded = rans.decode(rans.Chunks(words, counts, states), lengths, tables.frequencies, table)
+    symbols = decoded.symbols
+    symbols[numpy.arange(symbols.shape[1]) >= lengths[:, None]] = 1
+    escapes = (symbols == 0).sum(1)
+    begins = numpy.cumsum(counts) - counts + decoded.read
+    # Escapes that lack words read others, and then the chunk has read too many.
+    at = numpy.repeat(begins - ESCAPE_WORDS * (numpy.cumsum(escapes) - escapes), escapes) + ESCAPE_WORDS * numpy.arange(escapes.sum())
+    pairs = words.astype(numpy.int64) if len(words) else numpy.zeros(1, numpy.int64)
+    escaped = (pairs.take(at, mode="clip") | pairs.take(at + 1, mode="clip") << 16).astype(numpy.uint32).view(numpy.int32)
+    return Symbols(symbols, columns, tokens, table, escaped, decoded.read + ESCAPE_WORDS * escapes, counts, decoded.states)
+
+
+def levels_of(found: Symbols, tables: Tables, dim: int) -> list[Numbers]:
+    """The levels of every chunk, int64 ``[column, token]`` with all ``dim`` columns."""
+    levels = found.symbols.astype(numpy.int64) - (tables.reach + 1)
+    levels[found.symbols == 0] = found.escaped
+    whole = []
+    for own, columns, tokens in zip(levels, found.columns, found.tokens, strict=True):
+        whole.append(numpy.zeros((dim, tokens), numpy.int64))
+        whole[-1][:columns] = own[: columns * tokens].reshape(columns, tokens)
+    return whole
+
+
+def _used_columns(levels: Numbers) -> int:
+    """The columns ``[column, token]`` up to the last that has another level than 0."""
+    used = numpy.flatnonzero(levels.any(1))
+    return int(used[-1]) + 1 if len(used) else 0
+
+
+def in_order(stream: torch.Tensor) -> Numbers:
+    """Rows ``[batch, kv_head, row, ...]`` of 16-bit numbers by row, then sequence, then head: int64."""
+    found: Numbers = numpy.moveaxis(stream.cpu().numpy().astype(numpy.int64), 2, 0)
+    return found.reshape(-1, *found.shape[3:])
+
+
+def joined(pairs: Numbers) -> Numbers:
+    """Numbers of 32 bits from their low and high halves ``[..., 2]``, int64."""
+    found: Numbers = pairs[..., 0] | pairs[..., 1] << 16
+    return found
+
+
+def halves(values: Numbers) -> Numbers:
+    """The low and the high 16 bits of ``values``, uint16 ``[..., 2]``."""
+    return numpy.stack([values & 0xFFFF, values >> 16], -1).astype(numpy.uint16)
+
+
+def stream_of(numbers: Numbers, device: torch.device) -> torch.Tensor:
+    """A stream of 16-bit ``numbers`` on ``device``."""
+    return torch.from_numpy(numpy.array(numbers, numpy.uint16, order="C")).to(device)

@@ -1,4 +1,8 @@
-"""Bases of random numbers whose runs have given widths: what the kernels of klt cost depends on the widths, and not on the model."""
+"""Bases of random numbers: what the kernels of klt and transform cost depends on widths and on bits, and not on the model.
+
+``klt=63211000:53100000`` has these widths of the runs of keys and of values, and ``transform=0.6:head`` so many bits per value with frames
+of a scope. Of transform, the values that are packed are made of those that are given, as widely distributed as columns of a model are.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +11,60 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy
 import torch
 
 import kvpack
 from kvpack.coding.bases import DISTORTIONS, GAIN_BITS, SIDES, Basis, basis_bytes
 from kvpack.coding.recipes import parse_recipe
+from kvpack.formats import rans
 from kvpack.formats.basis import MAX_WIDTH, RUN_COLUMNS, flat_tables, runs_of
 from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.frames import SCALES_PER_OCTAVE, SCALES_PER_TABLE, Frames, Rope, Tables
+from kvpack.formats.transform import DEAD_ZONE, SCOPES
 
 if TYPE_CHECKING:
     from kvpack.cache.layer import Layer
 
 NAME = "klt="
-"""What names of recipes with a synthetic basis begin with: ``klt=63211000:53100000`` has the widths of the runs of keys and of values."""
+TRANSFORM = "transform="
 
 _SLOPE = 1.0
 _NORMAL = 1 << 14
+
+_OCTAVES = 8
+"""By how many powers of 2 the columns of a frame are less and less widely distributed: at 0.6 bits, two fifths of them have symbols."""
+_FIRST_DEVIATION = 2.0**-4
+_LEAST_TABLE, _TABLES, _REACH = -4, 41, 63
+"""Standard deviations of the tables, in steps: from 2^-4 on, four to an octave; and their largest level."""
+
+
+def is_synthetic(recipe: str) -> bool:
+    """Whether ``recipe`` names a synthetic basis."""
+    return recipe.startswith((NAME, TRANSFORM))
 
 
 def check(recipe: str) -> None:
     """Raise InvalidRecipe or InvalidParameter unless ``recipe`` is one, or names a synthetic basis."""
     if recipe.startswith(NAME):
         _widths(recipe)
+    elif recipe.startswith(TRANSFORM):
+        _rate(recipe)
     else:
         parse_recipe(recipe)
 
 
 def pack(k: torch.Tensor, v: torch.Tensor, recipe: str) -> Layer:
     """``k`` and ``v`` ``[batch, kv_head, token, dim]`` as a layer of ``recipe``, by a synthetic basis where it names one."""
-    if not recipe.startswith(NAME):
+    if not is_synthetic(recipe):
         layer: Layer = kvpack.pack([(k, v)], recipe)[0]
         return layer
+    if recipe.startswith(TRANSFORM):
+        rate, scope = _rate(recipe)
+        framed = _framed(scope, k.shape[1], (k.shape[3], v.shape[3]))
+        made = tuple(_coloured(x, framed.frames(0, side)) for x, side in ((k, "k"), (v, "v")))
+        coded: Layer = kvpack.pack([made], f"kv=transform:bits={rate}", basis=framed)[0]
+        return coded
     basis, bits = _basis(recipe, k.shape[1], (k.shape[3], v.shape[3]))
     # Not less than what the widths take: the next bit of a run is far away.
     own: Layer = kvpack.pack([(k, v)], f"kv=klt:bits={bits + 1e-4:.4f}", basis=basis)[0]
@@ -87,3 +114,57 @@ def _weight(width: int) -> float:
     last = DISTORTIONS[width - 1] - DISTORTIONS[width] if width else 4 * (DISTORTIONS[0] - DISTORTIONS[1])
     following = DISTORTIONS[width] - DISTORTIONS[width + 1] if width < MAX_WIDTH else last / 4
     return _SLOPE / math.sqrt(last * following)
+
+
+def _rate(recipe: str) -> tuple[str, str]:
+    """Bits per value, and the scope of frames."""
+    match = re.fullmatch(rf"{TRANSFORM}([0-9.]+):({'|'.join(SCOPES)})", recipe)
+    if match is None:
+        raise InvalidParameter(f"{recipe!r}: expected {TRANSFORM}0.6:head, bits per value and the scope of frames, {' or '.join(SCOPES)}")
+    return match[1], match[2]
+
+
+@lru_cache(maxsize=4)
+def _framed(scope: str, heads: int, dims: tuple[int, int]) -> Basis:
+    """A basis of one layer with frames that are rotations, and keys that RoPE turns."""
+    rows, frames, tables = {}, {}, _normal_tables()
+    for side, dim in zip(SIDES, dims, strict=True):
+        rows[0, side] = torch.stack([_rows([1] * runs_of(dim), dim, seed) for seed in range(heads)])
+        count, channels = (heads, dim) if scope == "head" else (1, heads * dim)
+        scales = numpy.arange(channels) * _OCTAVES * SCALES_PER_OCTAVE // channels
+        rope = Rope(tuple(10000.0 ** (-2 * pair / dim) for pair in range(dim // 2)), "halves") if side == "k" else None
+        frame = torch.stack([_frame(channels, seed) for seed in range(count)])
+        frames[0, side] = Frames(frame, numpy.broadcast_to(scales, (count, channels)), tables, rope)
+    return Basis.of_bytes(basis_bytes(rows, 1, {}, frames=frames), where=f"{TRANSFORM}{scope}")
+
+
+def _frame(channels: int, seed: int) -> torch.Tensor:
+    """A small mean and the rows of a random rotation."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    matrix = torch.linalg.qr(torch.randn(channels, channels, generator=generator, dtype=torch.float64)).Q
+    return torch.cat([torch.randn(1, channels, generator=generator, dtype=torch.float64) / 256, matrix]).to(torch.float32)
+
+
+def _normal_tables() -> Tables:
+    """Tables for normal columns: table k is for a standard deviation of 2^(k / 4) times the least one, in steps."""
+    # Level l, above 0, begins where half a step and the dead zone are above l - 1.
+    edges = torch.arange(_REACH + 1, dtype=torch.float64) + 0.5 + DEAD_ZONE
+    edges = torch.cat([-edges.flip(0), edges])
+    deviations = torch.exp2(_LEAST_TABLE + torch.arange(_TABLES, dtype=torch.float64) * SCALES_PER_TABLE / SCALES_PER_OCTAVE)[:, None]
+    below = torch.special.ndtr(edges / deviations)
+    parts = below.diff(dim=1)
+    escapes = (1 - parts.sum(1, keepdim=True)).clamp_min(2.0**-20)
+    counts = (torch.cat([escapes, parts], 1) * 2**20).round().to(torch.int64).numpy()
+    values = torch.arange(-_REACH, _REACH + 1, dtype=torch.float32).expand(_TABLES, -1)
+    return Tables(rans.frequencies(counts), values)
+
+
+def _coloured(x: torch.Tensor, frames: Frames) -> torch.Tensor:
+    """Keys or values whose columns are those of ``x`` ``[batch, kv_head, token, dim]`` times the deviations that their scales stand for."""
+    batch, heads, tokens, dim = x.shape
+    wide = x.float() if frames.count == heads else x.float().transpose(1, 2).reshape(batch, 1, tokens, heads * dim)
+    deviations = torch.from_numpy(_FIRST_DEVIATION * numpy.exp2(-frames.scales / SCALES_PER_OCTAVE)).to(x.device, torch.float32)
+    rows = frames.rows_on(x.device)
+    made = (wide * deviations[:, None]) @ rows[:, 1:] + rows[:, :1]
+    made = made if frames.count == heads else made.view(batch, tokens, heads, dim).transpose(1, 2)
+    return (made if frames.rope is None else frames.rope.turned(made, 0)).to(x.dtype)

@@ -35,6 +35,7 @@ RECIPES = (
     "kv=quaternion:s=192,r=6",
     "kv=polar:b=3",
     "octopus-3-scaled",
+    "transform=0.6:head",
 )
 
 

@@ -171,8 +171,8 @@ def _add_kernels(kinds: Any) -> None:
         "--recipe",
         action="append",
         metavar="RECIPE",
-        help="a recipe to measure, or klt=63211000:53100000 for klt with these widths of runs, keys and values, by a basis of random "
-        "numbers; may be repeated (default: one per codec)",
+        help="a recipe to measure, or by a basis of random numbers klt=63211000:53100000 with these widths of runs, keys and values, or "
+        "transform=0.6:head with so many bits per value and frames of a head or layer; may be repeated (default: one per codec)",
     )
     kernels.add_argument("--only", choices=("attention", "encode", "unpack", "queries"), help="measure only this part")
     kernels.add_argument("--sweep", action="store_true", help="measure contexts of 1,024 to 262,144 tokens as well")

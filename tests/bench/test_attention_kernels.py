@@ -11,6 +11,7 @@ import torch
 from kvpack.bench import kernels, kernels_picture, synthetic_basis
 from kvpack.cli import main
 from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.transform import Transform
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,6 +43,21 @@ def test_a_synthetic_basis_has_the_widths_that_its_name_gives() -> None:
     assert (layer.k.codec.widths, layer.v.codec.widths) == (bytes([8, 3, 2, 1, 1, 0, 0, 0]), bytes([5, 7, 1]))
     for recipe in ("klt=12", "klt=9:1", "klt=000:1", "klt=1:2:3"):
         with pytest.raises(InvalidParameter, match="expected klt=63211000:53100000"):
+            synthetic_basis.check(recipe)
+
+
+@pytest.mark.parametrize("scope", ["head", "layer"])
+def test_a_synthetic_basis_of_transform_takes_the_bits_that_its_name_gives(scope: str) -> None:
+    k, v = (torch.randn(1, 2, 512, dim, generator=torch.Generator().manual_seed(dim)) for dim in (128, 40))
+    layer = synthetic_basis.pack(k, v, f"transform=0.6:{scope}")
+    for side in layer.sides.values():
+        codec, streams = side.codec, side.pages[0].streams
+        assert isinstance(codec, Transform)
+        assert codec.scope == scope
+        assert 0.4 < 16 * streams["words"].numel() / (2 * 512 * side.dim) < 0.7
+        assert 0.3 < streams["columns"].float().mean() / side.dim < 0.6
+    for recipe in ("transform=0.6", "transform=0.6:model", "transform=a:head"):
+        with pytest.raises(InvalidParameter, match=r"expected transform=0\.6:head"):
             synthetic_basis.check(recipe)
 
 

@@ -22,11 +22,13 @@ from kvpack.formats.polar import Polar
 from kvpack.formats.quaternion import Quaternion
 from kvpack.formats.raw import Raw
 from kvpack.formats.scalar import Scalar
+from kvpack.formats.transform import Transform
 
 from .decode import group as decode_group
 from .decode import lossless as decode_lossless
 from .decode import minifloat as decode_minifloat
 from .decode import table as decode_table
+from .decode import transform as decode_transform
 from .encode import angle as encode_angle
 from .encode import group as encode_group
 from .encode import minifloat as encode_minifloat
@@ -69,12 +71,14 @@ class CodecKernels(NamedTuple):
     ``tiles(codec)`` is the tile loader of attention, and ``dual_tiles(codec, dual)`` the one whose tiles hold two tokens per row, which
     lie as ``dual`` says (``tiles.APART``). ``encode`` fills streams and returns whether it did (``encode.prepare``), and
     ``decode_into(codec, packed, out, rotated)`` fills an output and returns whether it did (``decode.decode_into``).
+    ``check_chunks(codec, streams, where)`` refuses what ``Codec.check_chunks`` does.
     """
 
     tiles: Callable[[Any], Tiles | None] = none
     dual_tiles: Callable[[Any, int], Tiles | None] = none
     encode: Callable[..., bool] | None = None
     decode_into: Callable[..., bool] = undone
+    check_chunks: Callable[..., None] | None = None
 
 
 def of_codec(codec: Codec) -> CodecKernels:
@@ -129,5 +133,6 @@ CODECS: dict[type[Codec], CodecKernels] = {
     ),
     Polar: CodecKernels(polar_tiles.tiles, encode=encode_polar.encode),
     Klt: CodecKernels(klt_tiles.tiles),
+    Transform: CodecKernels(decode_into=decode_transform.decode_into, check_chunks=decode_transform.check_chunks),
     Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, decode_into=decode_table.decode_into),
 }

@@ -28,10 +28,10 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 
     Raises InvalidShape when a stream is not as ``codec.layout`` says.
     """
-    first, layouts = next(iter(streams)), codec.layout(1, 1, 1)
-    name = next((name for name, layout in layouts.items() if layout.per == "token" and layout.tokens_per_row == 1), first)
-    batch, heads, tokens = streams[name].shape[:3]
-    out = torch.empty(batch, heads, tokens, codec.dim, dtype=torch.float32, device=streams[name].device)
+    # Of a stream with one row for all heads, there is another one for each.
+    batch, heads = (max(stream.shape[axis] for stream in streams.values()) for axis in (0, 1))
+    tokens = codec.tokens_of(streams)
+    out = torch.empty(batch, heads, tokens, codec.dim, dtype=torch.float32, device=next(iter(streams.values())).device)
     if decode_into(codec, [Packed(streams, tokens, 0)], out, False):
         return out
     return codec.decode_digits(codec.digits(streams, columns.unpack), streams)

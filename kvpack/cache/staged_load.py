@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvpack.coding import dispatch
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.file.header import layout_bytes
 from kvpack.file.parallel import in_parallel, usable_cores
@@ -22,8 +23,10 @@ from .stored import side_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Set as AbstractSet
 
     from kvpack.file.container import File, SidePlaces
+    from kvpack.formats.base import Codec
 
     from .bus import Bus
     from .parts import Part
@@ -40,12 +43,15 @@ def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGIN
     """The layers of ``part`` by number, on the device of ``bus``; the caller's stream waits for their copies, the host does not.
 
     A side is copied as soon as its bytes are checked, while those that follow are read. With all tokens, a layer's streams are views
-    of one buffer, and each side is one copy. Raises as ``File.read_side``, the first error in the order of the file, and OutOfBounds
-    as ``Cache.slice``.
+    of one buffer, and each side is one copy; what only decoding all symbols tells is checked on the device, once all is there, if a
+    kernel does so. Raises as ``File.read_side``, the first error in the order of the file, those of symbols last, and OutOfBounds as
+    ``Cache.slice``.
     """
     places = {number: [file.side_places(number, name) for name, _ in file.header.layers[number].sides()] for number in part.numbers}
     found: dict[int, dict[str, Side]] = {number: {} for number in places}
-    staged = _staged([side for sides in places.values() for side in sides], file, bus, staging_bytes)
+    every = [side for sides in places.values() for side in sides]
+    later = {_name(side) for side in every if part.has_all_tokens and dispatch.checks_chunks(_codec(file, side), bus.device)}
+    staged = _staged(every, file, bus, staging_bytes, later)
     with contextlib.closing(bus), contextlib.closing(staged):
         # All are allocated before the first copy, which waits for the work under way in the memory that they reuse.
         targets = {number: _targets(sides, bus) for number, sides in places.items() if part.has_all_tokens}
@@ -63,10 +69,21 @@ def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGIN
     for number, sides in places.items():
         if part.has_all_tokens:
             found[number] = {side.side: _side(file, side, target) for side, target in zip(sides, targets[number], strict=True)}
+            for side in sides:
+                for streams in found[number][side.side].stored_streams() if _name(side) in later else ():
+                    dispatch.check_chunks(_codec(file, side), streams, f"{file.where}: {_name(side)}")
         skipped = file.header.starts[number] - file.header.start if part.has_all_tokens else 0
         layer = Layer(found[number].get("k"), found[number].get("v"), skipped=skipped)
         layers[number] = replace(layer, states=MappingProxyType(states[number]))
     return layers
+
+
+def _name(places: SidePlaces) -> str:
+    return f"{places.layer}.{places.side}"
+
+
+def _codec(file: File, places: SidePlaces) -> Codec:
+    return file.header.codecs[dict(file.header.layers[places.layer].sides())[places.side].codec]
 
 
 def _targets(sides: Sequence[SidePlaces], bus: Bus) -> list[torch.Tensor]:
@@ -117,8 +134,13 @@ def _copied(tensor: torch.Tensor, bus: Bus) -> torch.Tensor:
     return target
 
 
-def _staged(sides: Sequence[SidePlaces], file: File, bus: Bus, staging_bytes: int) -> Generator[torch.Tensor, None, None]:
-    """The checked bytes of each side in staging memory, reused once what the caller has begun to copy by the next side is copied."""
+def _staged(
+    sides: Sequence[SidePlaces], file: File, bus: Bus, staging_bytes: int, later: AbstractSet[str]
+) -> Generator[torch.Tensor, None, None]:
+    """The checked bytes of each side in staging memory, reused once what the caller has begun to copy by the next side is copied.
+
+    Chunks of the sides ``later`` are not checked.
+    """
     if not sides:
         return
     largest = max(1, *(side.nbytes for side in sides))
@@ -139,7 +161,7 @@ def _staged(sides: Sequence[SidePlaces], file: File, bus: Bus, staging_bytes: in
 
     def read(item: tuple[SidePlaces, torch.Tensor, memoryview]) -> tuple[torch.Tensor, memoryview]:
         side, slot, data = item
-        file.read_side_into(side, data)
+        file.read_side_into(side, data, check_chunks=_name(side) not in later)
         return slot, data
 
     with contextlib.closing(in_parallel(read, with_memory(), threads, count - _COPYING - threads)) as done:

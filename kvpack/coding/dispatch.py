@@ -77,6 +77,27 @@ def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return codec.original(decode_frame(codec, streams), streams)
 
 
+def checks_chunks(codec: Codec, device: torch.device) -> bool:
+    """Whether ``check_chunks`` checks what ``codec.check_chunks`` does, on ``device``. Raises what ``uses_triton`` raises."""
+    if not uses_triton(device):
+        return False
+    from kvpack.kernels import codecs
+
+    return codecs.of_codec(codec).check_chunks is not None
+
+
+def check_chunks(codec: Codec, streams: Mapping[str, torch.Tensor], where: str) -> None:
+    """Refuse what ``codec.check_chunks`` refuses, of streams on a device for which ``checks_chunks``. The host waits for it.
+
+    Raises InvalidPayload, naming ``where``.
+    """
+    from kvpack.kernels import codecs
+
+    check = codecs.of_codec(codec).check_chunks
+    assert check is not None
+    check(codec, streams, where)
+
+
 def choice() -> tuple[str | None, str | None]:
     """The environment's choice of kernels, as far as a call depends on it."""
     return os.environ.get(VARIABLE), os.environ.get(ASSEMBLY_VARIABLE)

@@ -214,10 +214,11 @@ class File:
             places[stream] = begin, end
         return SidePlaces(layer, side, places, aligned(end))
 
-    def read_side_into(self, places: SidePlaces, memory: memoryview, *, check_values: bool = True) -> None:
+    def read_side_into(self, places: SidePlaces, memory: memoryview, *, check_chunks: bool = True) -> None:
         """Copy the decoded tensors of one side into ``memory``, of at least ``places.nbytes`` bytes, and check the copies.
 
-        The same checks, in the same order, as ``read_side``. Calls for different sides may run in different threads.
+        The same checks, in the same order, as ``read_side``; not ``check_chunks`` leaves ``Codec.check_chunks`` to the caller. Calls for
+        different sides may run in different threads.
         Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
         """
         entry, arrays, prefix = self._side(places.layer, places.side), {}, f"{places.layer}.{places.side}"
@@ -230,8 +231,7 @@ class File:
             for (stream, layout), (_, begin, end) in zip(layouts.items(), tensors, strict=True):
                 if stream != "tail":
                     arrays[stream] = as_array(memory[begin:end], layout)
-            if check_values:
-                self._check(entry, arrays, prefix)
+            self._check(entry, arrays, prefix, check_chunks)
 
     def verify(self, progress: Progress | None = None) -> None:
         """Check every byte that opening did not check: all sides and states. ``progress(done, total)`` counts stored bytes.
@@ -261,12 +261,13 @@ class File:
                 if progress is not None:
                     progress(done, total)
 
-    def _check(self, entry: SideEntry, arrays: Mapping[str, Array], where: str) -> None:
+    def _check(self, entry: SideEntry, arrays: Mapping[str, Array], where: str, check_chunks: bool = True) -> None:
         """Raise InvalidPayload where a side breaks the rules of its codec."""
         codec = self.header.codecs[entry.codec]
         codec.check(arrays, where)
         codec.check_runs(arrays, entry.runs, where)
-        codec.check_chunks(arrays, where)
+        if check_chunks:
+            codec.check_chunks(arrays, where)
         if self.header.is_basis:
             for name, array in arrays.items():
                 check_finite(f"{where}.{name}", array, "the rows of a basis")

@@ -9,6 +9,7 @@ that were compiled, and what failed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -23,6 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from kvpack.bench import synthetic_basis
 from kvpack.coding import dispatch
+from kvpack.formats.errors import InvalidPayload
 from kvpack.kernels import triton_insides
 from kvpack.kernels.attend import attention, growing, many_queries, plan
 from kvpack.kernels.attend.prepared import Options
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvpack.cache.layer import Layer
+    from kvpack.cache.side import Side
 
 HEADS, TOKENS, DIM = 2, 640, 128
 
@@ -131,6 +134,14 @@ def code(layer: Layer, recipe: str, compiled: Compiled) -> None:
             compiled.attempt(f"{recipe}: {name} to {dtype}", lambda side=side, out=out: sides.unpack_into(side, 0, TOKENS, out))
         x = torch.randn(2, HEADS, TOKENS, DIM).to(torch.bfloat16)
         compiled.attempt(f"{recipe}: {name} encoded", lambda side=side, x=x: encode.encode(side.codec, x))
+        if dispatch.checks_chunks(side.codec, out.device):
+            compiled.attempt(f"{recipe}: {name} checked", lambda side=side: check(side))
+
+
+def check(side: Side) -> None:
+    # No chunk ends well that was not decoded.
+    with contextlib.suppress(InvalidPayload):
+        dispatch.check_chunks(side.codec, side.pages[0].streams, "x")
 
 
 def main(recipes: list[str]) -> int:

@@ -1,0 +1,249 @@
+"""transform decoded by Triton: factors bit for bit, values within the page's tolerance; in the interpreter anywhere, and on CUDA.
+
+interpreter.py says which process runs which of these tests.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.cache import files
+from kvpack.cache.bus import HostBus
+from kvpack.coding import dispatch
+from kvpack.coding.bases import Basis
+from kvpack.errors import InvalidPayload, InvalidShape
+from kvpack.file import container
+from kvpack.formats.frames import Frames, Tables
+
+from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
+from klt_bases import random_basis, with_random_frames  # isort: skip
+from strategies import create  # isort: skip
+from transform_streams import transform_streams  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from kvpack.cache.side import Side
+    from kvpack.formats.transform import Transform
+
+pytestmark = [pytest.mark.kernels, needs_loaded_bounds, pytest.mark.usefixtures("uninitialized_is_poisoned")]
+
+SHAPES = {(0, "k"): (2, 12), (0, "v"): (2, 9)}
+ROUNDED = {torch.float32: 0.0, torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8, torch.float16: 2.0**-11}
+"""The largest error of rounding to a dtype, relative to the value; the interpreter cuts bits of bfloat16 off."""
+
+
+@pytest.fixture(scope="module", params=["head", "layer"])
+def basis(request: pytest.FixtureRequest) -> Basis:
+    return Basis.of_bytes(random_basis(SHAPES, 1, scopes=dict.fromkeys(SHAPES, request.param)))
+
+
+def pair(tokens: int, batch: int = 1, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens + seed)
+    return torch.randn(batch, 2, tokens, 12, generator=generator), torch.randn(batch, 2, tokens, 9, generator=generator)
+
+
+def there(streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: stream.to(DEVICE) for name, stream in streams.items()}
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether values are those of the oracle but for the order of sums and the rounding to their dtype."""
+    allowed = ROUNDED[found.dtype] * 1.01 * expected.abs() + 2.0**-18 * expected.abs().amax() + 2.0**-24
+    return bool(((found.float().cpu() - expected).abs() <= allowed).all())
+
+
+def unpacked(side: Side, dtype: torch.dtype) -> torch.Tensor:
+    """All tokens of a side, which the kernels take, into strides of another tensor."""
+    from kvpack.kernels.decode import sides
+
+    out = torch.full((side.batch, side.tokens, side.heads, side.dim), torch.nan, dtype=dtype, device=DEVICE).transpose(1, 2)
+    assert sides.unpack_into(side.to(DEVICE), 0, side.tokens, out) == []
+    return out
+
+
+@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
+def test_pages_of_any_length_are_decoded_together(basis: Basis, dtype: torch.dtype) -> None:
+    cache = kvpack.pack([pair(37, 2)], "kv=transform:bits=3,chunk=16", basis=basis, start=70_000).append([pair(16, 2)])
+    cache = cache.append([pair(5, 2)])
+    for side in cache[0].sides.values():
+        whole = side.slice(0, side.packed_tokens)
+        assert len(whole.pages) > 1
+        assert near(unpacked(whole, dtype), whole.unpack(torch.float32))
+        # The last chunk is coded again, with the tokens that are left.
+        assert near(unpacked(whole.prefix(35), dtype), whole.unpack(torch.float32)[:, :, :35])
+
+
+@pytest.mark.parametrize(("dim", "heads", "chunk", "tokens"), [(20, 2, 32, 33), (7, 3, 64, 66), (130, 1, 16, 3), (1, 2, 16, 17)])
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_random_levels_in_parts(dim: int, heads: int, chunk: int, tokens: int, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.decode import decode, transform
+
+    codec, streams = random_streams(dim, heads, chunk, tokens, side)
+    expected = codec.decode(streams)
+    # A token group at a time.
+    monkeypatch.setattr(transform, "PART_BYTES", 1)
+    found = decode.decode_frame(codec, there(streams))
+    assert near(found, expected)
+    if side == "v" and tokens == 33:
+        part = torch.full((1, heads, 38, dim), torch.nan, device=DEVICE)
+        packed = [decode.Packed(there({**streams, "tokens": streams["tokens"]}), tokens, 5)]
+        assert decode.decode_into(codec, packed, part, True)
+        assert torch.equal(part[:, :, 5:], found)
+        assert part[:, :, :5].isnan().all()
+
+
+def random_streams(dim: int, heads: int, chunk: int, tokens: int, side: str) -> tuple[Transform, dict[str, torch.Tensor]]:
+    """A codec with random frames, of heads or, where the head dim is 1 mod 3, of a layer, and streams with many escapes."""
+    codec = replace(with_random_frames(create("transform", dim, side=side, chunk=str(chunk))), step=20)
+    source = random.Random(f"{dim} {side}")
+    streams = transform_streams(codec, 1, heads, tokens, lambda: source.randrange(1 << 16))
+    assert streams is not None
+    return codec, streams
+
+
+@pytest.mark.parametrize(("dim", "chunk"), [(16, 64), (5, 16)])
+def test_factors_are_those_of_the_page_bit_for_bit(dim: int, chunk: int) -> None:
+    from kvpack.kernels.decode import transform
+
+    codec, streams = random_streams(dim, 2, chunk, 70, "v")
+    source = codec.source_for(2)
+    found = codec.symbols(streams)
+    assert len(found.escaped) > 5
+    on_device = transform._on_device(codec, source, 2, torch.device(DEVICE))
+    assert on_device is not None
+    chunks = transform._chunks(codec, [there(streams)])
+    count = len(found.columns)
+    factors = torch.full((count, dim, chunk), torch.nan, device=DEVICE)
+    transform._symbols(codec, chunks, on_device, 0, count, 2, factors, None)
+    if codec.scope == "layer":
+        factors = factors.view(-1, dim, 2, chunk).transpose(1, 2).reshape(count, dim, chunk)
+    for own, used, expected in zip(factors.cpu(), chunks.used.tolist(), codec._values(found, source), strict=True):
+        columns, tokens = expected.shape
+        assert torch.equal(own[:columns, :tokens].view(torch.int32), expected.view(torch.int32))
+        assert not own[columns:used].any()
+        assert own[used:].isnan().all()
+
+
+def damaged(streams: dict[str, torch.Tensor], kind: int) -> dict[str, torch.Tensor]:
+    """``streams`` with a bit of a word or a state turned, a word moved to the next chunk, or as they are."""
+    arrays = {name: stream.numpy().copy() for name, stream in streams.items()}
+    if kind in (1, 2):
+        # All words of the first chunk are those of escapes, whose levels may be any; the second chunk begins with others.
+        name, at = ("words", 19) if kind == 1 else ("states", 0)
+        arrays[name].reshape(-1)[at] ^= 1 << kind
+    elif kind == 3:
+        arrays["word_counts"][0, 0, 0, 0] -= 1
+        arrays["word_counts"][0, 1, 0, 0] += 1
+    elif kind == 4:
+        arrays["words"][0, 0, :] = 0xFFFF
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("kind", range(5))
+def test_what_no_encoder_makes_is_refused_by_name_as_by_the_cpu(kind: int) -> None:
+    from kvpack.kernels.decode import transform
+
+    codec, streams = random_streams(8, 2, 16, 20, "k")
+    streams = damaged(streams, kind)
+    expected = outcome(lambda: codec.check_chunks({name: stream.numpy() for name, stream in streams.items()}, "0.k"))
+    assert (expected is None) == (kind == 0)
+    assert outcome(lambda: transform.check_chunks(codec, there(streams), "0.k")) == expected
+    unbound = replace(codec, source=None)
+    assert outcome(lambda: transform.check_chunks(unbound, there(streams), "0.k")) is None
+
+
+def outcome(call: Any) -> str | None:
+    try:
+        call()
+    except InvalidPayload as error:
+        return str(error)
+    return None
+
+
+def test_any_streams_give_some_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.decode import decode
+    from kvpack.kernels.decode.rows import Packed
+
+    codec, streams = random_streams(8, 2, 16, 40, "k")
+    generator = torch.Generator().manual_seed(0)
+    for stream in streams.values():
+        stream.view(torch.int16).random_(generator=generator)
+    out = torch.full((1, 2, 40, 8), torch.nan, device=DEVICE)
+    assert decode.decode_into(codec, [Packed(there(streams), 40, 0)], out, True)
+    assert not out.isnan().any()
+    assert decode.decode_into(codec, [], out, True)
+    with pytest.raises(InvalidShape, match=r"states: shape \[1, 2, 2, 64\], the codec lays out \[1, 2, 3, 64\]"):
+        decode.decode_into(codec, [Packed(there({**streams, "states": streams["states"][:, :, 1:]}), 40, 0)], out, True)
+
+
+def test_tables_that_do_not_sum_are_left_to_torch() -> None:
+    from kvpack.kernels.decode import decode, transform
+    from kvpack.kernels.decode.rows import Packed
+
+    codec, streams = random_streams(8, 2, 16, 20, "v")
+    source = codec.source_for(2)
+    frequencies = source.tables.frequencies.copy()
+    frequencies[0] += 1
+    codec = replace(codec, source=Frames(source.rows, source.scales, Tables(frequencies, source.tables.values)))
+    out = torch.empty(1, 2, 20, 8, device=DEVICE)
+    assert not decode.decode_into(codec, [Packed(there(streams), 20, 0)], out, True)
+    expected = outcome(lambda: codec.check_chunks({name: stream.numpy() for name, stream in streams.items()}, "x"))
+    assert outcome(lambda: transform.check_chunks(codec, there(streams), "x")) == expected
+
+
+def test_the_device_gives_what_the_cpu_gives(basis: Basis, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = kvpack.pack([pair(40)], "kv=transform:bits=3,chunk=16;tail=16", basis=basis).append([pair(5)])
+    q = torch.randn(1, 4, 3, 12, generator=torch.Generator().manual_seed(1))
+    expected = kvpack.attend(q, cache[0])
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    k, v = cache.to(DEVICE)[0].unpack(torch.float32)
+    attended = kvpack.attend(q.to(DEVICE), cache.to(DEVICE)[0]).cpu()
+    monkeypatch.setenv(dispatch.VARIABLE, "torch")
+    for found, side in ((k, cache[0].k), (v, cache[0].v)):
+        assert found is not None
+        assert side is not None
+        assert near(found, side.unpack(torch.float32))
+    torch.testing.assert_close(attended, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_files_are_checked_on_the_device(basis: Basis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.kvpack"
+    kvpack.save(kvpack.pack([pair(20)], "kv=transform:bits=3,chunk=16", basis=basis), path)
+    expected = kvpack.load(path, basis=basis).unpack(torch.float32)
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    asked: list[str] = []
+    turned: list[int] = []
+    check = dispatch.check_chunks
+
+    def asking(codec: Transform, streams: dict[str, torch.Tensor], where: str) -> None:
+        asked.append(where)
+        for bit in turned:
+            streams["words"].view(torch.int16)[0, 0, 0] ^= bit
+        check(codec, streams, where)
+
+    monkeypatch.setattr(dispatch, "check_chunks", asking)
+
+    def load(**part: Any) -> kvpack.Cache:
+        if not INTERPRETED:
+            return kvpack.load(path, basis=basis, device=DEVICE, **part)
+        return files.read_to(HostBus(), container.open_file(path), basis=basis, **part)
+
+    for found, own in zip(load().unpack(torch.float32)[0], expected[0], strict=True):
+        assert found is not None
+        assert own is not None
+        assert near(found, own)
+    assert asked == [f"{path}: 0.k", f"{path}: 0.v"]
+    # The last chunk of a part is coded again on the CPU, which checks it.
+    assert load(tokens=18).tokens == 18
+    assert len(asked) == 2
+    turned.append(1)
+    with pytest.raises(InvalidPayload, match=r"x.kvpack: 0.k.words: the chunk at \[0, 0, 0\] reads \d+ of its \d+ words and ends in"):
+        load()

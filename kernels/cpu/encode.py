@@ -112,10 +112,18 @@ def _bounds(codec: Codec) -> tuple[torch.Tensor, ...]:
     if isinstance(codec, Octahedral):
         magnitudes = torch.frombuffer(bytearray(codec.direction_table), dtype=torch.float32)
         bounds = (_padded(midpoints(table), torch.inf) for table in (codec.direction_table, codec.norm_table))
-        return *bounds, _padded(magnitudes.tolist(), 0.0)
+        return *bounds, _padded(magnitudes.tolist(), 0.0), _padded(_per_length(magnitudes).tolist(), 0.0)
     if isinstance(codec, Quaternion):
         return (secondary_quaternions(codec.seed, codec.secondary, "cpu").flatten().contiguous(),)
     return ()
+
+
+def _per_length(magnitudes: torch.Tensor) -> torch.Tensor:
+    """1 over the length of the octahedron's point of every index (OCTOPUS Eq. 6), float64."""
+    eta, xi = (axis.flatten() for axis in torch.meshgrid(magnitudes.double(), magnitudes.double(), indexing="ij"))
+    third = 1 - xi - eta
+    first, second = torch.where(third < 0, 1 - eta, xi), torch.where(third < 0, 1 - xi, eta)
+    return (first.square() + second.square() + third.square()).rsqrt()
 
 
 def _padded(values: list[float], padding: float) -> torch.Tensor:

@@ -1,41 +1,40 @@
 /* Encoding of octahedral: the direction nearest to each triplet, and the norm nearest to its projection (formats/octahedral.py). */
 
-enum { DIRECTION_BOUNDS, NORM_BOUNDS, MAGNITUDES, MOST_CANDIDATES = 3 };
+enum { DIRECTION_BOUNDS, NORM_BOUNDS, MAGNITUDES, PER_LENGTH, MOST_CANDIDATES = 3 };
 
-/* The product of a triplet, x and y positive, with the direction of coordinates (xi, eta), whose index this is (OCTOPUS Eq. 6). */
-INLINE vf product_with(const Table *axis, vi index, vf xi, vf eta, vf x, vf y, vf z) {
-    if (axis->entries <= MOST_IN_REGISTERS) {
-        vf product = lookup(axis[0].data, axis[0].entries, index) * x;
-        product += lookup(axis[1].data, axis[1].entries, index) * y;
-        return product + lookup(axis[2].data, axis[2].entries, index) * z;
-    }
+/* The entries of a table of `count` values. */
+INLINE int64_t entries_of(int64_t count) { return count < LEAST_ENTRIES ? LEAST_ENTRIES : count; }
+
+/* 1 over the length of the point of coordinates (xi, eta) on the octahedron, whose index this is (OCTOPUS Eq. 6). */
+INLINE vf per_length(const Table *table, int32_t levels, vi index, vf xi, vf eta) {
+    if (levels * levels <= MOST_IN_REGISTERS) return lookup(table->data, entries_of(levels * levels), index);
     vf third = 1.f - xi - eta;
     vi folded = third < 0.f;
     vf first = choose(folded, 1.f - eta, xi), second = choose(folded, 1.f - xi, eta);
-    return (first * x + second * y + third * z) / square_root(first * first + second * second + third * third);
+    return 1.f / square_root(first * first + second * second + third * third);
 }
 
 /* The levels to try for a coordinate, the nearest first: that on its other side, or those on both sides. */
-INLINE void candidates_of(const Encode *call, vf coordinate, int32_t levels, vi *found) {
+INLINE void candidates_of(const Encode *call, vf coordinate, int candidates, int32_t levels, vi *found) {
     const Table *magnitudes = &call->bounds[MAGNITUDES];
     found[0] = level_of(&call->bounds[DIRECTION_BOUNDS], levels, coordinate);
-    if (call->candidates == 2) {
-        vf nearest = lookup(magnitudes->data, magnitudes->entries, found[0]);
+    if (candidates == 2) {
+        vf nearest = lookup(magnitudes->data, entries_of(levels), found[0]);
         found[1] = found[0] + ((coordinate < nearest) | ((coordinate > nearest) & 1));
     } else {
         found[1] = found[0] - 1;
         found[2] = found[0] + 1;
     }
-    for (int64_t i = 1; i < call->candidates; i++) found[i] = bounded(found[i], levels - 1);
+    for (int i = 1; i < candidates; i++) found[i] = bounded(found[i], levels - 1);
 }
 
 /* The index of the nearest direction in the quarter square, the first of equals. `best` receives the product with it. */
-INLINE vi nearest_direction(const Encode *call, int32_t levels, vf x, vf y, vf z, vf *best) {
+INLINE vi nearest_direction(const Encode *call, int candidates, int32_t levels, vf x, vf y, vf z, vf *best) {
     const Table *axis = call->codec->table, *magnitudes = &call->bounds[MAGNITUDES];
     vi found = splat_int(0), column[MOST_CANDIDATES], row[MOST_CANDIDATES];
-    vf xi[MOST_CANDIDATES], eta[MOST_CANDIDATES];
+    vf xi[MOST_CANDIDATES], eta[MOST_CANDIDATES], across[2][MOST_CANDIDATES], up[2][MOST_CANDIDATES];
     *best = splat(-INFINITY);
-    if (!call->candidates) {
+    if (!candidates) {
         for (int32_t i = 0; i < levels * levels; i++) {
             vf product = axis[0].data[i] * x + axis[1].data[i] * y + axis[2].data[i] * z;
             found = choose_int(product > *best, splat_int(i), found);
@@ -45,16 +44,22 @@ INLINE vi nearest_direction(const Encode *call, int32_t levels, vf x, vf y, vf z
     }
     /* OCTOPUS Eq. 5; below the fold 1 - y / sum is (x - z) / sum. */
     vf folded = larger(-z, splat(0)), per_sum = 1.f / larger(x + y + z + 2.f * folded, splat(1e-30f));
-    candidates_of(call, (x + folded) * per_sum, levels, column);
-    candidates_of(call, (y + folded) * per_sum, levels, row);
-    for (int64_t i = 0; i < call->candidates; i++) {
-        xi[i] = lookup(magnitudes->data, magnitudes->entries, column[i]);
-        eta[i] = lookup(magnitudes->data, magnitudes->entries, row[i]);
+    candidates_of(call, (x + folded) * per_sum, candidates, levels, column);
+    candidates_of(call, (y + folded) * per_sum, candidates, levels, row);
+    /* A point's product with the triplet is a sum of what each coordinate alone adds, above the fold and below it. */
+    for (int i = 0; i < candidates; i++) {
+        xi[i] = lookup(magnitudes->data, entries_of(levels), column[i]);
+        eta[i] = lookup(magnitudes->data, entries_of(levels), row[i]);
+        across[0][i] = xi[i] * (x - z);
+        up[0][i] = z + eta[i] * (y - z);
+        across[1][i] = -xi[i] * (y + z);
+        up[1][i] = (x + y + z) - eta[i] * (x + z);
     }
-    for (int64_t j = 0; j < call->candidates; j++)
-        for (int64_t i = 0; i < call->candidates; i++) {
+    for (int j = 0; j < candidates; j++)
+        for (int i = 0; i < candidates; i++) {
             vi index = column[i] + row[j] * levels;
-            vf product = product_with(axis, index, xi[i], eta[j], x, y, z);
+            vf product = choose(xi[i] > 1.f - eta[j], across[1][i] + up[1][j], across[0][i] + up[0][j]);
+            product *= per_length(&call->bounds[PER_LENGTH], levels, index, xi[i], eta[j]);
             found = choose_int(product > *best, index, found);
             *best = larger(product, *best);
         }
@@ -77,24 +82,24 @@ static void add_triplet(const Encode *call, const Encoded *out, int64_t i, int32
     }
 }
 
-static void octahedral_encode(const Encode *call, const Encoded *out) {
+INLINE void encode_triplets(const Encode *call, const Encoded *out, int candidates, int32_t levels) {
     const Codec *codec = call->codec;
     const Table *norms = &codec->table[TRIPLET_NORM];
-    int32_t bits = (int32_t)codec->index_bits, levels = 1 << bits / 2, index[TILE], sign[TILE];
-    float product[TILE] = {0}, squares[TILE] = {0};
+    int32_t bits = (int32_t)codec->index_bits, index[TILE], sign[TILE];
+    float product[TILE] = {0}, squares[TILE] = {0}, per_norm[TILE];
+    for (int64_t t = 0; t < out->tokens; t += LANES) store(per_norm + t, 1.f / larger(load(out->norm + t), splat(0x1p-126f)));
     for (int64_t i = 0; 3 * i < codec->dim; i++) {
         const float *row = out->tile + 3 * i * TILE;
         for (int64_t t = 0; t < out->tokens; t += LANES) {
             vf x = load(row + t), y = load(row + TILE + t), z = load(row + 2 * TILE + t), projection;
-            vf whole = larger(load(out->norm + t), splat(0x1p-126f));
             vi signs = ((x < 0.f) & 1) | ((y < 0.f) & 2);
             x = magnitude_of(x);
             y = magnitude_of(y);
-            vi found = nearest_direction(call, levels, x, y, z, &projection);
-            vf radius = call->candidates == 1 ? square_root(x * x + y * y + z * z) : projection;
-            vi norm = level_of(&call->bounds[NORM_BOUNDS], (int32_t)codec->norm_levels, radius / whole);
+            vi found = nearest_direction(call, candidates, levels, x, y, z, &projection);
+            vf radius = candidates == 1 ? square_root(x * x + y * y + z * z) : projection;
+            vi norm = level_of(&call->bounds[NORM_BOUNDS], (int32_t)codec->norm_levels, radius * load(per_norm + t));
             vf decoded = lookup(norms->data, norms->entries, norm);
-            store(product + t, load(product + t) + projection / whole * decoded);
+            store(product + t, load(product + t) + projection * load(per_norm + t) * decoded);
             store(squares + t, load(squares + t) + decoded * decoded);
             store_int(index + t, codec->norm_with_index ? found | norm << bits : found);
             store_int(sign + t, codec->norm_with_index ? signs : signs | norm << 2);
@@ -106,4 +111,17 @@ static void octahedral_encode(const Encode *call, const Encoded *out) {
         if (call->unbiased) norm = unbiased_factor(norm, load(product + t), load(squares + t), splat(1), codec->values[0].dtype);
         store(out->numbers + t, norm);
     }
+}
+
+/* The candidates and levels of presets are known when this is compiled, others when it runs. */
+static void octahedral_encode(const Encode *call, const Encoded *out) {
+    int32_t levels = 1 << call->codec->index_bits / 2;
+    if (call->candidates == 2 && levels == 4)
+        encode_triplets(call, out, 2, 4);
+    else if (call->candidates == 2 && levels == 8)
+        encode_triplets(call, out, 2, 8);
+    else if (call->candidates == 2 && levels == 16)
+        encode_triplets(call, out, 2, 16);
+    else
+        encode_triplets(call, out, (int)call->candidates, levels);
 }

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from kvpack.formats.errors import InvalidParameter
 
-INTERFACE = 16
+INTERFACE = 17
 """The number of interface.h that the structures below mirror."""
 
 THREADS = "KVPACK_THREADS"
 """The environment variable with the number of threads of a call."""
 
-MOST_PACKINGS, MOST_DIGITS, MOST_VALUES, MOST_TABLES, MOST_BOUNDS = 12, 2, 3, 48, 3
+MOST_PACKINGS, MOST_DIGITS, MOST_VALUES, MOST_TABLES, MOST_BOUNDS = 12, 2, 3, 48, 4
 FAMILIES = ("raw", "group", "scalar", "octahedral", "angle", "polar", "quaternion", "minifloat", "klt")
 DTYPES = ("F16", "BF16", "F32", "U8")
 

@@ -111,4 +111,5 @@ def decodes(codec: Codec, dtype: torch.dtype) -> bool:
     if library.library() is None or dtype not in DTYPES or isinstance(codec, WithSideCars):
         return False
     described = codecs.described(codec)
-    return described is not None and codecs.TABLE not in described.streams
+    # Rows hold no stream that is made when a page is described.
+    return described is not None and not {codecs.TABLE, codecs.BASIS} & set(described.streams)

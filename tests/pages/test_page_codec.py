@@ -12,6 +12,8 @@ import torch
 
 import kvpack
 from kvpack import PageBuffer, PageCodec, PageGeometry
+from kvpack.coding.bases import Basis
+from kvpack.coding.recipes import Recipe
 from kvpack.errors import (
     DigestMismatch,
     InvalidDtype,
@@ -28,6 +30,7 @@ from kvpack.errors import (
 from kvpack.file import row as rows_of
 
 from engine_pages import ENGINES, bits, empty, filled  # isort: skip
+from klt_bases import random_basis  # isort: skip
 
 SMALL = PageGeometry(layers=3, heads=2, tokens=16, dim_k=64, dim_v=64)
 RECIPES = [
@@ -59,6 +62,24 @@ def test_a_page_decodes_to_what_its_cache_does(recipe: str) -> None:
             for mine, theirs in zip((found[0][slot, n], found[1][slot, n]), layer.unpack(), strict=True):
                 assert torch.equal(mine, theirs[0])
     assert not any(x[[0, 2]].any() for x in found)
+
+
+@pytest.mark.parametrize("rows", ["basis", "fp16"])
+def test_a_page_by_a_basis_decodes_to_what_its_cache_does(rows: str) -> None:
+    dims = {"k": SMALL.dim_k, "v": SMALL.dim_v}
+    shapes = {(layer, side): (SMALL.heads, dim) for layer in range(SMALL.layers) for side, dim in dims.items()}
+    recipe = Recipe(f"kv=klt:bits=4,rows={rows}", Basis.of_bytes(random_basis(shapes, SMALL.layers)))
+    codec = PageCodec(recipe, SMALL)
+    pages, given = filled(SMALL, 2)
+    made = torch.empty(2, codec.nbytes, dtype=torch.uint8)
+    assert codec.encode_into(pages, [0, 1], made) == [None, None]
+    target, found = empty(SMALL, 2)
+    assert codec.decode_into(made, target, [1, 0], values=True) == [None, None]
+    for slot, source in ((1, 0), (0, 1)):
+        cache = kvpack.pack([(given[0][source, n][None], given[1][source, n][None]) for n in range(SMALL.layers)], recipe)
+        for n, layer in enumerate(cache):
+            for mine, theirs in zip((found[0][slot, n], found[1][slot, n]), layer.unpack(), strict=True):
+                assert torch.equal(mine, theirs[0])
 
 
 @pytest.mark.parametrize("name", ENGINES)

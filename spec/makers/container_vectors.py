@@ -157,7 +157,12 @@ def add_frames() -> None:
     add_frame("cut-off-in-its-header", "container-21", "the first six bytes of a frame", lambda raw: compressed(raw)[:6])
     add_frame("no-frame", "container-21", "values as they are, with the filter zstd", lambda raw: raw)
     add_frame("cut-off", "container-21", "a frame without its last byte", lambda raw: compressed(raw)[:-1])
-    add_frame("two-frames", "container-21", "the values in two frames", lambda raw: compressed(raw[:6]) + compressed(raw[6:]))
+    add_frame(
+        "two-frames",
+        "container-21",
+        "the values in two frames, each of a part of their size",
+        lambda raw: compressed(raw[:6]) + compressed(raw[6:]),
+    )
     add_frame("empty-frame-after", "container-21", "a frame and one of no content", lambda raw: compressed(raw) + compressed(b""))
     add_frame("skippable-before", "container-21", "a skippable frame first", lambda raw: skippable + compressed(raw))
     add_frame("skippable-after", "container-21", "a skippable frame at the end", lambda raw: compressed(raw) + skippable)

@@ -73,7 +73,7 @@ def add_fields() -> None:
     ):
         add(
             f"tensor-{name}",
-            "container-11" if at != 2 else "container-16",
+            "container-11",
             "InvalidHeader",
             shows,
             lambda p=at, v=value: broken_header(GROUP, edit(f"tensors.0.{p}", v)),

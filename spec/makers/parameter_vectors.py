@@ -57,6 +57,7 @@ def add_all() -> None:
     ):
         changed = struct.pack("<f", value) + codec.params()[table][4:]
         add_alone(f"{name}-negative", f"{codec.id}-4", codec, {table: changed}, f"{table} begins with {value}")
+    add_alone("group-scale-dtype-unknown", "group-4", EIGHT_BIT, {"scale_dtype": "other"}, "scale_dtype is other")
     add_alone("scalar-all-high", "scalar-5", SCALAR, {"high_channels": b"\xff\x03"}, "all channels are high")
     beyond = {"high_channels": b"\x1f\x04"}
     add_alone("scalar-high-beyond", "scalar-6", SCALAR, beyond, "a high channel beyond the channels")
@@ -113,7 +114,6 @@ PARAMETERS: dict[str, list[Broken]] = {
     "group": [
         *ranges(GROUP, ("dim", 0, 1025), ("bits", 0, 9)),
         *words(GROUP, "axis", "rotation_kind", "token_scale"),
-        *words(EIGHT_BIT, "scale_dtype"),
         ("size-2", GROUP, {"size": 2}, "size is 2"),
         ("size-48", GROUP, {"size": 48}, "size is 48"),
         ("size-256", GROUP, {"size": 256}, "size is 256"),

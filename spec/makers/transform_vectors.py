@@ -233,7 +233,7 @@ def add_frames() -> None:
     refused("turned-twice", "basis-12", "halves and neighbours", lambda found: found.update(both))
     refused(
         "turned-too-far",
-        "basis-10",
+        "basis-13",
         "frequencies of two pairs of two channels",
         lambda found: found.update({"rope.halves": ("F32", (1, 2))}),
     )

@@ -1016,6 +1016,8 @@ def transform(entry: Mapping[str, Any]) -> Codec:
             require(found == groups[row % len(groups)], rule, f"{prefix}tokens are {found}, not {groups[row % len(groups)]}")
         for found in side.numbers["columns"]:
             require(found <= dim, rule, f"{prefix}columns are {found} of {dim}")
+        of: dict[str, list[Any]] = side.numbers
+        first_states_of(f"{prefix}states", of["states"])
 
     def coded(side: Side, prefix: str) -> dict[str, list[list[list[int]]]]:
         """Decode, steps 1 and 2: for each token of a head its number in its group, and table, symbol and level of each column."""
@@ -1139,12 +1141,19 @@ def slots(table: tuple[int, ...]) -> tuple[list[int], list[int]]:
     return list(accumulate(table, initial=0)), [s for s, frequency in enumerate(table) for _ in range(frequency)]
 
 
+def first_states_of(where: str, halves: Sequence[int]) -> list[int]:
+    """Chunks: the first states of lanes from their low and high halves."""
+    states = [low + 65536 * high for low, high in zip(halves[::2], halves[1::2], strict=True)]
+    least = min(states, default=LEAST_STATE)
+    require(least >= LEAST_STATE, "rans.md, Chunks", f"{where}: a first state is {least}")
+    return states
+
+
 def any_symbols(
     where: str, tables: Sequence[Sequence[int]], first_states: Sequence[int], chunk_words: Sequence[int]
 ) -> tuple[list[int], int]:
     """Decode: the symbols of a chunk, each by its own table, and the number of words that they take."""
-    states = [low + 65536 * high for low, high in zip(first_states[::2], first_states[1::2], strict=True)]
-    require(min(states) >= LEAST_STATE, "rans.md, Chunks", f"{where}: a first state is {min(states)}")
+    states = first_states_of(where, first_states)
     symbols, taken = [], 0
     for i, table in enumerate(tables):
         below, symbol_of = slots(tuple(table))
@@ -2162,7 +2171,7 @@ def take_tensor(entry: Any, expected: Tensor) -> Tensor:
 JSON_START = b'{"__metadata__":{"format":"kvpack","kvpack":"'
 JSON_HEADER = re.compile(
     re.escape(JSON_START.decode()) + r'1 ([0-9a-f]{32})"\},'
-    r'"kvpack\.header":\{"dtype":"U8","shape":\[([1-9][0-9]{0,18})\],"data_offsets":\[0,\2\]\}'
+    r'"kvpack\.header":\{"dtype":"U8","shape":\[([1-9][0-9]{0,6})\],"data_offsets":\[0,\2\]\}'
 )
 ALIGNMENT = 64
 BLOCK = 4096
@@ -2298,11 +2307,11 @@ def read(data: bytes, decompress: Decompress | None = None, bases: Sequence[byte
             require(not any(stored), "container.md, Tensors and alignment", f"the pad at {place.begin} is not zero")
         else:
             contents[place.tensor.name] = take_content(place.tensor, stored, decompress)
-    by_digest = {hashlib.sha256(basis).digest(): basis for basis in bases}
+    given = by_digest(bases)
     for number_, layer in enumerate(file.layers):
         for name, side in layer.items():
             if side is not None:
-                decode_side(side, f"{number_}.{name}.", contents, by_digest)
+                decode_side(side, f"{number_}.{name}.", contents, given)
                 if BASIS in file.required:
                     finite = all(map(math.isfinite, side.values))
                     require(finite, "basis.md, File", f"{number_}.{name}: a value is not finite")
@@ -2310,6 +2319,11 @@ def read(data: bytes, decompress: Decompress | None = None, bases: Sequence[byte
     if BASIS in file.required:
         check_frame_values(file)
     return file
+
+
+def by_digest(bases: Sequence[bytes]) -> dict[bytes, bytes]:
+    """Files of bases by the digests that name them."""
+    return {hashlib.sha256(basis).digest(): basis for basis in bases}
 
 
 def take_content(tensor: Tensor, stored: bytes, decompress: Decompress | None) -> bytes:
@@ -2324,7 +2338,7 @@ def take_content(tensor: Tensor, stored: bytes, decompress: Decompress | None) -
     return content
 
 
-def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: Mapping[bytes, bytes] | None = None) -> None:
+def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: Mapping[bytes, bytes]) -> None:
     """Step 9 of Reading: the rules of the codec, then its values; all tokens of a head, the packed ones before the tail."""
     codec = side.codec
     for name, stream in codec.streams.items():
@@ -2334,7 +2348,7 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: M
             side.numbers[name] = numbers(contents[prefix + name], stream.dtype)
             check_special_values(prefix + name, stream, side.numbers[name])
     codec.check_sizes(side, prefix)
-    side.given = given_for(side, prefix, bases or {}) if codec.basis else []
+    side.given = given_for(side, prefix, bases) if codec.basis else []
     places = {name: entry_places(flags) for name, flags in flags_of(side).items()}
     for name, found in places.items():
         rule = f"{SIDE_CARS}, Layout"
@@ -2443,6 +2457,7 @@ def number_row(side: Side, stream: NumberStream, row: int) -> list[float]:
 
 ROW_MAGIC = b"kvpack-row 1\n\0\0\0"
 FRAME_BYTES = 128
+MAX_ROW_BYTES = 2**32 - 64
 MULTIPLIER = 0x9E3779B97F4A7C15
 PAGE_DTYPE = "page-dtype"
 PAGE_DTYPES = (b"bf16", b"fp16", b"fp32", b"fp8_e4m3", b"fp8_e5m2", b"u8")
@@ -2473,11 +2488,15 @@ def checksum(row: bytes) -> int:
     return sum_
 
 
-def read_row(data: bytes) -> Row:
-    """Check a whole row and decode its page; what follows the row in ``data`` is not looked at. Raises ``Refused``."""
-    require(data[:16] == ROW_MAGIC, ROW, "this is no row of version 1")
+def read_row(data: bytes, bases: Sequence[bytes] = ()) -> Row:
+    """Check a whole row and decode its page; what follows the row in ``data`` is not looked at. Raises ``Refused``.
+
+    ``bases`` are the files of bases that the caller has.
+    """
+    require(len(data) >= FRAME_BYTES and data[:16] == ROW_MAGIC, ROW, "this is no row of version 1")
     length, stored = word64(data, 16), word64(data, 24)
-    require(FRAME_BYTES <= length <= len(data), ROW, f"the length is {length}, of {len(data)} bytes")
+    right = FRAME_BYTES <= length <= min(len(data), MAX_ROW_BYTES) and length % ALIGNMENT == 0
+    require(right, ROW, f"the length is {length}, of {len(data)} bytes")
     data = data[:length]
     require(checksum(data) == stored, "row.md, Checksum", f"the checksum is {stored:#x}")
     size = word32(data, 96)
@@ -2497,7 +2516,7 @@ def read_row(data: bytes) -> Row:
     for number, layer in enumerate(file.layers):
         for name, side in layer.items():
             if side is not None:
-                decode_side(side, f"{number}.{name}.", contents)
+                decode_side(side, f"{number}.{name}.", contents, by_digest(bases))
     return Row(data[32:64], data[64:96], file)
 
 

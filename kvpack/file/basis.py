@@ -128,7 +128,7 @@ def _check_tables(frequencies: StateEntry | None, values: StateEntry | None) -> 
 def check_frame_values(state: StateEntry, array: Array) -> None:
     """Raise InvalidPayload, which names the place, where the values of a state that describes frames break a rule."""
     name = state.name
-    if name in ("k.frames", "v.frames", VALUES) and state.dtype in ("F16", "F32"):
+    if name in ("k.frames", "v.frames") or (name == VALUES and state.layer == 0):
         check_finite(state.where, array, "the frames of a basis")
     elif name == FREQUENCIES and state.layer == 0:
         sums = values_between(array, 0, math.prod(array.shape)).reshape(-1, state.shape[2]).sum(1)

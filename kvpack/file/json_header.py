@@ -34,7 +34,7 @@ DIGEST_PLACE = slice(LENGTH_BYTES + len(_PREFIX) + 2, LENGTH_BYTES + len(_PREFIX
 """The position of kvpack.header's digest in a file, in hexadecimal digits."""
 _VERSION = re.compile(re.escape(_PREFIX) + rb"([1-9][0-9]{0,8})[ \"]")
 _HEADER_TENSOR = re.compile(
-    re.escape(_PREFIX) + rb'1 ([0-9a-f]{32})"},"kvpack\.header":\{"dtype":"U8","shape":\[([1-9][0-9]{0,8})\],"data_offsets":\[0,\2\]\}'
+    re.escape(_PREFIX) + rb'1 ([0-9a-f]{32})"},"kvpack\.header":\{"dtype":"U8","shape":\[([1-9][0-9]{0,6})\],"data_offsets":\[0,\2\]\}'
 )
 _BEGINNING_BYTES = 256
 """More bytes than the JSON header can take up to the end of the entry of kvpack.header."""

@@ -17,6 +17,8 @@ import msgpack
 import torch
 
 import kvpack
+from kvpack.coding.bases import Basis
+from kvpack.coding.recipes import Recipe
 
 from second_decoder import decoder  # isort: skip
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).resolve().parents[2] / "spec" / "row-vectors"
 MANIFEST = FOLDER / "manifest.json"
+BASIS = "../vectors/valid/basis-frames-256-symbols.kvpack"
 KEY, NAMESPACE = b"an engine's key", bytes(range(32))
 SMALL = kvpack.PageGeometry(layers=2, heads=1, tokens=3, dim_k=8, dim_v=4)
 
@@ -36,9 +39,11 @@ class Vector:
     shows: str
     rule: str | None
     make: Callable[[], bytes]
+    basis: str = ""
+    """The file of the basis that a reader is given, from the folder of rows."""
 
 
-def row_of(recipe: str, geometry: kvpack.PageGeometry) -> bytes:
+def row_of(recipe: str | Recipe, geometry: kvpack.PageGeometry) -> bytes:
     """The row of a page of random values."""
     source = torch.Generator().manual_seed(0)
 
@@ -128,6 +133,7 @@ def vectors() -> dict[str, Vector]:
         "bytes": Vector("slots of bytes, one side", None, lambda: row_of("raw", geometry(1, 1, 2, 656, None, "u8"))),
         "binary32": Vector("fp32", None, lambda: row_of("raw", geometry(1, 1, 1, 3, 5, "fp32"))),
         "longer-memory": Vector("a row in memory of more bytes", None, lambda: row_of("raw", SMALL) + b"\xff" * 70),
+        "by-a-basis": Vector("keys by the rows of a basis", None, by_basis, BASIS),
         "damaged": Vector("one flipped bit", "row-4", damaged),
         "another-beginning": Vector("other first bytes", "row-1", changed(0, b"K")),
         "another-version": Vector("a row of version 2", "row-1", changed(11, b"2")),
@@ -150,6 +156,9 @@ def vectors() -> dict[str, Vector]:
         "with-a-start": Vector("a description with a start", "row-3", described(lambda header: header.update(start=1))),
         "with-a-model": Vector("a description with a model", "row-3", described(lambda header: header.update(model={"a": "b"}))),
         "without-a-dtype": Vector("a description without page-dtype", "row-3", described(lambda header: header.update(ignorable={}))),
+        "with-another-entry": Vector(
+            "an ignorable feature besides page-dtype", "row-3", described(lambda header: header["ignorable"].update({"x": b""}))
+        ),
         "of-another-dtype": Vector(
             "a dtype that does not exist", "row-3", described(lambda header: header.update(ignorable={"page-dtype": b"fp4"}))
         ),
@@ -177,6 +186,11 @@ def vectors() -> dict[str, Vector]:
         ),
     }
     return found
+
+
+def by_basis() -> bytes:
+    recipe = Recipe("kv=klt:bits=4", Basis.of_bytes((FOLDER / BASIS).read_bytes()))
+    return row_of(recipe, kvpack.PageGeometry(1, 1, 3, 4, None))
 
 
 def opaque(**parameters: Any) -> Callable[[], bytes]:
@@ -217,6 +231,11 @@ def values_of(page: Any) -> list[float]:
     return [value for layer in page.layers for one in layer.values() if one for value in one.values]
 
 
+def bases(line: dict[str, Any]) -> list[bytes]:
+    """The files of the bases that a reader of a vector is given, from its line of the manifest."""
+    return [(FOLDER / line["basis"]).read_bytes()] if "basis" in line else []
+
+
 def manifest() -> dict[str, dict[str, Any]]:
     """The line of every vector, by its file."""
     found: dict[str, dict[str, Any]] = json.loads(MANIFEST.read_text(encoding="utf-8")) if MANIFEST.exists() else {}
@@ -236,7 +255,8 @@ def main() -> None:
         if vector.rule is not None:
             lines[file]["rule"] = vector.rule
             continue
-        values = values_of(decoder.read_row(data).page)
+        lines[file] |= {"basis": vector.basis} if vector.basis else {}
+        values = values_of(decoder.read_row(data, bases(lines[file])).page)
         packed = struct.pack(f"<{len(values)}f", *values)
         (FOLDER / f"{name}.f32").write_bytes(packed)
         lines[file] |= {"values": f"{name}.f32", "values_sha256": hashlib.sha256(packed).hexdigest()}

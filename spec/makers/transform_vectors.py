@@ -88,12 +88,12 @@ def side(by: Transform, tokens: int) -> bytes:
     return file_of((random_side(by, (tokens,), tail=0), None))
 
 
-def of_levels(by: Transform, levels: list[int], tokens: int = 4) -> bytes:
-    """A file of ``levels``, which fill columns of two heads one after the other."""
-    values = numpy.resize(numpy.array(levels, numpy.int64), (1, 2, by.dim, tokens))
-    arrays = by.coded([values], by.source_for(2), (1, 2))
+def of_levels(by: Transform, levels: list[int], tokens: int = 4, heads: int = 2) -> bytes:
+    """A file of ``levels``, which fill columns of the heads one after the other."""
+    values = numpy.resize(numpy.array(levels, numpy.int64), (1, heads, by.dim, tokens))
+    arrays = by.coded([values], by.source_for(heads), (1, heads)) | {"positions": numpy.zeros((1, 1, 1, 2))}
     streams = {name: torch.from_numpy(numpy.array(arrays[name], numpy.uint16, order="C")) for name in by.layout(1, 1, 0)}
-    return file_of((Side(by, (Page(by, tokens, streams),), torch.zeros(1, 2, 0, by.dim, dtype=torch.bfloat16)), None))
+    return file_of((Side(by, (Page(by, tokens, streams),), torch.zeros(1, heads, 0, by.dim, dtype=torch.bfloat16)), None))
 
 
 def add_parameters() -> None:

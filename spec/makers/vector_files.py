@@ -22,6 +22,7 @@ import header_vectors  # isort: skip
 import klt_vectors  # isort: skip
 import limit_vectors  # isort: skip
 import lossless_vectors  # isort: skip
+import transform_corner_vectors  # isort: skip
 import transform_vectors  # isort: skip
 import metadata_vectors  # isort: skip
 import parameter_vectors  # isort: skip
@@ -57,6 +58,7 @@ MODULES = (
     transform_vectors,
     state_vectors,
     klt_vectors,
+    transform_corner_vectors,
 )
 for module in MODULES:
     module.add_all()

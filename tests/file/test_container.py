@@ -529,6 +529,16 @@ OTHER_JSON: dict[str, tuple[Callable[[bytes], bytes], type[Exception], str]] = {
         InvalidHeader,
         "does not begin with the metadata",
     ),
+    "header tensor of eight digits": (
+        lambda text: re.sub(rb'("shape":\[|\[0,)\d+\]', rb"\g<1>10000000]", text, count=2),
+        InvalidHeader,
+        "does not begin with the metadata",
+    ),
+    "header tensor above its limit": (
+        lambda text: re.sub(rb'("shape":\[|\[0,)\d+\]', rb"\g<1>8388609]", text, count=2),
+        LimitExceeded,
+        "8388609 bytes, the limit is 8388608",
+    ),
     "header tensor beyond the end": (
         lambda text: re.sub(rb'("shape":\[|\[0,)\d+\]', rb"\g<1>99999]", text, count=2),
         Truncated,

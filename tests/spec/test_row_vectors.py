@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from kvpack import PageBuffer, PageCodec, PageGeometry
-from kvpack.errors import KvpackError
+from kvpack.coding.bases import Basis
+from kvpack.coding.recipes import parse_recipe
 
 from numbered_rules import rules  # isort: skip
-from page_vectors import FOLDER, KEY, MANIFEST, NAMESPACE, SMALL, manifest, sealed, values_of, vectors  # isort: skip
+from page_vectors import FOLDER, KEY, MANIFEST, NAMESPACE, SMALL, bases, manifest, sealed, values_of, vectors  # isort: skip
 from second_decoder import decoder  # isort: skip
 
 LINES = manifest()
@@ -31,26 +32,40 @@ def test_no_vector_was_changed_added_or_lost() -> None:
     for name, expected in listed.items():
         assert expected is None or hashlib.sha256(found[name].read_bytes()).hexdigest() == expected, name
     for name, vector in vectors().items():
-        assert (LINES[f"{name}.row"]["shows"], LINES[f"{name}.row"].get("rule")) == (vector.shows, vector.rule)
+        line = LINES[f"{name}.row"]
+        assert (line["shows"], line.get("rule"), line.get("basis", "")) == (vector.shows, vector.rule, vector.basis)
     assert sum(path.stat().st_size for path in found.values()) <= 2**18
+
+
+def test_every_rule_that_a_row_can_show_has_a_vector() -> None:
+    kept = {kind: {n for n, rule in rules().items() if n.startswith("row-") and rule.kept_by == kind} for kind in ("refusal", "values")}
+    assert {LINES[file]["rule"] for file in REFUSED} == kept["refusal"]
+    opaque = [file for file in DECODED if side_codecs(file) == {"opaque"}]
+    assert kept["values"] == {"row-5"}
+    assert opaque
+
+
+def side_codecs(file: str) -> set[str]:
+    page = decoder.read_row((FOLDER / file).read_bytes(), bases(LINES[file])).page
+    return {side.codec.id for layer in page.layers for side in layer.values() if side}
 
 
 @pytest.mark.parametrize("file", REFUSED)
 def test_both_readers_refuse_a_row_by_its_rule(file: str) -> None:
-    data = (FOLDER / file).read_bytes()
+    data, rule = (FOLDER / file).read_bytes(), rules()[LINES[file]["rule"]]
     with pytest.raises(decoder.Refused) as refused:
         decoder.read_row(data)
-    assert refused.value.rule == rules()[LINES[file]["rule"]].section
+    assert refused.value.rule == rule.section
     codec, values = PageCodec("raw", SMALL, namespace=NAMESPACE), [torch.zeros(1, 2, 1, 3, dim).bfloat16() for dim in (8, 4)]
     (error,) = codec.decode_into([data], PageBuffer(SMALL, *values), [0])
-    assert isinstance(error, KvpackError)
+    assert type(error).__name__ in rule.errors
     assert not any(x.any() for x in values)
 
 
 @pytest.mark.parametrize("file", DECODED)
 def test_both_readers_decode_a_row_to_its_values(file: str) -> None:
     data = (FOLDER / file).read_bytes()
-    read = decoder.read_row(data)
+    read = decoder.read_row(data, bases(LINES[file]))
     assert (read.namespace, read.key) == (NAMESPACE, hashlib.sha256(KEY).digest())
     expected = numpy.fromfile(FOLDER / LINES[file]["values"], "<f4")
     assert numpy.array(values_of(read.page), numpy.float32).tobytes() == expected.tobytes()
@@ -59,7 +74,8 @@ def test_both_readers_decode_a_row_to_its_values(file: str) -> None:
     dtype = read.page.ignorable["page-dtype"].decode()
     dims = first.codec.dim, None if last is None else last.codec.dim
     geometry = PageGeometry(len(read.page.layers), first.heads, first.packed, *dims, dtype)
-    codec = PageCodec(read.page.recipe, geometry, namespace=NAMESPACE)
+    given = [Basis.of_bytes(basis) for basis in bases(LINES[file])]
+    codec = PageCodec(parse_recipe(read.page.recipe, *given), geometry, namespace=NAMESPACE)
     shape = (1, geometry.layers, geometry.heads, geometry.tokens)
     made = [torch.zeros(*shape, dim).to(geometry.torch_dtype) for dim in geometry.dims.values()]
     assert codec.decode_into([data], PageBuffer(geometry, *made), [0], keys=[KEY], values=True) == [None]

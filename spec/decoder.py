@@ -2493,10 +2493,10 @@ def read_row(data: bytes, bases: Sequence[bytes] = ()) -> Row:
 
     ``bases`` are the files of bases that the caller has.
     """
-    require(len(data) >= FRAME_BYTES and data[:16] == ROW_MAGIC, ROW, "this is no row of version 1")
+    require(data[:16] == ROW_MAGIC, ROW, "this is no row of version 1")
     length, stored = word64(data, 16), word64(data, 24)
-    right = FRAME_BYTES <= length <= min(len(data), MAX_ROW_BYTES) and length % ALIGNMENT == 0
-    require(right, ROW, f"the length is {length}, of {len(data)} bytes")
+    most = min(len(data), MAX_ROW_BYTES)
+    require(FRAME_BYTES <= length <= most, ROW, f"the length is {length}, of at most {most} bytes")
     data = data[:length]
     require(checksum(data) == stored, "row.md, Checksum", f"the checksum is {stored:#x}")
     size = word32(data, 96)

@@ -183,6 +183,15 @@ def test_no_row_is_longer_than_its_checksum_takes() -> None:
     with pytest.raises(LimitExceeded, match="the limit is 4294967232: use pages of fewer tokens or layers"):
         PageCodec("raw", PageGeometry(64, 64, 4096, 128, 128))
 
+    class Long(bytes):
+        """The beginning of a row that claims 2^32 bytes, which are there."""
+
+        def __len__(self) -> int:
+            return 2**32
+
+    with pytest.raises(decoder.Refused, match="the length is 4294967296, of at most 4294967232 bytes"):
+        decoder.read_row(Long(decoder.ROW_MAGIC + (2**32).to_bytes(8, "little") + bytes(104)))
+
 
 @pytest.mark.parametrize("codec", [*CODED, SIDE_CARS], ids=lambda codec: f"{codec.id}-{len(codec.params())}")
 def test_a_seed_has_at_most_64_bits(codec: Codec) -> None:

@@ -47,11 +47,11 @@ class SlotOracle:
     def check(self, data: bytes) -> bool:
         """Whether the file is accepted; fails unless it is then written with the same layers, and read again as the same cache."""
         self._file.write_bytes(data)
-        return any([self._accepted(None, data), self._accepted({0: 4, 2: 4}, data)])
+        return any([self._accepted(None, False, data), self._accepted({0: 4, 2: 4}, False, data), self._accepted(None, True, data)])
 
-    def _accepted(self, windows: dict[int, int] | None, data: bytes) -> bool:
+    def _accepted(self, windows: dict[int, int] | None, latents: bool, data: bytes) -> bool:
         try:
-            cache = import_slot(self._file, kv_heads=1, windows=windows)
+            cache = import_slot(self._file, kv_heads=1, windows=windows, latents=latents)
         except KvpackError:
             return False
         refusal, size = "", 0
@@ -67,10 +67,11 @@ class SlotOracle:
         again = self._out.read_bytes()
         with Reader(str(self._file)) as reader:
             in_order = all(
-                (section.positions[1:] >= section.positions[:-1]).all() for section in parsed(reader, 1 + bool(windows)).sections
+                (section.positions[1:] >= section.positions[:-1]).all()
+                for section in parsed(reader, 1 + bool(windows), latents=latents).sections
             )
         assert again == data or not in_order or cache.metadata["llama.cpp streams"] != 1, "a file in order is written otherwise"
-        found = import_slot(self._out, kv_heads=1, windows=windows)
+        found = import_slot(self._out, kv_heads=1, windows=windows, latents=latents)
         assert (found.metadata, found.inputs) == (cache.metadata, cache.inputs)
         assert [layer.skipped for layer in found] == [layer.skipped for layer in cache]
         assert_equal(found, cache, cache.tokens)

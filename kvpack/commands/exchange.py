@@ -29,6 +29,7 @@ def add(commands: Any) -> None:
     add_basis(parser)
     parser.add_argument("--kv-heads", metavar="N[,N...]", help="of slots: the heads of keys and values, of all layers or of each")
     _add_window(parser, "of slots: ")
+    parser.add_argument("--latents", action="store_true", help="of slots: the model has multi-head latent attention (MLA)")
     add_writing(parser)
     add_json(parser)
     parser.set_defaults(run=import_)
@@ -63,14 +64,15 @@ def import_(arguments: argparse.Namespace) -> int:
     if slot and not _HEADS.fullmatch(arguments.kv_heads or ""):
         found = "missing" if arguments.kv_heads is None else f"{arguments.kv_heads!r:.80}"
         raise InvalidParameter(f"--kv-heads is {found}: a slot of llama.cpp does not say how many heads its keys have, such as 8")
-    if not slot and (arguments.kv_heads or windows):
-        raise InvalidParameter(f"{arguments.input}: is no sequence state of llama.cpp, and --kv-heads and --window are for those")
+    if not slot and (arguments.kv_heads or windows or arguments.latents):
+        raise InvalidParameter(
+            f"{arguments.input}: is no sequence state of llama.cpp, and --kv-heads, --window and --latents are for those"
+        )
     with progress("encode", arguments) as callback:
         if slot:
             heads = [int(count) for count in arguments.kv_heads.split(",")]
-            cache = import_slot(
-                arguments.input, recipe, kv_heads=heads[0] if len(heads) == 1 else heads, windows=windows, progress=callback
-            )
+            options = {"kv_heads": heads[0] if len(heads) == 1 else heads, "windows": windows, "latents": arguments.latents}
+            cache = import_slot(arguments.input, recipe, progress=callback, **options)
         else:
             cache = import_prompt_cache(arguments.input, recipe, progress=callback)
     save(cache, arguments)

@@ -74,6 +74,17 @@ def test_llama_cpps_own_files_go_both_ways(name: str, windows: Any, dtypes: Any,
     assert (tmp_path / "out.bin").read_bytes() == own.read_bytes()
 
 
+def test_latents_are_keys_alone(tmp_path: Path) -> None:
+    own = FILES / "latents.bin"
+    cache = import_slot(own, kv_heads=1, latents=True)
+    assert [(sorted(layer.sides), layer.k.dim if layer.k else 0) for layer in cache] == [(["k"], 12)] * 3
+    assert cache.model["dtype"] == "bf16 of llama.cpp"
+    export_slot(cache, tmp_path / "out.bin")
+    assert (tmp_path / "out.bin").read_bytes() == own.read_bytes()
+    with pytest.raises(InvalidParameter, match="ends after its keys"):
+        import_slot(own, kv_heads=1)
+
+
 def test_layouts_hold_the_same_keys_and_values() -> None:
     """The files are of one model and the same tokens; those without flash attention lie transposed. Layer 0 depends on neither."""
     rows, streams = (import_slot(FILES / f"{name}.bin", kv_heads=1)[0].unpack(torch.float32) for name in ("rows", "streams"))
@@ -207,8 +218,10 @@ def test_two_sequences_and_keys_alone_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="two of its streams hold cells, and kvpack reads one sequence"):
         import_slot(written(tmp_path / "in.bin", twice), kv_heads=2)
     alone = state(SEVEN, whole())[: -2 * (12 + 7 * 32)]
-    with pytest.raises(InvalidParameter, match=r"ends after its keys, as in models with multi-head latent attention \(MLA\)"):
+    with pytest.raises(InvalidParameter, match=r"ends after its keys: it is cut off, or of a model with .*latents=True, or --latents"):
         import_slot(written(tmp_path / "in.bin", alone), kv_heads=2)
+    with pytest.raises(InvalidParameter, match="472 bytes follow its 2 layers: those of"):
+        import_slot(written(tmp_path / "in.bin", state(SEVEN, whole())), kv_heads=2, latents=True)
     with pytest.raises(MissingFile):
         import_slot(tmp_path / "none.bin", kv_heads=2)
 
@@ -231,7 +244,7 @@ def test_no_damage_is_a_crash(tmp_path: Path) -> None:
     path = tmp_path / "in.bin"
     for file in sorted(FILES.glob("*.bin")):
         data = file.read_bytes()
-        options = {"kv_heads": 1, "windows": WINDOWS if file.stem == "windows" else None}
+        options: dict[str, Any] = {"kv_heads": 1, "windows": WINDOWS if file.stem == "windows" else None, "latents": file.stem == "latents"}
         for end in range(0, len(data), 31):
             with pytest.raises(KvpackError):
                 import_slot(written(path, data[:end]), **options)
@@ -271,7 +284,9 @@ def test_what_llama_cpp_cannot_hold_is_named(tmp_path: Path) -> None:
     refused(cache((k, v), recipe="octopus-3"), r"layer 0: values of the codec octahedral are binary32, and llama.cpp's.*dtype='bf16'")
     refused(cache((k.float() * 1e6, v)), "layer 0: a value is too large for fp16", OutOfRange, dtype="fp16")
     refused(cache((k, v), start=5), "has 7 tokens from position 5 on; a sequence of llama.cpp begins at position 0")
-    refused(cache((k, None)), "layer 0 holds no keys or no values")
+    refused(cache((None, v)), "layer 0 holds no keys: kvpack writes keys and values, or latents alone, for llama.cpp")
+    refused(cache((k, v), (k, None)), "layer 1 holds no values, unlike layer 0")
+    refused(cache((k, None), (k, v)), "layer 1 holds values, unlike layer 0")
     refused(cache((torch.cat([k, k]), torch.cat([v, v]))), "layer 0 holds 2 sequences; a sequence state is of one")
     refused(cache((k, v), (k[:, :, 2:], v[:, :, 2:], 2)), "layer 1 holds the newest 5 of 7 tokens, give its sliding window")
     windows = dict(made.metadata) | {"llama.cpp sliding-window layers": 1}
@@ -332,9 +347,10 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "--transposed and --streams are for --to llama.cpp" in capsys.readouterr().err
     assert main(["export", packed, out, "--to", "llama.cpp", "--window", "0,2=4"]) == 0
     assert Path(out).read_bytes() == Path(own).read_bytes()
+    assert main(["import", str(FILES / "latents.bin"), packed, "--kv-heads", "1", "--latents"]) == 0
     assert main(["import", str(FILES / "rows.bin"), packed, "--kv-heads", "1,1,1", "--recipe", "octopus-4"]) == 0
     assert main(["export", packed, out, "--to", "llama.cpp", "--dtype", "fp16", "--transposed", "--streams", "2"]) == 0
     assert Path(out).stat().st_size > (FILES / "rows.bin").stat().st_size
     (tmp_path / "other").write_bytes(b"no state")
     assert main(["import", str(tmp_path / "other"), packed, "--kv-heads", "1"]) == 2
-    assert "is no sequence state of llama.cpp, and --kv-heads and --window are for those" in capsys.readouterr().err
+    assert "is no sequence state of llama.cpp, and --kv-heads, --window and --latents are for those" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ def import_slot(
     *,
     kv_heads: int | Sequence[int],
     windows: Mapping[int, int] | None = None,
+    latents: bool = False,
     model: Mapping[str, str] | None = None,
     basis: Basis | str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
@@ -51,7 +53,8 @@ def import_slot(
     """The sequence state in the file ``path``, packed with ``recipe``; ``raw`` keeps every bit. Its token ids are the cache's inputs.
 
     ``kv_heads`` are the heads of keys and values, of all layers or of each: the file has only their channels together. ``windows`` has
-    the sliding window of every layer that has one, in tokens, by the layer's number among those with a cache of their own. Keys stay as
+    the sliding window of every layer that has one, in tokens, by the layer's number among those with a cache of their own.
+    ``latents`` says that the model has multi-head latent attention, and its cache keys alone, of one head. Keys stay as
     llama.cpp has them, after its rotary embedding and in its order of channels, so the cache's ``model`` says that it is llama.cpp's;
     ``model`` adds the name of the model, for example. Metadata keeps what else ``export_slot`` needs.
 
@@ -60,24 +63,26 @@ def import_slot(
     """
     where = path_text(path)
     with Reader(where) as reader:
-        file = parsed(reader, 2 if windows else 1)
+        file = parsed(reader, 2 if windows else 1, latents=latents)
         layers = sum(len(section.keys) for section in file.sections)
         windows = windows_of(windows, layers)
         tokens = _check_counts(where, file, windows)
         heads = _heads_of_layers(kv_heads, layers)
         orders = [_order(where, section.positions, tokens - len(section.positions)) for section in file.sections]
-        left = [zip(section.keys, section.values, strict=True) for section in file.sections]
-        states: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        left = [zip_longest(section.keys, section.values) for section in file.sections]
+        states: list[tuple[torch.Tensor | None, torch.Tensor | None, int]] = []
         for number in range(layers):
             of = int(number in windows)
             section = file.sections[of]
             keys, values = next(left[of])
             k, v = (
-                _values(reader, f"{where}: layer {number}", block, len(section.positions), heads[number], orders[of], turned)
+                None
+                if block is None
+                else _values(reader, f"{where}: layer {number}", block, len(section.positions), heads[number], orders[of], turned)
                 for block, turned in ((keys, False), (values, section.transposed))
             )
             states.append((k, v, tokens - len(section.positions)))
-    dtypes = dict.fromkeys(RAW_NAMES[x.dtype] for state in states for x in state[:2])
+    dtypes = dict.fromkeys(RAW_NAMES[x.dtype] for state in states for x in state[:2] if x is not None)
     named = {**(model or {}), "dtype": f"{' and '.join(dtypes)} of llama.cpp", "config": CONFIG}
     inputs = Inputs(file.ids) if file.ids else None
     cache = pack(states, recipe, model=named, inputs=inputs, basis=basis, progress=progress)
@@ -128,14 +133,15 @@ def export_slot(
         raise InvalidParameter(f"sequence {sequence} has no stream of its own among {streams}: give more streams, or 1")
     sides: list[tuple[list[_Stored], list[_Stored]]] = [([], []) for _ in range(1 + bool(windows))]
     held: list[int | None] = [tokens, None]
+    latents = cache[0].v is None
     for number, layer in enumerate(cache):
-        of, kept = int(number in windows), _kept(number, layer, tokens, windows.get(number))
+        of, kept = int(number in windows), _kept(number, layer, latents, tokens, windows.get(number))
         if held[of] not in (None, kept):
             raise InvalidParameter(f"layer {number} would write {kept} tokens, and layers before it {held[of]}: they share their cells")
         held[of] = kept
         for stored, side, turned in zip(sides[of], (layer.k, layer.v), (False, transposed), strict=True):
-            assert side is not None
-            stored.append(_stored(exported(f"layer {number}", side, dtype, "llama.cpp")[0, :, -kept:], turned))
+            if side is not None:
+                stored.append(_stored(exported(f"layer {number}", side, dtype, "llama.cpp")[0, :, -kept:], turned))
         if progress:
             progress(number + 1, len(cache))
     sections = []
@@ -232,11 +238,12 @@ def _ids(cache: Cache) -> bytes:
     return inputs.token_ids
 
 
-def _kept(number: int, layer: Layer, tokens: int, window: int | None) -> int:
+def _kept(number: int, layer: Layer, latents: bool, tokens: int, window: int | None) -> int:
     """How many of a layer's newest tokens llama.cpp saves."""
-    if layer.k is None or layer.v is None or layer.states:
-        what = "states" if layer.states else "no keys or no values"
-        raise InvalidParameter(f"layer {number} holds {what}; kvpack writes layers of keys and values for llama.cpp")
+    if layer.k is None or (layer.v is None) != latents or layer.states:
+        found = "no values, unlike layer 0" if layer.v is None else "values, unlike layer 0"
+        found = "states" if layer.states else "no keys" if layer.k is None else found
+        raise InvalidParameter(f"layer {number} holds {found}: kvpack writes keys and values, or latents alone, for llama.cpp")
     if layer.k.batch != 1:
         raise InvalidParameter(f"layer {number} holds {layer.k.batch} sequences; a sequence state is of one")
     if layer.seen != tokens:

@@ -11,6 +11,7 @@ All numbers are little-endian::
             u32 transposed, u32 layers
             for each layer, its keys: i32 type, u64 bytes per cell, cells
             for each layer, its values: the same, or, transposed: i32 type, u32 bytes per value, u32 channels, channels
+            (no values where the keys are latents, in models with MLA)
 
 Source: llama.cpp 0c1e57098, ``llama_context::state_seq_save_file`` and ``llama_kv_cache::state_write``; llama-server's form of token
 ids is ``server_tokens::serialize``.
@@ -131,11 +132,14 @@ def is_state_file(path: str | os.PathLike[str]) -> bool:
         return reader.size >= 4 and reader.numbers("I", "its magic")[0] in (_MAGIC, *_OTHER_MAGICS)
 
 
-def parsed(reader: Reader, sections: int) -> StateFile:
-    """What the file holds, and where. Raises InvalidParameter for anything but so many sections of keys and values to its end."""
+def parsed(reader: Reader, sections: int, *, latents: bool = False) -> StateFile:
+    """What the file holds, and where. Raises InvalidParameter for anything but so many sections of keys and values to its end.
+
+    Sections of latents have keys alone.
+    """
     _check_front(reader)
     ids, form = _ids(reader)
-    found = tuple(_section(reader, kind) for kind in ("whole", "sliding-window")[:sections])
+    found = tuple(_section(reader, kind, latents) for kind in ("whole", "sliding-window")[:sections])
     if reader.left:
         more = "recurrent states, an indexer's keys or other caches, which kvpack does not read"
         more = more if sections > 1 else f"sliding-window layers (say which with windows=, or --window), {more}"
@@ -182,7 +186,7 @@ def _ids(reader: Reader) -> tuple[bytes, str]:
     return ids.tobytes(), form
 
 
-def _section(reader: Reader, kind: str) -> Section:
+def _section(reader: Reader, kind: str, latents: bool) -> Section:
     (streams,) = reader.numbers("I", f"the streams of its {kind} layers")
     if not 0 < streams <= _MAX_STREAMS:
         raise InvalidParameter(f"{reader.where}: its {kind} layers have {streams} streams, expected 1 to {_MAX_STREAMS}")
@@ -192,13 +196,13 @@ def _section(reader: Reader, kind: str) -> Section:
         if cells:
             if found is not None:
                 raise InvalidParameter(f"{reader.where}: two of its streams hold cells, and kvpack reads one sequence")
-            found = _cells(reader, kind, streams, cells)
+            found = _cells(reader, kind, latents, streams, cells)
     if found is None:
         raise InvalidParameter(f"{reader.where}: its {kind} layers hold no tokens")
     return found
 
 
-def _cells(reader: Reader, kind: str, streams: int, count: int) -> Section:
+def _cells(reader: Reader, kind: str, latents: bool, streams: int, count: int) -> Section:
     cells = np.frombuffer(reader.take(count * _CELL.itemsize, f"the {count} cells of its {kind} layers"), _CELL)
     strange = np.flatnonzero((cells["sequences"] != 1) | (cells["sequence"] != cells["sequence"][0]) | (cells["sequence"] < 0))
     if len(strange):
@@ -214,11 +218,13 @@ def _cells(reader: Reader, kind: str, streams: int, count: int) -> Section:
             f"{_OTHER_CELLS}"
         )
     keys = tuple(_block(reader, f"the keys of {kind} layer {number}", count, False) for number in range(layers))
-    if layers and not reader.left:
+    if layers and not reader.left and not latents:
         raise InvalidParameter(
-            f"{reader.where}: ends after its keys, as in models with multi-head latent attention (MLA): it has no values"
+            f"{reader.where}: ends after its keys: it is cut off, or of a model with multi-head latent attention (MLA), which keeps "
+            "latents alone: then say so with latents=True, or --latents"
         )
-    values = tuple(_block(reader, f"the values of {kind} layer {number}", count, bool(transposed)) for number in range(layers))
+    numbers = () if latents else range(layers)
+    values = tuple(_block(reader, f"the values of {kind} layer {number}", count, bool(transposed)) for number in numbers)
     return Section(streams, int(cells["sequence"][0]), cells["position"].copy(), bool(transposed), keys, values)
 
 

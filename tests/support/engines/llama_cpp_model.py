@@ -17,7 +17,7 @@ TYPES = {"fp32": 0, "fp16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q5_1": 7}
 
 
 def write_model(path: Path, arch: str, dim: int, heads: int = 4, kv_heads: int = 2, window: int = WINDOW) -> Path:
-    """A model of ``arch`` with random weights: llama, qwen2, gemma3, qwen2vl or mamba."""
+    """A model of ``arch`` with random weights: llama, qwen2, gemma3, deepseek2, qwen2vl or mamba."""
     writer, source = gguf.GGUFWriter(path, arch), np.random.default_rng(dim)
     width, vocabulary = heads * dim, len(VOCABULARY)
     writer.add_context_length(1024)
@@ -26,9 +26,19 @@ def write_model(path: Path, arch: str, dim: int, heads: int = 4, kv_heads: int =
     writer.add_feed_forward_length(2 * width)
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(dim)
+    # Of a model with latents, what its cache holds: ``dim`` latents and half as many rotary channels.
+    latents = arch == "deepseek2"
+    writer.add_key_length(dim + dim // 2 if latents else dim)
     writer.add_value_length(dim)
-    writer.add_rope_dimension_count(dim)
+    writer.add_rope_dimension_count(dim // 2 if latents else dim)
+    if latents:
+        writer.add_q_lora_rank(dim)
+        writer.add_kv_lora_rank(dim)
+        writer.add_key_length_mla(dim)
+        writer.add_value_length_mla(dim)
+        writer.add_leading_dense_block_count(LAYERS)
+        writer.add_expert_feed_forward_length(dim)
+        writer.add_expert_shared_count(1)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(vocabulary)
     writer.add_tokenizer_model("llama")
@@ -68,7 +78,15 @@ def write_model(path: Path, arch: str, dim: int, heads: int = 4, kv_heads: int =
             writer.add_tensor(f"{block}.ssm_d", np.ones(inner, np.float32))
             add(f"{block}.ssm_out", width, inner)
             continue
-        for side, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        if latents:
+            add(f"{block}.attn_q_a", dim, width)
+            add(f"{block}.attn_q_a_norm", dim)
+            add(f"{block}.attn_q_b", heads * dim, dim)
+            add(f"{block}.attn_kv_a_mqa", dim + dim // 2, width)
+            add(f"{block}.attn_kv_a_norm", dim)
+            add(f"{block}.attn_k_b", heads, dim, dim // 2)
+            add(f"{block}.attn_v_b", heads, dim, dim)
+        for side, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)) if not latents else ():
             add(f"{block}.attn_{side}", count * dim, width)
             if arch in ("qwen2", "qwen2vl"):
                 writer.add_tensor(f"{block}.attn_{side}.bias", np.zeros(count * dim, np.float32))

@@ -37,6 +37,11 @@ WINDOWS = {"gemma3": {0: WINDOW, 2: WINDOW}}
 PAIRS = (("fp16", "fp16"), ("bf16", "bf16"), ("fp32", "fp32"), ("fp16", "fp32"))
 
 
+def options_of(arch: str) -> dict[str, Any]:
+    """What the import is told of a model."""
+    return {"kv_heads": 1, "latents": True} if arch == "deepseek2" else {"kv_heads": 2, "windows": WINDOWS.get(arch)}
+
+
 def filled(model: Path, types: tuple[str, str], flash: bool, sequence: int, sequences: int) -> Context:
     context = Context(model, types, flash=flash, sequences=sequences)
     context.decode(IDS, 0, sequence)
@@ -57,19 +62,21 @@ def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
 def check_bytes(folder: Path, model: Path, arch: str) -> Iterator[str]:
     """Raw caches go both ways byte for byte, also through a kvpack file, and llama.cpp decodes the same logits after both."""
     windows = WINDOWS.get(arch)
-    for types in PAIRS:
+    # A cache of latents has one type.
+    pairs = PAIRS[:3] if arch == "deepseek2" else PAIRS
+    for types in pairs:
         for flash in (True, False):
             for sequence, sequences in ((0, 1), (2, 3)):
                 own, exported = folder / "own.bin", folder / "exported.bin"
                 with filled(model, types, flash, sequence, sequences) as context:
                     data = context.save(own, IDS, sequence)
                     expected = after(context, own, sequence)
-                kvpack.save(import_slot(own, kv_heads=2, windows=windows), folder / "x.kvpack")
+                kvpack.save(import_slot(own, **options_of(arch)), folder / "x.kvpack")
                 export_slot(kvpack.load(folder / "x.kvpack"), exported, windows=windows)
                 assert exported.read_bytes() == data
                 with Context(model, types, flash=flash, sequences=sequences) as context:
                     assert all(map(np.array_equal, after(context, exported, sequence), expected))
-    yield f"{len(PAIRS) * 4} files byte for byte, and the same logits"
+    yield f"{len(pairs) * 4} files byte for byte, and the same logits"
 
 
 def check_other_layout(folder: Path, model: Path, arch: str) -> Iterator[str]:
@@ -81,7 +88,7 @@ def check_other_layout(folder: Path, model: Path, arch: str) -> Iterator[str]:
         context.save(other, IDS)
         expected = after(context, other, 0)
         assert context.load(own) is None
-        export_slot(import_slot(own, kv_heads=2, windows=windows), other, windows=windows, transposed=False, streams=1)
+        export_slot(import_slot(own, **options_of(arch)), other, windows=windows, transposed=False, streams=1)
         found = after(context, other, 0)
     # Layers after the first were computed by another attention.
     error = difference(found, expected)
@@ -119,7 +126,7 @@ def check_lossy(folder: Path, model: Path, arch: str) -> Iterator[str]:
     with filled(model, ("fp16", "fp16"), True, 0, 1) as context:
         context.save(own, IDS)
         expected = after(context, own, 0)
-        cache = import_slot(own, "kv=group:b=8,g=32", kv_heads=2, windows=windows)
+        cache = import_slot(own, "kv=group:b=8,g=32", **options_of(arch))
         export_slot(cache, exported, dtype="fp16", windows=windows)
         found = after(context, exported, 0)
     error = difference(found, expected)
@@ -140,13 +147,13 @@ def check_moved(folder: Path, model: Path, arch: str) -> Iterator[str]:
         else:
             assert context.remove(20, 40)
             context.save(own, [])
-            refused(own, "in their order 40 where 20 is expected", kv_heads=2)
+            refused(own, "in their order 40 where 20 is expected", **options_of(arch))
             context.shift(40, TOKENS, -20)
             context.decode(IDS[:20], TOKENS - 20)
             ids = IDS
         data = context.save(own, ids)
         expected = after(context, own, 0, ids)
-        export_slot(import_slot(own, kv_heads=2, windows=windows), exported, windows=windows)
+        export_slot(import_slot(own, **options_of(arch)), exported, windows=windows)
         assert sorted(exported.read_bytes()) == sorted(data)
         assert exported.read_bytes() != data
         found = after(context, exported, 0, ids)
@@ -198,7 +205,7 @@ def check_server(folder: Path, program: Path) -> Iterator[str]:
             first = {"prompt": IDS, "n_predict": 16, "temperature": 0, "id_slot": 0, "cache_prompt": True, "return_tokens": True}
             ids = [*IDS, *ask("/completion", first)["tokens"]]
             ask("/slots/0?action=save", {"filename": "own.bin"})
-            cache = import_slot(folder / "own.bin", kv_heads=2, windows=windows)
+            cache = import_slot(folder / "own.bin", **options_of(arch))
             assert cache.inputs is not None
             assert np.array_equal(np.frombuffer(cache.inputs.token_ids, "<u4"), ids[: cache.tokens])
             export_slot(cache, folder / "exported.bin", windows=windows)
@@ -264,6 +271,7 @@ def write_fixtures(folder: Path, program: Path | None) -> None:
         ("transposed", "llama", ("bf16", "fp32"), False, 0, 1),
         ("streams", "llama", ("fp16", "fp16"), False, 1, 3),
         ("windows", "gemma3", ("fp16", "fp16"), True, 0, 1),
+        ("latents", "deepseek2", ("bf16", "bf16"), False, 0, 1),
         ("m-rope", "qwen2vl", ("fp16", "fp16"), True, 0, 1),
         ("recurrent", "mamba", ("fp16", "fp16"), True, 0, 1),
     ):
@@ -293,9 +301,9 @@ if __name__ == "__main__":
     print(f"llama-cpp-python {llama_cpp.__version__}, {LAYERS} layers, {TOKENS} tokens")
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        for arch, dim in (("llama", 64), ("llama", 128), ("qwen2", 64), ("gemma3", 64)):
-            model = write_model(root / f"{arch}-{dim}.gguf", arch, dim)
-            checks = [check_bytes, check_other_layout, check_lossy, check_moved, *([check_values] if arch != "gemma3" else [])]
+        for arch, dim in (("llama", 64), ("llama", 128), ("qwen2", 64), ("gemma3", 64), ("deepseek2", 64)):
+            model = write_model(root / f"{arch}-{dim}.gguf", arch, dim, kv_heads=1 if arch == "deepseek2" else 2)
+            checks = [check_bytes, check_other_layout, check_lossy, check_moved, *([check_values] if arch in ("llama", "qwen2") else [])]
             for check in checks:
                 for line in check(root, model, arch):
                     print(f"{arch}, head dim {dim}: {line}")

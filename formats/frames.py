@@ -36,10 +36,14 @@ _TURNED_TOKENS = 1 << 12
 
 
 class Rope(NamedTuple):
-    """How RoPE turns keys: ``frequencies`` in radians per position, binary32, of pairs of channels that ``pairing`` names."""
+    """How RoPE turns keys: ``frequencies`` in radians per position, binary32, of pairs of channels that ``pairing`` names.
+
+    Sequences of more than ``longest`` tokens are turned by others.
+    """
 
     frequencies: tuple[float, ...]
     pairing: str
+    longest: int | None = None
 
     def turned(self, x: torch.Tensor, first: int, *, back: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
         """``x``, float32 ``[..., token, dim]``, turned by the positions from ``first`` on, or turned ``back``, into ``out`` if given."""

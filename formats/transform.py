@@ -163,17 +163,25 @@ class Transform(CodecFamily):
         return RunEncoder({}, lambda block, start: self._encode(block, first + start))
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """As if the first token had position 0. Raises OutOfRange for values of more than 2^31 steps."""
+        """As if the first token had position 0.
+
+        Raises OutOfRange for values of more than 2^31 steps, and for keys of sequences whose RoPE the basis does not know.
+        """
         return self._encode(x, 0)
 
     def _encode(self, x: torch.Tensor, position: int) -> dict[str, torch.Tensor]:
-        # Any position decodes to the same values; only the right one makes keys of like tokens alike. Those of groups do not wrap around.
-        position %= _POSITIONS
         batch, heads, tokens, _ = x.shape
-        if position + tokens > _POSITIONS:
-            position = 0
         source = self.source_for(heads)
-        if (rope := self.rope_of(source)) is not None:
+        rope = self.rope_of(source)
+        if rope is not None:
+            if rope.longest is not None and position + tokens > rope.longest:
+                raise OutOfRange(
+                    f"keys up to token {position + tokens}, and the basis describes sequences of at most {rope.longest}: RoPE turns longer "
+                    "ones by other frequencies, by which they would lose more than the recipe says; choose another codec for keys"
+                )
+            # Any position decodes to the same values; only the right one makes keys of like tokens alike. Those of groups do not wrap.
+            position %= _POSITIONS
+            position = position if position + tokens <= _POSITIONS else 0
             x = rope.turned(x.to(torch.float32), position, back=True)
         wide = (
             x.to(torch.float32) if self.scope == "head" else x.to(torch.float32).transpose(1, 2).reshape(batch, 1, tokens, heads * self.dim)
@@ -190,7 +198,7 @@ class Transform(CodecFamily):
         ]
         streams = self.coded(found, source, (batch, heads))
         if self.side == "k":
-            first = position + self.chunk * numpy.arange(len(found))
+            first = (position + self.chunk * numpy.arange(len(found))) % _POSITIONS
             streams["positions"] = numpy.broadcast_to(halves(first), (batch, 1, len(found), 2))
         return {name: stream_of(streams[name], x.device) for name in self.layout(1, 1, 0)}
 

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 
+LONGEST = "rope_same_up_to"
+"""Of the model: the tokens of the longest sequences whose keys RoPE turns by the frequencies of the basis."""
+
 MAX_FILE_BYTES = 1 << 32
 """The most bytes of a basis file."""
 
@@ -53,6 +56,7 @@ DISTORTIONS = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000642, 0.000
 """Mean squared error of a normal value of variance 1 by a table of 0 to 8 bits. Source: Max 1960, Table I; above 5 bits Panter-Dite."""
 
 _STEPS = 100
+_MOST_DIGITS = 18
 
 
 class Basis:
@@ -240,6 +244,9 @@ def basis_bytes(
         entries.append(LayerEntry(sides.get("k"), sides.get("v")))
     states = _states(frames or {}, dtype)
     arrays |= {state.where: array for state, array in states.items()}
+    limits = [one.rope.longest for one in (frames or {}).values() if one.rope is not None and one.rope.longest is not None]
+    if limits:
+        model = {**model, LONGEST: str(min(limits))}
     required, ignorable = features_of(states)
     contents = Contents(
         codecs=tuple(codecs), layers=tuple(entries), model=dict(model), required=tuple(sorted((FEATURE, *required))), ignorable=ignorable
@@ -278,15 +285,25 @@ def _frames(file: container.File) -> dict[tuple[int, str], Frames]:
     if (0, FREQUENCIES) not in places:
         return {}
     tables = Tables(array(0, FREQUENCIES), torch.from_numpy(array(0, VALUES).astype(numpy.float32)))
+    longest = _longest(file)
     found = {}
     for layer, name in places:
         side, _, what = name.partition(".")
         if what == "frames" and side in SIDES:
             rows = torch.from_numpy(array(layer, name).astype(numpy.float32))
             turned = [(pairing, array(layer, state)) for state, pairing in ROPE.items() if side == "k" and (layer, state) in places]
-            rope = next((Rope(tuple(map(float, frequencies)), pairing) for pairing, frequencies in turned), None)
+            rope = next((Rope(tuple(map(float, frequencies)), pairing, longest) for pairing, frequencies in turned), None)
             found[layer, side] = Frames(rows, array(layer, f"{side}.scales"), tables, rope)
     return found
+
+
+def _longest(file: container.File) -> int | None:
+    text = file.header.model.get(LONGEST)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text)):
+        raise InvalidHeader(f"{file.where}: model.{LONGEST} is {text!r:.100}, expected a number of tokens of at most {_MOST_DIGITS} digits")
+    return int(text)
 
 
 def _rows(file: container.File, layer: int, side: str) -> BasisRows:

@@ -24,8 +24,14 @@ def rope_text(config: Any) -> str:
     settings = plain("config.rope_parameters", settings)
     if len(json_text(settings)) > _LONGEST_BYTES:
         settings = {"digest": text_digest(settings), "rope_type": settings.get("rope_type")}
-    limits = [limit for rope in _maps(getattr(config, "rope_parameters", None)) if (limit := _limit(config, rope)) is not None]
-    return json_text({**settings, _LIMIT: min(limits)} if limits else settings)
+    limit = same_up_to(config)
+    return json_text(settings if limit is None else {**settings, _LIMIT: limit})
+
+
+def same_up_to(config: Any) -> int | None:
+    """The length in tokens up to which sequences of a model with ``config`` have the same frequencies; None for any length."""
+    limits = (_limit(config, rope) for rope in _maps(getattr(config, "rope_parameters", None)))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def longest_sequence(rope: str) -> int | None:

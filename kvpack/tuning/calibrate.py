@@ -20,6 +20,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidShape
 from kvpack.formats.transform import SCOPES
 from kvpack.integrations.transformers.models import identity_of
 from kvpack.models import load_model, model_folder
+from kvpack.store.rope import same_up_to
 
 from .basis_fit import rows_of_all
 from .frames_fit import frames_of_all
@@ -75,7 +76,8 @@ def run(
         identity = folder_identity(folder)
         network = load_model(folder)
         words = read_text(text, folder, vocabulary(network))
-    tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, words, positions(network))
+    longest = same_up_to(network.config.get_text_config())
+    tokens = window_tokens(settings.tokens, min(DEFAULT_TOKENS, longest or DEFAULT_TOKENS), words, positions(network))
     score = min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
     room = len(words.ids) // window_ids(tokens, words)
     windows = min(DEFAULT_WINDOWS, room) if settings.windows is None else settings.windows
@@ -86,7 +88,7 @@ def run(
         identity |= {"name": f"{identity.get('name', '')} twin {settings.twin:g}"}
         identity.pop("weights", None)
     sizes: dict[str, Any] = {"tokens": tokens, "score": score, "windows": windows, "seed": settings.seed, "twin": settings.twin}
-    framing, reason = _framing(network, words, settings.scope)
+    framing, reason = _framing(network, words, settings.scope, tokens, longest)
     sizes["scope"] = "none" if framing is None else framing.scope
     found = _gathered(network, words, sizes, out + PROGRESS_SUFFIX, framing, progress)
     total = windows + len(found.sums)
@@ -117,10 +119,11 @@ def run(
     }
 
 
-def _framing(model: Any, text: Text, scope: str | None) -> tuple[Framing | None, str | None]:
-    """What frames are to be of, or None and why there are none.
+def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: int | None) -> tuple[Framing | None, str | None]:
+    """What frames are to be of in windows of ``tokens`` tokens, or None and why there are none.
 
-    Raises InvalidParameter for keys that turn in an unknown way, if ``scope`` asks for frames, and InvalidShape for layers without keys.
+    Frequencies of RoPE are those of at most ``longest`` tokens. Raises InvalidParameter for keys that turn in an unknown way, if ``scope``
+    asks for frames, and InvalidShape for layers without keys.
     """
     if scope not in (None, "none", *SCOPES):
         raise InvalidParameter(f"--scope is {scope!r}, expected one of none, {', '.join(SCOPES)}")
@@ -131,6 +134,11 @@ def _framing(model: Any, text: Text, scope: str | None) -> tuple[Framing | None,
     _check_pairs(pairs)
     try:
         found = ropes(model, sample)
+        if longest is not None and tokens > longest and any(found):
+            raise InvalidParameter(
+                f"--tokens is {tokens}, and RoPE turns the keys of more than {longest} tokens by other frequencies: "
+                f"calibrate with --tokens {longest}, or without frames, --scope none"
+            )
     except InvalidParameter as error:
         if scope is not None:
             raise

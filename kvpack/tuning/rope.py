@@ -10,6 +10,7 @@ from kvpack.bench.sizes import positions
 from kvpack.bench.windows import prefill
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.frames import LARGEST_FREQUENCY, PAIRINGS, Rope
+from kvpack.store.rope import same_up_to
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,14 +28,15 @@ def ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
 
     A sequence of one token attends to itself alone, so that its keys at two positions differ by RoPE and nothing else. Whatever its type
     (default, linear, llama3, yarn, ...), RoPE is what its frequencies are; those of types that change with the length of a sequence are
-    the ones of short sequences. Raises InvalidParameter, naming the layer, for keys that turn in another way.
+    the ones of short sequences, up to ``Rope.longest``. Raises InvalidParameter, naming the layer, for keys that turn in another way.
     """
     alone = tokens[0, :_TOKENS, None]
     limit = positions(model)
     places = [place for place in _PLACES if limit is None or place < limit]
     first = _keys(model, alone, 0)
     others = {place: _keys(model, alone, place) for place in places}
-    candidates = _candidates(model)
+    longest = same_up_to(model.config.get_text_config())
+    candidates = [rope._replace(longest=longest) for rope in _candidates(model)]
     return [
         _matching(number, keys, {place: found[number] for place, found in others.items()}, candidates) for number, keys in enumerate(first)
     ]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack import cli
-from kvpack.coding.bases import Basis
+from kvpack.coding.bases import Basis, basis_bytes
 from kvpack.formats.errors import (
     InvalidHeader,
     InvalidParameter,
@@ -144,6 +144,28 @@ def test_any_position_decodes_to_the_same_values(basis: Basis) -> None:
             for x, found in ((k, found_k), (v, found_v)):
                 assert found is not None
                 assert (x - found).norm() < 0.2 * x.norm()
+
+
+def test_sequences_that_rope_turns_otherwise_are_refused(basis: Basis) -> None:
+    def limited(longest: int | None) -> Basis:
+        frames = {place: basis.frames(*place) for place in basis.framed()}
+        turned = {place: one.rope and one.rope._replace(longest=longest) for place, one in frames.items()}
+        made = {place: Frames(one.rows, one.scales, one.tables, turned[place]) for place, one in frames.items()}
+        rows = {place: basis.rows(*place).rows[0] for place in basis.sides()}
+        return Basis.of_bytes(basis_bytes(rows, basis.layers, {"name": "x"}, frames=made))
+
+    limit = limited(30)
+    assert dict(limit.model) == {"name": "x", "rope_same_up_to": "30"}
+    assert limit.frames(0, "k").rope._replace(longest=None) == limited(None).frames(0, "k").rope  # type: ignore[union-attr]
+    assert kvpack.pack(pairs(20), RECIPE, basis=limit, start=10).tokens == 20
+    for start, tokens in ((11, 20), (0, 31), (2**39, 1)):
+        with pytest.raises(OutOfRange, match=rf"layers\[0\].k.*: keys up to token {start + tokens}, and .* sequences of at most 30: RoPE"):
+            kvpack.pack(pairs(tokens), RECIPE, basis=limit, start=start)
+    assert kvpack.pack([(None, v) for _, v in pairs(40)], RECIPE, basis=limit).tokens == 40
+    for text in ("0", "x", "-5", "1" * 19, ""):
+        data = random_basis(SHAPES, 2, scopes=SCOPES, model={"rope_same_up_to": text})
+        with pytest.raises(InvalidHeader, match=r"basis: model.rope_same_up_to is .*, expected a number of tokens"):
+            Basis.of_bytes(data)
 
 
 def test_attention_is_over_the_decoded_values(basis: Basis) -> None:

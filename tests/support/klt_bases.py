@@ -71,12 +71,13 @@ def random_basis(
     dtype: str = "fp16",
     seed: str = "",
     scopes: Mapping[tuple[int, str], str] | None = None,
+    model: Mapping[str, str] | None = None,
 ) -> bytes:
     """A basis file with random rows of (heads, dim) for each layer and side, and frames for those of ``scopes``."""
     rows = {place: random_rows(heads, dim, f"{seed} {place}") for place, (heads, dim) in shapes.items()}
     tables = random_tables(f"{seed} tables")
     frames = {place: random_frames(*shapes[place], scope, f"{seed} {place}", tables, place[1]) for place, scope in (scopes or {}).items()}
-    return basis_bytes(rows, layers, {"name": "x"}, dtype, frames)
+    return basis_bytes(rows, layers, {"name": "x", **(model or {})}, dtype, frames)
 
 
 @cache

@@ -14,7 +14,7 @@ from kvpack import cli
 from kvpack.bench import quality
 from kvpack.coding.bases import Basis
 from kvpack.errors import InvalidParameter
-from kvpack.tuning import basis_fit, calibrate
+from kvpack.tuning import basis_fit, calibrate, rope
 from kvpack.tuning.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -102,6 +102,20 @@ def test_the_scope_of_frames_is_a_choice(scope: str, tmp_path: Path, capsys: pyt
     assert ("products per decoded value (frames of a head)" in capsys.readouterr().out) == (scope == "head")
     with pytest.raises(InvalidParameter, match="--scope is 'model', expected one of none, head, layer"):
         calibrate.run(None, None, str(out), calibrate.Settings(tokens=32, score=8, windows=1, scope="model"))
+
+
+def test_windows_are_of_sequences_whose_rope_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (calibrate, rope):
+        monkeypatch.setattr(module, "same_up_to", lambda config: 40)
+    out = str(tmp_path / "x.kvbasis")
+    sizes = calibrate.Settings(score=8, windows=1)
+    assert calibrate.run(None, None, out, sizes)["tokens"] == 40
+    assert Basis.load(out).model["rope_same_up_to"] == "40"
+    longer = calibrate.Settings(tokens=41, score=8, windows=1)
+    assert "--tokens is 41, and RoPE turns the keys of more than 40 tokens" in calibrate.run(None, None, out, longer)["without_frames"]
+    assert Basis.load(out).framed() == []
+    with pytest.raises(InvalidParameter, match=r"calibrate with --tokens 40, or without frames, --scope none"):
+        calibrate.run(None, None, out, calibrate.Settings(tokens=41, score=8, windows=1, scope="head"))
 
 
 def test_a_basis_knows_its_model(basis: Path) -> None:

@@ -224,6 +224,10 @@ def test_two_sequences_and_keys_alone_are_refused(tmp_path: Path) -> None:
         import_slot(written(tmp_path / "in.bin", state(SEVEN, whole())), kv_heads=2, latents=True)
     with pytest.raises(MissingFile):
         import_slot(tmp_path / "none.bin", kv_heads=2)
+    with pytest.raises(InvalidParameter, match="a path is text or"):
+        is_state_file(None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameter, match="model is a str, expected a map of names to text"):
+        import_slot(FILES / "rows.bin", kv_heads=1, model="llama")  # type: ignore[arg-type]
 
 
 def test_a_large_size_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
@@ -292,6 +296,8 @@ def test_what_llama_cpp_cannot_hold_is_named(tmp_path: Path) -> None:
     windows = dict(made.metadata) | {"llama.cpp sliding-window layers": 1}
     short = cache((k, v), (k[:, :, 2:], v[:, :, 2:], 2), metadata=windows)
     refused(short, "layer 1 holds the newest 5 of 7 tokens, and a window of 7 has 6 before the next one", windows={1: 7})
+    none = cache((k, v), (k[:, :, :0], v[:, :, :0], 7), metadata=windows)
+    refused(none, "layer 1 holds the newest 0 of 7 tokens, and a window of 1 has 0 before", windows={1: 1})
     known = kvpack.Inputs(np.array(SEVEN[:3], "<u4").tobytes())
     refused(replace(made, inputs=known), "knows the ids of 3 of 7 tokens: for a file without any, write")
     refused(replace(made, inputs=kvpack.Inputs(b"", ("an image",))), "an image: the token ids of a sequence state determine it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import zip_longest
 from types import MappingProxyType
@@ -23,7 +24,7 @@ from .state_file import CONFIG, LIST, SERVER, Block, Reader, Section, StateFile,
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from kvpack.cache.cache import Cache
     from kvpack.cache.layer import Layer
@@ -62,6 +63,8 @@ def import_slot(
     values, positions that are not consecutive, several sequences, images, recurrent states; and what ``kvpack.pack`` raises.
     """
     where = path_text(path)
+    if model is not None and not isinstance(model, Mapping):
+        raise InvalidParameter(f"model is a {type(model).__name__}, expected a map of names to text, such as {{'name': 'llama'}}")
     with Reader(where) as reader:
         file = parsed(reader, 2 if windows else 1, latents=latents)
         layers = sum(len(section.keys) for section in file.sections)
@@ -248,7 +251,7 @@ def _kept(number: int, layer: Layer, latents: bool, tokens: int, window: int | N
         raise InvalidParameter(f"layer {number} holds {layer.k.batch} sequences; a sequence state is of one")
     if layer.seen != tokens:
         raise InvalidParameter(f"layer {number} ends after token {layer.seen}, and the cache after token {tokens}")
-    least, most = (tokens, tokens) if window is None else (min(tokens, window - 1), min(tokens, window))
+    least, most = (tokens, tokens) if window is None else (max(1, min(tokens, window - 1)), min(tokens, window))
     if layer.tokens < least:
         needed = f"and a window of {window} has {window - 1} before the next one" if window else "give its sliding window"
         raise InvalidParameter(f"layer {number} holds the newest {layer.tokens} of {tokens} tokens, {needed}")

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpack.file.limits import MAX_LAYERS
-from kvpack.file.user_files import could_not_open, open_regular
+from kvpack.file.user_files import could_not_open, open_regular, path_text
 from kvpack.formats.errors import InvalidParameter
 
 CONFIG = "llama.cpp sequence state 3"
@@ -128,7 +128,7 @@ class Reader:
 
 def is_state_file(path: str | os.PathLike[str]) -> bool:
     """Whether a file begins like any state that llama.cpp writes. Raises MissingFile."""
-    with Reader(os.fsdecode(path)) as reader:
+    with Reader(path_text(path)) as reader:
         return reader.size >= 4 and reader.numbers("I", "its magic")[0] in (_MAGIC, *_OTHER_MAGICS)
 
 

@@ -122,9 +122,10 @@ class Lossless(CodecFamily):
         alphabet = FORMS[self.dtype].exponents
         counts = numpy.zeros((batch * heads, alphabet), numpy.int64)
         for block in run.blocks():
-            exponents = self._exponents(self._bits(block)).reshape(batch * heads, -1)
+            exponents = torch.from_numpy(self._exponents(self._bits(block)).reshape(batch * heads, -1))
             for head, row in enumerate(exponents):
-                counts[head] += numpy.bincount(row, minlength=alphabet)
+                # numpy's would widen the symbols first.
+                counts[head] += torch.bincount(row, minlength=alphabet).numpy()
         tables = rans.frequencies(_with_room(counts))
         if before is not None:
             last = _numbers(before["frequencies"]).reshape(batch * heads, alphabet).astype(numpy.int64)

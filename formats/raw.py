@@ -79,8 +79,8 @@ def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
     Raises OutOfRange when a finite value would become infinity.
     """
     values = x.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype])
-    # The sum is one cheap pass; only when it is not finite (it may just overflow) is every value examined.
-    if not torch.isfinite(values.sum()):
+    # Only rounding loses values. The sum is one cheap pass; where it is not finite (it may just overflow) every value is examined.
+    if values.dtype != x.dtype and not torch.isfinite(values.sum()):
         lost = torch.nonzero(torch.isinf(values) & torch.isfinite(x)).tolist()
         if lost:
             found, largest = x[tuple(lost[0])].item(), torch.finfo(values.dtype).max

@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 17
+#define KVPACK_INTERFACE 18
 
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 4 };
 
@@ -174,13 +174,21 @@ typedef struct {
     int64_t chunks, word_count, stride, threads, level;
 } Rans;
 
-/* rans encode: `symbols` [chunk][stride] uint8 by frequencies and first slots [table][256], of which those that occur are not 0; `table` and
-   `tables` as for rans. A chunk's words end its row of `words` [chunk][stride]; `written` is their number, `states` [chunk][32] the first of decoding. */
+/* How a symbol of frequency f and first slot s changes a state x: to x + bias + quotient * (4096 - f), where the quotient is the upper half
+   of x * reciprocal, floor((2^64 - 1) / f) + 1: x / f, rounded down, and bias is s. Of f = 1 the reciprocal is 2^64 - 1, which makes the
+   quotient x - 1, and bias is s + 4095. */
+typedef struct {
+    uint64_t reciprocal;
+    uint32_t bias, frequency;
+} RansStep;
+
+/* rans encode: `symbols` [chunk][stride] uint8 by `steps` [table][256]; `table` and `tables` as for rans. A chunk's words end its row of
+   `words` [chunk][stride]; `written` is their number, `states` [chunk][32] the first of decoding. */
 typedef struct {
     const uint8_t *symbols;
     const int64_t *lengths, *table;
     const uint8_t *tables;
-    const uint32_t *frequencies, *starts;
+    const RansStep *steps;
     uint16_t *words;
     int64_t *written;
     uint32_t *states;

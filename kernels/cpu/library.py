@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvpack.formats.errors import InvalidParameter
 
-INTERFACE = 17
+INTERFACE = 18
 """The number of interface.h that the structures below mirror."""
 
 THREADS = "KVPACK_THREADS"
@@ -129,7 +129,7 @@ class Rans(Structure):
 
 class RansEncode(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("symbols", "lengths", "table", "tables", "frequencies", "starts", "words", "written", "states")),
+        *((name, c_void_p) for name in ("symbols", "lengths", "table", "tables", "steps", "words", "written", "states")),
         *((name, c_int64) for name in ("chunks", "stride", "threads", "level")),
     )
 

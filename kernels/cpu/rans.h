@@ -78,21 +78,22 @@ static void rans_chunk(const Rans *call, int64_t chunk) {
     memcpy(call->last + chunk * RANS_LANES, states, sizeof(states));
 }
 
-/* From the last symbol to the first; lanes of a step, too, so that its words are in the order of lanes. */
+/* From the last symbol to the first; lanes of a step, too, so that its words are in the order of lanes. A word is written where there may
+   be none, and the next one then takes its place: no branch depends on a symbol. */
 static void rans_encode_chunk(const RansEncode *call, int64_t chunk) {
-    const uint8_t *tables = call->tables ? call->tables + chunk * call->stride : NULL;
-    const uint8_t *symbols = call->symbols + chunk * call->stride;
+    const uint8_t *tables = call->tables ? call->tables + chunk * call->stride : NULL, *symbols = call->symbols + chunk * call->stride;
+    const RansStep *steps = tables ? call->steps : call->steps + call->table[chunk] * 256;
     uint16_t *end = call->words + (chunk + 1) * call->stride, *to = end;
     uint32_t states[RANS_LANES];
     for (int i = 0; i < RANS_LANES; i++) states[i] = RANS_LEAST;
     for (int64_t i = call->lengths[chunk] - 1; i >= 0; i--) {
-        int64_t place = (tables ? tables[i] : call->table[chunk]) * 256 + symbols[i];
-        uint32_t x = states[i % RANS_LANES], frequency = call->frequencies[place];
-        if (x >= (uint64_t)frequency << (32 - RANS_BITS)) {
-            *--to = (uint16_t)x;
-            x >>= 16;
-        }
-        states[i % RANS_LANES] = (x / frequency << RANS_BITS) + x % frequency + call->starts[place];
+        RansStep step = steps[(tables ? tables[i] * 256 : 0) + symbols[i]];
+        uint32_t x = states[i % RANS_LANES], taken = x >> (32 - RANS_BITS) >= step.frequency;
+        to[-1] = (uint16_t)x;
+        to -= taken;
+        x >>= 16 * taken;
+        uint32_t quotient = (uint32_t)((unsigned __int128)step.reciprocal * x >> 64);
+        states[i % RANS_LANES] = x + step.bias + quotient * (RANS_SLOTS - step.frequency);
     }
     call->written[chunk] = end - to;
     memcpy(call->states + chunk * RANS_LANES, states, sizeof states);

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     Numbers = numpy.ndarray[Any, Any]
 
 _SYMBOLS = 256
+_STEP = numpy.dtype([("reciprocal", "<u8"), ("bias", "<u4"), ("frequency", "<u4")])
+"""``RansStep`` of ``interface.h``."""
+_MOST = numpy.uint64(2**64 - 1)
 
 FEWEST_SYMBOLS = 1 << 18
 """Symbols of a call for each of its threads: below it, starting one costs more than it saves."""
@@ -61,12 +64,15 @@ def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, 
     lengths = numpy.ascontiguousarray(lengths, numpy.int64)
     of_chunks, of_symbols = _tables(table, len(tables), symbols.shape)
     # Symbols without a frequency do not occur: none divides by zero.
-    frequencies, starts = numpy.ones((len(tables), _SYMBOLS), numpy.uint32), numpy.zeros((len(tables), _SYMBOLS), numpy.uint32)
-    frequencies[:, :alphabet], starts[:, :alphabet] = numpy.maximum(tables, 1), numpy.cumsum(tables, 1) - tables
+    frequencies = numpy.maximum(tables, 1)
+    steps = numpy.zeros((len(tables), _SYMBOLS), _STEP)
+    steps["frequency"][:, :alphabet] = frequencies
+    steps["reciprocal"][:, :alphabet] = numpy.where(frequencies == 1, _MOST, _MOST // frequencies.astype(numpy.uint64) + numpy.uint64(1))
+    steps["bias"][:, :alphabet] = numpy.cumsum(tables, 1) - tables + (rans.TOTAL - 1) * (frequencies == 1)
     words, written = numpy.empty((count, stride), numpy.uint16), numpy.empty(count, numpy.int64)
     states = numpy.empty((count, rans.LANES), numpy.uint32)
     threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + int(lengths.sum()) // FEWEST_SYMBOLS)
-    addresses = (array.ctypes.data for array in (frequencies, starts, words, written, states))
+    addresses = (array.ctypes.data for array in (steps, words, written, states))
     call = library.RansEncode(
         symbols.ctypes.data, lengths.ctypes.data, _address(of_chunks), _address(of_symbols), *addresses, count, stride, threads, level
     )

@@ -180,17 +180,19 @@ def _chunks(codec: Transform, parts: Sequence[Mapping[str, torch.Tensor]]) -> Ch
     begins = [own.cumsum(0) - own + int(first) for own, first in zip(counts, firsts, strict=False)]
     columns = _cat([_in_order(_wide(streams["columns"])) for streams in parts]).clamp_max(codec.dim).to(torch.int32)
     heads = parts[0]["columns"].shape[1]
-    used = columns if codec.scope == "head" else columns.view(-1, heads).amax(1, True).expand(-1, heads).reshape(-1)
+    used = columns if codec.scope == "head" else columns.view(-1, heads).amax(1, True).repeat(1, heads).flatten()
     tokens = [_in_order(_wide(streams["tokens"]).expand(streams["columns"].shape)) for streams in parts]
-    return Chunks(
-        _cat(words),
-        _cat(begins),
-        _cat(counts),
-        columns,
-        used,
-        _cat(tokens).clamp_max(codec.chunk).to(torch.int32),
-        _cat([_in_order(streams["states"].view(torch.int16)).contiguous() for streams in parts]),
+    found = Chunks(
+        words=_cat(words),
+        begins=_cat(begins),
+        counts=_cat(counts),
+        columns=columns,
+        used=used,
+        tokens=_cat(tokens).clamp_max(codec.chunk).to(torch.int32),
+        states=_cat([_in_order(streams["states"].view(torch.int16)) for streams in parts]),
     )
+    # Some of them may still be views of the streams, and one row stands for many in an expanded one.
+    return Chunks(*(tensor.contiguous() for tensor in found))
 
 
 def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:

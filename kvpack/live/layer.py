@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,8 @@ from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
 from .side import LiveSide
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvpack.cache.side import Side
 
 
@@ -141,15 +144,16 @@ class LiveLayer:
             self._pending = {name: x[:, :, :kept] for name, x in self._pending.items()} if kept else {}
             count -= pending
         self.commit()
-        raw = min(count, self.raw_tokens)
-        self.raw_tokens -= raw
-        if count > raw:
-            packed = self.packed_tokens - (count - raw)
-            for side in self.sides.values():
-                side.keep(0, packed)
-            self.version += 1
-        if self.keeps_past:
-            self._drop_unseen()
+        with self._both_sides():
+            raw = min(count, self.raw_tokens)
+            self.raw_tokens -= raw
+            if count > raw:
+                packed = self.packed_tokens - (count - raw)
+                for side in self.sides.values():
+                    side.keep(0, packed)
+                self.version += 1
+            if self.keeps_past:
+                self._drop_unseen()
 
     def reset(self) -> None:
         """Drop all tokens."""
@@ -162,8 +166,9 @@ class LiveLayer:
     def select(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of the batch, int64, in that order. Codes are copied, never decoded."""
         self.commit()
-        for side in self.sides.values():
-            side.select(indices)
+        with self._both_sides():
+            for side in self.sides.values():
+                side.select(indices)
         self.version += 1
 
     def _encode(self, values: dict[str, torch.Tensor]) -> None:
@@ -173,7 +178,7 @@ class LiveLayer:
         unseen = 0 if self.keeps_past else self._unseen(tokens)
         # Nobody sees them any more: they are not even encoded.
         dropped = min(whole, max(0, unseen - self.packed_tokens) // self.window * self.window)
-        with own_modes(self.device):
+        with own_modes(self.device), self._both_sides():
             streams = {
                 name: self.sides[name].encoded(x[:, :, dropped:whole], f"{self.name}.{name}") if whole > dropped else None
                 for name, x in values.items()
@@ -186,11 +191,26 @@ class LiveLayer:
             for name, side in self.sides.items():
                 if (own := streams[name]) is not None:
                     side.add(own, whole - dropped)
+            self.raw_tokens = tokens - whole
+            if not self.keeps_past:
+                self._drop_unseen()
+            # Last: what is written here is not restored.
+            for name, side in self.sides.items():
                 side.tail[:, :, : tokens - whole] = rests[name]
-        self.raw_tokens = tokens - whole
-        if not self.keeps_past:
-            self._drop_unseen()
         self.version += 1
+
+    @contextmanager
+    def _both_sides(self) -> Iterator[None]:
+        """Change both sides or, where that fails, as for want of memory, neither: they hold the same tokens."""
+        states, counts = {name: side.state for name, side in self.sides.items()}, (self.skipped, self.raw_tokens)
+        try:
+            yield
+        except BaseException:
+            for name, side in self.sides.items():
+                side.restore(states[name])
+            self.skipped, self.raw_tokens = counts
+            self.version += 1
+            raise
 
     def _unseen(self, raw: int) -> int:
         """How many of the tokens held, with ``raw`` behind the packed ones, no later query sees."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -53,6 +53,16 @@ class OpenPage:
         layout = self.codec.layout(1, 1, 0)
         rows = {name: -(-self.filled // entry.tokens_per_row) for name, entry in layout.items()}
         return Page(self.codec, self.filled, {name: stream[:, :, : rows[name]] for name, stream in self.streams.items()})
+
+
+class SideState(NamedTuple):
+    """Pages and buffers of a side at one moment, and how many tokens of each open page were filled."""
+
+    pages: Pages
+    open: tuple[OpenPage, ...]
+    filled: tuple[int, ...]
+    joined: Pages | None
+    tail: torch.Tensor
 
 
 class LiveSide:
@@ -154,6 +164,17 @@ class LiveSide:
                 count = min(tokens - start, page.capacity - page.filled)
                 page.write(streams, start, count)
                 start += count
+
+    @property
+    def state(self) -> SideState:
+        """What ``restore`` goes back to, but for values that are written into the tail."""
+        return SideState(self._pages, tuple(self._open), tuple(page.filled for page in self._open), self._joined, self.tail)
+
+    def restore(self, state: SideState) -> None:
+        """Go back to ``state``."""
+        self._pages, self._open, self._joined, self.tail = state.pages, list(state.open), state.joined, state.tail
+        for page, filled in zip(state.open, state.filled, strict=True):
+            page.filled = filled
 
     def keep(self, start: int, stop: int) -> None:
         """Keep packed tokens ``[start, stop)``; ``start`` is where a token group begins."""

@@ -13,6 +13,7 @@ import kvpack
 from kvpack import LiveCache
 from kvpack.cache.layer import Layer
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite, NotConsecutive, OutOfBounds
+from kvpack.live.side import LiveSide
 
 from caches import random_pairs  # isort: skip
 from random_sides import exact  # isort: skip
@@ -147,6 +148,44 @@ def test_crop_after_a_long_update_leaves_a_sliding_layer_its_window(count: int) 
     torch.testing.assert_close(live.attend(0, queries(1), sliding_window=20).double(), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("recipe", ["raw", "kivi-2"])
+@pytest.mark.parametrize(
+    ("method", "change", "count"),
+    [
+        ("add", lambda live: live.update(0, *tokens(200, 2)), 600),
+        ("add", lambda live: live.roll(), 400),
+        ("keep", lambda live: live.crop(150), 250),
+        ("select", lambda live: live.select([0, 0]), 400),
+    ],
+)
+def test_a_change_that_fails_for_one_side_changes_neither(
+    recipe: str, method: str, change: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, calls = LiveCache(recipe, layers=1), []
+    for seed, given in enumerate((300, 100)):
+        live.update(0, *tokens(given, seed))
+    live.attend(0, queries(1))
+    before, found = live.attend(0, queries(1)), getattr(LiveSide, method)
+
+    def failing(*arguments: Any) -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            raise MemoryError
+        found(*arguments)
+
+    monkeypatch.setattr(LiveSide, method, failing)
+    with pytest.raises(MemoryError):
+        change(live)
+    assert live.tokens == 400
+    assert torch.equal(live.attend(0, queries(1)), before)
+    change(live)
+    k, v = live.freeze()[0].unpack(torch.bfloat16)
+    assert k is not None
+    assert v is not None
+    assert k.shape == v.shape
+    assert k.shape[2] == live.tokens == count
+
+
 def test_rows_of_the_batch_are_selected_and_repeated() -> None:
     live = LiveCache("raw", layers=1)
     given = tokens(200, batch=3)
@@ -225,6 +264,7 @@ def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
         (InvalidDtype, r"layers\[0\].k: dtype torch.float64", lambda: live.update(0, k.double(), v.double())),
         (NonFinite, r"layers\[0\].k: the value at batch 0, head 0, token 150, channel 3 is nan", lambda: live.update(0, bad, v[:, :, :1])),
         (OutOfBounds, r"layers\[0\]: 151 tokens are to be dropped of 150 that it holds", lambda: live.crop(151)),
+        (InvalidParameter, "tokens is 0.5, expected an integer", lambda: live.crop(0.5)),  # type: ignore[arg-type]
         (InvalidShape, "q: shape", lambda: live.attend(0, queries(1)[..., :32])),
         (InvalidParameter, "sliding_windows has 1 items, and the cache 2 layers", lambda: LiveCache("raw", layers=2, sliding_windows=[4])),
         (InvalidParameter, "layers is 0", lambda: LiveCache("raw", layers=0)),

@@ -16,7 +16,7 @@ from zoo_models import images, model_of
 import kvpack
 from kvpack.cache.cache import Cache
 from kvpack.cache.packing import pack
-from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape
+from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackWarning
 from kvpack.integrations.transformers import KvpackCache, recording
 
 FP32 = "kv=raw:dtype=fp32"
@@ -167,6 +167,26 @@ def test_a_first_pass_that_failed_between_layers_is_not_continued() -> None:
         model(FOLLOWING, past_key_values=cache)
     cache.reset()
     assert torch.equal(model(FOLLOWING, past_key_values=cache).logits, model(FOLLOWING, past_key_values=KvpackCache(model, "raw")).logits)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
+@pytest.mark.parametrize("dense", [False, True], ids=["packed", "dense"])
+def test_gradients_are_not_lost_in_silence(dense: bool, masked: bool) -> None:
+    model = model_of("Llama")
+    mask = torch.tensor([[1, 1, 0, 1, 1]]) if masked else None
+    with torch.no_grad():
+        expected = model(FOLLOWING, attention_mask=mask).logits
+    with torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", KvpackWarning)
+        logits = model(FOLLOWING, attention_mask=mask, past_key_values=KvpackCache(model, "raw", dense=dense)).logits
+        torch.testing.assert_close(logits, expected)
+        with pytest.raises(InvalidParameter, match=r"gradients end at a KvpackCache.*under torch\.no_grad\(\)"):
+            logits.sum().backward()
+        # Where keys and values have no parameters to train, nothing is lost.
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lm_head" in name)
+        model(FOLLOWING, past_key_values=KvpackCache(model, "raw", dense=dense)).logits.sum().backward()
+    assert model.lm_head.weight.grad is not None
 
 
 def test_caches_of_other_models_are_refused() -> None:

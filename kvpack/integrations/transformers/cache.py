@@ -26,7 +26,7 @@ from .positions import RotaryPositions
 from .prompts import common_tokens
 from .record import Record
 from .state_layers import PackedStateLayer, StateLayer, check_kept, keep_states, with_states, without_states
-from .states import CompiledLength, PackedLength, PackedStates
+from .states import CompiledLength, PackedLength, PackedStates, without_gradients
 from .switch import Switch
 from .tracking import Tracking
 
@@ -203,7 +203,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             self.live.crop(self.live.seen(layer_idx) - before, layer_idx)
             raise
         self.passes.appended(self.live.seen(layer_idx))
-        return dense
+        k, v = (without_gradients(x, key_states, value_states) for x in dense)
+        return k, v
 
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
         """Append to one layer as ``update``, which returns what attention takes."""

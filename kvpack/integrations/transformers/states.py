@@ -37,12 +37,18 @@ class PackedStates:
     def __init__(self, cache: Any, number: int, k: torch.Tensor, v: torch.Tensor) -> None:
         self.cache, self.number = cache, number
         self._queries, self._dtype, self._dim = k.shape[2], k.dtype, v.shape[3]
+        self._computed = (k, v) if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad) else ()
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
         """``KvpackCache.attend`` over this layer; in compiled code one operator."""
         out: torch.Tensor
         if torch.compiler.is_dynamo_compiling():
             out = self.cache.compiled.compiled_attend(self.number, q, self._dim, **options)
+        elif self._computed:
+            # No gradient is lost in silence, so kernels may attend, which compute none.
+            with torch.no_grad():
+                out = self.cache.attend(self.number, q.detach(), **options)
+            out = without_gradients(out, q, *self._computed)
         else:
             out = self.cache.attend(self.number, q, **options)
         return out
@@ -51,7 +57,7 @@ class PackedStates:
     def decoded(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The tensors, dense, for a call whose mask hides tokens."""
         k, v = self.cache.decoded(self.number, self._queries, self._dtype)
-        return k, v
+        return without_gradients(k, *self._computed), without_gradients(v, *self._computed)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -73,6 +79,28 @@ class PackedStates:
 
     def _refuse(self) -> NoReturn:
         raise InvalidParameter(_REMEDY)
+
+
+class _WithoutGradients(torch.autograd.Function):
+    """A value whose gradients cannot go on to what it was computed from."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, *computed: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> NoReturn:
+        raise InvalidParameter(
+            "gradients end at a KvpackCache, whose packed keys and values have none: compute what is trained with use_cache=False or with "
+            "another cache, and all else under torch.no_grad()"
+        )
+
+
+def without_gradients(value: Any, *computed: torch.Tensor) -> Any:
+    """``value``, through which ``backward`` raises InvalidParameter where it would go on to tensors that it was ``computed`` from."""
+    if value is None or not torch.is_grad_enabled() or not any(x.requires_grad for x in computed):
+        return value
+    return _WithoutGradients.apply(value, *computed)  # type: ignore[no-untyped-call]
 
 
 _REMEDY = (

@@ -113,7 +113,12 @@ class LiveCache:
         self._value_dims = [_value_dim(layer) for layer in self._layers]
 
     def __deepcopy__(self, memo: object) -> LiveCache:
-        return self._of(self.frozen_as_it_is(), self.sliding_windows)
+        copied = self._of(self.frozen_as_it_is(), self.sliding_windows)
+        # With its basis, which layers without tokens need.
+        copied._recipe = self._recipe
+        for layer in self._kept:
+            copied.keep_past(layer)
+        return copied
 
     def __len__(self) -> int:
         return self._count
@@ -269,6 +274,7 @@ class LiveCache:
 
     def crop(self, tokens: int, layer: int | None = None) -> None:
         """Drop the newest ``tokens`` tokens of every layer, or of one. Raises OutOfBounds where a layer holds fewer."""
+        tokens = integer(tokens, "tokens")
         self._settle()
         for own in self._chosen(layer):
             if not 0 <= tokens <= own.tokens:

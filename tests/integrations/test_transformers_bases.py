@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -63,6 +64,12 @@ def test_tokens_are_those_over_the_unpacked_cache(model: Any, basis: Path, tmp_p
             model(token_ids(150), past_key_values=cache)
         expected = next_logits(model, dense(cache.packed), 3)
         torch.testing.assert_close(next_logits(model, cache, 3), expected)
+
+
+def test_copies_of_an_empty_cache_have_the_basis(model: Any, basis: Path) -> None:
+    copied = copy.deepcopy(KvpackCache(model, RECIPE, basis=basis))
+    model(token_ids(150), past_key_values=copied)
+    assert copied.packed.tokens == 150
 
 
 def test_a_basis_that_is_missing_or_of_another_model_is_refused(model: Any, basis: Path, tmp_path: Path) -> None:

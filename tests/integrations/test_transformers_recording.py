@@ -226,6 +226,31 @@ def test_a_copy_is_recorded_on_its_own() -> None:
     assert other.packed.inputs == Inputs(ids_of(torch.cat([PROMPT, FOLLOWING, FOLLOWING[:, :1]], 1)))
 
 
+def test_a_copy_of_a_model_goes_on_without_it() -> None:
+    model = model_of()
+    expected = model.generate(PROMPT, do_sample=False, max_new_tokens=4, pad_token_id=0)
+    cache = KvpackCache(model, "raw")
+    copied = copy.deepcopy(model)
+    del model, cache
+    gc.collect()
+    for own in (None, KvpackCache(copied, "raw")):
+        assert torch.equal(copied.generate(PROMPT, past_key_values=own, do_sample=False, max_new_tokens=4, pad_token_id=0), expected)
+    with pytest.raises(InvalidParameter, match="token 0 of row 0 has the id"):
+        copied.generate(expected + 1, past_key_values=own, max_new_tokens=4)
+
+
+def test_generate_takes_embeddings_beside_a_cache() -> None:
+    model = model_of()
+    options = {"inputs_embeds": model.get_input_embeddings()(PROMPT), "do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}
+    expected = model.generate(**options)
+    with KvpackCache(model, "raw") as cache:
+        assert torch.equal(model.generate(**options), expected)
+        assert torch.equal(model.generate(past_key_values=cache, **options), expected)
+        inputs = cache.packed.inputs
+    assert inputs is not None
+    assert inputs.starts[0] == 0
+
+
 def test_hooks_go_with_the_last_cache_of_a_model() -> None:
     model = model_of()
     first, second = KvpackCache(recorded(model), model), KvpackCache(recorded(model), model)

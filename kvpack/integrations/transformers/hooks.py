@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -203,19 +204,30 @@ def _watch_generate(model: PreTrainedModel) -> bool:
     """Show caches the token ids that ``generate`` is given: forward passes see only those after the cache."""
     if "prepare_inputs_for_generation" in vars(model) or not hasattr(type(model), "prepare_inputs_for_generation"):
         return False
-    owner = weakref.ref(model)
+    model.prepare_inputs_for_generation = _Prepare(model)
+    return True
 
-    def prepare_inputs_for_generation(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+
+class _Prepare:
+    """``prepare_inputs_for_generation`` of ``model``, which checks the ids over its KvpackCaches first; a copy of the model has its own."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._owner = weakref.ref(model)
+        # generate asks what the method takes.
+        self.__signature__ = inspect.signature(type(model).prepare_inputs_for_generation.__get__(model))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Prepare:
+        copied = memo.get(id(self._owner()))
+        return self if copied is None else _Prepare(copied)
+
+    def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         past = kwargs.get("past_key_values")
         # Of a cache of two parts, the second holds what the encoder was given.
         for passes in passes_over(past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past):
             passes.check_generate(input_ids, kwargs)
-        alive = owner()
+        alive = self._owner()
         assert alive is not None
         return type(alive).prepare_inputs_for_generation(alive, input_ids, *args, **kwargs)
-
-    model.prepare_inputs_for_generation = prepare_inputs_for_generation
-    return True
 
 
 def _remove(handles: list[Any], watched: list[weakref.ref[Any]]) -> None:

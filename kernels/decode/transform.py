@@ -1,7 +1,7 @@
 """Decode packed rows of transform (spec/codecs/transform.md): symbols to factors of columns, then their products with the frames.
 
-Symbols and factors are those of ``formats/transform.py`` bit for bit. Products are of three products of tf32 each, whose errors are a
-quarter of the page's tolerance at most, whatever the process has set for torch's.
+Symbols and factors are those of ``formats/transform.py`` bit for bit. A product is three of tf32, by parts that are rounded to 11 bits:
+its error is below a third of the page's tolerance, whatever the process has set for torch's products.
 """
 
 # Triton has no types.

@@ -111,18 +111,18 @@ def random_streams(dim: int, heads: int, chunk: int, tokens: int, side: str) -> 
 
 @pytest.mark.parametrize(("dim", "chunk"), [(16, 64), (5, 16)])
 def test_factors_are_those_of_the_page_bit_for_bit(dim: int, chunk: int) -> None:
-    from kvpack.kernels.decode import transform
+    from kvpack.kernels.decode import transform_chunks
 
     codec, streams = random_streams(dim, 2, chunk, 70, "v")
     source = codec.source_for(2)
     found = codec.symbols(streams)
     assert len(found.escaped) > 5
-    on_device = transform._on_device(codec, source, 2, torch.device(DEVICE))
+    on_device = transform_chunks.on_device(codec, source, 2, torch.device(DEVICE))
     assert on_device is not None
-    chunks = transform._chunks(codec, [there(streams)])
+    chunks = transform_chunks.chunks_of(codec, [there(streams)])
     count = len(found.columns)
     factors = torch.full((count, dim, chunk), torch.nan, device=DEVICE)
-    transform._symbols(codec, chunks, on_device, 0, count, 2, factors, None)
+    transform_chunks.decode_symbols(codec, chunks, on_device, 0, count, 2, factors, None)
     if codec.scope == "layer":
         factors = factors.view(-1, dim, 2, chunk).transpose(1, 2).reshape(count, dim, chunk)
     for own, used, expected in zip(factors.cpu(), chunks.used.tolist(), codec._values(found, source), strict=True):

@@ -1,0 +1,266 @@
+"""Chunks of transform on a device: their symbols decoded to factors of columns, or to how they end (spec/codecs/transform.md).
+
+Everything here is exact: ``formats/transform_chunks.py`` and the values of ``formats/transform.py`` are the oracle.
+"""
+
+# Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.frames import Frames, Tables, first_cos_sin
+from kvpack.formats.rans import LANES, TOTAL, slots_of
+
+from . import rans
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvpack.formats.transform import Transform
+
+_SLOTS = tl.constexpr(TOTAL)
+
+
+class OnDevice(NamedTuple):
+    """What the kernels read of the frames of a side.
+
+    ``numbers``, uint8 ``[kv_head, column]``, are those of the columns' tables; ``values`` float32 ``[table, symbol]``; ``unit``, float64
+    ``[1]``, is the size of a step. ``cos`` and ``sin``, float32 ``[token of a group, pair]``, are of the angles from a group's position on.
+    """
+
+    slots: torch.Tensor
+    values: torch.Tensor
+    unit: torch.Tensor
+    numbers: torch.Tensor
+    rows: torch.Tensor
+    frequencies: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class Chunks(NamedTuple):
+    """Chunks in the order of token groups, sequences and heads: where the words of each ``begins``, their ``counts``, its first ``states``.
+
+    The others are ``[chunk]``, ``states`` int16 ``[chunk, 2 · LANES]``; ``words`` are those of all chunks. ``used`` are the columns of the
+    frame that a product takes: those of the chunk, or with frames of layers, as many as the head with most of the token group has.
+    """
+
+    words: torch.Tensor
+    begins: torch.Tensor
+    counts: torch.Tensor
+    columns: torch.Tensor
+    used: torch.Tensor
+    tokens: torch.Tensor
+    states: torch.Tensor
+
+
+def chunks_of(codec: Transform, parts: Sequence[Mapping[str, torch.Tensor]]) -> Chunks:
+    """The chunks of ``parts``, each of which has its own words."""
+    counts = [_in_order(joined(streams["word_counts"])) for streams in parts]
+    words = [streams["words"].reshape(-1).view(torch.int16) for streams in parts]
+    firsts = numpy.cumsum([0, *(one.numel() for one in words)])
+    begins = [own.cumsum(0) - own + int(first) for own, first in zip(counts, firsts, strict=False)]
+    columns = _cat([_in_order(_wide(streams["columns"])) for streams in parts]).clamp_max(codec.dim).to(torch.int32)
+    heads = parts[0]["columns"].shape[1]
+    used = columns if codec.scope == "head" else columns.view(-1, heads).amax(1, True).repeat(1, heads).flatten()
+    tokens = [_in_order(_wide(streams["tokens"]).expand(streams["columns"].shape)) for streams in parts]
+    found = Chunks(
+        words=_cat(words),
+        begins=_cat(begins),
+        counts=_cat(counts),
+        columns=columns,
+        used=used,
+        tokens=_cat(tokens).clamp_max(codec.chunk).to(torch.int32),
+        states=_cat([_in_order(streams["states"].view(torch.int16)) for streams in parts]),
+    )
+    # Some of them may still be views of the streams, and one row stands for many in an expanded one.
+    return Chunks(*(tensor.contiguous() for tensor in found))
+
+
+def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _in_order(stream: torch.Tensor) -> torch.Tensor:
+    """Rows ``[batch, kv_head, row, ...]`` by row, then sequence, then head."""
+    return stream.movedim(2, 0).flatten(0, 2)
+
+
+def _wide(stream: torch.Tensor) -> torch.Tensor:
+    """Numbers of 16 bits as int64."""
+    return stream.view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
+
+
+def joined(stream: torch.Tensor) -> torch.Tensor:
+    """Numbers of 32 bits from their low and high halves ``[..., 2]``, int64."""
+    halves = _wide(stream)
+    return halves[..., 0] | halves[..., 1] << 16
+
+
+_of_tables: WeakKeyDictionary[Tables, dict[str, torch.Tensor | None]] = WeakKeyDictionary()
+_of_frames: WeakKeyDictionary[Frames, dict[tuple[int, int, int, str], OnDevice | None]] = WeakKeyDictionary()
+"""What was copied to devices, as long as there are tables and frames."""
+
+
+def on_device(codec: Transform, source: Frames, heads: int, device: torch.device) -> OnDevice | None:
+    """``source`` on ``device``; None for tables that do not sum, whose slots are not all there."""
+    kept = _of_frames.setdefault(source, {})
+    key = codec.step, codec.chunk, heads, str(device)
+    if key not in kept:
+        with torch.inference_mode(False):
+            kept[key] = _copied(codec, source, heads, device)
+    return kept[key]
+
+
+def _copied(codec: Transform, source: Frames, heads: int, device: torch.device) -> OnDevice | None:
+    if (slots := _slots(source.tables, device)) is None:
+        return None
+    rope = codec.rope_of(source)
+    frequencies = torch.tensor([] if rope is None else rope.frequencies, dtype=torch.float64, device="cpu")
+    cos, sin = first_cos_sin(() if rope is None else rope.frequencies)
+    return OnDevice(
+        slots,
+        (source.tables.by_symbol * codec.step_size).view(-1, source.tables.alphabet).to(device),
+        torch.tensor([codec.step_size], dtype=torch.float64, device=device),
+        torch.from_numpy(numpy.ascontiguousarray(codec.tables_of(source, heads))).to(device),
+        source.rows_on(device).contiguous(),
+        frequencies.to(device),
+        cos[: codec.chunk].to(device),
+        sin[: codec.chunk].to(device),
+    )
+
+
+def _slots(tables: Tables, device: torch.device) -> torch.Tensor | None:
+    kept = _of_tables.setdefault(tables, {})
+    if str(device) not in kept:
+        sums = (tables.frequencies.sum(1) == TOTAL).all() and (tables.frequencies >= 0).all()
+        kept[str(device)] = torch.from_numpy(slots_of(tables.frequencies).view(numpy.int32)).to(device) if sums else None
+    return kept[str(device)]
+
+
+def decode_symbols(
+    codec: Transform,
+    chunks: Chunks,
+    there: OnDevice,
+    first: int,
+    count: int,
+    heads: int,
+    factors: torch.Tensor | None,
+    ends: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Decode ``count`` chunks, of whole token groups, from number ``first`` on to ``factors``, or to how they end."""
+    if not count:
+        return
+    escapes = torch.empty(chunks.words.numel() // 2 + 1, dtype=torch.int32, device=there.slots.device) if factors is not None else None
+    read, last = (None, None) if ends is None else ends
+    _decode[(count,)](
+        factors, read, last, escapes, chunks.words, chunks.words.numel(), chunks.begins, chunks.counts, chunks.columns, chunks.tokens,
+        chunks.used, chunks.states, there.numbers, there.slots, there.values, there.unit, first, heads, DIM=codec.dim, CHUNK=codec.chunk,
+        OF_LAYER=codec.scope == "layer", ALPHABET=there.values.shape[1], CHUNK_LANES=LANES, num_warps=1, num_stages=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["word_count", "first", "heads"])
+def _decode(
+    factors: tl.tensor,
+    read: tl.tensor,
+    last: tl.tensor,
+    escapes: tl.tensor,
+    words: tl.tensor,
+    word_count: tl.tensor,
+    begins: tl.tensor,
+    counts: tl.tensor,
+    columns: tl.tensor,
+    tokens: tl.tensor,
+    used: tl.tensor,
+    states: tl.tensor,
+    numbers: tl.tensor,
+    slots: tl.tensor,
+    values: tl.tensor,
+    unit: tl.tensor,
+    first: tl.tensor,
+    heads: tl.tensor,
+    DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OF_LAYER: tl.constexpr,
+    ALPHABET: tl.constexpr,
+    CHUNK_LANES: tl.constexpr,
+) -> None:
+    """Decode chunk ``first`` + the program's number, ``[lane]`` of symbols at a time, to ``factors`` ``[frame of a group, column, token]``.
+
+    Without ``factors``, only to the words that it has ``read`` and to its ``last`` states. ``escapes``, int32, has room for the place of
+    each escape's factor: an escape takes two words.
+    """
+    chunk = first + tl.program_id(0).to(tl.int64)
+    begin = tl.load(begins + chunk)
+    own = tl.load(counts + chunk)
+    # Words beyond the last read as 0, and a chunk that reads them has read too many.
+    end = tl.minimum(tl.maximum(word_count - begin, 0), 1 << 30).to(tl.int32)
+    words += begin
+    token_count = tl.load(tokens + chunk)
+    own_columns = tl.load(columns + chunk)
+    count = own_columns * token_count
+    head = chunk % heads
+    numbers += head * DIM
+    lane = tl.arange(0, CHUNK_LANES)  # [lane], as all tensors below
+    state = rans.first_states(states + chunk * (2 * CHUNK_LANES), lane)
+    # A step further a lane is so many columns and tokens further.
+    each = tl.maximum(token_count, 1)
+    column = lane // each
+    token = lane % each
+    at = tl.zeros([], tl.int32)
+    escaped = tl.zeros([], tl.int32)
+    if factors is not None:
+        target = factors + tl.program_id(0).to(tl.int64) * (DIM * CHUNK)
+        column_stride = CHUNK
+        if OF_LAYER:
+            # Column c of a block is column c · heads + head of the layer's frame.
+            target += head * (CHUNK - DIM * CHUNK)
+            column_stride = heads * CHUNK
+        listed = escapes + (begin + 1) // 2
+        room = tl.minimum(tl.minimum(own, end) // 2, 1 << 30).to(tl.int32)
+    for start in range(0, count, CHUNK_LANES):
+        active = start + lane < count
+        number = tl.load(numbers + column, active, 0).to(tl.int32)
+        entry = rans.entry_of(slots + number * _SLOTS, state)
+        state, at = rans.advance(state, entry, active, lane, words, at, end)
+        symbol = (entry & 0xFF).to(tl.int32)
+        escaping = rans.lanes_of(active & (symbol == 0), lane)
+        if factors is not None:
+            tl.store(target + (column * column_stride + token), tl.load(values + (number * ALPHABET + symbol)), active)
+            if escaping != 0:
+                ordinal = escaped + rans.before(escaping, lane)
+                tl.store(listed + ordinal, column * column_stride + token, active & (symbol == 0) & (ordinal < room))
+        escaped += rans.count_of(escaping)
+        token += CHUNK_LANES % each
+        column += CHUNK_LANES // each + (token >= each).to(tl.int32)
+        token = tl.where(token >= each, token - each, token)
+    if factors is None:
+        tl.store(read + chunk, at + 2 * escaped)
+        tl.store(last + chunk * CHUNK_LANES + lane, state.to(tl.int32, bitcast=True))
+    else:
+        if OF_LAYER:
+            last_place = tl.load(used + chunk) * CHUNK
+            for start in range(own_columns * CHUNK, last_place, CHUNK_LANES):
+                place = start + lane
+                tl.store(target + (place // CHUNK * column_stride + place % CHUNK), 0.0, place < last_place)
+        if escaped != 0:
+            # Lanes read what others have written.
+            tl.debug_barrier()
+            size = tl.load(unit)
+            for start in range(0, tl.minimum(escaped, room), CHUNK_LANES):
+                there = start + lane < tl.minimum(escaped, room)
+                place = tl.load(listed + start + lane, there, 0)
+                source = at + 2 * (start + lane)
+                low_half = tl.load(words + source, there & (source < end), 0).to(tl.int32) & 0xFFFF
+                high_half = tl.load(words + source + 1, there & (source + 1 < end), 0).to(tl.int32)
+                level = (high_half << 16 | low_half).to(tl.float64)
+                tl.store(target + place, (level * size).to(tl.float32), there)

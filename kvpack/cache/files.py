@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.coding.bases import find, located
+from kvpack.coding.basis_sources import find, located
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.coding.modes import own_modes
 from kvpack.coding.recipes import parse_recipe

@@ -30,7 +30,8 @@ from kvpack.formats.lossless import FORMS
 from kvpack.formats.options import Options, UnknownWord
 from kvpack.formats.raw import DTYPES, HOLDS
 
-from .bases import LEAST_BITS, LEAST_TRANSFORM_BITS, MOST_BITS, basis_of
+from .bases import LEAST_BITS, LEAST_TRANSFORM_BITS, MOST_BITS
+from .basis_sources import basis_of
 from .presets import ADDITIONS, PUBLISHED
 from .recipe_files import read_clauses, split_path
 

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
             with progress(path, arguments) as callback, open_file(path) as file:
                 if arguments.basis is not None:
                     # Needs torch.
-                    from kvpack.coding.bases import located
+                    from kvpack.coding.basis_sources import located
 
                     file.header = located(file.where, file.header, arguments.basis)
                 file.verify(callback)

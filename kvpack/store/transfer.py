@@ -97,7 +97,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     MissingFile, MissingBasis, and the errors of loading a file.
     """
     from kvpack.cache import files
-    from kvpack.coding.bases import find
+    from kvpack.coding.basis_sources import find
     from kvpack.coding.recipes import basis_named, parse_recipe
 
     file = container.open_file(path)

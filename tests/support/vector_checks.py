@@ -10,7 +10,8 @@ import numpy
 import torch
 
 import kvpack
-from kvpack.coding.bases import Basis, bound
+from kvpack.coding.bases import Basis
+from kvpack.coding.basis_sources import bound
 from kvpack.file import container
 from kvpack.formats.base import DTYPE_BYTES
 

@@ -1,0 +1,118 @@
+"""How a cache gets the basis that it names: from its caller, as an object, a path, or a folder in which the digest is looked for.
+
+No file is opened because another file names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvpack.file.basis import SUFFIX
+from kvpack.file.user_files import path_text, read_bytes
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingBasis, OutOfBounds
+from kvpack.formats.klt import Klt
+from kvpack.formats.transform import Transform
+
+from .bases import MAX_FILE_BYTES, Basis
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kvpack.file.header import Header
+    from kvpack.formats.base import Codec
+
+
+def basis_of(source: Basis | str | os.PathLike[str]) -> Basis:
+    """The basis that a caller gives for packing: an object, or the path of one. Raises as ``Basis.load``."""
+    given: Any = source
+    if isinstance(given, Basis):
+        return given
+    if os.path.isdir(path_text(given)):
+        raise InvalidParameter(f"{path_text(given)}: is a folder; to pack a cache, name one basis in it")
+    return Basis.load(given)
+
+
+def find(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]], digest: bytes) -> Basis:
+    """The basis with SHA-256 ``digest`` among ``source``: bases, their paths, and folders of files named ``*.kvbasis``.
+
+    Raises MissingBasis, which names the digest, and what reading a file raises.
+    """
+    for one in source if isinstance(source, list | tuple) else [source]:
+        for candidate in _candidates(one, digest):
+            if candidate.digest == digest:
+                return candidate
+    raise MissingBasis(f"the basis {digest.hex()} is needed, and none of those given has this SHA-256")
+
+
+def _candidates(source: Any, digest: bytes) -> Iterator[Basis]:
+    if isinstance(source, Basis):
+        yield source
+        return
+    path = path_text(source)
+    if not os.path.isdir(path):
+        yield Basis.load(path)
+        return
+    for name in sorted(os.listdir(path)):
+        file = os.path.join(path, name)
+        if name.endswith(SUFFIX) and os.path.isfile(file):
+            data = read_bytes(file, MAX_FILE_BYTES, "a basis")
+            if hashlib.sha256(data).digest() == digest:
+                yield Basis.of_bytes(data, where=file)
+
+
+def bound(header: Header, source: Any = None) -> Header:
+    """``header`` with codecs that have the bases they need, from ``source`` as ``find`` takes it.
+
+    Raises MissingBasis, and InvalidHeader, naming the place, where a side does not fit the basis that it names.
+    """
+    needed = {codec.basis for codec in header.codecs if isinstance(codec, Klt | Transform) and _is_unbound(codec)}
+    if not needed:
+        return header
+    if source is None:
+        raise MissingBasis(f"the basis {min(needed).hex()} is needed: give basis=, its path, or the path of a folder that holds it")
+    bases = {digest: find(source, digest) for digest in needed}
+    codecs = tuple(_bound(number, codec, bases) for number, codec in enumerate(header.codecs))
+    for number, layer in enumerate(header.layers):
+        for name, side in layer.sides():
+            codec = codecs[side.codec]
+            if isinstance(codec, Klt | Transform) and codec.source is not None:
+                heads = codec.source.heads if isinstance(codec, Klt) else codec.source.heads(codec.dim)
+                if heads != side.heads:
+                    raise InvalidHeader(f"layers[{number}].{name}.heads is {side.heads}, the {codec.place} have {heads}")
+    return replace(header, codecs=codecs)
+
+
+def _is_unbound(codec: Klt | Transform) -> bool:
+    return codec.source is None and (isinstance(codec, Transform) or codec.rows == "basis")
+
+
+def _bound(number: int, codec: Codec, bases: Mapping[bytes, Basis]) -> Codec:
+    if not isinstance(codec, Klt | Transform) or not _is_unbound(codec):
+        return codec
+    basis = bases[codec.basis]
+    try:
+        rows = basis.rows(codec.layer, codec.side)
+        frames = basis.frames(codec.layer, codec.side) if isinstance(codec, Transform) else None
+    except OutOfBounds as error:
+        raise InvalidHeader(f"codecs[{number}]: {error}") from None
+    if rows.dim != codec.dim:
+        raise InvalidHeader(f"codecs[{number}]: dim is {codec.dim}, the {codec.place} have {rows.dim} channels")
+    if not isinstance(codec, Transform):
+        return replace(codec, source=rows)
+    assert frames is not None
+    if frames.count != (rows.heads if codec.scope == "head" else 1):
+        raise InvalidHeader(
+            f"codecs[{number}]: scope is {codec.scope}, the {codec.place} have {frames.count} frames for {rows.heads} heads"
+        )
+    return replace(codec, source=frames)
+
+
+def located(where: str, header: Header, source: Any) -> Header:
+    """As ``bound``, with ``where`` in front of messages."""
+    try:
+        return bound(header, source)
+    except KvpackError as error:
+        raise type(error)(f"{where}: {error}") from None

@@ -10,7 +10,7 @@ import torch
 from kvpack.formats.basis import MAX_WIDTH, MEAN_UNIT, flat_tables, run_slice, runs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from .statistics import Statistics
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 RIDGE = 1e-2
 """What is added to the cost of every channel, as a part of the mean cost: a calibration sees only some of what errors do."""
 
-LEAST_COST = 0.3
+LEAST_COST = 0.1
 """What an error of any layer costs at least, as a part of what one as large beside the keys (or the values) costs on average over layers:
-few tokens of a calibration, or none, tell of a layer that the model needs for a single token afar."""
+few tokens of a calibration, or none, tell of a layer that the model needs for a single token afar. Chosen on a fifth of a calibration's
+text that the calibration had not read (spec/codecs/klt.md, Encoder notes)."""
 
 LARGEST_MEAN = 2.0**23
 """Columns that vary less than this part of their mean have a larger scale, so that binary16 holds the mean."""
@@ -37,16 +38,10 @@ _SPREAD = 1.05
 
 def rows_of_all(found: Statistics, step: Callable[[], None]) -> dict[tuple[int, str], torch.Tensor]:
     """The rows ``[kv_head, row, dim]`` of every layer and side; ``step`` is called after each."""
-    # Every temperature has the same share, and layers and sides keep their proportions.
-    names = [name for name in found.sums if name.count(".") == 1]
-    shares = 1 / torch.stack([found.costs[name].diagonal(dim1=-2, dim2=-1).sum((1, 2)) for name in names]).sum(0)
-    costs = {name: (found.costs[name] * shares[:, None, None, None]).sum(0) for name in names}
-    floors = _floors(found, costs)
     fitted = {}
-    for name in names:
+    for name, cost in costs_of(found, [name for name in found.sums if name.count(".") == 1], LEAST_COST).items():
         sums = found.sums[name]
         layer, side = name.split(".")
-        cost = costs[name] + floors[name] * torch.eye(costs[name].shape[-1], dtype=torch.float64)
         samples = torch.cat(found.samples[name], 1).to(torch.float64)
         heads = []
         for head in range(len(sums)):
@@ -62,8 +57,17 @@ def rows_of_all(found: Statistics, step: Callable[[], None]) -> dict[tuple[int, 
     }
 
 
-def _floors(found: Statistics, costs: dict[str, torch.Tensor]) -> dict[str, float]:
-    """What is added to the cost of every channel, by layer and side (``LEAST_COST``); ``costs`` are float64 ``[kv_head, dim, dim]``."""
+def costs_of(found: Statistics, names: Sequence[str], least: float) -> dict[str, torch.Tensor]:
+    """What errors cost, float64 ``[part, dim, dim]`` by ``names`` of statistics, of heads or frames; ``least`` as ``LEAST_COST``."""
+    # Every temperature has the same share, and layers and sides keep their proportions.
+    shares = 1 / torch.stack([found.costs[name].diagonal(dim1=-2, dim2=-1).sum((1, 2)) for name in names]).sum(0)
+    costs = {name: (found.costs[name] * shares[:, None, None, None]).sum(0) for name in names}
+    floors = _floors(found, costs, least)
+    return {name: cost + floors[name] * torch.eye(cost.shape[-1], dtype=torch.float64) for name, cost in costs.items()}
+
+
+def _floors(found: Statistics, costs: dict[str, torch.Tensor], least: float) -> dict[str, float]:
+    """What is added to the cost of every channel, by layer and side."""
     sizes, losses = {}, {}
     for name, cost in costs.items():
         mean = found.sums[name] / found.tokens
@@ -72,8 +76,8 @@ def _floors(found: Statistics, costs: dict[str, torch.Tensor]) -> dict[str, floa
         losses[name] = float((cost * covariance).sum())
     floors = {}
     for name, size in sizes.items():
-        own = [loss for other, loss in losses.items() if other[-1] == name[-1]]
-        floors[name] = LEAST_COST * sum(own) / len(own) / size if size > 0 else 0.0
+        own = [loss for other, loss in losses.items() if other.split(".")[1] == name.split(".")[1]]
+        floors[name] = least * sum(own) / len(own) / size if size > 0 else 0.0
     return floors
 
 

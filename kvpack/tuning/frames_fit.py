@@ -12,7 +12,7 @@ from kvpack.formats import rans
 from kvpack.formats.frames import SCALES_PER_OCTAVE, SCALES_PER_TABLE, Frames, Tables
 from kvpack.formats.transform import DEAD_ZONE
 
-from .basis_fit import transform_of
+from .basis_fit import costs_of, transform_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 SUFFIX = "frames"
 """What names the statistics of frames: layer, side and this."""
+
+LEAST_COST = 0.03
+"""What an error of any layer costs at least, as basis_fit.py has it for the rows of a basis; chosen on the same text, for this codec."""
 
 LARGEST_DEVIATION = 2.0**-4
 """The unit: the largest standard deviation of a column, over all layers and sides."""
@@ -42,12 +45,9 @@ _LEAST_PART = 1e-5
 def frames_of_all(found: Statistics, framing: Framing, step: Callable[[], None]) -> dict[tuple[int, str], Frames]:
     """The frames of every layer and side of ``found``; ``step`` is called after each."""
     names = [name for name in found.sums if name.endswith(f".{SUFFIX}")]
-    # Every temperature has the same share, and layers and sides keep their proportions.
-    shares = 1 / torch.stack([found.costs[name].diagonal(dim1=-2, dim2=-1).sum((1, 2)) for name in names]).sum(0)
     fitted: dict[tuple[int, str], list[tuple[Array, Array, Array, Array]]] = {}
-    for name in names:
+    for name, cost in costs_of(found, names, LEAST_COST).items():
         layer, side, _ = name.split(".")
-        cost = (found.costs[name] * shares[:, None, None, None]).sum(0)
         frames = []
         for number in range(len(found.sums[name])):
             mean = (found.sums[name][number] / found.tokens).numpy()

@@ -14,7 +14,7 @@ from kvpack import cli
 from kvpack.bench import quality
 from kvpack.coding.bases import Basis
 from kvpack.errors import InvalidParameter
-from kvpack.tuning import basis_fit, calibrate, rope
+from kvpack.tuning import basis_fit, calibrate, frames_fit, rope
 from kvpack.tuning.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def test_an_interrupted_calibration_goes_on_to_the_same_basis(basis: Path, tmp_p
 
 
 def test_more_bits_cost_the_model_less_than_the_past_is_worth(basis: Path) -> None:
-    settings = quality.Settings(tokens=96, score=24, windows=1, needles=0, seed=5)
+    # Several windows: a few tokens decide the divergence of one.
+    settings = quality.Settings(tokens=96, score=24, windows=3, needles=0, seed=5)
     report = quality.run(None, None, ["klt-4", "klt-1.5"], settings, basis=str(basis))
     more, less = report["recipes"]
     assert [more["recipe"], more["family"]] == ["klt-4", "klt"]
@@ -127,6 +128,33 @@ def test_a_basis_knows_its_model(basis: Path) -> None:
         found.check_model({"name": "another", "weights": "sha256:0"})
     with pytest.raises(InvalidParameter, match="is the basis of a model whose weights is"):
         found.check_model({"weights": "sample-sha256:0"})
+
+
+@pytest.mark.parametrize(("suffix", "least"), [("", basis_fit.LEAST_COST), (".frames", frames_fit.LEAST_COST)])
+def test_no_layer_is_all_but_free(suffix: str, least: float) -> None:
+    """Of the rows and of the frames, though one layer's gradients are next to nothing."""
+    generator = torch.Generator().manual_seed(0)
+    found = Statistics("x", 1, 100)
+    for name, size in (("0.k", 1.0), ("1.k", 1e-9), ("0.v", 1.0), ("1.v", 0.01)):
+        roots = torch.randn(2, 2, 8, 8, generator=generator, dtype=torch.float64)
+        found.sums[name + suffix] = torch.randn(2, 8, generator=generator, dtype=torch.float64)
+        found.products[name + suffix] = 100 * (roots[0] @ roots[0].transpose(-1, -2))
+        found.costs[name + suffix] = size * (roots[1] @ roots[1].transpose(-1, -2))[None].expand(3, -1, -1, -1)
+    names = list(found.sums)
+
+    def losses(costs: dict[str, torch.Tensor]) -> dict[str, float]:
+        means = {name: found.sums[name] / 100 for name in names}
+        spreads = {name: found.products[name] / 100 - means[name][:, :, None] * means[name][:, None, :] for name in names}
+        return {name[:3]: float((costs[name] * spreads[name]).sum()) for name in names}
+
+    total = sum(float(found.costs[name][0].diagonal(dim1=-2, dim2=-1).sum()) for name in names)
+    before = losses({name: 3 * found.costs[name][0] / total for name in names})
+    after = losses(basis_fit.costs_of(found, names, least))
+    for side in "kv":
+        mean = (before[f"0.{side}"] + before[f"1.{side}"]) / 2
+        for layer in range(2):
+            name = f"{layer}.{side}"
+            assert after[name] == pytest.approx(before[name] + least * mean)
 
 
 def test_tables_are_lloyd_max() -> None:

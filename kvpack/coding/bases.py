@@ -17,6 +17,7 @@ from kvpack.file.user_files import path_text, read_bytes
 from kvpack.formats.basis import RUN_COLUMNS, BasisRows, Calibrated, rows_of, runs_of
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, OutOfBounds
 from kvpack.formats.frames import Frames, Rope, Tables
+from kvpack.formats.klt import Klt
 from kvpack.formats.lazy import functional, numpy, torch
 from kvpack.formats.raw import Raw
 from kvpack.formats.transform import MAX_STEP, default_chunk
@@ -44,6 +45,14 @@ LEAST_TRANSFORM_BITS = 0.05
 
 CHUNK_BITS = 1024
 """Bits of the states of a chunk of the codec transform, besides those of its symbols."""
+
+FILE_TOKENS = 4096
+"""Tokens of the files that bits per value are of, all bytes counted: shorter files take more per value, and longer ones less."""
+
+STREAM_BYTES = {"klt": 200, "transform": 330}
+"""Bytes of a file for each stream of a side, besides the stream: its entries in the headers, pads, and places of chunks."""
+
+TRANSFORM_STREAMS = 6
 
 DISTORTIONS = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000642, 0.000163, 0.0000412)
 """Mean squared error of a normal value of variance 1 by a table of 0 to 8 bits. Source: Max 1960, Table I; above 5 bits Panter-Dite."""
@@ -135,12 +144,13 @@ class Basis:
         return {}
 
     def transform_bits(self, step: int) -> float:
-        """Bits per value that the codec transform is expected to take at ``step`` over all layers and sides, with the states of chunks."""
+        """Bits per value of a file of the codec transform at ``step`` over all layers and sides, as far as the basis foresees."""
         bits, values = 0.0, 0
         for place, frames in self._frames.items():
             channels = frames.count * frames.columns
             chunk = default_chunk(self._rows[place].dim)
             bits += channels * frames.expected_bits(step) + CHUNK_BITS * frames.heads(self._rows[place].dim) / chunk
+            bits += 8 * STREAM_BYTES["transform"] * TRANSFORM_STREAMS / FILE_TOKENS
             values += channels
         return bits / values if values else 0.0
 
@@ -161,7 +171,7 @@ class Basis:
         return found
 
     def widths(self, bits: float) -> dict[tuple[int, str], bytes]:
-        """The widths of every run, by layer and side, that cost the model least at ``bits`` bits per value, gains included.
+        """The widths of every run, by layer and side, that cost the model least at ``bits`` bits per value of a whole file.
 
         A bit goes where it lowers the weighted error most (Shoham and Gersho 1988); each side has at least one. Raises
         InvalidParameter for bits out of range.
@@ -186,11 +196,13 @@ class Basis:
         return found
 
     def _bits(self, widths: Mapping[tuple[int, str], bytes]) -> float:
-        bits, values = 0, 0
+        bits, values = 0.0, 0
         for place, found in widths.items():
             rows = self._rows[place]
             counts = (min(RUN_COLUMNS, rows.dim - RUN_COLUMNS * run) for run in range(runs_of(rows.dim)))
             bits += rows.heads * (sum(width * count for width, count in zip(found, counts, strict=True)) + GAIN_BITS)
+            streams = Klt.of(rows.dim, self.digest, *place, found).layout(1, rows.heads, 1)
+            bits += 8 * STREAM_BYTES["klt"] * len(streams) / FILE_TOKENS
             values += rows.heads * rows.dim
         return bits / values
 

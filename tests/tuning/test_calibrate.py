@@ -157,6 +157,16 @@ def test_no_layer_is_all_but_free(suffix: str, least: float) -> None:
             assert after[name] == pytest.approx(before[name] + least * mean)
 
 
+def test_the_bits_of_a_recipe_are_those_of_a_whole_file(basis: Path) -> None:
+    found = Basis.load(basis)
+    shapes = [(found.rows(layer, "k").heads, found.rows(layer, "k").dim) for layer in range(found.layers)]
+    generator = torch.Generator().manual_seed(0)
+    pairs = [tuple(torch.randn(2, 1, heads, 4096, dim, generator=generator).to(torch.bfloat16)) for heads, dim in shapes]
+    for bits in (1.5, 3.0):
+        cache = kvpack.pack(pairs, f"klt-{bits:g}", basis=found)
+        assert bits - 0.2 < cache.bits_per_value <= bits + 0.01
+
+
 def test_tables_are_lloyd_max() -> None:
     values = numpy.random.default_rng(0).standard_normal(40_000)
     assert basis_fit._table(values, 1) == pytest.approx([-0.798, 0.798], abs=0.02)

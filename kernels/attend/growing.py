@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy
 import torch
 
 from kvpack.kernels.triton_insides import CachedLaunch
@@ -107,10 +108,11 @@ def _items(launch: Launch) -> int:
 
 def _padded(work: torch.Tensor, items: int) -> torch.Tensor:
     """``work`` with ``items`` rows: those behind it are of no tokens."""
-    rows = work[:1].repeat(items, 1)
+    given = work.numpy()
+    rows = numpy.repeat(given[:1], items, 0)
     rows[:, 1:3] = 0
-    rows[: work.shape[0]] = work
-    return rows
+    rows[: len(given)] = given
+    return torch.from_numpy(rows)
 
 
 class Append:

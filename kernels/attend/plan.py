@@ -257,15 +257,12 @@ def addresses_of(streams: Mapping[str, torch.Tensor], tiles: Tiles, held: list[t
     found: list[int] = []
     for stream in tiles.streams:
         tensor = streams[stream.name]
-        dense = dense_rows(tensor)
-        steps = [step * tensor.element_size() for step in tensor.stride()[:2]]
-        if not dense or any(place % (stream.bits // 8) for place in (tensor.data_ptr(), *steps)):
+        size, (batch, head) = tensor.element_size(), tensor.stride()[:2]
+        if not dense_rows(tensor) or (tensor.data_ptr() | size * batch | size * head) % (stream.bits // 8):
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        batch, head = (
-            step * tensor.element_size() if size > 1 else 0 for step, size in zip(tensor.stride(), tensor.shape[:2], strict=False)
-        )
+            batch, head = tensor.stride()[:2]
         held.append(tensor)
-        found += [tensor.data_ptr(), batch, head]
+        found += [tensor.data_ptr(), size * batch if tensor.shape[0] > 1 else 0, size * head if tensor.shape[1] > 1 else 0]
     return found
 
 

@@ -247,8 +247,11 @@ class LiveLayer:
         return Layer(sides.get("k"), sides.get("v"), skipped=self.skipped if sides else 0)
 
     def _tail(self, name: str) -> torch.Tensor:
+        pending = self._pending.get(name)
+        if pending is not None and not self.raw_tokens:
+            return pending.contiguous()
         tail = self.sides[name].tail[:, :, : self.raw_tokens]
-        return torch.cat([tail, self._pending[name]], 2) if name in self._pending else tail
+        return tail if pending is None else torch.cat([tail, pending], 2)
 
     def _checked(self, k: torch.Tensor | None, v: torch.Tensor | None) -> dict[str, torch.Tensor]:
         given: dict[str, torch.Tensor] = {}

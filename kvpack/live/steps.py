@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from .layer import LiveLayer
 
+ALIGNED = 4
+"""Integers of 32 bits to which launches expect addresses to be aligned."""
+
 
 class Steps:
     """The steps over one ``layer``, whose tokens the device counts; ``not_finite``, int32 ``[1]``, is set by a value that is not finite."""
@@ -28,10 +31,10 @@ class Steps:
         device, batch = layer.device, layer.batch
         self._checks = all(side.codec.exact_dtype is None for side in layer.sides.values())
         with own_modes(device):
-            self._lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-            self._packed, self._skipped, self._unchecked, self.not_finite = (
-                torch.zeros(1, dtype=torch.int32, device=device) for _ in range(4)
-            )
+            # One allocation, in which each begins where kernels take its address as aligned.
+            numbers = torch.zeros(4 + -(-batch // ALIGNED), ALIGNED, dtype=torch.int32, device=device)
+            self._packed, self._skipped, self._unchecked, self.not_finite = numbers[:4, :1].unbind()
+            self._lengths = numbers[4:].view(-1)[:batch]
         self._version = layer.version
         self._write()
 

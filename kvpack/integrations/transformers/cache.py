@@ -75,7 +75,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         model, contents = _arguments(first, second)
         if basis is not None and isinstance(contents, Cache):
             raise InvalidParameter("basis= is for recipes: a packed cache has its basis, which kvpack.load(path, basis=...) gives it")
-        inside = [] if model is None else models_in(model)
+        inside = models_in(model) if model is not None and hasattr(model, "modules") else []
         known = None if model is None else Model(model, inside)
         inputs: Inputs | None = None
         if isinstance(contents, Cache):

@@ -189,6 +189,21 @@ def test_gradients_are_not_lost_in_silence(dense: bool, masked: bool) -> None:
     assert model.lm_head.weight.grad is not None
 
 
+def test_attention_weights_are_those_of_dense_layers_or_refused() -> None:
+    model = model_of("Llama", "eager")
+    expected = model(FOLLOWING, output_attentions=True).attentions
+    with KvpackCache(model, "raw", dense=True) as cache:
+        found = model(FOLLOWING, past_key_values=cache, output_attentions=True).attentions
+    assert len(found) == len(expected) == 2
+    torch.testing.assert_close(found, expected)
+    with KvpackCache(model, "raw") as cache:
+        with pytest.raises(InvalidParameter, match="computes no attention weights, and output_attentions is set"):
+            model(FOLLOWING, past_key_values=cache, output_attentions=True)
+        with pytest.raises(InvalidParameter, match="output_attentions is set"):
+            model.generate(FOLLOWING, past_key_values=cache, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
+        assert cache.get_seq_length() == 0
+
+
 def test_caches_of_other_models_are_refused() -> None:
     model, larger = model_of("Llama", "kvpack"), model_of("Llama", "kvpack", num_hidden_layers=5)
     packed = recorded(larger)

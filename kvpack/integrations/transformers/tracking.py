@@ -50,6 +50,11 @@ class Tracking:
                 f"the attention of {self._model.name} is {self._model.attention!r}, which cannot take packed layers: "
                 'call model.set_attn_implementation("kvpack")'
             )
+        if self._passes.outermost and self._packed and arguments.get("output_attentions"):
+            raise InvalidParameter(
+                "attention over packed layers computes no attention weights, and output_attentions is set: leave it out, or write "
+                "KvpackCache(model, recipe, dense=True), which decodes each layer for its call"
+            )
         if self._positions is not None:
             if self._passes.outermost:
                 self._positions.begin()

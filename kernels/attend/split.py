@@ -32,7 +32,7 @@ from .patches import begin_patches, next_patches, own_patches
 from .queries import load_queries, relative_to, scaled
 from .scores import Lookup, Visible, score
 from .softmax import Softmax, add, empty, merge_tokens
-from .work import from_first_seen, load_tiles, load_work, prefetch, within_length
+from .work import ASIDE, from_first_seen, load_tiles, load_work, prefetch, within_length
 
 COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window"]
 """Arguments that change from call to call, and for whose values nothing is compiled anew."""
@@ -215,7 +215,8 @@ def attend_split(
             entries = own_patches(work, offset, ready, K, V, WARPS, TOKENS)
         else:
             entries = ((), ())
-        scores = score(k_loaded, entries[0], queries, cap, near + offset, visible, k_lookup, K, DUAL, SOFTCAP, True, FAST)
+        at = near + ASIDE + (offset - ASIDE)
+        scores = score(k_loaded, entries[0], queries, cap, at, visible, k_lookup, K, DUAL, SOFTCAP, True, FAST)
         if LATE:
             v_loaded = load_tiles(v.streams, v.first + offset, near, work.count - offset, V, ROW_TOKENS, TOKENS, True, True, FAST)
         softmax = add(softmax, scores, v_loaded, entries[1], queries.second, v_lookup, V, FAST)

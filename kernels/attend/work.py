@@ -18,6 +18,10 @@ from kvpack.kernels.words.tile_layout import second_token_offset
 FIRST_ADDRESS = tl.constexpr(5)
 """Integers of a work row before the addresses: those of ``Work`` before its streams."""
 
+ASIDE = tl.constexpr(1 << 20)
+"""Added to both sides of comparisons of tokens. The compiler else keeps one number per row of a tile for these and for addresses, and adds
+each to a pointer in the loop; alone, addresses are one sum and constant offsets."""
+
 STREAM_INTEGERS = tl.constexpr(3)
 """Integers per stream in a work row: its address, and its batch and head strides in bytes."""
 
@@ -173,7 +177,8 @@ def load_tiles(
     loaded = ()
     for tile in tl.static_range(TILES // 2 if SIDE.dual else TILES):
         at = token + tile * (2 * TOKENS if SIDE.dual else TOKENS)
-        valid = (at < end, at + second_token_offset(SIDE.dual, TOKENS) < end) if SIDE.dual else at < end
+        beyond = at + ASIDE
+        valid = (beyond < end + ASIDE, beyond + second_token_offset(SIDE.dual, TOKENS) < end + ASIDE) if SIDE.dual else beyond < end + ASIDE
         parts = (SIDE.load(streams, first, at, valid, CONSTANTS, MASKED, SIDE.whole, TRANSPOSED, FAST),)
         if SIDE.signs is not None:
             parts = parts + (load_signs(streams, first, at, valid, SIGNS, MASKED, TRANSPOSED, FAST),)

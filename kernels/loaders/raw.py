@@ -78,8 +78,10 @@ def _columns(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    column = of_columns((tl.arange(0, WIDTH) + BEGIN)[None, :], TRANSPOSED)
-    address = pointer + first * DIM + (of_tokens(token, TRANSPOSED) * DIM + column)
+    within = of_columns(tl.arange(0, WIDTH)[None, :], TRANSPOSED)
+    column = within + BEGIN
+    # All steps add the same to a pointer of their own, and the compiler then keeps it once.
+    address = pointer + (first * DIM + BEGIN) + (of_tokens(token, TRANSPOSED) * DIM + within)
     if MASKED:
         bits = tl.load(address, of_tokens(valid, TRANSPOSED) & (column < DIM), 0)
     elif BEGIN + WIDTH > DIM:

@@ -168,9 +168,9 @@ def test_every_flipped_bit_is_found() -> None:
     damaged = row.repeat(len(chosen), 1)
     for number, bit in enumerate(chosen):
         damaged[number, bit // 8] ^= 1 << bit % 8
-    target, found = on_device(geometry, 1, seed=3)
+    target, found = on_device(geometry, len(chosen), seed=3)
     before = [x.clone() for x in found]
-    outcomes = codec.decode_into(damaged, target, [0] * len(chosen))
+    outcomes = codec.decode_into(damaged, target, range(len(chosen)))
     assert all(isinstance(outcome, KvpackError) for outcome in outcomes)
     assert all(torch.equal(x, y) for x, y in zip(found, before, strict=True))
 

@@ -54,14 +54,18 @@ class Opened:
             return read_catalog(self.backend, callback, self.cipher, max_entry_bytes=self.max_entry_bytes)
 
     def basis(self, entry: Entry) -> Basis | None:
-        """The basis of an entry's recipe, from the store; None where the recipe needs none, or the store does not hold it."""
+        """The basis of an entry's recipe, from the store; None where the recipe needs none, or the store does not hold it.
+
+        Raises DigestMismatch, and as decrypting and ``Basis`` do: nothing in the store is changed.
+        """
         from kvpack.coding.recipes import basis_named, parse_recipe
-        from kvpack.store.bases import StoredBasis
+        from kvpack.store.bases import basis_in
+        from kvpack.store.basis_keys import basis_keys
 
         digest = basis_named(parse_recipe(entry.recipe))
-        if digest is None:
-            return None
-        return StoredBasis(digest, entry.model, self.backend, self.cipher, self.counters, self.max_entry_bytes).get()
+        keys = [] if digest is None else basis_keys(digest, self.cipher)
+        found = ((key, data) for key in keys if (data := self.backend.peek(key)) is not None)
+        return next((basis_in(key, data, digest, self.cipher) for key, data in found if digest is not None), None)
 
     def exit_code(self, *codes: int) -> int:
         """The worst of ``codes`` and the code of the store's faults; prints the first fault."""

@@ -19,9 +19,19 @@ from .loading import FAULTS, refuse
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .backend import Backend, Found
+    from .backend import Backend, Data
     from .counters import Counters
     from .encryption import Cipher
+
+
+def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Basis:
+    """The basis with SHA-256 ``digest`` that is the whole entry ``key``. Raises DigestMismatch, and as decrypting and ``Basis`` do."""
+    clear = in_clear(key, data, cipher)
+    # Compared with what the recipe names, not with the entry's key alone.
+    found = check_basis(key, clear, cipher)
+    if found != digest:
+        raise DigestMismatch(f"entry {key.hex()}: damaged: holds the basis {found.hex()}, expected {digest.hex()}")
+    return Basis.of_bytes(bytes(clear), where=f"entry {key.hex()}")
 
 
 class StoredBasis:
@@ -105,7 +115,8 @@ class StoredBasis:
         beyond = -1
         while entries := self._backend.find([key], beyond=beyond):
             try:
-                basis = self._opened(key, entries[0])
+                basis = basis_in(key, entries[0].data, self._digest, self._cipher)
+                basis.check_model(self._model)
             except FAULTS as error:
                 refuse(self._backend, self._counters, key, entries[0], error)
                 beyond = entries[0].tier
@@ -113,13 +124,3 @@ class StoredBasis:
             self._backend.accept([key], entries[:1], time.time_ns())
             return basis
         return None
-
-    def _opened(self, key: bytes, found: Found) -> Basis:
-        data = in_clear(key, found.data, self._cipher)
-        # Compared with what the recipe names, not with the entry's key alone.
-        digest = check_basis(key, data, self._cipher)
-        if digest != self._digest:
-            raise DigestMismatch(f"entry {key.hex()}: damaged: holds the basis {digest.hex()}, expected {self._digest.hex()}")
-        basis = Basis.of_bytes(bytes(data), where=f"entry {key.hex()}")
-        basis.check_model(self._model)
-        return basis

@@ -203,7 +203,7 @@ class Store:
         check_inputs_given(cache, digests, self.chunk)
         self._counters.add("saves")
         with self._counters.timed("save"):
-            if self._stored is None:
+            if self._stored is None or not digests:
                 return self._save(cache, ids, digests)
             # Before the chunks, and after them in case another writer has evicted it meanwhile.
             if not self._stored.put(time.time_ns()):

@@ -392,3 +392,10 @@ def test_a_prefix_with_a_basis_is_exported_by_the_store_and_imported_with_the_fi
     assert printed(capsys, *words)["tokens"] == 3 * CHUNK
     with basis_caches.without_basis(tmp_path / "new") as store:
         assert same(store.load(prompt(3))[1], basis_caches.cache(len(prompt(3))))
+    digest = basis_caches.BASIS.digest.hex()
+    path = based / digest[0] / digest[1] / digest
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    before = path.stat().st_mtime_ns
+    run("export", based, row["key"][:12], tmp_path / "two.kvpack", code=1)
+    assert "damaged: holds a basis" in capsys.readouterr().err
+    assert path.stat().st_mtime_ns == before, "a command that only looks changes nothing"

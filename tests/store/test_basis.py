@@ -253,6 +253,8 @@ def test_the_basis_counts_and_nothing_is_stored_without_it(tmp_path: Path) -> No
     with with_basis(tmp_path, max_entry_bytes=len(BASIS.data) - 1) as store:
         assert store.save(IDS, cache(len(IDS))) == 0
         assert store.counters()["faults"] == {"encode LimitExceeded": 1}
+    with with_basis(tmp_path) as store:
+        assert store.save(IDS[: CHUNK - 1], cache(CHUNK - 1)) == 0, "there is no whole chunk that needs it"
     assert entries(tmp_path) == []
     size = cache(len(IDS)).slice(0, CHUNK).nbytes
     with with_basis(tmp_path, max_bytes=len(BASIS.data) + 2 * size + 2000) as store:

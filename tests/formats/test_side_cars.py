@@ -273,9 +273,11 @@ def test_payloads_that_are_refused(stream: str, at: tuple[int, ...], value: floa
         one.check(arrays, "0.k")
 
 
-def test_checks_of_runs_are_those_of_the_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_of_runs_and_chunks_are_those_of_the_codec(monkeypatch: pytest.MonkeyPatch) -> None:
     codec = create_codec("group", 8, "k", Options("group", {"b": "2", "g": "4", "channel_scale": "fp16"}))
     asked: list[Any] = []
-    monkeypatch.setattr(type(codec.codec), "check_runs", lambda *arguments: asked.append(arguments))  # type: ignore[attr-defined]
+    for name in ("check_runs", "check_chunks"):
+        monkeypatch.setattr(type(codec.codec), name, lambda *arguments: asked.append(arguments))  # type: ignore[attr-defined]
     codec.check_runs({}, (3, 4), "0.k")
-    assert asked == [(codec.codec, {}, (3, 4), "0.k")]  # type: ignore[attr-defined]
+    codec.check_chunks({}, "0.v")
+    assert asked == [(codec.codec, {}, (3, 4), "0.k"), (codec.codec, {}, "0.v")]  # type: ignore[attr-defined]

@@ -159,7 +159,7 @@ class Minifloat(CodecFamily):
             largest = largest.amax(1, keepdim=True)
         scale = run_scales(self, largest, None if before is None else before[self.run_scale])
         if not torch.isfinite(scale).all():
-            _ = stored_norm(largest / self.format.largest, "F16", "scale")
+            _ = stored_norm(_over(largest, self.format.largest), "F16", "scale")
         return RunEncoder({self.run_scale: scale}, lambda block, _: self._encode(block, scale))
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -179,7 +179,7 @@ class Minifloat(CodecFamily):
                 scaled = self._of_channels(grouped * inverse[..., None])
             else:
                 factor = run_scale.unsqueeze(-1)
-                scales = encoded(_quotient(largest / ELEMENTS["e2m1"].largest, factor), "e4m3").to(torch.int32)
+                scales = encoded(_quotient(_over(largest, ELEMENTS["e2m1"].largest), factor), "e4m3").to(torch.int32)
                 scale = element_values("e4m3", x.device).index_select(0, scales.reshape(-1)).view(scales.shape) * factor
                 scaled = self._of_channels(_quotient(grouped, scale[..., None]))
             streams["block_scales"] = scales.to(torch.uint8)
@@ -187,7 +187,7 @@ class Minifloat(CodecFamily):
             if run_scale is None:
                 largest = x.abs().amax(-1) if x.numel() else x.new_zeros(x.shape[:-1])
                 dtype = NORMS[self.scale_dtype]
-                _ = stored_norm(largest / self.format.largest, dtype, "scale")
+                _ = stored_norm(_over(largest, self.format.largest), dtype, "scale")
                 run_scale = streams["scale"] = _scale_for(largest, self.format.largest, dtype == "F16")
             scaled = _quotient(x, run_scale.to(torch.float32).unsqueeze(-1))
         return self.pack("codes", encoded(scaled, self.element)) | streams
@@ -323,11 +323,16 @@ def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | Non
 def _scale_for(largest: torch.Tensor, most: float, half: bool) -> torch.Tensor:
     """``largest`` / ``most`` in binary16 (``half``) or binary32; one unit more where a subnormal scale would saturate values."""
     largest = largest.clamp_max(_LARGEST_SCALED)
-    scale = (largest / most).to(torch.float16 if half else torch.float32)
+    scale = _over(largest, most).to(torch.float16 if half else torch.float32)
     bits = scale.view(torch.int16 if half else torch.int32)
     # An element takes values up to half a step above its largest.
     short = scale.to(torch.float32) * (most * _MORE_THAN_LARGEST) < largest
     return (bits + short.to(bits.dtype)).view(scale.dtype)
+
+
+def _over(x: torch.Tensor, number: float) -> torch.Tensor:
+    """``x`` / ``number``, correctly rounded on every device: PyTorch multiplies by a number's reciprocal on CUDA devices."""
+    return x / x.new_full((), number)
 
 
 def _quotient(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

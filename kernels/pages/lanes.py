@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy
 import torch
 
-from kvpack.formats.minifloat import Minifloat
+from kvpack.formats.minifloat import Minifloat, run_scales
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
@@ -19,10 +19,10 @@ from kvpack.kernels import codecs
 from kvpack.kernels.decode import decode as decoding
 from kvpack.kernels.decode.rows import Packed, Pages
 from kvpack.kernels.encode.encode import has_products
-from kvpack.kernels.encode.minifloat import chosen_scales
 from kvpack.kernels.encode.rows import LARGEST_DIM, STREAMS_ALIGNED, Origins
 
 from .copy import copy
+from .largest import largest_magnitudes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,7 +77,7 @@ def encode(lane: Lane, job: Job) -> bool:
     if encoder is None or first.shape[3] > LARGEST_DIM or first.dtype not in DTYPES.values() or not has_products(first.device):
         return False
     if isinstance(codec, Minifloat) and codec.run_scale is not None:
-        _choose_scales(codec, lane, job, streams[codec.run_scale])
+        _choose_scales(codec, lane, job, streams[codec.run_scale], x, origins)
     planes: list[torch.Tensor] = []
     for name, packing in codec.packings().items():
         words = [streams[f"{name}.{plane}"] for plane in range(len(packing.planes))]
@@ -141,17 +141,13 @@ def _streams(lane: Lane, job: Job) -> dict[str, torch.Tensor]:
     return found
 
 
-def _choose_scales(codec: Minifloat, lane: Lane, job: Job, stream: torch.Tensor) -> None:
-    """Write the scales that a page has one of for each side, from one pass over its values."""
-    slots = torch.tensor(job.slots, dtype=torch.int64).to(stream.device, non_blocking=True)
-    count, size = len(lane.layers), stream.element_size()
-    rows = stream.as_strided(
-        (len(job.slots), count, *stream.shape[1:]), (job.rows.stride(0) // size, lane.stride // size, *stream.stride()[1:])
-    )
-    for number, layer in enumerate(lane.layers):
-        before = torch.zeros((len(job.slots), *stream.shape[1:]), dtype=stream.dtype, device=stream.device)
-        found, finite = chosen_scales(codec, layer.index_select(0, slots), before)
-        # Rows may be of inference mode, where nothing else may write.
-        with torch.inference_mode():
-            rows[:, number].copy_(found)
-        job.status.logical_or_((~finite).flatten(1).any(1))
+def _choose_scales(codec: Minifloat, lane: Lane, job: Job, stream: torch.Tensor, x: torch.Tensor, origins: Origins) -> None:
+    """Write the scales that a page has one of for each side, or one for each head, from one pass over its values ``x``."""
+    pages, count, size = len(job.slots), len(lane.layers), stream.element_size()
+    found = run_scales(codec, largest_magnitudes(x, origins, codec.granularity == "head"), None).view(pages, count, *stream.shape[1:])
+    rows = stream.as_strided(found.shape, (job.rows.stride(0) // size, lane.stride // size, *stream.stride()[1:]))
+    # Rows may be of inference mode, where nothing else may write.
+    with torch.inference_mode():
+        rows.copy_(found)
+    # NaN and what does not fit are infinite or NaN here, and the codec names them.
+    job.status.logical_or_((~torch.isfinite(found)).flatten(1).any(1))

@@ -12,7 +12,7 @@ from kvpack.formats.errors import InvalidParameter
 
 from .pages import DIM, HEADS, LAYERS, MOST_PAGES, TOKENS
 from .sizes import check_size
-from .timing import eager_seconds, repeated_seconds
+from .timing import eager_seconds, queued_seconds, repeated_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 PAGES = 64
+SPEEDS = ("encode", "decode", "encode_in_a_row", "decode_in_a_row", "encode_on_device", "decode_on_device")
 RECIPES = ("raw", "kivi-4", "kv=group:b=4,g=32", "octopus-4", "octopus-3", "turboquant-4", "turboangle-k8v4", "hqmq-s24-r3", "fp8", "nvfp4")
 
 
@@ -27,7 +28,8 @@ def run(pages: int = PAGES, recipes: Sequence[str] = RECIPES, *, progress: Progr
     """Measure jobs of ``pages`` pages of 4 layers x 8 heads x 128 tokens x 128, of bf16 on the CUDA device, and return JSON values.
 
     All are bytes of bf16 per second: ``encode`` and ``decode`` of whole calls that wait for their outcomes, ``encode_in_a_row`` and
-    ``decode_in_a_row`` of calls that begin jobs and wait for none, ``copy`` of a copy of the pages in the device's memory.
+    ``decode_in_a_row`` of calls that begin jobs and wait for none, ``encode_on_device`` and ``decode_on_device`` of the device's part of
+    these, None where a call waits, ``copy`` of a copy of the pages in the device's memory.
     Raises InvalidParameter, also without a CUDA device, and InvalidRecipe.
     """
     check_size("pages", pages, 1, MOST_PAGES, "pages")
@@ -56,6 +58,8 @@ def run(pages: int = PAGES, recipes: Sequence[str] = RECIPES, *, progress: Progr
             "decode": size / eager_seconds([partial(codec.decode_into, stored, sink, slots)]),
             "encode_in_a_row": size / repeated_seconds(partial(codec.start_encode, source, slots, stored)),
             "decode_in_a_row": size / repeated_seconds(partial(codec.start_decode, stored, sink, slots)),
+            "encode_on_device": _speed(size, queued_seconds(partial(codec.start_encode, source, slots, stored))),
+            "decode_on_device": _speed(size, queued_seconds(partial(codec.start_decode, stored, sink, slots))),
         })  # fmt: skip
         if progress:
             progress(done, len(recipes))
@@ -70,18 +74,23 @@ def run(pages: int = PAGES, recipes: Sequence[str] = RECIPES, *, progress: Progr
     }
 
 
+def _speed(size: int, seconds: float | None) -> float | None:
+    return None if seconds is None else size / seconds
+
+
 def show(report: dict[str, Any]) -> None:
     """Print the table and the meaning of its columns."""
     from kvpack.output import bytes_text, print_table
 
     columns = ["recipe", "row bytes", "smaller", "error", "encode\nGB/s", "decode\nGB/s", "encode, in\na row", "decode, in\na row"]
+    columns += ["encode, on\nthe device", "decode, on\nthe device"]
     rows = [
         [
             row["recipe"],
             bytes_text(row["row_bytes"]),
             f"{row['ratio']:.2f}",
             f"{row['error']:.4f}",
-            *(f"{row[name] / 1e9:.0f}" for name in ("encode", "decode", "encode_in_a_row", "decode_in_a_row")),
+            *("" if row[name] is None else f"{row[name] / 1e9:.0f}" for name in SPEEDS),
         ]
         for row in report["rows"]
     ]
@@ -89,4 +98,5 @@ def show(report: dict[str, Any]) -> None:
     title = f"{report['pages']:,} pages of {layers} layers x {heads} heads x {tokens} tokens x {dim} on {report['device']}"
     print_table(title, columns, rows)
     print(f"\nBytes are those of bf16 per second, by {report['backend']}; a copy of the pages takes {report['copy'] / 1e9:.0f} GB/s.")
-    print("A call waits for what became of its pages; in a row, calls begin jobs, and the last alone is waited for.")
+    print("A call waits for what became of its pages; in a row, calls begin jobs, and the last alone is waited for;")
+    print("on the device: its part of these, without what the host does.")

@@ -15,6 +15,8 @@ _CALLS_A_GRAPH = 12
 _EAGER_CALLS = 100
 _REPLAYS = 7
 _CALLS_IN_A_ROW = 10
+_FIRST_SLEEP, _LAST_SLEEP = 1 << 24, 1 << 30
+"""Cycles that a device is kept busy, some milliseconds to half a second."""
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
@@ -79,3 +81,26 @@ def repeated_seconds(call: Callable[[], object]) -> float:
 
     call()
     return statistics.median([_elapsed(run) for _ in range(4)][1:]) / _CALLS_IN_A_ROW
+
+
+def queued_seconds(call: Callable[[], object]) -> float | None:
+    """Seconds that the device alone takes for one of several calls in a row; None for calls that wait for it.
+
+    The device is kept busy until all calls are in its queue, so that it then waits for no host.
+    """
+    call()
+    torch.cuda.synchronize()
+    cycles = _FIRST_SLEEP
+    while cycles <= _LAST_SLEEP:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(_CALLS_IN_A_ROW):
+            call()
+        end.record()
+        queued = not begin.query()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        if queued:
+            return float(begin.elapsed_time(end)) / 1e3 / _CALLS_IN_A_ROW
+        cycles *= 4
+    return None

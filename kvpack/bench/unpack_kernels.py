@@ -1,6 +1,6 @@
 """kvpack bench kernels: unpacking a layer to bf16 on a CUDA device, compared with a copy of the same values.
 
-Times are of the library's calls, many in a row: whichever takes longer, the device or the calls' own work.
+Times are of the library's calls, many in a row: whichever takes longer, the device or the calls' own work; and of the device alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from . import synthetic_basis
 from .encode_kernels import Shape
-from .timing import graph_seconds, repeated_seconds
+from .timing import graph_seconds, queued_seconds, repeated_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,8 @@ def run(recipes: Sequence[str], shape: Shape = SHAPE) -> dict[str, Any]:
     rows = []
     for recipe in recipes:
         row = _row(pair, recipe)
-        rows.append(row | {"of_copy_speed": copied / row["seconds"]})
+        alone = row["device_seconds"]
+        rows.append(row | {"of_copy_speed": copied / row["seconds"], "device_of_copy_speed": copied / alone if alone else None})
         torch.cuda.empty_cache()
     return {**shape._asdict(), "bytes": sum(x.nbytes for x in pair), "copy_seconds": copied, "rows": rows}
 
@@ -61,6 +62,7 @@ def _row(pair: list[torch.Tensor], recipe: str) -> dict[str, Any]:
     for name, side in layer.sides.items():
         row[f"{name}_seconds"] = repeated_seconds(partial(side.unpack, torch.bfloat16))
     row["seconds"] = repeated_seconds(partial(layer.unpack, torch.bfloat16))
+    row["device_seconds"] = queued_seconds(partial(layer.unpack, torch.bfloat16))
     row["bytes"] = sum(stream.nbytes for side in layer.sides.values() for page in side.pages for stream in page.streams.values())
     return row
 
@@ -78,10 +80,13 @@ def show(report: dict[str, Any], device: str) -> None:
             f"{1e6 * row['seconds']:.0f}",
             f"{report['bytes'] / row['seconds'] / 1e9:.0f}",
             f"{row['of_copy_speed']:.2f}",
+            "" if row["device_seconds"] is None else f"{1e6 * row['device_seconds']:.0f}",
+            "" if row["device_of_copy_speed"] is None else f"{row['device_of_copy_speed']:.2f}",
         ]
         for row in report["rows"]
     ]
     title = f"unpack to bf16: {report['batch']} x {report['heads']} heads x {report['dim']}, {report['tokens']:,} tokens, on {device}"
-    print_table(title, ["recipe", "bytes read", "k us", "v us", "layer us", "GB/s\nwritten", "of copy\nspeed"], rows)
+    columns = ["recipe", "bytes read", "k us", "v us", "layer us", "GB/s\nwritten", "of copy\nspeed", "device\nalone, us", "of copy\nspeed"]
+    print_table(title, columns, rows)
     speed = 2 * report["bytes"] / report["copy_seconds"] / 1e12
     print(f"\nA copy of the layer's bf16 values takes {1e6 * report['copy_seconds']:.0f} us, {speed:.2f} TB/s read and written.")

@@ -1,0 +1,63 @@
+"""The largest magnitudes of an engine's pages, from which one scale for all of a page or head is chosen: one launch for all of a job."""
+
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.columns import next_power_of_two
+from kvpack.kernels.encode.rows import origin_of
+from kvpack.kernels.words.columns import launch, tile_origin
+
+from .copy import TILE_VALUES, WARPS
+
+if TYPE_CHECKING:
+    from kvpack.kernels.encode.rows import Origins
+
+
+def largest_magnitudes(x: torch.Tensor, origins: Origins, per_head: bool) -> torch.Tensor:
+    """The largest magnitude of each of the batch of ``x`` ``[batch, kv_head, token, dim]``, and of each head if ``per_head``.
+
+    float32 ``[batch, kv_head or 1, 1]``; NaN where one is.
+    """
+    batch, heads, tokens, dim = x.shape
+    channels = next_power_of_two(dim)
+    block = max(1, min(TILE_VALUES // channels, next_power_of_two(tokens)))
+    found = torch.zeros(batch, heads if per_head else 1, 1, dtype=torch.int32, device=x.device)
+    launch(
+        _largest, batch * heads * -(-tokens // block), x.device, x, *x.stride()[1:], heads, tokens, origins.table, found,
+        DIM=dim, CHANNELS=channels, ALIGNED=max(1, origins.aligned // x.element_size()), BLOCK_TOKENS=block, PER_HEAD=per_head, warps=WARPS,
+    )  # fmt: skip
+    return found.view(torch.float32)
+
+
+@triton.jit
+def _largest(
+    x: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    heads: tl.tensor,
+    tokens: tl.tensor,
+    origins: tl.tensor,
+    found: tl.tensor,
+    DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+) -> None:
+    batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
+    origin = origin_of(origins, batch, ALIGNED)
+    token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
+    channel = tl.arange(0, CHANNELS)[None, :]
+    place = x + origin.input + head * head_stride + token * token_stride + channel.to(tl.int64) * channel_stride
+    value = tl.load(place, (token < tokens) & (channel < DIM), 0).to(tl.float32)
+    # Bits of magnitudes are in the order of their values, and above all of them are those of NaN.
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(found + (batch * heads + head if PER_HEAD else batch), tl.max(tl.max(bits, 1), 0))

@@ -10,11 +10,13 @@ from kvpack.bench.query_kernels import Shape
 
 def test_the_table_of_unpacking(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"recipe": "octopus-3", "bytes": 1 << 20, "k_seconds": 1e-4, "v_seconds": 2e-4, "seconds": 3e-4, "of_copy_speed": 0.5}
-    unpack_kernels.show({**unpack_kernels.SHAPE._asdict(), "bytes": 3 << 27, "copy_seconds": 1.5e-4, "rows": [row]}, "a device")
+    rows = [row | {"device_seconds": 2e-4, "device_of_copy_speed": 0.75}, row | {"device_seconds": None, "device_of_copy_speed": None}]
+    unpack_kernels.show({**unpack_kernels.SHAPE._asdict(), "bytes": 3 << 27, "copy_seconds": 1.5e-4, "rows": rows}, "a device")
     shown = capsys.readouterr().out
     assert "unpack to bf16: 1 x 8 heads x 128, 65,536 tokens, on a device" in shown
     assert [row.split() for row in shown.splitlines() if "octopus-3" in row] == [
-        ["octopus-3", "1,048,576", "100", "200", "300", "1342", "0.50"]
+        ["octopus-3", "1,048,576", "100", "200", "300", "1342", "0.50", "200", "0.75"],
+        ["octopus-3", "1,048,576", "100", "200", "300", "1342", "0.50"],
     ]
     assert "takes 150 us" in shown
 

@@ -3,7 +3,8 @@
 - ``python`` blocks share one namespace. A block whose first line is a comment with only the name of a file, such as
   ``# continue.py``, is written to that file instead of being run.
 - ``sh`` blocks run in bash, where with ``python`` and ``kvpack`` of this environment.
-- A ``text`` block is the output of the block before it: "..." stands for anything, and any whitespace equals any other.
+- A ``text`` block is the output of the block before it: "..." stands for anything, and any whitespace equals any other, as does any rule
+  under the head of a table, whose columns are as wide as what is in them.
 - Blocks of other languages are text.
 """
 
@@ -26,6 +27,7 @@ import warm_python
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _FILE_NAME = re.compile(r"# ([\w-]+\.\w+)\n")
 _MODULE = "markdown_examples_of_a_file"
+_RULE = re.compile("─+")
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -83,6 +85,6 @@ def _run_blocks(path: Path, names: dict[str, Any]) -> None:
             continue
         shown = following.text if following is not None and following.language == "text" else ""
         printed = block.run(names)
-        assert doctest.OutputChecker().check_output(shown, printed, _FLAGS), (
+        assert doctest.OutputChecker().check_output(_RULE.sub("─", shown), _RULE.sub("─", printed), _FLAGS), (
             f"{path}:{block.line} prints\n{printed}\nand the file shows\n{shown}"
         )

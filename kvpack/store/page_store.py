@@ -284,7 +284,7 @@ class PageStore:
             refuse(self._backend, self._counters, names[number], entry, error)
 
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
-        return [page_key(self.codec.namespace, key_digest(key)) for key in keys]
+        return [page_key(self.codec.namespace, key_digest(key), self.codec.layout.description) for key in keys]
 
     def _submit(
         self,

@@ -24,6 +24,7 @@ from redis_server import running  # isort: skip
 GEOMETRY = PageGeometry(layers=2, heads=2, tokens=16, dim_k=32, dim_v=32)
 IDENTITY = Identity("model", "kv=group:b=4,g=32", weights="w")
 KEYS = [b"first", b"second \xff\x00", b"third" * 40, b""]
+DESCRIPTION = kvpack.PageCodec(IDENTITY.recipe, GEOMETRY).layout.description
 SECRET = {"encryption": {"a": b"k" * 32}}
 
 
@@ -94,8 +95,23 @@ def test_other_processes_read_them_and_other_identities_do_not(tmp_path: Path) -
     assert not theirs.any()
 
 
+def test_pages_of_other_shapes_leave_one_another_alone(tmp_path: Path) -> None:
+    given, _ = pages()
+    target, _ = cleared()
+    wide = PageGeometry(layers=1, heads=1, tokens=16, dim_k=128, dim_v=128)
+    values = torch.randn(2, 4, 1, 1, 16, 128).bfloat16()
+    others = PageBuffer(wide, *values)
+    with PageStore(tmp_path, IDENTITY, GEOMETRY) as store, PageStore(tmp_path, IDENTITY, wide) as other:
+        assert store.put(KEYS, given, range(4)) == [True] * 4
+        assert other.present(KEYS) == [False] * 4
+        assert other.get_into(KEYS, others, range(4)) == [False] * 4
+        assert other.put(KEYS, others, range(4)) == [True] * 4
+        assert store.get_into(KEYS, target, range(4)) == other.get_into(KEYS, others, range(4)) == [True] * 4
+        assert store.counters()["damaged_entries"] == other.counters()["damaged_entries"] == 0
+
+
 def entry(folder: Path, key: bytes) -> Path:
-    return next(folder.rglob(page_key(IDENTITY.digest, key_digest(key)).hex()))
+    return next(folder.rglob(page_key(IDENTITY.digest, key_digest(key), DESCRIPTION).hex()))
 
 
 @pytest.mark.parametrize("options", [{}, SECRET], ids=["plain", "encrypted"])

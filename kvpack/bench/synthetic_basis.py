@@ -15,7 +15,7 @@ import numpy
 import torch
 
 import kvpack
-from kvpack.coding.bases import DISTORTIONS, GAIN_BITS, SIDES, Basis, basis_bytes
+from kvpack.coding.bases import DISTORTIONS, SIDES, Basis, basis_bytes
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats import rans
 from kvpack.formats.basis import MAX_WIDTH, RUN_COLUMNS, flat_tables, runs_of
@@ -86,14 +86,13 @@ def _basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float
 
     A head of fewer runs has the first of the widths, and one of more has runs without codes behind them.
     """
-    rows, bits, values = {}, 0, 0
+    rows, all_widths = {}, {}
     for side, given, dim in zip(SIDES, _widths(recipe), dims, strict=True):
         widths = (given + [0] * runs_of(dim))[: runs_of(dim)]
         rows[0, side] = torch.stack([_rows(widths, dim, seed) for seed in range(heads)])
-        columns = [min(RUN_COLUMNS, dim - RUN_COLUMNS * run) for run in range(runs_of(dim))]
-        bits += sum(width * count for width, count in zip(widths, columns, strict=True)) + GAIN_BITS
-        values += dim
-    return Basis.of_bytes(basis_bytes(rows, 1, {}), where=recipe), bits / values
+        all_widths[0, side] = bytes(widths)
+    basis = Basis.of_bytes(basis_bytes(rows, 1, {}), where=recipe)
+    return basis, basis.bits_of(all_widths)
 
 
 def _rows(widths: list[int], dim: int, seed: int) -> torch.Tensor:

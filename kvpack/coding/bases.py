@@ -181,7 +181,7 @@ class Basis:
         low, high = -60.0, 60.0
         for _ in range(_STEPS):
             middle = (low + high) / 2
-            low, high = (middle, high) if self._bits(self._at_slope(2.0**middle)) > bits else (low, middle)
+            low, high = (middle, high) if self.bits_of(self._at_slope(2.0**middle)) > bits else (low, middle)
         return self._at_slope(2.0**high)
 
     def _at_slope(self, slope: float) -> dict[tuple[int, str], bytes]:
@@ -195,7 +195,8 @@ class Basis:
             found[place] = bytes(widths) if any(widths) else bytes([1, *widths[1:]])
         return found
 
-    def _bits(self, widths: Mapping[tuple[int, str], bytes]) -> float:
+    def bits_of(self, widths: Mapping[tuple[int, str], bytes]) -> float:
+        """The bits per value of files whose runs have ``widths``, of a layer and side each."""
         bits, values = 0.0, 0
         for place, found in widths.items():
             rows = self._rows[place]

@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 19
+#define KVPACK_INTERFACE 18
 
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 4 };
 
@@ -203,20 +203,6 @@ typedef struct {
     int64_t batch, heads, tokens, dim, chunk, longest, threads, level;
 } Join;
 
-/* read: `size` bytes from `offset` of the file behind a descriptor to memory, and the XXH3-128 of parts [begin, end) of them. */
-typedef struct {
-    int64_t begin, end;
-    uint64_t low, high;
-} Part;
-
-typedef struct {
-    int64_t descriptor, offset;
-    unsigned char *memory;
-    int64_t size;
-    Part *part;
-    int64_t parts, level;
-} Read;
-
 /* These return 0, or 1 where there is not enough memory; kvpack_encode 2 where formats/ is to refuse a value. */
 int64_t kvpack_encode(const Encode *call);
 int64_t kvpack_attend(const Attend *call);
@@ -224,8 +210,6 @@ int64_t kvpack_unpack(const Unpack *call);
 int64_t kvpack_rans(const Rans *call);
 int64_t kvpack_rans_encode(const RansEncode *call);
 int64_t kvpack_join(const Join *call);
-/* 1 where the file cannot be read, or ends before. */
-int64_t kvpack_read(const Read *call);
 
 int64_t kvpack_interface(void);
 int64_t kvpack_sizes(int64_t structure);

@@ -7,7 +7,6 @@
 #include "words.h"
 
 #include "angle.h"
-#include "digest.h"
 #include "group.h"
 #include "klt.h"
 #include "minifloat.h"
@@ -122,4 +121,4 @@ static int encode_in(const Encode *call, int64_t batch, int64_t head, int64_t st
     return encode_item(call, batch, head, start, stop, out);
 }
 
-const Level NAME = {TITLE, attend_bytes, attend_in, unpack_bytes, unpack_in, encode_bytes, encode_in, rans_chunk, rans_encode_chunk, join_tokens, absorb};
+const Level NAME = {TITLE, attend_bytes, attend_in, unpack_bytes, unpack_in, encode_bytes, encode_in, rans_chunk, rans_encode_chunk, join_tokens};

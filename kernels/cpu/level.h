@@ -30,12 +30,8 @@ typedef struct {
     void (*rans_encode)(const RansEncode *call, int64_t chunk);
     /* Tokens [start, stop) of one head of one sequence. */
     void (*join)(const Join *call, int64_t head, int64_t start, int64_t stop);
-    /* Blocks and stripes of a digest (digest.h). */
-    void (*absorb)(uint64_t *sums, const unsigned char *data, int64_t blocks, int64_t stripes, const unsigned char *secret, int64_t last);
 } Level;
 
 extern const Level kvpack_v4, kvpack_v3, kvpack_portable;
-
-int64_t kvpack_read_parts(const Read *call, const Level *level);
 
 #endif

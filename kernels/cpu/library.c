@@ -63,8 +63,6 @@ EXPORTED int64_t kvpack_sizes(int64_t structure) {
         case 5: return sizeof(Rans);
         case 6: return sizeof(Join);
         case 7: return sizeof(RansEncode);
-        case 8: return sizeof(Part);
-        case 9: return sizeof(Read);
         default: return 0;
     }
 }
@@ -283,5 +281,3 @@ EXPORTED uint64_t kvpack_checksum(const unsigned char *data, int64_t words, uint
     }
     return sum;
 }
-
-EXPORTED int64_t kvpack_read(const Read *call) { return kvpack_read_parts(call, level_of(call->level)); }

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvpack.formats.errors import InvalidParameter
 
-INTERFACE = 19
+INTERFACE = 18
 """The number of interface.h that the structures below mirror."""
 
 THREADS = "KVPACK_THREADS"
@@ -143,20 +143,6 @@ class Join(Structure):
     )
 
 
-class Part(Structure):
-    _fields_ = (("begin", c_int64), ("end", c_int64), ("low", c_uint64), ("high", c_uint64))
-
-
-class Read(Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("descriptor", "offset")),
-        ("memory", c_void_p),
-        ("size", c_int64),
-        ("part", c_void_p),
-        *((name, c_int64) for name in ("parts", "level")),
-    )
-
-
 @cache
 def library() -> ctypes.CDLL | None:
     """The library; None where it was not built, or from other sources than these."""
@@ -170,7 +156,7 @@ def library() -> ctypes.CDLL | None:
         if found.kvpack_interface() != INTERFACE:
             continue
         found.kvpack_sizes.restype, found.kvpack_sizes.argtypes = c_int64, (c_int64,)
-        structures = (Codec, Span, Attend, Unpack, Encode, Rans, Join, RansEncode, Part, Read)
+        structures = (Codec, Span, Attend, Unpack, Encode, Rans, Join, RansEncode)
         if any(found.kvpack_sizes(number) != ctypes.sizeof(structure) for number, structure in enumerate(structures)):
             continue
         found.kvpack_level_name.restype, found.kvpack_level_name.argtypes = c_char_p, (c_int64,)
@@ -179,7 +165,6 @@ def library() -> ctypes.CDLL | None:
         found.kvpack_unpack.restype, found.kvpack_unpack.argtypes = c_int64, (POINTER(Unpack),)
         found.kvpack_join.restype, found.kvpack_join.argtypes = c_int64, (POINTER(Join),)
         found.kvpack_checksum.restype, found.kvpack_checksum.argtypes = c_uint64, (c_void_p, c_int64, c_uint64)
-        found.kvpack_read.restype, found.kvpack_read.argtypes = c_int64, (POINTER(Read),)
         found.kvpack_rans.restype, found.kvpack_rans.argtypes = c_int64, (POINTER(Rans),)
         found.kvpack_rans_encode.restype, found.kvpack_rans_encode.argtypes = c_int64, (POINTER(RansEncode),)
         return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Protocol
 
-from kvpack.file import payload, row
+from kvpack.file import row
 from kvpack.formats import rans
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.side_cars import WithSideCars
@@ -18,11 +18,10 @@ from kvpack.formats.side_cars import WithSideCars
 from . import cpu_library, triton_version
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     import torch
 
-    from kvpack.file.sources import Source
     from kvpack.formats.base import Codec
     from kvpack.kernels.attend.layers import Side as _TritonSide
     from kvpack.kernels.cpu.sides import Side as _CSide
@@ -160,18 +159,6 @@ def _add_words(data: memoryview, sum_: int) -> int | None:
 
 
 row.compiled = _add_words
-
-
-def _read_parts(source: Source, offset: int, memory: memoryview, parts: Sequence[tuple[int, int]]) -> list[bytes] | None:
-    """``payload.read_together`` in C, None where C does not run, and where it is for Python to say why a file cannot be read."""
-    if source.descriptor is None or os.environ.get(VARIABLE, "") not in ("", "cpu") or not cpu_library.built():
-        return None
-    from kvpack.kernels.cpu import reading
-
-    return reading.read(source.descriptor, offset, memory, parts)
-
-
-payload.compiled = _read_parts
 
 
 def uses_triton(device: torch.device) -> bool:

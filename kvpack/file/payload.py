@@ -15,7 +15,7 @@ from .json_header import check_digest, check_hash
 from .zstd import decompressed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from kvpack.formats.base import Layout
     from kvpack.formats.value_blocks import Array
@@ -102,7 +102,7 @@ def read_together(source: Source, front: Front, tensors: Sequence[tuple[TensorEn
     """Read stored ``tensors``, each with its place ``[begin, end)`` in ``memory``, by one read, and check the copies as ``read_checked``.
 
     Returns False, with nothing read, unless they lie in ``memory`` as in the file. Many threads that read wait for each other at
-    every call, and for the host's memory: so each makes few calls, and ``compiled`` digests what is still in a core's cache.
+    every call: so each makes few.
     """
     start = len(front.text)
     places = [front.places[tensor.name] for tensor, _, _ in tensors]
@@ -113,20 +113,14 @@ def read_together(source: Source, front: Front, tensors: Sequence[tuple[TensorEn
         return False
     first, last = tensors[0][1], tensors[-1][2]
     check_pad(tensors[0][0].name, source.read(start + places[0].pad, start + places[0].begin))
-    parts = [(begin - first, end - first) for _, begin, end in tensors]
-    digests = None if compiled is None else compiled(source, start + places[0].begin, memory[first:last], parts)
-    if digests is None:
-        source.read_into(start + places[0].begin, memory[first:last])
-        digests = [xxhash.xxh3_128_digest(memory[begin:end]) for _, begin, end in tensors]
-    for (tensor, begin, end), place, digest in zip(tensors, places, digests, strict=True):
+    source.read_into(start + places[0].begin, memory[first:last])
+    for (tensor, begin, end), place in zip(tensors, places, strict=True):
         if begin > first:
             check_pad(tensor.name, memory[begin - (place.begin - place.pad) : begin])
-        check_hash(tensor.name, end - begin, digest, tensor.digest)
+        digest = xxhash.xxh3_128()
+        digest.update(memory[begin:end])
+        check_hash(tensor.name, end - begin, digest.digest(), tensor.digest)
     return True
-
-
-compiled: Callable[[Source, int, memoryview, Sequence[tuple[int, int]]], list[bytes] | None] | None = None
-"""Reads bytes from an offset into all of a memory, and gives the XXH3-128 of parts of it; None where ``read_into`` is to read them."""
 
 
 def check_pad(name: str, pad: memoryview) -> None:

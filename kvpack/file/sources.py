@@ -15,12 +15,9 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """The bytes of a file; ``descriptor`` is that of an open file that has them, if it has one."""
+    """The bytes of a file."""
 
     size: int
-
-    @property
-    def descriptor(self) -> int | None: ...
 
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
         """Read bytes ``[begin, end)`` of the file as it is now. Raises Truncated, MissingFile.
@@ -44,8 +41,6 @@ class Source(Protocol):
 
 class InMemory:
     """A file in memory; all results are views of it."""
-
-    descriptor = None
 
     def __init__(self, data: Buffer) -> None:
         self._view = memoryview(data)
@@ -78,11 +73,6 @@ class OnDisk:
         self._descriptor = descriptor
         self._mapping: InMemory | None = None
         self.size = os.fstat(descriptor).st_size
-
-    @property
-    def descriptor(self) -> int | None:
-        """That of the open file; None once it is released."""
-        return self._descriptor if self._descriptor >= 0 else None
 
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
         """A copy."""

@@ -119,7 +119,9 @@ class CachedLaunch:
 
     def __call__(self, *pointers: tuple[torch.Tensor, int]) -> None:
         """Launch on the current stream; a pointer is a tensor and the number of elements to skip."""
-        if self._kernel is not None and not _hooks():
+        device = pointers[0][0].device
+        # The driver launches on the current device alone.
+        if self._kernel is not None and torch._C._cuda_getDevice() == device.index and not _hooks():
             addresses, low = [], 0
             for tensor, skipped in pointers:
                 address = tensor.data_ptr() + skipped * tensor.element_size()
@@ -127,10 +129,9 @@ class CachedLaunch:
                 low |= address
             if low % 16 == 0:
                 kernel = self._kernel
-                stream = torch._C._cuda_getCurrentRawStream(pointers[0][0].device.index)
+                stream = torch._C._cuda_getCurrentRawStream(device.index)
                 kernel.run(*self.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *addresses, *self._fixed)
                 return
-        device = pointers[0][0].device
         # Triton compiles for the current device.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._run([tensor.view(-1)[skipped:] if skipped else tensor for tensor, skipped in pointers])

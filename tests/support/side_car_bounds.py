@@ -55,15 +55,16 @@ def check_side_cars(
         coded = codec.rotation.inverse(u.masked_fill(flagged, 0.0))
     inner = codec.codec
     own = {name: streams[name] for name in inner.layout(1, 1, 0)}
-    mine = inner.decode(own)
+    mine, checked = inner.decode(own), coded
     if block_rotation:
         # The encoder's products may round otherwise: of values that cancel, nothing else is left.
-        rounded_away = (coded - mine).abs() <= ROTATION_TOLERANCE * coded.norm(dim=-1, keepdim=True)
-        coded = torch.where(rounded_away, mine, coded)
-    check(inner, coded, own, mine)
+        cancelled = (coded.double() - mine).abs() <= ROTATION_TOLERANCE * coded.double().norm(dim=-1, keepdim=True)
+        checked = torch.where(cancelled, mine, coded)
+    check(inner, checked, own, mine)
     left = (codec.rotation.forward(coded).double() - inner.decode_frame(own)).masked_fill(flagged, 0.0)
     residual = left.norm(dim=-1)
-    rounding = ROTATION_TOLERANCE * scaled.double().norm(dim=-1)
+    # Subnormal products and sums round by units of their own, of each channel.
+    rounding = ROTATION_TOLERANCE * scaled.double().norm(dim=-1) + codec.dim * 2.0**-149
     if qjl := codec.side_car(Qjl):
         _check_signs(qjl, left, rounding, streams)
         norm = streams["qjl_norm"].double()

@@ -113,7 +113,11 @@ class LiveCache:
         self._value_dims = [_value_dim(layer) for layer in self._layers]
 
     def __deepcopy__(self, memo: object) -> LiveCache:
-        copied = self._of(self.frozen_as_it_is(), self.sliding_windows)
+        return self._continued(self.frozen_as_it_is())
+
+    def _continued(self, cache: Cache) -> LiveCache:
+        """A live cache like this one, whose tokens are those of ``cache``."""
+        copied = self._of(cache, self.sliding_windows)
         # With its basis, which layers without tokens need.
         copied._recipe = self._recipe
         for layer in self._kept:
@@ -138,25 +142,25 @@ class LiveCache:
         return sum(layer.nbytes for layer in self._layers if layer is not None)
 
     def seen(self, layer: int) -> int:
-        """The number of tokens that ``layer`` has seen."""
+        """The number of tokens that ``layer`` has seen. Raises OutOfBounds for a layer that the cache does not have."""
+        own = self._own(layer)
         self._settle(layer)
-        own = self._layers[layer]
         return 0 if own is None else own.seen
 
     def held(self, layer: int) -> int:
-        """The number of tokens that ``layer`` holds."""
+        """The number of tokens that ``layer`` holds. Raises OutOfBounds."""
+        own = self._own(layer)
         self._settle(layer)
-        own = self._layers[layer]
         return 0 if own is None else own.tokens
 
     def batch(self, layer: int) -> int:
-        """The number of sequences of ``layer``; 1 before its first tokens."""
-        own = self._layers[layer]
+        """The number of sequences of ``layer``; 1 before its first tokens. Raises OutOfBounds."""
+        own = self._own(layer)
         return 1 if own is None else own.batch
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
-        """Batch, heads and dim of each side of ``layer``; empty before its first tokens."""
-        own = self._layers[layer]
+        """Batch, heads and dim of each side of ``layer``; empty before its first tokens. Raises OutOfBounds."""
+        own = self._own(layer)
         return {} if own is None else {name: (side.batch, side.heads, side.dim) for name, side in own.sides.items()}
 
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
@@ -204,7 +208,7 @@ class LiveCache:
         }  # fmt: skip
         if torch.compiler.is_dynamo_compiling():
             return self._compiled_attend(layer, q, **options)
-        own = self._layers[layer] if -self._count <= layer < self._count else None
+        own = self._own(layer)
         if own is None:
             raise OutOfBounds(f"layer {layer} holds no tokens: call update before attend")
         if not own.pending_tokens:
@@ -239,9 +243,9 @@ class LiveCache:
         return changed
 
     def layer(self, layer: int, packed: bool = False) -> Layer:
-        """All tokens of ``layer`` as an immutable layer, which shares the pages; ``packed`` as for ``freeze``."""
+        """All tokens of ``layer`` as an immutable layer, which shares the pages; ``packed`` as for ``freeze``. Raises OutOfBounds."""
+        own = self._own(layer)
         self._settle(layer)
-        own = self._layers[layer]
         if own is None:
             return Layer(None, None)
         frozen = own.frozen(packed)
@@ -250,9 +254,12 @@ class LiveCache:
         return frozen
 
     def unpacked(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Dense K and V of ``layer`` ``[batch, kv_head, token, dim]``: tokens that are still raw are as they were given."""
+        """Dense K and V of ``layer`` ``[batch, kv_head, token, dim]``: tokens that are still raw are as they were given.
+
+        Raises OutOfBounds.
+        """
+        own = self._own(layer)
         self._settle(layer)
-        own = self._layers[layer]
         return (None, None) if own is None else own.layer().unpack(dtype)
 
     def freeze(self, *, packed: bool = False) -> Cache:
@@ -283,12 +290,13 @@ class LiveCache:
 
     def keep_past(self, layer: int) -> None:
         """Let a sliding-window layer drop the tokens that no later query sees only in ``crop``, so that this can go back before them."""
+        own = self._own(layer)
         self._kept.add(layer)
-        if (own := self._layers[layer]) is not None:
+        if own is not None:
             own.keeps_past = True
 
     def reset(self, layer: int | None = None) -> None:
-        """Drop all tokens of every layer, or of one."""
+        """Drop all tokens of every layer, or of one. Raises OutOfBounds."""
         self._each(LiveLayer.reset, layer)
 
     def select(self, indices: Any, layer: int | None = None) -> None:
@@ -305,7 +313,7 @@ class LiveCache:
 
     def to(self, device: torch.device | str) -> LiveCache:
         """A live cache of the same tokens on ``device``. Raises InvalidParameter for an invalid device."""
-        return LiveCache.of(self.freeze().to(checked_device(device)), sliding_windows=self.sliding_windows)
+        return self._continued(self.freeze().to(checked_device(device)))
 
     def _compiled_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
         if v is not None:
@@ -322,12 +330,12 @@ class LiveCache:
         return out
 
     def _chosen(self, layer: int | None) -> list[LiveLayer]:
-        return [own for own in (self._layers if layer is None else [self._layers[layer]]) if own is not None]
+        return [own for own in (self._layers if layer is None else [self._own(layer)]) if own is not None]
 
     def _each(self, change: Callable[[LiveLayer], None], layer: int | None = None) -> None:
         self._settle()
         for number in range(self._count) if layer is None else [layer]:
-            own, steps = self._layers[number], self._steps[number]
+            own, steps = self._own(number), self._steps[number]
             if own is not None:
                 change(own)
                 if steps is not None:
@@ -348,10 +356,14 @@ class LiveCache:
         if lost:
             raise NonFinite(f"layers[{lost[0]}]: a value added since the last roll is not finite; lossy codecs take finite values only")
 
+    def _own(self, layer: int) -> LiveLayer | None:
+        """The layer of that number, None before its first tokens; numbers below 0 do not count from the end."""
+        if 0 <= layer < self._count:
+            return self._layers[layer]
+        raise OutOfBounds(f"layer {layer} is out of range: the cache has {self._count} layers")
+
     def _layer(self, number: int, k: torch.Tensor | None, v: torch.Tensor | None) -> LiveLayer:
-        if not 0 <= number < self._count:
-            raise OutOfBounds(f"layer {number} is out of range: the cache has {self._count} layers")
-        own = self._layers[number]
+        own = self._own(number)
         if own is None:
             own = self._layers[number] = self._made(number, self._empty(number, k, v))
             assert own is not None

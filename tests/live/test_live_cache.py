@@ -249,6 +249,33 @@ def test_a_copy_goes_on_by_itself() -> None:
     assert (live.tokens, other.tokens) == (200, 201)
 
 
+def test_moving_keeps_what_the_cache_knows() -> None:
+    """The layers that have no tokens yet need the basis, too."""
+    live = LiveCache("kivi-2", layers=2, sliding_windows=[None, 4])
+    live.keep_past(1)
+    live.update(0, *tokens(3))
+    live.update(1, *tokens(3))
+    moved = live.to("cpu")
+    for later in range(3):
+        moved.update(1, *tokens(4, later))
+    moved.crop(12, 1)
+    assert moved.held(1) == 3
+    assert moved._recipe is live._recipe
+
+
+@pytest.mark.parametrize("layer", [-1, 2])
+@pytest.mark.parametrize("call", ["seen", "held", "batch", "shapes", "keep_past", "layer", "reset"])
+def test_a_layer_that_the_cache_does_not_have_is_named(call: str, layer: int) -> None:
+    live = LiveCache("kivi-2", layers=2)
+    live.update(0, *tokens(3))
+    with pytest.raises(OutOfBounds, match=f"layer {layer} is out of range: the cache has 2 layers"):
+        getattr(live, call)(layer)
+    with pytest.raises(OutOfBounds, match=f"layer {layer} is out of range"):
+        live.attend(layer, queries(1))
+    with pytest.raises(OutOfBounds, match=f"layer {layer} is out of range"):
+        live.crop(1, layer)
+
+
 def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
     live = LiveCache("kivi-2", layers=2)
     k, v = tokens(150)

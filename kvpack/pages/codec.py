@@ -110,10 +110,10 @@ class PageCodec:
             return device.decode(rows, pages, slots, digests, values) if slots else PageJob.of([])
         return PageJob.of(self._host.decode(self._views(rows, len(slots), writable=False), pages, slots, digests, values))
 
-    def check(self, rows: Rows, *, values: bool = False) -> list[Outcome]:
-        """What ``decode_into`` would find wrong with ``rows``, in host memory, of any names. Raises InvalidShape."""
+    def check(self, rows: Rows, *, keys: Sequence[bytes] | None = None, values: bool = False) -> list[Outcome]:
+        """What ``decode_into`` would find wrong with ``rows``, in host memory. Raises InvalidShape and InvalidParameter."""
         views = self._views(rows, len(rows), writable=False)
-        return self._host.check(views, [None] * len(views), values)
+        return self._host.check(views, _digests(keys, len(views), "rows"), values)
 
     def _device_of(self, pages: PageBuffer) -> DevicePages | None:
         """What works on the device of ``pages``; None for the host's C kernels and torch."""
@@ -132,11 +132,7 @@ class PageCodec:
         if pages.geometry != self.geometry:
             raise InvalidShape(f"the pages are {pages.geometry}, the codec is for {self.geometry}")
         slots = pages.checked_slots(slots, written)
-        if keys is None:
-            return slots, [None] * len(slots)
-        if len(keys) != len(slots):
-            raise InvalidParameter(f"{len(keys)} keys were given for {len(slots)} slots")
-        return slots, [key_digest(key) for key in keys]
+        return slots, _digests(keys, len(slots), "slots")
 
     def _check_rows(self, rows: Rows, count: int, *, writable: bool) -> None:
         """What ``_views`` checks, of rows that may be in a device's memory."""
@@ -163,6 +159,14 @@ class PageCodec:
             if writable and len(view) < self.nbytes:
                 raise Truncated(f"row {number} has room for {len(view)} bytes, a page takes {self.nbytes}")
         return views
+
+
+def _digests(keys: Sequence[bytes] | None, count: int, what: str) -> list[bytes | None]:
+    if keys is None:
+        return [None] * count
+    if len(keys) != count:
+        raise InvalidParameter(f"{len(keys)} keys were given for {count} {what}")
+    return [key_digest(key) for key in keys]
 
 
 def key_digest(key: bytes) -> bytes:

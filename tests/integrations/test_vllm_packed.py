@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -15,7 +15,9 @@ import torch
 
 from kvpack import PageCodec
 from kvpack.errors import InvalidParameter
-from kvpack.integrations.vllm.groups import Group, groups_of
+from kvpack.integrations.vllm.chunk_keys import ABSENT, tell_keys
+from kvpack.integrations.vllm.groups import Group, check_blocks, groups_of
+from kvpack.integrations.vllm.identities import settings_of
 
 from engine_stubs import import_over  # isort: skip
 
@@ -100,8 +102,13 @@ def gpu(blocks: list[list[int]], indices: list[int]) -> Any:
     return types.SimpleNamespace(block_ids=numpy.array(flat, numpy.int32), group_sizes=[len(g) for g in blocks], block_indices=indices)
 
 
-def cpu(chunks: list[int]) -> Any:
-    return types.SimpleNamespace(block_ids=numpy.array(chunks, numpy.int32))
+def cpu(chunks: list[int], keys: list[bytes] | None = None) -> Any:
+    """vLLM's spec of chunks, with their keys: ``key`` of the chunk's number unless they are given."""
+    return types.SimpleNamespace(block_ids=numpy.array(chunks, numpy.int32), keys=keys or [key(chunk) for chunk in chunks])
+
+
+def key(number: int, group: int = 0) -> bytes:
+    return bytes([number]) * 32 + group.to_bytes(4, "big")
 
 
 class Engine:
@@ -166,16 +173,16 @@ def test_a_damaged_row_is_a_block_that_was_not_loaded(monkeypatch: pytest.Monkey
 
 def test_what_a_tier_brings_back_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch)
-    engine.worker.submit_store(1, gpu([[1, 2, 3, 4], [5, 6]], [0, 0]), cpu([0, 1, 2]))
+    keys = [key(0), key(1), key(2, group=1)]
+    engine.worker.submit_store(1, gpu([[1, 2, 3, 4], [5, 6]], [0, 0]), cpu([0, 1, 2], keys))
     engine.worker.get_finished()
     engine.memory[1, 900] ^= 1
     view = memoryview(engine.memory.numpy())
-    results = [JobResult(1, True), JobResult(2, True), JobResult(9, True), JobResult(3, False, [b"a" + bytes(4)])]
+    results = [JobResult(1, True), JobResult(2, True), JobResult(9, True), JobResult(3, False, [keys[0]])]
     submitted: list[int] = []
     tier = types.SimpleNamespace(
         lookups=AsyncLookupManager(), submit_load=lambda one: submitted.append(one.job_id), get_finished_jobs=lambda: results
     )
-    keys = [b"a" + bytes(4), b"b" + bytes(4), b"c" + bytes(3) + b"\1"]
     module(monkeypatch, "promotions").check_promotions(tier, view, [[codec] for codec in engine.codecs], engine.cell, PER_CHUNK)
     for number, asked, chunks in ((1, keys, [0, 1, 2]), (2, [keys[0], keys[2]], [0, 0]), (3, keys, [0, 1, 2])):
         tier.submit_load(types.SimpleNamespace(job_id=number, keys=asked, chunk_ids=numpy.array(chunks)))
@@ -190,22 +197,97 @@ def test_what_a_tier_brings_back_is_checked(monkeypatch: pytest.MonkeyPatch) -> 
     assert tier.damaged_chunks == 2
 
 
+def test_rows_name_their_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of another chunk is whole and of the same model: only its key tells."""
+    engine = Engine(monkeypatch)
+    engine.worker.submit_store(1, gpu([[1, 2, 3, 4], []], [0, 0]), cpu([0, 1]))
+    engine.worker.get_finished()
+    engine.memory[3] = engine.memory[0]
+    engine.memory[4] = engine.memory[1]
+    # Its rows have changed places.
+    size = engine.codecs[0].nbytes
+    engine.memory[5, :size], engine.memory[5, size : 2 * size] = engine.memory[1, size : 2 * size], engine.memory[1, :size]
+    before = engine.bytes_of(0, 7) + engine.bytes_of(0, 8)
+    asked = [key(2), key(1), key(1)]
+    tier = types.SimpleNamespace(submit_load=lambda _: None, get_finished_jobs=lambda: [JobResult(1, True), JobResult(2, True)])
+    view = memoryview(engine.memory.numpy())
+    module(monkeypatch, "promotions").check_promotions(tier, view, [[codec] for codec in engine.codecs], engine.cell, PER_CHUNK)
+    for number, (keys, chunks) in enumerate([(asked[:2], [3, 4]), (asked[2:], [5])], 1):
+        tier.submit_load(types.SimpleNamespace(job_id=number, keys=keys, chunk_ids=numpy.array(chunks)))
+    first, second = tier.get_finished_jobs()
+    assert (first.success, first.successful_keys) == (False, [key(1)])
+    assert (second.success, second.successful_keys) == (False, None)
+    engine.worker.submit_load(2, cpu([3], [key(2)]), gpu([[7, 8], []], [0, 0]))
+    engine.worker.submit_load(3, cpu([4], [key(1)]), gpu([[9, 10], []], [0, 0]))
+    engine.worker.get_finished()
+    assert engine.worker.failed_blocks() == {7, 8}
+    assert all(torch.equal(x, y) for x, y in zip(engine.bytes_of(0, 7) + engine.bytes_of(0, 8), before, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(engine.bytes_of(0, 9), engine.bytes_of(0, 3), strict=True))
+
+
+def test_chunks_may_be_filled_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window has left the first block of a chunk before vLLM stores it, in memory that held another chunk."""
+    engine = Engine(monkeypatch)
+    engine.worker.submit_store(1, gpu([[1, 2], []], [0, 0]), cpu([0], [key(7)]))
+    engine.worker.submit_store(2, gpu([[3, 4, 5], []], [1, 0]), cpu([0, 1]))
+    engine.worker.get_finished()
+    assert bytes(engine.memory[0].numpy().tobytes()[: len(ABSENT)]) == ABSENT
+    results = [JobResult(1, True)]
+    tier = types.SimpleNamespace(submit_load=lambda _: None, get_finished_jobs=lambda: results)
+    view = memoryview(engine.memory.numpy())
+    module(monkeypatch, "promotions").check_promotions(tier, view, [[codec] for codec in engine.codecs], engine.cell, PER_CHUNK)
+    loads = types.SimpleNamespace(job_id=1, keys=[key(0), key(1)], chunk_ids=numpy.array([0, 1]))
+    tier.submit_load(loads)
+    assert tier.get_finished_jobs() == results
+    # No block at all, and one whose row is damaged beside an absent one.
+    engine.memory[2, : 2 * engine.codecs[0].nbytes] = engine.memory[0, : engine.codecs[0].nbytes].repeat(2)
+    engine.memory[0, engine.codecs[0].nbytes + 600] ^= 2
+    tier.submit_load(types.SimpleNamespace(job_id=1, keys=[key(0), key(1), key(2)], chunk_ids=numpy.array([0, 1, 2])))
+    (result,) = tier.get_finished_jobs()
+    assert (result.success, result.successful_keys) == (False, [key(1)])
+    engine.worker.submit_load(3, cpu([1]), gpu([[9], []], [2, 0]))
+    engine.worker.submit_load(4, cpu([0]), gpu([[8], []], [0, 0]))
+    engine.worker.get_finished()
+    assert engine.worker.failed_blocks() == {8}
+    assert all(torch.equal(x, y) for x, y in zip(engine.bytes_of(0, 9), engine.bytes_of(0, 4), strict=True))
+
+
+def test_the_manager_tells_workers_the_keys() -> None:
+    class Manager:
+        def prepare_store(self, keys: Any, req_context: Any) -> Any:
+            kept = [key for key in keys if key != b"there"]
+            return types.SimpleNamespace(keys_to_store=kept, store_spec=cpu([0] * len(kept))) if req_context else None
+
+        def prepare_load(self, keys: Any, req_context: Any) -> Any:
+            return cpu([0] * len(keys))
+
+    manager = Manager()
+    tell_keys(manager)
+    assert manager.prepare_store([b"a", b"there", bytearray(b"b")], True).store_spec.keys == [b"a", b"b"]
+    assert manager.prepare_store([b"a"], False) is None
+    assert manager.prepare_load(iter([b"c", b"d"]), True).keys == [b"c", b"d"]
+
+
+def record(**values: Any) -> Any:
+    return make_dataclass("Record", list(values), frozen=True)(**values)
+
+
 def config(groups: tuple[Group, ...] = (ATTENTION, STATES), workers: int = 2, **changes: Any) -> Any:
     options = {
-        "kvpack_groups": list(groups), "recipe": "octopus-4", "layout": "adjacent", "revision": "abc", "cpu_bytes_to_use": 1 << 20,
-        **changes.pop("options", {}),
+        "kvpack_groups": list(groups), "kvpack_settings": "s", "recipe": "octopus-4", "layout": "adjacent", "revision": "abc",
+        "cpu_bytes_to_use": 1 << 20, **changes.pop("options", {}),
     }  # fmt: skip
     parallel = {"rank": 1, "world_size": workers, "pp_size": 1, "pcp_size": 1, "dcp_size": 1} | changes.pop("parallel", {})
     values = {
         "extra_config": {name: value for name, value in options.items() if value is not None},
         "groups": tuple(types.SimpleNamespace(layer_names=[str(n)], tokens_per_block=TOKENS) for n in range(len(groups))),
-        "model": types.SimpleNamespace(name="m", dtype="bfloat16"),
+        "model": record(name="m", dtype="bfloat16"),
         "cache": types.SimpleNamespace(tokens_per_hash=TOKENS, blocks_per_chunk=PER_CHUNK),
         "parallel": types.SimpleNamespace(**parallel),
         "worker_kv_bytes_per_block": sum(group.page_bytes * group.layers for group in groups),
         "canonical_layout": False, "replicated_layout": False, "engine_id": "e",
     } | changes  # fmt: skip
-    return types.SimpleNamespace(**values)
+    return record(**values)
 
 
 def test_chunks_have_the_size_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +302,32 @@ def test_chunks_have_the_size_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(names) == 4
     for other in (config(options={"revision": "abd"}), config(options={"layout": "split"}), config(options={"recipe": "octopus-3"})):
         assert not names & {codec.namespace for codecs in spec_class(other).codecs for codec in codecs}
+    # vLLM's own tiers name their folders, and peers their caches, by this.
+    changed = [{}, {"revision": "abd"}, {"recipe": "bf16"}, {"recipe": "raw"}, {"kvpack_settings": "t"}, {"tenant": "u"}]
+    folders = [spec_class(config(options=options)).config.model.dtype for options in changed]
+    assert len({*folders, "bfloat16"}) == 7
+    assert spec_class(config()).config.model.dtype == folders[0]
+
+
+def test_settings_name_what_vllm_was_started_with() -> None:
+    def settings(of_model: dict[str, Any] | None = None, **changes: Any) -> str:
+        kept: dict[str, Any] = {"rope_theta": 1e4, "transformers_version": "5.1", "hidden_size": 64, **(of_model or {})}
+        model = {
+            "hf_config": types.SimpleNamespace(to_dict=lambda: kept),
+            "dtype": torch.bfloat16,
+            "quantization": None,
+            "max_model_len": 9,
+        }
+        cache = types.SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto"))
+        return settings_of(types.SimpleNamespace(model_config=types.SimpleNamespace(**model | changes), cache_config=cache))
+
+    longrope = {"rope_parameters": {"rope_type": "longrope"}}
+    assert settings() == settings({"transformers_version": "5.2", "_name_or_path": "/elsewhere"}, max_model_len=10)
+    others = [
+        settings(), settings({"rope_theta": 5e5}), settings({"rope_scaling": {"factor": 2.0}}), settings(quantization="fp8"),
+        settings(dtype=torch.float16), settings(cache_dtype="fp8_e5m2"), settings(longrope), settings(longrope, max_model_len=10),
+    ]  # fmt: skip
+    assert len(set(others)) == len(others)
 
 
 @pytest.mark.parametrize(
@@ -233,13 +341,14 @@ def test_chunks_have_the_size_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         (config(options={"secondary_tiers": [{"type": "kvpack"}]}), "the primary tier holds rows already"),
         (config(canonical_layout=True), "canonical_layout is set"),
         (config(parallel={"pp_size": 2}), "pp_size is 2, and kvpack's spec takes tensor parallelism alone"),
+        (config(options={"recipe": "octopus-4;boundary-1"}), "names layers by 'boundary-1', and the model has several groups"),
         (config(groups=()), "vLLM offloads 1 groups of cache layers, and the connector found 0"),
     ],
-    ids=["connector", "recipe", "layout", "bytes", "weights", "tier", "canonical", "pipeline", "groups"],
+    ids=["connector", "recipe", "layout", "bytes", "weights", "tier", "canonical", "pipeline", "layers", "groups"],
 )
 def test_what_cannot_be_right_is_refused(given: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if message.startswith("vLLM offloads"):
-        given.groups = (types.SimpleNamespace(layer_names=["a"], tokens_per_block=TOKENS),)
+        given = replace(given, groups=(types.SimpleNamespace(layer_names=["a"], tokens_per_block=TOKENS),))
     with pytest.raises(InvalidParameter, match=message):
         module(monkeypatch, "spec").KvpackSpec(given)
 
@@ -308,3 +417,34 @@ def test_latents_are_two_sides_of_a_block() -> None:
         assert torch.equal(cell[0, :, 512:], cell[2, :, 512:])
         error = (cell[0, :, :512].float() - cell[2, :, :512].float()).norm() / cell[2, :, :512].float().norm()
         assert 0.01 < error < 0.12
+
+
+@pytest.fixture
+def one_group(monkeypatch: pytest.MonkeyPatch) -> Any:
+    offloading = types.ModuleType("vllm.distributed.kv_transfer.kv_connector.v1.offloading.config")
+    offloading.get_offloading_group_ids = lambda kv: range(len(kv.kv_cache_groups))  # type: ignore[attr-defined]
+    monkeypatch.setitem(__import__("sys").modules, offloading.__name__, offloading)
+    names = types.SimpleNamespace(layer_names=["layers.0.attn", "layers.1.attn"])
+    return types.SimpleNamespace(kv_cache_groups=[names, types.SimpleNamespace(layer_names=["mamba"])])
+
+
+def test_the_blocks_of_attention_are_compared_with_the_layouts_name(one_group: Any) -> None:
+    """vLLM's attention may keep tokens first, or have blocks of its own within those of the cache: pages would mix heads."""
+    memory = torch.zeros(BLOCKS, HEADS * TOKENS * 2 * DIM + 32)
+    of_block = memory[:, :-32]
+    heads_first = of_block.unflatten(1, (HEADS, TOKENS, 2 * DIM))
+    tokens_first = of_block.unflatten(1, (TOKENS, HEADS, 2 * DIM)).transpose(1, 2)
+    smaller = memory[:, :-32].contiguous().view(2 * BLOCKS, HEADS, TOKENS // 2, 2 * DIM)
+    apart = of_block.unflatten(1, (2, TOKENS, HEADS, DIM))
+
+    def check(layout: str, cache: torch.Tensor) -> None:
+        caches = {"layers.0.attn": heads_first if layout == "adjacent" else cache, "layers.1.attn": cache, "mamba": torch.zeros(1)}
+        check_blocks([ATTENTION, STATES], layout, one_group, caches)
+
+    good = {"adjacent": heads_first, "cpu-vec": heads_first, "adjacent-tokens-first": tokens_first, "split": apart}
+    for name, right in good.items():
+        check(name, right)
+        for wrong in (heads_first, tokens_first, apart, smaller):
+            if wrong is not right:
+                with pytest.raises(InvalidParameter, match=rf"layers\.\d\.attn: its tensor has blocks .* in the layout '{name}' have "):
+                    check(name, wrong)

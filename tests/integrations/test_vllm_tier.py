@@ -248,8 +248,9 @@ def test_one_flipped_bit_costs_one_chunk(tier_class: Callable[..., Any], tmp_pat
         (Config("m", dtype="fp8"), {}, "the cache's dtype is fp8, kvpack's tier takes bfloat16"),
         (Config("m", groups=((), ())), {}, "the model has 2 groups of cache layers"),
         (Config("m", canonical_layout=True), {}, "takes the direct layout of rows"),
+        (Config("m"), {"recipe": "octopus-4;boundary-1"}, "names layers by 'boundary-1', and a row holds several blocks of a layer"),
     ],
-    ids=["sizes", "layout", "weights", "dtype", "groups", "canonical"],
+    ids=["sizes", "layout", "weights", "dtype", "groups", "canonical", "layers"],
 )
 def test_what_cannot_be_right_is_refused_at_the_start(
     config: Config, options: dict[str, Any], message: str, tier_class: Callable[..., Any], tmp_path: Path

@@ -9,16 +9,24 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from .groups import groups_of
-from .spec import GROUPS
+from .groups import check_blocks, groups_of
+from .identities import settings_of
+from .spec import GROUPS, SETTINGS
 
 
 class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
     """The connector for ``"kv_connector": "KvpackConnector"``; ``kv_connector_extra_config`` is that of ``KvpackSpec``."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        _choose_spec(vllm_config)[GROUPS] = groups_of(vllm_config, kv_cache_config)
+        options = _choose_spec(vllm_config)
+        options[GROUPS], options[SETTINGS] = groups_of(vllm_config, kv_cache_config), settings_of(vllm_config)
+        self._kvpack = options[GROUPS], str(options.get("layout", "")), kv_cache_config
         super().__init__(vllm_config, role, kv_cache_config)
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Check that the memory of the layers is arranged as the layout's name says, and go on as vLLM's own."""
+        check_blocks(*self._kvpack, kv_caches)
+        super().register_kv_caches(kv_caches)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks that were not loaded."""

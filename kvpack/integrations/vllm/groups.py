@@ -14,7 +14,7 @@ from kvpack.pages.geometry import DTYPES, PageGeometry
 from .layouts import arrangement
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 FLOATS = {DTYPES[name]: name for name in ("bf16", "fp16", "fp32")}
 """kvpack's names of the dtypes that are packed; those of 8 bits depend on scales outside of the pages."""
@@ -75,10 +75,40 @@ class Group:
 
 def groups_of(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
     """The groups that vLLM offloads, in its order. Raises InvalidParameter for layers of several sizes in one group."""
+    return [_group(vllm_config, group) for group in _offloaded(kv_cache_config)]
+
+
+def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    """Raise InvalidParameter unless the blocks of the layers' tensors lie as ``layout`` says.
+
+    ``kv_caches`` are vLLM's, by the names of layers: ``[block, head, token, K and V]``, or ``[block, K or V, token, head, channel]``.
+    Attention may have smaller blocks than the cache's, and the strides of its tensor are those of its own blocks.
+    """
+    for group, kept in zip(groups, _offloaded(kv_cache_config), strict=True):
+        if group.kind != "attention":
+            continue
+        heads, tokens, dim, row = group.heads, group.tokens, group.dim, 2 * group.dim
+        shape: tuple[int, ...] = (heads, tokens, row)
+        strides: tuple[int, ...] = (tokens * row, row, 1)
+        if layout == "adjacent-tokens-first":
+            strides = (row, heads * row, 1)
+        elif layout == "split":
+            shape, strides = (2, tokens, heads, dim), (tokens * heads * dim, heads * dim, dim, 1)
+        for name in kept.layer_names:
+            of_block, steps = tuple(kv_caches[name].shape[1:]), kv_caches[name].stride()[1:]
+            if of_block != shape or any(size > 1 and step != wanted for size, step, wanted in zip(shape, steps, strides, strict=True)):
+                raise InvalidParameter(
+                    f"{name}: its tensor has blocks {list(of_block)} with strides {list(steps)}, and pages of {tokens} tokens in the "
+                    f"layout {layout!r} have {list(shape)} with {list(strides)}: name another layout, or give vLLM a block_size that its "
+                    "attention takes without smaller blocks of its own"
+                )
+
+
+def _offloaded(kv_cache_config: Any) -> list[Any]:
+    """The groups that vLLM offloads, in its order."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 
-    chosen = [kv_cache_config.kv_cache_groups[number] for number in get_offloading_group_ids(kv_cache_config)]
-    return [_group(vllm_config, group) for group in chosen]
+    return [kv_cache_config.kv_cache_groups[number] for number in get_offloading_group_ids(kv_cache_config)]
 
 
 def _group(vllm_config: Any, group: Any) -> Group:

@@ -7,6 +7,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
+from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.identity import Identity
 
@@ -14,6 +15,27 @@ from .layouts import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+_NO_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype"}
+"""Keys of a model's configuration on which no value of a page depends, or whose effect ``settings_of`` names otherwise."""
+
+
+def settings_of(vllm_config: Any) -> str:
+    """What keys and values depend on as vLLM runs the model: its configuration with all overrides, dtype, quantization."""
+    model = vllm_config.model_config
+    settings = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NO_SETTINGS}
+    # Some rotary embeddings choose their factors by the longest text that is served.
+    longest = model.max_model_len if any(kind in str(settings) for kind in ("longrope", "dynamic")) else None
+    found = [settings, str(model.dtype), model.quantization, vllm_config.cache_config.cache_dtype, longest]
+    return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def check_layers(recipe: str, why: str) -> None:
+    """Raise InvalidParameter for a recipe that gives some layers other codecs than the rest."""
+    named = [rule.written for rule in parse_recipe(recipe).rules if rule.items is not None]
+    if named:
+        raise InvalidParameter(f"the recipe {recipe!r} names layers by {named[0]!r}, and {why}: use one without layers")
 
 
 def identity_of(config: Any, recipe: str, shape: Mapping[str, Any], revision: str | None, adapter: str, tenant: str) -> Identity:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.kv_offload.base import get_offload_group_idx
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 
+from .chunk_keys import ABSENT, row_key
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -15,9 +17,10 @@ if TYPE_CHECKING:
 
 
 def check_promotions(tier: Any, view: memoryview, codecs: Sequence[Sequence[PageCodec]], cell: int, blocks: int) -> None:
-    """Have ``tier`` report as failed what it brought to the chunks of ``view`` and is no row of ``codecs``.
+    """Have ``tier`` report as failed what it brought to the chunks of ``view`` and is no row of ``codecs`` and of the chunk's key.
 
-    ``codecs`` has for each group one for each cell of ``cell`` bytes in a chunk, which holds ``blocks`` rows.
+    ``codecs`` has for each group one for each cell of ``cell`` bytes in a chunk, which holds ``blocks`` rows, at least one of them not
+    absent.
     """
     submit, finished = tier.submit_load, tier.get_finished_jobs
     running: dict[int, Any] = {}
@@ -28,14 +31,14 @@ def check_promotions(tier: Any, view: memoryview, codecs: Sequence[Sequence[Page
         submit(metadata)
 
     def good(key: bytes, chunk: int) -> bool:
-        group = codecs[get_offload_group_idx(key)]
         memory = view[chunk : chunk + 1].cast("B")
-        rows = [
-            (codec, memory[begin : begin + codec.nbytes])
-            for number, codec in enumerate(group)
-            for begin in range(number * cell, number * cell + blocks * codec.nbytes, codec.nbytes)
-        ]
-        return all(codec.check([row]) == [None] for codec, row in rows)
+        for number, codec in enumerate(codecs[get_offload_group_idx(key)]):
+            begins = [number * cell + place * codec.nbytes for place in range(blocks)]
+            rows = {place: memory[begin : begin + codec.nbytes] for place, begin in enumerate(begins)}
+            filled = {place: row for place, row in rows.items() if row[: len(ABSENT)] != ABSENT}
+            if not filled or any(codec.check([*filled.values()], keys=[row_key(key, place) for place in filled])):
+                return False
+        return True
 
     def checked(result: Any) -> Any:
         metadata = running.pop(result.job_id, None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -18,7 +19,8 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvpack.formats.errors import InvalidParameter
 from kvpack.pages.codec import PageCodec
 
-from .identities import identity_of
+from .chunk_keys import tell_keys
+from .identities import check_layers, identity_of
 from .layouts import Rows
 from .promotions import check_promotions
 from .versions import check_version
@@ -27,8 +29,8 @@ from .worker import PackedWorker
 if TYPE_CHECKING:
     from .groups import Group
 
-GROUPS = "kvpack_groups"
-"""Where the connector puts what it knows of the model's cache layers in the configuration of the spec."""
+GROUPS, SETTINGS = "kvpack_groups", "kvpack_settings"
+"""Where the connector puts what it knows of the model's cache layers, and of the model, in the configuration of the spec."""
 
 
 class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
@@ -46,6 +48,8 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         self._groups = groups
         self._recipe, self._layout = _text(options, "recipe"), str(options.get("layout", ""))
         _check(config, groups, self._layout, self.secondary_tier_configs)
+        if len(groups) > 1:
+            check_layers(self._recipe, "the model has several groups of cache layers, whose layers are counted in each")
         identity = identity_of(
             config,
             self._recipe,
@@ -54,6 +58,10 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
             str(options.get("adapter", "")),
             str(options.get("tenant", "")),
         )
+        # vLLM's own tiers and peers tell caches apart by the fields of this configuration, and rows are no pages. The settings are the
+        # scheduler's, which has the tiers: a worker's model may have changed its own since.
+        name = hashlib.sha256(identity.digest + str(options[SETTINGS]).encode()).hexdigest()[:16]
+        self.config = replace(config, model=replace(config.model, dtype=f"{config.model.dtype} in kvpack's rows {name}"))
         self._packed: PackedWorker | None = None
         copies = 1 if self.replicated_layout else config.parallel.world_size
         self._namespace, threads = identity.digest, int(options.get("threads", 1))
@@ -80,6 +88,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
             view = manager.primary_tier.get_kv_memoryview()
             for tier in manager.secondary_tiers:
                 check_promotions(tier, view, self.codecs, self.cpu_page_size_per_worker, self.blocks_per_chunk)
+            tell_keys(manager)
         return manager
 
     def get_worker(self, kv_caches: Any) -> PackedWorker:

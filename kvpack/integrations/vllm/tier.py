@@ -16,7 +16,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.store.key_files import read_key_file
 from kvpack.store.page_store import PageStore
 
-from .identities import identity_of
+from .identities import check_layers, identity_of
 from .layouts import DTYPES, Rows
 from .versions import check_version
 
@@ -62,6 +62,8 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         config = offloading_spec.config
         check_version(vllm.__version__, any_version)
         rows = _rows(config, heads, head_dim, layout)
+        if rows.geometry.layers != len(config.groups[0].layer_names):
+            check_layers(recipe, "a row holds several blocks of a layer, or those of several workers")
         if current_platform.is_cpu():
             from .cpu import check_layout
 

@@ -11,6 +11,8 @@ import numpy
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
+from .chunk_keys import ABSENT, row_key
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
@@ -21,11 +23,16 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """Blocks of one group, and the rows of each in the memory of the host, uint8 ``[byte]``."""
+    """Blocks of one group, and the row of each in the memory of the host, uint8 ``[byte]``, with its name.
+
+    ``absent`` are the other rows of the same chunks.
+    """
 
     group: int
     blocks: list[int]
     rows: list[torch.Tensor]
+    keys: list[bytes]
+    absent: list[torch.Tensor]
 
 
 class _Transfer:
@@ -64,7 +71,8 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
     """Encodes blocks to chunks of ``memory``, int8 ``[chunk, byte]``, and decodes them: a chunk has a row for each of its blocks.
 
     ``codecs`` and ``pages`` have one for each group. On a CUDA device it works on a stream of its own, after what the current one has
-    begun. ``release`` frees the memory. A block whose row cannot be decoded is left as it is, and in ``failed_blocks``.
+    begun. ``release`` frees the memory. Specs of chunks have their ``keys`` (``chunk_keys.tell_keys``), which rows name. A block whose
+    row cannot be decoded, or is another block's, is left as it is, and in ``failed_blocks``.
     """
 
     def __init__(
@@ -77,7 +85,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
     ) -> None:
         self._codecs, self._pages, self._release = codecs, pages, release
         self._memory, self._blocks = memory.view(torch.uint8), blocks_per_chunk
-        self._device = pages[0].device
+        self._device, self._absent = pages[0].device, torch.tensor(list(ABSENT), dtype=torch.uint8, device="cpu")
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._running: deque[_Transfer] = deque()
         self._failed: set[int] = set()
@@ -90,7 +98,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
             for part in self._parts(src_spec, dst_spec):
                 codec = self._codecs[part.group]
                 rows = torch.empty(len(part.blocks), codec.nbytes, dtype=torch.uint8, device=self._device)
-                parts.append((part, rows, codec.start_encode(self._pages[part.group], part.blocks, rows)))
+                parts.append((part, rows, codec.start_encode(self._pages[part.group], part.blocks, rows, keys=part.keys)))
         self._running.append(_Transfer(job_id, parts, self._stored, self._stream))
         return True
 
@@ -103,7 +111,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
                 rows = torch.empty(len(part.blocks), codec.nbytes, dtype=torch.uint8, device=self._device)
                 for row, source in zip(rows, part.rows, strict=True):
                     row.copy_(source, non_blocking=True)
-                parts.append((part, rows, codec.start_decode(rows, self._pages[part.group], part.blocks)))
+                parts.append((part, rows, codec.start_decode(rows, self._pages[part.group], part.blocks, keys=part.keys)))
         self._running.append(_Transfer(job_id, parts, self._loaded, self._stream))
         return True
 
@@ -142,6 +150,9 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _stored(self, part: Part, rows: torch.Tensor, job: PageJob) -> None:
         """Copy rows to the memory of the host: the row of a page that was refused is no row, and a later load of it fails."""
+        for place in part.absent:
+            # What an earlier chunk has left there must not go on to other tiers.
+            place[: len(ABSENT)] = self._absent
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             outcomes = job.outcomes()
             for row, target in zip(rows, part.rows, strict=True):
@@ -165,8 +176,11 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
                 continue
             skipped, size = index % self._blocks, self._codecs[group].nbytes
             used = -(-(count + skipped) // self._blocks)
-            places = [(number, at * size) for number in chunks[chunk : chunk + used] for at in range(self._blocks)]
-            rows = [self._memory[number, begin : begin + size] for number, begin in places[skipped : skipped + count]]
-            found.append(Part(group, blocks[block : block + count], rows))
+            places = [(number, at) for number in range(chunk, chunk + used) for at in range(self._blocks)]
+            rows = [self._memory[chunks[number], at * size : (at + 1) * size] for number, at in places]
+            names = [row_key(on_host.keys[number], at) for number, at in places]
+            taken = slice(skipped, skipped + count)
+            absent = rows[:skipped] + rows[skipped + count :]
+            found.append(Part(group, blocks[block : block + count], rows[taken], names[taken], absent))
             chunk, block = chunk + used, block + count
         return found

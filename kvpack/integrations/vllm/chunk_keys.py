@@ -1,0 +1,39 @@
+"""The names of rows: vLLM's manager knows the keys of chunks, and its workers do not.
+
+vLLM's own specs say where chunks are. With their keys beside that, a row of another chunk is found: one that an earlier chunk has left
+in the same memory, or that a tier has brought to the wrong place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+ABSENT = b"kvpack-absent 1\n"
+"""What the place of a row begins with when vLLM stored no block there: one that a sliding window has left, or the rest of a chunk."""
+
+
+def row_key(key: bytes, place: int) -> bytes:
+    """The name of the row of block ``place`` of the chunk ``key``."""
+    return key + place.to_bytes(4, "big")
+
+
+def tell_keys(manager: Any) -> None:
+    """Have the specs that ``manager`` prepares hold the keys of their chunks, in the order of the chunks, as ``keys``."""
+    prepare_store, prepare_load = manager.prepare_store, manager.prepare_load
+
+    def store(keys: Iterable[bytes], req_context: Any) -> Any:
+        output = prepare_store(keys, req_context)
+        if output is not None:
+            output.store_spec.keys = [bytes(key) for key in output.keys_to_store]
+        return output
+
+    def load(keys: Iterable[bytes], req_context: Any) -> Any:
+        keys = list(keys)
+        spec = prepare_load(keys, req_context)
+        spec.keys = [bytes(key) for key in keys]
+        return spec
+
+    manager.prepare_store, manager.prepare_load = store, load

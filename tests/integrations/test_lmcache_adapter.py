@@ -6,6 +6,7 @@ import threading
 import time
 import types
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -178,3 +179,32 @@ def test_a_task_that_fails_is_answered(opened: Callable[..., Any], caplog: pytes
     assert waited(lambda: adapter.query_lookup_and_lock_result(number)).bits == [False]
     assert "(load) failed: AttributeError" in caplog.text
     adapter.close()
+
+
+def test_objects_of_every_shape_are_deleted(opened: Callable[..., Any]) -> None:
+    adapter = opened()
+    longer = types.SimpleNamespace(tensor=torch.randn(2, 2, 32, 64).bfloat16())
+    adapter.submit_store_task(KEYS[:2], [*objects(1), longer])
+    waited(adapter.pop_completed_store_tasks)
+    adapter.delete(KEYS[:2])
+    number = adapter.submit_load_task(KEYS[:2], [*objects(1), longer])
+    assert waited(lambda: adapter.query_load_result(number)).bits == [False, False]
+    adapter.close()
+
+
+def test_bytes_of_another_dtype_are_missing(opened: Callable[..., Any]) -> None:
+    """LMCache gets an engine's floats of 8 bits as bytes."""
+    given = [types.SimpleNamespace(tensor=torch.randint(256, (2, 2, 16, 64), dtype=torch.uint8))]
+    for kv_dtype, stored, found in ((None, -1, False), ("fp8_e4m3", 1, True), ("fp8_e5m2", 0, False)):
+        adapter = opened(kv_dtype=kv_dtype)
+        if stored:
+            number = adapter.submit_store_task(KEYS[:1], given)
+            assert (waited(adapter.pop_completed_store_tasks)[number] > 0) == (stored > 0)
+        number = adapter.submit_load_task(KEYS[:1], given)
+        assert waited(partial(adapter.query_load_result, number)).bits == [found]
+        adapter.close()
+
+
+def test_recipes_of_layers_are_refused(opened: Callable[..., Any]) -> None:
+    with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', and LMCache's objects do not tell which layers"):
+        opened(recipe="octopus-4;boundary-1")

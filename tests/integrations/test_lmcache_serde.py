@@ -105,3 +105,16 @@ def test_what_cannot_be_served_is_refused(create: Any) -> None:
             serializer.estimate_serialized_size(layout_of(torch.zeros(shape).bfloat16()))
     with pytest.raises(InvalidShape, match="an object has 2 tensors"):
         serializer.estimate_serialized_size(layout_of(torch.zeros(1), torch.zeros(1)))
+
+
+def test_bytes_need_the_name_of_their_dtype(create: Any) -> None:
+    x = torch.zeros(2, 3, 32, 128, dtype=torch.uint8)
+    raw = OPTIONS | {"recipe": "raw"}
+    with pytest.raises(InvalidParameter, match="give kv_dtype, such as fp8_e4m3"):
+        create(raw).serializer.estimate_serialized_size(layout_of(x))
+    made = [create(raw | {"kv_dtype": dtype}) for dtype in ("fp8_e4m3", "fp8_e5m2")]
+    row = memory(torch.zeros(made[0].serializer.estimate_serialized_size(layout_of(x)), dtype=torch.uint8))
+    made[0].serializer.serialize(memory(x), row, ObjectKey(b"a"))
+    made[0].deserializer.deserialize(row, memory(x), ObjectKey(b"a"))
+    with pytest.raises(InvalidHeader, match="namespace"):
+        made[1].deserializer.deserialize(row, memory(x), ObjectKey(b"a"))

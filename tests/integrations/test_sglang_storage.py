@@ -69,9 +69,23 @@ class StatePool:
         self.state[index] = data_page.view(3, 50)
 
 
+SERVER: dict[str, Any] = {}
+"""The arguments of SGLang's server; there is none without any."""
+
+
+def get_server_args() -> Any:
+    if not SERVER:
+        raise ValueError("Global server args is not set yet!")
+    return types.SimpleNamespace(**SERVER)
+
+
 @pytest.fixture
 def storage(monkeypatch: pytest.MonkeyPatch) -> Any:
-    stubs = {"sglang.srt.mem_cache.hicache_storage": {"HiCacheStorage": HiCacheStorage, "PoolTransferResult": PoolTransferResult}}
+    SERVER.clear()
+    stubs = {
+        "sglang.srt.mem_cache.hicache_storage": {"HiCacheStorage": HiCacheStorage, "PoolTransferResult": PoolTransferResult},
+        "sglang.srt.runtime_context": {"get_server_args": get_server_args},
+    }
     return import_over(monkeypatch, stubs, "kvpack.integrations.sglang.storage")
 
 
@@ -79,7 +93,9 @@ def pool(layout: str, seed: int | None = None, **values: Any) -> Any:
     source = torch.Generator().manual_seed(seed or 0)
     kv = torch.randn(2, *SHAPES[layout], generator=source).bfloat16() if seed is not None else torch.zeros(2, *SHAPES[layout]).bfloat16()
     fields = {"layer_num": LAYERS, "head_num": HEADS, "head_dim": DIM, "v_head_dim": DIM, "page_size": TOKENS, "page_num": PAGES}
-    return types.SimpleNamespace(**fields, layout=layout, dtype=torch.bfloat16, k_buffer=kv[0], v_buffer=kv[1], **values)
+    made = types.SimpleNamespace(**fields, layout=layout, dtype=torch.bfloat16, k_buffer=kv[0], v_buffer=kv[1], **values)
+    made.get_size_per_token = lambda: 2 * LAYERS * HEADS * DIM * made.dtype.itemsize
+    return made
 
 
 def plain(made: Any, page: int) -> list[torch.Tensor]:
@@ -138,7 +154,8 @@ def test_latents_are_two_sides(storage: Any, tmp_path: Path) -> None:
         if seed is not None:
             cells = torch.randn(cells.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
         fields = {"layer_num": LAYERS, "page_size": TOKENS, "page_num": PAGES, "kv_lora_rank": 64, "qk_rope_head_dim": 16}
-        return types.SimpleNamespace(**fields, layout="layer_first", dtype=torch.bfloat16, kv_buffer=cells)
+        size = LAYERS * 80 * 2
+        return types.SimpleNamespace(**fields, layout="layer_first", dtype=torch.bfloat16, kv_buffer=cells, get_size_per_token=lambda: size)
 
     given, target = latents(2), latents(None)
     for made, step in ((given, "set"), (target, "get")):
@@ -160,6 +177,13 @@ def test_what_cannot_be_served_is_refused(storage: Any, tmp_path: Path) -> None:
     strange.layout = "page_unified"
     with pytest.raises(InvalidParameter, match="the host pool has the layout 'page_unified'"):
         opened(storage, strange, tmp_path)
+    scaled = pool("page_first")
+    scaled.get_size_per_token = lambda: 2 * LAYERS * HEADS * DIM * 2 + 64
+    with pytest.raises(InvalidParameter, match="the host pool keeps 9216 bytes per page, and its keys and values have 8192: scales"):
+        opened(storage, scaled, tmp_path)
+    vectors = [types.SimpleNamespace(buffers=types.SimpleNamespace(layout="vectorized_5d"))]
+    with pytest.raises(InvalidParameter, match="SGLang keeps values in the layout 'vectorized_5d', expected nhd"):
+        opened(storage, pool("page_first", _buffer_infos=vectors), tmp_path)
     backend = opened(storage, pool("page_first"), tmp_path)
     for call in (lambda: backend.get("key"), lambda: backend.batch_get([]), lambda: backend.set("key"), lambda: backend.batch_set([])):
         with pytest.raises(InvalidParameter, match='write "interface_v1": 1'):
@@ -229,3 +253,34 @@ def test_bytes_of_another_layout_are_missing(storage: Any, tmp_path: Path) -> No
             backend.batch_set_v2(one)
         assert backend.batch_get_v2(one) == {"mamba": [found]}
         backend.close()
+
+
+def test_other_settings_of_the_server_are_missing(storage: Any, tmp_path: Path) -> None:
+    """SGLang keeps floats of 8 bits as bytes, and takes another rotary embedding for the same model."""
+
+    def of_bytes(seed: int | None) -> Any:
+        made = pool("page_first", seed)
+        made.dtype, made.k_buffer, made.v_buffer = torch.uint8, made.k_buffer.to(torch.uint8), made.v_buffer.to(torch.uint8)
+        return made
+
+    with pytest.raises(InvalidParameter, match="no server's kv_cache_dtype tells what they are"):
+        opened(storage, of_bytes(1), tmp_path, recipe="raw")
+    e4m3 = {"kv_cache_dtype": "fp8_e4m3", "json_model_override_args": "{}"}
+    others = [{"kv_cache_dtype": "fp8_e5m2"}, {"json_model_override_args": '{"rope_theta": 5e5}'}, {"quantization": "fp8"}, {}]
+    for settings in ({}, *others):
+        SERVER.update(e4m3)
+        SERVER.update(settings)
+        backend = opened(storage, of_bytes(1), tmp_path, recipe="raw")
+        there = backend.batch_exists(["a" * 64])
+        assert there == (settings is others[-1])
+        if not any(SERVER[name] != value for name, value in e4m3.items()) and "quantization" not in SERVER:
+            backend.batch_set_v1(["a" * 64], indices(2))
+        backend.close()
+        SERVER.clear()
+
+
+def test_recipes_of_layers_are_for_pools_of_all_layers(storage: Any, tmp_path: Path) -> None:
+    backend = opened(storage, pool("page_first"), tmp_path, recipe="octopus-4;boundary-1")
+    with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', and this pool does not hold all layers of the model"):
+        backend.register_mem_host_pool_v2(pool("page_first"), "swa")
+    backend.close()

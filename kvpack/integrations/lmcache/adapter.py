@@ -18,7 +18,7 @@ from kvpack.store.identity import Identity
 from kvpack.store.key_files import read_key_file
 from kvpack.store.page_store import PageStore
 
-from .layouts import geometry_of, key_bytes, pages_of
+from .layouts import check_recipe, geometry_of, key_bytes, pages_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     import torch
 
 NEEDED = {"location", "recipe", "head_dim", "revision"}
-OPTIONAL = {"threads", "max_bytes", "encryption_key_file"}
+OPTIONAL = {"threads", "max_bytes", "encryption_key_file", "kv_dtype"}
 
 
 class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     """Objects of LMCache as rows in ``location``, for ``{"type": "plugin", ...}``; ``params`` are the plugin's ``adapter_params``.
 
-    ``recipe``, ``head_dim`` and ``revision`` are those of the serde; ``threads`` objects are packed at a time; ``max_bytes`` and
-    ``encryption_key_file`` are those of a store, which evicts by itself. Raises InvalidParameter.
+    ``recipe``, ``head_dim``, ``revision`` and ``kv_dtype`` are those of the serde; ``threads`` objects are packed at a time;
+    ``max_bytes`` and ``encryption_key_file`` are those of a store, which evicts by itself. Raises InvalidParameter.
     """
 
     def __init__(self, params: Mapping[str, Any], **_: Any) -> None:
@@ -43,9 +43,17 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 f"model, and not its weights), and may get {', '.join(sorted(OPTIONAL))}"
             )
         super().__init__()
+        check_recipe(str(params["recipe"]))
+        self._kv_dtype = str(params.get("kv_dtype", ""))
         self._location, self._head_dim, self._max_bytes = params["location"], int(params["head_dim"]), params.get("max_bytes")
         self._encryption = read_key_file(params["encryption_key_file"]) if params.get("encryption_key_file") else None
-        self._identity = Identity("lmcache", str(params["recipe"]), weights=str(params["revision"]), extra=f"head_dim={self._head_dim}")
+        self._identity = Identity(
+            "lmcache",
+            str(params["recipe"]),
+            weights=str(params["revision"]),
+            dtype=self._kv_dtype,
+            extra=f"head_dim={self._head_dim}",
+        )
         self._stores: dict[Any, PageStore] = {}
         self._lock, self._numbers = Lock(), count()
         self._pool = ThreadPoolExecutor(int(params.get("threads", 2)), thread_name_prefix="kvpack-lmcache")
@@ -90,8 +98,8 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def delete(self, keys: list[Any]) -> None:
         with self._lock:
             stores = list(self._stores.values())
-        if stores:
-            stores[0].delete([key_bytes(key) for key in keys])
+        for store in stores:
+            store.delete([key_bytes(key) for key in keys])
         self._notify_keys_deleted(keys, [0] * len(keys))
 
     def report_status(self) -> dict[str, Any]:
@@ -130,8 +138,8 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return self._done[kind].pop(number, None)
 
     def _store_of(self, shape: Sequence[int], dtype: torch.dtype) -> PageStore:
-        """The store of objects of one layout. Raises InvalidShape."""
-        geometry = geometry_of(shape, dtype, self._head_dim)
+        """The store of objects of one layout. Raises InvalidShape and InvalidParameter."""
+        geometry = geometry_of(shape, dtype, self._head_dim, self._kv_dtype)
         with self._lock:
             if geometry not in self._stores:
                 self._stores[geometry] = PageStore(

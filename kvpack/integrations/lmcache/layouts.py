@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvpack.formats.errors import InvalidShape
+from kvpack.formats.errors import InvalidParameter, InvalidShape
+from kvpack.integrations.recipes import check_layers
 from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.geometry import DTYPES, PageGeometry
 
@@ -16,12 +17,24 @@ if TYPE_CHECKING:
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int) -> PageGeometry:
-    """The geometry of one object. Raises InvalidShape for one that is not keys and values."""
+def check_recipe(recipe: str) -> None:
+    """Raise InvalidParameter for a recipe that names layers."""
+    check_layers(recipe, "LMCache's objects do not tell which layers of the model they hold")
+
+
+def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtype: str) -> PageGeometry:
+    """The geometry of one object. Raises InvalidShape for one that is not keys and values, and InvalidParameter.
+
+    ``kv_dtype`` is the engine's name of its cache's dtype, without which bytes of different floats look the same.
+    """
     if len(shape) != 4 or shape[0] != 2 or shape[3] % head_dim or dtype not in _NAMES:
         raise InvalidShape(
             f"the object is {dtype} {list(shape)}, expected [2, layer, token, head * {head_dim}]: latents, recurrent states and other "
             "objects are not packed"
+        )
+    if dtype == DTYPES["u8"] and not kv_dtype:
+        raise InvalidParameter(
+            "the object has bytes, which LMCache's keys do not tell from those of another dtype: give kv_dtype, such as fp8_e4m3"
         )
     _, layers, tokens, width = shape
     return PageGeometry(layers, width // head_dim, tokens, head_dim, head_dim, _NAMES[dtype])

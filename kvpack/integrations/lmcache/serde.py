@@ -10,7 +10,7 @@ from lmcache.v1.distributed.serde import AsyncSerdeProcessor, Deserializer, Seri
 from kvpack.formats.errors import InvalidParameter, InvalidShape
 from kvpack.pages.codec import PageCodec
 
-from .layouts import geometry_of, key_bytes, pages_of
+from .layouts import check_recipe, geometry_of, key_bytes, pages_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 class Codecs:
     """One codec for each shape and dtype of LMCache's objects."""
 
-    def __init__(self, recipe: str, head_dim: int, revision: str, threads: int) -> None:
-        self._recipe, self._head_dim, self._threads = recipe, head_dim, threads
-        self._namespace = hashlib.sha256(f"lmcache\0{revision}\0{head_dim}".encode()).digest()
+    def __init__(self, recipe: str, head_dim: int, revision: str, threads: int, kv_dtype: str) -> None:
+        check_recipe(recipe)
+        self._recipe, self._head_dim, self._threads, self._kv_dtype = recipe, head_dim, threads, kv_dtype
+        self._namespace = hashlib.sha256(f"lmcache\0{revision}\0{head_dim}\0{kv_dtype}".encode()).digest()
         self._made: dict[tuple[tuple[int, ...], torch.dtype], PageCodec] = {}
 
     def of(self, shape: Sequence[int], dtype: torch.dtype) -> PageCodec:
-        """The codec of one object's layout. Raises InvalidShape for one that is not keys and values."""
+        """The codec of one object's layout. Raises InvalidShape for one that is not keys and values, and InvalidParameter."""
         made = self._made.get((tuple(shape), dtype))
         if made is None:
-            geometry = geometry_of(shape, dtype, self._head_dim)
+            geometry = geometry_of(shape, dtype, self._head_dim, self._kv_dtype)
             made = PageCodec(self._recipe, geometry, threads=self._threads, namespace=self._namespace)
             self._made[tuple(shape), dtype] = made
         return made
@@ -73,13 +74,14 @@ class KvpackDeserializer(Deserializer):  # type: ignore[misc]
 
 def create(kwargs: Mapping[str, Any]) -> Any:
     """LMCache's processor for the options of ``"serde": {"type": "kvpack", ...}``. Raises InvalidParameter."""
-    known = {"recipe", "head_dim", "revision", "threads", "max_workers"}
+    known = {"recipe", "head_dim", "revision", "threads", "max_workers", "kv_dtype"}
     if set(kwargs) - known or not {"recipe", "head_dim", "revision"} <= set(kwargs):
         raise InvalidParameter(
             f"the serde kvpack got {', '.join(sorted(kwargs)) or 'no options'}, expected recipe, head_dim and revision (LMCache's keys "
-            "name a model, and not its weights), and may get threads and max_workers"
+            "name a model, and not its weights), and may get threads, max_workers and kv_dtype"
         )
-    codecs = Codecs(str(kwargs["recipe"]), int(kwargs["head_dim"]), str(kwargs["revision"]), int(kwargs.get("threads", 1)))
+    recipe, revision, kv_dtype = (str(kwargs.get(name, "")) for name in ("recipe", "revision", "kv_dtype"))
+    codecs = Codecs(recipe, int(kwargs["head_dim"]), revision, int(kwargs.get("threads", 1)), kv_dtype)
     workers = int(kwargs.get("max_workers", 1))
     return AsyncSerdeProcessor(KvpackSerializer(codecs), KvpackDeserializer(codecs), max_workers=workers)
 

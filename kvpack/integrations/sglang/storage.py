@@ -12,6 +12,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from kvpack.formats.errors import InvalidParameter
+from kvpack.integrations.recipes import check_layers
 from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.geometry import DTYPES, PageGeometry
 from kvpack.store.identity import Identity
@@ -26,6 +27,10 @@ _SGLANG = {"backend_name", "module_path", "class_name", "interface_v1"}
 """Settings in the same place that are SGLang's."""
 _PACKED = {"swa", "auxiliary_swa"}
 """The further pools of keys and values; of all others kvpack knows the bytes alone."""
+_SETTINGS = (
+    "dtype", "kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args", "torchao_config", "context_length",
+)  # fmt: skip
+"""Arguments of SGLang's server on which keys and values depend, besides the model's folder."""
 
 
 class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
@@ -134,6 +139,8 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
             store.close()
 
     def _store_of(self, pool: Any, geometry: PageGeometry, name: str, recipe: str | None = None) -> PageStore:
+        if name or self._config.pp_size > 1:
+            check_layers(self._options["recipe"], "this pool does not hold all layers of the model")
         options = self._options if recipe is None else {**self._options, "recipe": recipe}
         return PageStore(
             options["location"],
@@ -186,15 +193,44 @@ def buffer_of(pool: Any) -> PageBuffer:
     layers, tokens, pages = pool.layer_num, pool.page_size, pool.page_num
     if pool.dtype not in _NAMES:
         raise InvalidParameter(f"the host pool has the dtype {pool.dtype}, expected one of {', '.join(map(str, _NAMES))}")
+    for info in getattr(pool, "_buffer_infos", ()):
+        if _name(info.buffers.layout) not in ("nhd", "paged_nhd"):
+            raise InvalidParameter(f"SGLang keeps values in the layout {_name(info.buffers.layout)!r}, expected nhd: use another backend")
     if hasattr(pool, "kv_lora_rank"):
         latent, rotary = pool.kv_lora_rank, pool.qk_rope_head_dim
         geometry = PageGeometry(layers, 1, tokens, latent, rotary, _NAMES[pool.dtype])
+        _check_whole(pool, geometry)
         cells = _views(pool.kv_buffer, pool.layout, layers, tokens, pages)
         return PageBuffer(geometry, [x[..., :latent] for x in cells], [x[..., latent:] for x in cells])
     geometry = PageGeometry(layers, pool.head_num, tokens, pool.head_dim, pool.head_dim, _NAMES[pool.dtype])
     if getattr(pool, "v_head_dim", pool.head_dim) != pool.head_dim:
         raise InvalidParameter(f"the host pool has keys of {pool.head_dim} and values of {pool.v_head_dim}, expected one head dim")
+    _check_whole(pool, geometry)
     return PageBuffer(geometry, *(_views(x, pool.layout, layers, tokens, pages) for x in (pool.k_buffer, pool.v_buffer)))
+
+
+def _check_whole(pool: Any, geometry: PageGeometry) -> None:
+    """Raise InvalidParameter for a pool that keeps more than keys and values, such as scales."""
+    kept = pool.get_size_per_token() * pool.page_size
+    if kept != geometry.raw_bytes:
+        raise InvalidParameter(
+            f"the host pool keeps {kept} bytes per page, and its keys and values have {geometry.raw_bytes}: scales, indices and packed "
+            "rows are not known to kvpack; use another backend"
+        )
+
+
+def _settings(pool: Any) -> list[str]:
+    """What SGLang was started with. Raises InvalidParameter where that is needed and not known."""
+    from sglang.srt.runtime_context import get_server_args
+
+    try:
+        arguments = get_server_args()
+    except ValueError:
+        # No server: host pools by themselves.
+        if getattr(pool, "dtype", None) == torch.uint8:
+            raise InvalidParameter("the host pool has bytes, and no server's kv_cache_dtype tells what they are") from None
+        return []
+    return [f"{name}={getattr(arguments, name, None)}" for name in _SETTINGS]
 
 
 def _views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -> list[torch.Tensor]:
@@ -220,7 +256,8 @@ def _identity(config: Any, options: dict[str, Any], pool: Any, name: str, arrang
     # The ranks of a model with latents hold the same pages.
     names += [] if config.is_mla_model else ["tp_rank", "dp_rank"]
     parallel = {name: getattr(config, name, None) for name in names}
-    shape = [parallel, pool.page_size, *([name] if name else []), *([str(getattr(pool, "layout", ""))] if arranged else [])]
+    arrangement = [str(getattr(pool, "layout", "")), str(getattr(pool, "storage_format_tag", None))] if arranged else []
+    shape = [parallel, pool.page_size, *([name] if name else []), *arrangement, *_settings(pool)]
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
     kept: Any = getattr(pool, "dtype", None)
     recipe, dtype = options["recipe"], _NAMES.get(kept, "u8")

@@ -7,7 +7,6 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.identity import Identity
 
@@ -29,13 +28,6 @@ def settings_of(vllm_config: Any) -> str:
     longest = model.max_model_len if any(kind in str(settings) for kind in ("longrope", "dynamic")) else None
     found = [settings, str(model.dtype), model.quantization, vllm_config.cache_config.cache_dtype, longest]
     return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def check_layers(recipe: str, why: str) -> None:
-    """Raise InvalidParameter for a recipe that gives some layers other codecs than the rest."""
-    named = [rule.written for rule in parse_recipe(recipe).rules if rule.items is not None]
-    if named:
-        raise InvalidParameter(f"the recipe {recipe!r} names layers by {named[0]!r}, and {why}: use one without layers")
 
 
 def identity_of(config: Any, recipe: str, shape: Mapping[str, Any], revision: str | None, adapter: str, tenant: str) -> Identity:

@@ -17,10 +17,11 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvpack.formats.errors import InvalidParameter
+from kvpack.integrations.recipes import check_layers
 from kvpack.pages.codec import PageCodec
 
 from .chunk_keys import tell_keys
-from .identities import check_layers, identity_of
+from .identities import identity_of
 from .layouts import Rows
 from .promotions import check_promotions
 from .versions import check_version

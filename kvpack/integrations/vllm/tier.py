@@ -13,10 +13,11 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvpack.formats.errors import InvalidParameter
+from kvpack.integrations.recipes import check_layers
 from kvpack.store.key_files import read_key_file
 from kvpack.store.page_store import PageStore
 
-from .identities import check_layers, identity_of
+from .identities import identity_of
 from .layouts import DTYPES, Rows
 from .versions import check_version
 

@@ -1,6 +1,9 @@
 """The merge of the partial results of ``split``: flash decoding's sum over parts with a log-sum-exp."""
 
-# mypy: disable-error-code="untyped-decorator"
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations
 
@@ -96,52 +99,79 @@ def merge_originals(
     BLOCK_PARTS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    ROTATED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     """``merge`` of one row in every frame, and the sums' rotation to the original frame: ``out`` is ``[batch, head, row, DIM]``.
 
     There are one or two frames of values: parts ``[0, second_part)`` have the ``WIDTHS[0]`` columns of the first, and all others
     ``WIDTHS[1]``. ``matrix`` is float32 ``[matrices, matrix_columns, DIM]``, each frame padded to whole ``BLOCK_COLUMNS``
-    (``rotation.value_matrix``). A program writes ``BLOCK_DIM`` channels.
+    (``rotation.value_matrix``); without ``ROTATED`` it is not read, and columns are channels. A program writes ``BLOCK_DIM`` channels.
     """
     FRAME_WIDTHS: tl.constexpr = WIDTHS
+    FRAMES: tl.constexpr = len(FRAME_WIDTHS)
     program = tl.program_id(0)
     row = (program // rows * padded + program % rows).to(tl.int64) * parts
     channel = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)  # [channel]
     part = tl.arange(0, BLOCK_PARTS)  # [part]
-    matrix += (program // rows % matrices).to(tl.int64) * matrix_columns * DIM
+    if ROTATED:
+        column = tl.arange(0, BLOCK_COLUMNS)  # [column]
+        matrix += (program // rows % matrices).to(tl.int64) * matrix_columns * DIM
+        # No kernel writes them: they are there when the others end.
+        weights = _weights(matrix, column, channel, DIM)
+    else:
+        column = channel
     if DEPENDENT:
         gdc_wait()
-    most = tl.full((BLOCK_PARTS,), UNSEEN, tl.float32)
-    for begin in range(0, parts, BLOCK_PARTS):
-        most = tl.maximum(most, tl.load(largest + row + begin + part, begin + part < parts, UNSEEN))
-    top = tl.max(most, 0)
+    most = tl.full((), UNSEEN, tl.float32)
     weight_sum = tl.zeros((), tl.float32)
     if SINK_LOGITS:
-        sequence = program // rows
-        sink = tl.load(sink_logits + sequence % heads * (rows // q_len) + program % rows // q_len)
-        top = tl.maximum(top, sink)
-        weight_sum += tl.exp2(sink - top)
+        sink = tl.load(sink_logits + program // rows % heads * (rows // q_len) + program % rows // q_len)
+        most = tl.maximum(most, sink)
+        weight_sum += tl.exp2(sink - most)
     found = tl.zeros((BLOCK_DIM,), tl.float32)
     before = 0
-    for frame in tl.static_range(len(FRAME_WIDTHS)):
+    for frame in tl.static_range(FRAMES):
+        WIDTH: tl.constexpr = FRAME_WIDTHS[frame]
+        BLOCKS: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS if ROTATED else 1
         first = second_part if frame else 0
-        last = parts if frame == len(FRAME_WIDTHS) - 1 else second_part
-        for block in tl.static_range((FRAME_WIDTHS[frame] + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS):
-            column = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)  # [column]
-            weights = tl.load(matrix + (before + column)[:, None] * DIM + channel[None, :], (channel < DIM)[None, :], 0.0)
-            value = tl.zeros((BLOCK_COLUMNS,), tl.float32)
-            for begin in range(first, last, BLOCK_PARTS):
-                number = begin + part
-                mine = number < last
-                own = tl.load(
-                    sums + (row + number)[:, None] * COLUMNS + column[None, :], mine[:, None] & (column < FRAME_WIDTHS[frame])[None, :], 0.0
-                )
-                kept = tl.exp2(tl.load(largest + row + number, mine, UNSEEN) - top)
-                if block == 0:
-                    weight_sum += tl.sum(tl.load(total + row + number, mine, 0.0) * kept, 0)
-                value += tl.sum(own * kept[:, None], 0)
-            found += tl.sum(value[:, None] * weights, 0)
-        before += (FRAME_WIDTHS[frame] + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS * BLOCK_COLUMNS
+        last = parts if frame == FRAMES - 1 else second_part
+        values = ()
+        for _ in tl.static_range(BLOCKS):
+            values = values + (tl.zeros(column.shape, tl.float32),)
+        for begin in range(first, last, BLOCK_PARTS):
+            number = begin + part
+            mine = number < last
+            # All loads before what waits for one of them.
+            loaded = ()
+            for block in tl.static_range(BLOCKS):
+                own = (column + block * BLOCK_COLUMNS)[None, :]
+                loaded = loaded + (tl.load(sums + (row + number)[:, None] * COLUMNS + own, mine[:, None] & (own < WIDTH), 0.0),)
+            top = tl.load(largest + row + number, mine, UNSEEN)
+            weight = tl.load(total + row + number, mine, 0.0)
+            new_most = tl.maximum(most, tl.max(top, 0))
+            rescale = tl.exp2(most - new_most)
+            kept = tl.exp2(top - new_most)
+            weight_sum = weight_sum * rescale + tl.sum(weight * kept, 0)
+            found = found * rescale
+            added = ()
+            for block in tl.static_range(BLOCKS):
+                added = added + (values[block] * rescale + tl.sum(loaded[block] * kept[:, None], 0),)
+            values = added
+            most = new_most
+        for block in tl.static_range(BLOCKS):
+            if ROTATED:
+                if frame + block > 0:
+                    weights = _weights(matrix, before + block * BLOCK_COLUMNS + column, channel, DIM)
+                found += tl.sum(values[block][:, None] * weights, 0)
+            else:
+                found += values[block]
+        before += BLOCKS * BLOCK_COLUMNS
     mean = found / tl.where(weight_sum > 0, weight_sum, 1.0)
     tl.store(out + program.to(tl.int64) * DIM + channel, mean, channel < DIM)
+
+
+@triton.jit
+def _weights(matrix: tl.tensor, column: tl.tensor, channel: tl.tensor, DIM: tl.constexpr) -> tl.tensor:
+    """Rows of the matrix, ``[column, channel]``."""
+    return tl.load(matrix + column[:, None] * DIM + channel[None, :], (channel < DIM)[None, :], 0.0)

@@ -40,8 +40,11 @@ FEW_PARTS = 32
 FEW_ROWS = 256
 """Rows of all sequences up to which the merge also rotates, row by row; products of many rows are faster on the matrix units."""
 
-ROW_PARTS, ROW_COLUMNS, ROW_CHANNELS, ROW_WARPS = 64, 128, 64, 8
-"""Such a program's parts and columns at once, the channels that it writes, and its warps."""
+ROW_PARTS, ROW_COLUMNS, ROW_CHANNELS, ROW_WARPS = 256, 128, 64, 8
+"""Such a program's parts at once at most, its columns at once, the channels that it writes, and its warps."""
+
+ORDERED_PARTS, ORDERED_CHANNELS, ORDERED_WARP_PARTS = 512, 32, 32
+"""The first and third of these where columns are channels, and nothing is rotated; and the parts of each warp, of which no more are."""
 
 LOG2_E = math.log2(math.e)
 EVERYTHING = 1 << 30
@@ -293,17 +296,23 @@ class Prepared:
         shape = self.shape
         codecs = tuple((frame.codec, plan.columns(frame.codec, self._dual)) for frame in self._v_frames)
         matrix = rotation.value_matrix(codecs, ROW_COLUMNS, str(self._device))
+        rotated = not all(rotation.in_order(codec, columns) for codec, columns in codecs)
+        most_parts, channels = (ROW_PARTS, ROW_CHANNELS) if rotated else (ORDERED_PARTS, ORDERED_CHANNELS)
+        if rotated:
+            most_parts //= next_power_of_two(-(-self._columns // ROW_COLUMNS))
+        # Loads of one block wait together.
+        block_parts = min(most_parts, max(ORDERED_WARP_PARTS, next_power_of_two(self._parts)))
         second = next(iter(self._v_frames.values()))[1]
         launch = CachedLaunch(
             merge.merge_originals,
-            (shape.sequences * shape.rows, -(-self.dim_v // ROW_CHANNELS), 1),
+            (shape.sequences * shape.rows, -(-self.dim_v // channels), 1),
             (self._parts, second, shape.rows, shape.padded, shape.heads, shape.q_len, matrix.shape[0], matrix.shape[1]),
             {
                 "SINK_LOGITS": self.options.sink_logits, "COLUMNS": self._columns, "WIDTHS": tuple(len(columns) for _, columns in codecs),
-                "DIM": self.dim_v, "BLOCK_PARTS": ROW_PARTS, "BLOCK_COLUMNS": ROW_COLUMNS, "BLOCK_DIM": ROW_CHANNELS,
-                "DEPENDENT": self._dependent,
+                "DIM": self.dim_v, "BLOCK_PARTS": block_parts, "BLOCK_COLUMNS": ROW_COLUMNS, "BLOCK_DIM": channels,
+                "ROTATED": rotated, "DEPENDENT": self._dependent,
             },
-            {"num_warps": ROW_WARPS, **self._overlap},
+            {"num_warps": ROW_WARPS if rotated else min(ROW_WARPS, block_parts // ORDERED_WARP_PARTS), **self._overlap},
         )  # fmt: skip
         return launch, matrix
 

@@ -66,6 +66,11 @@ def value_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], block: int, 
         return torch.cat(_as_many(parts), 1).contiguous().to(device)
 
 
+def in_order(codec: Codec, channels: tuple[int, ...]) -> bool:
+    """Whether sums of ``codec``, with these channels of columns, are in the original frame and its order."""
+    return codec.rotation.kind == "none" and not isinstance(codec, Klt) and channels == tuple(range(codec.dim))
+
+
 def column_signs(codec: Codec) -> tuple[torch.Tensor, float]:
     """The signs of what each column of ``codec``'s loader adds to each channel, float32 ``[column, dim]``, and their size.
 

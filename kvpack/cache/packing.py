@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -20,7 +20,6 @@ from .arguments import integer
 from .cache import Cache
 from .dense_states import dense_states
 from .layer import Layer
-from .minifloats import Minifloats
 from .side import Side, check_tensor, packed_side
 
 if TYPE_CHECKING:
@@ -28,6 +27,20 @@ if TYPE_CHECKING:
 
     from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
+    from kvpack.formats.base import Codec
+
+
+@runtime_checkable
+class Encoded(Protocol):
+    """Keys or values that an engine has encoded, such as Minifloats: they are stored bit for bit by ``codec``."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]: ...
+
+    @property
+    def codec(self) -> Codec: ...
+
+    def side(self, window: int = 0) -> Side: ...
 
 
 def pack(
@@ -78,15 +91,15 @@ def pack(
     return Cache(tuple(layers), recipe.text, MappingProxyType(model), start, inputs)
 
 
-def _pack_side(x: torch.Tensor | Minifloats | None, recipe: Recipe, layer: int, layers: int, side: str, first: int) -> Side | None:
+def _pack_side(x: torch.Tensor | Encoded | None, recipe: Recipe, layer: int, layers: int, side: str, first: int) -> Side | None:
     if x is None:
         return None
     where = f"layers[{layer}].{side}"
     try:
-        codec = recipe.codec(layer, layers, side, x.shape[3], "bf16" if isinstance(x, Minifloats) else RAW_NAMES[x.dtype])
+        codec = recipe.codec(layer, layers, side, x.shape[3], RAW_NAMES[x.dtype] if isinstance(x, torch.Tensor) else "bf16")
     except (InvalidParameter, InvalidDtype, MissingBasis, OutOfBounds) as error:
         raise type(error)(f"{where}: {error}") from None
-    if isinstance(x, Minifloats):
+    if not isinstance(x, torch.Tensor):
         if codec != x.codec:
             raise InvalidParameter(
                 f"{where}: the recipe stores {codec.params()}, and the engine's values are {x.codec.params()}: name that format"
@@ -95,9 +108,9 @@ def _pack_side(x: torch.Tensor | Minifloats | None, recipe: Recipe, layer: int, 
     return packed_side(x, codec, recipe.window, where, first)
 
 
-def _check_pair(pair: tuple[torch.Tensor | Minifloats | None, torch.Tensor | Minifloats | None], where: str) -> None:
+def _check_pair(pair: tuple[torch.Tensor | Encoded | None, torch.Tensor | Encoded | None], where: str) -> None:
     for name, x in zip("kv", pair, strict=True):
-        if x is None or isinstance(x, Minifloats):
+        if x is None or isinstance(x, Encoded):
             continue
         check_tensor(x, f"{where}.{name}")
         if not x.shape[0] or not x.shape[1]:

@@ -18,7 +18,7 @@ import torch
 
 import kvpack
 from kvpack.cli import main
-from kvpack.formats.errors import InvalidParameter, KvpackError, MissingFile, OutOfRange
+from kvpack.formats.errors import InvalidParameter, KvpackError, MissingFile, NonFinite, OutOfRange
 from kvpack.integrations.llama_cpp import CONFIG, export_slot, import_slot, is_state_file
 from kvpack.integrations.mlx_lm import export_prompt_cache
 
@@ -94,7 +94,6 @@ def test_layouts_hold_the_same_keys_and_values() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("quantized", r"the keys of whole layer 0 are quantized \(q8_0\): .*--cache-type-k"),
         ("m-rope", r"cell 2 of its whole layers has .* sequences .*M-RoPE"),
         ("recurrent", r"cell 0 of its whole layers has 0 sequences .*recurrent models"),
         ("windows", r"bytes follow its 1 layers: those of sliding-window layers \(say which with windows="),
@@ -145,6 +144,148 @@ def test_token_ids_may_be_unknown(tmp_path: Path) -> None:
     assert (tmp_path / "out.bin").read_bytes() == path.read_bytes()
 
 
+LARGEST = 500.0
+"""A scale whose codes of 8 bits give values that fp16 holds."""
+SIZES = {"q4_0": (2, 18), "q5_0": (6, 22), "q8_0": (8, 34)}
+"""ggml's number of a quantized type, and the bytes of a block of 32 channels."""
+
+
+def blocks(kind: str, seed: int, cells: int = 7, count: int = 4) -> torch.Tensor:
+    """Blocks of any bits, uint8 ``[cell, byte]``, whose scales are binary16 numbers of either sign, from zeros and the least one on."""
+    source = np.random.default_rng(seed)
+    data = source.integers(0, 256, (cells, count, SIZES[kind][1]), np.uint8)
+    scales = source.standard_normal((cells, count)) * 2.0 ** source.integers(-24, 6, (cells, count))
+    scales[0, :4] = 0.0, -0.0, 2.0**-24, -LARGEST
+    data[..., :2] = scales.astype("<f2")[..., None].view(np.uint8)
+    return torch.from_numpy(data.reshape(cells, -1))
+
+
+def dequantized(kind: str, data: torch.Tensor) -> np.ndarray:
+    """What ggml decodes blocks to, one value after another as its C code does, float32 ``[cell, channel]``."""
+    size = SIZES[kind][1]
+    found = np.zeros((data.shape[0], data.shape[1] // size * 32), np.float32)
+    for cell, row in enumerate(data.numpy()):
+        for number in range(len(row) // size):
+            block = row[number * size : (number + 1) * size].tobytes()
+            d = np.frombuffer(block[:2], "<f2")[0].astype(np.float32)
+            y = found[cell, number * 32 : number * 32 + 32]
+            for j in range(32 if kind == "q8_0" else 16):
+                if kind == "q8_0":
+                    y[j] = np.int8(block[2 + j] - 256 * (block[2 + j] > 127)) * d
+                    continue
+                low, high, less = block[-16 + j] & 0xF, block[-16 + j] >> 4, 8
+                if kind == "q5_0":
+                    bits = int.from_bytes(block[2:6], "little")
+                    low, high, less = low | (bits >> j & 1) << 4, high | (bits >> j + 12 & 0x10), 16
+                y[j], y[j + 16] = np.float32(low - less) * d, np.float32(high - less) * d
+    return found
+
+
+def quantized(keys: str, values: str, order: list[int] | None = None) -> tuple[Caches, dict[tuple[int, int], torch.Tensor]]:
+    """Two layers of keys and values in two types, and their contents by layer and side."""
+    contents, kinds = {}, {}
+    for number in range(2):
+        for side, kind in enumerate((keys, values)):
+            seed = 2 * number + side
+            if kind == "fp16":
+                contents[number, side] = torch.randn(7, 128, generator=torch.Generator().manual_seed(seed)).half()
+            else:
+                contents[number, side], kinds[number, side] = blocks(kind, seed), SIZES[kind][0]
+    cells = order or list(range(7))
+    layers = [(contents[number, 0][cells], contents[number, 1][cells]) for number in range(2)]
+    return Caches(layers, cells, kinds=kinds), contents
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "transposed"),
+    [("q8_0", "q8_0", False), ("q4_0", "q4_0", False), ("q5_0", "q5_0", False), ("q8_0", "fp16", True), ("fp16", "q4_0", False)],
+)
+def test_blocks_go_both_ways_bit_for_bit(keys: str, values: str, transposed: bool, tmp_path: Path) -> None:
+    caches, contents = quantized(keys, values)
+    caches.transposed = transposed
+    path = written(tmp_path / "in.bin", state(SEVEN, caches))
+    cache = import_slot(path, kv_heads=2)
+    assert cache.model == {"dtype": f"{keys} keys beside values of {values} of llama.cpp", "config": CONFIG}
+    kvpack.save(cache, tmp_path / "x.kvpack")
+    cache = kvpack.load(tmp_path / "x.kvpack")
+    for number, layer in enumerate(cache):
+        for side, (kind, found) in enumerate(zip((keys, values), layer.unpack(torch.float32), strict=True)):
+            assert found is not None
+            given = contents[number, side]
+            expected = given.float().numpy() if kind == "fp16" else dequantized(kind, given)
+            # Of zeros, ggml's may be negative ones.
+            assert np.array_equal(found[0].transpose(0, 1).reshape(7, 128).numpy(), expected)
+    export_slot(cache, tmp_path / "out.bin")
+    assert (tmp_path / "out.bin").read_bytes() == path.read_bytes()
+
+
+def test_llama_cpps_own_blocks_go_both_ways(tmp_path: Path) -> None:
+    own = FILES / "quantized.bin"
+    cache = import_slot(own, kv_heads=1)
+    assert cache.recipe == ";".join(f"{side}=group:b=8,g=32,axis=channel,token_scale=fp16" for side in "kv")
+    export_slot(cache, tmp_path / "out.bin")
+    assert (tmp_path / "out.bin").read_bytes() == own.read_bytes()
+
+
+def test_blocks_of_a_prefix_and_of_cells_in_any_order(tmp_path: Path) -> None:
+    order = [3, 0, 6, 5, 1, 2, 4]
+    caches, contents = quantized("q8_0", "q4_0", order)
+    cache = import_slot(written(tmp_path / "in.bin", state(SEVEN, caches)), kv_heads=2)
+    export_slot(cache, tmp_path / "out.bin")
+    assert (tmp_path / "out.bin").read_bytes() == state(SEVEN, quantized("q8_0", "q4_0")[0])
+    export_slot(cache.slice(0, 4), tmp_path / "out.bin")
+    layers = [(contents[number, 0][:4], contents[number, 1][:4]) for number in range(2)]
+    assert (tmp_path / "out.bin").read_bytes() == state(SEVEN[:4], Caches(layers, list(range(4)), kinds=caches.kinds))
+
+
+def test_blocks_are_never_recoded(tmp_path: Path) -> None:
+    """llama.cpp may have rotated what it quantized: values in another cache type would be wrong, and nothing would tell."""
+    path = written(tmp_path / "in.bin", state(SEVEN, quantized("q8_0", "fp16")[0]))
+    with pytest.raises(InvalidParameter, match=r"are quantized \(q8_0 and fp16\), and kvpack keeps them as they are: use the recipe raw"):
+        import_slot(path, "octopus-4", kv_heads=2)
+    cache = import_slot(path, kv_heads=2)
+    with pytest.raises(InvalidParameter, match=r"dtype is 'fp16', and the cache holds 'q8_0 keys beside values of fp16'"):
+        export_slot(cache, tmp_path / "out.bin", dtype="fp16")
+    for recipe in ("fp32", "kv=group:b=8,g=32,axis=channel", "kv=group:b=8,g=32,axis=channel,token_scale=fp16"):
+        changed = cache.convert(recipe)
+        if recipe.endswith("fp16") and "group" in recipe:
+            # The same codec, with scales of its own.
+            changed = kvpack.pack([layer.unpack(torch.float32) for layer in cache], recipe, model=cache.model, inputs=cache.inputs)
+            changed = replace(changed, metadata=cache.metadata)
+        with pytest.raises(InvalidParameter, match=r"layer 0: llama\.cpp had it in q8_0, and it is no longer stored so"):
+            export_slot(changed, tmp_path / "out.bin")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"scale": 0x7C00}, NonFinite, "layer 1: a scale of q8_0 is NaN or infinite"),
+        ({"scale": 0xFE01}, NonFinite, "layer 1: a scale of q8_0 is NaN or infinite"),
+        ({"scale": 0x77FF}, None, ""),
+        ({"scale": 0xF7FF}, None, ""),
+        ({"scale": 0x7800}, OutOfRange, "layer 1: a scale of q8_0 is 32768, and kvpack holds at most 32752"),
+        ({"heads": 8}, InvalidParameter, "layer 0: has heads of 16 channels, and q8_0 has blocks of 32"),
+        ({"transposed": True}, InvalidParameter, "the values of whole layer 0 have 1 bytes per value of q8_0"),
+        ({"kind": 2}, InvalidParameter, "layers have cache types of several kinds, expected those of layer 0, q8_0 and q8_0"),
+    ],
+)
+def test_blocks_that_kvpack_does_not_hold(change: dict[str, int], error: Any, message: str, tmp_path: Path) -> None:
+    caches, _ = quantized("q8_0", "q8_0")
+    caches.transposed = bool(change.get("transposed"))
+    if "scale" in change:
+        caches.layers[1][1][3, 34:36] = torch.tensor([change["scale"] & 255, change["scale"] >> 8], dtype=torch.uint8)
+    if "kind" in change:
+        caches.layers[1] = (blocks("q4_0", 9), caches.layers[1][1])
+        caches.kinds[1, 0] = change["kind"]
+    path = written(tmp_path / "in.bin", state(SEVEN, caches))
+    if error is None:
+        export_slot(import_slot(path, kv_heads=2), tmp_path / "out.bin")
+        assert (tmp_path / "out.bin").read_bytes() == path.read_bytes()
+        return
+    with pytest.raises(error, match=message):
+        import_slot(path, kv_heads=change.get("heads", 2))
+
+
 def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
     return Caches([(k[:tokens], v[:tokens]) for k, v in LAYERS[:1]], list(range(first, first + tokens)), **options)
 
@@ -182,7 +323,8 @@ def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
         (state(of_server(SEVEN, 3), whole()), {}, "its tokens hold 1 media, such as images"),
         (state(SEVEN, Caches([], list(range(7)))), {}, "holds 0 whole layers, and windows names 0: expected 1 to 4096 layers"),
         (state(SEVEN, whole(kinds={1: 30, 0: 99})), {}, "the keys of whole layer 0 have ggml's type 99, expected one of a cache"),
-        (state(SEVEN, whole(kinds={1: 20})), {}, r"the keys of whole layer 1 are quantized \(iq4_nl\)"),
+        (state(SEVEN, whole(kinds={1: 20})), {}, r"the keys of whole layer 1 are quantized \(iq4_nl\), and kvpack holds .*--cache-type-k"),
+        (state(SEVEN, whole(kinds={1: 8})), {}, "the keys of whole layer 1 have 32 bytes per cell of q8_0"),
         (state(SEVEN, Caches([(k[:, :0], v) for k, v in LAYERS], list(range(7)))), {}, "0 have 0 bytes per cell of fp16"),
         (
             state(SEVEN, Caches([(k, v[:, :0]) for k, v in LAYERS], list(range(7)), True)),

@@ -13,7 +13,10 @@ Sides = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class Caches:
-    """Layers of keys and values ``[cell, channel]``, and what a state has besides; a field that is not None replaces what follows."""
+    """Layers of keys and values ``[cell, channel]``, and what a state has besides; a field that is not None replaces what follows.
+
+    Quantized ones are uint8 ``[cell, byte]``, of which ``kinds`` has ggml's type by (layer, side), or by the layer alone.
+    """
 
     layers: list[Sides]
     positions: list[int]
@@ -22,7 +25,7 @@ class Caches:
     sequence: int = 0
     stream: int = 0
     sequences_of_a_cell: int = 1
-    kinds: dict[int, int] = field(default_factory=dict)
+    kinds: dict[int | tuple[int, int], int] = field(default_factory=dict)
 
     def pieces(self) -> bytes:
         counts = [len(self.positions) if stream == self.stream else 0 for stream in range(self.streams)]
@@ -36,7 +39,7 @@ class Caches:
             for side in (0, 1):
                 for number, layer in enumerate(self.layers):
                     values = layer[side]
-                    kind = self.kinds.get(number, TYPES[values.dtype])
+                    kind = self.kinds.get((number, side), self.kinds.get(number, TYPES.get(values.dtype, -1)))
                     if side and self.transposed:
                         data += struct.pack("<iII", kind, values.element_size(), values.shape[1])
                         values = values.T

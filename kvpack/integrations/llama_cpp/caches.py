@@ -13,6 +13,7 @@ import torch
 
 from kvpack.cache.packing import pack
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
+from kvpack.coding.recipes import parse_recipe
 from kvpack.file.atomic import write_file
 from kvpack.file.inputs import ID_BYTES, Inputs
 from kvpack.file.limits import MAX_LAYERS
@@ -20,7 +21,8 @@ from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.exported import exported, windows_of
 
-from .state_file import CONFIG, LIST, SERVER, Block, Reader, Section, StateFile, parsed, pieces
+from .quantized import Quantized, blocks_of, recipe_of
+from .state_file import BLOCK, CONFIG, LIST, QUANTIZED, SERVER, TYPES, Block, Reader, Section, StateFile, parsed, pieces
 
 if TYPE_CHECKING:
     import os
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from kvpack.cache.cache import Cache
     from kvpack.cache.layer import Layer
+    from kvpack.cache.side import Side
     from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
     from kvpack.coding.recipes import Recipe
@@ -37,6 +40,8 @@ _SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS = (
 )
 """Names in a cache's metadata of what its file said besides tokens, keys and values."""
 _MAX_POSITION = 2**31 - 1
+_KINDS = " keys beside values of "
+"""Between the types of keys and of values, in the dtype of a cache with quantized ones."""
 _Stored = tuple[Block, memoryview]
 
 
@@ -57,10 +62,11 @@ def import_slot(
     the sliding window of every layer that has one, in tokens, by the layer's number among those with a cache of their own.
     ``latents`` says that the model has multi-head latent attention, and its cache keys alone, of one head. Keys stay as
     llama.cpp has them, after its rotary embedding and in its order of channels, so the cache's ``model`` says that it is llama.cpp's;
-    ``model`` adds the name of the model, for example. Metadata keeps what else ``export_slot`` needs.
+    ``model`` adds the name of the model, for example. Metadata keeps what else ``export_slot`` needs. Blocks of q8_0, q5_0 and q4_0 are
+    kept bit for bit, with the recipe ``raw`` alone: llama.cpp may have rotated them, and the file does not say whether.
 
-    Raises MissingFile; InvalidParameter for other files and versions, and for what kvpack does not hold exactly: quantized keys and
-    values, positions that are not consecutive, several sequences, images, recurrent states; and what ``kvpack.pack`` raises.
+    Raises MissingFile; InvalidParameter for other files and versions, and for what kvpack does not hold exactly: other quantized keys
+    and values, positions that are not consecutive, several sequences, images, recurrent states; and what ``kvpack.pack`` raises.
     """
     where = path_text(path)
     if model is not None and not isinstance(model, Mapping):
@@ -73,7 +79,7 @@ def import_slot(
         heads = _heads_of_layers(kv_heads, layers)
         orders = [_order(where, section.positions, tokens - len(section.positions)) for section in file.sections]
         left = [zip_longest(section.keys, section.values) for section in file.sections]
-        states: list[tuple[torch.Tensor | None, torch.Tensor | None, int]] = []
+        states: list[tuple[torch.Tensor | Quantized | None, torch.Tensor | Quantized | None, int]] = []
         for number in range(layers):
             of = int(number in windows)
             section = file.sections[of]
@@ -85,8 +91,11 @@ def import_slot(
                 for block, turned in ((keys, False), (values, section.transposed))
             )
             states.append((k, v, tokens - len(section.positions)))
-    dtypes = dict.fromkeys(RAW_NAMES[x.dtype] for state in states for x in state[:2] if x is not None)
-    named = {**(model or {}), "dtype": f"{' and '.join(dtypes)} of llama.cpp", "config": CONFIG}
+    stored = [[x.kind if isinstance(x, Quantized) else RAW_NAMES[x.dtype] for x in state[:2] if x is not None] for state in states]
+    dtype = " and ".join(dict.fromkeys(kind for kinds in stored for kind in kinds))
+    if any(kind in QUANTIZED for kinds in stored for kind in kinds):
+        recipe, dtype = _recipe_of(where, stored, recipe), _KINDS.join(stored[0])
+    named = {**(model or {}), "dtype": f"{dtype} of llama.cpp", "config": CONFIG}
     inputs = Inputs(file.ids) if file.ids else None
     cache = pack(states, recipe, model=named, inputs=inputs, basis=basis, progress=progress)
     whole = file.sections[0]
@@ -106,7 +115,8 @@ def export_slot(
 ) -> int:
     """Write ``cache``, which came from llama.cpp, as a sequence state and return the file's size in bytes.
 
-    ``dtype`` and ``windows`` are as in ``export_prompt_cache`` and ``import_slot``. llama.cpp loads the file in a context of the same
+    ``dtype`` and ``windows`` are as in ``export_prompt_cache`` and ``import_slot``; blocks that came quantized go back as they came, and
+    then there is no ``dtype`` to choose. llama.cpp loads the file in a context of the same
     model whose cache has the same types, ``transposed`` (values lie so without flash attention) and ``streams`` (one, or as many as
     sequences where the cache is not unified); without them, those of the imported file are written. ``progress`` counts layers.
     Raises InvalidParameter for a cache that did not come from llama.cpp, and, naming the layer, for what such a file does not hold:
@@ -127,7 +137,7 @@ def export_slot(
     transposed = _setting("transposed", said[_TRANSPOSED] if transposed is None else int(bool(transposed)), 0, 1) == 1
     streams = _setting("streams", said[_STREAMS] if streams is None else streams, 1, 256)
     sequence = _setting("sequence", said[_SEQUENCE] or 0, 0, 255)
-    tokens, ids = cache.tokens, _ids(cache)
+    tokens, ids, kinds = cache.tokens, _ids(cache), _quantized(cache, dtype)
     if cache.start or not 0 < tokens <= _MAX_POSITION:
         raise InvalidParameter(
             f"the cache has {tokens} tokens from position {cache.start} on; a sequence of llama.cpp begins at position 0"
@@ -142,9 +152,9 @@ def export_slot(
         if held[of] not in (None, kept):
             raise InvalidParameter(f"layer {number} would write {kept} tokens, and layers before it {held[of]}: they share their cells")
         held[of] = kept
-        for stored, side, turned in zip(sides[of], (layer.k, layer.v), (False, transposed), strict=True):
+        for stored, side, turned, kind in zip(sides[of], (layer.k, layer.v), (False, transposed), kinds, strict=True):
             if side is not None:
-                stored.append(_stored(exported(f"layer {number}", side, dtype, "llama.cpp")[0, :, -kept:], turned))
+                stored.append(_of_side(f"layer {number}", side, kind, dtype, kept, turned))
         if progress:
             progress(number + 1, len(cache))
     sections = []
@@ -199,14 +209,64 @@ def _order(where: str, positions: np.ndarray, first: int) -> torch.Tensor | None
     return torch.from_numpy(order)
 
 
-def _values(reader: Reader, where: str, block: Block, cells: int, heads: int, order: torch.Tensor | None, transposed: bool) -> torch.Tensor:
+def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str:
+    """The recipe that stores quantized keys or values as they are. Raises InvalidParameter for another one, and for layers that differ."""
+    if parse_recipe(recipe).text != "raw":
+        raise InvalidParameter(
+            f"{where}: its keys or values are quantized ({' and '.join(stored[0])}), and kvpack keeps them as they are: use the recipe "
+            "raw, or save the slot of a context whose cache types are f16, bf16 or f32 (--cache-type-k, --cache-type-v)"
+        )
+    if any(kinds != stored[0] for kinds in stored):
+        raise InvalidParameter(
+            f"{where}: its layers have cache types of several kinds, expected those of layer 0, {' and '.join(stored[0])}"
+        )
+    clauses = [recipe_of(kind, side) if kind in QUANTIZED else f"{side}=raw" for kind, side in zip(stored[0], "kv", strict=False)]
+    return ";".join(clauses if len(clauses) == 2 else [*clauses, "v=raw"])
+
+
+def _quantized(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]:
+    """The types that keys and values go back to, where llama.cpp had them quantized. Raises InvalidParameter for another dtype."""
+    said = cache.model.get("dtype", "").removesuffix(" of llama.cpp")
+    keys, _, values = said.partition(_KINDS)
+    if not {keys, values} & QUANTIZED.keys():
+        return None, None
+    if dtype is not None or not {keys, values} <= {*QUANTIZED, *TYPES, ""}:
+        raise InvalidParameter(
+            f"dtype is {dtype!r}, and the cache holds {said!r} of llama.cpp, which go back as they came: leave dtype out"
+        )
+    return keys, values or None
+
+
+def _of_side(where: str, side: Side, kind: str | None, dtype: str | None, kept: int, transposed: bool) -> _Stored:
+    """A side's newest tokens as llama.cpp has them. Raises as ``exported``, and InvalidParameter for what is no longer of its ``kind``."""
+    if kind in QUANTIZED:
+        rows = blocks_of(side, kind, where)[:, -kept:].transpose(0, 1).contiguous()
+        return Block(kind, rows.shape[1] * rows.shape[2] * BLOCK, 0), rows.flatten().numpy().data
+    values = exported(where, side, dtype or kind, "llama.cpp")
+    return _stored(values[0, :, -kept:], transposed)
+
+
+def _values(
+    reader: Reader, where: str, block: Block, cells: int, heads: int, order: torch.Tensor | None, transposed: bool
+) -> torch.Tensor | Quantized:
     """``[1, kv_head, token, dim]``."""
     if block.channels % heads:
         raise InvalidParameter(f"{where}: has {block.channels} channels, which {heads} heads do not divide: give its number of KV heads")
+    if block.dtype in QUANTIZED:
+        return _blocks(reader, where, block, cells, heads, order)
     values = torch.empty(cells * block.channels, dtype=RAW_DTYPES[block.dtype])
     reader.read_into(values.view(torch.uint8).numpy().data, block.offset)
     values = values.view(heads, -1, cells).transpose(1, 2) if transposed else values.view(cells, heads, -1).transpose(0, 1)
     return values[None] if order is None else values[None][:, :, order]
+
+
+def _blocks(reader: Reader, where: str, block: Block, cells: int, heads: int, order: torch.Tensor | None) -> Quantized:
+    if block.channels // heads % BLOCK:
+        raise InvalidParameter(f"{where}: has heads of {block.channels // heads} channels, and {block.dtype} has blocks of {BLOCK}")
+    data = torch.empty(cells * block.cell_bytes, dtype=torch.uint8)
+    reader.read_into(data.numpy().data, block.offset)
+    blocks = data.view(cells, heads, -1, QUANTIZED[block.dtype].size).transpose(0, 1)
+    return Quantized(block.dtype, blocks if order is None else blocks[:, order], where)
 
 
 def _stored(values: torch.Tensor, transposed: bool) -> _Stored:

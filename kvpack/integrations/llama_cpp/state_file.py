@@ -35,11 +35,25 @@ LIST, SERVER = "list", "server"
 """Forms of the token ids: a plain list, and llama-server's, which could hold media as well."""
 TYPES = {"fp32": (0, 4), "fp16": (1, 2), "bf16": (30, 2)}
 """ggml's number of each dtype that kvpack holds bit for bit, and the bytes of a value."""
+BLOCK = 32
+"""Channels of a block."""
+
+
+class Kind(NamedTuple):
+    """A quantized type: ggml's ``number`` of it, the ``size`` of a block in bytes, and the ``bits`` of a code."""
+
+    number: int
+    size: int
+    bits: int
+
+
+QUANTIZED = {"q4_0": Kind(2, 18, 4), "q5_0": Kind(6, 22, 5), "q8_0": Kind(8, 34, 8)}
+"""The quantized types that kvpack holds bit for bit."""
 
 _MAGIC, _VERSION = 0x67677371, 3
 _OTHER_MAGICS = {0x6767736E: "the state of a whole context ('ggsn')", 0x67676C61: "an adapter ('ggla')"}
-_QUANTIZED = {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 20: "iq4_nl"}
-"""The other types that a cache of llama.cpp may have."""
+_INEXACT = {3: "q4_1", 7: "q5_1", 20: "iq4_nl"}
+"""The other types that a cache of llama.cpp may have: no codec of kvpack holds them bit for bit."""
 _MAX_STREAMS = 256
 """LLAMA_MAX_SEQ."""
 _SERVER_VERSION = 1
@@ -51,11 +65,21 @@ _OTHER_CELLS = (
 
 
 class Block(NamedTuple):
-    """Keys or values of a layer at ``offset``: ``channels`` values per cell, one cell after another, or transposed."""
+    """Keys or values of a layer at ``offset``: ``channels`` values per cell, one cell after another, or transposed.
+
+    ``dtype`` is one of TYPES or QUANTIZED.
+    """
 
     dtype: str
     channels: int
     offset: int
+
+    @property
+    def cell_bytes(self) -> int:
+        """The bytes of a cell."""
+        if self.dtype in QUANTIZED:
+            return self.channels // BLOCK * QUANTIZED[self.dtype].size
+        return self.channels * TYPES[self.dtype][1]
 
 
 class Section(NamedTuple):
@@ -230,21 +254,23 @@ def _cells(reader: Reader, kind: str, latents: bool, streams: int, count: int) -
 
 def _block(reader: Reader, what: str, cells: int, transposed: bool) -> Block:
     ggml_type, size, *channels = reader.numbers("iII" if transposed else "iQ", f"the type and size of {what}")
-    dtype = next((dtype for dtype, (known, _) in TYPES.items() if known == ggml_type), None)
+    numbers = {number: dtype for dtype, (number, *_) in (*TYPES.items(), *QUANTIZED.items())}
+    dtype = numbers.get(ggml_type)
     if dtype is None:
-        if ggml_type not in _QUANTIZED:
+        if ggml_type not in _INEXACT:
             raise InvalidParameter(f"{reader.where}: {what} have ggml's type {ggml_type}, expected one of a cache; {_OTHER_CELLS}")
         raise InvalidParameter(
-            f"{reader.where}: {what} are quantized ({_QUANTIZED[ggml_type]}): llama.cpp may have rotated them, and the file does not say "
-            "whether: save the slot of a context whose cache types are f16, bf16 or f32 (--cache-type-k, --cache-type-v)"
+            f"{reader.where}: {what} are quantized ({_INEXACT[ggml_type]}), and kvpack holds {', '.join(QUANTIZED)} bit for bit, not this: "
+            "save the slot of a context with other cache types (--cache-type-k, --cache-type-v)"
         )
-    of_one = TYPES[dtype][1]
-    if (transposed and size != of_one) or not size or size % of_one:
+    quantized = QUANTIZED.get(dtype)
+    of_one = quantized.size if quantized else TYPES[dtype][1]
+    if (transposed and (quantized or size != of_one)) or not size or size % of_one:
         raise InvalidParameter(f"{reader.where}: {what} have {size} bytes per {'value' if transposed else 'cell'} of {dtype}")
     row = size * channels[0] if transposed else size
     if not row:
         raise InvalidParameter(f"{reader.where}: {what} have no channels")
-    return Block(dtype, row // of_one, reader.skip(cells * row, what))
+    return Block(dtype, row // of_one * (BLOCK if quantized else 1), reader.skip(cells * row, what))
 
 
 def pieces(file: StateFile, data: list[list[memoryview]]) -> list[memoryview]:
@@ -261,11 +287,11 @@ def pieces(file: StateFile, data: list[list[memoryview]]) -> list[memoryview]:
         found += [struct.pack(f"<{stream + 2}I", section.streams, *[0] * stream, len(cells)), cells.tobytes()]
         found.append(struct.pack("<II", section.transposed, len(section.keys)))
         for number, (block, values) in enumerate(zip((*section.keys, *section.values), blocks, strict=True)):
-            kind, size = TYPES[block.dtype]
+            kind = QUANTIZED[block.dtype].number if block.dtype in QUANTIZED else TYPES[block.dtype][0]
             if section.transposed and number >= len(section.keys):
-                found.append(struct.pack("<iII", kind, size, block.channels))
+                found.append(struct.pack("<iII", kind, TYPES[block.dtype][1], block.channels))
             else:
-                found.append(struct.pack("<iQ", kind, size * block.channels))
+                found.append(struct.pack("<iQ", kind, block.cell_bytes))
             found.append(values)
         found.append(bytes(4 * (section.streams - 1 - stream)))
     return [memoryview(piece).cast("B") for piece in found if len(piece)]

@@ -1,0 +1,127 @@
+"""Blocks of ggml's q8_0, q5_0 and q4_0, bit for bit: a block is 32 channels of a cell, as codes and one binary16 number d.
+
+A value is d * (code - 2^(bits - 1)). The codec group has that with a scale of 2 d, a centre of -d and a token scale of 1/2, each of
+them exact: (code - m) * 2 d - d = 2 d * (code - 2^(bits - 1)), m being (2^bits - 1) / 2. So the file also says what the values are.
+
+Source: ggml-quants.c of llama.cpp 0c1e57098, ``dequantize_row_q8_0``, ``dequantize_row_q5_0`` and ``dequantize_row_q4_0``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.cache.pages import Page
+from kvpack.cache.side import Side
+from kvpack.formats.columns import default_fields
+from kvpack.formats.errors import InvalidParameter, NonFinite, OutOfRange
+from kvpack.formats.group import Group
+
+from .state_file import BLOCK, QUANTIZED
+
+if TYPE_CHECKING:
+    from .state_file import Kind
+
+_HALF = 0.5
+"""The token scale."""
+_LARGEST = 32752.0
+"""The largest d of which 2 d is a binary16 number."""
+
+
+def recipe_of(kind: str, sides: str) -> str:
+    """The clause that stores ``kind``."""
+    return f"{sides}=group:b={QUANTIZED[kind].bits},g={BLOCK},axis=channel,token_scale=fp16"
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """Keys or values of one layer in ``blocks``, uint8 ``[kv_head, token, block, byte]``. Raises NonFinite and OutOfRange."""
+
+    kind: str
+    blocks: torch.Tensor
+    where: str
+
+    def __post_init__(self) -> None:
+        scale = self._scale.abs()
+        if not torch.isfinite(scale).all():
+            raise NonFinite(f"{self.where}: a scale of {self.kind} is NaN or infinite")
+        if (scale > _LARGEST).any():
+            raise OutOfRange(f"{self.where}: a scale of {self.kind} is {float(scale.max()):g}, and kvpack holds at most {_LARGEST:g}")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        heads, tokens, blocks, _ = self.blocks.shape
+        return 1, heads, tokens, blocks * BLOCK
+
+    @cached_property
+    def codec(self) -> Group:
+        dim, bits = self.shape[3], QUANTIZED[self.kind].bits
+        return Group(dim, bits, "channel", BLOCK, "none", 0, "fp16", (("codes", default_fields(dim, (1 << bits,))),))
+
+    @property
+    def _scale(self) -> torch.Tensor:
+        """d of each block, binary16."""
+        return self.blocks[..., :2].contiguous().view(torch.float16)[..., 0]
+
+    def side(self, window: int = 0) -> Side:
+        """The packed side, which holds every bit."""
+        heads, tokens, dim = self.shape[1:]
+        codes = _codes(self.blocks[..., 2:], QUANTIZED[self.kind]).flatten(-2)[None]
+        scale = self._scale[None]
+        streams = {
+            **self.codec.pack("codes", codes.to(torch.int32)),
+            "scales": torch.stack([2 * scale, -scale], -1),
+            "token_scale": torch.full((1, 1, tokens), _HALF, dtype=torch.float16, device="cpu"),
+        }
+        tail = torch.empty(1, heads, 0, dim, dtype=torch.float32, device="cpu")
+        return Side(self.codec, (Page(self.codec, tokens, streams),), tail, window)
+
+
+def blocks_of(side: Side, kind: str, where: str) -> torch.Tensor:
+    """The blocks of a side of ``Quantized.side``, uint8 ``[kv_head, token, block, byte]``. Raises InvalidParameter for another side."""
+    found = QUANTIZED[kind]
+    codec, pages = side.codec, side.merged().pages
+    if isinstance(codec, Group) and len(pages) == 1 and not side.tail.shape[2]:
+        streams = {name: stream.cpu() for name, stream in pages[0].streams.items()}
+        same = (codec.bits, codec.axis, codec.size, codec.rotation_kind, codec.token_scale, codec.scale_dtype)
+        if same == (found.bits, "channel", BLOCK, "none", "fp16", "fp16") and codec.dim % BLOCK == 0:
+            scale, centre = streams["scales"][0].unbind(-1)
+            if torch.equal(_bits(scale), _bits(-2 * centre)) and bool((streams["token_scale"] == _HALF).all()):
+                (codes,) = codec.digits(streams)
+                codes = codes[0].to(torch.uint8).view(*scale.shape, BLOCK)
+                return torch.cat([(-centre)[..., None].contiguous().view(torch.uint8), _packed(codes, found)], -1)
+    raise InvalidParameter(
+        f"{where}: llama.cpp had it in {kind}, and it is no longer stored so, but by the codec {codec.id}: kvpack writes back the blocks "
+        "that it read, because llama.cpp may have rotated them"
+    )
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.int16)
+
+
+def _codes(data: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """Codes ``[..., channel]`` from 0 on, of the bytes of blocks after d."""
+    if kind.bits == 8:
+        return data ^ 0x80
+    quarters = data[..., -BLOCK // 2 :]
+    codes = torch.cat([quarters & 0xF, quarters >> 4], -1)
+    if kind.bits == 4:
+        return codes
+    place = torch.arange(BLOCK, device="cpu")
+    return codes | (data[..., place // 8] >> (place % 8) & 1) << 4
+
+
+def _packed(codes: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """The bytes of blocks after d."""
+    if kind.bits == 8:
+        return codes ^ 0x80
+    half = BLOCK // 2
+    nibbles = (codes[..., :half] & 0xF) | (codes[..., half:] & 0xF) << 4
+    if kind.bits == 4:
+        return nibbles
+    fifth = (codes >> 4).view(*codes.shape[:-1], BLOCK // 8, 8) << torch.arange(8, dtype=torch.uint8, device="cpu")
+    return torch.cat([fifth.sum(-1).to(torch.uint8), nibbles], -1)

@@ -55,6 +55,8 @@ from .loaders.tiles import DUAL_WIDTH, Tiles
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
+    from .decode.rows import Prepared
+
 
 def none(*_: Any) -> None:
     """What a codec lacks."""
@@ -69,14 +71,16 @@ class CodecKernels(NamedTuple):
     """What the kernels do with a codec; each part is None for parameters that it does not take, and for a codec that lacks it.
 
     ``tiles(codec)`` is the tile loader of attention, and ``dual_tiles(codec, dual)`` the one whose tiles hold two tokens per row, which
-    lie as ``dual`` says (``tiles.APART``). ``encode`` fills streams and returns whether it did (``encode.prepare``), and
-    ``decode_into(codec, packed, out, rotated)`` fills an output and returns whether it did (``decode.decode_into``).
+    lie as ``dual`` says (``tiles.APART``). ``encode`` fills streams and returns whether it did (``encode.prepare``).
+    ``prepare(codec, packed, out, rotated, pages)`` is what fills an output (``decode.prepare``), and without it
+    ``decode_into(codec, packed, out, rotated, pages)`` fills one and returns whether it did.
     ``check_chunks(codec, streams, where)`` refuses what ``Codec.check_chunks`` does.
     """
 
     tiles: Callable[[Any], Tiles | None] = none
     dual_tiles: Callable[[Any, int], Tiles | None] = none
     encode: Callable[..., bool] | None = None
+    prepare: Callable[..., Prepared | None] = none
     decode_into: Callable[..., bool] = undone
     check_chunks: Callable[..., None] | None = None
 
@@ -110,29 +114,29 @@ CODECS: dict[type[Codec], CodecKernels] = {
         group_tiles.tiles,
         lambda codec, dual: group_tiles.tiles(codec, dual) if _narrow(codec) else None,
         encode_group.encode,
-        decode_group.decode_into,
+        decode_group.prepare,
     ),
-    Minifloat: CodecKernels(minifloat_tiles.tiles, encode=encode_minifloat.encode, decode_into=decode_minifloat.decode_into),
+    Minifloat: CodecKernels(minifloat_tiles.tiles, encode=encode_minifloat.encode, prepare=decode_minifloat.prepare),
     Scalar: CodecKernels(
         scalar_tiles.tiles,
         lambda codec, dual: scalar_tiles.tiles(codec, dual) if _narrow(codec) else None,
         encode_scalar.encode,
-        decode_table.decode_into,
+        decode_table.prepare,
     ),
     Octahedral: CodecKernels(
         _octahedral,
         lambda codec, dual: octahedral_tiles.tiles(codec, dual) if codec.arrangement == "direct" and _narrow(codec) else None,
         encode_octahedral.encode,
-        decode_table.decode_into,
+        decode_table.prepare,
     ),
     Angle: CodecKernels(
         _angle,
         lambda codec, dual: angle_dual_tiles.tiles(codec, dual) if codec.arrangement == "dense" else None,
         encode_angle.encode,
-        decode_table.decode_into,
+        decode_table.prepare,
     ),
     Polar: CodecKernels(polar_tiles.tiles, encode=encode_polar.encode),
     Klt: CodecKernels(klt_tiles.tiles),
     Transform: CodecKernels(decode_into=decode_transform.decode_into, check_chunks=decode_transform.check_chunks),
-    Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, decode_into=decode_table.decode_into),
+    Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, prepare=decode_table.prepare),
 }

@@ -9,7 +9,7 @@ import torch
 from kvpack.kernels import codecs
 from kvpack.kernels.words import columns
 
-from .rows import Packed, Pages
+from .rows import Packed, Pages, Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,16 +38,28 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
-    """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]`` in one launch, in its dtype and strides; whether that was done.
+    """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]``, in its dtype and strides; whether that was done.
 
-    ``rotated``: into the original frame, else in the coded one. ``pages`` lie like the one that is given. Not taken are codecs without a
+    What is taken, and what is raised, ``prepare`` says; also taken are codecs that have a decoder of more than one launch.
+    """
+    found = prepare(codec, packed, out, rotated, pages)
+    if found is None:
+        return fits(out) and codecs.of_codec(codec).decode_into(codec, packed, out, rotated, pages)
+    found.run(out)
+    return True
+
+
+def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
+    """What decodes ``packed`` in one launch into outputs of the dtype, shape and strides of ``out`` ``[batch, kv_head, token, dim]``.
+
+    ``rotated``: into the original frame, else in the coded one. ``pages`` lie like the one that is given. None for codecs without a
     decoder of their own, rotated values of other dtypes than ``FUSED_DTYPES``, and outputs whose channels are not dense. Raises
     InvalidShape when a stream is not as ``codec.layout`` says.
     """
     rotated = rotated and codec.rotation.kind != "none"
     if not fits(out) or (rotated and out.dtype not in FUSED_DTYPES):
-        return False
-    return codecs.of_codec(codec).decode_into(codec, packed, out, rotated, pages)
+        return None
+    return codecs.of_codec(codec).prepare(codec, packed, out, rotated, pages)
 
 
 def fits(out: torch.Tensor) -> bool:

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
     from kvpack.formats.group import Group
 
-    from .rows import Packed, Pages
+    from .rows import Packed, Pages, Prepared
 
 
-def decode_into(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
-    """Decode ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
+def prepare(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
+    """What decodes ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
 
     ``rotated``: into the original frame, else in the coded one. In float32 the values are those of ``Group.decode_frame``, bit for bit;
     narrower ones may differ from them, rounded, where they are about halfway between two. Raises InvalidShape when a stream is not as
     ``codec.layout`` says.
     """
     if pages is not None and codec.scale_dtype != "fp16":
-        return False
+        return None
     rows.check(codec, packed, *out.shape[:2])
     # There are few scales of 8 bits: they become binary16 before the kernel reads them.
     if codec.scale_dtype != "fp16":
@@ -44,21 +44,22 @@ def decode_into(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotat
         # A tile then lies within one group of tokens and loads one row of scales.
         tile = min(tile, codec.size)
     per_row = [codec.size if name == "scales" and along_tokens else 1 for name in names]
+    scales = [_as_int32(part.streams["scales"]) for part in packed]
     streams = [
-        ([_as_int32(part.streams[name]) if name == "scales" else part.streams[name] for name in names], part.tokens, part.first)
-        for part in packed
+        ([pairs if name == "scales" else part.streams[name] for name in names], part.tokens, part.first)
+        for part, pairs in zip(packed, scales, strict=True)
     ]
+    in_place = all(pairs.data_ptr() == part.streams["scales"].data_ptr() for part, pairs in zip(packed, scales, strict=True))
     batch, heads = out.shape[:2]
     # Blocks begin at a group of tokens.
     work = rows.work_of(streams, per_row, batch * heads, max(tile, codec.token_group), out.device, pages)
     matrix = signs_of(codec.rotation, channels, out.device) if rotated else work.table
-    rows.launch(
+    return rows.prepared(
         _decode, work, out, matrix,
         CODE=code_streams(codec)[0], SCALES=names.index("scales"), TOKEN_SCALE=len(names) - 1 if "token_scale" in names else -1,
         SIZE=codec.size, MEMBERS=min(codec.size, channels), ALONG_TOKENS=along_tokens, BITS=codec.bits,
-        ROTATED=rotated, DIM=codec.dim, TILE=tile, CHANNELS=channels,
+        ROTATED=rotated, DIM=codec.dim, TILE=tile, CHANNELS=channels, lasting=in_place and codec.scale_dtype == "fp16",
     )  # fmt: skip
-    return True
 
 
 def _as_int32(scales: torch.Tensor) -> torch.Tensor:
@@ -78,17 +79,18 @@ def _half(bits: tl.tensor) -> tl.tensor:
 @triton.jit(do_not_specialize=["blocks", "heads", "block_tokens"])
 def _decode(
     out: tl.tensor,
-    batch_stride: tl.tensor,
-    head_stride: tl.tensor,
-    token_stride: tl.tensor,
     table: tl.tensor,
     status: tl.tensor,
     matrix: tl.tensor,
+    batch_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
     blocks: tl.tensor,
     heads: tl.tensor,
     block_tokens: tl.tensor,
     STREAMS: tl.constexpr,
     INTEGERS: tl.constexpr,
+    PAGED: tl.constexpr,
     OUT_ALIGNED: tl.constexpr,
     CODE: tl.constexpr,
     SCALES: tl.constexpr,
@@ -103,7 +105,7 @@ def _decode(
     CHANNELS: tl.constexpr,
 ) -> None:
     """Decode the block of one program, tile by tile: ``[token, channel]`` of codes, and scales that are broadcast to it."""
-    block = load_block(out, batch_stride, head_stride, token_stride, table, status, blocks, heads, STREAMS, INTEGERS, OUT_ALIGNED)
+    block = load_block(out, table, status, batch_stride, head_stride, token_stride, blocks, heads, STREAMS, INTEGERS, PAGED, OUT_ALIGNED)
     if ROTATED:
         signs = load_signs(matrix, CHANNELS)
     token = tl.arange(0, TILE)[:, None]

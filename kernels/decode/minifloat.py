@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from kvpack.formats.minifloat import Minifloat
 
-    from .rows import Packed, Pages
+    from .rows import Packed, Pages, Prepared
 
 
-def decode_into(codec: Minifloat, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
-    """Decode ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
+def prepare(codec: Minifloat, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
+    """What decodes ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
 
     In float32 the values are those of ``Minifloat.decode_frame``, bit for bit; ``rotated`` says nothing, for there is no rotation.
     Raises InvalidShape when a stream is not as ``codec.layout`` says.
@@ -42,13 +42,12 @@ def decode_into(codec: Minifloat, packed: Sequence[Packed], out: torch.Tensor, r
     batch, heads = out.shape[:2]
     work = rows.work_of(streams, per_row, batch * heads, tile, out.device, pages)
     in_blocks = codec.granularity == "block"
-    rows.launch(
+    return rows.prepared(
         _decode, work, out,
         CODE=code_streams(codec)[0], ELEMENT=codec.element, SCALE=names.index("block_scales" if in_blocks else "scale"),
         GLOBAL_SCALE=len(names) - 1 if codec.run_scale == "global_scale" else -1, SIZE=codec.block if in_blocks else 0,
         PER_TOKEN=codec.granularity == "token", ROTATED=False, DIM=codec.dim, TILE=tile, CHANNELS=channels,
     )  # fmt: skip
-    return True
 
 
 @triton.jit
@@ -60,16 +59,17 @@ def _power(exponent: tl.tensor) -> tl.tensor:
 @triton.jit(do_not_specialize=["blocks", "heads", "block_tokens"])
 def _decode(
     out: tl.tensor,
+    table: tl.tensor,
+    status: tl.tensor,
     batch_stride: tl.tensor,
     head_stride: tl.tensor,
     token_stride: tl.tensor,
-    table: tl.tensor,
-    status: tl.tensor,
     blocks: tl.tensor,
     heads: tl.tensor,
     block_tokens: tl.tensor,
     STREAMS: tl.constexpr,
     INTEGERS: tl.constexpr,
+    PAGED: tl.constexpr,
     OUT_ALIGNED: tl.constexpr,
     CODE: tl.constexpr,
     ELEMENT: tl.constexpr,
@@ -86,7 +86,7 @@ def _decode(
 
     ``GLOBAL_SCALE`` is the number of its stream, -1 for none; ``SIZE`` the channels of a block, 0 where scales are not of blocks.
     """
-    block = load_block(out, batch_stride, head_stride, token_stride, table, status, blocks, heads, STREAMS, INTEGERS, OUT_ALIGNED)
+    block = load_block(out, table, status, batch_stride, head_stride, token_stride, blocks, heads, STREAMS, INTEGERS, PAGED, OUT_ALIGNED)
     token = tl.arange(0, TILE)[:, None]
     channel = tl.arange(0, CHANNELS)[None, :]
     for begin in range(0, block_tokens, TILE):

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
@@ -17,11 +17,12 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.kernels.triton_insides import CachedLaunch
 from kvpack.kernels.words.columns import check_shape, constant_at
 from kvpack.kernels.words.streams import dense_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvpack.formats.base import Codec
 
@@ -56,6 +57,17 @@ class Packed(NamedTuple):
     first: int
 
 
+class Prepared(NamedTuple):
+    """Packed rows to be decoded: ``run`` fills an output that lies as the one for which it was prepared.
+
+    ``lasting``: it takes little memory besides that of the rows, and may be kept as long as these. ``held`` are tensors that it reads.
+    """
+
+    run: Callable[[torch.Tensor], None]
+    lasting: bool = False
+    held: tuple[torch.Tensor, ...] = ()
+
+
 class Pages(NamedTuple):
     """Pages of an engine, which lie anywhere, and all have the layout of one.
 
@@ -87,6 +99,8 @@ class Work(NamedTuple):
     block_tokens: int
     held: tuple[torch.Tensor, ...]
     """The tensors that the addresses refer to."""
+    copied: bool
+    """Whether some of them are copies of streams."""
     status: torch.Tensor | None
     out_aligned: int
     """Of ``Pages``, and what divides their places in the output."""
@@ -148,7 +162,9 @@ def work_of(
         aligned = math.gcd(16, int(numpy.gcd.reduce(rows[:, at : at + _STREAM_INTEGERS.value], axis=None)))
         kinds.append(Stream(8 * stream.element_size(), math.prod(stream.shape[3:]), tokens, aligned))
     table = torch.from_numpy(rows).to(device, non_blocking=True)
-    return Work(table, tuple(kinds), block, tuple(held), None if pages is None else pages.status, out_aligned)
+    given = [stream for streams, _, _ in packed for stream in streams]
+    copied = any(mine is not theirs for mine, theirs in zip(held, given, strict=True))
+    return Work(table, tuple(kinds), block, tuple(held), copied, None if pages is None else pages.status, out_aligned)
 
 
 def _of_pages(
@@ -173,25 +189,61 @@ def _place(tensor: torch.Tensor, held: list[torch.Tensor]) -> list[int]:
     return [tensor.data_ptr(), batch, head]
 
 
-def launch(kernel: Any, work: Work, out: torch.Tensor, *arguments: Any, threads: int = 1, **constants: Any) -> None:
-    """Run ``kernel`` over all blocks, sequences and heads of ``out`` ``[batch, kv_head, token, dim]``, whose channels are dense.
+def prepared(
+    kernel: Any, work: Work, out: torch.Tensor, *tables: torch.Tensor, threads: int = 1, lasting: bool = True, **constants: Any
+) -> Prepared:
+    """``kernel`` over all blocks, sequences and heads of outputs like ``out`` ``[batch, kv_head, token, dim]``, whose channels are dense.
 
-    ``threads``: times as many as usual, of which none then takes more than ``MOST_REGISTERS`` registers.
+    ``tables`` follow the work table and the status. ``threads``: times as many as usual, of which none then takes more than
+    ``MOST_REGISTERS`` registers. ``lasting``: the streams are those of the rows, and no copies of them.
 
     Products and sums round apart, as torch's do, where the output is wide enough to show it.
     """
     batch, heads = out.shape[:2]
     blocks = work.table.shape[0]
-    if not blocks * batch * heads:
-        return
-    with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
-        kernel[(blocks * batch * heads,)](
-            out, *out.stride()[:3], work.table, work.status, *arguments, blocks, heads, work.block_tokens,
-            STREAMS=work.streams, INTEGERS=work.table.shape[1], OUT_ALIGNED=work.out_aligned, **constants,
-            num_warps=threads * (ROTATED_WARPS if constants["ROTATED"] else WARPS), num_stages=1,
-            maxnreg=MOST_REGISTERS if threads > 1 else None,
-            enable_fp_fusion=out.dtype != torch.float32,
-        )  # fmt: skip
+    programs = blocks * batch * heads
+    constants |= {
+        "STREAMS": work.streams, "INTEGERS": work.table.shape[1], "PAGED": work.status is not None, "OUT_ALIGNED": work.out_aligned,
+    }  # fmt: skip
+    launch = _launch(
+        kernel,
+        programs,
+        (*out.stride()[:3], blocks, heads, work.block_tokens),
+        tuple(constants.items()),
+        threads,
+        out.dtype,
+        str(out.device),
+    )
+    # Without pages nothing reads their status.
+    status = work.table if work.status is None else work.status
+    pointers = tuple((table, 0) for table in (work.table, status, *tables))
+
+    def run(out: torch.Tensor) -> None:
+        if programs:
+            launch((out, 0), *pointers)
+
+    return Prepared(run, lasting and not work.copied, work.held)
+
+
+@lru_cache(maxsize=1024)
+def _launch(
+    kernel: Any,
+    programs: int,
+    arguments: tuple[int, ...],
+    constants: tuple[tuple[str, Any], ...],
+    threads: int,
+    dtype: torch.dtype,
+    device: str,
+) -> CachedLaunch:
+    """The launch for outputs of ``dtype`` on ``device``, the same for all layers of a model."""
+    given = dict(constants)
+    options = {
+        "num_warps": threads * (ROTATED_WARPS if given["ROTATED"] else WARPS),
+        "num_stages": 1,
+        "maxnreg": MOST_REGISTERS if threads > 1 else None,
+        "enable_fp_fusion": dtype != torch.float32,
+    }
+    return CachedLaunch(kernel, (programs, 1, 1), arguments, given, options)
 
 
 def channels_of(dim: int, rotated: bool) -> int:
@@ -210,15 +262,16 @@ class Block(NamedTuple):
 @triton.jit
 def load_block(
     out: tl.tensor,
+    table: tl.tensor,
+    status: tl.tensor,
     batch_stride: tl.tensor,
     head_stride: tl.tensor,
     token_stride: tl.tensor,
-    table: tl.tensor,
-    status: tl.tensor,
     blocks: tl.tensor,
     heads: tl.tensor,
     STREAMS: tl.constexpr,
     INTEGERS: tl.constexpr,
+    PAGED: tl.constexpr,
     OUT_ALIGNED: tl.constexpr,
 ) -> tl.tuple:
     """The ``Block`` of this program. Blocks begin at a row of every stream; those of pages that are left out have no tokens."""
@@ -229,7 +282,7 @@ def load_block(
     begin = tl.load(row)
     count = tl.load(row + 1).to(tl.int32)
     target = out + batch * batch_stride + head * head_stride + tl.load(row + 2) * token_stride
-    if status is not None:
+    if PAGED:
         target += tl.multiple_of(tl.load(row + INTEGERS - 2), OUT_ALIGNED)
         count = tl.where(tl.load(status + tl.load(row + INTEGERS - 1)) == 0, count, 0)
     pointers = ()

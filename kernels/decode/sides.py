@@ -1,18 +1,24 @@
-"""The pages of a side to a tensor: one launch, whatever their number."""
+"""The pages of a side to a tensor: one launch, whatever their number, which is prepared once."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
 
 from kvpack.formats.raw import Raw
+from kvpack.kernels.attend.plan import uses_assembly
 
 from . import decode, klt, unpack
 from .rows import Packed
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
 
     from kvpack.kernels.attend.layers import Page, Side
+
+    from .rows import Prepared
 
 
 class Part(NamedTuple):
@@ -31,29 +37,82 @@ class Part(NamedTuple):
         return Packed(streams, self.stop - self.start, self.first + self.start - start)
 
 
+class Kept:
+    """What fills outputs of one dtype and strides with the pages of a side: its tables are made once, on the stream of the first call.
+
+    ``left`` are the ranges of tokens that are left to be written.
+    """
+
+    def __init__(self, prepared: Prepared, left: Sequence[tuple[int, int]], device: torch.device) -> None:
+        self._prepared, self.left, self._device, self._stream, self._ready = prepared, left, device, 0, None
+        if device.type == "cuda":
+            self._stream = _current_stream(device)
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready.record(torch.cuda.current_stream(device))
+
+    def __call__(self, out: torch.Tensor) -> None:
+        # A graph may not wait for what is no part of it; torch.cuda.graph waits for all streams before it begins.
+        if self._ready is not None and _current_stream(self._device) != self._stream and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self._device).wait_event(self._ready)
+        self._prepared.run(out)
+
+
+_kept: WeakKeyDictionary[Side, dict[Any, Kept]] = WeakKeyDictionary()
+
+
 def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tuple[int, int]]:
     """Decode tokens ``[start, stop)`` of the pages of ``side`` into ``out`` ``[batch, kv_head, token, dim]``, token ``start`` first.
 
     Returns the ranges of tokens, counted from the first of the side, that are left to be written: of a codec that no kernel takes, or if
-    they begin within a group of tokens, and of the raw tail. Raises InvalidShape unless streams are as their codec lays them out.
+    they begin within a group of tokens, and of the raw tail. What decodes all tokens is kept with the side. Raises InvalidShape unless
+    streams are as their codec lays them out.
     """
+    asked = out.dtype, out.stride(), uses_assembly(out.device)
+    whole = start == 0 and stop == side.tokens
+    if whole and (kept := _kept.get(side, {}).get(asked)) is not None:
+        kept(out)
+        return list(kept.left)
     left: list[tuple[int, int]] = []
-    if parts := _parts(side, start, stop):
-        codec = parts[0].page.codec
-        if type(codec) is Raw:
-            for part in parts:
-                begin = part.first + part.start - start
-                out[:, :, begin : begin + part.stop - part.start] = part.page.streams["values"][:, :, part.start : part.stop]
-        elif unpack.takes(codec, out):
-            unpack.unpack(codec, [part.packed(start) for part in parts], out)
-        elif klt.takes(codec, out):
-            klt.unpack(codec, [part.packed(start) for part in parts], out)
-        elif parts[0].start % codec.token_group or not decode.decode_into(codec, [part.packed(start) for part in parts], out, True):
-            left.append((parts[0].first + parts[0].start, parts[-1].first + parts[-1].stop))
+    parts = _parts(side, start, stop)
+    prepared = _prepared(parts, start, out)
+    if prepared is not None:
+        prepared.run(out)
+    elif parts and not _decoded(parts, start, out):
+        left.append((parts[0].first + parts[0].start, parts[-1].first + parts[-1].stop))
     tail = side.tokens - side.tail.shape[2]
     if stop > max(start, tail):
         left.append((max(start, tail), stop))
+    if whole and prepared is not None and prepared.lasting:
+        _kept.setdefault(side, {})[asked] = Kept(prepared, tuple(left), out.device)
     return left
+
+
+def _prepared(parts: Sequence[Part], start: int, out: torch.Tensor) -> Prepared | None:
+    """What decodes ``parts`` in one launch into outputs like ``out``, whose first token is token ``start`` of the side; None for others."""
+    if not parts:
+        return None
+    codec, packed = parts[0].page.codec, [part.packed(start) for part in parts]
+    if unpack.takes(codec, out):
+        return unpack.prepare(codec, packed, out)
+    return None if parts[0].start % codec.token_group else decode.prepare(codec, packed, out, True)
+
+
+def _decoded(parts: Sequence[Part], start: int, out: torch.Tensor) -> bool:
+    """Decode ``parts``, as ``_prepared``, by other means; whether that was done."""
+    codec, packed = parts[0].page.codec, [part.packed(start) for part in parts]
+    if type(codec) is Raw:
+        for part in parts:
+            begin = part.first + part.start - start
+            out[:, :, begin : begin + part.stop - part.start] = part.page.streams["values"][:, :, part.start : part.stop]
+        return True
+    if klt.takes(codec, out):
+        klt.unpack(codec, packed, out)
+        return True
+    return parts[0].start % codec.token_group == 0 and decode.decode_into(codec, packed, out, True)
+
+
+def _current_stream(device: torch.device) -> int:
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 def _parts(side: Side, start: int, stop: int) -> list[Part]:

@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
     from kvpack.formats.base import Codec
 
-    from .rows import Packed, Pages
+    from .rows import Packed, Pages, Prepared
 
 
 TRIPLET_THREADS = 2
 """Times as many threads as usual for triplets: lookups of one thread's values would fill its registers, and leave room for few warps."""
 
 
-def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
-    """Decode ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
+def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
+    """What decodes ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
 
     ``rotated``: into the original frame, else in the coded one. In float32 the values are those of the codec's ``decode_frame``, but for
-    the last bits of logarithmic norms. Returns False for a codec of no table. Raises InvalidShape when a stream is not as
+    the last bits of logarithmic norms. None for a codec of no table. Raises InvalidShape when a stream is not as
     ``codec.layout`` says.
     """
     form = form_of(codec)
     if form is None:
-        return False
+        return None
     batch, heads = out.shape[:2]
     rows.check(codec, packed, batch, heads)
     names = list(codec.layout(1, 1, 0))
@@ -59,13 +59,12 @@ def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotat
     streams = [([part.streams[name] for name in names], part.tokens, part.first) for part in packed]
     work = rows.work_of(streams, [1] * len(names), batch * heads, tile, out.device, pages)
     matrix = signs_of(codec.rotation, channels, out.device) if rotated else work.table
-    rows.launch(
-        _decode, work, out, matrix, table, norm_table,
+    return rows.prepared(
+        _decode, work, out, matrix, table, work.table if norm_table is None else norm_table,
         CODES=code_streams(codec), FORM=form, ENTRIES=table.numel() // form.values, SCALES=len(names) - 1,
         ROTATED=rotated, DIM=codec.dim, TILE=tile, CHANNELS=channels, JOINED=joined,
         threads=TRIPLET_THREADS if form.values == 3 else 1,
     )  # fmt: skip
-    return True
 
 
 @triton.jit
@@ -91,19 +90,20 @@ def _entries(table: tl.tensor, entry: tl.tensor, element: tl.tensor, mask: tl.te
 @triton.jit(do_not_specialize=["blocks", "heads", "block_tokens"])
 def _decode(
     out: tl.tensor,
-    batch_stride: tl.tensor,
-    head_stride: tl.tensor,
-    token_stride: tl.tensor,
     work: tl.tensor,
     status: tl.tensor,
     matrix: tl.tensor,
     table: tl.tensor,
     norm_table: tl.tensor,
+    batch_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
     blocks: tl.tensor,
     heads: tl.tensor,
     block_tokens: tl.tensor,
     STREAMS: tl.constexpr,
     INTEGERS: tl.constexpr,
+    PAGED: tl.constexpr,
     OUT_ALIGNED: tl.constexpr,
     CODES: tl.constexpr,
     FORM: tl.constexpr,
@@ -120,7 +120,7 @@ def _decode(
     VALUES: tl.constexpr = FORM.values
     DIGITS: tl.constexpr = FORM.digits
     REPEATED: tl.constexpr = VALUES // JOINED
-    block = load_block(out, batch_stride, head_stride, token_stride, work, status, blocks, heads, STREAMS, INTEGERS, OUT_ALIGNED)
+    block = load_block(out, work, status, batch_stride, head_stride, token_stride, blocks, heads, STREAMS, INTEGERS, PAGED, OUT_ALIGNED)
     if ROTATED:
         signs = load_signs(matrix, CHANNELS)
     token = tl.arange(0, TILE)[:, None]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
@@ -59,7 +59,7 @@ class Work(NamedTuple):
     """The pages of a launch: int64 ``[page, FIRST_ADDRESS + STREAM_INTEGERS * streams]`` on the device, ``blocks`` in all.
 
     ``firsts`` are the first block of each page and the token of the output that it begins at, ``end`` the one behind the last page,
-    ``streams`` the streams of all pages, and ``held`` the tensors that the addresses refer to.
+    ``streams`` the streams of all pages, and ``held`` the tensors that the addresses refer to; ``copied``: some are copies of streams.
     """
 
     table: torch.Tensor
@@ -69,6 +69,7 @@ class Work(NamedTuple):
     end: int
     streams: tuple[RowStream, ...]
     held: tuple[torch.Tensor, ...]
+    copied: bool
 
     def token_of(self, block: int) -> int:
         """The first token of ``block``; ``end`` behind the last."""
@@ -94,15 +95,15 @@ def loader_of(codec: Codec) -> Tiles | None:
     return tiles
 
 
-def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, device: torch.device) -> Work:
+def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, device: torch.device, warps: int = WARPS) -> Work:
     """The work of decoding ``packed``, pages of a codec that has a loader; where all are decoded, each follows the one before.
 
-    Raises InvalidShape unless all streams are as the codec lays them out.
+    Programs are of ``warps``. Raises InvalidShape unless all streams are as the codec lays them out.
     """
     tiles = loader_of(codec)
     assert tiles is not None
     check(codec, packed, batch, heads)
-    span = WARPS * _tile_tokens(tiles)
+    span = warps * tile_tokens(tiles)
     spans = sum(-(-part.tokens // span) for part in packed) * batch * heads
     block = span * max(1, min(MOST_TILES, spans // PROGRAMS))
     held: list[torch.Tensor] = []
@@ -114,7 +115,9 @@ def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, devi
     table = torch.from_numpy(rows).to(device, non_blocking=True)
     firsts = tuple((row[0], row[2]) for row in found)
     end = packed[-1].first + packed[-1].tokens
-    return Work(table, blocks, block, firsts, end, plan.aligned_streams(rows, tiles, FIRST_ADDRESS.value), tuple(held))
+    given = [part.streams[stream.name] for part in packed for stream in tiles.streams]
+    copied = any(mine is not theirs for mine, theirs in zip(held, given, strict=True))
+    return Work(table, blocks, block, firsts, end, plan.aligned_streams(rows, tiles, FIRST_ADDRESS.value), tuple(held), copied)
 
 
 def decode(codec: Codec, work: Work, out: torch.Tensor, blocks: range | None = None, factors: torch.Tensor | None = None) -> None:
@@ -171,7 +174,8 @@ def prepare(
     return Decoding(launch if len(blocks) * batch * heads else None, work, device_tables.numbers(device), table)
 
 
-def _tile_tokens(tiles: Tiles) -> int:
+def tile_tokens(tiles: Tiles) -> int:
+    """The tokens of a warp's tile."""
     return max(TOKENS, tiles.tokens)
 
 
@@ -189,7 +193,7 @@ def _launch(
     """The launch for an output of ``dtype``, the same for all layers of a model, and the loader's table."""
     tiles = loader_of(codec)
     assert tiles is not None
-    tokens = _tile_tokens(tiles)
+    tokens = tile_tokens(tiles)
     blocks, heads = arguments[5], arguments[7]
     shared, tables, places = device_tables.of_sides(tiles, tiles, torch.device(device), fast, table_budget(tiles, tiles))
     # Blocks begin at whole tiles, and pages at a group of tokens.
@@ -243,18 +247,13 @@ def decode_tiles(
     CONSTANTS: tl.constexpr = SIDE.constants
     SHARED: tl.constexpr = SIDE.shared
     SPAN: tl.constexpr = WARPS * TOKENS
-    block = first_block + tl.program_id(0) % blocks
     sequence = tl.program_id(0) // blocks
-    batch = (sequence // heads).to(tl.int64)
-    head = (sequence % heads).to(tl.int64)
     table += sequence % SIDE.tables * SIDE.table_values
     entries = begin_tables(table, table, TABLES, WARPS)
-    row = work_table + _page_of(block, work_table, pages, WORK_ROW) * WORK_ROW
-    begin = (block - tl.load(row).to(tl.int32)) * block_tokens
-    count = tl.minimum(tl.load(row + 1).to(tl.int32) - begin, block_tokens)
-    place = tl.load(row + 2) + begin - first_token
-    target = out + batch * batch_stride + head * head_stride + place * token_stride
-    streams = stream_pointers(row + FIRST_ADDRESS, batch, head, SIDE)
+    block = block_of(work_table, first_block + tl.program_id(0) % blocks, pages, sequence, heads, block_tokens, SIDE, WORK_ROW)
+    begin, count, streams = block.begin, block.count, block.streams
+    place = block.place - first_token
+    target = out + block.batch * batch_stride + block.head * head_stride + place * token_stride
     if SIDE.load_columns is None:
         fields = load_column_fields(numbers, FIELDS)
     else:
@@ -276,6 +275,37 @@ def decode_tiles(
             tiles = SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SHARED, False, FAST)
             for number in tl.static_range(len(tiles)):
                 _store(tiles[number], factor, streams, rows, token < count - offset, step * len(tiles) + number, SIDE, FACTORS)
+
+
+class Block(NamedTuple):
+    """``count`` tokens from token ``begin`` of a page on, of one sequence and head; the first of them is token ``place`` of the output."""
+
+    batch: Any
+    head: Any
+    begin: Any
+    count: Any
+    place: Any
+    streams: Any
+
+
+@triton.jit
+def block_of(
+    work_table: tl.tensor,
+    number: tl.tensor,
+    pages: tl.tensor,
+    sequence: tl.tensor,
+    heads: tl.tensor,
+    block_tokens: tl.tensor,
+    SIDE: tl.constexpr,
+    WORK_ROW: tl.constexpr,
+) -> tl.tuple:
+    """The ``Block`` of this ``number`` of ``sequence``."""
+    batch = (sequence // heads).to(tl.int64)
+    head = (sequence % heads).to(tl.int64)
+    row = work_table + _page_of(number, work_table, pages, WORK_ROW) * WORK_ROW
+    begin = (number - tl.load(row).to(tl.int32)) * block_tokens
+    count = tl.minimum(tl.load(row + 1).to(tl.int32) - begin, block_tokens)
+    return Block(batch, head, begin, count, tl.load(row + 2) + begin, stream_pointers(row + FIRST_ADDRESS, batch, head, SIDE))
 
 
 @triton.jit

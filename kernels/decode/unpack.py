@@ -1,15 +1,14 @@
-"""Unpack rotated codecs of bounded values: tiles by the loaders of attention, then back to the original frame on the matrix units.
+"""Unpack rotated codecs of bounded values: tiles by the loaders of attention, and back to the original frame on the matrix units."""
 
-Tiles go to the output itself, where they have as many columns as it has channels, a part at a time that the second-level cache holds.
-"""
-
-# mypy: disable-error-code="untyped-decorator"
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -21,34 +20,55 @@ from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.polar import Polar
 from kvpack.formats.quaternion import Quaternion
 from kvpack.formats.scalar import Scalar
-from kvpack.kernels.attend import plan, rotation
+from kvpack.kernels.attend import device_tables, plan, rotation
+from kvpack.kernels.attend.bound_loader import bind
+from kvpack.kernels.attend.split import begin_tables, fill_tables
+from kvpack.kernels.attend.work import STREAM_INTEGERS, Rows, load_tiles
+from kvpack.kernels.tables import shared_table
+from kvpack.kernels.tables.table_assembly import LARGEST_BYTES
 from kvpack.kernels.triton_insides import CachedLaunch
+from kvpack.kernels.words.bitfields import load_column_fields
 
 from . import tiles
 from .decode import FUSED_DTYPES, fits
+from .rows import Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.formats.base import Codec
+    from kvpack.kernels.attend.bound_loader import RowStream
+    from kvpack.kernels.loaders.tiles import Tiles
 
     from .rows import Packed
 
 BOUNDED = (Angle, Octahedral, Polar, Quaternion, Scalar)
 """Codecs whose values are entries of a table times a token's factor: tiles of binary16 hold the entries of any file."""
 
-PART_BYTES = 32 << 20
-"""Bytes of tiles at once: an H200's second-level cache holds 50 MiB."""
-
 MOST_COLUMNS = 256
-"""Columns and channels whose matrix, with a tile beside it, fits the shared memory of a multiprocessor."""
+"""Columns and channels at most."""
 
-ROWS, WARPS = 128, 8
-"""Tokens of a program that rotates, and its warps."""
+INTERPRETED_BYTES = 227 << 10
+"""Shared memory of a program without a device: that of an H200."""
+
+
+class Shape(NamedTuple):
+    """A program's warps and its channels, whose sums are in registers.
+
+    ``joined``: it multiplies all tiles at once, because sums beside what decodes more tokens do not fit the registers.
+    """
+
+    warps: int
+    channels: int
+    joined: bool
+
+
+SHAPES = (Shape(4, 128, False), Shape(8, 128, True), Shape(4, 128, True), Shape(4, 64, True))
+"""The fastest first, on an H200; others do with less shared memory. Tiles of 16 tokens are faster for scalar, and slower for all others."""
 
 
 def takes(codec: Codec, out: torch.Tensor) -> bool:
-    """Whether ``unpack`` takes a codec and an output: polar, whose tiles are products, only to bfloat16, which rounds more."""
+    """Whether ``prepare`` takes a codec and an output: polar, whose tiles are products, only to bfloat16, which rounds more."""
     return (
         type(codec) in BOUNDED
         and (type(codec) is not Polar or out.dtype == torch.bfloat16)
@@ -58,104 +78,199 @@ def takes(codec: Codec, out: torch.Tensor) -> bool:
         and (loader := tiles.loader_of(codec)) is not None
         and loader.factor is not None
         and max(len(plan.columns(codec, False)), codec.dim) <= MOST_COLUMNS
+        and _shape_of(codec, str(out.device)) is not None
     )
 
 
-def unpack(codec: Codec, packed: Sequence[Packed], out: torch.Tensor) -> None:
-    """Decode ``packed``, whose pages follow one another, into ``out`` ``[batch, kv_head, token, dim]``, in the original frame.
+def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor) -> Prepared:
+    """What decodes ``packed``, whose pages follow one another, into outputs like ``out`` ``[batch, kv_head, token, dim]``, rotated back.
 
     The error is that of tiles of binary16, below 2^-11 of a row's values in the 2-norm (2^-10 for polar), and of rounding to the output's
-    dtype.
+    dtype. Raises InvalidShape unless streams are as the codec lays them out.
     """
-    batch, heads, tokens = out.shape[:3]
-    work = tiles.work_of(codec, packed, batch, heads, out.device)
-    if not work.blocks * batch * heads:
-        return
-    columns = len(plan.columns(codec, False))
-    at_once = max(work.block_tokens, PART_BYTES // (2 * columns * batch * heads))
-    factors = torch.empty(batch, heads, tokens, dtype=torch.float32, device=out.device)
-    in_place = columns == codec.dim
-    scratch = None if in_place else torch.empty(batch, heads, at_once, columns, dtype=torch.float16, device=out.device)
-    for blocks, start, stop in work.parts(at_once):
-        target = out[:, :, start:stop]
-        values = target.view(torch.float16) if scratch is None else scratch[:, :, : stop - start]
-        tiles.decode(codec, work, values, blocks, factors[:, :, start:stop])
-        _rotate(codec, target, values, factors[:, :, start:stop])
+    batch, heads = out.shape[:2]
+    device = str(out.device)
+    work = tiles.work_of(codec, packed, batch, heads, out.device, _shape(codec, device).warps)
+    arguments = (*out.stride()[:3], work.table.shape[0], work.blocks, heads, work.block_tokens)
+    launch, table, matrix = _launch(codec, work.streams, arguments, batch, out.dtype, device, plan.uses_assembly(out.device))
+    pointers = tuple((tensor, 0) for tensor in (work.table, device_tables.numbers(device), table, matrix))
+
+    def run(out: torch.Tensor) -> None:
+        if work.blocks * batch * heads:
+            launch((out, 0), *pointers)
+
+    return Prepared(run, not work.copied, work.held)
 
 
-def _rotate(codec: Codec, out: torch.Tensor, values: torch.Tensor, factors: torch.Tensor) -> None:
-    matrix, size = _matrix(codec, str(out.device))
-    widths = values.shape[3], matrix.shape[0], _padded(codec.dim)
-    arguments = (*out.stride()[:3], *values.stride()[:3], *factors.stride()[:2], out.shape[1], out.shape[2])
-    with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
-        launch = _launch(arguments, out.shape[0], codec.dim, widths, size, out.dtype, str(out.device))
-        launch((out, 0), (values, 0), (factors, 0), (matrix, 0))
+def _loader(codec: Codec) -> Tiles:
+    loader = tiles.loader_of(codec)
+    assert loader is not None
+    return loader
 
 
-@lru_cache(maxsize=1024)
-def _launch(
-    arguments: tuple[int, ...], batch: int, dim: int, widths: tuple[int, int, int], size: float, dtype: torch.dtype, device: str
-) -> CachedLaunch:
-    """The launch for an output of ``dtype`` on ``device``."""
-    heads, tokens = arguments[-2:]
-    width, columns, pad = widths
-    constants = {"DIM": dim, "WIDTH": width, "COLUMNS": columns, "PAD": pad, "SIZE": size, "ROWS": ROWS}
-    return CachedLaunch(rotate_tiles, (triton.cdiv(tokens, ROWS), batch * heads, 1), arguments, constants, {"num_warps": WARPS})
+def _shape(codec: Codec, device: str) -> Shape:
+    shape = _shape_of(codec, device)
+    assert shape is not None
+    return shape
+
+
+@lru_cache(maxsize=256)
+def _shape_of(codec: Codec, device: str) -> Shape | None:
+    """The first of ``SHAPES`` whose tiles and matrix fit the shared memory of a program, with tables beside them; None if none does."""
+    loader, room = _loader(codec), INTERPRETED_BYTES - LARGEST_BYTES
+    if device != "cpu":
+        properties = torch.cuda.get_device_properties(device)
+        room = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block) - LARGEST_BYTES
+    tokens, count, width = tiles.tile_tokens(loader), next_power_of_two(len(loader.channels)), len(loader.channels[0])
+    for shape in SHAPES:
+        channels = min(shape.channels, _padded(codec.dim))
+        together = count * width if shape.joined else width
+        if shape.joined == (tokens > tiles.TOKENS) and 2 * (count * width * channels + shape.warps * tokens * together) <= room:
+            return shape._replace(channels=channels)
+    return None
 
 
 def _padded(dim: int) -> int:
     return max(16, next_power_of_two(dim))
 
 
+@lru_cache(maxsize=1024)
+def _launch(
+    codec: Codec, streams: tuple[RowStream, ...], arguments: tuple[int, ...], batch: int, dtype: torch.dtype, device: str, fast: bool
+) -> tuple[CachedLaunch, torch.Tensor, torch.Tensor]:
+    """The launch for outputs of ``dtype``, the same for all layers of a model, the loader's table, and the matrix."""
+    loader, shape = _loader(codec), _shape(codec, device)
+    tokens, (blocks, heads) = tiles.tile_tokens(loader), arguments[4:6]
+    # The compiler's own shared memory lies before larger tables, and here it has no room there.
+    shared, tables, places = device_tables.of_sides(loader, loader, torch.device(device), fast, LARGEST_BYTES)
+    matrix, size = _matrix(codec, shape.joined, device)
+    # Blocks begin at whole tiles, and pages at a group of tokens.
+    whole = loader.whole_groups % tokens == 0
+    launch = CachedLaunch(
+        unpack_tiles,
+        (blocks * batch * heads, matrix.shape[1] // shape.channels, 1),
+        arguments,
+        {
+            "SIDE": bind(loader, places[0], None, streams, whole, fast), "TABLES": shared, "WARPS": shape.warps, "TOKENS": tokens,
+            "WORK_ROW": tiles.FIRST_ADDRESS.value + STREAM_INTEGERS.value * len(streams), "DIM": codec.dim, "PAD": matrix.shape[1],
+            "CHANNELS": shape.channels, "JOINED": shape.joined, "SIZE": size, "FAST": fast,
+        },
+        {"num_warps": shape.warps},
+        partial(shared_table.allow, table_bytes=shared.nbytes) if shared.nbytes else None,
+    )  # fmt: skip
+    return launch, tables[0], matrix
+
+
 @lru_cache(maxsize=256)
-def _matrix(codec: Codec, device: str) -> tuple[torch.Tensor, float]:
-    """The signs of what each column adds to each channel, float16 ``[column, channel]`` with zeros to powers of two, and their size."""
+def _matrix(codec: Codec, in_order_of_joined: bool, device: str) -> tuple[torch.Tensor, float]:
+    """The signs of what each column adds to each channel, float16 ``[column, channel]`` with zeros to powers of two, and their size.
+
+    Columns are in the order of tiles, or of ``joined``.
+    """
+    loader, channels = _loader(codec), _padded(codec.dim)
+    count, width = next_power_of_two(len(loader.channels)), len(loader.channels[0])
     with torch.inference_mode(False):
         signs, size = rotation.column_signs(codec)
-        padded = torch.nn.functional.pad(signs, (0, _padded(codec.dim) - codec.dim, 0, _padded(len(signs)) - len(signs)))
+        padded = torch.nn.functional.pad(signs, (0, channels - codec.dim, 0, count * width - len(signs)))
+        if in_order_of_joined:
+            bits = count.bit_length() - 1
+            # The bits of a tile's number are behind the column there, the lowest first.
+            padded = padded.view(*[2] * bits, width, channels).permute(bits, *reversed(range(bits)), bits + 1).reshape(-1, channels)
         return padded.to(torch.float16).to(device), size
 
 
-@triton.jit(do_not_specialize=["heads", "tokens"])
-def rotate_tiles(
+@triton.jit(do_not_specialize=["pages", "blocks", "heads", "block_tokens"])
+def unpack_tiles(
     out: tl.tensor,
-    values: tl.tensor,
-    factors: tl.tensor,
+    work_table: tl.tensor,
+    numbers: tl.tensor,
+    table: tl.tensor,
     matrix: tl.tensor,
-    out_batch: tl.tensor,
-    out_head: tl.tensor,
-    out_token: tl.tensor,
     batch_stride: tl.tensor,
     head_stride: tl.tensor,
     token_stride: tl.tensor,
-    factor_batch: tl.tensor,
-    factor_head: tl.tensor,
+    pages: tl.tensor,
+    blocks: tl.tensor,
     heads: tl.tensor,
-    tokens: tl.tensor,
+    block_tokens: tl.tensor,
+    SIDE: tl.constexpr,
+    TABLES: tl.constexpr,
+    WARPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WORK_ROW: tl.constexpr,
     DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
     PAD: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    JOINED: tl.constexpr,
     SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> None:
-    """``ROWS`` tokens of ``values`` ``[batch, head, token, WIDTH]``, binary16, times the signs of ``matrix`` and the tokens' factors.
+    """Decode a block of one page, sequence and head (``tiles.decode_tiles``), and multiply it with ``CHANNELS`` channels of ``matrix``.
 
-    ``out`` may lie where ``values`` does: a program reads its rows before it writes them.
+    ``matrix`` is binary16 ``[column, PAD]``; its products are ``SIZE`` times as large. ``JOINED``: with all tiles of a token at once, else
+    with each as soon as it is decoded.
     """
-    sequence = tl.program_id(1)
-    batch = (sequence // heads).to(tl.int64)
-    head = (sequence % heads).to(tl.int64)
-    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    channel = tl.arange(0, PAD)
-    real = (token < tokens)[:, None]
-    read = values + batch * batch_stride + head * head_stride + token[:, None] * token_stride + column[None, :]
-    tile = tl.load(read, real & (column < WIDTH)[None, :], 0.0)
-    signs = tl.load(matrix + column[:, None] * PAD + channel[None, :])
-    factor = tl.load(factors + batch * factor_batch + head * factor_head + token, token < tokens, 0.0)
-    # Every warp has read its part of the rows before one writes.
-    tl.debug_barrier()
-    found = tl.dot(tile, signs) * (factor * SIZE)[:, None]
-    place = out + batch * out_batch + head * out_head + token[:, None] * out_token + channel[None, :]
-    tl.store(place, found.to(out.dtype.element_ty), real & (channel < DIM)[None, :])
+    FIELDS: tl.constexpr = SIDE.stream_widths
+    STEPS: tl.constexpr = SIDE.steps
+    CONSTANTS: tl.constexpr = SIDE.constants
+    SHARED: tl.constexpr = SIDE.shared
+    WIDTH: tl.constexpr = SIDE.widths[0]
+    TILES: tl.constexpr = len(SIDE.widths)
+    ALL: tl.constexpr = triton.next_power_of_2(TILES)
+    SPAN: tl.constexpr = WARPS * TOKENS
+    sequence = tl.program_id(0) // blocks
+    table += sequence % SIDE.tables * SIDE.table_values
+    entries = begin_tables(table, table, TABLES, WARPS)
+    block = tiles.block_of(work_table, tl.program_id(0) % blocks, pages, sequence, heads, block_tokens, SIDE, WORK_ROW)
+    streams = block.streams
+    target = out + block.batch * batch_stride + block.head * head_stride + block.place * token_stride
+    if SIDE.load_columns is None:
+        fields = load_column_fields(numbers, FIELDS)
+    else:
+        fields = SIDE.load_columns(table, Rows(streams, block.begin * 0), CONSTANTS, TOKENS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    if JOINED:
+        signs = (tl.load(matrix + tl.arange(0, ALL * WIDTH)[:, None] * PAD + channel[None, :]),)
+    else:
+        signs = ()
+        for number in tl.static_range(TILES):
+            column = number * WIDTH + tl.arange(0, WIDTH)
+            signs = signs + (tl.load(matrix + column[:, None] * PAD + channel[None, :]),)
+    fill_tables(entries, TABLES)
+    if TABLES.nbytes:
+        tl.debug_barrier()
+    token = tl.arange(0, WARPS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]  # [warp, token]
+    row = tl.arange(0, SPAN)[:, None]
+    for offset in tl.range(0, block.count, SPAN, num_stages=1):
+        count = block.count - offset
+        first = (block.begin + offset).to(tl.int64)
+        loaded = load_tiles(streams, first, token, count, SIDE, 1, TOKENS, True, False, FAST)
+        factor = tl.reshape(SIDE.factor(loaded[0][0], CONSTANTS, FAST), (SPAN, 1))
+        if JOINED:
+            parts = SIDE.decode(loaded[0][0], fields, table, 0, CONSTANTS, SHARED, False, FAST)
+            for step in tl.static_range(1, STEPS):
+                parts = parts + SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SHARED, False, FAST)
+            for _ in tl.static_range(ALL - TILES):
+                parts = parts + (tl.zeros_like(parts[0]),)
+            sums = tl.dot(tl.reshape(joined(parts, ALL), (SPAN, ALL * WIDTH)), signs[0])
+        else:
+            sums = tl.zeros((SPAN, CHANNELS), tl.float32)
+            for step in tl.static_range(STEPS):
+                parts = SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SHARED, False, FAST)
+                for number in tl.static_range(len(parts)):
+                    sums = tl.dot(tl.reshape(parts[number], (SPAN, WIDTH)), signs[step * len(parts) + number], sums)
+        place = target + (offset + row) * token_stride + channel[None, :]
+        tl.store(place, (sums * (factor * SIZE)).to(out.dtype.element_ty), (row < count) & (channel < DIM)[None, :])
+
+
+@triton.jit
+def joined(parts: tl.tuple, COUNT: tl.constexpr) -> tl.tensor:
+    """``COUNT`` parts, a power of two of them, with an axis of two for each bit of a part's number, the lowest first."""
+    if COUNT == 1:
+        found = parts[0]
+    else:
+        pairs = ()
+        for number in tl.static_range(COUNT // 2):
+            pairs = pairs + (tl.join(parts[2 * number], parts[2 * number + 1]),)
+        found = joined(pairs, COUNT // 2)
+    return found

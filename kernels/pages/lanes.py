@@ -6,6 +6,7 @@ The encoders and decoders are those of caches: where the pages and their rows li
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
@@ -146,8 +147,8 @@ def _choose_scales(codec: Minifloat, lane: Lane, job: Job, stream: torch.Tensor,
     pages, count, size = len(job.slots), len(lane.layers), stream.element_size()
     found = run_scales(codec, largest_magnitudes(x, origins, codec.granularity == "head"), None).view(pages, count, *stream.shape[1:])
     rows = stream.as_strided(found.shape, (job.rows.stride(0) // size, lane.stride // size, *stream.stride()[1:]))
-    # Rows may be of inference mode, where nothing else may write.
-    with torch.inference_mode():
+    # Rows of inference mode are written there alone.
+    with torch.inference_mode() if rows.is_inference() else nullcontext():
         rows.copy_(found)
     # NaN and what does not fit are infinite or NaN here, and the codec names them.
     job.status.logical_or_((~torch.isfinite(found)).flatten(1).any(1))

@@ -152,15 +152,17 @@ class Side:
             self._unpack_into(out) if rows else out.copy_(self.unpack(out.dtype))
 
     def _unpack_into(self, out: torch.Tensor) -> None:
-        per_tile = tokens_at_once(self.batch * self.heads * self.dim, max(128, self.codec.token_group), self.codec.token_group, self.device)
+        left = unpack_into(self, out)
+        if not left:
+            return
 
         def unpack_tile(start: int, stop: int) -> None:
             page, first = self.place(start, stop)
             source = self.tail[:, :, start - first : stop - first] if page is None else page.decode(start - first, stop - first)
             out[:, :, start:stop] = source
 
-        left = unpack_into(self, out)
-        tiles = [tile for tile in self.tiles(per_tile) if any(start <= tile[0] < stop for start, stop in left)] if left else []
+        per_tile = tokens_at_once(self.batch * self.heads * self.dim, max(128, self.codec.token_group), self.codec.token_group, self.device)
+        tiles = [tile for tile in self.tiles(per_tile) if any(start <= tile[0] < stop for start, stop in left)]
         for_each_block(unpack_tile, tiles, self.device)
 
     def prefix(self, tokens: int) -> Side:

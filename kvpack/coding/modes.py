@@ -18,9 +18,14 @@ def own_modes(device: torch.device) -> AbstractContextManager[None]:
     Autocast would round the rotation to bfloat16. Tensors made in inference mode cannot be used by other threads or by
     autograd later. A cache with gradients would keep alive everything that its model computed.
     """
-    if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type):
+    if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type):
         return _set_modes(device)
-    return contextlib.nullcontext()
+    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
+
+
+def writing(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """A mode in which ``tensor``, of someone else, may be written: what was made in inference mode, only there."""
+    return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()
 
 
 def without_autocast(device: torch.device) -> torch.autocast:

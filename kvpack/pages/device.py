@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.coding import dispatch
-from kvpack.coding.modes import own_modes
+from kvpack.coding.modes import own_modes, writing
 from kvpack.file.row import KEY_AT, KEY_BYTES, MULTIPLIER, front_of
 from kvpack.formats.errors import DigestMismatch
 
@@ -67,6 +67,7 @@ class DevicePages:
             self._front = _bytes(front_of(plan.layout, plan.namespace, bytes(KEY_BYTES))).to(device)
             pads = [at for begin, end in plan.layout.pads for at in range(begin, end)]
             self._pads = torch.tensor(pads, dtype=torch.int32).to(device) if pads else None
+            self._padding = None if self._pads is None else self._pads.to(torch.int64)
 
     def encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None]) -> PageJob:
         """Begin to encode to ``rows`` of any memory, those of the device best."""
@@ -77,7 +78,7 @@ class DevicePages:
             if status is None:
                 return PageJob.of(self._encode_by_host(pages, slots, rows, digests, range(len(slots))))
             if target is not rows and isinstance(rows, torch.Tensor):
-                with torch.inference_mode():
+                with writing(rows):
                     rows[:, : self._nbytes].copy_(target, non_blocking=True)
 
         def finish(found: list[int]) -> list[Outcome]:
@@ -127,13 +128,12 @@ class DevicePages:
 
         status = torch.zeros(len(slots), dtype=torch.int32, device=self._device)
         job = lanes.Job(slots, rows, status)
-        # An engine may have made its memory in inference mode, and nothing else may write there.
-        with torch.inference_mode():
+        with writing(rows):
             rows[:, : self._front.numel()] = self._front
             if any(digests):
                 rows[:, KEY_AT : KEY_AT + KEY_BYTES] = self._keys(digests)
-            if self._pads is not None:
-                rows.index_fill_(1, self._pads.to(torch.int64), 0)
+            if self._padding is not None:
+                rows.index_fill_(1, self._padding, 0)
         if not all(lanes.encode(lane, job) for lane in self._lanes(pages)):
             return None
         checksum.write(rows, self._nbytes, MULTIPLIER, status)

@@ -21,7 +21,7 @@ sys.exit(compile_kernels.main(sys.argv[1:]))
 """
 
 KERNELS = {
-    "octopus-3": {"attend_split", "decode_tiles", "rotate_tiles", "_encode"},
+    "octopus-3": {"attend_split", "decode_tiles", "unpack_tiles", "_encode"},
     "oscar-2": {"attend_split", "merge_originals", "_decode", "_encode"},
     "nvfp4": {"attend_split", "decode_tiles", "_encode"},
     "octopus-qjl-2": {"attend_split"},

@@ -59,16 +59,21 @@ def fused(side: Side, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The pointers of every launch from now on."""
+    from kvpack.kernels.triton_insides import CachedLaunch
+
+    launched: list[Any] = []
+    own = CachedLaunch.__call__
+    monkeypatch.setattr(CachedLaunch, "__call__", lambda self, *pointers: launched.append(pointers) or own(self, *pointers))
+    return launched
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (80, torch.float16)])
 @pytest.mark.parametrize("codec", CODECS)
 def test_pages_of_a_codec_are_decoded_together(codec: str, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpack.kernels.decode import rows, unpack
-
-    launched = []
-    for module, name in ((rows, "launch"), (unpack, "_rotate")):
-        own = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, own=own, **constants: launched.append(given[0]) or own(*given, **constants))
+    launched = launches(monkeypatch)
     made, _ = codecs(CODECS[codec], CODECS[codec], (dim, dim))
     side = random_side(made, 2, (128, 256, 70), 0, 1, batch=2)
     found = fused(side, dtype)
@@ -99,17 +104,36 @@ def test_polar_of_equal_pairs() -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("dim", [64, 80])
-@pytest.mark.parametrize("codec", ["octahedral:b=3", "octahedral:b=3,arrangement=direct", "angle:n=128"])
-def test_parts_of_a_side_are_rotated_one_after_the_other(codec: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpack.kernels.decode import tiles, unpack
+@pytest.mark.parametrize(("codec", "dim"), [("octahedral:b=3", 96), ("quaternion:s=24,r=3", 64), ("angle:n=128", 80), ("scalar:b=3", 256)])
+def test_programs_of_several_tiles(codec: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.decode import tiles
 
     made, _ = codecs(codec, codec, (dim, dim))
     side = random_side(made, 2, (700, 33, 300), 0, 1, batch=2)
-    expected = fused(side, torch.float16)
-    monkeypatch.setattr(unpack, "PART_BYTES", 0)
+    monkeypatch.setattr(tiles, "PROGRAMS", 1)
+    found = fused(side, torch.float16)
+    assert relative_error(found, side.unpack(torch.float32)) < 2.0**-11
     monkeypatch.setattr(tiles, "MOST_TILES", 1)
-    assert torch.equal(fused(side, torch.float16), expected)
+    assert torch.equal(fused(side, torch.float16), found)
+
+
+@pytest.mark.kernels
+def test_a_device_of_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.decode import unpack
+
+    made, _ = codecs("octahedral:b=3", "raw", (128, 128))
+    side = random_side(made, 1, (70,), 0, 1)
+    expected = side.unpack(torch.float32)
+    shapes = []
+    for place in range(len(unpack.SHAPES)):
+        shapes.append(unpack._shape_of.__wrapped__(made, DEVICE))
+        monkeypatch.setattr(unpack, "_shape_of", lambda *_, shape=shapes[-1]: shape)
+        assert relative_error(fused(side, torch.bfloat16), expected) < EXACT[torch.bfloat16] / 2 + 2.0**-12
+        if shapes[-1] is None:
+            break
+        monkeypatch.undo()
+        monkeypatch.setattr(unpack, "SHAPES", [shape for shape in unpack.SHAPES if shape.joined][place + 1 :])
+    assert len(shapes) == 4
 
 
 @pytest.mark.kernels
@@ -182,4 +206,4 @@ def test_streams_that_are_not_laid_out_as_the_codec_says_are_refused() -> None:
     out = torch.empty(1, 1, 41, 64, dtype=torch.float16, device=DEVICE)
     streams = {name: stream.to(DEVICE) for name, stream in page.streams.items()}
     with pytest.raises(InvalidShape):
-        unpack.unpack(made, [rows.Packed(streams, 41, 0)], out)
+        unpack.prepare(made, [rows.Packed(streams, 41, 0)], out)

@@ -1,0 +1,168 @@
+"""What decodes a side is kept with it: later calls launch, and do little else.
+
+interpreter.py says which process runs which of these tests.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import kvpack
+
+from caches import random_pairs  # isort: skip
+from interpreter import DEVICE, INTERPRETED  # isort: skip
+from random_sides import codecs, random_side  # isort: skip
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from kvpack.cache.side import Side
+
+CODECS = [
+    "group:b=4,g=32",
+    "group:b=3,g=32,rotation=hadamard,token_scale=fp16",
+    "scalar:b=3",
+    "octahedral:b=3",
+    "octahedral:b=4,arrangement=direct",
+    "minifloat:element=e4m3",
+]
+FEW_CALLS = 24
+"""Calls of kvpack's functions of one call of ``Side.unpack``: the host takes some 3 us for each."""
+
+
+def a_side(codec: str, runs: tuple[int, ...] = (128, 70), seed: int = 1) -> Side:
+    made, _ = codecs(codec, codec, (64, 64))
+    return random_side(made, 2, runs, 0, seed).to(DEVICE)
+
+
+def unpacked(side: Side, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    from kvpack.kernels.decode import sides
+
+    out = torch.full((side.batch, side.heads, side.tokens, side.dim), torch.nan, dtype=dtype, device=DEVICE)
+    assert sides.unpack_into(side, 0, side.tokens, out) == []
+    return out
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("codec", CODECS)
+def test_later_calls_make_no_tables(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = a_side(codec)
+    first = unpacked(side)
+    narrow = unpacked(side, torch.float16)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a table was made")
+
+    monkeypatch.setattr(torch, "from_numpy", refuse)
+    assert torch.equal(unpacked(side), first)
+    assert torch.equal(unpacked(side, torch.float16), narrow)
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not INTERPRETED, reason="what the host does is the same, and the interpreter's launches are easily left out")
+@pytest.mark.parametrize("codec", CODECS)
+def test_later_calls_cost_the_host_little(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.triton_insides import CachedLaunch
+
+    launched = []
+    monkeypatch.setattr(CachedLaunch, "__call__", lambda *_: launched.append(1))
+    monkeypatch.setenv("KVPACK_KERNELS", "triton")
+    side = a_side(codec)
+    side.unpack(torch.bfloat16)
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and "kvpack" in frame.f_globals.get("__name__", ""):
+            called.append(frame.f_code.co_qualname)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        side.unpack(torch.bfloat16)
+    finally:
+        sys.setprofile(before)
+    assert len(launched) == 2
+    assert len(called) <= FEW_CALLS, called
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_kept_dies_with_the_side(codec: str) -> None:
+    from kvpack.kernels.decode import sides
+
+    side = a_side(codec)
+    unpacked(side)
+    (kept,) = sides._kept[side].values()
+    left = weakref.ref(kept)
+    del kept, side
+    assert left() is None
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("codec", CODECS)
+def test_copies_of_streams_are_not_kept(codec: str) -> None:
+    from kvpack.kernels.decode import sides
+
+    side = a_side(codec, (128,))
+    expected = unpacked(side)
+    page = side.pages[0]
+    # Rows of every second place in memory.
+    apart = {name: torch.stack([stream, stream], 3)[:, :, :, 0] for name, stream in page.streams.items()}
+    side = replace(side, pages=(replace(page, streams=apart),))
+    assert torch.equal(unpacked(side), expected)
+    assert side not in sides._kept
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("codec", ["group:b=4,g=32", "octahedral:b=3"])
+def test_sides_of_one_shape_are_told_apart(codec: str) -> None:
+    some = [a_side(codec, seed=seed) for seed in range(3)]
+    for side in (*some, *some):
+        error = (unpacked(side).float() - side.to("cpu").unpack(torch.float32).to(DEVICE)).norm()
+        assert error < 2.0**-6 * side.to("cpu").unpack(torch.float32).norm()
+        assert torch.equal(unpacked(side.prefix(128)), unpacked(side)[:, :, :128])
+
+
+@pytest.mark.kernels
+def test_a_live_cache_unpacks_what_it_holds_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPACK_KERNELS", "triton")
+    live = kvpack.LiveCache("kv=group:b=4,g=32;tail=32", layers=1)
+    given = random_pairs(1, 160, dims=(64, 64))[0]
+    for start in range(0, 160, 40):
+        live.update(0, *(x[:, :, start : start + 40].to(DEVICE) for x in given))
+        live.roll()
+        for _ in range(2):
+            for found, x in zip(live.unpacked(0, torch.bfloat16), given, strict=True):
+                assert found is not None
+                assert found.shape[2] == start + 40
+                assert (found.cpu().float() - x[:, :, : start + 40].float()).norm() < 0.2 * x[:, :, : start + 40].float().norm()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("codec", CODECS)
+def test_streams_threads_and_graphs(codec: str) -> None:
+    side = a_side(codec, (4096, 70))
+    expected = unpacked(a_side(codec, (4096, 70)))
+    # The first call on another stream than the later ones, with the device busy on both.
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(1 << 22)  # type: ignore[no-untyped-call]
+        there = side.unpack(torch.bfloat16)
+    found = side.unpack(torch.bfloat16)
+    torch.cuda.synchronize()
+    assert torch.equal(there, expected)
+    assert torch.equal(found, expected)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(x, expected) for x in pool.map(lambda _: side.unpack(torch.bfloat16), range(16)))
+    graph, out = torch.cuda.CUDAGraph(), torch.zeros_like(expected)
+    with torch.cuda.graph(graph):
+        side.unpack_into(out)
+    graph.replay()
+    assert torch.equal(out, expected)

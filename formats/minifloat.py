@@ -304,13 +304,18 @@ def floor_log2(value: float) -> int:
     return int(value).bit_length() - 1
 
 
+def most_of(codec: Minifloat) -> float:
+    """The largest quotient of a value and a scale of a run."""
+    return codec.format.largest * (ELEMENTS["e4m3"].largest if codec.granularity == "block" else 1)
+
+
 def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
     """The scales of a run whose values are at most ``largest``, ``[batch, kv_head or 1, 1]``; infinite where they do not fit.
 
     Those of the run before, ``last``, are kept where they are neither too small nor far too large: runs of one scale can be joined.
     A larger one then has room to grow, so that later runs seldom need another. 0 stands for no scale.
     """
-    most = codec.format.largest * (ELEMENTS["e4m3"].largest if codec.granularity == "block" else 1)
+    most = most_of(codec)
     half = codec.scale_dtype == "fp16"
     scale = _scale_for(largest, most, half)
     if last is None:

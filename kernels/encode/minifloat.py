@@ -14,11 +14,12 @@ from triton import language as tl
 
 from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.minifloat import floor_log2, run_scales
+from kvpack.formats.minifloat import floor_log2, most_of, run_scales
 from kvpack.kernels.words.columns import launch, tile_origin
 from kvpack.kernels.words.minifloats import e4m3_as_f16
 
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
+from .largest import largest_magnitudes
 from .rows import all_moved, flag_unless, input_of, load_rows, moved, nearest_integer, origin_of
 
 if TYPE_CHECKING:
@@ -43,17 +44,20 @@ def encode(
 ) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take.
 
-    A scale per run is at first that of the run before, 0 where there is none; with ``origins`` it is one that was chosen before.
+    A scale per run is at first that of the run before, 0 where there is none; with ``origins`` each of the batch is a run of its own.
     """
     plan = _plan(codec, x.device)
     if plan is None:
         return False
     batch, heads, tokens, _ = x.shape
+    largest = None
     if codec.run_scale is not None and origins is None:
         scale = streams[codec.run_scale]
         found, finite = chosen_scales(codec, x, scale.clone())
         flag |= (~finite).any()
         scale.copy_(found)
+    elif codec.run_scale is not None and origins is not None:
+        largest = largest_magnitudes(x, origins, codec.granularity == "head")
     symbols = _symbols(codec)
     arguments, constants = input_of(x, origins)
     block_tokens = TILE_VALUES // symbols
@@ -63,10 +67,10 @@ def encode(
     launch(
         _encode, batch * heads * -(-tokens // block_tokens), x.device,
         *arguments, plan.places, planes, streams["block_scales" if in_blocks else "scale"],
-        streams.get("global_scale"), flag,
+        streams.get("global_scale"), largest, flag,
         DIM=constants["DIM"], PADDED_DIM=symbols, ALIGNED=constants["ALIGNED"], KIND=kind.value, PER_HEAD=codec.granularity == "head",
         SIZE=codec.block if in_blocks else symbols, BLOCKS=codec.blocks if in_blocks else 1,
-        HALF=codec.scale_dtype == "fp16", HALF_LIMIT=HALF_LIMIT, LARGEST=form.largest, EMAX=floor_log2(form.largest),
+        HALF=codec.scale_dtype == "fp16", HALF_LIMIT=HALF_LIMIT, LARGEST=form.largest, MOST=most_of(codec), EMAX=floor_log2(form.largest),
         FRACTION=form.fraction_bits, BIAS=form.bias, FINITE=form.finite, BITS=form.bits,
         STREAMS=plan.streams, BLOCK_TOKENS=block_tokens, warps=WARPS,
     )  # fmt: skip
@@ -117,6 +121,36 @@ def _quotient(value: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _scale_for(largest: tl.tensor, flag: tl.tensor, MOST: tl.constexpr, HALF: tl.constexpr, HALF_LIMIT: tl.constexpr) -> tl.tensor:
+    """``formats.minifloat._scale_for`` of magnitudes that are no more than 3.4e38; 0, and flagged, where it does not fit."""
+    exact = tl.div_rn(largest, tl.full(largest.shape, MOST, tl.float32))
+    if HALF:
+        fits = exact < HALF_LIMIT
+        flag_unless(fits, flag)
+        stored = tl.where(fits, exact, 0.0).to(tl.float16)
+        short = stored.to(tl.float32) * (MOST * (1 + 1 / 32)) < largest
+        stored = (stored.to(tl.int16, bitcast=True) + short.to(tl.int16)).to(tl.float16, bitcast=True)
+    else:
+        short = exact * (MOST * (1 + 1 / 32)) < largest
+        stored = (exact.to(tl.int32, bitcast=True) + short.to(tl.int32)).to(tl.float32, bitcast=True)
+    return stored
+
+
+@triton.jit
+def _scale_of_run(
+    place: tl.tensor, largest: tl.tensor, flag: tl.tensor, MOST: tl.constexpr, HALF: tl.constexpr, HALF_LIMIT: tl.constexpr
+) -> tl.tensor:
+    """The scale at ``place``, float32 ``[1, 1]``, chosen here where ``largest`` is given: all programs of a run store the same."""
+    at = tl.zeros((1, 1), tl.int32)
+    if largest is None:
+        scale = tl.load(place + at)
+    else:
+        scale = _scale_for(tl.minimum(tl.load(largest + at), 3.4e38), flag, MOST, HALF, HALF_LIMIT)
+        tl.store(place + at, scale)
+    return scale.to(tl.float32)
+
+
+@triton.jit
 def _encode(
     x: tl.tensor,
     batch_stride: tl.tensor,
@@ -130,6 +164,7 @@ def _encode(
     planes: tl.tuple,
     scales: tl.tensor,
     global_scale: tl.tensor,
+    largest_of_runs: tl.tensor,
     flag: tl.tensor,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -140,6 +175,7 @@ def _encode(
     HALF: tl.constexpr,
     HALF_LIMIT: tl.constexpr,
     LARGEST: tl.constexpr,
+    MOST: tl.constexpr,
     EMAX: tl.constexpr,
     FRACTION: tl.constexpr,
     BIAS: tl.constexpr,
@@ -153,9 +189,12 @@ def _encode(
 
     ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
     ``[token, 1]``, and tiles are ``[token, channel]``. ``scales`` is ``[batch, kv_head or 1]`` of a run (``PER_HEAD``: of a head),
-    ``[batch, kv_head, token]``, or uint8 ``[batch, kv_head, token, block]``; ``global_scale`` is ``[batch]``.
+    ``[batch, kv_head, token]``, or uint8 ``[batch, kv_head, token, block]``; ``global_scale`` is ``[batch]``. With ``largest_of_runs``,
+    float32 ``[batch, kv_head or 1]`` of magnitudes, scales of runs, whose largest quotients are ``MOST``, are chosen here.
     """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
+    if largest_of_runs is not None:
+        largest_of_runs += batch * heads + head if PER_HEAD else batch
     if origins is not None:
         origin = origin_of(origins, batch, ALIGNED)
         x += origin.input
@@ -172,20 +211,11 @@ def _encode(
     value = loaded.to(tl.float32)
     flag_unless(tl.abs(value) < float("inf"), flag)
     if KIND == PER_RUN:
-        scale = tl.load(scales + (batch * heads + head if PER_HEAD else batch)).to(tl.float32)
-        scaled = _quotient(value, scale)
+        scales += batch * heads + head if PER_HEAD else batch
+        scaled = _quotient(value, _scale_of_run(scales, largest_of_runs, flag, MOST, HALF, HALF_LIMIT))
     elif KIND == PER_TOKEN:
         largest = tl.minimum(tl.max(tl.abs(value), 1), 3.4e38)[:, None]
-        exact = tl.div_rn(largest, LARGEST)
-        if HALF:
-            fits = exact < HALF_LIMIT
-            flag_unless(fits, flag)
-            stored = tl.where(fits, exact, 0.0).to(tl.float16)
-            short = stored.to(tl.float32) * (LARGEST * (1 + 1 / 32)) < largest
-            stored = (stored.to(tl.int16, bitcast=True) + short.to(tl.int16)).to(tl.float16, bitcast=True)
-        else:
-            short = exact * (LARGEST * (1 + 1 / 32)) < largest
-            stored = (exact.to(tl.int32, bitcast=True) + short.to(tl.int32)).to(tl.float32, bitcast=True)
+        stored = _scale_for(largest, flag, LARGEST, HALF, HALF_LIMIT)
         tl.store(scales + row, stored, valid)
         scaled = _quotient(value, stored.to(tl.float32))
     else:
@@ -199,7 +229,7 @@ def _encode(
             inverse = ((254 - code) << 23).to(tl.float32, bitcast=True)
             scaled = tl.reshape(grouped * inverse[:, :, None], (BLOCK_TOKENS, PADDED_DIM))
         else:
-            factor = tl.load(global_scale + batch)
+            factor = _scale_of_run(global_scale + batch, largest_of_runs, flag, MOST, HALF, HALF_LIMIT)
             code = _elements(_quotient(tl.div_rn(largest, LARGEST), factor), 3, 7, 0x7F, 8)
             scale = e4m3_as_f16(code).to(tl.float32) * factor
             scaled = tl.reshape(_quotient(grouped, scale[:, :, None]), (BLOCK_TOKENS, PADDED_DIM))

@@ -6,13 +6,11 @@ The encoders and decoders are those of caches: where the pages and their rows li
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
 
-from kvpack.formats.minifloat import Minifloat, run_scales
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
@@ -23,7 +21,6 @@ from kvpack.kernels.encode.encode import has_products
 from kvpack.kernels.encode.rows import LARGEST_DIM, STREAMS_ALIGNED, Origins
 
 from .copy import copy
-from .largest import largest_magnitudes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,8 +74,6 @@ def encode(lane: Lane, job: Job) -> bool:
     encoder = codecs.of_codec(codec).encode
     if encoder is None or first.shape[3] > LARGEST_DIM or first.dtype not in DTYPES.values() or not has_products(first.device):
         return False
-    if isinstance(codec, Minifloat) and codec.run_scale is not None:
-        _choose_scales(codec, lane, job, streams[codec.run_scale], x, origins)
     planes: list[torch.Tensor] = []
     for name, packing in codec.packings().items():
         words = [streams[f"{name}.{plane}"] for plane in range(len(packing.planes))]
@@ -140,15 +135,3 @@ def _streams(lane: Lane, job: Job) -> dict[str, torch.Tensor]:
         dtype, begin = _STREAMS[layout.dtype], lane.places[name]
         found[name] = job.rows[0, begin : begin + math.prod(layout.shape) * dtype.itemsize].view(dtype).view(layout.shape)
     return found
-
-
-def _choose_scales(codec: Minifloat, lane: Lane, job: Job, stream: torch.Tensor, x: torch.Tensor, origins: Origins) -> None:
-    """Write the scales that a page has one of for each side, or one for each head, from one pass over its values ``x``."""
-    pages, count, size = len(job.slots), len(lane.layers), stream.element_size()
-    found = run_scales(codec, largest_magnitudes(x, origins, codec.granularity == "head"), None).view(pages, count, *stream.shape[1:])
-    rows = stream.as_strided(found.shape, (job.rows.stride(0) // size, lane.stride // size, *stream.stride()[1:]))
-    # Rows of inference mode are written there alone.
-    with torch.inference_mode() if rows.is_inference() else nullcontext():
-        rows.copy_(found)
-    # NaN and what does not fit are infinite or NaN here, and the codec names them.
-    job.status.logical_or_((~torch.isfinite(found)).flatten(1).any(1))

@@ -88,6 +88,32 @@ def test_rows_and_pages_are_those_of_the_host(recipe: str) -> None:
                 torch.testing.assert_close(x[slot].cpu(), y[number], rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    "recipe",
+    ["fp8", "nvfp4", *(f"kv=minifloat:element={of},per=head,scales={dtype}" for of in ("e4m3", "e2m1") for dtype in ("fp16", "fp32"))],
+)
+def test_scales_of_any_values_are_those_of_the_host(recipe: str) -> None:
+    sizes = [0.0, 1e-45, 3e-42, 1e-38, 2.0**-24, 1e-6, 448.0, 6.1e4, 2.9e7, 3.3e38, torch.inf, torch.nan]
+    pages, given = on_device(WIDE, len(sizes))
+    for x in given:
+        # Heads of one page differ, and so do layers.
+        x.mul_(torch.tensor([[1.0, 0.3], [0.01, 1.0]], device=DEVICE)[None, :, :, None, None] / x.abs().amax((3, 4), keepdim=True))
+        x.mul_(torch.tensor(sizes, dtype=x.dtype, device=DEVICE).nan_to_num(1.0, 1.0)[:, None, None, None, None])
+        for number in (-2, -1):
+            x[number, 1, 0, 3, 2] = sizes[number]
+    codec = PageCodec(recipe, WIDE)
+    rows, expected = torch.zeros(len(sizes), codec.nbytes, dtype=torch.uint8, device=DEVICE), torch.zeros(len(sizes), codec.nbytes).byte()
+    outcomes = codec.encode_into(pages, range(len(sizes)), rows)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("KVPACK_KERNELS", "")
+        theirs = codec.encode_into(PageBuffer(WIDE, *[x.cpu() for x in given]), range(len(sizes)), expected)
+    assert [type(outcome) for outcome in outcomes] == [type(outcome) for outcome in theirs]
+    assert any(outcomes)
+    for number, outcome in enumerate(outcomes):
+        assert outcome is not None or torch.equal(rows[number].cpu(), expected[number])
+
+
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("recipe", ["kivi-4", "raw"])
 def test_any_strides(name: str, recipe: str) -> None:

@@ -11,13 +11,15 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.kernels.encode.rows import origin_of
 from kvpack.kernels.words.columns import launch, tile_origin
 
-from .copy import TILE_VALUES, WARPS
+from .rows import origin_of
 
 if TYPE_CHECKING:
-    from kvpack.kernels.encode.rows import Origins
+    from .rows import Origins
+
+TILE_VALUES = 1 << 12
+WARPS = 4
 
 
 def largest_magnitudes(x: torch.Tensor, origins: Origins, per_head: bool) -> torch.Tensor:

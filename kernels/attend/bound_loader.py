@@ -34,6 +34,7 @@ class BoundLoader(NamedTuple):
     load: Any
     decode: Any
     factor: Any
+    step_factor: Any
     run_product: Any
     constants: Any
     steps: int
@@ -69,6 +70,7 @@ def bind(
         load=tiles.load,
         decode=tiles.decode,
         factor=tiles.factor if run_product is None else None,
+        step_factor=tiles.step_factor,
         run_product=run_product,
         constants=tiles.constants,
         steps=tiles.steps,

@@ -95,8 +95,8 @@ def loader(codec: Codec, dual: bool) -> Tiles:
 
 def _loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
     """The loaders of both sides: where they and their groups of tokens allow it, of neighbours, whose words are one run of memory."""
-    values = loader(v, dual)
-    found = loader(k, dual), values.values or values
+    keys, values = loader(k, dual), loader(v, dual)
+    found = keys.keys or keys, values.values or values
     if all(tiles.dual and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in found):
         k_tiles, v_tiles = (loaders.dual_tiles_of(codec, NEIGHBOURS) for codec in (k, v))
         assert k_tiles is not None

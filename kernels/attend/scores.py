@@ -105,7 +105,13 @@ def _score(
     for number in tl.static_range(len(loaded)):
         for step in tl.static_range(STEPS):
             tiles = K.decode(loaded[number][0], lookup.column_fields, lookup.table, step, CONSTANTS, SHARED, False, FAST)
-            scores = _add_products(scores, tiles, queries.tiles, number * (STEPS * len(tiles) + SIGN_STEPS) + step * len(tiles))
+            products = scores
+            if K.step_factor is not None:
+                products = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
+            products = _add_products(products, tiles, queries.tiles, number * (STEPS * len(tiles) + SIGN_STEPS) + step * len(tiles))
+            if K.step_factor is not None:
+                products = scores + products * K.step_factor(loaded[number][0], step, CONSTANTS, FAST)[:, :, None]
+            scores = products
     if K.factor is not None:
         scores = scores * of_rows(factor_of(loaded, 0, queries.second, K.factor, CONSTANTS, K.dual, FAST))
     if K.signs is not None:

@@ -12,6 +12,7 @@ of a run share multiplies queries and sums.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,7 +22,15 @@ from triton import language as tl
 from kvpack.formats.minifloat import ELEMENTS
 from kvpack.kernels.words.bitfields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
 from kvpack.kernels.words.f16_tiles import product
-from kvpack.kernels.words.minifloats import E2M1_EXPONENT, e4m3_as_f16, elements_as_f16, four_e4m3_as_f16, power_as_f16, power_as_f32
+from kvpack.kernels.words.minifloats import (
+    E2M1_EXPONENT,
+    e4m3_as_f16,
+    elements_as_f16,
+    four_e4m3_as_f16,
+    four_powers_as_f16,
+    power_as_f16,
+    power_as_f32,
+)
 from kvpack.kernels.words.streams import RUN_TOKENS, Stream, plane_streams
 from kvpack.kernels.words.tile_layout import of_columns, of_tokens, parts_of, repeated
 from kvpack.kernels.words.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
@@ -34,8 +43,8 @@ if TYPE_CHECKING:
 
     from kvpack.formats.minifloat import Minifloat
 
-PER_RUN, PER_TOKEN, PER_BLOCK = (tl.constexpr(number) for number in range(3))
-"""What a scale is of."""
+PER_RUN, PER_TOKEN, PER_BLOCK, PER_STEP = (tl.constexpr(number) for number in range(4))
+"""What a scale is of: ``PER_STEP`` of blocks that are the columns of one step each, in keys, whose products it multiplies."""
 
 SMALLEST_HALF_EXPONENT = -24
 """2 to this power is the smallest positive binary16."""
@@ -107,7 +116,11 @@ def tiles(codec: Minifloat) -> Tiles | None:
         planes=len(planes),
     )
     run_product = None if codec.run_scale is None else by_run
-    return Tiles(load, decode, factor, constants, len(symbols), symbols, streams, packings=(packing,), run_product=run_product)
+    found = Tiles(load, decode, factor, constants, len(symbols), symbols, streams, packings=(packing,), run_product=run_product)
+    if not (in_order and packing.width == size and codec.scale_dtype == "e8m0"):
+        return found
+    keys = replace(found, constants=constants._replace(kind=PER_STEP.value), step_factor=step_factor, run_product=by_element)
+    return replace(found, keys=keys)
 
 
 def is_exact(codec: Minifloat, streams: Mapping[str, torch.Tensor]) -> bool:
@@ -253,6 +266,8 @@ def _factor_of_block(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.conste
         found = four_e4m3_as_f16(loaded[AT + BLOCK // 4], FAST)[BLOCK % 4]
     elif CONSTANTS.global_scale:
         found = e4m3_as_f16(loaded[AT + BLOCK])
+    elif CONSTANTS.words == 1:
+        found = four_powers_as_f16(loaded[AT], _lowered(ELEMENT), FAST)[BLOCK]
     else:
         found = power_as_f16(_scale_of_block(loaded, AT, BLOCK, CONSTANTS) - _largest_scale(loaded, AT, CONSTANTS) + _lowered(ELEMENT))
     return found
@@ -336,6 +351,20 @@ def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.
     else:
         found = finite_factor(loaded[AT] * 2.0**LOWERED)
     return found
+
+
+@triton.jit
+def step_factor(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The scale of the block that is ``STEP``, float32 ``[warp, token]``."""
+    return power_as_f32(_scale_of_block(loaded, CONSTANTS.planes, STEP, CONSTANTS))
+
+
+@triton.jit
+def by_element(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
+    """float32 ``x`` times what elements as tiles are smaller by."""
+    ELEMENT: tl.constexpr = CONSTANTS.element
+    LOWERED: tl.constexpr = _lowered(ELEMENT)
+    return x * 2.0**LOWERED
 
 
 @triton.jit

@@ -49,6 +49,7 @@ def with_outliers(tiles: Tiles) -> Tiles:
         streams=(*tiles.streams, *columns),
         most_tokens=min(tiles.most_tokens, 32),
         loads_ahead=False,
+        keys=None,
         outliers=Outliers(len(tiles.streams), len(tiles.channels), width, None if in_order else components),
     )
 

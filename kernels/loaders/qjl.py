@@ -81,6 +81,7 @@ def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
         stream_widths=(*tiles.widths_of_streams, packing.width, tile_width(packing)),
         signs=constants,
         loads_ahead=False,
+        keys=None,
     )
 
 

@@ -80,6 +80,11 @@ class Tiles:
     """Columns of one token that lie side by side in such tiles, before as many columns of the other token."""
     values: Tiles | None = None
     """The loader of values, where it differs from this one of keys in what ``decode`` takes; ``channels`` are the same."""
+    keys: Tiles | None = None
+    """The loader of keys, where it differs from this one in what ``decode`` leaves to ``step_factor``; without signs and outliers."""
+    step_factor: Any = None
+    """For keys, ``step_factor(loaded, step, constants, fast)``: what products with the tiles of a step are multiplied by, float32
+    ``[warp, token]``."""
     load_columns: Any = None
     """What loads the constants that ``decode`` takes besides rows, ``load_columns(table, rows, constants, tokens)`` with a head's table and
     its ``work.Rows``; None for ``bitfields.load_column_fields``."""

@@ -102,6 +102,50 @@ def four_e4m3_as_f16(word: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
     return found
 
 
+@triton.constexpr_function
+def _four_powers(lowered: int) -> str:
+    """Of the four e8m0 of two words the powers of two over the largest of each word, times 2^``lowered``: four f16x2, one of either word.
+
+    All are 256 more, and so none below the exponent that becomes 0. What a product carries into the upper half, another takes back.
+    """
+    exponent = 15 + lowered
+    both = 0x10001
+    bytes_of = "".join(
+        f"prmt.b32 a, $4, $5, {select}; lop3.b32 p{at}, a, 0x00FF00FF, {256 * both}, 0xEA; "
+        f"shr.b32 a, a, 8; lop3.b32 p{at + 1}, a, 0x00FF00FF, {256 * both}, 0xEA;"
+        for at, select in ((0, 0x5410), (2, 0x7632))
+    )
+    powers = "".join(f"max.u16x2 a, p{at}, n; mad.lo.u32 ${at}, a, 1024, m;" for at in range(4))
+    return f"""{{ .reg .b32 a, m, n, p0, p1, p2, p3; {bytes_of}
+        max.u16x2 n, p0, p1; max.u16x2 m, p2, p3; max.u16x2 n, n, m;
+        sub.u32 n, n, {exponent * both}; mul.lo.u32 m, n, 0xFFFFFC00; {powers} }}"""
+
+
+@triton.jit
+def four_powers_as_f16(word: tl.tensor, LOWERED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+    """The four e8m0 of each word, int32, over the largest of them, times 2^``LOWERED``: binary16."""
+    PACKS: tl.constexpr = FAST and cuda_capability_geq(9, 0)
+    if PACKS:
+        found = tl.inline_asm_elementwise(
+            _four_powers(LOWERED),
+            "=&r,=&r,=&r,=&r,r,r",
+            [word],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        low, high = tl.maximum(word & 0xFF, (word >> 8) & 0xFF), tl.maximum((word >> 16) & 0xFF, (word >> 24) & 0xFF)
+        above = LOWERED - tl.maximum(low, high)
+        found = (
+            power_as_f16((word & 0xFF) + above),
+            power_as_f16(((word >> 8) & 0xFF) + above),
+            power_as_f16(((word >> 16) & 0xFF) + above),
+            power_as_f16(((word >> 24) & 0xFF) + above),
+        )
+    return found
+
+
 @triton.jit
 def power_as_f16(exponent: tl.tensor) -> tl.tensor:
     """2 to the power of ``exponent``, int32 up to 15, binary16; 0 below -14."""
@@ -111,4 +155,5 @@ def power_as_f16(exponent: tl.tensor) -> tl.tensor:
 @triton.jit
 def power_as_f32(exponent: tl.tensor) -> tl.tensor:
     """2^(``exponent`` - 127) of e8m0, int32, float32."""
-    return tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
+    # Zero is that of a subnormal number, whose bits are fewer than those of all others.
+    return tl.maximum(exponent << 23, 1 << 22).to(tl.float32, bitcast=True)

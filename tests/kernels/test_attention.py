@@ -147,6 +147,20 @@ def test_powers_of_two_that_tiles_do_not_hold_are_left_to_torch(element: str, sp
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("words", "values"), [("", "group:b=2,g=32"), ("", "minifloat:element=e2m1,scales=e8m0"), (",qjl=fp16", "raw:dtype=bf16")]
+)
+def test_keys_of_a_block_per_step(words: str, values: str) -> None:
+    """Products of a step take the power of two of its block: small ones, large ones, with two tokens per row of values, and with signs."""
+    k_codec, v_codec = codecs(f"minifloat:element=e2m1,scales=e8m0{words}", values, (128, 64))
+    side = random_side(k_codec, 1, (70,), 0, 1)
+    scales = side.pages[0].streams["block_scales"]
+    scales[:, :, 3] = torch.tensor([0, 1, 0, 5], dtype=torch.uint8)
+    scales[:, :, 40] = torch.tensor([130, 118, 128, 125], dtype=torch.uint8)
+    check(Layer(side, random_side(v_codec, 1, (70,), 0, 2)), 2)
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("bits", range(1, 9), ids=lambda bits: f"{bits} bits")
 def test_widths_of_codes(bits: int) -> None:
     for fields in (128 // bits, 3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import struct
@@ -42,9 +43,9 @@ def halves(word: int) -> tuple[float, float]:
     return half(word & 0xFFFF), half(word >> 16)
 
 
-def executed(ptx: str, word: int) -> int:
-    """What PTX of the instructions below makes of register ``$1``."""
-    registers = {"$1": word}
+def executed(ptx: str, **given_registers: int) -> dict[str, int]:
+    """The registers after PTX of the instructions below, from those that are given: ``r1`` is ``$1``."""
+    registers = {name.replace("r", "$"): word for name, word in given_registers.items()}
 
     def value(name: str) -> int:
         return registers[name] if name in registers else int(name, 0)
@@ -65,12 +66,16 @@ def executed(ptx: str, word: int) -> int:
             "and.b32": lambda a, b: a & b,
             "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
             "shr.b32": lambda a, b: a >> b,
+            "sub.u32": lambda a, b: a - b & 0xFFFFFFFF,
+            "mul.lo.u32": lambda a, b: a * b & 0xFFFFFFFF,
+            "mad.lo.u32": lambda a, b, c: a * b + c & 0xFFFFFFFF,
+            "max.u16x2": lambda a, b: max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16,
             "lop3.b32": lambda a, b, c, _: a & b | c,
             "prmt.b32": permuted,
             "mul.rn.f16x2": lambda a, b: sum(bits_of(x * y) << 16 * at for at, (x, y) in enumerate(zip(halves(a), halves(b), strict=True))),
             "cvt.rn.f16x2.e4m3x2": lambda a: bits_of(ELEMENTS["e4m3"].value(a & 255)) | bits_of(ELEMENTS["e4m3"].value(a >> 8)) << 16,
         }[instruction](*given)
-    return registers["$0"]
+    return registers
 
 
 @pytest.mark.skipif(not triton_version.supported(), reason="no version of Triton that the kernels were tested with")
@@ -93,8 +98,30 @@ def test_inline_assembly_is_exact(element: str, converts: bool) -> None:
                 # What is no NaN: conversions here are of elements that readers accept.
                 word = others & 0xB6B6 & ~((1 << form.bits) - 1 << position) | code << position
                 for both in (word | 0x3456 << 16, 0x3456 | word << 16):
-                    found = halves(executed(ptx, both))[0 if both & 0xFFFF == word else 1]
+                    found = halves(executed(ptx, r1=both)["$0"])[0 if both & 0xFFFF == word else 1]
                     assert (found, math.copysign(1, found)) == (expected, math.copysign(1, expected)), (position, hex(both))
+
+
+@pytest.mark.skipif(not triton_version.supported(), reason="no version of Triton that the kernels were tested with")
+@pytest.mark.parametrize("lowered", [0, 14])
+def test_powers_of_four_scales_are_exact(lowered: int) -> None:
+    """Over the largest, wherever it is, of scales that are the same, just representable, too small, and as far away as can be."""
+    from kvpack.kernels.triton_insides import plain
+    from kvpack.kernels.words import minifloats
+
+    ptx = plain(minifloats._four_powers)(lowered)
+    most = 14 + lowered
+    for largest in (0, 1, 13, most, most + 1, 127, 128, 254):
+        lower = [max(0, largest - below) for below in (0, 1, lowered, most, most + 1, 255)]
+        for number, scales in enumerate(itertools.product(lower, repeat=3)):
+            words = [(*scales[: number % 4], largest, *scales[number % 4 :]), (254, scales[0], 0, scales[1])]
+            for one, other in (words, reversed(words)):
+                found = executed(ptx, r4=int.from_bytes(one, "little"), r5=int.from_bytes(other, "little"))
+                for at in range(4):
+                    expected = [
+                        2.0 ** (own[at] - max(own) + lowered) if own[at] - max(own) + lowered >= -14 else 0.0 for own in (one, other)
+                    ]
+                    assert halves(found[f"${at}"]) == tuple(expected), (one, other, at)
 
 
 def every_product(dim: int, run_scale: float) -> Side:

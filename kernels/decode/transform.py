@@ -1,7 +1,8 @@
 """Decode packed rows of transform (spec/codecs/transform.md): symbols to factors of columns, then their products with the frames.
 
-Symbols and factors are those of ``formats/transform.py`` bit for bit. A product is three of tf32, by parts that are rounded to 11 bits:
-its error is below a third of the page's tolerance, whatever the process has set for torch's products.
+Symbols and factors are those of ``formats/transform.py`` bit for bit. Products of binary16 are exact where it holds the frames and the
+values of tables, as it does those of calibrations; others are three of tf32, by parts of 11 bits. Neither depends on what the process has
+set for torch's products.
 """
 
 # Triton has no types.
@@ -21,7 +22,7 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.rans import LANES, LEAST_STATE, Decoded
 from kvpack.kernels.words.columns import check_shape
 
-from .transform_chunks import chunks_of, decode_symbols, joined, on_device
+from .transform_chunks import chunks_of, decode_symbols, factors_for, joined, on_device, tile_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
 
     from .rows import Packed, Pages
 
-PART_BYTES = 1 << 28
+PART_BYTES = 1 << 27
 """Bytes of factors at once, if a token group of all heads has no more; those of columns without symbols are never touched."""
 
-MOST_TOKENS, MOST_PAIRS, COLUMNS = 64, 64, 32
-"""Tokens and pairs of channels of a program that multiplies, at most, and the columns that it takes at once."""
+MOST_TOKENS, COLUMNS = 64, 64
+"""Tokens of a program that multiplies, at most, and the columns that it takes at once."""
 
-WARPS = 4
+WARPS, STAGES = 4, 3
 
 
 def decode_into(codec: Transform, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
@@ -67,20 +68,22 @@ def decode_into(codec: Transform, packed: Sequence[Packed], out: torch.Tensor, r
         # Angles of far positions need binary64.
         angles = positions.to(torch.float64)[:, None] * there.frequencies
         shift_cos, shift_sin = angles.cos().to(torch.float32), angles.sin().to(torch.float32)
-    tokens = min(MOST_TOKENS, codec.chunk)
-    wide = min(MOST_PAIRS, max(16, next_power_of_two(-(-codec.dim // 2))))
+    tokens, channels = min(MOST_TOKENS, codec.chunk), tile_of(codec.dim)
     of_group = codec.dim * codec.chunk * batch * heads
-    at_once = max(1, PART_BYTES // (4 * of_group))
-    factors = torch.empty(min(at_once, len(groups)) * of_group, dtype=torch.float32, device=out.device)
+    at_once = max(1, PART_BYTES // (there.values.element_size() * of_group))
+    factors = factors_for(chunks, there, min(at_once, len(groups)) * of_group)
     with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
         for first in range(0, len(groups), at_once):
             count = min(at_once, len(groups) - first)
             decode_symbols(codec, chunks, there, first * batch * heads, count * batch * heads, heads, factors, None)
-            grid = (count * batch * (codec.chunk // tokens) * heads, triton.cdiv(codec.dim, 2 * wide))
-            _multiply[grid](
-                out, *out.stride()[:3], factors, groups, chunks.used, chunks.tokens, there.rows, shift_cos, shift_sin, there.cos, there.sin,
-                first, batch, HEADS=heads, DIM=codec.dim, CHUNK=codec.chunk, TOKENS=tokens, PAIRS=wide, COLUMNS=COLUMNS, TURNED=pairs,
-                HALVES=source.rope is not None and source.rope.pairing == "halves", OF_LAYER=codec.scope == "layer", num_warps=WARPS,
+            tiles = triton.cdiv(codec.dim, channels)
+            _multiply[count * batch * (codec.chunk // tokens) * heads, tiles](
+                out, *out.stride()[:3], *factors, chunks.begins, groups, chunks.used, there.means, there.rows, shift_cos,
+                shift_sin, there.cos, there.sin, codec.step_size, first, batch, HEADS=heads, DIM=codec.dim, CHUNK=codec.chunk,
+                TOKENS=tokens, CHANNELS=channels, TILES=tiles, COLUMNS=COLUMNS, TURNED=pairs,
+                HALVES=pairs > 0 and source.rope is not None and source.rope.pairing == "halves", OF_LAYER=codec.scope == "layer",
+                PADDED_HEADS=next_power_of_two(heads), PRECISION=None if there.rows.dtype == torch.float16 else "tf32x3", num_warps=WARPS,
+                num_stages=STAGES,
             )  # fmt: skip
     return True
 
@@ -113,37 +116,46 @@ def _groups(chunk: int, packed: Sequence[Packed]) -> numpy.ndarray:
     return numpy.concatenate(found)
 
 
-@triton.jit(do_not_specialize=["first", "batch"])
+@triton.jit(do_not_specialize=["first", "batch", "size"])
 def _multiply(
     out: tl.tensor,
     batch_stride: tl.tensor,
     head_stride: tl.tensor,
     token_stride: tl.tensor,
     factors: tl.tensor,
+    places: tl.tensor,
+    levels: tl.tensor,
+    rest: tl.tensor,
+    begins: tl.tensor,
     groups: tl.tensor,
     used: tl.tensor,
-    tokens: tl.tensor,
+    means: tl.tensor,
     rows: tl.tensor,
     shift_cos: tl.tensor,
     shift_sin: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
+    size: tl.tensor,
     first: tl.tensor,
     batch: tl.tensor,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
     TOKENS: tl.constexpr,
-    PAIRS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TILES: tl.constexpr,
     COLUMNS: tl.constexpr,
     TURNED: tl.constexpr,
     HALVES: tl.constexpr,
     OF_LAYER: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:
     """``TOKENS`` tokens of one head of a token group: means and products of factors with rows, turned to their positions.
 
-    Channels are in ``PAIRS`` pairs, of which the first ``TURNED`` of a head turn. ``factors`` ``[frame of a group, column, token]`` begin
-    with those of token group ``first``; ``used``, int32 ``[chunk]``, are the columns that a product takes.
+    ``factors``, ``places``, ``levels`` and ``rest`` are those of ``Factors``, in steps of ``size``; the factors begin with those of token
+    group ``first``. ``used``, int32 ``[chunk]``, are the columns that a product takes. ``means`` and ``rows`` are those of ``OnDevice``,
+    with ``TILES`` tiles of ``CHANNELS`` channels for each head, of which the first ``TURNED`` pairs turn.
     """
     tiles = CHUNK // TOKENS
     head = tl.program_id(0) % HEADS
@@ -155,36 +167,41 @@ def _multiply(
     group_first = tl.load(groups + 2 * group)
     wanted = tl.load(groups + 2 * group + 1).to(tl.int32)
     token = tile * TOKENS + tl.arange(0, TOKENS)
-    pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
-    # Channels that do not turn are in pairs of neighbours, too.
-    halves = (pair < TURNED) & HALVES
-    one = tl.where(halves, pair, 2 * pair)
-    other = tl.where(halves, pair + TURNED, 2 * pair + 1)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     chunk = of_all * HEADS + head
     local = of_part.to(tl.int64) * HEADS
     count = tl.where(tile * TOKENS < wanted, tl.load(used + chunk), 0)
-    WIDTH: tl.constexpr = DIM * (HEADS if OF_LAYER else 1)
+    PADDED: tl.constexpr = TILES * CHANNELS
+    WIDTH: tl.constexpr = PADDED * (HEADS if OF_LAYER else 1)
     if OF_LAYER:
-        rows += head * DIM
+        means += head * PADDED
+        rows += head * PADDED
         factors += local * (DIM * CHUNK)
         count *= HEADS
     else:
-        rows += head.to(tl.int64) * ((DIM + 1) * DIM)
+        means += head * PADDED
+        rows += head.to(tl.int64) * (DIM * PADDED)
         factors += (local + head) * (DIM * CHUNK)
-    real = token < tl.load(tokens + chunk)
-    ones = tl.zeros([TOKENS, PAIRS], tl.float32)
-    others = tl.zeros([TOKENS, PAIRS], tl.float32)
+    values = tl.zeros([TOKENS, CHANNELS], tl.float32)
     for start in range(0, count, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        there = column < count
-        factor = tl.load(factors + (column[:, None] * CHUNK + token[None, :]), there[:, None] & real[None, :], 0.0)
-        row = rows + (column + 1).to(tl.int64) * WIDTH
-        ones_of_rows = tl.load(row[:, None] + one[None, :], there[:, None] & (one < DIM)[None, :], 0.0)
-        others_of_rows = tl.load(row[:, None] + other[None, :], there[:, None] & (other < DIM)[None, :], 0.0)
-        ones = tl.dot(tl.trans(factor), ones_of_rows, ones, input_precision="tf32x3")
-        others = tl.dot(tl.trans(factor), others_of_rows, others, input_precision="tf32x3")
-    ones += tl.load(rows + one, one < DIM, 0.0)[None, :]
-    others += tl.load(rows + other, other < DIM, 0.0)[None, :]
+        there = (column < count)[:, None]
+        factor = tl.load(factors + (column[:, None] * CHUNK + token[None, :]), there, 0.0)
+        row = tl.load(rows + (column.to(tl.int64)[:, None] * WIDTH + channel[None, :]), there, 0.0)
+        # The matrix units cut sums off, which over all columns would be more than the page allows; these sums are rounded.
+        values += tl.dot(tl.trans(factor), row, input_precision=PRECISION) * size
+    every_head = tl.arange(0, PADDED_HEADS)
+    if tl.sum(tl.load(rest + of_all * HEADS + every_head, every_head < HEADS, 0), 0) > 0:
+        for other_head in range(0 if OF_LAYER else head, HEADS if OF_LAYER else head + 1):
+            listed = (tl.load(begins + of_all * HEADS + other_head) + 1) // 2
+            for number in range(tl.load(rest + of_all * HEADS + other_head)):
+                place = tl.load(places + listed + number)
+                level = tl.load(levels + listed + number).to(tl.float32) * size
+                row = tl.load(rows + ((place // CHUNK).to(tl.int64) * WIDTH + channel)).to(tl.float32)
+                values += tl.where(token == place % CHUNK, level, 0.0)[:, None] * row[None, :]
+    values += tl.load(means + channel)[None, :]
+    ones, others = tl.split(tl.reshape(values, [TOKENS, CHANNELS // 2, 2]))
+    pair = tl.program_id(1) * (CHANNELS // 2) + tl.arange(0, CHANNELS // 2)
     if TURNED:
         turned = pair < TURNED
         group_cos = tl.load(shift_cos + of_all * TURNED + pair, turned, 1.0)[None, :]
@@ -200,5 +217,15 @@ def _multiply(
     target = out + sequence.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride + group_first * token_stride
     place = target + token[:, None] * token_stride
     stored = (token < wanted)[:, None]
-    tl.store(place + one[None, :], ones.to(out.dtype.element_ty), stored & (one < DIM)[None, :])
-    tl.store(place + other[None, :], others.to(out.dtype.element_ty), stored & (other < DIM)[None, :])
+    if HALVES:
+        one = pair
+        other = pair + TURNED
+        if 2 * TURNED < DIM:
+            # Channels that do not turn are in pairs of neighbours.
+            one = tl.where(pair < TURNED, pair, 2 * pair)
+            other = tl.where(pair < TURNED, other, 2 * pair + 1)
+        tl.store(place + one[None, :], ones.to(out.dtype.element_ty), stored & (2 * pair < DIM)[None, :])
+        tl.store(place + other[None, :], others.to(out.dtype.element_ty), stored & (2 * pair + 1 < DIM)[None, :])
+    else:
+        values = tl.reshape(tl.join(ones, others), [TOKENS, CHANNELS])
+        tl.store(place + channel[None, :], values.to(out.dtype.element_ty), stored & (channel < DIM)[None, :])

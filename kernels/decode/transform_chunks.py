@@ -16,6 +16,7 @@ import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.frames import Frames, Tables, first_cos_sin
 from kvpack.formats.rans import LANES, TOTAL, slots_of
 
@@ -24,22 +25,30 @@ from . import rans
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kvpack.formats.frames import Rope
     from kvpack.formats.transform import Transform
 
 _SLOTS = tl.constexpr(TOTAL)
+_LARGEST = tl.constexpr(65504)
+"""The largest level that binary16 holds."""
+
+MOST_CHANNELS = 128
+"""Channels of a tile of a product, at most."""
 
 
 class OnDevice(NamedTuple):
     """What the kernels read of the frames of a side.
 
-    ``numbers``, uint8 ``[kv_head, column]``, are those of the columns' tables; ``values`` float32 ``[table, symbol]``; ``unit``, float64
-    ``[1]``, is the size of a step. ``cos`` and ``sin``, float32 ``[token of a group, pair]``, are of the angles from a group's position on.
+    ``numbers``, uint8 ``[kv_head, column]``, are those of the columns' tables; ``values`` ``[table, symbol]`` are in steps. ``means``,
+    float32 ``[kv_head, channel]``, and ``rows`` ``[frame, column, channel]`` have two neighbours for each pair of channels that turn, and
+    zeros behind the channels of every head. ``values`` and ``rows`` are float16 where that holds all of them, else float32. ``cos`` and
+    ``sin``, float32 ``[token of a group, pair]``, are of the angles from a group's position on.
     """
 
     slots: torch.Tensor
     values: torch.Tensor
-    unit: torch.Tensor
     numbers: torch.Tensor
+    means: torch.Tensor
     rows: torch.Tensor
     frequencies: torch.Tensor
     cos: torch.Tensor
@@ -60,6 +69,27 @@ class Chunks(NamedTuple):
     used: torch.Tensor
     tokens: torch.Tensor
     states: torch.Tensor
+
+
+class Factors(NamedTuple):
+    """Factors of columns in steps: ``values`` ``[frame of a group, column, token]`` of the dtype of ``OnDevice.values``.
+
+    Levels of escapes that this dtype does not hold are 0 there. Of these, ``counts`` int32 ``[chunk]`` has the numbers, and ``places`` and
+    ``levels``, int32, have the places in the frame's values and the levels, from half the first word of each chunk on, rounded up.
+    """
+
+    values: torch.Tensor
+    places: torch.Tensor
+    levels: torch.Tensor
+    counts: torch.Tensor
+
+
+def factors_for(chunks: Chunks, there: OnDevice, count: int) -> Factors:
+    """Room for ``count`` factors, and for all escapes of ``chunks``: an escape takes two words."""
+    device = there.values.device
+    values = torch.empty(count, dtype=there.values.dtype, device=device)
+    places, levels = (torch.empty(chunks.words.numel() // 2 + 1, dtype=torch.int32, device=device) for _ in range(2))
+    return Factors(values, places, levels, torch.empty(chunks.counts.shape, dtype=torch.int32, device=device))
 
 
 def chunks_of(codec: Transform, parts: Sequence[Mapping[str, torch.Tensor]]) -> Chunks:
@@ -124,18 +154,37 @@ def _copied(codec: Transform, source: Frames, heads: int, device: torch.device) 
     if (slots := _slots(source.tables, device)) is None:
         return None
     rope = codec.rope_of(source)
+    rows = _in_pairs(source.rows, heads, codec.dim, rope)
+    values = source.tables.by_symbol.view(-1, source.tables.alphabet)
+    halved = rows[:, 1:].to(torch.float16), values.to(torch.float16)
+    exact = torch.equal(halved[0].to(torch.float32), rows[:, 1:]) and torch.equal(halved[1].to(torch.float32), values)
     frequencies = torch.tensor([] if rope is None else rope.frequencies, dtype=torch.float64, device="cpu")
     cos, sin = first_cos_sin(() if rope is None else rope.frequencies)
     return OnDevice(
         slots,
-        (source.tables.by_symbol * codec.step_size).view(-1, source.tables.alphabet).to(device),
-        torch.tensor([codec.step_size], dtype=torch.float64, device=device),
+        (halved[1] if exact else values).to(device),
         torch.from_numpy(numpy.ascontiguousarray(codec.tables_of(source, heads))).to(device),
-        source.rows_on(device).contiguous(),
+        rows[:, 0].reshape(heads, -1).contiguous().to(device),
+        (halved[0] if exact else rows[:, 1:]).contiguous().to(device),
         frequencies.to(device),
         cos[: codec.chunk].to(device),
         sin[: codec.chunk].to(device),
     )
+
+
+def tile_of(dim: int) -> int:
+    """The channels of a tile: heads have whole tiles."""
+    return min(MOST_CHANNELS, max(16, next_power_of_two(dim)))
+
+
+def _in_pairs(rows: torch.Tensor, heads: int, dim: int, rope: Rope | None) -> torch.Tensor:
+    """``rows`` ``[frame, row, channel]`` with the channels of ``OnDevice``."""
+    order = torch.arange(dim)
+    if rope is not None and rope.pairing == "halves":
+        pairs = len(rope.frequencies)
+        order[: 2 * pairs] = order[: 2 * pairs].view(2, pairs).T.reshape(-1)
+    apart = rows.to("cpu").reshape(*rows.shape[:2], -1, dim)[..., order]
+    return torch.nn.functional.pad(apart, (0, -dim % tile_of(dim))).flatten(2)
 
 
 def _slots(tables: Tables, device: torch.device) -> torch.Tensor | None:
@@ -153,17 +202,17 @@ def decode_symbols(
     first: int,
     count: int,
     heads: int,
-    factors: torch.Tensor | None,
+    into: Factors | None,
     ends: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Decode ``count`` chunks, of whole token groups, from number ``first`` on to ``factors``, or to how they end."""
+    """Decode ``count`` chunks, of whole token groups, from number ``first`` on to factors, or to how they end."""
     if not count:
         return
-    escapes = torch.empty(chunks.words.numel() // 2 + 1, dtype=torch.int32, device=there.slots.device) if factors is not None else None
+    factors, places, levels, rest = (None,) * 4 if into is None else into
     read, last = (None, None) if ends is None else ends
     _decode[(count,)](
-        factors, read, last, escapes, chunks.words, chunks.words.numel(), chunks.begins, chunks.counts, chunks.columns, chunks.tokens,
-        chunks.used, chunks.states, there.numbers, there.slots, there.values, there.unit, first, heads, DIM=codec.dim, CHUNK=codec.chunk,
+        factors, places, levels, rest, read, last, chunks.words, chunks.words.numel(), chunks.begins, chunks.counts, chunks.columns,
+        chunks.tokens, chunks.used, chunks.states, there.numbers, there.slots, there.values, first, heads, DIM=codec.dim, CHUNK=codec.chunk,
         OF_LAYER=codec.scope == "layer", ALPHABET=there.values.shape[1], CHUNK_LANES=LANES, num_warps=1, num_stages=1,
     )  # fmt: skip
 
@@ -171,9 +220,11 @@ def decode_symbols(
 @triton.jit(do_not_specialize=["word_count", "first", "heads"])
 def _decode(
     factors: tl.tensor,
+    places: tl.tensor,
+    levels: tl.tensor,
+    rest: tl.tensor,
     read: tl.tensor,
     last: tl.tensor,
-    escapes: tl.tensor,
     words: tl.tensor,
     word_count: tl.tensor,
     begins: tl.tensor,
@@ -185,7 +236,6 @@ def _decode(
     numbers: tl.tensor,
     slots: tl.tensor,
     values: tl.tensor,
-    unit: tl.tensor,
     first: tl.tensor,
     heads: tl.tensor,
     DIM: tl.constexpr,
@@ -194,10 +244,9 @@ def _decode(
     ALPHABET: tl.constexpr,
     CHUNK_LANES: tl.constexpr,
 ) -> None:
-    """Decode chunk ``first`` + the program's number, ``[lane]`` of symbols at a time, to ``factors`` ``[frame of a group, column, token]``.
+    """Decode chunk ``first`` + the program's number, ``[lane]`` of symbols at a time, to ``factors`` and the others of ``Factors``.
 
-    Without ``factors``, only to the words that it has ``read`` and to its ``last`` states. ``escapes``, int32, has room for the place of
-    each escape's factor: an escape takes two words.
+    Without ``factors``, only to the words that it has ``read`` and to its ``last`` states.
     """
     chunk = first + tl.program_id(0).to(tl.int64)
     begin = tl.load(begins + chunk)
@@ -221,11 +270,14 @@ def _decode(
     if factors is not None:
         target = factors + tl.program_id(0).to(tl.int64) * (DIM * CHUNK)
         column_stride = CHUNK
+        own_place = 0
         if OF_LAYER:
             # Column c of a block is column c · heads + head of the layer's frame.
-            target += head * (CHUNK - DIM * CHUNK)
+            target -= head * (DIM * CHUNK)
+            own_place = head.to(tl.int32) * CHUNK
             column_stride = heads * CHUNK
-        listed = escapes + (begin + 1) // 2
+        places += (begin + 1) // 2
+        levels += (begin + 1) // 2
         room = tl.minimum(tl.minimum(own, end) // 2, 1 << 30).to(tl.int32)
     for start in range(0, count, CHUNK_LANES):
         active = start + lane < count
@@ -235,10 +287,11 @@ def _decode(
         symbol = (entry & 0xFF).to(tl.int32)
         escaping = rans.lanes_of(active & (symbol == 0), lane)
         if factors is not None:
-            tl.store(target + (column * column_stride + token), tl.load(values + (number * ALPHABET + symbol)), active)
+            place = own_place + column * column_stride + token
+            tl.store(target + place, tl.load(values + (number * ALPHABET + symbol)), active)
             if escaping != 0:
                 ordinal = escaped + rans.before(escaping, lane)
-                tl.store(listed + ordinal, column * column_stride + token, active & (symbol == 0) & (ordinal < room))
+                tl.store(places + ordinal, place, active & (symbol == 0) & (ordinal < room))
         escaped += rans.count_of(escaping)
         token += CHUNK_LANES % each
         column += CHUNK_LANES // each + (token >= each).to(tl.int32)
@@ -247,20 +300,30 @@ def _decode(
         tl.store(read + chunk, at + 2 * escaped)
         tl.store(last + chunk * CHUNK_LANES + lane, state.to(tl.int32, bitcast=True))
     else:
-        if OF_LAYER:
-            last_place = tl.load(used + chunk) * CHUNK
-            for start in range(own_columns * CHUNK, last_place, CHUNK_LANES):
-                place = start + lane
-                tl.store(target + (place // CHUNK * column_stride + place % CHUNK), 0.0, place < last_place)
+        # Columns that others of the group have, and tokens that this one has not.
+        last_place = tl.load(used + chunk) * CHUNK
+        for start in range(tl.where(token_count < CHUNK, 0, own_columns * CHUNK), last_place, CHUNK_LANES):
+            other = start + lane
+            missing = (other // CHUNK >= own_columns) | (other % CHUNK >= token_count)
+            tl.store(target + (own_place + other // CHUNK * column_stride + other % CHUNK), 0.0, missing & (other < last_place))
+        left = tl.zeros([], tl.int32)
         if escaped != 0:
-            # Lanes read what others have written.
-            tl.debug_barrier()
-            size = tl.load(unit)
             for start in range(0, tl.minimum(escaped, room), CHUNK_LANES):
                 there = start + lane < tl.minimum(escaped, room)
-                place = tl.load(listed + start + lane, there, 0)
+                # Lanes read what others have written, and write what others have read.
+                tl.debug_barrier()
+                place = tl.load(places + start + lane, there, 0)
+                tl.debug_barrier()
                 source = at + 2 * (start + lane)
                 low_half = tl.load(words + source, there & (source < end), 0).to(tl.int32) & 0xFFFF
                 high_half = tl.load(words + source + 1, there & (source + 1 < end), 0).to(tl.int32)
-                level = (high_half << 16 | low_half).to(tl.float64)
-                tl.store(target + place, (level * size).to(tl.float32), there)
+                level = high_half << 16 | low_half
+                factor = tl.minimum(tl.maximum(level, -_LARGEST), _LARGEST).to(tl.float32).to(factors.dtype.element_ty)
+                inexact = there & (factor.to(tl.float32).to(tl.int32) != level)
+                tl.store(target + place, tl.where(inexact, 0.0, factor.to(tl.float32)).to(factors.dtype.element_ty), there)
+                leaving = rans.lanes_of(inexact, lane)
+                ordinal = left + rans.before(leaving, lane)
+                tl.store(places + ordinal, place, inexact)
+                tl.store(levels + ordinal, level, inexact)
+                left += rans.count_of(leaving)
+        tl.store(rest + chunk, left)

@@ -81,7 +81,9 @@ def test_pages_of_any_length_are_decoded_together(basis: Basis, dtype: torch.dty
         assert near(unpacked(whole.prefix(35), dtype), whole.unpack(torch.float32)[:, :, :35])
 
 
-@pytest.mark.parametrize(("dim", "heads", "chunk", "tokens"), [(20, 2, 32, 33), (7, 3, 64, 66), (130, 1, 16, 3), (1, 2, 16, 17)])
+@pytest.mark.parametrize(
+    ("dim", "heads", "chunk", "tokens"), [(20, 2, 32, 33), (7, 3, 64, 66), (130, 1, 16, 3), (1, 2, 16, 17), (2, 1, 16, 5)]
+)
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_random_levels_in_parts(dim: int, heads: int, chunk: int, tokens: int, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.decode import decode, transform
@@ -109,27 +111,64 @@ def random_streams(dim: int, heads: int, chunk: int, tokens: int, side: str) -> 
     return codec, streams
 
 
+@pytest.mark.parametrize("held", [True, False], ids=["binary16", "binary32"])
 @pytest.mark.parametrize(("dim", "chunk"), [(16, 64), (5, 16)])
-def test_factors_are_those_of_the_page_bit_for_bit(dim: int, chunk: int) -> None:
+def test_factors_are_those_of_the_page_bit_for_bit(dim: int, chunk: int, held: bool) -> None:
     from kvpack.kernels.decode import transform_chunks
 
     codec, streams = random_streams(dim, 2, chunk, 70, "v")
+    codec = codec if held else with_longer_numbers(codec)
     source = codec.source_for(2)
     found = codec.symbols(streams)
     assert len(found.escaped) > 5
+    # The high half of an escape's level: more than any of both dtypes holds.
+    sizes = zip(found.symbols, found.columns, found.tokens, strict=True)
+    escaping = next(number for number, (row, columns, tokens) in enumerate(sizes) if not row[: columns * tokens].all())
+    streams["words"].view(torch.int16).view(-1)[int(found.counts[: escaping + 1].sum()) - 1] = 0x1234
+    found = codec.symbols(streams)
     on_device = transform_chunks.on_device(codec, source, 2, torch.device(DEVICE))
     assert on_device is not None
+    assert on_device.rows.dtype == on_device.values.dtype == (torch.float16 if held else torch.float32)
     chunks = transform_chunks.chunks_of(codec, [there(streams)])
     count = len(found.columns)
-    factors = torch.full((count, dim, chunk), torch.nan, device=DEVICE)
-    transform_chunks.decode_symbols(codec, chunks, on_device, 0, count, 2, factors, None)
-    if codec.scope == "layer":
-        factors = factors.view(-1, dim, 2, chunk).transpose(1, 2).reshape(count, dim, chunk)
-    for own, used, expected in zip(factors.cpu(), chunks.used.tolist(), codec._values(found, source), strict=True):
+    into = transform_chunks.factors_for(chunks, on_device, count * dim * chunk)
+    into.values.fill_(torch.nan)
+    transform_chunks.decode_symbols(codec, chunks, on_device, 0, count, 2, into, None)
+    heads = 2 if codec.scope == "layer" else 1
+    factors = into.values.to("cpu", torch.float32).view(-1, heads * dim * chunk)
+    for number, (begin, listed) in enumerate(zip(chunks.begins.tolist(), into.counts.tolist(), strict=True)):
+        own = slice((begin + 1) // 2, (begin + 1) // 2 + listed)
+        places = into.places[own].cpu()
+        assert not factors[number // heads, places].any()
+        factors[number // heads, places] = into.levels[own].to("cpu", torch.float32)
+    assert into.counts.any()
+    factors = factors.view(-1, dim, heads, chunk).transpose(1, 2).reshape(count, dim, chunk)
+    # Of steps of 1.
+    expected_factors = replace(codec, step=0)._values(found, source)
+    for own, used, expected in zip(factors, chunks.used.tolist(), expected_factors, strict=True):
         columns, tokens = expected.shape
         assert torch.equal(own[:columns, :tokens].view(torch.int32), expected.view(torch.int32))
         assert not own[columns:used].any()
+        assert not own[:used, tokens:].any()
         assert own[used:].isnan().all()
+
+
+def with_longer_numbers(codec: Transform) -> Transform:
+    """``codec`` with frames and values that binary16 does not hold."""
+    source = codec.source
+    assert source is not None
+    frames = source.of_heads(2, codec.dim)
+    tables = Tables(frames.tables.frequencies, frames.tables.values * (1 + 2.0**-20))
+    return replace(codec, source=Frames(frames.rows * (1 + 2.0**-20), frames.scales, tables, frames.rope))
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_frames_of_more_bits_than_binary16_has(side: str) -> None:
+    from kvpack.kernels.decode import decode
+
+    codec, streams = random_streams(6, 2, 16, 20, side)
+    codec = with_longer_numbers(codec)
+    assert near(decode.decode_frame(codec, there(streams)), codec.decode(streams))
 
 
 def damaged(streams: dict[str, torch.Tensor], kind: int) -> dict[str, torch.Tensor]:

@@ -34,12 +34,11 @@ static int make_scales(const Encode *call, const float *low, const float *high, 
     for (int64_t g = 0; g < count; g += LANES) {
         vf centre = call->zero_centre ? splat(0) : (load(low + g) + load(high + g)) * .5f;
         good &= larger(centre, -centre) < 65520.f;
-        vi stored = to_half(centre);
-        centre = from_half(stored);
+        vi stored, stored_scale;
+        centre = rounded_to_half(centre, &stored);
         vf scale = larger(load(high + g) - centre, centre - load(low + g)) * call->per_middle;
         good &= scale < 65520.f;
-        vi stored_scale = to_half(scale);
-        vf own = 1.f / larger(from_half(stored_scale), splat(0x1p-24f));
+        vf own = 1.f / larger(rounded_to_half(scale, &stored_scale), splat(0x1p-24f));
         store(factor + g, own);
         store(offset + g, middle - centre * own);
         store_int(pairs + g, stored_scale | stored << 16);
@@ -47,10 +46,8 @@ static int make_scales(const Encode *call, const float *low, const float *high, 
     return all_of(good);
 }
 
-/* Codes of one token, as integers. */
-INLINE vi codes_of(vf x, vf factor, vf offset, float largest) {
-    return nearest_int(smaller(larger(splat(0), x * factor + offset), splat(largest)));
-}
+/* The code nearest to a value in units of codes. */
+INLINE vi bounded_code(vf x, float largest) { return nearest_int(smaller(larger(splat(0), x), splat(largest))); }
 
 /* The words of the last plane where each holds the bytes of two columns, c and c + half the width; zeros follow the columns. */
 INLINE void store_bytes(const Packing *packing, const int32_t *column, char *to) {
@@ -60,7 +57,12 @@ INLINE void store_bytes(const Packing *packing, const int32_t *column, char *to)
         vu low = (vu)load_int(column + c) >> shift & 255, high = (vu)load_int(column + half_width + c) >> shift & 255;
         uint16_t words[LANES];
         store_words(words, (vi)(low | high << 8));
-        memcpy(to + 2 * c, words, 2 * (half_width - c < LANES ? half_width - c : LANES));
+        if (half_width - c >= LANES)
+            memcpy(to + 2 * c, words, sizeof words);
+        else if (half_width - c == LANES / 2)
+            memcpy(to + 2 * c, words, sizeof words / 2);
+        else
+            memcpy(to + 2 * c, words, 2 * (half_width - c));
     }
 }
 
@@ -101,6 +103,7 @@ static int encode_token_group(const Encode *call, int64_t batch, int64_t head, i
     const Packing *packing = &codec->packing[0];
     int64_t dim = codec->dim, stride = dim + LANES;
     float *low = spare, *high = low + stride, *factor = high + stride, *offset = factor + stride, *rows = offset + stride;
+    float largest = (float)(packing->digit[0].base - 1);
     int32_t pairs[1024 + LANES], codes[1024 + LANES];
     for (int64_t t = 0; t < count; t++) {
         float *row = rows + t * stride;
@@ -116,7 +119,7 @@ static int encode_token_group(const Encode *call, int64_t batch, int64_t head, i
     memcpy(row_of(&call->streams[packing->planes], batch, head, start / codec->size), pairs, 4 * dim);
     for (int64_t t = 0; t < count; t++) {
         for (int64_t d = 0; d < dim; d += LANES)
-            store_int(codes + d, codes_of(load(rows + t * stride + d), load(factor + d), load(offset + d), (float)(packing->digit[0].base - 1)));
+            store_int(codes + d, bounded_code(load(rows + t * stride + d) * load(factor + d) + load(offset + d), largest));
         pack_row(packing, codes, row_of(call->streams, batch, head, start + t), row_of(&call->streams[packing->planes - 1], batch, head, start + t));
     }
     return 1;
@@ -140,6 +143,7 @@ static int encode_channel_groups(const Encode *call, int64_t batch, int64_t head
     int64_t dim = codec->dim, size = codec->size, groups = (dim + size - 1) / size, stride = dim + LANES, all = count * groups;
     float *rows = spare, *low = rows + TOKENS_OF_GROUPS * stride, *high = low + TOKENS_OF_GROUPS * stride;
     float *factor = high + TOKENS_OF_GROUPS * stride, *offset = factor + TOKENS_OF_GROUPS * stride;
+    float largest = (float)(packing->digit[0].base - 1);
     int32_t *pairs = (int32_t *)(offset + TOKENS_OF_GROUPS * stride), codes[1024 + 128 + LANES];
     for (int64_t t = 0; t < count; t++) {
         if (!read_row(row_of(&call->x, batch, head, start + t), call->dtype, dim, rows + t * stride)) return 0;
@@ -151,8 +155,7 @@ static int encode_channel_groups(const Encode *call, int64_t batch, int64_t head
         memcpy(row_of(&call->streams[packing->planes], batch, head, start + t), pairs + t * groups, 4 * groups);
         for (int64_t g = 0; g < groups; g++)
             for (int64_t d = g * size; d < (g + 1) * size && d < dim; d += LANES)
-                store_int(codes + d, codes_of(load(rows + t * stride + d), splat(factor[t * groups + g]), splat(offset[t * groups + g]),
-                                              (float)(packing->digit[0].base - 1)));
+                store_int(codes + d, bounded_code(load(rows + t * stride + d) * factor[t * groups + g] + offset[t * groups + g], largest));
         pack_row(packing, codes, row_of(call->streams, batch, head, start + t), row_of(&call->streams[packing->planes - 1], batch, head, start + t));
     }
     return 1;

@@ -1,17 +1,32 @@
-/* Encoding of group where channels, columns and groups are whole vectors: values are read from where they are, twice, and their codes
-   go to words at once. */
+/* Encoding of group where blocks of channels, columns and groups are whole vectors: values are read from where they are, twice, and their
+   codes go to words at once. */
 
-enum { CACHE_LINE = 64 };
+enum { CACHE_LINE = 64, BLOCK = 2 * LANES, ROWS_AT_ONCE = 4 };
 
 static int has_rows_to_encode(const Encode *call) {
     const Codec *codec = call->codec;
-    return codec->dim % LANES == 0 && codec->packing[0].width % LANES == 0 && (codec->scales_stream >= 0 || codec->size % LANES == 0);
+    int64_t width = codec->packing[0].width;
+    if (codec->dim % BLOCK || (width < BLOCK ? BLOCK % width : width % BLOCK)) return 0;
+    return codec->scales_stream >= 0 || codec->size % BLOCK == 0 || codec->size >= codec->dim;
 }
 
 INLINE vf widened(const char *row, int64_t d, int64_t dtype) {
     if (dtype == F32) return load((const float *)row + d);
     if (dtype == F16) return load_half((const uint16_t *)row + d);
     return (vf)(load_words((const uint16_t *)row + d) << 16);
+}
+
+/* BLOCK numbers: those of even channels and of odd ones, which bf16 has in the halves of words of 32 bits. */
+typedef struct {
+    vf even, odd;
+} Numbers;
+
+INLINE Numbers apart(vf a, vf b) { return (Numbers){SHUFFLE(vf, vi, a, b, EVEN), SHUFFLE(vf, vi, a, b, ODD)}; }
+
+INLINE Numbers load_numbers_apart(const char *row, int64_t d, int64_t dtype) {
+    if (dtype != BF16) return apart(widened(row, d, dtype), widened(row, d + LANES, dtype));
+    vu words = (vu)load_int((const int32_t *)(row + 2 * d));
+    return (Numbers){(vf)(words << 16), (vf)(words & 0xffff0000)};
 }
 
 /* Whether the codes of `count` groups are all in range. Codes grow with the values: those of the extremes are enough. */
@@ -25,49 +40,113 @@ static int are_in_range(const Encode *call, const float *low, const float *high,
     return all_of(good);
 }
 
-/* The words of one token; factors and offsets are those of each channel, or of its group. */
-INLINE void encode_row(const Encode *call, const char *x, const float *factor, const float *offset, int in_range, char *low, char *high,
-                       int64_t dtype) {
-    const Codec *codec = call->codec;
-    const Packing *packing = &codec->packing[0];
-    int64_t width = packing->width, dim = codec->dim;
-    int of_channels = codec->scales_stream >= 0, size = __builtin_ctzll((uint64_t)codec->size), one_plane = packing->planes == 1 && !packing->odd;
-    float largest = (float)(packing->digit[0].base - 1);
-    vi bits = splat_int((int32_t)packing->digit[0].bits);
-    int32_t column[1024 + 2 * LANES];
-    for (int64_t c = 0; c < width; c += LANES) {
-        /* From the last field down, so that every shift is of all codes that are there. */
-        vi all = splat_int(0);
-        for (int64_t d = dim - width + c; d >= 0; d -= width) {
-            vf own = of_channels ? load(factor + d) : splat(factor[d >> size]), more = of_channels ? load(offset + d) : splat(offset[d >> size]);
-            vf value = widened(x, d, dtype);
-            all = (all << bits) | (in_range ? nearest_int(value * own + more) : codes_of(value, own, more, largest));
-        }
-        if (one_plane)
-            store_words((uint16_t *)low + c, all);
-        else
-            store_int(column + c, all);
-    }
-    if (one_plane) return;
-    store_int(column + width, splat_int(0));
-    store_columns(packing, column, low, high);
+/* Factors and offsets of tokens: of every channel, or of every group of `groups` per token. */
+typedef struct {
+    const float *factor, *offset;
+    int64_t groups;
+    int in_range;
+} Scaling;
+
+enum { COLUMNS = 1024 + BLOCK };
+
+/* The words of LANES columns from `c` on in the planes that have one for each. */
+INLINE void store_column_words(const Packing *packing, int64_t c, vi column, char *low, char *high) {
+    int64_t planes = packing->planes - packing->odd;
+    if (planes > 0) store_words((uint16_t *)low + c, column);
+    if (planes > 1) store_words((uint16_t *)high + c, (vi)((vu)column >> 16));
 }
 
-/* The rows after those that are encoded are on their way from memory meanwhile. */
-INLINE void encode_rows(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, const float *factor,
-                        const float *offset, int64_t groups, int in_range, int64_t dtype) {
-    const Packing *packing = &call->codec->packing[0];
+/* The plane of bytes of BLOCK columns, or of LANES, which are the first. */
+INLINE void store_column_bytes(const Packing *packing, vi first, vi second, char *to) {
+    uint32_t shift = packing->planes == 2 ? 16 : 0;
+    vu low = (vu)first >> shift & 255, high = (vu)second >> shift & 255;
+    uint16_t words[LANES];
+    if (packing->width == BLOCK) {
+        store_words((uint16_t *)to, (vi)(low | high << 8));
+        return;
+    }
+    store_words(words, (vi)(low | (vu)SHUFFLE(vi, vi, (vi)low, (vi)low, SWAPPED) << 8));
+    memcpy(to, words, sizeof words / 2);
+}
+
+/* The words of `rows` tokens, whose first are at `low` and `high`; the rows `ahead` of them are on their way from memory meanwhile. */
+INLINE void encode_rows(const Encode *call, const char *x, int64_t ahead, const Scaling *scaling, char *low, char *high, int rows, int of_channels,
+                        int in_range, int64_t dtype) {
+    const Codec *codec = call->codec;
+    const Packing *packing = &codec->packing[0];
     const Stream *lower = call->streams, *upper = call->streams + packing->planes - 1;
-    int64_t bytes = call->codec->dim * (dtype == F32 ? 4 : 2);
-    for (int64_t t = start; t < start + count; t++, factor += groups, offset += groups) {
+    int64_t width = packing->width, dim = codec->dim, across = width < BLOCK ? BLOCK : width;
+    int size = __builtin_ctzll((uint64_t)codec->size), fields = width < BLOCK ? BLOCK >> __builtin_ctzll((uint64_t)width) : 1;
+    int whole = width >= LANES && (!packing->odd || width <= BLOCK);
+    int32_t field = (int32_t)packing->digit[0].bits, column[ROWS_AT_ONCE][COLUMNS];
+    float largest = (float)(packing->digit[0].base - 1);
+    /* Where a block has all fields of a column, zeros alone are shifted. */
+    vi bits = splat_int(field * fields & 31);
+    for (int64_t c = 0; c < across; c += BLOCK) {
+        vi even[ROWS_AT_ONCE], odd[ROWS_AT_ONCE];
+        for (int r = 0; r < rows; r++) even[r] = odd[r] = splat_int(0);
+        /* From the last field down, so that every shift is of all codes that are there. */
+        for (int64_t d = dim - across + c; d >= 0; d -= across) {
+            Numbers factor, offset;
+            if (of_channels) {
+                factor = (Numbers){load(scaling->factor + d), load(scaling->factor + d + LANES)};
+                offset = (Numbers){load(scaling->offset + d), load(scaling->offset + d + LANES)};
+            }
+            for (int r = 0; r < rows; r++) {
+                const char *row = x + r * call->x.row;
+                int64_t group = r * scaling->groups + (d >> size);
+                if (!of_channels) {
+                    factor.even = factor.odd = splat(scaling->factor[group]);
+                    offset.even = offset.odd = splat(scaling->offset[group]);
+                }
+                for (int64_t i = 0; i < BLOCK * (dtype == F32 ? 4 : 2); i += CACHE_LINE)
+                    __builtin_prefetch(row + ahead + d * (dtype == F32 ? 4 : 2) + i, 0, 2);
+                Numbers value = load_numbers_apart(row, d, dtype);
+                vf first = value.even * factor.even + offset.even, second = value.odd * factor.odd + offset.odd;
+                even[r] = (even[r] << bits) | (in_range ? nearest_int(first) : bounded_code(first, largest));
+                odd[r] = (odd[r] << bits) | (in_range ? nearest_int(second) : bounded_code(second, largest));
+            }
+        }
+        for (int r = 0; r < rows; r++) {
+            vi first = SHUFFLE(vi, vi, even[r], odd[r], LOW), second = SHUFFLE(vi, vi, even[r], odd[r], HIGH);
+            if (fields > 1) first |= second << (field * (fields / 2));
+            if (whole) {
+                char *to = low + r * lower->row, *above = high + r * upper->row;
+                store_column_words(packing, c, first, to, above);
+                if (fields == 1) store_column_words(packing, c + LANES, second, to, above);
+                if (packing->odd) store_column_bytes(packing, first, fields == 1 ? second : splat_int(0), above);
+            } else {
+                store_int(column[r] + c, first);
+                store_int(column[r] + c + LANES, second);
+            }
+        }
+    }
+    for (int r = 0; r < rows && !whole; r++) {
+        /* A vector of several fields of each column. */
+        for (int64_t half = LANES / 2; half >= width; half /= 2)
+            store_int(column[r], load_int(column[r]) | load_int(column[r] + half) << (field * (int32_t)(half >> __builtin_ctzll((uint64_t)width))));
+        store_int(column[r] + width, splat_int(0));
+        store_columns(packing, column[r], low + r * lower->row, high + r * upper->row);
+    }
+}
+
+/* The words of `count` tokens. */
+INLINE void encode_tokens(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, Scaling scaling, int of_channels,
+                          int64_t dtype) {
+    const Stream *lower = call->streams, *upper = call->streams + call->codec->packing[0].planes - 1;
+    int64_t ahead = count * call->x.row;
+    for (int64_t t = start, rows; t < start + count; t += rows) {
         const char *x = row_of(&call->x, batch, head, t);
         char *low = row_of(lower, batch, head, t), *high = row_of(upper, batch, head, t);
-        if (t + count < call->tokens)
-            for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(x + count * call->x.row + i);
-        if (in_range)
-            encode_row(call, x, factor, offset, 1, low, high, dtype);
+        rows = start + count - t < ROWS_AT_ONCE ? 1 : ROWS_AT_ONCE;
+        if (rows == 1)
+            encode_rows(call, x, ahead, &scaling, low, high, 1, of_channels, 0, dtype);
+        else if (scaling.in_range)
+            encode_rows(call, x, ahead, &scaling, low, high, ROWS_AT_ONCE, of_channels, 1, dtype);
         else
-            encode_row(call, x, factor, offset, 0, low, high, dtype);
+            encode_rows(call, x, ahead, &scaling, low, high, ROWS_AT_ONCE, of_channels, 0, dtype);
+        scaling.factor += rows * scaling.groups;
+        scaling.offset += rows * scaling.groups;
     }
 }
 
@@ -100,37 +179,45 @@ INLINE int token_extremes(const char *x, int64_t stride, int64_t count, int64_t 
 /* The same of `vectors` vectors of words, which are compared before they are widened; numbers that are none are extremes, too. */
 INLINE void token_word_extremes(const char *x, int64_t stride, int64_t count, int64_t d, int vectors, int64_t dtype, float *low, float *high) {
     vw least[4], most[4];
-    for (int i = 0; i < vectors; i++) least[i] = most[i] = ordered_words(x, d + 2 * i * LANES);
+    for (int i = 0; i < vectors; i++) least[i] = most[i] = ordered_words(x, d + i * BLOCK);
     for (int64_t t = 1; t < count; t++)
         for (int i = 0; i < vectors; i++) {
-            vw value = ordered_words(x + t * stride, d + 2 * i * LANES);
+            vw value = ordered_words(x + t * stride, d + i * BLOCK);
             least[i] = smaller_word(value, least[i]);
             most[i] = larger_word(value, most[i]);
         }
     for (int i = 0; i < vectors; i++) {
         vw words[2] = {ordered(least[i]), ordered(most[i])};
         for (int half = 0; half < 2; half++) {
-            store(low + d + (2 * i + half) * LANES, widened((const char *)&words[0], half * LANES, dtype));
-            store(high + d + (2 * i + half) * LANES, widened((const char *)&words[1], half * LANES, dtype));
+            store(low + d + i * BLOCK + half * LANES, widened((const char *)&words[0], half * LANES, dtype));
+            store(high + d + i * BLOCK + half * LANES, widened((const char *)&words[1], half * LANES, dtype));
         }
     }
 }
 
 /* Keys: `count` tokens share the scales of each channel. `spare` holds 4 * dim floats. */
 INLINE int encode_token_rows(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, float *spare, int64_t dtype) {
-    int64_t dim = call->codec->dim, stride = call->x.row, d = 0;
+    int64_t dim = call->codec->dim, stride = call->x.row;
     float *low = spare, *high = low + dim, *factor = high + dim, *offset = factor + dim;
     const char *x = row_of(&call->x, batch, head, start);
     char *pairs = row_of(&call->streams[call->codec->packing[0].planes], batch, head, start / call->codec->size);
-    if (dtype != F32) {
-        for (; d + 8 * LANES <= dim; d += 8 * LANES) token_word_extremes(x, stride, count, d, 4, dtype, low, high);
-        for (; d + 2 * LANES <= dim; d += 2 * LANES) token_word_extremes(x, stride, count, d, 1, dtype, low, high);
-        if (!extremes_are_finite(low, high, d)) return 0;
+    if (dtype == F32) {
+        for (int64_t d = 0; d < dim; d += LANES)
+            if (!token_extremes(x, stride, count, d, dtype, low, high)) return 0;
+    } else {
+        int64_t d = 0;
+        for (; d + 4 * BLOCK <= dim; d += 4 * BLOCK) token_word_extremes(x, stride, count, d, 4, dtype, low, high);
+        for (; d < dim; d += BLOCK) token_word_extremes(x, stride, count, d, 1, dtype, low, high);
+        if (!extremes_are_finite(low, high, dim)) return 0;
     }
-    for (; d < dim; d += LANES)
-        if (!token_extremes(x, stride, count, d, dtype, low, high)) return 0;
     if (!make_scales(call, low, high, dim, factor, offset, (int32_t *)pairs)) return 0;
-    encode_rows(call, batch, head, start, count, factor, offset, 0, are_in_range(call, low, high, dim, factor, offset), dtype);
+    int in_range = are_in_range(call, low, high, dim, factor, offset);
+    for (float *own = factor; own < factor + 2 * dim; own += BLOCK) {
+        Numbers found = apart(load(own), load(own + LANES));
+        store(own, found.even);
+        store(own + LANES, found.odd);
+    }
+    encode_tokens(call, batch, head, start, count, (Scaling){factor, offset, 0, in_range}, 1, dtype);
     return 1;
 }
 
@@ -157,26 +244,31 @@ INLINE int channel_extremes(const Encode *call, int64_t batch, int64_t head, int
     return is_finite(sum);
 }
 
-/* The same of whole vectors of words, of infinities and NaN, too: maxima are minima of what is left when all bits are turned, so that both are found in one go. */
-INLINE void channel_word_extremes(const Encode *call, int64_t batch, int64_t head, int64_t t, int64_t first, int64_t size, int64_t all,
+INLINE vw exchanged(vw x) { return (vw)((vu)x << 16 | (vu)x >> 16); }
+
+/* The same of whole vectors of words, of infinities and NaN, too: maxima are minima of what is left when all bits are turned, so that both
+   are found in one go. `one`: a group is a vector. */
+INLINE void channel_word_extremes(const Encode *call, int64_t batch, int64_t head, int64_t t, int64_t first, int64_t size, int64_t all, int one,
                                  int64_t dtype, float *low, float *high) {
     int64_t dim = call->codec->dim;
     const char *x = row_of(&call->x, batch, head, t);
     vi both[LANES];
+#pragma GCC unroll 16
     for (int64_t i = 0; i < LANES; i++) {
         vw least = ordered_words(x, first), most = least;
-        for (int64_t d = first + 2 * LANES; d < first + size; d += 2 * LANES) {
+        int64_t end = one ? first : first + size < dim ? first + size : dim;
+        for (int64_t d = first + BLOCK; d < end; d += BLOCK) {
             vw value = ordered_words(x, d);
             least = smaller_word(value, least);
             most = larger_word(value, most);
         }
-        vu turned = ~(vu)most;
-        vw even = (vw)(((vu)least & 0xffff) | turned << 16), odd = (vw)((vu)least >> 16 | (turned & 0xffff0000));
-        both[i] = (vi)smaller_word(even, odd);
+        least = smaller_word(least, exchanged(least));
+        most = larger_word(most, exchanged(most));
+        both[i] = (vi)(((vu)least & 0xffff) | (~(vu)most & 0xffff0000));
         if (i + 1 < all && (first += size) >= dim) first = 0, x += call->x.row;
     }
     vw found = ordered((vw)(word_minima_of(both) ^ (int32_t)0xffff0000));
-    uint16_t words[2 * LANES];
+    uint16_t words[BLOCK];
     store_words(words, (vi)found & 0xffff);
     store_words(words + LANES, (vi)((vu)found >> 16));
     store(low, widened((const char *)words, 0, dtype));
@@ -190,18 +282,22 @@ INLINE int encode_channel_rows(const Encode *call, int64_t batch, int64_t head, 
     int64_t room = (all + LANES - 1) / LANES * LANES;
     float *low = spare, *high = low + room, *factor = high + room, *offset = factor + room;
     int32_t *pairs = (int32_t *)(offset + room);
-    int of_words = dtype != F32 && size % (2 * LANES) == 0 && codec->dim % size == 0;
+    const Stream *scales = &call->streams[codec->packing[0].planes];
+    char *stored = row_of(scales, batch, head, start);
+    int in_place = scales->row == 4 * groups && all % LANES == 0;
     for (int64_t n = 0; n < all; n += LANES) {
         int64_t t = start + n / groups, first = n % groups * size;
-        if (of_words)
-            channel_word_extremes(call, batch, head, t, first, size, all - n, dtype, low + n, high + n);
-        else if (!channel_extremes(call, batch, head, t, first, size, all - n, dtype, low + n, high + n))
-            return 0;
+        if (dtype == F32) {
+            if (!channel_extremes(call, batch, head, t, first, size, all - n, dtype, low + n, high + n)) return 0;
+        } else if (size == BLOCK)
+            channel_word_extremes(call, batch, head, t, first, size, all - n, 1, dtype, low + n, high + n);
+        else
+            channel_word_extremes(call, batch, head, t, first, size, all - n, 0, dtype, low + n, high + n);
     }
-    if (!extremes_are_finite(low, high, all) || !make_scales(call, low, high, all, factor, offset, pairs)) return 0;
-    for (int64_t t = 0; t < count; t++)
-        memcpy(row_of(&call->streams[codec->packing[0].planes], batch, head, start + t), pairs + t * groups, 4 * groups);
-    encode_rows(call, batch, head, start, count, factor, offset, groups, are_in_range(call, low, high, all, factor, offset), dtype);
+    if (!extremes_are_finite(low, high, all)) return 0;
+    if (!make_scales(call, low, high, all, factor, offset, in_place ? (int32_t *)stored : pairs)) return 0;
+    for (int64_t t = 0; t < count && !in_place; t++) memcpy(stored + t * scales->row, pairs + t * groups, 4 * groups);
+    encode_tokens(call, batch, head, start, count, (Scaling){factor, offset, groups, are_in_range(call, low, high, all, factor, offset)}, 0, dtype);
     return 1;
 }
 

@@ -36,6 +36,18 @@ INLINE vi to_half(vf x) {
 #endif
 }
 
+/* A number that is none of NaN in binary16, and its bits. */
+INLINE vf rounded_to_half(vf x, vi *bits) {
+#if LEVEL == 4
+    __m256i words = _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    *bits = (vi)_mm512_cvtepu16_epi32(words);
+    return (vf)_mm512_cvtph_ps(words);
+#else
+    *bits = to_half(x);
+    return from_half(*bits);
+#endif
+}
+
 /* Two values in the halves of each lane. */
 INLINE vf paired(vf low, vf high, int64_t dtype) {
     return (vf)(dtype == BF16 ? to_bfloat(low) | to_bfloat(high) << 16 : to_half(low) | to_half(high) << 16);

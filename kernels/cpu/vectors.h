@@ -117,9 +117,15 @@ INLINE vi nearest_int(vf x) {
 
 /* Whether every lane of a mask is set. */
 INLINE int all_of(vi mask) {
+#if LEVEL == 4
+    return _mm512_movepi32_mask((__m512i)mask) == 0xffff;
+#elif LEVEL == 3
+    return _mm256_movemask_ps((__m256)mask) == 0xff;
+#else
     int32_t all = -1;
     for (int i = 0; i < LANES; i++) all &= mask[i];
     return all != 0;
+#endif
 }
 
 INLINE vf square_root(vf x) {
@@ -149,14 +155,17 @@ INLINE vi bounded(vi x, int32_t most) {
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
 #define APART 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15
+#define SWAPPED 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7
 #elif LANES == 8
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15
 #define APART 0, 2, 4, 6, 1, 3, 5, 7
+#define SWAPPED 4, 5, 6, 7, 0, 1, 2, 3
 #else
 #define EVEN 0, 2, 4, 6
 #define ODD 1, 3, 5, 7
 #define APART 0, 2, 1, 3
+#define SWAPPED 2, 3, 0, 1
 #endif
 
 /* LANES vectors to their sums, in their order. */
@@ -197,7 +206,7 @@ INLINE float sum_of(vf x) {
     return sum;
 }
 
-INLINE int is_finite(vf x) { return sum_of(x * 0.f) == 0; }
+INLINE int is_finite(vf x) { return all_of(x * 0.f == 0.f); }
 
 INLINE float largest_of(vf x) {
     float found = x[0];

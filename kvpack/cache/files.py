@@ -162,13 +162,12 @@ def read_to(
 def stored(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
     """The arguments of ``container.write`` for a cache. Raises LimitExceeded."""
     arrays = {}
-    for number, layer in enumerate(cache.layers):
-        for name, side in layer.sides.items():
-            merged = side.merged()
-            with own_modes(side.device):
-                for stream, tensor in stored_streams(merged).items():
+    with own_modes(torch.device("cpu")):
+        for number, layer in enumerate(cache.layers):
+            for name, side in layer.sides.items():
+                for stream, tensor in stored_streams(side.merged()).items():
                     arrays[f"{number}.{name}.{stream}"] = _bytes(tensor)
-        arrays.update({f"{number}.state.{name}": _bytes(state) for name, state in layer.states.items()})
+            arrays.update({f"{number}.state.{name}": _bytes(state) for name, state in layer.states.items()})
     return cache.contents, arrays
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from kvpack.coding.encoding import RAW_NAMES
+from kvpack.coding.modes import own_modes
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.checks import check_integer, check_names
 from kvpack.file.inputs import Inputs
@@ -81,7 +82,8 @@ def pack(
     states = dense_states(past_key_values)
     recipe.check_layers(len(states))
     layers = []
-    with together(sum(x.numel() for state in states for x in state[:2] if isinstance(x, torch.Tensor))):
+    # Modes that are set here need not be set for every side.
+    with own_modes(torch.device("cpu")), together(sum(x.numel() for state in states for x in state[:2] if isinstance(x, torch.Tensor))):
         for number, (k, v, skipped, kept) in enumerate(states):
             _check_pair((k, v), f"layers[{number}]")
             sides = (_pack_side(x, recipe, number, len(states), side, start + skipped) for x, side in ((k, "k"), (v, "v")))

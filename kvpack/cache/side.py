@@ -265,7 +265,8 @@ class Side:
 
     def merged(self) -> Side:
         """The same tokens in the fewest pages, with one array per stream, as a file stores them."""
-        return replace(self, pages=self._pages.merged())
+        merged = self._pages.merged()
+        return self if merged is self._pages else replace(self, pages=merged)
 
     def merged_runs(self) -> tuple[int, ...]:
         """The tokens of each page of ``merged()``."""

@@ -20,7 +20,7 @@ import contextlib
 import difflib
 import re
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NoReturn
 
 from kvpack.file.checks import check_string
@@ -52,6 +52,7 @@ _DTYPES = {"raw": tuple(DTYPES), "lossless": tuple(FORMS)}
 """The dtypes of the codecs whose option ``dtype`` is that of their input if it is not given."""
 MAX_WINDOW = 1 << 20
 _CHECKED_DIM = 128
+_CODECS_KEPT = 32
 
 CALIBRATED = {"klt": ("2", LEAST_BITS), "transform": ("0.6", LEAST_TRANSFORM_BITS)}
 """The codecs that need a basis, and their default and fewest bits per value."""
@@ -100,6 +101,8 @@ class Rule:
                 kept = " and ".join(_DTYPES[self.codec_id])
                 raise InvalidDtype(f"the codec {self.codec_id} keeps {kept} values, found {dtype}; the recipe raw keeps every dtype")
             words["dtype"] = dtype
+        if calibrated is None:
+            return _uncalibrated(self.codec_id, dim, side, tuple(words.items()))
         return create_codec(self.codec_id, dim, side, Options(self.codec_id, words, calibrated))
 
     @property
@@ -111,6 +114,12 @@ class Rule:
         if not least <= bits <= MOST_BITS:
             raise UnknownWord(f"{self.codec_id}:bits is {text!r}, expected {least:g} to {MOST_BITS:g} bits per value", f"bits={text}")
         return bits
+
+
+@lru_cache(_CODECS_KEPT)
+def _uncalibrated(codec_id: str, dim: int, side: str, words: tuple[tuple[str, str], ...]) -> Codec:
+    """The codec of a rule, which the layers of a cache share."""
+    return create_codec(codec_id, dim, side, Options(codec_id, dict(words), None))
 
 
 def _position(item: int, layers: int) -> int:

@@ -108,8 +108,8 @@ INLINE vf bounded_steps(vf x, float most) {
 INLINE vi level_of(const Table *bounds, int32_t levels, vf x) {
     vi level = splat_int(0);
     int32_t step = levels > 8 ? levels / 8 : 1;
-    for (int32_t bound = step; bound < levels; bound += step) level += (x > bounds->data[bound - 1]) & step;
-    while (step /= 2) level += (x > lookup(bounds->data, bounds->entries, level + (step - 1))) & step;
+    for (int32_t bound = step; bound < levels; bound += step) level = add_above(x, splat(bounds->data[bound - 1]), level, step);
+    while (step /= 2) level = add_above(x, lookup(bounds->data, bounds->entries, level + (step - 1)), level, step);
     return level;
 }
 

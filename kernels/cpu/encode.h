@@ -7,20 +7,21 @@ enum { CHANNELS_ADDED = 16 };
 static void read_tile(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, const Encoded *out) {
     int64_t dim = call->codec->dim, halves = call->dtype == F32 ? 2 : 1;
     uint16_t *words = (uint16_t *)out->spare;
-    float sum[TILE] = {0}, part[TILE];
+    float sum[TILE] = {0};
     transpose(row_of(&call->x, batch, head, start), call->x.row, count, halves * dim, words);
-    for (int64_t w = 0; w < halves * dim; w++) memset(words + w * TILE + count, 0, 2 * (TILE - count));
-    for (int64_t d = 0; d < dim; d++) {
-        float factor = call->rotation.order ? call->rotation.factors[d] : 1;
-        if (d % CHANNELS_ADDED == 0) memset(part, 0, sizeof part);
+    for (int64_t w = 0; w < halves * dim && count < TILE; w++) memset(words + w * TILE + count, 0, 2 * (TILE - count));
+    for (int64_t first = 0; first < dim; first += CHANNELS_ADDED) {
+        int64_t end = first + CHANNELS_ADDED < dim ? first + CHANNELS_ADDED : dim;
         for (int64_t t = 0; t < out->tokens; t += LANES) {
-            vi x = load_words(words + halves * d * TILE + t);
-            vf value = call->dtype == F16 ? from_half(x) : (vf)(call->dtype == BF16 ? x << 16 : x | load_words(words + (2 * d + 1) * TILE + t) << 16);
-            store(part + t, load(part + t) + value * value);
-            store(out->tile + d * TILE + t, value * factor);
+            vf part = splat(0);
+            for (int64_t d = first; d < end; d++) {
+                vi x = load_words(words + halves * d * TILE + t);
+                vf value = call->dtype == F16 ? from_half(x) : (vf)(call->dtype == BF16 ? x << 16 : x | load_words(words + (2 * d + 1) * TILE + t) << 16);
+                part += value * value;
+                store(out->tile + d * TILE + t, call->rotation.order ? value * call->rotation.factors[d] : value);
+            }
+            store(sum + t, load(sum + t) + part);
         }
-        if ((d + 1) % CHANNELS_ADDED && d + 1 < dim) continue;
-        for (int64_t t = 0; t < out->tokens; t += LANES) store(sum + t, load(sum + t) + load(part + t));
     }
     memset(out->tile + dim * TILE, 0, sizeof(float) * 3 * TILE);
     for (int64_t t = 0; t < out->tokens; t += LANES) store(out->norm + t, square_root(load(sum + t)));

@@ -87,8 +87,7 @@ def call_of(codec: Codec, shape: tuple[int, int, int], dtype: torch.dtype) -> tu
     elif isinstance(codec, Scalar | Octahedral | Quaternion | Angle):
         call.unbiased = codec.norm_rule == "unbiased"
     if isinstance(codec, Octahedral):
-        settled = codec.rounding == "local3x3" and 1 << codec.b_dir - 1 <= MOST_LEVELS
-        call.candidates = _CANDIDATES["local2x2" if settled else codec.rounding]
+        call.candidates = _candidates(codec)
     for number, table in enumerate(bounds):
         call.bounds[number] = library.Table(table.data_ptr(), len(table))
     return call, described.streams, (described, rotation, bounds)
@@ -111,11 +110,20 @@ def _bounds(codec: Codec) -> tuple[torch.Tensor, ...]:
         return tuple(_padded(midpoints(table), torch.inf) for table in (codec.magnitude_table, codec.high_magnitude_table) if table)
     if isinstance(codec, Octahedral):
         magnitudes = torch.frombuffer(bytearray(codec.direction_table), dtype=torch.float32)
-        bounds = (_padded(midpoints(table), torch.inf) for table in (codec.direction_table, codec.norm_table))
+        directions = magnitudes[1:-1].tolist() if _candidates(codec) == _CANDIDATES["local2x2"] else midpoints(codec.direction_table)
+        bounds = (_padded(values, torch.inf) for values in (directions, midpoints(codec.norm_table)))
         return *bounds, _padded(magnitudes.tolist(), 0.0), _padded(_per_length(magnitudes).tolist(), 0.0)
     if isinstance(codec, Quaternion):
         return (secondary_quaternions(codec.seed, codec.secondary, "cpu").flatten().contiguous(),)
     return ()
+
+
+def _candidates(codec: Octahedral) -> int:
+    """The candidates per coordinate, 0 for all. Two are those on either side of it: where ``formats/`` tries one, it is the nearer."""
+    levels = 1 << codec.b_dir - 1
+    settled = codec.rounding == "local3x3" and levels <= MOST_LEVELS
+    alone = levels == 1 and codec.rounding != "scalar"
+    return _CANDIDATES["full" if alone else "local2x2" if settled else codec.rounding]
 
 
 def _per_length(magnitudes: torch.Tensor) -> torch.Tensor:

@@ -14,17 +14,18 @@ INLINE vf per_length(const Table *table, int32_t levels, vi index, vf xi, vf eta
     return 1.f / square_root(first * first + second * second + third * third);
 }
 
-/* The levels to try for a coordinate, the nearest first: that on its other side, or those on both sides. */
+/* The levels to try for a coordinate: two, between which it is if they are not the first or the last, or the nearest and its neighbours. */
 INLINE void candidates_of(const Encode *call, vf coordinate, int candidates, int32_t levels, vi *found) {
-    const Table *magnitudes = &call->bounds[MAGNITUDES];
-    found[0] = level_of(&call->bounds[DIRECTION_BOUNDS], levels, coordinate);
+    const Table *bounds = &call->bounds[DIRECTION_BOUNDS];
     if (candidates == 2) {
-        vf nearest = lookup(magnitudes->data, entries_of(levels), found[0]);
-        found[1] = found[0] + ((coordinate < nearest) | ((coordinate > nearest) & 1));
-    } else {
-        found[1] = found[0] - 1;
-        found[2] = found[0] + 1;
+        /* Two bounds fewer than magnitudes. */
+        found[0] = level_of(bounds, levels > 8 ? levels : levels - 1, coordinate);
+        found[1] = found[0] + 1;
+        return;
     }
+    found[0] = level_of(bounds, levels, coordinate);
+    found[1] = found[0] - 1;
+    found[2] = found[0] + 1;
     for (int i = 1; i < candidates; i++) found[i] = bounded(found[i], levels - 1);
 }
 
@@ -32,12 +33,12 @@ INLINE void candidates_of(const Encode *call, vf coordinate, int candidates, int
 INLINE vi nearest_direction(const Encode *call, int candidates, int32_t levels, vf x, vf y, vf z, vf *best) {
     const Table *axis = call->codec->table, *magnitudes = &call->bounds[MAGNITUDES];
     vi found = splat_int(0), column[MOST_CANDIDATES], row[MOST_CANDIDATES];
-    vf xi[MOST_CANDIDATES], eta[MOST_CANDIDATES], across[2][MOST_CANDIDATES], up[2][MOST_CANDIDATES];
+    vf xi[MOST_CANDIDATES], eta[MOST_CANDIDATES], across[MOST_CANDIDATES], up[MOST_CANDIDATES];
     *best = splat(-INFINITY);
     if (!candidates) {
         for (int32_t i = 0; i < levels * levels; i++) {
             vf product = axis[0].data[i] * x + axis[1].data[i] * y + axis[2].data[i] * z;
-            found = choose_int(product > *best, splat_int(i), found);
+            found = (vi)pick_above(product, *best, (vf)splat_int(i), (vf)found);
             *best = larger(product, *best);
         }
         return found;
@@ -46,21 +47,19 @@ INLINE vi nearest_direction(const Encode *call, int candidates, int32_t levels, 
     vf folded = larger(-z, splat(0)), per_sum = 1.f / larger(x + y + z + 2.f * folded, splat(1e-30f));
     candidates_of(call, (x + folded) * per_sum, candidates, levels, column);
     candidates_of(call, (y + folded) * per_sum, candidates, levels, row);
-    /* A point's product with the triplet is a sum of what each coordinate alone adds, above the fold and below it. */
+    /* A point's product with the triplet is a sum of what each coordinate alone adds, and below the fold of what its depth there adds. */
     for (int i = 0; i < candidates; i++) {
         xi[i] = lookup(magnitudes->data, entries_of(levels), column[i]);
         eta[i] = lookup(magnitudes->data, entries_of(levels), row[i]);
-        across[0][i] = xi[i] * (x - z);
-        up[0][i] = z + eta[i] * (y - z);
-        across[1][i] = -xi[i] * (y + z);
-        up[1][i] = (x + y + z) - eta[i] * (x + z);
+        across[i] = xi[i] * (x - z);
+        up[i] = z + eta[i] * (y - z);
     }
     for (int j = 0; j < candidates; j++)
         for (int i = 0; i < candidates; i++) {
             vi index = column[i] + row[j] * levels;
-            vf product = choose(xi[i] > 1.f - eta[j], across[1][i] + up[1][j], across[0][i] + up[0][j]);
+            vf product = across[i] + up[j] + (x + y) * smaller(1.f - xi[i] - eta[j], splat(0));
             product *= per_length(&call->bounds[PER_LENGTH], levels, index, xi[i], eta[j]);
-            found = choose_int(product > *best, index, found);
+            found = (vi)pick_above(product, *best, (vf)index, (vf)found);
             *best = larger(product, *best);
         }
     return found;
@@ -82,7 +81,7 @@ static void add_triplet(const Encode *call, const Encoded *out, int64_t i, int32
     }
 }
 
-INLINE void encode_triplets(const Encode *call, const Encoded *out, int candidates, int32_t levels) {
+INLINE void encode_triplets(const Encode *call, const Encoded *out, int candidates, int32_t levels, int32_t norm_levels) {
     const Codec *codec = call->codec;
     const Table *norms = &codec->table[TRIPLET_NORM];
     int32_t bits = (int32_t)codec->index_bits, index[TILE], sign[TILE];
@@ -92,12 +91,12 @@ INLINE void encode_triplets(const Encode *call, const Encoded *out, int candidat
         const float *row = out->tile + 3 * i * TILE;
         for (int64_t t = 0; t < out->tokens; t += LANES) {
             vf x = load(row + t), y = load(row + TILE + t), z = load(row + 2 * TILE + t), projection;
-            vi signs = ((x < 0.f) & 1) | ((y < 0.f) & 2);
+            vi signs = add_above(splat(0), y, add_above(splat(0), x, splat_int(0), 1), 2);
             x = magnitude_of(x);
             y = magnitude_of(y);
             vi found = nearest_direction(call, candidates, levels, x, y, z, &projection);
             vf radius = candidates == 1 ? square_root(x * x + y * y + z * z) : projection;
-            vi norm = level_of(&call->bounds[NORM_BOUNDS], (int32_t)codec->norm_levels, radius * load(per_norm + t));
+            vi norm = level_of(&call->bounds[NORM_BOUNDS], norm_levels, radius * load(per_norm + t));
             vf decoded = lookup(norms->data, norms->entries, norm);
             store(product + t, load(product + t) + projection * load(per_norm + t) * decoded);
             store(squares + t, load(squares + t) + decoded * decoded);
@@ -115,13 +114,13 @@ INLINE void encode_triplets(const Encode *call, const Encoded *out, int candidat
 
 /* The candidates and levels of presets are known when this is compiled, others when it runs. */
 static void octahedral_encode(const Encode *call, const Encoded *out) {
-    int32_t levels = 1 << call->codec->index_bits / 2;
-    if (call->candidates == 2 && levels == 4)
-        encode_triplets(call, out, 2, 4);
-    else if (call->candidates == 2 && levels == 8)
-        encode_triplets(call, out, 2, 8);
-    else if (call->candidates == 2 && levels == 16)
-        encode_triplets(call, out, 2, 16);
+    int32_t levels = 1 << call->codec->index_bits / 2, norms = (int32_t)call->codec->norm_levels;
+    if (call->candidates == 2 && levels == 4 && norms == 2)
+        encode_triplets(call, out, 2, 4, 2);
+    else if (call->candidates == 2 && levels == 8 && norms == 4)
+        encode_triplets(call, out, 2, 8, 4);
+    else if (call->candidates == 2 && levels == 16 && norms == 8)
+        encode_triplets(call, out, 2, 16, 8);
     else
-        encode_triplets(call, out, (int)call->candidates, levels);
+        encode_triplets(call, out, (int)call->candidates, levels, norms);
 }

@@ -15,7 +15,7 @@ static void scalar_encode(const Encode *call, const Encoded *out) {
             const float *row = out->tile + *channel++ * TILE;
             for (int64_t t = 0; t < out->tokens; t += LANES) {
                 vf x = load(row + t) * load(per_norm + t);
-                vi symbol = level_of(&call->bounds[part], magnitudes, magnitude_of(x)) + ((x < 0.f) & magnitudes);
+                vi symbol = add_above(splat(0), x, level_of(&call->bounds[part], magnitudes, magnitude_of(x)), magnitudes);
                 vf decoded = lookup(table->data, table->entries, symbol);
                 store_int(code + t, symbol);
                 store(product + t, load(product + t) + x * decoded);

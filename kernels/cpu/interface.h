@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 18
+#define KVPACK_INTERFACE 19
 
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 4 };
 
@@ -151,8 +151,8 @@ typedef struct {
     float per_middle;
     /* Whether norms are those of formats/norm_rule.py that keep products right. octahedral: the candidates per coordinate, 0 for all */
     int64_t unbiased, candidates;
-    /* scalar: the midpoints of each part's magnitudes. octahedral: those of magnitudes and of norms, the magnitudes, and 1 over the
-       length of every point of the octahedron. quaternion: the secondary quaternions. Midpoints end in infinities. */
+    /* scalar: the midpoints of each part's magnitudes. octahedral: those of magnitudes (for two candidates the magnitudes between the first
+       and the last) and of norms, the magnitudes, and 1 over the length of every point of the octahedron. quaternion: the secondary quaternions. Midpoints end in infinities. */
     Table bounds[MOST_BOUNDS];
     int64_t threads, level;
 } Encode;

@@ -58,6 +58,24 @@ INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (v
 INLINE vi choose_int(vi mask, vi a, vi b) { return (mask & a) | (~mask & b); }
 INLINE vf magnitude_of(vf x) { return (vf)((vi)x & 0x7fffffff); }
 
+/* a where x is above y, else b. */
+INLINE vf pick_above(vf x, vf y, vf a, vf b) {
+#if LEVEL == 4
+    return (vf)_mm512_mask_blend_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)y, _CMP_GT_OQ), (__m512)b, (__m512)a);
+#else
+    return choose(x > y, a, b);
+#endif
+}
+
+/* level, and step more where x is above y. */
+INLINE vi add_above(vf x, vf y, vi level, int32_t step) {
+#if LEVEL == 4
+    return (vi)_mm512_mask_add_epi32((__m512i)level, _mm512_cmp_ps_mask((__m512)x, (__m512)y, _CMP_GT_OQ), (__m512i)level, _mm512_set1_epi32(step));
+#else
+    return level + ((x > y) & step);
+#endif
+}
+
 /* The larger of two, b where either is NaN. */
 INLINE vf larger(vf a, vf b) {
 #if LEVEL == 4

@@ -11,6 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from kvpack.coding.pools import OwnThreads
+from kvpack.coding.recipes import basis_for, parse_recipe
 from kvpack.formats.errors import InvalidParameter, Truncated
 from kvpack.pages.codec import PageCodec, key_digest
 
@@ -29,6 +30,7 @@ from .tiers import Tiers
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from kvpack.coding.bases import Basis
     from kvpack.pages.buffer import PageBuffer
     from kvpack.pages.geometry import PageGeometry
 
@@ -60,7 +62,8 @@ class PageStore:
     """Pages of ``identity``, by the engine's own keys of any bytes, shared by every process that opens ``location`` with that identity.
 
     Pages are encoded by ``codec``, a ``PageCodec`` of the identity's recipe and ``geometry`` with ``threads`` threads of its own.
-    ``location`` and the options are those of ``Store``. ``jobs`` is how many submitted jobs run at the same time.
+    ``location`` and the options are those of ``Store``. ``jobs`` is how many submitted jobs run at the same time. A recipe of the codec
+    klt needs its ``basis``: the identity's recipe is the ``text`` of a ``Recipe("klt-2", basis)``.
 
     A page that is damaged, of another identity or geometry, or not there is a miss; damage and faults of the system are counted and
     raise nothing. Raises InvalidParameter for arguments that can never work, and what ``PageCodec`` raises.
@@ -84,13 +87,16 @@ class PageStore:
         encryption: Mapping[str, bytes] | None = None,
         check_values: bool | None = None,
         max_entry_bytes: int = MAX_ENTRY_BYTES,
+        basis: Basis | str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(identity, Identity):
             raise InvalidParameter(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")
+        recipe = parse_recipe(identity.recipe)
+        recipe = parse_recipe(recipe, basis_for(recipe, basis))
         check_count("max_entry_bytes", max_entry_bytes, 1)
         check_count("jobs", jobs, 1)
         self.location, self.identity = location, identity
-        self.codec = PageCodec(identity.recipe, geometry, threads=threads, namespace=identity.digest)
+        self.codec = PageCodec(recipe, geometry, threads=threads, namespace=identity.digest)
         self._max_entry_bytes = max_entry_bytes
         self._counters = Counters()
         self._backend, self._cipher, self._values = opened(

@@ -82,6 +82,47 @@ def test_a_page_by_a_basis_decodes_to_what_its_cache_does(rows: str) -> None:
                 assert torch.equal(mine, theirs[0])
 
 
+RECIPES = ["raw", "kivi-4", "octopus-4", "turboquant-4", "oscar-2-u8", "polarquant-4", "turboangle-k8v4", "nvfp4", "quarot-4"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_hosts_settings_change_nothing_and_stay(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes models in a default dtype of 16 bits and on a default device, and allows no call of set_num_threads."""
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("the host's threads are not ours")
+
+    def made() -> tuple[list[bytes], list[torch.Tensor]]:
+        with PageCodec(recipe, SMALL, threads=2) as codec:
+            rows = [bytearray(codec.nbytes) for _ in range(3)]
+            assert codec.encode_into(pages, range(3), rows) == [None] * 3
+            for x in found:
+                x.zero_()
+            assert codec.decode_into(rows, target, range(3), values=True) == [None] * 3
+        return [bytes(row) for row in rows], [x.clone() for x in found]
+
+    pages, _ = filled(SMALL, 3)
+    target, found = empty(SMALL, 3)
+    expected, values = made()
+    monkeypatch.setattr(torch, "set_num_threads", forbidden)
+    torch.manual_seed(3)
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu"):
+                rows, got = made()
+                assert (torch.get_default_dtype(), torch.get_default_device().type) == (dtype, "meta")
+                assert torch.is_inference_mode_enabled()
+                assert torch.is_autocast_enabled("cpu")
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert rows == expected
+        assert all(torch.equal(x, y) for x, y in zip(got, values, strict=True))
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("recipe", ["octopus-3", "raw", "oscar-2"])
 def test_any_strides(name: str, recipe: str) -> None:

@@ -15,10 +15,13 @@ from safetensors.torch import save_file
 
 import kvpack
 from kvpack import Identity, PageBuffer, PageGeometry, PageStore, Tier, cli
-from kvpack.errors import InvalidParameter, MissingFile
+from kvpack.coding.bases import Basis
+from kvpack.coding.recipes import Recipe
+from kvpack.errors import InvalidParameter, InvalidRecipe, MissingBasis, MissingFile
 from kvpack.pages.codec import key_digest
 from kvpack.store.page_keys import page_key
 
+from klt_bases import random_basis  # isort: skip
 from redis_server import running  # isort: skip
 
 GEOMETRY = PageGeometry(layers=2, heads=2, tokens=16, dim_k=32, dim_v=32)
@@ -276,6 +279,28 @@ def test_the_hosts_settings_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert torch.equal(torch.get_rng_state(), state)
             assert torch.get_default_dtype() == dtype
             assert torch.is_inference_mode_enabled()
+
+
+def test_pages_by_a_basis(tmp_path: Path) -> None:
+    basis = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2))
+    recipe = Recipe("kv=klt:bits=4", basis)
+    (tmp_path / "x.basis").write_bytes(basis.data)
+    identity = Identity("model", recipe.text)
+    (given, _), (target, found), (decoded, expected) = pages(), cleared(), cleared()
+    with kvpack.PageCodec(recipe, GEOMETRY) as codec:
+        rows = [bytearray(codec.nbytes) for _ in range(4)]
+        assert codec.encode_into(given, range(4), rows) == codec.decode_into(rows, decoded, range(4)) == [None] * 4
+    with PageStore(tmp_path / "store", identity, GEOMETRY, basis=basis) as store:
+        assert store.put(KEYS, given, range(4)) == [True] * 4
+    with PageStore(tmp_path / "store", identity, GEOMETRY, basis=tmp_path / "x.basis") as store:
+        assert store.get_into(KEYS, target, range(4)) == [True] * 4
+        assert expected.any()
+        assert torch.equal(found, expected)
+    with pytest.raises(MissingBasis, match="needs the basis"):
+        PageStore(tmp_path / "store", identity, GEOMETRY)
+    other = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, seed=5))
+    with pytest.raises(InvalidRecipe, match="names the basis"):
+        PageStore(tmp_path / "store", identity, GEOMETRY, basis=other)
 
 
 def test_commands_know_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

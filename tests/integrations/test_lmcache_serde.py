@@ -96,6 +96,14 @@ def test_damage_and_other_keys_raise_before_anything_is_written(create: Any) -> 
         create(OPTIONS).serializer.serialize(memory(x), memory(torch.zeros(10**5, dtype=torch.uint8)), ObjectKey(b"hash"))
 
 
+def test_a_row_is_never_written_to_a_copy(create: Any) -> None:
+    made = create(OPTIONS)
+    x = torch.randn(2, 3, 32, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    turned = torch.zeros(64, made.serializer.estimate_serialized_size(layout_of(x)) // 64, dtype=torch.uint8).T
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        made.serializer.serialize(memory(x), memory(turned), ObjectKey(b"hash"))
+
+
 def test_what_cannot_be_served_is_refused(create: Any) -> None:
     with pytest.raises(InvalidParameter, match="the serde kvpack got recipe, expected recipe, head_dim and revision"):
         create({"recipe": "raw"})

@@ -45,7 +45,7 @@ class KvpackSerializer(Serializer):  # type: ignore[misc]
 
     def serialize(self, src: Any, dst: Any, key: Any) -> int:
         codec = self._codecs.of(src.tensor.shape, src.tensor.dtype)
-        row = dst.tensor.flatten()[: codec.nbytes][None]
+        row = dst.tensor.view(-1)[: codec.nbytes][None]
         (refused,) = codec.encode_into(pages_of(codec.geometry, src.tensor), [0], row, keys=[key_bytes(key)])
         if refused is not None:
             raise refused
